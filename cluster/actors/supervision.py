@@ -159,7 +159,6 @@ class SupervisedPool(Pool):
 
     Args:
         session: The Ray that the replicas run on; the pool closes it.
-        count: Number of replicas.
         needs: Ray resources of each actor of one replica; no actor spans nodes.
         timeouts: Heartbeat and start timeouts; None uses the defaults.
     """

@@ -34,9 +34,7 @@ class WholePlacement(ReplicaPlacement):
     """Full replicas of the model, each on a device of its own.
 
     Attributes:
-        replicas: Number of replicas.
         device: ``cpu``, ``cuda`` (one GPU per replica) or ``cuda:N``.
-        threads: CPU threads of one replica.
     """
 
     name: ClassVar[str] = "whole"
@@ -90,8 +88,6 @@ def place(sizes: ModelSizes, nodes: Sequence[Node], request: PlacementRequest) -
 
     Args:
         sizes: The model's bytes, for the longest sequence.
-        nodes: The available machines.
-        request: The requested placement.
     """
     kinds = kinds_to_try(request)
     places = Places(nodes, request)

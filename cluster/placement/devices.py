@@ -136,10 +136,7 @@ def imagined(nodes: int, gpus: int, gpu_memory: int, cpu_memory: int, cpus: int)
     """Return identical imagined nodes.
 
     Args:
-        nodes: Number of nodes.
-        gpus: GPUs of each node.
         gpu_memory, cpu_memory: Bytes of one GPU, and of a node's RAM.
-        cpus: Cores of a node.
     """
     if nodes < 1 or gpus < 0 or cpus < 1:
         raise PlacementError(f"nodes={nodes}, gpus={gpus}, cpus={cpus}: too few. Imagine at least one node and one CPU")
@@ -153,11 +150,7 @@ def imagined(nodes: int, gpus: int, gpu_memory: int, cpu_memory: int, cpus: int)
 
 
 def ray_nodes(ray: Any) -> tuple[Node, ...]:
-    """Return the nodes of the connected cluster with their free memory.
-
-    Args:
-        ray: The module ``ray``, connected.
-    """
+    """Return the nodes of the connected cluster with their free memory."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     living = [node for node in ray.nodes() if node["Alive"]]

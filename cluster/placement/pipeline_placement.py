@@ -27,10 +27,7 @@ class PipelinePlacement(Placement):
     """Replicas whose layer ranges run in actors on any nodes.
 
     Attributes:
-        replicas: Number of replicas.
-        stages: The layers of each stage.
         device: ``cpu`` or ``cuda`` (one GPU per stage).
-        threads: CPU threads of one stage.
     """
 
     name: ClassVar[str] = "pipeline"

@@ -146,10 +146,8 @@ class Node:
     """One machine.
 
     Attributes:
-        name: For messages.
         gpus: Usable bytes of each GPU.
         memory: Usable bytes of RAM.
-        cpus: Usable cores.
     """
 
     name: str
@@ -163,7 +161,6 @@ class Places:
 
     Args:
         nodes: The available machines.
-        request: The requested placement.
 
     Attributes:
         nodes: The machines that have devices of the requested type.
@@ -253,8 +250,6 @@ class Places:
         """Return the error for workers that do not fit.
 
         Args:
-            need: Bytes of one worker.
-            wanted: Required number of workers.
             worker: ``replica`` or ``stage``.
             where: What one worker runs on, for messages.
         """
@@ -291,8 +286,6 @@ class DeviceBytes:
     """Memory use of one device.
 
     Attributes:
-        name: For messages.
-        layers: The layers on it.
         weights, cache, activations, panel: Bytes of weights, KV cache and activations, and what measuring adds.
         usable: Usable bytes; None for a disk.
     """
@@ -316,7 +309,6 @@ class Plan:
     """A placement with the memory that it uses.
 
     Attributes:
-        placement: The placement.
         devices: Memory use of each device of one replica while a batch of ``batch_tokens`` runs.
         batch_tokens: Tokens of one forward pass, padding included: the most that fit, and no more than requested.
         why: A line for each rejected placement, with the reason.
@@ -333,7 +325,6 @@ class Demand:
     """The memory that a model needs while batches of sequences run.
 
     Attributes:
-        sizes: The model's bytes, for the longest sequence.
         batch_tokens: Most tokens of a forward pass.
         evaluates: Tasks are evaluated: there are logits and, unless passes are staged, a KV cache.
         staged: Passes run range by range of the layers: without a KV cache, but with hidden states that wait between
@@ -421,8 +412,6 @@ class Placement(ABC):
         summary: Noun phrase for help texts.
         options: Fields of `PlacementRequest` that only this placement uses.
         staged: Forward passes run range by range of the layers, so pools take a `StagedTask` only.
-        replicas: Number of copies of the model.
-        threads: CPU threads of one worker.
     """
 
     name: ClassVar[str]

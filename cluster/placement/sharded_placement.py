@@ -33,10 +33,8 @@ class ShardedPlacement(ReplicaPlacement):
     """Replicas over several GPUs of one node, by accelerate's device map. Blocks are never split.
 
     Attributes:
-        replicas: Number of replicas.
         devices: GPUs of one replica; 0 computes on the CPU and offloads the other layers to disk.
         layers: The layers of each device.
-        threads: CPU threads of one replica.
         offload: Where the layers that do not fit are kept; None if all fit.
     """
 

@@ -28,8 +28,6 @@ class StreamedPlacement(Placement):
     """One replica that holds one range of layers at a time. It reads the next range while this one runs.
 
     Attributes:
-        device: ``cpu``, ``cuda`` or ``cuda:N``.
-        threads: CPU threads.
         memory: Bytes of the device that it may use.
         ranges: The layers that are loaded at the same time.
         replicas: Always 1, so that each weight is read once.

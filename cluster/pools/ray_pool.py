@@ -58,9 +58,6 @@ class _WholeReplica(Replica):
 class RayPool(SupervisedPool):
     """Whole replicas on Ray. The pool starts a local Ray (on the loopback interface, without a dashboard) unless a
     cluster is already connected (`session.connect`), and ends it when it closes.
-
-    Args:
-        timeouts: How long to wait for replicas; None uses the defaults.
     """
 
     def __init__(self, spec: ModelSpec, placement: ReplicaPlacement, *, timeouts: Timeouts | None = None) -> None:
@@ -87,10 +84,8 @@ class _Work:
 
     Attributes:
         item: Ray reference to the item, which every pass needs in every stage.
-        waiting: The passes that have not started.
         flying: Number of passes in flight.
         found: Ray references to the partial result of each pass in each stage, pass by pass.
-        seconds: Run time of the passes, summed over the stages.
     """
 
     job: Job
@@ -202,9 +197,6 @@ class PipelinePool(SupervisedPool):
 
     The pool starts a local Ray unless a cluster is already connected (`session.connect`), and ends it when it closes.
     If a stage fails, all stages of its replica are restarted and its items run again.
-
-    Args:
-        timeouts: How long to wait for stages; None uses the defaults.
     """
 
     def __init__(self, spec: ModelSpec, placement: PipelinePlacement, *, timeouts: Timeouts | None = None) -> None:

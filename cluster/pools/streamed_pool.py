@@ -155,10 +155,8 @@ class _Work:
     """An item that passes through the model.
 
     Attributes:
-        parts: Its forward passes.
         keys: Keys of the passes' hidden states.
         partials: Partial results of each pass, range by range.
-        seconds: Run time of the passes.
     """
 
     item: Any

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import torch
@@ -43,11 +42,7 @@ class WorkError(HeadscanError):
 
 
 class IncompleteError(WorkError):
-    """Items were given up after repeated worker failures; all others are done.
-
-    Attributes:
-        items: The items that were given up.
-    """
+    """Items were given up after repeated worker failures; all others are done."""
 
     exit_code = 3
 
@@ -59,14 +54,7 @@ class IncompleteError(WorkError):
 
 @dataclass(frozen=True)
 class Finished(Generic[T, R]):
-    """One item's result.
-
-    Attributes:
-        item: The item.
-        value: Return value of the task.
-        seconds: Run time of the task.
-        worker: Name of the replica that ran it.
-    """
+    """One item's result."""
 
     item: T
     value: R
@@ -109,9 +97,7 @@ class Pool(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *problem: object) -> None:
         self.close()
 
 
@@ -151,11 +137,7 @@ class StagingError(HeadscanError):
 
 
 class StagedTask(ABC, Generic[T, B, P, R]):
-    """A picklable task whose passes can run by layer ranges.
-
-    Args:
-        name: For messages.
-    """
+    """A picklable task whose passes can run by layer ranges."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -195,11 +177,7 @@ class StagedTask(ABC, Generic[T, B, P, R]):
 
 
 class Question(ABC, Generic[T, R]):
-    """A task that inspects a model without running it. The model may have no weights.
-
-    Args:
-        name: For messages.
-    """
+    """A task that inspects a model without running it. The model may have no weights."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name

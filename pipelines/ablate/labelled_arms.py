@@ -132,11 +132,8 @@ class AnswerItem:
     """An arm and a group of examples for one replica.
 
     Attributes:
-        group: Number of the group.
         classes: Names of the classes; none for target texts.
-        metric: Accuracy, loss or BLEU.
         new_tokens: Longest generated text, in tokens.
-        batch_tokens: Tokens of one pass, padding included.
     """
 
     arm: SiteArm
@@ -271,11 +268,8 @@ class LabelledConfig:
     """Settings of an ablation on labelled examples.
 
     Attributes:
-        model: A classifier or an encoder-decoder.
-        data: The examples that judge.
         metric: Accuracy, loss or BLEU; None uses accuracy for classes and BLEU for target texts.
         max_tokens: Longest text and target text; None uses the model's context, at most 2,048 tokens.
-        batch_tokens: Tokens of one pass, padding included.
     """
 
     model: ModelSpec
@@ -303,7 +297,6 @@ class LabelledRun:
     """A run in progress.
 
     Attributes:
-        texts: All examples.
         judging: The examples that arms answer.
         settings: Further settings that identify the run; JSON can hold them.
     """
@@ -319,11 +312,7 @@ class LabelledRun:
 
     @contextmanager
     def opened(self, names: Collection[str]) -> Iterator[str]:
-        """Begin or resume the run, and finish it when the context exits; yield its id.
-
-        Args:
-            names: Names of all arms that will answer.
-        """
+        """Begin or resume the run, and finish it when the context exits; yield its id."""
         settings = {
             "metric": self.metric,
             "answers": self.texts.answers.value,

@@ -30,7 +30,6 @@ def head_arms(grid: HeadGrid, mode: str, value: AblationValue = ZERO_VALUE) -> l
 
     Args:
         mode: Single heads, or all other heads of a layer; layers of one head have no others.
-        value: What replaces the output of ablated heads.
     """
     arms = []
     for site in grid.sites:
@@ -59,7 +58,6 @@ class AblateResult(NamedTuple):
     """A finished table.
 
     Attributes:
-        run_id: The run in the store.
         effects: Effects of all modes of the run, by mode, layer and head.
     """
 

@@ -95,7 +95,6 @@ class _Arms:
         """Return the masks and rules.
 
         Args:
-            masks: Heads of the masks that are named.
             scan_run: The scan of the scores; None has none.
         """
         from headscan.pipelines.scoring.arms import mask_arm, scored_masks, scored_rules

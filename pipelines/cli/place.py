@@ -26,14 +26,12 @@ class ScanHours:
     """Hours of forward passes over a corpus, with the numbers that they follow from.
 
     Attributes:
-        tokens: Tokens of the corpus.
         sequence: Length of the sequences in tokens.
         parameters: Parameters in matrix products of a token.
         attention: Operations of one attention call of all layers for a token.
         calls: Attention calls of each layer.
         flops_per_token: Operations of a token.
         flops: Operations per second of one device.
-        replicas: Copies of the model.
         at_once: Devices of a replica that compute at the same time.
     """
 
@@ -215,11 +213,7 @@ class Place(ModelVerb):
 
 
 def measured_flops(store: Store, run_id: str, forward: ForwardFlops) -> float:
-    """Return the operations per second of one worker in a finished scan.
-
-    Args:
-        forward: Operations of the scanned model.
-    """
+    """Return the operations per second of one worker in a finished scan."""
     from headscan.analysis.errors import StoreError
 
     [found] = store.query(

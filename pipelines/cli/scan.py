@@ -48,12 +48,7 @@ class _CorpusVerb(RunVerb):
     tokens: Annotated[_Sequences, Group("sequences")]
 
     def measured(self, config_of: Callable[..., C], measure: Callable[[C, Run], CorpusRunResult]) -> str:
-        """Measure the corpus, print the counts, and return the id of the run.
-
-        Args:
-            config_of: Makes the settings of the run.
-            measure: Runs it.
-        """
+        """Measure the corpus, print the counts, and return the id of the run."""
         from headscan.pipelines.runs.run_records import identify
         from headscan.pipelines.settings.corpus_settings import longest_text
 

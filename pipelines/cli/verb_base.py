@@ -237,7 +237,6 @@ class RunVerb(ModelVerb, StoreVerb):
 
         Args:
             identity: The model's identity; None computes it.
-            tokens: Length of the longest sequence.
         """
         from headscan.pipelines.runs.run_records import Run
 

@@ -99,8 +99,6 @@ class AnsweringPlan:
     """Settings that all arms of a run share.
 
     Attributes:
-        batch_tokens: Tokens of one forward pass.
-        reading: How prompts are read.
         starts: Where a forward pass can start, so that masks share what runs before their first head.
         bundle_size: Most masks that share them at a time.
     """

@@ -29,7 +29,6 @@ class HeadscanLM(TemplateLM):
     """The model that lm-eval sees. It collects requests first, then replays the answers of one arm at a time.
 
     Attributes:
-        requests: Collected requests by their hash.
         truncated: Hashes of requests that exceeded the context; their beginning is cut off, as in lm-eval.
         answers: Answers of the current arm by the request's hash; None while requests are collected.
     """

@@ -122,7 +122,6 @@ class Purpose:
     """Why arms are evaluated.
 
     Attributes:
-        kind: Kind of the run.
         settings: Further settings that identify the run; JSON can hold them.
         judges_arms: Each arm gets a line and a verdict.
     """

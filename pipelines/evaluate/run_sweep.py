@@ -155,15 +155,14 @@ def record_prompts(config: EvaluateConfig, run: Run, questions: Questions) -> st
             "batch_tokens": config.batch_tokens,
         },
     )
-    written = write_shards(
+    return write_shards(
         run,
         record,
         shards(_sequences(prompts, names, report), shard_size=_SHARD),
         lambda shard: ShardItem(shard, statistics, widths, config.batch_tokens, False, run.identity.rope_lengths),
         report,
         total=len(prompts),
-    )
-    return written.run_id
+    ).run_id
 
 
 def _sequences(prompts: Iterable[tuple[int, ...]], source: str, report: CorpusReport) -> Iterator[Sequence]:

@@ -386,9 +386,7 @@ class Questions:
     """Requests, built once, and the grading of an arm's answers.
 
     Args:
-        tasks: Benchmark tasks.
         recall: Recall questions; None omits them.
-        identity: The model and its tokenizer.
         text: Ordinary text; None omits it.
         recall_only: Recall questions alone are enough.
 

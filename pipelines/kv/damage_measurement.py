@@ -76,8 +76,6 @@ def masked_losses(
     """Return the losses of requests under each set of windows; `ALL_KEYS` is the full cache.
 
     Args:
-        batch_tokens: Tokens of one pass, padding included.
-        rope: The lengths at which the model's rotary frequencies change.
         progress: Called with the number of (set, request) pairs that finished.
     """
     ablations = [KvWindows(kept, f"windows {index}") if kept.windows else None for index, kept in enumerate(sets)]
@@ -171,7 +169,6 @@ def text_prompts(corpus: CorpusSpec, identity: ModelIdentity, tokens: int, count
     """Return texts of a corpus, spread over its beginning.
 
     Args:
-        tokens: Longest text, in tokens.
         count: Number of texts; fewer if the corpus has fewer.
         longer_than: Tokens of the window; shorter texts show no damage and are left out.
     """

@@ -101,11 +101,8 @@ class WantedModel:
     """A pruned model to build.
 
     Attributes:
-        folder: Its folder.
-        method: Method that chooses the heads.
         budget: Its size; None removes ``heads``.
         heads: Heads of a mask or of a list; empty lets the method choose.
-        random_folders: Folders of random controls.
         layers_folder: Folder of the model without whole attention layers; None builds none.
     """
 
@@ -123,10 +120,7 @@ class BuildJob:
 
     Attributes:
         texts: Texts that choose and repair.
-        wanted: The models.
-        unit: Unit of removal.
         selection: Effort of the methods ``damage`` and ``layer-drop``.
-        repair: Projections that are solved again.
         orders: Heads by method, the most removable first, of methods that are no part of `HeadSelection`.
         remote_code: Copy the code of pruned models into the folders.
         timing: How prefill and decoding are timed; None skips it.
@@ -134,9 +128,7 @@ class BuildJob:
         recall_weight: Their weight; see `RecallConfig`.
         held_out: Text on which the loss of models that are no controls is measured; None measures none.
         held_out_prompts: Recall prompts on which it is measured, too.
-        batch_tokens: Tokens of one forward pass.
         seed: Seed of the first random control.
-        say: Called with lines of progress.
     """
 
     texts: CalibrationTexts

@@ -39,7 +39,6 @@ def model_rows(built: Sequence[BuiltModel], names: Sequence[str], verdict: Verdi
     """Return one table row for each pruned model, controls included.
 
     Args:
-        names: Names of their arms.
         verdict: Verdict on the arms; None leaves the losses out.
     """
     outcomes = {} if verdict is None else {arm.name: arm for arm in (*verdict.arms, *verdict.unjudged)}
@@ -106,10 +105,8 @@ def model_card(
     """Return the text of ``README.md``.
 
     Args:
-        model: Name of the pruned model.
         revision: Its commit on the hub; None for a folder.
         calibration: What chose the heads and repaired the projections.
-        version: Version of headscan.
         remote_code: The folder holds the code of pruned models.
         verdict: Sentences of the evaluation; empty if it was not judged.
     """

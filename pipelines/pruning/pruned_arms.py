@@ -23,12 +23,9 @@ class BuiltModel:
     """A pruned model in a folder.
 
     Attributes:
-        folder: Its folder.
-        method: Method that chose the heads.
         share: Nominal share of the units that are removed, 0 to 1; controls have that of their model.
         unit: ``head``, ``group`` or ``layer``.
         repair: Repaired projections, in words.
-        removed: Removed heads.
         skipped: Layers that have no attention any more.
         costs: Sizes and times before and after.
         seed: Seed of random heads; None for other methods.
@@ -62,12 +59,7 @@ class BuiltModel:
 
 
 def pruned_arm(built: BuiltModel, baseline: ModelSpec, identity: ModelIdentity) -> Arm:
-    """Return the arm of a pruned model.
-
-    Args:
-        baseline: The model that was pruned.
-        identity: Its identity.
-    """
+    """Return the arm of a pruned model."""
     spec = replace(baseline, source=str(built.folder), revision=None, safetensors=True)
     found = identify(spec)
     arm = model_arm(spec, found, identity)

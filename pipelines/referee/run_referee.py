@@ -53,10 +53,7 @@ class ChoiceJob:
 
     Attributes:
         criteria: Criteria of one family, see `families`.
-        counts: Numbers of heads.
         iterative: Measured criteria are measured again after each number of heads.
-        batch_tokens: Tokens of one pass, padding included.
-        say: Called with lines of progress.
     """
 
     texts: CalibrationTexts
@@ -172,7 +169,6 @@ class RefereeConfig:
 
     Attributes:
         evaluation: Questions that judge; the held-out text is added.
-        compared: Criteria, shares and random controls.
         texts: Texts on which heads are chosen, and held-out text.
         repair: Projections that are solved again; ``none`` ablates heads in the original model.
     """

@@ -61,7 +61,6 @@ class ValuesItem:
     Attributes:
         names: Scores, importances and ``effect``.
         heads: Heads that are ablated all the while.
-        batch_tokens: Tokens of one pass, padding included.
     """
 
     texts: tuple[LabelledText, ...]

@@ -115,10 +115,8 @@ class ModelFacts:
     """Facts that only a loaded model shows. A replica sends them to the driver.
 
     Attributes:
-        dtype: Dtype of its weights.
         device: Device of its token ids.
         hardware: Type and name of the devices that hold its weights, such as ``cuda (NVIDIA H200)``.
-        grid: Its heads.
         max_tokens: Largest number of tokens with positions; None without a limit.
         caches: KV cache of each layer, see `kv_cache.find_caches`; None if it cannot be determined.
     """
@@ -328,10 +326,8 @@ class ModelContext:
     are first needed, so that a job with nothing to measure loads no model.
 
     Args:
-        model: The model.
         open_model: Opens the pool of this model, and of others that a job needs.
         identity: Names and hashes of the model; None computes them when they are needed, which reads the weight files.
-        say: Called with lines for the user.
     """
 
     def __init__(
@@ -382,7 +378,6 @@ class Run(ModelContext):
 
     Args:
         model, open_model, identity, say: As for `ModelContext`.
-        store: The store.
         resume_anyway: Resume runs even if the software or the device changed; both are recorded.
     """
 

@@ -7,7 +7,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 from tqdm import tqdm
@@ -100,9 +99,7 @@ class Progress:
     """Progress with rate and time left; a context manager.
 
     Args:
-        title: Name of the work.
         total: Total count; None if it is unknown.
-        unit: Name of the counted things.
         every: Seconds between lines in a log.
         stream: Output stream; None uses standard error.
     """
@@ -138,9 +135,7 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *problem: object) -> None:
         if self._bar is not None:
             self._bar.close()
         elif kind is None:

@@ -126,7 +126,6 @@ class LabelledText:
 
     Attributes:
         index: Position in the file, from 0.
-        ids: Token ids of the text.
         target_ids: Token ids of the target text; of a classifier, the number of the class alone.
         target: Target text, or name of the class.
         document: Hash of the text: equal texts are one document.
@@ -149,9 +148,7 @@ class LabelledTexts:
     """The examples of a file, ready for a model.
 
     Attributes:
-        spec: The file.
         answers: Kind of the targets.
-        texts: The examples.
         classes: Names of the classes by number; none for target texts.
         truncated: Number of texts or targets that were cut.
     """

@@ -23,7 +23,7 @@ from headscan.pipelines.corpora import CorpusReport
 from headscan.pipelines.corpora.sequences import hash_ids
 from headscan.pipelines.runs.run_records import Run, fingerprint
 from headscan.pipelines.scan.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
-from headscan.pipelines.scan.run_scan import CorpusRunResult, ShardMeasurement, run_corpus, write_shards
+from headscan.pipelines.scan.run_scan import CorpusRunResult, run_corpus, write_shards
 from headscan.pipelines.scan.shard_task import HeadNumbers, Measured, head_table
 from headscan.pipelines.scoring.token_requests import pad, whole_batches
 from headscan.pipelines.settings.measure_settings import (
@@ -38,12 +38,7 @@ MEASURED = ("gate_gradient", "token_gradient", "entropy")
 
 @dataclass(frozen=True)
 class ImportanceItem:
-    """One shard for one replica.
-
-    Attributes:
-        batch_tokens: Tokens of one pass, padding included.
-        rope: Sequence lengths at which the model's rotary frequencies change; a batch never mixes them.
-    """
+    """One shard for one replica."""
 
     shard: corpora.Shard
     reduction: Reduction
@@ -80,9 +75,7 @@ def measure_losses(
 
     Args:
         loss_of: Makes the loss of a batch from row numbers.
-        lengths: Tokens of each sequence.
         indices: Index of each sequence in its corpus or file.
-        batch_tokens: Tokens of one pass, padding included.
     """
 
     def measure(rows: list[int]) -> list[HeadNumbers]:
@@ -109,24 +102,20 @@ def measure_losses(
 def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
     """Measure the importance of all heads on a corpus into a store."""
     settings = {"reduction": config.reduction, "measured": MEASURED}
-    measurement = ShardMeasurement(
+    return run_corpus(
+        config,
+        run,
         "importance",
         deciding=settings,
         recorded=settings,
         item_of=lambda shard, rope: ImportanceItem(shard, config.reduction, config.batch_tokens, rope),
         task=measure_importance,
     )
-    return run_corpus(config, measurement, run)
 
 
 @dataclass(frozen=True)
 class LabelledItem:
-    """One shard of examples for one replica.
-
-    Attributes:
-        texts: The examples of the shard.
-        batch_tokens: Tokens of one pass, padding included.
-    """
+    """One shard of examples for one replica."""
 
     shard: corpora.Shard
     texts: tuple[LabelledText, ...]
@@ -190,7 +179,7 @@ def run_labelled_importance(
         corpus_hash=data_hash,
         total_shards=len(shards),
     )
-    written = write_shards(
+    return write_shards(
         run,
         record,
         shards,
@@ -201,7 +190,6 @@ def run_labelled_importance(
         total=len(texts.texts),
         task=measure_labelled,
     )
-    return CorpusRunResult(written.run_id, False, written.measured, written.skipped, report)
 
 
 def _groups(texts: Sequence[LabelledText], size: int) -> Iterator[tuple[LabelledText, ...]]:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import chain
-from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 import pyarrow as pa
@@ -45,7 +44,6 @@ class CountedPasses(StagedTask[T, B, P, R]):
     """A task with the results of another one; it runs only in the process of ``count``.
 
     Args:
-        task: The task.
         count: Called with the number of sequences after each pass with a whole model.
     """
 
@@ -79,12 +77,7 @@ _WAITING = 4
 
 
 class ShardWriter:
-    """A writer of a run's shards; a context manager. All shards are written when the context exits.
-
-    Args:
-        store: The store.
-        run_id: The run of the shards.
-    """
+    """A writer of a run's shards; a context manager. All shards are written when the context exits."""
 
     def __init__(self, store: Store, run_id: str) -> None:
         self._store, self._run_id = store, run_id
@@ -106,9 +99,7 @@ class ShardWriter:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *problem: object) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -155,9 +146,7 @@ class CorpusRunResult:
     """Result of a run over a corpus.
 
     Attributes:
-        run_id: The run in the store.
         already_done: True if the run was complete before, so that nothing was measured.
-        measured: Shards measured now.
         skipped: Shards found in the ledger.
         report: Counts of the corpus; None if it was not read.
     """
@@ -169,27 +158,23 @@ class CorpusRunResult:
     report: CorpusReport | None = None
 
 
-@dataclass(frozen=True)
-class ShardMeasurement:
-    """The measurement of each shard.
+def run_corpus(
+    config: CorpusRunConfig,
+    run: Run,
+    kind: RunKind,
+    *,
+    deciding: Mapping[str, Any],
+    recorded: Mapping[str, Any],
+    item_of: Callable[[Shard, RopeLengths], OfShard],
+    task: Task[Any, Measured],
+) -> CorpusRunResult:
+    """Measure every shard of a corpus into a store.
 
-    Attributes:
-        kind: Kind of the run.
+    Args:
         deciding: Settings on which the numbers depend, in addition to those of `CorpusRunConfig`.
         recorded: The same settings as the store records them.
         item_of: Makes the pool's item of a shard.
-        task: Pool task that measures an item.
     """
-
-    kind: RunKind
-    deciding: Mapping[str, Any]
-    recorded: Mapping[str, Any]
-    item_of: Callable[[Shard, RopeLengths], OfShard]
-    task: Task[Any, Measured]
-
-
-def run_corpus(config: CorpusRunConfig, measurement: ShardMeasurement, run: Run) -> CorpusRunResult:
-    """Measure every shard of a corpus into a store."""
     identity = run.identity
     longest_text(identity, config.tokens.max_tokens)
     corpus = open_corpus(config.corpus)
@@ -201,11 +186,11 @@ def run_corpus(config: CorpusRunConfig, measurement: ShardMeasurement, run: Run)
             "dtype": config.model.dtype,
             "corpus": corpus_fingerprint,
             "tokens": asdict(config.tokens),
-            **measurement.deciding,
+            **deciding,
             **sizes,
         }
     )
-    if (done := run.finished(measurement.kind, mark)) is not None:
+    if (done := run.finished(kind, mark)) is not None:
         return CorpusRunResult(done, True)
 
     report = CorpusReport()
@@ -213,14 +198,14 @@ def run_corpus(config: CorpusRunConfig, measurement: ShardMeasurement, run: Run)
         shards(sequences(corpus, identity.tokenizer, config.tokens, report), shard_size=config.shard_size)
     )
     record = run.record(
-        measurement.kind,
+        kind,
         mark,
         config={
             "model": asdict(config.model),
             "corpus": asdict(config.corpus),
             "tokens": asdict(config.tokens),
             "attention_across_documents": config.tokens.attention_across_documents,
-            **measurement.recorded,
+            **recorded,
             **sizes,
         },
         bos_policy=config.tokens.bos,
@@ -228,16 +213,15 @@ def run_corpus(config: CorpusRunConfig, measurement: ShardMeasurement, run: Run)
         corpus_hash=corpus_fingerprint,
         total_shards=None if rest is not None else len(found),
     )
-    written = write_shards(
+    return write_shards(
         run,
         record,
         chain(found, rest or ()),
-        lambda shard: measurement.item_of(shard, identity.rope_lengths),
+        lambda shard: item_of(shard, identity.rope_lengths),
         report,
         total=None if rest is not None else sum(len(shard.sequences) for shard in found),
-        task=measurement.task,
+        task=task,
     )
-    return CorpusRunResult(written.run_id, False, written.measured, written.skipped, report)
 
 
 def _read_ahead(source: Iterable[Shard]) -> tuple[list[Shard], Iterator[Shard] | None]:
@@ -257,15 +241,6 @@ class ShardWriteError(HeadscanError):
     """A run whose corpus changed."""
 
 
-@dataclass(frozen=True)
-class WrittenShards:
-    """A run, and the numbers of measured and skipped shards."""
-
-    run_id: str
-    measured: int
-    skipped: int
-
-
 def write_shards(
     run: Run,
     record: RunRecord,
@@ -275,13 +250,12 @@ def write_shards(
     *,
     total: int | None,
     task: Task[Any, Measured] = measure_shard,
-) -> WrittenShards:
+) -> CorpusRunResult:
     """Begin or resume a run, measure the missing shards, and finish it.
 
     Args:
         report: Counts of the corpus; they may grow while shards are drawn.
         total: Number of sequences of all shards; None if unknown.
-        task: Pool task that measures an item.
     """
     store, pool = run.store, run.pool
     state = run.begin(record)
@@ -326,7 +300,7 @@ def write_shards(
         raise
     corpus_hash = f"{(record.corpus_hash or '')[:16]}-{ledger.hexdigest()[:16]}"
     store.finish_run(state.run_id, report=report.as_dict(), total_shards=measured + skipped, corpus_hash=corpus_hash)
-    return WrittenShards(state.run_id, measured, skipped)
+    return CorpusRunResult(state.run_id, False, measured, skipped, report)
 
 
 def _counted(task: Task[Any, Measured], progress: Progress) -> Task[Any, Measured]:
@@ -362,7 +336,9 @@ class ScanResult(CorpusRunResult):
 
 def scan(config: ScanConfig, run: Run) -> ScanResult:
     """Scan a corpus into a store."""
-    measurement = ShardMeasurement(
+    found = run_corpus(
+        config,
+        run,
         "scan",
         deciding={
             "statistics": config.measured,
@@ -381,9 +357,5 @@ def scan(config: ScanConfig, run: Run) -> ScanResult:
         ),
         task=measure_shard,
     )
-    found = run_corpus(config, measurement, run)
-    return ScanResult(**vars(found), nonfinite_rows=_nonfinite_rows(run.store, found.run_id))
-
-
-def _nonfinite_rows(store: Store, run_id: str) -> int:
-    return int(store.resolve_run(run_id, "scan")["nonfinite_rows"])
+    stored = run.store.resolve_run(found.run_id, "scan")
+    return ScanResult(**vars(found), nonfinite_rows=int(stored["nonfinite_rows"]))

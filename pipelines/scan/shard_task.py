@@ -31,9 +31,7 @@ class ShardItem:
     """One shard for one replica.
 
     Attributes:
-        statistics: Names of statistics and profiles.
         keep_nonfinite: NaN and infinite values are no error.
-        rope: Sequence lengths at which the model's rotary frequencies change; a batch never mixes them.
     """
 
     shard: corpora.Shard

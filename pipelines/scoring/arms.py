@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from headscan.ablation.ablation import Ablation
 from headscan.ablation.collect_outputs import head_means, head_samples
@@ -29,6 +28,7 @@ from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.runs.run_records import ModelContext, ModelIdentity, fingerprint
+from headscan.pipelines.scoring.token_requests import pad
 from headscan.pipelines.settings.evaluation_settings import MaskOrder, ValueConfig
 
 
@@ -67,11 +67,9 @@ class Arm:
 
     Attributes:
         name: Unique in an evaluation; arms with the same name ablate the same heads.
-        kind: Kind of the arm.
         ablated: The ablation; None for the baseline.
         score: Score that selected the heads.
         share: Nominal share of heads, 0 to 1; a rule may ablate another share.
-        scan_run: Run id of the scan that selected the heads.
         selection: Further description of the selection; arms that differ in it are points of different curves.
         seed: Seed of a random arm.
         details: Further settings for the store; arms with the same name have the same.
@@ -137,12 +135,7 @@ def mask_arm(heads: Sequence[tuple[int, int]], value: AblationValue = ZERO_VALUE
 
 
 def model_arm(spec: ModelSpec, identity: ModelIdentity, baseline: ModelIdentity) -> Arm:
-    """Return an arm that another model answers. Another content of the model's files makes another arm.
-
-    Args:
-        identity: Identity of that model.
-        baseline: Identity of the baseline's model.
-    """
+    """Return an arm that another model answers. Another content of the model's files makes another arm."""
     check_tokenizer(identity, baseline)
     mark = fingerprint(identity.fingerprint())[:6]
     details = (("model", identity.name), *model_settings(identity))
@@ -338,8 +331,7 @@ def collect_value(config: ValueConfig, model: ModelContext, longest: int) -> Abl
             f"{config.corpus.name} has {len(found)} texts of {shortest} tokens or more (limit {least}). Choose another"
             " corpus"
         )
-    ids = pad_sequence([torch.as_tensor(text.ids, dtype=torch.long) for text in found], batch_first=True)
-    lengths = torch.tensor([len(text) for text in found])
+    ids, lengths = pad([text.ids for text in found])
     seed = config.seed if resamples else None
     source = {
         "corpus": config.corpus.name,

@@ -116,7 +116,6 @@ def prefix_tree(sequences: Sequence[tuple[int, ...]], shareable: Sequence[int], 
     """Return the tree of prefixes to read once.
 
     Args:
-        sequences: Token ids.
         shareable: Number of leading tokens of each sequence that may be shared.
         pass_cost: Cost of one more forward pass, in tokens; a prefix is shared if that saves more.
     """
@@ -177,7 +176,6 @@ def group_prefixes(root: PrefixNode, pass_cost: int, most_tokens: int) -> Prefix
     no padding comes between a prefix and its continuation.
 
     Args:
-        root: The tree of prefixes.
         pass_cost: Cost of one more forward pass, in tokens; a prefix is cut if that costs less.
         most_tokens: Most tokens of the prefixes of a group.
     """
@@ -328,9 +326,7 @@ class LikelihoodItem:
     """Requests for one replica.
 
     Attributes:
-        share_prefixes: Read common prefixes once.
         as_rules: Compute attention with the kernels of rules; not together with ``share_prefixes``.
-        rope: The sequence lengths at which the model's rotary frequencies change; batches never mix them.
     """
 
     name: str

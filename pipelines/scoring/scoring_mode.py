@@ -59,8 +59,6 @@ def rows(root: PrefixNode, lengths: Sequence[int], best_tokens: int, most_tokens
     """Return rows with all sequences of a prefix tree. They have few tokens in total.
 
     Args:
-        root: The tree.
-        lengths: Tokens of each sequence.
         best_tokens: Tokens of a row at which the model is fastest.
         most_tokens: Maximum tokens of a row; only a single longer sequence exceeds it.
     """
@@ -187,7 +185,6 @@ class EvictionItem:
 
     Attributes:
         ablated: An ablation that evicts keys.
-        batch_tokens: Tokens of one forward pass, padding included.
     """
 
     name: str
@@ -257,7 +254,6 @@ class Reading(NamedTuple):
         share_prefixes: Common prefixes are read once, into a KV cache.
         shared_rows: Rules, which cannot continue from a KV cache, share prefixes in rows.
         as_rules: All arms use the kernels of rules, and rows if rules do.
-        rope: The sequence lengths at which the model's rotary frequencies change.
     """
 
     share_prefixes: bool
@@ -296,7 +292,6 @@ def choose_reading(
 
     Args:
         ask: Runs a pool task on the model.
-        dtype: Dtype of the model.
         ablated: Ablations of the arms; None for the baseline.
         share: True shares prefixes, False does not; None shares them if all arms are computed with the same kernels.
         say: Receives the reason if prefixes are not shared.

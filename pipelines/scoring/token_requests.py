@@ -64,7 +64,6 @@ class GenerationRequest(NamedTuple):
 
     Attributes:
         until: Stop sequences.
-        max_new_tokens: Maximum number of generated tokens.
         options: Further options of transformers' ``generate``, as sorted pairs.
         draw: Number of the sample, if one prompt is sampled several times.
     """
@@ -116,7 +115,6 @@ class Batch:
     """Sequences of one batch, in one or several passes.
 
     Attributes:
-        rows: Indices of the sequences.
         width: Padded tokens, N; a half keeps the width of the whole batch, since its hidden states have it.
     """
 

@@ -324,11 +324,7 @@ MODES = (EACH, ALL_BUT_ONE)
 
 @dataclass(frozen=True)
 class LossTexts:
-    """Texts whose loss is measured.
-
-    Attributes:
-        corpus: Ordinary text.
-    """
+    """Texts whose loss is measured."""
 
     corpus: CorpusSpec
     sequences: Annotated[int, Option("number of texts whose loss is measured", least=1)] = 128
