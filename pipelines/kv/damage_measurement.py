@@ -17,7 +17,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from headscan.ablation.ablation import Ablation
 from headscan.analysis.plans import (
     DamageCalibration,
     DamageTexts,
@@ -94,7 +93,8 @@ def masked_losses(
                 starts = tuple(start_of(mask, possible) for mask in masks)
                 work.append(BundleItem(name, chosen, masks, starts, batch_tokens, share_prefixes=False))
             else:
-                work.append(_item(name, chosen, ablations[group[0]], batch_tokens, rope))
+                alone = ablations[group[0]]
+                work.append(LikelihoodItem(name, chosen, alone, batch_tokens, share_prefixes=False, rope=rope))
     nats, greedy = np.empty((len(sets), len(requests))), np.empty((len(sets), len(requests)))
     scored = np.array([request.scored for request in requests])
     task: Task[Any, Any] = score_in_ranges if pool.staged else _run
@@ -109,12 +109,6 @@ def masked_losses(
     if wrong := int((~np.isfinite(nats)).sum()):
         raise NotFiniteError(f"NaN or infinite losses: {wrong} of {nats.size} (limit 0). Use another `dtype`")
     return Losses(nats, greedy)
-
-
-def _item(
-    name: str, requests: tuple[Request, ...], ablated: Ablation | None, batch_tokens: int, rope: RopeLengths
-) -> LikelihoodItem:
-    return LikelihoodItem(name, requests, ablated, batch_tokens, share_prefixes=False, rope=rope)
 
 
 def _run(lm: LoadedModel, item: LikelihoodItem | BundleItem) -> list[LikelihoodResult]:

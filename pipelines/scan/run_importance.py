@@ -6,7 +6,7 @@ Shapes: B sequences, L layers, H query heads of the widest layer.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -167,7 +167,8 @@ def run_labelled_importance(
     if (done := run.finished("importance", mark)) is not None:
         return CorpusRunResult(done, True)
     report = CorpusReport()
-    groups = list(_groups(texts.texts, config.shard_size))
+    starts = range(0, len(texts.texts), config.shard_size)
+    groups = [tuple(texts.texts[start : start + config.shard_size]) for start in starts]
     shards = [_shard(index, group, config.data.name, report) for index, group in enumerate(groups)]
     answers = texts.answers
     record = run.record(
@@ -190,10 +191,6 @@ def run_labelled_importance(
         total=len(texts.texts),
         task=measure_labelled,
     )
-
-
-def _groups(texts: Sequence[LabelledText], size: int) -> Iterator[tuple[LabelledText, ...]]:
-    return (tuple(texts[start : start + size]) for start in range(0, len(texts), size))
 
 
 def _shard(index: int, texts: Sequence[LabelledText], source: str, report: CorpusReport) -> corpora.Shard:
