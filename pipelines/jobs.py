@@ -25,8 +25,7 @@ from headscan.pipelines.evaluate.run_evaluation import evaluate as run_evaluatio
 from headscan.pipelines.kv.measured_plan import measured_plan
 from headscan.pipelines.pruning.run_prune import PruneConfig, PruneResult
 from headscan.pipelines.pruning.run_prune import prune as run_prune
-from headscan.pipelines.runs.identity import identify
-from headscan.pipelines.runs.run_records import ModelContext, OpenModel, Run
+from headscan.pipelines.runs.run_records import ModelContext, OpenModel, Run, identify
 from headscan.pipelines.scan.run_scan import ScanResult
 from headscan.pipelines.scan.run_scan import scan as run_scan
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm

@@ -115,11 +115,7 @@ class Session:
     """The connected cluster, or a local Ray that ends with the session. A local Ray listens on the loopback interface
     and has no dashboard.
 
-    Args:
-        cpus: CPUs of the local Ray.
-
     Attributes:
-        ray: The module.
         local: True if Ray was started here.
     """
 

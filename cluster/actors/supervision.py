@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headscan.cluster.actors.session import Session, first_line, living_nodes
-from headscan.cluster.actors.timeouts import Timeouts
-from headscan.cluster.placement.placement_base import PlacementError
+from headscan.cluster.placement.placement_base import PlacementError, Timeouts
 from headscan.cluster.tasks.pool import Finished, IncompleteError, Pool, R, T, Task, name_of
 
 #: Ray's concurrency group (a thread of the actor) that answers heartbeats.
@@ -160,7 +159,6 @@ class SupervisedPool(Pool):
 
     Args:
         session: The Ray that the replicas run on; the pool closes it.
-        count: Number of replicas.
         needs: Ray resources of each actor of one replica; no actor spans nodes.
         timeouts: Heartbeat and start timeouts; None uses the defaults.
     """

@@ -18,8 +18,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from headscan.cluster.placement.placement_base import LayerRange
-from headscan.cluster.tasks.pool import run_task, working_on
-from headscan.cluster.tasks.staged_task import Question, StagedTask, check_ranges, open_layers, run_pass
+from headscan.cluster.tasks.pool import Question, StagedTask, check_ranges, open_layers, run_pass, run_task, working_on
 from headscan.errors import HeadscanError
 from headscan.layers.layer_ranges import Layers, Stage
 from headscan.model_spec import ModelSpec

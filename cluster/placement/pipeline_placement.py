@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from headscan.cluster.placement.partition import balanced_ranges
 from headscan.cluster.placement.placement_base import (
     Demand,
     LayerRange,
@@ -13,6 +12,7 @@ from headscan.cluster.placement.placement_base import (
     PlacementError,
     Places,
     Plan,
+    balanced_ranges,
     on_one_gpu,
     ranges_text,
     replicas_text,
@@ -27,10 +27,7 @@ class PipelinePlacement(Placement):
     """Replicas whose layer ranges run in actors on any nodes.
 
     Attributes:
-        replicas: Number of replicas.
-        stages: The layers of each stage.
         device: ``cpu`` or ``cuda`` (one GPU per stage).
-        threads: CPU threads of one stage.
     """
 
     name: ClassVar[str] = "pipeline"

@@ -1,20 +1,59 @@
-"""What a placement works with: the request, the devices, the memory that a model needs, and the interface itself."""
+"""What a placement works with: request, timeouts, devices, needed memory, ranges of layers, and the interface."""
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from headscan.cluster.placement.byte_sizes import format_bytes, parse_bytes
 from headscan.errors import HeadscanError
-from headscan.options import Option
+from headscan.options import LONGEST_WAIT, Option
 
 if TYPE_CHECKING:
     from headscan.models.loaded_model import Sharding
     from headscan.sizing.model_sizes import ModelSizes
+
+_UNITS = {
+    "B": 1,
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
+    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)},
+}
+_BY_LOWER = {unit.lower(): size for unit, size in _UNITS.items()}
+
+#: Larger than any machine: a larger number is a typing error, and would overflow 64 bits in later sums.
+_LARGEST = 1 << 60
+
+
+class ByteSizeError(HeadscanError):
+    """A text is not a size in memory."""
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes of a size with a unit, such as ``80GiB``."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if found is not None and not found[2]:
+        raise ByteSizeError(
+            f"{text.strip()!r} has no unit: write {found[1]}GiB for gibibytes, or {found[1]}B for bytes"
+        )
+    unit = _BY_LOWER.get(found[2].lower()) if found else None
+    if found is None or unit is None:
+        raise ByteSizeError(f"{text!r} is not a size in memory: write a number and a unit, such as 80GiB or 500MB")
+    size = float(found[1]) * unit
+    if not 1 <= size <= _LARGEST:
+        raise ByteSizeError(f"{text!r} is out of range: write a size from 1B to {_LARGEST >> 40}TiB, such as 80GiB")
+    return int(size)
+
+
+def format_bytes(size: float) -> str:
+    """Return a size as text, such as ``1.5 GiB``."""
+    for power, letter in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
+        if abs(size) >= 1024**power:
+            return f"{size / 1024**power:.1f} {letter}iB"
+    return f"{size:.0f} B"
+
 
 #: Default number of tokens of one forward pass.
 BATCH_TOKENS = 8192
@@ -107,10 +146,8 @@ class Node:
     """One machine.
 
     Attributes:
-        name: For messages.
         gpus: Usable bytes of each GPU.
         memory: Usable bytes of RAM.
-        cpus: Usable cores.
     """
 
     name: str
@@ -124,7 +161,6 @@ class Places:
 
     Args:
         nodes: The available machines.
-        request: The requested placement.
 
     Attributes:
         nodes: The machines that have devices of the requested type.
@@ -214,8 +250,6 @@ class Places:
         """Return the error for workers that do not fit.
 
         Args:
-            need: Bytes of one worker.
-            wanted: Required number of workers.
             worker: ``replica`` or ``stage``.
             where: What one worker runs on, for messages.
         """
@@ -252,8 +286,6 @@ class DeviceBytes:
     """Memory use of one device.
 
     Attributes:
-        name: For messages.
-        layers: The layers on it.
         weights, cache, activations, panel: Bytes of weights, KV cache and activations, and what measuring adds.
         usable: Usable bytes; None for a disk.
     """
@@ -277,7 +309,6 @@ class Plan:
     """A placement with the memory that it uses.
 
     Attributes:
-        placement: The placement.
         devices: Memory use of each device of one replica while a batch of ``batch_tokens`` runs.
         batch_tokens: Tokens of one forward pass, padding included: the most that fit, and no more than requested.
         why: A line for each rejected placement, with the reason.
@@ -294,7 +325,6 @@ class Demand:
     """The memory that a model needs while batches of sequences run.
 
     Attributes:
-        sizes: The model's bytes, for the longest sequence.
         batch_tokens: Most tokens of a forward pass.
         evaluates: Tasks are evaluated: there are logits and, unless passes are staged, a KV cache.
         staged: Passes run range by range of the layers: without a KV cache, but with hidden states that wait between
@@ -381,9 +411,7 @@ class Placement(ABC):
         name: Value of ``placement`` in a `PlacementRequest`.
         summary: Noun phrase for help texts.
         options: Fields of `PlacementRequest` that only this placement uses.
-        staged: Forward passes run range by range of the layers, so pools take tasks of `staged_task` only.
-        replicas: Number of copies of the model.
-        threads: CPU threads of one worker.
+        staged: Forward passes run range by range of the layers, so pools take a `StagedTask` only.
     """
 
     name: ClassVar[str]
@@ -450,3 +478,90 @@ def ranges_text(ranges: Sequence[LayerRange]) -> str:
 def on_one_gpu(device: str) -> int:
     """Return 1 for ``cuda`` and ``cuda:N``, 0 for ``cpu``."""
     return 1 if device.startswith("cuda") else 0
+
+
+def fewest_ranges(weights: Sequence[int], limit: int) -> int | None:
+    """Return the smallest number of ranges of at most ``limit`` each. None means that one weight exceeds it."""
+    if max(weights) > limit:
+        return None
+    ranges, filled = 1, 0
+    for weight in weights:
+        if filled + weight > limit:
+            ranges, filled = ranges + 1, 0
+        filled += weight
+    return ranges
+
+
+def smallest_largest(weights: Sequence[int], parts: int) -> int:
+    """Return the smallest possible size of the largest of ``parts`` ranges."""
+    low, high = max(weights), sum(weights)
+    while low < high:
+        middle = (low + high) // 2
+        ranges = fewest_ranges(weights, middle)
+        if ranges is not None and ranges <= parts:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def balanced_ranges(weights: Sequence[int], parts: int) -> tuple[LayerRange, ...]:
+    """Split weights into ranges with the smallest possible maximum. Otherwise the ranges are as even as possible.
+
+    Args:
+        weights: Bytes of each layer.
+        parts: Number of ranges, at most one per layer.
+    """
+    limit, sums = smallest_largest(weights, parts), [0, *accumulate(weights)]
+    # Keyed by the end layer: the smallest sum of squared range sizes so far, and the ends of its ranges.
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, (0,))}
+    for _ in range(parts):
+        longer: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for start, (squares, ends) in best.items():
+            for end in range(start + 1, len(weights) + 1):
+                size = sums[end] - sums[start]
+                if size > limit:
+                    break
+                found = (squares + size**2, (*ends, end))
+                if end not in longer or found < longer[end]:
+                    longer[end] = found
+        best = longer
+    return tuple(pairwise(best[len(weights)][1]))
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Timeouts of a pool on Ray, in seconds.
+
+    Attributes:
+        heartbeat: A worker without a heartbeat for this long is replaced. A slow disk that is read while Python's lock
+            is held, or a node that swaps, can delay one for minutes.
+        start: A run in which no worker has started for this long ends; it can be resumed.
+    """
+
+    heartbeat: Annotated[
+        float,
+        Option(
+            "heartbeat timeout of Ray workers, in seconds",
+            flag="--silence-limit",
+            metavar="SECONDS",
+            least=1,
+            most=LONGEST_WAIT,
+        ),
+    ] = 300.0
+    start: Annotated[
+        float,
+        Option(
+            "timeout for the first worker on a Ray cluster, in seconds",
+            flag="--start-timeout",
+            metavar="SECONDS",
+            least=1,
+            most=LONGEST_WAIT,
+        ),
+    ] = 600.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise PlacementError(f"{field.name} timeout: {value:g} s (limit: above 0). Give a positive number")

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from headscan.cluster.placement.devices import roomiest_gpus
-from headscan.cluster.placement.partition import balanced_ranges
 from headscan.cluster.placement.placement_base import (
     Demand,
     DeviceBytes,
@@ -16,6 +15,7 @@ from headscan.cluster.placement.placement_base import (
     Places,
     Plan,
     ReplicaPlacement,
+    balanced_ranges,
     ranges_text,
     replicas_text,
     too_large,
@@ -33,10 +33,8 @@ class ShardedPlacement(ReplicaPlacement):
     """Replicas over several GPUs of one node, by accelerate's device map. Blocks are never split.
 
     Attributes:
-        replicas: Number of replicas.
         devices: GPUs of one replica; 0 computes on the CPU and offloads the other layers to disk.
         layers: The layers of each device.
-        threads: CPU threads of one replica.
         offload: Where the layers that do not fit are kept; None if all fit.
     """
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from headscan.cluster.placement.byte_sizes import format_bytes
-from headscan.cluster.placement.partition import balanced_ranges, fewest_ranges
 from headscan.cluster.placement.placement_base import (
     Demand,
     LayerRange,
@@ -14,6 +12,9 @@ from headscan.cluster.placement.placement_base import (
     PlacementError,
     Places,
     Plan,
+    balanced_ranges,
+    fewest_ranges,
+    format_bytes,
     on_one_gpu,
     too_large,
 )
@@ -27,8 +28,6 @@ class StreamedPlacement(Placement):
     """One replica that holds one range of layers at a time. It reads the next range while this one runs.
 
     Attributes:
-        device: ``cpu``, ``cuda`` or ``cuda:N``.
-        threads: CPU threads.
         memory: Bytes of the device that it may use.
         ranges: The layers that are loaded at the same time.
         replicas: Always 1, so that each weight is read once.

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from headscan.cluster.actors.timeouts import Timeouts
+from headscan.cluster.placement.choose import WholePlacement
 from headscan.cluster.placement.pipeline_placement import PipelinePlacement
-from headscan.cluster.placement.placement_base import Placement, ReplicaPlacement
+from headscan.cluster.placement.placement_base import Placement, ReplicaPlacement, Timeouts
 from headscan.cluster.placement.sharded_placement import ShardedPlacement
 from headscan.cluster.placement.streamed_placement import StreamedPlacement
-from headscan.cluster.placement.whole_placement import WholePlacement
 from headscan.cluster.tasks.pool import Finished, Pool, R, T, Task, run_task
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
@@ -73,7 +72,7 @@ def _replicas(spec: ModelSpec, placement: ReplicaPlacement, on_cluster: bool, ti
 
 
 def _pipeline(spec: ModelSpec, placement: PipelinePlacement, on_cluster: bool, timeouts: Timeouts | None) -> Pool:
-    from headscan.cluster.pools.pipeline_pool import PipelinePool
+    from headscan.cluster.pools.ray_pool import PipelinePool
 
     return PipelinePool(spec, placement, timeouts=timeouts)
 

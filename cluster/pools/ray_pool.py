@@ -1,15 +1,23 @@
-"""Whole replicas as Ray actors."""
+"""Pools on Ray: whole replicas as actors, and replicas whose layers run in actors on any nodes.
+
+The latter serve models that are larger than a node. Several forward passes of an item are in flight, so that every
+stage has one to run. Hidden states pass through Ray's object store, in RAM. The last stage joins the partial results of
+all stages into one value, so the driver handles whole results only.
+"""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from headscan.cluster.actors.session import Session
 from headscan.cluster.actors.supervision import ACTOR, Job, Replica, SupervisedPool
-from headscan.cluster.actors.timeouts import Timeouts
-from headscan.cluster.actors.worker import Worker
-from headscan.cluster.placement.placement_base import ReplicaPlacement
-from headscan.cluster.tasks.pool import Finished, R, T, Task
+from headscan.cluster.actors.worker import StageWorker, Worker
+from headscan.cluster.placement.pipeline_placement import PipelinePlacement
+from headscan.cluster.placement.placement_base import ReplicaPlacement, Timeouts
+from headscan.cluster.tasks.pool import Finished, Question, R, StagedTask, T, Task, check_staged, working_on
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 
@@ -50,9 +58,6 @@ class _WholeReplica(Replica):
 class RayPool(SupervisedPool):
     """Whole replicas on Ray. The pool starts a local Ray (on the loopback interface, without a dashboard) unless a
     cluster is already connected (`session.connect`), and ends it when it closes.
-
-    Args:
-        timeouts: How long to wait for replicas; None uses the defaults.
     """
 
     def __init__(self, spec: ModelSpec, placement: ReplicaPlacement, *, timeouts: Timeouts | None = None) -> None:
@@ -67,3 +72,176 @@ class RayPool(SupervisedPool):
 
     def new_replica(self) -> Replica:
         return _WholeReplica(self._ray, self._remote.remote(*self._arguments))
+
+
+#: Passes in flight per stage: one runs, one waits.
+_AHEAD = 2
+
+
+@dataclass(eq=False)
+class _Work:
+    """An item that passes through the stages.
+
+    Attributes:
+        item: Ray reference to the item, which every pass needs in every stage.
+        flying: Number of passes in flight.
+        found: Ray references to the partial result of each pass in each stage, pass by pass.
+    """
+
+    job: Job
+    task: Any
+    item: Any
+    waiting: deque[Any]
+    flying: int = 0
+    found: list[Any] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class _Chain(Replica):
+    """The actors of all stages, in the order of their layers.
+
+    Args:
+        release: Called after the actors are killed.
+    """
+
+    def __init__(self, ray: Any, stages: Sequence[Any], release: Callable[[], None]) -> None:
+        super().__init__(ray, stages)
+        self._release = release
+        self._works: dict[Job, _Work] = {}
+        self._flights: dict[Any, tuple[_Work, list[Any]]] = {}  # by the last stage's seconds
+        self._joins: dict[Any, _Work] = {}
+
+    def kill(self) -> None:
+        super().kill()
+        self._release()
+
+    def wants_more(self) -> bool:
+        busy = len(self._flights) + len(self._joins)
+        return busy < self._most and not any(work.waiting for work in self._works.values())
+
+    def hand(self, task: Task[T, R], job: Job) -> None:
+        self.jobs.append(job)
+        if isinstance(task, Question):
+            self._joins[self._actors[0].ask.remote(task, job.item)] = _Work(job, task, None, deque())
+            return
+        assert isinstance(task, StagedTask)
+        with working_on(job.item):
+            passes = task.passes(job.item)
+        self._works[job] = _Work(job, task, self._ray.put(job.item), deque(passes))
+        self._send()
+
+    def references(self) -> list[Any]:
+        return [*self._flights, *self._joins]
+
+    def take(self, reference: Any) -> Finished[Any, Any] | None:
+        if reference in self._flights:
+            work, seconds = self._flights[reference]
+            # In the order of the stages, so that the first failure is raised, not one that follows from it.
+            work.seconds += sum(self._get(seconds))
+            del self._flights[reference]
+            work.flying -= 1
+            self._send()
+            return None
+        work = self._joins[reference]
+        value, name = self._get(reference)
+        del self._joins[reference]
+        self.jobs.remove(work.job)
+        if isinstance(value, HeadscanError):
+            raise value
+        return Finished(work.job.item, value, work.seconds, name)
+
+    def drop(self) -> None:
+        for part in (self._works, self._flights, self._joins):
+            part.clear()
+        self.jobs.clear()
+
+    def _get(self, references: Any) -> Any:
+        """Call Ray's `get`; raise the failure of a dead actor. A call also fails if its input came from a dead
+        actor.
+        """
+        try:
+            return self._ray.get(references)
+        except self._ray.exceptions.RayTaskError as problem:
+            if isinstance(problem.cause, self._ray.exceptions.RayError):
+                raise problem.cause from problem
+            raise
+
+    @property
+    def _most(self) -> int:
+        return _AHEAD * len(self._actors)
+
+    def _send(self) -> None:
+        """Start passes while there is room, and join finished items. Passes of the oldest item start first."""
+        for work in list(self._works.values()):
+            while work.waiting and len(self._flights) < self._most:
+                self._fly(work)
+            if not work.waiting and not work.flying:
+                join = self._actors[-1].join.remote(work.task, work.item, *work.found)
+                self._joins[join] = work
+                del self._works[work.job]
+
+    def _fly(self, work: _Work) -> None:
+        """Start one pass in all stages. Each stage waits for the hidden states of the previous one."""
+        part = work.waiting.popleft()
+        hidden, seconds = None, []
+        for actor in self._actors:
+            hidden, found, took = actor.run.options(num_returns=3).remote(work.task, work.item, part, hidden)
+            work.found.append(found)
+            seconds.append(took)
+        work.flying += 1
+        self._flights[seconds[-1]] = (work, seconds)
+
+
+class PipelinePool(SupervisedPool):
+    """Replicas whose layers run in several actors. They take a `StagedTask` only.
+
+    The pool starts a local Ray unless a cluster is already connected (`session.connect`), and ends it when it closes.
+    If a stage fails, all stages of its replica are restarted and its items run again.
+    """
+
+    def __init__(self, spec: ModelSpec, placement: PipelinePlacement, *, timeouts: Timeouts | None = None) -> None:
+        stages = len(placement.stages)
+        session = Session(placement.replicas * stages * placement.threads)
+        gpus = placement.gpus
+        # On a local Ray the placement has already divided the CPUs, so a second pool does not wait for the first.
+        cpus = 0 if session.local or gpus else placement.threads
+        session.check(placement.replicas, GPU=gpus * stages, CPU=cpus * stages)
+        self._remote = session.ray.remote(num_cpus=cpus, num_gpus=gpus, **ACTOR)(StageWorker)
+        self._spec, self._placement = spec, placement
+        need: dict[str, float] = {kind: amount for kind, amount in (("GPU", gpus), ("CPU", cpus)) if amount}
+        super().__init__(session, placement.replicas, [need] * stages, timeouts)
+
+    @property
+    def staged(self) -> bool:
+        return self._placement.staged
+
+    def map(self, task: Task[T, R], items: Iterable[T]) -> Iterator[Finished[T, R]]:
+        """Run ``task`` for every item."""
+        check_staged(task)
+        return super().map(task, items)
+
+    def new_replica(self) -> Replica:
+        where, release = self._room()
+        place = self._placement
+        actors = [
+            self._remote.options(**(where(index))).remote(self._spec, place.stages, index, place.device, place.threads)
+            for index in range(len(place.stages))
+        ]
+        return _Chain(self._ray, actors, release)
+
+    def _room(self) -> tuple[Callable[[int], dict[str, Any]], Callable[[], None]]:
+        """Reserve the resources of all stages of a replica together, or none.
+
+        Two replicas that each lack a stage would wait for each other. Returns a function that gives the Ray options of
+        each stage's actor, and a function that releases the resources.
+        """
+        if not any(self._needs):
+            return lambda index: {}, lambda: None
+        from ray.util import placement_group, remove_placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        group = placement_group([dict(need) for need in self._needs], strategy="PACK")
+        return (
+            lambda index: {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, index)},
+            lambda: remove_placement_group(group),
+        )

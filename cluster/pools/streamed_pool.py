@@ -24,15 +24,20 @@ from torch import Tensor
 
 from headscan.cluster.placement.devices import roomiest
 from headscan.cluster.placement.streamed_placement import StreamedPlacement
-from headscan.cluster.tasks.pool import Finished, Pool, R, T, Task, working_on
-from headscan.cluster.tasks.staged_task import (
+from headscan.cluster.tasks.pool import (
+    Finished,
+    Pool,
     Question,
+    R,
     StagedTask,
     StagingError,
+    T,
+    Task,
     check_ranges,
     check_staged,
     open_layers,
     run_pass,
+    working_on,
 )
 from headscan.layers.layer_ranges import Layers, Stage
 from headscan.layers.lazy_model import RawTensors, bytes_of, empty_mmap, mmap_copy
@@ -149,10 +154,8 @@ class _Work:
     """An item that passes through the model.
 
     Attributes:
-        parts: Its forward passes.
         keys: Keys of the passes' hidden states.
         partials: Partial results of each pass, range by range.
-        seconds: Run time of the passes.
     """
 
     item: Any
@@ -164,7 +167,7 @@ class _Work:
 
 class StreamedPool(Pool):
     """One replica in this process, loaded one range at a time. Every `map` reads the whole checkpoint once, so pass it
-    all items in one call. Takes tasks of `staged_task` only.
+    all items in one call. Takes a `StagedTask` only.
     """
 
     def __init__(self, spec: ModelSpec, placement: StreamedPlacement) -> None:

@@ -1,21 +1,34 @@
-"""The interface of a pool, which runs tasks on replicas.
+"""The interface of a pool, which runs tasks on replicas, and the tasks that can run by layer ranges.
 
 A task is a function ``task(loaded_model, item)``. With one device it runs in this process, otherwise in Ray actors
 (`ray_pool`), with the same interface and the same results.
+
+Called with a whole model, a `StagedTask` runs through all layers at once. If the model is larger than the device, its
+forward passes run through one range of layers after another, and the partial results are joined at the end.
+
+Shapes: B sequences, N tokens, E width of a hidden state.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
+from itertools import pairwise
 from typing import Any, Generic, Self, TypeVar
 
+import torch
+from torch import Tensor
+
+from headscan.cluster.placement.placement_base import LayerRange
 from headscan.errors import HeadscanError
+from headscan.layers import layer_ranges as stages
+from headscan.layers.layer_ranges import Inspection, Layers, Stage
+from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
+from headscan.models.token_batches import is_out_of_memory, one_sequence_too_many, release_memory
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -29,11 +42,7 @@ class WorkError(HeadscanError):
 
 
 class IncompleteError(WorkError):
-    """Items were given up after repeated worker failures; all others are done.
-
-    Attributes:
-        items: The items that were given up.
-    """
+    """Items were given up after repeated worker failures; all others are done."""
 
     exit_code = 3
 
@@ -45,14 +54,7 @@ class IncompleteError(WorkError):
 
 @dataclass(frozen=True)
 class Finished(Generic[T, R]):
-    """One item's result.
-
-    Attributes:
-        item: The item.
-        value: Return value of the task.
-        seconds: Run time of the task.
-        worker: Name of the replica that ran it.
-    """
+    """One item's result."""
 
     item: T
     value: R
@@ -70,7 +72,7 @@ class Pool(ABC):
 
     @property
     def staged(self) -> bool:
-        """True if passes run by layer ranges, as `staged_task` supports."""
+        """True if passes run by layer ranges, as a `StagedTask` can."""
         return False
 
     @property
@@ -95,9 +97,7 @@ class Pool(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *problem: object) -> None:
         self.close()
 
 
@@ -124,3 +124,135 @@ def working_on(item: Any) -> Iterator[None]:
 def name_of(item: Any) -> str:
     """Return an item's ``name``, or its text."""
     return str(getattr(item, "name", None) or item)[:80]
+
+
+#: A forward pass of an item; its length is its number of sequences.
+B = TypeVar("B", bound=Sized)
+#: The partial result of a forward pass in one range of layers.
+P = TypeVar("P")
+
+
+class StagingError(HeadscanError):
+    """A task that cannot run range by range of the layers."""
+
+
+class StagedTask(ABC, Generic[T, B, P, R]):
+    """A picklable task whose passes can run by layer ranges."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    @abstractmethod
+    def passes(self, item: T) -> Sequence[B]:
+        """Return the forward passes of an item, equal in every process."""
+
+    @abstractmethod
+    def run(self, lm: LoadedModel, item: T, part: B) -> P:
+        """Run a forward pass over the loaded layers. It is one call of the model, without a KV cache.
+
+        Args:
+            lm: The whole model, or a `layer_ranges.StageModel` inside `Stage.running_range`.
+            part: One of `passes`, or one of its `halves`.
+        """
+
+    @abstractmethod
+    def join(self, item: T, partials: Sequence[Sequence[P]]) -> R:
+        """Join an item's partial results, by pass and then by range."""
+
+    def size(self, part: B) -> int:
+        """Return the memory of a pass, in any unit. It is compared with passes that ran out of memory."""
+        return len(part)
+
+    @abstractmethod
+    def halves(self, part: B) -> Sequence[B]:
+        """Return the two halves of a pass; empty for one sequence."""
+
+    @abstractmethod
+    def join_halves(self, halves: Sequence[P]) -> P:
+        """Join the partial results of the halves of a pass."""
+
+    def __call__(self, lm: LoadedModel, item: T) -> R:
+        """Run an item with a whole model."""
+        return self.join(item, [[run_pass(self, lm, item, part)[0]] for part in self.passes(item)])
+
+
+class Question(ABC, Generic[T, R]):
+    """A task that inspects a model without running it. The model may have no weights."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    @abstractmethod
+    def __call__(self, lm: LoadedModel, item: T) -> R:
+        """Inspect the model; its grid covers all layers."""
+
+
+def run_pass(
+    task: StagedTask[T, B, P, R], model: LoadedModel | Stage, item: T, part: B, hidden: Tensor | None = None
+) -> tuple[P, Tensor | None]:
+    """Run one forward pass; halve it if memory runs out. It is halved down to single sequences.
+
+    The model remembers the size that ran out of memory, and later passes of that size are halved at once.
+
+    Args:
+        model: A whole model, or a range of its layers.
+        part: One of the task's passes.
+        hidden: Hidden states that enter the range (B, N, E), on any device; None for the first range.
+
+    Returns:
+        The partial result, and the hidden states that leave the range (B, N, E); None for the last range.
+    """
+    lm = model.lm if isinstance(model, Stage) else model
+    limit, size, halves = lm.limits[task.__name__], task.size(part), task.halves(part)
+    if not halves or limit.allows(size):
+        try:
+            if not isinstance(model, Stage):
+                return task.run(lm, item, part), None
+            with model.running_range(hidden) as range_pass:
+                found = task.run(lm, item, part)
+            return found, range_pass.hidden_out
+        except RuntimeError as problem:
+            if not is_out_of_memory(problem):
+                raise
+            if not halves:
+                raise one_sequence_too_many() from problem
+            limit.ran_out(size)
+        release_memory()
+    parts = [None] * len(halves) if hidden is None else hidden.split([len(half) for half in halves])
+    done = [run_pass(task, model, item, half, hidden_in) for half, hidden_in in zip(halves, parts, strict=True)]
+    left = [leaving for _, leaving in done if leaving is not None]
+    return task.join_halves([found for found, _ in done]), torch.cat(left) if left else None
+
+
+def open_layers(spec: ModelSpec, device: str, inspection: Inspection | None = None) -> Layers:
+    """Open a model to load its layers range by range; see `layer_ranges.open_layers`."""
+    return stages.open_layers(
+        spec.source,
+        device=device,
+        dtype=spec.dtype,
+        revision=spec.revision,
+        trust_remote_code=spec.trust_remote_code,
+        safetensors=spec.safetensors,
+        inspection=inspection,
+    )
+
+
+def check_ranges(layers: Layers, ranges: Sequence[LayerRange]) -> None:
+    """Raise if ranges of layers do not make up the model."""
+    bounds = [0, *(last for _, last in ranges)]
+    if tuple(ranges) != tuple(pairwise(bounds)) or bounds[-1] != layers.num_layers:
+        raise StagingError(
+            f"layer ranges {', '.join(f'{first}-{last - 1}' for first, last in ranges)} do not make up "
+            f"{layers.lazy_model.source}. Put each layer from 0 to {layers.num_layers - 1} in one range, in order"
+        )
+    layers.inspection.check(bounds)
+
+
+def check_staged(task: object) -> None:
+    """Raise if a task needs the whole model."""
+    if not isinstance(task, StagedTask | Question):
+        name = getattr(task, "__name__", str(task)).replace("_", " ")
+        raise StagingError(
+            f"{name} needs all layers of the model at once, not range by range. Use placement=whole or "
+            "placement=sharded"
+        )

@@ -33,11 +33,10 @@ from headscan.models.forward_inputs import batch_kwargs
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.models.token_batches import run_halving
-from headscan.pipelines.ablate.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
-from headscan.pipelines.runs.identity import fingerprint
-from headscan.pipelines.runs.progress import Progress
-from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scoring.batching import pad, whole_batches
+from headscan.pipelines.runs.run_records import Run, fingerprint
+from headscan.pipelines.runs.text_tables import Progress
+from headscan.pipelines.scan.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
+from headscan.pipelines.scoring.token_requests import pad, whole_batches
 from headscan.pipelines.settings.corpus_settings import DataSpec, ExampleError
 
 #: Ablated heads by kind of site.
@@ -133,11 +132,8 @@ class AnswerItem:
     """An arm and a group of examples for one replica.
 
     Attributes:
-        group: Number of the group.
         classes: Names of the classes; none for target texts.
-        metric: Accuracy, loss or BLEU.
         new_tokens: Longest generated text, in tokens.
-        batch_tokens: Tokens of one pass, padding included.
     """
 
     arm: SiteArm
@@ -272,11 +268,8 @@ class LabelledConfig:
     """Settings of an ablation on labelled examples.
 
     Attributes:
-        model: A classifier or an encoder-decoder.
-        data: The examples that judge.
         metric: Accuracy, loss or BLEU; None uses accuracy for classes and BLEU for target texts.
         max_tokens: Longest text and target text; None uses the model's context, at most 2,048 tokens.
-        batch_tokens: Tokens of one pass, padding included.
     """
 
     model: ModelSpec
@@ -304,7 +297,6 @@ class LabelledRun:
     """A run in progress.
 
     Attributes:
-        texts: All examples.
         judging: The examples that arms answer.
         settings: Further settings that identify the run; JSON can hold them.
     """
@@ -320,11 +312,7 @@ class LabelledRun:
 
     @contextmanager
     def opened(self, names: Collection[str]) -> Iterator[str]:
-        """Begin or resume the run, and finish it when the context exits; yield its id.
-
-        Args:
-            names: Names of all arms that will answer.
-        """
+        """Begin or resume the run, and finish it when the context exits; yield its id."""
         settings = {
             "metric": self.metric,
             "answers": self.texts.answers.value,

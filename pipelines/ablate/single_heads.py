@@ -17,14 +17,11 @@ from headscan.analysis.verdicts.head_effects import HeadEffect, record_effects
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite, HeadGrid
 from headscan.pipelines.corpora.sequences import read_spread
-from headscan.pipelines.evaluate.collect_values import collect_value
-from headscan.pipelines.evaluate.evaluation_checks import check_predicts
-from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
-from headscan.pipelines.evaluate.run_evaluation import Purpose, evaluate
-from headscan.pipelines.runs.identity import ModelIdentity
-from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scoring.arms import BASELINE, ZERO_VALUE, AblationValue, Arm
+from headscan.pipelines.evaluate.run_evaluation import Purpose, check_predicts, evaluate
+from headscan.pipelines.evaluate.tasks import Questions
+from headscan.pipelines.runs.run_records import ModelIdentity, Run
+from headscan.pipelines.scoring.arms import BASELINE, ZERO_VALUE, AblationValue, Arm, collect_value
 from headscan.pipelines.settings.evaluation_settings import SHORTEST, AblateConfig, LossTexts
 
 
@@ -33,7 +30,6 @@ def head_arms(grid: HeadGrid, mode: str, value: AblationValue = ZERO_VALUE) -> l
 
     Args:
         mode: Single heads, or all other heads of a layer; layers of one head have no others.
-        value: What replaces the output of ablated heads.
     """
     arms = []
     for site in grid.sites:
@@ -62,7 +58,6 @@ class AblateResult(NamedTuple):
     """A finished table.
 
     Attributes:
-        run_id: The run in the store.
         effects: Effects of all modes of the run, by mode, layer and head.
     """
 

@@ -12,8 +12,7 @@ from headscan.pipelines.cli.option_parser import UsageError, head, model_source
 from headscan.pipelines.cli.results import Json, Result, arm_rows
 from headscan.pipelines.cli.task_options import TASK_TOKENS, RecallOptions, ReplaceTexts, Tasks, value_config
 from headscan.pipelines.cli.verb_base import RunVerb, quiet_libraries
-from headscan.pipelines.kv.plan_modes import PLAN_MODES, PlanMode
-from headscan.pipelines.settings.evaluation_settings import MaskOrderOption, ReplaceValue
+from headscan.pipelines.settings.evaluation_settings import PLAN_MODES, MaskOrderOption, PlanMode, ReplaceValue
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
@@ -96,7 +95,6 @@ class _Arms:
         """Return the masks and rules.
 
         Args:
-            masks: Heads of the masks that are named.
             scan_run: The scan of the scores; None has none.
         """
         from headscan.pipelines.scoring.arms import mask_arm, scored_masks, scored_rules
@@ -144,13 +142,11 @@ class Evaluate(RunVerb):
         from headscan.analysis.verdicts.judge import judge
         from headscan.checkpoints.sources import load_config
         from headscan.models.model_facts import check_bounds
-        from headscan.pipelines.evaluate.collect_values import collect_value
-        from headscan.pipelines.evaluate.evaluation_requests import Questions
         from headscan.pipelines.evaluate.run_evaluation import evaluate
+        from headscan.pipelines.evaluate.tasks import Questions
         from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
-        from headscan.pipelines.pruning.head_orders import mask_heads
-        from headscan.pipelines.runs.identity import identify
-        from headscan.pipelines.scoring.arms import BASELINE, controls, find_scan, model_arm
+        from headscan.pipelines.runs.run_records import identify
+        from headscan.pipelines.scoring.arms import BASELINE, collect_value, controls, find_scan, mask_heads, model_arm
 
         replaced = value_config(self.arms.replace, self.texts, self)
         quiet_libraries()

@@ -35,8 +35,8 @@ class FitGates(RunVerb):
     def run(self) -> Result:
         from dataclasses import replace
 
-        from headscan.pipelines.gates.run_gates import run_gates
-        from headscan.pipelines.runs.identity import identify
+        from headscan.pipelines.runs.run_records import identify
+        from headscan.pipelines.scan.run_gates import run_gates
 
         corpus = self.corpus.required(self)
         quiet_libraries()

@@ -13,6 +13,7 @@ from contextlib import redirect_stdout
 from importlib import import_module
 from typing import Any
 
+from headscan.cluster.placement.devices import share_cores
 from headscan.errors import HeadscanError
 from headscan.pipelines.cli.option_parser import (
     Parser,
@@ -22,7 +23,6 @@ from headscan.pipelines.cli.option_parser import (
     verb_parser,
     with_flags,
 )
-from headscan.pipelines.runs.openmp import share_cores
 from headscan.pipelines.runs.text_tables import printable
 
 #: File and class of each verb, in the order in which a user needs them.

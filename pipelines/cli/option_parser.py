@@ -184,12 +184,10 @@ class BoundOption:
 
     Attributes:
         path: Names of the fields that lead to it.
-        option: Its declaration.
         kind: Type of one value: int, float, str or bool.
         many: The field is a tuple.
         choices: Permitted values; None permits all.
         default: Value without the option; MISSING if it is required.
-        group: Title of its group on the help page.
     """
 
     path: tuple[str, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from headscan.cluster.placement.byte_sizes import parse_bytes
+from headscan.cluster.placement.placement_base import parse_bytes
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, operations, with_flags
 from headscan.pipelines.cli.results import Json, Result
@@ -26,14 +26,12 @@ class ScanHours:
     """Hours of forward passes over a corpus, with the numbers that they follow from.
 
     Attributes:
-        tokens: Tokens of the corpus.
         sequence: Length of the sequences in tokens.
         parameters: Parameters in matrix products of a token.
         attention: Operations of one attention call of all layers for a token.
         calls: Attention calls of each layer.
         flops_per_token: Operations of a token.
         flops: Operations per second of one device.
-        replicas: Copies of the model.
         at_once: Devices of a replica that compute at the same time.
     """
 
@@ -215,11 +213,7 @@ class Place(ModelVerb):
 
 
 def measured_flops(store: Store, run_id: str, forward: ForwardFlops) -> float:
-    """Return the operations per second of one worker in a finished scan.
-
-    Args:
-        forward: Operations of the scanned model.
-    """
+    """Return the operations per second of one worker in a finished scan."""
     from headscan.analysis.errors import StoreError
 
     [found] = store.query(
@@ -244,7 +238,7 @@ def _amount(value: float) -> str:
 
 def plan_lines(sizes: ModelSizes, nodes: tuple[Node, ...], plan: Plan) -> list[str]:
     """Return the plan as text: model, machines, placement, devices, rejected placements."""
-    from headscan.cluster.placement.byte_sizes import format_bytes
+    from headscan.cluster.placement.placement_base import format_bytes
     from headscan.pipelines.runs.text_tables import text_table
 
     def size(count: int | None) -> str:
@@ -282,7 +276,7 @@ def plan_lines(sizes: ModelSizes, nodes: tuple[Node, ...], plan: Plan) -> list[s
 
 def _machine_lines(nodes: tuple[Node, ...]) -> list[str]:
     """Return one line per kind of machine."""
-    from headscan.cluster.placement.byte_sizes import format_bytes
+    from headscan.cluster.placement.placement_base import format_bytes
 
     kinds: dict[tuple[Any, ...], list[str]] = {}
     for node in nodes:

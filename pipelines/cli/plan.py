@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from headscan.cluster.placement.byte_sizes import parse_bytes
+from headscan.cluster.placement.placement_base import parse_bytes
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, changed
 from headscan.pipelines.cli.results import Json, Result
@@ -172,8 +172,7 @@ class Plan(OptionalModelVerb, StoreVerb):
     def _measured(self) -> HeadPlan:
         """Return the plan of method measured."""
         from headscan.pipelines.kv.measured_plan import measured_plan
-        from headscan.pipelines.runs.identity import identify
-        from headscan.pipelines.runs.run_records import ModelContext
+        from headscan.pipelines.runs.run_records import ModelContext, identify
         from headscan.pipelines.settings.saving_settings import LossLimit
 
         corpus = self.measured.required(self)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from headscan.catalog import SCORES
-from headscan.cluster.placement.byte_sizes import parse_bytes
+from headscan.cluster.placement.placement_base import parse_bytes
 from headscan.grid import Unit
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, changed, head
@@ -228,9 +228,9 @@ class Prune(WholeModelVerb):
         """Yield the settings; the demo's task exists inside the context."""
         from headscan.checkpoints.sources import load_config
         from headscan.models.model_facts import check_bounds
-        from headscan.pipelines.pruning.head_orders import imported_heads, mask_heads, score_orders
-        from headscan.pipelines.pruning.repairs import Repair
+        from headscan.pipelines.pruning.build_models import Repair
         from headscan.pipelines.pruning.run_prune import PruneConfig
+        from headscan.pipelines.scoring.arms import imported_heads, mask_heads, score_orders
 
         spec, size, choice = run.model, self.size, self.choice
         named: dict[str, tuple[tuple[int, int], ...]] = {}
@@ -282,7 +282,7 @@ def _result(store: str, result: PruneResult) -> Result:
 
 def _text(store: str, result: PruneResult, names: Sequence[str]) -> str:
     from headscan.pipelines.pruning.held_out_losses import loss_rows
-    from headscan.pipelines.pruning.pruning_table import cost_rows, model_rows
+    from headscan.pipelines.pruning.model_card import cost_rows, model_rows
     from headscan.pipelines.runs.text_tables import text_table
 
     parts = [text_table(model_rows(result.models, names, result.verdict))]

@@ -59,13 +59,13 @@ class Rank(StoreVerb):
     def run(self) -> Result:
         from headscan.pipelines.runs.text_tables import table_cells, text_table
 
-        ranking = _ranking(self.by)
+        kind, more = _source(self.by)
         store = self.store.open()
-        run = store.resolve_run(self.run_id or _newest_effects(store, self.by), ranking.kind)
+        run = store.resolve_run(self.run_id or _newest_effects(store, self.by), kind)
         say_run(run)
-        heads = ranking.heads(store, str(run["run_id"]), self)
+        heads = _ordered(store, str(run["run_id"]), self)
         rows = [{"rank": place, **asdict(head)} for place, head in enumerate(heads, 1)][: self.limit or None]
-        columns = {"rank": "rank", "layer": "layer", "head": "head", **ranking.columns}
+        columns = {"rank": "rank", "layer": "layer", "head": "head", **more}
         columns = {title: value for title, value in columns.items() if title not in _empty(rows)}
         facts = {"run_id": run["run_id"], "by": self.by, "site": self.site, "heads": len(heads)}
         notes = []
@@ -87,80 +87,49 @@ def _newest_effects(store: Store, by: str) -> str | None:
     return next((str(run["run_id"]) for run in runs), None)
 
 
-@dataclass(frozen=True)
-class _Ranking:
-    """A way to order heads.
-
-    Attributes:
-        kind: Kind of the run that is read.
-        heads: Returns the heads in order, from the store, the run's id and the options.
-        columns: Columns of the table after layer and head, as for `table_cells`.
-    """
-
-    kind: RunKind
-    heads: Callable[[Store, str, Rank], Sequence[Any]]
-    columns: dict[str, str | Callable[[Mapping[str, Any]], Any]]
+#: Columns of a table after layer and head, as for `table_cells`.
+_Columns = dict[str, str | Callable[[Mapping[str, Any]], Any]]
 
 
-def _ranking(by: str) -> _Ranking:
-    """Return the way to order heads by a name."""
+def _source(by: str) -> tuple[RunKind, _Columns]:
+    """Return the kind of the run that holds an order of heads, and the columns of its table."""
     if by == GATE:
         columns = {name: name for name in ("kv_head", "gate", "p_open", "closed")}
-        return _Ranking("gates", _gated, {**columns, "gate up": "gate_up", "class": "head_class"})
+        return "gates", {**columns, "gate up": "gate_up", "class": "head_class"}
     if by == EFFECT:
         columns = {name: name for name in ("kv_head", "effect", "low", "high")}
-        return _Ranking(
-            "ablate", _effective, {**columns, "q": "q_value", "metric": "metric", "replaced by": "replacement"}
-        )
+        return "ablate", {**columns, "q": "q_value", "metric": "metric", "replaced by": "replacement"}
     if by in IMPORTANCES:
-        return _Ranking(
-            "importance", _important, {"kv_head": "kv_head", by: "value", "mean gate gradient": "mean_gate_gradient"}
-        )
+        return "importance", {"kv_head": "kv_head", by: "value", "mean gate gradient": "mean_gate_gradient"}
     if by in BEHAVIOURS:
-        return _Ranking("probe", _behaving, {by: "value"})
-    return _Ranking("scan", _scored, {"kv_head": "kv_head", by: "value", "std": "std", "inactive in": _inactive})
+        return "probe", {by: "value"}
+    inactive = {"inactive in": lambda row: f"{row['inactive_share']:.0%}"}
+    return "scan", {"kv_head": "kv_head", by: "value", "std": "std", **inactive}
 
 
-def _inactive(row: Mapping[str, Any]) -> str:
-    return f"{row['inactive_share']:.0%}"
+def _ordered(store: Store, run_id: str, options: Rank) -> Sequence[Any]:
+    """Return the heads of a run in order."""
+    from headscan.analysis.heads.head_ranking import behaving_heads, gated_heads, rank_heads, rank_importance
+    from headscan.analysis.verdicts.head_effects import rank_effects
+
+    by, site = options.by, options.site
+    if by == GATE:
+        return gated_heads(store, run_id, site=site, descending=options.highest)
+    if by == EFFECT:
+        effects = rank_effects(store, run_id, site=site)
+        if options.highest or options.lowest:
+            effects.sort(key=lambda found: found.effect, reverse=options.highest)
+        return effects
+    if by in IMPORTANCES:
+        return rank_importance(store, run_id, by, site=site, descending=options.highest)
+    if by in BEHAVIOURS:
+        strongest = behaving_heads(store, run_id, by, site=site)
+        return strongest[::-1] if options.lowest else strongest
+    descending = True if options.highest else False if options.lowest else None
+    return rank_heads(store, run_id, by, site=site, descending=descending)
 
 
 def _empty(rows: Sequence[Mapping[str, Any]]) -> set[str]:
     """Return the titles of optional columns without a value."""
     optional = {"gate_up": "gate up", "head_class": "class", "inactive_share": "inactive in"}
     return {title for name, title in optional.items() if not rows or rows[0].get(name) is None}
-
-
-def _behaving(store: Store, run_id: str, options: Rank) -> Sequence[Any]:
-    from headscan.analysis.heads.head_ranking import behaving_heads
-
-    ranked = behaving_heads(store, run_id, options.by, site=options.site)
-    return ranked[::-1] if options.lowest else ranked
-
-
-def _important(store: Store, run_id: str, options: Rank) -> Sequence[Any]:
-    from headscan.analysis.heads.head_ranking import rank_importance
-
-    return rank_importance(store, run_id, options.by, site=options.site, descending=options.highest)
-
-
-def _gated(store: Store, run_id: str, options: Rank) -> Sequence[Any]:
-    from headscan.analysis.heads.head_ranking import gated_heads
-
-    return gated_heads(store, run_id, site=options.site, descending=options.highest)
-
-
-def _effective(store: Store, run_id: str, options: Rank) -> Sequence[Any]:
-    from headscan.analysis.verdicts.head_effects import rank_effects
-
-    ranked = rank_effects(store, run_id, site=options.site)
-    if options.highest or options.lowest:
-        ranked.sort(key=lambda found: found.effect, reverse=options.highest)
-    return ranked
-
-
-def _scored(store: Store, run_id: str, options: Rank) -> Sequence[Any]:
-    from headscan.analysis.heads.head_ranking import rank_heads
-
-    descending = True if options.highest else False if options.lowest else None
-    return rank_heads(store, run_id, options.by, site=options.site, descending=descending)

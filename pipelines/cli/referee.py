@@ -88,7 +88,7 @@ class Referee(WholeModelVerb):
         return site_result(run.store, run_id, points)
 
     def _on_tasks(self) -> Result:
-        from headscan.pipelines.pruning.repairs import Repair
+        from headscan.pipelines.pruning.build_models import Repair
         from headscan.pipelines.referee.run_referee import RefereeConfig, referee
 
         texts = self.text_config(_DEMO)

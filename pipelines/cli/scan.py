@@ -16,7 +16,7 @@ from headscan.pipelines.settings.measure_settings import CorpusRunConfig, Import
 if TYPE_CHECKING:
     from headscan.pipelines.corpora import CorpusReport
     from headscan.pipelines.runs.run_records import Run
-    from headscan.pipelines.scan.run_shards import CorpusRunResult
+    from headscan.pipelines.scan.run_scan import CorpusRunResult
 
 C = TypeVar("C", bound=CorpusRunConfig)
 
@@ -48,13 +48,8 @@ class _CorpusVerb(RunVerb):
     tokens: Annotated[_Sequences, Group("sequences")]
 
     def measured(self, config_of: Callable[..., C], measure: Callable[[C, Run], CorpusRunResult]) -> str:
-        """Measure the corpus, print the counts, and return the id of the run.
-
-        Args:
-            config_of: Makes the settings of the run.
-            measure: Runs it.
-        """
-        from headscan.pipelines.runs.identity import identify
+        """Measure the corpus, print the counts, and return the id of the run."""
+        from headscan.pipelines.runs.run_records import identify
         from headscan.pipelines.settings.corpus_settings import longest_text
 
         corpus = self.corpus.required(self, limit_documents=self.corpus.limit_documents)
@@ -155,7 +150,7 @@ class Importance(_CorpusVerb):
         """Measure a corpus, and return the id of the run."""
         from headscan.checkpoints.sources import load_config
         from headscan.models.model_facts import is_classifier
-        from headscan.pipelines.importance.run_importance import run_importance
+        from headscan.pipelines.scan.run_importance import run_importance
 
         spec = self.spec()
         if is_classifier(load_config(spec.source, spec.revision, spec.trust_remote_code)):
@@ -164,9 +159,9 @@ class Importance(_CorpusVerb):
 
     def _on_examples(self, data: DataSpec) -> str:
         """Measure labelled examples, and return the id of the run."""
-        from headscan.pipelines.ablate.labelled_texts import read_labelled
-        from headscan.pipelines.importance.run_importance import run_labelled_importance
-        from headscan.pipelines.runs.identity import identify
+        from headscan.pipelines.runs.run_records import identify
+        from headscan.pipelines.scan.labelled_texts import read_labelled
+        from headscan.pipelines.scan.run_importance import run_labelled_importance
         from headscan.pipelines.settings.measure_settings import LabelledImportanceConfig
 
         quiet_libraries()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from headscan.model_spec import ModelSpec
 from headscan.options import Group, Option
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from headscan.catalog import Value
     from headscan.cluster.placement.placement_base import Plan
     from headscan.pipelines.ablate.labelled_arms import LabelledConfig
-    from headscan.pipelines.ablate.labelled_texts import LabelledTexts
     from headscan.pipelines.runs.run_records import Run
+    from headscan.pipelines.scan.labelled_texts import LabelledTexts
 
 #: Prompt length that placement reserves memory for. Longer prompts run alone, or fail.
 TASK_TOKENS = 2048
@@ -146,7 +146,7 @@ class WholeModelVerb(RunVerb):
     @contextmanager
     def opened_whole(self, texts: TextConfig) -> Iterator[tuple[Run, Plan]]:
         """Yield a run of the model, and its plan."""
-        from headscan.pipelines.runs.identity import identify
+        from headscan.pipelines.runs.run_records import identify
 
         verb = replace(self, devices=self.devices.in_this_process())
         quiet_libraries()
@@ -188,14 +188,6 @@ def value_config(value: Value, texts: CorpusOptions, verb: ModelVerb) -> ValueCo
     return ValueConfig(value, texts.required(verb) if verb.is_demo else texts.spec())
 
 
-class LabelledModel(NamedTuple):
-    """Settings, examples, and the run of the model that a command line names."""
-
-    config: LabelledConfig
-    texts: LabelledTexts
-    run: Run
-
-
 #: Option of verbs on labelled examples.
 Metric = Annotated[
     Literal["accuracy", "bleu", "loss"] | None,
@@ -219,11 +211,11 @@ def check_labelled(verb: RunVerb, data: DataSpec | None, metric: str | None, wit
 @contextmanager
 def labelled_model(
     verb: RunVerb, data: DataSpec, metric: str | None, max_tokens: int | None
-) -> Iterator[LabelledModel]:
-    """Read the examples and open the model's replicas while the context is open."""
+) -> Iterator[tuple[LabelledConfig, LabelledTexts, Run]]:
+    """Yield settings, examples, and the run of the model that a command line names."""
     from headscan.pipelines.ablate.labelled_arms import LabelledConfig
-    from headscan.pipelines.ablate.labelled_texts import read_labelled
-    from headscan.pipelines.runs.identity import identify
+    from headscan.pipelines.runs.run_records import identify
+    from headscan.pipelines.scan.labelled_texts import read_labelled
 
     quiet_libraries()
     spec = verb.spec()
@@ -232,4 +224,4 @@ def labelled_model(
     texts = read_labelled(config.data, spec, identity, max_tokens)
     config.metric_of(texts)
     with verb.opened(spec, identity, tokens=texts.longest) as (run, plan):
-        yield LabelledModel(replace(config, batch_tokens=plan.batch_tokens), texts, run)
+        yield replace(config, batch_tokens=plan.batch_tokens), texts, run

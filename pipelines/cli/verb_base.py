@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from headscan.checkpoints.source_folder import DEMO_MODEL
-from headscan.cluster.actors.timeouts import Timeouts
-from headscan.cluster.placement.placement_base import BATCH_TOKENS, PlacementRequest
+from headscan.cluster.placement.devices import max_threads
+from headscan.cluster.placement.placement_base import BATCH_TOKENS, PlacementRequest, Timeouts
 from headscan.model_spec import ModelSpec
 from headscan.options import LONGEST_WAIT, Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, model_source, with_flags
-from headscan.pipelines.runs.openmp import max_threads
 from headscan.pipelines.runs.text_tables import printable_lines
 from headscan.pipelines.settings.corpus_settings import CorpusSpec
 from headscan.pipelines.settings.evaluation_settings import ResumeAnyway
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
     from headscan.cluster.placement.placement_base import Node, Plan
     from headscan.cluster.tasks.pool import Pool
-    from headscan.pipelines.runs.identity import ModelIdentity
-    from headscan.pipelines.runs.run_records import OpenModel, Run
+    from headscan.pipelines.runs.run_records import ModelIdentity, OpenModel, Run
 
 #: Corpus of the bundled model unless one is named: modules of the standard library that it has not read.
 DEMO_CORPUS = "python-stdlib-heldout"
@@ -239,7 +237,6 @@ class RunVerb(ModelVerb, StoreVerb):
 
         Args:
             identity: The model's identity; None computes it.
-            tokens: Length of the longest sequence.
         """
         from headscan.pipelines.runs.run_records import Run
 

@@ -17,12 +17,11 @@ from headscan.analysis.errors import FinishedArmError
 from headscan.analysis.store.store import Store
 from headscan.cluster.tasks.pool import Pool
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.runs.progress import Progress
+from headscan.pipelines.runs.text_tables import Progress
 from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.scoring.bundles import LEAST_SIZE, BundleItem, Start, bundle, start_of
 from headscan.pipelines.scoring.generation import GenerationItem
-from headscan.pipelines.scoring.likelihood import LikelihoodItem
-from headscan.pipelines.scoring.prefix_walk import common_tokens
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, common_tokens
 from headscan.pipelines.scoring.scoring_mode import Reading
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
 from headscan.pipelines.scoring.token_requests import AnswerSet, GenerationRequest, Likelihood, Request, ScoringItem
@@ -100,8 +99,6 @@ class AnsweringPlan:
     """Settings that all arms of a run share.
 
     Attributes:
-        batch_tokens: Tokens of one forward pass.
-        reading: How prompts are read.
         starts: Where a forward pass can start, so that masks share what runs before their first head.
         bundle_size: Most masks that share them at a time.
     """

@@ -14,7 +14,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from headscan.pipelines.runs.identity import ModelIdentity
+from headscan.pipelines.runs.run_records import ModelIdentity
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request, request_hash
 from headscan.pipelines.settings.evaluation_settings import HarnessError
 
@@ -29,7 +29,6 @@ class HeadscanLM(TemplateLM):
     """The model that lm-eval sees. It collects requests first, then replays the answers of one arm at a time.
 
     Attributes:
-        requests: Collected requests by their hash.
         truncated: Hashes of requests that exceeded the context; their beginning is cut off, as in lm-eval.
         answers: Answers of the current arm by the request's hash; None while requests are collected.
     """

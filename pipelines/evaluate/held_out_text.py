@@ -36,11 +36,7 @@ class TextChunk:
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """Chunks that no choice of heads has seen.
-
-    Attributes:
-        corpus: Name of their corpus.
-    """
+    """Chunks that no choice of heads has seen."""
 
     corpus: str
     chunks: tuple[TextChunk, ...]
@@ -124,7 +120,6 @@ def chunks(tokenizer: Any, sequences: Sequence[Any]) -> tuple[TextChunk, ...]:
     """Return chunks from sequences of a corpus.
 
     Args:
-        tokenizer: The tokenizer of their ids.
         sequences: Objects with ``source`` and ``ids``, of two or more tokens.
     """
     found = []

@@ -29,9 +29,6 @@ class GenerationTask:
     """A prompt to continue greedily.
 
     Attributes:
-        kept: The decisions of the plan.
-        prompt: Token ids.
-        max_new_tokens: Most tokens to generate.
         prefill_chunk: Prompt tokens that are read at a time, which bounds the peak memory; None reads all at once.
         rounds: Times that each text is generated; times are medians.
     """
@@ -49,7 +46,6 @@ class Generated:
     """One text and its cost.
 
     Attributes:
-        tokens: Generated token ids.
         cache_bytes: Bytes of keys and values that the cache holds after the last token.
         prefill_seconds: Time to the first token.
         token_seconds: Median time of each further token; None if there is only one.

@@ -17,7 +17,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from headscan.ablation.ablation import Ablation
 from headscan.analysis.plans import (
     DamageCalibration,
     DamageTexts,
@@ -37,15 +36,12 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
 from headscan.pipelines.recall import RecallPlan, recall_questions
-from headscan.pipelines.runs.identity import ModelIdentity
-from headscan.pipelines.runs.progress import Progress
-from headscan.pipelines.runs.run_records import ModelContext, code_version
-from headscan.pipelines.scoring.batching import pad
+from headscan.pipelines.runs.run_records import ModelContext, ModelIdentity, code_version
+from headscan.pipelines.runs.text_tables import Progress
 from headscan.pipelines.scoring.bundles import BundleItem, Start, bundle, possible_starts, start_of
-from headscan.pipelines.scoring.likelihood import LikelihoodItem
-from headscan.pipelines.scoring.prefix_walk import LikelihoodResult
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
-from headscan.pipelines.scoring.token_requests import Request
+from headscan.pipelines.scoring.token_requests import Request, pad
 from headscan.pipelines.settings.saving_settings import MeasureConfig
 
 #: Requests of one item of work.
@@ -79,8 +75,6 @@ def masked_losses(
     """Return the losses of requests under each set of windows; `ALL_KEYS` is the full cache.
 
     Args:
-        batch_tokens: Tokens of one pass, padding included.
-        rope: The lengths at which the model's rotary frequencies change.
         progress: Called with the number of (set, request) pairs that finished.
     """
     ablations = [KvWindows(kept, f"windows {index}") if kept.windows else None for index, kept in enumerate(sets)]
@@ -99,7 +93,8 @@ def masked_losses(
                 starts = tuple(start_of(mask, possible) for mask in masks)
                 work.append(BundleItem(name, chosen, masks, starts, batch_tokens, share_prefixes=False))
             else:
-                work.append(_item(name, chosen, ablations[group[0]], batch_tokens, rope))
+                alone = ablations[group[0]]
+                work.append(LikelihoodItem(name, chosen, alone, batch_tokens, share_prefixes=False, rope=rope))
     nats, greedy = np.empty((len(sets), len(requests))), np.empty((len(sets), len(requests)))
     scored = np.array([request.scored for request in requests])
     task: Task[Any, Any] = score_in_ranges if pool.staged else _run
@@ -114,12 +109,6 @@ def masked_losses(
     if wrong := int((~np.isfinite(nats)).sum()):
         raise NotFiniteError(f"NaN or infinite losses: {wrong} of {nats.size} (limit 0). Use another `dtype`")
     return Losses(nats, greedy)
-
-
-def _item(
-    name: str, requests: tuple[Request, ...], ablated: Ablation | None, batch_tokens: int, rope: RopeLengths
-) -> LikelihoodItem:
-    return LikelihoodItem(name, requests, ablated, batch_tokens, share_prefixes=False, rope=rope)
 
 
 def _run(lm: LoadedModel, item: LikelihoodItem | BundleItem) -> list[LikelihoodResult]:
@@ -174,7 +163,6 @@ def text_prompts(corpus: CorpusSpec, identity: ModelIdentity, tokens: int, count
     """Return texts of a corpus, spread over its beginning.
 
     Args:
-        tokens: Longest text, in tokens.
         count: Number of texts; fewer if the corpus has fewer.
         longer_than: Tokens of the window; shorter texts show no damage and are left out.
     """

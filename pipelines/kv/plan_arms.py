@@ -15,10 +15,10 @@ from headscan.analysis.plans import HeadPlan, budget_lengths, check_model, plann
 from headscan.analysis.store.records import ArmKind
 from headscan.kv.kept_keys import KeptKeys, PlannedKvHead
 from headscan.kv.kv_windows import KvEviction, KvWindows
-from headscan.pipelines.kv.plan_modes import PlanMode
 from headscan.pipelines.runs.run_records import ModelContext
 from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Request
+from headscan.pipelines.settings.evaluation_settings import PlanMode
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from headscan.errors import PruningError
 from headscan.grid import Head, Unit
@@ -35,14 +36,60 @@ from headscan.pipelines.pruning.pruning_units import (
     rounding_note,
     skipped_by,
 )
-from headscan.pipelines.pruning.repairs import Repair
 from headscan.pipelines.pruning.work_folder import read_model, write_model
-from headscan.pipelines.settings.saving_settings import RecallConfig
+from headscan.pipelines.settings.saving_settings import REPAIRS, RecallConfig
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import Divergence, Edits
 from headscan.pruning.head_selection import HeadSelection, SelectionConfig
+from headscan.pruning.repair import DistillConfig, RepairConfig, Target, distill, mean_outputs, repair
 from headscan.pruning.slice_heads import slice_heads
 from headscan.sizing.model_sizes import LayerCache
+
+
+@dataclass(frozen=True)
+class Repair:
+    """A repair.
+
+    Attributes:
+        name: Name in `REPAIRS`.
+        distill_steps: Gradient steps after the repair; 0 omits them.
+    """
+
+    name: str = "o+down"
+    distill_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if self.name not in REPAIRS:
+            raise PruningError(f"unknown repair {self.name!r}. Choose one of {', '.join(REPAIRS)}")
+        if self.distill_steps and not self.targets:
+            raise PruningError(f"distill={self.distill_steps} without a repair (limit 0). Repair a projection, too")
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """The projections that are solved again."""
+        return REPAIRS[self.name]
+
+    @property
+    def is_none(self) -> bool:
+        """True if removed heads are replaced by nothing."""
+        return self.name == "none"
+
+    @property
+    def words(self) -> str:
+        """The repair in words."""
+        return f"{self.name}, distill {self.distill_steps}" if self.distill_steps else self.name
+
+    def weights(
+        self, lm: LoadedModel, calibration: Calibration, removed: Sequence[tuple[int, int]]
+    ) -> dict[str, Tensor]:
+        """Return new weights by parameter name."""
+        if self.name == "mean":
+            return mean_outputs(lm, calibration, removed)
+        weights = repair(lm, calibration, removed, RepairConfig(self.targets))
+        if not self.distill_steps or not weights:
+            return weights
+        return distill(lm, calibration, removed, weights, DistillConfig(self.distill_steps))
+
 
 #: Calibration tokens on which the divergence of a `LossBudget` is measured; it has little noise.
 _LOSS_TOKENS = 16384
@@ -53,11 +100,8 @@ class WantedModel:
     """A pruned model to build.
 
     Attributes:
-        folder: Its folder.
-        method: Method that chooses the heads.
         budget: Its size; None removes ``heads``.
         heads: Heads of a mask or of a list; empty lets the method choose.
-        random_folders: Folders of random controls.
         layers_folder: Folder of the model without whole attention layers; None builds none.
     """
 
@@ -75,10 +119,7 @@ class BuildJob:
 
     Attributes:
         texts: Texts that choose and repair.
-        wanted: The models.
-        unit: Unit of removal.
         selection: Effort of the methods ``damage`` and ``layer-drop``.
-        repair: Projections that are solved again.
         orders: Heads by method, the most removable first, of methods that are no part of `HeadSelection`.
         remote_code: Copy the code of pruned models into the folders.
         timing: How prefill and decoding are timed; None skips it.
@@ -86,9 +127,7 @@ class BuildJob:
         recall_weight: Their weight; see `RecallConfig`.
         held_out: Text on which the loss of models that are no controls is measured; None measures none.
         held_out_prompts: Recall prompts on which it is measured, too.
-        batch_tokens: Tokens of one forward pass.
         seed: Seed of the first random control.
-        say: Called with lines of progress.
     """
 
     texts: CalibrationTexts

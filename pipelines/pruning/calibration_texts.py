@@ -15,8 +15,8 @@ from headscan.pipelines.corpora import Sequence as Text
 from headscan.pipelines.corpora.sequences import read_spread, spread
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
 from headscan.pipelines.kv.damage_measurement import ABLE, ALL_KEYS, Prompts, masked_losses, recall_prompts
-from headscan.pipelines.runs.identity import ModelIdentity
-from headscan.pipelines.runs.run_records import ModelContext
+from headscan.pipelines.runs.run_records import ModelContext, ModelIdentity
+from headscan.pipelines.scoring.token_requests import pad
 from headscan.pipelines.settings.saving_settings import SHORTEST, RecallConfig, TextConfig
 
 
@@ -24,7 +24,6 @@ class CalibrationTexts(NamedTuple):
     """Token ids of texts, padded on the right.
 
     Attributes:
-        corpus: Name of the corpus.
         ids: (B, N) int64.
         lengths: (B,) int64.
         wanted: Number of texts that the corpus should have given.
@@ -70,7 +69,8 @@ def read_texts(
         raise PruningError(f"every held-out text of {name} is a copy of a calibration text. Choose another corpus")
     held_out = spread(unseen, half)
     say(f"{_size(chosen)} of {config.corpus.name} choose and repair, {_size(held_out)} of {name} judge")
-    calibration = _padded(config.corpus.name, chosen)._replace(wanted=half)
+    ids, lengths = pad([text.ids for text in chosen])
+    calibration = CalibrationTexts(config.corpus.name, ids.numpy(), lengths.numpy(), half)
     return calibration, HeldOutText(name, chunks(identity.tokenizer, held_out))
 
 
@@ -138,11 +138,3 @@ def _halves(texts: Sequence[Text], corpus: str) -> tuple[list[Text], list[Text]]
             " Choose another corpus, or lower `max_tokens`"
         )
     return list(texts[: len(texts) // 2]), list(texts[len(texts) // 2 :])
-
-
-def _padded(corpus: str, texts: Sequence[Text]) -> CalibrationTexts:
-    lengths = np.array([len(text) for text in texts], dtype=np.int64)
-    ids = np.zeros((len(texts), int(lengths.max())), dtype=np.int64)
-    for row, text in zip(ids, texts, strict=True):
-        row[: len(text)] = text.ids
-    return CalibrationTexts(corpus, ids, lengths)

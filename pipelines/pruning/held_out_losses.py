@@ -14,7 +14,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora.sequences import spread
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.kv.damage_measurement import Prompts
-from headscan.pipelines.scoring.token_requests import Request
+from headscan.pipelines.scoring.token_requests import Request, pad
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import NO_EDITS, Edits, edited, logits
 
@@ -27,9 +27,7 @@ class LossChange:
     """Mean loss of one task in nats per scored token.
 
     Attributes:
-        original: Loss of the original.
         masked: Loss with the heads zeroed and nothing repaired.
-        repaired: Loss of the pruned model.
     """
 
     original: float
@@ -39,21 +37,12 @@ class LossChange:
 
 def as_calibration(requests: Sequence[Request], batch_tokens: int) -> Calibration:
     """Return requests as sequences whose scored tokens count."""
-    lengths = torch.tensor([len(request.ids) for request in requests])
-    ids = torch.zeros(len(requests), int(lengths.max()), dtype=torch.int64)
-    for row, request in zip(ids, requests, strict=True):
-        row[: len(request.ids)] = torch.tensor(request.ids)
+    ids, lengths = pad([request.ids for request in requests])
     return Calibration(ids, lengths, batch_tokens, torch.tensor([request.scored for request in requests]))
 
 
 class HeldOutLosses:
-    """The losses of edited models on the same held-out tokens.
-
-    Args:
-        text: Held-out text.
-        prompts: Held-out recall prompts.
-        batch_tokens: Tokens of one forward pass.
-    """
+    """The losses of edited models on the same held-out tokens."""
 
     def __init__(self, lm: LoadedModel, text: HeldOutText, prompts: Sequence[Prompts], batch_tokens: int) -> None:
         self._lm = lm

@@ -32,8 +32,6 @@ class ModelCost:
     """Sizes and times of one model.
 
     Attributes:
-        parameters: Number of parameters.
-        weight_bytes: Bytes of the weights.
         query_heads, kv_heads: Heads of all layers.
         attention_layers: Layers with attention.
         cache_bytes: Bytes of the KV cache by token, by arithmetic; None if unknown.
@@ -107,7 +105,6 @@ def compare_costs(
     """Return sizes and times of a model and of the same model without some heads.
 
     Args:
-        removed: Those heads.
         timing: None measures no times.
     """
     caches = find_layer_caches(before)
@@ -147,7 +144,6 @@ def promised_cache(
 
     Args:
         caches: KV cache of each layer of the original model.
-        grid: Its heads.
     """
     gone = {(layer, head) for layer, head in removed}
     total = 0

@@ -11,7 +11,7 @@ from headscan.grid import Head
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.pruning.held_out_losses import LossChange
 from headscan.pipelines.pruning.model_costs import CostComparison
-from headscan.pipelines.runs.identity import ModelIdentity, fingerprint, identify
+from headscan.pipelines.runs.run_records import ModelIdentity, fingerprint, identify
 from headscan.pipelines.scoring.arms import Arm, model_arm, model_settings
 
 #: Methods that are controls of all others.
@@ -23,12 +23,9 @@ class BuiltModel:
     """A pruned model in a folder.
 
     Attributes:
-        folder: Its folder.
-        method: Method that chose the heads.
         share: Nominal share of the units that are removed, 0 to 1; controls have that of their model.
         unit: ``head``, ``group`` or ``layer``.
         repair: Repaired projections, in words.
-        removed: Removed heads.
         skipped: Layers that have no attention any more.
         costs: Sizes and times before and after.
         seed: Seed of random heads; None for other methods.
@@ -62,12 +59,7 @@ class BuiltModel:
 
 
 def pruned_arm(built: BuiltModel, baseline: ModelSpec, identity: ModelIdentity) -> Arm:
-    """Return the arm of a pruned model.
-
-    Args:
-        baseline: The model that was pruned.
-        identity: Its identity.
-    """
+    """Return the arm of a pruned model."""
     spec = replace(baseline, source=str(built.folder), revision=None, safetensors=True)
     found = identify(spec)
     arm = model_arm(spec, found, identity)

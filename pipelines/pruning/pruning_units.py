@@ -71,7 +71,6 @@ class BudgetSearch:
         cache_bytes: Bytes of the KV cache after the removal of so many units, at a length in tokens.
         loss: Divergence of the predictions from the original's on the calibration texts after the removal and
             repair of so many units, in nats per token.
-        method: Method that chooses the units.
     """
 
     unit_bytes: Callable[[int], Sequence[int]]

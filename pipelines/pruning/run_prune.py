@@ -15,18 +15,16 @@ from headscan.analysis.store.output_files import write_text
 from headscan.analysis.verdicts.judge import Verdict, judge
 from headscan.errors import PruningError
 from headscan.grid import Unit
-from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.run_evaluation import evaluate
-from headscan.pipelines.pruning.build_models import BuildJob, WantedModel, build_models
+from headscan.pipelines.evaluate.tasks import Questions
+from headscan.pipelines.pruning.build_models import BuildJob, Repair, WantedModel, build_models
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_recall, read_texts
 from headscan.pipelines.pruning.model_card import model_card
 from headscan.pipelines.pruning.model_costs import Timing
 from headscan.pipelines.pruning.pruned_arms import LAYER_DROP, RANDOM, BuiltModel, pruned_arm
 from headscan.pipelines.pruning.pruning_units import Budget
-from headscan.pipelines.pruning.repairs import Repair
 from headscan.pipelines.pruning.work_folder import check_place, work_folder
-from headscan.pipelines.runs.identity import fingerprint
-from headscan.pipelines.runs.run_records import Run, code_version
+from headscan.pipelines.runs.run_records import Run, code_version, fingerprint
 from headscan.pipelines.scoring.arms import BASELINE
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
 from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig

@@ -69,7 +69,6 @@ class WorkFolder:
     """The folder in which a run builds.
 
     Attributes:
-        path: The folder.
         targets: Places of the models that are no controls; the model of the first one is built in ``path/0``.
     """
 
@@ -82,9 +81,7 @@ class WorkFolder:
         """Check finished models in a fresh process and move them to their places; controls stay.
 
         Args:
-            built: Models and controls.
             card: Returns the text of a model's ``README.md``.
-            say: Called with a line of progress.
         """
         models = tuple(built)
         places = {each.folder: self.targets[int(each.folder.name)] for each in models if not each.is_control}
@@ -113,7 +110,6 @@ def work_folder(out: Path, targets: Sequence[Path], settings: str, say: Callable
     the folder stays for the next run if it has a finished model.
 
     Args:
-        out: Output folder.
         targets: Places of the models, ``out`` or folders in it.
         settings: Hash of everything on which the models depend.
         say: Called with the folder if the block fails and it stays.

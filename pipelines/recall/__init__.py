@@ -8,8 +8,7 @@ the needles, nothing copied) shows that the model cannot do the task. An arm bel
 that the ablated heads were needed.
 """
 
-from headscan.pipelines.recall.make_questions import recall_questions
-from headscan.pipelines.recall.recall_plan import RecallQuestion, grade, recall_lengths
+from headscan.pipelines.recall.needle_and_copying import RecallQuestion, grade, recall_lengths, recall_questions
 from headscan.pipelines.settings.evaluation_settings import RecallError, RecallPlan
 
 __all__ = ["RecallError", "RecallPlan", "RecallQuestion", "grade", "recall_lengths", "recall_questions"]

@@ -6,30 +6,125 @@ same command again resumes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import torch
 
 from headscan.ablation.masks import HeadMask
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
+from headscan.catalog import EFFECT, IMPORTANCES, SCORES
 from headscan.errors import InterventionError
-from headscan.grid import Head
-from headscan.pipelines.evaluate.evaluation_checks import check_predicts
-from headscan.pipelines.evaluate.evaluation_requests import Questions
-from headscan.pipelines.evaluate.run_evaluation import evaluate
-from headscan.pipelines.pruning.build_models import BuildJob, WantedModel, build_models
+from headscan.gates.fit_gates import fit_gates
+from headscan.grid import Head, HeadGrid
+from headscan.models.loaded_model import LoadedModel
+from headscan.options import GateConfig
+from headscan.pipelines.evaluate.run_evaluation import check_predicts, evaluate
+from headscan.pipelines.evaluate.tasks import Questions
+from headscan.pipelines.pruning.build_models import BuildJob, Repair, WantedModel, build_models
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_texts
 from headscan.pipelines.pruning.pruned_arms import pruned_arm
-from headscan.pipelines.pruning.repairs import Repair
 from headscan.pipelines.pruning.work_folder import owned_folder
-from headscan.pipelines.referee.choose_heads import ChoiceJob, Choices, choose_heads, families, possible_counts
-from headscan.pipelines.referee.comparison import head_count
-from headscan.pipelines.runs.identity import fingerprint
-from headscan.pipelines.runs.run_records import Run
+from headscan.pipelines.runs.run_records import Run, fingerprint
 from headscan.pipelines.scoring.arms import BASELINE, Arm, random_masks
-from headscan.pipelines.settings.evaluation_settings import Comparison, EvaluateConfig
+from headscan.pipelines.settings.evaluation_settings import (
+    DAMAGE,
+    GATE,
+    LAYER_DROP,
+    MEASURED,
+    Comparison,
+    EvaluateConfig,
+    head_count,
+)
 from headscan.pipelines.settings.saving_settings import TextConfig
+from headscan.pruning.calibration import Calibration
+from headscan.pruning.head_selection import QUICK, HeadSelection
+from headscan.pruning.head_values import head_values, ranked
+
+#: Heads by their number.
+Choices = Mapping[int, tuple[Head, ...]]
+
+
+@dataclass(frozen=True)
+class ChoiceJob:
+    """Criteria to apply.
+
+    Attributes:
+        criteria: Criteria of one family, see `families`.
+        iterative: Measured criteria are measured again after each number of heads.
+    """
+
+    texts: CalibrationTexts
+    criteria: tuple[str, ...]
+    counts: tuple[int, ...]
+    iterative: bool = False
+    batch_tokens: int = 8192
+    say: Callable[[str], None] = lambda line: None
+    name: str = "choice of heads"
+
+
+def families(criteria: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return criteria in groups that share their measurements."""
+    groups = (tuple(SCORES), tuple(IMPORTANCES), (EFFECT,), (GATE,), (DAMAGE, LAYER_DROP))
+    found = [tuple(name for name in group if name in criteria) for group in groups]
+    return [group for group in found if group]
+
+
+def possible_counts(criterion: str, grid: HeadGrid, counts: Sequence[int]) -> tuple[int, ...]:
+    """Return the numbers of heads for which a criterion has a choice: whole layers cannot be few heads."""
+    if criterion != LAYER_DROP:
+        return tuple(counts)
+    return tuple(count for count in counts if 0 < layer_count(grid, count) < len(grid.sites))
+
+
+def layer_count(grid: HeadGrid, heads: int) -> int:
+    """Return the number of layers that have about as many heads."""
+    return round(heads * len(grid.sites) / grid.total_heads)
+
+
+def choose_heads(lm: LoadedModel, job: ChoiceJob) -> dict[str, Choices]:
+    """Pool task: return the heads that each criterion removes, by their number."""
+    ids, lengths = (torch.from_numpy(each) for each in (job.texts.ids, job.texts.lengths))
+    calibration = Calibration(ids, lengths, job.batch_tokens)
+    found: dict[str, Choices] = {}
+    if measured := [name for name in job.criteria if name in MEASURED]:
+        found |= _by_value(lm, calibration, job, measured)
+    if GATE in job.criteria:
+        job.say("fitting gates")
+        share = job.counts[len(job.counts) // 2] / lm.grid.total_heads
+        gates = fit_gates(lm, calibration, GateConfig(share=share))
+        found[GATE] = {count: gates.closed(count) for count in job.counts}
+    # Every criterion is one measurement: none compares its own choices with others nearby.
+    selection = HeadSelection(lm, calibration, config=QUICK, say=job.say)
+    if DAMAGE in job.criteria:
+        found[DAMAGE] = {count: selection.choose(count=count) for count in job.counts}
+    if LAYER_DROP in job.criteria:
+        found[LAYER_DROP] = {
+            count: selection.choose(method=LAYER_DROP, count=layer_count(lm.grid, count))
+            for count in possible_counts(LAYER_DROP, lm.grid, job.counts)
+        }
+    return found
+
+
+def _by_value(
+    lm: LoadedModel, calibration: Calibration, job: ChoiceJob, names: Sequence[str]
+) -> dict[str, dict[int, tuple[Head, ...]]]:
+    """Return the heads with the smallest values."""
+    if not job.iterative:
+        job.say(f"measuring {', '.join(names)}")
+        orders = {name: ranked(values) for name, values in head_values(lm, calibration, names).items()}
+        return {name: {count: tuple(sorted(order[:count])) for count in job.counts} for name, order in orders.items()}
+    found: dict[str, dict[int, tuple[Head, ...]]] = {name: {} for name in names}
+    for name in names:
+        removed: tuple[Head, ...] = ()
+        for count in sorted(job.counts):
+            job.say(f"measuring {name} without {len(removed)} heads")
+            order = ranked(head_values(lm, calibration, [name], removed)[name], removed)
+            removed = tuple(sorted([*removed, *order[: count - len(removed)]]))
+            found[name][count] = removed
+    return found
 
 
 @dataclass(frozen=True)
@@ -74,7 +169,6 @@ class RefereeConfig:
 
     Attributes:
         evaluation: Questions that judge; the held-out text is added.
-        compared: Criteria, shares and random controls.
         texts: Texts on which heads are chosen, and held-out text.
         repair: Projections that are solved again; ``none`` ablates heads in the original model.
     """

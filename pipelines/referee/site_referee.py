@@ -36,13 +36,11 @@ from headscan.pipelines.ablate.labelled_arms import (
     ablated,
     heads_of,
 )
-from headscan.pipelines.ablate.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
-from headscan.pipelines.referee.comparison import head_count
-from headscan.pipelines.runs.identity import fingerprint
-from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scoring.batching import whole_batches
+from headscan.pipelines.runs.run_records import Run, fingerprint
+from headscan.pipelines.scan.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
+from headscan.pipelines.scoring.token_requests import whole_batches
 from headscan.pipelines.settings.corpus_settings import DataSpec
-from headscan.pipelines.settings.evaluation_settings import MEASURED, Comparison
+from headscan.pipelines.settings.evaluation_settings import MEASURED, Comparison, head_count
 from headscan.pruning.head_values import combined_with_entropy, inactive_first, scaled_by_layer
 
 #: Examples of one item of a pool.
@@ -63,7 +61,6 @@ class ValuesItem:
     Attributes:
         names: Scores, importances and ``effect``.
         heads: Heads that are ablated all the while.
-        batch_tokens: Tokens of one pass, padding included.
     """
 
     texts: tuple[LabelledText, ...]

@@ -1,14 +1,326 @@
-"""A scan: a run over a corpus that measures statistics of every head."""
+"""A scan, or another run over a corpus: corpus -> sequences -> pool of replicas -> store.
+
+The same command again resumes: shards in the store's ledger are skipped. The rows equal those of an uninterrupted
+run, because a shard's batches depend only on the shard.
+
+A thread writes shards while others are measured. Each opening of the store writes all waiting shards in one
+transaction. A slow scan writes its shards one by one, a large cluster in groups, so that opening and closing the file
+costs little.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import Any, Protocol, Self, TypeVar
 
+import pyarrow as pa
+
+from headscan.analysis.errors import StoreError
+from headscan.analysis.store.records import RunKind, RunRecord, ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
-from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scan.run_shards import CorpusRunResult, ShardMeasurement, run_corpus
-from headscan.pipelines.scan.shard_task import ShardItem, measure_shard
-from headscan.pipelines.settings.measure_settings import ScanConfig
+from headscan.cluster.tasks.pool import IncompleteError, StagedTask, Task
+from headscan.errors import HeadscanError
+from headscan.models.loaded_model import LoadedModel
+from headscan.models.model_facts import RopeLengths
+from headscan.pipelines.corpora import CorpusReport, Shard, open_corpus, sequences, shards
+from headscan.pipelines.runs.run_records import Run, fingerprint
+from headscan.pipelines.runs.text_tables import Progress
+from headscan.pipelines.scan.shard_task import Measured, ShardItem, measure_shard
+from headscan.pipelines.settings.corpus_settings import longest_text
+from headscan.pipelines.settings.measure_settings import CorpusRunConfig, ScanConfig
+
+T = TypeVar("T")
+B = TypeVar("B", bound=Sized)
+P = TypeVar("P")
+R = TypeVar("R")
+
+
+class CountedPasses(StagedTask[T, B, P, R]):
+    """A task with the results of another one; it runs only in the process of ``count``.
+
+    Args:
+        count: Called with the number of sequences after each pass with a whole model.
+    """
+
+    def __init__(self, task: StagedTask[T, B, P, R], count: Callable[[int], None]) -> None:
+        super().__init__(task.__name__)
+        self._task, self._count = task, count
+
+    def passes(self, item: T) -> Sequence[B]:
+        return self._task.passes(item)
+
+    def run(self, lm: LoadedModel, item: T, part: B) -> P:
+        found = self._task.run(lm, item, part)
+        self._count(len(part))
+        return found
+
+    def join(self, item: T, partials: Sequence[Sequence[P]]) -> R:
+        return self._task.join(item, partials)
+
+    def size(self, part: B) -> int:
+        return self._task.size(part)
+
+    def halves(self, part: B) -> Sequence[B]:
+        return self._task.halves(part)
+
+    def join_halves(self, halves: Sequence[P]) -> P:
+        return self._task.join_halves(halves)
+
+
+#: Most shards that wait; then `ShardWriter.add` blocks. A shard of a model with 80 x 64 heads has 25 MB.
+_WAITING = 4
+
+
+class ShardWriter:
+    """A writer of a run's shards; a context manager. All shards are written when the context exits."""
+
+    def __init__(self, store: Store, run_id: str) -> None:
+        self._store, self._run_id = store, run_id
+        self._waiting: list[ShardToWrite] = []
+        self._changed = threading.Condition()
+        self._closed = False
+        self._problem: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
+
+    def add(self, shard: ShardToWrite) -> None:
+        """Queue a shard."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._waiting) < _WAITING or self._problem is not None)
+            self._raise()
+            self._waiting.append(shard)
+            self._changed.notify_all()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *problem: object) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        if kind is None:
+            self._raise()
+
+    def _raise(self) -> None:
+        if self._problem is not None:
+            raise self._problem
+
+    def _run(self) -> None:
+        while shards := self._take():
+            try:
+                self._store.add_shards(self._run_id, shards)
+            except BaseException as problem:
+                with self._changed:
+                    self._problem = problem
+                    self._changed.notify_all()
+                return
+
+    def _take(self) -> list[ShardToWrite]:
+        """Wait for shards and return all that are queued. Empty means that the writer is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            shards, self._waiting = self._waiting, []
+            self._changed.notify_all()
+            return shards
+
+
+#: Tokens read before the first shard runs, so that the total of most corpora is known and progress shows a time left.
+_READ_AHEAD = 20_000_000
+
+
+class OfShard(Protocol):
+    """An item of a pool that measures one shard."""
+
+    @property
+    def shard(self) -> Shard: ...
+
+
+@dataclass(frozen=True)
+class CorpusRunResult:
+    """Result of a run over a corpus.
+
+    Attributes:
+        already_done: True if the run was complete before, so that nothing was measured.
+        skipped: Shards found in the ledger.
+        report: Counts of the corpus; None if it was not read.
+    """
+
+    run_id: str
+    already_done: bool
+    measured: int = 0
+    skipped: int = 0
+    report: CorpusReport | None = None
+
+
+def run_corpus(
+    config: CorpusRunConfig,
+    run: Run,
+    kind: RunKind,
+    *,
+    deciding: Mapping[str, Any],
+    recorded: Mapping[str, Any],
+    item_of: Callable[[Shard, RopeLengths], OfShard],
+    task: Task[Any, Measured],
+) -> CorpusRunResult:
+    """Measure every shard of a corpus into a store.
+
+    Args:
+        deciding: Settings on which the numbers depend, in addition to those of `CorpusRunConfig`.
+        recorded: The same settings as the store records them.
+        item_of: Makes the pool's item of a shard.
+    """
+    identity = run.identity
+    longest_text(identity, config.tokens.max_tokens)
+    corpus = open_corpus(config.corpus)
+    corpus_fingerprint = corpus.fingerprint()
+    sizes = {"shard_size": config.shard_size, "batch_tokens": config.batch_tokens}
+    mark = fingerprint(
+        {
+            "model": identity.fingerprint(),
+            "dtype": config.model.dtype,
+            "corpus": corpus_fingerprint,
+            "tokens": asdict(config.tokens),
+            **deciding,
+            **sizes,
+        }
+    )
+    if (done := run.finished(kind, mark)) is not None:
+        return CorpusRunResult(done, True)
+
+    report = CorpusReport()
+    found, rest = _read_ahead(
+        shards(sequences(corpus, identity.tokenizer, config.tokens, report), shard_size=config.shard_size)
+    )
+    record = run.record(
+        kind,
+        mark,
+        config={
+            "model": asdict(config.model),
+            "corpus": asdict(config.corpus),
+            "tokens": asdict(config.tokens),
+            "attention_across_documents": config.tokens.attention_across_documents,
+            **recorded,
+            **sizes,
+        },
+        bos_policy=config.tokens.bos,
+        corpus=config.corpus.name,
+        corpus_hash=corpus_fingerprint,
+        total_shards=None if rest is not None else len(found),
+    )
+    return write_shards(
+        run,
+        record,
+        chain(found, rest or ()),
+        lambda shard: item_of(shard, identity.rope_lengths),
+        report,
+        total=None if rest is not None else sum(len(shard.sequences) for shard in found),
+        task=task,
+    )
+
+
+def _read_ahead(source: Iterable[Shard]) -> tuple[list[Shard], Iterator[Shard] | None]:
+    """Return the first shards, and an iterator over the rest; None if there are no more."""
+    rest = iter(source)
+    found: list[Shard] = []
+    tokens = 0
+    for shard in rest:
+        found.append(shard)
+        tokens += sum(map(len, shard.sequences))
+        if tokens >= _READ_AHEAD:
+            return found, rest
+    return found, None
+
+
+class ShardWriteError(HeadscanError):
+    """A run whose corpus changed."""
+
+
+def write_shards(
+    run: Run,
+    record: RunRecord,
+    shards: Iterable[Shard],
+    item_of: Callable[[Shard], OfShard],
+    report: CorpusReport,
+    *,
+    total: int | None,
+    task: Task[Any, Measured] = measure_shard,
+) -> CorpusRunResult:
+    """Begin or resume a run, measure the missing shards, and finish it.
+
+    Args:
+        report: Counts of the corpus; they may grow while shards are drawn.
+        total: Number of sequences of all shards; None if unknown.
+    """
+    store, pool = run.store, run.pool
+    state = run.begin(record)
+    run.say(f"run {state.run_id}: {len(state.shards)} shards stored before" if state.shards else f"run {state.run_id}")
+    measured = skipped = 0
+    ledger = hashlib.sha256()
+    try:
+        with Progress(record.kind, total, "sequences") as progress:
+
+            def todo() -> Iterator[OfShard]:
+                nonlocal skipped
+                for shard in shards:
+                    ledger.update(shard.content_hash.encode())
+                    if (known := state.shards.get(shard.index)) is None:
+                        yield item_of(shard)
+                    elif known == shard.content_hash:
+                        skipped += 1
+                        progress.skip(len(shard.sequences))
+                    else:
+                        raise ShardWriteError(
+                            f"corpus {record.corpus} changed since run {state.run_id}: shard {shard.index} has other "
+                            "text. Use another store, or pin a revision"
+                        )
+
+            with ShardWriter(store, state.run_id) as writer:
+                # In this process progress moves with each pass, elsewhere with each shard.
+                by_pass = pool.local and isinstance(task, StagedTask)
+                for finished in pool.map(_counted(task, progress) if by_pass else task, todo()):
+                    shard = finished.item.shard
+                    heads, nonfinite_rows = finished.value
+                    took, by = finished.seconds, finished.worker
+                    row = ShardRecord(shard.index, shard.content_hash, took, by, nonfinite_rows)
+                    writer.add(ShardToWrite(row, sequence_table(shard), heads))
+                    measured += 1
+                    if not by_pass:
+                        progress.update(len(shard.sequences))
+    except Exception as problem:
+        lost = len(problem.items) if isinstance(problem, IncompleteError) else None
+        total_shards = None if lost is None else measured + skipped + lost
+        with suppress(StoreError):  # a full disk that failed the shard also fails this write
+            store.finish_run(state.run_id, status="failed", report=report.as_dict(), total_shards=total_shards)
+        raise
+    corpus_hash = f"{(record.corpus_hash or '')[:16]}-{ledger.hexdigest()[:16]}"
+    store.finish_run(state.run_id, report=report.as_dict(), total_shards=measured + skipped, corpus_hash=corpus_hash)
+    return CorpusRunResult(state.run_id, False, measured, skipped, report)
+
+
+def _counted(task: Task[Any, Measured], progress: Progress) -> Task[Any, Measured]:
+    assert isinstance(task, StagedTask)
+    return CountedPasses(task, progress.update)
+
+
+def sequence_table(shard: Shard) -> pa.Table:
+    """Return a shard's rows of the table ``sequences``."""
+    rows = shard.sequences
+    return pa.table(
+        {
+            "sequence": pa.array([s.index for s in rows], pa.int32()),
+            "document": pa.array([s.document for s in rows], pa.int32()),
+            "source": [s.source for s in rows],
+            "tokens": pa.array([len(s) for s in rows], pa.int32()),
+            "truncated": [s.truncated for s in rows],
+            "content_hash": [s.content_hash for s in rows],
+        }
+    )
 
 
 @dataclass(frozen=True)
@@ -24,7 +336,9 @@ class ScanResult(CorpusRunResult):
 
 def scan(config: ScanConfig, run: Run) -> ScanResult:
     """Scan a corpus into a store."""
-    measurement = ShardMeasurement(
+    found = run_corpus(
+        config,
+        run,
         "scan",
         deciding={
             "statistics": config.measured,
@@ -43,9 +357,5 @@ def scan(config: ScanConfig, run: Run) -> ScanResult:
         ),
         task=measure_shard,
     )
-    found = run_corpus(config, measurement, run)
-    return ScanResult(**vars(found), nonfinite_rows=_nonfinite_rows(run.store, found.run_id))
-
-
-def _nonfinite_rows(store: Store, run_id: str) -> int:
-    return int(store.resolve_run(run_id, "scan")["nonfinite_rows"])
+    stored = run.store.resolve_run(found.run_id, "scan")
+    return ScanResult(**vars(found), nonfinite_rows=int(stored["nonfinite_rows"]))

@@ -16,14 +16,14 @@ from torch import Tensor
 
 import headscan
 from headscan.catalog import MassWidths
-from headscan.cluster.tasks.staged_task import StagedTask
+from headscan.cluster.tasks.pool import StagedTask
 from headscan.errors import NotFiniteError
 from headscan.grid import HeadGrid
 from headscan.measure.collect import first_nonfinite, nonfinite
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.pipelines import corpora
-from headscan.pipelines.scoring.batching import Batch, pad, whole_batches
+from headscan.pipelines.scoring.token_requests import Batch, pad, whole_batches
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,7 @@ class ShardItem:
     """One shard for one replica.
 
     Attributes:
-        statistics: Names of statistics and profiles.
         keep_nonfinite: NaN and infinite values are no error.
-        rope: Sequence lengths at which the model's rotary frequencies change; a batch never mixes them.
     """
 
     shard: corpora.Shard

@@ -1,24 +1,34 @@
-"""Arms of an evaluation: their ablations and names, and what replaces the outputs of their heads."""
+"""Arms of an evaluation: their heads, ablations and names, and what replaces the outputs of their heads."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from headscan.ablation.ablation import ZERO, Ablation, Replacement
+import torch
+from torch import Tensor
+
+from headscan.ablation.ablation import ZERO, Ablation, Replacement, StoredOutputs
+from headscan.ablation.collect_outputs import head_means, head_samples
 from headscan.ablation.masks import HeadMask, RandomHeads
 from headscan.ablation.rules import HeadRule
 from headscan.analysis.heads.head_ranking import random_heads, rank_heads, select_heads, thresholds
 from headscan.analysis.store.provenance import same_model
 from headscan.analysis.store.records import ArmKind, ArmRecord
 from headscan.analysis.store.store import Store
-from headscan.errors import InterventionError
+from headscan.catalog import SCORES
+from headscan.errors import InterventionError, PruningError
 from headscan.grid import Head, HeadGrid
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.runs.identity import ModelIdentity, fingerprint
-from headscan.pipelines.settings.evaluation_settings import MaskOrder
+from headscan.models.loaded_model import LoadedModel
+from headscan.pipelines.corpora.sequences import read_spread
+from headscan.pipelines.runs.run_records import ModelContext, ModelIdentity, fingerprint
+from headscan.pipelines.scoring.token_requests import pad
+from headscan.pipelines.settings.evaluation_settings import MaskOrder, ValueConfig
 
 
 @dataclass(frozen=True)
@@ -56,11 +66,9 @@ class Arm:
 
     Attributes:
         name: Unique in an evaluation; arms with the same name ablate the same heads.
-        kind: Kind of the arm.
         ablated: The ablation; None for the baseline.
         score: Score that selected the heads.
         share: Nominal share of heads, 0 to 1; a rule may ablate another share.
-        scan_run: Run id of the scan that selected the heads.
         selection: Further description of the selection; arms that differ in it are points of different curves.
         seed: Seed of a random arm.
         details: Further settings for the store; arms with the same name have the same.
@@ -126,12 +134,7 @@ def mask_arm(heads: Sequence[tuple[int, int]], value: AblationValue = ZERO_VALUE
 
 
 def model_arm(spec: ModelSpec, identity: ModelIdentity, baseline: ModelIdentity) -> Arm:
-    """Return an arm that another model answers. Another content of the model's files makes another arm.
-
-    Args:
-        identity: Identity of that model.
-        baseline: Identity of the baseline's model.
-    """
+    """Return an arm that another model answers. Another content of the model's files makes another arm."""
     check_tokenizer(identity, baseline)
     mark = fingerprint(identity.fingerprint())[:6]
     details = (("model", identity.name), *model_settings(identity))
@@ -280,3 +283,127 @@ def find_scan(store: Store, identity: ModelIdentity, prefix: str | None) -> str:
         if same_model(identity.columns(), run) and run["status"] == "finished":
             return str(run["run_id"])
     raise InterventionError(f"{store.path} has no finished scan of {identity.name}. Run `headscan scan` on it first")
+
+
+#: Longest text of a mean, in tokens, and the shortest.
+_LONGEST, _SHORTEST = 2048, 16
+
+
+@dataclass(frozen=True)
+class _ValueItem:
+    """Texts for one replica; a resampling has a seed."""
+
+    name: str
+    ids: Tensor
+    lengths: Tensor
+    seed: int | None
+
+
+def collect_value(config: ValueConfig, model: ModelContext, longest: int) -> AblationValue:
+    """Return the value that ablated heads are replaced by; collect it unless it is zero.
+
+    Args:
+        longest: Tokens of the longest input that heads will be ablated on.
+    """
+    if config.value == "zero" or config.corpus is None:
+        return ZERO_VALUE
+    if model.pool.staged:
+        raise InterventionError(
+            f"replace={config.value} needs all layers of the model at once. Use replace=zero, or placement=whole or"
+            " placement=sharded"
+        )
+    resamples = config.value == "resample"
+    limit = model.identity.max_tokens
+    tokens = longest if resamples else min(_LONGEST, limit or _LONGEST)
+    shortest, count = (tokens, config.samples) if resamples else (min(_SHORTEST, tokens), config.texts)
+    found = read_spread(
+        config.corpus,
+        model.identity.tokenizer,
+        tokens,
+        count,
+        shortest=shortest,
+        mode="pack" if resamples else "chunk",  # samples are all as long as the longest input
+    )
+    least = 2 if resamples else 1
+    if len(found) < least:
+        raise InterventionError(
+            f"{config.corpus.name} has {len(found)} texts of {shortest} tokens or more (limit {least}). Choose another"
+            " corpus"
+        )
+    ids, lengths = pad([text.ids for text in found])
+    seed = config.seed if resamples else None
+    source = {
+        "corpus": config.corpus.name,
+        "texts": len(found),
+        "tokens": int(lengths.sum()),
+        "seed": seed,
+        "hash": fingerprint({"texts": [text.content_hash for text in found]})[:16],
+    }
+    name = f"{config.value} outputs of heads on {config.corpus.name}"
+    outputs = model.pool.one(collect_outputs, _ValueItem(name, ids, lengths, seed))
+    return AblationValue(outputs, fingerprint({"value": config.value, **source})[:6], tuple(source.items()))
+
+
+def collect_outputs(lm: LoadedModel, item: _ValueItem) -> StoredOutputs:
+    """Pool task: collect the outputs of all heads on texts."""
+    with torch.no_grad():
+        if item.seed is None:
+            return head_means(lm, item.ids, item.lengths)
+        return head_samples(lm, item.ids, item.lengths, seed=item.seed)
+
+
+def score_orders(
+    store: Store, identity: ModelIdentity, methods: Sequence[str], scan_run: str | None
+) -> dict[str, list[tuple[int, int]]]:
+    """Return the heads by score, the most inactive first, for the methods that are scores.
+
+    Args:
+        scan_run: First characters of a scan's id; None uses the newest scan of the model.
+    """
+    scores = [method for method in methods if method in SCORES]
+    if not scores:
+        return {}
+    run_id = find_scan(store, identity, scan_run)
+    return {score: [(head.layer, head.head) for head in rank_heads(store, run_id, score)] for score in scores}
+
+
+def mask_heads(store: Store, name: str, identity: ModelIdentity) -> tuple[tuple[int, int], ...]:
+    """Return the heads of a mask in the store.
+
+    Args:
+        name: Name or id of the mask, or the name of its arm if it is unique.
+    """
+    known = store.query("SELECT mask_id FROM masks WHERE name LIKE ? ESCAPE '!'", [f"%: {_escaped(name)}"])
+    mask = store.mask(known["mask_id"][0].as_py() if known.num_rows == 1 else name)
+    runs = store.query(
+        "SELECT DISTINCT run_id FROM (SELECT run_id FROM arms WHERE mask_id = $1 UNION ALL"
+        " SELECT run_id FROM masks WHERE mask_id = $1) WHERE run_id IS NOT NULL",
+        [mask.mask_id],
+    )["run_id"].to_pylist()
+    for run in store.runs():
+        if run["run_id"] in runs and not same_model(identity.columns(), run):
+            raise PruningError(
+                f"mask {name} belongs to {run['model']}, another model than {identity.name}. Choose a mask of it"
+            )
+    return mask.heads
+
+
+def _escaped(name: str) -> str:
+    return name.replace("!", "!!").replace("%", "!%").replace("_", "!_")
+
+
+def imported_heads(path: str | Path) -> list[tuple[int, int]]:
+    """Return the heads of a JSON file, in its order. It holds a list of ``[layer, head]`` pairs, or an object with such
+    a list under ``heads``.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise PruningError(f"cannot read the heads of {path}: {problem}. Give a JSON list of [layer, head]") from None
+    pairs = found.get("heads") if isinstance(found, dict) else found
+    if not isinstance(pairs, list) or not pairs:
+        raise PruningError(f"{path} names 0 heads (limit 1). Give a JSON list of [layer, head]")
+    for pair in pairs:
+        if not (isinstance(pair, list) and len(pair) == 2 and all(type(n) is int and n >= 0 for n in pair)):
+            raise PruningError(f"{path}: {json.dumps(pair)[:60]} is no head. Give a JSON list of [layer, head]")
+    return [(layer, head) for layer, head in pairs]

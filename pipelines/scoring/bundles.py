@@ -26,12 +26,12 @@ from headscan.grid import AttentionSite
 from headscan.layers.blocks import cannot_resume, find_blocks, resuming_at
 from headscan.layers.shared_prefixes import Prefix, read_prefix
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.scoring.likelihood import answer_reads
-from headscan.pipelines.scoring.prefix_walk import (
+from headscan.pipelines.scoring.likelihood import (
     Continued,
     LikelihoodResult,
     Read,
     ReadAnswer,
+    answer_reads,
     by_request,
     distinct_reads,
     walk,

@@ -1,19 +1,22 @@
 """Log-likelihoods of continuations with heads ablated, on one replica.
 
-A common prefix of several requests is read once, and logits are computed only at scored tokens. Rules and random heads
-need whole inputs, so they share equal inputs only; `shared_row_likelihood` shares prefixes for rules.
+Distinct inputs are read in batches, common prefixes first: those of one length as the sequences of one batch, before
+what follows them. Logits are computed only at scored tokens. Rules and random heads need whole inputs, so they share
+equal inputs only; `scoring_mode.SharedRowItem` shares prefixes for rules.
 
 Shapes: B sequences, N tokens (padded on the right), M scored positions, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,17 +26,295 @@ from headscan.attention.hooks import attention_hook
 from headscan.layers.shared_prefixes import Prefix, read_prefix
 from headscan.models.loaded_model import LoadedModel, logits_at
 from headscan.models.model_facts import UNVARYING, RopeLengths
-from headscan.pipelines.scoring.batching import pad
-from headscan.pipelines.scoring.prefix_walk import (
-    Continued,
-    LikelihoodResult,
-    Read,
-    ReadAnswer,
-    by_request,
-    distinct_reads,
-    walk,
-)
-from headscan.pipelines.scoring.token_requests import Likelihood, Request, input_key
+from headscan.models.token_batches import batches, run_halving
+from headscan.pipelines.scoring.token_requests import Likelihood, Request, input_key, pad, pass_cost, pass_tokens
+
+
+class Read(NamedTuple):
+    """An input of the model, and the requests it answers. A request has its index and scored tokens.
+
+    The last token of a continuation is predicted, never read, so the choices of a question are often one read.
+    """
+
+    ids: tuple[int, ...]
+    requests: list[tuple[int, tuple[int, ...]]]
+
+    @property
+    def first_place(self) -> int:
+        """The first position with a scored logit."""
+        return len(self.ids) - max(len(target) for _, target in self.requests)
+
+    @property
+    def places(self) -> range:
+        """All positions with scored logits."""
+        return range(self.first_place, len(self.ids))
+
+
+class ReadAnswer(NamedTuple):
+    """Likelihoods of a read's requests, and its ablated share, 0 to 1."""
+
+    likelihoods: list[Likelihood]
+    zeroed_share: float
+
+
+@dataclass(frozen=True)
+class LikelihoodResult:
+    """Answers, and the ablated share of each request, 0 to 1."""
+
+    answers: tuple[Likelihood, ...]
+    zeroed_shares: tuple[float, ...]
+
+
+def distinct_reads(requests: Sequence[Request], *, same_context: bool = False) -> list[Read]:
+    """Return the distinct inputs of the requests.
+
+    Args:
+        same_context: Requests of one read also score equally many tokens, so their contexts are equal.
+    """
+    found: dict[tuple[tuple[int, ...], int], Read] = {}
+    for index, (ids, scored) in enumerate(requests):
+        key = (ids[:-1], scored if same_context else 0)
+        found.setdefault(key, Read(ids[:-1], [])).requests.append((index, ids[-scored:]))
+    return list(found.values())
+
+
+def by_request(reads: Sequence[Read], found: Mapping[int, ReadAnswer]) -> LikelihoodResult:
+    """Return answers in the order of the requests. They come from the answers of the reads by index."""
+    answers: dict[int, Likelihood] = {}
+    shares: dict[int, float] = {}
+    for index, read in enumerate(reads):
+        for (request, _), likelihood in zip(read.requests, found[index].likelihoods, strict=True):
+            answers[request], shares[request] = likelihood, found[index].zeroed_share
+    order = range(len(answers))
+    return LikelihoodResult(tuple(answers[i] for i in order), tuple(shares[i] for i in order))
+
+
+@dataclass
+class PrefixNode:
+    """Tokens that several sequences have in common after a shorter common prefix.
+
+    Attributes:
+        start: Number of tokens before these.
+        tokens: The common tokens; empty in the root.
+        children: Longer prefixes that continue from here.
+        rows: Sequences that continue from here alone.
+    """
+
+    start: int
+    tokens: tuple[int, ...]
+    children: list[PrefixNode] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """Number of tokens of the prefix, up to and including these."""
+        return self.start + len(self.tokens)
+
+
+def prefix_tree(sequences: Sequence[tuple[int, ...]], shareable: Sequence[int], pass_cost: int) -> PrefixNode:
+    """Return the tree of prefixes to read once.
+
+    Args:
+        shareable: Number of leading tokens of each sequence that may be shared.
+        pass_cost: Cost of one more forward pass, in tokens; a prefix is shared if that saves more.
+    """
+    # Sort by the shareable tokens only, so that a sequence with fewer of them never separates two that share more.
+    order = sorted(range(len(sequences)), key=lambda i: sequences[i][: shareable[i]])
+    common = [0, *(common_tokens(sequences, shareable, a, b) for a, b in pairwise(order))]
+    root = PrefixNode(0, ())
+    # Ranges of the sorted sequences, and the node that they continue from.
+    todo = [(0, len(order), root)] if order else []
+    while todo:
+        low, high, node = todo.pop()
+        if high - low == 1:
+            node.rows.append(order[low])
+            continue
+        shared = min(common[low + 1 : high])
+        if (high - low - 1) * (shared - node.end) > pass_cost:
+            child = PrefixNode(node.end, sequences[order[low]][node.end : shared])
+            node.children.append(child)
+            node = child
+        cuts = [low, *(i for i in range(low + 1, high) if common[i] == shared), high]
+        todo += [(a, b, node) for a, b in pairwise(cuts)]
+    return root
+
+
+def common_tokens(sequences: Sequence[tuple[int, ...]], shareable: Sequence[int], a: int, b: int) -> int:
+    """Return the number of leading tokens that two sequences share."""
+    most = min(shareable[a], shareable[b])
+    differ = np.flatnonzero(np.array(sequences[a][:most]) != np.array(sequences[b][:most]))
+    return int(differ[0]) if len(differ) else most
+
+
+@dataclass(frozen=True)
+class PrefixGroup:
+    """Prefixes that continue one shorter prefix, or start at the first token.
+
+    Attributes:
+        start: Number of tokens before these.
+        tokens: The tokens of each prefix, equally many; empty in the root, where no prefix is read.
+        rows: Sequences that continue from here, each with the index of its prefix.
+        children: Longer prefixes, which continue from the only one of this group.
+    """
+
+    start: int
+    tokens: tuple[tuple[int, ...], ...]
+    rows: tuple[tuple[int, int], ...]
+    children: tuple[PrefixGroup, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Number of tokens of a prefix, up to and including these."""
+        return self.start + (len(self.tokens[0]) if self.tokens else 0)
+
+
+def group_prefixes(root: PrefixNode, pass_cost: int, most_tokens: int) -> PrefixGroup:
+    """Return the tree with similar prefixes of different sequences in groups.
+
+    A short pass takes little less time than one of many sequences. The prefixes of a group are cut to one length, so
+    no padding comes between a prefix and its continuation.
+
+    Args:
+        pass_cost: Cost of one more forward pass, in tokens; a prefix is cut if that costs less.
+        most_tokens: Most tokens of the prefixes of a group.
+    """
+    leaves = [child for child in root.children if not child.children]
+    inner = [_group([child], pass_cost, most_tokens) for child in root.children if child.children]
+    groups = [_group(nodes, pass_cost, most_tokens) for nodes in _similar(leaves, pass_cost, most_tokens)]
+    return PrefixGroup(root.start, (root.tokens,) if root.tokens else (), _rows([root]), (*inner, *groups))
+
+
+def _group(nodes: list[PrefixNode], pass_cost: int, most_tokens: int) -> PrefixGroup:
+    if len(nodes) == 1:
+        return group_prefixes(nodes[0], pass_cost, most_tokens)
+    width = min(len(node.tokens) for node in nodes)
+    return PrefixGroup(nodes[0].start, tuple(node.tokens[:width] for node in nodes), _rows(nodes))
+
+
+def _rows(nodes: list[PrefixNode]) -> tuple[tuple[int, int], ...]:
+    return tuple((row, index) for index, node in enumerate(nodes) for row in node.rows)
+
+
+def _similar(leaves: list[PrefixNode], pass_cost: int, most_tokens: int) -> Iterator[list[PrefixNode]]:
+    """Yield groups of prefixes, longest first, that are worth one pass."""
+    group: list[PrefixNode] = []
+    for leaf in sorted(leaves, key=lambda leaf: -leaf.end):
+        # Tokens that are cut off are read by every sequence instead of once.
+        again = sum((len(node.rows) - 1) * (node.end - leaf.end) for node in group)
+        if group and (again > pass_cost * len(group) or (len(group) + 1) * leaf.end > most_tokens):
+            yield group
+            group = []
+        group.append(leaf)
+    if group:
+        yield group
+
+
+P = TypeVar("P")
+A = TypeVar("A")
+
+#: A batch that continues a prefix holds the prefix once per sequence, but in one layer at a time: a prefix token takes
+#: at most 1 / _PREFIX_WEIGHT of the memory of other tokens.
+_PREFIX_WEIGHT = 4
+
+#: Passes of this many times the cost of a pass gain little from further sequences.
+_GROUPED_COSTS = 8
+
+
+@dataclass(frozen=True)
+class Continued(Generic[P]):
+    """What a batch of reads continues.
+
+    Attributes:
+        start: Tokens read before.
+        prefix: Their prefixes; None if `start` is 0.
+        rows: The prefix of each read.
+    """
+
+    start: int
+    prefix: P | None
+    rows: tuple[int, ...]
+
+
+def grouped_tokens(device: str) -> int:
+    """Return the most tokens of prefixes that are read in one batch on a type of device."""
+    return _GROUPED_COSTS * pass_cost(device)
+
+
+def shareable_tokens(lm: LoadedModel, reads: Sequence[Read]) -> list[int]:
+    """Return each read's number of tokens that may be shared. A prefix is shorter than the reads that share it, and
+    must be read with the same rotary frequencies.
+    """
+    rope = lm.rope_lengths
+    return [read.first_place if rope.group(len(read.ids)) == rope.group(1) else 0 for read in reads]
+
+
+def walk(
+    lm: LoadedModel,
+    reads: Sequence[Read],
+    batch_tokens: int,
+    share_prefixes: bool,
+    read_on: Callable[[Sequence[Sequence[int]], P | None], P],
+    answer: Callable[[list[Read], Continued[P]], list[A]],
+) -> Iterator[tuple[int, A]]:
+    """Run all reads in batches, common prefixes first.
+
+    Args:
+        read_on: Reads the tokens (R, N) after a prefix (None starts at the first token) and returns R longer prefixes.
+        answer: Answers a batch of reads from their prefixes on.
+
+    Yields:
+        The index of a read, and its result of ``answer``.
+    """
+    cost, limit = pass_cost(lm.device.type), lm.limits["reads"]
+    batch_tokens = pass_tokens(lm.device.type, batch_tokens)
+    root = PrefixGroup(0, (), tuple((row, 0) for row in range(len(reads))))
+    if share_prefixes:
+        tree = prefix_tree([read.ids for read in reads], shareable_tokens(lm, reads), cost)
+        root = group_prefixes(tree, cost, min(batch_tokens, grouped_tokens(lm.device.type)))
+    # A prefix stays in memory while reads or longer prefixes continue from it.
+    todo: list[tuple[PrefixGroup, P | None]] = [(root, None)]
+    while todo:
+        group, prefix = todo.pop()
+        parts: list[tuple[list[int], P | None]] = [([0], None)]
+        if group.tokens:
+            tokens, parent = group.tokens, prefix
+
+            def longer(chosen: list[int], tokens: Sequence[Sequence[int]] = tokens, parent: P | None = parent) -> P:
+                return read_on([tokens[index] for index in chosen], parent)
+
+            parts = [*run_halving(list(range(len(tokens))), longer, [len(each) for each in tokens], limit)]
+        for chosen, prefix in parts:
+            yield from _answered(lm, reads, group, chosen, prefix, batch_tokens, answer)
+        todo += [(child, prefix) for child in group.children]
+
+
+def _answered(
+    lm: LoadedModel,
+    reads: Sequence[Read],
+    group: PrefixGroup,
+    chosen: Sequence[int],
+    prefix: P | None,
+    batch_tokens: int,
+    answer: Callable[[list[Read], Continued[P]], list[A]],
+) -> Iterator[tuple[int, A]]:
+    """Answer the reads that continue the chosen prefixes of a group."""
+    place = {index: row for row, index in enumerate(chosen)}
+    rows = [(read, place[index]) for read, index in group.rows if index in place]
+    lengths = [_weight(len(reads[read].ids) - group.end, group.end) for read, _ in rows]
+    groups = [lm.rope_lengths.group(len(reads[read].ids)) for read, _ in rows]
+
+    def answers(batch: list[int]) -> list[A]:
+        after = Continued(group.end, prefix, tuple(rows[i][1] for i in batch))
+        return answer([reads[rows[i][0]] for i in batch], after)
+
+    for batch in batches(lengths, batch_tokens, pass_cost=pass_cost(lm.device.type), groups=groups):
+        for part, found in run_halving(batch, answers, lengths, lm.limits["reads"]):
+            yield from zip((rows[i][0] for i in part), found, strict=True)
+
+
+def _weight(tokens: int, prefix: int) -> int:
+    return max(tokens, -(-(prefix + tokens) // _PREFIX_WEIGHT)) if prefix else tokens
+
 
 #: Positions normalised at a time, so that no second copy of all logits exists.
 _PLACES = 512
@@ -44,9 +325,7 @@ class LikelihoodItem:
     """Requests for one replica.
 
     Attributes:
-        share_prefixes: Read common prefixes once.
         as_rules: Compute attention with the kernels of rules; not together with ``share_prefixes``.
-        rope: The sequence lengths at which the model's rotary frequencies change; batches never mix them.
     """
 
     name: str

@@ -15,14 +15,21 @@ from itertools import chain
 
 import torch
 
-from headscan.cluster.tasks.staged_task import StagedTask
+from headscan.cluster.tasks.pool import StagedTask
 from headscan.layers.layer_ranges import ablation_here, gives_logits
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.scoring.batching import Batch, pad, whole_batches
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, ablating, likelihoods_at
-from headscan.pipelines.scoring.prefix_walk import LikelihoodResult, Read, ReadAnswer, by_request, distinct_reads
-from headscan.pipelines.scoring.token_requests import Likelihood, input_key
+from headscan.pipelines.scoring.likelihood import (
+    LikelihoodItem,
+    LikelihoodResult,
+    Read,
+    ReadAnswer,
+    ablating,
+    by_request,
+    distinct_reads,
+    likelihoods_at,
+)
+from headscan.pipelines.scoring.token_requests import Batch, Likelihood, input_key, pad, whole_batches
 
 #: Cost of one more forward pass, in tokens: a batch ends before its padding costs more.
 _PASS_COST = 64

@@ -10,7 +10,7 @@ from headscan.errors import HeadscanError, SequenceError
 from headscan.options import Option
 
 if TYPE_CHECKING:
-    from headscan.pipelines.runs.identity import ModelIdentity
+    from headscan.pipelines.runs.run_records import ModelIdentity
 
 
 TokenMode = Literal["truncate", "chunk", "pack"]

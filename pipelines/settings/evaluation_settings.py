@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from math import floor
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -50,7 +51,7 @@ class RecallPlan:
     keep recall in 99 % of cases if the model finds 90 % or more of the needles, and in 53 % if it finds 65 %. An arm
     that loses a tenth of the ability passes in at most 1 % of cases, one that loses five points in 4 to 9 %. With 72
     questions no arm passes. A sweep, which judges on three quarters of them, asks the whole model first and makes as
-    many as its recall needs (`recall_size`).
+    many as its recall needs (`run_sweep.size_recall`).
 
     A model with 4,096 or more positions gets 80 questions for each of five lengths: 1.3 million tokens per arm, an
     eighth of MMLU's 14,042 prompts of about 700 tokens, or 0.33 million if common prefixes are read once.
@@ -323,11 +324,7 @@ MODES = (EACH, ALL_BUT_ONE)
 
 @dataclass(frozen=True)
 class LossTexts:
-    """Texts whose loss is measured.
-
-    Attributes:
-        corpus: Ordinary text.
-    """
+    """Texts whose loss is measured."""
 
     corpus: CorpusSpec
     sequences: Annotated[int, Option("number of texts whose loss is measured", least=1)] = 128
@@ -430,3 +427,13 @@ class Comparison:
             raise InterventionError("nothing to compare: 0 criteria or shares (limit 1). Set `criteria` and `shares`")
         if self.seeds < 0:
             raise InterventionError(f"random controls per share: {self.seeds} (limit 0). Set `seeds` to 0 or more")
+
+
+#: ``forward``: window masks in the scored pass. ``decode``: keys are evicted after the context.
+PlanMode = Literal["forward", "decode"]
+PLAN_MODES: tuple[PlanMode, ...] = ("forward", "decode")
+
+
+def head_count(share: float, total: int) -> int:
+    """Return the number of heads of a share, at least 1."""
+    return max(1, floor(share * total + 0.5))

@@ -38,10 +38,7 @@ class CorpusRunConfig:
     """Settings of every run over a corpus.
 
     Attributes:
-        model: The model.
-        corpus: The corpus.
         tokens: How documents become sequences.
-        batch_tokens: Tokens of one pass, padding included.
     """
 
     model: ModelSpec
@@ -129,9 +126,7 @@ class LabelledImportanceConfig:
     """Settings of an importance run on labelled examples.
 
     Attributes:
-        data: The examples.
         max_tokens: Longest text and target text; None uses the model's context, at most 2,048 tokens.
-        batch_tokens: Tokens of one pass, padding included.
     """
 
     model: ModelSpec
@@ -158,11 +153,9 @@ class ProbeConfig:
     """Settings of a probe.
 
     Attributes:
-        model: The model.
         behaviours: Names from the catalogue; empty uses all, without those that need a tokenizer if there is none.
         corpus: The text of the haystack.
         settings: Lengths and seeds of the sequences.
-        batch_tokens: Tokens of one forward pass, padding included.
     """
 
     model: ModelSpec
@@ -187,8 +180,6 @@ class GatesConfig:
     """Settings of a gates run.
 
     Attributes:
-        model: The model.
-        corpus: Ordinary text.
         fit: Settings of the fit that closes gates; it needs a share.
     """
 

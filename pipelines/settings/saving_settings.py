@@ -13,7 +13,7 @@ from headscan.options import Option
 from headscan.pipelines.settings.corpus_settings import CorpusSpec, longest_text
 
 if TYPE_CHECKING:
-    from headscan.pipelines.runs.identity import ModelIdentity
+    from headscan.pipelines.runs.run_records import ModelIdentity
 
 #: Shortest text of a calibration, in tokens.
 SHORTEST = 16
@@ -24,7 +24,6 @@ class TextConfig:
     """Texts of a pruning.
 
     Attributes:
-        corpus: Ordinary text.
         held_out: Text that judges the result; None splits the documents of ``corpus`` into halves with about as many
             texts. A corpus of one document is split in the middle.
         sequences: Number of texts; one half chooses and repairs, the other judges.
@@ -57,7 +56,6 @@ class RecallConfig:
             0 uses texts only.
         tokens: Longest prompt; shorter if the model's context is.
         weight: Weight of a recall task's mean prediction, next to that of a text's; the tasks share it.
-        seed: Seed of the prompts.
     """
 
     prompts: int = 32
@@ -137,11 +135,7 @@ class MeasureConfig:
         return tuple(Window(self.sink, recent) for recent in sorted(set(self.recents)))
 
     def tokens(self, identity: ModelIdentity) -> int:
-        """Return the length of the longest text and of the recall prompts.
-
-        Raises:
-            SequenceError: It exceeds the model's context.
-        """
+        """Return the length of the longest text and of the recall prompts."""
         return longest_text(identity, self.max_tokens)
 
 

@@ -39,7 +39,6 @@ from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.evaluate.continuation_task import CONTINUATION, make_questions, write_task
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
 from headscan.pipelines.evaluate.run_evaluation import evaluate
-from headscan.pipelines.importance.run_importance import run_importance
 from headscan.pipelines.kv.measured_plan import measured_plans
 from headscan.pipelines.kv.plan_arms import plan_arms
 from headscan.pipelines.pruning.pruned_arms import BuiltModel, pruned_arm
@@ -47,8 +46,9 @@ from headscan.pipelines.pruning.pruning_units import ShareBudget
 from headscan.pipelines.pruning.run_prune import PruneConfig, prune
 from headscan.pipelines.pruning.work_folder import read_model, save_record
 from headscan.pipelines.recall import RecallPlan
-from headscan.pipelines.runs.progress import time_text
 from headscan.pipelines.runs.run_records import Run
+from headscan.pipelines.runs.text_tables import time_text
+from headscan.pipelines.scan.run_importance import run_importance
 from headscan.pipelines.scan.run_probe import probe
 from headscan.pipelines.scan.run_scan import scan
 from headscan.pipelines.scoring.arms import BASELINE, Arm

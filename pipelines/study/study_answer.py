@@ -12,8 +12,7 @@ from headscan.analysis.store.output_files import write_text
 from headscan.analysis.store.verdict_limits import LEAST_RETAINED, MARGIN
 from headscan.analysis.verdicts.measures import Increase
 from headscan.analysis.verdicts.ordered_shares import Outcome, ShareVerdict, exceeds, largest_safe
-from headscan.pipelines.runs.progress import time_text
-from headscan.pipelines.runs.text_tables import text_table
+from headscan.pipelines.runs.text_tables import text_table, time_text
 
 
 @dataclass(frozen=True)

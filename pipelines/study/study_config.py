@@ -119,11 +119,7 @@ class StudyConfig:
 
 
 def study_from(settings: Mapping[str, Any]) -> StudyConfig:
-    """Return the settings of a file.
-
-    Raises:
-        StudyError: A name is unknown, or a value has the wrong type.
-    """
+    """Return the settings of a file."""
     return _build(StudyConfig, settings, "")
 
 

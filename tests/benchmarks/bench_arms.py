@@ -31,8 +31,7 @@ from headscan.attention.discovery import discover
 from headscan.checkpoints.sources import load_tokenizer
 from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.scoring.likelihood import score_requests
-from headscan.pipelines.scoring.scoring_mode import Reading, choose_reading
-from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, score_shared_rows
+from headscan.pipelines.scoring.scoring_mode import Reading, SharedRowItem, choose_reading, score_shared_rows
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
 from tests.benchmarks.measuring import device_of, parser_of
@@ -95,7 +94,7 @@ def task_requests(tasks: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> list
     """The log-likelihood requests of real tasks."""
     from headscan.pipelines.evaluate.harness import HeadscanLM
     from headscan.pipelines.evaluate.tasks import Tasks
-    from headscan.pipelines.runs.identity import ModelIdentity
+    from headscan.pipelines.runs.run_records import ModelIdentity
 
     identity = ModelIdentity("bench", None, "", None, None, _CONTEXT, tokenizer)
     collector = HeadscanLM(identity)

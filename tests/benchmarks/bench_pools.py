@@ -22,11 +22,10 @@ from transformers.utils import logging
 
 from headscan.catalog import MassWidths, panel_names
 from headscan.cluster.actors.session import Session
+from headscan.cluster.placement.choose import WholePlacement
 from headscan.cluster.placement.pipeline_placement import PipelinePlacement
-from headscan.cluster.placement.whole_placement import WholePlacement
 from headscan.cluster.pools.open_pool import InProcessPool
-from headscan.cluster.pools.pipeline_pool import PipelinePool
-from headscan.cluster.pools.ray_pool import RayPool
+from headscan.cluster.pools.ray_pool import PipelinePool, RayPool
 from headscan.cluster.tasks.pool import Pool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import Sequence, Shard

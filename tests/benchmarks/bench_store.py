@@ -22,13 +22,13 @@ import pyarrow as pa
 from headscan.analysis.store.records import RunRecord
 from headscan.analysis.store.store import Store
 from headscan.catalog import MassWidths, panel_names
-from headscan.cluster.placement.whole_placement import WholePlacement
+from headscan.cluster.placement.choose import WholePlacement
 from headscan.cluster.pools.ray_pool import RayPool
 from headscan.cluster.tasks.pool import Finished
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusReport, Sequence, Shard
 from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scan.run_shards import write_shards
+from headscan.pipelines.scan.run_scan import write_shards
 from headscan.pipelines.scan.shard_task import Measured, ShardItem
 
 _GROUP = 8

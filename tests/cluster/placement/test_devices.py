@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from headscan.cluster.placement import devices
-from headscan.cluster.placement.byte_sizes import ByteSizeError, format_bytes, parse_bytes
 from headscan.cluster.placement.devices import (
     MOST_IMAGINED,
     imagined,
@@ -18,7 +17,7 @@ from headscan.cluster.placement.devices import (
     this_machine,
     usable_cores,
 )
-from headscan.cluster.placement.placement_base import Node, PlacementError
+from headscan.cluster.placement.placement_base import ByteSizeError, Node, PlacementError, format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

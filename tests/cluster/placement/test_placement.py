@@ -10,13 +10,18 @@ from typing import Any
 
 import pytest
 
-from headscan.cluster.placement.choose import PLACEMENTS, place
-from headscan.cluster.placement.partition import balanced_ranges, fewest_ranges
+from headscan.cluster.placement.choose import PLACEMENTS, WholePlacement, place
 from headscan.cluster.placement.pipeline_placement import PipelinePlacement
-from headscan.cluster.placement.placement_base import Node, PlacementError, PlacementRequest, Plan
+from headscan.cluster.placement.placement_base import (
+    Node,
+    PlacementError,
+    PlacementRequest,
+    Plan,
+    balanced_ranges,
+    fewest_ranges,
+)
 from headscan.cluster.placement.sharded_placement import ShardedPlacement
 from headscan.cluster.placement.streamed_placement import StreamedPlacement
-from headscan.cluster.placement.whole_placement import WholePlacement
 from headscan.cluster.pools.open_pool import POOLS
 from headscan.models.loaded_model import Sharding
 from headscan.sizing.model_sizes import ModelSizes

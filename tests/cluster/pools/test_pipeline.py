@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 
+from headscan.cluster.placement.choose import WholePlacement
 from headscan.cluster.placement.pipeline_placement import PipelinePlacement
 from headscan.cluster.placement.placement_base import PlacementError
-from headscan.cluster.placement.whole_placement import WholePlacement
 from headscan.cluster.pools.open_pool import InProcessPool, open_pool
-from headscan.cluster.pools.pipeline_pool import PipelinePool
-from headscan.cluster.pools.ray_pool import RayPool
-from headscan.cluster.tasks.pool import WorkError
-from headscan.cluster.tasks.staged_task import StagingError
+from headscan.cluster.pools.ray_pool import PipelinePool, RayPool
+from headscan.cluster.tasks.pool import StagingError, WorkError
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.runs.identity import model_facts
+from headscan.pipelines.runs.run_records import model_facts
 from headscan.pipelines.scan.shard_task import ShardItem, measure_shard
 from headscan.pipelines.scoring.likelihood import score_requests
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges

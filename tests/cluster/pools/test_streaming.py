@@ -18,13 +18,12 @@ from torch import Tensor
 
 import headscan
 from headscan.architectures import VOCABULARY
+from headscan.cluster.placement.choose import WholePlacement
 from headscan.cluster.placement.streamed_placement import StreamedPlacement
-from headscan.cluster.placement.whole_placement import WholePlacement
 from headscan.cluster.pools import streamed_pool as streaming
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.pools.streamed_pool import HiddenStates, StreamedPool
-from headscan.cluster.tasks.pool import WorkError
-from headscan.cluster.tasks.staged_task import Question, StagedTask, StagingError, open_layers
+from headscan.cluster.tasks.pool import Question, StagedTask, StagingError, WorkError, open_layers
 from headscan.errors import HeadscanError, SequenceError, UnsupportedModelError
 from headscan.layers import lazy_model as lazy_models
 from headscan.layers.layer_ranges import Layers

@@ -20,8 +20,8 @@ from headscan.architectures import ALL, ENCODERS, HEADS, LAYERS
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.ablate.labelled_arms import LabelledConfig
-from headscan.pipelines.ablate.labelled_texts import LabelledText, read_labelled
-from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.runs.run_records import identify
+from headscan.pipelines.scan.labelled_texts import LabelledText, read_labelled
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from tests.pipelines.ablate.labelled_models import LABELLED, TRANSLATED, save_classifier, save_translator, write_lines
 from tests.pipelines.conftest import THREADS

@@ -29,9 +29,9 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.ablate.single_heads import head_arms, read_texts, single_head_effects
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.corpora.sequences import read_spread
-from headscan.pipelines.evaluate.evaluation_requests import Questions
 from headscan.pipelines.evaluate.run_evaluation import evaluate
-from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.evaluate.tasks import Questions
+from headscan.pipelines.runs.run_records import identify
 from headscan.pipelines.scoring.arms import BASELINE, mask_arm
 from headscan.pipelines.scoring.token_requests import Likelihood, Request, input_key
 from headscan.pipelines.settings.evaluation_settings import (

@@ -187,7 +187,7 @@ def nothing_opens(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Devices, "open", reached)
     monkeypatch.setattr("headscan.pipelines.evaluate.run_evaluation.Questions", reached)
-    monkeypatch.setattr("headscan.pipelines.scan.run_shards.sequences", reached)
+    monkeypatch.setattr("headscan.pipelines.scan.run_scan.sequences", reached)
 
 
 @pytest.mark.parametrize(

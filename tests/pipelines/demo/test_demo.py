@@ -21,7 +21,7 @@ from headscan.pipelines.corpora.stdlib_files import (
 )
 from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.evaluate.continuation_task import make_questions
-from headscan.pipelines.scoring.batching import pad
+from headscan.pipelines.scoring.token_requests import pad
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import torch
 import headscan
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
-from headscan.cluster.placement.whole_placement import WholePlacement
+from headscan.cluster.placement.choose import WholePlacement
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.pools.ray_pool import RayPool
 from headscan.cluster.tasks.pool import IncompleteError
@@ -26,7 +26,7 @@ from headscan.layers.shared_prefixes import read_shared_row
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.answering import ArmsItem
 from headscan.pipelines.evaluate.run_evaluation import evaluate
-from headscan.pipelines.scoring import shared_row_likelihood as packed_likelihood
+from headscan.pipelines.scoring import scoring_mode as packed_likelihood
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from tests.pipelines.conftest import THREADS, make_tokenizer, run_on

@@ -21,7 +21,7 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.evaluate.harness import HeadscanLM
 from headscan.pipelines.evaluate.run_evaluation import evaluate
-from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.runs.run_records import identify
 from headscan.pipelines.scan.run_scan import scan
 from headscan.pipelines.scoring.arms import (
     BASELINE,
@@ -33,8 +33,7 @@ from headscan.pipelines.scoring.arms import (
     scored_masks,
     scored_rules,
 )
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
-from headscan.pipelines.scoring.prefix_walk import LikelihoodResult
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, score_requests
 from headscan.pipelines.scoring.token_requests import Request, input_key
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, HarnessError, TaskConfig
 from headscan.pipelines.settings.measure_settings import ScanConfig

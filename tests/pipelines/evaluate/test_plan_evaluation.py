@@ -15,7 +15,7 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import ArmVerdict, judge
 from headscan.cluster.placement.streamed_placement import StreamedPlacement
 from headscan.cluster.pools.open_pool import InProcessPool, open_pool
-from headscan.cluster.tasks.staged_task import StagingError
+from headscan.cluster.tasks.pool import StagingError
 from headscan.errors import UnsupportedModelError
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
@@ -24,12 +24,11 @@ from headscan.pipelines.evaluate.harness import HeadscanLM
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.evaluate.tasks import Tasks
 from headscan.pipelines.kv.plan_arms import plan_arms
-from headscan.pipelines.kv.plan_modes import PLAN_MODES
-from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.runs.run_records import identify
 from headscan.pipelines.scoring.arms import BASELINE, Arm
 from headscan.pipelines.scoring.scoring_mode import EvictionItem
 from headscan.pipelines.scoring.token_requests import Request
-from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
+from headscan.pipelines.settings.evaluation_settings import PLAN_MODES, EvaluateConfig, TaskConfig
 from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood, run_on
 from tests.pipelines.kv.kv_plans import decode_oracle, forward_oracle, model_of, plan_for
 from tests.small_models import make_model

@@ -13,7 +13,7 @@ from headscan.analysis.store.store import Store
 from headscan.cluster.placement.pipeline_placement import PipelinePlacement
 from headscan.cluster.placement.streamed_placement import StreamedPlacement
 from headscan.cluster.pools.open_pool import open_pool
-from headscan.cluster.tasks.staged_task import StagingError
+from headscan.cluster.tasks.pool import StagingError
 from headscan.kv.kept_keys import DROPPED, KeptKeys, Window
 from headscan.kv.kv_windows import KvEviction, KvWindows
 from headscan.model_spec import ModelSpec

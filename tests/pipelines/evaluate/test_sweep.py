@@ -22,12 +22,11 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.evaluate.harness import HeadscanLM
-from headscan.pipelines.evaluate.recall_size import _size, size_recall
 from headscan.pipelines.evaluate.run_evaluation import evaluate
-from headscan.pipelines.evaluate.run_sweep import SweepRuns, sweep
+from headscan.pipelines.evaluate.run_sweep import SweepRuns, _size, size_recall, sweep
 from headscan.pipelines.evaluate.tasks import Tasks
 from headscan.pipelines.recall import RecallPlan
-from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.runs.run_records import identify
 from headscan.pipelines.scoring.arms import BASELINE, find_scan, mask_arm
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, SweepConfig, TaskConfig

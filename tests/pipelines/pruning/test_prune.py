@@ -22,7 +22,7 @@ from headscan.pipelines.evaluate.held_out_text import HeldOutText, TextChunk
 from headscan.pipelines.kv.damage_measurement import Prompts
 from headscan.pipelines.pruning.calibration_texts import check_tokens, read_texts
 from headscan.pipelines.pruning.held_out_losses import HeldOutLosses
-from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.runs.run_records import identify
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig
 from headscan.pruning.edited_model import Edits
@@ -220,7 +220,7 @@ def test_a_folder_in_use_is_refused_before_any_work(
 ) -> None:
     (tmp_path / "smaller").mkdir()
     (tmp_path / "smaller" / "mine.txt").write_text("kept")
-    monkeypatch.setattr("headscan.pipelines.runs.identity.identify", None)
+    monkeypatch.setattr("headscan.pipelines.runs.run_records.identify", None)
     assert main([*command, "--share", "0.2"]) == 2
     assert "smaller is not empty. Choose a new folder" in capsys.readouterr().err
     assert (tmp_path / "smaller" / "mine.txt").read_text() == "kept"

@@ -150,12 +150,12 @@ main(sys.argv[4:])
 _PRUNING = "headscan.pipelines.pruning"
 #: By moment: the module and function at whose call the process dies, and when.
 MOMENTS = {
-    "calibration": (f"{_PRUNING}.repairs", "repair", "before"),
+    "calibration": (f"{_PRUNING}.build_models", "repair", "before"),
     "saving": ("headscan.pruning.save_model", "_write", "after"),
     "controls": (f"{_PRUNING}.build_models", "write_model", "control"),
     "before the rename": (f"{_PRUNING}.work_folder", "check_reload", "after"),
     "after the rename": (f"{_PRUNING}.run_prune", "pruned_arm", "before"),
-    "evaluation": ("headscan.pipelines.cli.task_options", "WholeModel.open_other", "before"),
+    "evaluation": ("headscan.pipelines.runs.run_records", "Run.on", "before"),
 }
 
 

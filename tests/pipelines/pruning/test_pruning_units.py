@@ -13,7 +13,6 @@ from headscan.analysis.store.store import Store
 from headscan.errors import PruningError
 from headscan.grid import Head
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.pruning.head_orders import imported_heads, mask_heads
 from headscan.pipelines.pruning.model_costs import columns_to_solve
 from headscan.pipelines.pruning.pruning_units import (
     BudgetSearch,
@@ -25,7 +24,8 @@ from headscan.pipelines.pruning.pruning_units import (
     rounding_note,
     skipped_by,
 )
-from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.runs.run_records import identify
+from headscan.pipelines.scoring.arms import imported_heads, mask_heads
 from tests.analysis.conftest import scan_record
 from tests.small_models import make_loaded, make_model
 

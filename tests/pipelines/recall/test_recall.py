@@ -18,8 +18,7 @@ from headscan.errors import NotFiniteError
 from headscan.pipelines.corpora import CorpusError
 from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.recall import RecallError, RecallPlan, RecallQuestion, grade, recall_lengths, recall_questions
-from headscan.pipelines.recall.needle import KEYS, VALUES, sentences
-from headscan.pipelines.recall.recall_plan import questions_per_length
+from headscan.pipelines.recall.needle_and_copying import KEYS, VALUES, questions_per_length, sentences
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
 from tests.pipelines.conftest import make_tokenizer
 

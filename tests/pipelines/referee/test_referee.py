@@ -10,7 +10,7 @@ import headscan
 from headscan.analysis.store.store import Store
 from headscan.pipelines.cli.main import main, read_command
 from headscan.pipelines.referee import run_referee
-from headscan.pipelines.referee.choose_heads import families
+from headscan.pipelines.referee.run_referee import families
 from headscan.pipelines.settings.evaluation_settings import CRITERIA, Comparison
 from tests.pipelines.cli.test_cli import fails
 

@@ -17,10 +17,10 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.criterion_points import SitePoint, read_site_points
 from headscan.architectures import ENCODERS, HEADS, LAYERS
 from headscan.errors import InterventionError, UnknownNameError
-from headscan.pipelines.ablate.labelled_texts import LabelledText, read_labelled
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.referee.site_referee import SiteRefereeConfig, site_referee
-from headscan.pipelines.runs.identity import identify
+from headscan.pipelines.runs.run_records import identify
+from headscan.pipelines.scan.labelled_texts import LabelledText, read_labelled
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.evaluation_settings import Comparison
 from tests.pipelines.ablate.labelled_models import LABELLED, save_classifier, save_translator, write_lines

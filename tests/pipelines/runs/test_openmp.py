@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from headscan.pipelines.runs.openmp import max_threads, share_cores
+from headscan.cluster.placement.devices import max_threads, share_cores
 
 
 @pytest.fixture(autouse=True)

@@ -19,8 +19,7 @@ from headscan.pipelines.cli.main import main
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.evaluate.run_sweep import sweep
 from headscan.pipelines.runs import run_records as software
-from headscan.pipelines.runs.identity import identify
-from headscan.pipelines.runs.run_records import Run, code_version, package_versions
+from headscan.pipelines.runs.run_records import Run, code_version, identify, package_versions
 from headscan.pipelines.scan.run_probe import probe
 from headscan.pipelines.scan.run_scan import scan
 from headscan.pipelines.scoring.arms import BASELINE, mask_arm
@@ -46,7 +45,7 @@ def other_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def other_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headscan.pipelines.runs.identity._hardware", lambda lm: "cuda (NVIDIA H200)")
+    monkeypatch.setattr("headscan.pipelines.runs.run_records._hardware", lambda lm: "cuda (NVIDIA H200)")
 
 
 @pytest.mark.parametrize(

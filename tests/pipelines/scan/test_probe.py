@@ -11,7 +11,7 @@ import pytest
 import headscan
 from headscan.analysis.store.store import Store
 from headscan.catalog import BEHAVIOURS
-from headscan.cluster.placement.whole_placement import WholePlacement
+from headscan.cluster.placement.choose import WholePlacement
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.cluster.tasks.pool import Pool, WorkError
 from headscan.errors import ModelLoadError, SequenceError, UnknownNameError
@@ -20,8 +20,7 @@ from headscan.model_spec import ModelSpec
 from headscan.options import BehaviourProbe
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusError, CorpusSpec
-from headscan.pipelines.runs.identity import identify
-from headscan.pipelines.runs.run_records import Run
+from headscan.pipelines.runs.run_records import Run, identify
 from headscan.pipelines.scan.run_probe import NEEDLES, ProbeResult, default_lengths, probe
 from headscan.pipelines.settings.measure_settings import ProbeConfig, ProbeError
 from tests.pipelines.cli.test_cli import fails

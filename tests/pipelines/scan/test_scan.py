@@ -22,10 +22,8 @@ from headscan.errors import HeadscanError, NotFiniteError, SequenceError, Unknow
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
-from headscan.pipelines.runs.identity import identify
-from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scan.run_scan import ScanResult, scan
-from headscan.pipelines.scan.run_shards import ShardWriteError
+from headscan.pipelines.runs.run_records import Run, identify
+from headscan.pipelines.scan.run_scan import ScanResult, ShardWriteError, scan
 from headscan.pipelines.settings.measure_settings import CorpusRunError, ScanConfig
 from headscan.statistics.registry import POSITIONAL
 from tests.pipelines.conftest import THREADS, make_tokenizer, run_on

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headscan.cluster.tasks.staged_task import StagedTask, run_pass
+from headscan.cluster.tasks.pool import StagedTask, run_pass
 from headscan.errors import MemoryLimitError
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import MemoryLimit, run_halving
-from headscan.pipelines.scoring.batching import Batch
+from headscan.pipelines.scoring.token_requests import Batch
 from tests.small_models import make_loaded
 
 LENGTHS = [10, 10, 9, 8, 20, 20, 3]

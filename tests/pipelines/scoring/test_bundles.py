@@ -25,8 +25,7 @@ from headscan.pipelines.scoring.bundles import (
     score_bundle,
     start_of,
 )
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
-from headscan.pipelines.scoring.prefix_walk import LikelihoodResult, distinct_reads
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, distinct_reads, score_requests
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
 from headscan.sizing.model_sizes import LayerCache
 from tests.pipelines.conftest import naive_likelihood, zeroed_by_hand

@@ -18,13 +18,12 @@ from headscan.kv.kv_windows import KvEviction
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.kv.plan_arms import plan_arms
-from headscan.pipelines.kv.plan_modes import PLAN_MODES, PlanMode
 from headscan.pipelines.scoring import scoring_mode as eviction_likelihood
 from headscan.pipelines.scoring.generation import GenerationItem, generate_texts
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
-from headscan.pipelines.scoring.prefix_walk import LikelihoodResult
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, score_requests
 from headscan.pipelines.scoring.scoring_mode import EvictionItem, Reading, score_evicted
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request
+from headscan.pipelines.settings.evaluation_settings import PLAN_MODES, PlanMode
 from tests.headscan.kv.cache_plans import NARROW, random_plan
 from tests.pipelines.kv.kv_plans import SINK, decode_oracle, forward_oracle, model_of, only_drops, plan_for
 from tests.small_models import make_loaded

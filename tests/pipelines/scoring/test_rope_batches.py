@@ -26,14 +26,13 @@ from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scan.run_scan import scan
 from headscan.pipelines.scan.shard_task import ShardItem, measure_shard
-from headscan.pipelines.scoring import batching, likelihood
+from headscan.pipelines.scoring import likelihood, token_requests
 from headscan.pipelines.scoring.arms import BASELINE, Arm
-from headscan.pipelines.scoring.batching import whole_batches
 from headscan.pipelines.scoring.generation import GenerationItem, generate_texts
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
-from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, score_shared_rows
+from headscan.pipelines.scoring.scoring_mode import SharedRowItem, score_shared_rows
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
-from headscan.pipelines.scoring.token_requests import GenerationRequest, Request
+from headscan.pipelines.scoring.token_requests import GenerationRequest, Request, whole_batches
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from headscan.pipelines.settings.measure_settings import ScanConfig
 from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood, run_on, write_task
@@ -114,7 +113,7 @@ def test_likelihoods_are_those_of_each_request_alone(
 ) -> None:
     asked = requests()
     item = LikelihoodItem("all", asked, ablated, 2000, True, rope=lm.rope_lengths)
-    monkeypatch.setattr(batching, "_PASS_COST", {"cpu": 8})  # so that short prefixes are shared, too
+    monkeypatch.setattr(token_requests, "_PASS_COST", {"cpu": 8})  # so that short prefixes are shared, too
     prefixes: list[int] = []
     read = likelihood.read_prefix
     monkeypatch.setattr(likelihood, "read_prefix", lambda *a: prefixes.extend(map(len, a[1])) or read(*a))

@@ -12,9 +12,8 @@ from torch import Tensor
 import headscan
 from headscan.ablation.ablation import Ablation
 from headscan.pipelines.evaluate.answering import ArmsItem, answer_item
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
-from headscan.pipelines.scoring.prefix_walk import LikelihoodResult, prefix_tree
-from headscan.pipelines.scoring.shared_row_likelihood import (
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, prefix_tree, score_requests
+from headscan.pipelines.scoring.scoring_mode import (
     SharedRowItem,
     can_read_shared_rows,
     rows,

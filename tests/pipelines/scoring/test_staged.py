@@ -20,15 +20,13 @@ from headscan.catalog import MassWidths, panel_names
 from headscan.cluster.placement.streamed_placement import StreamedPlacement
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.pools.streamed_pool import StreamedPool
-from headscan.cluster.tasks.pool import Pool, WorkError
-from headscan.cluster.tasks.staged_task import StagingError
+from headscan.cluster.tasks.pool import Pool, StagingError, WorkError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import Sequence, Shard
-from headscan.pipelines.runs.identity import model_facts
+from headscan.pipelines.runs.run_records import model_facts
 from headscan.pipelines.scan.shard_task import Measured, ShardItem, measure_shard
 from headscan.pipelines.scoring.generation import generate_texts
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
-from headscan.pipelines.scoring.prefix_walk import LikelihoodResult
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, score_requests
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
 from headscan.pipelines.scoring.token_requests import Request
 from tests.pipelines.conftest import THREADS

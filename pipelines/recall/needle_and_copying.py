@@ -1,31 +1,126 @@
-"""Needle questions: a haystack hides four names.
+"""Needle and copying questions, and their grades.
 
-A question gives a first name and asks for the last name.
-
-All needles have the same wording, and their values are the choices of every question, so only attention to the right
-key helps. A model that cannot see the keys prefers the same value for every question and is right once in four:
-chance is 25 % in every haystack, however likely the values are by themselves.
+A haystack hides four names. A needle question gives a first name and asks for the last name. All needles have the same
+wording, and their values are the choices of every question, so only attention to the right key helps. A model that
+cannot see the keys prefers the same value for every question and is right once in four: chance is 25 % in every
+haystack, however likely the values are by themselves.
 
 Only the first tokens of the values are scored, as many as distinguish them. If that is one token, the four choices of
-a question are one input, which is read once and not four times.
+a question are one input, which is read once and not four times. The value directly follows its key. With words between
+them ("The word of the baker is ...") the demo model, which finds six of ten names in 256 tokens, is near chance.
 
-The value directly follows its key. With words between them ("The word of the baker is ...") the demo model, which
-finds six of ten names in 256 tokens, is near chance.
+Copying questions show random tokens, then a part of them again; the model continues the part. Only attention to the
+first occurrence shows the continuation (induction, arXiv 2209.11895). The tokens have no meaning, so the grade depends
+neither on knowledge nor on language.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from math import ceil, isnan
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
-from headscan.pipelines.recall.recall_plan import RecallQuestion
-from headscan.pipelines.scoring.token_requests import Request
-from headscan.pipelines.settings.evaluation_settings import SHARING, RecallError
+from headscan.errors import NotFiniteError
+from headscan.pipelines.corpora.sequences import special_tokens
+from headscan.pipelines.scoring.token_requests import Likelihood, Request
+from headscan.pipelines.settings.corpus_settings import BosPolicy, TokenPlan
+from headscan.pipelines.settings.evaluation_settings import SHARING, RecallError, RecallPlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+#: Default number of questions of each kind, over all lengths.
+IN_ALL = 400
+
+#: The kinds of questions: families of recall tasks.
+NEEDLE, COPYING = "needle", "copying"
+
+#: Default lengths are the powers of two from the first to the second.
+_SHORTEST, _LONGEST = 256, 4096
+
+
+def recall_lengths(plan: RecallPlan, max_tokens: int | None) -> tuple[int, ...]:
+    """Return the plan's lengths, or default lengths for a model. The defaults are the powers of two from 256 to 4,096
+    up to the model's limit, and the limit itself if it is below 4,096.
+
+    Args:
+        max_tokens: Positions of the model; None means no limit.
+    """
+    if plan.lengths is not None:
+        longest = max(plan.lengths)
+        if max_tokens is not None and longest > max_tokens:
+            raise RecallError(
+                f"recall length of {longest} tokens (limit {max_tokens} positions of the model). Lower the "
+                "recall lengths"
+            )
+        return plan.lengths
+    limit = _LONGEST if max_tokens is None else min(max_tokens, _LONGEST)
+    lengths = [_SHORTEST]
+    while lengths[-1] < limit:
+        lengths.append(2 * lengths[-1])
+    return tuple(dict.fromkeys(min(length, limit) for length in lengths))
+
+
+def questions_per_length(plan: RecallPlan, lengths: int) -> dict[str, int]:
+    """Return the number of questions per length, by kind, for ``lengths`` lengths."""
+    numbers = dict(zip((NEEDLE, COPYING), plan.in_all or (IN_ALL, IN_ALL), strict=True))
+    if plan.questions is not None:
+        return dict.fromkeys(numbers, plan.questions)
+    return {kind: SHARING * ceil(number / (SHARING * lengths)) for kind, number in numbers.items()}
+
+
+@dataclass(frozen=True)
+class RecallQuestion:
+    """A question as the requests whose likelihoods answer it.
+
+    Attributes:
+        task: Family and length in tokens, such as ``needle@512``.
+        question: Its number in the task, from 0.
+        requests: One per choice; a single one for a continuation.
+        answer: Index of the right choice; None for a continuation, graded by its greedy tokens.
+        target: The response of a fully right answer.
+    """
+
+    task: str
+    question: int
+    requests: tuple[Request, ...]
+    answer: int | None
+    target: str
+
+
+def grade(question: RecallQuestion, likelihoods: Sequence[Likelihood]) -> dict[str, Any]:
+    """Return a question's row of the table ``answers``.
+
+    ``correct`` is 1 or 0 for a choice (equally likely choices share the 1, so that guessing stays at chance), and the
+    share of greedy tokens for a continuation.
+    """
+    values = [likelihood.log_likelihood for likelihood in likelihoods]
+    if any(map(isnan, values)):
+        raise NotFiniteError(
+            f"log-likelihoods of question {question.question} of {question.task} are NaN, because the model's "
+            "activations are NaN or infinite. Load it in another `dtype`"
+        )
+    if question.answer is None:
+        (request,), (likelihood,) = question.requests, likelihoods
+        correct = likelihood.greedy_tokens / request.scored
+        response = str(likelihood.greedy_tokens)
+    else:
+        likeliest = [choice for choice, value in enumerate(values) if value == max(values)]
+        correct = (question.answer in likeliest) / len(likeliest)
+        response = str(likeliest[0])
+    return {
+        "task": question.task,
+        "question": question.question,
+        "correct": correct,
+        "target": question.target,
+        "response": response,
+        "log_likelihoods": values,
+        "recall": True,
+    }
+
 
 #: Words before a key, the same in every needle of a haystack.
 WORDINGS = ("A letter came for", "Remember the name", "The guest was", "They spoke of")
@@ -249,3 +344,98 @@ def _hide(needles: Sequence[Ids], filler: Sequence[Ids], rng: Random) -> Ids:
             hidden += needles[waiting]
             waiting += 1
     return tuple(hidden)
+
+
+#: Repeated tokens that mark a place in the passage, and tokens to copy from there.
+_CUE, _COPIED = 8, 16
+_SPAN = _CUE + _COPIED
+
+
+def copying_questions(
+    tokenizer: PreTrainedTokenizerBase, beginning: tuple[int, ...], length: int, questions: int, seed: int
+) -> Iterator[RecallQuestion]:
+    """Yield the questions of one length. Four share a passage, and each copies from another quarter of it.
+
+    Args:
+        beginning: Tokens before the passage (BOS).
+        length: Tokens that the model reads, including the beginning.
+        questions: Number of questions, a multiple of 4.
+    """
+    # The last token is predicted, not read.
+    size = length + 1 - len(beginning) - _SPAN
+    if size < _SPAN:
+        raise RecallError(
+            f"recall length of {length} tokens (at least {length + _SPAN - size} to copy {_COPIED} tokens). Raise the "
+            "recall lengths, or disable recall"
+        )
+    common = _common_tokens(tokenizer, least=size)
+    if len(common) < _SPAN:
+        raise RecallError(
+            f"printable tokens of the tokenizer: {len(common)} (at least {_SPAN} for copying). Disable recall"
+        )
+    task = f"copying@{length}"
+    for text in range(questions // SHARING):
+        rng = Random(f"{seed} {task} {text}")
+        passage = _passage(common, size, rng)
+        for quarter in range(SHARING):
+            start = int((quarter + rng.random()) / SHARING * (size - _SPAN + 1))
+            ids = (*beginning, *passage, *passage[start : start + _SPAN])
+            yield RecallQuestion(task, text * SHARING + quarter, (Request(ids, _COPIED),), None, str(_COPIED))
+
+
+def _passage(tokens: list[int], size: int, rng: Random) -> tuple[int, ...]:
+    """Draw random tokens without repetition. When all are used, all are drawn again in another order."""
+    drawn: list[int] = []
+    while len(drawn) < size:
+        drawn += rng.sample(tokens, min(len(tokens), size - len(drawn)))
+    return tuple(drawn)
+
+
+def _common_tokens(tokenizer: PreTrainedTokenizerBase, least: int) -> list[int]:
+    """Return ids of common text tokens. They are ``least`` or an eighth of the vocabulary, the larger of both.
+
+    Heads do not copy tokens that are rare in training. Vocabularies have no frequencies, but most are learnt from
+    frequent to rare pieces, so the first ids are the most common. Special and added tokens, parts of a character and
+    control characters are left out.
+    """
+    special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
+    ordinary = sorted(set(tokenizer.get_vocab().values()) - special)
+    text = (token for token in ordinary if _is_text(tokenizer, token))
+    return list(islice(text, max(least, len(ordinary) // 8)))
+
+
+def _is_text(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
+    text = str(tokenizer.decode([token]))
+    return text != "" and text.isprintable() and "\N{REPLACEMENT CHARACTER}" not in text
+
+
+def recall_questions(
+    tokenizer: PreTrainedTokenizerBase, plan: RecallPlan, max_tokens: int | None, *, bos: str
+) -> list[RecallQuestion]:
+    """Return the questions, by length and then by task. The first questions of a length do not depend on other lengths.
+
+    In every request the model reads exactly the length in the task's name.
+
+    Args:
+        max_tokens: Positions of the model; None means no limit.
+        bos: ``auto`` (as the tokenizer does), ``always`` or ``never``.
+    """
+    beginning = _beginning(tokenizer, bos)
+    lengths = recall_lengths(plan, max_tokens)
+    count = questions_per_length(plan, len(lengths))
+    return [
+        question
+        for length in lengths
+        for kind, make in ((NEEDLE, needle_questions), (COPYING, copying_questions))
+        for question in make(tokenizer, beginning, length, count[kind], plan.seed)
+    ]
+
+
+def _beginning(tokenizer: PreTrainedTokenizerBase, bos: str) -> tuple[int, ...]:
+    """Return the tokens before a question, as in a benchmark."""
+    if bos != "always":
+        return special_tokens(tokenizer, TokenPlan(2, bos=cast(BosPolicy, bos))).prefix
+    for first in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if first is not None:
+            return (int(first),)
+    raise RecallError("bos=always: the tokenizer has neither BOS nor EOS. Use bos=auto or bos=never")

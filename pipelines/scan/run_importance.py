@@ -6,7 +6,7 @@ Shapes: B sequences, L layers, H query heads of the widest layer.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -19,14 +19,13 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.models.token_batches import run_halving
 from headscan.pipelines import corpora
-from headscan.pipelines.ablate.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.pipelines.corpora import CorpusReport
 from headscan.pipelines.corpora.sequences import hash_ids
-from headscan.pipelines.runs.identity import fingerprint
-from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scan.run_shards import CorpusRunResult, ShardMeasurement, run_corpus, write_shards
+from headscan.pipelines.runs.run_records import Run, fingerprint
+from headscan.pipelines.scan.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
+from headscan.pipelines.scan.run_scan import CorpusRunResult, run_corpus, write_shards
 from headscan.pipelines.scan.shard_task import HeadNumbers, Measured, head_table
-from headscan.pipelines.scoring.batching import pad, whole_batches
+from headscan.pipelines.scoring.token_requests import pad, whole_batches
 from headscan.pipelines.settings.measure_settings import (
     ImportanceConfig,
     LabelledImportanceConfig,
@@ -39,12 +38,7 @@ MEASURED = ("gate_gradient", "token_gradient", "entropy")
 
 @dataclass(frozen=True)
 class ImportanceItem:
-    """One shard for one replica.
-
-    Attributes:
-        batch_tokens: Tokens of one pass, padding included.
-        rope: Sequence lengths at which the model's rotary frequencies change; a batch never mixes them.
-    """
+    """One shard for one replica."""
 
     shard: corpora.Shard
     reduction: Reduction
@@ -81,9 +75,7 @@ def measure_losses(
 
     Args:
         loss_of: Makes the loss of a batch from row numbers.
-        lengths: Tokens of each sequence.
         indices: Index of each sequence in its corpus or file.
-        batch_tokens: Tokens of one pass, padding included.
     """
 
     def measure(rows: list[int]) -> list[HeadNumbers]:
@@ -110,24 +102,20 @@ def measure_losses(
 def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
     """Measure the importance of all heads on a corpus into a store."""
     settings = {"reduction": config.reduction, "measured": MEASURED}
-    measurement = ShardMeasurement(
+    return run_corpus(
+        config,
+        run,
         "importance",
         deciding=settings,
         recorded=settings,
         item_of=lambda shard, rope: ImportanceItem(shard, config.reduction, config.batch_tokens, rope),
         task=measure_importance,
     )
-    return run_corpus(config, measurement, run)
 
 
 @dataclass(frozen=True)
 class LabelledItem:
-    """One shard of examples for one replica.
-
-    Attributes:
-        texts: The examples of the shard.
-        batch_tokens: Tokens of one pass, padding included.
-    """
+    """One shard of examples for one replica."""
 
     shard: corpora.Shard
     texts: tuple[LabelledText, ...]
@@ -179,7 +167,8 @@ def run_labelled_importance(
     if (done := run.finished("importance", mark)) is not None:
         return CorpusRunResult(done, True)
     report = CorpusReport()
-    groups = list(_groups(texts.texts, config.shard_size))
+    starts = range(0, len(texts.texts), config.shard_size)
+    groups = [tuple(texts.texts[start : start + config.shard_size]) for start in starts]
     shards = [_shard(index, group, config.data.name, report) for index, group in enumerate(groups)]
     answers = texts.answers
     record = run.record(
@@ -191,7 +180,7 @@ def run_labelled_importance(
         corpus_hash=data_hash,
         total_shards=len(shards),
     )
-    written = write_shards(
+    return write_shards(
         run,
         record,
         shards,
@@ -202,11 +191,6 @@ def run_labelled_importance(
         total=len(texts.texts),
         task=measure_labelled,
     )
-    return CorpusRunResult(written.run_id, False, written.measured, written.skipped, report)
-
-
-def _groups(texts: Sequence[LabelledText], size: int) -> Iterator[tuple[LabelledText, ...]]:
-    return (tuple(texts[start : start + size]) for start in range(0, len(texts), size))
 
 
 def _shard(index: int, texts: Sequence[LabelledText], source: str, report: CorpusReport) -> corpora.Shard:

@@ -16,12 +16,11 @@ from headscan.architectures import ALL, ENCODERS, HEADS, LAYERS
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.cluster.tasks.pool import Pool
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.ablate.labelled_texts import LabelledText, read_labelled
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.importance.run_importance import run_labelled_importance
-from headscan.pipelines.runs.identity import identify
-from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scan.run_shards import CorpusRunResult
+from headscan.pipelines.runs.run_records import Run, identify
+from headscan.pipelines.scan.labelled_texts import LabelledText, read_labelled
+from headscan.pipelines.scan.run_importance import run_labelled_importance
+from headscan.pipelines.scan.run_scan import CorpusRunResult
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.measure_settings import CorpusRunError, LabelledImportanceConfig
 from tests.pipelines.ablate.labelled_models import (

@@ -15,16 +15,15 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from headscan.analysis.store.records import RunState
 from headscan.errors import GateError
 from headscan.gates.fit_gates import FitState, GateFit, Gates, TwoSidedGates, gates_of, is_done, opposite
 from headscan.grid import HeadGrid
 from headscan.models.loaded_model import LoadedModel
 from headscan.options import GateConfig
 from headscan.pipelines.corpora.sequences import read_spread
-from headscan.pipelines.runs.identity import ModelIdentity, fingerprint
-from headscan.pipelines.runs.progress import Progress
-from headscan.pipelines.runs.run_records import Run
+from headscan.pipelines.runs.run_records import ModelIdentity, Run, fingerprint
+from headscan.pipelines.runs.text_tables import Progress
+from headscan.pipelines.scoring.token_requests import pad
 from headscan.pipelines.settings.corpus_settings import longest_text
 from headscan.pipelines.settings.measure_settings import SHORTEST, GatesConfig
 from headscan.pruning.calibration import Calibration
@@ -35,12 +34,9 @@ class GateItem:
     """Steps of a fit for one replica.
 
     Attributes:
-        name: Name of the fit.
         site: Attention whose heads have gates: ``self``, ``encoder`` or ``cross``.
         ids, lengths: Token ids of the texts (B, N), padded on the right, and their real tokens (B,).
-        config: Settings of the fit.
         state: The state to begin with; None begins the fit.
-        steps: Largest number of steps.
     """
 
     name: str
@@ -68,7 +64,6 @@ class GatesResult:
     """A gates run.
 
     Attributes:
-        run_id: The run in the store.
         mask: Name of the mask of the closed heads.
         already_done: True if the run was complete before.
     """
@@ -106,7 +101,7 @@ def run_gates(config: GatesConfig, run: Run) -> GatesResult:
     )
     with run.recording(record) as state:
         run.say(f"run {state.run_id}")
-        down, up = _fit(config, run, grid, ids, lengths, _Files(run.store.path, state, mark))
+        down, up = _fit(config, run, grid, ids, lengths, _folder(run.store.path, state.run_id), mark)
         run.store.replace_rows("head_gates", state.run_id, gate_table(state.run_id, grid, down, up, closed))
         name = _mask_name(config, state.run_id)
         heads = down.closed(closed)
@@ -157,26 +152,14 @@ def gate_table(run_id: str, grid: HeadGrid, down: Gates, up: Gates | None, close
     return pa.Table.from_pylist(rows)
 
 
-@dataclass(frozen=True)
-class _Files:
-    """Files of the states of a run's fits."""
-
-    store: Path
-    run: RunState
-    mark: str
-
-    def of(self, fit: str) -> Path:
-        return _folder(self.store, self.run.run_id) / f"{fit}.safetensors"
-
-
 def _fit(
-    config: GatesConfig, run: Run, grid: HeadGrid, ids: np.ndarray, lengths: np.ndarray, files: _Files
+    config: GatesConfig, run: Run, grid: HeadGrid, ids: np.ndarray, lengths: np.ndarray, folder: Path, mark: str
 ) -> tuple[Gates, Gates | None]:
-    """Fit once or twice; saved states are resumed."""
+    """Fit once or twice; states that were saved in the folder are resumed."""
 
     def fitted(name: str, fit: GateConfig, advanced: Callable[[int], None]) -> Gates:
-        path, mark = files.of(name), f"{files.mark} {name}"
-        state = FitState.read(path, mark)
+        path, of_fit = folder / f"{name}.safetensors", f"{mark} {name}"
+        state = FitState.read(path, of_fit)
         advanced(0 if state is None else state.step)
         while state is None or not is_done(fit, state):
             before = 0 if state is None else state.step
@@ -184,7 +167,7 @@ def _fit(
                 run.say(f"fewer than {fit.share:.0%} of the gates are closed after {before} steps; more steps follow")
             item = GateItem(f"gates ({name})", config.site, ids, lengths, fit, state, _STEPS)
             state = run.pool.one(fit_steps, item)
-            state.save(path, mark)
+            state.save(path, of_fit)
             advanced(state.step - before)
         return gates_of(grid, state)
 
@@ -202,11 +185,8 @@ def _read(config: GatesConfig, identity: ModelIdentity) -> tuple[np.ndarray, np.
             f"{config.corpus.name} has 0 texts of {min(SHORTEST, tokens)} tokens or more (limit 1). Choose another"
             " corpus"
         )
-    lengths = np.array([len(text) for text in texts], dtype=np.int64)
-    ids = np.zeros((len(texts), int(lengths.max())), dtype=np.int64)
-    for row, text in zip(ids, texts, strict=True):
-        row[: len(text)] = text.ids
-    return ids, lengths
+    ids, lengths = pad([text.ids for text in texts])
+    return ids.numpy(), lengths.numpy()
 
 
 def _closed_count(config: GatesConfig, grid: HeadGrid) -> int:

@@ -20,8 +20,8 @@ from headscan.gradients.losses import ClassificationLoss, Loss, TargetTextLoss
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import is_classifier
-from headscan.pipelines.runs.identity import ModelIdentity, fingerprint
-from headscan.pipelines.scoring.batching import pad
+from headscan.pipelines.runs.run_records import ModelIdentity, fingerprint
+from headscan.pipelines.scoring.token_requests import pad
 from headscan.pipelines.settings.corpus_settings import DataSpec, ExampleError, longest_text
 
 #: Names of the two columns in headers and JSON objects; the first that exists is read.
@@ -126,7 +126,6 @@ class LabelledText:
 
     Attributes:
         index: Position in the file, from 0.
-        ids: Token ids of the text.
         target_ids: Token ids of the target text; of a classifier, the number of the class alone.
         target: Target text, or name of the class.
         document: Hash of the text: equal texts are one document.
@@ -149,9 +148,7 @@ class LabelledTexts:
     """The examples of a file, ready for a model.
 
     Attributes:
-        spec: The file.
         answers: Kind of the targets.
-        texts: The examples.
         classes: Names of the classes by number; none for target texts.
         truncated: Number of texts or targets that were cut.
     """

@@ -12,7 +12,7 @@ import torch
 
 import headscan
 from headscan.analysis.store.store import Store
-from headscan.cluster.placement.whole_placement import WholePlacement
+from headscan.cluster.placement.choose import WholePlacement
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.cluster.tasks.pool import Pool, WorkError
 from headscan.errors import SequenceError
@@ -20,11 +20,10 @@ from headscan.gradients.head_importance import default_loss
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
-from headscan.pipelines.importance import run_importance as importance_task
-from headscan.pipelines.importance.run_importance import run_importance
-from headscan.pipelines.runs.identity import identify
-from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scan.run_shards import CorpusRunResult
+from headscan.pipelines.runs.run_records import Run, identify
+from headscan.pipelines.scan.run_importance import run_importance
+from headscan.pipelines.scan.run_importance import run_importance as importance_task
+from headscan.pipelines.scan.run_scan import CorpusRunResult
 from headscan.pipelines.settings.measure_settings import CorpusRunError, ImportanceConfig
 from tests.pipelines.cli.test_cli import fails
 from tests.pipelines.conftest import THREADS, make_tokenizer
@@ -119,7 +118,7 @@ def test_a_run_of_other_columns_is_not_taken_for_this_one(
 ) -> None:
     with monkeypatch.context() as patch:
         other_columns = ("token_gradient", "gate_gradient", "entropy")
-        patch.setattr("headscan.pipelines.importance.run_importance.MEASURED", other_columns)
+        patch.setattr("headscan.pipelines.scan.run_importance.MEASURED", other_columns)
         older = run(config, store)
     assert run(config, store).run_id != older.run_id
 

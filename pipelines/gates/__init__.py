@@ -1,1 +1,0 @@
-"""Fits of gates on the heads of a model: the pool task, and the run."""

@@ -1,1 +1,0 @@
-"""Importance of heads on a corpus: the pool task, and the run."""
