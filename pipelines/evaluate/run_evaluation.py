@@ -18,8 +18,7 @@ import torch
 from headscan.ablation.ablation import Ablation
 from headscan.analysis.errors import StoreError
 from headscan.analysis.store.records import ArmState, RunKind
-from headscan.analysis.store.store import Store
-from headscan.analysis.store.writers import run_identity
+from headscan.analysis.store.store import Store, run_identity
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from headscan.cluster.tasks.pool import Pool
 from headscan.errors import NotFiniteError

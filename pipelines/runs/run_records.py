@@ -15,8 +15,7 @@ from typing import Any
 import headscan
 from headscan.analysis.store.provenance import provenance_changes, provenance_history, same_model
 from headscan.analysis.store.records import SHARDED_KINDS, RunKind, RunRecord, RunState
-from headscan.analysis.store.store import Store
-from headscan.analysis.store.writers import refuse_resume
+from headscan.analysis.store.store import Store, refuse_resume
 from headscan.cluster.tasks.pool import Pool
 from headscan.pipelines.runs.identity import ModelFacts, ModelIdentity, model_facts
 
