@@ -6,21 +6,28 @@ is one transaction, and only these methods write.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import duckdb
 import pyarrow as pa
 
-from headscan.analysis.errors import StoreError
-from headscan.analysis.store import writers
+from headscan.analysis.errors import FinishedArmError, ResumeError, StoreError
 from headscan.analysis.store.connection import rows, transaction
 from headscan.analysis.store.opening import Checked, opened
 from headscan.analysis.store.output_files import write_parquet
-from headscan.analysis.store.provenance import has_ended
+from headscan.analysis.store.provenance import (
+    has_ended,
+    provenance_changes,
+    provenance_history,
+    provenance_since,
+    this_process,
+)
 from headscan.analysis.store.records import (
     ArmRecord,
     ArmState,
@@ -29,9 +36,11 @@ from headscan.analysis.store.records import (
     RunRecord,
     RunState,
     RunStatus,
+    ShardRecord,
     ShardToWrite,
 )
 from headscan.analysis.store.tables import TABLES
+from headscan.catalog import PROFILES, STATISTICS
 
 _EXPORTED = (*TABLES, "head_summary")
 
@@ -39,6 +48,35 @@ _JSON_COLUMNS = tuple(c.name for c in TABLES["runs"].columns if c.type == "JSON"
 
 #: The verb that creates runs of a kind, where the two names differ.
 _MADE_BY = {"recording": "sweep"}
+
+_HEAD_KEYS = ("sequence", "site", "layer", "head", "kv_head")
+#: By kind of run, the table of its head rows and its columns of numbers; other kinds use ``head_statistics``.
+_HEAD_TABLES = {"importance": ("head_importance", ("gate_gradient", "token_gradient", "entropy"))}
+_ANSWER_KEYS = ("task", "question", "correct")
+_ARM_COLUMNS = ("run_id", "name", "kind", "mask_id", "score", "selection", "threshold", "share", "seed")
+
+
+def to_json(value: Any) -> str:
+    """Return JSON with sorted keys, so that equal values give equal text."""
+    return json.dumps(value, sort_keys=True)
+
+
+def identity(*parts: Any) -> str:
+    """Return 12 hexadecimal digits of the hash of ``parts``. JSON must be able to hold them."""
+    return hashlib.sha256(to_json(parts).encode()).hexdigest()[:12]
+
+
+def run_identity(kind: RunKind, fingerprint: str) -> str:
+    """Return the ``run_id`` of a run."""
+    return identity(kind, fingerprint)
+
+
+def refuse_resume(run_id: str, changes: Sequence[str]) -> ResumeError:
+    """Return the error for a run whose software or device changed."""
+    return ResumeError(
+        f"cannot resume run {run_id}, which used other software or another device: {', '.join(changes)}. Restore them,"
+        " or give resume_anyway=True, which records both in runs.provenance"
+    )
 
 
 class Store:
@@ -65,7 +103,7 @@ class Store:
     def connect(
         self, *, read_only: bool = False, create: bool = False
     ) -> AbstractContextManager[duckdb.DuckDBPyConnection]:
-        """Open a DuckDB connection for a ``with`` block; see ``opening.opened``."""
+        """Open a DuckDB connection for a ``with`` block; see `opened`."""
         return opened(
             self.path,
             self._checked,
@@ -107,8 +145,22 @@ class Store:
         Returns:
             The run's id and its finished shards, which need not be measured again.
         """
+        run_id = run_identity(run.kind, run.fingerprint)
         with self._writing(create=True) as connection:
-            return writers.begin_run(connection, run, resume_anyway, extends)
+            row = connection.execute("SELECT status FROM runs WHERE run_id = ?", [run_id]).fetchone()
+            if row is None:
+                record = {c: getattr(run, c) for c in TABLES["runs"].names if hasattr(run, c)}
+                record |= {"provenance": [provenance_since(run.provenance)]}
+                record |= {c: to_json(record[c]) for c in ("grid", "config", "packages", "provenance")}
+                record |= {"run_id": run_id, "status": "running", "writer": this_process()}
+                _insert_record(connection, "runs", {**record, "started_at": datetime.now(UTC)})
+                return RunState(run_id, False, "running", {})
+            finished = row[0] == "finished"
+            changes = _compare_provenance(connection, run_id, run, resume_anyway, grows=extends or not finished)
+            if not finished:
+                _reopen_run(connection, run_id)
+            shards = connection.execute("SELECT shard, content_hash FROM shards WHERE run_id = ? ORDER BY 1", [run_id])
+            return RunState(run_id, True, "finished" if finished else "running", dict(shards.fetchall()), changes)
 
     def add_shards(self, run_id: str, shards: Iterable[ShardToWrite]) -> None:
         """Write shards with their ledger rows, all in one transaction.
@@ -118,7 +170,7 @@ class Store:
         """
         with self._writing() as connection:
             for shard in shards:
-                writers.add_shard(connection, run_id, *shard)
+                _add_shard(connection, run_id, *shard)
 
     def finish_run(
         self,
@@ -131,7 +183,12 @@ class Store:
     ) -> None:
         """Close a run; arguments that are None keep the stored values."""
         with self._writing() as connection:
-            writers.finish_run(connection, run_id, status, report, total_shards, corpus_hash)
+            _require_run(connection, run_id)
+            connection.execute(
+                "UPDATE runs SET status = ?, finished_at = now(), report = coalesce(?, report),"
+                " total_shards = coalesce(?, total_shards), corpus_hash = coalesce(?, corpus_hash) WHERE run_id = ?",
+                [status, None if report is None else to_json(report), total_shards, corpus_hash, run_id],
+            )
 
     # Probes
 
@@ -142,7 +199,9 @@ class Store:
             table: One row per site, layer, query head and behaviour: ``site, layer, head, behaviour, value``.
         """
         with self._writing() as connection:
-            writers.add_behaviours(connection, run_id, table)
+            _require_run(connection, run_id)
+            connection.execute("DELETE FROM head_behaviours WHERE run_id = ?", [run_id])
+            _insert(connection, "head_behaviours", table, run_id=run_id)
 
     # Evaluations
 
@@ -158,18 +217,62 @@ class Store:
         config: Mapping[str, Any] | None = None,
     ) -> str:
         """Store (layer, head) pairs under a name; return the ``mask_id``. Equal masks have equal ids."""
+        pairs = sorted({(int(layer), int(head)) for layer, head in heads})
+        if not pairs:
+            raise StoreError(f"mask {name} has 0 heads (limit 1). Give at least one head")
+        settings = dict(config or {})
+        mask_id = identity(name, site, pairs, run_id, score, share, settings)
         with self._writing(create=True) as connection:
-            return writers.add_mask(connection, name, heads, site, run_id, score, share, config or {})
+            known = connection.execute("SELECT mask_id FROM masks WHERE name = ?", [name]).fetchone()
+            if known is not None:
+                if known[0] != mask_id:
+                    raise StoreError(f"mask {name} exists with other heads or another origin. Choose another name")
+                return mask_id
+            row = {"mask_id": mask_id, "run_id": run_id, "name": name, "score": score, "share": share}
+            _insert_record(connection, "masks", {**row, "config": to_json(settings), "created_at": datetime.now(UTC)})
+            rows_of_heads = [[mask_id, site, *pair] for pair in pairs]
+            connection.executemany("INSERT INTO mask_heads VALUES (?, ?, ?, ?)", rows_of_heads)
+        return mask_id
 
     def mask(self, name: str) -> Mask:
         """Return the mask with this name or ``mask_id``."""
         with self.connect(read_only=True) as connection:
-            return writers.find_mask(connection, name)
+            row = connection.execute(
+                "SELECT mask_id, name, run_id, score, share FROM masks WHERE name = ? OR mask_id = ?", [name, name]
+            ).fetchone()
+            if row is None:
+                names = [n for (n,) in connection.execute("SELECT name FROM masks ORDER BY name").fetchall()]
+                raise StoreError(f"the store has no mask {name}. Choose one of: {', '.join(names) or 'none'}")
+            heads = connection.execute(
+                "SELECT site, layer, head FROM mask_heads WHERE mask_id = ? ORDER BY ALL", [row[0]]
+            ).fetchall()
+        return Mask(row[0], row[1], heads[0][0], tuple((layer, head) for _, layer, head in heads), *row[2:])
 
     def begin_arm(self, arm: ArmRecord) -> ArmState:
         """Begin an arm, or find it in its run. An unfinished arm sets the run to running."""
         with self._writing() as connection:
-            return writers.begin_arm(connection, arm)
+            _require_run(connection, arm.run_id)
+            row = {column: getattr(arm, column) for column in _ARM_COLUMNS}
+            arm_id = identity(row, dict(arm.config))
+            known = connection.execute(
+                "SELECT arm_id, status FROM arms WHERE run_id = ? AND name = ?", [arm.run_id, arm.name]
+            ).fetchone()
+            if known is not None and known[0] != arm_id:
+                raise StoreError(f"run {arm.run_id} has another arm named {arm.name}. Choose another name")
+            if known is not None and known[1] == "finished":
+                return ArmState(arm_id, True)
+            # Not now(), which is one time in a whole transaction: arms are listed in the order in which they began.
+            begun = datetime.now(UTC)
+            if known is None:
+                row |= {"arm_id": arm_id, "replacement": arm.replacement, "status": "running", "started_at": begun}
+                _insert_record(connection, "arms", row | {"config": to_json({**arm.config, **arm.measured})})
+            else:
+                connection.execute(
+                    "UPDATE arms SET status = 'running', started_at = ?, finished_at = NULL WHERE arm_id = ?",
+                    [begun, arm_id],
+                )
+            _reopen_run(connection, arm.run_id)
+            return ArmState(arm_id, False)
 
     def add_responses(self, arm_id: str, responses: pa.Table) -> None:
         """Store responses of an unfinished arm. Requests that are stored already are skipped.
@@ -179,7 +282,9 @@ class Store:
                 they do not apply) and ``zeroed_share``.
         """
         with self._writing() as connection:
-            writers.add_responses(connection, arm_id, responses)
+            if _require_arm(connection, arm_id) == "finished":
+                raise FinishedArmError(f"arm {arm_id} is finished and accepts no responses. Begin another arm")
+            _insert(connection, "responses", responses, "OR IGNORE ", arm_id=arm_id)
 
     def responses(self, arm_ids: Sequence[str]) -> pa.Table:
         """Return the rows of ``responses`` of unfinished writers."""
@@ -198,25 +303,41 @@ class Store:
             zeroed_share: Measured share of ablated heads, 0 to 1.
         """
         with self._writing() as connection:
-            writers.finish_arm(connection, arm_id, answers, results, zeroed_share)
+            _require_arm(connection, arm_id)
+            optional = [c for c in TABLES["answers"].names if c not in (*_ANSWER_KEYS, "arm_id")]
+            _check_columns("answers", answers, _ANSWER_KEYS, optional)
+            _forget_verdicts(connection, arm_id)
+            for table in ("responses", "answers", "arm_results"):
+                connection.execute(f"DELETE FROM {table} WHERE arm_id = ?", [arm_id])
+            recall = {} if "recall" in answers.column_names else {"recall": False}
+            _insert(connection, "answers", answers, check=False, arm_id=arm_id, **recall)
+            if results is not None:
+                _insert(connection, "arm_results", results, arm_id=arm_id)
+            connection.execute(
+                "UPDATE arms SET status = 'finished', finished_at = now(), zeroed_share = ? WHERE arm_id = ?",
+                [zeroed_share, arm_id],
+            )
 
     def add_verdicts(self, verdicts: pa.Table) -> None:
         """Replace the verdict rows of arms; ``verdicts`` has the columns of ``arm_verdicts``."""
         with self._writing() as connection:
-            writers.add_verdicts(connection, verdicts)
+            connection.register("judged", verdicts)
+            connection.execute("DELETE FROM arm_verdicts WHERE arm_id IN (SELECT arm_id FROM judged)")
+            _insert(connection, "arm_verdicts", verdicts)
 
     def replace_split_verdicts(self, run_id: str, verdicts: pa.Table) -> None:
-        """Replace the split verdict rows of a run.
-
-        ``verdicts`` has the columns of ``split_verdicts``.
-        """
+        """Replace the split verdict rows of a run; ``verdicts`` has the columns of ``split_verdicts``."""
+        of_run = "SELECT arm_id FROM arms WHERE run_id = ?"
         with self._writing() as connection:
-            writers.replace_split_verdicts(connection, run_id, verdicts)
+            connection.execute(f"DELETE FROM split_verdicts WHERE arm_id IN ({of_run})", [run_id])
+            _insert(connection, "split_verdicts", verdicts)
 
     def replace_rows(self, table: str, run_id: str, rows: pa.Table) -> None:
         """Replace a run's rows of ``head_effects`` or ``head_gates``; ``rows`` has the table's columns."""
         with self._writing() as connection:
-            writers.replace_rows(connection, table, run_id, rows)
+            _require_run(connection, run_id)
+            connection.execute(f"DELETE FROM {table} WHERE run_id = ?", [run_id])
+            _insert(connection, table, rows)
 
     # Reading
 
@@ -285,3 +406,139 @@ class Store:
         """Write all tables and ``head_summary`` to ``<directory>/<name>.parquet``, each file atomically."""
         with self.connect(read_only=True) as connection:
             return [write_parquet(connection, name, Path(directory)) for name in _EXPORTED]
+
+
+def _check_columns(name: str, table: pa.Table, required: Sequence[str], optional: Sequence[str] = ()) -> None:
+    """Raise StoreError unless a table has the ``required`` columns and no others but ``optional`` ones."""
+    given = table.column_names
+    wrong = [c for c in required if c not in given] + [c for c in given if c not in (*required, *optional)]
+    if wrong or len(set(given)) != len(given):
+        raise StoreError(
+            f"the {name} table has wrong columns: {', '.join(given)} (required: {', '.join(required)}"
+            + (f"; optional: {', '.join(optional)})" if optional else ")")
+            + (f". Add or remove {', '.join(wrong)}" if wrong else ". Give each column once")
+        )
+
+
+def _insert(
+    connection: duckdb.DuckDBPyConnection,
+    table: str,
+    incoming: pa.Table,
+    conflicts: str = "",
+    *,
+    check: bool = True,
+    **constants: Any,
+) -> None:
+    """Insert rows into a table.
+
+    Args:
+        conflicts: ``OR IGNORE`` and a space to skip rows that the table has.
+        check: Raise StoreError if a column is missing or unknown.
+        constants: Columns that have one value in all rows.
+    """
+    if check:
+        _check_columns(table, incoming, [c for c in TABLES[table].names if c not in constants])
+    given = "".join(f"? AS {name}, " for name in constants)
+    connection.register(f"incoming_{table}", incoming)
+    connection.execute(
+        f"INSERT {conflicts}INTO {table} BY NAME SELECT {given}* FROM incoming_{table}", list(constants.values())
+    )
+
+
+def _insert_record(connection: duckdb.DuckDBPyConnection, table: str, row: Mapping[str, Any]) -> None:
+    """Insert a row; columns that it lacks are NULL."""
+    places = ", ".join("?" for _ in row)
+    connection.execute(f"INSERT INTO {table} ({', '.join(row)}) VALUES ({places})", list(row.values()))
+
+
+def _compare_provenance(
+    connection: duckdb.DuckDBPyConnection, run_id: str, run: RunRecord, resume_anyway: bool, *, grows: bool
+) -> tuple[str, ...]:
+    """Return changed software and device; record them if the run grows."""
+    row = connection.execute(
+        "SELECT provenance, packages, code_version, epoch(started_at) FROM runs WHERE run_id = ?", [run_id]
+    ).fetchone()
+    assert row is not None
+    provenance, packages = (None if text is None else json.loads(text) for text in row[:2])
+    history = provenance_history({"provenance": provenance, "packages": packages, "code_version": row[2]})
+    changes = provenance_changes(history[-1], run.provenance)
+    if changes and grows:
+        if not resume_anyway:
+            raise refuse_resume(run_id, changes)
+        first = provenance_since(history[0], row[3])  # an entry from before schema 6 has no time
+        now = [first, *history[1:], provenance_since(run.provenance)]
+        connection.execute("UPDATE runs SET provenance = ? WHERE run_id = ?", [to_json(now), run_id])
+    return changes
+
+
+def _reopen_run(connection: duckdb.DuckDBPyConnection, run_id: str) -> None:
+    """Set a run to running, by this process."""
+    connection.execute(
+        "UPDATE runs SET status = 'running', writer = ?, finished_at = NULL WHERE run_id = ?", [this_process(), run_id]
+    )
+
+
+def _require_run(connection: duckdb.DuckDBPyConnection, run_id: str) -> str:
+    """Return the kind of a run; raise StoreError unless the store has it."""
+    row = connection.execute("SELECT kind FROM runs WHERE run_id = ?", [run_id]).fetchone()
+    if row is None:
+        raise StoreError(f"the store has no run {run_id}. Call begin_run first")
+    return str(row[0])
+
+
+def _add_shard(
+    connection: duckdb.DuckDBPyConnection, run_id: str, shard: ShardRecord, sequences: pa.Table, heads: pa.Table
+) -> None:
+    """Insert a shard's rows and its ledger row; see `Store.add_shards`."""
+    table, numbers = _HEAD_TABLES.get(_require_run(connection, run_id), ("head_statistics", (*STATISTICS, *PROFILES)))
+    known = connection.execute(
+        "SELECT content_hash FROM shards WHERE run_id = ? AND shard = ?", [run_id, shard.shard]
+    ).fetchone()
+    if known is not None:
+        if known[0] != shard.content_hash:
+            raise StoreError(
+                f"shard {shard.shard} of run {run_id} has other text: hash {shard.content_hash} (stored {known[0]})."
+                " The corpus changed; scan it as a new run"
+            )
+        return
+    _check_columns("heads", heads, _HEAD_KEYS, numbers)
+    _insert(connection, "sequences", sequences, run_id=run_id, shard=shard.shard)
+    connection.register("incoming_heads", heads)
+    # One NaN or infinity would make every mean and deviation over the column useless.
+    finite = [_finite(name) for name in heads.column_names if name not in _HEAD_KEYS]
+    connection.execute(
+        f"INSERT INTO {table} BY NAME SELECT ? AS run_id, {', '.join((*_HEAD_KEYS, *finite))} FROM incoming_heads",
+        [run_id],
+    )
+    connection.execute(
+        "INSERT INTO shards BY NAME SELECT ? AS run_id, ? AS shard, ? AS content_hash, count(*) AS sequences,"
+        " ? AS head_rows, ? AS nonfinite_rows, coalesce(sum(tokens), 0) AS tokens, ? AS seconds, ? AS worker,"
+        " now() AS finished_at FROM incoming_sequences",
+        [run_id, shard.shard, shard.content_hash, heads.num_rows, shard.nonfinite_rows, shard.seconds, shard.worker],
+    )
+
+
+def _finite(name: str) -> str:
+    """Return SQL that stores a non-finite statistic or profile as NULL. The cast checks the length of a profile."""
+    if name in PROFILES:
+        return f"CASE WHEN isfinite(list_sum({name})) THEN {name}::REAL[{len(PROFILES[name].bins)}] END AS {name}"
+    return f"CASE WHEN isfinite({name}) THEN {name} END AS {name}"
+
+
+def _require_arm(connection: duckdb.DuckDBPyConnection, arm_id: str) -> str:
+    """Return an arm's status; raise StoreError for an unknown arm."""
+    # fetchall: DuckDB cannot register a table while a result is partly read.
+    rows = connection.execute("SELECT status FROM arms WHERE arm_id = ?", [arm_id]).fetchall()
+    if not rows:
+        raise StoreError(f"the store has no arm {arm_id}. Call begin_arm first")
+    return str(rows[0][0])
+
+
+def _forget_verdicts(connection: duckdb.DuckDBPyConnection, arm_id: str) -> None:
+    """Delete the verdict rows of an arm. Of a baseline, delete those of every arm of its run."""
+    for table in ("arm_verdicts", "split_verdicts"):
+        connection.execute(
+            f"DELETE FROM {table} WHERE arm_id = $1 OR arm_id IN (SELECT o.arm_id FROM arms a JOIN arms o USING"
+            " (run_id) WHERE a.arm_id = $1 AND a.kind = 'baseline')",
+            [arm_id],
+        )

@@ -23,8 +23,7 @@ from headscan.ablation.ablation import intervene
 from headscan.ablation.masks import HeadMask
 from headscan.analysis.store.arm_tables import ACCURACY, BLEU, EACH, LOSS
 from headscan.analysis.store.records import ArmKind, ArmRecord
-from headscan.analysis.store.store import Store
-from headscan.analysis.store.writers import run_identity
+from headscan.analysis.store.store import Store, run_identity
 from headscan.analysis.verdicts.head_effects import HeadEffect, bleu, record_effects
 from headscan.errors import InterventionError, NotFiniteError
 from headscan.grid import Head, HeadGrid

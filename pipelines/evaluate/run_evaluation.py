@@ -16,8 +16,7 @@ import torch
 
 from headscan.ablation.ablation import Ablation
 from headscan.analysis.store.records import ArmState, RunKind, RunRecord
-from headscan.analysis.store.store import Store
-from headscan.analysis.store.writers import run_identity
+from headscan.analysis.store.store import Store, run_identity
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from headscan.cluster.tasks.pool import StagingError
 from headscan.errors import InterventionError, NotFiniteError, UnsupportedModelError

@@ -11,10 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from headscan.analysis.store import writers
 from headscan.analysis.store.records import ArmRecord, RunRecord, ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.writers import begin_run, finish_run
 from headscan.catalog import PROFILES, STATISTICS
 
 SEQUENCES, LAYERS, HEADS, GROUP = 23, 3, 4, 2
@@ -129,14 +127,14 @@ def evaluate(tmp_path: Path, empty_store: Path) -> Callable[..., tuple[Store, st
             shutil.copy(empty_store, store.path)
         config = {"groups": groups} if groups else {}
         # One opening of the file for all arms: the store's own methods open it for each.
-        with store.connect() as connection:
+        with store.one_transaction():
             record = RunRecord("evaluate", f"e{config}", "tiny", LAYERS, HEADS, config=config)
-            run_id = begin_run(connection, record, False, False).run_id
+            run_id = store.begin_run(record).run_id
             for name, (kind, correct, zeroed_share, fields) in arms.items():
-                state = writers.begin_arm(connection, ArmRecord(run_id, name, kind, **fields))  # type: ignore[arg-type]
+                state = store.begin_arm(ArmRecord(run_id, name, kind, **fields))  # type: ignore[arg-type]
                 answers = answer_table(tasks[: len(correct)], correct)
-                writers.finish_arm(connection, state.arm_id, answers, None, zeroed_share)
-            finish_run(connection, run_id, "finished", None, None, None)
+                store.finish_arm(state.arm_id, answers, zeroed_share=zeroed_share)
+            store.finish_run(run_id)
         return store, run_id
 
     return write

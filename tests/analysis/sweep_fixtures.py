@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from headscan.analysis.store import writers
 from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.catalog import SCORES
@@ -59,7 +58,7 @@ def write_sweep(
                 name = f"random {kind} {share:.0%} seed {seed}"
                 records.append(ArmRecord(run_id, name, f"random_{kind}", share=share, seed=seed))  # type: ignore[arg-type]
     # One opening of the file for all arms: the store's own methods open it for each.
-    with store.connect() as connection:
+    with store.one_transaction():
         for record in records:
             share = record.share or 0.0
             correct = baseline.copy()
@@ -75,7 +74,7 @@ def write_sweep(
                 "recall": ~in_benchmark,
                 "correct": correct.astype(float),
             }
-            arm_id = writers.begin_arm(connection, record).arm_id
-            writers.finish_arm(connection, arm_id, pa.table(answers), None, realised(record.score, share))
+            arm_id = store.begin_arm(record).arm_id
+            store.finish_arm(arm_id, pa.table(answers), zeroed_share=realised(record.score, share))
     store.finish_run(run_id)
     return run_id

@@ -14,10 +14,8 @@ import pytest
 from headscan.analysis.report.profile_charts import removed_map
 from headscan.analysis.report.saving_costs import pruning_section
 from headscan.analysis.report.share_chart import ArmPoint, pruning_figure
-from headscan.analysis.store import writers
 from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.writers import begin_run, finish_run
 from headscan.analysis.verdicts.judge import Verdict, judge
 from tests.analysis.conftest import HEADS, LAYERS, answer_table
 
@@ -46,17 +44,17 @@ ARMS: dict[str, tuple[str, int, float, tuple[tuple[int, int], ...]]] = {
 def evaluation(tmp_path: Path, empty_store: Path) -> tuple[Store, dict[str, Any], Verdict]:
     store = Store(shutil.copy(empty_store, tmp_path / "s.duckdb"))
     sites = [{"site": "self", "layer": layer, "num_attention_heads": HEADS} for layer in range(LAYERS)]
-    with store.connect() as connection:
+    with store.one_transaction():
         record = RunRecord("evaluate", "e", "tiny", LAYERS, HEADS, grid=sites)
-        run_id = begin_run(connection, record, False, False).run_id
+        run_id = store.begin_run(record).run_id
         for name, (kind, lost, increase, removed) in ARMS.items():
             mask = None
             if removed:
-                mask = writers.add_mask(connection, name, removed, "self", None, None, None, {})
+                mask = store.add_mask(name, removed)
             config = {"method": EVIL, "skipped_layers": [1] if kind == "layers_dropped" else []}
             measured = {"before": cost(12, 0.08), "after": cost(12 - len(removed), 0.05)}
             arm = ArmRecord(run_id, name, kind, mask, share=0.2, selection="head, o", config=config, measured=measured)  # type: ignore[arg-type]
-            state = writers.begin_arm(connection, arm)
+            state = store.begin_arm(arm)
             right = RIGHT.copy()
             right[np.flatnonzero(RIGHT)[::3][:lost]] = 0
             text = answer_table(np.array(["text"] * PASSAGES), np.full(PASSAGES, np.nan))
@@ -70,8 +68,8 @@ def evaluation(tmp_path: Path, empty_store: Path) -> tuple[Store, dict[str, Any]
                 [{"task": "text", "is_group": False, "metric": "loss", "filter": "none", "value": 2 + increase,
                   "standard_error": None, "questions": PASSAGES}]
             )  # fmt: skip
-            writers.finish_arm(connection, state.arm_id, answers, results, len(removed) / 12)
-        finish_run(connection, run_id, "finished", None, None, None)
+            store.finish_arm(state.arm_id, answers, results=results, zeroed_share=len(removed) / 12)
+        store.finish_run(run_id)
     return store, store.resolve_run(run_id, "evaluate"), judge(store, run_id)
 
 

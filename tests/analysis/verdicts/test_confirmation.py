@@ -13,7 +13,6 @@ import pyarrow as pa
 import pytest
 from scipy import stats
 
-from headscan.analysis.store import writers
 from headscan.analysis.store.records import ArmKind, ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.verdict_limits import LEAST_QUESTIONS, LEAST_RETAINED, MARGIN, TAIL, identical_questions
@@ -212,17 +211,15 @@ def _write(path: Path, harmed: str) -> tuple[Store, str]:
     store = Store(path, lock_timeout=5.0)
     run_id = store.begin_run(RunRecord("evaluate", "e0", "tiny", 3, 8)).run_id
     right = np.arange(2000) % 4 > 0
+
+    def finish(record: ArmRecord, correct: np.ndarray) -> None:
+        store.finish_arm(store.begin_arm(record).arm_id, _table(correct), zeroed_share=record.share or 0.0)
+
+    finish(ArmRecord(run_id, "baseline", "baseline"), right)
+    parts = np.array(store.query("SELECT part FROM all_question_split ORDER BY question")["part"].to_pylist())
+    lost = {part: np.flatnonzero(right & (parts == part))[:100] for part in ("selection", "confirmation")}
     # One opening of the file for all arms: the store's own methods open it for each.
-    with store.connect() as connection:
-
-        def finish(record: ArmRecord, correct: np.ndarray) -> None:
-            arm_id = writers.begin_arm(connection, record).arm_id
-            writers.finish_arm(connection, arm_id, _table(correct), None, record.share or 0.0)
-
-        finish(ArmRecord(run_id, "baseline", "baseline"), right)
-        rows = connection.execute("SELECT part FROM all_question_split ORDER BY question").fetchall()
-        parts = np.array([part for (part,) in rows])
-        lost = {part: np.flatnonzero(right & (parts == part))[:100] for part in ("selection", "confirmation")}
+    with store.one_transaction():
         for kind in ("rule", "mask", "random_rule"):
             for seed, score in enumerate(("entropy", "value_norm")):
                 for share in (0.05, 0.1, 0.2):

@@ -10,10 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from headscan.analysis.store import writers
 from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.writers import begin_run, finish_run
 from headscan.analysis.verdicts.judge import ArmVerdict, judge
 from headscan.analysis.verdicts.measures import RATES, rate_increase
 from tests.analysis.conftest import HEADS, LAYERS, answer_table
@@ -80,10 +78,10 @@ TOKENS = np.arange(100, 108)
 def write(store: Store, arms: dict[str, tuple[str, int, float, dict[str, Any]]], *, benchmark: bool) -> str:
     """Write arms: kind, number of lost answers, loss increase, and further fields."""
     results = [("text", "loss"), ("text", "next_token_accuracy")]
-    with store.connect(create=True) as connection:
-        run_id = begin_run(connection, RunRecord("evaluate", "e", "tiny", LAYERS, HEADS), False, False).run_id
+    with store.one_transaction():
+        run_id = store.begin_run(RunRecord("evaluate", "e", "tiny", LAYERS, HEADS)).run_id
         for name, (kind, lost, increase, fields) in arms.items():
-            state = writers.begin_arm(connection, ArmRecord(run_id, name, kind, **fields))  # type: ignore[arg-type]
+            state = store.begin_arm(ArmRecord(run_id, name, kind, **fields))  # type: ignore[arg-type]
             right = RIGHT.copy()
             right[np.flatnonzero(RIGHT)[:lost]] = 0
             answers = answer_table(np.array(["sums"] * QUESTIONS), right).slice(0, QUESTIONS if benchmark else 0)
@@ -108,8 +106,8 @@ def write(store: Store, arms: dict[str, tuple[str, int, float, dict[str, Any]]],
                 ]
             )  # fmt: skip
             table = pa.concat_tables([answers.cast(text.schema), text], promote_options="permissive")
-            writers.finish_arm(connection, state.arm_id, table, rows, fields.pop("zeroed", 0.0))
-        finish_run(connection, run_id, "finished", None, None, None)
+            store.finish_arm(state.arm_id, table, results=rows, zeroed_share=fields.pop("zeroed", 0.0))
+        store.finish_run(run_id)
     return run_id
 
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from headscan.analysis.errors import VerdictError
-from headscan.analysis.store import writers
 from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.tables import schema_statements
-from headscan.analysis.store.views import view_statements
-from headscan.analysis.store.writers import begin_run
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, Scope
 from headscan.analysis.verdicts.paired import PairedDifference, compare, retained
 from headscan.analysis.verdicts.verdict_rows import (
@@ -287,26 +283,20 @@ def _asked(task: str, documents: list[str | None], recall: bool = False) -> list
 
 
 @pytest.fixture(scope="module")
-def memory() -> Iterator[duckdb.DuckDBPyConnection]:
-    """An empty store in memory."""
-    with duckdb.connect() as connection:
-        for statement in (*schema_statements(), *view_statements()):
-            connection.execute(statement)
-        yield connection
+def several(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Store:
+    """A store for runs of several tests."""
+    return Store(shutil.copy(empty_store, tmp_path_factory.mktemp("several") / "s.duckdb"))
 
 
-def _parts(
-    memory: duckdb.DuckDBPyConnection, questions: list[dict[str, object]], correct: float = 1.0
-) -> dict[tuple[str, int], str]:
+def _parts(several: Store, questions: list[dict[str, object]], correct: float = 1.0) -> dict[tuple[str, int], str]:
     """The part of each question of a run, by task and number."""
-    runs = memory.execute("SELECT count(*) FROM runs").fetchall()
-    run_id = begin_run(memory, RunRecord("evaluate", f"run {runs}", "tiny", 3, 8)).run_id
-    arm_id = writers.begin_arm(memory, ArmRecord(run_id, "baseline", "baseline")).arm_id
+    run_id = several.begin_run(RunRecord("evaluate", f"run {len(several.runs())}", "tiny", 3, 8)).run_id
+    arm_id = several.begin_arm(ArmRecord(run_id, "baseline", "baseline")).arm_id
     rows = pa.Table.from_pylist([question | {"correct": correct} for question in questions])
-    writers.finish_arm(memory, arm_id, rows, None, 0.0)
-    found = memory.execute("SELECT task, question, part FROM all_question_split WHERE run_id = ?", [run_id]).fetchall()
-    assert len(found) == len(questions)
-    return {(task, question): part for task, question, part in found}
+    several.finish_arm(arm_id, rows, zeroed_share=0.0)
+    found = several.query("SELECT task, question, part FROM all_question_split WHERE run_id = ?", [run_id])
+    assert found.num_rows == len(questions)
+    return {(row["task"], row["question"]): row["part"] for row in found.to_pylist()}
 
 
 QUESTIONS = [
@@ -319,8 +309,8 @@ QUESTIONS = [
 ]
 
 
-def test_half_of_every_task_selects_and_a_quarter_of_the_recall_texts(memory: duckdb.DuckDBPyConnection) -> None:
-    parts = _parts(memory, QUESTIONS)
+def test_half_of_every_task_selects_and_a_quarter_of_the_recall_texts(several: Store) -> None:
+    parts = _parts(several, QUESTIONS)
     counts = Counter((task, part) for (task, _), part in parts.items())
     assert counts["letters", "confirmation"] == 51 and counts["letters", "selection"] == 50
     assert counts["sums", "confirmation"] == counts["sums", "selection"] == 20
@@ -334,21 +324,21 @@ def test_half_of_every_task_selects_and_a_quarter_of_the_recall_texts(memory: du
     assert 15 < first.count("selection") < 35  # not by the order of the questions
 
 
-def test_the_parts_depend_on_the_documents_alone(memory: duckdb.DuckDBPyConnection) -> None:
+def test_the_parts_depend_on_the_documents_alone(several: Store) -> None:
     """Not on the order of the questions, their numbers, the answers, or the other tasks of a run."""
-    parts = _parts(memory, QUESTIONS)
-    assert _parts(memory, QUESTIONS[::-1], correct=0.0) == parts
-    backwards = _parts(memory, _asked("letters", [f"doc {i}" for i in reversed(range(101))]))
+    parts = _parts(several, QUESTIONS)
+    assert _parts(several, QUESTIONS[::-1], correct=0.0) == parts
+    backwards = _parts(several, _asked("letters", [f"doc {i}" for i in reversed(range(101))]))
     assert {("letters", 100 - number): part for (_, number), part in backwards.items()} == {
         key: part for key, part in parts.items() if key[0] == "letters"
     }
 
 
-def test_a_document_in_two_tasks_is_in_one_part(memory: duckdb.DuckDBPyConnection) -> None:
+def test_a_document_in_two_tasks_is_in_one_part(several: Store) -> None:
     """Such as the letter and the cloze form of one question: the one would select by the other's answer."""
     documents: list[str | None] = [f"doc {i}" for i in range(60)]
     cloze = [*_asked("b letters", documents), *_asked("a cloze", [*documents[10:], "new 1", "new 2", documents[20]])]
-    parts = _parts(memory, cloze)
+    parts = _parts(several, cloze)
     for number in range(10, 60):
         assert parts["b letters", number] == parts["a cloze", number - 10]
     assert parts["a cloze", 52] == parts["a cloze", 10]
