@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -20,7 +20,7 @@ from headscan.analysis.errors import StoreError
 from headscan.analysis.store.provenance import provenance_changes, provenance_history, same_model
 from headscan.analysis.store.records import SHARDED_KINDS, RunKind, RunRecord, RunState
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.writers import refuse_resume
+from headscan.analysis.store.writers import refuse_resume, run_identity
 from headscan.checkpoints.headers import weights_hash
 from headscan.checkpoints.sources import code_files_hash, config_hash, load_config, load_tokenizer
 from headscan.cluster.tasks.pool import Pool, Question
@@ -467,9 +467,18 @@ class Run(ModelContext):
         return state
 
     @contextmanager
-    def recording(self, record: RunRecord, *, extends: bool = False) -> Iterator[RunState]:
-        """Begin or resume a run, which fails if the block does; the caller finishes it."""
-        state = self.begin(record, extends=extends)
+    def recording(self, record: RunRecord, *, arms: Collection[str] = ()) -> Iterator[RunState]:
+        """Begin or resume a run, which fails if the block does; the caller finishes it.
+
+        Args:
+            arms: Names of all arms that will answer; a finished run that lacks one of them is extended.
+        """
+        finished: set[str] = set()
+        if arms and self.store.path.exists():
+            known = [run_identity(record.kind, record.fingerprint)]
+            found = self.store.query("SELECT name FROM arms WHERE run_id = ? AND status = 'finished'", known)
+            finished.update(found["name"].to_pylist())
+        state = self.begin(record, extends=not finished.issuperset(arms))
         try:
             yield state
         except Exception:
