@@ -23,7 +23,7 @@ from headscan.ablation.ablation import intervene
 from headscan.ablation.masks import HeadMask
 from headscan.analysis.store.arm_tables import ACCURACY, BLEU, EACH, LOSS
 from headscan.analysis.store.records import ArmKind, ArmRecord
-from headscan.analysis.store.store import Store, run_identity
+from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.head_effects import HeadEffect, bleu, record_effects
 from headscan.errors import InterventionError, NotFiniteError
 from headscan.grid import Head, HeadGrid
@@ -330,19 +330,15 @@ class LabelledRun:
             corpus=self.config.data.name,
             corpus_hash=data_hash,
         )
-        known = self.stored_arms(run_identity("ablate", record.fingerprint))
-        extends = any(known.get(name, {}).get("status") != "finished" for name in names)
-        with self.run.recording(record, extends=extends) as state:
+        with self.run.recording(record, arms=names) as state:
             self.run_id = state.run_id
             yield self.run_id
         self.run.store.finish_run(self.run_id)
 
-    def stored_arms(self, run_id: str) -> dict[str, dict[str, Any]]:
-        """Return status and settings of the run's arms by name; none without the run."""
-        if not self.run.store.path.exists():
-            return {}
-        rows = self.run.store.query("SELECT name, status, config FROM arms WHERE run_id = ?", [run_id]).to_pylist()
-        return {row["name"]: {"status": row["status"], **json.loads(row["config"])} for row in rows}
+    def stored_arms(self) -> dict[str, dict[str, Any]]:
+        """Return the settings of the run's arms by name."""
+        rows = self.run.store.query("SELECT name, config FROM arms WHERE run_id = ?", [self.run_id]).to_pylist()
+        return {row["name"]: json.loads(row["config"]) for row in rows}
 
     def answer(self, arms: Sequence[SiteArm]) -> None:
         """Answer every example with every unfinished arm."""

@@ -16,7 +16,7 @@ import torch
 
 from headscan.ablation.ablation import Ablation
 from headscan.analysis.store.records import ArmState, RunKind, RunRecord
-from headscan.analysis.store.store import Store, run_identity
+from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from headscan.cluster.tasks.pool import StagingError
 from headscan.errors import InterventionError, NotFiniteError, UnsupportedModelError
@@ -165,8 +165,7 @@ def evaluate(
         check_continues(run, arms, questions.requests)
     rounding = _rounding(run.facts, [arm.ablated for arm in arms], in_ranges=run.pool.staged)
     record = _record(config, rounding, run, questions, purpose)
-    extends = not {arm.name for arm in arms} <= _finished_arms(store, run_identity(purpose.kind, record.fingerprint))
-    with run.recording(record, extends=extends) as state:
+    with run.recording(record, arms=[arm.name for arm in arms]) as state:
         run_id = state.run_id
         with store.one_transaction():
             states = {arm.name: _begin_arm(store, run_id, arm) for arm in arms}
@@ -282,14 +281,6 @@ def _record(config: EvaluateConfig, rounding: str, run: Run, questions: Question
         corpus=",".join(config.tasks.names) or (None if config.text is None else config.text.corpus),
         corpus_hash=fingerprint(questions.fingerprint()),
     )
-
-
-def _finished_arms(store: Store, run_id: str) -> set[str]:
-    """Names of the run's finished arms; none without the run."""
-    if not store.path.exists():
-        return set()
-    found = store.query("SELECT name FROM arms WHERE run_id = ? AND status = 'finished'", [run_id])
-    return set(found["name"].to_pylist())
 
 
 def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:

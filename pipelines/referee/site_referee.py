@@ -293,7 +293,7 @@ def _curves(compared: Comparison, grid: HeadGrid) -> Iterator[_Curve]:
 def _arms(curves: Sequence[_Curve], compared: Comparison, labelled: LabelledRun, item: ValuesItem) -> list[SiteArm]:
     """Return the arms of all curves, by growing share; the heads of stored arms stay as they are."""
     run = labelled.run
-    stored = {name: heads_of(arm["sites"]) for name, arm in labelled.stored_arms(labelled.run_id).items()}
+    stored = {name: heads_of(arm["sites"]) for name, arm in labelled.stored_arms().items()}
     shares = sorted(compared.shares)
     missing = {curve.criterion for curve in curves for share in shares if curve.name(share) not in stored}
     names = tuple(name for name in compared.criteria if name in missing)

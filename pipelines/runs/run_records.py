@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -466,9 +466,18 @@ class Run(ModelContext):
         return state
 
     @contextmanager
-    def recording(self, record: RunRecord, *, extends: bool = False) -> Iterator[RunState]:
-        """Begin or resume a run, which fails if the block does; the caller finishes it."""
-        state = self.begin(record, extends=extends)
+    def recording(self, record: RunRecord, *, arms: Collection[str] = ()) -> Iterator[RunState]:
+        """Begin or resume a run, which fails if the block does; the caller finishes it.
+
+        Args:
+            arms: Names of all arms that will answer; a finished run that lacks one of them is extended.
+        """
+        finished: set[str] = set()
+        if arms and self.store.path.exists():
+            known = [run_identity(record.kind, record.fingerprint)]
+            found = self.store.query("SELECT name FROM arms WHERE run_id = ? AND status = 'finished'", known)
+            finished.update(found["name"].to_pylist())
+        state = self.begin(record, extends=not finished.issuperset(arms))
         try:
             yield state
         except Exception:
