@@ -19,7 +19,7 @@ import headscan
 from headscan.analysis.errors import StoreError
 from headscan.analysis.store.provenance import provenance_changes, provenance_history, same_model
 from headscan.analysis.store.records import SHARDED_KINDS, RunKind, RunRecord, RunState
-from headscan.analysis.store.store import Store, refuse_resume
+from headscan.analysis.store.store import Store, refuse_resume, run_identity
 from headscan.checkpoints.headers import weights_hash
 from headscan.checkpoints.sources import code_files_hash, config_hash, load_config, load_tokenizer
 from headscan.cluster.tasks.pool import Pool, Question
