@@ -185,7 +185,7 @@ def nothing_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     def reached(*_: object, **__: object) -> None:
         raise ReachedError
 
-    monkeypatch.setattr(Devices, "open", reached)
+    monkeypatch.setattr(Devices, "opener", lambda *_, **__: reached)
     monkeypatch.setattr("headscan.pipelines.evaluate.run_evaluation.Questions", reached)
     monkeypatch.setattr("headscan.pipelines.scan.run_scan.sequences", reached)
 
