@@ -400,13 +400,17 @@ class Run(ModelContext):
             model, self.store, self.open_model, identity=identity, resume_anyway=self.resume_anyway, say=self.say
         )
 
+    def known(self, kind: RunKind, fingerprint: str) -> dict[str, Any] | None:
+        """Return the row of the run with this fingerprint, or None."""
+        runs = self.store.runs(kind) if self.store.path.exists() else []
+        return next((run for run in runs if run["fingerprint"] == fingerprint), None)
+
     def finished(self, kind: RunKind, fingerprint: str) -> str | None:
         """Return the finished run with this fingerprint, or None. It is reported if it used other software.
 
         This runs before the model is loaded, so the device is not compared.
         """
-        runs = self.store.runs(kind) if self.store.path.exists() else []
-        run = next((run for run in runs if run["fingerprint"] == fingerprint), None)
+        run = self.known(kind, fingerprint)
         if run is None:
             return None
         changes = provenance_changes(provenance_history(run)[-1], _software(self.identity))

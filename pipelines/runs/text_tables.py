@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TextIO
@@ -100,12 +101,12 @@ class Progress:
 
     Args:
         total: Total count; None if it is unknown.
-        every: Seconds between lines in a log.
+        every: Seconds between lines in a log; they come also while nothing is finished.
         stream: Output stream; None uses standard error.
     """
 
     def __init__(
-        self, title: str, total: int | None, unit: str, *, every: float = 15.0, stream: TextIO | None = None
+        self, title: str, total: int | None, unit: str, *, every: float = 10.0, stream: TextIO | None = None
     ) -> None:
         self._stream = stream or sys.stderr
         self._title, self._total, self._unit, self._every = printable(title), total, unit, every
@@ -116,6 +117,7 @@ class Progress:
             )
         self._started = self._printed = time.monotonic()
         self._done = self._skipped = 0
+        self._ended = threading.Event()
 
     def skip(self, count: int) -> None:
         """Count work of an earlier run, which does not enter the rate."""
@@ -133,9 +135,17 @@ class Progress:
             self._print(self._line())
 
     def __enter__(self) -> Self:
+        if self._bar is None and self._every:
+            threading.Thread(target=self._keep_printing, name="progress", daemon=True).start()
         return self
 
+    def _keep_printing(self) -> None:
+        while not self._ended.wait(self._every / 4):
+            if time.monotonic() - self._printed >= self._every:
+                self._print(self._line())
+
     def __exit__(self, kind: type[BaseException] | None, *problem: object) -> None:
+        self._ended.set()
         if self._bar is not None:
             self._bar.close()
         elif kind is None:

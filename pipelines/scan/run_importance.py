@@ -23,7 +23,13 @@ from headscan.pipelines.corpora import CorpusReport
 from headscan.pipelines.corpora.sequences import hash_ids
 from headscan.pipelines.runs.run_records import Run, fingerprint
 from headscan.pipelines.scan.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
-from headscan.pipelines.scan.run_scan import CorpusRunResult, run_corpus, write_shards
+from headscan.pipelines.scan.run_scan import (
+    CorpusRunResult,
+    fingerprinted_sizes,
+    run_corpus,
+    shard_size_of,
+    write_shards,
+)
 from headscan.pipelines.scan.shard_task import HeadNumbers, Measured, head_table
 from headscan.pipelines.scoring.token_requests import pad, whole_batches
 from headscan.pipelines.settings.measure_settings import (
@@ -32,6 +38,8 @@ from headscan.pipelines.settings.measure_settings import (
     Reduction,
 )
 
+#: Cost of a sequence, in forward passes: a forward and a backward pass, each block run again.
+_PASSES = 4
 #: Columns that are measured; a run with others is another run.
 MEASURED = ("gate_gradient", "token_gradient", "entropy")
 
@@ -110,6 +118,7 @@ def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
         recorded=settings,
         item_of=lambda shard, rope: ImportanceItem(shard, config.reduction, config.batch_tokens, rope),
         task=measure_importance,
+        passes=_PASSES,
     )
 
 
@@ -156,8 +165,7 @@ def run_labelled_importance(
     settings = {
         "reduction": config.reduction,
         "measured": MEASURED,
-        "shard_size": config.shard_size,
-        "batch_tokens": config.batch_tokens,
+        **fingerprinted_sizes(config.shard_size, config.batch_tokens),
         "answers": texts.answers.value,
     }
     data_hash = texts.fingerprint()
@@ -167,14 +175,15 @@ def run_labelled_importance(
     if (done := run.finished("importance", mark)) is not None:
         return CorpusRunResult(done, True)
     report = CorpusReport()
-    starts = range(0, len(texts.texts), config.shard_size)
-    groups = [tuple(texts.texts[start : start + config.shard_size]) for start in starts]
+    longest = max((text.longest for text in texts.texts), default=1)
+    size = shard_size_of(run, "importance", mark, config.shard_size, longest, _PASSES)
+    groups = [tuple(texts.texts[start : start + size]) for start in range(0, len(texts.texts), size)]
     shards = [_shard(index, group, config.data.name, report) for index, group in enumerate(groups)]
     answers = texts.answers
     record = run.record(
         "importance",
         mark,
-        config={"model": asdict(config.model), "data": asdict(config.data), **settings},
+        config={"model": asdict(config.model), "data": asdict(config.data), **settings, "shard_size": size},
         bos_policy=None,
         corpus=config.data.name,
         corpus_hash=data_hash,

@@ -33,6 +33,7 @@ from headscan.pipelines.runs.text_tables import Progress
 from headscan.pipelines.scan.shard_task import Measured, ShardItem, measure_shard
 from headscan.pipelines.settings.corpus_settings import longest_text
 from headscan.pipelines.settings.measure_settings import CorpusRunConfig, ScanConfig
+from headscan.sizing.forward_flops import forward_flops
 
 T = TypeVar("T")
 B = TypeVar("B", bound=Sized)
@@ -167,10 +168,12 @@ def run_corpus(
     recorded: Mapping[str, Any],
     item_of: Callable[[Shard, RopeLengths], OfShard],
     task: Task[Any, Measured],
+    passes: float,
 ) -> CorpusRunResult:
     """Measure every shard of a corpus into a store.
 
     Args:
+        passes: Cost of a sequence, in forward passes.
         deciding: Settings on which the numbers depend, in addition to those of `CorpusRunConfig`.
         recorded: The same settings as the store records them.
         item_of: Makes the pool's item of a shard.
@@ -179,7 +182,6 @@ def run_corpus(
     longest_text(identity, config.tokens.max_tokens)
     corpus = open_corpus(config.corpus)
     corpus_fingerprint = corpus.fingerprint()
-    sizes = {"shard_size": config.shard_size, "batch_tokens": config.batch_tokens}
     mark = fingerprint(
         {
             "model": identity.fingerprint(),
@@ -187,15 +189,16 @@ def run_corpus(
             "corpus": corpus_fingerprint,
             "tokens": asdict(config.tokens),
             **deciding,
-            **sizes,
+            **fingerprinted_sizes(config.shard_size, config.batch_tokens),
         }
     )
     if (done := run.finished(kind, mark)) is not None:
         return CorpusRunResult(done, True)
+    shard_size = shard_size_of(run, kind, mark, config.shard_size, config.tokens.max_tokens, passes)
 
     report = CorpusReport()
     found, rest = _read_ahead(
-        shards(sequences(corpus, identity.tokenizer, config.tokens, report), shard_size=config.shard_size)
+        shards(sequences(corpus, identity.tokenizer, config.tokens, report), shard_size=shard_size)
     )
     record = run.record(
         kind,
@@ -206,7 +209,8 @@ def run_corpus(
             "tokens": asdict(config.tokens),
             "attention_across_documents": config.tokens.attention_across_documents,
             **recorded,
-            **sizes,
+            "shard_size": shard_size,
+            "batch_tokens": config.batch_tokens,
         },
         bos_policy=config.tokens.bos,
         corpus=config.corpus.name,
@@ -222,6 +226,40 @@ def run_corpus(
         total=None if rest is not None else sum(len(shard.sequences) for shard in found),
         task=task,
     )
+
+
+#: Cost of a sequence of a scan, in forward passes.
+_PASSES = 1.5
+#: Time of a shard whose size is not given, and the most sequences of one.
+_SHARD_SECONDS, _LARGEST_SHARD = 20, 64
+#: Operations per second that this supposes, by type of device.
+_SPEEDS = {"cpu": 1e11}
+_GPU_SPEED = 1e14
+
+
+def fingerprinted_sizes(shard_size: int | None, batch_tokens: int) -> dict[str, int]:
+    """Return the sizes of a run that identify it. A size that the run chooses itself is recorded, and does not."""
+    return {"shard_size": shard_size or _LARGEST_SHARD, "batch_tokens": batch_tokens}
+
+
+def shard_size_of(run: Run, kind: RunKind, mark: str, given: int | None, tokens: int, passes: float) -> int:
+    """Return the number of sequences of a shard: that of the run if it began before, else the given one, else about 20
+    seconds of work by the sizes of model and texts.
+
+    Args:
+        tokens: Longest text.
+        passes: Cost of a sequence, in forward passes.
+    """
+    known = run.known(kind, mark)
+    if known is not None:
+        return int(known["config"]["shard_size"])
+    if given is not None:
+        return given
+    spec = run.model
+    flops = forward_flops(spec.source, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+    speed = _SPEEDS.get(run.facts.device.partition(":")[0], _GPU_SPEED)
+    seconds = passes * tokens * flops.per_token(tokens, logits=True) / speed
+    return max(1, min(_LARGEST_SHARD, int(_SHARD_SECONDS / seconds)))
 
 
 def _read_ahead(source: Iterable[Shard]) -> tuple[list[Shard], Iterator[Shard] | None]:
@@ -356,6 +394,7 @@ def scan(config: ScanConfig, run: Run) -> ScanResult:
             shard, config.measured, config.widths, config.batch_tokens, config.keep_nonfinite, rope
         ),
         task=measure_shard,
+        passes=_PASSES,
     )
     stored = run.store.resolve_run(found.run_id, "scan")
     return ScanResult(**vars(found), nonfinite_rows=int(stored["nonfinite_rows"]))

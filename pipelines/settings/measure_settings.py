@@ -26,7 +26,13 @@ Site = Annotated[str, Option("attention of the layer: self, encoder or cross")]
 #: Shortest text of a fit of gates, in tokens: predictions after few tokens say little.
 SHORTEST = 16
 #: Option of both kinds of importance runs.
-_ShardSize = Annotated[int, Option("number of sequences stored and resumed together", least=1)]
+_ShardSize = Annotated[
+    int | None,
+    Option(
+        "number of sequences stored and resumed together (default: about 20 s of work by the sizes of model and texts)",
+        least=1,
+    ),
+]
 
 
 class CorpusRunError(HeadscanError):
@@ -39,17 +45,18 @@ class CorpusRunConfig:
 
     Attributes:
         tokens: How documents become sequences.
+        shard_size: Sequences that are stored and resumed together; None chooses about 20 s of work when the run begins.
     """
 
     model: ModelSpec
     corpus: CorpusSpec
     tokens: TokenPlan
-    shard_size: _ShardSize = field(default=64, kw_only=True)
+    shard_size: _ShardSize = field(default=None, kw_only=True)
     batch_tokens: int = field(default=8192, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("shard_size", "batch_tokens"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise CorpusRunError(f"{name}={getattr(self, name)} (limit 1). Raise `{name}`")
 
 
@@ -133,14 +140,14 @@ class LabelledImportanceConfig:
     data: DataSpec
     max_tokens: int | None = None
     reduction: _Reduced = "mean"
-    shard_size: _ShardSize = field(default=64, kw_only=True)
+    shard_size: _ShardSize = field(default=None, kw_only=True)
     batch_tokens: int = field(default=8192, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
             raise CorpusRunError(f"unknown reduction {self.reduction!r}. Choose {' or '.join(REDUCTIONS)}")
         for name in ("shard_size", "batch_tokens"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise CorpusRunError(f"{name}={getattr(self, name)} (limit 1). Raise `{name}`")
 
 

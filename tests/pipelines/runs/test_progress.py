@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
 
@@ -42,3 +43,13 @@ def test_more_than_the_total_leaves_no_time() -> None:
 )
 def test_durations_are_short(seconds: float, text: str) -> None:
     assert time_text(seconds) == text
+
+
+def test_a_line_comes_while_nothing_is_finished() -> None:
+    out = io.StringIO()
+    with Progress("importance", 8, "sequences", every=0.02, stream=out):
+        for _ in range(500):
+            if out.getvalue():
+                break
+            time.sleep(0.01)
+        assert out.getvalue().splitlines()[0] == "importance: 0 of 8 sequences"

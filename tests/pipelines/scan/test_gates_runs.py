@@ -20,8 +20,8 @@ from headscan.options import GateConfig
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.runs.run_records import Run, identify
+from headscan.pipelines.scan import run_gates as pipeline
 from headscan.pipelines.scan.run_gates import GatesResult, run_gates
-from headscan.pipelines.scan.run_gates import run_gates as pipeline
 from headscan.pipelines.settings.measure_settings import GatesConfig
 from headscan.pruning.calibration import Calibration
 from tests.pipelines.cli.test_cli import fails

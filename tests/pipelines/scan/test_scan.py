@@ -23,7 +23,7 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.runs.run_records import Run, identify
-from headscan.pipelines.scan.run_scan import ScanResult, ShardWriteError, scan
+from headscan.pipelines.scan.run_scan import ScanResult, ShardWriteError, scan, shard_size_of
 from headscan.pipelines.settings.measure_settings import CorpusRunError, ScanConfig
 from headscan.statistics.registry import POSITIONAL
 from tests.pipelines.conftest import THREADS, make_tokenizer, run_on
@@ -315,3 +315,17 @@ def test_undefined_statistics_are_not_counted_as_nonfinite(config: ScanConfig, t
         ).to_pylist()
         assert rows[0] == {"tokens": 1, "n": 0, "all_rows": 18}
         assert rows[1]["n"] == 18
+
+
+def test_a_shard_takes_about_twenty_seconds_and_keeps_its_size(config: ScanConfig, store: Store) -> None:
+    """The size follows from the model; the run records it, and a resumed run keeps it."""
+    chosen = dataclasses.replace(config, shard_size=None)
+    open_run = Run(config.model, store, lambda _: open_pool(config.model, THREADS))
+    small = shard_size_of(open_run, "scan", "absent", None, 60, 1.5)
+    assert small == 64
+    assert 1 <= shard_size_of(open_run, "scan", "absent", None, 60, 1e6) < small
+    found = run(chosen, store)
+    (row,) = store.runs("scan")
+    assert row["config"]["shard_size"] == small and row["run_id"] == found.run_id
+    assert shard_size_of(open_run, "scan", row["fingerprint"], 3, 60, 1e6) == small
+    assert run(chosen, store).already_done
