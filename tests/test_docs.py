@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import re
 import shlex
@@ -63,6 +65,19 @@ def test_python_blocks_are_python() -> None:
     for name, text in {"README.md": README, **PAGES}.items():
         for code in blocks(text, "python"):
             compile(code, name, "exec")
+
+
+def test_names_that_python_blocks_and_notebooks_import_exist() -> None:
+    texts = {name: "\n".join(blocks(text, "python")) for name, text in {"README.md": README, **PAGES}.items()}
+    for path in (ROOT / "docs/notebooks").glob("*.ipynb"):
+        cells = json.loads(path.read_text("utf-8"))["cells"]
+        texts[path.name] = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    for name, code in texts.items():
+        for node in ast.walk(ast.parse(re.sub(r"(?m)^[%!].*", "", code))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("headscan"):
+                for each in node.names:
+                    line = f"from {node.module} import {each.name}"
+                    exec(line, {})  # raises an ImportError that names the module and the missing name
 
 
 def test_generated_pages_cover_the_declarations() -> None:
