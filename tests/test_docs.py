@@ -72,7 +72,7 @@ def test_names_that_python_blocks_and_notebooks_import_exist() -> None:
     for path in (ROOT / "docs/notebooks").glob("*.ipynb"):
         cells = json.loads(path.read_text("utf-8"))["cells"]
         texts[path.name] = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    for name, code in texts.items():
+    for code in texts.values():
         for node in ast.walk(ast.parse(re.sub(r"(?m)^[%!].*", "", code))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("headscan"):
                 for each in node.names:
