@@ -8,7 +8,7 @@ the judging questions are read. The same call resumes; every step is a run in th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -59,6 +59,7 @@ from headscan.pipelines.study.study_answer import Saving, StudyAnswer
 from headscan.pipelines.study.study_config import (
     LEAST_TEXTS,
     MOST_TEXTS,
+    SHARES,
     StudyConfig,
     StudyError,
     resumed,
@@ -71,8 +72,26 @@ from headscan.pruning.head_selection import QUICK
 _TOKENS, _SHORTEST = 512, 16
 #: Recall prompts of each kind that measure plans and repairs, and that choose the criterion.
 _PROMPTS = 16
-#: Share of the time that the steps before the questions may take, if fewer texts are enough for that.
+#: Share of the time that the steps before the questions may take.
 _STEPS = 0.6
+#: What the time may allow, most first: texts, and the shares of each kind that are tried.
+_MANY = {
+    "shares": (0.02, 0.05, 0.1, 0.15, 0.2, 0.3),
+    "window_shares": (0.25, 0.5, 0.75),
+    "prune_shares": (0.05, 0.1, 0.2, 0.3),
+}
+_FEW = {"shares": (0.05, 0.1, 0.2), "window_shares": (0.25, 0.5), "prune_shares": (0.1, 0.2)}
+_FEWEST_SHARES = {"shares": (0.05, 0.1), "window_shares": (0.5,), "prune_shares": (0.1,)}
+_EFFORTS = (
+    (MOST_TEXTS, _MANY),
+    (48, _MANY),
+    (32, _MANY),
+    (32, _FEW),
+    (24, _FEW),
+    (16, _FEW),
+    (16, _FEWEST_SHARES),
+    (LEAST_TEXTS, _FEWEST_SHARES),
+)
 #: Shares of the questions' time: the benchmark, and recall.
 _BENCHMARK, _RECALL = 0.6, 0.4
 #: Tokens of a continuation question with its four passages, each read twice.
@@ -138,8 +157,7 @@ class _Study:
             raise StudyError(f"tokens={tokens} (limit {limit} positions of the model). Lower `tokens`")
         if known is None:
             speed = run.pool.one(time_pass, TimedPass(max(1, min(4, 2048 // tokens)), tokens))
-            kv_heads = sum(site.num_key_value_heads for site in run.facts.grid.sites)
-            known = _decided(replace(config, tokens=tokens), speed, texts, kv_heads, run.say)
+            known = _decided(replace(config, tokens=tokens), speed, texts, run.say)
             write_study(record, known)
         else:
             run.say(
@@ -246,7 +264,7 @@ class _Study:
 
     def _mask_arms(self, criterion: str, order: Sequence[tuple[int, int]]) -> list[Arm]:
         total = len(order)
-        counts = {share: max(1, round(share * total)) for share in self.config.shares}
+        counts = {share: max(1, round(share * total)) for share in self.config.shares or ()}
         arms = []
         for share, count in counts.items():
             name = f"mask {criterion} {100 * share:g}% of study"
@@ -288,7 +306,7 @@ class _Study:
     def _plans(self) -> list[HeadPlan]:
         """Return the plans, smallest share first; those on disk stay."""
         config, folder = self.config, Path(self.config.out) / "plans"
-        files = {share: folder / f"{share:g}.json" for share in config.window_shares}
+        files = {share: folder / f"{share:g}.json" for share in config.window_shares or ()}
         if any(not file.exists() for file in files.values()):
             self.run.say("\n4. plans: which KV heads need the whole cache")
             measuring = MeasureConfig(
@@ -311,8 +329,9 @@ class _Study:
         """Return the pruned models, smallest share first; those on disk stay."""
         config, out = self.config, Path(self.config.out) / "pruned"
         method = "damage" if config.prune_by == "damage" or not criterion else criterion
-        several = len(config.prune_shares) > 1
-        folders = [out / f"{method}-{share:g}" if several else out for share in config.prune_shares]
+        shares = config.prune_shares or ()
+        several = len(shares) > 1
+        folders = [out / f"{method}-{share:g}" if several else out for share in shares]
         known = [read_model(folder) for folder in folders]
         if all(known):
             return [each for each in known if each is not None]
@@ -320,7 +339,7 @@ class _Study:
         pruning = PruneConfig(
             EvaluateConfig(config.model, TaskConfig(()), None, config.batch_tokens),
             out,
-            budgets=tuple(ShareBudget(share) for share in config.prune_shares),
+            budgets=tuple(ShareBudget(share) for share in shares),
             methods=(method,),
             orders={} if method == "damage" else {method: self._order(method)},
             texts=TextConfig(self.texts.measure, self.texts.choose, 2 * self._sequences, self.tokens),
@@ -464,26 +483,24 @@ class _Study:
         return saving
 
 
-def _decided(
-    config: StudyConfig, speed: float, texts: StudyTexts, kv_heads: int, say: Callable[[str], None]
-) -> StudyConfig:
+def _decided(config: StudyConfig, speed: float, texts: StudyTexts, say: Callable[[str], None]) -> StudyConfig:
     """Return the settings with what the time decides, and print what each step will take.
 
     Args:
         speed: Tokens per second of a forward pass.
-        kv_heads: KV heads of the model.
     """
-    assert config.tokens is not None
-    seconds = 3600 * config.hours
-    per_text = config.tokens / speed
-    for texts_read in sorted({MOST_TEXTS, 48, 32, 24, 16, LEAST_TEXTS}, reverse=True):
+    asked, length = config, config.tokens
+    assert length is not None
+    seconds, per_text = 3600 * config.hours, length / speed
+    for texts_read, tried in _EFFORTS:
+        config = _with_shares(asked, tried)
         sequences, judged_texts = config.sequences or texts_read, config.judged_texts or texts_read
         steps = _step_seconds(config, sequences, judged_texts, speed)
         if sum(steps.values()) <= _STEPS * seconds:
             break
     spare = _STEPS * seconds - sum(steps.values())
-    damage = 24 * len(config.prune_shares) * sequences * per_text
-    search = _SETS * len(config.window_shares) * (sequences / 2 + _PROMPTS) * per_text
+    damage = 24 * _number(config.prune_shares) * sequences * per_text
+    search = _SETS * _number(config.window_shares) * (sequences / 2 + _PROMPTS) * per_text
     prune_by = config.prune_by or ("damage" if damage < spare else "criterion")
     if prune_by == "damage":
         steps["5. pruning"] += damage
@@ -491,20 +508,20 @@ def _decided(
     searches = config.search if config.search is not None else bool(config.window_shares) and search < spare
     if searches:
         steps["4. plans"] += search
-    judged = 1 + 2 * config.kinds
-    tokens = max(0.0, seconds - sum(steps.values())) * speed / judged
+    arms = 1 + 2 * config.kinds
+    tokens = max(0.0, seconds - sum(steps.values())) * speed / arms
     questions, recall = config.questions, config.recall_questions
+    enough = enough_questions(_CHANGED, config.kinds)
     if questions is None:
-        wanted = enough_questions(_CHANGED, config.kinds)
-        afford = int(_BENCHMARK * tokens / _QUESTION_TOKENS)
-        questions = max(_FEWEST, min(wanted, afford))
+        questions = max(_FEWEST, min(enough, int(_BENCHMARK * tokens / _QUESTION_TOKENS)))
         if config.tasks is None:
             questions = min(questions, len(make_questions(texts.judged_files, questions)))
     if recall is None:
-        afford = int(_RECALL * tokens / (0.75 * config.tokens))
+        afford = int(_RECALL * tokens / (0.75 * length))
         recall = 4 * (max(_FEWEST_RECALL, min(_MOST_RECALL, afford)) // 4)
-    per_arm = (questions * _QUESTION_TOKENS + recall * 0.75 * config.tokens) / speed
-    steps["7. questions"] = judged * per_arm
+    before = sum(steps.values())
+    steps["7. questions"] = arms * (questions * _QUESTION_TOKENS + recall * 0.75 * length) / speed
+    hours_enough = (before + arms * enough * _QUESTION_TOKENS / _BENCHMARK / speed) / 3600
     say(
         f"a forward pass reads {speed:,.0f} tokens per second; about {time_text(sum(steps.values()))} in all"
         f" (limit {config.hours:g} h)"
@@ -513,8 +530,8 @@ def _decided(
         say(f"  {name:<14}{time_text(each)}")
     say(
         f"{sequences} texts measure; {judged_texts} texts, {questions:,} questions and {recall} of each recall task"
-        f" judge; about {enough_questions(_CHANGED, config.kinds):,} questions show a harmless share that changes"
-        f" {_CHANGED:.0%} of the answers"
+        f" judge. To show that a harmless share, which changes {_CHANGED:.0%} of the answers, is safe takes about"
+        f" {enough:,} questions, with which the study takes {time_text(3600 * hours_enough)}"
     )
     return replace(
         config,
@@ -527,6 +544,16 @@ def _decided(
     )
 
 
+def _number(shares: tuple[float, ...] | None) -> int:
+    return len(shares or ())
+
+
+def _with_shares(config: StudyConfig, tried: Mapping[str, tuple[float, ...]]) -> StudyConfig:
+    """Return the settings with shares where they are open."""
+    found: dict[str, Any] = {name: shares for name, shares in tried.items() if getattr(config, name) is None}
+    return replace(config, **found)
+
+
 def _step_seconds(config: StudyConfig, sequences: int, judged_texts: int, speed: float) -> dict[str, float]:
     """Return about how long each step before the questions takes, without searches.
 
@@ -535,14 +562,14 @@ def _step_seconds(config: StudyConfig, sequences: int, judged_texts: int, speed:
     """
     assert config.tokens is not None
     per_text = config.tokens / speed
-    arms = len(config.shares) + len(config.window_shares) + len(config.prune_shares)
+    masks, windows, pruned = (_number(getattr(config, name)) for name in SHARES)
     prompts = sequences / 2 + _PROMPTS
-    candidates = len(config.criteria) * len(config.shares)
+    candidates = len(config.criteria) * masks
     return {
         "1. scan": 1.5 * sequences * per_text,
         "2. probe": 60 * 256 / speed,
         "3. criterion": (3 * sequences + candidates * (judged_texts / 2 + _PROMPTS)) * per_text,
-        "4. plans": (6 + len(config.window_shares)) * prompts * per_text,
-        "5. pruning": 12 * len(config.prune_shares) * sequences * per_text,
-        "6. loss": (1 + arms) * judged_texts * per_text,
+        "4. plans": (6 + windows) * prompts * per_text,
+        "5. pruning": 12 * pruned * sequences * per_text,
+        "6. loss": (1 + masks + windows + pruned) * judged_texts * per_text,
     }

@@ -17,6 +17,8 @@ from headscan.pipelines.settings.evaluation_settings import TaskConfig
 
 #: Fewest texts that measure or judge, and most if the time decides.
 LEAST_TEXTS, MOST_TEXTS = 8, 64
+#: Settings with the shares of each kind of saving.
+SHARES = ("shares", "window_shares", "prune_shares")
 
 
 class StudyError(HeadscanError):
@@ -34,6 +36,8 @@ class StudyConfig:
         out: Folder for the store, the plans, the pruned models, the answers and the report.
         tasks: Tasks that judge; None asks which of four passages continues this one, on the judging texts.
         criteria: Scores and importances that may rank the heads; the best one on the choosing texts does.
+        shares: Shares of ablated heads; None tries those that the time allows, an empty tuple none. The same holds for
+            ``window_shares`` and ``prune_shares``.
         sequences: Texts that measure, and texts that calibrate plans and repairs; None takes as many as the time
             allows, at most `MOST_TEXTS`.
         judged_texts: Texts whose loss is judged; None takes as many as measure.
@@ -56,20 +60,26 @@ class StudyConfig:
         tuple[str, ...],
         Option("comma-separated scores that may rank the heads", kind="criterion", names=(*SCORES, *IMPORTANCES)),
     ] = ("output_norm_ln", "first_token_weight", "importance")
-    shares: Annotated[tuple[float, ...], Option("comma-separated shares of heads to ablate", above=0, below=1)] = (
-        0.02,
-        0.05,
-        0.1,
-        0.15,
-        0.2,
-        0.3,
-    )
+    shares: Annotated[
+        tuple[float, ...] | None,
+        Option("comma-separated shares of heads to ablate (default: up to 0.3, as the time allows)", above=0, below=1),
+    ] = None
     window_shares: Annotated[
-        tuple[float, ...], Option("comma-separated shares of KV heads that keep a window", above=0, below=1)
-    ] = (0.25, 0.5, 0.75)
+        tuple[float, ...] | None,
+        Option(
+            "comma-separated shares of KV heads that keep a window (default: up to 0.75, as the time allows)",
+            above=0,
+            below=1,
+        ),
+    ] = None
     prune_shares: Annotated[
-        tuple[float, ...], Option("comma-separated shares of heads to remove for good", above=0, below=1)
-    ] = (0.05, 0.1, 0.2, 0.3)
+        tuple[float, ...] | None,
+        Option(
+            "comma-separated shares of heads to remove for good (default: up to 0.3, as the time allows)",
+            above=0,
+            below=1,
+        ),
+    ] = None
     recent: Annotated[int | None, Option("recent tokens of a window (default: 1/8 of a text)", least=1)] = None
     sequences: Annotated[
         int | None, Option(f"texts that measure (default: as the time allows, at most {MOST_TEXTS})", least=LEAST_TEXTS)
@@ -89,7 +99,9 @@ class StudyConfig:
     batch_tokens: int = 8192
 
     def __post_init__(self) -> None:
-        for name in ("shares", "window_shares", "prune_shares"):
+        for name in SHARES:
+            if getattr(self, name) is None:
+                continue
             values = tuple(sorted(set(getattr(self, name))))
             if any(not 0 < value < 1 for value in values):
                 raise StudyError(f"{name}={values} (limits 0 and 1, both excluded). Use 0.1 for 10 %")
@@ -97,9 +109,9 @@ class StudyConfig:
         for criterion in self.criteria:
             if criterion not in (*SCORES, *IMPORTANCES):
                 raise StudyError(f"unknown criterion {criterion!r}. Choose from {', '.join((*SCORES, *IMPORTANCES))}")
-        if self.shares and not self.criteria:
+        if self.shares != () and not self.criteria:
             raise StudyError("criteria are empty (limit 1). Name a score or an importance")
-        if not (self.shares or self.window_shares or self.prune_shares):
+        if not self.kinds:
             raise StudyError("nothing to study: no shares. Set `shares`, `window_shares` or `prune_shares`")
         for name, least in (("sequences", LEAST_TEXTS), ("judged_texts", LEAST_TEXTS), ("batch_tokens", 1)):
             if getattr(self, name) is not None and getattr(self, name) < least:
@@ -115,7 +127,7 @@ class StudyConfig:
     @property
     def kinds(self) -> int:
         """Number of kinds of savings; the questions judge all of them, so they divide the error."""
-        return sum(map(bool, (self.shares, self.window_shares, self.prune_shares)))
+        return sum(getattr(self, name) != () for name in SHARES)
 
 
 def study_from(settings: Mapping[str, Any]) -> StudyConfig:
