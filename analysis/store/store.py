@@ -18,8 +18,7 @@ import duckdb
 import pyarrow as pa
 
 from headscan.analysis.errors import FinishedArmError, ResumeError, StoreError
-from headscan.analysis.store.connection import rows, transaction
-from headscan.analysis.store.opening import Checked, opened
+from headscan.analysis.store.connection import Checked, opened, rows, transaction
 from headscan.analysis.store.output_files import write_parquet
 from headscan.analysis.store.provenance import (
     has_ended,
@@ -309,7 +308,7 @@ class Store:
             _forget_verdicts(connection, arm_id)
             for table in ("responses", "answers", "arm_results"):
                 connection.execute(f"DELETE FROM {table} WHERE arm_id = ?", [arm_id])
-            recall = {} if "recall" in answers.column_names else {"recall": False}
+            recall: dict[str, Any] = {} if "recall" in answers.column_names else {"recall": False}
             _insert(connection, "answers", answers, check=False, arm_id=arm_id, **recall)
             if results is not None:
                 _insert(connection, "arm_results", results, arm_id=arm_id)

@@ -22,9 +22,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from headscan.ablation.ablation import intervene
 from headscan.ablation.masks import HeadMask
 from headscan.analysis.errors import StoreError
-from headscan.analysis.store.arm_tables import ACCURACY, BLEU, EACH, LOSS
 from headscan.analysis.store.records import ArmKind, ArmRecord
 from headscan.analysis.store.store import Store, run_identity
+from headscan.analysis.store.tables import ACCURACY, BLEU, EACH, LOSS
 from headscan.analysis.verdicts.head_effects import HeadEffect, bleu, record_effects
 from headscan.cluster.tasks.pool import Pool
 from headscan.errors import InterventionError, NotFiniteError

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from headscan.ablation.masks import HeadMask
-from headscan.analysis.store.arm_tables import EACH
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.tables import EACH
 from headscan.analysis.verdicts.head_effects import HeadEffect, record_effects
 from headscan.cluster.tasks.pool import Pool
 from headscan.errors import InterventionError
