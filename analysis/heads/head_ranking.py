@@ -169,11 +169,7 @@ class GatedHead:
 
 
 def gated_heads(store: Store, run_id: str, *, site: str = "self", descending: bool = False) -> list[GatedHead]:
-    """Return all heads of a site, the most closed first; layer and head break ties.
-
-    Args:
-        descending: The most open first.
-    """
+    """Return all heads of a site, the most closed first; layer and head break ties."""
     # p_open orders like the location of the gate; the gate itself is 0 or 1 for many heads.
     rows = store.query(
         "SELECT layer, head, kv_head, gate, p_open, closed, gate_up, class AS head_class FROM head_gates"
@@ -207,9 +203,7 @@ def rank_importance(
     """Return all heads of a site, least important first; layer and head break ties.
 
     Args:
-        run_id: An importance run.
         name: Name in `headscan.catalog.IMPORTANCES`.
-        descending: Most important first.
     """
     if name not in IMPORTANCES:
         raise unknown_name("importance", name, IMPORTANCES)
@@ -271,7 +265,6 @@ def halves_agreement(
     sequences, they are every other sequence.
 
     Args:
-        run_id: An importance run.
         name: Name in `headscan.catalog.IMPORTANCES`.
 
     Returns:

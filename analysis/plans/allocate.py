@@ -31,6 +31,7 @@ from headscan.analysis.plans.plan_records import (
     PlannedHead,
     PlannedModel,
     RandomCalibration,
+    Steps,
     WindowShare,
     budget_lengths,
     planned_model,
@@ -113,37 +114,6 @@ def allocate(
         validation=validation,
         notes=(*more, *notes, *scores.notes),
     )
-
-
-class Steps:
-    """Bytes of the cache by number of windows; a ``Ladder``."""
-
-    def __init__(
-        self,
-        model: PlannedModel,
-        order: Sequence[Place],
-        widths: Mapping[Place, tuple[int, int]],
-        dropped: Mapping[Place, str],
-    ) -> None:
-        self._model = model
-        self._order = order
-        self._widths = widths
-        self._dropped = dropped
-        self._bytes = {layer.layer: layer.kv_bytes or 0 for layer in model.layers}
-
-    @property
-    def candidates(self) -> int:
-        """Number of KV heads that can get a window."""
-        return len(self._order)
-
-    def bytes_with(self, windows: int, tokens: int) -> int:
-        """Return the bytes of one sequence's cache if the first ``windows`` candidates get a window."""
-        whole = sum(layer.cache_bytes(tokens) for layer in self._model.layers)
-        gone = sum(tokens * self._bytes[layer] for layer, _ in self._dropped)
-        saved = sum(
-            max(0, tokens - sum(self._widths[place])) * self._bytes[place[0]] for place in self._order[:windows]
-        )
-        return whole - gone - saved
 
 
 def savings(model: PlannedModel, heads: Sequence[PlannedHead], request: BudgetRequest) -> Budget:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, StrictBool, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
@@ -436,54 +436,72 @@ def budget_lengths(max_tokens: int | None) -> tuple[int, ...]:
     return tuple(sorted({min(length, max_tokens) for length in BUDGET_LENGTHS}))
 
 
-class Ladder(Protocol):
-    """Candidates in the order in which they get a window."""
+class Steps:
+    """Candidates in the order in which they get a window, and the bytes of the cache by number of windows."""
+
+    def __init__(
+        self,
+        model: PlannedModel,
+        order: Sequence[tuple[int, int]],
+        widths: Mapping[tuple[int, int], tuple[int, int]],
+        dropped: Mapping[tuple[int, int], str],
+    ) -> None:
+        self._model = model
+        self._order = order
+        self._widths = widths
+        self._dropped = dropped
+        self._bytes = {layer.layer: layer.kv_bytes or 0 for layer in model.layers}
 
     @property
     def candidates(self) -> int:
         """Number of KV heads that can get a window."""
-        ...
+        return len(self._order)
 
     def bytes_with(self, windows: int, tokens: int) -> int:
         """Return the bytes of one sequence's cache if the first ``windows`` candidates get a window."""
-        ...
+        whole = sum(layer.cache_bytes(tokens) for layer in self._model.layers)
+        gone = sum(tokens * self._bytes[layer] for layer, _ in self._dropped)
+        saved = sum(
+            max(0, tokens - sum(self._widths[place])) * self._bytes[place[0]] for place in self._order[:windows]
+        )
+        return whole - gone - saved
+
+
+class _WindowRequest(PlanRecord):
+    """A budget that names no sequence lengths."""
+
+    def lengths(self) -> tuple[int, ...]:
+        """Return the sequence lengths that the request names."""
+        return ()
 
 
 @dataclass(frozen=True, config=CHECKED)
-class WindowShare(PlanRecord):
+class WindowShare(_WindowRequest):
     """Share of the candidates that get a window, rounded to the nearest count, at least one head."""
 
     window_share: Annotated[Share, Field(gt=0)]
     kind: Literal["window_share"] = "window_share"
 
-    def window_count(self, ladder: Ladder) -> int:
+    def window_count(self, steps: Steps) -> int:
         """Return the number of candidates that get a window."""
-        return min(max(1, math.floor(self.window_share * ladder.candidates + 0.5)), ladder.candidates)
-
-    def lengths(self) -> tuple[int, ...]:
-        """Return the sequence lengths that the request names."""
-        return ()
+        return min(max(1, math.floor(self.window_share * steps.candidates + 0.5)), steps.candidates)
 
 
 @dataclass(frozen=True, config=CHECKED)
-class WindowHeads(PlanRecord):
+class WindowHeads(_WindowRequest):
     """Number of candidates that get a window."""
 
     window_heads: Count
     kind: Literal["window_heads"] = "window_heads"
 
-    def window_count(self, ladder: Ladder) -> int:
+    def window_count(self, steps: Steps) -> int:
         """Return the number of candidates that get a window."""
-        if self.window_heads > ladder.candidates:
+        if self.window_heads > steps.candidates:
             raise PlanError(
-                f"window_heads out of range: {self.window_heads} (limit {ladder.candidates} candidates). Lower"
+                f"window_heads out of range: {self.window_heads} (limit {steps.candidates} candidates). Lower"
                 " `window_heads`"
             )
         return self.window_heads
-
-    def lengths(self) -> tuple[int, ...]:
-        """Return the sequence lengths that the request names."""
-        return ()
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -494,17 +512,17 @@ class KVBytes(PlanRecord):
     tokens: Positive
     kind: Literal["kv_bytes"] = "kv_bytes"
 
-    def window_count(self, ladder: Ladder) -> int:
+    def window_count(self, steps: Steps) -> int:
         """Return the smallest number of windows whose cache fits."""
-        least = ladder.bytes_with(ladder.candidates, self.tokens)
+        least = steps.bytes_with(steps.candidates, self.tokens)
         if least > self.kv_bytes:
             raise PlanError(
                 f"budget out of reach: {self.kv_bytes} bytes at {self.tokens} tokens (limit {least}, the cache with"
-                f" windows on all {ladder.candidates} candidates). Raise `kv_bytes`, or narrow the windows"
+                f" windows on all {steps.candidates} candidates). Raise `kv_bytes`, or narrow the windows"
             )
         # Bytes fall with the number of windows, so the negated bytes rise and can be bisected.
         return bisect.bisect_left(
-            range(ladder.candidates), -self.kv_bytes, key=lambda count: -ladder.bytes_with(count, self.tokens)
+            range(steps.candidates), -self.kv_bytes, key=lambda count: -steps.bytes_with(count, self.tokens)
         )
 
     def lengths(self) -> tuple[int, ...]:

@@ -17,12 +17,12 @@ from headscan.analysis.report.arm_chart import (
 )
 from headscan.analysis.report.page_parts import percent
 from headscan.analysis.report.share_chart import METRICS, ArmPoint, curves_figure, pruning_figure, site_figure
-from headscan.analysis.store.arm_tables import LOSS
 from headscan.analysis.store.provenance import same_model
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.tables import LOSS
 from headscan.analysis.store.verdict_limits import LEAST_BASELINE, LEAST_QUESTIONS, LEAST_RETAINED, MARGIN
-from headscan.analysis.verdicts.confirmation import Choice, judge_sweep
+from headscan.analysis.verdicts.confirmation import SweepChoice, judge_sweep
 from headscan.analysis.verdicts.criterion_points import (
     ALL_SITES,
     RANDOM,
@@ -41,13 +41,8 @@ _TITLES = {
 }
 
 
-def sweep_parts(curves: Sequence[Curve], choices: Sequence[Choice] = ()) -> list[str]:
-    """Return the curves of a sweep's rules and masks, with tables.
-
-    Args:
-        curves: All curves of the sweep.
-        choices: The selected arms with their verdicts.
-    """
+def sweep_parts(curves: Sequence[Curve], choices: Sequence[SweepChoice] = ()) -> list[str]:
+    """Return the curves of a sweep's rules and masks, with tables."""
     parts = _selected(choices) if choices else []
     parts.append(pages.paragraph(_explanation(curves), "note"))
     for kind, title in _TITLES.items():
@@ -59,7 +54,7 @@ def sweep_parts(curves: Sequence[Curve], choices: Sequence[Choice] = ()) -> list
     return parts
 
 
-def _selected(choices: Sequence[Choice]) -> list[str]:
+def _selected(choices: Sequence[SweepChoice]) -> list[str]:
     if choices[0].confirmed:
         note = (
             "Half of the questions of each task and one of four recall texts select the best rule and the best mask."
@@ -167,7 +162,7 @@ _NOT_CORRECTED = (
 
 
 def arms_section(
-    store: Store, evaluation: Mapping[str, Any], verdict: Verdict, choices: Sequence[Choice] | None = None
+    store: Store, evaluation: Mapping[str, Any], verdict: Verdict, choices: Sequence[SweepChoice] | None = None
 ) -> str:
     """Return the section of an evaluate run.
 

@@ -18,7 +18,7 @@ from headscan.analysis.report.sections import HEAD_PLAN, INACTIVE, RANKED_BY
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.views import INACTIVE_QUANTILE
-from headscan.analysis.verdicts.confirmation import Choice
+from headscan.analysis.verdicts.confirmation import SweepChoice
 from headscan.analysis.verdicts.judge import ArmVerdict, Verdict
 from headscan.analysis.verdicts.paired import about
 
@@ -32,7 +32,6 @@ class Answer:
 
     Attributes:
         headline: The number in a few words.
-        detail: The number with its interval and conditions.
         link: Identity of the section with the evidence; None without one.
         command: Command that gives a missing or better answer; None if none is needed.
     """
@@ -62,9 +61,7 @@ class Commands:
 
     Attributes:
         model: The words that name the model: its folder or hub name, and the options of loading it.
-        store: The store.
         corpus: The options that name a corpus.
-        plan: File of the plan.
     """
 
     model: tuple[str, ...]
@@ -154,24 +151,27 @@ def cache_answer(
         return _unjudged(plan, links[1], commands)
     at = f" at {tokens:,} tokens" if tokens else ""
     passing = [arm for arm in arms if arm.removable]
+    best = min(passing, key=lambda arm: left[arm.name]) if passing else max(arms, key=lambda arm: arm.paired.low)
+    cost = _cost(best, f"{1 - left[best.name]:.1%} of the cache less{at} changes")
     if passing:
-        best = min(passing, key=lambda arm: left[arm.name])
-        return Answer(
-            _CACHE_QUESTION, f"{1 - left[best.name]:.1%}{at}", _cache_cost(best, left[best.name], at), "known", links[0]
-        )
-    best = max(arms, key=lambda arm: arm.paired.low)
+        return Answer(_CACHE_QUESTION, f"{1 - left[best.name]:.1%}{at}", cost, "known", links[0])
+    headline, lead = _not_shown(best, "plan")
     command = commands.on_model("evaluate", "--tasks", "TASKS", "--plan", commands.plan, "--controls", "19")
+    return Answer(_CACHE_QUESTION, headline, f"{lead} {cost}", "open", links[0], command)
+
+
+def _not_shown(best: ArmVerdict, what: str) -> tuple[str, str]:
+    """Return the headline and the reason if no ``what`` passes; ``best`` comes closest."""
     if not best.paired.above_chance:
-        headline, lead = "Model at chance", "The model itself is at or near chance, so its questions show nothing."
-    elif best.questions_needed and not best.losses:
-        headline = "Too few questions"
+        return "Model at chance", "The model itself is at or near chance, so its questions show nothing."
+    if best.questions_needed and not best.losses:
         needed = about(best.questions_needed)
-        lead = f"{best.paired.questions:,} questions cannot show it: about {needed} are needed, if nothing is lost."
-    else:
-        headline, lead = "None shown", "No tested plan is shown to cost at most one point and to keep recall. Closest:"
-    return Answer(
-        _CACHE_QUESTION, headline, f"{lead} {_cache_cost(best, left[best.name], at)}", "open", links[0], command
-    )
+        return (
+            "Too few questions",
+            f"{best.paired.questions:,} questions cannot show it: about {needed} are needed to exclude a loss of one"
+            " point, if there is none.",
+        )
+    return "None shown", f"No tested {what} is shown to cost at most one point and to keep recall. Closest:"
 
 
 def _unjudged(plan: HeadPlan | None, link: str, commands: Commands) -> Answer:
@@ -189,12 +189,13 @@ def _unjudged(plan: HeadPlan | None, link: str, commands: Commands) -> Answer:
     return Answer(_CACHE_QUESTION, "Not tested", detail, "missing", link, command)
 
 
-def _cache_cost(arm: ArmVerdict, left: float, at: str) -> str:
+def _cost(arm: ArmVerdict, what: str) -> str:
+    """Return the difference in accuracy that ``what`` makes, and the recall left."""
     p = arm.paired
     recall = ", ".join(family.points() for family in arm.families)
     text = (
-        f"{arm.name}: {1 - left:.1%} of the cache less{at} changes accuracy by {p.interval.words(unit=' points')}"
-        f" on {p.questions:,} questions"
+        f"{arm.name}: {what} accuracy by {p.interval.words(unit=' points')} on {p.questions:,} questions"
+        f" (baseline {p.baseline:.1f} %)"
     )
     return f"{text}; recall left: {recall}." if recall else f"{text}; recall was not tested."
 
@@ -233,7 +234,7 @@ _CHOSEN = (ArmKind.MASK, ArmKind.RULE)
 
 
 def ablation_answer(
-    verdict: Verdict | None, choices: Sequence[Choice], tried: int, link: str, commands: Commands
+    verdict: Verdict | None, choices: Sequence[SweepChoice], tried: int, link: str, commands: Commands
 ) -> Answer:
     """Return the answer from masks and rules.
 
@@ -258,7 +259,7 @@ def ablation_answer(
     return _answer(_ABLATED_QUESTION, arms, "ablated", how, link, command)
 
 
-def _how(choices: Sequence[Choice], tried: int) -> str:
+def _how(choices: Sequence[SweepChoice], tried: int) -> str:
     if not choices:
         return "" if tried < 2 else f" It is one of {tried} tested arms; their intervals are not corrected for that."
     best = choices[0]
@@ -296,30 +297,11 @@ def _best(arms: Sequence[ArmVerdict]) -> ArmVerdict:
 def _answer(question: str, arms: Sequence[ArmVerdict], done: str, how: str, link: str, command: str) -> Answer:
     """Return the largest share that passes; if none does, the arm with the best lower end."""
     best = _best(arms)
+    cost = _cost(best, f"{_share(best.zeroed_share)} of heads {done} change")
     if best.removable:
-        headline = f"{_share(best.zeroed_share)} of heads"
-        return Answer(question, headline, f"{_removal_cost(best, done)}{how}", "known", link)
-    if not best.paired.above_chance:
-        lead = "The model itself is at or near chance, so its questions show nothing."
-        return Answer(question, "Model at chance", f"{lead} {_removal_cost(best, done)}", "open", link, command)
-    if best.questions_needed and not best.losses:
-        lead = (
-            f"{best.paired.questions:,} questions cannot show it: about {about(best.questions_needed)} are needed to"
-            " exclude a loss of one point, if there is none."
-        )
-        return Answer(question, "Too few questions", f"{lead} {_removal_cost(best, done)}", "open", link, command)
-    lead = "No tested set of heads is shown to cost at most one point and to keep recall. Closest:"
-    return Answer(question, "None shown", f"{lead} {_removal_cost(best, done)}{how}", "open", link, command)
-
-
-def _removal_cost(arm: ArmVerdict, done: str) -> str:
-    p = arm.paired
-    recall = ", ".join(family.points() for family in arm.families)
-    text = (
-        f"{arm.name}: {_share(arm.zeroed_share)} of heads {done} change accuracy by"
-        f" {p.interval.words(unit=' points')} on {p.questions:,} questions (baseline {p.baseline:.1f} %)"
-    )
-    return f"{text}; recall left: {recall}." if recall else f"{text}; recall was not tested."
+        return Answer(question, f"{_share(best.zeroed_share)} of heads", f"{cost}{how}", "known", link)
+    headline, lead = _not_shown(best, "set of heads")
+    return Answer(question, headline, f"{lead} {cost}{how if headline == 'None shown' else ''}", "open", link, command)
 
 
 def _share(share: float | None) -> str:
@@ -331,7 +313,7 @@ def answers_of(
     scan: Mapping[str, Any],
     data: HeadData,
     verdict: Verdict | None,
-    choices: Sequence[Choice],
+    choices: Sequence[SweepChoice],
     plan: HeadPlan | None,
     plan_file: str | Path | None,
 ) -> list[Answer]:

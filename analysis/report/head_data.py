@@ -12,11 +12,12 @@ import numpy as np
 import pyarrow as pa
 
 from headscan.analysis.plans import HeadDamage, HeadPlan, PlannedHead
-from headscan.analysis.report.head_measures import Measure, SiteMeasures, read_head_tables, scanned_measure
+from headscan.analysis.report.head_measures import HeadMeasure, SiteMeasures, read_head_tables, scanned_measure
 from headscan.analysis.report.head_spread import (
     QUANTILES,
     SiteHeads,
     Spread,
+    mean_over_sequences,
     read_measures,
     read_sites,
     spread_of,
@@ -35,7 +36,7 @@ DAMAGES: dict[str, Callable[[HeadDamage], float | None]] = {
 }
 
 
-def plan_measures(plan: HeadPlan, heads: SiteHeads) -> list[Measure]:
+def plan_measures(plan: HeadPlan, heads: SiteHeads) -> list[HeadMeasure]:
     """Return the measures of a plan; query heads that share a KV head have equal numbers."""
     if heads.site != "self":
         return []
@@ -48,7 +49,7 @@ def plan_measures(plan: HeadPlan, heads: SiteHeads) -> list[Measure]:
         return np.array([np.nan if value is None else value for value in found], dtype=float)
 
     measures = [
-        Measure(
+        HeadMeasure(
             "plan",
             "Plan",
             numbers(lambda entry: _CLASSES.index(entry.head_class)),
@@ -56,13 +57,13 @@ def plan_measures(plan: HeadPlan, heads: SiteHeads) -> list[Measure]:
             scale="classes",
             classes=_CLASSES,
         ),
-        Measure("keep_score", "Plan", numbers(lambda entry: entry.score), plan.score, scale="share"),
+        HeadMeasure("keep_score", "Plan", numbers(lambda entry: entry.score), plan.score, scale="share"),
     ]
     for kind, read in DAMAGES.items():
         values = numbers(partial(_damage, read))
         if not np.isnan(values).all():
             text = f"loss that a window on this KV head alone adds on {kind}"
-            measures.append(Measure(f"damage_{kind}", "Damage", values, text, "nats per token"))
+            measures.append(HeadMeasure(f"damage_{kind}", "Damage", values, text, "nats per token"))
     return measures
 
 
@@ -172,18 +173,11 @@ def _other_means(store: Store, heads: SiteHeads, other: SiteHeads | None) -> dic
     """Return the means of another scan by measure; empty if its heads differ."""
     if other is None or len(other) != len(heads) or not _same_places(heads, other):
         return {}
-    return {name: spread_mean(values) for name, values in read_measures(store, other)}
+    return {name: mean_over_sequences(values) for name, values in read_measures(store, other)}
 
 
 def _same_places(a: SiteHeads, b: SiteHeads) -> bool:
     return bool(np.array_equal(a.layer, b.layer) and np.array_equal(a.head, b.head))
-
-
-def spread_mean(values: np.ndarray) -> np.ndarray:
-    """Return the mean over the measured sequences (H,)."""
-    finite = np.isfinite(values)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(finite, values, 0).sum(axis=1, dtype=np.float64) / finite.sum(axis=1)
 
 
 def _ablated_sets(store: Store, run_id: str, heads: SiteHeads) -> dict[str, list[int]]:
@@ -221,7 +215,7 @@ def page_data(data: HeadData, first: Sequence[str]) -> str:
 
 
 def _site_payload(site: SiteNumbers) -> dict[str, Any]:
-    measures: Sequence[Measure] = site.numbers.measures
+    measures: Sequence[HeadMeasure] = site.numbers.measures
     return {
         "name": site.heads.site,
         "layer": site.heads.layer.tolist(),

@@ -22,17 +22,14 @@ ScaleKind = Literal["share", "ratio", "signed", "plain", "classes"]
 
 
 @dataclass(frozen=True)
-class Measure:
+class HeadMeasure:
     """Numbers of all heads (H,) of a site under one name.
 
     Attributes:
         group: Heading in the selector.
         values: One number per head, NaN where there is none; of classes, the index of the name.
-        formula: Definition.
-        unit: Unit of the values; empty for none.
         direction: ``low`` or ``high`` if that end is the inactive one.
         scale: How colours are chosen.
-        classes: Names of the classes.
         std: Standard deviation over sequences; None if unknown.
         spread: Distribution over sequences; None if unknown.
         other: The same measure in the compared run; None without one.
@@ -86,7 +83,7 @@ def packed(values: np.ndarray) -> str:
     return base64.b64encode(np.asarray(values, dtype="<f4").tobytes()).decode()
 
 
-def scanned_measure(name: str, spread: Spread, other: np.ndarray | None = None) -> Measure:
+def scanned_measure(name: str, spread: Spread, other: np.ndarray | None = None) -> HeadMeasure:
     """Return a score or statistic of a scan."""
     score = SCORES.get(name)
     statistic = STATISTICS[name if score is None else score.statistic]
@@ -95,7 +92,7 @@ def scanned_measure(name: str, spread: Spread, other: np.ndarray | None = None) 
         statistic.formula if score is None or score.normaliser is None else f"{score.formula}; {statistic.formula}"
     )
     scale: ScaleKind = "ratio" if normalised else "share" if statistic.unit == "share" else "plain"
-    return Measure(
+    return HeadMeasure(
         name,
         "Statistics" if score is None else f"Scores ({'normalised' if normalised else 'plain'})",
         spread.mean,
@@ -158,7 +155,7 @@ def gate_definition(name: str) -> Definition:
 class SiteMeasures:
     """All measures of one site, and sets of heads (rows) by name, such as the heads of each arm."""
 
-    measures: tuple[Measure, ...]
+    measures: tuple[HeadMeasure, ...]
     sets: dict[str, list[int]] = field(default_factory=dict)
 
 
@@ -168,7 +165,6 @@ class HeadTable:
 
     Attributes:
         group: Heading in the selector of the map.
-        kind: Kind of the runs that fill it.
         table: Its name; a store without it has no such numbers.
         query: SQL with the columns ``site, layer, head, name, value, std``; ``?`` is the run.
         define: Returns the definition of a name.
@@ -245,9 +241,9 @@ def finished_runs(store: Store, kind: str, scan: Mapping[str, Any]) -> list[dict
 
 def read_head_tables(
     store: Store, scan: Mapping[str, Any], heads: SiteHeads, tables: Iterable[HeadTable] = HEAD_TABLES
-) -> tuple[list[Measure], dict[str, dict[str, Any]]]:
+) -> tuple[list[HeadMeasure], dict[str, dict[str, Any]]]:
     """Return the measures of all tables for one site, and the run of each group."""
-    found: list[Measure] = []
+    found: list[HeadMeasure] = []
     runs: dict[str, dict[str, Any]] = {}
     for table in tables:
         # A run may have no rows in the table: a comparison of criteria on labelled examples has no effects.
@@ -259,7 +255,7 @@ def read_head_tables(
     return found, runs
 
 
-def _measures(store: Store, run: Mapping[str, Any], heads: SiteHeads, table: HeadTable) -> Iterable[Measure]:
+def _measures(store: Store, run: Mapping[str, Any], heads: SiteHeads, table: HeadTable) -> Iterable[HeadMeasure]:
     rows = store.query(f"SELECT * FROM ({table.query}) WHERE site = ?", [run["run_id"], heads.site])
     names = np.array(rows["name"].to_pylist(), dtype=object)
     index = heads.index
@@ -274,7 +270,7 @@ def _measures(store: Store, run: Mapping[str, Any], heads: SiteHeads, table: Hea
             numbers = rows[column].to_numpy(zero_copy_only=False).astype(np.float64)[of_name]
             columns[column][row[row >= 0]] = numbers[row >= 0]
         meaning = table.define(name)
-        yield Measure(
+        yield HeadMeasure(
             name,
             table.group,
             columns["value"],

@@ -150,10 +150,8 @@ class Persistence:
     """Number of heads that are inactive in most sequences.
 
     Attributes:
-        heads: Their number.
         low: Lower end of the 95 % interval (bootstrap of whole sequences, with the threshold fixed); None for a single
             sequence.
-        high: Upper end of the same interval.
     """
 
     heads: int
@@ -186,11 +184,17 @@ class Spread:
     persistence: Persistence | None
 
 
+def mean_over_sequences(values: np.ndarray) -> np.ndarray:
+    """Return the mean over the measured sequences (H,)."""
+    finite = np.isfinite(values)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(finite, values, 0).sum(axis=1, dtype=np.float64) / finite.sum(axis=1)
+
+
 def spread_of(name: str, values: np.ndarray, seed: int = 0) -> Spread:
     """Summarise a measure.
 
     Args:
-        name: Name of a score or statistic.
         values: Numbers by head and sequence, (H, S); NaN where it was not measured. At least one is a number.
     """
     ordered = np.sort(values, axis=1)  # NaN last
@@ -200,9 +204,8 @@ def spread_of(name: str, values: np.ndarray, seed: int = 0) -> Spread:
     if low == high:
         low, high = low - 0.5, high + 0.5
     finite = np.isfinite(values)
-    totals = np.where(finite, values, 0).sum(axis=1, dtype=np.float64)
+    mean = mean_over_sequences(values)
     with np.errstate(divide="ignore", invalid="ignore"):
-        mean = np.where(counts > 0, totals / counts, np.nan)
         squares = (np.where(finite, values - mean[:, None], 0) ** 2).sum(axis=1)
         std = np.where(counts > 1, np.sqrt(squares / (counts - 1)), np.nan)
     score = SCORES.get(name)

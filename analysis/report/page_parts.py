@@ -142,7 +142,6 @@ def html_page(title: str, parts: Iterable[str], data: str | None) -> str:
     """Return the whole document.
 
     Args:
-        parts: HTML of the sections, in order.
         data: Packed numbers of the heads; None without a map.
     """
     html = [Markup(_shown(part)) for part in parts]

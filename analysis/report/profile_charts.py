@@ -180,7 +180,6 @@ def removed_map(points: Sequence[ArmPoint], heads_of: Mapping[int, int], title: 
 
     Args:
         points: Models of one method, unit and repair.
-        heads_of: Query heads by layer.
     """
     layers, width = sorted(heads_of), max(heads_of.values())
     shares = sorted({round(point.share, 4) for point in points})

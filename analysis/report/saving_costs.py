@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from headscan.analysis.report import page_parts as pages
 from headscan.analysis.report.page_parts import byte_count, percent
 from headscan.analysis.report.profile_charts import removed_map
 from headscan.analysis.report.share_chart import ArmPoint, cache_figure, pruning_figure
-from headscan.analysis.store.arm_tables import ACCURACY
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.tables import ACCURACY
 from headscan.analysis.verdicts.controls import loss_increase
 from headscan.analysis.verdicts.judge import ArmOutcome, Verdict
 
@@ -99,17 +99,21 @@ class _PlanDetails(NamedTuple):
 
 def _plan_details(store: Store, run_id: str) -> dict[str, _PlanDetails]:
     """Return the details of plan arms by name."""
-    kinds = [kind.value for kind in ArmKind if kind.shrinks_cache]
-    rows = store.query(
-        "SELECT name, config FROM arms WHERE run_id = ? AND list_contains(?::VARCHAR[], kind)", [run_id, kinds]
-    ).to_pylist()
     found = {}
-    for row in rows:
-        config = row["config"] if isinstance(row["config"], dict) else json.loads(row["config"] or "{}")
+    for name, config in _settings(store, run_id, [kind for kind in ArmKind if kind.shrinks_cache]).items():
         shares = {int(tokens): float(share) for tokens, share in config.get("kv_shares") or ()}
         if shares:
-            found[row["name"]] = _PlanDetails(str(config["method"]), shares)
+            found[name] = _PlanDetails(str(config["method"]), shares)
     return found
+
+
+def _settings(store: Store, run_id: str, kinds: Sequence[ArmKind]) -> dict[str, dict[str, Any]]:
+    """Return the settings of the arms of some kinds by name, with their ``selection``."""
+    rows = store.query(
+        "SELECT name, selection, config FROM arms WHERE run_id = ? AND list_contains(?::VARCHAR[], kind)",
+        [run_id, [kind.value for kind in kinds]],
+    ).to_pylist()
+    return {row["name"]: json.loads(row["config"] or "{}") | {"selection": row["selection"] or ""} for row in rows}
 
 
 REMOVAL = "removal"
@@ -127,7 +131,7 @@ _MOST_MAPS = 4
 
 def pruning_section(store: Store, evaluation: Mapping[str, Any], verdict: Verdict) -> str | None:
     """Return the section on the pruned models of an evaluation; None if it has none."""
-    details = _model_details(store, verdict.run_id)
+    details = _settings(store, verdict.run_id, [kind for kind in ArmKind if kind.is_pruned])
     arms = [arm for arm in (*verdict.arms, *verdict.unjudged) if arm.name in details]
     if not arms:
         return None
@@ -135,7 +139,7 @@ def pruning_section(store: Store, evaluation: Mapping[str, Any], verdict: Verdic
     points = [
         ArmPoint(
             arm,
-            details[arm.name]["method"],
+            details[arm.name].get("method", "unknown"),
             arm.zeroed_share or 0.0,
             removed.get(arm.name, ()),
             details[arm.name]["selection"],
@@ -154,20 +158,6 @@ def pruning_section(store: Store, evaluation: Mapping[str, Any], verdict: Verdic
         parts.append(pages.figure(removed_map(members, heads_of, title), f"removed-{number}"))
     parts += [pages.heading("Losses"), _losses(points), pages.heading("Sizes and times"), *_sizes(chosen, details)]
     return pages.section("What removing heads costs", parts, REMOVAL)
-
-
-def _model_details(store: Store, run_id: str) -> dict[str, dict[str, Any]]:
-    """Return the settings of pruned arms by name."""
-    kinds = [kind.value for kind in ArmKind if kind.is_pruned]
-    rows = store.query(
-        "SELECT name, selection, config FROM arms WHERE run_id = ? AND list_contains(?::VARCHAR[], kind)",
-        [run_id, kinds],
-    ).to_pylist()
-    found = {}
-    for row in rows:
-        config = row["config"] if isinstance(row["config"], dict) else json.loads(row["config"] or "{}")
-        found[row["name"]] = {"method": "unknown", **config, "selection": row["selection"] or ""}
-    return found
 
 
 def _removed(store: Store, run_id: str) -> dict[str, tuple[tuple[int, int], ...]]:

@@ -11,7 +11,7 @@ import numpy as np
 from headscan.analysis.plans import HeadClass, HeadPlan, PlanMethod
 from headscan.analysis.report import page_parts as pages
 from headscan.analysis.report.head_data import HeadData, Picks, SiteNumbers
-from headscan.analysis.report.head_measures import Measure
+from headscan.analysis.report.head_measures import HeadMeasure
 from headscan.analysis.report.head_spread import MOSTLY, Persistence, Spread, inactive_counts
 from headscan.analysis.report.page_parts import byte_count, number, percent
 from headscan.analysis.report.profile_charts import overlap_figure, profiles_figure
@@ -75,7 +75,7 @@ def comparison_section(scan: Mapping[str, Any], data: HeadData) -> str | None:
     )
 
 
-def _comparison_row(site: SiteNumbers, measure: Measure, several: bool) -> list[str]:
+def _comparison_row(site: SiteNumbers, measure: HeadMeasure, several: bool) -> list[str]:
     assert measure.other is not None
     both = np.isfinite(measure.values) & np.isfinite(measure.other)
     own, other = measure.values[both], measure.other[both]
@@ -126,7 +126,7 @@ def behaving_heads_section(sites: Sequence[SiteNumbers], runs: Mapping[str, Mapp
     return pages.section("What heads do", parts, BEHAVING)
 
 
-def _strongest(site: SiteNumbers, measure: Measure) -> list[str]:
+def _strongest(site: SiteNumbers, measure: HeadMeasure) -> list[str]:
     order = np.argsort(-np.nan_to_num(measure.values, nan=-np.inf), kind="stable")[:_MOST_HEADS]
     heads = [
         f"{site.heads.layer[i]}.{site.heads.head[i]}: {number(float(measure.values[i]))}"

@@ -13,8 +13,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from headscan.analysis.report.chart_style import FAINT, INK, LEGEND_ABOVE, styled, whiskers
-from headscan.analysis.store.arm_tables import ACCURACY, BLEU, LOSS
 from headscan.analysis.store.records import ArmKind
+from headscan.analysis.store.tables import ACCURACY, BLEU, LOSS
 from headscan.analysis.store.verdict_limits import LEAST_RETAINED, MARGIN
 from headscan.analysis.verdicts.controls import loss_increase
 from headscan.analysis.verdicts.criterion_points import ALL_SITES, RANDOM, SitePoint, by_curve
@@ -52,7 +52,6 @@ class Line:
         name: Name in the legend, where lines of one name stand once; not escaped.
         interval: How intervals are drawn.
         joined: False draws points alone.
-        rank: Rank in the legend.
     """
 
     name: str
@@ -142,7 +141,6 @@ class ArmPoint:
     """An arm at a share.
 
     Attributes:
-        method: Method that chose the heads, or ordered the KV heads.
         share: Share of removed heads, or of the KV cache that is left, 0 to 1.
         removed: ``(layer, head)`` of the removed heads.
         selection: Unit and repair of a pruned model.
@@ -158,9 +156,6 @@ class ArmPoint:
 def cache_figure(points: Sequence[ArmPoint], tokens: int) -> go.Figure:
     """Draw what plans cost over the share of the cache that is left, by method and mode. Random plans of the same bytes
     are pale points.
-
-    Args:
-        tokens: Length at which the cache is counted.
     """
     members: dict[tuple[bool, str, str], list[ArmPoint]] = defaultdict(list)
     for point in points:

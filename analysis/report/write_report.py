@@ -36,7 +36,7 @@ from headscan.analysis.report.sections import (
 from headscan.analysis.store.output_files import write_text
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.views import SUMMARISED
-from headscan.analysis.verdicts.confirmation import Choice, judge_sweep
+from headscan.analysis.verdicts.confirmation import SweepChoice, judge_sweep
 from headscan.analysis.verdicts.curves import is_sweep, read_curves
 from headscan.analysis.verdicts.judge import Verdict, judge
 
@@ -54,7 +54,7 @@ class _Shown:
     data: HeadData
     evaluation: Mapping[str, Any] | None
     verdict: Verdict | None
-    choices: Sequence[Choice]
+    choices: Sequence[SweepChoice]
     plan: HeadPlan | None
     plan_file: str | Path | None
 
@@ -129,7 +129,7 @@ def _check_same_model(run: Mapping[str, Any], evaluation: Mapping[str, Any]) -> 
             )
 
 
-def _choices(store: Store, verdict: Verdict | None, confirm: bool) -> Sequence[Choice]:
+def _choices(store: Store, verdict: Verdict | None, confirm: bool) -> Sequence[SweepChoice]:
     """Return the selected arms of a sweep; empty without one."""
     if verdict is None or not is_sweep(read_curves(store, verdict.run_id, verdict.unrecorded)):
         return ()

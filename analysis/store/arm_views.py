@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from headscan.analysis.store.arm_tables import (
+from headscan.analysis.store.scan_tables import literal
+from headscan.analysis.store.tables import (
     ALL_TASKS,
     ARM_VERDICTS,
     ARMS,
@@ -15,7 +16,6 @@ from headscan.analysis.store.arm_tables import (
     SELECTION,
     SPLIT_VERDICTS,
 )
-from headscan.analysis.store.scan_tables import literal
 from headscan.analysis.store.verdict_limits import (
     BENCHMARK_PARTS,
     LEAST_BASELINE,

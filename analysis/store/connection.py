@@ -1,23 +1,51 @@
-"""Connections to the file of a store, and queries on them."""
+"""Connections to the file of a store: queries, creation, format check, upgrade in place and check of its definitions.
+
+After a crash the disk holds either a complete store with its ``.wal``, which the next opening replays, or no store
+and a hidden ``.<name>.<random>.new``, which is never read. A store gets its name only after its tables are complete.
+
+A store with an older schema is backed up first. DuckDB rewrites the SQL of views differently in each version, so
+``meta`` records the version that wrote them.
+
+A view or function of an untrusted store could read files or return wrong numbers under a known name, and a function
+named like a built-in one (``avg``) replaces it. A store is trusted only if its tables, views and functions equal
+those of the schema. It may have further tables and views; headscan does not read them.
+"""
 
 from __future__ import annotations
 
 import errno
+import filecmp
+import itertools
+import os
 import re
+import secrets
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from difflib import get_close_matches
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import duckdb
 import pyarrow as pa
 
-from headscan.analysis.errors import NotAStoreError, QueryError, StoreError, StoreFullError, StoreLockedError
-from headscan.analysis.store.tables import TABLES
-from headscan.analysis.store.views import ALL_RUNS, VIEWS
+from headscan.analysis.errors import (
+    NotAStoreError,
+    QueryError,
+    StoreChangedError,
+    StoreError,
+    StoreFullError,
+    StoreLockedError,
+    StoreMissingError,
+    StoreVersionError,
+)
+from headscan.analysis.store.records import ABLATING_KINDS_SQL
+from headscan.analysis.store.scan_tables import Table, comment_statements, literal, table_statements
+from headscan.analysis.store.tables import FORMAT, SCHEMA_VERSION, TABLES, meta_rows, schema_statements
+from headscan.analysis.store.views import ALL_RUNS, VIEWS, view_statements
 
 #: Settings of a writing connection, which uses the store, its log and its temporary folder.
 WRITING: Mapping[str, str] = {
@@ -218,3 +246,374 @@ def _interruptible(connection: duckdb.DuckDBPyConnection, read: Callable[[], pa.
             while not reading.done():
                 connection.interrupt()
                 wait([reading], _BETWEEN_INTERRUPTS)
+
+
+class CatalogEntry(NamedTuple):
+    """One catalog entry.
+
+    Attributes:
+        kind: table, column, constraint, view, function, index, trigger or type.
+        name: Its name; for a constraint its text.
+        table: Table of a column, constraint, index or trigger; otherwise empty.
+    """
+
+    kind: str
+    name: str
+    table: str = ""
+
+    def __str__(self) -> str:
+        name = f"{self.table}.{self.name}" if self.kind == "column" else self.name
+        return f"{self.kind} {name}" + (f" of {self.table}" if self.table and self.kind != "column" else "")
+
+
+Definitions = Mapping[CatalogEntry, tuple[object, ...]]
+
+#: Query of each kind: name, table and defining columns. Names are qualified with ``system.main`` because unqualified
+#: names would resolve to functions of the store first.
+_QUERIES: Mapping[str, str] = {
+    "table": "SELECT table_name, '' FROM system.main.duckdb_tables()",
+    "column": "SELECT column_name, table_name, data_type, is_nullable, column_default, is_generated,"
+    " generation_expression FROM system.main.duckdb_columns()",
+    "constraint": "SELECT constraint_text, table_name FROM system.main.duckdb_constraints()",
+    "view": "SELECT view_name, '', sql FROM system.main.duckdb_views()",
+    "function": "SELECT function_name, '', function_type, macro_definition, parameters, parameter_types"
+    " FROM system.main.duckdb_functions()",
+    "index": "SELECT index_name, table_name, sql FROM system.main.duckdb_indexes()",
+    "trigger": "SELECT trigger_name, table_name, sql FROM system.main.duckdb_triggers()",
+    "type": "SELECT type_name, '', logical_type FROM system.main.duckdb_types()",
+}
+
+#: All kinds of entries.
+KINDS = tuple(_QUERIES)
+
+#: headscan never reads other schemas of a file.
+_OWN = "WHERE database_name NOT IN ('system', 'temp') AND schema_name = 'main'"
+
+
+def tables(connection: duckdb.DuckDBPyConnection) -> set[str]:
+    """Return the names of the tables in the main schema."""
+    return {str(row[0]) for row in connection.execute(f"{_QUERIES['table']} {_OWN}").fetchall()}
+
+
+def functions(connection: duckdb.DuckDBPyConnection) -> set[tuple[str, str]]:
+    """Return name and DuckDB type of the functions in the main schema."""
+    rows = connection.execute(f"{_QUERIES['function']} {_OWN}").fetchall()
+    return {(str(row[0]), str(row[2])) for row in rows}
+
+
+def definitions(connection: duckdb.DuckDBPyConnection) -> Definitions:
+    """Return all definitions of the main schema."""
+    found: dict[CatalogEntry, tuple[object, ...]] = {}
+    for kind, query in _QUERIES.items():
+        for name, table, *rest in connection.execute(f"{query} {_OWN}").fetchall():
+            entry = CatalogEntry(kind, name, table)
+            # One name can have several definitions, such as the overloads of a function; all are compared.
+            found[entry] = (*found.get(entry, ()), *rest)
+    views = {entry.name for entry in found if entry.kind == "view"}
+    # The columns of a view follow from its query, so they are not compared.
+    return {entry: value for entry, value in found.items() if not (entry.kind == "column" and entry.table in views)}
+
+
+@cache
+def declared() -> Definitions:
+    """Return this version's definitions as the installed DuckDB writes them."""
+    with duckdb.connect(":memory:", config=dict(WRITING)) as connection:
+        for statement in (*schema_statements(), *view_statements()):
+            # Comments are not compared, and they take longer than all other statements.
+            if not statement.startswith("COMMENT "):
+                connection.execute(statement)
+        return definitions(connection)
+
+
+def differences(found: Definitions, kinds: Collection[str] = KINDS) -> list[str]:
+    """Return the differences of a store from the schema, as phrases. The list is empty if the store can be trusted."""
+    expected = {entry: definition for entry, definition in declared().items() if entry.kind in kinds}
+    lost = {entry.name for entry in expected if entry.kind == "table" and entry not in found}
+    # The columns of a missing table need no phrases of their own.
+    phrases = [f"{entry} is missing" for entry in expected if entry not in found and entry.table not in lost]
+    phrases += [f"{entry} differs" for entry in expected if entry in found and found[entry] != expected[entry]]
+    ours = {entry.name for entry in expected if entry.kind == "table"}
+    for entry in found:
+        if (
+            entry.kind in kinds
+            and entry not in expected
+            and (entry.table in ours or entry.kind in ("function", "type"))
+        ):
+            phrases.append(f"{entry} is not part of the schema")
+    return sorted(phrases)
+
+
+#: Additional SQL of an upgrade from each schema version, which moves or fills data. It runs after missing tables and
+#: columns were added and before views and functions are created.
+STEPS: Mapping[int, Sequence[str]] = {
+    # Before schema 8, ablated heads were always replaced by zero.
+    7: (f"UPDATE arms SET replacement = 'zero' WHERE kind IN ({ABLATING_KINDS_SQL}) AND replacement IS NULL",)
+}
+
+_SHOWN_DIFFERENCES = 5
+
+
+class Written(NamedTuple):
+    """Versions of the schema and of DuckDB that wrote a store."""
+
+    schema: int
+    duckdb: str | None
+
+    @property
+    def outdated(self) -> bool:
+        return self.schema < SCHEMA_VERSION or self.duckdb != duckdb.__version__
+
+
+def written_with(connection: duckdb.DuckDBPyConnection, path: Path) -> Written:
+    """Return the versions that wrote the open file. It reads only the table ``meta``."""
+    names = tables(connection)
+    if not names:
+        raise StoreMissingError(f"the store at {path} is empty. Run `headscan scan` first, or name another path")
+    meta = _meta(connection) if "meta" in names else {}
+    version = meta.get("schema_version") or ""
+    if meta.get("format") != FORMAT or not (version.isascii() and version.isdecimal()):
+        raise NotAStoreError(f"{path} is a DuckDB file but not a headscan store. Name another path")
+    if int(version) > SCHEMA_VERSION:
+        raise StoreVersionError(
+            f"{path} has schema version {version}, newer than version {SCHEMA_VERSION} of this headscan. Install a"
+            " newer headscan"
+        )
+    return Written(int(version), meta.get("duckdb_version"))
+
+
+def _meta(connection: duckdb.DuckDBPyConnection) -> dict[str, str | None]:
+    try:
+        rows = connection.execute("SELECT key::VARCHAR, value::VARCHAR FROM main.meta LIMIT 100").fetchall()
+    except (duckdb.BinderException, duckdb.CatalogException):  # another program's table of this name
+        return {}
+    return dict(rows)
+
+
+def verify(connection: duckdb.DuckDBPyConnection, path: Path, kinds: Collection[str] = KINDS) -> None:
+    """Raise StoreChangedError unless the definitions of the open file equal the schema."""
+    found = differences(definitions(connection), kinds)
+    if found:
+        shown = ", ".join(found[:_SHOWN_DIFFERENCES])
+        more = f" and {len(found) - _SHOWN_DIFFERENCES} more" if len(found) > _SHOWN_DIFFERENCES else ""
+        raise StoreChangedError(
+            f"{path} differs from the schema of a headscan store: {shown}{more}. Use a copy that nobody has changed; do"
+            " not use a changed store from an untrusted source"
+        )
+
+
+def upgrade(
+    path: Path,
+    connect: Callable[[], AbstractContextManager[duckdb.DuckDBPyConnection]],
+    say: Callable[[str], None] | None = None,
+) -> None:
+    """Upgrade the store at ``path`` if it is outdated.
+
+    Args:
+        say: Called with one line when a backup was written; None disables it.
+    """
+    if not (os.access(path, os.W_OK) and os.access(path.absolute().parent, os.W_OK)):
+        raise StoreVersionError(
+            f"{path} was written with an older schema or DuckDB and must be upgraded, but it or its folder is"
+            " read-only. Copy the store to a folder that you can write to and name the copy"
+        )
+    # POSIX drops DuckDB's file lock when this process closes any handle of the file, so this handle is closed last.
+    with path.open("rb") as content, connect() as connection:
+        written = written_with(connection, path)
+        if not written.outdated:
+            return
+        if written.schema < SCHEMA_VERSION:
+            backup = _back_up(connection, content, path, written.schema)
+            if say is not None:
+                say(f"upgrading {path} from schema {written.schema} to {SCHEMA_VERSION}; the old file is {backup}")
+        with transaction(connection, path):
+            migrate(connection, path, written.schema)
+            verify(connection, path)
+
+
+def migrate(
+    connection: duckdb.DuckDBPyConnection, path: Path, version: int, steps: Mapping[int, Sequence[str]] = STEPS
+) -> None:
+    """Create missing tables and columns, and all views, functions and comments."""
+    found = definitions(connection)
+    statements = _drop_statements(found, functions(connection))
+    statements += [change for table in TABLES.values() for change in _table_changes(table, found)]
+    for step in range(version, SCHEMA_VERSION):
+        statements += steps.get(step, ())
+    for statement in statements:
+        connection.execute(statement)
+    verify(connection, path, ("table", "column", "constraint"))
+    comments = [comment for table in TABLES.values() for comment in comment_statements(table)]
+    rows = (f"({literal(key)}, {literal(value)})" for key, value in meta_rows().items())
+    for statement in (*view_statements(), *comments, f"INSERT OR REPLACE INTO meta VALUES {', '.join(rows)}"):
+        connection.execute(statement)
+
+
+def _drop_statements(found: Definitions, functions_found: Iterable[tuple[str, str]]) -> list[str]:
+    """Return DROP statements of the schema's views and all functions. Functions of the store could replace built-in
+    ones.
+    """
+    views = [f"DROP VIEW {entry.name}" for entry in found if entry.kind == "view" and entry.name in VIEWS]
+    macros = []
+    for name, kind in functions_found:
+        quoted = name.replace('"', '""')
+        macros.append(f'DROP MACRO {"TABLE " if kind == "table_macro" else ""}"{quoted}"')
+    return views + macros
+
+
+def _table_changes(table: Table, found: Definitions) -> list[str]:
+    if CatalogEntry("table", table.name) not in found:
+        return table_statements(table)
+    missing = [c for c in table.columns if c.nullable and CatalogEntry("column", c.name, table.name) not in found]
+    return [f"ALTER TABLE {table.name} ADD COLUMN {c.name} {c.type}" for c in missing]
+
+
+def _back_up(connection: duckdb.DuckDBPyConnection, content: BinaryIO, path: Path, version: int) -> Path:
+    """Copy the store to ``<name>.schema<version>.backup``, or to ``.schema<version>.<n>.backup``."""
+    fresh = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
+    try:
+        connection.execute("CHECKPOINT")  # moves rows from the write-ahead log into the file
+        with fresh.open("wb") as copy:
+            shutil.copyfileobj(content, copy, 1 << 20)
+            copy.flush()
+            os.fsync(copy.fileno())
+        shutil.copymode(path, fresh)
+        for number in itertools.count(1):
+            target = path.with_name(f"{path.name}.schema{version}{f'.{number}' if number > 1 else ''}.backup")
+            if not target.exists():
+                return fresh.rename(target)
+            if filecmp.cmp(fresh, target, shallow=False):  # an earlier upgrade stopped after its backup
+                return target
+        raise AssertionError("unreachable: itertools.count has no end")
+    except (duckdb.Error, OSError) as error:
+        raise translated(error, path) from error
+    finally:
+        with suppress(OSError):
+            fresh.unlink(missing_ok=True)
+
+
+def _make_schema(connection: duckdb.DuckDBPyConnection, path: Path) -> None:
+    with transaction(connection, path):
+        for statement in (*schema_statements(), *view_statements()):
+            connection.execute(statement)
+
+
+def _publish(fresh: Path, path: Path) -> None:
+    """Rename ``fresh`` to ``path`` unless another process created a store there first."""
+    if path.exists() and path.stat().st_size == 0:
+        fresh.replace(path)
+        return
+    try:
+        os.link(fresh, path)
+    except FileExistsError:
+        return
+    except OSError:  # a file system without hard links
+        fresh.rename(path)
+
+
+def _create(path: Path) -> None:
+    """Create an empty store and move it to ``path``."""
+    fresh = path.parent / f".{path.name}.{secrets.token_hex(4)}.new"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with connected(fresh, read_only=False) as connection:
+            _make_schema(connection, path)
+        _publish(fresh, path)
+    except (duckdb.Error, OSError) as error:
+        raise translated(error, path) from error
+    finally:
+        for leftover in (fresh, Path(f"{fresh}.wal")):
+            with suppress(OSError):
+                leftover.unlink()
+
+
+def _is_file_with_content(path: Path) -> bool:
+    if path.is_dir():
+        raise NotAStoreError(f"{path} is a directory, not a headscan store. Name a file")
+    return path.exists() and path.stat().st_size > 0
+
+
+def _create_where_missing(path: Path, timeout: float, on_wait: Callable[[str], None] | None) -> None:
+    """Create the store if the file is missing or has no tables."""
+    if not _is_file_with_content(path):
+        _create(path)
+        return
+    with connected(path, read_only=True, timeout=timeout, on_wait=on_wait) as connection:
+        empty = not tables(connection)
+    if empty:
+        with connected(path, read_only=False, timeout=timeout, on_wait=on_wait) as connection:
+            if not tables(connection):
+                _make_schema(connection, path)
+
+
+class Checked:
+    """State of a file at its last check, or after the last write of this process. An unchanged file is not checked
+    again.
+    """
+
+    def __init__(self) -> None:
+        self._state: tuple[tuple[int, ...] | None, ...] | None = None
+
+    def remember(self, path: Path) -> None:
+        """Remember the state of ``path``, which this process holds open or has just closed."""
+        self._state = _state(path)
+
+    def holds(self, path: Path) -> bool:
+        """Return True if the store at ``path`` and its log are unchanged."""
+        return self._state is not None and self._state == _state(path)
+
+
+def _state(path: Path) -> tuple[tuple[int, ...] | None, ...]:
+    def of(file: Path) -> tuple[int, ...] | None:
+        try:
+            found = file.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+    return of(path), of(Path(f"{path}.wal"))
+
+
+@contextmanager
+def opened(
+    path: Path,
+    checked: Checked,
+    *,
+    read_only: bool,
+    create: bool = False,
+    timeout: float = 30.0,
+    on_wait: Callable[[str], None] | None = None,
+) -> Iterator[duckdb.DuckDBPyConnection]:
+    """Open a connection to the store at ``path`` and close it. Closing it releases the lock.
+
+    An older store is upgraded first, even for reading. A file that is not a store stays unchanged.
+
+    Args:
+        checked: State of the last check; updated here.
+        read_only: Share the store with other readers and block all file access; otherwise lock it exclusively.
+        create: Create a missing store; only for writing.
+        timeout: Seconds to wait for the lock of another process.
+        on_wait: Called with a message when a wait or an upgrade begins; None disables it.
+    """
+    if create:
+        _create_where_missing(path, timeout, on_wait)
+    elif not _is_file_with_content(path):
+        raise StoreMissingError(f"there is no store at {path}. Run `headscan scan` first, or name another path")
+    reading = partial(connected, path, read_only=True, timeout=timeout, on_wait=on_wait)
+    writing = partial(connected, path, read_only=False, timeout=timeout, on_wait=on_wait)
+    if read_only or not checked.holds(path):
+        with reading() as connection:
+            known = checked.holds(path)
+            outdated = not known and written_with(connection, path).outdated
+            if read_only and not outdated:
+                if not known:
+                    verify(connection, path)
+                    checked.remember(path)
+                yield connection
+                return
+        if outdated:
+            upgrade(path, writing, on_wait)
+    with (reading if read_only else writing)() as connection:
+        if not checked.holds(path):  # the lock is held now, so no other process can write
+            written_with(connection, path)
+            verify(connection, path)
+        yield connection

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from headscan.analysis.store.arm_tables import ALL_TASKS
 from headscan.analysis.store.scan_tables import literal
+from headscan.analysis.store.tables import ALL_TASKS
 from headscan.catalog import SCORES, Score
 
 

@@ -101,8 +101,6 @@ class RunRecord:
         grid: One mapping per site with ``site``, ``layer``, ``num_attention_heads``, ``num_key_value_heads``,
             ``head_dim``, ``value_dim``, ``sliding_window``, ``kv_shared_from``, and of its KV cache ``cache_heads``,
             ``cache_bytes_per_token``, ``cache_tokens``.
-        config: All other options; JSON can hold them.
-        packages: Package name to version.
         device: Kind and name of the device, such as ``cuda (NVIDIA H200)``; None if unknown.
         code_files_hash: Hash of the Python files of the model; None if it runs transformers' own code.
     """
@@ -142,10 +140,8 @@ class RunState:
     """A run in the store.
 
     Attributes:
-        run_id: Its identity.
         resumed: True if the store had the run already.
         status: ``finished`` if a resumed run was finished before, otherwise ``running``.
-        shards: Content hash of every finished shard.
         changes: Changes of software and device since the run's last begin; see `provenance.provenance_changes`.
     """
 
@@ -175,7 +171,6 @@ class ShardToWrite(NamedTuple):
     """A shard and its tables.
 
     Attributes:
-        record: The shard.
         sequences: One row per sequence: ``sequence, document, source, tokens, truncated, content_hash``.
         heads: One row per sequence, site, layer and query head: ``sequence, site, layer, head, kv_head`` and any of the
             catalogue's statistics and profiles (lists with one number per bin); of an importance run ``gate_gradient``,
@@ -211,7 +206,6 @@ class ArmRecord:
             ``rule`` (other heads for each input).
         selection: Further criterion that chose the heads; arms with different ones belong to different curves.
         share: Nominal share of heads to ablate, 0 to 1.
-        seed: Seed of a random arm.
         replacement: What replaces the output of ablated heads; None if the arm ablates none.
         config: Further options; JSON can hold them. They identify the replacement, if it is not zero.
         measured: Further entries of the stored config that do not identify the arm, such as times.

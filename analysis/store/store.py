@@ -18,8 +18,7 @@ import duckdb
 import pyarrow as pa
 
 from headscan.analysis.errors import FinishedArmError, ResumeError, StoreError
-from headscan.analysis.store.connection import rows, transaction
-from headscan.analysis.store.opening import Checked, opened
+from headscan.analysis.store.connection import Checked, opened, rows, transaction
 from headscan.analysis.store.output_files import write_parquet
 from headscan.analysis.store.provenance import (
     has_ended,

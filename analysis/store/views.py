@@ -2,7 +2,7 @@
 
 ``head_scores``: the scores of each sequence; ``head_summary``: one row per head; ``head_profiles``: one row per head
 and bin of a profile; ``positional_heads``: heads that attend to one offset; ``behaviour_summary``: one row per head
-of a probe. Importance runs and roles have views of one row per head. The views of effects are in ``effect_tables``,
+of a probe. Importance runs and roles have views of one row per head. The views of effects are in `tables`,
 those of evaluations in ``arm_views``.
 
 Views that summarise runs contain finished runs only. The prefix ``all_`` names the same view of all runs, for code
@@ -16,16 +16,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from headscan.analysis.store.arm_tables import (
+from headscan.analysis.store.arm_views import ARM_COLUMN_COMMENTS, ARM_VIEW_COMMENTS, ARM_VIEWS
+from headscan.analysis.store.macros import comparison_statements, macro_statements
+from headscan.analysis.store.scan_tables import HEAD, LAYER, RUN, SITE, literal
+from headscan.analysis.store.tables import (
     ACCURACY,
     EACH,
     EFFECT_COLUMN_COMMENTS,
     EFFECT_VIEW_COMMENTS,
     EFFECT_VIEWS,
 )
-from headscan.analysis.store.arm_views import ARM_COLUMN_COMMENTS, ARM_VIEW_COMMENTS, ARM_VIEWS
-from headscan.analysis.store.macros import comparison_statements, macro_statements
-from headscan.analysis.store.scan_tables import HEAD, LAYER, RUN, SITE, literal
 from headscan.analysis.store.verdict_limits import INACTIVE_QUANTILE, MARGIN
 from headscan.catalog import BEHAVIOURS, IMPORTANCE_WEIGHT, IMPORTANCES, PROFILES, SCORES, STATISTICS, Profile, Score
 

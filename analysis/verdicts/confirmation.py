@@ -22,25 +22,27 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from headscan.analysis.store.arm_tables import ALL_TASKS, CONFIRMATION, SELECTION, SPLIT_VERDICTS
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.scan_tables import literal
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.tables import ALL_TASKS, CONFIRMATION, SELECTION, SPLIT_VERDICTS
 from headscan.analysis.store.verdict_limits import LEAST_RETAINED, few_factor
-from headscan.analysis.verdicts.answer_sheets import (
+from headscan.analysis.verdicts.controls import SelectedRank, Standing, controls_of, judge_controls, least_controls
+from headscan.analysis.verdicts.judge import ArmVerdict, Verdict, arm_outcome, benchmark_differences
+from headscan.analysis.verdicts.paired import Interval, PairedDifference
+from headscan.analysis.verdicts.verdict_rows import (
     BENCHMARK,
     AnswerSheets,
     FinishedArm,
     FinishedArms,
     Scope,
     can_be_judged,
+    compared_by_arm,
+    complete_rows,
     finished_arms,
     read_answers,
+    verdict_rows,
 )
-from headscan.analysis.verdicts.controls import SelectedRank, Standing, controls_of, judge_controls, least_controls
-from headscan.analysis.verdicts.judge import ArmVerdict, Verdict, arm_outcome, benchmark_differences
-from headscan.analysis.verdicts.paired import PairedDifference
-from headscan.analysis.verdicts.verdict_rows import compared_by_arm, complete_rows, verdict_rows
 
 #: A sweep selects one arm of each kind, because rules and masks are used differently.
 KINDS = (ArmKind.RULE, ArmKind.MASK)
@@ -70,7 +72,7 @@ class Candidate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Choice:
+class SweepChoice:
     """The selected rule or mask of a sweep, with its verdict.
 
     Attributes:
@@ -128,12 +130,11 @@ def _up_to_the_first_failure(curve: Sequence[Candidate]) -> list[Candidate]:
     return [candidate for candidate in curve if candidate.share < first_failed]
 
 
-def judge_sweep(store: Store, verdict: Verdict, *, confirm: bool = True) -> tuple[Choice, ...]:
+def judge_sweep(store: Store, verdict: Verdict, *, confirm: bool = True) -> tuple[SweepChoice, ...]:
     """Select and judge the best rule and mask of a sweep. Nothing is written: comparisons that the store lacks are
     computed and stay in memory.
 
     Args:
-        verdict: The arms of the sweep, judged by all questions.
         confirm: Select on one part of the questions and judge on the other (the view ``question_split``). If false, all
             questions do both, and the interval is too optimistic.
 
@@ -157,7 +158,7 @@ def judge_sweep(store: Store, verdict: Verdict, *, confirm: bool = True) -> tupl
             rank = _rank(best, tried, randoms, differences)
             chosen = replace(chosen, controls=replace(chosen.controls, selected=rank))
         asked = chosen.paired.questions
-        found.append(Choice(chosen, candidates=count, passed=best.passes, selected_on=asked, confirmed=False))
+        found.append(SweepChoice(chosen, candidates=count, passed=best.passes, selected_on=asked, confirmed=False))
     return tuple(found)
 
 
@@ -300,7 +301,7 @@ def _select(
 def _loses_recall(verdict: ArmVerdict) -> bool:
     """Return True if the estimated recall loss exceeds the limit."""
     return bool(verdict.recall_lost) or any(
-        family.informative and family.paired.retained is not None and family.paired.retained.share < LEAST_RETAINED
+        family.informative and family.paired.retained is not None and family.paired.retained.value < LEAST_RETAINED
         for family in verdict.recall
     )
 
@@ -312,7 +313,7 @@ def _may_be_selected(verdict: ArmVerdict) -> bool:
 class _Confirmed(NamedTuple):
     """The selected arms and their rows of ``split_verdicts``. It records whether the store has exactly these rows."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[SweepChoice, ...]
     rows: list[dict[str, Any]]
     recorded: bool
 
@@ -364,7 +365,7 @@ def _confirmed(store: Store, run_id: str, arms: FinishedArms) -> _Confirmed:
         outcome = arm_outcome(arm, wide, controls=controls, confirmation=True, comparisons=comparisons)
         if isinstance(outcome, ArmVerdict):
             choices.append(
-                Choice(
+                SweepChoice(
                     outcome,
                     candidates=count,
                     passed=candidate.passes,
@@ -415,21 +416,15 @@ def widened(scopes: Mapping[Scope, PairedDifference], comparisons: int) -> dict[
     for scope, paired in scopes.items() if comparisons > 1 else ():
         rare = few_factor(comparisons)
         if scope == BENCHMARK:
-            low, high = paired.among(comparisons)
+            wide, further = paired.among(comparisons), paired.interval.widened(rare)
             if paired.gained + paired.lost < _FEW_DIFFER:
-                low = min(low, _further(paired.difference, paired.low, rare))
-                high = max(high, _further(paired.difference, paired.high, rare))
-            found[scope] = replace(paired, low=max(-100.0, low), high=min(100.0, high))
+                wide = Interval(min(wide.low, further.low), wide.value, max(wide.high, further.high))
+            found[scope] = replace(paired, low=max(-100.0, wide.low), high=min(100.0, wide.high))
         elif scope.is_recall_family and paired.retained is not None:
-            kept = paired.retained
-            low, high = (_further(kept.share, end, rare) for end in (kept.low, kept.high))
-            found[scope] = replace(paired, retained=replace(kept, low=max(-100.0, low), high=min(200.0, high)))
+            wide = paired.retained.widened(rare)
+            kept = Interval(max(-100.0, wide.low), wide.value, min(200.0, wide.high))
+            found[scope] = replace(paired, retained=kept)
     return found
-
-
-def _further(estimate: float, end: float, factor: float) -> float:
-    """Return the end of an interval, moved away from the estimate."""
-    return estimate + factor * (end - estimate)
 
 
 def _widened_rows(

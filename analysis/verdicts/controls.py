@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from headscan.analysis.store.records import ArmKind
-from headscan.analysis.verdicts.answer_sheets import FinishedArm
 from headscan.analysis.verdicts.measures import Increase, Measure
 from headscan.analysis.verdicts.paired import PairedDifference
+from headscan.analysis.verdicts.verdict_rows import FinishedArm
 
 #: Arms have the same size if their measured shares of ablated heads differ by at most this part of the larger one.
 SAME_SIZE = 0.1
@@ -115,7 +115,6 @@ class Controls:
     """Random arms of the same size as an arm.
 
     Attributes:
-        arms: Their names.
         zeroed_share: Mean of their measured shares of ablated heads, 0 to 1; None if unknown.
         mean: Mean of their differences to the baseline, in percentage points.
         lowest: Difference of the worst seed.
@@ -231,7 +230,6 @@ def pruned_controls(
 
     Args:
         points: Benchmark difference to the baseline by arm id.
-        measures: Metrics of tasks without right answers by arm id.
     """
     if arm.kind is not ArmKind.PRUNED:
         return ()

@@ -11,12 +11,11 @@ from itertools import combinations
 from typing import Protocol, TypeVar
 
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdicts.head_effects import read_arms, read_baseline
+from headscan.analysis.verdicts.head_effects import Effect, read_arms, read_baseline
 from headscan.analysis.verdicts.judge import ArmOutcome, Verdict
-from headscan.analysis.verdicts.paired_effects import Effect
 
 
-class Choice(Protocol):
+class CurvePoint(Protocol):
     """The heads that a criterion removes at one share, 0 to 1; the points of a curve have the same ``curve``."""
 
     @property
@@ -29,7 +28,7 @@ class Choice(Protocol):
     def heads(self) -> Set[Hashable]: ...
 
 
-C = TypeVar("C", bound=Choice)
+C = TypeVar("C", bound=CurvePoint)
 
 
 def by_curve(points: Sequence[C]) -> dict[tuple[str, str], list[C]]:
@@ -45,10 +44,8 @@ class CriterionPoint:
     """A criterion at one share.
 
     Attributes:
-        criterion: Name of the criterion.
         selection: Further settings of the choice and the repair; points that differ in it are on different curves.
         share: Nominal share of removed heads, 0 to 1.
-        arm: The verdict on its arm.
         heads: ``(layer, head)`` of the removed heads.
     """
 
@@ -79,7 +76,7 @@ def criterion_points(store: Store, verdict: Verdict) -> list[CriterionPoint]:
     outcomes = {arm.name: arm for arm in (*verdict.arms, *verdict.unjudged)}
     points = []
     for row in rows:
-        config = row["config"] if isinstance(row["config"], dict) else json.loads(row["config"] or "{}")
+        config = json.loads(row["config"] or "{}")
         of_referee = "criterion" in config or "repair" in config
         if of_referee and row["name"] in outcomes:
             arm = outcomes[row["name"]]
@@ -97,13 +94,10 @@ class SitePoint:
     """A criterion at one share of the heads of a site.
 
     Attributes:
-        criterion: Name of the criterion.
         seed: Seed of a random order; None for all others.
         site: Kind of attention, or ``all``.
         share: Nominal share of the site's heads that are removed, 0 to 1.
         heads: ``(site, layer, head)`` of the removed heads.
-        metric: Name of the metric.
-        effect: Its change, with interval.
     """
 
     criterion: str
@@ -152,7 +146,6 @@ class Agreement:
     """Agreement of two curves.
 
     Attributes:
-        site: Kind of attention.
         first, second: Criterion and selection of each.
         tau: Kendall's tau-b of the shares at which heads go, -1 to 1; NaN if a curve removes all or no heads at once.
         overlap: By common share, the part of the heads of the smaller set that both remove, 0 to 1.
@@ -165,13 +158,12 @@ class Agreement:
     overlap: dict[float, float]
 
 
-def agreements(points: Sequence[Choice], heads: Sequence[Hashable], site: str = "self") -> list[Agreement]:
+def agreements(points: Sequence[CurvePoint], heads: Sequence[Hashable], site: str = "self") -> list[Agreement]:
     """Return the agreement of every pair of curves.
 
     Args:
         heads: All heads of the site. A head has the rank of the smallest tested share that removes it, so heads of one
             step are ties.
-        site: Kind of attention that all points remove.
     """
     from scipy.stats import kendalltau  # slow to import, and the report reads points without it
 
@@ -189,5 +181,5 @@ def agreements(points: Sequence[Choice], heads: Sequence[Hashable], site: str = 
     return found
 
 
-def _rank(points: Sequence[Choice], head: Hashable) -> float:
+def _rank(points: Sequence[CurvePoint], head: Hashable) -> float:
     return min((point.share for point in points if head in point.heads), default=math.inf)

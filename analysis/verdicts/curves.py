@@ -38,7 +38,6 @@ class Curve:
     """A curve; see the comments of the view ``score_curves``.
 
     Attributes:
-        kind: ``rule``, ``mask``, ``random_rule`` or ``random_mask``.
         score: Score that chose the heads; None for random heads and masks given by hand.
         selection: Further criterion that chose the heads; None without one, or if unknown.
         name: Label of the curve; includes the selection if curves of the kind differ in it.

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headscan.analysis.errors import VerdictError
-from headscan.analysis.store.arm_tables import ACCURACY, LOSS
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.tables import ACCURACY, LOSS
 from headscan.analysis.store.verdict_limits import BENCHMARK_PARTS, LEAST_RETAINED, MARGIN, RECALL_PARTS
-from headscan.analysis.verdicts.answer_sheets import BENCHMARK, FinishedArm, Scope, finished_arms
 from headscan.analysis.verdicts.controls import (
     Controls,
     PrunedControls,
@@ -23,9 +22,13 @@ from headscan.analysis.verdicts.controls import (
 from headscan.analysis.verdicts.measures import Measure, measure_words, read_measures
 from headscan.analysis.verdicts.paired import Interval, PairedDifference, about
 from headscan.analysis.verdicts.verdict_rows import (
+    BENCHMARK,
+    FinishedArm,
     RecallVerdict,
+    Scope,
     TaskVerdict,
     compared_by_arm,
+    finished_arms,
     least_visible_loss,
     read_verdict_rows,
     task_verdicts,
@@ -48,11 +51,7 @@ class ArmOutcome:
         zeroed_share: Measured share of ablated or removed heads, 0 to 1.
         share: Nominal share, see the column of ``arms``.
         selection: How heads were selected, or the mode of a plan.
-        recall: Families of recall tasks, which are not part of the benchmark.
-        measures: Metrics of tasks without right answers.
         weights_left: Share of the weights' bytes that a pruned model keeps; None for other arms.
-        cache_left: Share of the KV cache's bytes that a pruned model keeps; None for other arms.
-        pruned_controls: Losses of models pruned to the same size in other ways.
         replacement: What replaces the output of ablated heads; None for other arms.
     """
 
@@ -298,7 +297,6 @@ class Verdict:
     Attributes:
         arms: Arms with an accuracy.
         unjudged: Arms without one: all of them if no benchmark task has right answers (perplexity).
-        unfinished: Number of unfinished arms of the run, which are not judged.
         unrecorded: Rows of ``arm_verdicts`` that were computed because the store lacks them.
     """
 

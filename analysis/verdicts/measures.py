@@ -17,15 +17,14 @@ import numpy as np
 
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.verdict_limits import TAIL
-from headscan.analysis.verdicts.answer_sheets import FinishedArm
 from headscan.analysis.verdicts.paired import Interval
+from headscan.analysis.verdicts.verdict_rows import FinishedArm
 
 
 class Rate(NamedTuple):
     """A metric that is a sum over documents, divided by their tokens or bytes.
 
     Attributes:
-        unit: Unit of the metric.
         factor: Factor from the stored sum to the metric.
     """
 
@@ -54,10 +53,8 @@ class Increase:
     """Paired difference of a metric, arm minus baseline, with its 95 % interval.
 
     Attributes:
-        unit: Unit of the numbers.
         documents: Number of documents, which the interval treats as independent.
         low: Lower end; minus infinity with one document.
-        high: Upper end; infinity with one document.
     """
 
     unit: str
@@ -121,8 +118,7 @@ def rate_increase(
     Student's t too narrow.
 
     Args:
-        baseline: (rows,) sums of the baseline.
-        arm: (rows,) sums of the arm.
+        baseline: (rows,) sums of the baseline; ``arm`` likewise.
         sizes: (rows,) tokens or bytes of each row.
         documents: (rows,) document of each row; the rows of one document are correlated.
         comparisons: Number of arms for which the interval is widened (Bonferroni).
@@ -148,8 +144,7 @@ def ratio_with_error(amounts: np.ndarray, sizes: np.ndarray, clusters: np.ndarra
     (Cochran 1977, section 6.5); it is infinite with one cluster.
 
     Args:
-        amounts: (rows,) amounts of the numerator.
-        sizes: (rows,) sizes of the denominator.
+        amounts: (rows,) of the numerator; ``sizes`` of the denominator.
         clusters: (rows,) cluster of each row; the rows of one cluster are correlated.
     """
     number = np.unique(clusters, return_inverse=True)[1]
@@ -169,8 +164,7 @@ def studentised(amounts: np.ndarray, sizes: np.ndarray, documents: np.ndarray) -
     of Efron 1981; Hall 1988).
 
     Args:
-        amounts: (rows,) amounts of the numerator.
-        sizes: (rows,) sizes of the denominator.
+        amounts: (rows,) of the numerator; ``sizes`` of the denominator.
         documents: (rows,) document of each row; the rows of one document are correlated.
     """
     unit = np.unique(documents, return_inverse=True)[1] % _MOST_UNITS
@@ -198,11 +192,7 @@ def _weights(units: int) -> np.ndarray:
 def read_measures(
     store: Store, run_id: str, baseline: FinishedArm, *, comparisons: int = 1
 ) -> Mapping[str, tuple[Measure, ...]]:
-    """Return the metrics of tasks without right answers, by arm id.
-
-    Args:
-        comparisons: Number of arms for which the intervals of losses are widened.
-    """
+    """Return the metrics of tasks without right answers, by arm id."""
     rows = store.query(
         "SELECT r.arm_id, task, metric, r.value AS arm, b.value AS baseline"
         " FROM arm_results r JOIN arms a ON a.arm_id = r.arm_id"

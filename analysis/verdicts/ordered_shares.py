@@ -16,12 +16,17 @@ from enum import StrEnum
 
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdicts.answer_sheets import Scope, finished_arms
 from headscan.analysis.verdicts.confirmation import widened
 from headscan.analysis.verdicts.judge import ArmOutcome, ArmVerdict, arm_outcome
 from headscan.analysis.verdicts.measures import Increase, read_measures
 from headscan.analysis.verdicts.paired import PairedDifference, about
-from headscan.analysis.verdicts.verdict_rows import RecallVerdict, compared_by_arm, read_verdict_rows
+from headscan.analysis.verdicts.verdict_rows import (
+    RecallVerdict,
+    Scope,
+    compared_by_arm,
+    finished_arms,
+    read_verdict_rows,
+)
 
 
 class Outcome(StrEnum):
@@ -37,15 +42,10 @@ class ShareVerdict:
     """Verdict on one share.
 
     Attributes:
-        name: Name of the arm.
         share: Nominal share of heads or of KV heads, 0 to 1.
         loss: Increase of the held-out loss, in nats per token; None if it was not measured.
-        outcome: The verdict.
         why: What is lost, or what is missing; empty if the share is safe.
         accuracy: The benchmark; None if the loss ended the test.
-        recall: Families of recall tasks.
-        cache_left: Share of the KV cache's bytes that a pruned model keeps; None for other arms.
-        weights_left: Share of the weights' bytes that a pruned model keeps; None for other arms.
     """
 
     name: str
@@ -60,11 +60,7 @@ class ShareVerdict:
 
 
 def read_losses(store: Store, run_id: str, *, comparisons: int = 1) -> dict[str, Increase]:
-    """Return the increase of the loss of ordinary text by arm name, with intervals widened for the comparisons.
-
-    Raises:
-        VerdictError: The run has no finished arm with a loss.
-    """
+    """Return the increase of the loss of ordinary text by arm name, with intervals widened for the comparisons."""
     arms = finished_arms(store, run_id)
     measures = read_measures(store, run_id, arms.baseline, comparisons=comparisons)
     found = {
@@ -97,9 +93,7 @@ def judge_shares(
 
     Args:
         shares: Names of arms and their shares, from small to large, fixed before the questions were read.
-        losses: Increases of the held-out loss by arm name.
         max_loss: Largest increase of the loss, in nats per token.
-        comparisons: Number of kinds of savings that these questions judge.
     """
     arms = finished_arms(store, run_id)
     by_name = {arm.name: arm for arm in arms.others}

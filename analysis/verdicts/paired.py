@@ -49,34 +49,20 @@ class Interval(NamedTuple):
         """Return the numbers times a positive factor, plus an offset."""
         return Interval(*(offset + factor * number for number in self))
 
+    def widened(self, factor: float) -> Interval:
+        """Return the number with both ends moved away from it by a factor."""
+        return Interval(*(self.value + factor * (end - self.value) for end in self))
+
     def words(self, digits: int = 2, unit: str = "", sign: str = "+") -> str:
         """Return the number with its unit, and its interval if it is known; an empty ``sign`` shows minus only."""
         text = f"{self.value:{sign}.{digits}f}{unit}"
         return f"{text} [{self.low:{sign}.{digits}f}, {self.high:{sign}.{digits}f}]" if self.known else text
 
 
-@dataclass(frozen=True)
-class Retained:
-    """Share of the baseline's ability that an arm retains, in percent. Ability is accuracy above chance.
+def retained(baseline: np.ndarray, arm: np.ndarray, texts: np.ndarray, chance: float, *, seed: int = 0) -> Interval:
+    """Return the share of the baseline's ability above chance that an arm retains, in percent.
 
-    Attributes:
-        share: Estimate; above 100 if the arm recalls more than the baseline.
-        low: Lower end of its 95 % interval, at least -100.
-        high: Upper end, at most 200.
-    """
-
-    share: float
-    low: float
-    high: float
-
-    @property
-    def interval(self) -> Interval:
-        """The share with its interval."""
-        return Interval(self.low, self.share, self.high)
-
-
-def retained(baseline: np.ndarray, arm: np.ndarray, texts: np.ndarray, chance: float, *, seed: int = 0) -> Retained:
-    """Return the share of ability above chance that an arm retains.
+    The share is above 100 if the arm recalls more than the baseline; its interval ends within -100 and 200.
 
     The interval is a Bayesian bootstrap of whole texts with one added text: the worst possible for the lower end, the
     best possible for the upper end (Gaffke's bound; arXiv 1905.06208). Identical answers to few questions therefore
@@ -85,8 +71,7 @@ def retained(baseline: np.ndarray, arm: np.ndarray, texts: np.ndarray, chance: f
     others are kept.
 
     Args:
-        baseline: (questions,) 0 to 1 per question.
-        arm: (questions,) the same questions in the same order.
+        baseline: (questions,) 0 to 1 per question; ``arm`` likewise.
         texts: (questions,) the text of each question.
         chance: Accuracy of guessing in percent.
     """
@@ -99,8 +84,8 @@ def retained(baseline: np.ndarray, arm: np.ndarray, texts: np.ndarray, chance: f
     worst, best = np.array([1.0, 0.0]) - chance / 100, np.array([0.0, 1.0]) - chance / 100
     lows, highs = _shares(known + unknown * worst, _LOWEST), _shares(known + unknown * best, _HIGHEST)
     identical = _shares(known[:, [0, 0]] + unknown * worst, _LOWEST)
-    return Retained(
-        share=float(_shares(ability.mean(axis=1)[None], _HIGHEST)[0]),
+    return Interval(
+        value=float(_shares(ability.mean(axis=1)[None], _HIGHEST)[0]),
         low=float(min(np.quantile(lows, TAIL), np.quantile(identical, TAIL))),
         high=float(np.quantile(highs, 1 - TAIL)),
     )
@@ -131,13 +116,11 @@ class PairedDifference:
     """Comparison of an arm with its baseline on the same questions.
 
     Attributes:
-        questions: Number of questions.
         baseline: Accuracy of the baseline in percent.
         arm: Accuracy of the arm in percent.
         difference: Arm minus baseline in percentage points.
         low: Lower end of the 95 % interval of the difference in percentage points: the wider one of Student's t and of
             a bootstrap with t quantiles; if few answers differ, the score test counts if it is wider.
-        high: Upper end of that interval.
         gained: Number of questions where the arm is better.
         lost: Number of questions where the arm is worse.
         p_value: Two-sided p-value of McNemar's exact test. The test assumes independent questions; it is too small if
@@ -155,7 +138,7 @@ class PairedDifference:
     gained: int
     lost: int
     p_value: float
-    retained: Retained | None = None
+    retained: Interval | None = None
     chance: float | None = None
 
     @property
@@ -187,9 +170,6 @@ class PairedDifference:
 
         The arm changes as many answers as this one. If few answers differ, their share gives the variance; otherwise
         the width of the interval does, which also counts partial credit and correlated questions.
-
-        Args:
-            comparisons: Number of arms for which the interval is widened.
         """
         changed = self.gained + self.lost
         if changed < _FEW_DIFFER:
@@ -197,16 +177,13 @@ class PairedDifference:
         error = (self.high - self.low) / 2 / t_quantile(TAIL / comparisons, max(1, self.questions - 1))
         return enough_questions(self.questions * (error / 100) ** 2, comparisons)
 
-    def among(self, comparisons: int) -> tuple[float, float]:
-        """Return the interval widened for ``comparisons`` simultaneous intervals at 95 %. Bonferroni's level at the
-        quantile of Student's t; both ends move away from the difference by the same factor.
+    def among(self, comparisons: int) -> Interval:
+        """Return the difference with its interval widened for ``comparisons`` simultaneous intervals at 95 %:
+        Bonferroni's level at the quantile of Student's t.
         """
         freedom = max(1, self.questions - 1)
         factor = t_quantile(TAIL / comparisons, freedom) / t_quantile(TAIL, freedom)
-        return (
-            self.difference - factor * (self.difference - self.low),
-            self.difference + factor * (self.high - self.difference),
-        )
+        return self.interval.widened(factor)
 
 
 def enough_questions(changed: float, comparisons: int = 1) -> int:
@@ -217,7 +194,6 @@ def enough_questions(changed: float, comparisons: int = 1) -> int:
 
     Args:
         changed: Share of the answers that the arm changes, 0 to 1, or the variance of a question's difference.
-        comparisons: Number of arms that the questions judge.
     """
     questions = ((_NORMAL.inv_cdf(1 - TAIL / comparisons) + _NORMAL.inv_cdf(POWER)) * 100 / MARGIN) ** 2 * changed
     if changed * questions < _FEW_DIFFER:
@@ -258,7 +234,6 @@ class _Stratum(NamedTuple):
 
     Attributes:
         texts: (texts, 2) sum of the differences and number of questions of each text.
-        questions: Number of questions.
     """
 
     texts: np.ndarray
@@ -361,12 +336,10 @@ def compare(
     """Return the paired difference of two arms.
 
     Args:
-        baseline_correct: (questions,) 0 to 1 per question.
-        arm_correct: (questions,) the same questions in the same order.
+        baseline_correct: (questions,) 0 to 1 per question; ``arm_correct`` the same questions in the same order.
         strata: (questions,) task of each question; the bootstrap draws within tasks. None treats all as one task.
         texts: (questions,) number of each question's text within its task; the bootstrap draws whole texts, whose
             questions are correlated. None gives each question its own text.
-        resamples: Number of bootstrap resamples.
     """
     from scipy.stats import binomtest  # slow to import, and stored verdicts are read without it
 

@@ -1,4 +1,4 @@
-"""Verdicts on recall tasks and on single tasks, and the stored rows of arms.
+"""Answers of the finished arms of a run, verdicts on recall tasks and on single tasks, and their stored rows.
 
 A benchmark of short questions does not show the loss of retrieval heads (arXiv 2404.15574), so an arm must also keep
 the model's recall: finding needles and copying text. The tasks of a family differ only in length and are judged
@@ -12,16 +12,20 @@ intervals would fail it in up to half of them. A task of few questions therefore
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log, sqrt
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
+from headscan.analysis.errors import VerdictError
+from headscan.analysis.store.records import CONTROL_KINDS_SQL, ArmKind
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.tables import TABLES
+from headscan.analysis.store.tables import ALL_TASKS, TABLES
 from headscan.analysis.store.verdict_limits import (
     LEAST_COPIED,
     LEAST_RETAINED,
@@ -32,23 +36,253 @@ from headscan.analysis.store.verdict_limits import (
     QUESTIONS_PER_TEXT,
     TAIL,
 )
-from headscan.analysis.verdicts.answer_sheets import (
-    BENCHMARK,
-    AnswerSheets,
-    FinishedArm,
-    Scope,
-    finished_arms,
-    read_answers,
-)
 from headscan.analysis.verdicts.paired import (
     CHANCE,
     Interval,
     PairedDifference,
-    Retained,
+    compare,
+    retained,
     shows_loss,
     t_quantile,
     wilson_low,
 )
+
+
+class FinishedArm(NamedTuple):
+    """An arm with all answers; see the comments of the table ``arms``.
+
+    Attributes:
+        kv_shares: Share of the KV cache that a plan leaves, by length, as JSON; None for other arms.
+        weights_left: Share of the weights' bytes that a pruned model keeps; None for other arms.
+        replacement: What replaces the output of ablated heads; None for other arms.
+    """
+
+    arm_id: str
+    name: str
+    kind: ArmKind
+    score: str | None
+    selection: str | None
+    share: float | None
+    zeroed_share: float | None
+    kv_shares: str | None = None
+    weights_left: float | None = None
+    cache_left: float | None = None
+    layers_dropped: int | None = None
+    replacement: str | None = None
+    seed: int | None = None
+
+
+#: Fields in the arm's settings, and their SQL types.
+_SETTINGS = {"kv_shares": "VARCHAR", "weights_left": "DOUBLE", "cache_left": "DOUBLE", "layers_dropped": "INTEGER"}
+
+
+class FinishedArms(NamedTuple):
+    """The baseline, the other finished arms (controls last) and the number of unfinished arms."""
+
+    baseline: FinishedArm
+    others: tuple[FinishedArm, ...]
+    unfinished: int
+
+
+def can_be_judged(store: Store, run_id: str) -> bool:
+    """Return True if a run can be compared with its baseline. The baseline and another arm must be finished."""
+    kinds = store.query("SELECT kind FROM arms WHERE run_id = ? AND status = 'finished'", [run_id])["kind"].to_pylist()
+    return kinds.count(ArmKind.BASELINE) == 1 and len(kinds) > 1
+
+
+def finished_arms(store: Store, run_id: str) -> FinishedArms:
+    """Return the finished arms of a run."""
+    columns = [name for name in FinishedArm._fields if name not in _SETTINGS]
+    columns += [f"(config ->> '$.{name}')::{kind} AS {name}" for name, kind in _SETTINGS.items()]
+    rows = store.query(
+        f"SELECT {', '.join(columns)}, status = 'finished' AS finished FROM arms"
+        f" WHERE run_id = ? ORDER BY kind IN ({CONTROL_KINDS_SQL}), started_at, name",
+        [run_id],
+    ).to_pylist()
+    arms = [FinishedArm(**row | {"kind": ArmKind(row["kind"])}) for row in rows if row.pop("finished")]
+    baselines = [arm for arm in arms if arm.kind is ArmKind.BASELINE]
+    if len(baselines) != 1:
+        raise VerdictError(
+            f"run {run_id} has {len(baselines)} finished baselines (limit 1). Finish the run with `headscan evaluate`"
+        )
+    others = tuple(arm for arm in arms if arm.kind is not ArmKind.BASELINE)
+    return FinishedArms(baselines[0], others, len(rows) - len(arms))
+
+
+#: Suffix of a task that asks the documents of another task in cloze form.
+CLOZE_SUFFIX = "_continuation"
+
+
+class Scope(NamedTuple):
+    """Questions judged together: task, group, recall family or benchmark."""
+
+    task: str
+    recall: bool
+
+    @property
+    def is_recall_family(self) -> bool:
+        """True for a family of recall tasks: needle, but not needle@512."""
+        return self.recall and "@" not in self.task
+
+    @property
+    def is_benchmark_task(self) -> bool:
+        """True for a task of the benchmark or a group of them."""
+        return not self.recall and self.task != ALL_TASKS
+
+
+BENCHMARK = Scope(ALL_TASKS, False)
+
+
+@dataclass(frozen=True)
+class AnswerSheets:
+    """Answers of several arms to the same questions.
+
+    Attributes:
+        tasks: (questions,) number of each question's task; a task and its cloze form share one number.
+        texts: (questions,) number of each question's text within its task; several recall questions share a text, and
+            so do the two forms of a question.
+        chance: (questions,) accuracy of guessing, 0 to 1; NaN if it is unknown.
+        correct: (questions,) 0 to 1, by arm id.
+        scopes: (questions,) bool, whether the question is in the scope, by scope.
+    """
+
+    tasks: np.ndarray
+    texts: np.ndarray
+    chance: np.ndarray
+    correct: Mapping[str, np.ndarray]
+    scopes: Mapping[Scope, np.ndarray]
+
+    def compare(self, scope: Scope, baseline: np.ndarray, arm: np.ndarray) -> PairedDifference:
+        """Return the paired difference in a scope; ``baseline`` and ``arm`` are (questions,)."""
+        counts = self.scopes[scope]
+        tasks, texts = self.tasks[counts], self.texts[counts]
+        paired = compare(baseline[counts], arm[counts], tasks, texts)
+        if not scope.recall:
+            guessed = self.chance[counts]
+            unknown = np.isnan(guessed)
+            return (
+                paired if unknown.all() else replace(paired, chance=100 * float(np.where(unknown, 0, guessed).mean()))
+            )
+        if not scope.is_recall_family:
+            return paired
+        own_text = tasks * (1 + self.texts.max()) + texts
+        share = retained(baseline[counts], arm[counts], own_text, CHANCE.get(scope.task, 0.0))
+        return replace(paired, retained=share)
+
+    def difference(self, scope: Scope, baseline: np.ndarray, arm: np.ndarray) -> float:
+        """Return the mean paired difference in percentage points.
+
+        `compare` also computes its interval.
+        """
+        counts = self.scopes[scope]
+        return 100 * float((arm[counts] - baseline[counts]).mean())
+
+    def only(self, kept: np.ndarray) -> AnswerSheets:
+        """Return sheets of the questions in ``kept``, (questions,) bool; empty scopes are removed."""
+        return AnswerSheets(
+            tasks=self.tasks[kept],
+            texts=self.texts[kept],
+            chance=self.chance[kept],
+            correct={arm_id: correct[kept] for arm_id, correct in self.correct.items()},
+            scopes={scope: counts[kept] for scope, counts in self.scopes.items() if counts[kept].any()},
+        )
+
+
+def read_answers(store: Store, baseline: FinishedArm, others: Sequence[FinishedArm]) -> AnswerSheets:
+    """Return the answers of a baseline and of other arms."""
+    table = store.query(
+        "SELECT arm_id, task, question, recall, doc_hash, correct FROM answers"
+        " WHERE correct IS NOT NULL AND list_contains(?, arm_id) ORDER BY arm_id, task, question",
+        [[arm.arm_id for arm in (baseline, *others)]],
+    )
+    sheets = _by_arm(table)
+    empty = table.slice(0, 0)
+    asked = sheets.get(baseline.arm_id, empty)
+    for arm in others:
+        _check_questions(arm, sheets.get(arm.arm_id, empty), asked)
+    tasks = asked["task"].to_numpy()
+    numbers = asked["question"].to_numpy()
+    return AnswerSheets(
+        tasks=_task_numbers(tasks),
+        texts=np.where(asked["recall"].to_numpy(), numbers // QUESTIONS_PER_TEXT, numbers),
+        chance=_chance(store, baseline, tasks),
+        correct={arm_id: sheet["correct"].to_numpy() for arm_id, sheet in sheets.items()},
+        scopes=_scopes(store, baseline, tasks),
+    )
+
+
+def _chance(store: Store, baseline: FinishedArm, tasks: np.ndarray) -> np.ndarray:
+    """Return the accuracy of guessing for each question: 1 / choices, NaN if it is unknown.
+
+    It is unknown for answers without choices (generated texts, a single likelihood) and in tasks with partial credit,
+    whose grade is not that of the likeliest choice. Choices that differ in frequency can be guessed more often.
+    """
+    found = store.query(
+        "SELECT task, len(log_likelihoods) AS choices, bool_and(correct IN (0, 1)) OVER (PARTITION BY task) AS whole"
+        " FROM answers WHERE arm_id = ? AND correct IS NOT NULL ORDER BY task, question",
+        [baseline.arm_id],
+    )
+    assert found.num_rows == len(tasks)
+    choices = np.array(
+        [
+            n if n is not None and n > 1 and w else np.nan
+            for n, w in zip(found["choices"].to_pylist(), found["whole"].to_pylist(), strict=True)
+        ],
+        dtype=float,
+    )
+    return 1 / choices
+
+
+def _task_numbers(tasks: np.ndarray) -> np.ndarray:
+    """Return task numbers; a task and its cloze form share one. The bootstrap draws whole documents, which both
+    contain.
+    """
+    names, number = np.unique(tasks, return_inverse=True)
+    plain = [name.removesuffix(CLOZE_SUFFIX) for name in names]
+    forms = [base if base in names else name for name, base in zip(names, plain, strict=True)]
+    return np.unique(forms, return_inverse=True)[1][number]
+
+
+def _by_arm(table: pa.Table) -> dict[str, pa.Table]:
+    """Split ``table``, sorted by arm, into one table per arm id."""
+    sheets, start = {}, 0
+    for count in table["arm_id"].value_counts().to_pylist():
+        sheets[count["values"]] = table.slice(start, count["counts"])
+        start += count["counts"]
+    return sheets
+
+
+def _check_questions(arm: FinishedArm, sheet: pa.Table, asked: pa.Table) -> None:
+    if not sheet.drop_columns(["arm_id", "correct"]).equals(asked.drop_columns(["arm_id", "correct"])):
+        other = f"{sheet.num_rows} questions (baseline {asked.num_rows})"
+        if sheet.num_rows == asked.num_rows:
+            other = f"{sheet.num_rows} questions that differ from the baseline's"
+        raise VerdictError(f"arm {arm.name} answered {other}. Evaluate it again")
+
+
+def _scopes(store: Store, baseline: FinishedArm, tasks: np.ndarray) -> dict[Scope, np.ndarray]:
+    rows = store.query(
+        "SELECT scope, recall, list(DISTINCT task) AS tasks FROM"
+        " (SELECT task, recall, unnest(task_scopes(task, recall)) AS scope FROM answers"
+        " WHERE arm_id = ? AND correct IS NOT NULL) GROUP BY scope, recall ORDER BY scope, recall",
+        [baseline.arm_id],
+    ).to_pylist()
+    scopes = {Scope(row["scope"], row["recall"]): np.isin(tasks, row["tasks"]) for row in rows}
+    for group, members in _groups(store, baseline).items():
+        inside = np.isin(tasks, members)
+        # A group equal to the benchmark or to one task would repeat that scope.
+        if inside.any() and not any(np.array_equal(inside, counts) for counts in scopes.values()):
+            scopes[Scope(group, False)] = inside
+    return scopes
+
+
+def _groups(store: Store, baseline: FinishedArm) -> dict[str, list[str]]:
+    """Return the requested groups with their tasks. Older runs have none."""
+    (row,) = store.query(
+        "SELECT runs.config->>'groups' AS groups FROM runs JOIN arms USING (run_id) WHERE arm_id = ?", [baseline.arm_id]
+    ).to_pylist()
+    return json.loads(row["groups"]) if row["groups"] else {}
+
 
 #: Questions for which recall is asked, as a multiple of those with which identical answers keep it: at the least number
 #: they keep it in half of the cases, because the accuracy of the baseline varies.
@@ -98,12 +332,12 @@ class RecallVerdict:
     def left(self) -> Interval | None:
         """Share of the ability that is left, in percent; None if the baseline does not solve the task."""
         kept = self.paired.retained
-        return kept.interval if kept is not None and self.informative else None
+        return kept if self.informative else None
 
     def share_left(self) -> str:
         """Return the retained share of the ability with its interval."""
         kept = self.paired.retained
-        return "unknown" if kept is None else f"{kept.share:.0f} % [{kept.low:.0f} %, {kept.high:.0f} %]"
+        return "unknown" if kept is None else f"{kept.value:.0f} % [{kept.low:.0f} %, {kept.high:.0f} %]"
 
     def points(self) -> str:
         """Return the family and its retained share with the interval. If the loss shows in points alone, they are
@@ -141,7 +375,6 @@ def recall_needed(family: str, baseline: float, comparisons: int = 1) -> int:
 
     Args:
         baseline: Accuracy of the baseline in percent, above chance.
-        comparisons: Number of arms that the questions judge.
     """
     least = least_questions(baseline, CHANCE.get(family, 0.0), comparisons)
     return QUESTIONS_PER_TEXT * ceil(_SPARE * least / QUESTIONS_PER_TEXT)
@@ -155,8 +388,6 @@ def least_questions(baseline: float, chance: float, comparisons: int = 1) -> int
 
     Args:
         baseline: Accuracy of the baseline in percent, above ``chance``.
-        chance: Accuracy of guessing in percent.
-        comparisons: Number of arms that the questions judge.
     """
     spare = (100 - LEAST_RETAINED) / 100 * (baseline - chance)
     lost = LEAST_RETAINED + (100 - LEAST_RETAINED) / 100 * chance
@@ -168,31 +399,28 @@ class TaskVerdict:
     """Comparison of an arm with the baseline in a task or group.
 
     Attributes:
-        low: Lower end of the interval widened for the number of tasks, in percentage points.
-        high: Upper end of that interval.
+        wide: The difference in percentage points, with its interval widened for the number of tasks.
     """
 
     task: str
     paired: PairedDifference
-    low: float
-    high: float
+    wide: Interval
 
     @property
     def failed(self) -> bool:
         """True if the interval shows a loss of more than one point."""
-        return shows_loss(self.high, self.paired.questions)
+        return shows_loss(self.wide.high, self.paired.questions)
 
     def points(self) -> str:
         """Return the task, its difference and the interval."""
-        interval = Interval(self.low, self.paired.difference, self.high)
-        return f"{self.task}: {interval.words(unit=' points')}"
+        return f"{self.task}: {self.wide.words(unit=' points')}"
 
 
 def task_verdicts(scopes: Mapping[Scope, PairedDifference]) -> tuple[TaskVerdict, ...]:
     """Judge each task and group of a benchmark, clearest loss first."""
     tasks = {scope.task: paired for scope, paired in scopes.items() if scope.is_benchmark_task}
-    verdicts = [TaskVerdict(task, paired, *paired.among(len(tasks))) for task, paired in tasks.items()]
-    return tuple(sorted(verdicts, key=lambda verdict: (verdict.high, verdict.low, verdict.task)))
+    verdicts = [TaskVerdict(task, paired, paired.among(len(tasks))) for task, paired in tasks.items()]
+    return tuple(sorted(verdicts, key=lambda verdict: (verdict.wide.high, verdict.wide.low, verdict.task)))
 
 
 def least_visible_loss(paired: PairedDifference, tasks: int) -> float:
@@ -218,8 +446,8 @@ def least_visible_loss(paired: PairedDifference, tasks: int) -> float:
 _PERCENT = {"baseline": "baseline", "accuracy": "arm", "difference": "difference", "low": "low", "high": "high"}
 _PLAIN = ("questions", "gained", "lost", "p_value")
 
-#: Columns of the table and their attributes of ``Retained``.
-_RETAINED = {"retained": "share", "retained_low": "low", "retained_high": "high"}
+#: Columns of the table and their fields of the retained ability.
+_RETAINED = {"retained": "value", "retained_low": "low", "retained_high": "high"}
 
 
 class VerdictRows(NamedTuple):
@@ -302,9 +530,9 @@ def _worst_columns(worst: TaskVerdict) -> dict[str, Any]:
     return {
         "failed": worst.failed,
         "worst_task": worst.task,
-        "worst_difference": worst.paired.difference / 100,
-        "worst_low": worst.low / 100,
-        "worst_high": worst.high / 100,
+        "worst_difference": worst.wide.value / 100,
+        "worst_low": worst.wide.low / 100,
+        "worst_high": worst.wide.high / 100,
     }
 
 
@@ -313,7 +541,7 @@ def _paired(row: Mapping[str, Any]) -> PairedDifference:
     return PairedDifference(
         **{attribute: 100 * row[column] for column, attribute in _PERCENT.items()},
         **{name: row[name] for name in _PLAIN},
-        retained=Retained(**{attribute: 100 * share for attribute, share in kept.items()}) if kept else None,
+        retained=Interval(**{attribute: 100 * share for attribute, share in kept.items()}) if kept else None,
         chance=None if row["chance"] is None else 100 * row["chance"],
     )
 

@@ -21,9 +21,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from headscan.ablation.ablation import intervene
 from headscan.ablation.masks import HeadMask
-from headscan.analysis.store.arm_tables import ACCURACY, BLEU, EACH, LOSS
 from headscan.analysis.store.records import ArmKind, ArmRecord
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.tables import ACCURACY, BLEU, EACH, LOSS
 from headscan.analysis.verdicts.head_effects import HeadEffect, bleu, record_effects
 from headscan.errors import InterventionError, NotFiniteError
 from headscan.grid import Head, HeadGrid

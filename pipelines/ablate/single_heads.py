@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from headscan.ablation.masks import HeadMask
-from headscan.analysis.store.arm_tables import EACH
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.verdicts.head_effects import HeadEffect, record_effects
 from headscan.errors import InterventionError

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from headscan.analysis.store.arm_tables import ALL_BUT_ONE, EACH
+from headscan.analysis.store.tables import ALL_BUT_ONE, EACH
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, changed
 from headscan.pipelines.cli.results import Json, Result
@@ -149,7 +149,7 @@ def effects_result(run_id: str, store: str, effects: Sequence[HeadEffect]) -> Re
 
 def effects_text(effects: Sequence[HeadEffect]) -> str:
     """Return the tables of effects as text."""
-    from headscan.analysis.store.arm_tables import ALL_BUT_ONE, EACH, FALSE_DISCOVERY_RATE
+    from headscan.analysis.store.tables import ALL_BUT_ONE, EACH, FALSE_DISCOVERY_RATE
     from headscan.analysis.verdicts.head_effects import effect_facts
     from headscan.pipelines.runs.text_tables import text_table
 

@@ -15,7 +15,7 @@ from headscan.pipelines.cli.verb_base import RunVerb, quiet_libraries, say
 from headscan.pipelines.settings.evaluation_settings import ReplaceValue, SweepConfig
 
 if TYPE_CHECKING:
-    from headscan.analysis.verdicts.confirmation import Choice
+    from headscan.analysis.verdicts.confirmation import SweepChoice
     from headscan.analysis.verdicts.curves import Curve
 
 
@@ -85,7 +85,7 @@ class Sweep(RunVerb):
         return Result(curves, text, facts)
 
 
-def choices_text(choices: Sequence[Choice], *, confirm: bool) -> str:
+def choices_text(choices: Sequence[SweepChoice], *, confirm: bool) -> str:
     """Return a sentence for each selected arm, and the removable ones."""
     removable = [choice.verdict.name for choice in choices if choice.verdict.removable]
     how = "confirmed on other questions" if confirm else "not corrected for the selection"

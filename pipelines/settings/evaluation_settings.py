@@ -7,7 +7,7 @@ from math import floor
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from headscan.analysis.store.arm_tables import ALL_BUT_ONE, EACH
+from headscan.analysis.store.tables import ALL_BUT_ONE, EACH
 from headscan.analysis.store.verdict_limits import QUESTIONS_PER_TEXT
 from headscan.catalog import EFFECT, IMPORTANCES, SCORES, Value
 from headscan.errors import HeadscanError, InterventionError, unknown_name

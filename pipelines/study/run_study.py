@@ -289,7 +289,7 @@ class _Study:
             kept = 0
             for arm in of_one:
                 recall = [family.paired.retained for family in outcomes[arm.name].recall if family.informative]
-                lost = any(each is not None and each.share < LEAST_RETAINED for each in recall)
+                lost = any(each is not None and each.value < LEAST_RETAINED for each in recall)
                 if lost or losses[arm.name].difference > config.max_loss:
                     break
                 kept += 1

@@ -92,7 +92,7 @@ def test_the_chart_shows_every_plan_by_method_and_mode(evaluation: tuple[Store, 
     assert curve.line.color != decode.line.color and {trace.mode for trace in named[2:]} == {"markers"}
     recall = next(trace for trace in figure.data if not trace.showlegend and trace.legendgroup == curve.legendgroup)
     kept = arms["small, forward"].recall[0].paired.retained
-    assert kept is not None and recall.y[0] == kept.share and recall.xaxis == "x2"
+    assert kept is not None and recall.y[0] == kept.value and recall.xaxis == "x2"
     assert [shape.y0 for shape in figure.layout.shapes] == [-MARGIN, LEAST_RETAINED]
     assert EVIL not in figure.to_json()
 

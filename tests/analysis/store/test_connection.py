@@ -21,7 +21,6 @@ from headscan.analysis.errors import (
     StoreVersionError,
 )
 from headscan.analysis.store import connection as store_connection
-from headscan.analysis.store import opening
 from headscan.analysis.store.records import ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import SCHEMA_VERSION
@@ -104,7 +103,7 @@ def test_an_empty_file_becomes_a_store_when_written_and_is_missing_when_read(tmp
 
 
 def test_a_creation_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "view_statements", lambda: ["CREATE VIEW broken AS FROM nowhere"])
+    monkeypatch.setattr(store_connection, "view_statements", lambda: ["CREATE VIEW broken AS FROM nowhere"])
     with pytest.raises(StoreError, match="nowhere"):
         Store(tmp_path / "new.duckdb").begin_run(scan_record())
     assert list(tmp_path.iterdir()) == []
@@ -206,7 +205,7 @@ def test_a_device_that_is_full_at_creation(tmp_path: Path, monkeypatch: pytest.M
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(opening, "_publish", full)
+    monkeypatch.setattr(store_connection, "_publish", full)
     with pytest.raises(StoreFullError, match=r"new\.duckdb: no space left"):
         Store(tmp_path / "new.duckdb").begin_run(scan_record())
     assert list(tmp_path.iterdir()) == []

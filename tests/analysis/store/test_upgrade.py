@@ -12,10 +12,9 @@ from typing import Any
 import duckdb
 import pytest
 
-import headscan.analysis.store.opening
+import headscan.analysis.store.connection
 from headscan.analysis.errors import StoreChangedError, StoreError, StoreVersionError
-from headscan.analysis.store.connection import connected
-from headscan.analysis.store.opening import migrate
+from headscan.analysis.store.connection import connected, migrate
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import SCHEMA_VERSION, TABLES
 from headscan.analysis.store.views import VIEWS
@@ -153,7 +152,7 @@ def test_an_upgrade_that_is_interrupted_leaves_the_old_store(
 
     content, before = old.read_bytes(), tables_of(old)
     with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, StoreError, ZeroDivisionError)):
-        patch.setattr(headscan.analysis.store.opening, "verify", interrupted)
+        patch.setattr(headscan.analysis.store.connection, "verify", interrupted)
         Store(old).runs()
     assert (version_of(old), tables_of(old)) == ("5", before)
     assert old.read_bytes() == content
@@ -164,9 +163,9 @@ def test_an_upgrade_that_is_interrupted_leaves_the_old_store(
 def test_an_upgrade_that_is_killed_leaves_the_old_store(old: Path) -> None:
     before = tables_of(old)
     code = (
-        "import os, sys; from headscan.analysis.store import opening; from headscan.analysis.store.store import Store\n"
-        "opening.verify = lambda connection, path, kinds=None: kinds or os.kill(os.getpid(), 9)\n"
-        "Store(sys.argv[1]).runs()"
+        "import os, sys; from headscan.analysis.store import connection, store\n"
+        "connection.verify = lambda connection, path, kinds=None: kinds or os.kill(os.getpid(), 9)\n"
+        "store.Store(sys.argv[1]).runs()"
     )
     done = subprocess.run([sys.executable, "-c", code, str(old)], cwd=ROOT)
     assert done.returncode == -9
@@ -203,7 +202,7 @@ def test_two_processes_upgrade_at_once(old: Path) -> None:
 
 def test_a_read_only_store_error_has_a_fix(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Root can write to read-only files, so `os.access` is replaced."""
-    monkeypatch.setattr(headscan.analysis.store.opening.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(headscan.analysis.store.connection.os, "access", lambda path, mode: False)
     content = old.read_bytes()
     with pytest.raises(StoreVersionError, match=r"read-only\. Copy the store to a folder that you can write to"):
         Store(old).runs()

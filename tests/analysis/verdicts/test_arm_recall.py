@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from headscan.analysis.verdicts.paired import CHANCE, PairedDifference, Retained, compare, retained, wilson_low
+from headscan.analysis.verdicts.paired import CHANCE, Interval, PairedDifference, compare, retained, wilson_low
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict, least_questions, recall_needed
 
 
@@ -28,7 +28,7 @@ def _verdict(
         gained=0,
         lost=0,
         p_value=1.0,
-        retained=Retained(97.6, *retained),
+        retained=Interval(retained[0], 97.6, retained[1]),
     )
     return RecallVerdict(family, paired)
 
@@ -140,10 +140,10 @@ def test_few_texts_that_are_lost_whole_show_nothing(texts: int) -> None:
     """If each text is gained or lost by chance, all are lost in 1 of 2^texts cases."""
     paired = compare(np.ones(4 * texts), np.zeros(4 * texts), texts=np.arange(4 * texts) // 4)
     assert paired.high < -1
-    verdict = RecallVerdict("needle", replace(paired, retained=Retained(0.0, -100.0, 0.0)))
+    verdict = RecallVerdict("needle", replace(paired, retained=Interval(-100.0, 0.0, 0.0)))
     assert verdict.informative and not verdict.failed and not verdict.kept
     more = compare(np.ones(24), np.zeros(24), texts=np.arange(24) // 4)
-    assert RecallVerdict("needle", replace(more, retained=Retained(0.0, -100.0, 0.0))).failed
+    assert RecallVerdict("needle", replace(more, retained=Interval(-100.0, 0.0, 0.0))).failed
 
 
 @pytest.mark.parametrize("questions", [200, 300, 352, 400])
@@ -154,7 +154,7 @@ def test_identical_answers_are_never_judged_worse_than_changed_ones(questions: i
         baseline = (rng.random(questions) < 0.65).astype(float)
         changed = np.where(rng.random(questions) < 0.1, 1.0, baseline)
         same, other = retained(baseline, baseline, texts, 25.0), retained(baseline, changed, texts, 25.0)
-        assert same.low >= other.low and other.share >= 100
+        assert same.low >= other.low and other.value >= 100
 
 
 @pytest.mark.parametrize(("family", "baseline", "least"), [("needle", 0.65, 0.75), ("needle", 0.9, 0.85)])
@@ -198,17 +198,17 @@ def test_copying_that_falls_by_half_is_not_kept() -> None:
     paired = compare(baseline, arm, texts=np.arange(180) // 4)
     verdict = RecallVerdict("copying", replace(paired, retained=retained(baseline, arm, np.arange(180) // 4, 0.0)))
     assert verdict.informative and not verdict.kept
-    assert verdict.paired.retained is not None and verdict.paired.retained.share < 65
+    assert verdict.paired.retained is not None and verdict.paired.retained.value < 65
 
 
 def test_texts_that_are_kept_or_lost_whole_have_clopper_and_pearsons_interval() -> None:
     baseline, arm = np.ones(100), np.repeat([1.0, 0.0], [93, 7])
     found = retained(baseline, arm, np.arange(100), 0.0)
     exact = binomtest(93, 100).proportion_ci(0.95, method="exact")
-    assert found.share == pytest.approx(93)
+    assert found.value == pytest.approx(93)
     assert found.low == pytest.approx(100 * exact.low, abs=0.5)
 
 
 def test_a_model_without_ability_has_a_share_without_meaning_but_within_bounds() -> None:
     found = retained(np.zeros(8), np.ones(8), np.arange(8), 25.0)
-    assert found == Retained(200.0, -100.0, 200.0)
+    assert found == Interval(-100.0, 200.0, 200.0)

@@ -16,10 +16,9 @@ from scipy import stats
 from headscan.analysis.store.records import ArmKind, ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.verdict_limits import LEAST_QUESTIONS, LEAST_RETAINED, MARGIN, TAIL, identical_questions
-from headscan.analysis.verdicts.answer_sheets import BENCHMARK, Scope
 from headscan.analysis.verdicts.confirmation import (
     Candidate,
-    Choice,
+    SweepChoice,
     best_candidate,
     judge_sweep,
     judged_on_same,
@@ -29,7 +28,7 @@ from headscan.analysis.verdicts.confirmation import (
 from headscan.analysis.verdicts.controls import SelectedRank
 from headscan.analysis.verdicts.judge import judge
 from headscan.analysis.verdicts.paired import PairedDifference, about, compare, retained
-from headscan.analysis.verdicts.verdict_rows import record_verdicts
+from headscan.analysis.verdicts.verdict_rows import BENCHMARK, Scope, record_verdicts
 from headscan.catalog import SCORES
 from tests.analysis.sweep_fixtures import write_sweep
 
@@ -258,7 +257,7 @@ def _table(correct: np.ndarray) -> pa.Table:
     return pa.table({"task": ["a"] * len(number), "question": number, "doc_hash": documents, "correct": correct * 1.0})
 
 
-def _choices(store: Store, run_id: str, **options: bool) -> dict[str, Choice]:
+def _choices(store: Store, run_id: str, **options: bool) -> dict[str, SweepChoice]:
     return {choice.verdict.kind: choice for choice in judge_sweep(store, judge(store, run_id), **options)}
 
 

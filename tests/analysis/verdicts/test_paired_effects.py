@@ -9,17 +9,19 @@ from sacrebleu.metrics.bleu import BLEU
 from scipy import stats
 from scipy.stats import t
 
-from headscan.analysis.store.arm_tables import ACCURACY, FALSE_DISCOVERY_RATE, LOSS
-from headscan.analysis.verdicts.head_effects import BleuOutcomes, HeadEffect, bleu
-from headscan.analysis.verdicts.measures import _weights, ratio_with_error, studentised
-from headscan.analysis.verdicts.paired_effects import (
+from headscan.analysis.store.tables import ACCURACY, FALSE_DISCOVERY_RATE, LOSS
+from headscan.analysis.verdicts.head_effects import (
+    BleuOutcomes,
+    HeadEffect,
     Outcomes,
     _tail,
     best_of_each,
+    bleu,
     each_effect,
     halves,
     q_values,
 )
+from headscan.analysis.verdicts.measures import _weights, ratio_with_error, studentised
 
 
 def outcomes(metric: str, baseline: np.ndarray, sizes: np.ndarray | None = None) -> Outcomes:

@@ -96,7 +96,7 @@ def test_a_task_that_is_lost_fails_an_arm_whose_pooled_accuracy_passes(evaluate:
         ("gsm8k", True, None),
         ("mmlu", False, None),
     ]
-    assert 100 * rows[0]["worst_high"] == pytest.approx(lost.high)
+    assert 100 * rows[0]["worst_high"] == pytest.approx(lost.wide.high)
 
 
 def test_a_requested_group_is_judged_as_a_whole(evaluate: Evaluate) -> None:

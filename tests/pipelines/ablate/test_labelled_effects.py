@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headscan.analysis.store.arm_tables import ALL_BUT_ONE, EACH
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.tables import ALL_BUT_ONE, EACH
 from headscan.analysis.verdicts.head_effects import HeadEffect, read_effects
 from headscan.architectures import HEADS, LAYERS
 from headscan.errors import InterventionError

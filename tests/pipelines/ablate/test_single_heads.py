@@ -18,8 +18,8 @@ import torch
 import headscan
 from headscan.ablation.ablation import ZERO, Replacement
 from headscan.ablation.collect_outputs import head_means, head_samples
-from headscan.analysis.store.arm_tables import ALL_BUT_ONE, EACH
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.tables import ALL_BUT_ONE, EACH
 from headscan.analysis.verdicts.head_effects import HeadEffect, read_effects
 from headscan.architectures import HEADS
 from headscan.cluster.pools.open_pool import InProcessPool
