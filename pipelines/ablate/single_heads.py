@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from headscan.ablation.masks import HeadMask
 from headscan.analysis.store.records import ArmKind
+from headscan.analysis.store.tables import EACH
 from headscan.analysis.verdicts.head_effects import HeadEffect, record_effects
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite, HeadGrid
