@@ -179,6 +179,10 @@ class _Study:
         pruned = [pruned_arm(each, config.model, self.run.identity) for each in built]
         arms = {"heads ablated": masks, "KV cache": planned, "heads removed": pruned}
         arms = {kind: of_kind for kind, of_kind in arms.items() if of_kind}
+        if not arms:
+            raise StudyError(
+                f"hours={config.hours:g} were used up before anything could be tried. Run the same command again"
+            )
         losses = self._losses([arm for of_kind in arms.values() for arm in of_kind])
         run_id, judged = self._judged(arms, losses)
         savings = []
@@ -366,22 +370,24 @@ class _Study:
         """Ask the questions from small to large shares; each kind ends with its first failure."""
         config = self.config
         self.run.say("\n7. questions, from small to large shares; the first failure ends each kind")
-        run_id = self._evaluate(self._judging, [])
         judged: dict[str, list[ShareVerdict]] = {}
-        for kind, of_kind in arms.items():
-            shares = [(arm.name, arm.share or 0.0) for arm in of_kind]
-            for arm in of_kind:
-                if not exceeds(losses[arm.name], config.max_loss):
-                    run_id = self._evaluate(self._judging, [arm])
+        live = dict.fromkeys(arms, 0)
+        while live:
+            # The arms of one round share the work of the baseline.
+            asked = [arms[kind][number] for kind, number in live.items()]
+            run_id = self._evaluate(self._judging, [a for a in asked if not exceeds(losses[a.name], config.max_loss)])
+            for kind, number in list(live.items()):
+                shares = [(arm.name, arm.share or 0.0) for arm in arms[kind]]
                 judged[kind] = judge_shares(
                     self.run.store, run_id, shares, losses, max_loss=config.max_loss, comparisons=config.kinds
                 )
                 last = judged[kind][-1]
                 self.run.say(f"{kind}, {last.share:.1%}: {last.outcome}{f' ({last.why})' if last.why else ''}")
-                if last.outcome is not Outcome.SAFE:
-                    break
-                if arm is not of_kind[-1] and not self._has_time(f"larger shares of {kind}"):
-                    break
+                live[kind] = number + 1
+                if last.outcome is not Outcome.SAFE or number + 1 == len(shares):
+                    del live[kind]
+            if live and not self._has_time("larger shares"):
+                break
         return run_id, judged
 
     # What the steps share.
