@@ -32,7 +32,6 @@ class StudyConfig:
     Attributes:
         model: The model.
         corpus: Texts; one part measures, one chooses between criteria, and one judges.
-        judge: Texts that judge instead of a part of ``corpus``; None uses the part.
         out: Folder for the store, the plans, the pruned models, the answers and the report.
         tasks: Tasks that judge; None asks which of four passages continues this one, on the judging texts.
         criteria: Scores and importances that may rank the heads; the best one on the choosing texts does.
@@ -41,6 +40,7 @@ class StudyConfig:
         sequences: Texts that measure, and texts that calibrate plans and repairs; None takes as many as the time
             allows, at most `MOST_TEXTS`.
         judged_texts: Texts whose loss is judged; None takes as many as measure.
+        judge: Texts that judge instead of a part of ``corpus``; None uses the part.
         search: Search for better plans with real windows; None does so if the time allows it.
         prune_by: ``damage``, ``criterion`` (the chosen one), or None, which takes damage if the time allows it.
         batch_tokens: Tokens of one forward pass, padding included.
@@ -48,7 +48,6 @@ class StudyConfig:
 
     model: ModelSpec
     corpus: CorpusSpec
-    judge: CorpusSpec | None = None
     out: Annotated[str, Option("output folder")] = "study"
     tasks: TaskConfig | None = None
     hours: Annotated[float, Option("time limit, in hours", above=0, most=1e6)] = 2.0
@@ -94,6 +93,7 @@ class StudyConfig:
     max_loss: Annotated[
         float, Option("largest increase of the held-out loss, in nats per token", above=0, most=100)
     ] = 0.05
+    judge: CorpusSpec | None = None
     search: bool | None = None
     prune_by: Literal["damage", "criterion"] | None = None
     batch_tokens: int = 8192
