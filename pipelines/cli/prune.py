@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from headscan.catalog import SCORES
 from headscan.cluster.placement.placement_base import parse_bytes
@@ -16,7 +16,6 @@ from headscan.pipelines.cli.option_parser import UsageError, changed, head
 from headscan.pipelines.cli.results import Json, Result, arm_row
 from headscan.pipelines.cli.task_options import DemoSize, WholeModelVerb
 from headscan.pipelines.settings.saving_settings import REPAIRS, RecallConfig
-from headscan.pruning.head_selection import Unit
 
 if TYPE_CHECKING:
     from headscan.pipelines.pruning.pruning_units import Budget
@@ -113,7 +112,7 @@ class _Choice:
         Option("first characters of the scan's id for scores (default: the newest of this model)", flag="--run"),
     ] = None
     unit: Annotated[
-        Unit | None,
+        Literal["head", "group", "layer"] | None,
         Option(
             "head: single query heads; group: KV heads with their query heads, which frees KV cache; layer: whole "
             "attentions (default: head; group with --kv-bytes)"

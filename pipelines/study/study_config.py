@@ -8,7 +8,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from headscan.analysis.store.output_files import write_text
 from headscan.catalog import IMPORTANCES, SCORES
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
@@ -131,6 +130,8 @@ def read_study(path: str | Path) -> StudyConfig:
 def write_study(path: Path, config: StudyConfig) -> None:
     """Write settings to a YAML file that `read_study` reads."""
     import yaml
+
+    from headscan.analysis.store.output_files import write_text
 
     write_text(path, yaml.safe_dump(_plain(asdict(config)), sort_keys=False, allow_unicode=True))
 
