@@ -402,7 +402,7 @@ class Run(ModelContext):
         )
 
     def finished(self, kind: RunKind, fingerprint: str) -> str | None:
-        """Return the finished run with this fingerprint, or None. It is reported if it used other software.
+        """Return the finished run with this fingerprint, or None; a run with other software is reported.
 
         This runs before the model is loaded, so the device is not compared.
         """

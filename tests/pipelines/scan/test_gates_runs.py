@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from headscan.pipelines.gates import run_gates as pipeline
 
 import headscan
 from headscan.analysis.heads.head_ranking import gated_heads
@@ -21,6 +20,7 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.runs.run_records import Run, identify
+from headscan.pipelines.scan import run_gates as pipeline
 from headscan.pipelines.scan.run_gates import GatesResult, run_gates
 from headscan.pipelines.settings.measure_settings import GatesConfig
 from headscan.pruning.calibration import Calibration

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from headscan.pipelines.importance import run_importance as importance_task
 
 import headscan
 from headscan.analysis.store.store import Store
@@ -22,6 +21,7 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
 from headscan.pipelines.runs.run_records import Run, identify
+from headscan.pipelines.scan import run_importance as importance_task
 from headscan.pipelines.scan.run_importance import run_importance
 from headscan.pipelines.scan.run_scan import CorpusRunResult
 from headscan.pipelines.settings.measure_settings import CorpusRunError, ImportanceConfig
