@@ -231,7 +231,7 @@ def random_rules(share: float, seeds: int, value: AblationValue = ZERO_VALUE) ->
 
 
 def controls(grid: HeadGrid, arms: Sequence[Arm], seeds: int, value: AblationValue = ZERO_VALUE) -> list[Arm]:
-    """Return ``seeds`` random arms of each size in ``arms``, masks for masks and rules for rules, with the same value."""
+    """Return ``seeds`` random arms of each size in ``arms``: masks for masks, rules for rules, with the same value."""
     if seeds < 0:
         raise InterventionError(f"random controls per arm: {seeds} (limit 0). Set `seeds` to 0 or more")
     total = len(list(grid.heads()))
