@@ -392,7 +392,7 @@ class Demand:
         return self.without_weights(self.sizes.tokens, layers)
 
     def most_tokens(self, free: int, layers: LayerRange) -> int:
-        """Return the tokens of the largest batch that fits in ``free`` bytes. It is at least one sequence."""
+        """Return the tokens of the largest batch that fits in ``free`` bytes, at least one sequence."""
         low, high = self.sizes.tokens, max(self.sizes.tokens, self.batch_tokens)
         while low < high:
             middle = (low + high + 1) // 2

@@ -254,9 +254,7 @@ class StreamedPool(Pool):
         return self._placement.memory - layers.size_outside
 
     def _hidden_limit(self, layers: Layers) -> int:
-        """Return the bytes of RAM for hidden states. They are half of what the weights leave; passes use the other
-        half.
-        """
+        """Return the bytes of RAM for hidden states: half of what the weights leave; passes use the other half."""
         if self._placement.device != "cpu":
             return _available_memory() // 2
         sizes = [layers.size(*layer_range) for layer_range in self._placement.ranges]

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from headscan.catalog import SCORES
 from headscan.cluster.placement.placement_base import parse_bytes
-from headscan.grid import Unit
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, changed, head
 from headscan.pipelines.cli.results import Json, Result, arm_row
@@ -113,7 +112,7 @@ class _Choice:
         Option("first characters of the scan's id for scores (default: the newest of this model)", flag="--run"),
     ] = None
     unit: Annotated[
-        Unit | None,
+        Literal["head", "group", "layer"] | None,
         Option(
             "head: single query heads; group: KV heads with their query heads, which frees KV cache; layer: whole "
             "attentions (default: head; group with --kv-bytes)"

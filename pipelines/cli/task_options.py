@@ -39,7 +39,7 @@ class Tasks:
     evaluation: Annotated[partial[EvaluateConfig], Group()]
 
     def config(self, spec: ModelSpec, *, recall: RecallPlan | None = None, **prompts: Any) -> EvaluateConfig:
-        """Return the settings of an evaluation. The batch size is missing, because the placement decides it.
+        """Return the settings of an evaluation, without the batch size, which the placement decides.
 
         Args:
             prompts: Settings of the tasks that replace those of the command line.

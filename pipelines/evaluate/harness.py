@@ -26,7 +26,7 @@ _MAX_NEW_TOKENS = 256
 
 
 class HeadscanLM(TemplateLM):
-    """The model that lm-eval sees. It collects requests first, then replays the answers of one arm at a time.
+    """The model that lm-eval sees: first it collects requests, then it replays the answers of one arm at a time.
 
     Attributes:
         truncated: Hashes of requests that exceeded the context; their beginning is cut off, as in lm-eval.

@@ -87,7 +87,7 @@ ANSWERS = pa.schema(
 
 
 def _metric(questions: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the metric that grades a task's answers. It is the same for every arm; None if the task has none."""
+    """Return the metric that grades a task's answers under every arm; None if the task has none."""
     if not questions:
         return None
     first = questions[0]
@@ -338,9 +338,7 @@ def _manager(config: TaskConfig) -> Any:
 
 @contextmanager
 def _named_failure(what: str) -> Iterator[None]:
-    """Re-raise foreign exceptions as HarnessError. They come from lm-eval, datasets or a task's code; ours pass
-    unchanged.
-    """
+    """Re-raise exceptions of lm-eval, datasets and a task's code as HarnessError; ours pass unchanged."""
     try:
         yield
     except HeadscanError:
@@ -351,7 +349,7 @@ def _named_failure(what: str) -> Iterator[None]:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Seed tasks that shuffle questions; restore the generators. The seeds are those of lm-eval's command."""
+    """Seed tasks that shuffle questions as lm-eval's command does, and restore the generators."""
     python, arrays = random.getstate(), np.random.get_state()
     try:
         random.seed(0)

@@ -231,7 +231,7 @@ class TextTokens:
         return self._after("a", ".")
 
     def of_one_length(self, words: Sequence[str], least: int) -> list[Ids]:
-        """Return ids of words with equal numbers of tokens. It is the smallest number that enough words have."""
+        """Return ids of words with equal numbers of tokens, the smallest number that enough words have."""
         by_size: dict[int, set[Ids]] = {}
         for word in words:
             ids = self.words(word)
@@ -305,8 +305,7 @@ def needle_questions(
 
 
 def _check_room(length: int, beginning: Ids, needle: int, asked: int) -> None:
-    """Raise unless ``length`` tokens suffice for a question. They hold the needles, a question and as much filler as
-    one needle.
+    """Raise unless ``length`` tokens hold the needles, a question and as much filler as one needle.
 
     Args:
         needle: Tokens of a needle.
@@ -392,7 +391,7 @@ def _passage(tokens: list[int], size: int, rng: Random) -> tuple[int, ...]:
 
 
 def _common_tokens(tokenizer: PreTrainedTokenizerBase, least: int) -> list[int]:
-    """Return ids of common text tokens. They are ``least`` or an eighth of the vocabulary, the larger of both.
+    """Return ids of common text tokens: ``least`` or an eighth of the vocabulary, the larger of both.
 
     Heads do not copy tokens that are rare in training. Vocabularies have no frequencies, but most are learnt from
     frequent to rare pieces, so the first ids are the most common. Special and added tokens, parts of a character and

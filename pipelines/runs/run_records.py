@@ -406,7 +406,7 @@ class Run(ModelContext):
         return next((run for run in runs if run["fingerprint"] == fingerprint), None)
 
     def finished(self, kind: RunKind, fingerprint: str) -> str | None:
-        """Return the finished run with this fingerprint, or None. It is reported if it used other software.
+        """Return the finished run with this fingerprint, or None; a run with other software is reported.
 
         This runs before the model is loaded, so the device is not compared.
         """

@@ -230,9 +230,7 @@ def random_rules(share: float, seeds: int, value: AblationValue = ZERO_VALUE) ->
 
 
 def controls(grid: HeadGrid, arms: Sequence[Arm], seeds: int, value: AblationValue = ZERO_VALUE) -> list[Arm]:
-    """Return random arms of the sizes of ``arms``. They are masks for masks, and rules for rules: ``seeds`` of each
-    size, with the same value.
-    """
+    """Return ``seeds`` random arms of each size in ``arms``: masks for masks, rules for rules, with the same value."""
     if seeds < 0:
         raise InterventionError(f"random controls per arm: {seeds} (limit 0). Set `seeds` to 0 or more")
     total = len(list(grid.heads()))
@@ -266,9 +264,7 @@ def check_arms(grid: HeadGrid, arms: Sequence[Arm]) -> list[str]:
 
 
 def find_scan(store: Store, identity: ModelIdentity, prefix: str | None) -> str:
-    """Return the run id of the scan to select heads from. It is the newest finished one of this model, or
-    ``prefix``.
-    """
+    """Return the run id of the scan to select heads from: the newest finished one of this model, or ``prefix``."""
     if prefix:
         run = store.resolve_run(prefix, "scan")
         if not same_model(identity.columns(), run):

@@ -83,7 +83,7 @@ def generate_texts(lm: LoadedModel, item: GenerationItem) -> GenerationResult:
 
 
 def _rope_group(lm: LoadedModel, request: GenerationRequest) -> Hashable:
-    """Return a key that is equal for equal rotary frequencies. They must be equal at every step of the generation.
+    """Return a key that is equal for equal rotary frequencies at every step of the generation.
 
     A prompt whose text may cross a length at which frequencies change shares a batch only with equally long ones.
     """

@@ -72,7 +72,7 @@ class _Packer:
     most_tokens: int
 
     def below(self, node: PrefixNode) -> list[Row]:
-        """Return the rows of a node. They are one group per child, or one for all, with the fewest tokens."""
+        """Return the rows of a node: one group per child, or one for all, whichever has fewer tokens."""
         apart = [row for child in node.children for row in self.below(child)]
         apart += self._cut(node.end, node.rows)
         together = self._cut(node.end, sorted(_members(node)))

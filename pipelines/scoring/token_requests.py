@@ -104,9 +104,7 @@ def pass_cost(device: str) -> int:
 
 
 def pass_tokens(device: str, batch_tokens: int) -> int:
-    """Return the tokens of one pass, at most ``batch_tokens``. There are fewer if the type of device is faster with
-    fewer.
-    """
+    """Return the tokens of one pass: ``batch_tokens``, or fewer if the type of device is faster with fewer."""
     return min(batch_tokens, _PASS_TOKENS.get(device, batch_tokens))
 
 
@@ -145,9 +143,7 @@ def whole_batches(
 
 
 def pad(sequences: Sequence[Sequence[int] | np.ndarray], width: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return token ids (B, N), padded on the right, and lengths (B,). The padding goes to ``width``; None pads to the
-    longest.
-    """
+    """Return token ids (B, N), padded on the right to ``width`` (None: to the longest), and lengths (B,)."""
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     ids = torch.full((len(sequences), width or int(lengths.max())), _PADDING, dtype=torch.long)
     for row, sequence in enumerate(sequences):

@@ -11,7 +11,6 @@ import pytest
 
 from headscan.pipelines.cli import main
 from headscan.pipelines.cli.option_parser import BoundOption, options_of
-from headscan.pipelines.cli.verb_base import Devices
 from tests.pipelines.conftest import make_tokenizer
 from tests.small_models import make_model
 
@@ -185,7 +184,7 @@ def nothing_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     def reached(*_: object, **__: object) -> None:
         raise ReachedError
 
-    monkeypatch.setattr(Devices, "opener", lambda *_, **__: reached)
+    monkeypatch.setattr("headscan.cluster.pools.open_pool.open_pool", reached)
     monkeypatch.setattr("headscan.pipelines.evaluate.run_evaluation.Questions", reached)
     monkeypatch.setattr("headscan.pipelines.scan.run_scan.sequences", reached)
 
