@@ -56,12 +56,15 @@ def main() -> None:
     parser.add_argument(
         "--zeroed", type=_numbers, help="further numbers of heads that scores zero (default: 5 to 30 %%)"
     )
+    parser.add_argument(
+        "--compare", type=int, help="heads by damage that are compared with zeroed ones (default: 40 %%)"
+    )
     parser.add_argument("--layers", type=_numbers, default=(1, 2), help="numbers of dropped layers (default: 1,2)")
     parser.add_argument("--scores", type=lambda text: tuple(text.split(",")), default=SCORES)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--repair", default="o+down", choices=REPAIRS)
     parser.add_argument("--tries", type=int, default=0, help="choices compared with each best one (default: 0)")
-    parser.add_argument("--distill", type=int, default=0, help="gradient steps for 40 %% of the heads (default: none)")
+    parser.add_argument("--distill", type=int, default=0, help="gradient steps for the compared heads (default: none)")
     parser.add_argument("--no-time", action="store_true", help="skip the timing of prefill")
     options = parser.parse_args()
     lm = headscan.load(options.model, device="cpu", dtype="float32")
@@ -71,20 +74,20 @@ def main() -> None:
     effort = SelectionConfig(options.moment_tokens, options.curve_tokens, tries=options.tries)
     sources = options.corpus or seen_modules(), options.held_out or sorted(held_out_files())
     bench = Comparison(lm, RepairConfig(REPAIRS[options.repair]), effort, *sources, options.texts, options.judging)
-    forty = round(0.4 * total)
+    compared = options.compare or round(0.4 * total)
     per_layer = total // lm.grid.num_layers
     sizes = options.heads or tuple(round(share * total) for share in (0.2, 0.3, 0.5))
     zeroed = options.zeroed or tuple(round(share * total) for share in (0.05, 0.1, 0.15, 0.2, 0.25, 0.3))
-    sizes = sorted({*sizes, forty, *(per_layer * layers for layers in options.layers)})
+    sizes = sorted({*sizes, compared, *(per_layer * layers for layers in options.layers)})
     for count in sizes:
         bench.alternatives(count, options.scores, count // per_layer if count % per_layer == 0 else 0)
     for seed in range(1, options.seeds):
-        bench.chosen(seed, forty)
-    bench.ratio(forty, zeroed)
+        bench.chosen(seed, compared)
+    bench.ratio(compared, zeroed)
     if options.distill:
-        bench.distilled(forty, options.distill)
+        bench.distilled(compared, options.distill)
     if not options.no_time:
-        time_prefill(lm, bench.edits[0, forty])
+        time_prefill(lm, bench.edits[0, compared])
 
 
 @dataclass(frozen=True)
