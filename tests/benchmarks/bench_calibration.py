@@ -1,0 +1,129 @@
+"""Losses of a pruned model by what its calibration saw: texts alone, or texts and recall prompts.
+
+    python -m tests.benchmarks.bench_calibration [--model demo --corpus A --held-out B --heads 19 --weights 0,0.3]
+
+Heads are chosen by damage and the projections repaired on the same texts, with each weight of the recall prompts (0:
+texts alone). The losses are those of texts and prompts that neither chose nor repaired, and of a random block that is
+repeated. Intervals are 95 % (t, over texts or prompts) of the increase.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from scipy import stats
+from torch.nn import functional as F
+
+from headscan.cluster.placement.choose import WholePlacement
+from headscan.cluster.pools.open_pool import InProcessPool
+from headscan.model_spec import ModelSpec
+from headscan.models.loaded_model import LoadedModel
+from headscan.pipelines.corpora import CorpusSpec
+from headscan.pipelines.corpora.sequences import read_spread
+from headscan.pipelines.evaluate.held_out_text import chunks
+from headscan.pipelines.kv.damage_measurement import recall_prompts
+from headscan.pipelines.pruning.held_out_losses import as_calibration
+from headscan.pipelines.runs.run_records import identify
+from headscan.pipelines.scoring.token_requests import Request, pad
+from headscan.pruning.calibration import Calibration
+from headscan.pruning.edited_model import NO_EDITS, Edits, edited, logits
+from headscan.pruning.head_selection import HeadSelection, SelectionConfig
+from headscan.pruning.repair import RepairConfig, repair
+from tests.benchmarks.measuring import Table, processor, show
+
+#: Tokens of the repeated block.
+_BLOCK = 200
+
+
+def main() -> None:
+    options = _options()
+    spec = ModelSpec(options.model, "float32")
+    print(f"{processor('cpu')}, {vars(options)}\n", flush=True)
+    with InProcessPool(spec, WholePlacement(1, "cpu", options.threads)) as pool:
+        pool.one(compare, options)
+
+
+def compare(lm: LoadedModel, options: argparse.Namespace) -> None:
+    """Pool task: print the table."""
+    identity = identify(ModelSpec(options.model, "float32"))
+    calibrating = read_spread(
+        CorpusSpec(options.corpus), identity.tokenizer, options.tokens, options.texts, shortest=64
+    )
+    judging = read_spread(CorpusSpec(options.held_out), identity.tokenizer, options.tokens, options.judged, shortest=64)
+    texts = Calibration(*pad([text.ids for text in calibrating]))
+    halves = [each.halves() for each in recall_prompts(identity, options.tokens, 2 * options.prompts, 0)]
+    seen = [as_calibration(first.requests, 8192) for first, _ in halves]
+    judged = {"text": as_calibration([chunk.request for chunk in chunks(identity.tokenizer, judging)], 8192)}
+    judged |= {second.name: as_calibration(second.requests, 8192) for _, second in halves}
+    judged["repeated block"] = _repeated(lm.vocab_size, options.prompts)
+    original = _losses(lm, judged, NO_EDITS)
+    columns = ("calibration", "heads", "judged on", "original", "heads zeroed", "repaired", "increase [95 %]")
+    table = Table("## Loss, nats per scored token", columns)
+    for weight in options.weights:
+        calibration = texts.with_prompts(seen, weight) if weight else texts
+        effort = SelectionConfig(options.moment_tokens, options.curve_tokens, tries=0)
+        removed = HeadSelection(lm, calibration, config=effort, say=show).choose(count=options.heads)
+        weights = repair(lm, calibration, removed, RepairConfig(("o", "down")))
+        masked, repaired = _losses(lm, judged, Edits(removed)), _losses(lm, judged, Edits(removed, weights))
+        for name, values in original.items():
+            changed = repaired[name] - values
+            half = stats.t.ppf(0.975, len(values) - 1) * changed.std(ddof=1) / len(values) ** 0.5
+            mean = changed.mean()
+            table.row(
+                f"recall weight {weight:g}" if weight else "texts alone",
+                len(removed),
+                f"{name} ({len(values)})",
+                f"{values.mean():.3f}",
+                f"{masked[name].mean():.3f}",
+                f"{repaired[name].mean():.3f}",
+                f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]",
+            )
+
+
+def _repeated(vocabulary: int, count: int) -> Calibration:
+    """Return sequences of a random block and the same block again, which is scored."""
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(100, vocabulary, (count, _BLOCK), generator=generator).tolist()
+    return as_calibration([Request((*block, *block), _BLOCK) for block in blocks], 8192)
+
+
+@torch.no_grad()
+def _losses(lm: LoadedModel, judged: Mapping[str, Calibration], edits: Edits) -> dict[str, np.ndarray]:
+    """Return the mean loss of each sequence, by task."""
+    found = {}
+    for name, texts in judged.items():
+        means: list[float] = []
+        for batch in texts.batches(lm.device):
+            with edited(lm, edits):
+                predicted = logits(lm, batch)
+            targets = batch.ids.roll(-1, 1)[batch.scoring_BN].to(predicted.device)
+            losses = F.cross_entropy(predicted.float(), targets, reduction="none").split(
+                batch.scoring_BN.sum(1).tolist()
+            )
+            means += [float(each.mean()) for each in losses]
+        found[name] = np.array(means)
+    return found
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--corpus", default="python-stdlib-modules", help="texts that choose and repair")
+    parser.add_argument("--held-out", default="python-stdlib-heldout", help="texts that judge")
+    parser.add_argument("--heads", type=int, default=19, help="number of removed heads")
+    parser.add_argument("--weights", type=lambda text: [float(each) for each in text.split(",")], default=[0, 0.3])
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of a text and of a recall prompt")
+    parser.add_argument("--texts", type=int, default=48, help="texts that choose and repair")
+    parser.add_argument("--judged", type=int, default=24, help="texts that judge")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts of each recall task in each half")
+    parser.add_argument("--moment-tokens", type=int, default=8192)
+    parser.add_argument("--curve-tokens", type=int, default=3072)
+    parser.add_argument("--threads", type=int, default=2)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
