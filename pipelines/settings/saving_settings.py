@@ -43,7 +43,6 @@ class TextConfig:
             raise PruningError(f"max_tokens={self.max_tokens} (limit {SHORTEST}). Raise `max_tokens`")
 
     def tokens(self, identity: ModelIdentity) -> int:
-        """Return the length of the longest text."""
         return longest_text(identity, self.max_tokens)
 
 
@@ -135,17 +134,13 @@ class MeasureConfig:
         return tuple(Window(self.sink, recent) for recent in sorted(set(self.recents)))
 
     def tokens(self, identity: ModelIdentity) -> int:
-        """Return the length of the longest text and of the recall prompts."""
         return longest_text(identity, self.max_tokens)
 
 
 @dataclass(frozen=True)
 class LossLimit:
-    """Budget: the most windows whose real loss stays within a limit.
-
-    Attributes:
-        max_loss: Largest increase in nats per scored token, on text and on each recall task. The prompts are those that
-            rank the heads; on held-out prompts the increase may be larger.
+    """Budget: the most windows that add at most ``max_loss`` nats per scored token, on text and on each recall task.
+    The prompts are those that rank the heads; on held-out prompts the increase may be larger.
     """
 
     max_loss: float
@@ -157,5 +152,4 @@ class LossLimit:
             raise PlanError(f"max_loss out of range: {self.max_loss:g} (limit above 0). Raise `max_loss`")
 
     def allows(self, increases: Mapping[str, float]) -> bool:
-        """Return True if no loss increase exceeds the limit."""
         return max(increases.values()) <= self.max_loss
