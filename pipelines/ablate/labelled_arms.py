@@ -116,7 +116,9 @@ METRICS = {Answers.CLASS: (ACCURACY, LOSS), Answers.TEXT: (BLEU, LOSS, ACCURACY)
 
 @dataclass(frozen=True)
 class AnswerItem:
-    """An arm and examples for one replica; without ``classes`` it generates texts of at most ``new_tokens`` tokens."""
+    """An arm and a group of examples for one replica. ``classes`` are empty for target texts; ``new_tokens`` is the
+    length of the longest generated text.
+    """
 
     arm: SiteArm
     group: int

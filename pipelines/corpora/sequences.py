@@ -337,9 +337,7 @@ def read_spread(
     shortest: int,
     mode: TokenMode = "chunk",
 ) -> list[Sequence]:
-    """Return ``count`` texts of ``shortest`` to ``tokens`` tokens from many documents, in the order of the corpus;
-    fewer if it has fewer.
-    """
+    """Return ``count`` texts (or all) of ``shortest`` to ``tokens`` tokens, in order, from many documents."""
     plan = TokenPlan(tokens, mode=mode, min_tokens=shortest, limit_sequences=count * _SPREAD)
     each = max(1, count // _DOCUMENTS)
     chosen: list[Sequence] = []

@@ -67,8 +67,8 @@ def held_out_files() -> list[Path]:
 
 
 def seen_modules() -> list[Path]:
-    """Return the single-file modules of the standard library that are not held out, sorted by name. Packages such as
-    ``encodings`` are left out because they are mostly tables.
+    """Return the single-file modules of the standard library that are not held out, sorted by name: they resemble the
+    held-out modules, while packages such as ``encodings`` are mostly tables.
     """
     root, held_out = Path(sysconfig.get_path("stdlib")), set(held_out_files())
     return [path for path in standard_library_files() if path.parent == root and path not in held_out]

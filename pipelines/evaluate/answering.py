@@ -91,8 +91,8 @@ _RESPONSES = pa.schema(
 
 @dataclass(frozen=True)
 class AnsweringPlan:
-    """Settings that all arms of a run share. Up to ``bundle_size`` masks at a time share what runs before their first
-    head, for which ``starts`` lists the places.
+    """Settings that all arms of a run share. A forward pass can start at ``starts``, so that up to ``bundle_size``
+    masks at a time share what runs before their first head.
     """
 
     batch_tokens: int
@@ -103,9 +103,7 @@ class AnsweringPlan:
 
 @dataclass
 class ArmAnswers:
-    """Answers and ablated shares (0 to 1) of an arm so far, by the request's hash, and the indices of the items that
-    are missing.
-    """
+    """Answers and ablated shares (0 to 1) of an arm by the request's hash, and the indices of unanswered items."""
 
     arm: Arm
     arm_id: str

@@ -27,7 +27,8 @@ _MAX_NEW_TOKENS = 256
 
 class HeadscanLM(TemplateLM):
     """The model that lm-eval sees: first it collects requests, then it replays the answers of one arm at a time (by the
-    request's hash; None while it collects). Requests that exceed the context lose their beginning, as in lm-eval.
+    request's hash; None while it collects). Requests that exceed the context (hashes in ``truncated``) lose their
+    beginning, as in lm-eval.
     """
 
     def __init__(self, identity: ModelIdentity, *, bos: str = "auto") -> None:

@@ -446,7 +446,7 @@ class Questions:
         return sum(shares[found] for found in counted) / len(counted)
 
     def grade(self, answers: Mapping[str, Likelihood | str]) -> TaskResults:
-        """Grade one arm's answers, given by request hash; rows of the benchmark come before those of recall and text."""
+        """Grade one arm's answers, given by request hash; benchmark rows come before recall rows and text rows."""
         graded = self._tasks.results(self._lm, answers)
         recalled = [
             grade(question, [_likelihood(answers[request_hash(request)]) for request in question.requests])

@@ -28,10 +28,10 @@ _MARGIN = 0.1
 
 
 def smallest_windows(damages: Mapping[Window, Sequence[np.ndarray]]) -> list[Window]:
-    """Return the narrowest window w of each KV head with D(w) - D(widest) <= 0.1 T / C.
+    """Return the narrowest window w of each KV head that costs hardly more than the widest one.
 
-    D(w) = sum over the T parts (text, recall) of max(d(w), 0) / sum over heads of max(d(narrowest), 0), with the damage
-    d(w) (C,) of window w on a part.
+    D(w) - D(widest) <= 0.1 T / C, where D(w) = sum over the T parts (text, recall) of max(d(w), 0) / sum over heads of
+    max(d(narrowest), 0). The damage of window w on a part is d(w) (C,).
     """
     windows = sorted(damages, key=lambda window: window.width)
     totals = [np.clip(part, 0, None).sum() or 1.0 for part in damages[windows[0]]]

@@ -35,8 +35,11 @@ def show(text: str) -> None:
 def text_table(
     rows: Sequence[Mapping[str, Any]], names: Sequence[str] | None = None, *, keep: Sequence[str] | None = None
 ) -> str:
-    """Return rows as a terminal-safe table with right-aligned numbers. ``names`` None shows the columns of the first
-    row; of a table wider than the terminal, the columns ``keep`` remain longest, and None prints all.
+    """Return rows as a terminal-safe table with right-aligned numbers.
+
+    Args:
+        names: Columns; None uses those of the first row.
+        keep: Columns to keep longest if the terminal is too narrow for all; None prints all columns.
     """
     names = list(names if names is not None else rows[0] if rows else [])
     cells = {name: [_text(row[name]) for row in rows] for name in names}

@@ -283,7 +283,9 @@ class _ValueItem:
 
 
 def collect_value(config: ValueConfig, model: ModelContext, longest: int) -> AblationValue:
-    """Return the value that replaces ablated heads on inputs of at most ``longest`` tokens; zero is not collected."""
+    """Return the value that replaces the outputs of ablated heads; collect it unless it is zero. ``longest`` is the
+    number of tokens of the longest input on which heads will be ablated.
+    """
     if config.value == "zero" or config.corpus is None:
         return ZERO_VALUE
     if model.pool.staged:

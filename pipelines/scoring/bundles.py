@@ -48,7 +48,7 @@ _PREFIX_BYTES = 1 << 30
 
 
 class Start(NamedTuple):
-    """The first layer that a pass runs; ``behind_attention``: of its attention, only the output projection."""
+    """Where a pass starts: the first layer, and True if only the output projection of its attention runs."""
 
     layer: int
     behind_attention: bool

@@ -86,8 +86,8 @@ def by_request(reads: Sequence[Read], found: Mapping[int, ReadAnswer]) -> Likeli
 
 @dataclass
 class PrefixNode:
-    """Tokens that several sequences have in common after ``start`` shared ones; the root has none. ``rows`` are the
-    sequences that continue from here alone, ``children`` the longer prefixes.
+    """Tokens that several sequences have in common after a shorter common prefix of ``start`` tokens; the root has
+    none. ``rows`` are the sequences that continue from here alone, ``children`` the longer prefixes.
     """
 
     start: int
@@ -206,9 +206,7 @@ _GROUPED_COSTS = 8
 
 @dataclass(frozen=True)
 class Continued(Generic[P]):
-    """The prefixes that a batch of reads continues after ``start`` tokens, None if that is 0, and each read's index in
-    them.
-    """
+    """What a batch of reads continues: prefixes of ``start`` tokens (None if 0), and each one's index in them."""
 
     start: int
     prefix: P | None
@@ -221,8 +219,8 @@ def grouped_tokens(device: str) -> int:
 
 
 def shareable_tokens(lm: LoadedModel, reads: Sequence[Read]) -> list[int]:
-    """Return each read's number of tokens that may be shared: fewer than the reads that share them have, with the same
-    rotary frequencies.
+    """Return how many tokens of each read may be shared: those before its first scored logit, or none if its rotary
+    frequencies are not those of short inputs.
     """
     rope = lm.rope_lengths
     return [read.first_place if rope.group(len(read.ids)) == rope.group(1) else 0 for read in reads]

@@ -105,8 +105,8 @@ def _members(node: PrefixNode) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class SharedRowItem:
-    """Requests for one replica whose model can read shared rows; ablations without `Ablation.may_share_rows` read whole
-    inputs.
+    """Requests for one replica whose model can read shared rows. Ablations that differ for every input (those without
+    `Ablation.may_share_rows`) are read whole.
     """
 
     name: str

@@ -54,7 +54,8 @@ class RecallConfig:
         prompts: Number of prompts of each recall task, a multiple of 8; one half chooses and repairs, the other judges.
             0 uses texts only.
         tokens: Longest prompt; shorter if the model's context is.
-        weight: Weight of a recall task's mean prediction, next to that of a text's; the tasks share it.
+        weight: w of the objective m(text) + w / T sum over the T recall tasks of m(task); m is the mean over
+            predictions.
     """
 
     prompts: int = 32
