@@ -96,7 +96,7 @@ def heads_of(lists: Mapping[str, Any]) -> SiteHeads:
 
 
 def single_arms(grid: HeadGrid, mode: str) -> list[SiteArm]:
-    """Return an arm for each head of each site, or for all other heads of its layer, which layers of one head lack."""
+    """Return an arm for each head: that head ablated, or all others of its layer (no arm in layers of one head)."""
     arms = []
     for kind in grid.kinds:
         for site in grid.at(kind).sites:

@@ -26,8 +26,8 @@ from headscan.pipelines.settings.evaluation_settings import SHORTEST, AblateConf
 
 
 def head_arms(grid: HeadGrid, mode: str, value: AblationValue = ZERO_VALUE) -> list[Arm]:
-    """Return an arm for each head, or for all other heads of its layer, which layers of one head lack. The arms are in
-    the order of the layers, which neighbours share.
+    """Return an arm for each head: that head ablated, or all others of its layer (no arm in layers of one head). The
+    arms are in the order of the layers, because arms of neighbouring layers share their work.
     """
     arms = []
     for site in grid.sites:

@@ -51,8 +51,8 @@ _DOES = {NEEDLE: "finds {:.0f} % of the needles", COPYING: "copies {:.0f} % of t
 
 def size_recall(config: EvaluateConfig, run: Run, *, part: float, comparisons: int = 1) -> EvaluateConfig:
     """Ask the whole model, and return the settings with as many recall questions as its recall needs. The number stays
-    if the plan states one; a line then warns if no arm could be shown to keep recall. A ``part`` of the recall texts, 0
-    to 1, judges ``comparisons`` arms.
+    if the plan states one; a line then warns if no arm could be shown to keep recall. A share ``part`` of the recall
+    texts, 0 to 1, judges ``comparisons`` arms.
     """
     plan = config.recall
     if plan is None:

@@ -41,8 +41,8 @@ R = TypeVar("R")
 
 
 class CountedPasses(StagedTask[T, B, P, R]):
-    """A task with the results of another one, only in the process of ``count``, which is called with the number of
-    sequences after each pass with a whole model.
+    """A task with the results of another one that runs only in the process of ``count``, a function that is called with
+    the number of sequences after each pass with a whole model.
     """
 
     def __init__(self, task: StagedTask[T, B, P, R], count: Callable[[int], None]) -> None:

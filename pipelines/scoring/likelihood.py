@@ -206,7 +206,7 @@ _GROUPED_COSTS = 8
 
 @dataclass(frozen=True)
 class Continued(Generic[P]):
-    """What a batch of reads continues: prefixes of ``start`` tokens (None if 0), and each one's index in them."""
+    """What a batch of reads continues: prefixes of ``start`` tokens (None if 0), and each read's index in them."""
 
     start: int
     prefix: P | None

@@ -276,8 +276,8 @@ def reads_whole(dtype: str, ablated: Sequence[Ablation | None]) -> bool:
 def choose_reading(
     ask: Ask, dtype: str, ablated: Sequence[Ablation | None], share: bool | None, say: Callable[[str], None]
 ) -> Reading:
-    """Return the fastest way of reading under which all arms are comparable. ``share`` None shares prefixes if all arms
-    use the same kernels; ``say`` receives the reason if they are not shared.
+    """Return the fastest way of reading under which all arms are comparable. ``share`` False shares no prefixes, and
+    None only if all arms use the same kernels; ``say`` receives the reason if they are not shared.
     """
     as_rules = computed_as_rules(dtype, ablated)
     whole = Reading(False, as_rules=as_rules)

@@ -2,6 +2,8 @@
 
 Every input is read whole, without shared prefixes or KV cache. The last range computes logits; every range counts its
 ablated heads.
+
+Shapes: B sequences, L layers of the range, H query heads.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _PASS_COST = 64
 @dataclass(frozen=True)
 class PartialAnswers:
     """Result of one range of layers for a batch of reads: likelihoods (None before the last range), the number of heads
-    ``zeroed`` in each read, and that of the heads of the range.
+    ``zeroed`` in each read (B,), and the number of heads of the range.
     """
 
     likelihoods: tuple[list[Likelihood], ...] | None

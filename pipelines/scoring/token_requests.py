@@ -30,7 +30,7 @@ class Request(NamedTuple):
 
 
 class Likelihood(NamedTuple):
-    """Log-likelihood of a continuation, in nats, with the tokens that greedy decoding would choose."""
+    """Log-likelihood of a continuation, in nats, and how many of its tokens greedy decoding would choose."""
 
     log_likelihood: float
     greedy_tokens: int

@@ -175,7 +175,7 @@ class ProbeConfig:
 
 @dataclass(frozen=True)
 class GatesConfig:
-    """Settings of a gates run; ``fit`` closes gates and needs a share."""
+    """Settings of a gates run; those of ``fit``, which closes gates, need a share."""
 
     model: ModelSpec
     corpus: CorpusSpec
