@@ -44,13 +44,7 @@ SiteHeads = tuple[tuple[str, tuple[Head, ...]], ...]
 
 @dataclass(frozen=True)
 class SiteArm:
-    """One way of running the model: without ablation, or with the output of heads replaced by zero.
-
-    Attributes:
-        name: Unique in a run.
-        heads: Ablated heads by kind of site; none for the baseline.
-        details: Further settings for the store.
-    """
+    """One way of running the model: the outputs of ``heads``, by kind of site, become zero; the baseline has none."""
 
     name: str
     heads: SiteHeads = ()
@@ -58,7 +52,6 @@ class SiteArm:
 
     @property
     def size(self) -> int:
-        """Number of ablated heads."""
         return sum(len(heads) for _, heads in self.heads)
 
     def begin(self, store: Store, run_id: str) -> tuple[str, bool]:
@@ -82,7 +75,6 @@ class SiteArm:
         return state.arm_id, state.finished
 
     def as_lists(self) -> dict[str, Any]:
-        """Return the ablated heads as plain data."""
         return {site: [list(head) for head in heads] for site, heads in self.heads}
 
 
@@ -104,11 +96,7 @@ def heads_of(lists: Mapping[str, Any]) -> SiteHeads:
 
 
 def single_arms(grid: HeadGrid, mode: str) -> list[SiteArm]:
-    """Return an arm for each head of each site.
-
-    Args:
-        mode: Single heads, or all other heads of a layer; layers of one head have no others.
-    """
+    """Return an arm for each head: that head ablated, or all others of its layer (no arm in layers of one head)."""
     arms = []
     for kind in grid.kinds:
         for site in grid.at(kind).sites:
@@ -128,11 +116,8 @@ METRICS = {Answers.CLASS: (ACCURACY, LOSS), Answers.TEXT: (BLEU, LOSS, ACCURACY)
 
 @dataclass(frozen=True)
 class AnswerItem:
-    """An arm and a group of examples for one replica.
-
-    Attributes:
-        classes: Names of the classes; none for target texts.
-        new_tokens: Longest generated text, in tokens.
+    """An arm and a group of examples for one replica. ``classes`` are empty for target texts; ``new_tokens`` is the
+    length of the longest generated text.
     """
 
     arm: SiteArm
@@ -233,7 +218,6 @@ class _FiniteLogits(LogitsProcessor):
 
 
 def _generate(lm: LoadedModel, item: AnswerItem, texts: list[LabelledText]) -> list[str]:
-    """Return the greedy outputs."""
     model: Any = lm.model
     checks = LogitsProcessorList([_FiniteLogits()])
     ids = model.generate(
@@ -249,7 +233,6 @@ def _inputs(lm: LoadedModel, texts: Sequence[LabelledText]) -> dict[str, torch.T
 
 
 def _check_finite(values: torch.Tensor) -> None:
-    """Raise NotFiniteError if a value is NaN or infinite."""
     if wrong := int((~values.isfinite()).sum()):
         raise NotFiniteError(
             f"NaN or infinite outputs: {wrong} of {values.numel()} (limit 0). Load the model in another `dtype`"
@@ -282,7 +265,6 @@ class LabelledConfig:
             raise ExampleError(f"batch_tokens={self.batch_tokens} (limit 1). Raise `batch_tokens`")
 
     def metric_of(self, texts: LabelledTexts) -> str:
-        """Return the metric."""
         known = METRICS[texts.answers]
         if self.metric is not None and self.metric not in known:
             raise InterventionError(
@@ -293,12 +275,7 @@ class LabelledConfig:
 
 @dataclass
 class LabelledRun:
-    """A run in progress.
-
-    Attributes:
-        judging: The examples that arms answer.
-        settings: Further settings that identify the run; JSON can hold them.
-    """
+    """A run whose arms answer the ``judging`` examples; the JSON data ``settings`` are a part of its identity."""
 
     config: LabelledConfig
     run: Run
@@ -341,7 +318,6 @@ class LabelledRun:
         return {row["name"]: json.loads(row["config"]) for row in rows}
 
     def answer(self, arms: Sequence[SiteArm]) -> None:
-        """Answer every example with every unfinished arm."""
         with self.run.store.one_transaction():
             states = {arm.name: arm.begin(self.run.store, self.run_id) for arm in arms}
         left = [arm for arm in arms if not states[arm.name][1]]
@@ -408,7 +384,6 @@ class LabelledRun:
 
 
 def _level(metric: str, answers: Sequence[TextAnswer]) -> float:
-    """Return the metric of all answers."""
     if metric == ACCURACY:
         return float(np.mean([answer.correct for answer in answers]))
     counts = np.array([answer.metrics[metric] for answer in answers], dtype=float).sum(0)
@@ -421,14 +396,12 @@ def _level(metric: str, answers: Sequence[TextAnswer]) -> float:
 def labelled_effects(
     config: LabelledConfig, run: Run, modes: Sequence[str] = (EACH,), *, texts: LabelledTexts | None = None
 ) -> tuple[str, list[HeadEffect]]:
-    """Measure the effect of every head of every site, and record the table in the store.
+    """Measure the effect of every head of every site, and record the table in the store. Return the id of the run, and
+    the effects by mode, site, layer and head.
 
     Args:
         modes: ``each``: one head is ablated; ``all_but_one``: all other heads of its layer.
         texts: The examples; None reads the file.
-
-    Returns:
-        The id of the run, and its effects by mode, site, layer and head.
     """
     if texts is None:
         texts = read_labelled(config.data, config.model, run.identity, config.max_tokens)

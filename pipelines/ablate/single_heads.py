@@ -1,7 +1,7 @@
 """Effects of single heads on a task, or on the loss of texts.
 
-Every head is an arm of one evaluation: this head ablated, or all others of its layer. Masks share work up to the
-layer of their head. The same command again resumes.
+Every head is an arm of one evaluation: this head ablated, or all others of its layer. Masks share work up to the layer
+of their head. The same command again resumes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ from headscan.pipelines.settings.evaluation_settings import SHORTEST, AblateConf
 
 
 def head_arms(grid: HeadGrid, mode: str, value: AblationValue = ZERO_VALUE) -> list[Arm]:
-    """Return an arm for each head, in the order of the layers, which arms of neighbouring layers share.
-
-    Args:
-        mode: Single heads, or all other heads of a layer; layers of one head have no others.
+    """Return an arm for each head: that head ablated, or all others of its layer (no arm in layers of one head). The
+    arms are in the order of the layers, because arms of neighbouring layers share their work.
     """
     arms = []
     for site in grid.sites:
@@ -55,11 +53,7 @@ _LONGEST = 2048
 
 
 class AblateResult(NamedTuple):
-    """A finished table.
-
-    Attributes:
-        effects: Effects of all modes of the run, by mode, layer and head.
-    """
+    """The run of a finished table, and its effects by mode, layer and head."""
 
     run_id: str
     effects: tuple[HeadEffect, ...]
@@ -83,7 +77,6 @@ def single_head_effects(config: AblateConfig, run: Run) -> AblateResult:
 
 
 def read_texts(texts: LossTexts, identity: ModelIdentity) -> HeldOutText:
-    """Return the texts in tokens."""
     limit = identity.max_tokens
     tokens = texts.max_tokens or min(_LONGEST, limit or _LONGEST)
     if limit is not None and tokens > limit:

@@ -49,7 +49,6 @@ class _Heads:
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """Ablations of the table."""
         return ((EACH,) if self.each or not self.all_but_one else ()) + (ALL_BUT_ONE,) * self.all_but_one
 
 
@@ -148,7 +147,6 @@ def effects_result(run_id: str, store: str, effects: Sequence[HeadEffect]) -> Re
 
 
 def effects_text(effects: Sequence[HeadEffect]) -> str:
-    """Return the tables of effects as text."""
     from headscan.analysis.store.tables import ALL_BUT_ONE, EACH, FALSE_DISCOVERY_RATE
     from headscan.analysis.verdicts.head_effects import effect_facts
     from headscan.pipelines.runs.text_tables import text_table
@@ -189,7 +187,7 @@ def _title(effect: HeadEffect) -> str:
 
 
 def _cells(effect: HeadEffect, sites: bool) -> dict[str, object]:
-    """Return a row of a table; with the site if there are several. The number of digits depends on the metric."""
+    """Return a row of a table, with the site if there are several; the number of digits depends on the metric."""
 
     scale, digits = _FORMATS.get(effect.metric, (1, 4))
 

@@ -88,7 +88,7 @@ class Compare(StoreVerb):
 
 
 def _matrix(pairs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the overlap table. Columns have the numbers of the scores, which are narrower than names."""
+    """Return the overlap table, with the scores' numbers as columns, which are narrower than names."""
     picked = {pair[f"score_{side}"]: pair[f"picked_{side}"] for pair in pairs for side in ("a", "b")}
     overlaps = {frozenset((pair["score_a"], pair["score_b"])): pair["overlap"] for pair in pairs}
     return [

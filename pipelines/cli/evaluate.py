@@ -86,17 +86,12 @@ class _Arms:
 
     @property
     def uses_score(self) -> bool:
-        """True if a score chooses heads."""
         return bool(self.score or self.share is not None or self.rule or self.run_id)
 
     def of_heads(
         self, masks: Sequence[Sequence[tuple[int, int]]], store: Store, scan_run: str | None, value: AblationValue
     ) -> list[Arm]:
-        """Return the masks and rules.
-
-        Args:
-            scan_run: The scan of the scores; None has none.
-        """
+        """Return the masks and rules; ``scan_run`` is the scan of the scores, None without one."""
         from headscan.pipelines.scoring.arms import mask_arm, scored_masks, scored_rules
 
         arms = [mask_arm(heads, value) for heads in masks]

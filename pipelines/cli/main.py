@@ -1,7 +1,4 @@
-"""The command ``headscan``: run a verb, and report errors.
-
-An error of the user is one line, with exit code 2.
-"""
+"""The command ``headscan``: run a verb, and report an error of the user as one line, with exit code 2."""
 
 from __future__ import annotations
 
@@ -73,10 +70,8 @@ def read_command(words: Sequence[str]) -> Any:
 
 
 def build_parser(*, lists_verbs: bool = False) -> argparse.ArgumentParser:
-    """Return the parser of all verbs, built without importing torch.
-
-    Args:
-        lists_verbs: argparse lists the verbs, as shell completion needs it; the help page has its own list by group.
+    """Return the parser of all verbs, built without importing torch. With ``lists_verbs`` argparse lists them, as shell
+    completion needs it; the help page has its own list by group.
     """
     parser = Parser(
         prog="headscan",
@@ -93,7 +88,6 @@ def build_parser(*, lists_verbs: bool = False) -> argparse.ArgumentParser:
 
 
 def _summary(verb: str) -> str:
-    """Return the help line of a verb."""
     return (verb_class(verb).__doc__ or "").strip().splitlines()[0]
 
 
@@ -107,11 +101,8 @@ def _verb_list() -> str:
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
-    """Run a command line; None uses the arguments of the process.
-
-    Returns:
-        The exit code: 0; 2 for an error of the user; 3 if some named parts failed and the rest is done; 130 if
-        interrupted.
+    """Run a command line (None: the arguments of the process). Return the exit code: 0; 2 for an error of the user; 3
+    if some named parts failed and the rest is done; 130 if interrupted.
     """
     share_cores()
     words = sys.argv[1:] if command_line is None else list(command_line)
@@ -152,7 +143,6 @@ def _without_verb(words: Sequence[str]) -> int:
 
 
 def _run(verb: Any) -> None:
-    """Run a verb and print its result, if it returns one."""
     as_json = getattr(verb, "json", False)
     if as_json:
         # Libraries print, too; standard output holds the JSON object alone.

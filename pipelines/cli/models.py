@@ -94,7 +94,7 @@ def _facts(site: AttentionSite | None) -> dict[str, Any]:
 
 
 def _ways(lm: LoadedModel) -> dict[str, str]:
-    """Return how each panel is measured. It is fused, blockwise, or from the model's own weights."""
+    """Return how each panel is measured: fused, blockwise, or from the model's own weights."""
     from headscan.catalog import PANELS, panel_names
 
     ways: dict[str, str] = {}

@@ -73,12 +73,7 @@ class ValueProblemError(HeadscanError):
 
 
 def text_type(option: Option, kind: type, *, many: bool) -> Callable[[str], Any]:
-    """Return the function that reads a text.
-
-    Args:
-        kind: Type of one value: int, float or str.
-        many: The text has several values, with commas between them.
-    """
+    """Return the function that reads a text as an int, float or str; ``many`` are separated by commas."""
     parse_one = _one(option, kind)
     if not many or option.repeated:
         return parse_one
@@ -164,7 +159,7 @@ def operations(text: str) -> float:
 
 
 def model_source(text: str) -> str:
-    """Check a path of a model. Names on the hub are checked when they load."""
+    """Check a path of a model; names on the hub are checked when they load."""
     check_folder(text)
     return text
 
@@ -184,8 +179,7 @@ class BoundOption:
 
     Attributes:
         path: Names of the fields that lead to it.
-        kind: Type of one value: int, float, str or bool.
-        many: The field is a tuple.
+        kind: Type of one value: int, float, str or bool; ``many`` are a tuple.
         choices: Permitted values; None permits all.
         default: Value without the option; MISSING if it is required.
     """
@@ -213,11 +207,9 @@ class BoundOption:
         return ".".join(self.path)
 
     def read(self, text: str) -> Any:
-        """Return the value of a text."""
         return text_type(self.option, self.kind, many=self.many)(text)
 
     def add_to(self, container: argparse._ActionsContainer) -> None:
-        """Add the option to a parser or a group."""
         shown: dict[str, Any] = {"help": self._help()}
         if self.kind is bool:
             container.add_argument(self.flag, dest=self.key, default=argparse.SUPPRESS, **shown, **self._switch())
@@ -279,11 +271,8 @@ class _Joined(argparse.Action):
 
 
 def options_of(cls: type, default: Any = MISSING, path: tuple[str, ...] = (), group: str = "") -> list[BoundOption]:
-    """Return the options of a settings class, with those of the settings classes in it.
-
-    Args:
-        default: Settings whose values are the defaults; MISSING uses those of the fields.
-        path, group: Where the class stands in another one.
+    """Return the options of a settings class, with those of the settings classes in it. ``default`` holds settings
+    whose values are the defaults; MISSING uses those of the fields.
     """
     found = []
     for name, hint, mark, own in _marked(cls):
@@ -350,7 +339,6 @@ def _value_type(hint: Any) -> tuple[type, bool, tuple[str, ...] | None]:
 
 
 def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
-    """Add the options of a settings class to a parser."""
     groups: dict[str, argparse._ArgumentGroup] = {}
     exclusive: dict[str, Any] = {}
     for bound in options_of(cls):
@@ -367,7 +355,6 @@ def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
 
 
 def verb_parser(verb: str, cls: type) -> Parser:
-    """Return the parser of a verb."""
     parser = Parser(prog=f"headscan {verb}", description=inspect.getdoc(cls))
     add_options(parser, cls)
     needed = [
@@ -390,11 +377,7 @@ def parse_settings(parser: argparse.ArgumentParser, cls: type[S], words: Sequenc
 
 
 def _made(cls: type, values: Mapping[str, Any], path: str = "") -> Any:
-    """Return settings, or the arguments of a group.
-
-    Args:
-        values: Values of the options that are given, by their fields' names with dots.
-    """
+    """Return settings, or the arguments of a group, from the given values by their fields' names with dots."""
     given: dict[str, Any] = {}
     for name, hint, mark, default in _marked(cls):
         key = f"{path}{name}"
@@ -425,9 +408,8 @@ def _is_absent(options: Sequence[BoundOption], values: Mapping[str, Any], path: 
 
 
 def changed(settings: Any) -> dict[str, str]:
-    """Return the flags of options that are given, by their fields' names with dots.
-
-    Options outside a function group count if they differ from their defaults.
+    """Return the flags of options that are given, by their fields' names with dots. Options outside a function group
+    count if they differ from their defaults.
     """
     found = {}
     for bound in options_of(type(settings)):

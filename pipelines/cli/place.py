@@ -49,11 +49,7 @@ class ScanHours:
     def of(
         cls, forward: ForwardFlops, placement: Placement, *, tokens: int, sequence: int, flops: float, evaluates: bool
     ) -> ScanHours:
-        """Return the hours on a placement.
-
-        Args:
-            evaluates: The passes compute logits and measure nothing.
-        """
+        """Return the hours on a placement; with ``evaluates`` the passes compute logits and measure nothing."""
         calls = 1 if evaluates else SCAN_CALLS
         return cls(
             tokens=tokens,
@@ -69,7 +65,6 @@ class ScanHours:
 
     @property
     def hours(self) -> float:
-        """Hours of the forward passes."""
         return self.tokens * self.flops_per_token / (self.flops * self.replicas * self.at_once) / 3600
 
     def lines(self) -> list[str]:
@@ -187,7 +182,6 @@ class Place(ModelVerb):
         return imagined(found.nodes, found.gpus, found.gpu_memory, found.cpu_memory, found.cpus)
 
     def _hours(self, tokens: int, sizes: ModelSizes, plan: Plan) -> ScanHours:
-        """Return the hours of a scan on a placement."""
         from headscan.sizing.forward_flops import forward_flops
 
         spec = self.spec()

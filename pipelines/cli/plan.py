@@ -150,7 +150,6 @@ class Plan(OptionalModelVerb, StoreVerb):
         return Result(plan.heads, lambda: "\n".join([*plan.summary(), f"written to {self.out}"]), facts)
 
     def _from_store(self) -> HeadPlan:
-        """Return the plan of a method that reads the store."""
         from headscan.analysis.plans import make_plan, read_pattern
 
         pattern = None if self.pattern is None else read_pattern(self.pattern, inverted=self.inverted)
@@ -170,7 +169,6 @@ class Plan(OptionalModelVerb, StoreVerb):
         return plan
 
     def _measured(self) -> HeadPlan:
-        """Return the plan of method measured."""
         from headscan.pipelines.kv.measured_plan import measured_plan
         from headscan.pipelines.runs.run_records import ModelContext, identify
         from headscan.pipelines.settings.saving_settings import LossLimit

@@ -70,9 +70,7 @@ class Probe(RunVerb):
 
 
 def _result(store: Store, run_id: str, path: str, *, already_done: bool) -> Result:
-    """Return the heads of each behaviour, and how many exceed the source's threshold. The text shows the strongest
-    heads only.
-    """
+    """Return the heads of each behaviour (as text, the strongest), and how many exceed the source's threshold."""
     from headscan.analysis.heads.head_ranking import behaving_heads, measured_behaviours
     from headscan.pipelines.runs.text_tables import text_table
 

@@ -79,7 +79,6 @@ class _Size:
 
     @property
     def names_heads(self) -> bool:
-        """True if the heads to remove are named."""
         return bool(self.heads or self.mask or self.import_heads)
 
     def budgets(self) -> tuple[Budget, ...]:
@@ -153,7 +152,6 @@ class _Choice:
     ] = 0
 
     def selection(self, *, is_demo: bool) -> SelectionConfig:
-        """Return the effort of the choice."""
         from headscan.pruning.head_selection import QUICK, SelectionConfig
 
         effort = QUICK if is_demo else SelectionConfig()

@@ -108,7 +108,6 @@ def _source(by: str) -> tuple[RunKind, _Columns]:
 
 
 def _ordered(store: Store, run_id: str, options: Rank) -> Sequence[Any]:
-    """Return the heads of a run in order."""
     from headscan.analysis.heads.head_ranking import behaving_heads, gated_heads, rank_heads, rank_importance
     from headscan.analysis.verdicts.head_effects import rank_effects
 

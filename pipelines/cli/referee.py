@@ -123,7 +123,6 @@ def referee_result(store: Store, run_id: str) -> Result:
 
 
 def site_result(store: Store, run_id: str, points: Sequence[SitePoint]) -> Result:
-    """Return what a referee on labelled examples found."""
     from headscan.pipelines.referee.referee_table import (
         agreement_text,
         baseline_text,

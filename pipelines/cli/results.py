@@ -30,13 +30,8 @@ Json = Annotated[
 
 @dataclass(frozen=True)
 class Result:
-    """Rows of a table and facts about them.
-
-    Attributes:
-        rows: Rows as mappings or dataclasses, with plain values.
-        text: Returns the same as text; called only without ``--json``.
-        facts: Further values by name, such as the id of the run.
-        notes: Lines for standard error after the result.
+    """Rows of a table (mappings or dataclasses with plain values) and further facts by name. ``text`` returns both as
+    text and is called only without ``--json``; ``notes`` go to standard error after the result.
     """
 
     rows: Sequence[Any]

@@ -114,10 +114,8 @@ def _survival_rows(store: Any, roles: HeadRoles, name: str, *, per_head: bool) -
 
 
 def _listed(heads: tuple[RoleHead, ...], *, lowest: bool = False) -> str:
-    """Return the strongest heads as LAYER:HEAD, positional ones with their offset, and the number of the others.
-
-    Args:
-        lowest: A low number gives the role.
+    """Return the strongest heads as LAYER:HEAD, positional ones with their offset, and the number of the others. With
+    ``lowest``, a low number gives the role.
     """
     strongest = sorted(heads, key=lambda head: head.value if lowest else -head.value)
     listed = [

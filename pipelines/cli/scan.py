@@ -71,7 +71,6 @@ class _CorpusVerb(RunVerb):
 
 
 def _say_counts(tokens: TokenPlan, report: CorpusReport) -> None:
-    """Print counts of a corpus that was read."""
     for line in report.lines():
         say(line)
     if tokens.mode == "truncate" and report.truncated:
@@ -147,7 +146,6 @@ class Importance(_CorpusVerb):
                     print(f"{name}, site {site}: {found.line()}")
 
     def _on_corpus(self) -> str:
-        """Measure a corpus, and return the id of the run."""
         from headscan.checkpoints.sources import load_config
         from headscan.models.model_facts import is_classifier
         from headscan.pipelines.scan.run_importance import run_importance
@@ -158,7 +156,6 @@ class Importance(_CorpusVerb):
         return self.measured(self.settings, run_importance)
 
     def _on_examples(self, data: DataSpec) -> str:
-        """Measure labelled examples, and return the id of the run."""
         from headscan.pipelines.runs.run_records import identify
         from headscan.pipelines.scan.labelled_texts import read_labelled
         from headscan.pipelines.scan.run_importance import run_labelled_importance

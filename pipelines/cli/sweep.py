@@ -98,7 +98,6 @@ def choices_text(choices: Sequence[SweepChoice], *, confirm: bool) -> str:
 
 
 def curves_text(curves: Sequence[Curve]) -> str:
-    """Return the curves as a table, in percent."""
     from headscan.analysis.store.verdict_limits import LEAST_BASELINE, LEAST_QUESTIONS
     from headscan.pipelines.runs.text_tables import text_table
 

@@ -39,10 +39,8 @@ class Tasks:
     evaluation: Annotated[partial[EvaluateConfig], Group()]
 
     def config(self, spec: ModelSpec, *, recall: RecallPlan | None = None, **prompts: Any) -> EvaluateConfig:
-        """Return the settings of an evaluation, without the batch size, which the placement decides.
-
-        Args:
-            prompts: Settings of the tasks that replace those of the command line.
+        """Return the settings of an evaluation, without the batch size, which the placement decides; ``prompts``
+        replaces settings of the command line.
         """
         tasks = self.prompts(**{"names": self.names, **prompts})
         return self.evaluation(model=spec, tasks=tasks, recall=recall)
@@ -67,11 +65,7 @@ class RecallOptions:
     plan: Annotated[partial[RecallPlan], Group()]
 
     def config(self, **defaults: Any) -> RecallPlan | None:
-        """Return the questions; None without any.
-
-        Args:
-            defaults: Values of settings that the command line leaves out.
-        """
+        """Return the questions (None without any), with ``defaults`` for settings that the command line leaves out."""
         if not self.asked:
             return None
         plan = self.plan()
@@ -119,7 +113,6 @@ class WholeModelVerb(RunVerb):
             raise UsageError("--corpus is required: name a text to calibrate on")
 
     def text_config(self, demo: DemoSize) -> TextConfig:
-        """Return the settings of the texts."""
         found = self.calibration
         if found.name is not None:
             chosen = {} if found.sequences is None else {"sequences": found.sequences}
@@ -133,11 +126,7 @@ class WholeModelVerb(RunVerb):
         return replace(config, max_tokens=config.max_tokens or _DEMO_TOKENS)
 
     def evaluation(self, spec: ModelSpec, scratch: Path, demo: DemoSize) -> EvaluateConfig:
-        """Return the settings of the evaluation; the demo has a task and recall questions of its own.
-
-        Args:
-            scratch: Folder of the demo's task.
-        """
+        """Return the settings of the evaluation; the demo has its own recall questions, and its task in ``scratch``."""
         if self.tasks.names or not self.is_demo:
             return self.tasks.config(spec, recall=self.recall.config())
         recall = self.recall.config(lengths=(_DEMO_RECALL,), questions=demo.recall)
@@ -145,7 +134,6 @@ class WholeModelVerb(RunVerb):
 
     @contextmanager
     def opened_whole(self, texts: TextConfig) -> Iterator[tuple[Run, Plan]]:
-        """Yield a run of the model, and its plan."""
         from headscan.pipelines.runs.run_records import identify
 
         verb = replace(self, devices=self.devices.in_this_process())
@@ -196,10 +184,8 @@ Metric = Annotated[
 
 
 def check_labelled(verb: RunVerb, data: DataSpec | None, metric: str | None, without_effect: tuple[str, ...]) -> None:
-    """Raise UsageError if options do not go together.
-
-    Args:
-        without_effect: Beginnings of the names of options that have no effect on examples.
+    """Raise UsageError if options do not go together. ``without_effect`` are the first characters of the names of
+    options that have no effect on examples.
     """
     if data is None and metric is not None:
         raise UsageError("--metric needs --data: name a file of labelled examples")

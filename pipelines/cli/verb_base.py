@@ -46,11 +46,7 @@ def say(line: str) -> None:
 
 
 def say_run(run: Mapping[str, Any]) -> None:
-    """Print which run of the store a verb reads.
-
-    Args:
-        run: A row of ``runs``.
-    """
+    """Print which run of the store, a row of ``runs``, a verb reads."""
     corpus = f" on {run['corpus']}" if run["corpus"] else ""
     began = f"{run['started_at']:%Y-%m-%d %H:%M}"
     say(f"from {run['kind']} {run['run_id']} of {run['model']}{corpus}, {began}, {run['status']}")
@@ -77,10 +73,8 @@ class StoreOptions:
     ] = 30.0
 
     def open(self, *, writes: bool = False) -> Store:
-        """Return the store; a wait for another process is reported.
-
-        Args:
-            writes: Raise now, before anything is measured, if the store cannot be written.
+        """Return the store, and report a wait for another process. ``writes`` raises now, before anything is measured,
+        if the store cannot be written.
         """
         from headscan.analysis.store.store import Store
 
@@ -120,13 +114,10 @@ class Devices:
         return replace(self.request, evaluates=evaluates, max_threads=max_threads())
 
     def plan(self, spec: ModelSpec, *, tokens: int, evaluates: bool = False) -> Plan:
-        """Return and print the plan of a run, before anything loads.
+        """Return and print the plan of a run with sequences of up to ``tokens`` tokens, before anything loads.
 
         The tokens of a forward pass are part of a run's identity. They do not depend on the memory that is free now, so
         that the same command resumes the run; only `--memory` changes them.
-
-        Args:
-            tokens: Length of the longest sequence.
         """
         from headscan.cluster.placement.choose import place
 
@@ -142,11 +133,8 @@ class Devices:
         return replace(plan, batch_tokens=asked)
 
     def opener(self, spec: ModelSpec, plan: Plan, *, tokens: int) -> OpenModel:
-        """Return a function that opens the pool of a model as planned, and pools of other models that answer tasks,
-        whose placement it prints.
-
-        Args:
-            tokens: Length of the longest sequence of other models.
+        """Return a function that opens the pool of a model as planned, and pools of other models that answer tasks with
+        up to ``tokens`` tokens, whose placement it prints.
         """
         from headscan.cluster.pools.open_pool import open_pool
 
@@ -173,7 +161,6 @@ class CorpusOptions:
     data_set: Annotated[partial[CorpusSpec], Group()]
 
     def spec(self, **settings: Any) -> CorpusSpec | None:
-        """Return the corpus; None if none is named."""
         return None if self.name is None else self.data_set(self.name, **settings)
 
     def required(self, verb: ModelVerb, **settings: Any) -> CorpusSpec:
@@ -202,11 +189,9 @@ class ModelVerb:
 
     @property
     def is_demo(self) -> bool:
-        """True for the bundled model."""
         return self.model == DEMO_MODEL
 
     def spec(self) -> ModelSpec:
-        """Return the model."""
         return self.loading(self.model)
 
     def full_precision(self) -> ModelSpec:
@@ -233,11 +218,7 @@ class RunVerb(ModelVerb, StoreVerb):
     def opened(
         self, spec: ModelSpec, identity: ModelIdentity | None, *, tokens: int, evaluates: bool = False
     ) -> Iterator[tuple[Run, Plan]]:
-        """Yield a run of a model on the devices, and its plan, which is printed.
-
-        Args:
-            identity: The model's identity; None computes it.
-        """
+        """Yield a run of a model on the devices, and its plan, which is printed; ``identity`` None computes it."""
         from headscan.pipelines.runs.run_records import Run
 
         store = self.store.open(writes=True)

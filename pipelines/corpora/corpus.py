@@ -61,9 +61,7 @@ class Corpus(ABC):
         """Return JSON data that identifies the content."""
 
     def documents(self) -> Iterator[Document]:
-        """Yield the documents in order, including those with problems. It stops after ``spec.limit_documents``
-        documents with text.
-        """
+        """Yield the documents in order, including those with problems, until ``spec.limit_documents`` had text."""
         with_text = 0
         for index, entry in enumerate(self.entries()):
             yield Document(index, entry.source, entry.content, entry.problem, entry.detail)
@@ -83,8 +81,6 @@ class Corpus(ABC):
 
 @dataclass(frozen=True)
 class LocalCorpus(Corpus):
-    """Files in a fixed order."""
-
     spec: CorpusSpec
     description: str
     files: tuple[LocalFile, ...]
@@ -117,8 +113,6 @@ def _read(file: LocalFile, column: str | None) -> Iterator[Entry]:
 
 @dataclass(frozen=True)
 class HubCorpus(Corpus):
-    """A streamed hub data set."""
-
     spec: CorpusSpec
     description: str
     data: IterableDataset
@@ -133,10 +127,8 @@ class HubCorpus(Corpus):
 
 
 def open_corpus(spec: CorpusSpec) -> Corpus:
-    """Open a built-in corpus, a file or folder, or hub data.
-
-    A file is read as text if its suffix is unknown. In a folder, files of unknown suffix are skipped and listed in
-    ``.skipped``.
+    """Open a built-in corpus, a file or folder, or hub data. A file of unknown suffix is read as text, except in a
+    folder, where it is skipped and listed in ``.skipped``.
     """
     if spec.name in BUILT_IN:
         return _local(spec, BUILT_IN[spec.name], _built_in_files(spec.name))

@@ -65,7 +65,6 @@ def open_hub(spec: CorpusSpec) -> IterableDataset:
 
 
 def read_hub(spec: CorpusSpec, data: IterableDataset) -> Iterator[Entry]:
-    """Yield the documents of a hub data set."""
     where = f"{spec.name}/{spec.config}" if spec.config else spec.name
     rows = 0
     try:

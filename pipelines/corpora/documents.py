@@ -30,8 +30,6 @@ class Text(Protocol):
 
 @dataclass(frozen=True)
 class StringText:
-    """A text in memory."""
-
     text: str
 
     def pieces(self) -> Iterator[str]:
@@ -45,16 +43,11 @@ class FileText:
     path: Path
 
     def pieces(self) -> Iterator[str]:
-        """Yield pieces of at most `PIECE_BYTES` characters."""
         return decoded(self.path)
 
 
 class NotTextError(CorpusError):
-    """A file is not UTF-8 text.
-
-    Attributes:
-        detail: The reason, without the file's name.
-    """
+    """A file is not UTF-8 text; ``detail`` is the reason, without the file's name."""
 
     def __init__(self, path: Path, detail: str) -> None:
         super().__init__(f"{path} is not text: {detail}. Convert it to UTF-8")
@@ -88,10 +81,7 @@ def decoded(path: Path) -> Iterator[str]:
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading.
-
-    ``.gz`` and ``.zst`` files are decompressed while they are read.
-    """
+    """Open a file for reading; ``.gz`` and ``.zst`` files are decompressed while they are read."""
     suffix = path.suffix.lower()
     try:
         with _opened(path, suffix) as stream:
@@ -146,7 +136,7 @@ class Document:
 
     @property
     def text(self) -> str | None:
-        """The whole text; None if the document has a problem. It may be larger than memory."""
+        """The whole text, which may be larger than memory; None if the document has a problem."""
         return None if self.content is None else "".join(self.content.pieces())
 
 
@@ -160,7 +150,6 @@ class Entry(NamedTuple):
 
 
 def text_entry(source: str, text: str) -> Entry:
-    """Return the entry of a string: its text, or its problem."""
     if not text.strip():
         return blank_entry(source)
     try:
@@ -185,10 +174,7 @@ def value_entry(source: str, value: object, column: str) -> Entry:
 
 
 def choose_column(columns: Mapping[str, bool], asked: str | None, where: str) -> str:
-    """Choose the column to read.
-
-    ``columns`` maps each name to whether it may hold strings.
-    """
+    """Choose the column to read; ``columns`` maps each name to whether it may hold strings."""
     listing = ", ".join(columns) or "none"
     if asked is not None:
         if asked not in columns:

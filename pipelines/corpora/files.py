@@ -48,10 +48,7 @@ _JSON_BYTES = 1 << 30
 
 
 class LocalFile(NamedTuple):
-    """A file of a corpus.
-
-    ``name`` is relative to the corpus, with forward slashes.
-    """
+    """A file of a corpus; ``name`` is relative to the corpus, with forward slashes."""
 
     name: str
     path: Path
@@ -62,7 +59,7 @@ class LocalFile(NamedTuple):
         return suffix_of(self.path)
 
     def is_empty(self) -> bool:
-        """Return True if the file has no bytes. It raises `CorpusError` if the file is missing."""
+        """Return True if the file has no bytes; raise `CorpusError` if it is missing."""
         try:
             return self.path.stat().st_size == 0
         except OSError as error:
@@ -75,7 +72,6 @@ def suffix_of(path: Path) -> str:
 
 
 def is_compressed(path: Path) -> bool:
-    """Return True if a file's suffix is that of a compression."""
     return path.suffix.lower() in COMPRESSIONS
 
 
@@ -134,7 +130,7 @@ def _relative(path: Path, root: Path) -> str:
 
 
 def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes in hexadecimal. It raises `CorpusError` if the file cannot be read."""
+    """Return the SHA-256 of a file's bytes in hexadecimal; raise `CorpusError` if the file cannot be read."""
     try:
         with path.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -161,7 +157,7 @@ def read_text(file: LocalFile) -> Iterator[Entry]:
 
 
 def read_json(file: LocalFile, column: str | None) -> Iterator[Entry]:
-    """Yield the entries of a ``.json`` file. It has a list, one record, or a record per line."""
+    """Yield the entries of a ``.json`` file, which has a list, one record, or a record per line."""
     with open_bytes(file.path) as stream:
         content = stream.read(_JSON_BYTES + 1)
     first_line = content.split(b"\n", 1)[0]
@@ -188,10 +184,8 @@ def read_json(file: LocalFile, column: str | None) -> Iterator[Entry]:
 
 
 def read_lines(file: LocalFile, column: str | None) -> Iterator[Entry]:
-    """Yield the entries of a JSON Lines file, in constant memory. Each line is a record or a string.
-
-    With ``datasets`` one broken line would end the whole file; here it is an entry with its line number, and the other
-    lines are read. Blank lines are skipped.
+    """Yield the entries of a JSON Lines file in constant memory: a record or a string per line, without blank lines.
+    With ``datasets`` one broken line would end the whole file; here it is an entry with its line number.
     """
 
     def parsed() -> Iterator[tuple[str, Any]]:
@@ -204,7 +198,7 @@ def read_lines(file: LocalFile, column: str | None) -> Iterator[Entry]:
 
 
 def _lines(stream: IO[bytes]) -> Iterator[bytes | None]:
-    """Yield the lines of a stream; None for a long line. Long means more than `_JSON_BYTES` bytes."""
+    """Yield the lines of a stream; None for a line of more than `_JSON_BYTES` bytes."""
     while line := stream.readline(_JSON_BYTES):
         too_long = False
         while len(line) == _JSON_BYTES and not line.endswith(b"\n"):

@@ -25,18 +25,14 @@ EXAMPLES = 5
 
 @dataclass
 class CorpusReport:
-    """Counts of documents, sequences and tokens, and of everything that was dropped.
+    """Counts of documents (with or without problems), sequences and their tokens (with special tokens), and of
+    everything that was dropped.
 
     Attributes:
-        documents: Documents read, including those with problems.
-        sequences: Sequences made.
-        tokens: Their tokens, special tokens included.
-        empty, undecodable, no_text: Dropped documents, by problem.
         truncated: Documents whose end was dropped.
         too_short: Dropped pieces (documents, ends of documents, rest of a pack) with too few tokens.
         dropped_tokens: Tokens in no sequence: cut off, or in pieces that were too short.
         partly_tokenised: Truncated documents whose tokens are only partly in ``dropped_tokens``.
-        skipped_files: Files and folders that were not read, by kind.
         stopped_at_limit: True if the limit of sequences ended the reading, so that the counts cover a part.
         examples: The first names for each problem or kind of skipped file, with the reason.
     """
@@ -56,7 +52,6 @@ class CorpusReport:
     examples: dict[str, list[str]] = field(default_factory=dict)
 
     def add_document(self, document: Document) -> None:
-        """Count a document, and its problem if it has one."""
         self.documents += 1
         if document.problem is not None:
             setattr(self, document.problem, getattr(self, document.problem) + 1)
@@ -75,7 +70,7 @@ class CorpusReport:
             names.append(name)
 
     def lines(self) -> list[str]:
-        """Return the report as lines. The totals come first, then one line for each kind of dropped data."""
+        """Return the report as lines: the totals, then one line for each kind of dropped data."""
         part = ", stopped at the limit" if self.stopped_at_limit else ""
         lines = [f"{self.documents:,} documents, {self.sequences:,} sequences, {self.tokens:,} tokens{part}"]
         lines += self.problems()
@@ -105,7 +100,6 @@ class CorpusReport:
         return f"{words}: {count:,} ({'; '.join(names)}{more})"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields as JSON data."""
         return asdict(self)
 
 
@@ -116,7 +110,6 @@ class Sequence:
     Attributes:
         index: Position among the corpus's sequences, from 0.
         document: Index of its document; in a pack, of the document in which it begins.
-        source: That document's source.
         ids: Token ids, int32 (tokens,).
         truncated: True if the rest of the document is in no sequence.
         content_hash: First 16 hexadecimal digits of the SHA-256 of the ids as little-endian int32.
@@ -149,13 +142,8 @@ class Special(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """The text tokens of a future sequence.
-
-    Attributes:
-        document: Its document.
-        body: Its tokens, without special tokens.
-        lost: Number of following tokens that were tokenised and are in no sequence.
-        unread: True if more text follows that was not tokenised.
+    """The tokens of a future sequence without special tokens. ``lost`` following tokens of its document are in no
+    sequence; with ``unread``, more text follows that was not tokenised.
     """
 
     document: Document
@@ -167,8 +155,8 @@ class _Piece(NamedTuple):
 def sequences(
     corpus: Corpus, tokenizer: PreTrainedTokenizerBase, plan: TokenPlan, report: CorpusReport | None = None
 ) -> Iterator[Sequence]:
-    """Tokenise a corpus and fill ``report``. The same corpus, tokenizer and plan give the same sequences. A limit does
-    not change the sequences before it.
+    """Tokenise a corpus and fill ``report``. The same corpus, tokenizer and plan give the same sequences, and a limit
+    does not change the sequences before it.
     """
     special = special_tokens(tokenizer, plan)
     if plan.max_tokens <= special.total:
@@ -250,7 +238,6 @@ def _truncate(tokenised: Iterable[tuple[Document, Iterator[Ids]]], room: int) ->
 
 
 def _take(tokens: Iterator[Ids], count: int) -> Ids:
-    """Join arrays of ``tokens`` up to ``count`` tokens, or all."""
     taken = [np.empty(0, dtype=np.int32)]
     while sum(map(len, taken)) < count and (ids := next(tokens, None)) is not None:
         taken.append(ids)
@@ -258,7 +245,7 @@ def _take(tokens: Iterator[Ids], count: int) -> Ids:
 
 
 def _cut(tokens: Iterator[Ids], room: int) -> Iterator[Ids]:
-    """Cut the joined arrays of ``tokens`` into pieces of ``room``. The last piece is shorter, or empty."""
+    """Cut the joined arrays of ``tokens`` into pieces of ``room`` tokens; the last piece is shorter, or empty."""
     rest = np.empty(0, dtype=np.int32)
     for ids in tokens:
         rest = np.concatenate([rest, ids])
@@ -308,10 +295,7 @@ def _nothing(corpus: Corpus, plan: TokenPlan, report: CorpusReport) -> CorpusErr
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """Consecutive sequences, stored together.
-
-    ``content_hash`` is the SHA-256 in hexadecimal of their lengths and token ids.
-    """
+    """Consecutive sequences, stored together; ``content_hash`` is the SHA-256 of their lengths and token ids."""
 
     index: int
     sequences: tuple[Sequence, ...]
@@ -353,13 +337,7 @@ def read_spread(
     shortest: int,
     mode: TokenMode = "chunk",
 ) -> list[Sequence]:
-    """Return ``count`` texts from many documents, in the order of the corpus; fewer if it has fewer.
-
-    Args:
-        tokens: Length of the longest text.
-        shortest: Length of the shortest text.
-        mode: How documents become texts.
-    """
+    """Return ``count`` texts (or all) of ``shortest`` to ``tokens`` tokens, in order, from many documents."""
     plan = TokenPlan(tokens, mode=mode, min_tokens=shortest, limit_sequences=count * _SPREAD)
     each = max(1, count // _DOCUMENTS)
     chosen: list[Sequence] = []

@@ -56,21 +56,19 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", 
 
 
 def standard_library_files() -> list[Path]:
-    """Return the standard library's source files without tests, sorted."""
     root = Path(sysconfig.get_path("stdlib"))
     return sorted(path for path in root.rglob("*.py") if not _NOT_LIBRARY & set(path.relative_to(root).parts))
 
 
 def held_out_files() -> list[Path]:
-    """Return the source files of `HELD_OUT_MODULES` in this interpreter, sorted by name."""
     root = Path(sysconfig.get_path("stdlib"))
     candidates = (root / f"{name}.py" for name in HELD_OUT_MODULES)
     return [path for path in candidates if path.is_file()]
 
 
 def seen_modules() -> list[Path]:
-    """Return the single-file modules of the standard library that are not held out, sorted by name. They resemble the
-    held-out modules; packages such as ``encodings`` are mostly tables.
+    """Return the single-file modules of the standard library that are not held out, sorted by name: they resemble the
+    held-out modules, while packages such as ``encodings`` are mostly tables.
     """
     root, held_out = Path(sysconfig.get_path("stdlib")), set(held_out_files())
     return [path for path in standard_library_files() if path.parent == root and path not in held_out]
@@ -79,9 +77,8 @@ def seen_modules() -> list[Path]:
 def training_files(
     packages: Sequence[str] = TRAINING_PACKAGES, *, package_limit: int = 12_000_000, seed: int = 0
 ) -> Iterator[tuple[str, Path]]:
-    """Yield ``(package, file)`` of the training files. The standard library is the package ``stdlib``.
-
-    ``package_limit`` limits the bytes of each installed package (files drawn at random with ``seed``).
+    """Yield ``(package, file)`` of the training files, the standard library as ``stdlib``. Of each installed package,
+    at most ``package_limit`` bytes are drawn at random with ``seed``.
     """
     held_out = set(held_out_files())
     held_out_lines = {line for path in held_out for line in _long_lines(path)}
@@ -112,7 +109,7 @@ def training_files(
 
 
 def _long_lines(path: Path) -> Iterator[str]:
-    """Yield lines that are long enough to identify shared text. They have 30 or more characters."""
+    """Yield the lines of 30 or more characters, which are long enough to identify shared text."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if len(line.strip()) >= 30:
             yield line.strip()

@@ -50,8 +50,8 @@ _BATCH_CHARACTERS = 2_000_000
 def tokenise(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[Document, Iterator[Ids] | None]]:
-    """Yield every document with its tokens; None if it has problems. The tokens are consecutive int32 arrays without
-    special tokens, computed when they are read.
+    """Yield every document with its tokens, as consecutive int32 arrays without special tokens that are computed when
+    they are read; None if the document has problems.
     """
     batch: list[tuple[Document, str | None]] = []
     characters = 0
@@ -73,7 +73,6 @@ def tokenise(
 def _whole(
     batch: list[tuple[Document, str | None]], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[Document, Iterator[Ids] | None]]:
-    """Tokenise short documents together."""
     texts = [text for _, text in batch if text is not None]
     encoded = iter(_encode(texts, tokenizer)["input_ids"] if texts else ())
     for document, text in batch:
@@ -88,12 +87,7 @@ def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> BatchEncodi
 
 
 class _Characters:
-    """A text of which only a moving part is in memory.
-
-    Attributes:
-        held: The characters that were read and not dropped.
-        start: Position of the first of them in the text.
-    """
+    """A text of which only the characters ``held`` are in memory, from position ``start`` on."""
 
     def __init__(self, pieces: Iterator[str]) -> None:
         self.held = ""
@@ -102,7 +96,7 @@ class _Characters:
         self._ended = False
 
     def ends_within(self, count: int) -> bool:
-        """Read until more than ``count`` characters are held. Returns True if the text ends before."""
+        """Read until more than ``count`` characters are held; return True if the text ends before."""
         while len(self.held) <= count and not self._ended:
             piece = next(self._pieces, None)
             if piece is None:
@@ -112,20 +106,12 @@ class _Characters:
         return len(self.held) <= count
 
     def drop_before(self, position: int) -> None:
-        """Drop the characters before a position."""
         self.held = self.held[position - self.start :]
         self.start = position
 
 
 class _Window:
-    """A part of a text, tokenised alone.
-
-    Attributes:
-        start, stop: Positions of its characters in the text.
-        characters: Its characters.
-        last: True if it ends the text.
-        ids: Its token ids.
-    """
+    """The characters of a text from ``start`` to ``stop``, tokenised alone; the ``last`` window ends the text."""
 
     def __init__(self, start: int, characters: str, last: bool, encoding: Encoding) -> None:
         self.start, self.stop, self.characters, self.last = start, start + len(characters), characters, last
@@ -133,7 +119,6 @@ class _Window:
         self._encoding = encoding
 
     def tokens(self, start: int, stop: int) -> _Tokens:
-        """Return the tokens between two positions in the text."""
         offsets, words = self._encoding.offsets, self._encoding.word_ids
         first, end = 0, len(offsets)
         while end and offsets[end - 1][1] + self.start > stop:
@@ -149,18 +134,15 @@ class _Window:
 
 
 class _Tokens(NamedTuple):
-    """Consecutive tokens of a window.
-
-    Attributes:
-        first: Index of the first token in the window.
-        facts: Id, start and end in the text, and 1 for the first token of a word: (tokens, 4).
+    """Consecutive tokens of a window from index ``first`` on. ``facts`` (tokens, 4) are the id, the start and end in
+    the text, and 1 for the first token of a word.
     """
 
     first: int
     facts: NDArray[np.int64]
 
     def starts(self) -> dict[int, int]:
-        """Map positions to the indices of tokens that begin there. Positions inside an earlier token are missing."""
+        """Map positions to the indices of tokens that begin there, without positions inside an earlier token."""
         found: dict[int, int] = {}
         reached = -1
         for index, (_, start, end, _) in enumerate(self.facts.tolist()):
@@ -171,11 +153,7 @@ class _Tokens(NamedTuple):
 
 
 def token_pieces(text: _Characters, tokenizer: PreTrainedTokenizerBase, source: str) -> Iterator[Ids]:
-    """Yield the tokens of a long text, window by window.
-
-    Args:
-        source: The document's name, for errors.
-    """
+    """Yield the tokens of a long text, window by window; ``source`` names the document in errors."""
     if not tokenizer.is_fast:
         if not text.ends_within(LARGEST_WINDOW):
             raise CorpusError(
@@ -213,7 +191,6 @@ def token_pieces(text: _Characters, tokenizer: PreTrainedTokenizerBase, source: 
 
 
 def _windows(text: _Characters, start: int, size: int, count: int, tokenizer: PreTrainedTokenizerBase) -> list[_Window]:
-    """Tokenise up to ``count`` windows together, from a position on. Each has ``size`` characters."""
     step = size - size // _OVERLAP_PART
     parts: list[tuple[int, str, bool]] = []
     for first in range(start, start + count * step, step):
@@ -228,18 +205,14 @@ def _windows(text: _Characters, start: int, size: int, count: int, tokenizer: Pr
 
 
 class _Join(NamedTuple):
-    """A join of two windows. It takes the first window's tokens before index ``before``, and the second window's from
-    ``after`` on.
-    """
+    """A join of two windows: the first one's tokens before index ``before``, the second one's from ``after`` on."""
 
     before: int
     after: int
 
 
 def _join(window: _Window, following: _Window, within_words: bool) -> _Join | None:
-    """Join two overlapping windows; None if they never agree. The join is as near to the middle of their overlap as
-    possible.
-    """
+    """Join two overlapping windows as near to the middle of their overlap as possible; None if they never agree."""
     overlap = window.stop - following.start
     left, right = (each.tokens(following.start, window.stop) for each in (window, following))
     left_starts, right_starts = left.starts(), right.starts()
@@ -260,9 +233,7 @@ def _join(window: _Window, following: _Window, within_words: bool) -> _Join | No
 
 
 def _agree(left: NDArray[np.int64], right: NDArray[np.int64], a: int, b: int) -> bool:
-    """Return True if both windows agree around two rows. The rows on either side of ``left[a]`` and ``right[b]`` must
-    be equal.
-    """
+    """Return True if the rows on either side of ``left[a]`` and ``right[b]`` are equal."""
     if min(a, b) < _AGREED_TOKENS or max(a - len(left), b - len(right)) > -_AGREED_TOKENS:
         return False
     before, after = slice(-_AGREED_TOKENS, None), slice(_AGREED_TOKENS)
@@ -270,9 +241,8 @@ def _agree(left: NDArray[np.int64], right: NDArray[np.int64], a: int, b: int) ->
 
 
 def _joins_within_words(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether windows can be joined within a word. The model must be BPE and drop no character.
-
-    After an unknown character that BPE drops, the positions of a word's tokens are wrong.
+    """Return True if windows can be joined within a word: the model must be BPE and drop no character. After an unknown
+    character that BPE drops, the positions of a word's tokens are wrong.
     """
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel

@@ -1,7 +1,4 @@
-"""Answering of requests: arms run on replicas, and stopped runs resume.
-
-Answers are stored as they arrive.
-"""
+"""Answering of requests: arms run on replicas, answers are stored as they arrive, and stopped runs resume."""
 
 from __future__ import annotations
 
@@ -94,11 +91,8 @@ _RESPONSES = pa.schema(
 
 @dataclass(frozen=True)
 class AnsweringPlan:
-    """Settings that all arms of a run share.
-
-    Attributes:
-        starts: Where a forward pass can start, so that masks share what runs before their first head.
-        bundle_size: Most masks that share them at a time.
+    """Settings that all arms of a run share. A forward pass can start at ``starts``, so that up to ``bundle_size``
+    masks at a time share what runs before their first head.
     """
 
     batch_tokens: int
@@ -109,12 +103,7 @@ class AnsweringPlan:
 
 @dataclass
 class ArmAnswers:
-    """Answers of an arm so far, by the request's hash.
-
-    Attributes:
-        zeroed: Share of heads ablated in each request, 0 to 1.
-        missing: Indices of the unanswered items.
-    """
+    """Answers and ablated shares (0 to 1) of an arm by the request's hash, and the indices of unanswered items."""
 
     arm: Arm
     arm_id: str
@@ -123,7 +112,6 @@ class ArmAnswers:
     missing: set[int] = field(default_factory=set)
 
     def take(self, item: WorkItem, result: AnswerSet) -> None:
-        """Add the answers to an item."""
         self.answers.update(zip(item.hashes, result.answers, strict=True))
         self.zeroed.update(zip(item.hashes, result.zeroed_shares, strict=True))
         self.missing.discard(item.index)
@@ -160,7 +148,7 @@ def answer(
     *,
     title: str,
 ) -> Iterator[ArmAnswers]:
-    """Answer all items with all arms; yield each finished arm. Arms are given with their id in the store.
+    """Answer all items with all arms, given with their ids in the store; yield each finished arm.
 
     Stored answers are not computed again. An item is answered completely or not at all, so that a resumed run has the
     same batches, and the same digits, as an undisturbed one.
@@ -193,7 +181,7 @@ def answer(
 
 
 def _answered(pool: Pool, todo: Iterator[ArmsItem]) -> Iterator[tuple[tuple[int, ...], int, Sequence[AnswerSet]]]:
-    """Yield arms, item, and each arm's answers to the item. Arms and item are indices."""
+    """Yield indices of arms, the index of an item, and each arm's answers to the item."""
     if pool.staged:
         alone = (_StagedItem(**vars(each.work), arms=each.arms, item=each.item) for each in todo)
         for scored in pool.map(score_in_ranges, alone):
@@ -239,8 +227,6 @@ def _together(arms: Sequence[Arm], item: WorkItem, plan: AnsweringPlan) -> Bundl
 
 
 class _AnswerWriter:
-    """A buffer of unfinished arms' answers that writes to the store."""
-
     def __init__(self, store: Store) -> None:
         self._store = store
         self._waiting: dict[str, tuple[ArmAnswers, list[str]]] = {}
@@ -253,7 +239,6 @@ class _AnswerWriter:
         self._waiting.pop(sheet.arm_id, None)
 
     def write(self, *, at_least_after: float = 0.0) -> None:
-        """Write buffered answers, at most every ``at_least_after`` seconds."""
         if time.monotonic() - self._written < at_least_after:
             return
         for sheet, hashes in self._waiting.values():
@@ -274,7 +259,6 @@ def _response_table(done: ArmAnswers, hashes: Sequence[str]) -> pa.Table:
 
 
 def _stored(store: Store, arms: Sequence[tuple[Arm, str]], items: Sequence[WorkItem]) -> list[ArmAnswers]:
-    """Return the answers of unfinished arms so far."""
     sheets = {arm_id: ArmAnswers(arm, arm_id) for arm, arm_id in arms}
     for row in store.responses(list(sheets)).to_pylist():
         sheet = sheets[row["arm_id"]]

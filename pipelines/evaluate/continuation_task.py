@@ -24,12 +24,8 @@ _PASSAGE = 80
 
 
 def write_task(folder: Path, texts: Iterable[Path], questions: int, *, name: str = DEMO_TASK, seed: int = 0) -> Path:
-    """Write questions and their lm-eval task; return the folder. The folder is an ``include_path``.
-
-    Args:
-        texts: UTF-8 files that questions are drawn from; the same files always give the same questions.
-        questions: Most questions; the texts may give fewer.
-        name: Name of the task.
+    """Write at most ``questions`` questions from UTF-8 files and their lm-eval task; return the folder, an
+    ``include_path``. The same files always give the same questions.
     """
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / f"{name}.jsonl"
@@ -54,9 +50,7 @@ def write_task(folder: Path, texts: Iterable[Path], questions: int, *, name: str
 
 
 def make_questions(texts: Iterable[Path], questions: int, *, seed: int = 0) -> list[dict[str, Any]]:
-    """Return questions with ``context``, ``choices`` and ``answer``. There are four choices; ``answer`` is the index of
-    the right one.
-    """
+    """Return questions with ``context``, four ``choices``, and the index of the right one, ``answer``."""
     candidates = [question for path in texts for question in _of_text(path, seed)]
     order = np.random.default_rng(seed).permutation(len(candidates))[:questions]
     return [candidates[i] for i in sorted(order)]

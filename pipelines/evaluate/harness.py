@@ -26,11 +26,9 @@ _MAX_NEW_TOKENS = 256
 
 
 class HeadscanLM(TemplateLM):
-    """The model that lm-eval sees: first it collects requests, then it replays the answers of one arm at a time.
-
-    Attributes:
-        truncated: Hashes of requests that exceeded the context; their beginning is cut off, as in lm-eval.
-        answers: Answers of the current arm by the request's hash; None while requests are collected.
+    """The model that lm-eval sees: first it collects requests, then it replays the answers of one arm at a time (by the
+    request's hash; None while it collects). Requests that exceed the context (hashes in ``truncated``) lose their
+    beginning, as in lm-eval.
     """
 
     def __init__(self, identity: ModelIdentity, *, bos: str = "auto") -> None:
@@ -215,7 +213,7 @@ def _replaced(module: ModuleType, name: str, function: Callable[..., Any]) -> It
 
 
 def _bootstrap_stderr(f: Callable[[Sequence[Any]], float], xs: Sequence[Any], iters: int) -> float:
-    """Return lm-eval's bootstrap error, computed in this process. lm-eval's own function prints, and starts a process
+    """Return lm-eval's bootstrap error, computed in this process: lm-eval's own function prints, and starts a process
     on every core.
     """
     from lm_eval.api.metrics import _bootstrap_internal, sample_stddev

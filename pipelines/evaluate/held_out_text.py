@@ -17,12 +17,8 @@ TEXT_TASK = "text"
 
 @dataclass(frozen=True)
 class TextChunk:
-    """A sequence of a document.
-
-    Attributes:
-        document: Name of the document; chunks of one document are judged together.
-        ids: Token ids, at least two; all but the first are predicted.
-        size: UTF-8 bytes of the predicted tokens.
+    """A sequence of a document; chunks of one document are judged together. All of its two or more tokens but the first
+    are predicted, and ``size`` is the number of their UTF-8 bytes.
     """
 
     document: str
@@ -43,16 +39,13 @@ class HeldOutText:
 
     @property
     def tokens(self) -> int:
-        """Predicted tokens of all chunks."""
         return sum(len(chunk.ids) - 1 for chunk in self.chunks)
 
     @property
     def requests(self) -> dict[str, Request]:
-        """The requests by hash."""
         return {request_hash(chunk.request): chunk.request for chunk in self.chunks}
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings for the store."""
         return {"corpus": self.corpus, "passages": len(self.chunks), "tokens": self.tokens}
 
     def fingerprint(self) -> str:
@@ -61,8 +54,8 @@ class HeldOutText:
         return hashlib.sha256(repr(documents).encode()).hexdigest()
 
     def answers(self, answers: Mapping[str, Likelihood | str]) -> list[dict[str, Any]]:
-        """Return the answer rows of an arm, one per chunk. The metrics are pairs of a sum and its number of tokens or
-        bytes, as lm-eval's are for perplexities.
+        """Return the answer rows of an arm, one per chunk, whose metrics are pairs of a sum and its number of tokens or
+        bytes, as in lm-eval's perplexities.
         """
         rows = []
         for number, chunk in enumerate(self.chunks):
@@ -117,11 +110,7 @@ def _likelihood(chunk: TextChunk, answers: Mapping[str, Likelihood | str]) -> Li
 
 
 def chunks(tokenizer: Any, sequences: Sequence[Any]) -> tuple[TextChunk, ...]:
-    """Return chunks from sequences of a corpus.
-
-    Args:
-        sequences: Objects with ``source`` and ``ids``, of two or more tokens.
-    """
+    """Return chunks from objects with ``source`` and two or more ``ids``."""
     found = []
     for each in sequences:
         ids = tuple(int(token) for token in each.ids)

@@ -40,7 +40,6 @@ from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
 
 
 def check_predicts(model: ModelContext) -> None:
-    """Raise UnsupportedModelError if the model is no decoder."""
     if not model.facts.grid.predicts_next_token:
         raise UnsupportedModelError(
             f"{model.identity.name} does not predict the next token, but tasks need a decoder. Use a decoder"
@@ -48,7 +47,7 @@ def check_predicts(model: ModelContext) -> None:
 
 
 def check_scored(requests: Mapping[str, Request | GenerationRequest]) -> None:
-    """Raise StagingError if a request generates text. Generation needs all layers for every token."""
+    """Raise StagingError if a request generates text, which needs all layers for every token."""
     written = sum(isinstance(request, GenerationRequest) for request in requests.values())
     if written:
         raise StagingError(
@@ -94,7 +93,6 @@ def check_resampled(arms: Sequence[Arm], requests: Mapping[str, Request | Genera
 def check_models(
     arms: Sequence[Arm], baseline: ModelIdentity, requests: Mapping[str, Request | GenerationRequest]
 ) -> dict[ModelSpec, ModelIdentity]:
-    """Return the identities of the models that arms name."""
     found: dict[ModelSpec, ModelIdentity] = {}
     longest = max((len(each.ids) for each in requests.values()), default=0)
     for arm in arms:
@@ -118,11 +116,8 @@ def check_models(
 
 @dataclass(frozen=True)
 class Purpose:
-    """Why arms are evaluated.
-
-    Attributes:
-        settings: Further settings that identify the run; JSON can hold them.
-        judges_arms: Each arm gets a line and a verdict.
+    """Kind of the run in which arms are evaluated, with further JSON settings that identify it. ``judges_arms`` gives
+    each arm a line and a verdict.
     """
 
     kind: RunKind = "evaluate"
@@ -141,12 +136,8 @@ def evaluate(
     questions: Questions | None = None,
     purpose: Purpose = EVALUATE,
 ) -> str:
-    """Run every arm over every question; returns the run's id. Arms with a model of their own are answered one model
-    after the other, and the pool of ``run`` is closed before.
-
-    Args:
-        questions: The questions of the configuration; None makes them.
-        purpose: Kind of the run, and further settings that identify it.
+    """Run every arm over every question; return the run's id. Arms with a model of their own are answered one model
+    after the other, and the pool of ``run`` is closed before. ``questions`` None makes those of the configuration.
     """
     store = run.store
     if questions is None:
@@ -198,11 +189,8 @@ def evaluate(
 
 @dataclass
 class _Session:
-    """An evaluation in progress.
-
-    Attributes:
-        arms: All arms, of every model: they read prompts in the same way.
-        failed: Names of the arms without a result.
+    """An evaluation in progress. ``arms`` are those of every model, because they read prompts in the same way;
+    ``failed`` names the arms without a result.
     """
 
     config: EvaluateConfig
@@ -213,7 +201,6 @@ class _Session:
     failed: list[str] = field(default_factory=list)
 
     def answer(self, run: Run, open_arms: Sequence[tuple[Arm, str]]) -> None:
-        """Answer every question with arms of one model, and store each arm when it is finished."""
         pool, config, facts = run.pool, self.config, run.facts
         check_predicts(run)
         if pool.staged:
@@ -241,10 +228,8 @@ class _Session:
 
 
 def _rounding(facts: ModelFacts, ablated: Sequence[Ablation | None], *, in_ranges: bool) -> str:
-    """Return a description of the rounding of answers. Only arms with the same rounding are compared.
-
-    In half precision rounding depends on the device's kernels and on whether the model runs in ranges of layers, which
-    read every prompt whole.
+    """Return a description of the rounding of answers; only arms with the same rounding are compared. In half precision
+    it depends on the device's kernels and on whether the model runs in ranges of layers, which read every prompt whole.
     """
     if facts.dtype not in HALF:
         return "plain"
@@ -299,7 +284,7 @@ def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:
 
 
 def _finish_arm(store: Store, questions: Questions, facts: ModelFacts, done: ArmAnswers) -> str:
-    """Grade and store an arm; returns a line about it."""
+    """Grade and store an arm; return a line about it."""
     wrong = sum(isinstance(answer, Likelihood) and isnan(answer.log_likelihood) for answer in done.answers.values())
     if wrong:
         raise NotFiniteError(f"{wrong} of {len(done.answers)} log-likelihoods are NaN, so the arm has no result")

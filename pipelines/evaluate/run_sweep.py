@@ -1,7 +1,7 @@
-"""A sweep: one evaluation of all scores at all thresholds.
+"""A sweep: one evaluation of all scores at all thresholds, with masks and random controls.
 
-It includes masks and random controls. One recording of the task's prompts gives all scores; thresholds are quantiles of
-the pooled scores (arXiv 2504.03889). The same command again resumes.
+One recording of the task's prompts gives all scores; thresholds are quantiles of the pooled scores (arXiv 2504.03889).
+The same command again resumes.
 
 A model that finds half of the needles has little recall above chance, so that many questions are needed to show that an
 arm keeps nine tenths of it. The whole model is asked first, before arms run that could never be shown to keep it.
@@ -51,11 +51,8 @@ _DOES = {NEEDLE: "finds {:.0f} % of the needles", COPYING: "copies {:.0f} % of t
 
 def size_recall(config: EvaluateConfig, run: Run, *, part: float, comparisons: int = 1) -> EvaluateConfig:
     """Ask the whole model, and return the settings with as many recall questions as its recall needs. The number stays
-    if the plan states one; a line then warns if no arm could be shown to keep recall.
-
-    Args:
-        part: Share of the recall texts that judge, 0 to 1.
-        comparisons: Number of arms that they judge.
+    if the plan states one; a line then warns if no arm could be shown to keep recall. A share ``part`` of the recall
+    texts, 0 to 1, judges ``comparisons`` arms.
     """
     plan = config.recall
     if plan is None:
@@ -116,9 +113,8 @@ _SHARD = 64
 
 
 def record_prompts(config: EvaluateConfig, run: Run, questions: Questions) -> str:
-    """Measure every prompt of the benchmark; return the run's id. No heads are ablated.
-
-    The scores have one entry for each distinct input: the choices of a question are often one input.
+    """Measure every prompt of the benchmark with no head ablated; return the run's id. The scores have one entry for
+    each distinct input: the choices of a question are often one input.
     """
     statistics = tuple(sorted(statistics_for(SCORES)))
     widths = MassWidths()
@@ -176,14 +172,11 @@ def _sequences(prompts: Iterable[tuple[int, ...]], source: str, report: CorpusRe
 
 @dataclass(frozen=True)
 class SweepRuns:
-    """Run ids of a sweep's recording and evaluation."""
-
     scan_run: str
     evaluate_run: str
 
 
 def sweep(config: SweepConfig, run: Run) -> SweepRuns:
-    """Record the prompts, select the arms and run them."""
     questions = Questions(config.evaluation.tasks, config.evaluation.recall, run.identity, config.evaluation.text)
     half, least = questions.benchmark_size // 2, identical_questions(bool(config.scores) + bool(config.masks))
     if config.confirm and 0 < half < least:
@@ -229,7 +222,7 @@ def _check_masks(config: SweepConfig, facts: ModelFacts) -> None:
 def sweep_arms(
     config: SweepConfig, store: Store, scan_run: str, facts: ModelFacts, value: AblationValue = ZERO_VALUE
 ) -> list[Arm]:
-    """Return the baseline, then all other arms share by share. Rules, masks and random controls of a share are
+    """Return the baseline, then all other arms share by share: rules, masks and random controls of a share are
     together, so that all curves grow together.
     """
     rules = [scored_rules(store, scan_run, score, config.shares, value) for score in config.scores]

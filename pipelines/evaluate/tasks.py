@@ -1,7 +1,4 @@
-"""lm-eval tasks of an evaluation, loaded and graded by lm-eval.
-
-Tasks are loaded once, and requests built once; every arm is graded.
-"""
+"""lm-eval tasks of an evaluation: loaded once, asked once, and graded by lm-eval for every arm."""
 
 from __future__ import annotations
 
@@ -37,9 +34,8 @@ _CORRECT = ("acc", "exact_match", "acc_norm", "acc_mutual_info", "em", "exact", 
 
 
 def answer_table(samples: dict[str, list[dict[str, Any]]]) -> pa.Table:
-    """Return one row per task and question from lm-eval's samples.
-
-    ``correct`` is the first metric that grades an answer; NULL for tasks without one, such as a perplexity.
+    """Return one row per task and question from lm-eval's samples. ``correct`` is the first metric that grades an
+    answer; NULL for tasks without one, such as a perplexity.
     """
     rows = []
     for task, questions in samples.items():
@@ -148,13 +144,8 @@ _FORM: dict[str, Any] = {
 
 
 def cloze_tasks(tasks: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the cloze form of every MMLU task that asks for letters.
-
-    Args:
-        tasks: Loaded lm-eval tasks by name.
-
-    Returns:
-        lm-eval tasks by name; that of ``mmlu_anatomy`` is ``mmlu_anatomy_continuation``, as in lm-eval.
+    """Return the cloze form of every MMLU task that asks for letters, by name: that of ``mmlu_anatomy`` is
+    ``mmlu_anatomy_continuation``, as in lm-eval.
     """
     from lm_eval.api.task import ConfigurableTask
 
@@ -196,15 +187,11 @@ _BOOTSTRAP = 1000
 
 @dataclass(frozen=True)
 class TaskResults:
-    """Answers and lm-eval results of one arm, as store rows."""
-
     answers: pa.Table
     results: pa.Table
 
 
 class Tasks:
-    """The tasks of one evaluation."""
-
     def __init__(self, config: TaskConfig) -> None:
         self._config = config
         self._without_examples: list[str] = []
@@ -235,7 +222,6 @@ class Tasks:
 
     @property
     def notes(self) -> list[str]:
-        """Warnings about the tasks."""
         without = self._without_examples
         if not self._config.num_fewshot or not without:
             return []
@@ -244,7 +230,7 @@ class Tasks:
 
     @property
     def groups(self) -> dict[str, list[str]]:
-        """The requested groups and the names of their tasks. The cloze forms of a group are a group."""
+        """The requested groups and the names of their tasks; the cloze forms of a group are a group."""
         groups: dict[str, list[str]] = {}
         for name in self._config.names:
             if name in self._loaded.get("groups", {}):
@@ -299,7 +285,6 @@ class Tasks:
         )
 
     def results(self, lm: HeadscanLM, answers: Mapping[str, Likelihood | str]) -> TaskResults:
-        """Return lm-eval's grades of one arm's answers, given by request hash."""
         if not self._config.names:
             return TaskResults(answer_table({}), _result_table({"results": {}}))
         from lm_eval.evaluator import evaluate as run_tasks
@@ -361,7 +346,7 @@ def _seeded() -> Iterator[None]:
 
 
 def _source(thing: object) -> object:
-    """Return a function as its name and its file's hash. Its address differs in every process."""
+    """Return a function as its name and its file's hash, because its address differs in every process."""
     if isinstance(thing, partial):
         return [thing.func, thing.args, thing.keywords]
     name = getattr(thing, "__qualname__", type(thing).__qualname__)
@@ -381,15 +366,8 @@ def _built_already(**options: Any) -> None:
 
 
 class Questions:
-    """Requests, built once, and the grading of an arm's answers.
-
-    Args:
-        recall: Recall questions; None omits them.
-        text: Ordinary text; None omits it.
-        recall_only: Recall questions alone are enough.
-
-    Attributes:
-        requests: Every request by its hash.
+    """Requests by their hash, built once, and the grading of an arm's answers. ``recall`` and ``text`` None omit recall
+    questions and ordinary text; with ``recall_only``, recall questions alone are enough.
     """
 
     def __init__(
@@ -440,12 +418,10 @@ class Questions:
 
     @property
     def groups(self) -> dict[str, list[str]]:
-        """The requested groups of tasks, and the names of their tasks."""
         return self._tasks.groups
 
     @property
     def notes(self) -> list[str]:
-        """Warnings about the questions."""
         # The choices of a question are often one input.
         cut = len({_input(self.requests[found]) for found in self._lm.truncated})
         notes = self._tasks.notes + self._notes
@@ -453,7 +429,6 @@ class Questions:
 
     @property
     def longest_input(self) -> int:
-        """Tokens of the longest input."""
         return max(len(_input(request)) for request in self.requests.values())
 
     @property
@@ -466,16 +441,12 @@ class Questions:
         return list(dict.fromkeys(map(_input, self._lm.requests.values())))
 
     def zeroed_share(self, shares: Mapping[str, float]) -> float:
-        """Return the mean ablated share of the benchmark's requests, 0 to 1. Without a benchmark it is that of all
-        requests.
-        """
+        """Return the mean ablated share, 0 to 1, of the benchmark's requests, or of all requests without one."""
         counted = self._lm.requests or self.requests
         return sum(shares[found] for found in counted) / len(counted)
 
     def grade(self, answers: Mapping[str, Likelihood | str]) -> TaskResults:
-        """Grade one arm's answers, given by request hash. Rows of the benchmark come before those of recall and of
-        text.
-        """
+        """Grade one arm's answers, given by request hash; benchmark rows come before recall rows and text rows."""
         graded = self._tasks.results(self._lm, answers)
         recalled = [
             grade(question, [_likelihood(answers[request_hash(request)]) for request in question.requests])
@@ -489,7 +460,7 @@ class Questions:
 
 
 def _input(request: Request | GenerationRequest) -> tuple[int, ...]:
-    """Return the input of a request. The last token of a continuation is predicted, not read."""
+    """Return the input of a request: the last token of a continuation is predicted, not read."""
     return request.ids[:-1] if isinstance(request, Request) else request.ids
 
 

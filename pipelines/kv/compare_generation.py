@@ -26,11 +26,8 @@ _WARM_UP = 32
 
 @dataclass(frozen=True)
 class GenerationTask:
-    """A prompt to continue greedily.
-
-    Attributes:
-        prefill_chunk: Prompt tokens that are read at a time, which bounds the peak memory; None reads all at once.
-        rounds: Times that each text is generated; times are medians.
+    """A prompt to continue greedily, ``rounds`` times for median times. ``prefill_chunk`` prompt tokens are read at a
+    time, which bounds the peak memory; None reads all at once.
     """
 
     kept: KeptHeads
@@ -61,8 +58,6 @@ class Generated:
 
 @dataclass(frozen=True)
 class GenerationComparison:
-    """The text with the full cache, and the one with the plan's."""
-
     full: Generated
     planned: Generated
 

@@ -52,12 +52,7 @@ ALL_KEYS = KeptKeys(())
 
 @dataclass(frozen=True)
 class Losses:
-    """Losses of requests under several sets of windows.
-
-    Attributes:
-        nats: Mean loss of the scored tokens (sets, requests).
-        greedy: Share of scored tokens that greedy decoding would choose (sets, requests).
-    """
+    """Mean losses of requests under sets of windows, and shares of greedy scored tokens; both (sets, requests)."""
 
     nats: np.ndarray
     greedy: np.ndarray
@@ -72,10 +67,8 @@ def masked_losses(
     rope: RopeLengths = UNVARYING,
     progress: Callable[[int], None] = lambda passes: None,
 ) -> Losses:
-    """Return the losses of requests under each set of windows; `ALL_KEYS` is the full cache.
-
-    Args:
-        progress: Called with the number of (set, request) pairs that finished.
+    """Return the losses of requests under each set of windows; `ALL_KEYS` is the full cache. ``progress`` is called
+    with the number of (set, request) pairs that finished.
     """
     ablations = [KvWindows(kept, f"windows {index}") if kept.windows else None for index, kept in enumerate(sets)]
     parts = [range(start, min(start + _REQUESTS, len(requests))) for start in range(0, len(requests), _REQUESTS)]
@@ -112,7 +105,6 @@ def masked_losses(
 
 
 def _run(lm: LoadedModel, item: LikelihoodItem | BundleItem) -> list[LikelihoodResult]:
-    """Pool task: answer the requests of an item."""
     return item.run(lm)
 
 
@@ -128,12 +120,8 @@ PromptTask = Literal["text", "needle", "copying"]
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts of one task.
-
-    Attributes:
-        task: Ordinary text, all tokens scored; or a recall task, answers scored.
-        name: Name of the corpus, or of the recall task with its length.
-        requests: Token ids, and the number of scored tokens.
+    """Prompts of one task, named like its corpus, or like the recall task with its length. All tokens of ordinary text
+    are scored, but only the answers of recall tasks.
     """
 
     task: PromptTask
@@ -142,7 +130,6 @@ class Prompts:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all prompts."""
         return sum(len(request.ids) for request in self.requests)
 
     @property
@@ -160,11 +147,8 @@ class Prompts:
 
 
 def text_prompts(corpus: CorpusSpec, identity: ModelIdentity, tokens: int, count: int, longer_than: int) -> Prompts:
-    """Return texts of a corpus, spread over its beginning.
-
-    Args:
-        count: Number of texts; fewer if the corpus has fewer.
-        longer_than: Tokens of the window; shorter texts show no damage and are left out.
+    """Return up to ``count`` texts of a corpus, spread over its beginning. Texts up to ``longer_than`` tokens, the
+    length of the window, show no damage and are left out.
     """
     if tokens <= longer_than:
         raise SequenceError(
@@ -184,12 +168,8 @@ def text_prompts(corpus: CorpusSpec, identity: ModelIdentity, tokens: int, count
 
 
 def recall_prompts(identity: ModelIdentity, tokens: int, count: int, seed: int) -> list[Prompts]:
-    """Return needle and copying prompts with their right answers.
-
-    Args:
-        tokens: Tokens of a prompt with its answer.
-        count: Prompts of each kind, a multiple of 8.
-        seed: Seed of the prompts; no evaluation has the same questions.
+    """Return needle and copying prompts with their right answers: ``count`` of each kind, a multiple of 8, with
+    ``tokens`` tokens including the answer. No evaluation has the same questions.
     """
     plan = RecallPlan(lengths=(tokens - 1,), questions=count, seed=_FIRST_SEED + seed)
     questions = recall_questions(identity.tokenizer, plan, identity.max_tokens, bos="auto")
@@ -254,9 +234,8 @@ def pool_damages(
     Replicas with all layers estimate it for all heads at once from derivatives; pools that run range by range of the
     layers mask the heads one by one.
 
-    Args:
-        progress: Called with the number of prompts that finished; masks count each prompt once for each head, and once
-            without a mask.
+    ``progress`` is called with the number of prompts that finished; masks count each prompt once for each head, and
+    once without a mask.
     """
     if pool.staged:
         return one_by_one(pool, requests, window, heads, batch_tokens=batch_tokens, rope=rope, progress=progress)
@@ -288,8 +267,6 @@ def pool_damages(
 
 @dataclass(frozen=True)
 class NeedItem:
-    """Texts for one replica; see `pool_needs`."""
-
     name: str
     requests: tuple[Request, ...]
     window: Window
@@ -351,12 +328,7 @@ ABLE = 0.1
 
 @dataclass(frozen=True)
 class Measurement:
-    """Model, prompts and settings of a measurement.
-
-    Attributes:
-        ranking, held_out: Prompts that rank the heads, and prompts on which plans are measured.
-        notes: Limitations of the measurement.
-    """
+    """The prompts that rank the heads, the held-out ones on which plans are measured, and notes on what limits both."""
 
     context: ModelContext
     config: MeasureConfig
@@ -428,8 +400,8 @@ class Measurement:
         return text_and_recall(found)
 
     def distant_order(self, window: Window) -> list[KvHead] | None:
-        """Return the candidates in the order of method ``distant_mass`` on the ranking texts. None stands for pools
-        that run range by range of the layers, and for heads without a number of their own.
+        """Return the candidates in the order of method ``distant_mass`` on the ranking texts; None for pools that run
+        range by range of the layers, and for heads without a number of their own.
         """
         if self.context.pool.staged:
             return None
@@ -465,12 +437,8 @@ class Measurement:
         confirmed: Mapping[str, np.ndarray] | None = None,
         chosen: Collection[KvHead] = (),
     ) -> KeepScores:
-        """Return keep-scores from damages (C,).
-
-        Args:
-            windows: Window with which each head's damage was measured.
-            confirmed: Damages with all other heads as planned; None if no head was confirmed.
-            chosen: Heads that get a window before all others.
+        """Return keep-scores from damages (C,), each measured with the head's window. ``confirmed`` holds damages with
+        all other heads as planned (None if no head was confirmed); heads in ``chosen`` get a window before all others.
         """
         tables = {kind: self._table(values) for kind, values in damage.items()}
         for kind, values in (confirmed or {}).items():
@@ -512,10 +480,6 @@ class Measurement:
 
 
 def text_and_recall(found: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the values on text, and the mean over recall tasks if there are any.
-
-    Args:
-        found: Values on text, then on each recall task.
-    """
+    """Return the values on text, the first in ``found``, and the mean over the recall tasks, if any."""
     text, *recall = found
     return {"text": text, "recall": np.mean(recall, 0)} if recall else {"text": text}

@@ -28,13 +28,10 @@ _MARGIN = 0.1
 
 
 def smallest_windows(damages: Mapping[Window, Sequence[np.ndarray]]) -> list[Window]:
-    """Return the narrowest window of each KV head that costs hardly more than the widest one.
+    """Return the narrowest window w of each KV head that costs hardly more than the widest one.
 
-    Damage is counted in shares: each part over its sum at the narrowest window, summed over the parts. A narrower
-    window may cost a tenth of the mean share more.
-
-    Args:
-        damages: By window, the damages (C,) on text and on recall prompts.
+    D(w) - D(widest) <= 0.1 T / C, where D(w) = sum over the T parts (text, recall) of max(d(w), 0) / sum over heads of
+    max(d(narrowest), 0). The damage of window w on a part is d(w) (C,).
     """
     windows = sorted(damages, key=lambda window: window.width)
     totals = [np.clip(part, 0, None).sum() or 1.0 for part in damages[windows[0]]]
@@ -66,12 +63,10 @@ class WindowSearch:
     """A search among sets of windows; each set is measured once.
 
     Attributes:
-        measure: Returns the loss increases of sets of windows.
-        windows: Window of every candidate.
         totals: Sums of all candidates' damage on text and on recall prompts; increases count as shares of them.
         kinds: What a candidate's cache costs; only heads of one kind are exchanged, so bytes stay the same.
-        reference: A set by another method. The search ends with it, unless a set loses clearly less, and no more on
-            any task. None sets no such limit.
+        reference: A set by another method. The search ends with it, unless a set loses clearly less, and no more on any
+            task. None sets no such limit.
     """
 
     measure: Callable[[Sequence[KeptKeys]], list[Increases]]
@@ -83,15 +78,10 @@ class WindowSearch:
 
     @property
     def measured(self) -> int:
-        """Number of sets that were measured."""
         return len(self._known)
 
     def best(self, order: Sequence[KvHead], count: int) -> Heads:
-        """Return the best set of ``count`` heads that the search finds.
-
-        Args:
-            order: Candidates in the order in which they get a window by their estimates.
-        """
+        """Return the best set of ``count`` heads found, with the candidates in the order of their estimates."""
         starts = [frozenset(order[:count])]
         if self.reference is not None and self._same_bytes(starts[0], self.reference):
             starts.append(self.reference)
@@ -133,7 +123,6 @@ class WindowSearch:
         return more[0] / self.totals[0] + sum(more[1:]) / self.totals[1]
 
     def _beats_reference(self, heads: Heads) -> bool:
-        """Return True if a set loses clearly less than the reference, and no more on any task."""
         assert self.reference is not None
         return not self.excess(heads) and self._clearly_better(heads, self.reference)
 
@@ -220,7 +209,6 @@ def _plan(
     damage: Mapping[str, np.ndarray],
     budget: BudgetRequest | LossLimit,
 ) -> HeadPlan:
-    """Return the plan of a budget from the damages (C,) of each head's window."""
     config = measurement.config
     scores = measurement.scores(damage, windows)
     count, plan = _within(measurement, scores, windows, budget)
@@ -246,7 +234,6 @@ def _allocated(
 def _within(
     measurement: Measurement, scores: KeepScores, windows: dict[KvHead, Window], budget: BudgetRequest | LossLimit
 ) -> tuple[int, HeadPlan]:
-    """Return the number of windows within a budget, and the plan."""
     if not isinstance(budget, LossLimit):
         plan = _allocated(scores, budget, measurement.config, windows)
         return len(plan.window_heads), plan
@@ -263,7 +250,6 @@ def _within(
 
 
 def _keeps(limit: LossLimit, measurement: Measurement, kept: KeptKeys) -> bool:
-    """Return True if windows keep a limit on the prompts that rank the heads."""
     return limit.allows(_increases(measurement, measurement.ranking, kept))
 
 

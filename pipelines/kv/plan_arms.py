@@ -116,7 +116,6 @@ def window_notes(arms: Sequence[Arm], requests: Iterable[Request | GenerationReq
 
 
 def check_plan(plan: HeadPlan, model: ModelContext) -> None:
-    """Raise PlanError if the plan was made for another model."""
     identity = model.identity
     check_model(
         plan,

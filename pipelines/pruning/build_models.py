@@ -48,12 +48,7 @@ from headscan.sizing.model_sizes import LayerCache
 
 @dataclass(frozen=True)
 class Repair:
-    """A repair.
-
-    Attributes:
-        name: Name in `REPAIRS`.
-        distill_steps: Gradient steps after the repair; 0 omits them.
-    """
+    """A repair by its name in `REPAIRS`, and gradient steps after it; 0 omits them."""
 
     name: str = "o+down"
     distill_steps: int = 0
@@ -66,17 +61,14 @@ class Repair:
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """The projections that are solved again."""
         return REPAIRS[self.name]
 
     @property
     def is_none(self) -> bool:
-        """True if removed heads are replaced by nothing."""
         return self.name == "none"
 
     @property
     def words(self) -> str:
-        """The repair in words."""
         return f"{self.name}, distill {self.distill_steps}" if self.distill_steps else self.name
 
     def weights(
@@ -97,12 +89,8 @@ _LOSS_TOKENS = 16384
 
 @dataclass(frozen=True)
 class WantedModel:
-    """A pruned model to build.
-
-    Attributes:
-        budget: Its size; None removes ``heads``.
-        heads: Heads of a mask or of a list; empty lets the method choose.
-        layers_folder: Folder of the model without whole attention layers; None builds none.
+    """A pruned model to build. ``budget`` None removes ``heads``, which are empty if the method chooses;
+    ``layers_folder`` is that of the model without whole attention layers, and None builds none.
     """
 
     folder: Path
@@ -121,12 +109,9 @@ class BuildJob:
         texts: Texts that choose and repair.
         selection: Effort of the methods ``damage`` and ``layer-drop``.
         orders: Heads by method, the most removable first, of methods that are no part of `HeadSelection`.
-        remote_code: Copy the code of pruned models into the folders.
         timing: How prefill and decoding are timed; None skips it.
-        prompts: Recall prompts that choose and repair, too.
-        recall_weight: Their weight; see `RecallConfig`.
+        prompts: Recall prompts that choose and repair, too, with ``recall_weight`` of `RecallConfig`.
         held_out: Text on which the loss of models that are no controls is measured; None measures none.
-        held_out_prompts: Recall prompts on which it is measured, too.
         seed: Seed of the first random control.
     """
 
@@ -158,8 +143,6 @@ def build_models(lm: LoadedModel, job: BuildJob) -> list[BuiltModel]:
 
 
 class _Builder:
-    """Everything that models of one job share."""
-
     def __init__(self, lm: LoadedModel, job: BuildJob) -> None:
         self._lm, self._job = lm, job
         self._units = all_units(lm.grid, job.unit)
@@ -214,7 +197,6 @@ class _Builder:
         return choose()
 
     def _is_new(self, control: tuple[str, float, tuple[Head, ...]]) -> bool:
-        """Return True if no other model of the job has this control."""
         if control in self._controls:
             return False
         self._controls.add(control)

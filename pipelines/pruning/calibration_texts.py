@@ -21,12 +21,8 @@ from headscan.pipelines.settings.saving_settings import SHORTEST, RecallConfig, 
 
 
 class CalibrationTexts(NamedTuple):
-    """Token ids of texts, padded on the right.
-
-    Attributes:
-        ids: (B, N) int64.
-        lengths: (B,) int64.
-        wanted: Number of texts that the corpus should have given.
+    """Token ids of texts (B, N), padded on the right, and their lengths (B,), both int64. ``wanted`` is the number of
+    texts that the corpus should have given.
     """
 
     corpus: str
@@ -36,7 +32,6 @@ class CalibrationTexts(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens without padding."""
         return int(self.lengths.sum())
 
     @property
@@ -49,10 +44,7 @@ def read_texts(
     config: TextConfig, identity: ModelIdentity, say: Callable[[str], None] = lambda line: None
 ) -> tuple[CalibrationTexts, HeldOutText]:
     """Return the texts that choose and repair, and those that judge. They share no document, except if the corpus has
-    one only, which is split in the middle.
-
-    Args:
-        say: Called with the number of texts and documents of each half.
+    one only, which is split in the middle. ``say`` receives the number of texts and documents of each half.
     """
     tokens, half = config.tokens(identity), config.sequences // 2
     if config.held_out is None:
@@ -106,11 +98,7 @@ def read_recall(
 
 
 def check_tokens(texts: CalibrationTexts, columns: int) -> None:
-    """Raise PruningError if a projection has more columns than the texts have tokens.
-
-    Args:
-        columns: Columns of the widest projection that is repaired.
-    """
+    """Raise PruningError if the widest repaired projection has more columns than the texts have tokens."""
     if texts.tokens < columns:
         needed = 2 * -(-columns * len(texts.lengths) // texts.tokens)
         is_exhausted = len(texts.lengths) < texts.wanted

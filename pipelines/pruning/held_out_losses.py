@@ -24,11 +24,7 @@ _TEXTS = 32
 
 @dataclass(frozen=True)
 class LossChange:
-    """Mean loss of one task in nats per scored token.
-
-    Attributes:
-        masked: Loss with the heads zeroed and nothing repaired.
-    """
+    """Mean loss of one task in nats per scored token; ``masked``: with the heads zeroed and nothing repaired."""
 
     original: float
     masked: float
@@ -76,7 +72,6 @@ class HeldOutLosses:
 
 
 def loss_rows(changes: Mapping[str, LossChange]) -> list[dict[str, str]]:
-    """Return one table row for each task."""
     return [
         {
             "held-out loss, nats": task,

@@ -36,11 +36,7 @@ def cost_rows(costs: CostComparison) -> list[tuple[str, str, str]]:
 
 
 def model_rows(built: Sequence[BuiltModel], names: Sequence[str], verdict: Verdict | None) -> list[Mapping[str, Any]]:
-    """Return one table row for each pruned model, controls included.
-
-    Args:
-        verdict: Verdict on the arms; None leaves the losses out.
-    """
+    """Return one table row for each pruned model, controls included; without a verdict the losses are left out."""
     outcomes = {} if verdict is None else {arm.name: arm for arm in (*verdict.arms, *verdict.unjudged)}
     rows: list[Mapping[str, Any]] = []
     for each, name in zip(built, names, strict=True):
@@ -64,7 +60,6 @@ def model_rows(built: Sequence[BuiltModel], names: Sequence[str], verdict: Verdi
 
 
 def _losses(arm: ArmOutcome) -> dict[str, str]:
-    """Return the columns of losses: of text, accuracy and recall."""
     columns = {}
     increase = loss_increase(arm.measures)
     if increase is not None:
@@ -107,7 +102,6 @@ def model_card(
     Args:
         revision: Its commit on the hub; None for a folder.
         calibration: What chose the heads and repaired the projections.
-        remote_code: The folder holds the code of pruned models.
         verdict: Sentences of the evaluation; empty if it was not judged.
     """
     before, after = built.costs.before, built.costs.after

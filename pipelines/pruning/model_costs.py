@@ -1,7 +1,4 @@
-"""Sizes and times of a model before and after pruning.
-
-Shapes: N tokens of a prompt.
-"""
+"""Sizes and times of a model before and after pruning."""
 
 from __future__ import annotations
 
@@ -29,15 +26,15 @@ _FEW = 16
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Sizes and times of one model.
+    """Sizes and times of one model; None marks unknown and unmeasured ones.
 
     Attributes:
         query_heads, kv_heads: Heads of all layers.
         attention_layers: Layers with attention.
-        cache_bytes: Bytes of the KV cache by token, by arithmetic; None if unknown.
-        measured_cache_bytes: The same of a real cache of 16 tokens; None if not measured.
-        prefill_seconds: Median time to read the prompt; None if not measured.
-        token_seconds: Median time of a generated token; None if not measured.
+        cache_bytes: Bytes of the KV cache by token, by arithmetic.
+        measured_cache_bytes: The same of a real cache of 16 tokens.
+        prefill_seconds: Median time to read the prompt.
+        token_seconds: Median time of a generated token.
     """
 
     parameters: int
@@ -51,18 +48,13 @@ class ModelCost:
     token_seconds: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How prefill and decoding are timed.
-
-    Attributes:
-        prompt_tokens: Tokens of the prompt; the model's context limits them.
-        new_tokens: Tokens that are decoded after the prompt.
-        rounds: Repetitions, in turn with the other model; times are medians.
+    """How prefill and decoding are timed. The model's context limits the prompt; ``rounds`` repetitions alternate with
+    the other model, and times are medians.
     """
 
     prompt_tokens: int = 512
@@ -72,8 +64,6 @@ class Timing:
 
 @dataclass(frozen=True)
 class CostComparison:
-    """The model before and after pruning."""
-
     before: ModelCost
     after: ModelCost
 
@@ -102,11 +92,7 @@ class CostComparison:
 def compare_costs(
     before: LoadedModel, after: LoadedModel, removed: Sequence[tuple[int, int]], timing: Timing | None
 ) -> CostComparison:
-    """Return sizes and times of a model and of the same model without some heads.
-
-    Args:
-        timing: None measures no times.
-    """
+    """Return the costs of a model and of the same model without some heads; ``timing`` None measures no times."""
     caches = find_layer_caches(before)
     times: list[dict[str, float]] = [{}, {}]
     if timing is not None and not _is_offloaded(before):
@@ -124,7 +110,6 @@ def compare_costs(
 
 
 def model_cost(lm: LoadedModel) -> ModelCost:
-    """Return the sizes of a model's weights, and its heads."""
     weights = {id(weight): weight for weight in lm.model.parameters()}.values()
     sites = lm.grid.sites
     return ModelCost(
@@ -139,11 +124,8 @@ def model_cost(lm: LoadedModel) -> ModelCost:
 def promised_cache(
     caches: Sequence[LayerCache], grid: HeadGrid, removed: Iterable[tuple[int, int]], tokens: int = 1
 ) -> int:
-    """Return the bytes of the KV cache after ``tokens`` tokens without some heads, by arithmetic. A KV head goes with
-    the last of its query heads.
-
-    Args:
-        caches: KV cache of each layer of the original model.
+    """Return the bytes of the KV cache after ``tokens`` tokens without some heads, by arithmetic from the original
+    model's caches by layer. A KV head goes with the last of its query heads.
     """
     gone = {(layer, head) for layer, head in removed}
     total = 0
@@ -168,11 +150,7 @@ def find_layer_caches(lm: LoadedModel) -> Sequence[LayerCache] | None:
 
 
 def columns_to_solve(lm: LoadedModel, targets: Iterable[str]) -> int:
-    """Return the columns of the widest projection among the repaired ones; 0 without any.
-
-    Args:
-        targets: ``o``, ``v`` and ``down``, as in `RepairConfig`.
-    """
+    """Return the columns of the widest projection among ``targets``, named as in `RepairConfig`; 0 without any."""
     widths = [0]
     chosen = set(targets)
     for site in lm.grid.sites if chosen & {"o", "v"} else ():
@@ -190,7 +168,7 @@ def _is_offloaded(lm: LoadedModel) -> bool:
 
 
 def _prompt(lm: LoadedModel, tokens: int) -> Tensor:
-    """Return a prompt (1, N) of pseudo-random tokens."""
+    """Return a prompt (1, N tokens) of pseudo-random tokens."""
     vocabulary = int(lm.model.config.get_text_config().vocab_size)
     ids = torch.randint(0, vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0))
     return ids.to(lm.device)

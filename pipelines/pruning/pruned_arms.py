@@ -25,9 +25,7 @@ class BuiltModel:
     Attributes:
         share: Nominal share of the units that are removed, 0 to 1; controls have that of their model.
         unit: ``head``, ``group`` or ``layer``.
-        repair: Repaired projections, in words.
         skipped: Layers that have no attention any more.
-        costs: Sizes and times before and after.
         seed: Seed of random heads; None for other methods.
         is_control: The model is a control of another one, and is deleted when it is judged.
         losses: Held-out losses by task; empty for controls.
@@ -47,7 +45,6 @@ class BuiltModel:
 
     @property
     def kind(self) -> ArmKind:
-        """Kind of its arm."""
         if not self.is_control:
             return ArmKind.PRUNED
         return ArmKind.RANDOM_PRUNED if self.method == RANDOM else ArmKind.LAYERS_DROPPED
@@ -59,7 +56,6 @@ class BuiltModel:
 
 
 def pruned_arm(built: BuiltModel, baseline: ModelSpec, identity: ModelIdentity) -> Arm:
-    """Return the arm of a pruned model."""
     spec = replace(baseline, source=str(built.folder), revision=None, safetensors=True)
     found = identify(spec)
     arm = model_arm(spec, found, identity)

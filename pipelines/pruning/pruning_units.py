@@ -15,17 +15,13 @@ Choose = Callable[[int], tuple[Head, ...]]
 
 
 def all_units(grid: HeadGrid, unit: Unit) -> list[tuple[Head, ...]]:
-    """Return the heads of each unit, by layer. A unit is one query head, the query heads that share a KV head, or all
-    heads of a layer.
-    """
+    """Return the heads of each unit, by layer: one query head, those that share a KV head, or all of a layer."""
     return [heads for of_layer in find_units(grid, unit).values() for heads in of_layer]
 
 
 def first_units(units: Sequence[tuple[Head, ...]], order: Sequence[tuple[int, int]], count: int) -> tuple[Head, ...]:
-    """Return the heads of the units whose heads come first in an order, on average.
-
-    Args:
-        order: Heads, the most removable first; units with other heads come last.
+    """Return the heads of the ``count`` units with the lowest mean rank of their heads: the position in ``order`` (the
+    most removable first), or len(``order``) for other heads.
     """
     rank = {(layer, head): place for place, (layer, head) in enumerate(order)}
     by_rank = sorted(
@@ -45,8 +41,6 @@ def skipped_by(grid: HeadGrid, removed: Sequence[tuple[int, int]]) -> tuple[int,
 
 
 class Budget(ABC):
-    """A size of the pruned model."""
-
     @property
     @abstractmethod
     def label(self) -> str:
@@ -69,8 +63,8 @@ class BudgetSearch:
     Attributes:
         unit_bytes: Bytes of the KV cache of each unit at a length in tokens.
         cache_bytes: Bytes of the KV cache after the removal of so many units, at a length in tokens.
-        loss: Divergence of the predictions from the original's on the calibration texts after the removal and
-            repair of so many units, in nats per token.
+        loss: Divergence of the predictions from the original's on the calibration texts after the removal and repair of
+            so many units, in nats per token.
     """
 
     unit_bytes: Callable[[int], Sequence[int]]

@@ -80,24 +80,19 @@ class PruneConfig:
 
     @property
     def targets(self) -> tuple[Path, ...]:
-        """Folders of the models."""
         names = [_folder_name(method, budget) for method, budget, _ in self._sizes]
         return (self.out,) if len(names) == 1 else tuple(self.out / name for name in names)
 
     @property
     def _sizes(self) -> list[tuple[str, Budget | None, tuple[tuple[int, int], ...]]]:
-        """Method, budget and heads of each model."""
+        """Return method, budget and heads of each model."""
         found: list[tuple[str, Budget | None, tuple[tuple[int, int], ...]]] = [
             (method, budget, ()) for budget in self.budgets for method in self.methods
         ]
         return found + [(name, None, heads) for name, heads in self.heads.items()]
 
     def wanted(self, scratch: Path) -> tuple[WantedModel, ...]:
-        """Return the models to build, in the order of `targets`.
-
-        Args:
-            scratch: Folder in which they are built.
-        """
+        """Return the models to build in the folder ``scratch``, in the order of `targets`."""
         found = []
         for number, (method, budget, heads) in enumerate(self._sizes):
             seeds, layers = self._controls(method, budget)
@@ -130,12 +125,8 @@ class PruneConfig:
 
 @dataclass(frozen=True)
 class PruneResult:
-    """Pruned models and their verdict.
-
-    Attributes:
-        models: The models; the folders of controls are gone.
-        names: Names of their arms; empty without a verdict.
-        verdict: None if nothing was judged.
+    """Pruned models and their verdict; if nothing was judged, the verdict is None and arms have no names. The folders
+    of controls are gone.
     """
 
     models: tuple[BuiltModel, ...]
@@ -200,7 +191,6 @@ def prune(config: PruneConfig, run: Run) -> PruneResult:
 
 
 def _settings(config: PruneConfig, run: Run, texts: CalibrationTexts) -> str:
-    """Return the hash of everything on which the models depend."""
     settings = {
         "model": run.identity.fingerprint(),
         "dtype": config.evaluation.model.dtype,

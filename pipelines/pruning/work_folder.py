@@ -46,12 +46,7 @@ def owner_of(folder: Path) -> str | None:
 
 @contextmanager
 def owned_folder(parent: Path, prefix: str) -> Iterator[Path]:
-    """Yield a temporary folder, which is removed on exit; first remove those of processes that have ended.
-
-    Args:
-        parent: Folder that holds it.
-        prefix: First characters of its name, and of those to remove.
-    """
+    """Yield a temporary folder, removed on exit; first remove those of the same prefix whose processes have ended."""
     for old in parent.glob(f"{prefix}*"):
         if (old / _OWNER).is_file() and owner_of(old) is None:
             shutil.rmtree(old, ignore_errors=True)
@@ -66,10 +61,8 @@ _SETTINGS = "settings.json"
 
 @dataclass(frozen=True)
 class WorkFolder:
-    """The folder in which a run builds.
-
-    Attributes:
-        targets: Places of the models that are no controls; the model of the first one is built in ``path/0``.
+    """The folder in which a run builds. ``targets`` are the places of the models that are no controls; the model of the
+    first one is built in ``path/0``.
     """
 
     path: Path
@@ -78,10 +71,8 @@ class WorkFolder:
     def deliver(
         self, built: Iterable[BuiltModel], card: Callable[[BuiltModel], str], say: Callable[[str], None]
     ) -> tuple[BuiltModel, ...]:
-        """Check finished models in a fresh process and move them to their places; controls stay.
-
-        Args:
-            card: Returns the text of a model's ``README.md``.
+        """Check finished models in a fresh process and move them to their places; controls stay. ``card`` returns the
+        text of a model's ``README.md``.
         """
         models = tuple(built)
         places = {each.folder: self.targets[int(each.folder.name)] for each in models if not each.is_control}
@@ -106,13 +97,9 @@ def check_place(out: Path) -> None:
 
 @contextmanager
 def work_folder(out: Path, targets: Sequence[Path], settings: str, say: Callable[[str], None]) -> Iterator[WorkFolder]:
-    """Yield the folder of a run with these settings, with the models that an earlier one finished. If the block fails,
-    the folder stays for the next run if it has a finished model.
-
-    Args:
-        targets: Places of the models, ``out`` or folders in it.
-        settings: Hash of everything on which the models depend.
-        say: Called with the folder if the block fails and it stays.
+    """Yield the folder of a run, with the models that an earlier one with the same ``settings`` (a hash of everything
+    on which the models depend) finished. If the block fails, the folder stays if it has a finished model, which ``say``
+    reports. ``targets`` are ``out`` or folders in it.
     """
     path = _work(out)
     if (owner := owner_of(path)) is not None:
@@ -202,7 +189,6 @@ def _logits_file(folder: Path) -> Path:
 
 
 def _read(folder: Path, file: Callable[[Path], Path] = lambda folder: folder / _SETTINGS) -> dict[str, Any]:
-    """Return a JSON file of this module; empty if it is missing."""
     try:
         found: dict[str, Any] = json.loads(file(folder).read_text(encoding="utf-8"))
     except (OSError, ValueError):

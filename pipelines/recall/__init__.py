@@ -1,6 +1,4 @@
-"""Recall tasks: find needles and copy text.
-
-They work at any length and for any tokenizer.
+"""Recall tasks of any length and for any tokenizer: find needles and copy text.
 
 A benchmark with one-letter answers does not notice the loss of retrieval heads (arXiv 2404.15574). These generated
 tasks do. They are answered by log-likelihood, so any causal decoder can take them. A baseline at chance (a quarter of

@@ -2,16 +2,15 @@
 
 A haystack hides four names. A needle question gives a first name and asks for the last name. All needles have the same
 wording, and their values are the choices of every question, so only attention to the right key helps. A model that
-cannot see the keys prefers the same value for every question and is right once in four: chance is 25 % in every
-haystack, however likely the values are by themselves.
+cannot see the keys prefers the same value for every question: chance is 25 % in every haystack.
 
-Only the first tokens of the values are scored, as many as distinguish them. If that is one token, the four choices of
-a question are one input, which is read once and not four times. The value directly follows its key. With words between
+Only the first tokens of the values are scored, as many as distinguish them. If that is one token, the four choices of a
+question are one input, which is read once and not four times. The value directly follows its key. With words between
 them ("The word of the baker is ...") the demo model, which finds six of ten names in 256 tokens, is near chance.
 
 Copying questions show random tokens, then a part of them again; the model continues the part. Only attention to the
-first occurrence shows the continuation (induction, arXiv 2209.11895). The tokens have no meaning, so the grade depends
-neither on knowledge nor on language.
+first occurrence shows the continuation (induction, arXiv 2209.11895), so the grade depends neither on knowledge nor on
+language.
 """
 
 from __future__ import annotations
@@ -43,11 +42,8 @@ _SHORTEST, _LONGEST = 256, 4096
 
 
 def recall_lengths(plan: RecallPlan, max_tokens: int | None) -> tuple[int, ...]:
-    """Return the plan's lengths, or default lengths for a model. The defaults are the powers of two from 256 to 4,096
-    up to the model's limit, and the limit itself if it is below 4,096.
-
-    Args:
-        max_tokens: Positions of the model; None means no limit.
+    """Return the plan's lengths. Their default is the powers of two from 256 to 4,096 up to the model's limit, and the
+    limit itself if it is below 4,096; ``max_tokens`` None means no limit.
     """
     if plan.lengths is not None:
         longest = max(plan.lengths)
@@ -81,7 +77,6 @@ class RecallQuestion:
         question: Its number in the task, from 0.
         requests: One per choice; a single one for a continuation.
         answer: Index of the right choice; None for a continuation, graded by its greedy tokens.
-        target: The response of a fully right answer.
     """
 
     task: str
@@ -92,10 +87,8 @@ class RecallQuestion:
 
 
 def grade(question: RecallQuestion, likelihoods: Sequence[Likelihood]) -> dict[str, Any]:
-    """Return a question's row of the table ``answers``.
-
-    ``correct`` is 1 or 0 for a choice (equally likely choices share the 1, so that guessing stays at chance), and the
-    share of greedy tokens for a continuation.
+    """Return a question's row of the table ``answers``. ``correct`` is (answer in M) / |M| for the set M of the
+    likeliest choices, so that guessing stays at chance, or for a continuation the share of its tokens that are greedy.
     """
     values = [likelihood.log_likelihood for likelihood in likelihoods]
     if any(map(isnan, values)):
@@ -227,7 +220,6 @@ class TextTokens:
         return self._after(".", f" {text}")
 
     def full_stop(self) -> Ids:
-        """Return ids of a full stop after a word."""
         return self._after("a", ".")
 
     def of_one_length(self, words: Sequence[str], least: int) -> list[Ids]:
@@ -248,11 +240,8 @@ class TextTokens:
         return found
 
     def distinguished(self, values: Sequence[Ids]) -> tuple[list[Ids], int]:
-        """Return values that begin differently, and the distinguishing token count. All of them differ in that many
-        first tokens.
-
-        It is the smallest number that leaves enough values. It is mostly one token; then one input covers all choices
-        of a question.
+        """Return values that begin differently, and the smallest number of first tokens in which enough of them differ:
+        mostly one token, with which one input covers all choices of a question.
         """
         for size in range(1, len(values[0])):
             found = {value[:size]: value for value in reversed(values)}
@@ -280,7 +269,7 @@ def needle_questions(
     Args:
         beginning: Tokens before the haystack (BOS).
         length: Tokens that the model reads, including the beginning.
-        questions: Number of questions, a multiple of 4.
+        questions: A multiple of 4.
     """
     tokens = TextTokens(tokenizer)
     keys = tokens.of_one_length(KEYS, SHARING)
@@ -305,11 +294,8 @@ def needle_questions(
 
 
 def _check_room(length: int, beginning: Ids, needle: int, asked: int) -> None:
-    """Raise unless ``length`` tokens hold the needles, a question and as much filler as one needle.
-
-    Args:
-        needle: Tokens of a needle.
-        asked: Tokens of a question, its scored ones included.
+    """Raise unless ``length`` tokens hold the needles (``needle`` tokens each), a question (``asked`` tokens with its
+    scored ones) and as much filler as one needle.
     """
     least = len(beginning) + (SHARING + 1) * needle + asked - 1
     if length < least:
@@ -332,7 +318,7 @@ def _filler(tokens: TextTokens, room: int, rng: Random) -> list[Ids]:
 
 
 def _hide(needles: Sequence[Ids], filler: Sequence[Ids], rng: Random) -> Ids:
-    """Insert the needles between the filler's sentences, in order. Each quarter gets one, at a random place."""
+    """Insert the needles between the filler's sentences, in order, one at a random place of each quarter."""
     ends = list(accumulate(map(len, filler)))
     depths = [(quarter + rng.random()) / len(needles) * ends[-1] for quarter in range(len(needles))]
     hidden: list[int] = []
@@ -353,12 +339,8 @@ _SPAN = _CUE + _COPIED
 def copying_questions(
     tokenizer: PreTrainedTokenizerBase, beginning: tuple[int, ...], length: int, questions: int, seed: int
 ) -> Iterator[RecallQuestion]:
-    """Yield the questions of one length. Four share a passage, and each copies from another quarter of it.
-
-    Args:
-        beginning: Tokens before the passage (BOS).
-        length: Tokens that the model reads, including the beginning.
-        questions: Number of questions, a multiple of 4.
+    """Yield the questions of one length; four share a passage, and each copies from another quarter of it. The
+    arguments are those of `needle_questions`.
     """
     # The last token is predicted, not read.
     size = length + 1 - len(beginning) - _SPAN
@@ -411,13 +393,9 @@ def _is_text(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
 def recall_questions(
     tokenizer: PreTrainedTokenizerBase, plan: RecallPlan, max_tokens: int | None, *, bos: str
 ) -> list[RecallQuestion]:
-    """Return the questions, by length and then by task. The first questions of a length do not depend on other lengths.
-
-    In every request the model reads exactly the length in the task's name.
-
-    Args:
-        max_tokens: Positions of the model; None means no limit.
-        bos: ``auto`` (as the tokenizer does), ``always`` or ``never``.
+    """Return the questions, by length and then by task, whose requests make the model read exactly the length in the
+    task's name. The first questions of a length do not depend on other lengths. ``max_tokens`` None means no limit;
+    ``bos`` is ``auto`` (as the tokenizer does), ``always`` or ``never``.
     """
     beginning = _beginning(tokenizer, bos)
     lengths = recall_lengths(plan, max_tokens)

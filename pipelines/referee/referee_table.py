@@ -35,7 +35,6 @@ class CriterionLoss:
 
     Attributes:
         measure: ``loss``, ``accuracy``, ``bleu`` or the name of a recall family.
-        unit: Unit of the numbers.
         site: Kind of attention whose heads are removed, or ``all``.
         criterion: Name of the criterion, with its selection if another curve has the same; kind of random heads.
         selection: Further settings of the choice and the repair; empty for random heads.
@@ -64,11 +63,7 @@ class _Measure:
 
 
 def criterion_losses(points: Sequence[CriterionPoint], controls: Sequence[ArmOutcome]) -> list[CriterionLoss]:
-    """Return the losses by measure, criterion and share.
-
-    Args:
-        controls: Arms of random heads; the means of each kind follow the criteria.
-    """
+    """Return the losses by measure, criterion and share, then the means of each kind of random heads (``controls``)."""
     rows = []
     for measure in _measures(points, controls):
         rows += _of_criteria(points, measure) + _of_random(points, controls, measure)
@@ -125,7 +120,6 @@ def _tau_table(agreements: Sequence[Agreement]) -> str:
 
 
 def _measures(points: Sequence[CriterionPoint], controls: Sequence[ArmOutcome]) -> list[_Measure]:
-    """Return the measures that at least one arm has."""
     arms = [*(point.arm for point in points), *controls]
     families = dict.fromkeys(each.family for arm in arms for each in arm.families)
     known = [_Measure(LOSS, _loss_unit(arms)), _Measure(ACCURACY, "points")]
@@ -222,11 +216,7 @@ def baseline_text(points: Sequence[SitePoint]) -> str:
 
 
 def site_agreements(points: Sequence[SitePoint], heads: Sequence[tuple[str, int, int]]) -> list[Agreement]:
-    """Return the agreement of every pair of criteria at every site.
-
-    Args:
-        heads: ``(site, layer, head)`` of all heads of the model.
-    """
+    """Return the agreement of every pair of criteria at every site; ``heads`` are all heads of the model."""
     found = []
     for site in dict.fromkeys(point.site for point in points):
         of_site = [point for point in points if point.site == site and point.criterion != RANDOM]
@@ -244,7 +234,6 @@ def _row(point: SitePoint) -> CriterionLoss:
 
 
 def _random(points: Sequence[SitePoint]) -> Iterator[CriterionLoss]:
-    """Yield the means of random orders by share."""
     curves = by_curve([point for point in points if point.criterion == RANDOM]).values()
     for of_share in zip(*curves, strict=True):
         first = of_share[0]

@@ -1,7 +1,7 @@
 """A referee: all criteria choose heads on the same texts, and an evaluation judges every choice.
 
-Random heads of each size are controls. Heads are ablated, or removed and the projections that remain repaired. The
-same command again resumes.
+Random heads of each size are controls. Heads are ablated, or removed and the projections that remain repaired. The same
+command again resumes.
 """
 
 from __future__ import annotations
@@ -49,11 +49,8 @@ Choices = Mapping[int, tuple[Head, ...]]
 
 @dataclass(frozen=True)
 class ChoiceJob:
-    """Criteria to apply.
-
-    Attributes:
-        criteria: Criteria of one family, see `families`.
-        iterative: Measured criteria are measured again after each number of heads.
+    """Criteria of one family (see `families`) to apply. With ``iterative``, measured criteria are measured again after
+    each number of heads.
     """
 
     texts: CalibrationTexts
@@ -111,7 +108,6 @@ def choose_heads(lm: LoadedModel, job: ChoiceJob) -> dict[str, Choices]:
 def _by_value(
     lm: LoadedModel, calibration: Calibration, job: ChoiceJob, names: Sequence[str]
 ) -> dict[str, dict[int, tuple[Head, ...]]]:
-    """Return the heads with the smallest values."""
     if not job.iterative:
         job.say(f"measuring {', '.join(names)}")
         orders = {name: ranked(values) for name, values in head_values(lm, calibration, names).items()}
@@ -129,10 +125,8 @@ def _by_value(
 
 @dataclass(frozen=True)
 class StoredChoices:
-    """The choices on one model and its texts.
-
-    Attributes:
-        mark: Hash of everything that choices depend on, apart from criterion and number.
+    """The choices on one model and its texts. ``mark`` is a hash of everything that choices depend on, apart from
+    criterion and number.
     """
 
     store: Store
@@ -154,7 +148,6 @@ class StoredChoices:
         return found if all(found.values()) else None
 
     def write(self, criterion: str, choices: Choices) -> None:
-        """Store the heads of a criterion, of all counts or none."""
         with self.store.one_transaction():
             for count, heads in choices.items():
                 self.store.add_mask(self._name(criterion, count), heads, score=criterion)
@@ -165,12 +158,8 @@ class StoredChoices:
 
 @dataclass(frozen=True)
 class RefereeConfig:
-    """Settings of a referee.
-
-    Attributes:
-        evaluation: Questions that judge; the held-out text is added.
-        texts: Texts on which heads are chosen, and held-out text.
-        repair: Projections that are solved again; ``none`` ablates heads in the original model.
+    """Settings of a referee. The held-out text of ``texts`` is added to the evaluation's questions; repair ``none``
+    ablates heads in the original model.
     """
 
     evaluation: EvaluateConfig
@@ -208,7 +197,6 @@ def referee(config: RefereeConfig, run: Run) -> str:
 
 
 def _sizes(shares: Sequence[float], total: int) -> dict[float, int]:
-    """Return the number of heads of each share."""
     sizes = {share: head_count(share, total) for share in sorted(set(shares))}
     if max(sizes.values()) >= total:
         raise InterventionError(

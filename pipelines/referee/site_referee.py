@@ -56,12 +56,7 @@ SiteValues = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class ValuesItem:
-    """Examples on which criteria are measured.
-
-    Attributes:
-        names: Scores, importances and ``effect``.
-        heads: Heads that are ablated all the while.
-    """
+    """Examples on which criteria are measured, scores, importances and ``effect``, while ``heads`` are ablated."""
 
     texts: tuple[LabelledText, ...]
     answers: Answers
@@ -76,9 +71,8 @@ class ValuesItem:
 
 
 def site_values(pool: Pool, item: ValuesItem) -> SiteValues:
-    """Return the values of every head of every site by criterion, as means over the examples.
-
-    ``effect`` is the change of the loss, with its sign: heads that do harm are removed first.
+    """Return the means over the examples of every head's values, by criterion. ``effect`` is the change of the loss,
+    with its sign: heads that do harm are removed first.
     """
     groups = [item.texts[start : start + _GROUP] for start in range(0, len(item.texts), _GROUP)]
     parts = {
@@ -177,12 +171,8 @@ SiteHead = tuple[str, Head]
 
 @dataclass(frozen=True)
 class SiteRefereeConfig:
-    """Settings of a referee on labelled examples.
-
-    Attributes:
-        judging: Model, examples and metric.
-        compared: Criteria, shares and random orders; all heads of a site may go.
-        rank_data: Examples that order the heads; None uses one half of the examples and judges on the other.
+    """Settings of a referee on labelled examples, in which all heads of a site may go. ``rank_data`` orders the heads;
+    None uses one half of the examples and judges on the other.
     """
 
     judging: LabelledConfig
@@ -199,13 +189,7 @@ def site_referee(
     config: SiteRefereeConfig, run: Run, *, texts: LabelledTexts | None = None
 ) -> tuple[str, list[SitePoint]]:
     """Remove heads of each site by every criterion, and measure the metric at every share. Models with several sites
-    also have curves of all sites together.
-
-    Args:
-        texts: The examples; None reads the file.
-
-    Returns:
-        The id of the run, and its points.
+    also have curves of all sites together. Return the id of the run and its points; ``texts`` None reads the file.
     """
     judged, compared = config.judging, config.compared
     if texts is None:
@@ -234,12 +218,7 @@ def site_referee(
 
 @dataclass(frozen=True)
 class _Curve:
-    """A criterion that removes the heads of a site.
-
-    Attributes:
-        seed: Seed of a random order; None for all others.
-        heads: All heads of the site.
-    """
+    """A criterion that removes the heads of a site, or a random order of them, which has a seed."""
 
     criterion: str
     seed: int | None
@@ -247,7 +226,6 @@ class _Curve:
     heads: tuple[SiteHead, ...]
 
     def name(self, share: float) -> str:
-        """Return the name of an arm."""
         return _name(self.criterion, "" if self.seed is None else f"seed {self.seed}", self.site, share)
 
     def first(self, count: int, gone: Sequence[SiteHead], values: SiteValues) -> tuple[SiteHead, ...]:
@@ -267,7 +245,6 @@ class _Curve:
         return sorted(self.heads, key=value)
 
     def arm(self, share: float, heads: Sequence[SiteHead]) -> SiteArm:
-        """Return the arm that ablates heads."""
         sites = dict.fromkeys(site for site, _ in self.heads)
         removed = {site: tuple(sorted(head for of, head in heads if of == site)) for site in sites}
         chosen = tuple((site, of_site) for site, of_site in removed.items() if of_site)

@@ -41,9 +41,7 @@ class ModelIdentity:
     Attributes:
         name: Folder name or hub name.
         revision: Commit on the hub; None for a folder.
-        config_hash, weights_hash, tokenizer_hash: Hashes that differ between models.
         max_tokens: Number of positions; None if the model has no limit.
-        found_tokenizer: Its tokenizer; None if it has none.
         rope_lengths: Sequence lengths at which its rotary frequencies change.
         code_files_hash: Hash of the Python files that come with it; None if it runs transformers' own code.
     """
@@ -60,7 +58,6 @@ class ModelIdentity:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer."""
         if self.found_tokenizer is None:
             raise _no_tokenizer(self.name)
         return self.found_tokenizer
@@ -76,9 +73,8 @@ class ModelIdentity:
         }
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the fields that decide numbers. The name is not one of them, because a model can be moved.
-
-        Other code files do not make another run; such a run resumes only if the user confirms it.
+        """Return the fields that decide numbers. The name is not one of them, because a model can be moved, nor are
+        other code files, with which a run resumes only if the user confirms it.
         """
         return {
             "revision": self.revision,
@@ -116,8 +112,8 @@ class ModelFacts:
     Attributes:
         device: Device of its token ids.
         hardware: Type and name of the devices that hold its weights, such as ``cuda (NVIDIA H200)``.
-        max_tokens: Largest number of tokens with positions; None without a limit.
         caches: KV cache of each layer, see `kv_cache.find_caches`; None if it cannot be determined.
+        max_tokens: Largest number of tokens with positions; None without a limit.
     """
 
     dtype: str
@@ -155,8 +151,6 @@ class ModelFacts:
 
 
 class _ModelFacts(Question[object, ModelFacts]):
-    """Pool task: describe the replica's model."""
-
     def __call__(self, lm: LoadedModel, item: object) -> ModelFacts:
         return ModelFacts(lm.dtype, str(lm.device), _hardware(lm), lm.grid, _caches(lm), lm.max_tokens)
 
@@ -233,7 +227,6 @@ def code_version() -> str:
 
 
 def _statements(source: str) -> str:
-    """Return the syntax tree of a file without docstrings."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -244,7 +237,7 @@ def _statements(source: str) -> str:
 
 
 def _measuring_files() -> Iterator[tuple[str, Path]]:
-    """The measuring code: relative names and paths, in fixed order."""
+    """Yield relative names and paths of the measuring code, in fixed order."""
     root = Path(headscan.__path__[0])
     for folder, left_out in _MEASURING.items():
         for path in sorted((root / folder).rglob("*.py")):
@@ -322,11 +315,8 @@ OpenModel = Callable[[ModelSpec], Pool]
 
 class ModelContext:
     """A model that jobs measure; a context manager that closes its pool. Identity, facts and pool are made when they
-    are first needed, so that a job with nothing to measure loads no model.
-
-    Args:
-        open_model: Opens the pool of this model, and of others that a job needs.
-        identity: Names and hashes of the model; None computes them when they are needed, which reads the weight files.
+    are first needed, so that a job with nothing to measure loads no model; ``identity`` None reads the weight files
+    then. ``open_model`` opens the pool of this model, and of others that a job needs.
     """
 
     def __init__(
@@ -349,7 +339,6 @@ class ModelContext:
 
     @cached_property
     def facts(self) -> ModelFacts:
-        """Grid, dtype and devices of the model."""
         return self.pool.one(model_facts, None)
 
     @property
@@ -360,7 +349,6 @@ class ModelContext:
         return self._pool
 
     def close(self) -> None:
-        """Close the pool."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -373,11 +361,8 @@ class ModelContext:
 
 
 class Run(ModelContext):
-    """A model and the store that receives what jobs measure on it.
-
-    Args:
-        model, open_model, identity, say: As for `ModelContext`.
-        resume_anyway: Resume runs even if the software or the device changed; both are recorded.
+    """A model, as in `ModelContext`, and the store that receives what jobs measure on it. ``resume_anyway`` resumes
+    runs even if the software or the device changed, and records both.
     """
 
     def __init__(
@@ -401,14 +386,12 @@ class Run(ModelContext):
         )
 
     def known(self, kind: RunKind, fingerprint: str) -> dict[str, Any] | None:
-        """Return the row of the run with this fingerprint, or None."""
         runs = self.store.runs(kind) if self.store.path.exists() else []
         return next((run for run in runs if run["fingerprint"] == fingerprint), None)
 
     def finished(self, kind: RunKind, fingerprint: str) -> str | None:
-        """Return the finished run with this fingerprint, or None; a run with other software is reported.
-
-        This runs before the model is loaded, so the device is not compared.
+        """Return the finished run with this fingerprint, or None; a run with other software is reported. The device is
+        not compared, because the model is not loaded yet.
         """
         run = self.known(kind, fingerprint)
         if run is None:
@@ -433,7 +416,6 @@ class Run(ModelContext):
         corpus_hash: str | None,
         total_shards: int | None = None,
     ) -> RunRecord:
-        """Build the record of a run that begins or resumes now."""
         facts = self.facts
         return RunRecord(
             kind=kind,
@@ -471,10 +453,8 @@ class Run(ModelContext):
 
     @contextmanager
     def recording(self, record: RunRecord, *, arms: Collection[str] = ()) -> Iterator[RunState]:
-        """Begin or resume a run, which fails if the block does; the caller finishes it.
-
-        Args:
-            arms: Names of all arms that will answer; a finished run that lacks one of them is extended.
+        """Begin or resume a run, which fails if the block does; the caller finishes it. A finished run that lacks one
+        of ``arms``, the names of all arms that will answer, is extended.
         """
         finished: set[str] = set()
         if arms and self.store.path.exists():

@@ -18,10 +18,7 @@ _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\
 
 
 def printable(text: str) -> str:
-    r"""Return ``text`` with every unsafe character escaped.
-
-    The escapes are like ``\x1b``; line ends are unsafe, too.
-    """
+    r"""Return ``text`` with every unsafe character escaped, as in ``\x1b``; line ends are unsafe, too."""
     return _UNSAFE.sub(lambda found: found.group().encode("unicode_escape").decode("ascii"), text)
 
 
@@ -42,7 +39,7 @@ def text_table(
 
     Args:
         names: Columns; None uses those of the first row.
-        keep: Columns to keep longest when the terminal is too narrow for all. None prints all columns.
+        keep: Columns to keep longest if the terminal is too narrow for all; None prints all columns.
     """
     names = list(names if names is not None else rows[0] if rows else [])
     cells = {name: [_text(row[name]) for row in rows] for name in names}
@@ -75,11 +72,7 @@ def text_table(
 def table_cells(
     rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str | Callable[[Mapping[str, Any]], Any]]
 ) -> list[dict[str, Any]]:
-    """Return the cells of a table from rows of plain values.
-
-    Args:
-        columns: By title, the name of a value, or a function of the row.
-    """
+    """Return the cells of a table; ``columns`` maps each title to the name of a value or a function of the row."""
     return [
         {title: row[value] if isinstance(value, str) else value(row) for title, value in columns.items()}
         for row in rows
@@ -100,9 +93,9 @@ class Progress:
     """Progress with rate and time left; a context manager.
 
     Args:
-        total: Total count; None if it is unknown.
+        total: None if it is unknown.
         every: Seconds between lines in a log; they come also while nothing is finished.
-        stream: Output stream; None uses standard error.
+        stream: None uses standard error.
     """
 
     def __init__(
@@ -127,7 +120,6 @@ class Progress:
             self._bar.update(count)
 
     def update(self, count: int = 1) -> None:
-        """Count finished work."""
         self._done += count
         if self._bar is not None:
             self._bar.update(count)

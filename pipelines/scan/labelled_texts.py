@@ -1,7 +1,4 @@
-"""Labelled examples from a TSV or JSONL file, tokenised for a model, and their losses.
-
-Classifiers have a class, encoder-decoders target tokens.
-"""
+"""Labelled examples from a TSV or JSONL file, tokenised for a model, and their losses."""
 
 from __future__ import annotations
 
@@ -31,13 +28,7 @@ _FORMATS = (".tsv", ".jsonl")
 
 
 class RawExample(NamedTuple):
-    """One example.
-
-    Attributes:
-        line: Line in the file, from 1.
-        text: Text to classify, or source.
-        target: Label, or target text.
-    """
+    """One example and its line in the file, from 1: a text with its label, or source and target text."""
 
     line: int
     text: str
@@ -101,7 +92,6 @@ def _json_rows(spec: DataSpec, lines: list[tuple[int, str]]) -> Iterator[RawExam
 
 
 def _example(spec: DataSpec, line: int, text: str, target: str) -> RawExample:
-    """Return an example; raise ExampleError if its text or label is empty."""
     for name, value in (("text", text), ("label", target)):
         if not value.strip():
             raise ExampleError(f"line {line} of {spec.name} has an empty {name}. Fill it in, or remove the line")
@@ -127,7 +117,6 @@ class LabelledText:
     Attributes:
         index: Position in the file, from 0.
         target_ids: Token ids of the target text; of a classifier, the number of the class alone.
-        target: Target text, or name of the class.
         document: Hash of the text: equal texts are one document.
     """
 
@@ -139,18 +128,13 @@ class LabelledText:
 
     @property
     def longest(self) -> int:
-        """Tokens of the text or of its target, whichever has more."""
         return max(len(self.ids), len(self.target_ids))
 
 
 @dataclass(frozen=True)
 class LabelledTexts:
-    """The examples of a file, ready for a model.
-
-    Attributes:
-        answers: Kind of the targets.
-        classes: Names of the classes by number; none for target texts.
-        truncated: Number of texts or targets that were cut.
+    """The examples of a file, ready for a model. ``classes`` are empty for target texts; ``truncated`` is the number of
+    texts or targets that were cut.
     """
 
     spec: DataSpec
@@ -161,7 +145,6 @@ class LabelledTexts:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest text or target."""
         return max(text.longest for text in self.texts)
 
     def fingerprint(self) -> str:
@@ -179,7 +162,6 @@ class LabelledTexts:
 
 
 def answers_of(spec: ModelSpec) -> Answers:
-    """Return what a model answers, from its configuration."""
     config = load_config(spec.source, spec.revision, spec.trust_remote_code)
     if config.is_encoder_decoder:
         return Answers.TEXT
@@ -195,10 +177,8 @@ def answers_of(spec: ModelSpec) -> Answers:
 def read_labelled(
     data: DataSpec, model: ModelSpec, identity: ModelIdentity, max_tokens: int | None = None
 ) -> LabelledTexts:
-    """Read and tokenise the examples of a file.
-
-    Args:
-        max_tokens: Longest text and target, the rest is cut; None uses the model's context, at most 2,048 tokens.
+    """Read and tokenise the examples of a file. Texts and targets are cut after ``max_tokens`` tokens; None uses the
+    model's context, at most 2,048 tokens.
     """
     raw = read_examples(data)
     answers = answers_of(model)
@@ -252,10 +232,8 @@ def _class_of(data: DataSpec, example: RawExample, classes: Sequence[str]) -> in
 
 
 def labelled_loss(lm: LoadedModel, answers: Answers, texts: Sequence[LabelledText], *, summed: bool = False) -> Loss:
-    """Return the loss of each example of a batch.
-
-    Args:
-        summed: The loss of a target text is the sum over its tokens instead of the mean.
+    """Return the loss of each example of a batch. That of a target text is the mean over its tokens, or the sum if
+    ``summed``.
     """
     ids, lengths = pad([text.ids for text in texts])
     ids = ids.to(lm.device)

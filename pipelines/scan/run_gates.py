@@ -31,12 +31,8 @@ from headscan.pruning.calibration import Calibration
 
 @dataclass(frozen=True)
 class GateItem:
-    """Steps of a fit for one replica.
-
-    Attributes:
-        site: Attention whose heads have gates: ``self``, ``encoder`` or ``cross``.
-        ids, lengths: Token ids of the texts (B, N), padded on the right, and their real tokens (B,).
-        state: The state to begin with; None begins the fit.
+    """Steps of a fit for one replica, from a state (None begins the fit), with gates on the heads of ``site``:
+    ``self``, ``encoder`` or ``cross``. The texts are token ids (B, N), padded on the right, and their real tokens (B,).
     """
 
     name: str
@@ -61,12 +57,7 @@ _STEPS = 10
 
 @dataclass(frozen=True)
 class GatesResult:
-    """A gates run.
-
-    Attributes:
-        mask: Name of the mask of the closed heads.
-        already_done: True if the run was complete before.
-    """
+    """A gates run, the name of the mask of the closed heads, and True if the run was complete before."""
 
     run_id: str
     mask: str
@@ -74,7 +65,6 @@ class GatesResult:
 
 
 def run_gates(config: GatesConfig, run: Run) -> GatesResult:
-    """Fit gates, and store them with the mask of the closed heads."""
     identity = run.identity
     ids, lengths = _read(config, identity)
     facts = {"site": config.site, "two_sided": config.two_sided, "fit": asdict(config.fit)}
@@ -125,11 +115,7 @@ def run_gates(config: GatesConfig, run: Run) -> GatesResult:
 
 
 def gate_table(run_id: str, grid: HeadGrid, down: Gates, up: Gates | None, closed: int) -> pa.Table:
-    """Return the rows of ``head_gates``.
-
-    Args:
-        closed: Number of heads in the mask.
-    """
+    """Return the rows of ``head_gates``; ``closed`` heads are in the mask."""
     masked = set(down.closed(closed))
     classes = None if up is None else TwoSidedGates(down, up).classes()
     rows = []
@@ -190,7 +176,6 @@ def _read(config: GatesConfig, identity: ModelIdentity) -> tuple[np.ndarray, np.
 
 
 def _closed_count(config: GatesConfig, grid: HeadGrid) -> int:
-    """Return the number of heads in the mask."""
     share = config.fit.share or 0.0
     count = round(share * grid.total_heads)
     if not 0 < count < grid.total_heads:
@@ -206,5 +191,4 @@ def _mask_name(config: GatesConfig, run_id: str) -> str:
 
 
 def _folder(store: Path, run_id: str) -> Path:
-    """Return the folder of a run's states."""
     return store.with_name(f"{store.name}.gates") / run_id

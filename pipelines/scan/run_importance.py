@@ -46,8 +46,6 @@ MEASURED = ("gate_gradient", "token_gradient", "entropy")
 
 @dataclass(frozen=True)
 class ImportanceItem:
-    """One shard for one replica."""
-
     shard: corpora.Shard
     reduction: Reduction
     batch_tokens: int
@@ -79,11 +77,8 @@ def measure_losses(
     batch_tokens: int,
     rope: RopeLengths,
 ) -> Measured:
-    """Return the derivatives of the losses of sequences by a gate on every head, at every site.
-
-    Args:
-        loss_of: Makes the loss of a batch from row numbers.
-        indices: Index of each sequence in its corpus or file.
+    """Return the derivatives of the losses of sequences by a gate on every head, at every site. ``loss_of`` makes the
+    loss of a batch from row numbers; ``indices`` are those of the sequences in their corpus or file.
     """
 
     def measure(rows: list[int]) -> list[HeadNumbers]:
@@ -108,7 +103,6 @@ def measure_losses(
 
 
 def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
-    """Measure the importance of all heads on a corpus into a store."""
     settings = {"reduction": config.reduction, "measured": MEASURED}
     return run_corpus(
         config,
@@ -124,8 +118,6 @@ def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
 
 @dataclass(frozen=True)
 class LabelledItem:
-    """One shard of examples for one replica."""
-
     shard: corpora.Shard
     texts: tuple[LabelledText, ...]
     answers: Answers
@@ -152,11 +144,7 @@ def measure_labelled(lm: LoadedModel, item: LabelledItem) -> Measured:
 def run_labelled_importance(
     config: LabelledImportanceConfig, run: Run, *, texts: LabelledTexts | None = None
 ) -> CorpusRunResult:
-    """Measure the importance of all heads on labelled examples into a store.
-
-    Args:
-        texts: The examples; None reads the file.
-    """
+    """Measure the importance of all heads on labelled examples into a store; ``texts`` None reads the file."""
     identity = run.identity
     if texts is None:
         texts = read_labelled(config.data, config.model, identity, config.max_tokens)

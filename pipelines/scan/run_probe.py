@@ -55,8 +55,6 @@ NEEDLES = (
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Run of a probe, and whether it was complete before."""
-
     run_id: str
     already_done: bool
 
@@ -82,7 +80,6 @@ def default_lengths(identity: ModelIdentity) -> tuple[int, ...]:
 
 
 def probe(config: ProbeConfig, run: Run) -> ProbeResult:
-    """Probe a model's heads into a store."""
     identity = run.identity
     names = check_behaviours(config.behaviours)
     if not names:
@@ -162,7 +159,7 @@ def probe_heads(lm: LoadedModel, item: ProbeItem) -> dict[str, np.ndarray]:
 
 
 def behaviour_table(grid: HeadGrid, scores: dict[str, np.ndarray]) -> pa.Table:
-    """Return rows by behaviour, layer and head from arrays (L, H). Absent heads have no row."""
+    """Return rows by behaviour, layer and head from arrays (L, H), without absent heads."""
     heads = [(site, head) for site in grid.sites for head in range(site.num_attention_heads)]
     layer = np.array([site.layer for site, _ in heads], dtype=np.int16)
     head = np.array([head for _, head in heads], dtype=np.int16)
@@ -178,7 +175,6 @@ def behaviour_table(grid: HeadGrid, scores: dict[str, np.ndarray]) -> pa.Table:
 
 
 def _facts(config: ProbeConfig, names: Sequence[str]) -> dict[str, Any]:
-    """Return the settings that decide the scores of these behaviours."""
     probes = {BEHAVIOURS[name].probe for name in names}
     facts: dict[str, Any] = {"behaviours": list(names), "batch_tokens": config.batch_tokens}
     settings = asdict(config.settings)
@@ -215,7 +211,6 @@ def _needle_items(config: ProbeConfig, identity: ModelIdentity, haystack: np.nda
 
 
 def _beginning(identity: ModelIdentity) -> tuple[int, ...]:
-    """Return the BOS token if the tokenizer has one."""
     bos = None if identity.found_tokenizer is None else identity.found_tokenizer.bos_token_id
     return () if bos is None else (int(bos),)
 

@@ -1,11 +1,10 @@
 """A scan, or another run over a corpus: corpus -> sequences -> pool of replicas -> store.
 
-The same command again resumes: shards in the store's ledger are skipped. The rows equal those of an uninterrupted
-run, because a shard's batches depend only on the shard.
+The same command again resumes: shards in the store's ledger are skipped. The rows equal those of an uninterrupted run,
+because a shard's batches depend only on the shard.
 
 A thread writes shards while others are measured. Each opening of the store writes all waiting shards in one
-transaction. A slow scan writes its shards one by one, a large cluster in groups, so that opening and closing the file
-costs little.
+transaction: a slow scan writes its shards one by one, a large cluster in groups, so that opening the file costs little.
 """
 
 from __future__ import annotations
@@ -42,10 +41,8 @@ R = TypeVar("R")
 
 
 class CountedPasses(StagedTask[T, B, P, R]):
-    """A task with the results of another one; it runs only in the process of ``count``.
-
-    Args:
-        count: Called with the number of sequences after each pass with a whole model.
+    """A task with the results of another one that runs only in the process of ``count``, a function that is called with
+    the number of sequences after each pass with a whole model.
     """
 
     def __init__(self, task: StagedTask[T, B, P, R], count: Callable[[int], None]) -> None:
@@ -78,7 +75,7 @@ _WAITING = 4
 
 
 class ShardWriter:
-    """A writer of a run's shards; a context manager. All shards are written when the context exits."""
+    """A writer of a run's shards; a context manager that writes all of them before it exits."""
 
     def __init__(self, store: Store, run_id: str) -> None:
         self._store, self._run_id = store, run_id
@@ -89,7 +86,6 @@ class ShardWriter:
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
 
     def add(self, shard: ShardToWrite) -> None:
-        """Queue a shard."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._waiting) < _WAITING or self._problem is not None)
             self._raise()
@@ -123,7 +119,7 @@ class ShardWriter:
                 return
 
     def _take(self) -> list[ShardToWrite]:
-        """Wait for shards and return all that are queued. Empty means that the writer is closed."""
+        """Wait for shards and return all that are queued, or none if the writer is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             shards, self._waiting = self._waiting, []
@@ -144,12 +140,8 @@ class OfShard(Protocol):
 
 @dataclass(frozen=True)
 class CorpusRunResult:
-    """Result of a run over a corpus.
-
-    Attributes:
-        already_done: True if the run was complete before, so that nothing was measured.
-        skipped: Shards found in the ledger.
-        report: Counts of the corpus; None if it was not read.
+    """Result of a run over a corpus; with ``already_done`` nothing was measured. ``skipped`` shards were in the ledger;
+    ``report`` is None if the corpus was not read.
     """
 
     run_id: str
@@ -176,7 +168,6 @@ def run_corpus(
         passes: Cost of a sequence, in forward passes.
         deciding: Settings on which the numbers depend, in addition to those of `CorpusRunConfig`.
         recorded: The same settings as the store records them.
-        item_of: Makes the pool's item of a shard.
     """
     identity = run.identity
     longest_text(identity, config.tokens.max_tokens)
@@ -238,17 +229,13 @@ _GPU_SPEED = 1e14
 
 
 def fingerprinted_sizes(shard_size: int | None, batch_tokens: int) -> dict[str, int]:
-    """Return the sizes of a run that identify it. A size that the run chooses itself is recorded, and does not."""
+    """Return the sizes that identify a run: the given ones, not those that the run chooses itself."""
     return {"shard_size": shard_size or _LARGEST_SHARD, "batch_tokens": batch_tokens}
 
 
 def shard_size_of(run: Run, kind: RunKind, mark: str, given: int | None, tokens: int, passes: float) -> int:
     """Return the number of sequences of a shard: that of the run if it began before, else the given one, else about 20
-    seconds of work by the sizes of model and texts.
-
-    Args:
-        tokens: Longest text.
-        passes: Cost of a sequence, in forward passes.
+    seconds of work on texts of ``tokens`` tokens that cost ``passes`` forward passes each.
     """
     known = run.known(kind, mark)
     if known is not None:
@@ -289,11 +276,8 @@ def write_shards(
     total: int | None,
     task: Task[Any, Measured] = measure_shard,
 ) -> CorpusRunResult:
-    """Begin or resume a run, measure the missing shards, and finish it.
-
-    Args:
-        report: Counts of the corpus; they may grow while shards are drawn.
-        total: Number of sequences of all shards; None if unknown.
+    """Begin or resume a run, measure the missing shards, and finish it. ``report`` may grow while shards are drawn;
+    ``total`` is the number of all sequences, None if unknown.
     """
     store, pool = run.store, run.pool
     state = run.begin(record)
@@ -347,7 +331,6 @@ def _counted(task: Task[Any, Measured], progress: Progress) -> Task[Any, Measure
 
 
 def sequence_table(shard: Shard) -> pa.Table:
-    """Return a shard's rows of the table ``sequences``."""
     rows = shard.sequences
     return pa.table(
         {
@@ -363,17 +346,12 @@ def sequence_table(shard: Shard) -> pa.Table:
 
 @dataclass(frozen=True)
 class ScanResult(CorpusRunResult):
-    """Result of a scan.
-
-    Attributes:
-        nonfinite_rows: Rows of the whole run with values stored as NULL because they were NaN or infinite.
-    """
+    """Result of a scan; ``nonfinite_rows`` of the whole run hold NULL where a value was NaN or infinite."""
 
     nonfinite_rows: int = 0
 
 
 def scan(config: ScanConfig, run: Run) -> ScanResult:
-    """Scan a corpus into a store."""
     found = run_corpus(
         config,
         run,

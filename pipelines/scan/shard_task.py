@@ -28,11 +28,7 @@ from headscan.pipelines.scoring.token_requests import Batch, pad, whole_batches
 
 @dataclass(frozen=True)
 class ShardItem:
-    """One shard for one replica.
-
-    Attributes:
-        keep_nonfinite: NaN and infinite values are no error.
-    """
+    """One shard for one replica; with ``keep_nonfinite``, NaN and infinite values are no error."""
 
     shard: corpora.Shard
     statistics: tuple[str, ...]
@@ -47,7 +43,7 @@ class ShardItem:
 
 
 class Measured(NamedTuple):
-    """A shard's rows, and the number of non-finite rows. Rows are sorted by site, sequence, layer and head."""
+    """A shard's rows by site, sequence, layer and head, and the number of non-finite rows."""
 
     heads: pa.Table
     nonfinite_rows: int
@@ -55,13 +51,8 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadNumbers:
-    """The statistics of a batch for K heads of one site.
-
-    Attributes:
-        site: ``self``, ``encoder`` or ``cross``.
-        layer, head, kv_head: Indices of each head (K,).
-        values: Statistics (B, K) and profiles (B, K, bins) by name.
-        nonfinite: True where a value is unexpectedly NaN or infinite (B, K).
+    """The statistics (B, K) and profiles (B, K, bins) of a batch for K heads of one site: ``self``, ``encoder`` or
+    ``cross``. ``nonfinite`` (B, K) marks values that are unexpectedly NaN or infinite.
     """
 
     site: str
@@ -147,7 +138,7 @@ measure_shard = _MeasureShard("measure_shard")
 
 
 def _refuse(kind: str, wrong: Mapping[str, Tensor], texts: Sequence[corpora.Sequence]) -> None:
-    """Raise for the first layer with a wrong value. Later layers follow from it."""
+    """Raise for the first layer with a wrong value, because later layers follow from it."""
     first = first_nonfinite(wrong)
     if first is None:
         return
@@ -161,12 +152,8 @@ def _refuse(kind: str, wrong: Mapping[str, Tensor], texts: Sequence[corpora.Sequ
 
 
 def head_table(numbers: HeadNumbers, order: np.ndarray, indices: list[int]) -> pa.Table:
-    """Return rows by sequence, layer and head.
-
-    Args:
-        numbers: All heads of one kind of site on all sequences.
-        order: Position of each sequence in ``numbers``.
-        indices: Index of each sequence in the corpus.
+    """Return rows by sequence, layer and head. The heads are all of one kind of site; ``order`` has the position of
+    each sequence in ``numbers``, ``indices`` its index in the corpus.
     """
     count, heads = len(indices), len(numbers.layer)
     columns: dict[str, Any] = {

@@ -33,13 +33,8 @@ from headscan.pipelines.settings.evaluation_settings import MaskOrder, ValueConf
 
 @dataclass(frozen=True)
 class AblationValue:
-    """A replacement, identified by the texts that it was collected on. Its numbers do not identify it, because other
-    kernels round them differently.
-
-    Attributes:
-        replacement: What replaces the output of ablated heads.
-        mark: First digits of a hash of its texts; empty for zero.
-        source: Further settings for the store.
+    """A replacement for the output of ablated heads. ``mark``, the first digits of a hash of the texts that it was
+    collected on (empty for zero), identifies it; its numbers do not, because other kernels round them differently.
     """
 
     replacement: Replacement = ZERO
@@ -65,14 +60,11 @@ class Arm:
     """One way of running the model.
 
     Attributes:
-        name: Unique in an evaluation; arms with the same name ablate the same heads.
-        ablated: The ablation; None for the baseline.
-        score: Score that selected the heads.
+        name: Unique in an evaluation; arms with the same name ablate the same heads and have the same ``details``.
+        ablated: None for the baseline.
         share: Nominal share of heads, 0 to 1; a rule may ablate another share.
         selection: Further description of the selection; arms that differ in it are points of different curves.
-        seed: Seed of a random arm.
-        details: Further settings for the store; arms with the same name have the same.
-        model: Model that answers; None uses the baseline's. It ablates nothing.
+        model: Model that answers and ablates nothing; None uses the baseline's.
         removed: Heads that this model lacks.
         measured: Measured sizes and times for the store, which differ between runs of one arm.
     """
@@ -200,10 +192,7 @@ def scored_rules(
 
 
 def random_masks(grid: HeadGrid, share: float, count: int, seeds: int, value: AblationValue = ZERO_VALUE) -> list[Arm]:
-    """Return random masks of ``count`` heads, one per seed.
-
-    ``share`` is the nominal share of their arms.
-    """
+    """Return random masks of ``count`` heads, one per seed; ``share`` is the nominal share of their arms."""
     return [
         Arm(
             f"random mask {100 * share:g}% seed {seed}{value.suffix}",
@@ -218,9 +207,7 @@ def random_masks(grid: HeadGrid, share: float, count: int, seeds: int, value: Ab
 
 
 def random_rules(share: float, seeds: int, value: AblationValue = ZERO_VALUE) -> list[Arm]:
-    """Return random controls of rules (arXiv 2504.03889). Each head of each input is ablated with probability
-    ``share``.
-    """
+    """Return random rules (arXiv 2504.03889) that ablate each head of each input with probability ``share``."""
     heads = [RandomHeads(share, seed, value.replacement) for seed in range(seeds)]
     names = [f"random rule {100 * share:g}% seed {seed}{value.suffix}" for seed in range(seeds)]
     return [
@@ -296,10 +283,8 @@ class _ValueItem:
 
 
 def collect_value(config: ValueConfig, model: ModelContext, longest: int) -> AblationValue:
-    """Return the value that ablated heads are replaced by; collect it unless it is zero.
-
-    Args:
-        longest: Tokens of the longest input that heads will be ablated on.
+    """Return the value that replaces the outputs of ablated heads; collect it unless it is zero. ``longest`` is the
+    number of tokens of the longest input on which heads will be ablated.
     """
     if config.value == "zero" or config.corpus is None:
         return ZERO_VALUE
@@ -351,10 +336,8 @@ def collect_outputs(lm: LoadedModel, item: _ValueItem) -> StoredOutputs:
 def score_orders(
     store: Store, identity: ModelIdentity, methods: Sequence[str], scan_run: str | None
 ) -> dict[str, list[tuple[int, int]]]:
-    """Return the heads by score, the most inactive first, for the methods that are scores.
-
-    Args:
-        scan_run: First characters of a scan's id; None uses the newest scan of the model.
+    """Return the heads by score, the most inactive first, for the methods that are scores. The id of the scan starts
+    with ``scan_run``; None uses the newest scan of the model.
     """
     scores = [method for method in methods if method in SCORES]
     if not scores:
@@ -364,11 +347,7 @@ def score_orders(
 
 
 def mask_heads(store: Store, name: str, identity: ModelIdentity) -> tuple[tuple[int, int], ...]:
-    """Return the heads of a mask in the store.
-
-    Args:
-        name: Name or id of the mask, or the name of its arm if it is unique.
-    """
+    """Return the heads of a mask in the store, by its name or id, or by the name of its arm if that is unique."""
     known = store.query("SELECT mask_id FROM masks WHERE name LIKE ? ESCAPE '!'", [f"%: {_escaped(name)}"])
     mask = store.mask(known["mask_id"][0].as_py() if known.num_rows == 1 else name)
     runs = store.query(
@@ -389,9 +368,7 @@ def _escaped(name: str) -> str:
 
 
 def imported_heads(path: str | Path) -> list[tuple[int, int]]:
-    """Return the heads of a JSON file, in its order. It holds a list of ``[layer, head]`` pairs, or an object with such
-    a list under ``heads``.
-    """
+    """Return the heads of a JSON file in order: ``[layer, head]`` pairs in a list, alone or under ``heads``."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:

@@ -1,10 +1,8 @@
 """Log-likelihoods of several masks together.
 
-What no mask changes runs once, in the baseline: the layers below a mask's first ablated head, and the attention of that
-head's layer.
-
-The baseline runs batch by batch, and each mask's pass goes on from the hidden states and the heads' outputs of the
-baseline. They are kept for one batch only, and every number equals that of a separate run.
+The layers below a mask's first ablated head, and the attention of that head's layer, run once, in the baseline. The
+baseline runs batch by batch, and each mask's pass goes on from its hidden states and heads' outputs, which are kept for
+one batch only. Every number equals that of a separate run.
 """
 
 from __future__ import annotations
@@ -50,12 +48,7 @@ _PREFIX_BYTES = 1 << 30
 
 
 class Start(NamedTuple):
-    """Where a pass starts.
-
-    Attributes:
-        layer: The first layer that runs.
-        behind_attention: Of its attention, only the output projection runs.
-    """
+    """Where a pass starts: the first layer, and True if only the output projection of its attention runs."""
 
     layer: int
     behind_attention: bool
@@ -72,12 +65,7 @@ FROM_TOKENS = Start(0, False)
 
 @dataclass(frozen=True)
 class BundleItem:
-    """Requests for one replica, answered under several masks.
-
-    Attributes:
-        masks: Masks; None is the baseline.
-        starts: Where the pass of each mask starts; it ablates no head before.
-    """
+    """Requests for one replica under several masks (None is the baseline), and where the pass of each mask starts."""
 
     name: str
     requests: tuple[Request, ...]
@@ -91,9 +79,7 @@ class BundleItem:
 
 
 def possible_starts(lm: LoadedModel, ablated: Sequence[Ablation | None]) -> frozenset[Start]:
-    """Pool task: return the places at which passes with these ablations can start. There are none if the model has no
-    separable blocks.
-    """
+    """Pool task: return where passes with these ablations can start; empty for models without separable blocks."""
     try:
         blocks = find_blocks(lm)
         firsts = {each.first_layer for each in ablated if each is not None and not each.replaces_attention} - {None}
@@ -116,11 +102,8 @@ def start_of(ablated: Ablation | None, possible: frozenset[Start]) -> Start:
 
 
 def bundle_size(caches: Mapping[str, Sequence[LayerCache]] | None, longest: int) -> int:
-    """Return the number of arms of one bundle whose prefixes fit into memory.
-
-    Args:
-        caches: KV caches of the model; None if they are unknown.
-        longest: Most tokens of the prefixes that are kept at a time.
+    """Return how many arms of one bundle have prefixes that fit into memory. ``caches`` None means that their size is
+    unknown; ``longest`` is the most tokens of prefixes that are kept at a time.
     """
     if caches is None:
         return LEAST_SIZE
@@ -129,9 +112,7 @@ def bundle_size(caches: Mapping[str, Sequence[LayerCache]] | None, longest: int)
 
 
 def bundle(arms: Sequence[Ablation | None], possible: frozenset[Start], size: int = LEAST_SIZE) -> list[list[int]]:
-    """Group arms (indices) that are answered together, at most ``size`` of them. Arms that would not save layers stay
-    alone.
-    """
+    """Group arms (indices) that are answered together, at most ``size``; arms that save no layers stay alone."""
     groups: list[list[int]] = []
     filling: list[int] | None = None
     for index, ablated in enumerate(arms):
@@ -162,20 +143,13 @@ def score_bundle(lm: LoadedModel, item: BundleItem) -> list[LikelihoodResult]:
 
 @dataclass(frozen=True)
 class _Prefixes:
-    """Cached prefixes of the baseline and of each arm."""
-
     baseline: Prefix
     arms: tuple[Prefix, ...]
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """What arms need of the baseline's last pass.
-
-    Attributes:
-        hidden: Inputs (B, N, E) of layers.
-        heads: Outputs (B, N, H, D) of the heads of layers.
-    """
+    """The baseline's last pass by layer: its inputs (B, N, E), and the outputs (B, N, H, D) of its heads."""
 
     hidden: dict[int, Tensor]
     heads: dict[int, Tensor]
@@ -210,7 +184,6 @@ class _Bundle:
         return _Prefixes(baseline, tuple(arms))
 
     def answer(self, reads: list[Read], after: Continued[_Prefixes]) -> list[list[ReadAnswer]]:
-        """Return the answers of all arms for each read."""
         prefixes = after.prefix
 
         def continued(prefix: Prefix | None) -> Continued[Prefix]:
@@ -240,10 +213,8 @@ class _Bundle:
             yield _Kept(hidden, heads)
 
     def _baseline(self, run: Callable[[], T]) -> tuple[T | None, Cache | None]:
-        """Run the baseline, up to the heads of the last layer that a mask needs if no arm needs its result.
-
-        Returns:
-            The result, or None and the KV cache of the layers that ran.
+        """Run the baseline up to the heads of the last layer that a mask needs, and return the KV cache alone; or run
+        all of it and return its result if an arm needs that.
         """
         if None in self._item.masks:
             return run(), None

@@ -28,10 +28,8 @@ from headscan.pipelines.scoring.token_requests import GenerationRequest, input_k
 
 @dataclass(frozen=True)
 class GenerationItem:
-    """Prompts for one replica.
-
-    Attributes:
-        one_by_one: Every prompt is a batch of its own, as are prompts whose ablated heads depend on the prompt.
+    """Prompts for one replica. With ``one_by_one`` every prompt is a batch of its own, as are prompts whose ablated
+    heads depend on the prompt.
     """
 
     name: str
@@ -83,9 +81,8 @@ def generate_texts(lm: LoadedModel, item: GenerationItem) -> GenerationResult:
 
 
 def _rope_group(lm: LoadedModel, request: GenerationRequest) -> Hashable:
-    """Return a key that is equal for equal rotary frequencies at every step of the generation.
-
-    A prompt whose text may cross a length at which frequencies change shares a batch only with equally long ones.
+    """Return a key that is equal for equal rotary frequencies at every step of the generation. A prompt whose text may
+    cross a length at which they change shares a batch only with equally long ones.
     """
     tokens = len(request.ids)
     start, end = (lm.rope_lengths.group(length) for length in (tokens, tokens + request.max_new_tokens))
@@ -93,7 +90,6 @@ def _rope_group(lm: LoadedModel, request: GenerationRequest) -> Hashable:
 
 
 def _seen(lm: LoadedModel, item: GenerationItem, request: GenerationRequest) -> HeadMask | None:
-    """Return the heads that are ablated in one prompt."""
     assert item.ablated is not None
     ids = torch.tensor([request.ids], device=lm.device)
     with headscan.intervene(lm, item.ablated, keys=[input_key(request.ids)]) as record:

@@ -31,9 +31,8 @@ from headscan.pipelines.scoring.token_requests import Likelihood, Request, input
 
 
 class Read(NamedTuple):
-    """An input of the model, and the requests it answers. A request has its index and scored tokens.
-
-    The last token of a continuation is predicted, never read, so the choices of a question are often one read.
+    """An input of the model, and the requests it answers by index and scored tokens. The last token of a continuation
+    is predicted, never read, so the choices of a question are often one read.
     """
 
     ids: tuple[int, ...]
@@ -41,12 +40,10 @@ class Read(NamedTuple):
 
     @property
     def first_place(self) -> int:
-        """The first position with a scored logit."""
         return len(self.ids) - max(len(target) for _, target in self.requests)
 
     @property
     def places(self) -> range:
-        """All positions with scored logits."""
         return range(self.first_place, len(self.ids))
 
 
@@ -66,10 +63,8 @@ class LikelihoodResult:
 
 
 def distinct_reads(requests: Sequence[Request], *, same_context: bool = False) -> list[Read]:
-    """Return the distinct inputs of the requests.
-
-    Args:
-        same_context: Requests of one read also score equally many tokens, so their contexts are equal.
+    """Return the distinct inputs of the requests. With ``same_context``, requests of one read also score equally many
+    tokens, so their contexts are equal.
     """
     found: dict[tuple[tuple[int, ...], int], Read] = {}
     for index, (ids, scored) in enumerate(requests):
@@ -79,7 +74,7 @@ def distinct_reads(requests: Sequence[Request], *, same_context: bool = False) -
 
 
 def by_request(reads: Sequence[Read], found: Mapping[int, ReadAnswer]) -> LikelihoodResult:
-    """Return answers in the order of the requests. They come from the answers of the reads by index."""
+    """Return the answers of the reads, given by index, in the order of the requests."""
     answers: dict[int, Likelihood] = {}
     shares: dict[int, float] = {}
     for index, read in enumerate(reads):
@@ -91,13 +86,8 @@ def by_request(reads: Sequence[Read], found: Mapping[int, ReadAnswer]) -> Likeli
 
 @dataclass
 class PrefixNode:
-    """Tokens that several sequences have in common after a shorter common prefix.
-
-    Attributes:
-        start: Number of tokens before these.
-        tokens: The common tokens; empty in the root.
-        children: Longer prefixes that continue from here.
-        rows: Sequences that continue from here alone.
+    """Tokens that several sequences have in common after a shorter common prefix of ``start`` tokens; the root has
+    none. ``rows`` are the sequences that continue from here alone, ``children`` the longer prefixes.
     """
 
     start: int
@@ -107,7 +97,6 @@ class PrefixNode:
 
     @property
     def end(self) -> int:
-        """Number of tokens of the prefix, up to and including these."""
         return self.start + len(self.tokens)
 
 
@@ -140,7 +129,6 @@ def prefix_tree(sequences: Sequence[tuple[int, ...]], shareable: Sequence[int], 
 
 
 def common_tokens(sequences: Sequence[tuple[int, ...]], shareable: Sequence[int], a: int, b: int) -> int:
-    """Return the number of leading tokens that two sequences share."""
     most = min(shareable[a], shareable[b])
     differ = np.flatnonzero(np.array(sequences[a][:most]) != np.array(sequences[b][:most]))
     return int(differ[0]) if len(differ) else most
@@ -148,13 +136,13 @@ def common_tokens(sequences: Sequence[tuple[int, ...]], shareable: Sequence[int]
 
 @dataclass(frozen=True)
 class PrefixGroup:
-    """Prefixes that continue one shorter prefix, or start at the first token.
+    """Prefixes of one length that continue one shorter prefix, or start at the first token.
 
     Attributes:
         start: Number of tokens before these.
-        tokens: The tokens of each prefix, equally many; empty in the root, where no prefix is read.
+        tokens: The tokens of each prefix; empty in the root, where no prefix is read.
         rows: Sequences that continue from here, each with the index of its prefix.
-        children: Longer prefixes, which continue from the only one of this group.
+        children: Longer prefixes; a group has them only if it holds a single prefix.
     """
 
     start: int
@@ -164,19 +152,15 @@ class PrefixGroup:
 
     @property
     def end(self) -> int:
-        """Number of tokens of a prefix, up to and including these."""
         return self.start + (len(self.tokens[0]) if self.tokens else 0)
 
 
 def group_prefixes(root: PrefixNode, pass_cost: int, most_tokens: int) -> PrefixGroup:
-    """Return the tree with similar prefixes of different sequences in groups.
+    """Return the tree with similar prefixes of different sequences in groups of at most ``most_tokens`` tokens.
 
-    A short pass takes little less time than one of many sequences. The prefixes of a group are cut to one length, so
-    no padding comes between a prefix and its continuation.
-
-    Args:
-        pass_cost: Cost of one more forward pass, in tokens; a prefix is cut if that costs less.
-        most_tokens: Most tokens of the prefixes of a group.
+    A short pass takes little less time than one of many sequences, so a prefix is cut if that costs less than one more
+    pass (``pass_cost``, in tokens). The prefixes of a group are cut to one length, so that no padding comes between a
+    prefix and its continuation.
     """
     leaves = [child for child in root.children if not child.children]
     inner = [_group([child], pass_cost, most_tokens) for child in root.children if child.children]
@@ -222,13 +206,7 @@ _GROUPED_COSTS = 8
 
 @dataclass(frozen=True)
 class Continued(Generic[P]):
-    """What a batch of reads continues.
-
-    Attributes:
-        start: Tokens read before.
-        prefix: Their prefixes; None if `start` is 0.
-        rows: The prefix of each read.
-    """
+    """What a batch of reads continues: prefixes of ``start`` tokens (None if 0), and each read's index in them."""
 
     start: int
     prefix: P | None
@@ -241,8 +219,8 @@ def grouped_tokens(device: str) -> int:
 
 
 def shareable_tokens(lm: LoadedModel, reads: Sequence[Read]) -> list[int]:
-    """Return each read's number of tokens that may be shared. A prefix is shorter than the reads that share it, and
-    must be read with the same rotary frequencies.
+    """Return how many tokens of each read may be shared: those before its first scored logit, or none if its rotary
+    frequencies are not those of short inputs.
     """
     rope = lm.rope_lengths
     return [read.first_place if rope.group(len(read.ids)) == rope.group(1) else 0 for read in reads]
@@ -256,14 +234,11 @@ def walk(
     read_on: Callable[[Sequence[Sequence[int]], P | None], P],
     answer: Callable[[list[Read], Continued[P]], list[A]],
 ) -> Iterator[tuple[int, A]]:
-    """Run all reads in batches, common prefixes first.
+    """Run all reads in batches, common prefixes first; yield each read's index and its result of ``answer``.
 
     Args:
         read_on: Reads the tokens (R, N) after a prefix (None starts at the first token) and returns R longer prefixes.
         answer: Answers a batch of reads from their prefixes on.
-
-    Yields:
-        The index of a read, and its result of ``answer``.
     """
     cost, limit = pass_cost(lm.device.type), lm.limits["reads"]
     batch_tokens = pass_tokens(lm.device.type, batch_tokens)
@@ -297,7 +272,6 @@ def _answered(
     batch_tokens: int,
     answer: Callable[[list[Read], Continued[P]], list[A]],
 ) -> Iterator[tuple[int, A]]:
-    """Answer the reads that continue the chosen prefixes of a group."""
     place = {index: row for row, index in enumerate(chosen)}
     rows = [(read, place[index]) for read, index in group.rows if index in place]
     lengths = [_weight(len(reads[read].ids) - group.end, group.end) for read, _ in rows]
@@ -322,10 +296,8 @@ _PLACES = 512
 
 @dataclass(frozen=True)
 class LikelihoodItem:
-    """Requests for one replica.
-
-    Attributes:
-        as_rules: Compute attention with the kernels of rules; not together with ``share_prefixes``.
+    """Requests for one replica. ``as_rules`` computes attention with the kernels of rules, which excludes
+    ``share_prefixes``.
     """
 
     name: str
@@ -352,11 +324,8 @@ def score_requests(lm: LoadedModel, item: LikelihoodItem) -> LikelihoodResult:
 def ablating(
     lm: LoadedModel, ablated: Ablation | None, *, as_rules: bool, **about: Any
 ) -> Iterator[InterventionRecord | None]:
-    """Ablate heads while the context is open. It yields None if ``ablated`` is None.
-
-    Args:
-        as_rules: Use the kernels of rules for every arm: in half precision, kernels round differently.
-        about: Arguments of `headscan.intervene`.
+    """Ablate heads while the context is open; yield None if ``ablated`` is None. ``as_rules`` uses the kernels of rules
+    for every arm, because kernels round differently in half precision; ``about`` goes to `headscan.intervene`.
     """
     with ExitStack() as context:
         if as_rules and (ablated is None or not ablated.needs_whole_input):
@@ -386,7 +355,6 @@ def answers_to(
 def answer_reads(
     lm: LoadedModel, reads: Sequence[Read], after: Continued[Prefix], record: InterventionRecord | None
 ) -> list[ReadAnswer]:
-    """Answer a batch of reads from their prefixes on."""
     ids, lengths = pad([read.ids[after.start :] for read in reads])
     if record is not None:
         record.lengths = lengths
@@ -403,17 +371,13 @@ def answer_reads(
 def likelihoods_at(
     lm: LoadedModel, reads: Sequence[Read], ids: Tensor, places: Sequence[tuple[int, int]], **kwargs: Any
 ) -> list[list[Likelihood]]:
-    """Return likelihoods by read from one pass over ids (B, N).
-
-    ``places`` are the (row, column) of `Read.places`.
-    """
+    """Return likelihoods by read from one pass over ids (B, N); ``places`` are the (row, column) of `Read.places`."""
     rows, columns = ([place[axis] for place in places] for axis in (0, 1))
     likelihoods = iter(_likelihoods(logits_at(lm, ids, rows, columns, **kwargs), reads))
     return [[next(likelihoods) for _ in read.requests] for read in reads]
 
 
 def _likelihoods(logits_MV: Tensor, reads: Sequence[Read]) -> list[Likelihood]:
-    """Return the likelihoods of all requests of all reads, in order."""
     places: list[int] = []
     targets: list[int] = []
     owners: list[int] = []

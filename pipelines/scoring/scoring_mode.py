@@ -55,11 +55,8 @@ class Row:
 
 
 def rows(root: PrefixNode, lengths: Sequence[int], best_tokens: int, most_tokens: int) -> list[Row]:
-    """Return rows with all sequences of a prefix tree. They have few tokens in total.
-
-    Args:
-        best_tokens: Tokens of a row at which the model is fastest.
-        most_tokens: Maximum tokens of a row; only a single longer sequence exceeds it.
+    """Return rows of few tokens in total with all sequences of a prefix tree. ``best_tokens`` is the fastest length of
+    a row for the model; only a single sequence exceeds ``most_tokens``.
     """
     packer = _Packer(lengths, best_tokens, most_tokens)
     return packer.below(root)
@@ -108,8 +105,8 @@ def _members(node: PrefixNode) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class SharedRowItem:
-    """Requests for one replica whose model can read shared rows. Ablations that differ for every input
-    (`Ablation.may_share_rows`) are read whole.
+    """Requests for one replica whose model can read shared rows. Ablations that differ for every input (those without
+    `Ablation.may_share_rows`) are read whole.
     """
 
     name: str
@@ -127,7 +124,7 @@ def can_read_shared_rows(lm: LoadedModel, item: object) -> bool:
 
 
 def score_shared_rows(lm: LoadedModel, item: SharedRowItem) -> LikelihoodResult:
-    """Pool task: answer requests with the item's heads ablated. Every arm uses the kernels of rules."""
+    """Pool task: answer requests with the item's heads ablated, with the kernels of rules for every arm."""
     reads = distinct_reads(item.requests)
     found: dict[int, ReadAnswer] = {}
     if item.ablated is None or item.ablated.may_share_rows:
@@ -141,7 +138,6 @@ def score_shared_rows(lm: LoadedModel, item: SharedRowItem) -> LikelihoodResult:
 def _in_rows(
     lm: LoadedModel, ablated: Ablation | None, reads: Sequence[Read], batch_tokens: int
 ) -> dict[int, ReadAnswer]:
-    """Return the answers of reads that share a prefix, by index."""
     lengths = [len(read.ids) for read in reads]
     tree = prefix_tree([read.ids for read in reads], shareable_tokens(lm, reads), pass_cost(lm.device.type))
     blocks, limit = find_blocks(lm), lm.limits["shared rows"]
@@ -159,7 +155,6 @@ def _in_rows(
 
 
 def _read_row(blocks: Blocks, ablated: Ablation | None, reads: Sequence[Read], prefix: int) -> list[ReadAnswer]:
-    """Answer reads that share their first ``prefix`` tokens."""
     lm = blocks.lm
     row = SharedRow(reads[0].ids[:prefix], tuple(read.ids[prefix:] for read in reads))
     answers: dict[int, ReadAnswer] = {}
@@ -180,11 +175,7 @@ def _read_row(blocks: Blocks, ablated: Ablation | None, reads: Sequence[Read], p
 
 @dataclass(frozen=True)
 class EvictionItem:
-    """Requests for one replica.
-
-    Attributes:
-        ablated: An ablation that evicts keys.
-    """
+    """Requests for one replica under an ablation that evicts keys."""
 
     name: str
     requests: tuple[Request, ...]
@@ -263,7 +254,6 @@ class Reading(NamedTuple):
     def item(
         self, name: str, requests: tuple[Request, ...], ablated: Ablation | None, batch_tokens: int
     ) -> ScoringItem:
-        """Return the item in which one replica answers requests under an ablation."""
         if ablated is not None and ablated.evicts:
             return EvictionItem(name, requests, ablated, batch_tokens)
         if self.shared_rows and (self.as_rules or (ablated is not None and ablated.needs_whole_input)):
@@ -272,9 +262,8 @@ class Reading(NamedTuple):
 
 
 def computed_as_rules(dtype: str, ablated: Sequence[Ablation | None]) -> bool:
-    """Return True if all arms need the kernels of rules. Otherwise their answers would not be comparable.
-
-    In half precision kernels round differently, which would add to every difference to the baseline.
+    """Return True if all arms need the kernels of rules: in half precision kernels round differently, which would add
+    to every difference to the baseline.
     """
     return dtype in HALF and any(each is not None and each.replaces_attention for each in ablated)
 
@@ -287,13 +276,8 @@ def reads_whole(dtype: str, ablated: Sequence[Ablation | None]) -> bool:
 def choose_reading(
     ask: Ask, dtype: str, ablated: Sequence[Ablation | None], share: bool | None, say: Callable[[str], None]
 ) -> Reading:
-    """Return the fastest way of reading under which all arms are comparable.
-
-    Args:
-        ask: Runs a pool task on the model.
-        ablated: Ablations of the arms; None for the baseline.
-        share: True shares prefixes, False does not; None shares them if all arms are computed with the same kernels.
-        say: Receives the reason if prefixes are not shared.
+    """Return the fastest way of reading under which all arms are comparable. ``share`` False shares no prefixes, and
+    None only if all arms use the same kernels; ``say`` receives the reason if they are not shared.
     """
     as_rules = computed_as_rules(dtype, ablated)
     whole = Reading(False, as_rules=as_rules)

@@ -3,7 +3,7 @@
 Every input is read whole, without shared prefixes or KV cache. The last range computes logits; every range counts its
 ablated heads.
 
-Shapes: B sequences, N tokens.
+Shapes: B sequences, L layers of the range, H query heads.
 """
 
 from __future__ import annotations
@@ -37,12 +37,8 @@ _PASS_COST = 64
 
 @dataclass(frozen=True)
 class PartialAnswers:
-    """Result of one range of layers for a batch of reads.
-
-    Attributes:
-        likelihoods: Likelihoods of each read's requests; None if this is not the last range.
-        zeroed: Number of heads ablated in each read (B,).
-        heads: Number of heads of the range.
+    """Result of one range of layers for a batch of reads: likelihoods (None before the last range), the number of heads
+    ``zeroed`` in each read (B,), and the number of heads of the range.
     """
 
     likelihoods: tuple[list[Likelihood], ...] | None

@@ -30,9 +30,7 @@ class Request(NamedTuple):
 
 
 class Likelihood(NamedTuple):
-    """Log-likelihood of a continuation, in nats, with its greedy tokens. These are the tokens that greedy decoding
-    would choose.
-    """
+    """Log-likelihood of a continuation, in nats, and how many of its tokens greedy decoding would choose."""
 
     log_likelihood: float
     greedy_tokens: int
@@ -60,12 +58,8 @@ class ScoringItem(Protocol):
 
 
 class GenerationRequest(NamedTuple):
-    """Tokens of a prompt, and the options of generation.
-
-    Attributes:
-        until: Stop sequences.
-        options: Further options of transformers' ``generate``, as sorted pairs.
-        draw: Number of the sample, if one prompt is sampled several times.
+    """Tokens of a prompt, its stop sequences, and further ``options`` of transformers' ``generate`` as sorted pairs.
+    ``draw`` numbers the samples if one prompt is sampled several times.
     """
 
     ids: tuple[int, ...]
@@ -76,7 +70,7 @@ class GenerationRequest(NamedTuple):
 
 
 def request_hash(request: Request | GenerationRequest) -> str:
-    """Return 32 hexadecimal digits, equal for equal requests. They are the same in every process."""
+    """Return 32 hexadecimal digits, equal for equal requests in every process."""
     ids, *rest = request
     digest = hashlib.sha256(np.asarray(ids, dtype="<i8").tobytes())
     digest.update(repr((type(request).__name__, rest)).encode())
@@ -110,10 +104,8 @@ def pass_tokens(device: str, batch_tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of one batch, in one or several passes.
-
-    Attributes:
-        width: Padded tokens, N; a half keeps the width of the whole batch, since its hidden states have it.
+    """Sequences of one batch, in one or several passes, padded to ``width`` tokens (N). A half keeps the width of the
+    whole batch, since its hidden states have it.
     """
 
     rows: tuple[int, ...]
@@ -124,7 +116,6 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the pass, padding included."""
         return len(self.rows) * self.width
 
     def halves(self) -> tuple[Batch, ...]:

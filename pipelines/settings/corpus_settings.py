@@ -23,11 +23,8 @@ class CorpusError(HeadscanError):
 
 @dataclass(frozen=True)
 class CorpusSpec:
-    """Settings of a corpus.
-
-    Attributes:
-        name: Built-in corpus, file or folder, or hub data set, tried in this order.
-        limit_documents: Most documents with text. None reads all.
+    """Settings of a corpus: a built-in corpus, a file or folder, or a hub data set, tried in this order.
+    ``limit_documents`` counts documents with text; None reads all.
     """
 
     name: str
@@ -98,11 +95,7 @@ _LONGEST = 2048
 
 
 def longest_text(identity: ModelIdentity, max_tokens: int | None) -> int:
-    """Return the length of the longest text, in tokens.
-
-    Args:
-        max_tokens: Limit of the user; None uses the model's context, at most 2,048 tokens.
-    """
+    """Return the tokens of the longest text; ``max_tokens`` None uses the model's context, at most 2,048 tokens."""
     limit = identity.max_tokens
     if max_tokens is None:
         return min(limit or _LONGEST, _LONGEST)
@@ -117,11 +110,8 @@ class ExampleError(HeadscanError):
 
 @dataclass(frozen=True)
 class DataSpec:
-    """Settings of a file of labelled examples.
-
-    Attributes:
-        path: A ``.tsv`` file of two columns, with or without a header, or a ``.jsonl`` file.
-        limit: Most examples, from the beginning; None reads all.
+    """Settings of a file of labelled examples: a ``.tsv`` file of two columns, with or without a header, or a
+    ``.jsonl`` file. ``limit`` counts from the beginning; None reads all.
     """
 
     path: Annotated[
@@ -143,5 +133,4 @@ class DataSpec:
 
     @property
     def name(self) -> str:
-        """Name of the file without its folder."""
         return Path(self.path).name

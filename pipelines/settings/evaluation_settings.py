@@ -60,7 +60,6 @@ class RecallPlan:
         lengths: Tokens that the model reads in a question; None uses those of `recall_lengths`.
         questions: Number for each length and kind, a multiple of 4; None makes as many as ``in_all`` says.
         in_all: Numbers of needles and of copies over all lengths; None makes `IN_ALL` of each kind.
-        seed: Seed of all random choices.
     """
 
     lengths: Annotated[
@@ -109,11 +108,7 @@ class RecallPlan:
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """Tasks and the form of their prompts.
-
-    Attributes:
-        names: lm-eval tasks, groups or tags; empty if only recall and text are asked.
-    """
+    """Tasks and the form of their prompts; without ``names`` only recall and text are asked."""
 
     names: tuple[str, ...]
     include_path: Annotated[
@@ -207,12 +202,10 @@ class ValueConfig:
     """What replaces the output of ablated heads.
 
     Attributes:
-        value: ``zero``; ``mean``, the head's mean output over the tokens of texts; or ``resample``, its output at the
-            same position of another text.
+        value: ``zero``; ``mean``, the head's mean output over the tokens of ``texts`` texts; or ``resample``, its
+            output at the same position of another text, which ``seed`` chooses for each input.
         corpus: The texts; None for zero.
-        texts: Texts of a mean.
         samples: Texts of a resampling, each as long as the longest input; they are in memory, in all layers.
-        seed: Seed of the choice of a text for each input.
     """
 
     value: ReplaceValue = "zero"
@@ -257,13 +250,11 @@ class SweepConfig:
     """Settings of a sweep.
 
     Attributes:
-        evaluation: Questions and settings of every arm.
         scores: Scores with a rule at every quantile.
         quantiles: Nominal shares of heads to ablate; 0 ablates nothing and is left to the baseline.
         masks: Scores with a fixed mask at every share.
-        confirm: Judge the best arm on the questions that did not select it. The arms and
-            their answers are the same; if a half has too few questions, the sweep reports that before it starts.
-        value: What replaces the output of ablated heads.
+        confirm: Judge the best arm on the questions that did not select it. The arms and their answers are the same; if
+            a half has too few questions, the sweep reports that before it starts.
     """
 
     evaluation: EvaluateConfig
@@ -324,8 +315,6 @@ MODES = (EACH, ALL_BUT_ONE)
 
 @dataclass(frozen=True)
 class LossTexts:
-    """Texts whose loss is measured."""
-
     corpus: CorpusSpec
     sequences: Annotated[int, Option("number of texts whose loss is measured", least=1)] = 128
     max_tokens: Annotated[
@@ -341,13 +330,8 @@ class LossTexts:
 
 @dataclass(frozen=True)
 class AblateConfig:
-    """Settings of a table of effects.
-
-    Attributes:
-        evaluation: Model and tasks; recall questions and text are left out.
-        texts: Texts whose loss is measured; None uses the tasks.
-        modes: ``each``: one head is ablated; ``all_but_one``: all other heads of its layer.
-        value: What replaces the output of ablated heads.
+    """Settings of a table of effects on ``texts`` (None uses the tasks; recall questions and held-out text are left
+    out). Modes: ``each`` ablates one head, ``all_but_one`` all other heads of its layer.
     """
 
     evaluation: EvaluateConfig
@@ -390,12 +374,7 @@ MEASURED = (*SCORES, *IMPORTANCES, EFFECT)
 
 @dataclass(frozen=True)
 class Comparison:
-    """Criteria and shares of removed heads.
-
-    Attributes:
-        criteria: Names in `CRITERIA`.
-        shares: Shares of heads that each criterion removes, above 0; repeated ones count once.
-    """
+    """Criteria, names in `CRITERIA`, and the shares of heads above 0 that each removes; repeated ones count once."""
 
     criteria: Annotated[
         tuple[str, ...],

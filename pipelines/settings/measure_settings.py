@@ -41,11 +41,8 @@ class CorpusRunError(HeadscanError):
 
 @dataclass(frozen=True)
 class CorpusRunConfig:
-    """Settings of every run over a corpus.
-
-    Attributes:
-        tokens: How documents become sequences.
-        shard_size: Sequences that are stored and resumed together; None chooses about 20 s of work when the run begins.
+    """Settings of every run over a corpus. ``shard_size`` sequences are stored and resumed together; None chooses about
+    20 s of work when the run begins.
     """
 
     model: ModelSpec
@@ -130,10 +127,8 @@ class ImportanceConfig(CorpusRunConfig):
 
 @dataclass(frozen=True)
 class LabelledImportanceConfig:
-    """Settings of an importance run on labelled examples.
-
-    Attributes:
-        max_tokens: Longest text and target text; None uses the model's context, at most 2,048 tokens.
+    """Settings of an importance run on labelled examples. ``max_tokens`` limits text and target text; None uses the
+    model's context, at most 2,048 tokens.
     """
 
     model: ModelSpec
@@ -157,12 +152,8 @@ class ProbeError(HeadscanError):
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    """Settings of a probe.
-
-    Attributes:
-        behaviours: Names from the catalogue; empty uses all, without those that need a tokenizer if there is none.
-        corpus: The text of the haystack.
-        settings: Lengths and seeds of the sequences.
+    """Settings of a probe. ``corpus`` is the haystack; empty ``behaviours`` uses all of the catalogue, without those
+    that need a tokenizer if there is none.
     """
 
     model: ModelSpec
@@ -184,11 +175,7 @@ class ProbeConfig:
 
 @dataclass(frozen=True)
 class GatesConfig:
-    """Settings of a gates run.
-
-    Attributes:
-        fit: Settings of the fit that closes gates; it needs a share.
-    """
+    """Settings of a gates run; those of ``fit``, which closes gates, need a share."""
 
     model: ModelSpec
     corpus: CorpusSpec

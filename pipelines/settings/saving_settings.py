@@ -43,7 +43,6 @@ class TextConfig:
             raise PruningError(f"max_tokens={self.max_tokens} (limit {SHORTEST}). Raise `max_tokens`")
 
     def tokens(self, identity: ModelIdentity) -> int:
-        """Return the length of the longest text."""
         return longest_text(identity, self.max_tokens)
 
 
@@ -55,7 +54,8 @@ class RecallConfig:
         prompts: Number of prompts of each recall task, a multiple of 8; one half chooses and repairs, the other judges.
             0 uses texts only.
         tokens: Longest prompt; shorter if the model's context is.
-        weight: Weight of a recall task's mean prediction, next to that of a text's; the tasks share it.
+        weight: w of the objective m(text) + w / T sum over the T recall tasks of m(task); m is the mean over
+            predictions.
     """
 
     prompts: int = 32
@@ -135,17 +135,13 @@ class MeasureConfig:
         return tuple(Window(self.sink, recent) for recent in sorted(set(self.recents)))
 
     def tokens(self, identity: ModelIdentity) -> int:
-        """Return the length of the longest text and of the recall prompts."""
         return longest_text(identity, self.max_tokens)
 
 
 @dataclass(frozen=True)
 class LossLimit:
-    """Budget: the most windows whose real loss stays within a limit.
-
-    Attributes:
-        max_loss: Largest increase in nats per scored token, on text and on each recall task. The prompts are those that
-            rank the heads; on held-out prompts the increase may be larger.
+    """Budget: the most windows that add at most ``max_loss`` nats per scored token, on text and on each recall task.
+    The prompts are those that rank the heads; on held-out prompts the increase may be larger.
     """
 
     max_loss: float
@@ -157,5 +153,4 @@ class LossLimit:
             raise PlanError(f"max_loss out of range: {self.max_loss:g} (limit above 0). Raise `max_loss`")
 
     def allows(self, increases: Mapping[str, float]) -> bool:
-        """Return True if no loss increase exceeds the limit."""
         return max(increases.values()) <= self.max_loss
