@@ -49,14 +49,9 @@ _COUNTED = 10
 
 
 class Effect(NamedTuple):
-    """Change of a metric by an ablation, in the metric's unit.
-
-    Attributes:
-        effect: The metric with ablation, minus the baseline.
-        standard_error: Standard error of the effect; infinite with one document.
-        low: Lower end of the 95 % interval; minus infinity with too few documents.
-        p_value: Two-sided p-value; 1 with one document.
-        n: Number of questions, or of documents.
+    """Change of a metric by an ablation (with ablation minus baseline), in the metric's unit. With too few documents
+    the interval is unbounded; with one, ``standard_error`` is infinite and the two-sided ``p_value`` is 1. ``n`` counts
+    questions, or documents.
     """
 
     baseline: float
@@ -69,7 +64,6 @@ class Effect(NamedTuple):
 
     @property
     def interval(self) -> Interval:
-        """The effect with its interval."""
         return Interval(self.low, self.effect, self.high)
 
 
@@ -78,7 +72,6 @@ class Outcomes:
     """Outcomes of a baseline, and what pairs them with those of other arms.
 
     Attributes:
-        metric: Accuracy, or a loss.
         baseline: (rows,) 0 to 1 for accuracy, otherwise losses summed over a text.
         sizes: (rows,) tokens or bytes of a text; 1 for accuracy.
         strata: (rows,) number of the task.
@@ -112,12 +105,7 @@ class Outcomes:
         return 1 if self.metric == ACCURACY else -1
 
     def effect(self, arm: np.ndarray, rows: np.ndarray | None = None) -> Effect:
-        """Return the effect of an arm.
-
-        Args:
-            arm: (rows,) outcomes of the arm.
-            rows: (rows,) bool, rows to use; None uses all.
-        """
+        """Return the effect of an arm's outcomes (rows,) on ``rows`` (rows,) bool; None uses all rows."""
         kept = self._kept(rows)
         base, own, sizes = self.baseline[kept], arm[kept], self.sizes[kept]
         effect, error, count = ratio_with_error(own - base, sizes, self.documents[kept])
@@ -177,11 +165,7 @@ def halves(documents: Sequence[str], tasks: Sequence[str]) -> np.ndarray:
 
 
 class TableEffect(NamedTuple):
-    """An effect in a table of effects.
-
-    Attributes:
-        confirmed: See the column of ``head_effects``.
-    """
+    """An effect in a table of effects; ``confirmed`` is the column of ``head_effects``."""
 
     effect: Effect
     q_value: float
@@ -189,11 +173,7 @@ class TableEffect(NamedTuple):
 
 
 def each_effect(outcomes: Outcomes, arms: Mapping[str, np.ndarray]) -> dict[str, TableEffect]:
-    """Return the effects of arms on all rows, and whether halves agree.
-
-    Args:
-        arms: (rows,) outcomes by arm.
-    """
+    """Return the effects of arms, given as outcomes (rows,), on all rows, and whether halves agree."""
     found = {name: outcomes.effect(arm) for name, arm in arms.items()}
     q = q_values(np.array([effect.p_value for effect in found.values()]))
     confirmed: dict[str, bool | None] = dict.fromkeys(arms)
@@ -222,11 +202,8 @@ def _confirmed(outcomes: Outcomes, arms: Mapping[str, np.ndarray]) -> dict[str, 
 def best_of_each(
     outcomes: Outcomes, groups: Mapping[object, Mapping[str, np.ndarray]]
 ) -> dict[object, tuple[str, TableEffect]]:
-    """Return the best arm of each group, chosen by one half and judged by the other. If there are too few documents to
-    split, all rows do both and the result is not confirmed. The first arm wins ties.
-
-    Args:
-        groups: (rows,) outcomes by arm, by group.
+    """Return the best arm of each group, chosen by one half and judged by the other, from outcomes (rows,) by arm. If
+    there are too few documents to split, all rows do both and the result is not confirmed. The first arm wins ties.
     """
     split = outcomes.can_split
     choosing, judging = (outcomes.selecting, ~outcomes.selecting) if split else (None, None)
@@ -311,10 +288,8 @@ def _by_document(counts: np.ndarray, documents: np.ndarray) -> np.ndarray:
 
 
 def _weights(documents: int) -> np.ndarray:
-    """Return how often each resample draws each document (resamples, documents), the same for all arms.
-
-    Each draws one document fewer than there are, because drawing all would make the variance too small (Rao and Wu
-    1988).
+    """Return how often each resample draws each document (resamples, documents), the same for all arms. Each draws one
+    document fewer than there are, because drawing all would make the variance too small (Rao and Wu 1988).
     """
     seed = int.from_bytes(hashlib.sha256(f"bleu {documents}".encode()).digest()[:8], "little")
     even = np.full(documents, 1 / documents)
@@ -326,7 +301,6 @@ _ARMS = 64
 
 
 def _baseline_of(store: Store, run_id: str) -> str:
-    """Return the id of the run's finished baseline."""
     found = store.query(
         "SELECT arm_id FROM arms WHERE run_id = ? AND kind = 'baseline' AND status = 'finished'", [run_id]
     )["arm_id"].to_pylist()
@@ -447,8 +421,6 @@ class HeadEffect:
 
 
 class _HeadArm(NamedTuple):
-    """A finished arm of one head."""
-
     arm_id: str
     mode: str
     site: str
@@ -484,11 +456,7 @@ def record_effects(store: Store, run_id: str) -> list[HeadEffect]:
 
 
 def read_effects(store: Store, run_id: str, mode: str = EACH, *, site: str | None = None) -> list[HeadEffect]:
-    """Return the stored effects of a run by layer and head; none if the run has none.
-
-    Args:
-        site: Kind of attention; None returns all.
-    """
+    """Return the stored effects of a run by layer and head, of all sites if ``site`` is None; empty if it has none."""
     rows = store.query(
         "SELECT * EXCLUDE (run_id) FROM head_effects WHERE run_id = ? AND mode = ? AND site = coalesce(?, site)"
         " ORDER BY site, layer, head",
