@@ -173,8 +173,8 @@ def imported_scores(model: PlannedModel, pattern: HeadPattern, *, run_id: str | 
 
 
 def own_budget(pattern: HeadPattern, scores: KeepScores) -> WindowHeads:
-    """Return the pattern's own number of window heads, at most all candidates. It follows from the stated sparsity;
-    without one, numbers below 0.5 stand for window heads.
+    """Return the pattern's own number of window heads, at most all candidates: that of the stated sparsity, or without
+    one the count of numbers below 0.5.
     """
     count = pattern.stated_window_heads
     if count is None and pattern.heads == "query_head":

@@ -571,7 +571,7 @@ def opened(
     """Open a connection to the store at ``path``; closing it releases the lock. An older store is upgraded first, even
     for reading, and a file that is not a store stays unchanged. The state ``checked`` of the last check is updated
     here. ``create`` creates a missing store, only for writing. ``on_wait`` is called with a message when a wait or an
-    upgrade begins; the others are as in `connected`.
+    upgrade begins; other arguments are as in `connected`.
     """
     if create:
         _create_where_missing(path, timeout, on_wait)

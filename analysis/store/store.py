@@ -280,14 +280,11 @@ class Store:
     def finish_arm(
         self, arm_id: str, answers: pa.Table, *, results: pa.Table | None = None, zeroed_share: float | None = None
     ) -> None:
-        """Replace an arm's answers and close it, in one transaction. Its responses are deleted.
-
-        Args:
-            answers: One row per task and question: ``task, question, correct`` (NULL without a right answer), and any
-                of ``recall`` (default: false), ``doc_hash, target, response, log_likelihoods, metrics`` (JSON text).
-            results: One row per task or group, metric and filter: ``task, is_group, metric, filter, value,
-                standard_error, questions``.
-            zeroed_share: Measured share of ablated heads, 0 to 1.
+        """Replace an arm's answers and close it, in one transaction; its responses are deleted. ``answers`` has one row
+        per task and question: ``task, question, correct`` (NULL without a right answer), and any of ``recall``
+        (default: false), ``doc_hash, target, response, log_likelihoods, metrics`` (JSON text). ``results`` has one row
+        per task or group, metric and filter: ``task, is_group, metric, filter, value, standard_error, questions``.
+        ``zeroed_share`` is the measured share of ablated heads, 0 to 1.
         """
         with self._writing() as connection:
             _require_arm(connection, arm_id)
@@ -343,10 +340,9 @@ class Store:
             return rows(connection, sql, parameters, tables)
 
     def runs(self, kind: RunKind | None = None) -> list[dict[str, Any]]:
-        """Return all runs, or those of a kind, newest first.
-
-        A row has the columns of ``runs`` with decoded JSON, and ``finished_shards``, ``nonfinite_rows`` and
-        ``last_written`` of its shards. A running run whose process has ended gets the status ``interrupted``.
+        """Return all runs, or those of a kind, newest first: the columns of ``runs`` with decoded JSON, and
+        ``finished_shards``, ``nonfinite_rows`` and ``last_written`` of the shards. A running run whose process has
+        ended gets the status ``interrupted``.
         """
         found = self.query(
             "SELECT r.*, coalesce(s.finished_shards, 0) AS finished_shards, coalesce(s.nonfinite_rows, 0) AS"
@@ -467,7 +463,6 @@ def _require_run(connection: duckdb.DuckDBPyConnection, run_id: str) -> str:
 def _add_shard(
     connection: duckdb.DuckDBPyConnection, run_id: str, shard: ShardRecord, sequences: pa.Table, heads: pa.Table
 ) -> None:
-    """Insert a shard's rows and its ledger row; see `Store.add_shards`."""
     table, numbers = _HEAD_TABLES.get(_require_run(connection, run_id), ("head_statistics", (*STATISTICS, *PROFILES)))
     known = connection.execute(
         "SELECT content_hash FROM shards WHERE run_id = ? AND shard = ?", [run_id, shard.shard]

@@ -189,7 +189,6 @@ def judged_on_same(store: Store, run_id: str) -> dict[str, set[str]]:
 
 
 def _tried(arms: FinishedArms) -> list[FinishedArm]:
-    """Return the arms that a sweep may select."""
     return [arm for arm in arms.others if arm.kind in KINDS and arm.score is not None and arm.zeroed_share]
 
 
@@ -286,7 +285,7 @@ def _may_be_selected(verdict: ArmVerdict) -> bool:
 
 
 class _Confirmed(NamedTuple):
-    """The selected arms and their rows of ``split_verdicts``; ``recorded`` is True if the store has exactly these rows."""
+    """Selected arms and their rows of ``split_verdicts``; ``recorded`` is True if the store has exactly these."""
 
     choices: tuple[SweepChoice, ...]
     rows: list[dict[str, Any]]
@@ -417,7 +416,6 @@ def _widened_rows(
 
 
 def _sheets(store: Store, run_id: str, baseline: FinishedArm, others: Sequence[FinishedArm], part: str) -> AnswerSheets:
-    """Return the answers of arms to one part of the questions."""
     parts = store.query("SELECT part FROM all_question_split WHERE run_id = ? ORDER BY task, question", [run_id])
     kept = np.array([of_question == part for of_question in parts["part"].to_pylist()], dtype=bool)
     return read_answers(store, baseline, others).only(kept)

@@ -39,10 +39,9 @@ LEAST_CONTROLS = least_controls()
 
 
 def rank_p_value(controls: int, beaten: int, tried: int = 1) -> float:
-    """Return the probability that the best of ``tried`` random arms beats as many of the controls.
-
-    Ties count against the arm. Of one arm among exchangeable ones it is exact; of several it is Bonferroni's bound, for
-    any dependence between them.
+    """Return the probability that the best of ``tried`` random arms beats as many of the controls; ties count against
+    the arm. The value is exact for one arm among exchangeable ones, and Bonferroni's bound for several, for any
+    dependence between them.
     """
     return min(1.0, tried * (1 + controls - beaten) / (1 + controls))
 

@@ -69,14 +69,10 @@ class Effect(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Outcomes of a baseline, and what pairs them with those of other arms.
-
-    Attributes:
-        baseline: (rows,) 0 to 1 for accuracy, otherwise losses summed over a text.
-        sizes: (rows,) tokens or bytes of a text; 1 for accuracy.
-        strata: (rows,) number of the task.
-        documents: (rows,) number of the document; its rows are correlated, and in the same half.
-        selecting: (rows,) bool, rows of the half that selects; the other half judges.
+    """Outcomes of a baseline, and the numbers that pair them with those of other arms, by row (rows,). ``baseline`` is
+    0 to 1 for accuracy, otherwise a loss summed over a text, whose tokens or bytes are ``sizes`` (1 for accuracy).
+    ``strata`` are task numbers. Rows of one document are correlated, and in the same half: that of ``selecting`` (bool)
+    selects, the other judges.
     """
 
     metric: str
@@ -133,10 +129,9 @@ class Outcomes:
 
 
 def _tail(ratios: np.ndarray, ratio: float, documents: int) -> float:
-    """Return the share of resamples at or below ``ratio``.
-
-    A correction over hundreds of heads needs smaller shares than resamples can be counted. Below the tenth resample the
-    tail is that of Student's t, stretched to agree with it there.
+    """Return the share of resamples at or below ``ratio``. Below the tenth resample the tail is that of Student's t,
+    stretched to agree with it there, because a correction over hundreds of heads needs smaller shares than can be
+    counted.
     """
     below = int((ratios <= ratio).sum())
     counted = (1 + max(below, _COUNTED)) / (1 + len(ratios))
@@ -226,8 +221,8 @@ RESAMPLES = 1000
 
 
 def bleu(counts: np.ndarray) -> np.ndarray:
-    """Return BLEU, 0 to 100, of summed counts (..., 10); orders without a match are smoothed as in sacrebleu. The
-    smoothing is exponential: the k-th order without a match counts as 1 / 2^k matches.
+    """Return BLEU, 0 to 100, of summed counts (..., 10), with the exponential smoothing of sacrebleu: the k-th order
+    without a match counts as 1 / 2^k matches.
     """
     matches, grams = counts[..., :4].astype(float), counts[..., 4:8].astype(float)
     empty = (matches == 0) & (grams > 0)
@@ -243,7 +238,7 @@ def bleu(counts: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class BleuOutcomes(Outcomes):
-    """Outputs of a baseline, as counts of sentences (rows, 10), and what pairs them with those of other arms."""
+    """Outputs of a baseline as counts of sentences (rows, 10), paired as in `Outcomes`."""
 
     @property
     def better(self) -> int:
@@ -358,7 +353,6 @@ def _read_chunk(
 
 
 def _value(metric: str, prefix: str = "") -> str:
-    """Return SQL of an outcome."""
     if metric == ACCURACY:
         return f"{prefix}correct"
     if metric == BLEU:
@@ -415,7 +409,7 @@ class HeadEffect:
 
     @property
     def significant(self) -> bool:
-        """True if the q-value is at most the false discovery rate. A loss that falls must also be confirmed."""
+        """True if the q-value is at most the false discovery rate; a loss that falls must also be confirmed."""
         believed = self.harm >= 0 or self.metric in HIGHER_IS_BETTER or bool(self.confirmed)
         return self.q_value <= FALSE_DISCOVERY_RATE and believed
 

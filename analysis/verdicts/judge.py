@@ -256,7 +256,7 @@ class ArmVerdict(ArmOutcome):
         )
 
     def _tasks_at_chance(self) -> str:
-        """Return the sentence on tasks that say nothing; empty with one task."""
+        """Return the sentence on tasks at chance, which show nothing; empty with one task."""
         guessed = [task for task in self.tasks if not task.paired.above_chance]
         if len(self.tasks) < 2 or not guessed:
             return ""

@@ -137,16 +137,14 @@ class PairedDifference:
 
     @property
     def above_chance(self) -> bool:
-        """True if the baseline is shown to do better than guessing, by at least 5 points. Guessing counts as 0 % right
-        if its accuracy is unknown.
-        """
+        """True if ``baseline - chance >= LEAST_BASELINE`` and `wilson_low` exceeds ``chance``; an unknown one is 0."""
         chance = self.chance or 0.0
         by_chance = 100 * wilson_low(round(self.baseline / 100 * self.questions), self.questions) <= chance
         return self.baseline - chance >= LEAST_BASELINE and not (chance and by_chance)
 
     @property
     def can_show_loss(self) -> bool:
-        """True if the questions are enough to show a loss. The baseline's right answers must be enough, too."""
+        """True if the questions, and the baseline's right answers, are enough to show a loss."""
         return self.questions >= LEAST_QUESTIONS and self.above_chance
 
     @property
@@ -155,10 +153,9 @@ class PairedDifference:
         return shows_loss(self.high, self.questions)
 
     def questions_needed(self, comparisons: int = 1) -> int:
-        """Number of questions that show in four of five cases that an arm without loss is removable.
-
-        The arm changes as many answers as this one. If few answers differ, their share gives the variance; otherwise
-        the width of the interval does, which also counts partial credit and correlated questions.
+        """Return the number of questions that show in four of five cases that an arm that loses nothing and changes as
+        many answers as this one is removable. If few answers differ, their share gives the variance; otherwise the
+        width of the interval does, which also counts partial credit and correlated questions.
         """
         changed = self.gained + self.lost
         if changed < _FEW_DIFFER:

@@ -88,7 +88,7 @@ def can_be_judged(store: Store, run_id: str) -> bool:
 
 
 def finished_arms(store: Store, run_id: str) -> FinishedArms:
-    """Return the finished arms of a run."""
+    """Return the finished arms of a run; raise VerdictError unless exactly one of them is a baseline."""
     columns = [name for name in FinishedArm._fields if name not in _SETTINGS]
     columns += [f"(config ->> '$.{name}')::{kind} AS {name}" for name, kind in _SETTINGS.items()]
     rows = store.query(
@@ -268,7 +268,7 @@ def _scopes(store: Store, baseline: FinishedArm, tasks: np.ndarray) -> dict[Scop
 
 
 def _groups(store: Store, baseline: FinishedArm) -> dict[str, list[str]]:
-    """Return the requested groups with their tasks. Older runs have none."""
+    """Return the tasks of each requested group; runs of older versions have no groups."""
     (row,) = store.query(
         "SELECT runs.config->>'groups' AS groups FROM runs JOIN arms USING (run_id) WHERE arm_id = ?", [baseline.arm_id]
     ).to_pylist()
@@ -502,7 +502,6 @@ def _row(sheets: AnswerSheets, scope: Scope, baseline: FinishedArm, arm: Finishe
 
 
 def _worst_columns(worst: TaskVerdict) -> dict[str, Any]:
-    """Return the columns of the benchmark row that name its worst task."""
     return {
         "failed": worst.failed,
         "worst_task": worst.task,
