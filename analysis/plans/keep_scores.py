@@ -95,7 +95,7 @@ def full_heads(model: PlannedModel) -> list[Place]:
 
 
 def protected_notes(model: PlannedModel, candidates: Collection[Place], unmeasured: str = UNMEASURED) -> list[str]:
-    """Return the number of KV heads that cannot get a window, by reason; ``unmeasured`` is that of full layers."""
+    """Return the number of KV heads that cannot get a window, by reason; in full layers it is ``unmeasured``."""
     counts = Counter[str]()
     for layer in model.layers:
         counts[layer.type] += layer.num_key_value_heads

@@ -164,7 +164,9 @@ _NOT_CORRECTED = (
 def arms_section(
     store: Store, evaluation: Mapping[str, Any], verdict: Verdict, choices: Sequence[SweepChoice] | None = None
 ) -> str:
-    """Return the section of an evaluate run; None for ``choices`` selects and judges on different questions."""
+    """Return the section of an evaluate run. None for ``choices``, the selected arms of a sweep with their verdicts,
+    selects and judges them on different questions.
+    """
     tasks = evaluation["corpus"]
     what = _DIFFERENCE if verdict.arms else "no task has right answers, so there is no accuracy to compare"
     recall = (

@@ -169,7 +169,9 @@ def _distance_heatmap(store: Store, run_id: str, site: str) -> _Chart | None:
 
 
 def removed_map(points: Sequence[ArmPoint], heads_of: Mapping[int, int], title: str) -> go.Figure:
-    """Draw the smallest share, in percent, at which models of one method, unit and repair remove each head."""
+    """Draw the smallest share of removed heads, in percent, at which each head goes, for models of one method, unit and
+    repair.
+    """
     layers, width = sorted(heads_of), max(heads_of.values())
     shares = sorted({round(point.share, 4) for point in points})
     values = np.full((len(layers), width), np.nan)
