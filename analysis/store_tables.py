@@ -26,9 +26,6 @@ class StoreTables:
     Each method returns a `duckdb.DuckDBPyRelation`: ``.df()`` gives a pandas frame, ``.pl()`` a polars frame,
     ``.to_arrow_table()`` an Arrow table (``.arrow()`` its batches), and ``.filter()``, ``.order()``, ``.aggregate()``
     go on in SQL. pandas and polars are not installed with headscan.
-
-    Args:
-        store: The store.
     """
 
     def __init__(self, store: Store) -> None:

@@ -16,26 +16,17 @@ class ComparisonError(AnalysisError):
 
 
 def score_overlap(store: Store, run_id: str, quantile: float = 0.1, *, site: str = "self") -> pa.Table:
-    """Return the overlap of the rules of all pairs of scores. The SQL macro ``score_overlap`` computes it.
-
-    Args:
-        run_id: First characters of a scan's id.
-        quantile: Share of the pool of (sequence, layer, head) that each rule ablates, between 0 and 1.
-
-    Returns:
-        One row per pair, in catalogue order: ``score_a, score_b, picked_a, picked_b, both, overlap`` (0 to 1).
+    """Return the overlap of the rules of all pairs of scores, by the SQL macro ``score_overlap``. ``run_id`` is the
+    first characters of a scan's id, and ``quantile`` the share of the pool of (sequence, layer, head) that each rule
+    ablates, between 0 and 1. There is one row per pair, in catalogue order: ``score_a, score_b, picked_a, picked_b,
+    both, overlap`` (0 to 1).
     """
     return _overlap(store, "score_overlap", run_id, "quantile", quantile, site)
 
 
 def mask_overlap(store: Store, run_id: str, share: float = 0.1, *, site: str = "self") -> pa.Table:
-    """Return the overlap of the masks of all pairs of scores. The SQL macro ``mask_overlap`` computes it.
-
-    Args:
-        share: Share of all heads that each mask holds, between 0 and 1.
-
-    Returns:
-        The columns of `score_overlap`; counts are heads.
+    """Return the overlap of the masks of all pairs of scores, by the SQL macro ``mask_overlap``; each mask holds
+    ``share`` of all heads, between 0 and 1. The columns are those of `score_overlap`; counts are heads.
     """
     return _overlap(store, "mask_overlap", run_id, "share", share, site)
 
@@ -49,19 +40,12 @@ def score_distance(
     by_layer: bool = False,
     site: str = "self",
 ) -> pa.Table:
-    """Return the distance between the score distributions of two scans. The SQL macro ``score_distance`` computes it.
+    """Return the distance between the score distributions of two scans, by the SQL macro ``score_distance``. The scans,
+    given by the first characters of their ids, can differ in model, checkpoint or corpus; scores that a scan did not
+    measure have no row. ``by_layer`` gives one row per layer (the macro ``layer_distance``), with the column ``layer``.
 
-    The scans can differ in model, checkpoint or corpus.
-
-    Args:
-        run_a: First characters of a scan's id.
-        run_b: First characters of another scan's id.
-        scores: Scores to compare; scores that a scan did not measure have no row.
-        by_layer: One row per layer (the macro ``layer_distance``), with the column ``layer``.
-
-    Returns:
-        ``score, distance`` (Wasserstein-1, in the score's unit), ``relative_distance`` (divided by ``pooled_std``),
-        ``mean_a, mean_b, pooled_std, values_a, values_b``; largest relative distance first.
+    The columns are ``score, distance`` (Wasserstein-1, in the score's unit), ``relative_distance`` (divided by
+    ``pooled_std``), ``mean_a, mean_b, pooled_std, values_a, values_b``; largest relative distance first.
     """
     names = list(dict.fromkeys(scores))
     if unknown := [name for name in names if name not in SCORES]:

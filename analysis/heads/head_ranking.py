@@ -19,13 +19,9 @@ from headscan.errors import unknown_name
 
 @dataclass(frozen=True)
 class RankedHead:
-    """One head of a ranking.
-
-    Attributes:
-        value: Mean of the score over the run's sequences; NaN if not measured.
-        std: Standard deviation over the sequences; NaN for a single sequence.
-        inactive_share: Share of sequences (0 to 1) in which the head is beyond the pooled 10 % quantile; None for a
-            statistic without inactive direction.
+    """One head of a ranking: mean and standard deviation of the score over the run's sequences (NaN if not measured,
+    the deviation also for a single sequence), and the share of sequences, 0 to 1, in which the head is beyond the
+    pooled 10 % quantile (None for a statistic without inactive direction).
     """
 
     layer: int
@@ -47,11 +43,8 @@ def _check_name(name: str, known: Iterable[str], what: str) -> None:
 def rank_heads(
     store: Store, run_id: str, score: str, *, site: str = "self", descending: bool | None = None
 ) -> list[RankedHead]:
-    """Return all heads of a site, most inactive first. Layer and head break ties; unmeasured heads are last.
-
-    Args:
-        score: Name of a score or statistic.
-        descending: Highest first; None uses the direction of the score, and lowest first for a statistic.
+    """Return all heads of a site by a score or statistic; layer and head break ties, and unmeasured heads are last.
+    ``descending`` puts the highest first; None puts the most inactive first, and the lowest for a statistic.
     """
     _check_name(score, (*SCORES, *PLAIN_STATISTICS), "score or statistic")
     declared = SCORES.get(score)
@@ -82,11 +75,8 @@ def rank_heads(
 def select_heads(
     ranked: Sequence[RankedHead], *, share: float | None = None, count: int | None = None
 ) -> list[tuple[int, int]]:
-    """Return the first heads of a ranking as (layer, head).
-
-    Args:
-        share: Share of all heads, above 0, at most 1; rounded to the nearest count, at least one head.
-        count: Number of heads. Give exactly one of ``share`` and ``count``.
+    """Return the first heads of a ranking as (layer, head): ``count`` heads, or ``max(1, floor(share * heads + 0.5))``
+    for a share above 0, at most 1. Give exactly one of ``share`` and ``count``.
     """
     if (share is None) == (count is None):
         raise SelectionError("share and count: both or neither given. Give exactly one")
@@ -111,10 +101,9 @@ def random_heads(all_heads: Iterable[tuple[int, int]], count: int, seed: int) ->
 
 
 def thresholds(store: Store, run_id: str, score: str, quantiles: Sequence[float], *, site: str = "self") -> list[float]:
-    """Return a rule's threshold for each quantile of a scan.
-
-    Linear interpolation in the pool of scores, at the quantile if low is inactive and at 1 - quantile if high is (arXiv
-    2504.03889). On other inputs a rule ablates another share than its quantile.
+    """Return a rule's threshold for each quantile of a scan: the quantile of the pool of scores if low is inactive,
+    that of 1 - quantile if high is (arXiv 2504.03889), by linear interpolation. On other inputs a rule ablates another
+    share than its quantile.
     """
     _check_name(score, SCORES, "score")
     if not quantiles:
@@ -183,11 +172,8 @@ def gated_heads(store: Store, run_id: str, *, site: str = "self", descending: bo
 
 @dataclass(frozen=True)
 class ImportantHead:
-    """One head of a ranking.
-
-    Attributes:
-        value: The score; NaN if it is undefined, as in a layer without any importance.
-        mean_gate_gradient: Mean over the sequences of the derivative of the loss by the head's gate, in nats.
+    """One head of a ranking: its score (NaN if undefined, as in a layer without any importance), and the mean over the
+    sequences of the derivative of the loss by its gate, in nats.
     """
 
     layer: int
@@ -200,11 +186,7 @@ class ImportantHead:
 def rank_importance(
     store: Store, run_id: str, name: str = "importance", *, site: str = "self", descending: bool = False
 ) -> list[ImportantHead]:
-    """Return all heads of a site, least important first; layer and head break ties.
-
-    Args:
-        name: Name in `headscan.catalog.IMPORTANCES`.
-    """
+    """Return all heads of a site by a name of `IMPORTANCES`, least important first; layer and head break ties."""
     if name not in IMPORTANCES:
         raise unknown_name("importance", name, IMPORTANCES)
     rows = store.query(
@@ -235,12 +217,8 @@ _LEAST_HALF = 0.25
 
 @dataclass(frozen=True)
 class HalvesAgreement:
-    """Agreement of two halves of a run's sequences on the order of the heads.
-
-    Attributes:
-        sequences: Sequences of each half.
-        spearman: Rank correlation of the two orders, -1 to 1.
-        kendall: Kendall's tau-b of the two orders, -1 to 1.
+    """Agreement of two halves of a run's sequences on the order of the heads: Spearman's rank correlation and Kendall's
+    tau-b, -1 to 1.
     """
 
     sequences: tuple[int, int]
@@ -248,7 +226,6 @@ class HalvesAgreement:
     kendall: float
 
     def line(self) -> str:
-        """Return the agreement as text."""
         first, second = self.sequences
         return (
             f"orders of the heads by {first} and by {second} other sequences agree with Spearman {self.spearman:.2f},"
@@ -259,16 +236,11 @@ class HalvesAgreement:
 def halves_agreement(
     store: Store, run_id: str, name: str = "importance", *, site: str = "self"
 ) -> HalvesAgreement | None:
-    """Return the agreement of two halves of the sequences on the order of a site's heads.
+    """Return the agreement of two halves of the sequences on the order of a site's heads by a name of `IMPORTANCES`;
+    None for fewer than two sequences, fewer than three heads, or all heads equal.
 
     The halves are every other document, so that they share no text; if one would hold less than a quarter of the
     sequences, they are every other sequence.
-
-    Args:
-        name: Name in `headscan.catalog.IMPORTANCES`.
-
-    Returns:
-        None for fewer than two sequences, fewer than three heads, or all heads equal.
     """
     if name not in IMPORTANCES:
         raise unknown_name("importance", name, IMPORTANCES)

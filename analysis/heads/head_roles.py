@@ -1,4 +1,4 @@
-"""Roles of heads, read from a store, and what removing heads leaves of them."""
+"""Roles of heads, read from a store, and the roles that remain when heads are removed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,7 @@ _KINDS = ("scan", "recording", "probe", "ablate")
 
 
 class RoleHead(NamedTuple):
-    """A head with a role.
-
-    Attributes:
-        value: The role's number.
-        key_offset: Position of the key minus that of the query; None unless positional.
-    """
+    """A head with a role and its number. ``key_offset`` is key minus query position; None unless positional."""
 
     layer: int
     head: int
@@ -33,14 +28,7 @@ class RoleHead(NamedTuple):
 
 @dataclass(frozen=True)
 class RoleVerdicts:
-    """The heads of one role.
-
-    Attributes:
-        role: Name in `ROLES`.
-        run_id: The run that measured it.
-        measured: Number of heads with a number.
-        heads: Heads with the role, by layer and head.
-    """
+    """The heads of one role of `ROLES`, by layer and head, out of ``measured`` heads with a number."""
 
     role: str
     run_id: str
@@ -50,14 +38,9 @@ class RoleVerdicts:
 
 @dataclass(frozen=True)
 class HeadRoles:
-    """The roles of one model's heads at one site.
-
-    Attributes:
-        site: Attention of the layer.
-        model: A row of ``runs``: the newest run of the model.
-        runs: Rows of ``runs`` that measured a role.
-        found: Measured roles, in the order of `ROLES`.
-        missing: Names of the roles that no run measured.
+    """The roles of one model's heads at one site. ``model`` is the row in ``runs`` of its newest run, and ``runs`` are
+    the rows that measured a role. The roles in ``found`` have the order of `ROLES`; no run measured those in
+    ``missing``.
     """
 
     site: str
@@ -69,13 +52,8 @@ class HeadRoles:
 
 @dataclass(frozen=True)
 class Survival:
-    """What is left of a role when heads are removed.
-
-    Attributes:
-        had: Heads with the role before.
-        left: Heads that remain.
-        lost: Removed heads with the role.
-        at_random: Expected number that remains if as many heads are removed at random.
+    """A role after heads are removed: the heads with the role that remain and those that are lost, of ``had`` before.
+    ``at_random`` is the expected number that remains if as many heads are removed at random.
     """
 
     role: str
@@ -86,12 +64,8 @@ class Survival:
 
 
 def read_roles(store: Store, runs: Sequence[str] = (), *, site: str = "self") -> HeadRoles:
-    """Return the roles of a model's heads. Each role is read from the newest finished run of the model that measured
-    it.
-
-    Args:
-        runs: First characters of run ids, which are read first; they also choose the model. None given chooses the
-            model of the newest run.
+    """Return the roles of a model's heads, each from the model's newest finished run that measured it. ``runs``, the
+    first characters of run ids, are read first and choose the model; without any, the newest run chooses it.
     """
     known = [run for run in store.runs() if run["kind"] in _KINDS]
     named = [_named(known, prefix) for prefix in runs]
@@ -123,11 +97,8 @@ def read_roles(store: Store, runs: Sequence[str] = (), *, site: str = "self") ->
 
 
 def find_mask(store: Store, name: str, model: dict[str, Any]) -> Mask:
-    """Return a mask of the model.
-
-    Args:
-        name: Name or id of a mask, or the name of an arm: fixed heads, or a pruned model.
-        model: A row of ``runs``.
+    """Return a mask of a model (a row of ``runs``) by name or id, or by the name of an arm: fixed heads, or a pruned
+    model.
     """
     rows = store.query(
         "SELECT DISTINCT mask_id FROM arms WHERE name = ? AND mask_id IS NOT NULL ORDER BY mask_id", [name]
@@ -150,11 +121,7 @@ def find_mask(store: Store, name: str, model: dict[str, Any]) -> Mask:
 
 
 def survival(roles: HeadRoles, removed: Collection[tuple[int, int]]) -> list[Survival]:
-    """Return what is left of each measured role without the removed heads.
-
-    Args:
-        removed: Removed heads as (layer, head).
-    """
+    """Return the remaining and the lost heads of each measured role without the ``removed`` (layer, head)."""
     gone = set(removed)
 
     def kept(heads: Iterable[RoleHead], wanted: bool) -> tuple[RoleHead, ...]:
@@ -173,7 +140,6 @@ def survival(roles: HeadRoles, removed: Collection[tuple[int, int]]) -> list[Sur
 
 
 def _named(known: Sequence[dict[str, Any]], prefix: str) -> dict[str, Any]:
-    """Return the run whose id begins with ``prefix``."""
     found = [run for run in known if run["run_id"].startswith(prefix)]
     if len(found) != 1:
         names = ", ".join(f"{run['run_id']} ({run['kind']})" for run in found or known)

@@ -221,8 +221,6 @@ def _protected(plan: HeadPlan) -> list[str]:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Inputs of a method in addition to the run."""
-
     pattern: HeadPattern | None
     seed: int
 

@@ -184,7 +184,7 @@ class HeadPlan(PlanRecord):
 
 
 def _contradiction(head: PlannedHead, *, full: bool) -> str | None:
-    """Return what is wrong with an entry, or None; ``full``: its layer has an unbounded cache of its own."""
+    """Return the fault of an entry, or None; ``full`` means that its layer has an unbounded cache of its own."""
     windowed, dropped = head.action == "window", head.action == "drop"
     widths = (head.sink, head.recent)
     if not full and head.action != "full":

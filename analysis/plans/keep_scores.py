@@ -95,11 +95,7 @@ def full_heads(model: PlannedModel) -> list[Place]:
 
 
 def protected_notes(model: PlannedModel, candidates: Collection[Place], unmeasured: str = UNMEASURED) -> list[str]:
-    """Return the number of KV heads that cannot get a window, by reason.
-
-    Args:
-        unmeasured: Reason for heads of full layers that are no candidates.
-    """
+    """Return the number of KV heads that cannot get a window, by reason; in full layers it is ``unmeasured``."""
     counts = Counter[str]()
     for layer in model.layers:
         counts[layer.type] += layer.num_key_value_heads
@@ -144,8 +140,8 @@ def random_scores(model: PlannedModel, seed: int, *, run_id: str | None = None) 
 
 
 def imported_scores(model: PlannedModel, pattern: HeadPattern, *, run_id: str | None = None) -> KeepScores:
-    """Score KV heads by an imported pattern. The keep-score is the pattern's number, clipped to 0 to 1; the number
-    itself breaks ties, then layer and KV head do. Numbers of heads that cannot get a window are ignored.
+    """Score KV heads by an imported pattern: ``clip(number, 0, 1)``, in the order ``(number, layer, KV head)``. Numbers
+    of heads that cannot get a window are ignored.
 
     Args:
         run_id: Run from which the model's shape was read; None if it came from elsewhere.
@@ -177,8 +173,8 @@ def imported_scores(model: PlannedModel, pattern: HeadPattern, *, run_id: str | 
 
 
 def own_budget(pattern: HeadPattern, scores: KeepScores) -> WindowHeads:
-    """Return the pattern's own number of window heads, at most all candidates. It follows from the stated sparsity;
-    without one, numbers below 0.5 stand for window heads.
+    """Return the pattern's own number of window heads, at most all candidates: that of the stated sparsity, or without
+    one the count of numbers below 0.5.
     """
     count = pattern.stated_window_heads
     if count is None and pattern.heads == "query_head":
@@ -212,10 +208,10 @@ def damage_scores(
 ) -> KeepScores:
     """Score KV heads by the loss that a window on each one adds, in nats per token.
 
-    The keep-score is ``clip(text, 0) / sum + clip(recall, 0) / sum``, over the largest one. The damages themselves,
-    each over the sum of its absolute values, break ties, then layer and KV head do. Confirmed heads exchange places
-    among each other: the ranks and scores that their estimates got go to them in the order of their confirmed damages,
-    each over the sum of the clipped estimates.
+    The keep-score is ``s / max(s)`` with ``s = clip(text, 0) / sum(clip(text, 0)) + clip(recall, 0) / sum(clip(recall,
+    0))``. Ties go by ``text / sum(|text|) + recall / sum(|recall|)``, then by layer and KV head. Confirmed heads
+    exchange places among each other: the ranks and scores that their estimates got go to them in the order of
+    ``confirmed_text / sum(clip(text, 0)) + confirmed_recall / sum(clip(recall, 0))``.
 
     Args:
         text: Damage on text, (layers of the model, KV heads of the widest layer); NaN where the head is no candidate or
@@ -312,11 +308,9 @@ def _table(model: PlannedModel, name: str, values: np.ndarray) -> dict[Place, fl
 def _summed_shares(
     tables: Sequence[Mapping[Place, float]], totals: Sequence[float] | None = None, *, clip: bool
 ) -> dict[Place, float]:
-    """Return each head's share of the damage, summed over tables; heads that a table lacks are left out.
-
-    Args:
-        totals: The whole of each table; None sums the table.
-        clip: Clip damages at 0; otherwise they keep their sign, and the whole is the sum of absolute values.
+    """Return the sum over tables of ``clip(damage, 0) / total``, or without ``clip`` of ``damage / total``, by head;
+    heads that a table lacks are left out. None for ``totals`` uses ``sum(clip(damage, 0))`` or ``sum(|damage|)`` of
+    each table.
     """
     if totals is None:
         totals = [sum(max(value, 0.0) if clip else abs(value) for value in table.values()) or 1.0 for table in tables]

@@ -86,13 +86,9 @@ class HeadPattern:
 
 
 def checked_polarity(pattern: HeadPattern, inverted: bool | None) -> HeadPattern:
-    """Return a pattern read as in its file with high = keeps its full cache.
-
-    The count of low numbers shows the polarity where the pattern states its sparsity, which is the share of window
-    heads; so does a stated window that no head would use.
-
-    Args:
-        inverted: True turns the numbers around; False trusts them; None checks them.
+    """Return a pattern read as in its file with high = keeps its full cache. True for ``inverted`` turns the numbers
+    around, False trusts them, and None checks them: the count of low numbers shows the polarity where the pattern
+    states its sparsity, which is the share of window heads; so does a stated window that no head would use.
     """
     if inverted:
         return replace(pattern, values=1 - pattern.values, inverted=True)

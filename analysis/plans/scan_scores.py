@@ -168,18 +168,16 @@ SCORE = (
 
 
 def distant_mass_scores(store: Store, run_id: str | None) -> KeepScores:
-    """Score KV heads by how much their query heads use distant keys in a scan.
+    """Score KV heads by the use that their query heads make of distant keys in a scan.
 
-    The need of a query head for distant keys is its distant mass times its layer-normalised output norm: approximately
-    the part of its output that distant keys contribute, relative to the mean output of its layer. It is zero if either
-    factor is, so heads that attend far back but write little, and heads that write much from recent tokens, both rank
-    low. The need of a KV head is the largest need of its query heads, and its keep-score is that need over the largest
-    one of all candidates.
+    The need of a query head is ``far_mass * output_norm_ln`` (see `Evidence`): approximately the part of its output
+    that distant keys contribute, relative to the mean output of its layer. Heads that attend far back but write little,
+    and heads that write much from recent tokens, both rank low. The need of a KV head is the largest need of its query
+    heads; its keep-score is ``need / max(need)`` over all candidates, in the order ``(score, layer, KV head)``.
 
-    Distant mass is counted over queries that have distant keys (``Evidence.far_mass``); for other queries it is zero by
-    definition. Candidates are KV heads with an unbounded cache of their own. Heads of sliding layers, of MLA and of
-    layers that read an earlier layer's cache are no candidates; query heads of the latter count for the earlier layer.
-    KV heads with an unmeasured query head are no candidates either. Layer and KV head break ties.
+    Candidates are KV heads with an unbounded cache of their own and no unmeasured query head. Heads of sliding layers,
+    of MLA and of layers that read an earlier layer's cache are no candidates; query heads of the latter count for the
+    earlier layer.
 
     Args:
         run_id: First characters of a scan's id; None uses the newest finished scan.
@@ -214,7 +212,6 @@ def distant_mass_scores(store: Store, run_id: str | None) -> KeepScores:
 
 
 def _scan_widths(run: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the widths of sink and recent in a scan."""
     try:
         return int(run["config"]["sink"]), int(run["config"]["recent"])
     except (KeyError, TypeError, ValueError) as error:

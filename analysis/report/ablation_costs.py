@@ -1,4 +1,4 @@
-"""Report sections on what ablating heads costs: arms, sweeps, criteria and sites."""
+"""Report sections on the costs of ablating heads: arms, sweeps, criteria and sites."""
 
 from __future__ import annotations
 
@@ -164,10 +164,8 @@ _NOT_CORRECTED = (
 def arms_section(
     store: Store, evaluation: Mapping[str, Any], verdict: Verdict, choices: Sequence[SweepChoice] | None = None
 ) -> str:
-    """Return the section of an evaluate run.
-
-    Args:
-        choices: The selected arms of a sweep with their verdicts; None selects and judges them on different questions.
+    """Return the section of an evaluate run. None for ``choices``, the selected arms of a sweep with their verdicts,
+    selects and judges them on different questions.
     """
     tasks = evaluation["corpus"]
     what = _DIFFERENCE if verdict.arms else "no task has right answers, so there is no accuracy to compare"

@@ -28,12 +28,8 @@ State = Literal["known", "open", "missing"]
 
 @dataclass(frozen=True)
 class Answer:
-    """One question with its answer.
-
-    Attributes:
-        headline: The number in a few words.
-        link: Identity of the section with the evidence; None without one.
-        command: Command that gives a missing or better answer; None if none is needed.
+    """One question with its answer. ``link`` is the identity of the section with the evidence; None without one.
+    ``command`` gives a missing or better answer; None if none is needed.
     """
 
     question: str
@@ -57,11 +53,8 @@ _CORPUS_OPTIONS = {
 
 @dataclass(frozen=True)
 class Commands:
-    """Commands on the model and store of a report, which run as they are, except for words in capitals.
-
-    Attributes:
-        model: The words that name the model: its folder or hub name, and the options of loading it.
-        corpus: The options that name a corpus.
+    """Commands on the model and store of a report, which run as they are, except for words in capitals. ``model`` and
+    ``corpus`` are the words that name them, with the options of loading the model.
     """
 
     model: tuple[str, ...]
@@ -71,10 +64,8 @@ class Commands:
 
     @classmethod
     def of(cls, run: Mapping[str, Any], store: Path, plan: str | Path | None = None) -> Commands:
-        """Return the commands for the model and corpus of a scan, as its settings name them.
-
-        Args:
-            plan: File of the plan; None leaves a placeholder.
+        """Return the commands for the model and corpus of a scan, as its settings name them; None for ``plan``, the
+        file of the plan, leaves a placeholder.
         """
         config = run.get("config") or {}
         file = {} if plan is None else {"plan": str(plan)}
@@ -140,11 +131,9 @@ def cache_answer(
     links: tuple[str, str],
     commands: Commands,
 ) -> Answer:
-    """Return the largest saving of a plan that passes, or what is known instead.
-
-    Args:
-        left: By name of an arm with a plan, the share of the cache that is left at ``tokens`` tokens.
-        links: Sections of the evaluated plans, and of the plan.
+    """Return the largest saving of a plan that passes, or the state of the evidence instead. ``left`` is the share of
+    the cache that is left at ``tokens`` tokens, by arm; ``links`` are the sections of the evaluated plans and of the
+    plan.
     """
     arms = [] if verdict is None else [arm for arm in verdict.arms if arm.name in left and not arm.is_random]
     if not arms:
@@ -236,13 +225,8 @@ _CHOSEN = (ArmKind.MASK, ArmKind.RULE)
 def ablation_answer(
     verdict: Verdict | None, choices: Sequence[SweepChoice], tried: int, link: str, commands: Commands
 ) -> Answer:
-    """Return the answer from masks and rules.
-
-    Args:
-        verdict: None without an evaluation.
-        choices: The selected arms of a sweep; they were judged on questions that did not select them, unless it
-            was not confirmed. Empty without a sweep.
-        tried: Number of masks and rules with a verdict.
+    """Return the answer from ``tried`` masks and rules; ``verdict`` is None without an evaluation. The ``choices`` of a
+    sweep were judged on questions that did not select them, unless it was not confirmed; empty without a sweep.
     """
     command = commands.on_model("sweep", "--tasks", "TASKS")
     if verdict is None:

@@ -20,9 +20,7 @@ from headscan.analysis.verdicts.verdict_rows import RecallVerdict
 
 
 def arms_figure(verdict: Verdict) -> go.Figure:
-    """Draw the difference of each arm with its 95 % interval. The unit is percentage points; random controls are
-    pale.
-    """
+    """Draw each arm's difference with its 95 % interval, in percentage points; random controls are pale."""
     arms = verdict.arms
     rows = {arm.name: len(arms) - 1 - i for i, arm in enumerate(arms)}
     figure = go.Figure()
@@ -115,8 +113,8 @@ class _Frame(NamedTuple):
 
 
 def recall_figure(verdict: Verdict) -> go.Figure | None:
-    """Draw recall differences over benchmark differences, in percentage points. Each family is a panel and each arm a
-    point. The result is None without a family that the baseline solves.
+    """Draw recall over benchmark differences, in percentage points, in a panel for each family that the baseline
+    solves; None without such a family.
     """
     families = list(dict.fromkeys(recall.family for arm in verdict.arms for recall in arm.families))
     if not families:
@@ -194,13 +192,9 @@ _PAPER, _STRICT = "#8fb3d9", "#1f5fa8"
 
 
 def removable_figure(curves: Sequence[Curve]) -> go.Figure:
-    """Draw two removable shares of each curve as bars.
-
-    The first is where accuracy last falls one point below the baseline (arXiv 2504.03889). The second is the largest
+    """Draw two removable shares of each curve as bars, for curves of one kind and its random controls in the order of
+    the rows: the share at which accuracy last falls one point below the baseline (arXiv 2504.03889), and the largest
     tested share that passes together with every smaller tested one.
-
-    Args:
-        curves: Of one kind and its random controls, in the order of the rows.
     """
     figure = go.Figure()
     figure.add_trace(_bars(curves, "accuracy within one point", _PAPER, lambda c: c.removable_share, removable_text))

@@ -1,4 +1,4 @@
-"""What all figures share: colours, fonts, sizes, scales.
+"""Colours, fonts, sizes and scales of all figures.
 
 Text from a store is escaped wherever it enters a figure: plotly reads a few HTML tags in labels.
 """
@@ -96,10 +96,7 @@ def round_ticks(highest: float) -> list[float]:
 
 
 def colorbar(ticks: Sequence[float], above: bool) -> dict[str, Any]:
-    """Return the colour scale of a heatmap.
-
-    ``above`` marks values above the last tick.
-    """
+    """Return the colour scale of a heatmap; ``above`` marks values above the last tick."""
     text = [f"{tick:.4g}" for tick in ticks]
     if above:
         text[-1] = f"≥ {text[-1]}"

@@ -142,12 +142,8 @@ def read_head_data(
     plan: HeadPlan | None = None,
     compared: Mapping[str, Any] | None = None,
 ) -> HeadData:
-    """Read every measure of every head of a scan.
-
-    Args:
-        evaluation_id: Evaluation whose masks become sets of heads; None leaves them out.
-        plan: A plan of the same model, or None.
-        compared: Another scan with the same heads, or None.
+    """Read every measure of every head of a scan. The masks of the evaluation become sets of heads, ``plan`` is of the
+    same model, and ``compared`` is another scan with the same heads; None leaves each out.
     """
     others = {} if compared is None else {site.site: site for site in read_sites(store, compared["run_id"])}
     found = []
@@ -196,11 +192,8 @@ def _ablated_sets(store: Store, run_id: str, heads: SiteHeads) -> dict[str, list
 
 
 def page_data(data: HeadData, first: Sequence[str]) -> str:
-    """Return the data of the page's script as base64 of compressed JSON. No text from a store can leave its element,
-    because base64 has no markup.
-
-    Args:
-        first: Measures in the order of preference for the first map.
+    """Return the data of the page's script as base64 of compressed JSON; base64 has no markup, so no text from a store
+    can leave its element. ``first`` are measures in the order of preference for the first map.
     """
     sites = [_site_payload(site) for site in data.sites]
     names = [measure.name for measure in data.sites[0].numbers.measures]

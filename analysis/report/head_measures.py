@@ -23,17 +23,10 @@ ScaleKind = Literal["share", "ratio", "signed", "plain", "classes"]
 
 @dataclass(frozen=True)
 class HeadMeasure:
-    """Numbers of all heads (H,) of a site under one name.
-
-    Attributes:
-        group: Heading in the selector.
-        values: One number per head, NaN where there is none; of classes, the index of the name.
-        direction: ``low`` or ``high`` if that end is the inactive one.
-        scale: How colours are chosen.
-        std: Standard deviation over sequences; None if unknown.
-        spread: Distribution over sequences; None if unknown.
-        other: The same measure in the compared run; None without one.
-        limit: Heads above it show the measure; None without a limit.
+    """Numbers of all heads (H,) of a site under one name, NaN where there is none; of classes, the index of the name.
+    ``group`` is a heading in the selector, and ``direction`` the inactive end. ``std`` and ``spread`` are over
+    sequences; None if unknown. ``other`` is the same measure in the compared run; None without one. Heads above
+    ``limit`` show the measure; None without a limit.
     """
 
     name: str
@@ -117,7 +110,6 @@ class Definition:
 
 
 def behaviour_definition(name: str) -> Definition:
-    """Return the definition of a behaviour."""
     known = BEHAVIOURS.get(name)
     if known is None:
         return Definition(name, "share", "share")
@@ -125,7 +117,6 @@ def behaviour_definition(name: str) -> Definition:
 
 
 def importance_definition(name: str) -> Definition:
-    """Return the definition of an importance."""
     known = IMPORTANCES.get(name)
     if known is None:
         return Definition("mean over sequences of dL/dg, with its sign", "nats", "signed")
@@ -161,15 +152,10 @@ class SiteMeasures:
 
 @dataclass(frozen=True)
 class HeadTable:
-    """A table with numbers of heads.
-
-    Attributes:
-        group: Heading in the selector of the map.
-        table: Its name; a store without it has no such numbers.
-        query: SQL with the columns ``site, layer, head, name, value, std``; ``?`` is the run.
-        define: Returns the definition of a name.
-        verb: Verb that makes such runs, and its options.
-        reads_texts: The verb needs a corpus.
+    """A table with numbers of heads; a store without it has no such numbers. ``group`` is a heading in the selector of
+    the map. ``query`` is SQL with the columns ``site, layer, head, name, value, std``, where ``?`` is the run, and
+    ``define`` returns the definition of a name. ``verb`` with ``options`` makes such runs, from a corpus if it
+    ``reads_texts``.
     """
 
     group: str

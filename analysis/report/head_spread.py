@@ -1,4 +1,4 @@
-"""How the statistics and scores of each head vary over the sequences of a scan.
+"""Spread of each head's statistics and scores over the sequences of a scan.
 
 A view over all columns would keep every value of the run in memory; these functions read one column after the other.
 """
@@ -18,12 +18,7 @@ from headscan.catalog import SCORES, Score
 
 @dataclass(frozen=True)
 class SiteHeads:
-    """The query heads of one site of a run, in order of layer and head.
-
-    Attributes:
-        layer: Layer of each head, (H,); head and kv_head likewise.
-        sequences: Number of stored sequences.
-    """
+    """The query heads of one site of a run, (H,) in order of layer and head, and the number of stored sequences."""
 
     run_id: str
     site: str
@@ -68,10 +63,8 @@ def read_sites(store: Store, run_id: str) -> list[SiteHeads]:
 
 
 def read_statistic(store: Store, heads: SiteHeads, name: str) -> np.ndarray:
-    """Return a statistic as float32 (H, S); NaN where it was not measured.
-
-    Args:
-        name: A statistic of the catalogue. Sequences are in order; those of unfinished shards are left out.
+    """Return a statistic of the catalogue as float32 (H, S), sequences in order; NaN where it was not measured.
+    Sequences of unfinished shards are left out.
     """
     rows = store.query(
         f"SELECT sequence, layer, head, {name} AS value FROM head_statistics WHERE run_id = ? AND site = ?",
@@ -147,11 +140,8 @@ _LARGEST_COUNT = 255
 
 @dataclass(frozen=True)
 class Persistence:
-    """Number of heads that are inactive in most sequences.
-
-    Attributes:
-        low: Lower end of the 95 % interval (bootstrap of whole sequences, with the threshold fixed); None for a single
-            sequence.
+    """Number of heads that are inactive in most sequences, with its 95 % interval (bootstrap of whole sequences, with
+    the threshold fixed); None for a single sequence.
     """
 
     heads: int
@@ -161,15 +151,11 @@ class Persistence:
 
 @dataclass(frozen=True)
 class Spread:
-    """One measure of all heads (H,) of a site.
-
-    Attributes:
-        quantiles: The `QUANTILES` over the sequences, (3, H).
-        inactive: Share of sequences beyond the pool's quantile; None without an inactive direction.
-        histogram: Sequences by bin, scaled to at most 255, uint8 (H, HEAD_BINS).
-        pool: Number of (sequence, head) by bin, (POOL_BINS,).
-        low: Left end of the first bin of both histograms, which also holds smaller values; ``high`` likewise.
-        thresholds: By share of `THRESHOLDS`, the value beyond which that share of the pool lies.
+    """One measure of all heads (H,) of a site. ``quantiles`` (3, H) are the `QUANTILES` over the sequences, and
+    ``inactive`` the share of sequences beyond the pool's quantile; None without an inactive direction. ``histogram``,
+    uint8 (H, HEAD_BINS), has the sequences by bin, scaled to at most 255, and ``pool`` (POOL_BINS,) the number of
+    (sequence, head). ``low`` and ``high`` are the outer ends of the first and last bins, which also hold the values
+    beyond. ``thresholds`` has, by share of `THRESHOLDS`, the value beyond which that share of the pool lies.
     """
 
     mean: np.ndarray
@@ -192,11 +178,7 @@ def mean_over_sequences(values: np.ndarray) -> np.ndarray:
 
 
 def spread_of(name: str, values: np.ndarray, seed: int = 0) -> Spread:
-    """Summarise a measure.
-
-    Args:
-        values: Numbers by head and sequence, (H, S); NaN where it was not measured. At least one is a number.
-    """
+    """Summarise a measure (H, S), NaN where it was not measured; at least one value is a number."""
     ordered = np.sort(values, axis=1)  # NaN last
     counts = np.isfinite(ordered).sum(axis=1)
     flat = np.sort(values[np.isfinite(values)].astype(np.float64))

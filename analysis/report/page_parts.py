@@ -96,10 +96,8 @@ def folded(summary: str, content: str) -> str:
 
 
 def figure(plot: go.Figure, identity: str) -> str:
-    """Return a plotly figure; the script of the page draws it.
-
-    Args:
-        identity: Unique on the page; the name of saved files.
+    """Return a plotly figure, drawn by the script of the page; ``identity`` is unique on the page and names saved
+    files.
     """
     # JSON may hold any text, and "</script>" would end its element.
     content = (plot.to_json() or "").replace("<", "\\u003c")
@@ -139,11 +137,7 @@ def rendered(name: str, **values: object) -> str:
 
 
 def html_page(title: str, parts: Iterable[str], data: str | None) -> str:
-    """Return the whole document.
-
-    Args:
-        data: Packed numbers of the heads; None without a map.
-    """
+    """Return the whole document; ``data`` are the packed numbers of the heads, None without a map."""
     html = [Markup(_shown(part)) for part in parts]
     plotted = any('class="plot"' in part for part in html)
     return rendered(

@@ -29,10 +29,8 @@ _CELL = 36
 
 
 def overlap_figure(pairs: pa.Table) -> go.Figure:
-    """Draw the intersection over union of all pairs, in percent. Columns show the numbers of the scores.
-
-    Args:
-        pairs: The rows of ``comparisons.score_overlap`` or ``mask_overlap``.
+    """Draw the intersection over union of all pairs of ``comparisons.score_overlap`` or ``mask_overlap``, in percent.
+    Columns show the numbers of the scores.
     """
     rows = pairs.to_pylist()
     names = list(dict.fromkeys(row[side] for side in ("score_a", "score_b") for row in rows))
@@ -71,9 +69,7 @@ def overlap_figure(pairs: pa.Table) -> go.Figure:
 
 
 def profiles_figure(store: Store, run_id: str, *, site: str = "self") -> go.Figure | None:
-    """Draw positional heads and mean weight by distance, by layer. A profile that was not measured is left out; the
-    result is None if neither was.
-    """
+    """Draw the measured ones of positional heads and mean weight by distance, by layer; None without any."""
     charts = [c for c in (_positional_bars(store, run_id, site), _distance_heatmap(store, run_id, site)) if c]
     if not charts:
         return None
@@ -93,10 +89,7 @@ def profiles_figure(store: Store, run_id: str, *, site: str = "self") -> go.Figu
 
 
 class _Chart(NamedTuple):
-    """One chart of the row.
-
-    ``trace`` is by layer, ``width`` in pixels, ``axis`` horizontal.
-    """
+    """One chart of the row; ``trace`` is by layer, ``width`` in pixels, ``axis`` horizontal."""
 
     trace: Any
     width: int
@@ -176,10 +169,8 @@ def _distance_heatmap(store: Store, run_id: str, site: str) -> _Chart | None:
 
 
 def removed_map(points: Sequence[ArmPoint], heads_of: Mapping[int, int], title: str) -> go.Figure:
-    """Draw the smallest share of removed heads at which each head goes, in percent.
-
-    Args:
-        points: Models of one method, unit and repair.
+    """Draw the smallest share of removed heads, in percent, at which each head goes, for models of one method, unit and
+    repair.
     """
     layers, width = sorted(heads_of), max(heads_of.values())
     shares = sorted({round(point.share, 4) for point in points})

@@ -1,4 +1,4 @@
-"""Report sections on what a smaller KV cache and pruned models cost."""
+"""Report sections on the costs of a smaller KV cache and of pruned models."""
 
 from __future__ import annotations
 
@@ -69,9 +69,7 @@ def cache_section(store: Store, verdict: Verdict) -> str | None:
 
 
 def cache_left(store: Store, verdict: Verdict) -> tuple[int | None, dict[str, float]]:
-    """Return a length in tokens, and the share of the KV cache that each plan leaves at it, by arm. Without plans the
-    length is None.
-    """
+    """Return a length in tokens (None without plans), and by arm the share of the KV cache that is left at it."""
     details = _plan_details(store, verdict.run_id)
     arms = _arms(verdict, details)
     if not arms:
@@ -98,7 +96,6 @@ class _PlanDetails(NamedTuple):
 
 
 def _plan_details(store: Store, run_id: str) -> dict[str, _PlanDetails]:
-    """Return the details of plan arms by name."""
     found = {}
     for name, config in _settings(store, run_id, [kind for kind in ArmKind if kind.shrinks_cache]).items():
         shares = {int(tokens): float(share) for tokens, share in config.get("kv_shares") or ()}
@@ -161,7 +158,6 @@ def pruning_section(store: Store, evaluation: Mapping[str, Any], verdict: Verdic
 
 
 def _removed(store: Store, run_id: str) -> dict[str, tuple[tuple[int, int], ...]]:
-    """Return the removed heads by arm."""
     rows = store.query(
         "SELECT name, layer, head FROM arms JOIN mask_heads USING (mask_id) WHERE run_id = ? ORDER BY ALL", [run_id]
     ).to_pylist()

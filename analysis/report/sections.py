@@ -102,10 +102,8 @@ _MOST_HEADS = 5
 
 
 def behaving_heads_section(sites: Sequence[SiteNumbers], runs: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Return the strongest heads by behaviour, importance and other tables; None without any.
-
-    Args:
-        runs: Run of each group of measures.
+    """Return the strongest heads by behaviour, importance and other tables; None without runs, given by group of
+    measures.
     """
     if not runs:
         return None

@@ -46,12 +46,8 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a panel.
-
-    Attributes:
-        name: Name in the legend, where lines of one name stand once; not escaped.
-        interval: How intervals are drawn.
-        joined: False draws points alone.
+    """A line of a panel. Lines of one ``name``, which is not escaped, stand once in the legend; without ``joined``
+    points are drawn alone.
     """
 
     name: str
@@ -138,12 +134,8 @@ def share_chart(panels: Sequence[Panel]) -> go.Figure:
 
 @dataclass(frozen=True)
 class ArmPoint:
-    """An arm at a share.
-
-    Attributes:
-        share: Share of removed heads, or of the KV cache that is left, 0 to 1.
-        removed: ``(layer, head)`` of the removed heads.
-        selection: Unit and repair of a pruned model.
+    """An arm at a share of removed heads, or of the KV cache that is left, 0 to 1, with the removed ``(layer, head)``;
+    ``selection`` is the unit and repair of a pruned model.
     """
 
     arm: ArmOutcome
@@ -154,8 +146,8 @@ class ArmPoint:
 
 
 def cache_figure(points: Sequence[ArmPoint], tokens: int) -> go.Figure:
-    """Draw what plans cost over the share of the cache that is left, by method and mode. Random plans of the same bytes
-    are pale points.
+    """Draw the costs of plans over the share of the cache that is left, by method and mode; random ones are pale
+    points.
     """
     members: dict[tuple[bool, str, str], list[ArmPoint]] = defaultdict(list)
     for point in points:
@@ -175,8 +167,8 @@ def cache_figure(points: Sequence[ArmPoint], tokens: int) -> go.Figure:
 
 
 def pruning_figure(points: Sequence[ArmPoint]) -> go.Figure:
-    """Draw what pruned models or masks cost over the share of removed heads, by method. Models of another unit or
-    repair have lines of their own. Controls have broken lines; the seeds of random heads are points.
+    """Draw the costs of pruned models or masks over the share of removed heads, by method; another unit or repair is
+    another line. Controls have broken lines; the seeds of random heads are points.
     """
     differ = len({point.selection for point in points}) > 1
     members: dict[str, list[ArmPoint]] = defaultdict(list)
@@ -205,10 +197,7 @@ def _symbol(place: int) -> str:
 
 def _arm_panels(lines: Mapping[Line, Sequence[ArmPoint]], across: str, what: str, *, start: bool) -> list[Panel]:
     """Return a panel for each measure that an arm has: loss, accuracy, and families of recall that the baseline solves.
-
-    Args:
-        what: What the share is a share of.
-        start: Begin joined lines at the baseline, with the share 0.
+    ``what`` names the whole of the share; ``start`` begins joined lines at the baseline, with the share 0.
     """
     arms = [point.arm for members in lines.values() for point in members]
     units = {increase.unit for arm in arms if (increase := loss_increase(arm.measures)) is not None}
@@ -247,10 +236,8 @@ METRICS = {ACCURACY: ("accuracy in %", 100.0, 1), BLEU: ("BLEU", 1.0, 1), LOSS: 
 
 
 def site_figure(points: Sequence[SitePoint]) -> go.Figure:
-    """Draw the metric of labelled examples over the share of removed heads by criterion, a panel for each site.
-
-    Args:
-        points: Of one metric. Whiskers are the 95 % intervals of the change.
+    """Draw one metric of labelled examples, with the 95 % interval of its change, over the share of removed heads by
+    criterion, a panel for each site.
     """
     title, scale, digits = METRICS[points[0].metric]
     names = list(dict.fromkeys(point.criterion for point in points if point.criterion != RANDOM))
@@ -277,12 +264,9 @@ def site_figure(points: Sequence[SitePoint]) -> go.Figure:
 
 
 def curves_figure(curves: Sequence[Curve]) -> go.Figure:
-    """Draw accuracy over the measured share of ablated heads, in percent.
-
-    Args:
-        curves: Of one kind and its random controls, the best first. The first four scores have colours, bands for the
-            95 % interval of the difference to the baseline, and a place in the legend, like the random controls.
-            Points that lose recall are crosses.
+    """Draw accuracy over the measured share of ablated heads, in percent, of curves of one kind and its random
+    controls, the best first. The first four scores have colours, bands for the 95 % interval of the difference to the
+    baseline, and a place in the legend, like the random controls. Points that lose recall are crosses.
     """
     scored = [curve for curve in curves if not curve.is_random]
     # Pale lines first, because later traces are drawn on top.

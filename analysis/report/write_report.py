@@ -47,7 +47,7 @@ class ReportError(AnalysisError):
 
 @dataclass(frozen=True)
 class _Shown:
-    """What a report shows; ``verdict`` and ``choices`` are of the evaluation."""
+    """Contents of a report; ``verdict`` and ``choices`` are of the evaluation."""
 
     store: Store
     scan: Mapping[str, Any]
@@ -71,17 +71,13 @@ def write_report(
     scores: Sequence[str] = (),
     confirm: bool = True,
 ) -> Path:
-    """Write a report atomically, without changing the store. The page loads nothing from the network.
+    """Write a report atomically, without changing the store; the page loads nothing from the network.
 
-    Args:
-        scan_run: First characters of a scan's id; None uses the newest finished scan.
-        evaluate_run: First characters of the id of an evaluation of the same model; None leaves arms out.
-        compare_run: First characters of the id of another scan; None leaves the comparison out.
-        plan: A plan for the same model; None leaves it out.
-        plan_file: File of the plan, which commands in the report name; None leaves a placeholder.
-        scores: Scores and statistics, the first measured one of which the map shows first; all measured ones can be
-            selected.
-        confirm: Judge the best arms of a sweep on the questions that did not select them.
+    Runs are given by the first characters of their ids: None uses the newest finished scan, and leaves out the
+    evaluation and the comparison. The evaluation and ``plan`` are of the scan's model; None leaves out the plan.
+    Commands in the report name ``plan_file``; None leaves a placeholder. The map shows the first measured one of
+    ``scores`` (scores and statistics) first; all measured ones can be selected. ``confirm`` judges the best arms of a
+    sweep on the questions that did not select them.
     """
     for name in scores:
         if name not in SUMMARISED:
@@ -130,7 +126,6 @@ def _check_same_model(run: Mapping[str, Any], evaluation: Mapping[str, Any]) -> 
 
 
 def _choices(store: Store, verdict: Verdict | None, confirm: bool) -> Sequence[SweepChoice]:
-    """Return the selected arms of a sweep; empty without one."""
     if verdict is None or not is_sweep(read_curves(store, verdict.run_id, verdict.unrecorded)):
         return ()
     return judge_sweep(store, verdict, confirm=confirm)
@@ -157,7 +152,6 @@ def _opening(shown: _Shown, title: str, sections: Sequence[tuple[str, str]]) -> 
 
 
 def _shown_runs(shown: _Shown) -> Iterator[str]:
-    """Yield which runs are shown, out of how many."""
     run = shown.scan
     scans = len(shown.store.runs("scan"))
     yield (

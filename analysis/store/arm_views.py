@@ -148,10 +148,8 @@ ARM_VIEWS: dict[str, str] = {
 
 
 def with_verdict_rows(rows: str) -> str:
-    """Return a WITH clause that adds verdict rows to curves.
-
-    Args:
-        rows: Name of a relation with the columns of ``arm_verdicts``; its rows replace the stored ones of its arms.
+    """Return a WITH clause that adds verdict rows to curves. ``rows`` names a relation with the columns of
+    ``arm_verdicts``, whose rows replace the stored ones of its arms.
     """
     names = ("arm_comparison", "sweep_points", "score_curves")
     views = ", ".join(f"all_{name} AS ({ARM_VIEWS[name]})" for name in names)

@@ -138,12 +138,9 @@ def _connect(
 def connected(
     path: Path, *, read_only: bool, timeout: float = 0.0, on_wait: Callable[[str], None] | None = None
 ) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Open a connection that can access no other file. Closing it releases the lock.
-
-    Args:
-        read_only: Share the file with other readers and block all file access; otherwise lock it exclusively.
-        timeout: Seconds to wait for the lock of another process.
-        on_wait: Called with a message when a wait begins; None disables it.
+    """Open a connection that can access no other file; closing it releases the lock. ``read_only`` shares the file with
+    other readers and blocks all file access; otherwise the file is locked exclusively. A wait for the lock of another
+    process takes up to ``timeout`` seconds; ``on_wait`` is called with a message when it begins, and None disables it.
     """
     connection = _connect(path, read_only, timeout, on_wait)
     try:
@@ -249,12 +246,8 @@ def _interruptible(connection: duckdb.DuckDBPyConnection, read: Callable[[], pa.
 
 
 class CatalogEntry(NamedTuple):
-    """One catalog entry.
-
-    Attributes:
-        kind: table, column, constraint, view, function, index, trigger or type.
-        name: Its name; for a constraint its text.
-        table: Table of a column, constraint, index or trigger; otherwise empty.
+    """One catalog entry of a kind of `_QUERIES`, with its name (of a constraint, its text) and the table of a column,
+    constraint, index or trigger, otherwise empty.
     """
 
     kind: str
@@ -365,7 +358,7 @@ class Written(NamedTuple):
 
 
 def written_with(connection: duckdb.DuckDBPyConnection, path: Path) -> Written:
-    """Return the versions that wrote the open file. It reads only the table ``meta``."""
+    """Return the versions that wrote the open file, from the table ``meta`` alone."""
     names = tables(connection)
     if not names:
         raise StoreMissingError(f"the store at {path} is empty. Run `headscan scan` first, or name another path")
@@ -406,11 +399,7 @@ def upgrade(
     connect: Callable[[], AbstractContextManager[duckdb.DuckDBPyConnection]],
     say: Callable[[str], None] | None = None,
 ) -> None:
-    """Upgrade the store at ``path`` if it is outdated.
-
-    Args:
-        say: Called with one line when a backup was written; None disables it.
-    """
+    """Upgrade an outdated store; ``say`` is called with one line when a backup was written, and None disables it."""
     if not (os.access(path, os.W_OK) and os.access(path.absolute().parent, os.W_OK)):
         raise StoreVersionError(
             f"{path} was written with an older schema or DuckDB and must be upgraded, but it or its folder is"
@@ -449,9 +438,7 @@ def migrate(
 
 
 def _drop_statements(found: Definitions, functions_found: Iterable[tuple[str, str]]) -> list[str]:
-    """Return DROP statements of the schema's views and all functions. Functions of the store could replace built-in
-    ones.
-    """
+    """Return DROP statements of the schema's views and of all functions, which could replace built-in ones."""
     views = [f"DROP VIEW {entry.name}" for entry in found if entry.kind == "view" and entry.name in VIEWS]
     macros = []
     for name, kind in functions_found:
@@ -546,9 +533,7 @@ def _create_where_missing(path: Path, timeout: float, on_wait: Callable[[str], N
 
 
 class Checked:
-    """State of a file at its last check, or after the last write of this process. An unchanged file is not checked
-    again.
-    """
+    """State of a file at its last check or after this process's last write; an unchanged file is not checked again."""
 
     def __init__(self) -> None:
         self._state: tuple[tuple[int, ...] | None, ...] | None = None
@@ -583,16 +568,10 @@ def opened(
     timeout: float = 30.0,
     on_wait: Callable[[str], None] | None = None,
 ) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Open a connection to the store at ``path`` and close it. Closing it releases the lock.
-
-    An older store is upgraded first, even for reading. A file that is not a store stays unchanged.
-
-    Args:
-        checked: State of the last check; updated here.
-        read_only: Share the store with other readers and block all file access; otherwise lock it exclusively.
-        create: Create a missing store; only for writing.
-        timeout: Seconds to wait for the lock of another process.
-        on_wait: Called with a message when a wait or an upgrade begins; None disables it.
+    """Open a connection to the store at ``path``; closing it releases the lock. An older store is upgraded first, even
+    for reading, and a file that is not a store stays unchanged. The state ``checked`` of the last check is updated
+    here. ``create`` creates a missing store, only for writing. ``on_wait`` is called with a message when a wait or an
+    upgrade begins; other arguments are as in `connected`.
     """
     if create:
         _create_where_missing(path, timeout, on_wait)

@@ -18,11 +18,7 @@ from headscan.catalog import SCORES, Score
 
 
 class Macro(NamedTuple):
-    """An SQL function.
-
-    Attributes:
-        signature: Name with parameters.
-    """
+    """An SQL function; ``signature`` is its name with parameters."""
 
     signature: str
     expression: str
@@ -104,11 +100,7 @@ def macro_statements() -> list[str]:
 
 
 class TableMacro(NamedTuple):
-    """An SQL function that returns rows.
-
-    Attributes:
-        signature: Name with parameters.
-    """
+    """An SQL function that returns rows; ``signature`` is its name with parameters."""
 
     signature: str
     query: str
@@ -201,14 +193,11 @@ _MASK_OVERLAP = TableMacro(
 
 
 def _distance(by: str = "") -> str:
-    """Return SQL for the Wasserstein-1 distance of one score between two runs.
+    """Return SQL for the Wasserstein-1 distance of one score between two runs, by layer if ``by`` is ``layer``.
 
     The distance is the area between the two cumulative distributions. Both are constant between neighbouring values, so
     the area is a sum over the sorted values of both. Each value of A counts with the size of B and vice versa: these
     are integers, which doubles hold exactly.
-
-    Args:
-        by: ``layer`` for one distance per layer; empty for one of all layers.
     """
     key, joined, grouped = (f"{by}, ", f"USING ({by})", f"GROUP BY {by}") if by else ("", "ON true", "")
     return f"""

@@ -30,21 +30,13 @@ def same_model(run: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def provenance_since(provenance: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
-    """Return an entry of ``runs.provenance`` with its start time.
-
-    Args:
-        seconds: That time since the epoch, unless the entry names one; None: now.
-    """
+    """Return an entry of ``runs.provenance`` with its start: its own, else ``seconds`` since the epoch, else now."""
     moment = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
     return {"since": moment.isoformat(timespec="seconds"), **provenance}
 
 
 def provenance_history(run: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return every provenance of a run, oldest first.
-
-    Args:
-        run: Its row of ``runs``, JSON decoded. A run from before schema 6 has ``packages`` and ``code_version`` only.
-    """
+    """Return every provenance of a row of ``runs``, oldest first; before schema 6 it has only packages and version."""
     known = {key: run[key] for key in ("packages", "code_version")}
     return list(run.get("provenance") or [known])
 
@@ -83,7 +75,7 @@ def is_visible(mark: str) -> bool:
 
 
 def has_ended(mark: str) -> bool:
-    """Return True if a mark's process has ended. It is False if this process cannot see it."""
+    """Return True if this process can see that a mark's process has ended."""
     if not is_visible(mark):
         return False
     _, boot, _, pid, start = mark.split()

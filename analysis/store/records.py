@@ -28,7 +28,6 @@ class ArmKind(StrEnum):
 
     @property
     def is_random(self) -> bool:
-        """True if the heads are drawn at random."""
         return self in _CONTROLS.values()
 
     @property
@@ -65,7 +64,6 @@ class ArmKind(StrEnum):
 
     @property
     def label(self) -> str:
-        """The kind in words."""
         return self.value.replace("_", " ")
 
 
@@ -94,15 +92,12 @@ RunStatus = Literal["running", "finished", "failed"]  # as stored; `Store.runs` 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run at its begin; see the comments of the table ``runs``.
-
-    Attributes:
-        fingerprint: Hash of everything that decides the numbers. Two runs of one kind and fingerprint are the same run.
-        grid: One mapping per site with ``site``, ``layer``, ``num_attention_heads``, ``num_key_value_heads``,
-            ``head_dim``, ``value_dim``, ``sliding_window``, ``kv_shared_from``, and of its KV cache ``cache_heads``,
-            ``cache_bytes_per_token``, ``cache_tokens``.
-        device: Kind and name of the device, such as ``cuda (NVIDIA H200)``; None if unknown.
-        code_files_hash: Hash of the Python files of the model; None if it runs transformers' own code.
+    """A run at its begin; see the comments of the table ``runs``. Runs of one kind and one ``fingerprint``, the hash of
+    everything that decides the numbers, are the same run. ``grid`` has one mapping per site with ``site``, ``layer``,
+    ``num_attention_heads``, ``num_key_value_heads``, ``head_dim``, ``value_dim``, ``sliding_window``,
+    ``kv_shared_from``, and of its KV cache ``cache_heads``, ``cache_bytes_per_token``, ``cache_tokens``. ``device`` is
+    its kind and name, such as ``cuda (NVIDIA H200)``; None if unknown. ``code_files_hash`` is the hash of the model's
+    Python files; None if it runs transformers' own code.
     """
 
     kind: RunKind
@@ -137,12 +132,9 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class RunState:
-    """A run in the store.
-
-    Attributes:
-        resumed: True if the store had the run already.
-        status: ``finished`` if a resumed run was finished before, otherwise ``running``.
-        changes: Changes of software and device since the run's last begin; see `provenance.provenance_changes`.
+    """A run in the store. ``resumed`` is True if the store had the run already, and ``status`` is ``finished`` if that
+    run was finished before. ``changes`` are changes of software and device since its last begin; see
+    `provenance.provenance_changes`.
     """
 
     run_id: str
@@ -154,10 +146,8 @@ class RunState:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A shard's row of the ledger, without the counts. The store derives the counts from the tables.
-
-    Attributes:
-        nonfinite_rows: Head rows with an unexpected NaN or infinity.
+    """A shard's row of the ledger, without the counts, which the store derives from the tables. ``nonfinite_rows``
+    counts head rows with an unexpected NaN or infinity.
     """
 
     shard: int
@@ -168,14 +158,11 @@ class ShardRecord:
 
 
 class ShardToWrite(NamedTuple):
-    """A shard and its tables.
-
-    Attributes:
-        sequences: One row per sequence: ``sequence, document, source, tokens, truncated, content_hash``.
-        heads: One row per sequence, site, layer and query head: ``sequence, site, layer, head, kv_head`` and any of the
-            catalogue's statistics and profiles (lists with one number per bin); of an importance run ``gate_gradient``,
-            ``token_gradient`` and ``entropy`` instead. NaN and infinity become NULL, and so does a profile with such a
-            bin.
+    """A shard and its tables. ``sequences`` has one row per sequence: ``sequence, document, source, tokens, truncated,
+    content_hash``. ``heads`` has one row per sequence, site, layer and query head: ``sequence, site, layer, head,
+    kv_head`` and any of the catalogue's statistics and profiles (lists with one number per bin); of an importance run
+    ``gate_gradient``, ``token_gradient`` and ``entropy`` instead. NaN and infinity become NULL, and so does a profile
+    with such a bin.
     """
 
     record: ShardRecord
@@ -198,17 +185,12 @@ class Mask:
 
 @dataclass(frozen=True)
 class ArmRecord:
-    """One arm of an evaluate run, as in the table ``arms``.
-
-    Attributes:
-        name: Unique in the run.
-        kind: ``random_mask`` is the control of ``mask`` (the same heads for every input), ``random_rule`` that of
-            ``rule`` (other heads for each input).
-        selection: Further criterion that chose the heads; arms with different ones belong to different curves.
-        share: Nominal share of heads to ablate, 0 to 1.
-        replacement: What replaces the output of ablated heads; None if the arm ablates none.
-        config: Further options; JSON can hold them. They identify the replacement, if it is not zero.
-        measured: Further entries of the stored config that do not identify the arm, such as times.
+    """One arm of an evaluate run, as in the table ``arms``; its name is unique in the run. ``random_mask`` is the
+    control of ``mask`` (the same heads for every input), ``random_rule`` that of ``rule`` (other heads for each input).
+    Arms with different ``selection``, a further criterion that chose the heads, belong to different curves. ``share``
+    is the nominal share of heads to ablate, 0 to 1; ``replacement`` is None if the arm ablates none. ``config`` has
+    further options that identify the arm, and its replacement if that is not zero; JSON can hold them. ``measured`` has
+    further entries of the stored config that do not identify the arm, such as times.
     """
 
     run_id: str

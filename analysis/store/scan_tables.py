@@ -9,13 +9,7 @@ from headscan.catalog import PROFILES, STATISTICS
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table.
-
-    Attributes:
-        type: DuckDB type.
-        comment: Meaning, with the unit.
-        nullable: True if values may be NULL.
-    """
+    """A column of a table; ``type`` is DuckDB's, and ``comment`` the meaning, with the unit."""
 
     name: str
     type: str
@@ -25,12 +19,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table.
-
-    Attributes:
-        comment: Meaning of a row.
-        keys: Columns of each unique key; the first is the primary key.
-    """
+    """A table; ``comment`` is the meaning of a row, and ``keys`` are the unique keys, the primary one first."""
 
     name: str
     comment: str
@@ -39,7 +28,6 @@ class Table:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Column names in order."""
         return tuple(column.name for column in self.columns)
 
 

@@ -61,7 +61,7 @@ def to_json(value: Any) -> str:
 
 
 def identity(*parts: Any) -> str:
-    """Return 12 hexadecimal digits of the hash of ``parts``. JSON must be able to hold them."""
+    """Return 12 hexadecimal digits of the hash of ``parts``, which JSON must be able to hold."""
     return hashlib.sha256(to_json(parts).encode()).hexdigest()[:12]
 
 
@@ -79,12 +79,9 @@ def refuse_resume(run_id: str, changes: Sequence[str]) -> ResumeError:
 
 
 class Store:
-    """A store at a path; the constructor does not touch the file.
-
-    Args:
-        path: The DuckDB file.
-        lock_timeout: Seconds to wait while another process has the file open.
-        on_wait: Called with one line when a wait begins; None disables it.
+    """The store in the DuckDB file at ``path``, which the constructor does not touch. ``lock_timeout`` is the number of
+    seconds to wait while another process has the file open; ``on_wait`` is called with one line when a wait begins, and
+    None disables it.
     """
 
     def __init__(
@@ -135,14 +132,10 @@ class Store:
     # Scans
 
     def begin_run(self, run: RunRecord, *, resume_anyway: bool = False, extends: bool = False) -> RunState:
-        """Begin or resume a run; a missing store is created. The run with the same kind and fingerprint is resumed.
-
-        Args:
-            resume_anyway: Resume although software or device changed; the store records both.
-            extends: Rows will be added even to a finished run, so a change matters there too.
-
-        Returns:
-            The run's id and its finished shards, which need not be measured again.
+        """Begin a run, or resume the one with the same kind and fingerprint; a missing store is created. The shards in
+        the returned state need not be measured again. ``resume_anyway`` resumes although software or device changed;
+        the store records both. ``extends`` means that rows will be added even to a finished run, so a change matters
+        there too.
         """
         run_id = run_identity(run.kind, run.fingerprint)
         with self._writing(create=True) as connection:
@@ -162,10 +155,9 @@ class Store:
             return RunState(run_id, True, "finished" if finished else "running", dict(shards.fetchall()), changes)
 
     def add_shards(self, run_id: str, shards: Iterable[ShardToWrite]) -> None:
-        """Write shards with their ledger rows, all in one transaction.
-
-        Shards that the ledger already has are skipped. Opening and closing the store takes half as long as writing a
-        large shard, so a caller with several shards passes them together.
+        """Write shards with their ledger rows in one transaction; shards that the ledger already has are skipped.
+        Opening and closing the store takes half as long as writing a large shard, so a caller with several shards
+        passes them together.
         """
         with self._writing() as connection:
             for shard in shards:
@@ -192,10 +184,8 @@ class Store:
     # Probes
 
     def add_behaviours(self, run_id: str, table: pa.Table) -> None:
-        """Replace the behaviours of a probe run.
-
-        Args:
-            table: One row per site, layer, query head and behaviour: ``site, layer, head, behaviour, value``.
+        """Replace the behaviours of a probe run; ``table`` has one row per site, layer, query head and behaviour:
+        ``site, layer, head, behaviour, value``.
         """
         with self._writing() as connection:
             _require_run(connection, run_id)
@@ -274,11 +264,9 @@ class Store:
             return ArmState(arm_id, False)
 
     def add_responses(self, arm_id: str, responses: pa.Table) -> None:
-        """Store responses of an unfinished arm. Requests that are stored already are skipped.
-
-        Args:
-            responses: One row per request: ``request`` (its hash), ``log_likelihood, greedy_tokens, text`` (NULL where
-                they do not apply) and ``zeroed_share``.
+        """Store responses of an unfinished arm; requests that are stored already are skipped. ``responses`` has one row
+        per request: ``request`` (its hash), ``log_likelihood, greedy_tokens, text`` (NULL where they do not apply) and
+        ``zeroed_share``.
         """
         with self._writing() as connection:
             if _require_arm(connection, arm_id) == "finished":
@@ -292,14 +280,11 @@ class Store:
     def finish_arm(
         self, arm_id: str, answers: pa.Table, *, results: pa.Table | None = None, zeroed_share: float | None = None
     ) -> None:
-        """Replace an arm's answers and close it, in one transaction. Its responses are deleted.
-
-        Args:
-            answers: One row per task and question: ``task, question, correct`` (NULL without a right answer), and any
-                of ``recall`` (default: false), ``doc_hash, target, response, log_likelihoods, metrics`` (JSON text).
-            results: One row per task or group, metric and filter: ``task, is_group, metric, filter, value,
-                standard_error, questions``.
-            zeroed_share: Measured share of ablated heads, 0 to 1.
+        """Replace an arm's answers and close it, in one transaction; its responses are deleted. ``answers`` has one row
+        per task and question: ``task, question, correct`` (NULL without a right answer), and any of ``recall``
+        (default: false), ``doc_hash, target, response, log_likelihoods, metrics`` (JSON text). ``results`` has one row
+        per task or group, metric and filter: ``task, is_group, metric, filter, value, standard_error, questions``.
+        ``zeroed_share`` is the measured share of ablated heads, 0 to 1.
         """
         with self._writing() as connection:
             _require_arm(connection, arm_id)
@@ -347,21 +332,17 @@ class Store:
         *,
         tables: Mapping[str, pa.Table] | None = None,
     ) -> pa.Table:
-        """Return the rows of a query, even from an untrusted source. The connection reads the store and ``tables``
-        only: no file, network, extension or variable of the caller.
-
-        Args:
-            sql: One statement; ``?`` stands for the parameters in order.
-            tables: Further tables of this query, by name.
+        """Return the rows of one statement, even from an untrusted source; ``?`` stands for the parameters in order.
+        The connection reads the store and the further ``tables``, by name, only: no file, network, extension or
+        variable of the caller.
         """
         with self.connect(read_only=True) as connection:
             return rows(connection, sql, parameters, tables)
 
     def runs(self, kind: RunKind | None = None) -> list[dict[str, Any]]:
-        """Return all runs, or those of a kind, newest first.
-
-        A row has the columns of ``runs`` with decoded JSON, and ``finished_shards``, ``nonfinite_rows`` and
-        ``last_written`` of its shards. A running run whose process has ended gets the status ``interrupted``.
+        """Return all runs, or those of a kind, newest first: the columns of ``runs`` with decoded JSON, and
+        ``finished_shards``, ``nonfinite_rows`` and ``last_written`` of the shards. A running run whose process has
+        ended gets the status ``interrupted``.
         """
         found = self.query(
             "SELECT r.*, coalesce(s.finished_shards, 0) AS finished_shards, coalesce(s.nonfinite_rows, 0) AS"
@@ -378,10 +359,8 @@ class Store:
         ]
 
     def resolve_run(self, prefix: str | None = None, kind: RunKind = "scan") -> dict[str, Any]:
-        """Return the run whose ``run_id`` begins with ``prefix``.
-
-        Without a prefix it is the newest finished run, or the newest if none is finished. A recording counts as a scan
-        if ``prefix`` names it or if the store has no scans.
+        """Return the run whose ``run_id`` begins with ``prefix``; without one, the newest finished run, or the newest
+        if none is finished. A recording counts as a scan if ``prefix`` names it or if the store has no scans.
         """
         runs = self.runs(kind)
         if kind == "scan" and (prefix or not runs):
@@ -428,12 +407,8 @@ def _insert(
     check: bool = True,
     **constants: Any,
 ) -> None:
-    """Insert rows into a table.
-
-    Args:
-        conflicts: ``OR IGNORE`` and a space to skip rows that the table has.
-        check: Raise StoreError if a column is missing or unknown.
-        constants: Columns that have one value in all rows.
+    """Insert rows into a table, with ``constants`` as columns of one value. ``conflicts`` is ``OR IGNORE`` and a space
+    to skip rows that the table has; ``check`` raises StoreError if a column is missing or unknown.
     """
     if check:
         _check_columns(table, incoming, [c for c in TABLES[table].names if c not in constants])
@@ -488,7 +463,6 @@ def _require_run(connection: duckdb.DuckDBPyConnection, run_id: str) -> str:
 def _add_shard(
     connection: duckdb.DuckDBPyConnection, run_id: str, shard: ShardRecord, sequences: pa.Table, heads: pa.Table
 ) -> None:
-    """Insert a shard's rows and its ledger row; see `Store.add_shards`."""
     table, numbers = _HEAD_TABLES.get(_require_run(connection, run_id), ("head_statistics", (*STATISTICS, *PROFILES)))
     known = connection.execute(
         "SELECT content_hash FROM shards WHERE run_id = ? AND shard = ?", [run_id, shard.shard]
@@ -534,7 +508,7 @@ def _require_arm(connection: duckdb.DuckDBPyConnection, arm_id: str) -> str:
 
 
 def _forget_verdicts(connection: duckdb.DuckDBPyConnection, arm_id: str) -> None:
-    """Delete the verdict rows of an arm. Of a baseline, delete those of every arm of its run."""
+    """Delete the verdict rows of an arm; for a baseline, those of every arm of its run."""
     for table in ("arm_verdicts", "split_verdicts"):
         connection.execute(
             f"DELETE FROM {table} WHERE arm_id = $1 OR arm_id IN (SELECT o.arm_id FROM arms a JOIN arms o USING"

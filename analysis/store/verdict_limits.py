@@ -21,19 +21,15 @@ INACTIVE_QUANTILE = 0.1
 
 
 def few_factor(comparisons: int) -> float:
-    """Return the factor that widens an interval of rare events for so many comparisons.
-
-    The chance to see none of them falls exponentially with their number, so the factor is a ratio of logarithms, which
-    exceeds that of normal quantiles.
+    """Return the factor ``log(TAIL / comparisons) / log(TAIL)``, which widens an interval of rare events. The chance to
+    see no such event falls exponentially with their number; this ratio of logarithms exceeds that of normal quantiles.
     """
     return log(TAIL / comparisons) / log(TAIL)
 
 
 def identical_questions(comparisons: int = 1) -> int:
-    """Return the minimum number of questions with which identical answers pass.
-
-    With none gained and none lost, the lower end of the score test is -z^2 / (questions + z^2); widened for the
-    comparisons, it must be above the margin.
+    """Return the minimum number of questions with which identical answers pass. With none gained and none lost, the
+    lower end of the score test is -z^2 / (questions + z^2); widened for the comparisons, it must be above the margin.
     """
     return floor(_Z**2 * (100 * few_factor(comparisons) / MARGIN - 1)) + 1
 

@@ -41,16 +41,8 @@ _SCALE = "the harm is the accuracy lost (0 to 1), the hundredth of the BLEU lost
 
 @dataclass(frozen=True)
 class Role:
-    """A role: a number of a query head, compared with a threshold.
-
-    Attributes:
-        name: Our name.
-        formula: The number.
-        measured_by: Kind of the run that measures it.
-        comparison: How the number of a head with the role compares with the threshold.
-        threshold: The threshold, in the number's unit.
-        source: Paper that defines the number.
-        threshold_source: Paper that defines the threshold, or headscan.
+    """A role: a number of a query head, measured by runs of one kind, which ``comparison`` compares with a threshold in
+    its unit. The sources are the papers that define the number and the threshold, or headscan.
     """
 
     name: str
@@ -68,7 +60,6 @@ class Role:
 
 
 def _behaviour(role: str, behaviour: str) -> Role:
-    """Return the role of a probed behaviour."""
     declared = BEHAVIOURS[behaviour]
     limit, source = (_MOSTLY, OWN) if declared.threshold is None else (declared.threshold, declared.source)
     return Role(role, behaviour, "probe", ">", limit, declared.source, source)
@@ -180,9 +171,7 @@ _NUMBERS: dict[str, str] = {
 
 
 def _rows(role: Role) -> str:
-    """Return SQL for the rows of one role. The cast to REAL, the type of stored statistics, compares a number that
-    equals the threshold as equal.
-    """
+    """Return SQL for the rows of one role; the cast to REAL, as stored, lets a number equal the threshold."""
     return f"""
         SELECT {_HEAD}, {literal(role.name)} AS role, value::DOUBLE AS value, key_offset,
             value::REAL {role.comparison} {role.threshold}::REAL AS holds,
@@ -219,11 +208,8 @@ ROLE_COLUMN_COMMENTS: dict[str, dict[str, str]] = {
 
 
 def importance_sql(sequences: str = "sequences", part: str = "run_id") -> str:
-    """Return a query for the importances of every head: one row per part of the sequences, site, layer and head.
-
-    Args:
-        sequences: Table or query of the sequences.
-        part: Column of ``sequences`` that divides the sequences of a run.
+    """Return a query for the importances of every head: one row per ``part``, a column of ``sequences`` (a table or
+    query) that divides the sequences of a run, and per site, layer and head.
     """
     parts = "run_id, site" if part == "run_id" else f"run_id, {part}, site"
     of_site = f"PARTITION BY {parts}"
@@ -347,9 +333,7 @@ def _head_summary_sql() -> str:
 
 
 def _profile_sql(profile: Profile) -> str:
-    """Return SQL for one row per head and bin of a profile. Each profile has its own branch of the view, so that a
-    query for one profile reads one column.
-    """
+    """Return SQL for one row per head and bin of a profile; with a branch per profile, a query reads one column."""
     means = ", ".join(f"avg({profile.name}[{i}])" for i in range(1, len(profile.bins) + 1))
     return f"""
         SELECT run_id, site, layer, head, kv_head, {literal(profile.name)} AS profile,
@@ -429,7 +413,6 @@ VIEW_COMMENTS: dict[str, str] = {
 
 
 def _column_comments() -> dict[str, dict[str, str]]:
-    """Return the column comments of each view."""
     scores = {s.name: f"{s.formula} ({s.paper_name}); inactive when {s.inactive}" for s in SCORES.values()}
     statistics = {name: f"{STATISTICS[name].formula} [{STATISTICS[name].unit}]" for name in PLAIN_STATISTICS}
     summaries = {

@@ -52,15 +52,10 @@ _FEW_DIFFER = 50
 
 
 class Candidate(NamedTuple):
-    """An arm that a sweep may select, judged on the selecting questions.
-
-    Attributes:
-        name: Unique among the candidates.
-        curve: Equal for arms that differ only in their share.
-        share: Measured share of ablated heads, above 0, at most 1.
-        passes: Whether the arm may be selected.
-        loses_recall: Whether the arm loses more recall than a removable one may, by the best estimate.
-        low: Lower end of the interval of the difference to the baseline, in percentage points.
+    """An arm that a sweep may select, judged on the selecting questions. Arms that differ only in their share have the
+    same ``curve``. ``share`` is the measured share of ablated heads, above 0, at most 1. ``loses_recall`` compares the
+    best estimate with the limit of a removable arm. ``low`` is the lower end of the difference to the baseline, in
+    percentage points.
     """
 
     name: str
@@ -73,16 +68,10 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class SweepChoice:
-    """The selected rule or mask of a sweep, with its verdict.
-
-    Attributes:
-        candidates: Number of arms it was selected from.
-        passed: Whether it passes on the selecting questions. If not, no arm qualified and this one comes closest (see
-            ``best_candidate``).
-        selected_on: Number of benchmark questions that selected it.
-        confirmed: Whether other questions judged it.
-        comparisons: Number of arms that the store has judged on these other questions, for which the intervals are
-            widened; 1 if the same questions selected and judged it.
+    """The selected rule or mask of a sweep, with its verdict. If it has not ``passed`` on the selecting questions, no
+    arm qualified and this one comes closest (see `best_candidate`). ``selected_on`` counts benchmark questions, and
+    ``confirmed`` is True if other questions judged it. ``comparisons`` is the number of arms that the store has judged
+    on these other questions, for which the intervals are widened; 1 if the same questions selected and judged it.
     """
 
     verdict: ArmVerdict
@@ -110,10 +99,8 @@ class SweepChoice:
 
 
 def best_candidate(candidates: Iterable[Candidate]) -> Candidate | None:
-    """Return the arm with the largest passing share of its curve. All arms of the curve up to it pass.
-
-    The highest ``low`` breaks ties. If no arm qualifies, the arm with the highest ``low`` is returned, preferably one
-    that keeps recall. Without candidates the result is None.
+    """Return the candidate with the largest ``(share, low)`` of those that pass together with all smaller shares of
+    their curve; without any, the one with the largest ``(not loses_recall, low)``; None without candidates.
     """
     curves: dict[tuple[str | None, ...], list[Candidate]] = defaultdict(list)
     for candidate in candidates:
@@ -131,15 +118,10 @@ def _up_to_the_first_failure(curve: Sequence[Candidate]) -> list[Candidate]:
 
 
 def judge_sweep(store: Store, verdict: Verdict, *, confirm: bool = True) -> tuple[SweepChoice, ...]:
-    """Select and judge the best rule and mask of a sweep. Nothing is written: comparisons that the store lacks are
-    computed and stay in memory.
-
-    Args:
-        confirm: Select on one part of the questions and judge on the other (the view ``question_split``). If false, all
-            questions do both, and the interval is too optimistic.
-
-    Returns:
-        At most one choice per kind; none if no arm was chosen by a score, or if there is no accuracy to compare.
+    """Select and judge the best rule and mask of a sweep: at most one choice per kind, and none if no arm was chosen by
+    a score, or if there is no accuracy to compare. Nothing is written: comparisons that the store lacks are computed
+    and stay in memory. With ``confirm``, one part of the questions selects and the other judges (the view
+    ``question_split``); without it all questions do both, and the interval is too optimistic.
     """
     arms = finished_arms(store, verdict.run_id)
     if confirm:
@@ -207,16 +189,13 @@ def judged_on_same(store: Store, run_id: str) -> dict[str, set[str]]:
 
 
 def _tried(arms: FinishedArms) -> list[FinishedArm]:
-    """Return the arms that a sweep may select."""
     return [arm for arm in arms.others if arm.kind in KINDS and arm.score is not None and arm.zeroed_share]
 
 
 def _random_curves(
     tried: Sequence[FinishedArm], others: Sequence[FinishedArm]
 ) -> dict[ArmKind, list[list[FinishedArm]]]:
-    """Return the random curves by the kind of arms that they are controls of. A curve has the arms of one seed, one at
-    each nominal share of the kind's arms.
-    """
+    """Return each kind's random curves: the controls of one seed, one at each nominal share of the kind's arms."""
     found: dict[ArmKind, list[list[FinishedArm]]] = {}
     for kind in KINDS:
         of_kind = [arm for arm in tried if arm.kind is kind]
@@ -256,10 +235,8 @@ def _rank(
     randoms: Sequence[tuple[FinishedArm, Candidate]],
     differences: Mapping[str, float],
 ) -> SelectedRank:
-    """Return the rank of a selected arm among the best arms of random curves.
-
-    Args:
-        differences: Difference to the baseline on the judging questions, in percentage points, by arm id.
+    """Return the rank of a selected arm among the best arms of random curves, by ``differences`` to the baseline on the
+    judging questions, in percentage points by arm id.
     """
     arm = next(arm for arm in tried if arm.name == best.name)
     scores = _scores(tried, arm.kind)
@@ -286,10 +263,7 @@ def _candidate(arm: FinishedArm, judged: Mapping[str, ArmVerdict], passes: Mappi
 def _select(
     tried: Sequence[FinishedArm], judged: Mapping[str, ArmVerdict], passes: Mapping[str, bool]
 ) -> list[tuple[int, Candidate]]:
-    """Return number and best of the candidates of each kind.
-
-    ``judged`` and ``passes`` have arm names as keys.
-    """
+    """Return number and best of each kind's candidates; ``judged`` and ``passes`` have arm names as keys."""
     selected = []
     for kind in KINDS:
         candidates = [_candidate(arm, judged, passes) for arm in tried if arm.kind == kind and arm.name in judged]
@@ -311,7 +285,7 @@ def _may_be_selected(verdict: ArmVerdict) -> bool:
 
 
 class _Confirmed(NamedTuple):
-    """The selected arms and their rows of ``split_verdicts``. It records whether the store has exactly these rows."""
+    """Selected arms and their rows of ``split_verdicts``; ``recorded`` is True if the store has exactly these."""
 
     choices: tuple[SweepChoice, ...]
     rows: list[dict[str, Any]]
@@ -386,11 +360,8 @@ def _judge_others(
     randoms: Sequence[FinishedArm],
     recorded: Sequence[dict[str, Any]],
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Judge the selected arms on the other part. Returns their rows of ``split_verdicts``, and the benchmark
-    differences of these arms and their controls by arm id.
-
-    Args:
-        randoms: The best arms of random curves.
+    """Judge the selected arms on the other part. Return their rows of ``split_verdicts``, and the benchmark differences
+    by arm id of these arms and of their controls. ``randoms`` are the best arms of random curves.
     """
     chosen = {arm.arm_id for arm in best}
     rows = complete_rows([row for row in recorded if row["part"] == CONFIRMATION and row["arm_id"] in chosen])
@@ -445,7 +416,6 @@ def _widened_rows(
 
 
 def _sheets(store: Store, run_id: str, baseline: FinishedArm, others: Sequence[FinishedArm], part: str) -> AnswerSheets:
-    """Return the answers of arms to one part of the questions."""
     parts = store.query("SELECT part FROM all_question_split WHERE run_id = ? ORDER BY task, question", [run_id])
     kept = np.array([of_question == part for of_question in parts["part"].to_pylist()], dtype=bool)
     return read_answers(store, baseline, others).only(kept)
@@ -461,9 +431,7 @@ def _by_key(rows: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, A
 
 
 def _split_rows(sheets: AnswerSheets, baseline: FinishedArm, arm: FinishedArm, part: str) -> list[dict[str, Any]]:
-    """Return rows of ``split_verdicts`` of an arm on one part. Those of the confirmation part are not judged yet, see
-    `_widened_rows`.
-    """
+    """Return an arm's rows of ``split_verdicts`` on one part; `_widened_rows` judges those of the confirmation part."""
     rows = verdict_rows(sheets, baseline, arm)
     outcome = arm_outcome(arm, compared_by_arm(rows).get(arm.arm_id, {}))
     known = dict.fromkeys(("passes", "comparisons", "wide_low", "selected")) | {"part": part}

@@ -39,21 +39,16 @@ LEAST_CONTROLS = least_controls()
 
 
 def rank_p_value(controls: int, beaten: int, tried: int = 1) -> float:
-    """Return the probability that the best of ``tried`` random arms beats as many of the controls.
-
-    Ties count against the arm. Of one arm among exchangeable ones it is exact; of several it is Bonferroni's bound, for
-    any dependence between them.
+    """Return the probability that the best of ``tried`` random arms beats as many of the controls; ties count against
+    the arm. The value is exact for one arm among exchangeable ones, and Bonferroni's bound for several, for any
+    dependence between them.
     """
     return min(1.0, tried * (1 + controls - beaten) / (1 + controls))
 
 
 class Standing(NamedTuple):
-    """Result of a curve: the arm that its selection takes.
-
-    Attributes:
-        passes: Whether the arm passes on the questions that select.
-        share: Nominal share of its heads.
-        difference: Difference to the baseline on the questions that judge, in percentage points.
+    """Result of the arm that a curve's selection takes: whether it passes on the questions that select, the nominal
+    share of its heads, and its difference to the baseline on the questions that judge, in percentage points.
     """
 
     passes: bool
@@ -68,12 +63,9 @@ class Standing(NamedTuple):
 
 @dataclass(frozen=True)
 class SelectedRank:
-    """Rank of a sweep's choice among random curves that went through the same selection.
-
-    Attributes:
-        scores: Number of curves of scores that the arm was selected from.
-        curves: Number of random curves, one per seed, each with an arm at every share.
-        beaten: Number of them that get less far than the arm; None with too few to show anything.
+    """Rank of a sweep's choice, selected from ``scores`` curves of scores, among random curves that went through the
+    same selection, one per seed, each with an arm at every share. ``beaten`` is the number of random curves that get
+    less far than the arm; None with too few to show anything.
     """
 
     scores: int
@@ -96,7 +88,6 @@ class SelectedRank:
         return self.p_value is not None and self.p_value <= LEVEL
 
     def words(self) -> str:
-        """Return what the rank shows."""
         scores = f"{self.scores} score{'s' * (self.scores > 1)}"
         if self.beaten is None:
             return (
@@ -112,17 +103,11 @@ class SelectedRank:
 
 @dataclass(frozen=True)
 class Controls:
-    """Random arms of the same size as an arm.
-
-    Attributes:
-        zeroed_share: Mean of their measured shares of ablated heads, 0 to 1; None if unknown.
-        mean: Mean of their differences to the baseline, in percentage points.
-        lowest: Difference of the worst seed.
-        highest: Difference of the best seed.
-        beaten: Number of controls that the arm beats.
-        tried: Number of arms of its kind in the run that scores chose, because a reader of all of them sees the best
-            of so many; 1 if no score chose the arm.
-        selected: Rank of the choice of a sweep, which replaces that of a single arm; None for other arms.
+    """Random arms of the same size as an arm. ``zeroed_share`` is the mean of their measured shares of ablated heads, 0
+    to 1; None if unknown. ``mean``, ``lowest`` and ``highest`` are differences to the baseline in percentage points.
+    ``tried`` is the number of arms of its kind in the run that scores chose, because a reader of all of them sees the
+    best of so many; 1 if no score chose the arm. ``selected``, the rank of a sweep's choice, replaces that of a single
+    arm; None for other arms.
     """
 
     arms: tuple[str, ...]
@@ -136,9 +121,7 @@ class Controls:
 
     @property
     def p_value(self) -> float | None:
-        """Probability by chance of a rank at least as high, counting the arms that were tried. None if a sweep selected
-        the arm and has too few random curves.
-        """
+        """Probability of this rank by chance, counting the arms tried; None if a sweep has too few random curves."""
         if self.selected is not None:
             return self.selected.p_value
         return rank_p_value(len(self.arms), self.beaten, self.tried)
@@ -162,7 +145,6 @@ class Controls:
         return f"Better than {self.beaten} of {controls} by {spread}; {self._proof()}"
 
     def _proof(self) -> str:
-        """Return what the rank shows."""
         if self.selected is not None:
             return self.selected.words()
         if len(self.arms) < LEAST_CONTROLS:
@@ -185,13 +167,10 @@ def equal_size(kind: ArmKind) -> str:
 
 @dataclass(frozen=True)
 class PrunedControls:
-    """Models pruned to about the size of another one, in one way, with the same repair.
-
-    Attributes:
-        layers_dropped: Number of layers without attention; None for random heads.
-        zeroed_share: Share of the heads that are removed with these layers, 0 to 1; None if unknown.
-        points: Differences to the baseline in the benchmark; empty without right answers.
-        increases: Differences to the baseline in the loss of text; empty without text.
+    """Models pruned to about the size of another one, in one way, with the same repair. ``layers_dropped`` is the
+    number of layers without attention; None for random heads. ``zeroed_share`` is the share of the heads that they
+    remove, 0 to 1; None if unknown. ``points`` (benchmark) and ``increases`` (loss of text) are differences to the
+    baseline; empty if not measured.
     """
 
     layers_dropped: int | None
@@ -226,10 +205,8 @@ def pruned_controls(
     points: Mapping[str, PairedDifference],
     measures: Mapping[str, Sequence[Measure]],
 ) -> tuple[PrunedControls, ...]:
-    """Return the controls of a pruned model, dropped layers first; empty for other arms.
-
-    Args:
-        points: Benchmark difference to the baseline by arm id.
+    """Return the controls of a pruned model, dropped layers first; empty for other arms. ``points`` are benchmark
+    differences by arm id.
     """
     if arm.kind is not ArmKind.PRUNED:
         return ()
@@ -279,11 +256,8 @@ def controls_of(arm: FinishedArm, others: Sequence[FinishedArm]) -> list[Finishe
 
 
 def judge_controls(others: Sequence[FinishedArm], differences: Mapping[str, float]) -> dict[str, Controls]:
-    """Compare arms with their random controls, by arm id. Arms without controls or difference are left out.
-
-    Args:
-        others: Arms and random controls of one run.
-        differences: Benchmark difference to the baseline in percentage points, by arm id.
+    """Compare arms with their random controls, by arm id. ``differences`` are benchmark differences to the baseline in
+    percentage points; arms without controls or difference are left out.
     """
     judged = [arm for arm in others if arm.arm_id in differences]
     return {

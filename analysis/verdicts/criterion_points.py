@@ -41,12 +41,8 @@ def by_curve(points: Sequence[C]) -> dict[tuple[str, str], list[C]]:
 
 @dataclass(frozen=True)
 class CriterionPoint:
-    """A criterion at one share.
-
-    Attributes:
-        selection: Further settings of the choice and the repair; points that differ in it are on different curves.
-        share: Nominal share of removed heads, 0 to 1.
-        heads: ``(layer, head)`` of the removed heads.
+    """A criterion at one nominal share of removed heads, 0 to 1, with the removed ``(layer, head)``. Points that differ
+    in ``selection``, the further settings of the choice and the repair, are on different curves.
     """
 
     criterion: str
@@ -57,7 +53,6 @@ class CriterionPoint:
 
     @property
     def curve(self) -> tuple[str, str]:
-        """Criterion and selection."""
         return self.criterion, self.selection
 
 
@@ -91,13 +86,8 @@ ALL_SITES, RANDOM = "all", "random"
 
 @dataclass(frozen=True)
 class SitePoint:
-    """A criterion at one share of the heads of a site.
-
-    Attributes:
-        seed: Seed of a random order; None for all others.
-        site: Kind of attention, or ``all``.
-        share: Nominal share of the site's heads that are removed, 0 to 1.
-        heads: ``(site, layer, head)`` of the removed heads.
+    """A criterion at one nominal share of a site's heads, 0 to 1, with the removed ``(site, layer, head)``. ``site`` is
+    a kind of attention, or ``all``; ``seed`` is None unless the order is random.
     """
 
     criterion: str
@@ -110,7 +100,6 @@ class SitePoint:
 
     @property
     def curve(self) -> tuple[str, str]:
-        """Criterion, and seed of a random order."""
         return self.criterion, "" if self.seed is None else f"seed {self.seed}"
 
 
@@ -143,12 +132,9 @@ def read_site_points(store: Store, run_id: str) -> list[SitePoint]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement of two curves.
-
-    Attributes:
-        first, second: Criterion and selection of each.
-        tau: Kendall's tau-b of the shares at which heads go, -1 to 1; NaN if a curve removes all or no heads at once.
-        overlap: By common share, the part of the heads of the smaller set that both remove, 0 to 1.
+    """Agreement of two curves, each of a criterion and a selection. ``tau`` is Kendall's tau-b of the shares at which
+    heads go, -1 to 1; NaN if a curve removes all or no heads at once. ``overlap`` is ``|A & B| / min(|A|, |B|)`` of the
+    removed heads, 0 to 1, by common share.
     """
 
     site: str
@@ -159,11 +145,8 @@ class Agreement:
 
 
 def agreements(points: Sequence[CurvePoint], heads: Sequence[Hashable], site: str = "self") -> list[Agreement]:
-    """Return the agreement of every pair of curves.
-
-    Args:
-        heads: All heads of the site. A head has the rank of the smallest tested share that removes it, so heads of one
-            step are ties.
+    """Return the agreement of every pair of curves; ``heads`` are all heads of the site. A head has the rank of the
+    smallest tested share that removes it, so heads of one step are ties.
     """
     from scipy.stats import kendalltau  # slow to import, and the report reads points without it
 

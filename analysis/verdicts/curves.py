@@ -38,9 +38,8 @@ class Curve:
     """A curve; see the comments of the view ``score_curves``.
 
     Attributes:
-        score: Score that chose the heads; None for random heads and masks given by hand.
+        score: None for random heads and masks given by hand.
         selection: Further criterion that chose the heads; None without one, or if unknown.
-        name: Label of the curve; includes the selection if curves of the kind differ in it.
         points: By growing measured share of ablated heads; the baseline is the first.
         removable_share: Share of heads, 0 to 1, at which the accuracy last falls one point below the baseline.
         removable_share_strict: Largest tested share, 0 to 1, that passes together with all smaller tested ones; 0 if
@@ -61,7 +60,6 @@ class Curve:
 
     @property
     def is_random(self) -> bool:
-        """True if the heads were drawn at random."""
         return self.kind.is_random
 
     @property
@@ -84,10 +82,8 @@ class Curve:
 
 
 def read_curves(store: Store, run_id: str, unrecorded: Sequence[Mapping[str, Any]] | None = None) -> list[Curve]:
-    """Return a run's curves by falling removable share, random ones last.
-
-    Args:
-        unrecorded: Rows of ``arm_verdicts`` that the store lacks, from ``Verdict``; None computes them.
+    """Return a run's curves by falling removable share, random ones last. ``unrecorded`` are rows of ``arm_verdicts``
+    that the store lacks, from ``Verdict``; None computes them.
     """
     if unrecorded is None:
         unrecorded = read_verdict_rows(store, run_id).computed

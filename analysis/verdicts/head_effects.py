@@ -49,14 +49,9 @@ _COUNTED = 10
 
 
 class Effect(NamedTuple):
-    """Change of a metric by an ablation, in the metric's unit.
-
-    Attributes:
-        effect: The metric with ablation, minus the baseline.
-        standard_error: Standard error of the effect; infinite with one document.
-        low: Lower end of the 95 % interval; minus infinity with too few documents.
-        p_value: Two-sided p-value; 1 with one document.
-        n: Number of questions, or of documents.
+    """Change of a metric by an ablation (with ablation minus baseline), in the metric's unit. With too few documents
+    the interval is unbounded; with one, ``standard_error`` is infinite and the two-sided ``p_value`` is 1. ``n`` counts
+    questions, or documents.
     """
 
     baseline: float
@@ -69,21 +64,15 @@ class Effect(NamedTuple):
 
     @property
     def interval(self) -> Interval:
-        """The effect with its interval."""
         return Interval(self.low, self.effect, self.high)
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Outcomes of a baseline, and what pairs them with those of other arms.
-
-    Attributes:
-        metric: Accuracy, or a loss.
-        baseline: (rows,) 0 to 1 for accuracy, otherwise losses summed over a text.
-        sizes: (rows,) tokens or bytes of a text; 1 for accuracy.
-        strata: (rows,) number of the task.
-        documents: (rows,) number of the document; its rows are correlated, and in the same half.
-        selecting: (rows,) bool, rows of the half that selects; the other half judges.
+    """Outcomes of a baseline, and the numbers that pair them with those of other arms, by row (rows,). ``baseline`` is
+    0 to 1 for accuracy, otherwise a loss summed over a text, whose tokens or bytes are ``sizes`` (1 for accuracy).
+    ``strata`` are task numbers. Rows of one document are correlated, and in the same half: that of ``selecting`` (bool)
+    selects, the other judges.
     """
 
     metric: str
@@ -112,12 +101,7 @@ class Outcomes:
         return 1 if self.metric == ACCURACY else -1
 
     def effect(self, arm: np.ndarray, rows: np.ndarray | None = None) -> Effect:
-        """Return the effect of an arm.
-
-        Args:
-            arm: (rows,) outcomes of the arm.
-            rows: (rows,) bool, rows to use; None uses all.
-        """
+        """Return the effect of an arm's outcomes (rows,) on ``rows`` (rows,) bool; None uses all rows."""
         kept = self._kept(rows)
         base, own, sizes = self.baseline[kept], arm[kept], self.sizes[kept]
         effect, error, count = ratio_with_error(own - base, sizes, self.documents[kept])
@@ -145,10 +129,9 @@ class Outcomes:
 
 
 def _tail(ratios: np.ndarray, ratio: float, documents: int) -> float:
-    """Return the share of resamples at or below ``ratio``.
-
-    A correction over hundreds of heads needs smaller shares than resamples can be counted. Below the tenth resample the
-    tail is that of Student's t, stretched to agree with it there.
+    """Return the share of resamples at or below ``ratio``. Below the tenth resample the tail is that of Student's t,
+    stretched to agree with it there, because a correction over hundreds of heads needs smaller shares than can be
+    counted.
     """
     below = int((ratios <= ratio).sum())
     counted = (1 + max(below, _COUNTED)) / (1 + len(ratios))
@@ -177,11 +160,7 @@ def halves(documents: Sequence[str], tasks: Sequence[str]) -> np.ndarray:
 
 
 class TableEffect(NamedTuple):
-    """An effect in a table of effects.
-
-    Attributes:
-        confirmed: See the column of ``head_effects``.
-    """
+    """An effect in a table of effects; ``confirmed`` is the column of ``head_effects``."""
 
     effect: Effect
     q_value: float
@@ -189,11 +168,7 @@ class TableEffect(NamedTuple):
 
 
 def each_effect(outcomes: Outcomes, arms: Mapping[str, np.ndarray]) -> dict[str, TableEffect]:
-    """Return the effects of arms on all rows, and whether halves agree.
-
-    Args:
-        arms: (rows,) outcomes by arm.
-    """
+    """Return the effects of arms, given as outcomes (rows,), on all rows, and whether halves agree."""
     found = {name: outcomes.effect(arm) for name, arm in arms.items()}
     q = q_values(np.array([effect.p_value for effect in found.values()]))
     confirmed: dict[str, bool | None] = dict.fromkeys(arms)
@@ -222,11 +197,8 @@ def _confirmed(outcomes: Outcomes, arms: Mapping[str, np.ndarray]) -> dict[str, 
 def best_of_each(
     outcomes: Outcomes, groups: Mapping[object, Mapping[str, np.ndarray]]
 ) -> dict[object, tuple[str, TableEffect]]:
-    """Return the best arm of each group, chosen by one half and judged by the other. If there are too few documents to
-    split, all rows do both and the result is not confirmed. The first arm wins ties.
-
-    Args:
-        groups: (rows,) outcomes by arm, by group.
+    """Return the best arm of each group, chosen by one half and judged by the other, from outcomes (rows,) by arm. If
+    there are too few documents to split, all rows do both and the result is not confirmed. The first arm wins ties.
     """
     split = outcomes.can_split
     choosing, judging = (outcomes.selecting, ~outcomes.selecting) if split else (None, None)
@@ -249,8 +221,8 @@ RESAMPLES = 1000
 
 
 def bleu(counts: np.ndarray) -> np.ndarray:
-    """Return BLEU, 0 to 100, of summed counts (..., 10); orders without a match are smoothed as in sacrebleu. The
-    smoothing is exponential: the k-th order without a match counts as 1 / 2^k matches.
+    """Return BLEU, 0 to 100, of summed counts (..., 10), with the exponential smoothing of sacrebleu: the k-th order
+    without a match counts as 1 / 2^k matches.
     """
     matches, grams = counts[..., :4].astype(float), counts[..., 4:8].astype(float)
     empty = (matches == 0) & (grams > 0)
@@ -266,7 +238,7 @@ def bleu(counts: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class BleuOutcomes(Outcomes):
-    """Outputs of a baseline, as counts of sentences (rows, 10), and what pairs them with those of other arms."""
+    """Outputs of a baseline as counts of sentences (rows, 10), paired as in `Outcomes`."""
 
     @property
     def better(self) -> int:
@@ -311,10 +283,8 @@ def _by_document(counts: np.ndarray, documents: np.ndarray) -> np.ndarray:
 
 
 def _weights(documents: int) -> np.ndarray:
-    """Return how often each resample draws each document (resamples, documents), the same for all arms.
-
-    Each draws one document fewer than there are, because drawing all would make the variance too small (Rao and Wu
-    1988).
+    """Return how often each resample draws each document (resamples, documents), the same for all arms. Each draws one
+    document fewer than there are, because drawing all would make the variance too small (Rao and Wu 1988).
     """
     seed = int.from_bytes(hashlib.sha256(f"bleu {documents}".encode()).digest()[:8], "little")
     even = np.full(documents, 1 / documents)
@@ -326,7 +296,6 @@ _ARMS = 64
 
 
 def _baseline_of(store: Store, run_id: str) -> str:
-    """Return the id of the run's finished baseline."""
     found = store.query(
         "SELECT arm_id FROM arms WHERE run_id = ? AND kind = 'baseline' AND status = 'finished'", [run_id]
     )["arm_id"].to_pylist()
@@ -384,7 +353,6 @@ def _read_chunk(
 
 
 def _value(metric: str, prefix: str = "") -> str:
-    """Return SQL of an outcome."""
     if metric == ACCURACY:
         return f"{prefix}correct"
     if metric == BLEU:
@@ -441,14 +409,12 @@ class HeadEffect:
 
     @property
     def significant(self) -> bool:
-        """True if the q-value is at most the false discovery rate. A loss that falls must also be confirmed."""
+        """True if the q-value is at most the false discovery rate; a loss that falls must also be confirmed."""
         believed = self.harm >= 0 or self.metric in HIGHER_IS_BETTER or bool(self.confirmed)
         return self.q_value <= FALSE_DISCOVERY_RATE and believed
 
 
 class _HeadArm(NamedTuple):
-    """A finished arm of one head."""
-
     arm_id: str
     mode: str
     site: str
@@ -484,11 +450,7 @@ def record_effects(store: Store, run_id: str) -> list[HeadEffect]:
 
 
 def read_effects(store: Store, run_id: str, mode: str = EACH, *, site: str | None = None) -> list[HeadEffect]:
-    """Return the stored effects of a run by layer and head; none if the run has none.
-
-    Args:
-        site: Kind of attention; None returns all.
-    """
+    """Return the stored effects of a run by layer and head, of all sites if ``site`` is None; empty if it has none."""
     rows = store.query(
         "SELECT * EXCLUDE (run_id) FROM head_effects WHERE run_id = ? AND mode = ? AND site = coalesce(?, site)"
         " ORDER BY site, layer, head",

@@ -45,14 +45,10 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ArmOutcome:
-    """Results of one arm without its accuracy.
-
-    Attributes:
-        zeroed_share: Measured share of ablated or removed heads, 0 to 1.
-        share: Nominal share, see the column of ``arms``.
-        selection: How heads were selected, or the mode of a plan.
-        weights_left: Share of the weights' bytes that a pruned model keeps; None for other arms.
-        replacement: What replaces the output of ablated heads; None for other arms.
+    """Results of one arm without its accuracy. ``zeroed_share`` is the measured share of ablated or removed heads, 0 to
+    1, and ``share`` the nominal one. ``selection`` is how heads were selected, or the mode of a plan. ``weights_left``,
+    the share of the weights' bytes that a pruned model keeps, and ``replacement``, which replaces the output of ablated
+    heads, are None for other arms.
     """
 
     name: str
@@ -69,12 +65,10 @@ class ArmOutcome:
 
     @property
     def is_random(self) -> bool:
-        """True if the arm ablates random heads."""
         return self.kind.is_random
 
     @property
     def is_control(self) -> bool:
-        """True if the arm is a control of other arms."""
         return self.kind.is_control
 
     @property
@@ -84,7 +78,7 @@ class ArmOutcome:
 
     @property
     def recall_open(self) -> str:
-        """Names of the recall families without a clear result. They are shown neither lost nor kept."""
+        """Names of the recall families that are shown neither lost nor kept."""
         return ", ".join(family.family for family in self.families if not (family.failed or family.kept))
 
     @property
@@ -94,10 +88,8 @@ class ArmOutcome:
 
     def value(self, measure: str) -> Interval | None:
         """Return a number of the arm with its interval; None if it was not measured, or if the baseline guesses.
-
-        Args:
-            measure: ``accuracy`` (minus the baseline's, in points), ``loss`` (minus the baseline's, by token, else by
-                byte), or a family of recall tasks (share of the ability that is left, in percent).
+        ``measure`` is ``accuracy`` (minus the baseline's, in points), ``loss`` (minus the baseline's, by token, else by
+        byte), or a family of recall tasks (share of the ability that is left, in percent).
         """
         if measure == LOSS:
             increase = loss_increase(self.measures)
@@ -131,7 +123,6 @@ class ArmOutcome:
         return [*found, lost, self._recall_words(), *(each.words() for each in self.pruned_controls)]
 
     def _recall_words(self) -> str:
-        """Return the sentence on the recall that is left, by family."""
         if not self.recall:
             return "Recall was not tested"
         if not self.families:
@@ -145,14 +136,9 @@ class ArmOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmVerdict(ArmOutcome):
-    """Results of one arm with its accuracy and verdict.
-
-    Attributes:
-        paired: The benchmark: all questions that have a right answer.
-        tasks: Tasks and groups of the benchmark, clearest loss first.
-        controls: Random arms of the same size; None if there are none.
-        part: Share of the questions of the run that judge; the others select the best arm of a sweep.
-        comparisons: Number of arms for which the intervals are widened.
+    """Results of one arm with its accuracy and verdict. ``paired`` compares all benchmark questions that have a right
+    answer, and ``tasks`` are its tasks and groups, clearest loss first. ``controls`` are random arms of the same size;
+    None if there are none. ``part`` and ``comparisons`` are as in `RecallVerdict`.
     """
 
     paired: PairedDifference
@@ -162,14 +148,11 @@ class ArmVerdict(ArmOutcome):
     comparisons: int = 1
 
     def value(self, measure: str) -> Interval | None:
-        """Return a number of the arm with its interval; see `ArmOutcome.value`."""
         return self.paired.interval if measure == ACCURACY else super().value(measure)
 
     @property
     def passes_benchmark(self) -> bool:
-        """True if the arm passes the benchmark. The lower end is above -1 point, on enough questions, and no task is
-        lost.
-        """
+        """True if the lower end is above -1 point, on enough questions, and no task is lost."""
         return self.paired.low > -MARGIN and self.paired.can_show_loss and not self.tasks_lost
 
     @property
@@ -179,9 +162,7 @@ class ArmVerdict(ArmOutcome):
 
     @property
     def questions_needed(self) -> int:
-        """Number of questions to ask so that an arm like this is judged, if it loses nothing. 0 if the questions are
-        enough, or if they show that it loses something.
-        """
+        """Number of questions that would judge an arm like this without loss; 0 if these are enough or show a loss."""
         needed = self.paired.questions_needed(self.comparisons)
         return 0 if self.paired.questions >= needed or self.paired.high < 0 else round(needed / self.part)
 
@@ -234,7 +215,6 @@ class ArmVerdict(ArmOutcome):
         return losses
 
     def _doubts(self) -> list[str]:
-        """Return what the questions leave open."""
         doubts = []
         paired = self.paired
         if not paired.above_chance:
@@ -276,7 +256,7 @@ class ArmVerdict(ArmOutcome):
         )
 
     def _tasks_at_chance(self) -> str:
-        """Return the sentence on tasks that say nothing; empty with one task."""
+        """Return the sentence on tasks at chance, which show nothing; empty with one task."""
         guessed = [task for task in self.tasks if not task.paired.above_chance]
         if len(self.tasks) < 2 or not guessed:
             return ""
@@ -292,12 +272,9 @@ def _names(tasks: Sequence[TaskVerdict]) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdicts on the finished arms of an evaluate run, controls last.
-
-    Attributes:
-        arms: Arms with an accuracy.
-        unjudged: Arms without one: all of them if no benchmark task has right answers (perplexity).
-        unrecorded: Rows of ``arm_verdicts`` that were computed because the store lacks them.
+    """Verdicts on the finished arms of an evaluate run, controls last. ``unjudged`` arms have no accuracy: all of them
+    if no benchmark task has right answers (perplexity). ``unrecorded`` are the rows of ``arm_verdicts`` that were
+    computed because the store lacks them.
     """
 
     run_id: str
@@ -309,20 +286,18 @@ class Verdict:
 
     @property
     def progress(self) -> str:
-        """Number of finished arms in words; empty if all are finished. It includes the baseline."""
+        """Number of finished arms in words, the baseline included; empty if all are finished."""
         finished = 1 + len(self.arms) + len(self.unjudged)
         return f"{finished} of {finished + self.unfinished} arms finished" if self.unfinished else ""
 
     def sentences(self) -> list[str]:
-        """Return one sentence per arm that is no control. The progress comes first if arms are unfinished."""
+        """Return one sentence per arm that is no control, after the progress if arms are unfinished."""
         lines = [arm.sentence() for arm in (*self.arms, *self.unjudged) if not arm.is_control]
         return [f"{self.progress}.", *lines] if self.progress else lines
 
 
 def judge(store: Store, run_id: str) -> Verdict:
-    """Judge every finished arm of an evaluate run. Nothing is written: comparisons that the store lacks are computed
-    and stay in memory.
-    """
+    """Judge every finished arm of an evaluate run. Comparisons that the store lacks are computed, not written."""
     run = store.resolve_run(run_id, "evaluate")
     run_id = run["run_id"]
     arms = finished_arms(store, run_id)
@@ -368,13 +343,9 @@ def arm_outcome(
     confirmation: bool = False,
     comparisons: int = 1,
 ) -> ArmOutcome:
-    """Judge one arm by its comparisons.
-
-    Args:
-        confirmation: The questions are the judging part of a sweep's.
-        comparisons: Number of arms for which the intervals are widened.
-
-    Returns an ``ArmVerdict`` if the benchmark has an accuracy.
+    """Judge one arm by its comparisons; return an ``ArmVerdict`` if the benchmark has an accuracy. With
+    ``confirmation`` the questions are the judging part of a sweep's, and ``comparisons`` is the number of arms for
+    which the intervals are widened.
     """
     known = ArmOutcome(
         name=arm.name,
@@ -402,7 +373,6 @@ def arm_outcome(
 
 
 def _families(scopes: Mapping[Scope, PairedDifference], part: float, comparisons: int) -> tuple[RecallVerdict, ...]:
-    """Return the recall families among the compared scopes."""
     return tuple(
         RecallVerdict(scope.task, paired, part, comparisons)
         for scope, paired in scopes.items()

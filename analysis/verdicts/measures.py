@@ -22,11 +22,7 @@ from headscan.analysis.verdicts.verdict_rows import FinishedArm
 
 
 class Rate(NamedTuple):
-    """A metric that is a sum over documents, divided by their tokens or bytes.
-
-    Attributes:
-        factor: Factor from the stored sum to the metric.
-    """
+    """A metric that is a sum over documents, times ``factor``, divided by their tokens or bytes."""
 
     unit: str
     factor: float
@@ -50,11 +46,8 @@ _MOST_UNITS = 1000
 
 @dataclass(frozen=True)
 class Increase:
-    """Paired difference of a metric, arm minus baseline, with its 95 % interval.
-
-    Attributes:
-        documents: Number of documents, which the interval treats as independent.
-        low: Lower end; minus infinity with one document.
+    """Paired difference of a metric, arm minus baseline, with its 95 % interval over independent documents; the
+    interval is infinite with one document.
     """
 
     unit: str
@@ -65,24 +58,19 @@ class Increase:
 
     @property
     def interval(self) -> Interval:
-        """The difference with its interval."""
         return Interval(self.low, self.difference, self.high)
 
     def words(self) -> str:
-        """Return the difference with its interval and unit."""
         return f"{self.numbers()} {self.unit}"
 
     def numbers(self) -> str:
-        """Return the difference with its interval."""
         return self.interval.words(2 if self.unit == "points" else 4)
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A metric of a task; None if lm-eval has no value.
-
-    Attributes:
-        increase: Paired difference by document; None if the metric is no sum over documents.
+    """A metric of a task; None if lm-eval has no value. ``increase`` is the paired difference by document; None if the
+    metric is no sum over documents.
     """
 
     task: str
@@ -92,7 +80,6 @@ class Measure:
     increase: Increase | None = None
 
     def words(self) -> str:
-        """Return the measure in words."""
         text = f"Measured {self.task} {self.metric}: {_number(self.arm)} against {_number(self.baseline)}"
         return text if self.increase is None else f"{text}: {self.increase.words()}"
 
@@ -112,16 +99,13 @@ def rate_increase(
     *,
     comparisons: int = 1,
 ) -> Increase:
-    """Return the difference of two rates, sum over rows divided by sizes, paired by document. The interval is that of a
-    ratio estimator whose clusters are documents: Student's t with one degree of freedom less than documents, and from
-    `_RESAMPLED` documents the wider one of it and of a bootstrap-t at each end, because skewed differences make
+    """Return the paired difference of two rates, ``rate.factor * sum(arm - baseline) / sum(sizes)``. The interval is
+    that of a ratio estimator with documents as clusters: Student's t with ``documents - 1`` degrees of freedom, and
+    from `_RESAMPLED` documents the wider one of it and of a bootstrap-t at each end, because skewed differences make
     Student's t too narrow.
 
-    Args:
-        baseline: (rows,) sums of the baseline; ``arm`` likewise.
-        sizes: (rows,) tokens or bytes of each row.
-        documents: (rows,) document of each row; the rows of one document are correlated.
-        comparisons: Number of arms for which the interval is widened (Bonferroni).
+    ``baseline`` and ``arm`` are sums (rows,), ``sizes`` (rows,) their tokens or bytes, and ``documents`` (rows,) their
+    documents, within which rows are correlated. The interval is widened for ``comparisons`` arms (Bonferroni).
     """
     amounts = (arm - baseline) * rate.factor
     ratio, error, count = ratio_with_error(amounts, sizes, documents)
@@ -140,12 +124,8 @@ def rate_increase(
 
 
 def ratio_with_error(amounts: np.ndarray, sizes: np.ndarray, clusters: np.ndarray) -> tuple[float, float, int]:
-    """Return a ratio of sums, its standard error by clusters, and the number of clusters. The variance is linearised
-    (Cochran 1977, section 6.5); it is infinite with one cluster.
-
-    Args:
-        amounts: (rows,) of the numerator; ``sizes`` of the denominator.
-        clusters: (rows,) cluster of each row; the rows of one cluster are correlated.
+    """Return a ratio of sums (rows,), its standard error by clusters, whose rows are correlated, and the number of
+    clusters. The variance is linearised (Cochran 1977, section 6.5); it is infinite with one cluster.
     """
     number = np.unique(clusters, return_inverse=True)[1]
     amount, size = np.bincount(number, amounts), np.bincount(number, sizes)
@@ -157,15 +137,11 @@ def ratio_with_error(amounts: np.ndarray, sizes: np.ndarray, clusters: np.ndarra
 
 
 def studentised(amounts: np.ndarray, sizes: np.ndarray, documents: np.ndarray) -> np.ndarray:
-    """Return the error of a ratio of sums in standard errors, in resamples of documents (resamples,).
+    """Return the error of a ratio of sums (rows,) in standard errors, in resamples of documents (resamples,).
 
     Student's t takes the ratio of error and standard error for symmetric. If few documents have most of the effect, a
     sample without them has a small error bar on the wrong side of the truth; resamples show how often (the bootstrap-t
     of Efron 1981; Hall 1988).
-
-    Args:
-        amounts: (rows,) of the numerator; ``sizes`` of the denominator.
-        documents: (rows,) document of each row; the rows of one document are correlated.
     """
     unit = np.unique(documents, return_inverse=True)[1] % _MOST_UNITS
     amount, size = np.bincount(unit, amounts), np.bincount(unit, sizes)

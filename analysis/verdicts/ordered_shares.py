@@ -30,8 +30,6 @@ from headscan.analysis.verdicts.verdict_rows import (
 
 
 class Outcome(StrEnum):
-    """What is known about a share."""
-
     SAFE = "safe"
     LOSES = "loses"
     OPEN = "too few questions"
@@ -39,13 +37,9 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class ShareVerdict:
-    """Verdict on one share.
-
-    Attributes:
-        share: Nominal share of heads or of KV heads, 0 to 1.
-        loss: Increase of the held-out loss, in nats per token; None if it was not measured.
-        why: What is lost, or what is missing; empty if the share is safe.
-        accuracy: The benchmark; None if the loss ended the test.
+    """Verdict on one nominal share of heads or of KV heads, 0 to 1. ``loss`` is the increase of the held-out loss, in
+    nats per token; None if it was not measured. ``why`` names the losses, or the missing evidence; empty if the share
+    is safe. ``accuracy`` compares the benchmark; None if the loss ended the test.
     """
 
     name: str
@@ -88,12 +82,9 @@ def judge_shares(
     max_loss: float,
     comparisons: int,
 ) -> list[ShareVerdict]:
-    """Judge shares of one kind in their order. The list ends with the first share that is not safe; it is empty if the
-    first share has no answers yet.
-
-    Args:
-        shares: Names of arms and their shares, from small to large, fixed before the questions were read.
-        max_loss: Largest increase of the loss, in nats per token.
+    """Judge shares of one kind, with the names of their arms, from small to large, fixed before the questions were
+    read. The list ends with the first share that is not safe; it is empty if the first share has no answers yet.
+    ``max_loss`` is in nats per token.
     """
     arms = finished_arms(store, run_id)
     by_name = {arm.name: arm for arm in arms.others}
@@ -146,7 +137,6 @@ def share_verdict(outcome: ArmOutcome, share: float, loss: Increase | None) -> S
 
 
 def _lost(outcome: ArmVerdict) -> str:
-    """Return what an arm is shown to lose."""
     parts = []
     if outcome.paired.shows_loss:
         parts.append(f"accuracy ({outcome.paired.difference:+.1f} points)")
@@ -157,7 +147,6 @@ def _lost(outcome: ArmVerdict) -> str:
 
 
 def _missing(outcome: ArmVerdict) -> str:
-    """Return what is missing to judge an arm."""
     paired = outcome.paired
     if not paired.above_chance:
         return "the model itself is at or near chance on these questions"

@@ -42,7 +42,6 @@ class Interval(NamedTuple):
 
     @property
     def known(self) -> bool:
-        """True if both ends are finite."""
         return isfinite(self.low) and isfinite(self.high)
 
     def scaled(self, factor: float, offset: float = 0.0) -> Interval:
@@ -60,9 +59,8 @@ class Interval(NamedTuple):
 
 
 def retained(baseline: np.ndarray, arm: np.ndarray, texts: np.ndarray, chance: float, *, seed: int = 0) -> Interval:
-    """Return the share of the baseline's ability above chance that an arm retains, in percent.
-
-    The share is above 100 if the arm recalls more than the baseline; its interval ends within -100 and 200.
+    """Return the share of the baseline's ability above chance that an arm retains, in percent: ``clip(100 * (arm -
+    chance) / (baseline - chance), -100, 200)`` of the means over texts.
 
     The interval is a Bayesian bootstrap of whole texts with one added text: the worst possible for the lower end, the
     best possible for the upper end (Gaffke's bound; arXiv 1905.06208). Identical answers to few questions therefore
@@ -70,10 +68,8 @@ def retained(baseline: np.ndarray, arm: np.ndarray, texts: np.ndarray, chance: f
     Clopper and Pearson's interval. The lower end is at most that of identical answers: gained answers do not show that
     others are kept.
 
-    Args:
-        baseline: (questions,) 0 to 1 per question; ``arm`` likewise.
-        texts: (questions,) the text of each question.
-        chance: Accuracy of guessing in percent.
+    ``baseline`` and ``arm`` are (questions,) of 0 to 1, ``texts`` (questions,) is the text of each question, and
+    ``chance`` is in percent.
     """
     text = np.unique(texts, return_inverse=True)[1]
     sizes = np.bincount(text)
@@ -92,11 +88,7 @@ def retained(baseline: np.ndarray, arm: np.ndarray, texts: np.ndarray, chance: f
 
 
 def _shares(ability: np.ndarray, without: float) -> np.ndarray:
-    """Return the arm's share of the baseline's ability, in percent. It is ``without`` if the baseline has none.
-
-    Args:
-        ability: (draws, 2) of the baseline and of the arm.
-    """
+    """Return ``clip(100 * arm / baseline, -100, 200)`` for ``ability`` (draws, 2); ``without`` if ``baseline <= 0``."""
     baseline, arm = ability.T
     able = baseline > 0
     shares = np.full(len(ability), without)
@@ -116,13 +108,11 @@ class PairedDifference:
     """Comparison of an arm with its baseline on the same questions.
 
     Attributes:
-        baseline: Accuracy of the baseline in percent.
-        arm: Accuracy of the arm in percent.
+        baseline: Accuracy in percent, as ``arm``.
         difference: Arm minus baseline in percentage points.
-        low: Lower end of the 95 % interval of the difference in percentage points: the wider one of Student's t and of
-            a bootstrap with t quantiles; if few answers differ, the score test counts if it is wider.
-        gained: Number of questions where the arm is better.
-        lost: Number of questions where the arm is worse.
+        low: Lower end of the 95 % interval of the difference: the wider one of Student's t and of a bootstrap with t
+            quantiles; if few answers differ, the score test counts if it is wider.
+        gained: Number of questions where the arm is better; ``lost`` where it is worse.
         p_value: Two-sided p-value of McNemar's exact test. The test assumes independent questions; it is too small if
             questions of one text are correlated, and then only the interval is valid.
         retained: Retained ability in a family of recall tasks; None elsewhere.
@@ -143,21 +133,18 @@ class PairedDifference:
 
     @property
     def interval(self) -> Interval:
-        """The difference with its interval."""
         return Interval(self.low, self.difference, self.high)
 
     @property
     def above_chance(self) -> bool:
-        """True if the baseline is shown to do better than guessing, by at least 5 points. Guessing counts as 0 % right
-        if its accuracy is unknown.
-        """
+        """True if ``baseline - chance >= LEAST_BASELINE`` and `wilson_low` exceeds ``chance``; an unknown one is 0."""
         chance = self.chance or 0.0
         by_chance = 100 * wilson_low(round(self.baseline / 100 * self.questions), self.questions) <= chance
         return self.baseline - chance >= LEAST_BASELINE and not (chance and by_chance)
 
     @property
     def can_show_loss(self) -> bool:
-        """True if the questions are enough to show a loss. The baseline's right answers must be enough, too."""
+        """True if the questions, and the baseline's right answers, are enough to show a loss."""
         return self.questions >= LEAST_QUESTIONS and self.above_chance
 
     @property
@@ -166,10 +153,9 @@ class PairedDifference:
         return shows_loss(self.high, self.questions)
 
     def questions_needed(self, comparisons: int = 1) -> int:
-        """Number of questions that show in four of five cases that an arm without loss is removable.
-
-        The arm changes as many answers as this one. If few answers differ, their share gives the variance; otherwise
-        the width of the interval does, which also counts partial credit and correlated questions.
+        """Return the number of questions that show in four of five cases that an arm that loses nothing and changes as
+        many answers as this one is removable. If few answers differ, their share gives the variance; otherwise the
+        width of the interval does, which also counts partial credit and correlated questions.
         """
         changed = self.gained + self.lost
         if changed < _FEW_DIFFER:
@@ -178,22 +164,18 @@ class PairedDifference:
         return enough_questions(self.questions * (error / 100) ** 2, comparisons)
 
     def among(self, comparisons: int) -> Interval:
-        """Return the difference with its interval widened for ``comparisons`` simultaneous intervals at 95 %:
-        Bonferroni's level at the quantile of Student's t.
-        """
+        """Return the interval widened for ``comparisons`` simultaneous ones at 95 % (Bonferroni, by Student's t)."""
         freedom = max(1, self.questions - 1)
         factor = t_quantile(TAIL / comparisons, freedom) / t_quantile(TAIL, freedom)
         return self.interval.widened(factor)
 
 
 def enough_questions(changed: float, comparisons: int = 1) -> int:
-    """Return the number of questions with which an arm without loss is removable in four of five cases.
-
-    Its lower end is above the margin with the probability `POWER`; 78,500 times the share of changed answers. If few
-    differ, the score interval is wider and as many more are needed as with identical answers.
-
-    Args:
-        changed: Share of the answers that the arm changes, 0 to 1, or the variance of a question's difference.
+    """Return the number of questions with which the lower end of an arm without loss is above the margin with the
+    probability `POWER`: ``((z(1 - TAIL / comparisons) + z(POWER)) * 100 / MARGIN)**2 * changed``, 78,500 times
+    ``changed`` for one comparison. If few answers differ, the score interval is wider, and `identical_questions` are
+    added. ``changed`` is the share of the answers that the arm changes, 0 to 1, or the variance of a question's
+    difference.
     """
     questions = ((_NORMAL.inv_cdf(1 - TAIL / comparisons) + _NORMAL.inv_cdf(POWER)) * 100 / MARGIN) ** 2 * changed
     if changed * questions < _FEW_DIFFER:
@@ -208,14 +190,12 @@ def about(number: float) -> str:
 
 
 def shows_loss(high: float, texts: int) -> bool:
-    """Return True if an upper end in percentage points shows a loss of more than one point. Fewer than `LEAST_TEXTS`
-    independent texts cannot show one.
-    """
+    """Return True if an upper end, in points, is below -`MARGIN` on at least `LEAST_TEXTS` independent texts."""
     return high < -MARGIN and texts >= LEAST_TEXTS
 
 
 def wilson_low(right: int, questions: int) -> float:
-    """Return the lower end of Wilson's 95 % interval, 0 to 1. The share is ``right / questions``."""
+    """Return the lower end of Wilson's 95 % interval of ``right / questions``, 0 to 1."""
     share = right / questions
     centre = share + _Z**2 / (2 * questions)
     half = _Z * sqrt(share * (1 - share) / questions + _Z**2 / (4 * questions**2))
@@ -230,11 +210,7 @@ def t_quantile(tail: float, freedom: int) -> float:
 
 
 class _Stratum(NamedTuple):
-    """Differences of one stratum.
-
-    Attributes:
-        texts: (texts, 2) sum of the differences and number of questions of each text.
-    """
+    """Differences of one stratum: ``texts`` (texts, 2) holds each text's sum of differences and number of questions."""
 
     texts: np.ndarray
     questions: int
@@ -248,9 +224,7 @@ class _Stratum(NamedTuple):
 
 
 def _strata(delta: np.ndarray, strata: np.ndarray | None, texts: np.ndarray | None) -> list[_Stratum]:
-    """Return the strata of ``delta`` (questions,). Strata of one text are pooled; a single one joins the largest
-    stratum.
-    """
+    """Return the strata of ``delta`` (questions,). Strata of one text are pooled; a single one joins the largest."""
     count = len(delta)
     groups = np.zeros(count, int) if strata is None else np.unique(strata, return_inverse=True)[1]
     numbers = np.arange(count) if texts is None else np.unique(texts, return_inverse=True)[1]
@@ -302,7 +276,7 @@ def _resampled_interval(strata: list[_Stratum], resamples: int, seed: int) -> tu
 
 
 def _score_interval(gained: int, lost: int, questions: int) -> tuple[float, float]:
-    """Return the 95 % interval of Tango's score test (Tango 1998). It is the interval of (gained - lost) / questions.
+    """Return the 95 % interval of (gained - lost) / questions by Tango's score test (Tango 1998).
 
     With few lost questions the bootstrap interval is too narrow: it only resamples the observed losses.
     """

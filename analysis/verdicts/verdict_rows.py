@@ -49,12 +49,9 @@ from headscan.analysis.verdicts.paired import (
 
 
 class FinishedArm(NamedTuple):
-    """An arm with all answers; see the comments of the table ``arms``.
-
-    Attributes:
-        kv_shares: Share of the KV cache that a plan leaves, by length, as JSON; None for other arms.
-        weights_left: Share of the weights' bytes that a pruned model keeps; None for other arms.
-        replacement: What replaces the output of ablated heads; None for other arms.
+    """An arm with all answers; see the comments of the table ``arms``. ``kv_shares`` is the share of the KV cache that
+    a plan leaves, by length, as JSON, and ``weights_left`` the share of the weights' bytes that a pruned model keeps;
+    both are None for other arms. ``replacement`` is None if the arm ablates no heads.
     """
 
     arm_id: str
@@ -85,13 +82,13 @@ class FinishedArms(NamedTuple):
 
 
 def can_be_judged(store: Store, run_id: str) -> bool:
-    """Return True if a run can be compared with its baseline. The baseline and another arm must be finished."""
+    """Return True if the baseline and another arm of a run are finished."""
     kinds = store.query("SELECT kind FROM arms WHERE run_id = ? AND status = 'finished'", [run_id])["kind"].to_pylist()
     return kinds.count(ArmKind.BASELINE) == 1 and len(kinds) > 1
 
 
 def finished_arms(store: Store, run_id: str) -> FinishedArms:
-    """Return the finished arms of a run."""
+    """Return the finished arms of a run; raise VerdictError unless exactly one of them is a baseline."""
     columns = [name for name in FinishedArm._fields if name not in _SETTINGS]
     columns += [f"(config ->> '$.{name}')::{kind} AS {name}" for name, kind in _SETTINGS.items()]
     rows = store.query(
@@ -170,10 +167,7 @@ class AnswerSheets:
         return replace(paired, retained=share)
 
     def difference(self, scope: Scope, baseline: np.ndarray, arm: np.ndarray) -> float:
-        """Return the mean paired difference in percentage points.
-
-        `compare` also computes its interval.
-        """
+        """Return the mean paired difference in percentage points; `compare` also computes its interval."""
         counts = self.scopes[scope]
         return 100 * float((arm[counts] - baseline[counts]).mean())
 
@@ -212,10 +206,9 @@ def read_answers(store: Store, baseline: FinishedArm, others: Sequence[FinishedA
 
 
 def _chance(store: Store, baseline: FinishedArm, tasks: np.ndarray) -> np.ndarray:
-    """Return the accuracy of guessing for each question: 1 / choices, NaN if it is unknown.
-
-    It is unknown for answers without choices (generated texts, a single likelihood) and in tasks with partial credit,
-    whose grade is not that of the likeliest choice. Choices that differ in frequency can be guessed more often.
+    """Return 1 / choices, the accuracy of guessing, for each question. NaN stands for answers without choices
+    (generated texts, a single likelihood) and for tasks with partial credit, whose grade is not that of the likeliest
+    choice. Choices that differ in frequency can be guessed more often.
     """
     found = store.query(
         "SELECT task, len(log_likelihoods) AS choices, bool_and(correct IN (0, 1)) OVER (PARTITION BY task) AS whole"
@@ -234,9 +227,7 @@ def _chance(store: Store, baseline: FinishedArm, tasks: np.ndarray) -> np.ndarra
 
 
 def _task_numbers(tasks: np.ndarray) -> np.ndarray:
-    """Return task numbers; a task and its cloze form share one. The bootstrap draws whole documents, which both
-    contain.
-    """
+    """Return task numbers; a task and its cloze form share one, because the bootstrap draws the documents of both."""
     names, number = np.unique(tasks, return_inverse=True)
     plain = [name.removesuffix(CLOZE_SUFFIX) for name in names]
     forms = [base if base in names else name for name, base in zip(names, plain, strict=True)]
@@ -277,7 +268,7 @@ def _scopes(store: Store, baseline: FinishedArm, tasks: np.ndarray) -> dict[Scop
 
 
 def _groups(store: Store, baseline: FinishedArm) -> dict[str, list[str]]:
-    """Return the requested groups with their tasks. Older runs have none."""
+    """Return the tasks of each requested group; runs of older versions have no groups."""
     (row,) = store.query(
         "SELECT runs.config->>'groups' AS groups FROM runs JOIN arms USING (run_id) WHERE arm_id = ?", [baseline.arm_id]
     ).to_pylist()
@@ -291,11 +282,9 @@ _SPARE = 1.5
 
 @dataclass(frozen=True)
 class RecallVerdict:
-    """Comparison of an arm with the baseline in a recall family.
-
-    Attributes:
-        part: Share of the recall questions of the run that judge; the others select the best arm of a sweep.
-        comparisons: Number of arms for which the intervals are widened.
+    """Comparison of an arm with the baseline in a recall family. ``part`` is the share of the run's recall questions
+    that judge (the others select the best arm of a sweep), and ``comparisons`` the number of arms for which the
+    intervals are widened.
     """
 
     family: str
@@ -316,7 +305,7 @@ class RecallVerdict:
 
     @property
     def failed(self) -> bool:
-        """True if the arm loses the ability. Lost means more than a tenth of it, or more than one point."""
+        """True if the arm loses more than a tenth of the ability, or more than one point."""
         kept = self.paired.retained
         if kept is None or not self.informative:
             return False
@@ -340,16 +329,14 @@ class RecallVerdict:
         return "unknown" if kept is None else f"{kept.value:.0f} % [{kept.low:.0f} %, {kept.high:.0f} %]"
 
     def points(self) -> str:
-        """Return the family and its retained share with the interval. If the loss shows in points alone, they are
-        added.
-        """
+        """Return the family and its retained share, and the loss in points if the share alone does not show it."""
         kept, p = self.paired.retained, self.paired
         in_points = self.failed and kept is not None and kept.high >= LEAST_RETAINED
         points = f" ({p.interval.words(1, ' points')})" if in_points else ""
         return f"{self.family} {self.share_left()}{points}"
 
     def wanting(self) -> str:
-        """Return the required number of questions if there are too few."""
+        """Return the required number of questions in words; empty if there are enough."""
         needed = recall_needed(self.family, self.paired.baseline, self.comparisons)
         if self.paired.questions >= needed:
             return ""
@@ -357,11 +344,7 @@ class RecallVerdict:
 
 
 def solves(family: str, baseline: float, questions: int) -> bool:
-    """Return True if a baseline solves a family of recall tasks, so that there is recall to lose.
-
-    Args:
-        baseline: Its accuracy in percent.
-    """
+    """Return True if a baseline (accuracy in percent) solves a family of recall tasks, so that recall can be lost."""
     if family != "needle":
         return baseline >= LEAST_COPIED
     return 100 * wilson_low(round(baseline / 100 * questions), questions) > NEEDLE_CHANCE
@@ -370,11 +353,9 @@ def solves(family: str, baseline: float, questions: int) -> bool:
 def recall_needed(family: str, baseline: float, comparisons: int = 1) -> int:
     """Return the number of judging questions to ask so that an arm without loss is shown to keep recall.
 
-    An arm that loses nothing and changes 4 % of the answers is then shown to keep it in about nine of ten cases if the
-    model finds at least 65 % of the needles, and in three of four if it finds half of them.
-
-    Args:
-        baseline: Accuracy of the baseline in percent, above chance.
+    ``baseline`` is an accuracy in percent, above chance. An arm that loses nothing and changes 4 % of the answers is
+    then shown to keep recall in about nine of ten cases if the model finds at least 65 % of the needles, and in three
+    of four if it finds half of them.
     """
     least = least_questions(baseline, CHANCE.get(family, 0.0), comparisons)
     return QUESTIONS_PER_TEXT * ceil(_SPARE * least / QUESTIONS_PER_TEXT)
@@ -383,11 +364,8 @@ def recall_needed(family: str, baseline: float, comparisons: int = 1) -> int:
 def least_questions(baseline: float, chance: float, comparisons: int = 1) -> int:
     """Return the approximate number of questions with which identical answers keep recall.
 
-    The bound adds one text that may be lost, so a share of 1 - 0.025^(1 / texts) of all texts may be lost; with more
-    comparisons, a smaller probability takes the place of 0.025.
-
-    Args:
-        baseline: Accuracy of the baseline in percent, above ``chance``.
+    The bound adds one text that may be lost, so a share of 1 - (`TAIL` / comparisons)^(1 / texts) of all texts may be
+    lost. ``baseline`` and ``chance`` are accuracies in percent, ``baseline`` above ``chance``.
     """
     spare = (100 - LEAST_RETAINED) / 100 * (baseline - chance)
     lost = LEAST_RETAINED + (100 - LEAST_RETAINED) / 100 * chance
@@ -396,10 +374,8 @@ def least_questions(baseline: float, chance: float, comparisons: int = 1) -> int
 
 @dataclass(frozen=True)
 class TaskVerdict:
-    """Comparison of an arm with the baseline in a task or group.
-
-    Attributes:
-        wide: The difference in percentage points, with its interval widened for the number of tasks.
+    """Comparison of an arm with the baseline in a task or group; ``wide`` is the difference in percentage points, with
+    its interval widened for the number of tasks.
     """
 
     task: str
@@ -412,7 +388,6 @@ class TaskVerdict:
         return shows_loss(self.wide.high, self.paired.questions)
 
     def points(self) -> str:
-        """Return the task, its difference and the interval."""
         return f"{self.task}: {self.wide.words(unit=' points')}"
 
 
@@ -424,8 +399,9 @@ def task_verdicts(scopes: Mapping[Scope, PairedDifference]) -> tuple[TaskVerdict
 
 
 def least_visible_loss(paired: PairedDifference, tasks: int) -> float:
-    """Return the loss in points that the interval of one of ``tasks`` tasks shows in four of five cases. The arm loses
-    answers in addition to those that it changes in both directions; at most 100.
+    """Return the smallest loss in points, at most 100, that the interval of one of ``tasks`` tasks shows in four of
+    five cases: ``loss - MARGIN >= (t(TAIL / tasks) + t(1 - POWER)) * 100 * sqrt((loss / 100 + changed - (loss /
+    100)**2) / questions)``, where ``changed`` is the share of answers that change in both directions.
     """
     questions = paired.questions
     changed = 2 * min(paired.gained, paired.lost) / questions
@@ -526,7 +502,6 @@ def _row(sheets: AnswerSheets, scope: Scope, baseline: FinishedArm, arm: Finishe
 
 
 def _worst_columns(worst: TaskVerdict) -> dict[str, Any]:
-    """Return the columns of the benchmark row that name its worst task."""
     return {
         "failed": worst.failed,
         "worst_task": worst.task,

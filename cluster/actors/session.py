@@ -1,7 +1,7 @@
-"""Import Ray, start it here, or connect to a cluster; end what a killed command's local Ray leaves.
+"""Import Ray, start it here, or connect to a cluster; end the processes that a killed command's local Ray leaves.
 
-Ray's servers end with the command, but the two agents of its node retry for a minute to report that failure to a
-server that has ended. A separate small process ends them after a few seconds.
+Ray's servers end with the command, but the two agents of its node retry for a minute to report that failure to a server
+that has ended. A separate small process ends them after a few seconds.
 """
 
 from __future__ import annotations
@@ -91,11 +91,7 @@ _LEAST_FREE = 64 * 2**20
 
 
 def import_ray(*, local: bool) -> Any:
-    """Import and return the module ``ray``.
-
-    Args:
-        local: Ray runs on this machine only.
-    """
+    """Import and return the module ``ray``; ``local`` means that Ray runs on this machine only."""
     if local:
         # Ray reads this variable when it is imported. With 0 everything listens on 127.0.0.1; a node address of
         # 127.0.0.1 alone would be replaced by the machine's public one.
@@ -112,11 +108,8 @@ def import_ray(*, local: bool) -> Any:
 
 
 class Session:
-    """The connected cluster, or a local Ray that ends with the session. A local Ray listens on the loopback interface
-    and has no dashboard.
-
-    Attributes:
-        local: True if Ray was started here.
+    """The connected cluster, or a ``local`` Ray that ends with the session, listens on the loopback interface and has
+    no dashboard.
     """
 
     def __init__(self, cpus: int) -> None:
@@ -128,7 +121,7 @@ class Session:
             self._start()
 
     def lost(self) -> bool:
-        """Return True if this is a local Ray whose node failed. Only this session can restart it."""
+        """Return True if this is a local Ray whose node failed; only this session can restart it."""
         return self.local and not living_nodes(self.ray)
 
     def restart(self) -> None:
@@ -149,9 +142,7 @@ class Session:
             self._watch = None
 
     def check(self, replicas: int, **each: float) -> None:
-        """Raise, and close the session, if the cluster is too small. Too small means that it can never hold the
-        replicas.
-        """
+        """Raise, and close the session, if the cluster can never hold the replicas."""
         total = self.ray.cluster_resources()
         for kind, amount in each.items():
             if amount * replicas > total.get(kind, 0):
@@ -202,11 +193,7 @@ def _check_port(address: str, failure: str) -> None:
 
 
 def _check_answer(address: str, failure: str, deadline: float) -> None:
-    """Raise if another process cannot connect to the cluster; its output is not shown.
-
-    Args:
-        deadline: Time of `time.monotonic` at which the attempt ends.
-    """
+    """Raise if another process cannot connect by ``deadline`` (`time.monotonic`); its output is not shown."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         attempt = subprocess.Popen(
             [sys.executable, "-c", _PROBE, address], stdin=subprocess.DEVNULL, stdout=output, stderr=output
@@ -285,7 +272,6 @@ def _start_remedy(problem: PlacementError) -> str | None:
 
 
 def _init(ray: Any, failure: str, **options: Any) -> None:
-    """Call `ray.init` without its output."""
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, configure_logging=True, **options)
     except Exception as problem:  # Ray raises bare Exception, RuntimeError, OSError and others for a failed start

@@ -44,8 +44,6 @@ class HeartbeatTimeoutError(Exception):
 
 
 class _Heartbeat:
-    """The heartbeats of one actor."""
-
     def __init__(self, ray: Any, actor: Any) -> None:
         self._ray, self._actor = ray, actor
         self.answer: Any = None
@@ -104,11 +102,7 @@ class Replica(ABC):
             self._ray.kill(actor)
 
     def has_room(self, *, alone: bool) -> bool:
-        """Return True if it can take one more job.
-
-        Args:
-            alone: The job may not share the replica with another job.
-        """
+        """Return True if it can take one more job; a job that runs ``alone`` shares the replica with no other."""
         if not self.started:
             return False
         if alone or any(job.failures for job in self.jobs):
@@ -155,12 +149,8 @@ class LostRayError(PlacementError):
 
 
 class SupervisedPool(Pool):
-    """A pool of replicas on Ray.
-
-    Args:
-        session: The Ray that the replicas run on; the pool closes it.
-        needs: Ray resources of each actor of one replica; no actor spans nodes.
-        timeouts: Heartbeat and start timeouts; None uses the defaults.
+    """A pool of replicas on Ray, which closes the session. ``needs`` are the Ray resources of each actor of one
+    replica; no actor spans nodes. None for ``timeouts`` uses the defaults.
     """
 
     def __init__(
@@ -321,9 +311,8 @@ class SupervisedPool(Pool):
 
 
 def _run_again(jobs: Sequence[Job], failure: str, again: deque[Job], given_up: list[tuple[Any, str]]) -> None:
-    """Queue the jobs of a failed replica again. Jobs with too many failures are given up.
-
-    The job that caused the failure is unknown, because a finished result may be lost with its worker.
+    """Queue the jobs of a failed replica again, and give up jobs with too many failures. The job that caused the
+    failure is unknown, because a finished result may be lost with its worker.
     """
     for job in jobs:
         job.failures += 1
@@ -336,12 +325,7 @@ def _run_again(jobs: Sequence[Job], failure: str, again: deque[Job], given_up: l
 
 
 def replicas_that_fit(nodes: Sequence[dict[str, float]], needs: Sequence[dict[str, float]], most: int) -> int:
-    """Return how many replicas, at most ``most``, fit on the nodes.
-
-    Args:
-        nodes: Resources of each node.
-        needs: Resources of each actor of one replica; an actor does not span nodes.
-    """
+    """Return how many replicas, at most ``most``, fit on the nodes; no actor of ``needs`` spans nodes."""
     left = [dict(node) for node in nodes]
     return next((count for count in range(most) if not all(_take(left, need) for need in needs)), most)
 

@@ -26,14 +26,12 @@ from headscan.models.loaded_model import LoadedModel, Sharding
 
 
 class Heartbeat:
-    """An actor that answers heartbeats while it works.
-
-    Ray runs ``beat`` in its own thread (a concurrency group), so it answers during a task of any length. It does not
-    answer while the process is stopped, or while native code holds Python's global lock.
+    """An actor that answers heartbeats during a task of any length, because Ray runs ``beat`` in its own thread (a
+    concurrency group). It does not answer while the process is stopped, or while native code holds Python's global
+    lock.
     """
 
     def beat(self) -> str:
-        """Return this worker's name."""
         return self.name
 
     @property
@@ -83,10 +81,9 @@ class HiddenState:
 
 
 class StageWorker(Heartbeat):
-    """An actor that runs passes through a range of a model's layers.
-
-    An error of the user travels through the later stages as a value in place of the hidden states, because Ray would
-    wrap an exception in its own, with a remote traceback.
+    """An actor that runs passes through a range of a model's layers. An error of the user travels through the later
+    stages as a value in place of the hidden states, because Ray would wrap an exception in its own, with a remote
+    traceback.
     """
 
     def __init__(self, spec: ModelSpec, ranges: tuple[LayerRange, ...], index: int, device: str, threads: int) -> None:
@@ -113,9 +110,7 @@ class StageWorker(Heartbeat):
         return left, found, time.perf_counter() - started
 
     def join(self, task: StagedTask[Any, Any, Any, Any], item: Any, *found: Any) -> tuple[Any, str]:
-        """Join the partial results; return the result and this worker's name. The partial results come pass by pass,
-        and stage by stage.
-        """
+        """Join the partial results, pass by pass and stage by stage; return the result and this worker's name."""
         wrong = next((part for part in found if isinstance(part, HeadscanError)), None)
         if wrong is not None:
             return wrong, self.name

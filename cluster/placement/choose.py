@@ -31,11 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WholePlacement(ReplicaPlacement):
-    """Full replicas of the model, each on a device of its own.
-
-    Attributes:
-        device: ``cpu``, ``cuda`` (one GPU per replica) or ``cuda:N``.
-    """
+    """Full replicas, each on a device of its own: ``cpu``, ``cuda`` (one GPU per replica) or ``cuda:N``."""
 
     name: ClassVar[str] = "whole"
     summary: ClassVar[str] = "one replica per device"
@@ -84,11 +80,7 @@ PLACEMENTS: dict[str, type[Placement]] = {
 
 
 def place(sizes: ModelSizes, nodes: Sequence[Node], request: PlacementRequest) -> Plan:
-    """Choose a placement.
-
-    Args:
-        sizes: The model's bytes, for the longest sequence.
-    """
+    """Choose a placement; ``sizes`` are the model's bytes for the longest sequence."""
     kinds = kinds_to_try(request)
     places = Places(nodes, request)
     demand = Demand(sizes, request.batch_tokens or BATCH_TOKENS, request.evaluates)

@@ -80,8 +80,8 @@ def _gpus_here() -> int:
 
 
 def _free_of_gpus() -> list[int]:
-    """Return the free bytes of each GPU. A subprocess reads them. This process would keep a context of some hundred MB
-    on each GPU, and would block GPUs in exclusive mode for Ray's actors.
+    """Return the free bytes of each GPU, read by a subprocess: this process would keep a context of some hundred MB on
+    each GPU, and would block GPUs in exclusive mode for Ray's actors.
     """
     if not _gpus_here():
         return []
@@ -106,9 +106,7 @@ def _free_of_machine() -> int:
 
 
 def _free_of_container(root: Path) -> int:
-    """Return the container's limit minus its use. Inactive file pages count as free, because the kernel can drop
-    them.
-    """
+    """Return the container's limit minus its use, without inactive file pages, which the kernel can drop."""
     own = [line.split(":", 2) for line in _lines(Path("/proc/self/cgroup"))]
     inside = next((path for _, kinds, path in own if "memory" in kinds.split(",")), None)
     free = 1 << 62
@@ -133,11 +131,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def imagined(nodes: int, gpus: int, gpu_memory: int, cpu_memory: int, cpus: int) -> tuple[Node, ...]:
-    """Return identical imagined nodes.
-
-    Args:
-        gpu_memory, cpu_memory: Bytes of one GPU, and of a node's RAM.
-    """
+    """Return identical imagined nodes; the memories are bytes of one GPU, and of a node's RAM."""
     if nodes < 1 or gpus < 0 or cpus < 1:
         raise PlacementError(f"nodes={nodes}, gpus={gpus}, cpus={cpus}: too few. Imagine at least one node and one CPU")
     if nodes * max(1, gpus) > MOST_IMAGINED:

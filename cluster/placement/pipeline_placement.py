@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PipelinePlacement(Placement):
-    """Replicas whose layer ranges run in actors on any nodes.
-
-    Attributes:
-        device: ``cpu`` or ``cuda`` (one GPU per stage).
-    """
+    """Replicas whose layer ranges run in actors on any nodes, on ``cpu`` or ``cuda`` (one GPU per stage)."""
 
     name: ClassVar[str] = "pipeline"
     summary: ClassVar[str] = "layer ranges on devices of any nodes"

@@ -1,4 +1,4 @@
-"""What a placement works with: request, timeouts, devices, needed memory, ranges of layers, and the interface."""
+"""Requests, timeouts, devices, needed memory, ranges of layers, and the interface of placements."""
 
 from __future__ import annotations
 
@@ -143,12 +143,7 @@ class PlacementRequest:
 
 @dataclass(frozen=True)
 class Node:
-    """One machine.
-
-    Attributes:
-        gpus: Usable bytes of each GPU.
-        memory: Usable bytes of RAM.
-    """
+    """One machine, with the usable bytes of each GPU and of its RAM (``memory``)."""
 
     name: str
     gpus: tuple[int, ...]
@@ -157,15 +152,7 @@ class Node:
 
 
 class Places:
-    """The devices that a request may use.
-
-    Args:
-        nodes: The available machines.
-
-    Attributes:
-        nodes: The machines that have devices of the requested type.
-        device: ``cpu``, ``cuda`` or ``cuda:N``.
-    """
+    """The machines (``nodes``) with devices of the requested type; ``device`` is ``cpu``, ``cuda`` or ``cuda:N``."""
 
     def __init__(self, nodes: Sequence[Node], request: PlacementRequest) -> None:
         machine = "this machine" if len(nodes) == 1 else "the cluster"
@@ -186,31 +173,23 @@ class Places:
 
     @property
     def on_gpus(self) -> bool:
-        """True if GPUs compute."""
         return self.device != "cpu"
 
     @property
     def kind(self) -> str:
-        """``GPU`` or ``CPU``, for messages."""
         return "GPU" if self.on_gpus else "CPU"
 
     @property
     def sizes(self) -> list[int]:
-        """Usable bytes of every device, the largest first. Devices are GPUs, or the nodes' RAM."""
+        """Usable bytes of every device (a GPU, or the RAM of a node), the largest first."""
         found = [size for node in self.nodes for size in (node.gpus if self.on_gpus else (node.memory,))]
         return sorted(found, reverse=True)
 
     def workers(self, need: int, wanted: int | None) -> tuple[int, int, int]:
-        """Count the workers that fit. On GPUs each worker has a GPU of its own; on CPUs workers share the memory and
-        the cores of their nodes.
-
-        Args:
-            need: Bytes of one worker.
-            wanted: Required number of workers. None requires as many as there are GPUs, or one per node.
-
-        Returns:
-            The number that fits (0 if fewer than wanted), the CPU threads of each, and the bytes of the smallest device
-            among those wanted.
+        """Return the number of workers of ``need`` bytes that fit (0 if fewer than ``wanted``), the CPU threads of
+        each, and the bytes of the smallest device among those wanted. None for ``wanted`` requires one worker per GPU,
+        or one per node. On GPUs each worker has a GPU of its own; on CPUs workers share the memory and the cores of
+        their nodes.
         """
         if self.on_gpus:
             fit = self.most_workers(need)
@@ -247,12 +226,7 @@ class Places:
         return min(threads, self._max_threads or threads)
 
     def refusal(self, need: int, wanted: int | None, worker: str, where: str) -> PlacementError:
-        """Return the error for workers that do not fit.
-
-        Args:
-            worker: ``replica`` or ``stage``.
-            where: What one worker runs on, for messages.
-        """
+        """Return the error for workers (replicas or stages) that do not fit; ``where`` names the devices of one."""
         has = self.sizes[0]
         if need > has:
             return PlacementError(too_large(need, has, where))
@@ -283,12 +257,7 @@ def _with_one_gpu(nodes: Sequence[Node], device: str) -> Node:
 
 @dataclass(frozen=True)
 class DeviceBytes:
-    """Memory use of one device.
-
-    Attributes:
-        weights, cache, activations, panel: Bytes of weights, KV cache and activations, and what measuring adds.
-        usable: Usable bytes; None for a disk.
-    """
+    """Memory use of one device in bytes: measuring adds ``panel``, and ``usable`` is None for a disk."""
 
     name: str
     layers: LayerRange
@@ -300,18 +269,14 @@ class DeviceBytes:
 
     @property
     def total(self) -> int:
-        """Sum of all bytes."""
         return self.weights + self.cache + self.activations + self.panel
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A placement with the memory that it uses.
-
-    Attributes:
-        devices: Memory use of each device of one replica while a batch of ``batch_tokens`` runs.
-        batch_tokens: Tokens of one forward pass, padding included: the most that fit, and no more than requested.
-        why: A line for each rejected placement, with the reason.
+    """A placement with the memory use of each device of one replica while a batch of ``batch_tokens`` runs: the most
+    tokens that fit, padding included, and no more than requested. ``why`` has a line for each rejected placement, with
+    the reason.
     """
 
     placement: Placement
@@ -322,13 +287,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Demand:
-    """The memory that a model needs while batches of sequences run.
-
-    Attributes:
-        batch_tokens: Most tokens of a forward pass.
-        evaluates: Tasks are evaluated: there are logits and, unless passes are staged, a KV cache.
-        staged: Passes run range by range of the layers: without a KV cache, but with hidden states that wait between
-            the ranges.
+    """The memory that a model needs while batches of at most ``batch_tokens`` tokens run. With ``evaluates`` there are
+    logits and, unless passes are staged, a KV cache. With ``staged``, passes run range by range of the layers: without
+    a KV cache, but with hidden states that wait between the ranges.
     """
 
     sizes: ModelSizes
@@ -338,9 +299,7 @@ class Demand:
 
     @property
     def layers(self) -> list[int]:
-        """Bytes of each layer's weights, including embedding and head. The first layer includes the embedding, the last
-        the head.
-        """
+        """Bytes of each layer's weights; the first layer includes the embedding, the last the head."""
         sizes = self.sizes
         found = list(sizes.blocks)
         found[0] += sizes.embedding + (0 if self.staged else sizes.rest)
@@ -349,7 +308,7 @@ class Demand:
         return found
 
     def divisible_layers(self) -> list[int]:
-        """Return `layers` of a model that can be divided."""
+        """Return `layers`; raise PlacementError if the model cannot be divided."""
         if not self.sizes.blocks or (self.staged and not self.sizes.decoder):
             reason = "its layers cannot run on their own" if self.sizes.blocks else "it has no list of layers"
             raise PlacementError(f"the model cannot be divided: {reason}")
@@ -388,7 +347,7 @@ class Demand:
         return self.on_device("", layers, 0, tokens, 0).total
 
     def least(self, layers: LayerRange) -> int:
-        """Return the same for one sequence, the smallest batch."""
+        """Return `without_weights` for one sequence, the smallest batch."""
         return self.without_weights(self.sizes.tokens, layers)
 
     def most_tokens(self, free: int, layers: LayerRange) -> int:
@@ -404,14 +363,10 @@ class Demand:
 
 
 class Placement(ABC):
-    """How the replicas of a model are laid out on devices. A new placement is a subclass, a line in
-    `choose.PLACEMENTS`, and its pool in `open_pool`.
-
-    Attributes:
-        name: Value of ``placement`` in a `PlacementRequest`.
-        summary: Noun phrase for help texts.
-        options: Fields of `PlacementRequest` that only this placement uses.
-        staged: Forward passes run range by range of the layers, so pools take a `StagedTask` only.
+    """The layout of a model's replicas on devices. A new placement is a subclass, a line in `choose.PLACEMENTS`, and
+    its pool in `open_pool`. ``summary`` is a noun phrase for help texts, and ``options`` are the fields of
+    `PlacementRequest` that only this placement uses. If it is ``staged``, passes run range by range of the layers, so
+    its pools take a `StagedTask` only.
     """
 
     name: ClassVar[str]
@@ -506,11 +461,8 @@ def smallest_largest(weights: Sequence[int], parts: int) -> int:
 
 
 def balanced_ranges(weights: Sequence[int], parts: int) -> tuple[LayerRange, ...]:
-    """Split weights into ranges with the smallest possible maximum. Otherwise the ranges are as even as possible.
-
-    Args:
-        weights: Bytes of each layer.
-        parts: Number of ranges, at most one per layer.
+    """Split weights into ``parts`` ranges, at most one per layer, with the smallest possible maximum and, among those,
+    the smallest sum of squared sizes.
     """
     limit, sums = smallest_largest(weights, parts), [0, *accumulate(weights)]
     # Keyed by the end layer: the smallest sum of squared range sizes so far, and the ends of its ranges.

@@ -30,12 +30,9 @@ _OFFLOADED = {"cpu": "in RAM", "disk": "on disk", None: ""}
 
 @dataclass(frozen=True)
 class ShardedPlacement(ReplicaPlacement):
-    """Replicas over several GPUs of one node, by accelerate's device map. Blocks are never split.
-
-    Attributes:
-        devices: GPUs of one replica; 0 computes on the CPU and offloads the other layers to disk.
-        layers: The layers of each device.
-        offload: Where the layers that do not fit are kept; None if all fit.
+    """Replicas over several GPUs of one node, by accelerate's device map, which never splits blocks. With 0 ``devices``
+    a replica computes on the CPU and offloads the other layers to disk. ``offload`` is the place of layers that do not
+    fit; None if all fit.
     """
 
     name: ClassVar[str] = "sharded"
@@ -86,9 +83,7 @@ class ShardedPlacement(ReplicaPlacement):
 
     @classmethod
     def _offloaded(cls, demand: Demand, places: Places, request: PlacementRequest, gpus: int) -> Plan:
-        """Keep the first layers on devices, and the rest elsewhere. As many layers as fit are on the devices; the
-        others are in RAM or on disk.
-        """
+        """Keep as many of the first layers as fit on devices, and the rest in RAM or on disk."""
         sizes, count, replicas = demand.sizes, max(1, gpus), request.replicas or 1
         nodes = [node for node in places.nodes if len(node.gpus) >= gpus]
         if gpus and (fit := sum(len(node.gpus) // gpus for node in nodes)) < replicas:
@@ -130,7 +125,6 @@ class ShardedPlacement(ReplicaPlacement):
 
     @property
     def device(self) -> str:
-        """Device type that computes."""
         return "cuda" if self.devices else "cpu"
 
     @property

@@ -25,12 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StreamedPlacement(Placement):
-    """One replica that holds one range of layers at a time. It reads the next range while this one runs.
-
-    Attributes:
-        memory: Bytes of the device that it may use.
-        ranges: The layers that are loaded at the same time.
-        replicas: Always 1, so that each weight is read once.
+    """One replica that holds one of ``ranges`` at a time and reads the next range while this one runs. ``memory`` are
+    the bytes of the device that it may use; ``replicas`` is always 1, so that each weight is read once.
     """
 
     name: ClassVar[str] = "streamed"
@@ -46,11 +42,9 @@ class StreamedPlacement(Placement):
 
     @classmethod
     def plan(cls, demand: Demand, places: Places, request: PlacementRequest) -> Plan:
-        """Use the largest device.
-
-        The batch is chosen first, then the fewest ranges that leave room for it. So more memory never gives a smaller
-        batch; fewer ranges would take memory from the batch. Without a requested batch size the batch gets at most half
-        of the memory, unless the whole model leaves more.
+        """Use the largest device. The batch is chosen first, then the fewest ranges that leave room for it, so more
+        memory never gives a smaller batch: fewer ranges would take memory from it. Without a requested batch size the
+        batch gets at most half of the memory, unless the whole model leaves more.
         """
         demand = replace(demand, staged=True)
         layers = demand.divisible_layers()

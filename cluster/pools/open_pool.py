@@ -50,12 +50,8 @@ class InProcessPool(Pool):
 def open_pool(
     spec: ModelSpec, placement: Placement, *, on_cluster: bool = False, timeouts: Timeouts | None = None
 ) -> Pool:
-    """Open the pool of a placement. It runs in this process for one device, and on Ray for several or on a connected
-    cluster.
-
-    Args:
-        on_cluster: A Ray cluster is connected, and a single replica runs there too.
-        timeouts: How long to wait for workers on Ray; None uses the defaults.
+    """Open the pool of a placement: in this process for one device, on Ray for several, or on a connected cluster
+    (``on_cluster``), where a single replica runs too. None for ``timeouts`` uses the defaults.
     """
     return POOLS[type(placement)](spec, placement, on_cluster, timeouts)
 

@@ -26,8 +26,6 @@ _IN_FLIGHT = 2
 
 
 class _WholeReplica(Replica):
-    """An actor with the whole model."""
-
     def __init__(self, ray: Any, actor: Any) -> None:
         super().__init__(ray, [actor])
         self._results: dict[Any, Job] = {}
@@ -80,12 +78,8 @@ _AHEAD = 2
 
 @dataclass(eq=False)
 class _Work:
-    """An item that passes through the stages.
-
-    Attributes:
-        item: Ray reference to the item, which every pass needs in every stage.
-        flying: Number of passes in flight.
-        found: Ray references to the partial result of each pass in each stage, pass by pass.
+    """An item that passes through the stages, with the number of its passes in flight, and Ray references to it and to
+    the partial result of each pass in each stage, pass by pass (``found``).
     """
 
     job: Job
@@ -98,11 +92,7 @@ class _Work:
 
 
 class _Chain(Replica):
-    """The actors of all stages, in the order of their layers.
-
-    Args:
-        release: Called after the actors are killed.
-    """
+    """The actors of all stages, in the order of their layers; ``release`` is called after they are killed."""
 
     def __init__(self, ray: Any, stages: Sequence[Any], release: Callable[[], None]) -> None:
         super().__init__(ray, stages)
@@ -156,9 +146,7 @@ class _Chain(Replica):
         self.jobs.clear()
 
     def _get(self, references: Any) -> Any:
-        """Call Ray's `get`; raise the failure of a dead actor. A call also fails if its input came from a dead
-        actor.
-        """
+        """Call Ray's `get`; raise the failure of a dead actor, which may be the one that made the call's input."""
         try:
             return self._ray.get(references)
         except self._ray.exceptions.RayTaskError as problem:
@@ -193,10 +181,9 @@ class _Chain(Replica):
 
 
 class PipelinePool(SupervisedPool):
-    """Replicas whose layers run in several actors. They take a `StagedTask` only.
-
-    The pool starts a local Ray unless a cluster is already connected (`session.connect`), and ends it when it closes.
-    If a stage fails, all stages of its replica are restarted and its items run again.
+    """Replicas whose layers run in several actors; they take a `StagedTask` only. The pool starts a local Ray unless a
+    cluster is already connected (`session.connect`), and ends it when it closes. If a stage fails, all stages of its
+    replica are restarted and its items run again.
     """
 
     def __init__(self, spec: ModelSpec, placement: PipelinePlacement, *, timeouts: Timeouts | None = None) -> None:
@@ -216,7 +203,6 @@ class PipelinePool(SupervisedPool):
         return self._placement.staged
 
     def map(self, task: Task[T, R], items: Iterable[T]) -> Iterator[Finished[T, R]]:
-        """Run ``task`` for every item."""
         check_staged(task)
         return super().map(task, items)
 
@@ -230,10 +216,9 @@ class PipelinePool(SupervisedPool):
         return _Chain(self._ray, actors, release)
 
     def _room(self) -> tuple[Callable[[int], dict[str, Any]], Callable[[], None]]:
-        """Reserve the resources of all stages of a replica together, or none.
-
-        Two replicas that each lack a stage would wait for each other. Returns a function that gives the Ray options of
-        each stage's actor, and a function that releases the resources.
+        """Reserve the resources of all stages of a replica together, or none: two replicas that each lack a stage would
+        wait for each other. Return a function that gives the Ray options of each stage's actor, and one that releases
+        the resources.
         """
         if not any(self._needs):
             return lambda index: {}, lambda: None

@@ -55,14 +55,10 @@ class _OnDisk:
 
 
 class HiddenStates:
-    """A store of hidden states (B, N, E), one for each pass.
-
-    It is a context manager. The file on disk has no name, so nothing is left of it if the process ends. It is read and
+    """A context manager that stores hidden states (B, N, E), one for each pass, in at most ``limit`` bytes of RAM and
+    otherwise on disk. The file on disk has no name, so nothing is left of it if the process ends. It is read and
     written rather than memory-mapped: mapped pages count as the process's memory, and a full disk would kill the
     process without an error.
-
-    Args:
-        limit: Bytes of RAM that they may use.
     """
 
     def __init__(self, limit: int) -> None:
@@ -75,12 +71,10 @@ class HiddenStates:
 
     @property
     def bytes_in_memory(self) -> int:
-        """Bytes in RAM."""
         return self._used
 
     @property
     def bytes_on_disk(self) -> int:
-        """Size of the file."""
         return self._end
 
     def put(self, key: int, hidden: Tensor) -> None:
@@ -151,11 +145,8 @@ _WORKER = "streamed"
 
 @dataclass
 class _Work:
-    """An item that passes through the model.
-
-    Attributes:
-        keys: Keys of the passes' hidden states.
-        partials: Partial results of each pass, range by range.
+    """An item that passes through the model, with the keys of its passes' hidden states and the partial results of each
+    pass, range by range.
     """
 
     item: Any
@@ -273,5 +264,4 @@ def _prepared(task: StagedTask[Any, Any, Any, Any], items: Iterable[Any]) -> Ite
 
 
 def _available_memory() -> int:
-    """Return the free bytes of RAM."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -148,11 +148,8 @@ class StagedTask(ABC, Generic[T, B, P, R]):
 
     @abstractmethod
     def run(self, lm: LoadedModel, item: T, part: B) -> P:
-        """Run a forward pass over the loaded layers. It is one call of the model, without a KV cache.
-
-        Args:
-            lm: The whole model, or a `layer_ranges.StageModel` inside `Stage.running_range`.
-            part: One of `passes`, or one of its `halves`.
+        """Run one of `passes`, or one of its `halves`, over the loaded layers, in one call of the model without a KV
+        cache. ``lm`` is the whole model, or a `layer_ranges.StageModel` inside `Stage.running_range`.
         """
 
     @abstractmethod
@@ -160,7 +157,7 @@ class StagedTask(ABC, Generic[T, B, P, R]):
         """Join an item's partial results, by pass and then by range."""
 
     def size(self, part: B) -> int:
-        """Return the memory of a pass, in any unit. It is compared with passes that ran out of memory."""
+        """Return the memory of a pass, in any unit, for comparison with passes that ran out of memory."""
         return len(part)
 
     @abstractmethod
@@ -190,17 +187,11 @@ class Question(ABC, Generic[T, R]):
 def run_pass(
     task: StagedTask[T, B, P, R], model: LoadedModel | Stage, item: T, part: B, hidden: Tensor | None = None
 ) -> tuple[P, Tensor | None]:
-    """Run one forward pass; halve it if memory runs out. It is halved down to single sequences.
+    """Run one forward pass; if memory runs out, halve it, down to single sequences. The model remembers the size that
+    ran out of memory, and later passes of that size are halved at once.
 
-    The model remembers the size that ran out of memory, and later passes of that size are halved at once.
-
-    Args:
-        model: A whole model, or a range of its layers.
-        part: One of the task's passes.
-        hidden: Hidden states that enter the range (B, N, E), on any device; None for the first range.
-
-    Returns:
-        The partial result, and the hidden states that leave the range (B, N, E); None for the last range.
+    ``hidden`` (B, N, E), on any device, enters the range of layers; None for the first range. Return the partial
+    result, and the hidden states (B, N, E) that leave the range; None for the last range.
     """
     lm = model.lm if isinstance(model, Stage) else model
     limit, size, halves = lm.limits[task.__name__], task.size(part), task.halves(part)
