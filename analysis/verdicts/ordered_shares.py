@@ -142,7 +142,7 @@ def _lost(outcome: ArmVerdict) -> str:
         parts.append(f"accuracy ({outcome.paired.difference:+.1f} points)")
     elif outcome.tasks_lost:
         parts.append(f"accuracy in {outcome.tasks_lost[0].task}")
-    parts += [f"{family.family} (keeps {family.share_left()})" for family in outcome.recall if family.failed]
+    parts += [family.points() for family in outcome.recall if family.failed]
     return " and ".join(parts)
 
 

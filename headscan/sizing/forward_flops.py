@@ -84,20 +84,23 @@ def _used_parameters(model: PreTrainedModel) -> int:
 
 def _widths(config: PreTrainedConfig) -> dict[int | None, int]:
     """Return the sum over query heads of key and value dimension, by window of the layer."""
-    heads = int(config.num_attention_heads)
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    rope = getattr(config, "qk_rope_head_dim", None)
-    key = dim if rope is None else (getattr(config, "qk_nope_head_dim", None) or 0) + rope
-    width = heads * (key + (getattr(config, "v_head_dim", None) or dim))
-    window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     found: Counter[int | None] = Counter()
-    for kind in kinds:
+    for kind, layer in zip(kinds, config.per_layer_config, strict=True):
+        window = getattr(layer, "sliding_window", None)
         if "sliding" in kind and window:
-            found[window] += width
+            found[window] += _width(layer)
         elif "linear" not in kind and "mamba" not in kind and "conv" not in kind:
-            found[None] += width
+            found[None] += _width(layer)
     return dict(found)
+
+
+def _width(layer: PreTrainedConfig) -> int:
+    heads = int(layer.num_attention_heads)
+    dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    rope = getattr(layer, "qk_rope_head_dim", None)
+    key = dim if rope is None else (getattr(layer, "qk_nope_head_dim", None) or 0) + rope
+    return heads * (key + (getattr(layer, "v_head_dim", None) or dim))
 
 
 def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> int:

@@ -29,7 +29,7 @@ class Demo:
     """
 
     out: Annotated[str, Option("output folder")] = "headscan-demo"
-    questions: Annotated[int, Option("most questions that judge", least=1)] = 1000
+    questions: Annotated[int, Option("most questions that judge", least=1)] = 750
     json: Json = False
     resume_anyway: ResumeAnyway = False
 
@@ -46,15 +46,15 @@ class Demo:
             judge=CorpusSpec(DEMO_CORPUS),
             out=self.out,
             hours=0.25,
-            tokens=256,
+            tokens=192,
             criteria=("output_norm_ln", "importance"),
-            shares=(0.02, 0.05, 0.1),
+            shares=(0.02, 0.05),
             window_shares=(0.25, 0.5),
-            prune_shares=(0.05, 0.1),
-            sequences=48,
-            judged_texts=64,
+            prune_shares=(0.05,),
+            sequences=32,
+            judged_texts=48,
             questions=self.questions,
-            recall_questions=200,
+            recall_questions=460,
             search=False,
             prune_by="damage",
         )

@@ -33,11 +33,12 @@ def eager_confidence(lm: headscan.LoadedModel, ids: Tensor, ignored: Tensor) -> 
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox"])
-def test_a_first_token_with_the_id_of_eos_is_a_key_of_confidence(family: str) -> None:
+def test_sink_tokens_are_no_keys_of_confidence(family: str) -> None:
+    """Neither the first token nor those that end a sequence."""
     lm, ids = make_loaded(family), ids_of(1, 20)
     end = lm.model.config.eos_token_id
-    ids[0, [0, 9, 19]] = end
-    ignored = torch.arange(20)[None] == torch.tensor([[9], [19]])
+    ids[0, [9, 19]] = end
+    ignored = torch.arange(20)[None] == torch.tensor([[0], [9], [19]])
     found = headscan.collect(lm, ids, statistics=["confidence"])["confidence"][0]
     torch.testing.assert_close(found, eager_confidence(lm, ids, ignored.any(0)), rtol=1e-5, atol=1e-6)
 

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from headscan.sizing.forward_flops import ForwardFlops, forward_flops
+from tests.small_models import make_model
 
 SIZES = {
     "vocab_size": 50,
@@ -54,3 +55,10 @@ def test_attention_sees_earlier_keys_within_the_window() -> None:
     )
     assert found.attention(tokens) == pytest.approx(2 * seen / tokens)
     assert found.per_token(tokens, calls=2, logits=True) == pytest.approx(220 + 4 * seen / tokens)
+
+
+@pytest.mark.parametrize("family", ["gemma4", "bert", "t5", "bart", "jamba"])
+def test_layers_that_differ_and_encoders_are_counted(family: str, tmp_path: Path) -> None:
+    make_model(family).config.save_pretrained(tmp_path)
+    found = forward_flops(tmp_path)
+    assert found.per_token(64, logits=True) > found.per_token(8, logits=True) > 0

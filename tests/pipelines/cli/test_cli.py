@@ -98,7 +98,7 @@ def test_json_holds_the_numbers_of_the_store(store: Path, capsys: pytest.Capture
 
 
 def test_verbs_that_print_tables_have_json() -> None:
-    without = {"demo", "completion", "scan", "importance", "report", "export"}
+    without = {"completion", "scan", "importance", "report", "export"}
     verbs = {verb: [each.flag for each in options_of(main_module.verb_class(verb))] for verb in main_module.VERBS}
     assert {verb for verb, flags in verbs.items() if "--json" not in flags} == without
 

@@ -64,8 +64,6 @@ def test_status_shows_the_progress_of_arms(
     [
         (["evalute"], "invalid choice: 'evalute'; did you mean evaluate"),
         (["demo", "--questions", "0"], "--questions: 0 is too small"),
-        (["demo", "--share", "2"], "--share: 2 is out of range"),
-        (["demo", "--replicas", "0"], "--replicas: 0 is too small"),
         (["rank", "--by", "zzz"], "names)"),
     ],
 )
