@@ -49,7 +49,7 @@ class Demo:
             tokens=192,
             criteria=("output_norm_ln", "importance"),
             shares=(0.02, 0.05),
-            window_shares=(0.25, 0.5),
+            window_shares=(0.125, 0.25),
             prune_shares=(0.05,),
             sequences=32,
             judged_texts=48,
