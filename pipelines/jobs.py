@@ -11,15 +11,17 @@ Each takes the settings object of its verb, chooses a placement, runs with a pro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from headscan.analysis.plans import BudgetRequest, HeadPlan
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import Verdict, judge
 from headscan.cluster.placement.choose import place
-from headscan.cluster.placement.devices import this_machine
+from headscan.cluster.placement.devices import max_threads, this_machine
 from headscan.cluster.placement.placement_base import Placement, PlacementRequest
 from headscan.cluster.pools.open_pool import open_pool
+from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.run_evaluation import evaluate as run_evaluation
 from headscan.pipelines.kv.measured_plan import measured_plan
@@ -136,7 +138,7 @@ def prune(
         HeadscanError: The evaluation fails; the models are saved.
     """
     model = config.evaluation.model
-    with Run(model, Store(store), _opener(model, _TASK_TOKENS, devices, evaluates=True), say=say) as run:
+    with Run(model, Store(store), _opener(model, _TASK_TOKENS, devices, evaluates=True, here=True), say=say) as run:
         return run_prune(config, run)
 
 
@@ -153,13 +155,25 @@ def study(
         HeadscanError: A step fails; what was stored before stays.
     """
     store = Store(Path(config.out) / "study.duckdb")
-    with Run(config.model, store, _opener(config.model, _TASK_TOKENS, devices, evaluates=True), say=say) as run:
+    with Run(
+        config.model, store, _opener(config.model, _TASK_TOKENS, devices, evaluates=True, here=True), say=say
+    ) as run:
         return run_study(config, run)
 
 
-def _opener(spec: ModelSpec, tokens: int, devices: PlacementRequest | None, *, evaluates: bool) -> OpenModel:
-    """Return a function that opens the pool of a model, whose placement is chosen now, and pools of other models."""
-    request = PlacementRequest(evaluates=evaluates) if devices is None else devices
+def _opener(
+    spec: ModelSpec, tokens: int, devices: PlacementRequest | None, *, evaluates: bool, here: bool = False
+) -> OpenModel:
+    """Return a function that opens the pool of a model, whose placement is chosen now, and pools of other models.
+
+    Args:
+        here: The job needs one replica, in this process.
+    """
+    request = replace(devices or PlacementRequest(), evaluates=evaluates, max_threads=max_threads())
+    if here:
+        if (request.replicas or 1) > 1:
+            raise HeadscanError(f"replicas={request.replicas} (limit 1 for this job). Set `replicas` to 1")
+        request = replace(request, replicas=1)
 
     def placement(model: ModelSpec) -> Placement:
         return place(model.sizes(tokens), (this_machine(),), request).placement

@@ -328,12 +328,16 @@ class RecallVerdict:
         kept = self.paired.retained
         return "unknown" if kept is None else f"{kept.value:.0f} % [{kept.low:.0f} %, {kept.high:.0f} %]"
 
-    def points(self) -> str:
-        """Return the family and its retained share, and the loss in points if the share alone does not show it."""
+    def loss_left(self) -> str:
+        """Return the retained share, and the loss in points if the share alone does not show it."""
         kept, p = self.paired.retained, self.paired
         in_points = self.failed and kept is not None and kept.high >= LEAST_RETAINED
         points = f" ({p.interval.words(1, ' points')})" if in_points else ""
-        return f"{self.family} {self.share_left()}{points}"
+        return f"{self.share_left()}{points}"
+
+    def points(self) -> str:
+        """Return the family and what is left of it."""
+        return f"{self.family} {self.loss_left()}"
 
     def wanting(self) -> str:
         """Return the required number of questions in words; empty if there are enough."""

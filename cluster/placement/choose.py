@@ -25,7 +25,6 @@ from headscan.cluster.placement.sharded_placement import ShardedPlacement
 from headscan.cluster.placement.streamed_placement import StreamedPlacement
 
 if TYPE_CHECKING:
-    from headscan.cluster.placement.placement_base import PlacementRequest
     from headscan.sizing.model_sizes import ModelSizes
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
-from decimal import Decimal
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from headscan.options import Option
 from headscan.pipelines.cli.verb_base import say
-from headscan.pipelines.runs.text_tables import printable, show
+from headscan.pipelines.runs.text_tables import plain, printable, show
 
 if TYPE_CHECKING:
     from headscan.analysis.verdicts.judge import ArmOutcome
@@ -48,29 +46,6 @@ class Result:
             show(self.text())
         for line in self.notes:
             say(line)
-
-
-def plain(value: Any) -> Any:
-    """Return a value as JSON holds it: NaN and infinity become null, and other types become text."""
-    if value is None or isinstance(value, (bool, int)):
-        return value
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Decimal):
-        return int(value) if value == value.to_integral_value() else float(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return plain(asdict(value))
-    if isinstance(value, Mapping):
-        return {str(name): plain(each) for name, each in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return plain(value._asdict())
-    if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
-    if isinstance(value, (set, frozenset)):
-        return [plain(each) for each in sorted(value)]
-    return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
 def arm_rows(arms: Iterable[ArmOutcome]) -> list[dict[str, Any]]:

@@ -56,6 +56,8 @@ class Study(OptionalModelVerb):
         """Return the settings of the file, with those of the command line in their places."""
         given: dict[str, Any] = dict(self.settings.keywords)
         given |= {name: value for name, value in (("corpus", self.corpus), ("judge", self.judge)) if value is not None}
+        if not self.tasks and (self.include_path is not None or self.limit is not None):
+            raise UsageError("--include-path and --limit belong to --tasks: name the tasks, too")
         if self.tasks:
             tasks: Mapping[str, Any] = {"names": self.tasks, "include_path": self.include_path, "limit": self.limit}
             given["tasks"] = {name: value for name, value in tasks.items() if value is not None}
@@ -69,6 +71,8 @@ class Study(OptionalModelVerb):
             if "corpus" not in given:
                 raise UsageError("--corpus is required: name a file, a folder, a data set or a built-in corpus")
             return study_from(given)
+        if self.model is None and self.loading.keywords:
+            raise UsageError("options of the model need MODEL: name it, too, or set them in the file")
         known = read_study(self.config_file)
         found = study_from({"model": known.model.source, "corpus": known.corpus.name} | given)
         return replace(known, **{name: getattr(found, name) for name in given})
@@ -86,5 +90,6 @@ def run_study(config: StudyConfig, devices: Devices, *, resume_anyway: bool) -> 
     place = here.plan(config.model, tokens=TASK_TOKENS, evaluates=True)
     opener = here.opener(config.model, place, tokens=TASK_TOKENS)
     with Run(config.model, store, opener, resume_anyway=resume_anyway, say=say) as run:
-        found = study(replace(config, batch_tokens=place.batch_tokens), run)
+        asked = here.request.batch_tokens or here.request.memory
+        found = study(replace(config, batch_tokens=place.batch_tokens) if asked else config, run)
     return Result([found.as_dict()], found.lines, {"out": config.out})

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from decimal import Decimal
 from typing import Any, Self, TextIO
 
 from tqdm import tqdm
@@ -165,3 +168,26 @@ def time_text(seconds: float) -> str:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON holds it: NaN and infinity become null, and other types become text."""
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return plain(value._asdict())
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    if isinstance(value, (set, frozenset)):
+        return [plain(each) for each in sorted(value)]
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)

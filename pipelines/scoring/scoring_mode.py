@@ -1,8 +1,8 @@
 """Choice of how all arms read prompts, so they stay comparable; prompts of rules in shared rows; evicting caches.
 
 Rules need whole inputs, but ablate the same heads in most inputs with a common prefix. A row contains the prefix once,
-and it is read for all of them up to the layer at which their ablated heads differ (`layers.shared_rows`). Answers equal
-those of whole inputs.
+and it is read for all of them up to the layer at which their ablated heads differ (`layers.shared_prefixes`). Answers
+equal those of whole inputs.
 
 With an evicting cache the model reads all tokens before the first prediction with full attention, the cache evicts
 keys, and the rest is read from it. A pass over the whole input would not show the loss, since its queries see every

@@ -12,7 +12,7 @@ from headscan.analysis.store.output_files import write_text
 from headscan.analysis.store.verdict_limits import LEAST_RETAINED, MARGIN
 from headscan.analysis.verdicts.measures import Increase
 from headscan.analysis.verdicts.ordered_shares import Outcome, ShareVerdict, exceeds, largest_safe
-from headscan.pipelines.runs.text_tables import text_table, time_text
+from headscan.pipelines.runs.text_tables import plain, text_table, time_text
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,6 @@ class StudyAnswer:
     store: str
     seconds: float
 
-    @property
-    def any_safe(self) -> bool:
-        """True if any saving is shown to be safe."""
-        return any(saving.safe is not None for saving in self.savings)
-
     def lines(self) -> str:
         """Return the answers as two tables: savings, then every judged share."""
         head = (
@@ -115,9 +110,10 @@ class StudyAnswer:
             for each in self.savings
         ]
         limits = (
-            f"safe: no more than {MARGIN:.0f} point of accuracy lost, {LEAST_RETAINED:.0f} % of recall kept, and no"
-            f" loss shown above {self.max_loss:g} nats per token. Intervals of accuracy, recall and loss hold for all"
-            f" {len(self.savings)} savings together"
+            f"safe: no more than {MARGIN:.0f} point of accuracy lost, and {LEAST_RETAINED:.0f} % of recall kept. Loses:"
+            f" more than {MARGIN:.0f} point of accuracy or of recall, less than {LEAST_RETAINED:.0f} % of recall, or a"
+            f" loss above {self.max_loss:g} nats per token is shown. Intervals hold for all {len(self.savings)} savings"
+            " together"
         )
         return "\n\n".join(
             [
@@ -131,15 +127,15 @@ class StudyAnswer:
 
     def save(self, path: Path) -> None:
         """Write the answers as JSON."""
-        write_text(path, json.dumps(self.as_dict(), indent=1) + "\n")
+        write_text(path, json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n")
 
     def as_dict(self) -> dict[str, Any]:
         """Return the answers as JSON can hold them."""
         found = asdict(self)
         for saving, row in zip(self.savings, found["savings"], strict=True):
             row["answer"], row["safe"] = saving.answer(), None if saving.safe is None else saving.safe.share
-        plain: dict[str, Any] = json.loads(json.dumps(found, default=str).replace("Infinity", "null"))
-        return plain
+        whole: dict[str, Any] = plain(found)
+        return whole
 
     def _rows(self) -> list[dict[str, str]]:
         rows = []
@@ -148,7 +144,7 @@ class StudyAnswer:
             for name, share in saving.tried:
                 verdict = judged.get(name)
                 paired = None if verdict is None else verdict.accuracy
-                recall = {} if verdict is None else {each.family: each.share_left() for each in verdict.recall}
+                recall = {} if verdict is None else {each.family: each.loss_left() for each in verdict.recall}
                 rows.append(
                     {
                         "arm": f"{saving.kind} {share:.0%}",

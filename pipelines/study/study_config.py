@@ -88,7 +88,7 @@ class StudyConfig:
     ] = None
     questions: Annotated[int | None, Option("number of questions (default: as the time allows)", least=1)] = None
     recall_questions: Annotated[
-        int | None, Option("needles, and copies, to ask (default: as the time allows)", least=1)
+        int | None, Option("needles, and copies, to ask, a multiple of 4 (default: as the time allows)", least=8)
     ] = None
     max_loss: Annotated[
         float, Option("largest increase of the held-out loss, in nats per token", above=0, most=100)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,11 @@ from headscan.analysis.verdicts.ordered_shares import Outcome
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.tasks.pool import Pool
 from headscan.model_spec import ModelSpec
+from headscan.pipelines.cli.main import main, read_command
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
-from headscan.pipelines.study.run_study import study
+from headscan.pipelines.study.run_study import _decided, study
 from headscan.pipelines.study.study_answer import StudyAnswer
 from headscan.pipelines.study.study_config import StudyConfig, StudyError, read_study, study_from, write_study
 from headscan.pipelines.study.study_texts import split_texts
@@ -69,7 +72,7 @@ def test_a_study_ends_with_answers_and_files(found: tuple[StudyConfig, StudyAnsw
         assert all(each.outcome is Outcome.SAFE for each in saving.judged[:-1])
         assert (saving.safe is None) == (not saving.file)
     # With 24 questions nothing can be shown.
-    assert not answer.any_safe
+    assert all(each.safe is None for each in answer.savings)
     assert {each.judged[-1].outcome for each in answer.savings} <= {Outcome.OPEN, Outcome.LOSES}
     text = answer.lines()
     assert "none shown to be safe" in text and "too few questions" in text and "loses (loss)" in text
@@ -151,3 +154,43 @@ def test_a_short_corpus_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("too short\n" * 50)
     with pytest.raises(StudyError, match="too short"):
         split_texts(CorpusSpec(str(tmp_path / "a.txt")), tmp_path / "parts")
+
+
+def test_a_file_and_options_become_one_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "study.yaml"
+    file.write_text("model: demo\ncorpus: texts/\nshares: [0.1]\nbatch_tokens: 4096\n")
+    found = read_command(["study", "--config", str(file), "--hours", "1", "--judge", "others/"])._config()
+    assert (found.hours, found.shares, found.batch_tokens) == (1.0, (0.1,), 4096)
+    assert found.judge is not None and found.judge.name == "others/"
+    named = read_command(["study", "demo", "--config", str(file), "--tasks", "mmlu", "--limit", "5"])._config()
+    assert named.tasks == TaskConfig(("mmlu",), limit=5) and named.model.dtype == "float32"
+    for words, message in (
+        (["--limit", "5"], "belong to --tasks"),
+        (["--dtype", "float16"], "options of the model need MODEL"),
+    ):
+        assert main(["study", "--config", str(file), *words]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_answers_hold_no_infinity(found: tuple[StudyConfig, StudyAnswer, list[str]], tmp_path: Path) -> None:
+    """The loss of one document has no interval."""
+    _, answer, _ = found
+    name, loss = next(iter(answer.losses.items()))
+    unknown = replace(answer, losses={**answer.losses, name: replace(loss, low=-math.inf, high=math.inf)})
+    unknown.save(tmp_path / "answers.json")
+    assert json.loads((tmp_path / "answers.json").read_text())["losses"][name]["low"] is None
+
+
+def test_the_time_decides_texts_and_shares(tmp_path: Path) -> None:
+    """Open settings become smaller with the hours; given ones stay."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("".join(f"line {n} of a text that is long enough\n" for n in range(20_000)))
+    texts = split_texts(CorpusSpec(str(folder)), tmp_path / "parts")
+    settings = StudyConfig(SPEC, CorpusSpec(str(folder)), str(tmp_path), tokens=256, hours=1, window_shares=(0.5,))
+    decided = [_decided(settings, speed, texts, lambda line: None) for speed in (100_000.0, 1_000.0, 50.0)]
+    assert [each.sequences for each in decided] == sorted((each.sequences for each in decided), reverse=True)
+    assert decided[0].sequences == 64 and decided[-1].sequences == 8
+    assert [len(each.shares or ()) for each in decided] == [6, *(len(each.shares or ()) for each in decided[1:])]
+    assert len(decided[-1].shares or ()) == 2 and {each.window_shares for each in decided} == {(0.5,)}
+    assert (decided[0].questions or 0) > (decided[-1].questions or 0)
