@@ -65,7 +65,7 @@ class Saving:
             rest = len(self.tried) - len(self.judged)
             return f"{rest} larger not asked" if rest else "all tried shares are safe"
         why = f"loses {failed.why}" if failed.outcome is Outcome.LOSES else f"{failed.outcome}: {failed.why}"
-        return f"{failed.share:.0%} {why}"
+        return f"{100 * failed.share:.3g}% {why}"
 
     def _size(self, share: ShareVerdict) -> str:
         unit = "KV heads windowed" if self.kind == "KV cache" else "heads"
@@ -147,7 +147,7 @@ class StudyAnswer:
                 recall = {} if verdict is None else {each.family: each.loss_left() for each in verdict.recall}
                 rows.append(
                     {
-                        "arm": f"{saving.kind} {share:.0%}",
+                        "arm": f"{saving.kind} {100 * share:.3g}%",
                         "heads": f"{round(share * saving.units)}",
                         "accuracy": ""
                         if paired is None
