@@ -1,6 +1,6 @@
 """Write the demo model's card.
 
-headscan demo --out DIR && python reproduce/demo_model/card.py --store DIR/demo.duckdb
+headscan demo --out DIR && python reproduce/demo_model/card.py --store DIR/study.duckdb
 """
 
 from __future__ import annotations
