@@ -1,6 +1,7 @@
 """Cost of a KV cache with windows, in bytes and in time per token, compared with transformers' own caches.
 
     python -m tests.benchmarks.bench_cache [--device cuda --dtype bfloat16 --shape 8B --tokens 4096,32768]
+    python -m tests.benchmarks.bench_cache --model smollm2 --tokens 2048,4096,8000
 
 Half of the KV heads of every layer keep a window, as in DuoAttention's published patterns. Each way decodes in turn,
 token by token, after a context of random keys and values, since their numbers change neither bytes nor speed.
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, StaticCache
 
+import headscan
 from headscan.kv.plan_cache import PlanCache
 from headscan.kv.plan_layer import PlanLayer
 from headscan.kv.window_keys import WindowKeys
@@ -48,6 +50,7 @@ class CacheLoad:
     """A model and its context.
 
     Attributes:
+        model: Name or folder of a model that is loaded whole. None for random weights of ``shape``.
         shape, layers: Shape of the model in `overhead`, and its number of layers.
         tokens: Tokens of context.
         rows: Sequences in the batch.
@@ -55,6 +58,7 @@ class CacheLoad:
         dtype: Name of the dtype of weights and cache.
     """
 
+    model: str | None
     shape: str
     layers: int
     tokens: int
@@ -63,7 +67,14 @@ class CacheLoad:
     dtype: str
 
     def __str__(self) -> str:
-        return f"{self.shape}, {self.layers} layers, {self.rows} x {self.tokens} tokens, {self.dtype}"
+        name = self.model or f"{self.shape}, {self.layers} layers"
+        return f"{name}, {self.rows} x {self.tokens} tokens, {self.dtype}"
+
+    def loaded(self, device: torch.device) -> LoadedModel:
+        """Return the model."""
+        if self.model is not None:
+            return headscan.load(self.model, dtype=self.dtype, device=str(device))
+        return make_model(self.shape, self.tokens, str(device), getattr(torch, self.dtype), self.layers)
 
 
 def cache_rows(
@@ -75,7 +86,7 @@ def cache_rows(
         ratios: By load, the bytes and the time of the plan's cache over those of `DynamicCache`, and its time over that
             of `StaticCache`.
     """
-    lm = make_model(load.shape, load.tokens, str(device), getattr(torch, load.dtype), load.layers)
+    lm = load.loaded(device)
     most = load.tokens + (_ROUNDS + 1) * load.steps
     caches: dict[str, Cache] = {
         _DYNAMIC: DynamicCache(config=lm.model.config),
@@ -167,6 +178,7 @@ def held_bytes(cache: Cache) -> int:
 
 def main() -> None:
     parser = parser_of(__doc__)
+    parser.add_argument("--model", help="a model instead of random weights of a shape")
     parser.add_argument("--shape", default="1B", choices=SHAPES)
     parser.add_argument(
         "--tokens",
@@ -188,7 +200,7 @@ def main() -> None:
     table = Table("## A decoding step with half of the KV heads windowed", COLUMNS)
     with torch.no_grad():
         for tokens, rows in product(options.tokens, options.rows):
-            load = CacheLoad(options.shape, options.layers, tokens, rows, options.steps, options.dtype)
+            load = CacheLoad(options.model, options.shape, options.layers, tokens, rows, options.steps, options.dtype)
             for cells in cache_rows(load, device, ratios):
                 table.row(*cells)
     show(f"\n{verdict_on_cache(ratios, device)}")
