@@ -57,19 +57,11 @@ def size_recall(config: EvaluateConfig, run: Run, *, part: float, comparisons: i
     plan = config.recall
     if plan is None:
         return config
-    tasks = TaskConfig((), bos=config.tasks.bos)
-    questions = Questions(tasks, plan, run.identity, recall_only=True)
-    if not questions.requests:  # they are omitted, which the sweep reports
+    found = whole_model_recall(config, run)
+    if not found:  # the questions are omitted, which the sweep reports
         return config
-    run_id = evaluate(
-        replace(config, tasks=tasks, text=None),
-        run,
-        [BASELINE],
-        questions=questions,
-        purpose=Purpose(kind="recall", judges_arms=False),
-    )
     fixed = plan.questions is not None or plan.in_all is not None
-    found, sizes = _recalled(run.store, run_id), {}
+    sizes = {}
     for kind in (NEEDLE, COPYING):
         right, asked = found[kind]
         sizes[kind], line = _size(kind, right, asked, part, comparisons, fixed=fixed)
@@ -79,9 +71,22 @@ def size_recall(config: EvaluateConfig, run: Run, *, part: float, comparisons: i
     return replace(config, recall=replace(plan, in_all=(sizes[NEEDLE], sizes[COPYING])))
 
 
-def _recalled(store: Store, run_id: str) -> dict[str, tuple[float, int]]:
-    """Return accuracy in percent and number of questions of the whole model, by kind."""
-    rows = store.query(
+def whole_model_recall(config: EvaluateConfig, run: Run) -> dict[str, tuple[float, int]]:
+    """Ask the whole model the recall questions; return accuracy in percent and number of questions by kind. The result
+    is empty if the questions fit neither the context nor the tokenizer.
+    """
+    tasks = TaskConfig((), bos=config.tasks.bos)
+    questions = Questions(tasks, config.recall, run.identity, recall_only=True)
+    if not questions.requests:
+        return {}
+    run_id = evaluate(
+        replace(config, tasks=tasks, text=None),
+        run,
+        [BASELINE],
+        questions=questions,
+        purpose=Purpose(kind="recall", judges_arms=False),
+    )
+    rows = run.store.query(
         "SELECT split_part(task, '@', 1) AS kind, 100 * avg(correct) AS right_share, count(*) AS asked"
         " FROM answers JOIN arms USING (arm_id) WHERE run_id = ? GROUP BY 1",
         [run_id],

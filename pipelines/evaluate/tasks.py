@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import version
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from headscan.pipelines.evaluate.harness import HeadscanLM, quiet_harness
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.recall import RecallError, RecallPlan, RecallQuestion, grade, recall_questions
 from headscan.pipelines.runs.run_records import ModelIdentity
+from headscan.pipelines.scoring.likelihood import common_tokens
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request, request_hash
 from headscan.pipelines.settings.evaluation_settings import HarnessError, TaskConfig
 
@@ -284,6 +285,15 @@ class Tasks:
             if task.OUTPUT_TYPE != "loglikelihood_rolling"
         )
 
+    @property
+    def available(self) -> dict[str, int]:
+        """Number of questions that each task has, whatever the limit; perplexity tasks have none."""
+        return {
+            name: sum(1 for _ in task.eval_docs)
+            for name, task in self._loaded["tasks"].items()
+            if task.OUTPUT_TYPE != "loglikelihood_rolling"
+        }
+
     def results(self, lm: HeadscanLM, answers: Mapping[str, Likelihood | str]) -> TaskResults:
         if not self._config.names:
             return TaskResults(answer_table({}), _result_table({"results": {}}))
@@ -419,6 +429,17 @@ class Questions:
     @property
     def groups(self) -> dict[str, list[str]]:
         return self._tasks.groups
+
+    @property
+    def available(self) -> dict[str, int]:
+        """See `Tasks.available`."""
+        return self._tasks.available
+
+    def tokens_to_read(self) -> int:
+        """Return the tokens that pass through the model, if every prefix is read once."""
+        inputs = sorted(tuple(request.ids) for request in self.requests.values())
+        sizes = [len(ids) for ids in inputs]
+        return sum(sizes) - sum(common_tokens(inputs, sizes, a, b) for a, b in pairwise(range(len(inputs))))
 
     @property
     def notes(self) -> list[str]:

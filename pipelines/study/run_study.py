@@ -8,13 +8,11 @@ the judging questions are read. The same call resumes; every step is a run in th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from headscan.ablation.masks import HeadMask
 from headscan.analysis.heads.head_ranking import rank_heads, rank_importance
@@ -31,12 +29,10 @@ from headscan.analysis.verdicts.ordered_shares import (
     judge_shares,
     read_losses,
 )
-from headscan.analysis.verdicts.paired import enough_questions
 from headscan.catalog import SCORES
-from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora import TokenPlan
 from headscan.pipelines.corpora.sequences import read_spread
-from headscan.pipelines.evaluate.continuation_task import CONTINUATION, make_questions, write_task
+from headscan.pipelines.evaluate.continuation_task import CONTINUATION, write_task
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.kv.measured_plan import measured_plans
@@ -47,7 +43,6 @@ from headscan.pipelines.pruning.run_prune import PruneConfig, prune
 from headscan.pipelines.pruning.work_folder import read_model, save_record
 from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.runs.text_tables import time_text
 from headscan.pipelines.scan.run_importance import run_importance
 from headscan.pipelines.scan.run_probe import probe
 from headscan.pipelines.scan.run_scan import scan
@@ -58,71 +53,17 @@ from headscan.pipelines.settings.saving_settings import MeasureConfig, RecallCon
 from headscan.pipelines.study.study_answer import Saving, StudyAnswer
 from headscan.pipelines.study.study_config import (
     LEAST_TEXTS,
-    MOST_TEXTS,
-    SHARES,
     StudyConfig,
     StudyError,
     resumed,
     write_study,
 )
 from headscan.pipelines.study.study_texts import StudyTexts, split_texts
+from headscan.pipelines.study.study_time import PROMPTS, TimedPass, decided, limit_per_task, question_costs, time_pass
 from headscan.pruning.head_selection import QUICK
 
 #: Longest texts by default, and the shortest ones that are read, in tokens.
 _TOKENS, _SHORTEST = 512, 16
-#: Recall prompts of each kind that measure plans and repairs, and that choose the criterion.
-_PROMPTS = 16
-#: Share of the time that the steps before the questions may take.
-_STEPS = 0.6
-#: What the time may allow, most first: texts, and the shares of each kind that are tried.
-_MANY = {
-    "shares": (0.02, 0.05, 0.1, 0.15, 0.2, 0.3),
-    "window_shares": (0.25, 0.5, 0.75),
-    "prune_shares": (0.05, 0.1, 0.2, 0.3),
-}
-_FEW = {"shares": (0.05, 0.1, 0.2), "window_shares": (0.25, 0.5), "prune_shares": (0.1, 0.2)}
-_FEWEST_SHARES = {"shares": (0.05, 0.1), "window_shares": (0.5,), "prune_shares": (0.1,)}
-_EFFORTS = (
-    (MOST_TEXTS, _MANY),
-    (48, _MANY),
-    (32, _MANY),
-    (32, _FEW),
-    (24, _FEW),
-    (16, _FEW),
-    (16, _FEWEST_SHARES),
-    (LEAST_TEXTS, _FEWEST_SHARES),
-)
-#: Shares of the questions' time: the benchmark, and recall.
-_BENCHMARK, _RECALL = 0.6, 0.4
-#: Tokens of a continuation question with its four passages, each read twice.
-_QUESTION_TOKENS = 280
-#: Fewest and most questions that the time decides.
-_FEWEST, _FEWEST_RECALL, _MOST_RECALL = 100, 40, 400
-#: Answers that a harmless share changes, for the number of questions that is enough.
-_CHANGED = 0.03
-#: Sets of windows that a search for a plan measures, about.
-_SETS = 130
-
-
-@dataclass(frozen=True)
-class TimedPass:
-    """A forward pass over random tokens, to be timed."""
-
-    sequences: int
-    tokens: int
-    name: str = "timed pass"
-
-
-def time_pass(lm: LoadedModel, item: TimedPass) -> float:
-    """Pool task: return the tokens per second of a forward pass; a first pass is not timed."""
-    ids = torch.randint(0, lm.model.config.get_text_config().vocab_size, (item.sequences, item.tokens))
-    seconds = 0.0
-    for _ in range(2):
-        started = time.perf_counter()
-        with torch.no_grad():
-            lm.model(input_ids=ids.to(lm.device))
-        seconds = time.perf_counter() - started
-    return item.sequences * item.tokens / seconds
 
 
 def study(config: StudyConfig, run: Run) -> StudyAnswer:
@@ -157,7 +98,8 @@ class _Study:
             raise StudyError(f"tokens={tokens} (limit {limit} positions of the model). Lower `tokens`")
         if known is None:
             speed = run.pool.one(time_pass, TimedPass(max(1, min(4, 2048 // tokens)), tokens))
-            known = _decided(replace(config, tokens=tokens), speed, texts, run.say)
+            open_config = replace(config, tokens=tokens)
+            known = decided(open_config, speed, question_costs(open_config, run, texts), run.say)
             write_study(record, known)
         else:
             run.say(
@@ -282,7 +224,7 @@ class _Study:
         """
         config = self.config
         text = self._read(self.texts.choose, max(LEAST_TEXTS, self._judged_texts // 2), "choose")
-        plan = RecallPlan(lengths=(self._recall_tokens,), questions=_PROMPTS, seed=1)
+        plan = RecallPlan(lengths=(self._recall_tokens,), questions=PROMPTS, seed=1)
         choosing = EvaluateConfig(config.model, TaskConfig(()), plan, config.batch_tokens, text=text)
         run_id = self._evaluate(choosing, [arm for of_one in arms.values() for arm in of_one])
         verdict = judge(self.run.store, run_id)
@@ -318,7 +260,7 @@ class _Study:
                 recents=(self._recent,),
                 max_tokens=self.tokens,
                 sequences=self._sequences,
-                recall_prompts=_PROMPTS,
+                recall_prompts=PROMPTS,
                 confirm=bool(config.search),
                 batch_tokens=config.batch_tokens,
             )
@@ -347,7 +289,7 @@ class _Study:
             methods=(method,),
             orders={} if method == "damage" else {method: self._order(method)},
             texts=TextConfig(self.texts.measure, self.texts.choose, 2 * self._sequences, self.tokens),
-            recall=RecallConfig(prompts=2 * _PROMPTS, tokens=self._recall_tokens),
+            recall=RecallConfig(prompts=2 * PROMPTS, tokens=self._recall_tokens),
             selection=QUICK,
             controls=0,
             timing=None,
@@ -433,6 +375,8 @@ class _Study:
         if tasks is None:
             folder = write_task(Path(config.out) / "task", self.texts.judged_files, config.questions, name=CONTINUATION)
             tasks = TaskConfig((CONTINUATION,), include_path=str(folder))
+        elif tasks.limit is None:
+            tasks = replace(tasks, limit=limit_per_task(tasks, config.questions))
         recall = RecallPlan(lengths=(self._recall_tokens,), questions=config.recall_questions)
         return EvaluateConfig(config.model, tasks, recall, config.batch_tokens)
 
@@ -487,95 +431,3 @@ class _Study:
             number = [arm.name for arm in arms].index(saving.safe.name)
             saving = replace(saving, file=str(built[number].folder))
         return saving
-
-
-def _decided(config: StudyConfig, speed: float, texts: StudyTexts, say: Callable[[str], None]) -> StudyConfig:
-    """Return the settings with what the time decides, and print what each step will take.
-
-    Args:
-        speed: Tokens per second of a forward pass.
-    """
-    asked, length = config, config.tokens
-    assert length is not None
-    seconds, per_text = 3600 * config.hours, length / speed
-    for texts_read, tried in _EFFORTS:
-        config = _with_shares(asked, tried)
-        sequences, judged_texts = config.sequences or texts_read, config.judged_texts or texts_read
-        steps = _step_seconds(config, sequences, judged_texts, speed)
-        if sum(steps.values()) <= _STEPS * seconds:
-            break
-    spare = _STEPS * seconds - sum(steps.values())
-    damage = 24 * _number(config.prune_shares) * sequences * per_text
-    search = _SETS * _number(config.window_shares) * (sequences / 2 + _PROMPTS) * per_text
-    prune_by = config.prune_by or ("damage" if damage < spare else "criterion")
-    if prune_by == "damage":
-        steps["5. pruning"] += damage
-        spare -= damage
-    searches = config.search if config.search is not None else bool(config.window_shares) and search < spare
-    if searches:
-        steps["4. plans"] += search
-    arms = 1 + 2 * config.kinds
-    tokens = max(0.0, seconds - sum(steps.values())) * speed / arms
-    questions, recall = config.questions, config.recall_questions
-    enough = enough_questions(_CHANGED, config.kinds)
-    if questions is None:
-        questions = max(_FEWEST, min(enough, int(_BENCHMARK * tokens / _QUESTION_TOKENS)))
-        if config.tasks is None:
-            questions = min(questions, len(make_questions(texts.judged_files, questions)))
-    if recall is None:
-        afford = int(_RECALL * tokens / (0.75 * length))
-        recall = 4 * (max(_FEWEST_RECALL, min(_MOST_RECALL, afford)) // 4)
-    before = sum(steps.values())
-    steps["7. questions"] = arms * (questions * _QUESTION_TOKENS + recall * 0.75 * length) / speed
-    hours_enough = (before + arms * enough * _QUESTION_TOKENS / _BENCHMARK / speed) / 3600
-    say(
-        f"a forward pass reads {speed:,.0f} tokens per second; about {time_text(sum(steps.values()))} in all"
-        f" (limit {config.hours:g} h)"
-    )
-    for name, each in steps.items():
-        say(f"  {name:<14}{time_text(each)}")
-    say(
-        f"{sequences} texts measure; {judged_texts} texts, {questions:,} questions and {recall} of each recall task"
-        f" judge. To show that a harmless share, which changes {_CHANGED:.0%} of the answers, is safe takes about"
-        f" {enough:,} questions, with which the study takes {time_text(3600 * hours_enough)}"
-    )
-    return replace(
-        config,
-        sequences=sequences,
-        judged_texts=judged_texts,
-        questions=questions,
-        recall_questions=recall,
-        search=searches,
-        prune_by=prune_by,
-    )
-
-
-def _number(shares: tuple[float, ...] | None) -> int:
-    return len(shares or ())
-
-
-def _with_shares(config: StudyConfig, tried: Mapping[str, tuple[float, ...]]) -> StudyConfig:
-    """Return the settings with shares where they are open."""
-    found: dict[str, Any] = {name: shares for name, shares in tried.items() if getattr(config, name) is None}
-    return replace(config, **found)
-
-
-def _step_seconds(config: StudyConfig, sequences: int, judged_texts: int, speed: float) -> dict[str, float]:
-    """Return about how long each step before the questions takes, without searches.
-
-    Args:
-        speed: Tokens per second of a forward pass.
-    """
-    assert config.tokens is not None
-    per_text = config.tokens / speed
-    masks, windows, pruned = (_number(getattr(config, name)) for name in SHARES)
-    prompts = sequences / 2 + _PROMPTS
-    candidates = len(config.criteria) * masks
-    return {
-        "1. scan": 1.5 * sequences * per_text,
-        "2. probe": 60 * 256 / speed,
-        "3. criterion": (3 * sequences + candidates * (judged_texts / 2 + _PROMPTS)) * per_text,
-        "4. plans": (6 + windows) * prompts * per_text,
-        "5. pruning": 12 * pruned * sequences * per_text,
-        "6. loss": (1 + masks + windows + pruned) * judged_texts * per_text,
-    }

@@ -18,12 +18,14 @@ from headscan.cluster.tasks.pool import Pool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main, read_command
 from headscan.pipelines.corpora import CorpusSpec
+from headscan.pipelines.evaluate.continuation_task import write_task
 from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
-from headscan.pipelines.study.run_study import _decided, study
+from headscan.pipelines.study.run_study import study
 from headscan.pipelines.study.study_answer import StudyAnswer
 from headscan.pipelines.study.study_config import StudyConfig, StudyError, read_study, study_from, write_study
 from headscan.pipelines.study.study_texts import split_texts
+from headscan.pipelines.study.study_time import QuestionCosts, decided, limit_per_task, question_costs
 from tests.pipelines.conftest import THREADS
 
 SPEC = ModelSpec("demo", "float32")
@@ -181,16 +183,53 @@ def test_answers_hold_no_infinity(found: tuple[StudyConfig, StudyAnswer, list[st
     assert json.loads((tmp_path / "answers.json").read_text())["losses"][name]["low"] is None
 
 
+COSTS = QuestionCosts(280.0, 300.0, enough=3_000, available=2_500, enough_recall=500, recalls="copying 60 %")
+
+
 def test_the_time_decides_texts_and_shares(tmp_path: Path) -> None:
     """Open settings become smaller with the hours; given ones stay."""
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    (folder / "a.txt").write_text("".join(f"line {n} of a text that is long enough\n" for n in range(20_000)))
-    texts = split_texts(CorpusSpec(str(folder)), tmp_path / "parts")
-    settings = StudyConfig(SPEC, CorpusSpec(str(folder)), str(tmp_path), tokens=256, hours=1, window_shares=(0.5,))
-    decided = [_decided(settings, speed, texts, lambda line: None) for speed in (100_000.0, 1_000.0, 50.0)]
-    assert [each.sequences for each in decided] == sorted((each.sequences for each in decided), reverse=True)
-    assert decided[0].sequences == 64 and decided[-1].sequences == 8
-    assert [len(each.shares or ()) for each in decided] == [6, *(len(each.shares or ()) for each in decided[1:])]
-    assert len(decided[-1].shares or ()) == 2 and {each.window_shares for each in decided} == {(0.5,)}
-    assert (decided[0].questions or 0) > (decided[-1].questions or 0)
+    settings = StudyConfig(SPEC, CorpusSpec("texts/"), str(tmp_path), tokens=256, hours=1, window_shares=(0.5,))
+    found = [decided(settings, speed, COSTS, lambda line: None) for speed in (100_000.0, 1_000.0, 50.0)]
+    assert [each.sequences for each in found] == sorted((each.sequences for each in found), reverse=True)
+    assert found[0].sequences == 64 and found[-1].sequences == 8
+    assert len(found[0].shares or ()) == 6
+    assert len(found[-1].shares or ()) == 2 and {each.window_shares for each in found} == {(0.5,)}
+    assert (found[0].questions or 0) > (found[-1].questions or 0)
+
+
+def test_questions_are_as_many_as_they_must_be_or_as_the_time_allows(tmp_path: Path) -> None:
+    settings = StudyConfig(SPEC, CorpusSpec("texts/"), str(tmp_path), tokens=256, hours=1)
+    lines: list[str] = []
+    rich = decided(settings, 100_000.0, COSTS, lines.append)
+    assert (rich.questions, rich.recall_questions) == (COSTS.available, COSTS.enough_recall)
+    assert "takes about 3,000 questions and 500 of each recall task (the whole model: copying 60 %)" in lines[-1]
+    # An hour at this speed reads less than the questions need: recall has at most half of their time.
+    poor = decided(settings, 900.0, COSTS, lines.append)
+    assert 100 < (poor.questions or 0) < 2_500 and 40 < (poor.recall_questions or 0) < 500
+    assert (poor.recall_questions or 0) * 300 <= (poor.questions or 0) * 280
+    unable = decided(settings, 100_000.0, replace(COSTS, enough_recall=0), lines.append)
+    assert unable.recall_questions == 40 and "recall task (" not in lines[-1]
+
+
+def test_costs_follow_from_the_questions_and_the_recall_of_the_whole_model(tmp_path: Path) -> None:
+    """The demo model copies, so copying questions have a number that is enough; given numbers ask nothing."""
+    texts = split_texts(CorpusSpec("python-stdlib-heldout"), tmp_path / "parts")
+    config = tiny(tmp_path, recall_questions=None)
+    lines: list[str] = []
+    with Run(SPEC, Store(tmp_path / "s.duckdb"), lambda spec: InProcessPool(spec, THREADS), say=lines.append) as run_:
+        costs = question_costs(config, run_, texts)
+        given = question_costs(replace(config, recall_questions=8), run_, texts)
+    # A context of 400 characters, and four passages of 80 with and without it.
+    assert 400 / 5 < costs.tokens < (400 + 8 * 80) / 1.5
+    # A needle and a copy; four of each share a text of 127 tokens.
+    assert 127 / 2 <= costs.recall_tokens <= 2 * 127
+    assert "copying" in costs.recalls and costs.enough_recall % 4 == 0
+    assert (given.enough_recall, given.recalls) == (0, "")
+
+
+def test_the_limit_of_each_task_gives_the_number_of_questions(tmp_path: Path) -> None:
+    texts = split_texts(CorpusSpec("python-stdlib-heldout"), tmp_path / "parts")
+    for name, number in (("few", 5), ("many", 30)):
+        write_task(tmp_path / "tasks", texts.judged_files, number, name=name)
+    tasks = TaskConfig(("few", "many"), include_path=str(tmp_path / "tasks"))
+    assert [limit_per_task(tasks, number) for number in (1, 2, 9, 10, 20, 34, 35, 99)] == [1, 1, 4, 5, 15, 29, 30, 30]

@@ -1,0 +1,248 @@
+"""What the hours of a study allow: texts, shares, searches, and the questions of each kind.
+
+A forward pass is timed, the questions are built and their tokens counted, and the whole model is asked recall
+questions. Everything else follows from the number of times that each step reads its texts.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headscan.analysis.verdicts.paired import enough_questions
+from headscan.analysis.verdicts.verdict_rows import recall_needed, solves
+from headscan.models.loaded_model import LoadedModel
+from headscan.pipelines.evaluate.continuation_task import CONTINUATION, make_questions, write_task
+from headscan.pipelines.evaluate.run_sweep import whole_model_recall
+from headscan.pipelines.evaluate.tasks import Questions, Tasks
+from headscan.pipelines.recall import RecallPlan
+from headscan.pipelines.runs.run_records import Run
+from headscan.pipelines.runs.text_tables import time_text
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
+from headscan.pipelines.study.study_config import LEAST_TEXTS, MOST_TEXTS, SHARES, StudyConfig
+from headscan.pipelines.study.study_texts import StudyTexts
+
+#: Recall prompts of each kind that measure plans and repairs, and that choose the criterion.
+PROMPTS = 16
+#: Share of the time that the steps before the questions may take.
+_STEPS = 0.6
+#: What the time may allow, most first: texts, and the shares of each kind that are tried.
+_ALL_SHARES = {
+    "shares": (0.02, 0.05, 0.1, 0.15, 0.2, 0.3),
+    "window_shares": (0.25, 0.5, 0.75),
+    "prune_shares": (0.05, 0.1, 0.2, 0.3),
+}
+_SOME_SHARES = {"shares": (0.05, 0.1, 0.2), "window_shares": (0.25, 0.5), "prune_shares": (0.1, 0.2)}
+_LEAST_SHARES = {"shares": (0.05, 0.1), "window_shares": (0.5,), "prune_shares": (0.1,)}
+_EFFORTS = (
+    (MOST_TEXTS, _ALL_SHARES),
+    (48, _ALL_SHARES),
+    (32, _ALL_SHARES),
+    (32, _SOME_SHARES),
+    (24, _SOME_SHARES),
+    (16, _SOME_SHARES),
+    (16, _LEAST_SHARES),
+    (LEAST_TEXTS, _LEAST_SHARES),
+)
+#: Questions of which the tokens are counted, of each task or kind.
+_SAMPLE = 16
+#: Recall questions of each kind that the whole model is asked, and the fewest that judge.
+_ASKED_FIRST, _FEWEST_RECALL = 32, 40
+#: Fewest benchmark questions, and the largest share of the questions' time that recall takes.
+_FEWEST, _MOST_RECALL_TIME = 100, 0.5
+#: Share of the answers that a harmless share of heads changes.
+_CHANGED = 0.03
+#: Rounds of questions that the time is made for; each has one share of every kind.
+_ROUNDS = 2
+#: Sets of windows that a search for a plan measures, about.
+_SETS = 130
+#: Passes over the calibration texts by which a choice by damage exceeds one by a criterion, for each share.
+_DAMAGE_PASSES = 24
+
+
+@dataclass(frozen=True)
+class TimedPass:
+    """A forward pass over random tokens, to be timed."""
+
+    sequences: int
+    tokens: int
+    name: str = "timed pass"
+
+
+def time_pass(lm: LoadedModel, item: TimedPass) -> float:
+    """Pool task: return the tokens per second of a forward pass; a first pass is not timed."""
+    ids = torch.randint(0, lm.model.config.get_text_config().vocab_size, (item.sequences, item.tokens))
+    seconds = 0.0
+    for _ in range(2):
+        started = time.perf_counter()
+        with torch.no_grad():
+            lm.model(input_ids=ids.to(lm.device))
+        seconds = time.perf_counter() - started
+    return item.sequences * item.tokens / seconds
+
+
+@dataclass(frozen=True)
+class QuestionCosts:
+    """What questions cost, and how many are enough.
+
+    Attributes:
+        tokens, recall_tokens: Tokens of a benchmark question, and of a needle and a copying question together.
+        enough: Benchmark questions with which a share that changes 3 % of the answers is shown to be safe.
+        available: Benchmark questions that there are.
+        enough_recall: Recall questions of each kind with which such a share is shown to keep recall; 0 if the model
+            recalls too little to judge.
+        recalls: What the whole model recalls, in words.
+    """
+
+    tokens: float
+    recall_tokens: float
+    enough: int
+    available: int
+    enough_recall: int
+    recalls: str
+
+    @property
+    def tokens_enough(self) -> float:
+        """Tokens of all questions that an arm needs."""
+        return self.enough * self.tokens + self.enough_recall * self.recall_tokens
+
+
+def question_costs(config: StudyConfig, run: Run, texts: StudyTexts) -> QuestionCosts:
+    """Count the tokens of some questions, and ask the whole model recall questions that judge nothing."""
+    assert config.tokens is not None
+    lengths = (config.tokens - 1,)
+    enough = enough_questions(_CHANGED, config.kinds)
+    with tempfile.TemporaryDirectory() as folder:
+        tasks = config.tasks
+        if tasks is None:
+            write_task(Path(folder), texts.judged_files, _SAMPLE, name=CONTINUATION)
+            tasks = TaskConfig((CONTINUATION,), include_path=folder)
+        sample = Questions(replace(tasks, limit=min(_SAMPLE, tasks.limit or _SAMPLE)), None, run.identity)
+        of_task = {name: min(count, tasks.limit or count) for name, count in sample.available.items()}
+        sampled = sum(min(_SAMPLE, count) for count in of_task.values())
+        tokens = sample.tokens_to_read() / max(1, sampled)
+    available = sum(of_task.values()) if config.tasks else len(make_questions(texts.judged_files, enough))
+    asked = RecallPlan(lengths=lengths, questions=_ASKED_FIRST, seed=1)
+    recall = Questions(TaskConfig(()), asked, run.identity, recall_only=True)
+    needed, words = [0], []
+    if config.recall_questions is None:
+        asking = EvaluateConfig(config.model, TaskConfig(()), asked, config.batch_tokens)
+        for kind, (right, number) in whole_model_recall(asking, run).items():
+            words.append(f"{kind} {right:.0f} %")
+            if solves(kind, right, number):
+                needed.append(recall_needed(kind, right, config.kinds))
+    return QuestionCosts(
+        tokens, recall.tokens_to_read() / _ASKED_FIRST, enough, available, max(needed), ", ".join(words)
+    )
+
+
+def limit_per_task(tasks: TaskConfig, questions: int) -> int:
+    """Return the limit with which the tasks have about ``questions`` questions together, at least one each."""
+    sizes = Tasks(tasks).available.values()
+    limits = range(1, max(sizes, default=1) + 1)
+    return max(1, bisect_right(limits, questions, key=lambda limit: sum(min(size, limit) for size in sizes)))
+
+
+def decided(config: StudyConfig, speed: float, costs: QuestionCosts, say: Callable[[str], None]) -> StudyConfig:
+    """Return the settings with what the time decides, and print what each step will take.
+
+    Args:
+        speed: Tokens per second of a forward pass.
+    """
+    asked, length = config, config.tokens
+    assert length is not None
+    seconds, per_text = 3600 * config.hours, length / speed
+    for texts_read, tried in _EFFORTS:
+        config = _with_shares(asked, tried)
+        sequences, judged_texts = config.sequences or texts_read, config.judged_texts or texts_read
+        steps = _step_seconds(config, sequences, judged_texts, speed)
+        if sum(steps.values()) <= _STEPS * seconds:
+            break
+    spare = _STEPS * seconds - sum(steps.values())
+    damage = _DAMAGE_PASSES * _number(config.prune_shares) * sequences * per_text
+    search = _SETS * _number(config.window_shares) * (sequences / 2 + PROMPTS) * per_text
+    prune_by = config.prune_by or ("damage" if damage < spare else "criterion")
+    if prune_by == "damage":
+        steps["5. pruning"] += damage
+        spare -= damage
+    searches = config.search if config.search is not None else bool(config.window_shares) and search < spare
+    if searches:
+        steps["4. plans"] += search
+    before = sum(steps.values())
+    arms = 1 + _ROUNDS * config.kinds
+    tokens = max(0.0, seconds - before) * speed / arms
+    recall = config.recall_questions
+    if recall is None:
+        afford = int(_MOST_RECALL_TIME * tokens / costs.recall_tokens)
+        recall = 4 * (max(_FEWEST_RECALL, min(costs.enough_recall, afford)) // 4)
+    questions = config.questions
+    if questions is None:
+        afford = int((tokens - recall * costs.recall_tokens) / costs.tokens)
+        questions = min(costs.available, max(_FEWEST, min(costs.enough, afford)))
+    steps["7. questions"] = arms * (questions * costs.tokens + recall * costs.recall_tokens) / speed
+    say(
+        f"a forward pass reads {speed:,.0f} tokens per second; about {time_text(sum(steps.values()))} in all"
+        f" (limit {config.hours:g} h)"
+    )
+    for name, each in steps.items():
+        say(f"  {name:<14}{time_text(each)}")
+    needs = f"{costs.enough:,} questions"
+    if costs.enough_recall:
+        needs += f" and {costs.enough_recall:,} of each recall task (the whole model: {costs.recalls})"
+    say(
+        f"{sequences} texts measure; {judged_texts} texts, {questions:,} questions and {recall} of each recall task"
+        f" judge. To show that a harmless share, which changes {_CHANGED:.0%} of the answers, is safe takes about"
+        f" {needs}, with which the study takes {time_text(before + arms * costs.tokens_enough / speed)}"
+    )
+    return replace(
+        config,
+        sequences=sequences,
+        judged_texts=judged_texts,
+        questions=questions,
+        recall_questions=recall,
+        search=searches,
+        prune_by=prune_by,
+    )
+
+
+def _number(shares: tuple[float, ...] | None) -> int:
+    return len(shares or ())
+
+
+def _with_shares(config: StudyConfig, tried: Mapping[str, tuple[float, ...]]) -> StudyConfig:
+    """Return the settings with shares where they are open."""
+    found: dict[str, Any] = {name: shares for name, shares in tried.items() if getattr(config, name) is None}
+    return replace(config, **found)
+
+
+def _step_seconds(config: StudyConfig, sequences: int, judged_texts: int, speed: float) -> dict[str, float]:
+    """Return about how long each step before the questions takes, without searches: passes over texts and prompts.
+
+    Args:
+        speed: Tokens per second of a forward pass.
+    """
+    assert config.tokens is not None
+    per_text = config.tokens / speed
+    masks, windows, pruned = (_number(getattr(config, name)) for name in SHARES)
+    prompts = sequences / 2 + PROMPTS
+    candidates = len(config.criteria) * masks
+    return {
+        # Statistics cost about half of a pass.
+        "1. scan": 1.5 * sequences * per_text,
+        # 60 sequences of repeats and prompts with needles.
+        "2. probe": 60 * 256 / speed,
+        # Importance has a backward pass, which costs two forward passes; arms share the layers below their heads.
+        "3. criterion": (3 * sequences + candidates * (judged_texts / 2 + PROMPTS)) * per_text,
+        # A forward and a backward pass for the gradients, and three for the moments of every head.
+        "4. plans": (6 + windows) * prompts * per_text,
+        # Moments and Fisher information of twice the texts, the repair and the held-out loss.
+        "5. pruning": 12 * pruned * sequences * per_text,
+        "6. loss": (1 + masks + windows + pruned) * judged_texts * per_text,
+    }
