@@ -32,18 +32,20 @@ CRITERIA = (*SCORES, "importance", "importance_entropy", "layer-drop")
 #: Behaviours whose strongest heads are looked up in the order of inactive heads.
 BEHAVIOURS = ("induction_score", "previous_token_score", "retrieval_score")
 _STRONGEST = 5
+#: Tokens per second that the plan assumes of two CPU cores; the study takes the hours that it is given.
+_SPEED = 400
 
 
 def steps(options: argparse.Namespace) -> list[Step]:
     """Return the study, and the comparison of criteria on the study's measuring texts."""
     study = options.out / "study"
-    asked = ["study", options.model, "--corpus", options.corpus, "--out", str(study), "--hours", f"{options.hours:g}"]
+    asked = ["study", options.model, "--corpus", options.corpus, "--out", str(study)]
     compared = ["referee", options.model, "--store", str(study / "study.duckdb"), "--no-recall"]
     compared += ["--corpus", str(study / "texts" / "measure")]
     if options.stand_in:
         asked += ["--max-tokens", "128", "--criteria", "output_norm_ln,importance", "--shares", "0.05"]
         asked += ["--window-shares", "0.5", "--prune-shares", "0.05", "--sequences", "8", "--judged-texts", "8"]
-        asked += ["--questions", "16", "--recall-questions", "8"]
+        asked += ["--questions", "16", "--recall-questions", "8", "--hours", "0.05"]
         compared += ["--criteria", "output_norm_ln,importance", "--shares", "0.1,0.3", "--seeds", "1"]
         compared += ["--max-tokens", "128", "--sequences", "16"]
         return [Step(tuple(asked), 200_000), Step(tuple(compared), 20_000)]
@@ -78,11 +80,10 @@ def write_page(options: argparse.Namespace) -> list[str]:
 
 def _opening(options: argparse.Namespace, answers: Mapping[str, Any], store: Store) -> str:
     runs = store.query(
-        "SELECT kind, sum(epoch(finished_at - started_at)) AS seconds FROM runs WHERE finished_at IS NOT NULL GROUP BY 1"
+        "SELECT kind, sum(epoch(finished_at - started_at)) / 60 AS minutes FROM runs"
+        " WHERE finished_at IS NOT NULL GROUP BY kind ORDER BY kind"
     ).to_pylist()
-    took = ", ".join(
-        f"{row['kind']} {row['seconds'] / 60:.0f} min" for row in sorted(runs, key=lambda row: row["kind"])
-    )
+    took = ", ".join(f"{row['kind']} {row['minutes']:.0f} min" for row in runs)
     return (
         f"# {answers['model']}: what can go\n\n"
         f"`headscan study` on a real model: {answers['layers']} layers, {answers['heads']} heads, judged on"
@@ -118,8 +119,8 @@ def _answers(answers: Mapping[str, Any]) -> str:
                 )
             )
     limits = (
-        "*Safe*: at most one point of accuracy is lost and 90 % of recall is kept, shown by 95 % intervals that hold for"
-        f" all kinds of savings together. *Loses*: a loss is shown, or the text's loss rises by more than"
+        "*Safe*: at most one point of accuracy is lost and 90 % of recall is kept, shown by 95 % intervals that hold"
+        f" for all kinds of savings together. *Loses*: a loss is shown, or the text's loss rises by more than"
         f" {answers['max_loss']:g} nats per token. The shares of a kind are tested from small to large, and the first"
         " that is not safe ends the test."
     )
@@ -241,8 +242,8 @@ def _tail(heads: Sequence[Mapping[str, Any]]) -> str:
             )
     return (
         "## Do induction and retrieval heads look inactive?\n\nPlaces among"
-        f" {len(heads)} heads: 1 is the head that the criterion removes first. On prose these heads have little to do, so"
-        " a score that is measured on prose can call them inactive.\n\n" + _table(rows)
+        f" {len(heads)} heads: 1 is the head that the criterion removes first. On prose these heads have little to do,"
+        " so a score that is measured on prose can call them inactive.\n\n" + _table(rows)
     )
 
 

@@ -20,6 +20,7 @@ SCRIPTS = {
     "inactive_heads.py": ("output_norm_ln", "paper % (14 models)"),
     "sixteen_heads.py": ("of 48", "8 of 96 heads"),
     "duo_attention.py": ("rank correlation", "1.67 x"),
+    "smollm2.py": ("page ", "smollm2.md"),
 }
 
 
