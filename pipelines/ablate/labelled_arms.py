@@ -31,6 +31,7 @@ from headscan.models.forward_inputs import batch_kwargs
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import RopeLengths
 from headscan.models.token_batches import run_halving
+from headscan.pipelines.ablate.single_heads import ablated_sets
 from headscan.pipelines.evaluate.answering import AnsweringPlan, WorkItem, answer_item
 from headscan.pipelines.evaluate.run_evaluation import answer_arms
 from headscan.pipelines.evaluate.tasks import ANSWERS, RESULTS, TaskResults
@@ -65,18 +66,12 @@ WITHOUT_ABLATION = SiteArm("baseline", ArmKind.BASELINE)
 
 
 def single_arms(grid: HeadGrid, mode: str) -> list[SiteArm]:
-    """Return an arm for each head: that head ablated, or all others of its layer (no arm in layers of one head)."""
-    arms = []
-    for kind in grid.kinds:
-        for site in grid.at(kind).sites:
-            every = [Head(site.layer, head) for head in range(site.num_attention_heads)]
-            for head in every if mode == EACH or len(every) > 1 else ():
-                removed = [head] if mode == EACH else [other for other in every if other != head]
-                place = {"site": kind, "layer": site.layer, "head": head.head, "kv_head": site.kv_head_of[head.head]}
-                name = f"{kind} {'' if mode == EACH else 'all but '}{site.layer}:{head.head}"
-                mask, details = SiteMask({kind: removed}), (("mode", mode), *place.items())
-                arms.append(SiteArm(name, ArmKind.MASK, mask, details=details))
-    return arms
+    """Return an arm for each head of every site, see `ablated_sets`."""
+    return [
+        SiteArm(f"{kind} {place}", ArmKind.MASK, SiteMask({kind: heads}), details=tuple(settings.items()))
+        for kind in grid.kinds
+        for place, heads, settings in ablated_sets(grid.at(kind), mode)
+    ]
 
 
 #: Metrics by kind of targets; the first is the default.
@@ -308,12 +303,12 @@ def _level(metric: str, numbers: np.ndarray) -> float:
     return float(bleu(total)) if metric == BLEU else float(-total[0] / total[1])
 
 
-def answer_labelled(questions: LabelledQuestions, run: Run, arms: Sequence[SiteArm]) -> str:
-    """Answer the examples with every arm into the store; return the run's id."""
+def answer_labelled(questions: LabelledQuestions, run: Run, run_id: str, arms: Sequence[SiteArm]) -> None:
+    """Answer the examples with every arm of a run that has begun, and finish the run."""
     if run.pool.staged:
         check_staged(answer_item)
     plan = AnsweringPlan(questions.config.batch_tokens, Reading(share_prefixes=False))
-    return answer_arms(run, questions.record(run), arms, questions, questions.items(run.identity), lambda *_: plan)
+    answer_arms(run, run_id, arms, questions, questions.items(run.identity), lambda *_: plan)
 
 
 def labelled_effects(
@@ -329,7 +324,8 @@ def labelled_effects(
     if texts is None:
         texts = read_labelled(config.data, config.model, run.identity, config.max_tokens)
     questions = LabelledQuestions(config, texts, texts.texts)
-    arms = [arm for mode in modes for arm in single_arms(run.facts.grid, mode)]
-    run.say(f"{len(arms) + 1} arms: the baseline and {len(arms)} sets of heads, on {len(texts.texts)} examples")
-    run_id = answer_labelled(questions, run, [WITHOUT_ABLATION, *arms])
-    return run_id, record_effects(run.store, run_id)
+    arms = [WITHOUT_ABLATION, *(arm for mode in modes for arm in single_arms(run.facts.grid, mode))]
+    run.say(f"{len(arms)} arms: the baseline and {len(arms) - 1} sets of heads, on {len(texts.texts)} examples")
+    with run.recording(questions.record(run), arms=[arm.name for arm in arms]) as state:
+        answer_labelled(questions, run, state.run_id, arms)
+    return state.run_id, record_effects(run.store, state.run_id)

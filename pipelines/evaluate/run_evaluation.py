@@ -159,7 +159,10 @@ def evaluate(
     record = _record(config, rounding, run, questions, purpose)
     items = work_items(questions.requests, config.batch_tokens)
     plan = partial(_plan, config, questions, [arm.ablated for arm in arms])
-    return answer_arms(run, record, arms, questions, items, plan, models=models, judges_arms=purpose.judges_arms)
+    with run.recording(record, arms=[arm.name for arm in arms]) as state:
+        run_id = state.run_id
+        answer_arms(run, run_id, arms, questions, items, plan, models=models, judges_arms=purpose.judges_arms)
+    return run_id
 
 
 def _plan(
@@ -196,7 +199,7 @@ class Graded(Protocol):
 
 def answer_arms(
     run: Run,
-    record: RunRecord,
+    run_id: str,
     arms: Sequence[Arm],
     questions: Graded,
     items: Sequence[WorkItem],
@@ -204,36 +207,37 @@ def answer_arms(
     *,
     models: Mapping[ModelSpec, ModelIdentity] | None = None,
     judges_arms: bool = False,
-) -> str:
-    """Begin or resume the run of ``record``, answer all items with every arm, and return the run's id.
+) -> None:
+    """Answer all items with every arm of a run that has begun, and finish the run.
 
-    ``plan`` returns how a model answers, from its run and the number of its unfinished arms; ``models`` are the models
-    of arms that have their own; ``judges_arms`` gives each arm a line and a verdict.
+    Args:
+        plan: Returns how a model answers, from its run and the number of its unfinished arms.
+        models: The models of arms that have their own.
+        judges_arms: Gives each arm a line and a verdict.
     """
-    store, failed = run.store, []
-    with run.recording(record, arms=[arm.name for arm in arms]) as state:
-        run_id = state.run_id
-        with store.one_transaction():
-            states = {arm.name: _begin_arm(store, run_id, arm) for arm in arms}
-        unfinished: dict[ModelSpec | None, list[tuple[Arm, str]]] = defaultdict(list)
-        for arm in arms:
-            if not states[arm.name].finished:
-                unfinished[arm.model].append((arm, states[arm.name].arm_id))
-            elif judges_arms:
-                run.say(f"{arm.name}: finished before")
-        for spec in sorted(unfinished, key=lambda spec: spec is not None):  # the model of the baseline is open
-            open_arms = unfinished[spec]
-            with ExitStack() as opened:
-                own = run if spec is None else opened.enter_context(run.on(spec, (models or {})[spec]))
-                title = f"{len(open_arms)} arm{'s' * (len(open_arms) > 1)}"
-                for done in answer(store, own.pool, open_arms, items, plan(own, len(open_arms)), title=title):
-                    try:
-                        line = _finish_arm(store, questions, own.facts, done)
-                        if judges_arms:
-                            run.say(line)
-                    except NotFiniteError as problem:
-                        failed.append(done.arm.name)
-                        run.say(f"{done.arm.name}: {problem}")
+    store = run.store
+    with store.one_transaction():
+        states = {arm.name: _begin_arm(store, run_id, arm) for arm in arms}
+    unfinished: dict[ModelSpec | None, list[tuple[Arm, str]]] = defaultdict(list)
+    for arm in arms:
+        if not states[arm.name].finished:
+            unfinished[arm.model].append((arm, states[arm.name].arm_id))
+        elif judges_arms:
+            run.say(f"{arm.name}: finished before")
+    failed: list[str] = []
+    for spec in sorted(unfinished, key=lambda spec: spec is not None):  # the model of the baseline is open
+        open_arms = unfinished[spec]
+        with ExitStack() as opened:
+            own = run if spec is None else opened.enter_context(run.on(spec, (models or {})[spec]))
+            title = f"{len(open_arms)} arm{'s' * (len(open_arms) > 1)}"
+            for done in answer(store, own.pool, open_arms, items, plan(own, len(open_arms)), title=title):
+                try:
+                    line = _finish_arm(store, questions, own.facts, done)
+                    if judges_arms:
+                        run.say(line)
+                except NotFiniteError as problem:
+                    failed.append(done.arm.name)
+                    run.say(f"{done.arm.name}: {problem}")
     if judges_arms and BASELINE.name not in failed:  # every verdict is a comparison with the baseline
         record_verdicts(store, run_id)
     store.finish_run(run_id, status="failed" if failed else "finished")
@@ -242,7 +246,6 @@ def answer_arms(
             f"{len(failed)} of {len(arms)} arms have NaN log-likelihoods and no result: {', '.join(failed)}; load the "
             "model in another `dtype`"
         )
-    return run_id
 
 
 def _rounding(facts: ModelFacts, ablated: Sequence[Ablation | None], *, in_ranges: bool) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 from headscan.ablation.ablation import intervene
 from headscan.ablation.masks import HeadMask, SiteMask
 from headscan.analysis.store.records import ArmKind
-from headscan.analysis.store.store import Store, run_identity
+from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.criterion_points import ALL_SITES, RANDOM, SitePoint, read_site_points
 from headscan.catalog import EFFECT, IMPORTANCES, SCORES, statistics_for
 from headscan.cluster.tasks.pool import Pool
@@ -48,7 +48,7 @@ from headscan.pruning.head_values import RELATIVE_ENTROPY, criterion_values
 #: Examples of one item of a pool.
 _GROUP = 256
 #: Sums over examples and numbers of examples (2, L, H), by site and measure.
-Totals = dict[str, dict[str, Tensor]]
+Totals = dict[tuple[str, str], Tensor]
 #: Values (L, H) by criterion and site; the heads with the smallest ones are removed first.
 SiteValues = Mapping[str, Mapping[str, Tensor]]
 
@@ -81,12 +81,10 @@ def site_values(pool: Pool, item: ValuesItem) -> SiteValues:
     total: Totals = {}
     for group in groups:  # a sum depends on its order
         _add(total, parts[group[0].index])
-    found: dict[str, dict[str, Tensor]] = {name: {} for name in item.names}
-    for site, tables in total.items():
-        means = {measure: sums / counts for measure, (sums, counts) in tables.items()}
-        for name in item.names:
-            found[name][site] = criterion_values(name, means)
-    return found
+    means: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for (site, measure), (sums, counts) in total.items():
+        means[site][measure] = sums / counts
+    return {name: {site: criterion_values(name, of_site) for site, of_site in means.items()} for name in item.names}
 
 
 def total_values(lm: LoadedModel, item: ValuesItem) -> Totals:
@@ -98,7 +96,7 @@ def total_values(lm: LoadedModel, item: ValuesItem) -> Totals:
         found: Totals = {}
         for site, name, values_BLH in _measured(lm, loss, item.names):
             values = values_BLH.double()
-            found.setdefault(site, {})[name] = torch.stack([values.nansum(0), values.isfinite().sum(0)])
+            found[site, name] = torch.stack([values.nansum(0), values.isfinite().sum(0)])
         return found
 
     total: Totals = {}
@@ -110,10 +108,8 @@ def total_values(lm: LoadedModel, item: ValuesItem) -> Totals:
 
 
 def _add(total: Totals, part: Totals) -> None:
-    for site, tables in part.items():
-        for name, table in tables.items():
-            known = total.setdefault(site, {})
-            known[name] = known[name] + table if name in known else table
+    for key, table in part.items():
+        total[key] = total[key] + table if key in total else table
 
 
 def _measured(lm: LoadedModel, loss: Loss, names: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
@@ -196,21 +192,19 @@ def site_referee(
     curves = list(_curves(compared, run.facts.grid))
     names = {curve.name(share) for curve in curves for share in compared.shares}
     run.say(f"{len(names) + 1} arms on {len(judging)} examples; {len(ranking)} examples order the heads")
-    stored = _stored_heads(run.store, run_identity("ablate", questions.record(run).fingerprint))
-    run_id = answer_labelled(questions, run, [WITHOUT_ABLATION, *_arms(curves, compared, run, item, stored)])
-    points = read_site_points(run.store, run_id)
-    return run_id, [point for point in points if _name(*point.curve, point.site, point.share) in names]
+    with run.recording(questions.record(run), arms=[WITHOUT_ABLATION.name, *names]) as state:
+        arms = _arms(curves, compared, run, item, _stored_heads(run.store, state.run_id))
+        answer_labelled(questions, run, state.run_id, [WITHOUT_ABLATION, *arms])
+    points = read_site_points(run.store, state.run_id)
+    return state.run_id, [point for point in points if _name(*point.curve, point.site, point.share) in names]
 
 
 def _stored_heads(store: Store, run_id: str) -> dict[str, tuple[SiteHead, ...]]:
     """Return the ablated heads of a run's arms by name."""
-    if not store.path.exists():
-        return {}
-    rows = store.query("SELECT name, config FROM arms WHERE run_id = ?", [run_id]).to_pylist()
-    sites = {row["name"]: json.loads(row["config"])["sites"] for row in rows}
+    rows = store.query("SELECT name, config -> '$.sites' AS sites FROM arms WHERE run_id = ?", [run_id]).to_pylist()
     return {
-        name: tuple((site, Head(*head)) for site, heads in of_arm.items() for head in heads)
-        for name, of_arm in sites.items()
+        row["name"]: tuple((site, Head(*head)) for site, heads in json.loads(row["sites"]).items() for head in heads)
+        for row in rows
     }
 
 
