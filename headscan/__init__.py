@@ -25,7 +25,7 @@ from headscan.catalog import BEHAVIOURS, SCORES, STATISTICS
 if TYPE_CHECKING:
     from headscan.ablation.ablation import HeadMeans, InterventionRecord, intervene
     from headscan.ablation.collect_outputs import HeadSamples, head_means, head_samples
-    from headscan.ablation.masks import HeadMask, RandomHeads
+    from headscan.ablation.masks import HeadMask, RandomHeads, SiteMask
     from headscan.ablation.rules import HeadRule
     from headscan.catalog import MassWidths
     from headscan.errors import HeadscanError
@@ -64,6 +64,7 @@ _HOMES = {
     "PlanCache": "kv.plan_cache",
     "RandomHeads": "ablation.masks",
     "Sharding": "models.loaded_model",
+    "SiteMask": "ablation.masks",
     "Window": "kv.kept_keys",
     "collect": "measure.collect",
     "head_means": "ablation.collect_outputs",
@@ -101,6 +102,7 @@ __all__ = [
     "PlanCache",
     "RandomHeads",
     "Sharding",
+    "SiteMask",
     "Window",
     "collect",
     "head_means",

@@ -317,7 +317,7 @@ def intervene(
 
     Args:
         lm: A model from `headscan.load`.
-        what: A `HeadMask`, `HeadRule` or `RandomHeads`.
+        what: A `HeadMask`, `SiteMask`, `HeadRule` or `RandomHeads`.
         lengths: Real tokens (B,) of each sequence of the next batch, read by rules only. None takes them from the
             padding mask of the pass, or from `collect` if that runs it; without either all tokens are real.
         keys: Integers (B,) of 0 or more that seed random heads and samples of each sequence; None uses the row numbers.

@@ -5,15 +5,15 @@ Shapes: B sequences, N tokens, L layers, H query heads, D width of a head's outp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headscan.ablation.ablation import ZERO, Ablation, Filler, InterventionRecord, Replacement
+from headscan.ablation.ablation import ZERO, Ablation, Filler, InterventionRecord, Replacement, intervene
 from headscan.attention.hooks import output_hook
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite, Head
@@ -82,6 +82,38 @@ class _MaskHook:
         if here is None:
             here = self._on_device[site.layer] = ablated.to(heads_BNHD.device)
         return self._fill(site, heads_BNHD, here)
+
+
+@dataclass(frozen=True)
+class SiteMask(Ablation):
+    """Fixed sets of ablated query heads at several sites of a model, such as ``encoder`` and ``cross``; their outputs
+    become zero. A record of it stays empty, because its shape is that of one site.
+
+    Attributes:
+        sites: Pairs of a site and its ``(layer, head)`` pairs; sites without heads are left out.
+
+    Raises:
+        HeadIndexError: A pair is not two integers.
+    """
+
+    sites: tuple[tuple[str, tuple[Head, ...]], ...]
+    label = "mask of several sites"
+
+    def __init__(self, sites: Mapping[str, Iterable[tuple[int, int]]]) -> None:
+        masks = ((site, HeadMask(heads).heads) for site, heads in sites.items())
+        object.__setattr__(self, "sites", tuple((site, heads) for site, heads in masks if heads))
+
+    @property
+    def fixed_heads(self) -> tuple[Head, ...]:
+        """The heads of one site after the other."""
+        return tuple(head for _, heads in self.sites for head in heads)
+
+    @contextmanager
+    def hooks(self, lm: LoadedModel, record: InterventionRecord) -> Iterator[None]:
+        with ExitStack() as masks:
+            for site, heads in self.sites:
+                masks.enter_context(intervene(lm.at(site), HeadMask(heads)))
+            yield
 
 
 @dataclass(frozen=True)

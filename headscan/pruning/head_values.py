@@ -6,7 +6,7 @@ Shapes: B sequences, L layers, H query heads of the widest layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,8 @@ from headscan.pruning.edited_model import Divergence, Edits, edited
 
 #: Calibration tokens of effects: each head runs the layers from its own on.
 _EFFECT_TOKENS = 8192
+#: Entropy divided by the log of the number of keys.
+RELATIVE_ENTROPY = "relative_entropy"
 
 
 def head_values(
@@ -38,8 +40,7 @@ def head_values(
     if scores:
         found |= _scores(lm, calibration, scores, removed)
     if importances:
-        every = _importances(lm, calibration, removed)
-        found |= {name: every[name] for name in importances}
+        found |= _importances(lm, calibration, importances, removed)
     if EFFECT in names:
         found[EFFECT] = _effects(lm, calibration, removed)
     return found
@@ -62,37 +63,42 @@ def _scores(
         return {name: score(found, name) for name in names}
 
     means = _means(lm, calibration, removed, measure)
-    return {name: inactive_first(name, value) for name, value in means.items()}
+    return {name: criterion_values(name, means) for name in names}
 
 
-def _importances(lm: LoadedModel, calibration: Calibration, removed: Sequence[Head]) -> dict[str, Tensor]:
-    """Return the importances of the catalogue, as its formulas declare them."""
-
+def _importances(
+    lm: LoadedModel, calibration: Calibration, names: Sequence[str], removed: Sequence[Head]
+) -> dict[str, Tensor]:
     def measure(ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
         found = importance(lm, ids, lengths)
         longest = torch.tensor([math.log(length) for length in lengths.tolist()])
         own = {name: found[name] for name in ("importance", "sequence_importance")}
-        return {**own, "relative": found["entropy"] / longest[:, None, None]}
+        return {**own, RELATIVE_ENTROPY: found["entropy"] / longest[:, None, None]}
 
     means = _means(lm, calibration, removed, measure)
-    relative = means.pop("relative")
-    own = means["importance"]
-    combined = combined_with_entropy(own, relative)
-    return {**means, "importance_ln": scaled_by_layer(own), "importance_entropy": combined}
+    return {name: criterion_values(name, means) for name in names}
 
 
-def inactive_first(name: str, values: Tensor) -> Tensor:
-    """Return a score's values (L, H) with its inactive end as the smallest."""
-    return values if SCORES[name].inactive == "low" else -values
+def criterion_values(name: str, means: Mapping[str, Tensor]) -> Tensor:
+    """Return the values (L, H) of a criterion, the smallest of which are removed first, from means over texts by name.
+    Those of the importances are ``importance``, ``sequence_importance`` and `RELATIVE_ENTROPY`.
+    """
+    if name in SCORES:
+        return means[name] if SCORES[name].inactive == "low" else -means[name]
+    if name == "importance_ln":
+        return _scaled_by_layer(means["importance"])
+    if name == "importance_entropy":
+        return _combined_with_entropy(means["importance"], means[RELATIVE_ENTROPY])
+    return means[name]
 
 
-def scaled_by_layer(importance: Tensor) -> Tensor:
+def _scaled_by_layer(importance: Tensor) -> Tensor:
     """Return importances (L, H) divided by their l2 norm over a layer; zeros stay zeros (arXiv 1905.10650)."""
     norms = importance.nan_to_num().norm(dim=1, keepdim=True)
     return importance / norms.where(norms > 0, 1.0)
 
 
-def combined_with_entropy(importance: Tensor, relative_entropy: Tensor) -> Tensor:
+def _combined_with_entropy(importance: Tensor, relative_entropy: Tensor) -> Tensor:
     """Return importance and low relative entropy as one number (L, H) (arXiv 2510.13832, HIES)."""
     focus = 1 - _scaled(relative_entropy)
     return IMPORTANCE_WEIGHT * _scaled(importance) + (1 - IMPORTANCE_WEIGHT) * focus

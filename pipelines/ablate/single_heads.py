@@ -6,7 +6,7 @@ of their head. The same command again resumes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.tables import EACH
 from headscan.analysis.verdicts.head_effects import HeadEffect, record_effects
 from headscan.errors import InterventionError
-from headscan.grid import AttentionSite, HeadGrid
+from headscan.grid import Head, HeadGrid
 from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
 from headscan.pipelines.evaluate.run_evaluation import Purpose, check_predicts, evaluate
@@ -25,27 +25,26 @@ from headscan.pipelines.scoring.arms import BASELINE, ZERO_VALUE, AblationValue,
 from headscan.pipelines.settings.evaluation_settings import SHORTEST, AblateConfig, LossTexts
 
 
-def head_arms(grid: HeadGrid, mode: str, value: AblationValue = ZERO_VALUE) -> list[Arm]:
-    """Return an arm for each head: that head ablated, or all others of its layer (no arm in layers of one head). The
-    arms are in the order of the layers, because arms of neighbouring layers share their work.
+def ablated_sets(grid: HeadGrid, mode: str) -> Iterator[tuple[str, list[Head], dict[str, object]]]:
+    """Yield the name, the ablated heads and the settings of an arm for each head: that head, or all others of its layer
+    (no arm in layers of one head). They are in the order of the layers: arms of neighbouring layers share their work.
     """
-    arms = []
     for site in grid.sites:
-        every = range(site.num_attention_heads)
-        for head in every:
-            if mode == EACH:
-                arms.append(_arm(site, head, mode, f"head {site.layer}:{head}", [head], value))
-            elif len(every) > 1:
-                others = [other for other in every if other != head]
-                arms.append(_arm(site, head, mode, f"all but {site.layer}:{head}", others, value))
+        every = [Head(site.layer, head) for head in range(site.num_attention_heads)]
+        for head in every if mode == EACH or len(every) > 1 else ():
+            ablated = [head] if mode == EACH else [other for other in every if other != head]
+            place = {"site": site.site, "layer": site.layer, "head": head.head, "kv_head": site.kv_head_of[head.head]}
+            yield f"{'' if mode == EACH else 'all but '}{site.layer}:{head.head}", ablated, {"mode": mode, **place}
+
+
+def head_arms(grid: HeadGrid, mode: str, value: AblationValue = ZERO_VALUE) -> list[Arm]:
+    """Return an arm for each head of a decoder, see `ablated_sets`."""
+    arms = []
+    for place, heads, settings in ablated_sets(grid, mode):
+        name = f"{'head ' if mode == EACH else ''}{place}{value.suffix}"
+        mask, details = HeadMask(heads, value.replacement), (*settings.items(), *value.details)
+        arms.append(Arm(name, ArmKind.MASK, mask, details=details))
     return arms
-
-
-def _arm(site: AttentionSite, head: int, mode: str, name: str, ablated: Iterable[int], value: AblationValue) -> Arm:
-    mask = HeadMask(((site.layer, each) for each in ablated), value.replacement)
-    place = {"site": site.site, "layer": site.layer, "head": head, "kv_head": site.kv_head_of[head]}
-    details = (("mode", mode), *place.items(), *value.details)
-    return Arm(f"{name}{value.suffix}", ArmKind.MASK, mask, details=details)
 
 
 #: Longest text by default and shortest text, in tokens: predictions after few tokens say little.

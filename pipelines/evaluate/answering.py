@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pyarrow as pa
 
+from headscan.ablation.ablation import Ablation
 from headscan.analysis.errors import FinishedArmError
 from headscan.analysis.store.store import Store
 from headscan.cluster.tasks.pool import Pool
@@ -29,12 +30,15 @@ _ITEMS = 64
 
 @dataclass(frozen=True)
 class WorkItem:
-    """Requests to score, or prompts to generate from, and their hashes."""
+    """Requests to score, or prompts to generate from, and their hashes. Requests of other kinds have ``work_of``, which
+    makes the work of one arm from its name and its ablation.
+    """
 
     index: int
     hashes: tuple[str, ...]
     scored: tuple[Request, ...] = ()
     written: tuple[GenerationRequest, ...] = ()
+    work_of: Callable[[str, Ablation | None], ScoringItem] | None = None
 
 
 def work_items(requests: Mapping[str, Request | GenerationRequest], batch_tokens: int) -> list[WorkItem]:
@@ -111,7 +115,7 @@ class ArmAnswers:
     zeroed: dict[str, float] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)
 
-    def take(self, item: WorkItem, result: AnswerSet) -> None:
+    def take(self, item: WorkItem, result: AnswerSet[Likelihood | str]) -> None:
         self.answers.update(zip(item.hashes, result.answers, strict=True))
         self.zeroed.update(zip(item.hashes, result.zeroed_shares, strict=True))
         self.missing.discard(item.index)
@@ -134,7 +138,7 @@ class ArmsItem:
         return self.work.name
 
 
-def answer_item(lm: LoadedModel, item: ArmsItem) -> Sequence[AnswerSet]:
+def answer_item(lm: LoadedModel, item: ArmsItem) -> Sequence[AnswerSet[Likelihood | str]]:
     """Pool task: answer one item for each of its arms."""
     return item.work.run(lm)
 
@@ -180,7 +184,9 @@ def answer(
             writer.write()
 
 
-def _answered(pool: Pool, todo: Iterator[ArmsItem]) -> Iterator[tuple[tuple[int, ...], int, Sequence[AnswerSet]]]:
+def _answered(
+    pool: Pool, todo: Iterator[ArmsItem]
+) -> Iterator[tuple[tuple[int, ...], int, Sequence[AnswerSet[Likelihood | str]]]]:
     """Yield indices of arms, the index of an item, and each arm's answers to the item."""
     if pool.staged:
         alone = (_StagedItem(**vars(each.work), arms=each.arms, item=each.item) for each in todo)
@@ -213,6 +219,8 @@ def _todo(sheets: Sequence[ArmAnswers], items: Sequence[WorkItem], plan: Answeri
 
 def _alone(arm: Arm, item: WorkItem, plan: AnsweringPlan) -> ScoringItem:
     name = f"{arm.name}, requests {item.index}"
+    if item.work_of is not None:
+        return item.work_of(name, arm.ablated)
     if item.scored:
         return plan.reading.item(name, item.scored, arm.ablated, plan.batch_tokens)
     return GenerationItem(name, item.written, arm.ablated, plan.batch_tokens, one_by_one=plan.reading.as_rules)

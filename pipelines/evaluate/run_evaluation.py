@@ -6,10 +6,12 @@ The same command again resumes: finished arms and stored answers of unfinished a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from math import isnan
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ from headscan.cluster.tasks.pool import StagingError
 from headscan.errors import InterventionError, NotFiniteError, UnsupportedModelError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.answering import AnsweringPlan, ArmAnswers, WorkItem, answer, work_items
-from headscan.pipelines.evaluate.tasks import Questions
+from headscan.pipelines.evaluate.tasks import Questions, TaskResults
 from headscan.pipelines.kv.plan_arms import window_notes
 from headscan.pipelines.runs.run_records import ModelContext, ModelFacts, ModelIdentity, Run, fingerprint, identify
 from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms, check_tokenizer, model_settings
@@ -139,7 +141,6 @@ def evaluate(
     """Run every arm over every question; return the run's id. Arms with a model of their own are answered one model
     after the other, and the pool of ``run`` is closed before. ``questions`` None makes those of the configuration.
     """
-    store = run.store
     if questions is None:
         questions = Questions(config.tasks, config.recall, run.identity, config.text)
     check_predicts(run)
@@ -156,27 +157,88 @@ def evaluate(
         check_continues(run, arms, questions.requests)
     rounding = _rounding(run.facts, [arm.ablated for arm in arms], in_ranges=run.pool.staged)
     record = _record(config, rounding, run, questions, purpose)
+    items = work_items(questions.requests, config.batch_tokens)
+    plan = partial(_plan, config, questions, [arm.ablated for arm in arms])
     with run.recording(record, arms=[arm.name for arm in arms]) as state:
         run_id = state.run_id
-        with store.one_transaction():
-            states = {arm.name: _begin_arm(store, run_id, arm) for arm in arms}
-        answering: dict[ModelSpec | None, list[tuple[Arm, str]]] = defaultdict(list)
-        for arm in arms:
-            if states[arm.name].finished:
-                if purpose.judges_arms:
-                    run.say(f"{arm.name}: finished before")
-            else:
-                answering[arm.model].append((arm, states[arm.name].arm_id))
-        items = work_items(questions.requests, config.batch_tokens)
-        session = _Session(config, questions, tuple(arms), items, purpose)
-        if of_baseline := answering.pop(None, []):
-            session.answer(run, of_baseline)
-        for spec, members in answering.items():
-            assert spec is not None
-            with run.on(spec, models[spec]) as other:
-                session.answer(other, members)
-    failed = session.failed
-    if purpose.judges_arms and BASELINE.name not in failed:  # every verdict is a comparison with the baseline
+        answer_arms(run, run_id, arms, questions, items, plan, models=models, judges_arms=purpose.judges_arms)
+    return run_id
+
+
+def _plan(
+    config: EvaluateConfig, questions: Questions, ablated: Sequence[Ablation | None], run: Run, open_arms: int
+) -> AnsweringPlan:
+    """Return how a model answers. ``ablated`` are the ablations of all arms, because they read prompts in the same way;
+    ``open_arms`` is the number of unfinished arms of this model.
+    """
+    pool, facts = run.pool, run.facts
+    check_predicts(run)
+    if pool.staged:
+        check_scored(questions.requests)
+    share = False if pool.staged else config.share_prefixes
+    reading = choose_reading(pool.one, facts.dtype, ablated, share, run.say)
+    reading = reading._replace(rope=run.identity.rope_lengths)
+    # Arms that use the kernels of rules always start from token ids, never from a cached layer.
+    bundled = open_arms > 1 and not (pool.staged or reading.as_rules)
+    starts = pool.one(possible_starts, ablated) if bundled else frozenset()
+    longest = max((len(request.ids) for request in questions.requests.values()), default=0)
+    cached = max(longest, grouped_tokens(facts.device.split(":")[0]))
+    size = bundle_size(facts.caches if reading.share_prefixes else {}, cached)
+    return AnsweringPlan(config.batch_tokens, reading, starts, size)
+
+
+class Graded(Protocol):
+    """Questions of an evaluation; methods take answers and ablated shares by the request's hash."""
+
+    def grade(self, answers: Mapping[str, Likelihood | str]) -> TaskResults:
+        """Return the rows of one arm."""
+
+    def zeroed_share(self, shares: Mapping[str, float]) -> float:
+        """Return the share of heads that one arm ablated, 0 to 1."""
+
+
+def answer_arms(
+    run: Run,
+    run_id: str,
+    arms: Sequence[Arm],
+    questions: Graded,
+    items: Sequence[WorkItem],
+    plan: Callable[[Run, int], AnsweringPlan],
+    *,
+    models: Mapping[ModelSpec, ModelIdentity] | None = None,
+    judges_arms: bool = False,
+) -> None:
+    """Answer all items with every arm of a run that has begun, and finish the run.
+
+    Args:
+        plan: Returns how a model answers, from its run and the number of its unfinished arms.
+        models: The models of arms that have their own.
+        judges_arms: Gives each arm a line and a verdict.
+    """
+    store = run.store
+    with store.one_transaction():
+        states = {arm.name: _begin_arm(store, run_id, arm) for arm in arms}
+    unfinished: dict[ModelSpec | None, list[tuple[Arm, str]]] = defaultdict(list)
+    for arm in arms:
+        if not states[arm.name].finished:
+            unfinished[arm.model].append((arm, states[arm.name].arm_id))
+        elif judges_arms:
+            run.say(f"{arm.name}: finished before")
+    failed: list[str] = []
+    for spec in sorted(unfinished, key=lambda spec: spec is not None):  # the model of the baseline is open
+        open_arms = unfinished[spec]
+        with ExitStack() as opened:
+            own = run if spec is None else opened.enter_context(run.on(spec, (models or {})[spec]))
+            title = f"{len(open_arms)} arm{'s' * (len(open_arms) > 1)}"
+            for done in answer(store, own.pool, open_arms, items, plan(own, len(open_arms)), title=title):
+                try:
+                    line = _finish_arm(store, questions, own.facts, done)
+                    if judges_arms:
+                        run.say(line)
+                except NotFiniteError as problem:
+                    failed.append(done.arm.name)
+                    run.say(f"{done.arm.name}: {problem}")
+    if judges_arms and BASELINE.name not in failed:  # every verdict is a comparison with the baseline
         record_verdicts(store, run_id)
     store.finish_run(run_id, status="failed" if failed else "finished")
     if failed:
@@ -184,47 +246,6 @@ def evaluate(
             f"{len(failed)} of {len(arms)} arms have NaN log-likelihoods and no result: {', '.join(failed)}; load the "
             "model in another `dtype`"
         )
-    return run_id
-
-
-@dataclass
-class _Session:
-    """An evaluation in progress. ``arms`` are those of every model, because they read prompts in the same way;
-    ``failed`` names the arms without a result.
-    """
-
-    config: EvaluateConfig
-    questions: Questions
-    arms: tuple[Arm, ...]
-    items: Sequence[WorkItem]
-    purpose: Purpose
-    failed: list[str] = field(default_factory=list)
-
-    def answer(self, run: Run, open_arms: Sequence[tuple[Arm, str]]) -> None:
-        pool, config, facts = run.pool, self.config, run.facts
-        check_predicts(run)
-        if pool.staged:
-            check_scored(self.questions.requests)
-        share = False if pool.staged else config.share_prefixes
-        ablated = [arm.ablated for arm in self.arms]
-        reading = choose_reading(pool.one, facts.dtype, ablated, share, run.say)
-        reading = reading._replace(rope=run.identity.rope_lengths)
-        # Arms that use the kernels of rules always start from token ids, never from a cached layer.
-        bundled = len(open_arms) > 1 and not (pool.staged or reading.as_rules)
-        starts = pool.one(possible_starts, ablated) if bundled else frozenset()
-        longest = max((len(request.ids) for request in self.questions.requests.values()), default=0)
-        cached = max(longest, grouped_tokens(facts.device.split(":")[0]))
-        size = bundle_size(facts.caches if reading.share_prefixes else {}, cached)
-        plan = AnsweringPlan(config.batch_tokens, reading, starts, size)
-        title = f"{len(open_arms)} arm{'s' * (len(open_arms) > 1)}"
-        for done in answer(run.store, pool, open_arms, self.items, plan, title=title):
-            try:
-                line = _finish_arm(run.store, self.questions, facts, done)
-                if self.purpose.judges_arms:
-                    run.say(line)
-            except NotFiniteError as problem:
-                self.failed.append(done.arm.name)
-                run.say(f"{done.arm.name}: {problem}")
 
 
 def _rounding(facts: ModelFacts, ablated: Sequence[Ablation | None], *, in_ranges: bool) -> str:
@@ -270,11 +291,12 @@ def _record(config: EvaluateConfig, rounding: str, run: Run, questions: Question
 
 def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:
     mask_id = None
-    heads = arm.fixed_heads or arm.removed
+    site, heads = arm.masked
     if heads:
         mask_id = store.add_mask(
             f"{run_id}: {arm.name}",
             heads,
+            site=site,
             run_id=arm.scan_run,
             score=arm.score,
             share=arm.share,
@@ -283,7 +305,7 @@ def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:
     return store.begin_arm(arm.record(run_id, mask_id))
 
 
-def _finish_arm(store: Store, questions: Questions, facts: ModelFacts, done: ArmAnswers) -> str:
+def _finish_arm(store: Store, questions: Graded, facts: ModelFacts, done: ArmAnswers) -> str:
     """Grade and store an arm; return a line about it."""
     wrong = sum(isinstance(answer, Likelihood) and isnan(answer.log_likelihood) for answer in done.answers.values())
     if wrong:
@@ -310,7 +332,7 @@ def _finish_arm(store: Store, questions: Questions, facts: ModelFacts, done: Arm
     return f"{done.arm.name}: {', '.join(parts)}"
 
 
-def _zeroed_share(questions: Questions, facts: ModelFacts, done: ArmAnswers) -> float:
+def _zeroed_share(questions: Graded, facts: ModelFacts, done: ArmAnswers) -> float:
     """Return the share of heads, 0 to 1, that an arm ablated or that its model lacks."""
     if done.arm.removed:
         return len(done.arm.removed) / (len(list(facts.grid.heads())) + len(done.arm.removed))

@@ -112,10 +112,11 @@ def _result_table(found: Mapping[str, Any]) -> pa.Table:
                     "questions": figures.get("sample_len"),
                 }
             )
-    return pa.Table.from_pylist(rows, schema=_RESULTS)
+    return pa.Table.from_pylist(rows, schema=RESULTS)
 
 
-_RESULTS = pa.schema(
+#: Columns of an arm's results.
+RESULTS = pa.schema(
     {
         "task": pa.string(),
         "is_group": pa.bool_(),

@@ -39,9 +39,9 @@ from headscan.pipelines.recall import RecallPlan, recall_questions
 from headscan.pipelines.runs.run_records import ModelContext, ModelIdentity, code_version
 from headscan.pipelines.runs.text_tables import Progress
 from headscan.pipelines.scoring.bundles import BundleItem, Start, bundle, possible_starts, start_of
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult
+from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
-from headscan.pipelines.scoring.token_requests import Request, pad
+from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request, pad
 from headscan.pipelines.settings.saving_settings import MeasureConfig
 
 #: Requests of one item of work.
@@ -94,7 +94,7 @@ def masked_losses(
     for done in pool.map(task, work):
         group, part = items[done.item.name]
         rows = list(part)
-        results: list[LikelihoodResult] = [done.value] if pool.staged else done.value
+        results: list[AnswerSet[Likelihood]] = [done.value] if pool.staged else done.value
         for index, result in zip(group, results, strict=True):
             nats[index, rows] = -np.array([each.log_likelihood for each in result.answers]) / scored[rows]
             greedy[index, rows] = np.array([each.greedy_tokens for each in result.answers]) / scored[rows]
@@ -104,7 +104,7 @@ def masked_losses(
     return Losses(nats, greedy)
 
 
-def _run(lm: LoadedModel, item: LikelihoodItem | BundleItem) -> list[LikelihoodResult]:
+def _run(lm: LoadedModel, item: LikelihoodItem | BundleItem) -> list[AnswerSet[Likelihood]]:
     return item.run(lm)
 
 

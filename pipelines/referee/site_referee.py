@@ -6,8 +6,10 @@ outputs are zero. The same command again resumes.
 
 from __future__ import annotations
 
+import json
 import math
 import random
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +17,9 @@ import torch
 from torch import Tensor
 
 from headscan.ablation.ablation import intervene
-from headscan.ablation.masks import HeadMask
+from headscan.ablation.masks import HeadMask, SiteMask
+from headscan.analysis.store.records import ArmKind
+from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.criterion_points import ALL_SITES, RANDOM, SitePoint, read_site_points
 from headscan.catalog import EFFECT, IMPORTANCES, SCORES, statistics_for
 from headscan.cluster.tasks.pool import Pool
@@ -30,38 +34,33 @@ from headscan.models.token_batches import run_halving
 from headscan.pipelines.ablate.labelled_arms import (
     WITHOUT_ABLATION,
     LabelledConfig,
-    LabelledRun,
+    LabelledQuestions,
     SiteArm,
-    SiteHeads,
-    ablated,
-    heads_of,
+    answer_labelled,
 )
 from headscan.pipelines.runs.run_records import Run, fingerprint
 from headscan.pipelines.scan.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.pipelines.scoring.token_requests import whole_batches
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.evaluation_settings import MEASURED, Comparison, head_count
-from headscan.pruning.head_values import combined_with_entropy, inactive_first, scaled_by_layer
+from headscan.pruning.head_values import RELATIVE_ENTROPY, criterion_values
 
 #: Examples of one item of a pool.
 _GROUP = 256
-#: Measures of the importances.
-_TOKENS, _SEQUENCES, _ENTROPY = "gradient by token", "gradient by sequence", "relative entropy"
-
 #: Sums over examples and numbers of examples (2, L, H), by site and measure.
-Totals = dict[str, dict[str, Tensor]]
+Totals = dict[tuple[str, str], Tensor]
 #: Values (L, H) by criterion and site; the heads with the smallest ones are removed first.
 SiteValues = Mapping[str, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class ValuesItem:
-    """Examples on which criteria are measured, scores, importances and ``effect``, while ``heads`` are ablated."""
+    """Examples on which criteria are measured, scores, importances and ``effect``, while heads are ablated."""
 
     texts: tuple[LabelledText, ...]
     answers: Answers
     names: tuple[str, ...]
-    heads: SiteHeads
+    ablated: SiteMask
     batch_tokens: int
     rope: RopeLengths = UNVARYING
 
@@ -82,12 +81,10 @@ def site_values(pool: Pool, item: ValuesItem) -> SiteValues:
     total: Totals = {}
     for group in groups:  # a sum depends on its order
         _add(total, parts[group[0].index])
-    found: dict[str, dict[str, Tensor]] = {name: {} for name in item.names}
-    for site, tables in total.items():
-        means = {measure: sums / counts for measure, (sums, counts) in tables.items()}
-        for name in item.names:
-            found[name][site] = _value(name, means)
-    return found
+    means: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for (site, measure), (sums, counts) in total.items():
+        means[site][measure] = sums / counts
+    return {name: {site: criterion_values(name, of_site) for site, of_site in means.items()} for name in item.names}
 
 
 def total_values(lm: LoadedModel, item: ValuesItem) -> Totals:
@@ -99,11 +96,11 @@ def total_values(lm: LoadedModel, item: ValuesItem) -> Totals:
         found: Totals = {}
         for site, name, values_BLH in _measured(lm, loss, item.names):
             values = values_BLH.double()
-            found.setdefault(site, {})[name] = torch.stack([values.nansum(0), values.isfinite().sum(0)])
+            found[site, name] = torch.stack([values.nansum(0), values.isfinite().sum(0)])
         return found
 
     total: Totals = {}
-    with ablated(lm, item.heads):
+    with intervene(lm, item.ablated):
         for batch in whole_batches(lengths, item.batch_tokens, item.rope):
             for _, found in run_halving(list(batch.rows), measure, lengths, lm.limits["importance"]):
                 _add(total, found)
@@ -111,10 +108,8 @@ def total_values(lm: LoadedModel, item: ValuesItem) -> Totals:
 
 
 def _add(total: Totals, part: Totals) -> None:
-    for site, tables in part.items():
-        for name, table in tables.items():
-            known = total.setdefault(site, {})
-            known[name] = known[name] + table if name in known else table
+    for key, table in part.items():
+        total[key] = total[key] + table if key in total else table
 
 
 def _measured(lm: LoadedModel, loss: Loss, names: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
@@ -125,11 +120,11 @@ def _measured(lm: LoadedModel, loss: Loss, names: Sequence[str]) -> Iterator[tup
         found = collect(lm.at(kind), **loss.texts, statistics=statistics)
         yield from ((kind, name, score(found, name)) for name in scores)
         if "importance_entropy" in names:
-            yield kind, _ENTROPY, found["entropy"] / _keys(loss, kind).log()[:, None, None]
+            yield kind, RELATIVE_ENTROPY, found["entropy"] / _keys(loss, kind).log()[:, None, None]
     if any(name in IMPORTANCES for name in names):
         for kind, gradients in head_gradients(lm, loss).items():
-            yield kind, _TOKENS, gradients.tokens
-            yield kind, _SEQUENCES, gradients.gates.abs()
+            yield kind, "importance", gradients.tokens
+            yield kind, "sequence_importance", gradients.gates.abs()
     if EFFECT in names:
         yield from _effects(lm, loss)
 
@@ -151,18 +146,6 @@ def _effects(lm: LoadedModel, loss: Loss) -> Iterator[tuple[str, str, Tensor]]:
             with intervene(lm.at(kind), HeadMask([Head(*head)])):
                 growth[:, head.layer, head.head] = (loss.losses(lm).cpu() - before).double()
         yield kind, EFFECT, growth
-
-
-def _value(name: str, means: Mapping[str, Tensor]) -> Tensor:
-    if name in SCORES:
-        return inactive_first(name, means[name])
-    if name == EFFECT:
-        return means[EFFECT]
-    if name == "importance_ln":
-        return scaled_by_layer(means[_TOKENS])
-    if name == "importance_entropy":
-        return combined_with_entropy(means[_TOKENS], means[_ENTROPY])
-    return means[_SEQUENCES if name == "sequence_importance" else _TOKENS]
 
 
 #: A head of a site.
@@ -204,16 +187,25 @@ def site_referee(
     path = sorted(compared.shares) if compared.iterative else None
     ranked_by = fingerprint({"texts": [(text.ids, text.target_ids) for text in ranking]})
     settings = {"referee": {"ranked_by": ranked_by, "iterative": path}}
-    labelled = LabelledRun(judged, run, texts, judging, settings)
-    item = ValuesItem(ranking, texts.answers, (), (), judged.batch_tokens, run.identity.rope_lengths)
+    questions = LabelledQuestions(judged, texts, judging, settings)
+    item = ValuesItem(ranking, texts.answers, (), SiteMask({}), judged.batch_tokens, run.identity.rope_lengths)
     curves = list(_curves(compared, run.facts.grid))
-    names = [curve.name(share) for curve in curves for share in compared.shares]
+    names = {curve.name(share) for curve in curves for share in compared.shares}
     run.say(f"{len(names) + 1} arms on {len(judging)} examples; {len(ranking)} examples order the heads")
-    with labelled.opened([WITHOUT_ABLATION.name, *names]) as run_id:
-        labelled.answer([WITHOUT_ABLATION])
-        labelled.answer(_arms(curves, compared, labelled, item))
-    points = read_site_points(run.store, run_id)
-    return run_id, [point for point in points if _name(*point.curve, point.site, point.share) in set(names)]
+    with run.recording(questions.record(run), arms=[WITHOUT_ABLATION.name, *names]) as state:
+        arms = _arms(curves, compared, run, item, _stored_heads(run.store, state.run_id))
+        answer_labelled(questions, run, state.run_id, [WITHOUT_ABLATION, *arms])
+    points = read_site_points(run.store, state.run_id)
+    return state.run_id, [point for point in points if _name(*point.curve, point.site, point.share) in names]
+
+
+def _stored_heads(store: Store, run_id: str) -> dict[str, tuple[SiteHead, ...]]:
+    """Return the ablated heads of a run's arms by name."""
+    rows = store.query("SELECT name, config -> '$.sites' AS sites FROM arms WHERE run_id = ?", [run_id]).to_pylist()
+    return {
+        row["name"]: tuple((site, Head(*head)) for site, heads in json.loads(row["sites"]).items() for head in heads)
+        for row in rows
+    }
 
 
 @dataclass(frozen=True)
@@ -245,11 +237,15 @@ class _Curve:
         return sorted(self.heads, key=value)
 
     def arm(self, share: float, heads: Sequence[SiteHead]) -> SiteArm:
-        sites = dict.fromkeys(site for site, _ in self.heads)
-        removed = {site: tuple(sorted(head for of, head in heads if of == site)) for site in sites}
-        chosen = tuple((site, of_site) for site, of_site in removed.items() if of_site)
         details = (("criterion", self.criterion), ("seed", self.seed), ("curve", self.site), ("share", share))
-        return SiteArm(self.name(share), chosen, details)
+        return SiteArm(self.name(share), ArmKind.MASK, _mask(heads), details=details)
+
+
+def _mask(heads: Sequence[SiteHead]) -> SiteMask:
+    sites: dict[str, list[Head]] = defaultdict(list)
+    for site, head in heads:
+        sites[site].append(head)
+    return SiteMask(sites)
 
 
 def _name(criterion: str, seed: str, site: str, share: float) -> str:
@@ -267,10 +263,14 @@ def _curves(compared: Comparison, grid: HeadGrid) -> Iterator[_Curve]:
             yield _Curve(criterion, seed, site, tuple((kind, head) for kind in kinds for head in grid.at(kind).heads()))
 
 
-def _arms(curves: Sequence[_Curve], compared: Comparison, labelled: LabelledRun, item: ValuesItem) -> list[SiteArm]:
+def _arms(
+    curves: Sequence[_Curve],
+    compared: Comparison,
+    run: Run,
+    item: ValuesItem,
+    stored: Mapping[str, tuple[SiteHead, ...]],
+) -> list[SiteArm]:
     """Return the arms of all curves, by growing share; the heads of stored arms stay as they are."""
-    run = labelled.run
-    stored = {name: heads_of(arm["sites"]) for name, arm in labelled.stored_arms().items()}
     shares = sorted(compared.shares)
     missing = {curve.criterion for curve in curves for share in shares if curve.name(share) not in stored}
     names = tuple(name for name in compared.criteria if name in missing)
@@ -282,19 +282,13 @@ def _arms(curves: Sequence[_Curve], compared: Comparison, labelled: LabelledRun,
     for curve in curves:
         removed: tuple[SiteHead, ...] = ()
         for share in shares:
-            known = stored.get(curve.name(share))
-            if known is not None:
-                removed = tuple((site, head) for site, heads in known for head in heads)
+            if (known := stored.get(curve.name(share))) is not None:
+                removed = known
             else:
                 now = values
                 if compared.iterative and removed and curve.seed is None:
                     run.say(f"measuring {curve.criterion} without {len(removed)} heads of {curve.site}")
-                    now = site_values(run.pool, replace(item, names=(curve.criterion,), heads=_by_site(removed)))
+                    now = site_values(run.pool, replace(item, names=(curve.criterion,), ablated=_mask(removed)))
                 removed = curve.first(head_count(share, len(curve.heads)), removed, now)
             arms[share].append(curve.arm(share, removed))
     return [arm for of_share in arms.values() for arm in of_share]
-
-
-def _by_site(heads: Sequence[SiteHead]) -> SiteHeads:
-    sites = dict.fromkeys(site for site, _ in heads)
-    return tuple((site, tuple(head for of, head in heads if of == site)) for site in sites)

@@ -93,6 +93,16 @@ class Arm:
         """Ablated heads, if they are the same for every input. None for the baseline, and where inputs decide."""
         return None if self.ablated is None else self.ablated.fixed_heads
 
+    @property
+    def masked(self) -> tuple[str, tuple[Head, ...]]:
+        """The site and the heads of the arm's mask in the store; an arm without heads has no mask."""
+        return "self", self.fixed_heads or self.removed
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """Settings that identify the arm in its run, as JSON data."""
+        return {"scan_run": self.scan_run, **dict(self.details)}
+
     def record(self, run_id: str, mask_id: str | None) -> ArmRecord:
         """Return the arm's row in a run, with the mask of its heads."""
         return ArmRecord(
@@ -106,7 +116,7 @@ class Arm:
             seed=self.seed,
             selection=self.selection,
             replacement=self.ablated.value if self.ablated is not None and self.kind.ablates else None,
-            config={"scan_run": self.scan_run, **dict(self.details)},
+            config=self.settings,
             measured=dict(self.measured),
         )
 

@@ -26,7 +26,6 @@ from headscan.layers.shared_prefixes import Prefix, read_prefix
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.scoring.likelihood import (
     Continued,
-    LikelihoodResult,
     Read,
     ReadAnswer,
     answer_reads,
@@ -34,7 +33,7 @@ from headscan.pipelines.scoring.likelihood import (
     distinct_reads,
     walk,
 )
-from headscan.pipelines.scoring.token_requests import Request
+from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request
 from headscan.sizing.model_sizes import LayerCache
 
 T = TypeVar("T")
@@ -74,7 +73,7 @@ class BundleItem:
     batch_tokens: int
     share_prefixes: bool
 
-    def run(self, lm: LoadedModel) -> list[LikelihoodResult]:
+    def run(self, lm: LoadedModel) -> list[AnswerSet[Likelihood]]:
         return score_bundle(lm, self)
 
 
@@ -132,7 +131,7 @@ def bundle(arms: Sequence[Ablation | None], possible: frozenset[Start], size: in
     return [part for group in groups for part in ([group] if pays(group) else [[index] for index in group])]
 
 
-def score_bundle(lm: LoadedModel, item: BundleItem) -> list[LikelihoodResult]:
+def score_bundle(lm: LoadedModel, item: BundleItem) -> list[AnswerSet[Likelihood]]:
     """Pool task: answer requests under each of the masks."""
     bundled = _Bundle(lm, item)
     reads = distinct_reads(item.requests)

@@ -23,7 +23,7 @@ from headscan.ablation.masks import HeadMask
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import batches, run_halving
-from headscan.pipelines.scoring.token_requests import GenerationRequest, input_key
+from headscan.pipelines.scoring.token_requests import AnswerSet, GenerationRequest, input_key
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,11 @@ class GenerationItem:
     batch_tokens: int
     one_by_one: bool = False
 
-    def run(self, lm: LoadedModel) -> list[GenerationResult]:
+    def run(self, lm: LoadedModel) -> list[AnswerSet[str]]:
         return [generate_texts(lm, self)]
 
 
-@dataclass(frozen=True)
-class GenerationResult:
-    """Texts, and the ablated share of each prompt, 0 to 1."""
-
-    answers: tuple[str, ...]
-    zeroed_shares: tuple[float, ...]
-
-
-def generate_texts(lm: LoadedModel, item: GenerationItem) -> GenerationResult:
+def generate_texts(lm: LoadedModel, item: GenerationItem) -> AnswerSet[str]:
     """Pool task: generate the texts with the item's heads ablated."""
     texts: dict[int, str] = {}
     shares: dict[int, float] = {}
@@ -77,7 +69,7 @@ def generate_texts(lm: LoadedModel, item: GenerationItem) -> GenerationResult:
                         texts[rows[i]] = text
                         shares[rows[i]] = 0.0 if mask is None else len(mask.fixed_heads or ()) / total
     order = range(len(item.requests))
-    return GenerationResult(tuple(texts[i] for i in order), tuple(shares[i] for i in order))
+    return AnswerSet(tuple(texts[i] for i in order), tuple(shares[i] for i in order))
 
 
 def _rope_group(lm: LoadedModel, request: GenerationRequest) -> Hashable:

@@ -27,7 +27,15 @@ from headscan.layers.shared_prefixes import Prefix, read_prefix
 from headscan.models.loaded_model import LoadedModel, logits_at
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.models.token_batches import batches, run_halving
-from headscan.pipelines.scoring.token_requests import Likelihood, Request, input_key, pad, pass_cost, pass_tokens
+from headscan.pipelines.scoring.token_requests import (
+    AnswerSet,
+    Likelihood,
+    Request,
+    input_key,
+    pad,
+    pass_cost,
+    pass_tokens,
+)
 
 
 class Read(NamedTuple):
@@ -54,14 +62,6 @@ class ReadAnswer(NamedTuple):
     zeroed_share: float
 
 
-@dataclass(frozen=True)
-class LikelihoodResult:
-    """Answers, and the ablated share of each request, 0 to 1."""
-
-    answers: tuple[Likelihood, ...]
-    zeroed_shares: tuple[float, ...]
-
-
 def distinct_reads(requests: Sequence[Request], *, same_context: bool = False) -> list[Read]:
     """Return the distinct inputs of the requests. With ``same_context``, requests of one read also score equally many
     tokens, so their contexts are equal.
@@ -73,7 +73,7 @@ def distinct_reads(requests: Sequence[Request], *, same_context: bool = False) -
     return list(found.values())
 
 
-def by_request(reads: Sequence[Read], found: Mapping[int, ReadAnswer]) -> LikelihoodResult:
+def by_request(reads: Sequence[Read], found: Mapping[int, ReadAnswer]) -> AnswerSet[Likelihood]:
     """Return the answers of the reads, given by index, in the order of the requests."""
     answers: dict[int, Likelihood] = {}
     shares: dict[int, float] = {}
@@ -81,7 +81,7 @@ def by_request(reads: Sequence[Read], found: Mapping[int, ReadAnswer]) -> Likeli
         for (request, _), likelihood in zip(read.requests, found[index].likelihoods, strict=True):
             answers[request], shares[request] = likelihood, found[index].zeroed_share
     order = range(len(answers))
-    return LikelihoodResult(tuple(answers[i] for i in order), tuple(shares[i] for i in order))
+    return AnswerSet(tuple(answers[i] for i in order), tuple(shares[i] for i in order))
 
 
 @dataclass
@@ -308,11 +308,11 @@ class LikelihoodItem:
     as_rules: bool = False
     rope: RopeLengths = UNVARYING
 
-    def run(self, lm: LoadedModel) -> list[LikelihoodResult]:
+    def run(self, lm: LoadedModel) -> list[AnswerSet[Likelihood]]:
         return [score_requests(lm, self)]
 
 
-def score_requests(lm: LoadedModel, item: LikelihoodItem) -> LikelihoodResult:
+def score_requests(lm: LoadedModel, item: LikelihoodItem) -> AnswerSet[Likelihood]:
     """Pool task: answer requests with the item's heads ablated."""
     reads = distinct_reads(item.requests)
     share = item.share_prefixes and (item.ablated is None or item.ablated.may_share_prefix)

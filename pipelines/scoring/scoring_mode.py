@@ -29,7 +29,6 @@ from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.models.token_batches import batches, run_halving
 from headscan.pipelines.scoring.likelihood import (
     LikelihoodItem,
-    LikelihoodResult,
     PrefixNode,
     Read,
     ReadAnswer,
@@ -40,7 +39,15 @@ from headscan.pipelines.scoring.likelihood import (
     prefix_tree,
     shareable_tokens,
 )
-from headscan.pipelines.scoring.token_requests import Likelihood, Request, ScoringItem, pad, pass_cost, pass_tokens
+from headscan.pipelines.scoring.token_requests import (
+    AnswerSet,
+    Likelihood,
+    Request,
+    ScoringItem,
+    pad,
+    pass_cost,
+    pass_tokens,
+)
 
 #: A row may have at least so many times the tokens of its prefix: reading a prefix again costs more than a longer pass.
 _PREFIXES = 3
@@ -114,7 +121,7 @@ class SharedRowItem:
     ablated: Ablation | None
     batch_tokens: int
 
-    def run(self, lm: LoadedModel) -> list[LikelihoodResult]:
+    def run(self, lm: LoadedModel) -> list[AnswerSet[Likelihood]]:
         return [score_shared_rows(lm, self)]
 
 
@@ -123,7 +130,7 @@ def can_read_shared_rows(lm: LoadedModel, item: object) -> bool:
     return can_share_rows(lm)
 
 
-def score_shared_rows(lm: LoadedModel, item: SharedRowItem) -> LikelihoodResult:
+def score_shared_rows(lm: LoadedModel, item: SharedRowItem) -> AnswerSet[Likelihood]:
     """Pool task: answer requests with the item's heads ablated, with the kernels of rules for every arm."""
     reads = distinct_reads(item.requests)
     found: dict[int, ReadAnswer] = {}
@@ -182,11 +189,11 @@ class EvictionItem:
     ablated: Ablation
     batch_tokens: int
 
-    def run(self, lm: LoadedModel) -> list[LikelihoodResult]:
+    def run(self, lm: LoadedModel) -> list[AnswerSet[Likelihood]]:
         return [score_evicted(lm, self)]
 
 
-def score_evicted(lm: LoadedModel, item: EvictionItem) -> LikelihoodResult:
+def score_evicted(lm: LoadedModel, item: EvictionItem) -> AnswerSet[Likelihood]:
     """Pool task: answer requests from caches that evict keys after the context."""
     # Keys are evicted at the end of each request's own context.
     reads = distinct_reads(item.requests, same_context=True)

@@ -21,7 +21,6 @@ from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.scoring.likelihood import (
     LikelihoodItem,
-    LikelihoodResult,
     Read,
     ReadAnswer,
     ablating,
@@ -29,7 +28,7 @@ from headscan.pipelines.scoring.likelihood import (
     distinct_reads,
     likelihoods_at,
 )
-from headscan.pipelines.scoring.token_requests import Batch, Likelihood, input_key, pad, whole_batches
+from headscan.pipelines.scoring.token_requests import AnswerSet, Batch, Likelihood, input_key, pad, whole_batches
 
 #: Cost of one more forward pass, in tokens: a batch ends before its padding costs more.
 _PASS_COST = 64
@@ -46,7 +45,7 @@ class PartialAnswers:
     heads: int
 
 
-class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, PartialAnswers, LikelihoodResult]):
+class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, PartialAnswers, AnswerSet[Likelihood]]):
     """Pool task: answer requests like `likelihood.score_requests`, range by range of layers."""
 
     def passes(self, item: LikelihoodItem) -> list[Batch]:
@@ -84,7 +83,7 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, PartialAnswers, Likelihoo
         zeroed = tuple(chain.from_iterable(half.zeroed for half in halves))
         return PartialAnswers(tuple(chain.from_iterable(scored)) if scored else None, zeroed, halves[0].heads)
 
-    def join(self, item: LikelihoodItem, partials: Sequence[Sequence[PartialAnswers]]) -> LikelihoodResult:
+    def join(self, item: LikelihoodItem, partials: Sequence[Sequence[PartialAnswers]]) -> AnswerSet[Likelihood]:
         reads: list[Read] = distinct_reads(item.requests)
         found: dict[int, ReadAnswer] = {}
         for part, ranges in zip(self.passes(item), partials, strict=True):

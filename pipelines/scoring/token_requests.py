@@ -9,7 +9,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -36,14 +36,15 @@ class Likelihood(NamedTuple):
     greedy_tokens: int
 
 
-class AnswerSet(Protocol):
-    """Answers, and the ablated share of each request, 0 to 1."""
+A = TypeVar("A", covariant=True)
 
-    @property
-    def answers(self) -> Sequence[Likelihood | str]: ...
 
-    @property
-    def zeroed_shares(self) -> Sequence[float]: ...
+@dataclass(frozen=True)
+class AnswerSet(Generic[A]):
+    """Answers to requests, and the ablated share of each request, 0 to 1."""
+
+    answers: tuple[A, ...]
+    zeroed_shares: tuple[float, ...]
 
 
 class ScoringItem(Protocol):
@@ -53,7 +54,7 @@ class ScoringItem(Protocol):
     def name(self) -> str:
         """Name for messages."""
 
-    def run(self, lm: LoadedModel) -> Sequence[AnswerSet]:
+    def run(self, lm: LoadedModel) -> Sequence[AnswerSet[Likelihood | str]]:
         """Answer the requests; one result for each arm of the item."""
 
 

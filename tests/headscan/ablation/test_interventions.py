@@ -72,6 +72,28 @@ def test_a_mask_is_a_zero_gate_at_the_output_projection(family: str, site: str, 
     assert torch.equal(logits_of(lm, ids), plain)
 
 
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_a_mask_of_several_sites_is_one_mask_at_each(family: str) -> None:
+    lm, ids = make_loaded(family), ids_of(2, 30)
+    heads = {"encoder": [(1, 2), (0, 1)], "self": [], "cross": [(2, 0)]}
+    mask = headscan.SiteMask(heads)
+    assert mask.sites == (("encoder", ((0, 1), (1, 2))), ("cross", ((2, 0),)))
+    assert mask.fixed and mask.fixed_heads == ((0, 1), (1, 2), (2, 0)) and mask.value == "zero"
+    plain = logits_of(lm, ids)
+    with (
+        headscan.intervene(lm.at("encoder"), headscan.HeadMask(heads["encoder"])),
+        headscan.intervene(lm.at("cross"), headscan.HeadMask(heads["cross"])),
+    ):
+        expected = logits_of(lm, ids)
+    with headscan.intervene(lm, mask) as record:
+        assert torch.equal(logits_of(lm, ids), expected)
+    assert record.zeroed is None and not torch.equal(expected, plain)
+    assert torch.equal(logits_of(lm, ids), plain)
+    with pytest.raises(HeadIndexError):
+        headscan.intervene(lm, headscan.SiteMask({"encoder": [(0, 0)], "cross": [(9, 0)]})).__enter__()
+    assert torch.equal(logits_of(lm, ids), plain)
+
+
 def check_rule(family: str, score: str, device: torch.device) -> None:
     """A rule ablates the heads that its scores select, with the same effect as gates set by hand."""
     lm = on(device, make_loaded(family))

@@ -33,8 +33,8 @@ from headscan.pipelines.scoring.arms import (
     scored_masks,
     scored_rules,
 )
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, score_requests
-from headscan.pipelines.scoring.token_requests import Request, input_key
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
+from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request, input_key
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, HarnessError, TaskConfig
 from headscan.pipelines.settings.measure_settings import ScanConfig
 from tests.pipelines.conftest import TEXTS, run_on
@@ -68,7 +68,7 @@ def collected(spec: ModelSpec, pairs: list[tuple[str, str]]) -> tuple[HeadscanLM
 
 def answered(
     lm: headscan.LoadedModel, found: tuple[Request, ...], ablated: Ablation | None, batch_tokens: int, share: bool
-) -> LikelihoodResult:
+) -> AnswerSet[Likelihood]:
     return score_requests(lm, LikelihoodItem("all", found, ablated, batch_tokens, share))
 
 

@@ -25,8 +25,8 @@ from headscan.pipelines.scoring.bundles import (
     score_bundle,
     start_of,
 )
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, distinct_reads, score_requests
-from headscan.pipelines.scoring.token_requests import Likelihood, Request
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, distinct_reads, score_requests
+from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request
 from headscan.sizing.model_sizes import LayerCache
 from tests.pipelines.conftest import naive_likelihood, zeroed_by_hand
 from tests.small_models import make_loaded
@@ -76,7 +76,7 @@ FEW = REQUESTS[::4]
 
 def scored(
     lm: headscan.LoadedModel, ablated: Ablation | None, share: bool, requests: tuple[Request, ...] = REQUESTS
-) -> LikelihoodResult:
+) -> AnswerSet[Likelihood]:
     return score_requests(lm, LikelihoodItem("all", requests, ablated, BATCH_TOKENS, share))
 
 

@@ -20,9 +20,9 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.kv.plan_arms import plan_arms
 from headscan.pipelines.scoring import scoring_mode as eviction_likelihood
 from headscan.pipelines.scoring.generation import GenerationItem, generate_texts
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, score_requests
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
 from headscan.pipelines.scoring.scoring_mode import EvictionItem, Reading, score_evicted
-from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request
+from headscan.pipelines.scoring.token_requests import AnswerSet, GenerationRequest, Likelihood, Request
 from headscan.pipelines.settings.evaluation_settings import PLAN_MODES, PlanMode
 from tests.headscan.kv.cache_plans import NARROW, random_plan
 from tests.pipelines.kv.kv_plans import SINK, decode_oracle, forward_oracle, model_of, only_drops, plan_for
@@ -54,7 +54,9 @@ def ablation(plan: HeadPlan, mode: PlanMode) -> Ablation:
     return arm.ablated
 
 
-def evicted(lm: LoadedModel, plan: HeadPlan, requests: Sequence[Request], batch_tokens: int = 1000) -> LikelihoodResult:
+def evicted(
+    lm: LoadedModel, plan: HeadPlan, requests: Sequence[Request], batch_tokens: int = 1000
+) -> AnswerSet[Likelihood]:
     return score_evicted(lm, EvictionItem("all", tuple(requests), ablation(plan, "decode"), batch_tokens))
 
 

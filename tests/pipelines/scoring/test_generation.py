@@ -27,8 +27,8 @@ from headscan.pipelines.evaluate.tasks import Tasks
 from headscan.pipelines.runs.run_records import identify
 from headscan.pipelines.scoring import generation
 from headscan.pipelines.scoring.arms import BASELINE, Arm
-from headscan.pipelines.scoring.generation import GenerationItem, GenerationResult, generate_texts
-from headscan.pipelines.scoring.token_requests import GenerationRequest, input_key
+from headscan.pipelines.scoring.generation import GenerationItem, generate_texts
+from headscan.pipelines.scoring.token_requests import AnswerSet, GenerationRequest, input_key
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from tests.pipelines.conftest import TEXTS, THREADS, run_on, zeroed_by_hand
 
@@ -58,7 +58,7 @@ def written(
     requests: Sequence[GenerationRequest],
     ablated: Ablation | None = None,
     batch_tokens: int = 1000,
-) -> GenerationResult:
+) -> AnswerSet[str]:
     return generate_texts(lm, GenerationItem("all", tuple(requests), ablated, batch_tokens))
 
 

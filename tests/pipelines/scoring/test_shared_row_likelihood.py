@@ -12,13 +12,14 @@ from torch import Tensor
 import headscan
 from headscan.ablation.ablation import Ablation
 from headscan.pipelines.evaluate.answering import ArmsItem, answer_item
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, prefix_tree, score_requests
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, prefix_tree, score_requests
 from headscan.pipelines.scoring.scoring_mode import (
     SharedRowItem,
     can_read_shared_rows,
     rows,
     score_shared_rows,
 )
+from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood
 from tests.pipelines.scoring.test_bundles import BATCH_TOKENS, REQUESTS, close
 from tests.pipelines.scoring.test_prefix_tree import random_sequences
 from tests.small_models import make_loaded
@@ -52,11 +53,11 @@ class Tokens:
         return read
 
 
-def whole(lm: headscan.LoadedModel, ablated: Ablation | None, as_rules: bool = False) -> LikelihoodResult:
+def whole(lm: headscan.LoadedModel, ablated: Ablation | None, as_rules: bool = False) -> AnswerSet[Likelihood]:
     return score_requests(lm, LikelihoodItem("all", REQUESTS, ablated, BATCH_TOKENS, False, as_rules))
 
 
-def read_in_rows(lm: headscan.LoadedModel, ablated: Ablation | None) -> LikelihoodResult:
+def read_in_rows(lm: headscan.LoadedModel, ablated: Ablation | None) -> AnswerSet[Likelihood]:
     return score_shared_rows(lm, SharedRowItem("all", REQUESTS, ablated, BATCH_TOKENS))
 
 
@@ -111,7 +112,7 @@ def test_an_arm_of_the_pool_is_answered_in_shared_rows() -> None:
     lm = make_loaded("llama")
     item = SharedRowItem("rule", REQUESTS, RULES[0], BATCH_TOKENS)
     [found] = answer_item(lm, ArmsItem((0,), 0, item))
-    assert isinstance(found, LikelihoodResult)
+    assert isinstance(found, AnswerSet)
     assert found.answers == score_shared_rows(lm, item).answers
 
 

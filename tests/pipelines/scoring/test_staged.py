@@ -26,9 +26,9 @@ from headscan.pipelines.corpora import Sequence, Shard
 from headscan.pipelines.runs.run_records import model_facts
 from headscan.pipelines.scan.shard_task import Measured, ShardItem, measure_shard
 from headscan.pipelines.scoring.generation import generate_texts
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, LikelihoodResult, score_requests
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
-from headscan.pipelines.scoring.token_requests import Request
+from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request
 from tests.pipelines.conftest import THREADS
 from tests.small_models import make_model
 
@@ -107,8 +107,8 @@ def requests_of(count: int = 7) -> tuple[Request, ...]:
     return (*found, found[0]._replace(ids=(*found[0].ids[:-1], 6)))  # the same read, another answer
 
 
-def answers(task: Any, pool: Pool, ablated: Ablation | None) -> LikelihoodResult:
-    result: LikelihoodResult = pool.one(task, LikelihoodItem("all", requests_of(), ablated, 80, False))
+def answers(task: Any, pool: Pool, ablated: Ablation | None) -> AnswerSet[Likelihood]:
+    result: AnswerSet[Likelihood] = pool.one(task, LikelihoodItem("all", requests_of(), ablated, 80, False))
     return result
 
 

@@ -1,0 +1,94 @@
+"""Arms on labelled examples that stop in their middle resume there, and end with the rows of an undisturbed run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from headscan.analysis.store.store import Store
+from headscan.architectures import HEADS, LAYERS
+from headscan.pipelines.ablate.labelled_arms import labelled_effects
+from headscan.pipelines.referee.site_referee import SiteRefereeConfig, site_referee
+from headscan.pipelines.settings.corpus_settings import DataSpec
+from headscan.pipelines.settings.evaluation_settings import Comparison
+from tests.pipelines.ablate.labelled_models import LABELLED
+from tests.pipelines.ablate.labelled_oracle import config_of
+from tests.pipelines.conftest import run_on
+from tests.pipelines.evaluate.test_answering import CountingPool, Interrupted, answers, dying
+
+#: Examples of one item: three items for each arm.
+GROUP = 5
+ARMS = 1 + LAYERS * HEADS
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headscan.pipelines.ablate.labelled_arms._GROUP", GROUP)
+
+
+def assert_equal_rows(ours: Store, whole: Store) -> None:
+    for table, expected in zip(answers(ours), answers(whole), strict=True):
+        assert table.num_rows and table.equals(expected)
+    arms = "select * exclude (started_at, finished_at) from arms order by all"
+    assert ours.query(arms).equals(whole.query(arms))
+
+
+@pytest.mark.parametrize(
+    ("family", "metric"),
+    [("bert", "loss"), ("bert", "accuracy"), pytest.param("bart", "bleu", marks=pytest.mark.slow)],
+)
+def test_an_arm_that_stops_asks_only_the_rest(family: str, metric: str, tmp_path: Path, store: Store) -> None:
+    config = config_of(tmp_path, family, metric)
+    whole = Store(tmp_path / "whole.duckdb")
+    undisturbed = CountingPool(config.model)
+    run_id, effects = labelled_effects(config, run_on(undisturbed, whole))
+    pool = CountingPool(config.model, dying(4))
+    with pytest.raises(Interrupted):  # four of the items of the first two arms are answered
+        labelled_effects(config, run_on(pool, store))
+    assert store.query("from arms where status = 'finished'").num_rows == 1
+    assert store.query("from responses").num_rows == GROUP and pool.asked == len(LABELLED) + GROUP
+    assert store.runs("ablate")[0]["status"] == "failed"
+    rest = CountingPool(config.model)
+    assert labelled_effects(config, run_on(rest, store)) == (run_id, effects)
+    assert rest.asked == undisturbed.asked - pool.asked
+    assert store.query("from responses").num_rows == 0
+    assert_equal_rows(store, whole)
+
+
+def test_answers_are_stored_while_an_arm_runs(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed process leaves the rows that were stored before."""
+    config = config_of(tmp_path, "bert", "loss")
+    left = Store(tmp_path / "left.duckdb")
+
+    monkeypatch.setattr("headscan.pipelines.evaluate.answering._SECONDS_BETWEEN_WRITES", 0.0)
+
+    def copy(items: int) -> None:
+        if items == 5:  # the last item of the second arm
+            shutil.copy(store.path, left.path)
+
+    _, effects = labelled_effects(config, run_on(CountingPool(config.model, copy), store))
+    kept = len(LABELLED) + left.query("from responses").num_rows
+    assert left.query("from responses").num_rows == 2 * GROUP
+    rest = CountingPool(config.model)
+    assert labelled_effects(config, run_on(rest, left))[1] == effects
+    assert rest.asked == ARMS * len(LABELLED) - kept
+    assert_equal_rows(left, store)
+
+
+def test_a_referee_resumes_within_an_arm_with_the_same_heads(tmp_path: Path, store: Store) -> None:
+    config = config_of(tmp_path, "bert", "loss")
+    asked = SiteRefereeConfig(config, Comparison(("importance",), (0.5, 1.0), 1), DataSpec(config.data.path))
+    whole = Store(tmp_path / "whole.duckdb")
+    undisturbed = CountingPool(config.model)
+    expected = site_referee(asked, run_on(undisturbed, whole))
+    pool = CountingPool(config.model, dying(5))
+    with pytest.raises(Interrupted):
+        site_referee(asked, run_on(pool, store))
+    rest = CountingPool(config.model)
+    said: list[str] = []
+    assert site_referee(asked, run_on(rest, store, say=said.append)) == expected
+    assert rest.asked == undisturbed.asked - pool.asked
+    assert not any("measuring" in line for line in said)
+    assert_equal_rows(store, whole)
