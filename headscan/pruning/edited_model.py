@@ -299,7 +299,10 @@ class Divergence:
 
     @torch.no_grad()
     def of_layers(
-        self, edits: Mapping[int, Sequence[Callable[[], Edits]]], below: Edits = NO_EDITS
+        self,
+        edits: Mapping[int, Sequence[Callable[[], Edits]]],
+        below: Edits = NO_EDITS,
+        progress: Callable[[], object] = lambda: None,
     ) -> dict[int, list[float]]:
         """Return the mean divergences in nats per token of models that are edited from a layer on. The layers below,
         with their own edits, run once for all, and so does the attention of the layer.
@@ -308,6 +311,7 @@ class Divergence:
             edits: By layer, functions that return the complete edits of each model. In their layer they may remove
                 heads and change the output projection. New weights exist while they are measured only, because those of
                 all layers may not fit into memory.
+            progress: Is called after each model and batch.
         """
         totals = {layer: [-self._entropy] * len(of_layer) for layer, of_layer in edits.items()}
         for batch, expected in zip(self._batches, self._expected, strict=True):
@@ -324,6 +328,7 @@ class Divergence:
                     for index, each in enumerate(of_layer):
                         with edited(self._lm, each()):
                             totals[layer][index] += self._cross_entropy(batch, expected)
+                        progress()
         return {layer: [total / self._total for total in of_layer] for layer, of_layer in totals.items()}
 
     def _cross_entropy(self, batch: Batch, expected: Tensor) -> float:

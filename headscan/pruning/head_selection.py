@@ -69,8 +69,9 @@ class Stage:
         units: Mapping[int, Sequence[tuple[Head, ...]]],
         before: Repaired,
         more: int,
+        progress: Callable[[], object],
     ) -> None:
-        self._divergence, self._before = divergence, before.edits
+        self._divergence, self._before, self._progress = divergence, before.edits, progress
         self.curves = {
             site.layer: DamageCurve(lm, site, moments[site.layer], units[site.layer], before, more)
             for site in lm.grid.sites
@@ -98,7 +99,7 @@ class Stage:
                 layer: [partial(self.curves[layer].edits, subset) for subset in subsets]
                 for layer, subsets in missing.items()
             }
-            for layer, found in self._divergence.of_layers(edits, self._before).items():
+            for layer, found in self._divergence.of_layers(edits, self._before, self._progress).items():
                 self.curves[layer].add(missing[layer], found)
 
     def heads(self, counts: Counts) -> tuple[Head, ...]:
@@ -196,8 +197,10 @@ class HeadSelection:
         unit: Unit = "head",
         config: SelectionConfig = SelectionConfig(),
         say: Callable[[str], None] = lambda line: None,
+        progress: Callable[[], object] = lambda: None,
     ) -> None:
         self._lm, self._calibration, self._config, self._say = lm, calibration, config, say
+        self._progress = progress
         self._unit: Unit = unit
         self.units = find_units(lm.grid, unit)
         self._stages: list[Stage] = []
@@ -236,7 +239,9 @@ class HeadSelection:
 
     @cached_property
     def _layers(self) -> HeadSelection:
-        found = HeadSelection(self._lm, self._calibration, unit="layer", config=self._config, say=self._say)
+        found = HeadSelection(
+            self._lm, self._calibration, unit="layer", config=self._config, say=self._say, progress=self._progress
+        )
         # The original's moments and predictions are the same.
         found._divergence, found._original = self._divergence, self._original
         if self._config.tries:
@@ -276,4 +281,4 @@ class HeadSelection:
             removed = last.heads(last.choose(last.more))
             before = repaired_model(self._lm, texts, removed, RepairConfig(("o", "down")), all_layers=True)
             moments = layer_moments(self._lm, texts, before.edits)
-        return Stage(self._lm, moments, self._divergence, self.units, before, more)
+        return Stage(self._lm, moments, self._divergence, self.units, before, more, self._progress)

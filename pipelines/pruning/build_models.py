@@ -37,6 +37,7 @@ from headscan.pipelines.pruning.pruning_units import (
     skipped_by,
 )
 from headscan.pipelines.pruning.work_folder import read_model, write_model
+from headscan.pipelines.runs.text_tables import Progress
 from headscan.pipelines.settings.saving_settings import REPAIRS, RecallConfig
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import Divergence, Edits
@@ -74,10 +75,12 @@ class Repair:
     def weights(
         self, lm: LoadedModel, calibration: Calibration, removed: Sequence[tuple[int, int]]
     ) -> dict[str, Tensor]:
-        """Return new weights by parameter name."""
+        """Return new weights by parameter name, with progress on the terminal."""
         if self.name == "mean":
             return mean_outputs(lm, calibration, removed)
-        weights = repair(lm, calibration, removed, RepairConfig(self.targets))
+        layers = lm.grid.num_layers - min((layer for layer, _ in removed), default=0)
+        with Progress("repairing", layers, "layer") as progress:
+            weights = repair(lm, calibration, removed, RepairConfig(self.targets), progress=lambda _: progress.update())
         if not self.distill_steps or not weights:
             return weights
         return distill(lm, calibration, removed, weights, DistillConfig(self.distill_steps))
@@ -148,6 +151,7 @@ class _Builder:
         self._units = all_units(lm.grid, job.unit)
         self._controls: set[tuple[str, float, tuple[Head, ...]]] = set()
         self._passed_over: list[Callable[[], tuple[Head, ...]]] = []
+        self._measured: Progress | None = None
         ids, lengths = (torch.from_numpy(each) for each in (job.texts.ids, job.texts.lengths))
         self._texts = Calibration(ids, lengths, job.batch_tokens)
         prompts = [as_calibration(each.requests, job.batch_tokens) for each in job.prompts]
@@ -156,7 +160,18 @@ class _Builder:
     @cached_property
     def _selection(self) -> HeadSelection:
         job = self._job
-        return HeadSelection(self._lm, self._calibration, unit=job.unit, config=job.selection, say=job.say)
+        return HeadSelection(
+            self._lm,
+            self._calibration,
+            unit=job.unit,
+            config=job.selection,
+            say=job.say,
+            progress=self._count_candidate,
+        )
+
+    def _count_candidate(self) -> None:
+        if self._measured is not None:
+            self._measured.update()
 
     def build(self, wanted: WantedModel) -> Iterator[BuiltModel]:
         """Yield a model, then its controls."""
@@ -224,7 +239,11 @@ class _Builder:
     def _choose(self, method: str, count: int, seed: int = 0) -> tuple[Head, ...]:
         if method in self._job.orders:
             return tuple(Head(*head) for head in first_units(self._units, self._job.orders[method], count))
-        return self._selection.choose(method=method, count=count, seed=seed)
+        return self._select(method, count, seed)
+
+    def _select(self, method: str, count: int, seed: int = 0) -> tuple[Head, ...]:
+        with Progress("choosing heads", None, "candidate") as self._measured:
+            return self._selection.choose(method=method, count=count, seed=seed)
 
     def _layers(self, heads: int) -> tuple[Head, ...]:
         """Return the heads of whole layers, about as many as ``heads``; none if these are all layers."""
@@ -236,7 +255,7 @@ class _Builder:
                 f" layers have (limit {len(layers) - 1})"
             )
             return ()
-        return self._selection.choose(method=LAYER_DROP, count=count)
+        return self._select(LAYER_DROP, count)
 
     @cached_property
     def _caches(self) -> Sequence[LayerCache]:
