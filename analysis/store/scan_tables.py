@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from textwrap import dedent
 
 from headscan.catalog import PROFILES, STATISTICS
@@ -31,6 +32,15 @@ class Table:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(column.name for column in self.columns)
+
+
+@dataclass(frozen=True)
+class View:
+    """A view; ``comment`` is the meaning of a row, and ``columns`` has those of columns by name."""
+
+    query: str
+    comment: str
+    columns: Mapping[str, str] = field(default_factory=dict)
 
 
 def columns(text: str) -> tuple[Column, ...]:

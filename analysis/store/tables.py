@@ -22,6 +22,7 @@ from headscan.analysis.store.scan_tables import (
     SITE,
     Column,
     Table,
+    View,
     columns,
     literal,
     table_statements,
@@ -264,7 +265,7 @@ HEAD_EFFECTS = Table(
     (("run_id", "mode", "site", "layer", "head"),),
 )
 
-EFFECT_SUMMARY = f"""
+_EFFECT_SUMMARY = f"""
     SELECT run_id, model, corpus, mode, site, layer, head, kv_head, replacement, metric, baseline, effect,
         CASE WHEN metric IN ({", ".join(map(literal, HIGHER_IS_BETTER))}) THEN -effect ELSE effect END AS harm,
         standard_error, low, high, p_value, q_value, q_value <= {FALSE_DISCOVERY_RATE}
@@ -273,24 +274,19 @@ EFFECT_SUMMARY = f"""
     FROM head_effects JOIN runs USING (run_id)
 """
 
-EFFECT_VIEWS: dict[str, str] = {"effect_summary": EFFECT_SUMMARY}
-
-EFFECT_VIEW_COMMENTS: dict[str, str] = {
-    "effect_summary": (
+EFFECT_VIEWS = {
+    "effect_summary": View(
+        _EFFECT_SUMMARY,
         f"rows of head_effects with the direction of the effect; select one mode ({EACH} for single heads) and join"
-        " with head_summary by site, layer and head"
+        " with head_summary by site, layer and head",
+        {
+            **{column.name: column.comment for column in HEAD_EFFECTS.columns},
+            "harm": f"positive if ablation makes the model worse: minus effect for {ACCURACY} and {BLEU}, effect for"
+            " the others",
+            "significant": f"true if q_value is at most {FALSE_DISCOVERY_RATE:g}; a loss that falls must also be"
+            " confirmed, because a harm in few documents may be missing from the texts",
+        },
     )
-}
-
-EFFECT_COLUMN_COMMENTS: dict[str, dict[str, str]] = {
-    "effect_summary": {
-        **{column.name: column.comment for column in HEAD_EFFECTS.columns},
-        "harm": (
-            f"positive if ablation makes the model worse: minus effect for {ACCURACY} and {BLEU}, effect for the others"
-        ),
-        "significant": f"true if q_value is at most {FALSE_DISCOVERY_RATE:g}; a loss that falls must also be confirmed,"
-        " because a harm in few documents may be missing from the texts",
-    }
 }
 
 
