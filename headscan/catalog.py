@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from headscan.errors import InterventionError, unknown_name
-from headscan.options import Option
+from headscan.options import Option, check_limits
 
 #: Number of first tokens that form the sink (arXiv 2309.17453), and of last tokens that are recent.
 DEFAULT_SINK = 4
@@ -305,9 +305,7 @@ class MassWidths:
     recent: Annotated[int, Option("number of last keys that count as recent", least=1)] = DEFAULT_RECENT
 
     def __post_init__(self) -> None:
-        for name in ("sink", "recent"):
-            if getattr(self, name) < 1:
-                raise InterventionError(f"width is too small: {name}={getattr(self, name)} (limit 1). Give at least 1")
+        check_limits(self, InterventionError)
 
 
 def check_statistics(names: Iterable[str] | None) -> frozenset[str]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from headscan.errors import HeadIndexError
 
 #: What is removed at once: a query head, the heads of a KV head, or all heads of a layer.
 Unit = Literal["head", "group", "layer"]
-UNITS: tuple[Unit, ...] = get_args(Unit)
 
 
 class Head(NamedTuple):

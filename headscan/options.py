@@ -1,8 +1,11 @@
-"""Options: what the command line shows of a settings class, and the settings of probes and gates.
+"""Options: what the command line shows of a settings class, its limits, and the settings of probes and gates.
 
     @dataclass(frozen=True)
     class TokenPlan:
         min_tokens: Annotated[int, Option("minimum sequence length in tokens", least=1)] = 2
+
+        def __post_init__(self) -> None:
+            check_limits(self, CorpusError)
 
 Type and default follow from the field. `headscan.pipelines.cli.option_parser` makes the parser. This module imports no
 library.
@@ -10,19 +13,66 @@ library.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from math import inf, isfinite
-from typing import Annotated, Any, Literal, get_args
+from dataclasses import dataclass, fields
+from functools import cache
+from math import isfinite
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from headscan.errors import GateError, SequenceError
+from headscan.errors import GateError, HeadscanError, SequenceError, unknown_name
 
 #: About four months in seconds. Longer waits overflow in threads and locks.
 LONGEST_WAIT = 1e7
 
 
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of a number, or of each number of a tuple. A float must also be finite.
+
+    Attributes:
+        least, most: Limits, included.
+        above, below: Limits, excluded.
+        multiple: The number is a multiple of this one.
+    """
+
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+    multiple: int | None = None
+
+    def problem(self, value: float) -> tuple[str, str] | None:
+        """Return the limit that a number breaks, and the verb that corrects it; None if it keeps all."""
+        if not isinstance(value, Integral) and not isfinite(value):
+            return "finite numbers", "Change"
+        if self.least is not None and value < self.least:
+            multiple = f", a multiple of {self.multiple}" if self.multiple else ""
+            return f"{_short(self.least)}{multiple}", "Raise"
+        if self.above is not None and value <= self.above:
+            return f"above {_short(self.above)}", "Raise"
+        if self.most is not None and value > self.most:
+            return _short(self.most), "Lower"
+        if self.below is not None and value >= self.below:
+            return f"below {_short(self.below)}", "Lower"
+        if self.multiple is not None and value % self.multiple:
+            return f"a multiple of {self.multiple}", "Change"
+        return None
+
+
+def _short(number: float) -> str:
+    return str(number) if isinstance(number, Integral) else f"{number:g}"
+
+
+#: Numbers of settings that are no options.
+Count = Annotated[int, Limits(least=1)]
+Seed = Annotated[int, Limits(least=0)]
+
+
 @dataclass(frozen=True)
-class Option:
+class Option(Limits):
     """The command-line option of a field.
 
     Attributes:
@@ -31,8 +81,6 @@ class Option:
             without dashes is a positional argument.
         metavar: Name of the value in help; None uses that of the option.
         choices: Permitted values; None reads them from a `Literal`.
-        least, most: Limits of a number, included.
-        above, below: Limits of a number, excluded.
         kind: Noun for one of ``names``.
         names: Values of a text; errors propose the nearest.
         sets: Words that stand for several names.
@@ -47,10 +95,6 @@ class Option:
     metavar: str | None = None
     choices: tuple[str, ...] | None = None
     parse: Callable[[str], Any] | None = None
-    least: float | None = None
-    most: float | None = None
-    above: float | None = None
-    below: float | None = None
     kind: str = "name"
     names: Iterable[str] | None = None
     sets: Mapping[str, tuple[str, ...]] | None = None
@@ -68,6 +112,91 @@ class Group:
     """
 
     title: str = ""
+
+
+@dataclass(frozen=True)
+class FieldType:
+    """The type of a field: that of one value (int, float, str or bool), whether they form a tuple, whether None is
+    permitted, and the values of a `Literal`.
+    """
+
+    kind: Any
+    many: bool
+    optional: bool
+    choices: tuple[str, ...] | None
+
+
+def field_hint(cls: type, name: str) -> Any:
+    """Return the annotation of a field; None if its type is imported for type checkers alone: then it is no option."""
+    home = next(base for base in cls.__mro__ if name in vars(base).get("__annotations__", {}))
+    hint = vars(home)["__annotations__"][name]
+    try:
+        return eval(hint, vars(sys.modules[home.__module__])) if isinstance(hint, str) else hint
+    except NameError:
+        return None
+
+
+def without_none(hint: Any) -> tuple[Any, bool]:
+    """Return a type without ``| None``, and whether that was there."""
+    if get_origin(hint) in (Union, UnionType):
+        kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+        return kinds[0], True
+    return hint, False
+
+
+def field_type(hint: Any) -> FieldType:
+    kind, optional = without_none(hint)
+    many = get_origin(kind) is tuple
+    if many:
+        kind = get_args(kind)[0]
+    if get_origin(kind) is Literal:
+        return FieldType(str, many, optional, get_args(kind))
+    return FieldType(kind if kind in (int, float, str, bool) else str, many, optional, None)
+
+
+@cache
+def _limited(cls: Any) -> tuple[tuple[str, FieldType, Limits], ...]:
+    """Return name, type and limits of the fields that have limits."""
+    hints = [(each.name, field_hint(cls, each.name)) for each in fields(cls)]
+    marked = [(name, *get_args(hint)) for name, hint in hints if get_origin(hint) is Annotated]
+    return tuple(
+        (name, field_type(hint), mark) for name, hint, *marks in marked for mark in marks if isinstance(mark, Limits)
+    )
+
+
+def check_limits(settings: Any, error: type[HeadscanError]) -> None:
+    """Raise ``error`` if a number of the settings breaks its `Limits` or those of its `Option`, or is no number, and if
+    a text is none of the choices. For a name that is none of an option's names, raise UnknownNameError.
+    """
+    cls: Any = type(settings)
+    for name, kind, limits in _limited(cls):
+        given = getattr(settings, name)
+        if given is None and kind.optional:
+            continue
+        if kind.many and not isinstance(given, (tuple, list)):
+            raise error(f"{name}={given!r} is no tuple. Change `{name}`")
+        for value in given if kind.many else (given,):
+            if problem := _problem(name, value, kind, limits, error):
+                raise problem
+
+
+def _problem(
+    name: str, value: Any, kind: FieldType, limits: Limits, error: type[HeadscanError]
+) -> HeadscanError | None:
+    numbers: Any
+    if kind.kind in (int, float):
+        noun, numbers = ("a whole number", Integral) if kind.kind is int else ("a number", Real)
+        if isinstance(value, bool) or not isinstance(value, numbers):
+            return error(f"{name}={value!r} is not {noun}. Change `{name}`")
+        if broken := limits.problem(value):
+            return error(f"{name}={_short(value)} (limit {broken[0]}). {broken[1]} `{name}`")
+    elif isinstance(limits, Option):
+        if limits.names is not None and value not in limits.names:
+            return unknown_name(limits.kind, value, limits.names)
+        choices = limits.choices or kind.choices
+        if choices is not None and value not in choices:
+            return error(f"unknown {name} {value!r}. Choose {' or '.join(choices)}")
+    return None
 
 
 @dataclass(frozen=True)
@@ -89,10 +218,10 @@ class BehaviourProbe:
     """
 
     seed: Annotated[int, Option("seed of the random tokens", least=0, most=2**63 - 1)] = 0
-    sequences: int = 8
-    tokens: int = 25
-    repeats: int = 4
-    lengths: tuple[int, ...] = (512,)
+    sequences: Count = 8
+    tokens: Annotated[int, Limits(least=2)] = 25
+    repeats: Annotated[int, Limits(least=2)] = 4
+    lengths: Annotated[tuple[int, ...], Limits(least=1)] = (512,)
     depths: Annotated[
         tuple[float, ...],
         Option(
@@ -101,25 +230,13 @@ class BehaviourProbe:
     ] = (0.0, 0.25, 0.5, 0.75, 1.0)
 
     def __post_init__(self) -> None:
-        for name, least in (("seed", 0), ("sequences", 1), ("tokens", 2), ("repeats", 2)):
-            if getattr(self, name) < least:
-                raise SequenceError(f"{name} is too small for a probe: {getattr(self, name)} (limit {least}). Raise it")
-        if self.seed >= 1 << 63:
-            raise SequenceError(f"seed is too large: {self.seed} (limit 2**63 - 1). Lower it")
+        check_limits(self, SequenceError)
         if not self.lengths or not self.depths:
             raise SequenceError("lengths or depths of a probe are empty. Pass at least one of each")
-        if min(self.lengths) < 1:
-            raise SequenceError(f"lengths are too small for a prompt: {min(self.lengths)} (limit 1). Raise them")
-        for depth in self.depths:
-            if not 0 <= depth <= 1:
-                raise SequenceError(
-                    f"depth is outside the haystack: {depth} (limits 0 and 1). Pass 0 for its beginning, 1 for its end"
-                )
 
 
 #: What the gates preserve: the model's loss on the texts, or the predictions of the model without gates.
 Objective = Literal["loss", "divergence"]
-OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 
 @dataclass(frozen=True)
@@ -135,7 +252,7 @@ class GateConfig:
     """
 
     share: Annotated[float | None, Option("share of heads to close", above=0, below=1)] = 0.4
-    penalty: float = 0.0
+    penalty: Annotated[float, Limits()] = 0.0
     objective: Annotated[
         Objective, Option("loss: that of the texts; divergence: from the predictions without gates")
     ] = "loss"
@@ -143,21 +260,10 @@ class GateConfig:
         int,
         Option("number of steps of each fit; up to four times as many follow until the share is closed", least=1),
     ] = 120
-    rate: float = 0.15
-    start: float = 1.5
+    rate: Annotated[float, Limits(above=0)] = 0.15
+    start: Annotated[float, Limits()] = 1.5
     batch_tokens: Annotated[int, Option("tokens of a step, with padding", flag="--step-tokens", least=1)] = 1024
     seed: Annotated[int, Option("seed of the noise", least=0)] = 0
 
     def __post_init__(self) -> None:
-        if self.share is not None and not 0 < self.share < 1:
-            raise GateError(f"share of closed gates: {self.share:g} (limit above 0, below 1). Change `share`")
-        if self.objective not in OBJECTIVES:
-            raise GateError(f"unknown objective {self.objective!r}. Choose {' or '.join(OBJECTIVES)}")
-        for name, least in (("steps", 1), ("batch_tokens", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise GateError(f"{name}={getattr(self, name)} (limit {least}). Raise `{name}`")
-        if not 0 < self.rate < inf:
-            raise GateError(f"rate={self.rate:g} (limit above 0). Change `rate`")
-        for name in ("penalty", "start"):
-            if not isfinite(getattr(self, name)):
-                raise GateError(f"{name}={getattr(self, name):g} is not finite. Change `{name}`")
+        check_limits(self, GateError)

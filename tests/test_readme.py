@@ -7,10 +7,10 @@ import shlex
 
 from headscan.analysis.store.views import ALL_RUNS, VIEWS
 from headscan.catalog import BEHAVIOURS, IMPORTANCES, PROFILES, SCORES, STATISTICS
-from headscan.pipelines.cli.main import verb_class
-from headscan.pipelines.cli.option_parser import verb_parser
+from headscan.pipelines.cli.main import VERBS, verb_class
+from headscan.pipelines.cli.option_parser import options_of, verb_parser
 from headscan.pipelines.cli.status import Sql
-from tests.sources import ROOT
+from tests.sources import PACKAGES, ROOT, modules
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCS = ROOT / "docs"
@@ -64,9 +64,20 @@ def test_every_link_leads_to_a_file() -> None:
 
 
 def test_every_file_that_is_named_exists() -> None:
-    for name, text in {"README.md": README, **PAGES}.items():
-        for path in re.findall(r"`((?:headscan|cluster|analysis|pipelines|tests)/[\w/.-]*)`", text):
-            assert (ROOT / path).exists(), f"{name}: {path}"
+    folders = "|".join((*PACKAGES, "tests", "docs", "reproduce", "examples"))
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+    for page in pages:
+        for path in re.findall(rf"`((?:{folders})/[\w/.-]*)`", page.read_text(encoding="utf-8")):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
+    for source in modules().values():
+        for path in re.findall(rf"\b((?:{folders})/[\w/.-]*\.(?:py|md))\b", source.read_text(encoding="utf-8")):
+            assert (ROOT / path).exists(), f"{source.relative_to(ROOT)}: {path}"
+
+
+def test_every_verb_with_json_is_named() -> None:
+    [verbs] = re.findall(r"takes `--json`: ([^.]*)\.", PAGES["howto/use_in_scripts.md"])
+    with_json = [verb for verb in VERBS if "--json" in [each.flag for each in options_of(verb_class(verb))]]
+    assert sorted(re.findall(r"`([a-z]+)`", verbs)) == sorted(with_json)
 
 
 def test_every_command_they_show_is_understood() -> None:

@@ -9,6 +9,7 @@ import pyarrow as pa
 from headscan.analysis.errors import AnalysisError
 from headscan.analysis.store.store import Store
 from headscan.catalog import SCORES
+from headscan.errors import unknown_name
 
 
 class ComparisonError(AnalysisError):
@@ -49,7 +50,7 @@ def score_distance(
     """
     names = list(dict.fromkeys(scores))
     if unknown := [name for name in names if name not in SCORES]:
-        raise ComparisonError(f"unknown score {unknown[0]!r}. Choose from {', '.join(SCORES)}")
+        raise unknown_name("score", unknown[0], SCORES)
     run_a, run_b = (store.resolve_run(run, "scan")["run_id"] for run in (run_a, run_b))
     macro = "one_layer_distance" if by_layer else "one_score_distance"
     # One query per score: a query of all scores would hold both runs in memory.

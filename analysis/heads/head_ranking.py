@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,9 +18,13 @@ from headscan.errors import unknown_name
 
 @dataclass(frozen=True)
 class RankedHead:
-    """One head of a ranking: mean and standard deviation of the score over the run's sequences (NaN if not measured,
-    the deviation also for a single sequence), and the share of sequences, 0 to 1, in which the head is beyond the
-    pooled 10 % quantile (None for a statistic without inactive direction).
+    """One head of a ranking.
+
+    Attributes:
+        value: Mean of the score over the run's sequences; NaN if not measured.
+        std: Standard deviation; NaN also for a single sequence.
+        inactive_share: Share of sequences, 0 to 1, in which the head is beyond the pooled 10 % quantile; None for a
+            statistic without inactive direction.
     """
 
     layer: int
@@ -32,21 +35,14 @@ class RankedHead:
     inactive_share: float | None
 
 
-def _check_name(name: str, known: Iterable[str], what: str) -> None:
-    names = list(known)
-    if name not in names:
-        close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-        hint = f"Did you mean {' or '.join(close)}?" if close else f"Choose from {', '.join(names)}"
-        raise SelectionError(f"unknown {what} {name!r}. {hint}")
-
-
 def rank_heads(
     store: Store, run_id: str, score: str, *, site: str = "self", descending: bool | None = None
 ) -> list[RankedHead]:
     """Return all heads of a site by a score or statistic; layer and head break ties, and unmeasured heads are last.
     ``descending`` puts the highest first; None puts the most inactive first, and the lowest for a statistic.
     """
-    _check_name(score, (*SCORES, *PLAIN_STATISTICS), "score or statistic")
+    if score not in (known := (*SCORES, *PLAIN_STATISTICS)):
+        raise unknown_name("score or statistic", score, known)
     declared = SCORES.get(score)
     if descending is None:
         descending = declared is not None and declared.inactive == "high"
@@ -105,7 +101,8 @@ def thresholds(store: Store, run_id: str, score: str, quantiles: Sequence[float]
     that of 1 - quantile if high is (arXiv 2504.03889), by linear interpolation. On other inputs a rule ablates another
     share than its quantile.
     """
-    _check_name(score, SCORES, "score")
+    if score not in SCORES:
+        raise unknown_name("score", score, SCORES)
     if not quantiles:
         raise SelectionError("0 quantiles given (limit 1). Give at least one, from 0 to 1")
     for quantile in quantiles:

@@ -38,9 +38,13 @@ class RoleVerdicts:
 
 @dataclass(frozen=True)
 class HeadRoles:
-    """The roles of one model's heads at one site. ``model`` is the row in ``runs`` of its newest run, and ``runs`` are
-    the rows that measured a role. The roles in ``found`` have the order of `ROLES`; no run measured those in
-    ``missing``.
+    """The roles of one model's heads at one site.
+
+    Attributes:
+        model: Row in ``runs`` of its newest run.
+        runs: Rows that measured a role.
+        found: In the order of `ROLES`.
+        missing: Roles that no run measured.
     """
 
     site: str

@@ -24,9 +24,13 @@ ScaleKind = Literal["share", "ratio", "signed", "plain", "classes"]
 @dataclass(frozen=True)
 class HeadMeasure:
     """Numbers of all heads (H,) of a site under one name, NaN where there is none; of classes, the index of the name.
-    ``group`` is a heading in the selector, and ``direction`` the inactive end. ``std`` and ``spread`` are over
-    sequences; None if unknown. ``other`` is the same measure in the compared run; None without one. Heads above
-    ``limit`` show the measure; None without a limit.
+
+    Attributes:
+        group: Heading in the selector.
+        direction: The inactive end.
+        std, spread: Over sequences; None if unknown.
+        other: The same measure in the compared run; None without one.
+        limit: Heads above it show the measure; None without a limit.
     """
 
     name: str
@@ -152,10 +156,14 @@ class SiteMeasures:
 
 @dataclass(frozen=True)
 class HeadTable:
-    """A table with numbers of heads; a store without it has no such numbers. ``group`` is a heading in the selector of
-    the map. ``query`` is SQL with the columns ``site, layer, head, name, value, std``, where ``?`` is the run, and
-    ``define`` returns the definition of a name. ``verb`` with ``options`` makes such runs, from a corpus if it
-    ``reads_texts``.
+    """A table with numbers of heads; a store without it has no such numbers.
+
+    Attributes:
+        group: Heading in the selector of the map.
+        query: SQL with the columns ``site, layer, head, name, value, std``, where ``?`` is the run.
+        define: Returns the definition of a name.
+        verb, options: Command that makes such runs.
+        reads_texts: True if the command needs a corpus.
     """
 
     group: str

@@ -151,11 +151,15 @@ class Persistence:
 
 @dataclass(frozen=True)
 class Spread:
-    """One measure of all heads (H,) of a site. ``quantiles`` (3, H) are the `QUANTILES` over the sequences, and
-    ``inactive`` the share of sequences beyond the pool's quantile; None without an inactive direction. ``histogram``,
-    uint8 (H, HEAD_BINS), has the sequences by bin, scaled to at most 255, and ``pool`` (POOL_BINS,) the number of
-    (sequence, head). ``low`` and ``high`` are the outer ends of the first and last bins, which also hold the values
-    beyond. ``thresholds`` has, by share of `THRESHOLDS`, the value beyond which that share of the pool lies.
+    """One measure of all heads (H,) of a site.
+
+    Attributes:
+        quantiles: The `QUANTILES` over the sequences (3, H).
+        inactive: Share of sequences beyond the pool's quantile; None without an inactive direction.
+        histogram: Sequences by bin, uint8 (H, HEAD_BINS), scaled to at most 255.
+        pool: Number of (sequence, head) by bin (POOL_BINS,).
+        low, high: Outer ends of the first and last bins, which also hold the values beyond.
+        thresholds: By share of `THRESHOLDS`, the value beyond which that share of the pool lies.
     """
 
     mean: np.ndarray

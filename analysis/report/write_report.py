@@ -39,6 +39,7 @@ from headscan.analysis.store.views import SUMMARISED
 from headscan.analysis.verdicts.confirmation import SweepChoice, judge_sweep
 from headscan.analysis.verdicts.curves import is_sweep, read_curves
 from headscan.analysis.verdicts.judge import Verdict, judge
+from headscan.errors import unknown_name
 
 
 class ReportError(AnalysisError):
@@ -81,7 +82,7 @@ def write_report(
     """
     for name in scores:
         if name not in SUMMARISED:
-            raise ReportError(f"unknown score or statistic {name!r}. Choose from {', '.join(SUMMARISED)}")
+            raise unknown_name("score or statistic", name, SUMMARISED)
     run = store.resolve_run(scan_run, "scan")
     evaluation = None if evaluate_run is None else store.resolve_run(evaluate_run, "evaluate")
     if evaluation is not None:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from headscan.analysis.store.scan_tables import literal
+from headscan.analysis.store.scan_tables import View, literal
 from headscan.analysis.store.tables import (
     ALL_TASKS,
     ARM_VERDICTS,
@@ -136,41 +136,6 @@ _SWEEP_CONFIRMED = f"""
     ORDER BY a.run_id, a.kind
 """
 
-#: Each is also created for all runs with the prefix ``all_``; the views read each other under that name.
-ARM_VIEWS: dict[str, str] = {
-    "arm_summary": _ARM_SUMMARY,
-    "arm_comparison": _ARM_COMPARISON,
-    "sweep_points": _SWEEP_POINTS,
-    "score_curves": _SCORE_CURVES,
-    "question_split": _QUESTION_SPLIT,
-    "sweep_confirmed": _SWEEP_CONFIRMED,
-}
-
-
-def with_verdict_rows(rows: str) -> str:
-    """Return a WITH clause that adds verdict rows to curves. ``rows`` names a relation with the columns of
-    ``arm_verdicts``, whose rows replace the stored ones of its arms.
-    """
-    names = ("arm_comparison", "sweep_points", "score_curves")
-    views = ", ".join(f"all_{name} AS ({ARM_VIEWS[name]})" for name in names)
-    return (
-        f"WITH arm_verdicts AS (FROM main.arm_verdicts WHERE arm_id NOT IN (SELECT arm_id FROM {rows})"
-        f" UNION ALL BY NAME FROM {rows}), {views}"
-    )
-
-
-ARM_VIEW_COMMENTS: dict[str, str] = {
-    "arm_summary": "one row per arm and task, family of recall tasks, or whole benchmark: accuracy",
-    "arm_comparison": "rows of arm_verdicts with name, kind and shares of the arms",
-    "sweep_points": "points of the curves, including the baseline: accuracy in the benchmark over the share of ablated"
-    " heads, averaged over seeds only",
-    "score_curves": "one row per curve: removable share of heads within one point, and mean accuracy",
-    "question_split": "part of each question in a sweep, the same for every arm: half of each task's documents, and one"
-    " of four recall texts, select the best arm; the others judge it",
-    "sweep_confirmed": "the best rule and the best mask of a sweep, selected on one part of the questions and judged on"
-    " the other (see question_split); empty if the sweep did not confirm",
-}
-
 _ARM = {c.name: c.comment for c in ARMS.columns} | {"arm": "name of the arm, unique in its run"}
 _VERDICT = {c.name: c.comment for c in ARM_VERDICTS.columns}
 _WIDENED = ("comparisons", "wide_low")
@@ -181,71 +146,110 @@ _CURVE = {
     "selection": _ARM["selection"],
 }
 
-#: View, column, comment.
-ARM_COLUMN_COMMENTS: dict[str, dict[str, str]] = {
-    "arm_summary": {
-        **{name: _ARM[name] for name in ("run_id", "arm_id", "arm", "kind", "replacement", "zeroed_share")},
-        "task": _VERDICT["task"],
-        "recall": _VERDICT["recall"],
-        "questions": "number of questions with a right answer",
-        "accuracy": _VERDICT["accuracy"],
-        "standard_error": "standard error of the accuracy, 0 to 1",
-    },
-    "arm_comparison": {
-        **{name: _ARM[name] for name in ("run_id", "arm_id", "arm", "kind", "score", "selection")},
-        **{name: _ARM[name] for name in ("share", "seed", "replacement", "zeroed_share")},
-        **{name: comment for name, comment in _VERDICT.items() if name != "arm_id"},
-    },
-    "sweep_points": {
-        **_CURVE,
-        "share": "nominal share of ablated heads, 0 to 1; 0 for the baseline",
-        "arms": "number of averaged arms (seeds); 0 for the baseline",
-        "zeroed_share": "measured share of ablated heads, 0 to 1: mean over the arms",
-        "accuracy": "mean accuracy of the arms, 0 to 1",
-        "baseline": _VERDICT["baseline"],
-        "difference": "accuracy minus baseline, -1 to 1: mean over the arms",
-        "low": "lower end of the difference's 95 % interval, -1 to 1: mean over the arms",
-        "high": "upper end of the same interval, -1 to 1: mean over the arms",
-        "lowest": "difference of the worst arm, -1 to 1",
-        "highest": "difference of the best arm, -1 to 1",
-        "questions": _VERDICT["questions"],
-        "recall_lost": "true if an arm fails a family of recall tasks that the baseline solves",
-        "passes": f"true if low is above -{MARGIN:g} point, the arms have no failed row in arm_verdicts, and they keep"
-        f" the recall of the baseline; NULL with fewer than {LEAST_QUESTIONS} questions, or if the baseline is not"
-        f" shown to be above chance or is less than {LEAST_BASELINE:g} points above it",
-    },
-    "score_curves": {
-        **_CURVE,
-        "points": "number of points of the curve, without the baseline",
-        "removable_share": f"share of heads, 0 to 1, at which accuracy last falls {MARGIN:g} point below the baseline"
-        " (arXiv 2504.03889); the largest share if it never does",
-        "removable_share_strict": "largest tested share of heads, 0 to 1, up to which every tested share passes (see"
-        " passes in sweep_points); 0 if the smallest fails, NULL if passes is NULL at a point. Uses all questions, and"
-        " is not corrected for the number of curves; sweep_confirmed is",
-        "area": "mean accuracy over shares from 0 to area_upto, 0 to 1; NULL if the curve does not reach area_upto",
-        "area_upto": "largest nominal share of heads, 0 to 1, that at least half of the run's curves reach (within"
-        f" {1 - _REACHED:.0%}; the area of a shorter curve ends with the curve)",
-    },
-    "question_split": {
-        "run_id": _ARM["run_id"],
-        "task": "name of the task",
-        "question": "index of the question in its task, from 0",
-        "recall": _VERDICT["recall"],
-        "part": PART.comment,
-    },
-    "sweep_confirmed": {
-        **{name: _ARM[name] for name in ("run_id", "arm_id", "arm", "kind", "score", "selection")},
-        **{name: _ARM[name] for name in ("share", "zeroed_share")},
-        "selection_questions": "number of benchmark questions that selected the arm",
-        "selection_difference": "accuracy minus baseline on the selecting questions, -1 to 1; biased upwards, because"
-        " the best of many arms was selected",
-        "selection_passed": "true if the arm passes on the selecting questions; false if no arm of its kind passes, and"
-        " this one is the closest",
-        "questions": "number of benchmark questions that judge the arm; none of them selected it",
-        **{name: _VERDICT[name] for name in ("baseline", "accuracy", "difference", "low", "high")},
-        **{name: _VERDICT[name] for name in ("gained", "lost", "p_value")},
-        **{column.name: column.comment for column in SPLIT_VERDICTS.columns if column.name in _WIDENED},
-        "removable": "true if the arm is removable within one point and keeps recall, on the judging questions alone,"
-        " by intervals widened for the comparisons",
-    },
+#: Each is also created for all runs with the prefix ``all_``; the views read each other under that name.
+ARM_VIEWS: dict[str, View] = {
+    "arm_summary": View(
+        _ARM_SUMMARY,
+        "one row per arm and task, family of recall tasks, or whole benchmark: accuracy",
+        {
+            **{name: _ARM[name] for name in ("run_id", "arm_id", "arm", "kind", "replacement", "zeroed_share")},
+            "task": _VERDICT["task"],
+            "recall": _VERDICT["recall"],
+            "questions": "number of questions with a right answer",
+            "accuracy": _VERDICT["accuracy"],
+            "standard_error": "standard error of the accuracy, 0 to 1",
+        },
+    ),
+    "arm_comparison": View(
+        _ARM_COMPARISON,
+        "rows of arm_verdicts with name, kind and shares of the arms",
+        {
+            **{name: _ARM[name] for name in ("run_id", "arm_id", "arm", "kind", "score", "selection")},
+            **{name: _ARM[name] for name in ("share", "seed", "replacement", "zeroed_share")},
+            **{name: comment for name, comment in _VERDICT.items() if name != "arm_id"},
+        },
+    ),
+    "sweep_points": View(
+        _SWEEP_POINTS,
+        "points of the curves, including the baseline: accuracy in the benchmark over the share of ablated"
+        " heads, averaged over seeds only",
+        {
+            **_CURVE,
+            "share": "nominal share of ablated heads, 0 to 1; 0 for the baseline",
+            "arms": "number of averaged arms (seeds); 0 for the baseline",
+            "zeroed_share": "measured share of ablated heads, 0 to 1: mean over the arms",
+            "accuracy": "mean accuracy of the arms, 0 to 1",
+            "baseline": _VERDICT["baseline"],
+            "difference": "accuracy minus baseline, -1 to 1: mean over the arms",
+            "low": "lower end of the difference's 95 % interval, -1 to 1: mean over the arms",
+            "high": "upper end of the same interval, -1 to 1: mean over the arms",
+            "lowest": "difference of the worst arm, -1 to 1",
+            "highest": "difference of the best arm, -1 to 1",
+            "questions": _VERDICT["questions"],
+            "recall_lost": "true if an arm fails a family of recall tasks that the baseline solves",
+            "passes": f"true if low is above -{MARGIN:g} point, the arms have no failed row in arm_verdicts, and they"
+            f" keep the recall of the baseline; NULL with fewer than {LEAST_QUESTIONS} questions, or if the baseline is"
+            f" not shown to be above chance or is less than {LEAST_BASELINE:g} points above it",
+        },
+    ),
+    "score_curves": View(
+        _SCORE_CURVES,
+        "one row per curve: removable share of heads within one point, and mean accuracy",
+        {
+            **_CURVE,
+            "points": "number of points of the curve, without the baseline",
+            "removable_share": f"share of heads, 0 to 1, at which accuracy last falls {MARGIN:g} point below the"
+            " baseline (arXiv 2504.03889); the largest share if it never does",
+            "removable_share_strict": "largest tested share of heads, 0 to 1, up to which every tested share passes"
+            " (see passes in sweep_points); 0 if the smallest fails, NULL if passes is NULL at a point. Uses all"
+            " questions, and is not corrected for the number of curves; sweep_confirmed is",
+            "area": "mean accuracy over shares from 0 to area_upto, 0 to 1; NULL if the curve does not reach area_upto",
+            "area_upto": "largest nominal share of heads, 0 to 1, that at least half of the run's curves reach (within"
+            f" {1 - _REACHED:.0%}; the area of a shorter curve ends with the curve)",
+        },
+    ),
+    "question_split": View(
+        _QUESTION_SPLIT,
+        "part of each question in a sweep, the same for every arm: half of each task's documents, and one"
+        " of four recall texts, select the best arm; the others judge it",
+        {
+            "run_id": _ARM["run_id"],
+            "task": "name of the task",
+            "question": "index of the question in its task, from 0",
+            "recall": _VERDICT["recall"],
+            "part": PART.comment,
+        },
+    ),
+    "sweep_confirmed": View(
+        _SWEEP_CONFIRMED,
+        "the best rule and the best mask of a sweep, selected on one part of the questions and judged on"
+        " the other (see question_split); empty if the sweep did not confirm",
+        {
+            **{name: _ARM[name] for name in ("run_id", "arm_id", "arm", "kind", "score", "selection")},
+            **{name: _ARM[name] for name in ("share", "zeroed_share")},
+            "selection_questions": "number of benchmark questions that selected the arm",
+            "selection_difference": "accuracy minus baseline on the selecting questions, -1 to 1; biased upwards,"
+            " because the best of many arms was selected",
+            "selection_passed": "true if the arm passes on the selecting questions; false if no arm of its kind passes,"
+            " and this one is the closest",
+            "questions": "number of benchmark questions that judge the arm; none of them selected it",
+            **{name: _VERDICT[name] for name in ("baseline", "accuracy", "difference", "low", "high")},
+            **{name: _VERDICT[name] for name in ("gained", "lost", "p_value")},
+            **{column.name: column.comment for column in SPLIT_VERDICTS.columns if column.name in _WIDENED},
+            "removable": "true if the arm is removable within one point and keeps recall, on the judging questions"
+            " alone, by intervals widened for the comparisons",
+        },
+    ),
 }
+
+
+def with_verdict_rows(rows: str) -> str:
+    """Return a WITH clause that adds verdict rows to curves. ``rows`` names a relation with the columns of
+    ``arm_verdicts``, whose rows replace the stored ones of its arms.
+    """
+    names = ("arm_comparison", "sweep_points", "score_curves")
+    views = ", ".join(f"all_{name} AS ({ARM_VIEWS[name].query})" for name in names)
+    return (
+        f"WITH arm_verdicts AS (FROM main.arm_verdicts WHERE arm_id NOT IN (SELECT arm_id FROM {rows})"
+        f" UNION ALL BY NAME FROM {rows}), {views}"
+    )

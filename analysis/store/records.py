@@ -92,12 +92,15 @@ RunStatus = Literal["running", "finished", "failed"]  # as stored; `Store.runs` 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run at its begin; see the comments of the table ``runs``. Runs of one kind and one ``fingerprint``, the hash of
-    everything that decides the numbers, are the same run. ``grid`` has one mapping per site with ``site``, ``layer``,
-    ``num_attention_heads``, ``num_key_value_heads``, ``head_dim``, ``value_dim``, ``sliding_window``,
-    ``kv_shared_from``, and of its KV cache ``cache_heads``, ``cache_bytes_per_token``, ``cache_tokens``. ``device`` is
-    its kind and name, such as ``cuda (NVIDIA H200)``; None if unknown. ``code_files_hash`` is the hash of the model's
-    Python files; None if it runs transformers' own code.
+    """A run at its begin; see the comments of the table ``runs``.
+
+    Attributes:
+        fingerprint: Hash of everything that decides the numbers; runs of one kind with the same one are the same run.
+        grid: One mapping per site and layer: ``site``, ``layer``, ``num_attention_heads``, ``num_key_value_heads``,
+            ``head_dim``, ``value_dim``, ``sliding_window``, ``kv_shared_from``, and of its KV cache ``cache_heads``,
+            ``cache_bytes_per_token``, ``cache_tokens``.
+        device: Kind and name, such as ``cuda (NVIDIA H200)``; None if unknown.
+        code_files_hash: Hash of the model's Python files; None if it runs transformers' own code.
     """
 
     kind: RunKind
@@ -132,9 +135,12 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class RunState:
-    """A run in the store. ``resumed`` is True if the store had the run already, and ``status`` is ``finished`` if that
-    run was finished before. ``changes`` are changes of software and device since its last begin; see
-    `provenance.provenance_changes`.
+    """A run in the store.
+
+    Attributes:
+        resumed: True if the store had the run already.
+        status: ``finished`` if that run was finished before.
+        changes: Changes of software and device since its last begin; see `provenance.provenance_changes`.
     """
 
     run_id: str
@@ -158,11 +164,13 @@ class ShardRecord:
 
 
 class ShardToWrite(NamedTuple):
-    """A shard and its tables. ``sequences`` has one row per sequence: ``sequence, document, source, tokens, truncated,
-    content_hash``. ``heads`` has one row per sequence, site, layer and query head: ``sequence, site, layer, head,
-    kv_head`` and any of the catalogue's statistics and profiles (lists with one number per bin); of an importance run
-    ``gate_gradient``, ``token_gradient`` and ``entropy`` instead. NaN and infinity become NULL, and so does a profile
-    with such a bin.
+    """A shard and its tables. NaN and infinity become NULL, and so does a profile with such a bin.
+
+    Attributes:
+        sequences: One row per sequence: ``sequence, document, source, tokens, truncated, content_hash``.
+        heads: One row per sequence, site, layer and query head: ``sequence, site, layer, head, kv_head`` and any of the
+            catalogue's statistics and profiles (lists with one number per bin); of an importance run ``gate_gradient``,
+            ``token_gradient`` and ``entropy`` instead.
     """
 
     record: ShardRecord
@@ -185,12 +193,17 @@ class Mask:
 
 @dataclass(frozen=True)
 class ArmRecord:
-    """One arm of an evaluate run, as in the table ``arms``; its name is unique in the run. ``random_mask`` is the
-    control of ``mask`` (the same heads for every input), ``random_rule`` that of ``rule`` (other heads for each input).
-    Arms with different ``selection``, a further criterion that chose the heads, belong to different curves. ``share``
-    is the nominal share of heads to ablate, 0 to 1; ``replacement`` is None if the arm ablates none. ``config`` has
-    further options that identify the arm, and its replacement if that is not zero; JSON can hold them. ``measured`` has
-    further entries of the stored config that do not identify the arm, such as times.
+    """One arm of an evaluate run, as in the table ``arms``.
+
+    Attributes:
+        name: Unique in the run.
+        kind: ``random_mask`` is the control of ``mask`` (the same heads for every input), ``random_rule`` that of
+            ``rule`` (other heads for each input).
+        selection: Further criterion that chose the heads; arms that differ in it belong to different curves.
+        share: Nominal share of heads to ablate, 0 to 1.
+        replacement: None if the arm ablates no heads.
+        config: Further options that identify the arm, and its replacement if that is not zero, as JSON data.
+        measured: Further entries of the stored config that do not identify the arm, such as times.
     """
 
     run_id: str

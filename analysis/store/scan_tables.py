@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from textwrap import dedent
 
 from headscan.catalog import PROFILES, STATISTICS
 
@@ -29,6 +32,26 @@ class Table:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(column.name for column in self.columns)
+
+
+@dataclass(frozen=True)
+class View:
+    """A view; ``comment`` is the meaning of a row, and ``columns`` has those of columns by name."""
+
+    query: str
+    comment: str
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+
+def columns(text: str) -> tuple[Column, ...]:
+    """Return columns declared one a line: name, type (with ``?`` if it may be NULL) and meaning, which indented lines
+    continue.
+    """
+    found = []
+    for line in re.split(r"\n(?! )", dedent(text).strip()):
+        name, kind, comment = " ".join(line.split()).split(" ", 2)
+        found.append(Column(name, kind.removesuffix("?"), comment, nullable=kind.endswith("?")))
+    return tuple(found)
 
 
 def literal(text: str) -> str:
@@ -58,66 +81,44 @@ LAYER = Column("layer", "SMALLINT", "layer, from 0")
 HEAD = Column("head", "SMALLINT", "query head, from 0")
 KV_HEAD = Column("kv_head", "SMALLINT", "KV head that the query head reads, from 0")
 _SEQUENCE = Column("sequence", "INTEGER", "index of the sequence in its run, from 0")
+_HEAD_OF_RUN = (RUN, SITE, LAYER, HEAD)
+_HEAD_OF_SEQUENCE = (RUN, _SEQUENCE, SITE, LAYER, HEAD, KV_HEAD)
 
 RUNS = Table(
     "runs",
     "one row per run, with its model, corpus, settings and software",
-    (
-        Column("run_id", "VARCHAR", "12 hexadecimal digits, computed from kind and fingerprint"),
-        Column(
-            "kind",
-            "VARCHAR",
-            "scan (of a corpus), recording (of the prompts of a sweep), recall (of the whole model before a sweep),"
-            " evaluate, ablate, probe, importance or gates",
-        ),
-        Column(
-            "fingerprint", "VARCHAR", "hash of everything that decides the numbers; a run with the same hash is resumed"
-        ),
-        Column("model", "VARCHAR", "path of the model, or its name on the hub"),
-        Column("model_revision", "VARCHAR", "commit of the model on the hub; NULL for a folder", nullable=True),
-        Column("model_config_hash", "VARCHAR", "hash of the model's configuration", nullable=True),
-        Column("weights_hash", "VARCHAR", "hash of the weights", nullable=True),
-        Column("tokenizer_hash", "VARCHAR", "hash of the tokenizer", nullable=True),
-        Column(
-            "bos_policy",
-            "VARCHAR",
-            "rule for the BOS token at the start of a sequence: auto, always or never",
-            nullable=True,
-        ),
-        Column("corpus", "VARCHAR", "name of the corpus, or names of the tasks of an evaluation", nullable=True),
-        Column("corpus_hash", "VARCHAR", "hash of the text that was read; NULL until the run ends", nullable=True),
-        Column("num_layers", "INTEGER", "number of layers of the model"),
-        Column("num_heads", "INTEGER", "number of query heads of the widest layer"),
-        Column("dtype", "VARCHAR", "dtype of the weights during the run", nullable=True),
-        Column(
-            "attention_path",
-            "VARCHAR",
-            "hook point of attention: interface (of transformers), watched (inside the model), or both",
-            nullable=True,
-        ),
-        Column("grid", "JSON", "one object per site and layer: heads, KV heads, dimensions, window"),
-        Column("config", "JSON", "all other settings, including the widths of sink and recent"),
-        Column("packages", "JSON", "versions of the packages when the run first began"),
-        Column(
-            "code_version",
-            "VARCHAR",
-            "version of headscan when the run first began, with a hash of the source files that decide numbers",
-            nullable=True,
-        ),
-        Column("started_at", "TIMESTAMPTZ", "time when the run first began"),
-        Column("finished_at", "TIMESTAMPTZ", "time when the run last ended", nullable=True),
-        Column("status", "VARCHAR", "running (also after its process was killed), finished or failed"),
-        Column("writer", "VARCHAR", "last process that wrote the run: host, boot, namespace, process id, start time"),
-        Column("total_shards", "INTEGER", "number of shards of the whole run; NULL until the run ends", nullable=True),
-        Column("report", "JSON", "counts of empty, undecodable and truncated documents", nullable=True),
-        Column(
-            "provenance",
-            "JSON",
-            "packages, code version, device and hash of the model's own code files; one entry per change, with its time"
-            " (since); NULL in runs from before schema 6",
-            nullable=True,
-        ),
-    ),
+    columns("""
+        run_id VARCHAR 12 hexadecimal digits, computed from kind and fingerprint
+        kind VARCHAR scan (of a corpus), recording (of the prompts of a sweep), recall (of the whole model
+            before a sweep), evaluate, ablate, probe, importance or gates
+        fingerprint VARCHAR hash of everything that decides the numbers; a run with the same hash is resumed
+        model VARCHAR path of the model, or its name on the hub
+        model_revision VARCHAR? commit of the model on the hub; NULL for a folder
+        model_config_hash VARCHAR? hash of the model's configuration
+        weights_hash VARCHAR? hash of the weights
+        tokenizer_hash VARCHAR? hash of the tokenizer
+        bos_policy VARCHAR? rule for the BOS token at the start of a sequence: auto, always or never
+        corpus VARCHAR? name of the corpus, or names of the tasks of an evaluation
+        corpus_hash VARCHAR? hash of the text that was read; NULL until the run ends
+        num_layers INTEGER number of layers of the model
+        num_heads INTEGER number of query heads of the widest layer
+        dtype VARCHAR? dtype of the weights during the run
+        attention_path VARCHAR? hook point of attention: interface (of transformers), watched (inside the
+            model), or both
+        grid JSON one object per site and layer: heads, KV heads, dimensions, window
+        config JSON all other settings, including the widths of sink and recent
+        packages JSON versions of the packages when the run first began
+        code_version VARCHAR? version of headscan when the run first began, with a hash of the source files that
+            decide numbers
+        started_at TIMESTAMPTZ time when the run first began
+        finished_at TIMESTAMPTZ? time when the run last ended
+        status VARCHAR running (also after its process was killed), finished or failed
+        writer VARCHAR last process that wrote the run: host, boot, namespace, process id, start time
+        total_shards INTEGER? number of shards of the whole run; NULL until the run ends
+        report JSON? counts of empty, undecodable and truncated documents
+        provenance JSON? packages, code version, device and hash of the model's own code files; one entry per
+            change, with its time (since); NULL in runs from before schema 6
+    """),
     (("run_id",), ("kind", "fingerprint")),
 )
 
@@ -126,17 +127,17 @@ SHARDS = Table(
     "one row per finished shard, written in one transaction with the shard's other rows",
     (
         RUN,
-        Column("shard", "INTEGER", "index of the shard in its run, from 0"),
-        Column("content_hash", "VARCHAR", "hash of the shard's tokens"),
-        Column("sequences", "INTEGER", "number of sequences of the shard"),
-        Column("head_rows", "INTEGER", "number of rows of head_statistics, or of head_importance, of the shard"),
-        Column(
-            "nonfinite_rows", "INTEGER", "number of rows of head_statistics with NaN or infinite values, stored as NULL"
-        ),
-        Column("tokens", "BIGINT", "number of tokens of the shard, without padding"),
-        Column("seconds", "DOUBLE", "duration of the measurement, in seconds", nullable=True),
-        Column("worker", "VARCHAR", "name of the worker that measured the shard", nullable=True),
-        Column("finished_at", "TIMESTAMPTZ", "time when the shard was written"),
+        *columns("""
+            shard INTEGER index of the shard in its run, from 0
+            content_hash VARCHAR hash of the shard's tokens
+            sequences INTEGER number of sequences of the shard
+            head_rows INTEGER number of rows of head_statistics, or of head_importance, of the shard
+            nonfinite_rows INTEGER number of rows of head_statistics with NaN or infinite values, stored as NULL
+            tokens BIGINT number of tokens of the shard, without padding
+            seconds DOUBLE? duration of the measurement, in seconds
+            worker VARCHAR? name of the worker that measured the shard
+            finished_at TIMESTAMPTZ time when the shard was written
+        """),
     ),
     (("run_id", "shard"),),
 )
@@ -147,12 +148,14 @@ SEQUENCES = Table(
     (
         RUN,
         _SEQUENCE,
-        Column("shard", "INTEGER", "index of the shard with this sequence"),
-        Column("document", "INTEGER", "index of the document in the corpus, from 0"),
-        Column("source", "VARCHAR", "file or data set of the document", nullable=True),
-        Column("tokens", "INTEGER", "number of tokens, without padding"),
-        Column("truncated", "BOOLEAN", "true if the text was longer and was cut"),
-        Column("content_hash", "VARCHAR", "hash of the token ids"),
+        *columns("""
+            shard INTEGER index of the shard with this sequence
+            document INTEGER index of the document in the corpus, from 0
+            source VARCHAR? file or data set of the document
+            tokens INTEGER number of tokens, without padding
+            truncated BOOLEAN true if the text was longer and was cut
+            content_hash VARCHAR hash of the token ids
+        """),
     ),
 )
 
@@ -160,12 +163,7 @@ HEAD_STATISTICS = Table(
     "head_statistics",
     "one row per run, sequence, site, layer and query head",
     (
-        RUN,
-        _SEQUENCE,
-        SITE,
-        LAYER,
-        HEAD,
-        KV_HEAD,
+        *_HEAD_OF_SEQUENCE,
         *(
             Column(s.name, "REAL", f"{s.formula} [{s.unit}]; NULL if not measured or not finite", True)
             for s in STATISTICS.values()
@@ -187,26 +185,14 @@ HEAD_IMPORTANCE = Table(
     "head_importance",
     "one row per importance run, sequence, site, layer and query head",
     (
-        RUN,
-        _SEQUENCE,
-        SITE,
-        LAYER,
-        HEAD,
-        KV_HEAD,
-        Column(
-            "gate_gradient",
-            "REAL",
-            "derivative of the sequence's loss by a gate of 1 on the head's output [nats]; NULL if not finite",
-            True,
-        ),
-        Column("entropy", "REAL", f"{STATISTICS['entropy'].formula} [{STATISTICS['entropy'].unit}]", True),
-        Column(
-            "token_gradient",
-            "REAL",
-            "sum over tokens of the absolute derivative of the sequence's loss by a gate of 1 on the head's output of"
-            " the token [nats]; NULL if not finite, and in runs from before schema 9",
-            True,
-        ),
+        *_HEAD_OF_SEQUENCE,
+        *columns(f"""
+            gate_gradient REAL? derivative of the sequence's loss by a gate of 1 on the head's output [nats]; NULL
+                if not finite
+            entropy REAL? {STATISTICS["entropy"].formula} [{STATISTICS["entropy"].unit}]
+            token_gradient REAL? sum over tokens of the absolute derivative of the sequence's loss by a gate of 1 on
+                the head's output of the token [nats]; NULL if not finite, and in runs from before schema 9
+        """),
     ),
 )
 
@@ -214,12 +200,11 @@ HEAD_BEHAVIOURS = Table(
     "head_behaviours",
     "one row per probe run, site, layer, query head and behaviour",
     (
-        RUN,
-        SITE,
-        LAYER,
-        HEAD,
-        Column("behaviour", "VARCHAR", "name of the behaviour; the comments of behaviour_summary define each"),
-        Column("value", "REAL", "strength of the behaviour in the head, 0 to 1: mean over the probe's sequences"),
+        *_HEAD_OF_RUN,
+        *columns("""
+            behaviour VARCHAR name of the behaviour; the comments of behaviour_summary define each
+            value REAL strength of the behaviour in the head, 0 to 1: mean over the probe's sequences
+        """),
     ),
     (("run_id", "site", "layer", "head", "behaviour"),),
 )
@@ -229,23 +214,17 @@ HEAD_GATES = Table(
     "head_gates",
     "one row per gates run, site, layer and query head (arXiv 1905.09418; two fits: 2505.13737)",
     (
-        RUN,
-        SITE,
-        LAYER,
-        HEAD,
+        *_HEAD_OF_RUN,
         KV_HEAD,
-        Column("gate", "DOUBLE", "expected value of the gate in the fit that closes gates, 0 to 1"),
-        Column("p_open", "DOUBLE", "probability that the gate is above 0, in the same fit"),
-        Column("closed", "BOOLEAN", "true if the head is in the run's mask, that of the share"),
-        Column("gate_up", "DOUBLE", "expected value in the fit that opens gates; NULL without this fit", nullable=True),
-        Column("p_open_up", "DOUBLE", "probability to be above 0, in the same fit; NULL without it", nullable=True),
-        Column(
-            "class",
-            "VARCHAR",
-            "facilitating (gate and gate_up above 0.5), interfering (neither), irrelevant (gate_up only) or undecided"
-            " (gate only); NULL without two fits",
-            nullable=True,
-        ),
+        *columns("""
+            gate DOUBLE expected value of the gate in the fit that closes gates, 0 to 1
+            p_open DOUBLE probability that the gate is above 0, in the same fit
+            closed BOOLEAN true if the head is in the run's mask, that of the share
+            gate_up DOUBLE? expected value in the fit that opens gates; NULL without this fit
+            p_open_up DOUBLE? probability to be above 0, in the same fit; NULL without it
+            class VARCHAR? facilitating (gate and gate_up above 0.5), interfering (neither), irrelevant (gate_up
+                only) or undecided (gate only); NULL without two fits
+        """),
     ),
     (("run_id", "site", "layer", "head"),),
 )

@@ -22,6 +22,8 @@ from headscan.analysis.store.scan_tables import (
     SITE,
     Column,
     Table,
+    View,
+    columns,
     literal,
     table_statements,
 )
@@ -43,15 +45,15 @@ PART = Column(
 MASKS = Table(
     "masks",
     "one row per fixed set of heads",
-    (
-        Column("mask_id", "VARCHAR", "12 hexadecimal digits, computed from the mask"),
-        Column("run_id", "VARCHAR", "id of the scan that ranked the heads", nullable=True),
-        Column("name", "VARCHAR", "name of the mask, unique in the store"),
-        Column("score", "VARCHAR", "score that ranked the heads", nullable=True),
-        Column("share", "DOUBLE", "requested share of all heads, 0 to 1", nullable=True),
-        Column("config", "JSON", "settings of the selection"),
-        Column("created_at", "TIMESTAMPTZ", "time when the mask was stored"),
-    ),
+    columns("""
+        mask_id VARCHAR 12 hexadecimal digits, computed from the mask
+        run_id VARCHAR? id of the scan that ranked the heads
+        name VARCHAR name of the mask, unique in the store
+        score VARCHAR? score that ranked the heads
+        share DOUBLE? requested share of all heads, 0 to 1
+        config JSON settings of the selection
+        created_at TIMESTAMPTZ time when the mask was stored
+    """),
     (("mask_id",), ("name",)),
 )
 
@@ -63,40 +65,27 @@ ARMS = Table(
     "arms",
     "one row per arm of an evaluate run: the baseline, a way to ablate heads, or another model",
     (
-        Column("arm_id", "VARCHAR", "12 hexadecimal digits, computed from the arm"),
+        *columns("arm_id VARCHAR 12 hexadecimal digits, computed from the arm"),
         RUN,
-        Column("name", "VARCHAR", "name of the arm, unique in its run"),
-        Column("kind", "VARCHAR", ", ".join(kind.value for kind in ArmKind)),
-        Column("mask_id", "VARCHAR", "id of the mask with the ablated heads", nullable=True),
-        Column("score", "VARCHAR", "score that selected the heads of a mask or rule", nullable=True),
-        Column(
-            "selection",
-            "VARCHAR",
-            "how the heads were selected, in addition to the score: the scan, and the order of a mask; NULL for random"
-            " arms and for masks made by hand",
-            nullable=True,
-        ),
-        Column("threshold", "DOUBLE", "threshold of a rule, in the score's unit", nullable=True),
-        Column(
-            "share",
-            "DOUBLE",
-            "nominal share of ablated heads, 0 to 1: the quantile of a rule, the size of a mask; for a plan, the share"
-            " of KV heads that do not keep all keys",
-            nullable=True,
-        ),
-        Column("seed", "INTEGER", "seed of a random arm", nullable=True),
-        Column(
-            "replacement",
-            "VARCHAR",
-            "what replaces the output of ablated heads: zero (tests whether they are inactive), mean (constant) or"
-            " resample (independent of the input); NULL if the arm ablates none",
-            nullable=True,
-        ),
-        Column("config", "JSON", "all other settings"),
-        Column("zeroed_share", "DOUBLE", "measured share of ablated or removed heads, 0 to 1", nullable=True),
-        Column("started_at", "TIMESTAMPTZ", "time when the arm last began"),
-        Column("finished_at", "TIMESTAMPTZ", "time when the arm finished", nullable=True),
-        Column("status", "VARCHAR", "running or finished"),
+        *columns(f"""
+            name VARCHAR name of the arm, unique in its run
+            kind VARCHAR {", ".join(kind.value for kind in ArmKind)}
+            mask_id VARCHAR? id of the mask with the ablated heads
+            score VARCHAR? score that selected the heads of a mask or rule
+            selection VARCHAR? how the heads were selected, in addition to the score: the scan, and the order of a
+                mask; NULL for random arms and for masks made by hand
+            threshold DOUBLE? threshold of a rule, in the score's unit
+            share DOUBLE? nominal share of ablated heads, 0 to 1: the quantile of a rule, the size of a mask; for a
+                plan, the share of KV heads that do not keep all keys
+            seed INTEGER? seed of a random arm
+            replacement VARCHAR? what replaces the output of ablated heads: zero (tests whether they are inactive),
+                mean (constant) or resample (independent of the input); NULL if the arm ablates none
+            config JSON all other settings
+            zeroed_share DOUBLE? measured share of ablated or removed heads, 0 to 1
+            started_at TIMESTAMPTZ time when the arm last began
+            finished_at TIMESTAMPTZ? time when the arm finished
+            status VARCHAR running or finished
+        """),
     ),
     (("arm_id",), ("run_id", "name")),
 )
@@ -106,21 +95,14 @@ RESPONSES = Table(
     "responses of an unfinished arm; they are deleted when its answers are stored",
     (
         _ARM,
-        Column("request", "VARCHAR", "hash of the request"),
-        Column(
-            "log_likelihood",
-            "DOUBLE",
-            "log-likelihood of a continuation, in nats; NULL for a generated text",
-            nullable=True,
-        ),
-        Column(
-            "greedy_tokens",
-            "INTEGER",
-            "number of tokens of the continuation that greedy decoding would choose; NULL for a generated text",
-            nullable=True,
-        ),
-        Column("text", "VARCHAR", "generated text; NULL for a continuation", nullable=True),
-        Column("zeroed_share", "DOUBLE", "share of heads ablated in this request, 0 to 1"),
+        *columns("""
+            request VARCHAR hash of the request
+            log_likelihood DOUBLE? log-likelihood of a continuation, in nats; NULL for a generated text
+            greedy_tokens INTEGER? number of tokens of the continuation that greedy decoding would choose; NULL for
+                a generated text
+            text VARCHAR? generated text; NULL for a continuation
+            zeroed_share DOUBLE share of heads ablated in this request, 0 to 1
+        """),
     ),
     (("arm_id", "request"),),
 )
@@ -130,20 +112,20 @@ ANSWERS = Table(
     "one row per arm, task and question; arms are compared question by question",
     (
         _ARM,
-        Column("task", "VARCHAR", "name of the task"),
-        Column("question", "INTEGER", "index of the question in its task, from 0"),
+        *columns("""
+            task VARCHAR name of the task
+            question INTEGER index of the question in its task, from 0
+        """),
         _RECALL,
-        Column("doc_hash", "VARCHAR", "hash of the question's text", nullable=True),
-        Column("target", "VARCHAR", "right answer", nullable=True),
-        Column("response", "VARCHAR", "answer of the model", nullable=True),
-        Column(
-            "correct",
-            "DOUBLE",
-            "1 for right, 0 for wrong, in between for partial credit; NULL for tasks without right answers",
-            nullable=True,
-        ),
-        Column("log_likelihoods", "DOUBLE[]", "log-likelihoods of the choices, in nats", nullable=True),
-        Column("metrics", "JSON", "all metrics of lm-eval for the question", nullable=True),
+        *columns("""
+            doc_hash VARCHAR? hash of the question's text
+            target VARCHAR? right answer
+            response VARCHAR? answer of the model
+            correct DOUBLE? 1 for right, 0 for wrong, in between for partial credit; NULL for tasks without right
+                answers
+            log_likelihoods DOUBLE[]? log-likelihoods of the choices, in nats
+            metrics JSON? all metrics of lm-eval for the question
+        """),
     ),
     (("arm_id", "task", "question"),),
 )
@@ -153,13 +135,15 @@ ARM_RESULTS = Table(
     "one row per arm, task or group of tasks, metric and filter: the results of lm-eval",
     (
         _ARM,
-        Column("task", "VARCHAR", "name of the task or group"),
-        Column("is_group", "BOOLEAN", "true for a group of tasks"),
-        Column("metric", "VARCHAR", "name of the metric"),
-        Column("filter", "VARCHAR", "name of lm-eval's filter of the answers; none if there is none"),
-        Column("value", "DOUBLE", "value of the metric, in its own unit", nullable=True),
-        Column("standard_error", "DOUBLE", "standard error of the value, in the same unit", nullable=True),
-        Column("questions", "INTEGER", "number of questions", nullable=True),
+        *columns("""
+            task VARCHAR name of the task or group
+            is_group BOOLEAN true for a group of tasks
+            metric VARCHAR name of the metric
+            filter VARCHAR name of lm-eval's filter of the answers; none if there is none
+            value DOUBLE? value of the metric, in its own unit
+            standard_error DOUBLE? standard error of the value, in the same unit
+            questions INTEGER? number of questions
+        """),
     ),
     (("arm_id", "task", "metric", "filter"),),
 )
@@ -170,88 +154,44 @@ ARM_VERDICTS = Table(
     " baseline of the run, question by question",
     (
         _ARM,
-        Column(
-            "task",
-            "VARCHAR",
-            "name of the task, of the requested group of tasks, or of the family of recall tasks;"
-            f" {ALL_TASKS} for the whole benchmark",
-        ),
+        *columns(f"""
+            task VARCHAR name of the task, of the requested group of tasks, or of the family of recall tasks;
+                {ALL_TASKS} for the whole benchmark
+        """),
         _RECALL,
-        Column("questions", "INTEGER", "number of questions with a right answer that both arms answered"),
-        Column("baseline", "DOUBLE", "accuracy of the baseline, 0 to 1"),
-        Column("accuracy", "DOUBLE", "accuracy of the arm, 0 to 1"),
-        Column("difference", "DOUBLE", "accuracy minus baseline, -1 to 1"),
-        Column(
-            "low",
-            "DOUBLE",
-            "lower end of the difference's 95 % interval, -1 to 1: bootstrap within tasks (of whole texts in recall"
-            " tasks), or the interval of the score test if few answers differ and it is wider",
-        ),
-        Column("high", "DOUBLE", "upper end of the same interval, -1 to 1"),
-        Column("gained", "INTEGER", "number of questions on which the arm is better"),
-        Column("lost", "INTEGER", "number of questions on which the arm is worse"),
-        Column(
-            "p_value",
-            "DOUBLE",
-            "two-sided p-value of McNemar's exact test, which ignores that recall questions share texts",
-        ),
-        Column(
-            "informative",
-            "BOOLEAN",
-            "true if the baseline solves the family of recall tasks, or is shown to be above chance in the task or"
-            " benchmark; NULL in rows of single recall tasks",
-            nullable=True,
-        ),
-        Column(
-            "chance",
-            "DOUBLE",
-            "accuracy of guessing, 0 to 1: mean over the questions of 1 / choices, 0 for questions without choices;"
-            " NULL if no question has any (generated answers), and in recall rows",
-            nullable=True,
-        ),
-        Column(
-            "failed",
-            "BOOLEAN",
-            "true if a loss is shown. Task or group: more than one point, by an interval corrected for the number of"
-            f" tasks. {ALL_TASKS}: a task or group fails. Family of recall tasks: the baseline solves it, and the arm"
-            " loses more than a tenth of the ability above chance, or more than one point. NULL in other rows",
-            nullable=True,
-        ),
-        Column(
-            "worst_task",
-            "VARCHAR",
-            f"in rows of {ALL_TASKS}, the task or group with the clearest loss: the lowest upper end of an interval"
-            " corrected for the number of tasks; NULL in other rows",
-            nullable=True,
-        ),
-        Column("worst_difference", "DOUBLE", "difference of the worst task, -1 to 1", nullable=True),
-        Column(
-            "worst_low",
-            "DOUBLE",
-            "lower end of its interval, -1 to 1, corrected for the number of tasks",
-            nullable=True,
-        ),
-        Column("worst_high", "DOUBLE", "upper end of the same interval, -1 to 1", nullable=True),
-        Column(
-            "retained",
-            "DOUBLE",
-            "in rows of families of recall tasks, accuracy above chance divided by the baseline's; NULL in other rows",
-            nullable=True,
-        ),
-        Column(
-            "retained_low",
-            "DOUBLE",
-            "lower end of the 95 % interval of retained (Bayesian bootstrap of whole texts, with one more lost text)",
-            nullable=True,
-        ),
-        Column("retained_high", "DOUBLE", "upper end of the same interval, with one more gained text", nullable=True),
-        Column(
-            "kept",
-            "BOOLEAN",
-            "in rows of families of recall tasks, true if the arm keeps the ability (retained_low is at least 0.9, and"
-            " failed is false); NULL in other rows",
-            nullable=True,
-        ),
+        *columns(f"""
+            questions INTEGER number of questions with a right answer that both arms answered
+            baseline DOUBLE accuracy of the baseline, 0 to 1
+            accuracy DOUBLE accuracy of the arm, 0 to 1
+            difference DOUBLE accuracy minus baseline, -1 to 1
+            low DOUBLE lower end of the difference's 95 % interval, -1 to 1: bootstrap within tasks (of whole texts
+                in recall tasks), or the interval of the score test if few answers differ and it is wider
+            high DOUBLE upper end of the same interval, -1 to 1
+            gained INTEGER number of questions on which the arm is better
+            lost INTEGER number of questions on which the arm is worse
+            p_value DOUBLE two-sided p-value of McNemar's exact test, which ignores that recall questions share
+                texts
+            informative BOOLEAN? true if the baseline solves the family of recall tasks, or is shown to be above
+                chance in the task or benchmark; NULL in rows of single recall tasks
+            chance DOUBLE? accuracy of guessing, 0 to 1: mean over the questions of 1 / choices, 0 for questions
+                without choices; NULL if no question has any (generated answers), and in recall rows
+            failed BOOLEAN? true if a loss is shown. Task or group: more than one point, by an interval corrected
+                for the number of tasks. {ALL_TASKS}: a task or group fails. Family of recall tasks: the baseline
+                solves it, and the arm loses more than a tenth of the ability above chance, or more than one point.
+                NULL in other rows
+            worst_task VARCHAR? in rows of {ALL_TASKS}, the task or group with the clearest loss: the lowest upper
+                end of an interval corrected for the number of tasks; NULL in other rows
+            worst_difference DOUBLE? difference of the worst task, -1 to 1
+            worst_low DOUBLE? lower end of its interval, -1 to 1, corrected for the number of tasks
+            worst_high DOUBLE? upper end of the same interval, -1 to 1
+            retained DOUBLE? in rows of families of recall tasks, accuracy above chance divided by the baseline's;
+                NULL in other rows
+            retained_low DOUBLE? lower end of the 95 % interval of retained (Bayesian bootstrap of whole texts, with
+                one more lost text)
+            retained_high DOUBLE? upper end of the same interval, with one more gained text
+            kept BOOLEAN? in rows of families of recall tasks, true if the arm keeps the ability (retained_low is at
+                least 0.9, and failed is false); NULL in other rows
+        """),
     ),
     (("arm_id", "task", "recall"),),
 )
@@ -264,33 +204,17 @@ SPLIT_VERDICTS = Table(
         _ARM,
         PART,
         *(column for column in ARM_VERDICTS.columns if column is not _ARM),
-        Column(
-            "passes",
-            "BOOLEAN",
-            f"in rows of {ALL_TASKS}, true if the arm may be selected (selection part), or is removable within one"
-            " point by intervals widened for the comparisons (confirmation part); NULL in other rows",
-            nullable=True,
-        ),
-        Column(
-            "comparisons",
-            "INTEGER",
-            f"in rows of {ALL_TASKS} on the confirmation part, number of arms of this model that these questions have"
-            " judged in this store; NULL in other rows",
-            nullable=True,
-        ),
-        Column(
-            "wide_low",
-            "DOUBLE",
-            "in the same rows, lower end of the difference's interval widened for the comparisons, -1 to 1",
-            nullable=True,
-        ),
-        Column(
-            "selected",
-            "BOOLEAN",
-            "on the confirmation part, false if another arm was selected since; it still counts as a comparison. NULL"
-            " in other rows",
-            nullable=True,
-        ),
+        *columns(f"""
+            passes BOOLEAN? in rows of {ALL_TASKS}, true if the arm may be selected (selection part), or is
+                removable within one point by intervals widened for the comparisons (confirmation part); NULL in
+                other rows
+            comparisons INTEGER? in rows of {ALL_TASKS} on the confirmation part, number of arms of this model that
+                these questions have judged in this store; NULL in other rows
+            wide_low DOUBLE? in the same rows, lower end of the difference's interval widened for the comparisons,
+                -1 to 1
+            selected BOOLEAN? on the confirmation part, false if another arm was selected since; it still counts as
+                a comparison. NULL in other rows
+        """),
     ),
     (("arm_id", "part", "task", "recall"),),
 )
@@ -312,45 +236,36 @@ HEAD_EFFECTS = Table(
     "one row per head of an ablate run: the change of a metric, ablated minus baseline, paired by question or document",
     (
         RUN,
-        Column(
-            "mode",
-            "VARCHAR",
-            f"{EACH}: this head alone is ablated; {ALL_BUT_ONE}: all other heads of its layer are, one row per layer",
-        ),
+        *columns(f"""
+            mode VARCHAR {EACH}: this head alone is ablated; {ALL_BUT_ONE}: all other heads of its layer are, one
+                row per layer
+        """),
         SITE,
         LAYER,
         HEAD,
         KV_HEAD,
-        Column("replacement", "VARCHAR", "what replaces the output of ablated heads: zero, mean or resample"),
-        Column(
-            "metric", "VARCHAR", f"{ACCURACY} (0 to 1), {LOSS} (nats per token), {BITS_PER_BYTE} or {BLEU} (0 to 100)"
-        ),
-        Column("baseline", "DOUBLE", "metric without ablation, on the same questions or documents"),
-        Column("effect", "DOUBLE", "metric with ablated heads minus baseline"),
-        Column("standard_error", "DOUBLE", "standard error of the effect; NULL with one document", nullable=True),
-        Column("low", "DOUBLE", "lower end of the effect's 95 % interval; NULL with too few documents", nullable=True),
-        Column("high", "DOUBLE", "upper end of the same interval; NULL with too few documents", nullable=True),
-        Column(
-            "p_value",
-            "DOUBLE",
-            f"two-sided p-value: McNemar's exact test for {ACCURACY}, a paired bootstrap over sentences for {BLEU}, a"
-            " studentised bootstrap over documents for the others",
-        ),
-        Column("q_value", "DOUBLE", "p-value adjusted by Benjamini and Hochberg over all rows of the run and mode"),
-        Column("n", "INTEGER", "number of questions, or of documents"),
-        Column(
-            "confirmed",
-            "BOOLEAN",
-            f"{EACH}: true if the effect is significant in one half of the questions (q at most"
-            f" {FALSE_DISCOVERY_RATE:g}) and the interval of the other half is on the same side of 0; {ALL_BUT_ONE}:"
-            " true if one half chose the head and the other half judges it. NULL if there are too few to split",
-            nullable=True,
-        ),
+        *columns(f"""
+            replacement VARCHAR what replaces the output of ablated heads: zero, mean or resample
+            metric VARCHAR {ACCURACY} (0 to 1), {LOSS} (nats per token), {BITS_PER_BYTE} or {BLEU} (0 to 100)
+            baseline DOUBLE metric without ablation, on the same questions or documents
+            effect DOUBLE metric with ablated heads minus baseline
+            standard_error DOUBLE? standard error of the effect; NULL with one document
+            low DOUBLE? lower end of the effect's 95 % interval; NULL with too few documents
+            high DOUBLE? upper end of the same interval; NULL with too few documents
+            p_value DOUBLE two-sided p-value: McNemar's exact test for {ACCURACY}, a paired bootstrap over sentences
+                for {BLEU}, a studentised bootstrap over documents for the others
+            q_value DOUBLE p-value adjusted by Benjamini and Hochberg over all rows of the run and mode
+            n INTEGER number of questions, or of documents
+            confirmed BOOLEAN? {EACH}: true if the effect is significant in one half of the questions (q at most
+                {FALSE_DISCOVERY_RATE:g}) and the interval of the other half is on the same side of 0;
+                {ALL_BUT_ONE}: true if one half chose the head and the other half judges it. NULL if there are too
+                few to split
+        """),
     ),
     (("run_id", "mode", "site", "layer", "head"),),
 )
 
-EFFECT_SUMMARY = f"""
+_EFFECT_SUMMARY = f"""
     SELECT run_id, model, corpus, mode, site, layer, head, kv_head, replacement, metric, baseline, effect,
         CASE WHEN metric IN ({", ".join(map(literal, HIGHER_IS_BETTER))}) THEN -effect ELSE effect END AS harm,
         standard_error, low, high, p_value, q_value, q_value <= {FALSE_DISCOVERY_RATE}
@@ -359,24 +274,19 @@ EFFECT_SUMMARY = f"""
     FROM head_effects JOIN runs USING (run_id)
 """
 
-EFFECT_VIEWS: dict[str, str] = {"effect_summary": EFFECT_SUMMARY}
-
-EFFECT_VIEW_COMMENTS: dict[str, str] = {
-    "effect_summary": (
+EFFECT_VIEWS = {
+    "effect_summary": View(
+        _EFFECT_SUMMARY,
         f"rows of head_effects with the direction of the effect; select one mode ({EACH} for single heads) and join"
-        " with head_summary by site, layer and head"
+        " with head_summary by site, layer and head",
+        {
+            **{column.name: column.comment for column in HEAD_EFFECTS.columns},
+            "harm": f"positive if ablation makes the model worse: minus effect for {ACCURACY} and {BLEU}, effect for"
+            " the others",
+            "significant": f"true if q_value is at most {FALSE_DISCOVERY_RATE:g}; a loss that falls must also be"
+            " confirmed, because a harm in few documents may be missing from the texts",
+        },
     )
-}
-
-EFFECT_COLUMN_COMMENTS: dict[str, dict[str, str]] = {
-    "effect_summary": {
-        **{column.name: column.comment for column in HEAD_EFFECTS.columns},
-        "harm": (
-            f"positive if ablation makes the model worse: minus effect for {ACCURACY} and {BLEU}, effect for the others"
-        ),
-        "significant": f"true if q_value is at most {FALSE_DISCOVERY_RATE:g}; a loss that falls must also be confirmed,"
-        " because a harm in few documents may be missing from the texts",
-    }
 }
 
 
@@ -390,10 +300,10 @@ FORMAT = "headscan store"
 META = Table(
     "meta",
     "format and versions of this file",
-    (
-        Column("key", "VARCHAR", "format, schema_version or duckdb_version"),
-        Column("value", "VARCHAR", "value of the key"),
-    ),
+    columns("""
+        key VARCHAR format, schema_version or duckdb_version
+        value VARCHAR value of the key
+    """),
     (("key",),),
 )
 

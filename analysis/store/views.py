@@ -13,17 +13,16 @@ means.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from headscan.analysis.store.arm_views import ARM_COLUMN_COMMENTS, ARM_VIEW_COMMENTS, ARM_VIEWS
+from headscan.analysis.store.arm_views import ARM_VIEWS
 from headscan.analysis.store.macros import comparison_statements, macro_statements
-from headscan.analysis.store.scan_tables import HEAD, LAYER, RUN, SITE, literal
+from headscan.analysis.store.scan_tables import HEAD, LAYER, RUN, SITE, View, literal
 from headscan.analysis.store.tables import (
     ACCURACY,
     EACH,
-    EFFECT_COLUMN_COMMENTS,
-    EFFECT_VIEW_COMMENTS,
     EFFECT_VIEWS,
 )
 from headscan.analysis.store.verdict_limits import INACTIVE_QUANTILE, MARGIN
@@ -186,24 +185,22 @@ _HEAD_ROLES = f"""
     FROM ({" UNION ALL ".join(_rows(role) for role in ROLES.values())}) JOIN runs USING (run_id)
 """
 
-ROLE_VIEWS: dict[str, str] = {"head_roles": _HEAD_ROLES}
-
-ROLE_VIEW_COMMENTS: dict[str, str] = {
-    "head_roles": "one row per head and role that a run measured: its number, the threshold, and the verdict (holds)"
-}
-
-ROLE_COLUMN_COMMENTS: dict[str, dict[str, str]] = {
-    "head_roles": {
-        **{column.name: column.comment for column in (RUN, SITE, LAYER, HEAD)},
-        "model": "path of the model, or its name on the hub",
-        "role": "; ".join(f"{role.name} ({role.measured_by}): {role.formula}" for role in ROLES.values()),
-        "value": "the number of the role",
-        "key_offset": "position of the key minus that of the query; NULL unless positional",
-        "comparison": "comparison of the value with the threshold that gives the role",
-        "threshold": "threshold of the role, in the unit of the value",
-        "holds": "true if the head has the role",
-        "source": "paper that defines the threshold, or headscan",
-    }
+ROLE_VIEWS = {
+    "head_roles": View(
+        _HEAD_ROLES,
+        "one row per head and role that a run measured: its number, the threshold, and the verdict (holds)",
+        {
+            **{column.name: column.comment for column in (RUN, SITE, LAYER, HEAD)},
+            "model": "path of the model, or its name on the hub",
+            "role": "; ".join(f"{role.name} ({role.measured_by}): {role.formula}" for role in ROLES.values()),
+            "value": "the number of the role",
+            "key_offset": "position of the key minus that of the query; NULL unless positional",
+            "comparison": "comparison of the value with the threshold that gives the role",
+            "threshold": "threshold of the role, in the unit of the value",
+            "holds": "true if the head has the role",
+            "source": "paper that defines the threshold, or headscan",
+        },
+    )
 }
 
 
@@ -247,23 +244,21 @@ IMPORTANCE_SUMMARY = f"""
     FROM ({importance_sql()}) AS heads JOIN runs USING (run_id)
 """
 
-IMPORTANCE_VIEWS: dict[str, str] = {"importance_summary": IMPORTANCE_SUMMARY}
-
-IMPORTANCE_VIEW_COMMENTS: dict[str, str] = {
-    "importance_summary": "one row per head of an importance run; low importance marks heads to remove first"
-}
-
-IMPORTANCE_COLUMN_COMMENTS: dict[str, dict[str, str]] = {
-    "importance_summary": {
-        **{each.name: f"{each.formula} ({each.source})" for each in IMPORTANCES.values()},
-        "importance_std": "standard deviation over sequences of the sum over tokens of |dL/dg of the token|",
-        "sequence_importance_std": "standard deviation over sequences of |dL/dg|",
-        "mean_gate_gradient": (
-            "mean over sequences of dL/dg, with its sign: removing a head of negative mean raises the loss, to first"
-            " order"
-        ),
-        "relative_entropy": "mean over sequences of entropy / ln N, 0 to 1",
-    }
+IMPORTANCE_VIEWS = {
+    "importance_summary": View(
+        IMPORTANCE_SUMMARY,
+        "one row per head of an importance run; low importance marks heads to remove first",
+        {
+            **{each.name: f"{each.formula} ({each.source})" for each in IMPORTANCES.values()},
+            "importance_std": "standard deviation over sequences of the sum over tokens of |dL/dg of the token|",
+            "sequence_importance_std": "standard deviation over sequences of |dL/dg|",
+            "mean_gate_gradient": (
+                "mean over sequences of dL/dg, with its sign: removing a head of negative mean raises the loss, to"
+                " first order"
+            ),
+            "relative_entropy": "mean over sequences of entropy / ln N, 0 to 1",
+        },
+    )
 }
 
 
@@ -361,12 +356,33 @@ _BEHAVIOUR_SUMMARY = f"""
     FROM head_behaviours JOIN runs USING (run_id) GROUP BY ALL
 """
 
+_SCORE_COLUMNS = {s.name: f"{s.formula} ({s.paper_name}); inactive when {s.inactive}" for s in SCORES.values()}
+_STATISTIC_COLUMNS = {name: f"{STATISTICS[name].formula} [{STATISTICS[name].unit}]" for name in PLAIN_STATISTICS}
+
 #: Views that summarise runs, over all runs: ``all_head_summary`` and so on.
-_SUMMARIES: dict[str, str] = {
-    "head_summary": _head_summary_sql(),
-    "head_profiles": " UNION ALL ".join(map(_profile_sql, PROFILES.values())),
-    "positional_heads": _POSITIONAL_HEADS,
-    "behaviour_summary": _BEHAVIOUR_SUMMARY,
+_SUMMARIES: dict[str, View] = {
+    "head_summary": View(
+        _head_summary_sql(),
+        "one row per head of a run: means of the scores and statistics over sequences; _std, _p10, _median and _p90;"
+        f" _inactive: share of sequences in which the head is beyond the {INACTIVE_QUANTILE:.0%} quantile of all heads"
+        " and sequences of the run at the same site",
+        {name: f"{text}; mean over sequences" for name, text in (_SCORE_COLUMNS | _STATISTIC_COLUMNS).items()},
+    ),
+    "head_profiles": View(
+        " UNION ALL ".join(map(_profile_sql, PROFILES.values())),
+        "one row per head of a run and bin of a profile: index of the bin from 0, its label, and its share, mean over"
+        " sequences",
+    ),
+    "positional_heads": View(
+        _POSITIONAL_HEADS,
+        f"heads whose largest weight is at one offset for at least {POSITIONAL_SHARE:.0%} of queries, mean over"
+        " sequences (arXiv 1905.09418); key_offset is the key's position minus the query's",
+    ),
+    "behaviour_summary": View(
+        _BEHAVIOUR_SUMMARY,
+        "one row per head of a probe: strength of each behaviour, 0 to 1; NULL if not probed",
+        {b.name: f"{b.formula} ({b.source})" for b in BEHAVIOURS.values()},
+    ),
     **IMPORTANCE_VIEWS,
     **EFFECT_VIEWS,
     **ROLE_VIEWS,
@@ -380,50 +396,22 @@ _FINISHED = "(SELECT run_id FROM runs WHERE status = 'finished')"
 
 VIEWS: dict[str, str] = {
     "head_scores": _scores_sql(),
-    **{ALL_RUNS + name: sql for name, sql in _SUMMARIES.items()},
+    **{ALL_RUNS + name: view.query for name, view in _SUMMARIES.items()},
     **{name: f"SELECT * FROM {ALL_RUNS}{name} WHERE run_id IN {_FINISHED}" for name in _SUMMARIES},
-}
-
-_SUMMARY_COMMENTS: dict[str, str] = {
-    "head_summary": (
-        "one row per head of a run: means of the scores and statistics over sequences; _std, _p10, _median and _p90;"
-        f" _inactive: share of sequences in which the head is beyond the {INACTIVE_QUANTILE:.0%} quantile of all heads"
-        " and sequences of the run at the same site"
-    ),
-    "head_profiles": (
-        "one row per head of a run and bin of a profile: index of the bin from 0, its label, and its share, mean over"
-        " sequences"
-    ),
-    "positional_heads": (
-        f"heads whose largest weight is at one offset for at least {POSITIONAL_SHARE:.0%} of queries, mean over"
-        " sequences (arXiv 1905.09418); key_offset is the key's position minus the query's"
-    ),
-    "behaviour_summary": "one row per head of a probe: strength of each behaviour, 0 to 1; NULL if not probed",
-    **IMPORTANCE_VIEW_COMMENTS,
-    **EFFECT_VIEW_COMMENTS,
-    **ROLE_VIEW_COMMENTS,
-    **ARM_VIEW_COMMENTS,
 }
 
 VIEW_COMMENTS: dict[str, str] = {
     "head_scores": "one row per sequence, site, layer and query head, of all runs: the scores, not averaged",
-    **{name: f"{text}; of finished runs, {ALL_RUNS}{name} of all runs" for name, text in _SUMMARY_COMMENTS.items()},
-    **{ALL_RUNS + name: f"{text}; of all runs" for name, text in _SUMMARY_COMMENTS.items()},
+    **{name: f"{view.comment}; of finished runs, {ALL_RUNS}{name} of all runs" for name, view in _SUMMARIES.items()},
+    **{ALL_RUNS + name: f"{view.comment}; of all runs" for name, view in _SUMMARIES.items()},
 }
 
 
-def _column_comments() -> dict[str, dict[str, str]]:
-    scores = {s.name: f"{s.formula} ({s.paper_name}); inactive when {s.inactive}" for s in SCORES.values()}
-    statistics = {name: f"{STATISTICS[name].formula} [{STATISTICS[name].unit}]" for name in PLAIN_STATISTICS}
-    summaries = {
-        "head_summary": {name: f"{text}; mean over sequences" for name, text in (scores | statistics).items()},
-        "behaviour_summary": {b.name: f"{b.formula} ({b.source})" for b in BEHAVIOURS.values()},
-        **IMPORTANCE_COLUMN_COMMENTS,
-        **EFFECT_COLUMN_COMMENTS,
-        **ROLE_COLUMN_COMMENTS,
-        **ARM_COLUMN_COMMENTS,
-    }
-    return {"head_scores": scores, **summaries, **{ALL_RUNS + view: columns for view, columns in summaries.items()}}
+def _column_comments() -> Iterator[tuple[str, Mapping[str, str]]]:
+    yield "head_scores", _SCORE_COLUMNS
+    for prefix in ("", ALL_RUNS):
+        for name, view in _SUMMARIES.items():
+            yield f"{prefix}{name}", view.columns
 
 
 def view_statements() -> list[str]:
@@ -434,7 +422,7 @@ def view_statements() -> list[str]:
         *(f"COMMENT ON VIEW {name} IS {literal(text)}" for name, text in VIEW_COMMENTS.items()),
         *(
             f"COMMENT ON COLUMN {view}.{column} IS {literal(text)}"
-            for view, columns in _column_comments().items()
+            for view, columns in _column_comments()
             for column, text in columns.items()
         ),
         *comparison_statements(),

@@ -52,10 +52,13 @@ _FEW_DIFFER = 50
 
 
 class Candidate(NamedTuple):
-    """An arm that a sweep may select, judged on the selecting questions. Arms that differ only in their share have the
-    same ``curve``. ``share`` is the measured share of ablated heads, above 0, at most 1. ``loses_recall`` compares the
-    best estimate with the limit of a removable arm. ``low`` is the lower end of the difference to the baseline, in
-    percentage points.
+    """An arm that a sweep may select, judged on the selecting questions.
+
+    Attributes:
+        curve: The same for arms that differ only in their share.
+        share: Measured share of ablated heads, above 0, at most 1.
+        loses_recall: True if the best estimate of recall is below the limit of a removable arm.
+        low: Lower end of the difference to the baseline, in percentage points.
     """
 
     name: str
@@ -68,10 +71,14 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class SweepChoice:
-    """The selected rule or mask of a sweep, with its verdict. If it has not ``passed`` on the selecting questions, no
-    arm qualified and this one comes closest (see `best_candidate`). ``selected_on`` counts benchmark questions, and
-    ``confirmed`` is True if other questions judged it. ``comparisons`` is the number of arms that the store has judged
-    on these other questions, for which the intervals are widened; 1 if the same questions selected and judged it.
+    """The selected rule or mask of a sweep, with its verdict.
+
+    Attributes:
+        passed: False if no arm qualified on the selecting questions; this one comes closest (see `best_candidate`).
+        selected_on: Number of benchmark questions that selected it.
+        confirmed: True if other questions judged it.
+        comparisons: Number of arms that the store has judged on these other questions, for which the intervals are
+            widened; 1 if the same questions selected and judged it.
     """
 
     verdict: ArmVerdict

@@ -63,9 +63,12 @@ class Standing(NamedTuple):
 
 @dataclass(frozen=True)
 class SelectedRank:
-    """Rank of a sweep's choice, selected from ``scores`` curves of scores, among random curves that went through the
-    same selection, one per seed, each with an arm at every share. ``beaten`` is the number of random curves that get
-    less far than the arm; None with too few to show anything.
+    """Rank of a sweep's choice among random curves that went through the same selection.
+
+    Attributes:
+        scores: Number of curves of scores from which the choice was selected.
+        curves: Number of random curves, one per seed, each with an arm at every share.
+        beaten: Number of random curves that get less far than the arm; None with too few to show anything.
     """
 
     scores: int
@@ -103,11 +106,14 @@ class SelectedRank:
 
 @dataclass(frozen=True)
 class Controls:
-    """Random arms of the same size as an arm. ``zeroed_share`` is the mean of their measured shares of ablated heads, 0
-    to 1; None if unknown. ``mean``, ``lowest`` and ``highest`` are differences to the baseline in percentage points.
-    ``tried`` is the number of arms of its kind in the run that scores chose, because a reader of all of them sees the
-    best of so many; 1 if no score chose the arm. ``selected``, the rank of a sweep's choice, replaces that of a single
-    arm; None for other arms.
+    """Random arms of the same size as an arm.
+
+    Attributes:
+        zeroed_share: Mean of their measured shares of ablated heads, 0 to 1; None if unknown.
+        mean, lowest, highest: Differences to the baseline in percentage points.
+        tried: Number of arms of its kind in the run that scores chose, because a reader of all of them sees the best of
+            so many; 1 if no score chose the arm.
+        selected: Rank of a sweep's choice, which replaces that of a single arm; None for other arms.
     """
 
     arms: tuple[str, ...]
@@ -167,10 +173,13 @@ def equal_size(kind: ArmKind) -> str:
 
 @dataclass(frozen=True)
 class PrunedControls:
-    """Models pruned to about the size of another one, in one way, with the same repair. ``layers_dropped`` is the
-    number of layers without attention; None for random heads. ``zeroed_share`` is the share of the heads that they
-    remove, 0 to 1; None if unknown. ``points`` (benchmark) and ``increases`` (loss of text) are differences to the
-    baseline; empty if not measured.
+    """Models pruned to about the size of another one, in one way, with the same repair.
+
+    Attributes:
+        layers_dropped: Number of layers without attention; None for random heads.
+        zeroed_share: Share of the heads that they remove, 0 to 1; None if unknown.
+        points: Differences to the baseline on the benchmark; empty if not measured.
+        increases: The same of the loss of text.
     """
 
     layers_dropped: int | None

@@ -132,9 +132,11 @@ def read_site_points(store: Store, run_id: str) -> list[SitePoint]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement of two curves, each of a criterion and a selection. ``tau`` is Kendall's tau-b of the shares at which
-    heads go, -1 to 1; NaN if a curve removes all or no heads at once. ``overlap`` is ``|A & B| / min(|A|, |B|)`` of the
-    removed heads, 0 to 1, by common share.
+    """Agreement of two curves, each of a criterion and a selection.
+
+    Attributes:
+        tau: Kendall's tau-b of the shares at which heads go, -1 to 1; NaN if a curve removes all or no heads at once.
+        overlap: ``|A & B| / min(|A|, |B|)`` of the removed heads, 0 to 1, by common share.
     """
 
     site: str

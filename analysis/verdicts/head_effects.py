@@ -49,9 +49,13 @@ _COUNTED = 10
 
 
 class Effect(NamedTuple):
-    """Change of a metric by an ablation (with ablation minus baseline), in the metric's unit. With too few documents
-    the interval is unbounded; with one, ``standard_error`` is infinite and the two-sided ``p_value`` is 1. ``n`` counts
-    questions, or documents.
+    """Change of a metric by an ablation, with ablation minus baseline, in the metric's unit.
+
+    Attributes:
+        standard_error: Infinite with one document.
+        low, high: 95 % interval; unbounded with too few documents.
+        p_value: Two-sided; 1 with one document.
+        n: Number of questions, or of documents.
     """
 
     baseline: float
@@ -69,10 +73,14 @@ class Effect(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Outcomes of a baseline, and the numbers that pair them with those of other arms, by row (rows,). ``baseline`` is
-    0 to 1 for accuracy, otherwise a loss summed over a text, whose tokens or bytes are ``sizes`` (1 for accuracy).
-    ``strata`` are task numbers. Rows of one document are correlated, and in the same half: that of ``selecting`` (bool)
-    selects, the other judges.
+    """Outcomes of a baseline, and the numbers that pair them with those of other arms, by row (rows,).
+
+    Attributes:
+        baseline: 0 to 1 for accuracy, otherwise a loss summed over a text.
+        sizes: Tokens or bytes of the text; 1 for accuracy.
+        strata: Numbers of the tasks.
+        documents: Rows of one document are correlated, and in the same half.
+        selecting: True for rows of the half that selects; the other half judges.
     """
 
     metric: str

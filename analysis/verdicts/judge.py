@@ -45,10 +45,14 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ArmOutcome:
-    """Results of one arm without its accuracy. ``zeroed_share`` is the measured share of ablated or removed heads, 0 to
-    1, and ``share`` the nominal one. ``selection`` is how heads were selected, or the mode of a plan. ``weights_left``,
-    the share of the weights' bytes that a pruned model keeps, and ``replacement``, which replaces the output of ablated
-    heads, are None for other arms.
+    """Results of one arm without its accuracy.
+
+    Attributes:
+        zeroed_share: Measured share of ablated or removed heads, 0 to 1.
+        share: Nominal share, 0 to 1.
+        selection: How the heads were selected, or the mode of a plan.
+        weights_left: Share of the weights' bytes that a pruned model keeps; None for other arms.
+        replacement: What replaces the output of ablated heads; None for other arms.
     """
 
     name: str
@@ -136,9 +140,12 @@ class ArmOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmVerdict(ArmOutcome):
-    """Results of one arm with its accuracy and verdict. ``paired`` compares all benchmark questions that have a right
-    answer, and ``tasks`` are its tasks and groups, clearest loss first. ``controls`` are random arms of the same size;
-    None if there are none. ``part`` and ``comparisons`` are as in `RecallVerdict`.
+    """Results of one arm with its accuracy and verdict; ``part`` and ``comparisons`` are as in `RecallVerdict`.
+
+    Attributes:
+        paired: Comparison of all benchmark questions that have a right answer.
+        tasks: The same of its tasks and groups, clearest loss first.
+        controls: Random arms of the same size; None if there are none.
     """
 
     paired: PairedDifference
@@ -272,9 +279,11 @@ def _names(tasks: Sequence[TaskVerdict]) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdicts on the finished arms of an evaluate run, controls last. ``unjudged`` arms have no accuracy: all of them
-    if no benchmark task has right answers (perplexity). ``unrecorded`` are the rows of ``arm_verdicts`` that were
-    computed because the store lacks them.
+    """Verdicts on the finished arms of an evaluate run, controls last.
+
+    Attributes:
+        unjudged: Arms without accuracy: all of them if no benchmark task has right answers (perplexity).
+        unrecorded: Rows of ``arm_verdicts`` that were computed because the store lacks them.
     """
 
     run_id: str

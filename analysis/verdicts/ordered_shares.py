@@ -1,8 +1,9 @@
 """The largest safe share: shares of one kind of saving, tested from small to large until one fails.
 
 The order is fixed before the questions are read, so every test keeps the error of one: a share is called safe only if
-all smaller ones are, and the first share that is not harmless ends the walk in all but 2.5 % of runs. Kinds of savings
-that share the questions divide that error (``comparisons``).
+all smaller ones are, and the first share that is not harmless ends the walk in all but 2.5 % of runs (tests in a fixed
+order: Maurer, Hothorn and Lehmacher 1995). Kinds of savings that share the questions divide that error
+(``comparisons``).
 
 Loss comes first, because its paired interval is narrow and needs few passes: a share whose interval lies above the
 limit is out before any question is asked. Recall comes next, and the benchmark makes the claim.
@@ -37,9 +38,12 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class ShareVerdict:
-    """Verdict on one nominal share of heads or of KV heads, 0 to 1. ``loss`` is the increase of the held-out loss, in
-    nats per token; None if it was not measured. ``why`` names the losses, or the missing evidence; empty if the share
-    is safe. ``accuracy`` compares the benchmark; None if the loss ended the test.
+    """Verdict on one nominal share of heads or of KV heads, 0 to 1.
+
+    Attributes:
+        loss: Increase of the held-out loss, in nats per token; None if it was not measured.
+        why: Losses, or missing evidence; empty if the share is safe.
+        accuracy: Comparison on the benchmark; None if the loss ended the test.
     """
 
     name: str

@@ -60,7 +60,8 @@ class Interval(NamedTuple):
 
 def retained(baseline: np.ndarray, arm: np.ndarray, texts: np.ndarray, chance: float, *, seed: int = 0) -> Interval:
     """Return the share of the baseline's ability above chance that an arm retains, in percent: ``clip(100 * (arm -
-    chance) / (baseline - chance), -100, 200)`` of the means over texts.
+    chance) / (baseline - chance), -100, 200)`` of the means over texts; of a baseline that is not above chance, 200 for
+    the number and the upper end, -100 for the lower end.
 
     The interval is a Bayesian bootstrap of whole texts with one added text: the worst possible for the lower end, the
     best possible for the upper end (Gaffke's bound; arXiv 1905.06208). Identical answers to few questions therefore
@@ -155,7 +156,8 @@ class PairedDifference:
     def questions_needed(self, comparisons: int = 1) -> int:
         """Return the number of questions that show in four of five cases that an arm that loses nothing and changes as
         many answers as this one is removable. If few answers differ, their share gives the variance; otherwise the
-        width of the interval does, which also counts partial credit and correlated questions.
+        width of the interval does, which also counts partial credit and correlated questions. The interval is one
+        that is widened for ``comparisons``, as by `among`.
         """
         changed = self.gained + self.lost
         if changed < _FEW_DIFFER:
@@ -172,10 +174,10 @@ class PairedDifference:
 
 def enough_questions(changed: float, comparisons: int = 1) -> int:
     """Return the number of questions with which the lower end of an arm without loss is above the margin with the
-    probability `POWER`: ``((z(1 - TAIL / comparisons) + z(POWER)) * 100 / MARGIN)**2 * changed``, 78,500 times
-    ``changed`` for one comparison. If few answers differ, the score interval is wider, and `identical_questions` are
-    added. ``changed`` is the share of the answers that the arm changes, 0 to 1, or the variance of a question's
-    difference.
+    probability `POWER`: ``((z(1 - TAIL / comparisons) + z(POWER)) * 100 / MARGIN)**2 * changed`` (non-inferiority of
+    paired proportions: Liu et al. 2002), 78,500 times ``changed`` for one comparison. If few answers differ, the score
+    interval is wider, and `identical_questions` are added. ``changed`` is the share of the answers that the arm
+    changes, 0 to 1, or the variance of a question's difference.
     """
     questions = ((_NORMAL.inv_cdf(1 - TAIL / comparisons) + _NORMAL.inv_cdf(POWER)) * 100 / MARGIN) ** 2 * changed
     if changed * questions < _FEW_DIFFER:

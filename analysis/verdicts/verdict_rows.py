@@ -49,9 +49,12 @@ from headscan.analysis.verdicts.paired import (
 
 
 class FinishedArm(NamedTuple):
-    """An arm with all answers; see the comments of the table ``arms``. ``kv_shares`` is the share of the KV cache that
-    a plan leaves, by length, as JSON, and ``weights_left`` the share of the weights' bytes that a pruned model keeps;
-    both are None for other arms. ``replacement`` is None if the arm ablates no heads.
+    """An arm with all answers; see the comments of the table ``arms``.
+
+    Attributes:
+        kv_shares: Share of the KV cache that a plan leaves, by length, as JSON; None for other arms.
+        weights_left: Share of the weights' bytes that a pruned model keeps; None for other arms.
+        replacement: None if the arm ablates no heads.
     """
 
     arm_id: str
@@ -282,9 +285,11 @@ _SPARE = 1.5
 
 @dataclass(frozen=True)
 class RecallVerdict:
-    """Comparison of an arm with the baseline in a recall family. ``part`` is the share of the run's recall questions
-    that judge (the others select the best arm of a sweep), and ``comparisons`` the number of arms for which the
-    intervals are widened.
+    """Comparison of an arm with the baseline in a recall family.
+
+    Attributes:
+        part: Share of the run's recall questions that judge; the others select the best arm of a sweep.
+        comparisons: Number of arms for which the intervals are widened.
     """
 
     family: str
@@ -405,7 +410,9 @@ def task_verdicts(scopes: Mapping[Scope, PairedDifference]) -> tuple[TaskVerdict
 def least_visible_loss(paired: PairedDifference, tasks: int) -> float:
     """Return the smallest loss in points, at most 100, that the interval of one of ``tasks`` tasks shows in four of
     five cases: ``loss - MARGIN >= (t(TAIL / tasks) + t(1 - POWER)) * 100 * sqrt((loss / 100 + changed - (loss /
-    100)**2) / questions)``, where ``changed`` is the share of answers that change in both directions.
+    100)**2) / questions)``, where t has that probability beyond it, and ``changed`` is twice the smaller one of the
+    shares of gained and lost answers: the variance of a question's difference is the share of changed answers minus the
+    squared loss.
     """
     questions = paired.questions
     changed = 2 * min(paired.gained, paired.lost) / questions

@@ -97,8 +97,6 @@ def place(sizes: ModelSizes, nodes: Sequence[Node], request: PlacementRequest) -
 
 def kinds_to_try(request: PlacementRequest) -> tuple[type[Placement], ...]:
     """Return the named placement, else the one that has a given option, else all."""
-    if request.placement not in ("auto", *PLACEMENTS):
-        raise PlacementError(f"unknown placement {request.placement!r}. Choose auto, {', '.join(PLACEMENTS)}")
     if request.placement != "auto":
         kinds: tuple[type[Placement], ...] = (PLACEMENTS[request.placement],)
     else:

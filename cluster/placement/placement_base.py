@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from headscan.errors import HeadscanError
-from headscan.options import LONGEST_WAIT, Option
+from headscan.options import LONGEST_WAIT, Limits, Option, check_limits
 
 if TYPE_CHECKING:
     from headscan.models.loaded_model import Sharding
@@ -127,13 +127,10 @@ class PlacementRequest:
         ),
     ] = None
     evaluates: bool = False
-    max_threads: int | None = None
+    max_threads: Annotated[int | None, Limits(least=1)] = None
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "stages", "gpus_per_replica", "batch_tokens", "max_threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise PlacementError(f"{name}={value} is too small. Give at least 1")
+        check_limits(self, PlacementError)
         device_name(self.device)
 
     def given(self, names: Iterable[str]) -> list[str]:
@@ -274,9 +271,11 @@ class DeviceBytes:
 
 @dataclass(frozen=True)
 class Plan:
-    """A placement with the memory use of each device of one replica while a batch of ``batch_tokens`` runs: the most
-    tokens that fit, padding included, and no more than requested. ``why`` has a line for each rejected placement, with
-    the reason.
+    """A placement with the memory use of each device of one replica.
+
+    Attributes:
+        batch_tokens: Most tokens of a batch that fit, padding included, and no more than requested.
+        why: One line for each rejected placement, with the reason.
     """
 
     placement: Placement
@@ -363,10 +362,14 @@ class Demand:
 
 
 class Placement(ABC):
-    """The layout of a model's replicas on devices. A new placement is a subclass, a line in `choose.PLACEMENTS`, and
-    its pool in `open_pool`. ``summary`` is a noun phrase for help texts, and ``options`` are the fields of
-    `PlacementRequest` that only this placement uses. If it is ``staged``, passes run range by range of the layers, so
-    its pools take a `StagedTask` only.
+    """The layout of a model's replicas on devices.
+
+    A new placement is a subclass, a line in `choose.PLACEMENTS`, and its pool in `open_pool`.
+
+    Attributes:
+        summary: Noun phrase for help texts.
+        options: Fields of `PlacementRequest` that only this placement uses.
+        staged: True if passes run range by range of the layers; its pools take a `StagedTask` only.
     """
 
     name: ClassVar[str]
@@ -513,7 +516,4 @@ class Timeouts:
     ] = 600.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not value > 0:
-                raise PlacementError(f"{field.name} timeout: {value:g} s (limit: above 0). Give a positive number")
+        check_limits(self, PlacementError)

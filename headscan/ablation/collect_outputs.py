@@ -22,6 +22,7 @@ from headscan.grid import AttentionSite
 from headscan.measure.collect import check_ids
 from headscan.models.forward_inputs import batch_kwargs, real_tokens, run
 from headscan.models.loaded_model import LoadedModel
+from headscan.options import Seed, check_limits
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,14 +36,13 @@ class HeadSamples(StoredOutputs):
         seed: Integer, at least 0.
     """
 
-    seed: int = 0
+    seed: Seed = 0
     value = "resample"
     position_free = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.seed < 0:
-            raise InterventionError(f"seed of samples: {self.seed} (limit 0). Set `seed` to 0 or more")
+        check_limits(self, InterventionError)
 
     def _settings(self) -> tuple[object, ...]:
         return (self.kind, self.seed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from headscan.attention.hooks import output_hook
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite, Head
 from headscan.models.loaded_model import LoadedModel
+from headscan.options import Limits, Seed, check_limits
 
 
 @dataclass(frozen=True)
@@ -132,16 +134,13 @@ class RandomHeads(Ablation):
         InterventionError: ``share`` or ``seed`` is out of range.
     """
 
-    share: float
-    seed: int = 0
+    share: Annotated[float, Limits(least=0, most=1)]
+    seed: Seed = 0
     replacement: Replacement = ZERO
     label = "random heads"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise InterventionError(f"share of random heads: {self.share} (limits 0 and 1). Set `share` within them")
-        if self.seed < 0:
-            raise InterventionError(f"seed of random heads: {self.seed} (limit 0). Set `seed` to 0 or more")
+        check_limits(self, InterventionError)
 
     def draw(self, key: int, shape: tuple[int, int]) -> Tensor:
         """Return the ablated heads of the sequence with this key: bool (L, H)."""

@@ -2,8 +2,8 @@
 
 A removed head is predicted from the remaining ones by least squares, and its part of the output projection moves to
 them. What stays is an error of the layer's output; its damage is its expected square, weighted by the Fisher
-information of the loss (as in OBS, and in ZipLM for whole structures). It ranks the subsets of a layer; the best are
-measured, only where a choice needs it.
+information of the loss (as in OBS, Hassibi and Stork 1993, and in ZipLM for whole structures, arXiv 2302.04089). It
+ranks the subsets of a layer; the best are measured, only where a choice needs it.
 
 Shapes: B sequences, N tokens, M real tokens, H query heads, Dv width of a head's output, U units (heads, or groups of
 heads), F = H Dv columns of the output projection's input, E width of its output.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from math import cos, pi
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from headscan.grid import AttentionSite, Head
 from headscan.layers.blocks import Blocks, find_blocks
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
+from headscan.options import Count, Limits, check_limits
 from headscan.pruning.calibration import Batch, Calibration
 from headscan.pruning.edited_model import (
     Edits,
@@ -65,16 +66,14 @@ class RepairConfig:
     """
 
     targets: tuple[Target, ...] = ("o", "down")
-    rounds: int = 1
-    value_steps: int = 6
-    value_tokens: int = 65536
+    rounds: Count = 1
+    value_steps: Count = 6
+    value_tokens: Count = 65536
 
     def __post_init__(self) -> None:
         if unknown := [target for target in self.targets if target not in get_args(Target)]:
             raise PruningError(f"unknown target {unknown[0]!r}. Choose of {', '.join(get_args(Target))}")
-        for name in ("rounds", "value_steps", "value_tokens"):
-            if getattr(self, name) < 1:
-                raise PruningError(f"{name}={getattr(self, name)} (limit 1). Raise it")
+        check_limits(self, PruningError)
 
 
 @dataclass(frozen=True)
@@ -339,16 +338,12 @@ def mean_outputs(lm: LoadedModel, calibration: Calibration, removed: Iterable[tu
 class DistillConfig:
     """Gradient steps after the repair, each on a batch; the rate of Adam falls to zero along a cosine."""
 
-    steps: int = 100
-    rate: float = 3e-4
-    batch_tokens: int = 4096
+    steps: Count = 100
+    rate: Annotated[float, Limits(above=0)] = 3e-4
+    batch_tokens: Count = 4096
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or not self.rate > 0 or self.batch_tokens < 1:
-            raise PruningError(
-                f"steps={self.steps}, rate={self.rate:g}, batch_tokens={self.batch_tokens} out of range (limit above"
-                " 0). Raise them"
-            )
+        check_limits(self, PruningError)
 
 
 def distill(

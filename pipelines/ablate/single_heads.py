@@ -22,7 +22,8 @@ from headscan.pipelines.evaluate.run_evaluation import Purpose, check_predicts, 
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.runs.run_records import ModelIdentity, Run
 from headscan.pipelines.scoring.arms import BASELINE, ZERO_VALUE, AblationValue, Arm, collect_value
-from headscan.pipelines.settings.evaluation_settings import SHORTEST, AblateConfig, LossTexts
+from headscan.pipelines.settings.corpus_settings import SHORTEST
+from headscan.pipelines.settings.evaluation_settings import AblateConfig, LossTexts
 
 
 def ablated_sets(grid: HeadGrid, mode: str) -> Iterator[tuple[str, list[Head], dict[str, object]]]:

@@ -26,19 +26,16 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import math
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import partial
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, cast, get_args, get_origin
+from typing import Annotated, Any, NoReturn, TypeVar, cast, get_args, get_origin
 
 from headscan.checkpoints.source_folder import check_folder
 from headscan.errors import HeadscanError, unknown_name
-from headscan.options import Group, Option
+from headscan.options import Group, Option, field_hint, field_type, without_none
 
 S = TypeVar("S")
 
@@ -87,43 +84,22 @@ def text_type(option: Option, kind: type, *, many: bool) -> Callable[[str], Any]
 def _one(option: Option, kind: type) -> Callable[[str], Any]:
     if option.parse is not None:
         return option.parse
-    if kind is int:
-        return lambda text: _whole(option, text)
-    if kind is float:
-        return lambda text: _number(option, text)
+    if kind in (int, float):
+        return lambda text: _number(option, kind, text)
     if option.names is not None:
         return lambda text: _name(option, text)
     return str
 
 
-def _whole(option: Option, text: str) -> int:
+def _number(option: Option, kind: type, text: str) -> int | float:
     try:
-        value = int(text)
+        value: int | float = kind(text)
     except ValueError:
-        raise ValueProblemError(f"{text!r} is not a whole number") from None
-    most = _MOST if option.most is None else option.most
-    if option.least is not None and value < option.least:
-        raise ValueProblemError(f"{value} is too small: give at least {option.least}")
-    if value > most:
-        raise ValueProblemError(f"{value} is too large: give at most {most}")
-    return value
-
-
-def _number(option: Option, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise ValueProblemError(f"{text!r} is not a number") from None
-    low = option.above if option.least is None else option.least
-    high = option.below if option.most is None else option.most
-    assert low is not None and high is not None, f"an option of numbers without limits: {option.help}"
-    inside = (low < value if option.least is None else low <= value) and (
-        value < high if option.most is None else value <= high
-    )
-    if math.isnan(value) or not inside:
-        least = "more than" if option.least is None else "at least"
-        most = "less than" if option.most is None else "at most"
-        raise ValueProblemError(f"{text} is out of range: give {least} {low:g} and {most} {high:g}")
+        raise ValueProblemError(f"{text!r} is not a {'whole ' * (kind is int)}number") from None
+    if kind is int and option.most is None:
+        option = replace(option, most=_MOST)
+    if broken := option.problem(value):
+        raise ValueProblemError(f"{text} (limit {broken[0]}). {broken[1]} it")
     return value
 
 
@@ -170,7 +146,7 @@ def head(text: str) -> tuple[int, int]:
     if not (layer.isdecimal() and index.isdecimal()):
         raise ValueProblemError(f"{text!r} is not a head: write LAYER:HEAD, for example 3:5")
     at_least_0 = Option("", least=0)
-    return _whole(at_least_0, layer), _whole(at_least_0, index)
+    return int(_number(at_least_0, int, layer)), int(_number(at_least_0, int, index))
 
 
 @dataclass(frozen=True)
@@ -282,18 +258,18 @@ def options_of(cls: type, default: Any = MISSING, path: tuple[str, ...] = (), gr
             below = options_of(inner, MISSING if function else value, (*path, name), mark.title or group)
             found += [replace(each, default=None) if optional and each.default is MISSING else each for each in below]
             continue
-        kind, many, choices = _value_type(hint)
+        value_type = field_type(hint)
         if mark.one_of is not None and value is MISSING:
             raise TypeError(f"{cls.__name__}.{name} excludes others and has no default")
-        permitted = None if mark.names is not None else mark.choices or choices
-        found.append(BoundOption((*path, name), mark, kind, many, permitted, value, group))
+        permitted = None if mark.names is not None else mark.choices or value_type.choices
+        found.append(BoundOption((*path, name), mark, value_type.kind, value_type.many, permitted, value, group))
     return found
 
 
 def _marked(cls: type) -> Iterator[tuple[str, Any, Option | Group, Any]]:
     """Yield name, type, mark and default of the fields that have options."""
     for each in fields(cls):
-        hint = _hint(cls, each.name)
+        hint = field_hint(cls, each.name)
         if get_origin(hint) is not Annotated:
             continue
         kind, *marks = get_args(hint)
@@ -303,39 +279,10 @@ def _marked(cls: type) -> Iterator[tuple[str, Any, Option | Group, Any]]:
                 yield each.name, kind, mark, default
 
 
-def _hint(cls: type, name: str) -> Any:
-    """Return the type of a field; None if it is imported for type checkers alone: then it is no option."""
-    home = next(base for base in cls.__mro__ if name in vars(base).get("__annotations__", {}))
-    hint = vars(home)["__annotations__"][name]
-    try:
-        return eval(hint, vars(sys.modules[home.__module__])) if isinstance(hint, str) else hint
-    except NameError:
-        return None
-
-
-def _without_none(hint: Any) -> tuple[Any, bool]:
-    """Return a type without ``| None``, and whether that was there."""
-    if get_origin(hint) in (Union, UnionType):
-        kinds = [kind for kind in get_args(hint) if kind is not NoneType]
-        return kinds[0], True
-    return hint, False
-
-
 def _settings_class(hint: Any) -> tuple[Any, bool, bool]:
     """Return the settings class of a group, whether it may be None, and whether the field is a function."""
-    kind, optional = _without_none(hint)
+    kind, optional = without_none(hint)
     return (kind, optional, False) if is_dataclass(kind) else (get_args(kind)[-1], optional, True)
-
-
-def _value_type(hint: Any) -> tuple[type, bool, tuple[str, ...] | None]:
-    """Return the type of one value, whether there may be several, and the choices."""
-    kind, _ = _without_none(hint)
-    many = get_origin(kind) is tuple
-    if many:
-        kind = get_args(kind)[0]
-    if get_origin(kind) is Literal:
-        return str, many, get_args(kind)
-    return (kind if kind in (int, float, str, bool) else str), many, None
 
 
 def add_options(parser: argparse.ArgumentParser, cls: type) -> None:

@@ -17,7 +17,8 @@ from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
 from headscan.pipelines.kv.damage_measurement import ABLE, ALL_KEYS, Prompts, masked_losses, recall_prompts
 from headscan.pipelines.runs.run_records import ModelContext, ModelIdentity
 from headscan.pipelines.scoring.token_requests import pad
-from headscan.pipelines.settings.saving_settings import SHORTEST, RecallConfig, TextConfig
+from headscan.pipelines.settings.corpus_settings import SHORTEST
+from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig
 
 
 class CalibrationTexts(NamedTuple):

@@ -6,9 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import floor
+from typing import Annotated
 
 from headscan.errors import PruningError
 from headscan.grid import Head, HeadGrid, Unit, find_units
+from headscan.options import Count, Limits, check_limits
 
 #: Chooses so many units; returns their heads.
 Choose = Callable[[int], tuple[Head, ...]]
@@ -41,6 +43,9 @@ def skipped_by(grid: HeadGrid, removed: Sequence[tuple[int, int]]) -> tuple[int,
 
 
 class Budget(ABC):
+    def __post_init__(self) -> None:
+        check_limits(self, PruningError)
+
     @property
     @abstractmethod
     def label(self) -> str:
@@ -77,11 +82,7 @@ class BudgetSearch:
 class ShareBudget(Budget):
     """A share of the units, above 0 and below 1, rounded to whole units."""
 
-    share: float
-
-    def __post_init__(self) -> None:
-        if not 0 < self.share < 1:
-            raise PruningError(f"share={self.share:g} (limits 0 and 1, both excluded). Use 0.4 for 40 % of the heads")
+    share: Annotated[float, Limits(above=0, below=1)]
 
     @property
     def label(self) -> str:
@@ -102,12 +103,8 @@ class ShareBudget(Budget):
 class BytesBudget(Budget):
     """Most bytes of the KV cache of one sequence at a length in tokens."""
 
-    kv_bytes: int
-    at: int
-
-    def __post_init__(self) -> None:
-        if self.kv_bytes < 1 or self.at < 1:
-            raise PruningError(f"kv_bytes={self.kv_bytes} at={self.at} (limit 1). Raise them")
+    kv_bytes: Count
+    at: Count
 
     @property
     def label(self) -> str:
@@ -142,11 +139,7 @@ class BytesBudget(Budget):
 class LossBudget(Budget):
     """Largest divergence of the predictions from the original's on the calibration texts, in nats per token."""
 
-    max_loss: float
-
-    def __post_init__(self) -> None:
-        if not self.max_loss > 0:
-            raise PruningError(f"max_loss={self.max_loss:g} (limit above 0). Raise `max_loss`")
+    max_loss: Annotated[float, Limits(above=0)]
 
     @property
     def label(self) -> str:

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
 
 from headscan.analysis.store.output_files import write_text
 from headscan.analysis.verdicts.judge import Verdict, judge
 from headscan.errors import PruningError
 from headscan.grid import Unit
+from headscan.options import Limits, check_limits
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.pruning.build_models import BuildJob, Repair, WantedModel, build_models
@@ -67,7 +69,7 @@ class PruneConfig:
     unit: Unit = "head"
     selection: SelectionConfig = field(default_factory=SelectionConfig)
     repair: Repair = field(default_factory=Repair)
-    controls: int = 1
+    controls: Annotated[int, Limits(least=0)] = 1
     remote_code: bool = False
     timing: Timing | None = field(default_factory=Timing)
     skip_verdict: bool = False
@@ -75,8 +77,7 @@ class PruneConfig:
     def __post_init__(self) -> None:
         if not (self.budgets and self.methods) and not self.heads:
             raise PruningError("nothing to prune: 0 sizes (limit 1). Set `share`, or name heads")
-        if self.controls < 0:
-            raise PruningError(f"random controls per model: {self.controls} (limit 0). Set `controls` to 0 or more")
+        check_limits(self, PruningError)
 
     @property
     def targets(self) -> tuple[Path, ...]:

@@ -24,8 +24,8 @@ from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.runs.run_records import ModelIdentity, Run, fingerprint
 from headscan.pipelines.runs.text_tables import Progress
 from headscan.pipelines.scoring.token_requests import pad
-from headscan.pipelines.settings.corpus_settings import longest_text
-from headscan.pipelines.settings.measure_settings import SHORTEST, GatesConfig
+from headscan.pipelines.settings.corpus_settings import SHORTEST, longest_text
+from headscan.pipelines.settings.measure_settings import GatesConfig
 from headscan.pruning.calibration import Calibration
 
 

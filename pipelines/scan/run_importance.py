@@ -116,18 +116,10 @@ def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
     )
 
 
-@dataclass(frozen=True)
-class LabelledItem:
-    shard: corpora.Shard
+@dataclass(frozen=True, kw_only=True)
+class LabelledItem(ImportanceItem):
     texts: tuple[LabelledText, ...]
     answers: Answers
-    reduction: Reduction
-    batch_tokens: int
-    rope: RopeLengths = UNVARYING
-
-    @property
-    def name(self) -> str:
-        return f"shard {self.shard.index}"
 
 
 def measure_labelled(lm: LoadedModel, item: LabelledItem) -> Measured:
@@ -182,7 +174,12 @@ def run_labelled_importance(
         record,
         shards,
         lambda shard: LabelledItem(
-            shard, groups[shard.index], answers, config.reduction, config.batch_tokens, identity.rope_lengths
+            shard,
+            config.reduction,
+            config.batch_tokens,
+            identity.rope_lengths,
+            texts=groups[shard.index],
+            answers=answers,
         ),
         report,
         total=len(texts.texts),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from headscan.errors import HeadscanError, SequenceError
-from headscan.options import Option
+from headscan.options import Count, Limits, Option, check_limits
 
 if TYPE_CHECKING:
     from headscan.pipelines.runs.run_records import ModelIdentity
@@ -34,14 +34,14 @@ class CorpusSpec:
     revision: Annotated[
         str | None, Option("commit of a hub data set (default: the newest)", flag="--corpus-revision")
     ] = None
-    limit_documents: int | None = None
+    limit_documents: Annotated[int | None, Limits(least=1)] = None
 
     def __post_init__(self) -> None:
         for field in ("name", "config", "split", "column", "revision"):
             value = getattr(self, field)
             if value is not None and not value.strip():
                 raise CorpusError(f"corpus {field} is {value!r}. Give a non-empty name")
-        _at_least("limit_documents", self.limit_documents, 1)
+        check_limits(self, CorpusError)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class TokenPlan:
         min_tokens: Shortest sequence, in tokens, special tokens included; shorter ones are counted and dropped.
     """
 
-    max_tokens: int
+    max_tokens: Count
     mode: Annotated[
         TokenMode,
         Option(
@@ -71,11 +71,7 @@ class TokenPlan:
     limit_sequences: Annotated[int | None, Option("maximum number of sequences (default: all)", least=1)] = None
 
     def __post_init__(self) -> None:
-        for field, choices in (("mode", get_args(TokenMode)), ("bos", get_args(BosPolicy))):
-            if getattr(self, field) not in choices:
-                raise CorpusError(f"{field} is {getattr(self, field)!r}. Choose one of {', '.join(choices)}")
-        _at_least("min_tokens", self.min_tokens, 1)
-        _at_least("limit_sequences", self.limit_sequences, 1)
+        check_limits(self, CorpusError)
         if self.max_tokens < self.min_tokens:
             raise CorpusError(f"max_tokens={self.max_tokens} is below min_tokens={self.min_tokens}. Raise `max_tokens`")
 
@@ -85,11 +81,8 @@ class TokenPlan:
         return self.mode == "pack"
 
 
-def _at_least(field: str, value: int | None, limit: int) -> None:
-    if value is not None and value < limit:
-        raise CorpusError(f"{field}={value} is too small. Give at least {limit}")
-
-
+#: Shortest text whose loss is measured or minimised, in tokens: predictions after few tokens say little.
+SHORTEST = 16
 #: Longest text by default, in tokens.
 _LONGEST = 2048
 
@@ -128,8 +121,7 @@ class DataSpec:
     ] = None
 
     def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise ExampleError(f"limit={self.limit} (limit 1). Raise `limit`")
+        check_limits(self, ExampleError)
 
     @property
     def name(self) -> str:

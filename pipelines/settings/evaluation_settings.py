@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from math import floor
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from headscan.analysis.store.tables import ALL_BUT_ONE, EACH
 from headscan.analysis.store.verdict_limits import QUESTIONS_PER_TEXT
 from headscan.catalog import EFFECT, IMPORTANCES, SCORES, Value
-from headscan.errors import HeadscanError, InterventionError, unknown_name
+from headscan.errors import HeadscanError, InterventionError
 from headscan.model_spec import ModelSpec
-from headscan.options import Option
-from headscan.pipelines.settings.corpus_settings import CorpusSpec
+from headscan.options import Count, Limits, Option, Seed, check_limits
+from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec
 
 if TYPE_CHECKING:
     from headscan.pipelines.evaluate.held_out_text import HeldOutText
@@ -26,8 +26,6 @@ ResumeAnyway = Annotated[
         "records both (default: an error names the changes)"
     ),
 ]
-#: Shortest text whose loss is measured, in tokens.
-SHORTEST = 16
 
 
 class HarnessError(HeadscanError):
@@ -77,29 +75,20 @@ class RecallPlan:
             "more in a sweep if the model recalls little)",
             flag="--recall-questions",
             metavar="N",
-            least=1,
+            least=SHARING,
+            multiple=SHARING,
         ),
     ] = None
-    seed: int = 0
-    in_all: tuple[int, int] | None = None
+    seed: Seed = 0
+    in_all: Annotated[tuple[int, int] | None, Limits(least=1)] = None
 
     def __post_init__(self) -> None:
+        check_limits(self, RecallError)
         if self.lengths is not None:
             if not self.lengths:
                 raise RecallError("recall lengths are empty. Give at least one, or None for the default")
-            if min(self.lengths) < 1:
-                raise RecallError(f"recall length of {min(self.lengths)} tokens is too small. Give at least 1")
             if len(set(self.lengths)) < len(self.lengths):
                 raise RecallError(f"recall lengths {', '.join(map(str, self.lengths))} repeat. Give each once")
-        if self.questions is not None and (self.questions < SHARING or self.questions % SHARING):
-            raise RecallError(
-                f"{self.questions} recall questions: not a multiple of {SHARING}, and {SHARING} share a text. Give a "
-                f"multiple of {SHARING}"
-            )
-        if self.seed < 0:
-            raise RecallError(f"recall seed {self.seed} is negative. Give at least 0")
-        if self.in_all is not None and min(self.in_all) < 1:
-            raise RecallError(f"recall questions in all: {min(self.in_all)} (limit 1). Give at least 1 of each kind")
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that identify a run; earlier runs lack ``in_all``, so its default is left out."""
@@ -138,10 +127,7 @@ class TaskConfig:
     ] = False
 
     def __post_init__(self) -> None:
-        for name, least in (("num_fewshot", 0), ("limit", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise HarnessError(f"{name}={value} is too small (limit {least}). Raise it")
+        check_limits(self, HarnessError)
         if self.include_path is not None and not Path(self.include_path).is_dir():
             raise HarnessError(f"include_path={self.include_path} is no folder. Use a folder with task files")
         if self.fewshot_as_multiturn and not self.apply_chat_template:
@@ -173,19 +159,16 @@ class EvaluateConfig:
     model: ModelSpec
     tasks: TaskConfig
     recall: RecallPlan | None = field(default_factory=RecallPlan)
-    batch_tokens: int = 8192
+    batch_tokens: Count = 8192
     share_prefixes: Annotated[
         bool | None, Option("shared prompt prefixes computed once (default: yes, unless rounding would differ)")
     ] = None
     text: HeldOutText | None = None
 
     def __post_init__(self) -> None:
-        if self.batch_tokens < 1:
-            raise HarnessError(f"batch_tokens={self.batch_tokens} is too small (limit 1). Set it to 1 or more")
+        check_limits(self, HarnessError)
 
 
-#: Values that ablated heads can be replaced by.
-VALUES: tuple[Value, ...] = get_args(Value)
 #: Option of every verb that ablates heads.
 ReplaceValue = Annotated[
     Value,
@@ -210,16 +193,12 @@ class ValueConfig:
 
     value: ReplaceValue = "zero"
     corpus: CorpusSpec | None = None
-    texts: int = 64
-    samples: int = 8
-    seed: int = 0
+    texts: Count = 64
+    samples: Annotated[int, Limits(least=2)] = 8
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
-        if self.value not in VALUES:
-            raise InterventionError(f"unknown value {self.value!r} of ablated heads. Choose one of {', '.join(VALUES)}")
-        for name, least in (("texts", 1), ("samples", 2), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise InterventionError(f"{name}={getattr(self, name)} (limit {least}). Raise `{name}`")
+        check_limits(self, InterventionError)
         if self.value != "zero" and self.corpus is None:
             raise InterventionError(f"replace={self.value} needs texts: no corpus. Set `corpus`")
 
@@ -288,20 +267,11 @@ class SweepConfig:
     value: ValueConfig = field(default_factory=ValueConfig)
 
     def __post_init__(self) -> None:
-        for score in (*self.scores, *self.masks):
-            if score not in SCORES:
-                raise unknown_name("score", score, SCORES)
-        for quantile in self.quantiles:
-            if not 0 <= quantile < 1:
-                raise InterventionError(
-                    f"quantile {quantile:g} is out of range (limits 0 and below 1). Use 0.1 for 10 % of heads"
-                )
+        check_limits(self, InterventionError)
         if not any(self.quantiles) or not (self.scores or self.masks):
             raise InterventionError(
                 "nothing to sweep: no score, or no quantile above 0. Set `quantiles`, and `scores` or `masks`"
             )
-        if self.seeds < 0:
-            raise InterventionError(f"random controls per share: {self.seeds} (limit 0). Set `seeds` to 0 or more")
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -318,14 +288,12 @@ class LossTexts:
     corpus: CorpusSpec
     sequences: Annotated[int, Option("number of texts whose loss is measured", least=1)] = 128
     max_tokens: Annotated[
-        int | None, Option("longest of these texts in tokens (default: the model's context, at most 2048)", least=1)
+        int | None,
+        Option("longest of these texts in tokens (default: the model's context, at most 2048)", least=SHORTEST),
     ] = None
 
     def __post_init__(self) -> None:
-        for name, least in (("sequences", 1), ("max_tokens", SHORTEST)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise InterventionError(f"{name}={value} (limit {least}). Raise `{name}`")
+        check_limits(self, InterventionError)
 
 
 @dataclass(frozen=True)
@@ -396,16 +364,9 @@ class Comparison:
     def __post_init__(self) -> None:
         for name in ("criteria", "shares"):
             object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
-        for name in self.criteria:
-            if name not in CRITERIA:
-                raise unknown_name("criterion", name, CRITERIA)
-        for share in self.shares:
-            if not 0 < share <= 1:
-                raise InterventionError(f"share {share:g} is out of range (limits above 0, at most 1). Change `shares`")
+        check_limits(self, InterventionError)
         if not self.criteria or not self.shares:
             raise InterventionError("nothing to compare: 0 criteria or shares (limit 1). Set `criteria` and `shares`")
-        if self.seeds < 0:
-            raise InterventionError(f"random controls per share: {self.seeds} (limit 0). Set `seeds` to 0 or more")
 
 
 #: ``forward``: window masks in the scored pass. ``decode``: keys are evicted after the context.

@@ -7,24 +7,20 @@ from typing import Annotated, Literal
 
 from headscan.catalog import (
     BEHAVIOURS,
-    PANELS,
     PROFILES,
     STATISTICS,
     MassWidths,
     Panel,
-    check_behaviours,
     check_statistics,
     panel_names,
 )
 from headscan.errors import GateError, HeadscanError
 from headscan.model_spec import ModelSpec
-from headscan.options import BehaviourProbe, GateConfig, Group, Option
-from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec, TokenPlan
+from headscan.options import BehaviourProbe, Count, GateConfig, Group, Limits, Option, check_limits
+from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec, DataSpec, TokenPlan
 
 #: Attention that is named on the command line.
 Site = Annotated[str, Option("attention of the layer: self, encoder or cross")]
-#: Shortest text of a fit of gates, in tokens: predictions after few tokens say little.
-SHORTEST = 16
 #: Option of both kinds of importance runs.
 _ShardSize = Annotated[
     int | None,
@@ -49,12 +45,10 @@ class CorpusRunConfig:
     corpus: CorpusSpec
     tokens: TokenPlan
     shard_size: _ShardSize = field(default=None, kw_only=True)
-    batch_tokens: int = field(default=8192, kw_only=True)
+    batch_tokens: Count = field(default=8192, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("shard_size", "batch_tokens"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise CorpusRunError(f"{name}={getattr(self, name)} (limit 1). Raise `{name}`")
+        check_limits(self, CorpusRunError)
 
 
 @dataclass(frozen=True)
@@ -91,12 +85,6 @@ class ScanConfig(CorpusRunConfig):
     ] = False
     widths: Annotated[MassWidths, Group()] = field(default_factory=MassWidths)
 
-    def __post_init__(self) -> None:
-        if self.panel not in PANELS:
-            raise CorpusRunError(f"unknown panel {self.panel!r}. Choose {' or '.join(PANELS)}")
-        check_statistics(self.statistics)
-        super().__post_init__()
-
     @property
     def measured(self) -> tuple[str, ...]:
         """Names of the measured statistics and profiles, sorted."""
@@ -105,7 +93,6 @@ class ScanConfig(CorpusRunConfig):
 
 #: Loss of a sequence: the mean or the sum of the losses of its tokens.
 Reduction = Literal["mean", "sum"]
-REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
 _Reduced = Annotated[Reduction, Option("loss of a sequence: mean or sum of the losses of its tokens")]
 
 
@@ -116,8 +103,6 @@ class ImportanceConfig(CorpusRunConfig):
     reduction: _Reduced = "mean"
 
     def __post_init__(self) -> None:
-        if self.reduction not in REDUCTIONS:
-            raise CorpusRunError(f"unknown reduction {self.reduction!r}. Choose {' or '.join(REDUCTIONS)}")
         super().__post_init__()
         if self.tokens.min_tokens < 2:
             raise CorpusRunError(
@@ -133,17 +118,13 @@ class LabelledImportanceConfig:
 
     model: ModelSpec
     data: DataSpec
-    max_tokens: int | None = None
+    max_tokens: Annotated[int | None, Limits(least=1)] = None
     reduction: _Reduced = "mean"
     shard_size: _ShardSize = field(default=None, kw_only=True)
-    batch_tokens: int = field(default=8192, kw_only=True)
+    batch_tokens: Count = field(default=8192, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.reduction not in REDUCTIONS:
-            raise CorpusRunError(f"unknown reduction {self.reduction!r}. Choose {' or '.join(REDUCTIONS)}")
-        for name in ("shard_size", "batch_tokens"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise CorpusRunError(f"{name}={getattr(self, name)} (limit 1). Raise `{name}`")
+        check_limits(self, CorpusRunError)
 
 
 class ProbeError(HeadscanError):
@@ -165,12 +146,10 @@ class ProbeConfig:
     ] = ()
     corpus: CorpusSpec = field(default_factory=lambda: CorpusSpec("python-stdlib"))
     settings: BehaviourProbe = field(default_factory=BehaviourProbe)
-    batch_tokens: int = 8192
+    batch_tokens: Count = 8192
 
     def __post_init__(self) -> None:
-        check_behaviours(self.behaviours)
-        if self.batch_tokens < 1:
-            raise ProbeError(f"batch_tokens={self.batch_tokens} is too small. Give at least 1")
+        check_limits(self, ProbeError)
 
 
 @dataclass(frozen=True)
@@ -190,6 +169,4 @@ class GatesConfig:
     def __post_init__(self) -> None:
         if self.fit.share is None:
             raise GateError("share=None (limit above 0, below 1). Set the share of heads to close")
-        for name, least in (("sequences", 1), ("max_tokens", SHORTEST)):
-            if getattr(self, name) < least:
-                raise GateError(f"{name}={getattr(self, name)} (limit {least}). Raise `{name}`")
+        check_limits(self, GateError)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from headscan.errors import PruningError
 from headscan.kv.kept_keys import Window, checked_window
-from headscan.options import Option
-from headscan.pipelines.settings.corpus_settings import CorpusSpec, longest_text
+from headscan.options import Count, Limits, Option, Seed, check_limits
+from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec, longest_text
 
 if TYPE_CHECKING:
     from headscan.pipelines.runs.run_records import ModelIdentity
-
-#: Shortest text of a calibration, in tokens.
-SHORTEST = 16
 
 
 @dataclass(frozen=True)
@@ -31,16 +27,13 @@ class TextConfig:
 
     corpus: CorpusSpec = field(default_factory=lambda: CorpusSpec("python-stdlib"))
     held_out: CorpusSpec | None = None
-    sequences: int = 256
+    sequences: Annotated[int, Limits(least=2)] = 256
     max_tokens: Annotated[
-        int | None, Option("length of texts in tokens (default: the model's context, at most 2048)", least=1)
+        int | None, Option("length of texts in tokens (default: the model's context, at most 2048)", least=SHORTEST)
     ] = None
 
     def __post_init__(self) -> None:
-        if self.sequences < 2:
-            raise PruningError(f"sequences={self.sequences} (limit 2, one to repair and one held out). Raise it")
-        if self.max_tokens is not None and self.max_tokens < SHORTEST:
-            raise PruningError(f"max_tokens={self.max_tokens} (limit {SHORTEST}). Raise `max_tokens`")
+        check_limits(self, PruningError)
 
     def tokens(self, identity: ModelIdentity) -> int:
         return longest_text(identity, self.max_tokens)
@@ -58,16 +51,13 @@ class RecallConfig:
             predictions.
     """
 
-    prompts: int = 32
-    tokens: int = 512
-    weight: float = 0.3
-    seed: int = 0
+    prompts: Annotated[int, Limits(least=0, multiple=8)] = 32
+    tokens: Count = 512
+    weight: Annotated[float, Limits(above=0)] = 0.3
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
-        if self.prompts < 0 or self.prompts % 8:
-            raise PruningError(f"recall prompts: {self.prompts} (limit 0 or a multiple of 8). Change `prompts`")
-        if not 0 < self.weight < math.inf:
-            raise PruningError(f"recall weight: {self.weight:g} (limit above 0). Raise `weight`, or set `prompts` to 0")
+        check_limits(self, PruningError)
 
 
 #: Projections that each repair solves; ``mean`` adds the mean outputs of removed heads instead.
@@ -105,29 +95,31 @@ class MeasureConfig:
         int | None,
         Option("length of texts and recall prompts in tokens (default: the model's context, at most 2048)", least=1),
     ] = None
-    sequences: Annotated[int, Option("number of texts; one half is held out to measure the plan", least=1)] = 64
+    sequences: Annotated[int, Option("number of texts; one half is held out to measure the plan", least=2)] = 64
     recall_prompts: Annotated[
         int,
-        Option("number of needle and of copying prompts, a multiple of 8; 0 measures text only", metavar="N", least=0),
+        Option(
+            "number of needle and of copying prompts, a multiple of 8; 0 measures text only",
+            metavar="N",
+            least=0,
+            multiple=8,
+        ),
     ] = 32
     gates: tuple[float, ...] = (0.5,)
     confirm: Annotated[
         bool, Option("choose the KV heads near the budget's edge by their loss with real window masks")
     ] = True
-    seed: int = 0
-    batch_tokens: int = 8192
+    seed: Seed = 0
+    batch_tokens: Count = 8192
 
     def __post_init__(self) -> None:
         from headscan.analysis.plans import PlanError
 
+        check_limits(self, PlanError)
         if not self.recents:
             raise PlanError("recent names no width. Give at least one")
         for recent in self.recents:
             checked_window(self.sink, recent)
-        if self.sequences < 2:
-            raise PlanError(f"sequences={self.sequences} (limit 2, one to measure and one held out). Raise `sequences`")
-        if self.recall_prompts < 0 or self.recall_prompts % 8:
-            raise PlanError(f"recall_prompts={self.recall_prompts} (limit 0 or a multiple of 8). Change it")
 
     @property
     def windows(self) -> tuple[Window, ...]:
@@ -144,13 +136,12 @@ class LossLimit:
     The prompts are those that rank the heads; on held-out prompts the increase may be larger.
     """
 
-    max_loss: float
+    max_loss: Annotated[float, Limits(above=0)]
 
     def __post_init__(self) -> None:
         from headscan.analysis.plans import PlanError
 
-        if not self.max_loss > 0:
-            raise PlanError(f"max_loss out of range: {self.max_loss:g} (limit above 0). Raise `max_loss`")
+        check_limits(self, PlanError)
 
     def allows(self, increases: Mapping[str, float]) -> bool:
         return max(increases.values()) <= self.max_loss

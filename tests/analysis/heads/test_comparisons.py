@@ -17,6 +17,7 @@ from headscan.analysis.store.records import ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.views import pool_quantile
 from headscan.catalog import SCORES
+from headscan.errors import UnknownNameError
 from tests.analysis.conftest import HEADS, LAYERS, SEQUENCES, Scan, head_table, make_stats, scan_record, sequence_table
 from tests.analysis.conftest import write_scan as write
 
@@ -173,7 +174,7 @@ def test_comparison_errors(two: tuple[Store, Scan, Scan]) -> None:
         mask_overlap(store, first.run_id, site="cross")
     with pytest.raises(ComparisonError, match='at site "it\'s"'):
         score_distance(store, first.run_id, second.run_id, site="it's")
-    with pytest.raises(ComparisonError, match="unknown score 'entrpy'"):
+    with pytest.raises(UnknownNameError, match="unknown score 'entrpy'"):
         score_distance(store, first.run_id, second.run_id, scores=["entrpy"])
     with pytest.raises(ComparisonError, match="no common score"):
         score_distance(store, first.run_id, second.run_id, scores=["entropy"])

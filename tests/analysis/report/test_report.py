@@ -18,11 +18,12 @@ from headscan.analysis.report import page_parts
 from headscan.analysis.report.answers import Commands
 from headscan.analysis.report.arm_chart import arms_figure, share_figure
 from headscan.analysis.report.profile_charts import profiles_figure
-from headscan.analysis.report.write_report import ReportError, write_report
+from headscan.analysis.report.write_report import write_report
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import judge
 from headscan.catalog import DISTANCE_BINS, MAX_OFFSET
 from headscan.checkpoints.source_folder import DEMO_FOLDER, DEMO_MODEL
+from headscan.errors import UnknownNameError
 from tests.analysis.plan_fixtures import RECENT, SINK, everything, site, write_evaluation, write_scan
 
 TOKENS = [40, 100, 200]
@@ -140,7 +141,7 @@ def test_control_characters_never_reach_the_page(store: tuple[Store, str, str], 
 def test_runs_of_different_models_are_refused(store: tuple[Store, str, str], tmp_path: Path) -> None:
     a_store, run_id, _ = store
     target = tmp_path / "r.html"
-    with pytest.raises(ReportError, match="unknown score or statistic 'entrpy'"):
+    with pytest.raises(UnknownNameError, match="unknown score or statistic 'entrpy'"):
         write_report(a_store, target, scan_run=run_id, scores=("entrpy",))
     stats = everything(LAYERS, HEADS, TOKENS)
     other, other_id = write_scan(

@@ -175,7 +175,7 @@ def test_resampling_refuses_long_inputs_caches_and_few_texts() -> None:
             lm.model.generate(ids[:, :4], max_new_tokens=3, do_sample=False)
     with pytest.raises(SequenceError, match=r"1 text to draw samples from \(limit 2\)"):
         headscan.head_samples(lm, ids[:1])
-    with pytest.raises(HeadscanError, match="seed of samples: -1"):
+    with pytest.raises(HeadscanError, match="seed=-1"):
         headscan.head_samples(lm, ids, seed=-1)
     with pytest.raises(HeadIndexError, match=r"layer 99 has no attention heads. Choose a layer with heads: 0 to 2"):
         headscan.head_samples(lm, ids, layers={0, 99})

@@ -17,7 +17,7 @@ from headscan.kv.kv_damage import kv_damages, window_candidates
 from headscan.kv.kv_windows import KvWindows
 from headscan.layers.blocks import find_blocks
 from tests.headscan.kv.gate_oracle import oracle_damages, sequence_losses
-from tests.small_models import make_loaded
+from tests.small_models import distinct_first, make_loaded
 
 SINK, RECENT, LENGTHS = 2, 9, [50, 41, 33]
 #: GQA, MHA, MQA, biases, partial rotary, parallel blocks, hybrid sliding layers, soft caps, learned sinks, values
@@ -58,7 +58,7 @@ def some_ids(seed: int = 0, tokens: int = 50) -> torch.Tensor:
     return torch.randint(2, VOCABULARY, (3, tokens), generator=generator)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", distinct_first(FAMILIES))
 def test_damage_is_the_derivative_of_an_explicit_mixture(family: str) -> None:
     ids = some_ids()
     dtypes = (torch.float32,) if family in SINGLE_ONLY else (torch.float64, torch.float32)

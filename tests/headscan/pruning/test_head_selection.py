@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import get_args
 
 import pytest
 import torch
 
 from headscan.errors import PruningError
-from headscan.grid import UNITS, Head, Unit, find_units
+from headscan.grid import Head, Unit, find_units
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.damage_curve import layer_moments
@@ -32,7 +33,7 @@ def lm() -> LoadedModel:
     return make_loaded("llama")
 
 
-@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("unit", get_args(Unit))
 def test_units_are_removed_whole(lm: LoadedModel, unit: Unit) -> None:
     selection = HeadSelection(lm, random_texts(lm), unit=unit)
     sizes = {"head": 1, "group": 3, "layer": 6}

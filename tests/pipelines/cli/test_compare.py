@@ -62,7 +62,7 @@ def test_comparison_errors_are_one_line(
 ) -> None:
     store, first, second = runs
     for arguments, words in (
-        ([first, "--quantile", "1.5"], ("1.5", "less than 1")),
+        ([first, "--quantile", "1.5"], ("1.5", "limit below 1")),
         ([first, "--site", "cross"], ("cross",)),
         ([first, "zzz"], ("zzz", second)),
         ([first, second, "--site", "cross"], ("cross",)),

@@ -63,7 +63,7 @@ def test_status_shows_the_progress_of_arms(
     ("command", "message"),
     [
         (["evalute"], "invalid choice: 'evalute'; did you mean evaluate"),
-        (["demo", "--questions", "0"], "--questions: 0 is too small"),
+        (["demo", "--questions", "0"], "--questions: 0 (limit 1). Raise it"),
         (["rank", "--by", "zzz"], "names)"),
     ],
 )

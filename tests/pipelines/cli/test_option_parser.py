@@ -98,8 +98,8 @@ def test_a_command_line_becomes_settings() -> None:
     ("words", "message"),
     [
         ([], "the following arguments are required: MODEL"),
-        (["m", "--share", "1"], "argument --share: 1 is out of range: give more than 0 and less than 1"),
-        (["m", "--times", "10"], "argument --times: 10 is too large: give at most 9"),
+        (["m", "--share", "1"], "argument --share: 1 (limit below 1). Lower it"),
+        (["m", "--times", "10"], "argument --times: 10 (limit 9). Lower it"),
         (["m", "--times", "7"], "--times 7 is unlucky. Change --times"),
         (["m", "--scores", "twi"], "unknown score 'twi'; did you mean two?"),
         (["m", "--mode", "pick"], "invalid choice: 'pick'; did you mean pack?"),

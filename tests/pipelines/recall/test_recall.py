@@ -281,12 +281,12 @@ def test_rows_of_a_choice_and_of_a_continuation() -> None:
     ("wrong", "says"),
     [
         ({"lengths": ()}, r"recall lengths are empty. Give at least one"),
-        ({"lengths": (0,)}, "recall length of 0 tokens is too small. Give at least 1"),
+        ({"lengths": (0,)}, r"lengths=0 \(limit 1\)\. Raise `lengths`"),
         ({"lengths": (64, 64)}, "recall lengths 64, 64 repeat. Give each once"),
-        ({"questions": 10}, "10 recall questions: not a multiple of 4"),
-        ({"questions": 0}, "0 recall questions: not a multiple of 4"),
-        ({"in_all": (0, 4)}, r"recall questions in all: 0 \(limit 1\)"),
-        ({"seed": -1}, r"recall seed -1 is negative. Give at least 0"),
+        ({"questions": 10}, r"questions=10 \(limit a multiple of 4\)"),
+        ({"questions": 0}, r"questions=0 \(limit 4, a multiple of 4\)"),
+        ({"in_all": (0, 4)}, r"in_all=0 \(limit 1\)"),
+        ({"seed": -1}, r"seed=-1 \(limit 0\)"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(wrong: dict[str, object], says: str) -> None:
@@ -314,5 +314,5 @@ def test_tokenizers_that_cannot_write_the_questions_are_refused() -> None:
         recall_questions(few, SMALL, 512, bos="auto")
     with pytest.raises(RecallError, match=r"neither BOS nor EOS. Use bos=auto"):
         recall_questions(few, SMALL, 512, bos="always")
-    with pytest.raises(CorpusError, match="bos is 'sometimes'"):
+    with pytest.raises(CorpusError, match="unknown bos 'sometimes'"):
         recall_questions(few, SMALL, 512, bos="sometimes")

@@ -198,5 +198,5 @@ def test_the_command(
     fails(capsys, [*command, "--behaviours", "telepathy"], "telepathy", "retrieval_score")
     fails(capsys, [*command, "--lengths", "99999"], "99999", "1024")
     fails(capsys, [*command, "--depths", "1.5"], "1.5")
-    fails(capsys, [*command, "--seed", "-1"], "--seed: -1 is too small")
+    fails(capsys, [*command, "--seed", "-1"], "--seed: -1 (limit 0)")
     fails(capsys, ["rank", "--by", "induction_score", "--run", "zzz", "--store", store], "no probe run zzz")

@@ -112,7 +112,10 @@ def answers(task: Any, pool: Pool, ablated: Ablation | None) -> AnswerSet[Likeli
     return result
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# The scan above streams the other families, too.
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.slow) if name in ("qwen3", "gpt2") else name for name in FAMILIES]
+)
 def test_likelihoods_of_all_kinds_of_arms_are_the_same(family: str, saved: Callable[[str], ModelSpec]) -> None:
     with InProcessPool(saved(family), THREADS) as local, StreamedPool(saved(family), FAMILIES[family]) as streamed:
         for name, ablated in ARMS.items():

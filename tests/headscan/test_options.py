@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import pytest
+
+from headscan.errors import GateError, HeadscanError, UnknownNameError
+from headscan.options import Count, Limits, Option, Seed, check_limits
+
+
+@dataclass(frozen=True)
+class Settings:
+    count: Count = 1
+    seed: Seed = 0
+    share: Annotated[float | None, Option("share", above=0, below=1)] = None
+    rate: Annotated[float, Limits()] = 0.1
+    sizes: Annotated[tuple[int, ...], Option("sizes", least=8, multiple=4)] = (8,)
+    mode: Annotated[Literal["one", "two"], Option("mode")] = "one"
+    names: Annotated[tuple[str, ...], Option("names", kind="score", names=("left", "right"))] = ()
+    free: int = -1
+
+    def __post_init__(self) -> None:
+        check_limits(self, GateError)
+
+
+def test_values_within_their_limits() -> None:
+    Settings()
+    Settings(count=np.int64(2), share=np.float32(0.5), rate=0, sizes=(8, 12), mode="two", names=("right",))
+    Settings(share=None, sizes=[16], count=10**400)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"count": 0}, "count=0 (limit 1). Raise `count`"),
+        ({"seed": -1}, "seed=-1 (limit 0). Raise `seed`"),
+        ({"share": 0}, "share=0 (limit above 0). Raise `share`"),
+        ({"share": 1.5}, "share=1.5 (limit below 1). Lower `share`"),
+        ({"share": float("nan")}, "share=nan (limit finite numbers). Change `share`"),
+        ({"rate": float("inf")}, "rate=inf (limit finite numbers). Change `rate`"),
+        ({"rate": None}, "rate=None is not a number. Change `rate`"),
+        ({"count": "8"}, "count='8' is not a whole number. Change `count`"),
+        ({"count": 8.5}, "count=8.5 is not a whole number. Change `count`"),
+        ({"count": True}, "count=True is not a whole number. Change `count`"),
+        ({"sizes": (8, 4)}, "sizes=4 (limit 8, a multiple of 4). Raise `sizes`"),
+        ({"sizes": (8, 9)}, "sizes=9 (limit a multiple of 4). Change `sizes`"),
+        ({"sizes": 8}, "sizes=8 is no tuple. Change `sizes`"),
+        ({"mode": "three"}, "unknown mode 'three'. Choose one or two"),
+    ],
+)
+def test_errors_name_field_value_limit_and_fix(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(HeadscanError) as found:
+        Settings(**given)
+    assert type(found.value) is GateError and str(found.value) == message
+
+
+def test_names_propose_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown score 'rigt'; did you mean right\?"):
+        Settings(names=("rigt",))
