@@ -31,6 +31,7 @@ from headscan.models.forward_inputs import batch_kwargs
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import RopeLengths
 from headscan.models.token_batches import run_halving
+from headscan.options import Count, check_limits
 from headscan.pipelines.ablate.single_heads import ablated_sets
 from headscan.pipelines.evaluate.answering import AnsweringPlan, WorkItem, answer_item
 from headscan.pipelines.evaluate.run_evaluation import answer_arms
@@ -182,11 +183,10 @@ class LabelledConfig:
     data: DataSpec
     metric: str | None = None
     max_tokens: int | None = None
-    batch_tokens: int = 8192
+    batch_tokens: Count = 8192
 
     def __post_init__(self) -> None:
-        if self.batch_tokens < 1:
-            raise ExampleError(f"batch_tokens={self.batch_tokens} (limit 1). Raise `batch_tokens`")
+        check_limits(self, ExampleError)
 
     def metric_of(self, texts: LabelledTexts) -> str:
         known = METRICS[texts.answers]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from headscan.catalog import IMPORTANCES, SCORES
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
-from headscan.options import Option
+from headscan.options import Count, Option, check_limits
 from headscan.pipelines.settings.corpus_settings import CorpusSpec
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
 
@@ -88,7 +88,8 @@ class StudyConfig:
     ] = None
     questions: Annotated[int | None, Option("number of questions (default: as the time allows)", least=1)] = None
     recall_questions: Annotated[
-        int | None, Option("needles, and copies, to ask, a multiple of 4 (default: as the time allows)", least=8)
+        int | None,
+        Option("needles, and copies, to ask, a multiple of 4 (default: as the time allows)", least=8, multiple=4),
     ] = None
     max_loss: Annotated[
         float, Option("largest increase of the held-out loss, in nats per token", above=0, most=100)
@@ -96,33 +97,19 @@ class StudyConfig:
     judge: CorpusSpec | None = None
     search: bool | None = None
     prune_by: Literal["damage", "criterion"] | None = None
-    batch_tokens: int = 8192
+    batch_tokens: Count = 8192
 
     def __post_init__(self) -> None:
+        check_limits(self, StudyError)
         for name in SHARES:
             if getattr(self, name) is None:
                 continue
             values = tuple(sorted(set(getattr(self, name))))
-            if any(not 0 < value < 1 for value in values):
-                raise StudyError(f"{name}={values} (limits 0 and 1, both excluded). Use 0.1 for 10 %")
             object.__setattr__(self, name, values)
-        for criterion in self.criteria:
-            if criterion not in (*SCORES, *IMPORTANCES):
-                raise StudyError(f"unknown criterion {criterion!r}. Choose from {', '.join((*SCORES, *IMPORTANCES))}")
         if self.shares != () and not self.criteria:
             raise StudyError("criteria are empty (limit 1). Name a score or an importance")
         if not self.kinds:
             raise StudyError("nothing to study: no shares. Set `shares`, `window_shares` or `prune_shares`")
-        for name, least in (("sequences", LEAST_TEXTS), ("judged_texts", LEAST_TEXTS), ("batch_tokens", 1)):
-            if getattr(self, name) is not None and getattr(self, name) < least:
-                raise StudyError(f"{name}={getattr(self, name)} (limit {least}). Raise `{name}`")
-        if self.recall_questions is not None and (self.recall_questions < 8 or self.recall_questions % 4):
-            raise StudyError(f"recall_questions={self.recall_questions} (limit 8, a multiple of 4). Change it")
-        if self.questions is not None and self.questions < 1:
-            raise StudyError(f"questions={self.questions} (limit 1). Raise `questions`")
-        for name in ("hours", "max_loss"):
-            if not getattr(self, name) > 0:
-                raise StudyError(f"{name}={getattr(self, name):g} (limit above 0). Raise `{name}`")
 
     @property
     def kinds(self) -> int:

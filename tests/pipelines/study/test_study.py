@@ -15,6 +15,7 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.ordered_shares import Outcome
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.tasks.pool import Pool
+from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main, read_command
 from headscan.pipelines.corpora import CorpusSpec
@@ -120,7 +121,7 @@ def test_settings_come_back_from_their_file(tmp_path: Path) -> None:
         ({"hours": "two"}, "hours='two' is no float"),
         ({"hours": 0}, "hours=0"),
         ({"shares": 0.1}, "is no list"),
-        ({"shares": [1.5]}, "limits 0 and 1"),
+        ({"shares": [1.5]}, "limit below 1"),
         ({"prune_by": "luck"}, "Choose from damage, criterion"),
         ({"criteria": ["first_token"]}, "unknown criterion"),
         ({"recall_questions": 10}, "multiple of 4"),
@@ -130,7 +131,7 @@ def test_settings_come_back_from_their_file(tmp_path: Path) -> None:
 )
 def test_wrong_settings_are_named(settings: dict[str, object], message: str) -> None:
     whole = settings if "corpus" in settings or "modle" in settings else {"model": "demo", "corpus": "a"} | settings
-    with pytest.raises(StudyError, match=message):
+    with pytest.raises(HeadscanError, match=message):
         study_from(whole)
 
 
