@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from headscan.ablation.masks import HeadMask
-from headscan.analysis.heads.head_ranking import rank_heads, rank_importance
+from headscan.analysis.heads.head_ranking import ImportantHead, rank_heads, rank_importance
 from headscan.analysis.plans import HeadPlan, WindowShare, load_plan, planned_bytes
 from headscan.analysis.report.write_report import write_report
+from headscan.analysis.store.output_files import write_text
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.verdict_limits import LEAST_RETAINED
 from headscan.analysis.verdicts.judge import judge
@@ -30,11 +31,12 @@ from headscan.analysis.verdicts.ordered_shares import (
     read_losses,
 )
 from headscan.catalog import SCORES
-from headscan.pipelines.corpora import TokenPlan
+from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.evaluate.continuation_task import CONTINUATION, write_task
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
 from headscan.pipelines.evaluate.run_evaluation import evaluate
+from headscan.pipelines.kv.damage_measurement import recall_prompts
 from headscan.pipelines.kv.measured_plan import measured_plans
 from headscan.pipelines.kv.plan_arms import plan_arms
 from headscan.pipelines.pruning.pruned_arms import BuiltModel, pruned_arm
@@ -54,6 +56,7 @@ from headscan.pipelines.settings.saving_settings import MeasureConfig, RecallCon
 from headscan.pipelines.study.study_answer import Saving, StudyAnswer
 from headscan.pipelines.study.study_config import (
     LEAST_TEXTS,
+    RECALL_IMPORTANCE,
     StudyConfig,
     StudyError,
     resumed,
@@ -181,26 +184,42 @@ class _Study:
         probe(ProbeConfig(config.model, corpus=self.texts.measure, batch_tokens=config.batch_tokens), self.run)
         return found
 
-    @cached_property
-    def _importance_run(self) -> str:
-        config = self.config
+    def _importances(
+        self, corpus: CorpusSpec, name: str = "importance", sequences: int | None = None
+    ) -> list[ImportantHead]:
+        """Return all heads of the model, the least important for a corpus first."""
+        tokens = self._measured_tokens
         measuring = ImportanceConfig(
-            config.model,
-            self.texts.measure,
-            self._measured_tokens,
+            self.config.model,
+            corpus,
+            tokens if sequences is None else replace(tokens, limit_sequences=sequences),
             shard_size=max(1, self._sequences // 8),
-            batch_tokens=config.batch_tokens,
+            batch_tokens=self.config.batch_tokens,
         )
-        return run_importance(measuring, self.run).run_id
+        return rank_importance(self.run.store, run_importance(measuring, self.run).run_id, name)
 
     def _order(self, criterion: str) -> list[tuple[int, int]]:
         """Return all heads, the most removable first."""
-        ranked: Sequence[Any] = (
-            rank_heads(self.run.store, self._scan_run, criterion)
-            if criterion in SCORES
-            else rank_importance(self.run.store, self._importance_run, criterion)
-        )
+        ranked: Sequence[Any]
+        if criterion in SCORES:
+            ranked = rank_heads(self.run.store, self._scan_run, criterion)
+        elif criterion == RECALL_IMPORTANCE:
+            of_recall = self._importances(self._recall_texts, sequences=2 * PROMPTS)
+            return least_important([self._importances(self.texts.measure), of_recall])
+        else:
+            ranked = self._importances(self.texts.measure, criterion)
         return [(head.layer, head.head) for head in ranked]
+
+    @cached_property
+    def _recall_texts(self) -> CorpusSpec:
+        """Needle and copying prompts with their answers, as texts; no evaluation asks the same."""
+        folder = Path(self.config.out) / "texts" / "recall"
+        identity = self.run.identity
+        for prompts in recall_prompts(identity, self.tokens, PROMPTS, seed=0):
+            for number, request in enumerate(prompts.requests):
+                text = str(identity.tokenizer.decode(list(request.ids), skip_special_tokens=True))
+                write_text(folder / f"{prompts.task}-{number:02}.txt", text)
+        return CorpusSpec(str(folder))
 
     def _masks(self) -> tuple[list[Arm], str]:
         """Return the arms of the best criterion, from small to large, and its name."""
@@ -435,3 +454,17 @@ class _Study:
             number = [arm.name for arm in arms].index(saving.safe.name)
             saving = replace(saving, file=str(built[number].folder))
         return saving
+
+
+def least_important(measured: Sequence[Sequence[ImportantHead]]) -> list[tuple[int, int]]:
+    """Return all heads, the least important first, by the largest importance on several corpora.
+
+    Importance on one corpus is divided by its mean over the heads, since the losses of corpora differ in size.
+    """
+    largest: dict[tuple[int, int], float] = {}
+    for heads in measured:
+        mean = sum(head.value for head in heads) / len(heads)
+        for head in heads:
+            place = (head.layer, head.head)
+            largest[place] = max(largest.get(place, 0.0), head.value / mean)
+    return sorted(largest, key=lambda place: (largest[place], place))

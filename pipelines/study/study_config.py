@@ -17,6 +17,8 @@ from headscan.pipelines.settings.evaluation_settings import TaskConfig
 
 #: Fewest texts that measure or judge, and most if the time decides.
 LEAST_TEXTS, MOST_TEXTS = 8, 64
+#: Criterion of a head that is important for texts or for recall prompts: importance over its mean, the larger of both.
+RECALL_IMPORTANCE = "importance_recall"
 #: Settings with the shares of each kind of saving.
 SHARES = ("shares", "window_shares", "prune_shares")
 
@@ -57,8 +59,12 @@ class StudyConfig:
     ] = None
     criteria: Annotated[
         tuple[str, ...],
-        Option("comma-separated scores that may rank the heads", kind="criterion", names=(*SCORES, *IMPORTANCES)),
-    ] = ("output_norm_ln", "first_token_weight", "importance")
+        Option(
+            "comma-separated scores that may rank the heads",
+            kind="criterion",
+            names=(*SCORES, *IMPORTANCES, RECALL_IMPORTANCE),
+        ),
+    ] = ("output_norm_ln", "importance", RECALL_IMPORTANCE)
     shares: Annotated[
         tuple[float, ...] | None,
         Option("comma-separated shares of heads to ablate (default: up to 0.3, as the time allows)", above=0, below=1),

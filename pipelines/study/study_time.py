@@ -26,7 +26,7 @@ from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.runs.text_tables import time_text
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
-from headscan.pipelines.study.study_config import LEAST_TEXTS, MOST_TEXTS, SHARES, StudyConfig
+from headscan.pipelines.study.study_config import LEAST_TEXTS, MOST_TEXTS, RECALL_IMPORTANCE, SHARES, StudyConfig
 from headscan.pipelines.study.study_texts import StudyTexts
 
 #: Recall prompts of each kind that measure plans and repairs, and that choose the criterion.
@@ -233,13 +233,14 @@ def _step_seconds(config: StudyConfig, sequences: int, judged_texts: int, speed:
     masks, windows, pruned = (_number(getattr(config, name)) for name in SHARES)
     prompts = sequences / 2 + PROMPTS
     candidates = len(config.criteria) * masks
+    measured = sequences + 2 * PROMPTS * (RECALL_IMPORTANCE in config.criteria)
     return {
         # Statistics cost about half of a pass.
         "1. scan": 1.5 * sequences * per_text,
         # 60 sequences of repeats and prompts with needles.
         "2. probe": 60 * 256 / speed,
         # Importance has a backward pass, which costs two forward passes; arms share the layers below their heads.
-        "3. criterion": (3 * sequences + candidates * (judged_texts / 2 + PROMPTS)) * per_text,
+        "3. criterion": (3 * measured + candidates * (judged_texts / 2 + PROMPTS)) * per_text,
         # A forward and a backward pass for the gradients, and three for the moments of every head.
         "4. plans": (6 + windows) * prompts * per_text,
         # Twice the texts and prompts run through the original and the repaired model; solving takes about as long.

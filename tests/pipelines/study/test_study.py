@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from headscan.analysis.heads.head_ranking import rank_importance
 from headscan.analysis.plans import load_plan
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.ordered_shares import Outcome
@@ -35,7 +36,7 @@ SPEC = ModelSpec("demo", "float32")
 def tiny(out: Path, **changes: object) -> StudyConfig:
     settings = {
         "tokens": 128,
-        "criteria": ("output_norm_ln", "importance"),
+        "criteria": ("output_norm_ln", "importance", "importance_recall"),
         "shares": (0.02, 0.5),
         "window_shares": (0.5,),
         "prune_shares": (0.05,),
@@ -96,6 +97,30 @@ def test_the_same_command_measures_nothing_again(found: tuple[StudyConfig, Study
     assert any("resuming" in line for line in lines)
     assert again.savings == answer.savings and again.losses == answer.losses
     assert store.query("SELECT count(*) FROM answers")[0][0].as_py() == rows
+
+
+def test_heads_that_recall_needs_are_important(found: tuple[StudyConfig, StudyAnswer, list[str]]) -> None:
+    """The criterion is the larger importance on texts and on recall prompts, each over its mean."""
+    config, _, _ = found
+    store = Store(Path(config.out) / "study.duckdb")
+    runs = store.query("SELECT run_id, corpus FROM runs WHERE kind = 'importance'").to_pylist()
+    texts, recall = sorted(runs, key=lambda row: row["corpus"])
+    assert (texts["corpus"].endswith("measure"), recall["corpus"].endswith("recall")) == (True, True)
+    assert store.query("SELECT count(*) FROM sequences WHERE run_id = ?", [recall["run_id"]])[0][0].as_py() == 32
+    value = {
+        run["run_id"]: {(head.layer, head.head): head.value for head in rank_importance(store, run["run_id"])}
+        for run in runs
+    }
+    shares = [{place: each / sum(heads.values()) for place, each in heads.items()} for heads in value.values()]
+    expected = sorted(shares[0], key=lambda place: max(share[place] for share in shares))
+    masked = store.query(
+        "SELECT layer, head FROM arms JOIN mask_heads USING (mask_id) WHERE arms.score = 'importance_recall'"
+        " AND arms.share = 0.5"
+    ).to_pylist()
+    assert {(row["layer"], row["head"]) for row in masked} == set(expected[:24])
+    # The two importances do not agree, or the criterion would say nothing new.
+    alone = [set(sorted(share, key=share.__getitem__)[:24]) for share in shares]
+    assert alone[0] != set(expected[:24])
 
 
 def test_other_settings_need_another_folder(found: tuple[StudyConfig, StudyAnswer, list[str]]) -> None:
