@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import floor
 from typing import Annotated, Literal
 
 from headscan.errors import InterventionError, unknown_name
@@ -331,3 +332,8 @@ Value = Literal["zero", "mean", "resample"]
 
 #: The divergence of the predictions when the head alone is ablated.
 EFFECT = "effect"
+
+
+def head_count(share: float, total: int) -> int:
+    """Return the number of heads of a share (0 to 1) of ``total`` heads: the nearest one, halves up, and at least 1."""
+    return max(1, floor(share * total + 0.5))

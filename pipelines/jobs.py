@@ -66,20 +66,22 @@ def scan(
     store: str | Path,
     *,
     devices: PlacementRequest | None = None,
+    resume_anyway: bool = False,
     say: Callable[[str], None] = print,
 ) -> ScanResult:
     """Scan a corpus into a store; the same call again resumes.
 
     Args:
         store: DuckDB file; a missing one is created.
-        devices: Placement and devices; None chooses them, as for all jobs.
+        devices: Placement and devices; None chooses them, as for all jobs. Batches have ``config.batch_tokens``.
+        resume_anyway: Resume although software, device or the model's code changed; the store records both.
         say: Called with lines for the user.
 
     Raises:
         HeadscanError: An error of the user; shards stored before stay.
     """
     opener = _opener(config.model, config.tokens.max_tokens, devices, evaluates=False)
-    with Run(config.model, Store(store), opener, say=say) as run:
+    with Run(config.model, Store(store), opener, resume_anyway=resume_anyway, say=say) as run:
         return run_scan(config, run)
 
 
@@ -89,6 +91,7 @@ def evaluate(
     arms: Sequence[Arm],
     *,
     devices: PlacementRequest | None = None,
+    resume_anyway: bool = False,
     say: Callable[[str], None] = print,
 ) -> Verdict:
     """Run a baseline and further arms over the questions of tasks, and judge the arms.
@@ -100,7 +103,7 @@ def evaluate(
         HeadscanError: An error of the user; answers stored before stay.
     """
     opener = _opener(config.model, _TASK_TOKENS, devices, evaluates=True)
-    with Run(config.model, Store(store), opener, say=say) as run:
+    with Run(config.model, Store(store), opener, resume_anyway=resume_anyway, say=say) as run:
         run_id = run_evaluation(config, run, [BASELINE, *(arm for arm in arms if arm is not BASELINE)])
         return judge(run.store, run_id)
 
@@ -129,6 +132,7 @@ def prune(
     store: str | Path,
     *,
     devices: PlacementRequest | None = None,
+    resume_anyway: bool = False,
     say: Callable[[str], None] = print,
 ) -> PruneResult:
     """Build pruned models, save them, and judge them against the original.
@@ -138,7 +142,13 @@ def prune(
         HeadscanError: The evaluation fails; the models are saved.
     """
     model = config.evaluation.model
-    with Run(model, Store(store), _opener(model, _TASK_TOKENS, devices, evaluates=True, here=True), say=say) as run:
+    with Run(
+        model,
+        Store(store),
+        _opener(model, _TASK_TOKENS, devices, evaluates=True, here=True),
+        resume_anyway=resume_anyway,
+        say=say,
+    ) as run:
         return run_prune(config, run)
 
 
@@ -146,6 +156,7 @@ def study(
     config: StudyConfig,
     *,
     devices: PlacementRequest | None = None,
+    resume_anyway: bool = False,
     say: Callable[[str], None] = print,
 ) -> StudyAnswer:
     """Find the largest safe shares of heads and of KV cache, and write plan, models and report into ``config.out``.
@@ -156,7 +167,11 @@ def study(
     """
     store = Store(Path(config.out) / "study.duckdb")
     with Run(
-        config.model, store, _opener(config.model, _TASK_TOKENS, devices, evaluates=True, here=True), say=say
+        config.model,
+        store,
+        _opener(config.model, _TASK_TOKENS, devices, evaluates=True, here=True),
+        resume_anyway=resume_anyway,
+        say=say,
     ) as run:
         return run_study(config, run)
 

@@ -12,7 +12,7 @@ import numpy as np
 from headscan.analysis.errors import SelectionError
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.views import PLAIN_STATISTICS, importance_sql, pool_quantile
-from headscan.catalog import BEHAVIOURS, IMPORTANCES, SCORES
+from headscan.catalog import BEHAVIOURS, IMPORTANCES, SCORES, head_count
 from headscan.errors import unknown_name
 
 
@@ -79,7 +79,7 @@ def select_heads(
     if share is not None:
         if not 0 < share <= 1:
             raise SelectionError(f"share out of range: {share:g} (limit above 0, at most 1). Change share")
-        count = max(1, math.floor(share * len(ranked) + 0.5))
+        count = head_count(share, len(ranked))
     assert count is not None
     measured = sum(not math.isnan(head.value) for head in ranked)
     if not 1 <= count <= measured:

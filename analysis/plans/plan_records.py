@@ -6,7 +6,6 @@ The types of their fields are the checks of a plan file and the source of its JS
 from __future__ import annotations
 
 import bisect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields
 from typing import Annotated, Any, Literal, TypeVar
@@ -16,6 +15,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from headscan.analysis.errors import AnalysisError
+from headscan.catalog import head_count
 
 #: What the KV cache of a layer holds. ``full``: a key and a value of every token for each KV head. ``sliding``: the
 #: same of the last tokens alone, by a window or in chunks. ``latent``: one vector a token for all heads (MLA).
@@ -484,7 +484,7 @@ class WindowShare(_WindowRequest):
 
     def window_count(self, steps: Steps) -> int:
         """Return the number of candidates that get a window."""
-        return min(max(1, math.floor(self.window_share * steps.candidates + 0.5)), steps.candidates)
+        return min(head_count(self.window_share, steps.candidates), steps.candidates)
 
 
 @dataclass(frozen=True, config=CHECKED)

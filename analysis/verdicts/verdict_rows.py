@@ -278,8 +278,8 @@ def _groups(store: Store, baseline: FinishedArm) -> dict[str, list[str]]:
     return json.loads(row["groups"]) if row["groups"] else {}
 
 
-#: Questions for which recall is asked, as a multiple of those with which identical answers keep it: at the least number
-#: they keep it in half of the cases, because the accuracy of the baseline varies.
+#: Safety factor on the number of recall questions. With the least number, identical answers pass in only half of the
+#: runs, because the baseline's accuracy varies.
 _SPARE = 1.5
 
 

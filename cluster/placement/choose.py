@@ -1,4 +1,6 @@
-"""Choice of a model's placement: the requested or first fitting one; the first that is tried: a replica per device."""
+"""Choice of a model's placement: the requested one, or the first that fits. The first one tried, `WholePlacement`, puts
+a replica on each device.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,6 @@ class WholePlacement(ReplicaPlacement):
     """Full replicas, each on a device of its own: ``cpu``, ``cuda`` (one GPU per replica) or ``cuda:N``."""
 
     name: ClassVar[str] = "whole"
-    summary: ClassVar[str] = "one replica per device"
 
     replicas: int
     device: str

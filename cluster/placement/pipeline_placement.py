@@ -27,7 +27,6 @@ class PipelinePlacement(Placement):
     """Replicas whose layer ranges run in actors on any nodes, on ``cpu`` or ``cuda`` (one GPU per stage)."""
 
     name: ClassVar[str] = "pipeline"
-    summary: ClassVar[str] = "layer ranges on devices of any nodes"
     options: ClassVar[tuple[str, ...]] = ("stages",)
     staged: ClassVar[bool] = True
 

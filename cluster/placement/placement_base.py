@@ -367,13 +367,11 @@ class Placement(ABC):
     A new placement is a subclass, a line in `choose.PLACEMENTS`, and its pool in `open_pool`.
 
     Attributes:
-        summary: Noun phrase for help texts.
         options: Fields of `PlacementRequest` that only this placement uses.
         staged: True if passes run range by range of the layers; its pools take a `StagedTask` only.
     """
 
     name: ClassVar[str]
-    summary: ClassVar[str]
     options: ClassVar[tuple[str, ...]] = ()
     staged: ClassVar[bool] = False
     replicas: int

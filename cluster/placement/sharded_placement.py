@@ -36,7 +36,6 @@ class ShardedPlacement(ReplicaPlacement):
     """
 
     name: ClassVar[str] = "sharded"
-    summary: ClassVar[str] = "one replica over several GPUs of a node"
     options: ClassVar[tuple[str, ...]] = ("gpus_per_replica", "offload")
 
     replicas: int

@@ -30,7 +30,6 @@ class StreamedPlacement(Placement):
     """
 
     name: ClassVar[str] = "streamed"
-    summary: ClassVar[str] = "one range of layers at a time on one device"
     options: ClassVar[tuple[str, ...]] = ("memory",)
     staged: ClassVar[bool] = True
 

@@ -38,8 +38,9 @@ class SeenKeys:
 
 
 class MaskReader:
-    """Reads each mask once, although every layer gets it, and finds the padding, for which a GPU waits, on request
-    only. With ``same``, all layers get the same mask, and its padding holds for the copies on other devices.
+    """Reads each mask once, because every layer receives the same one. Finding the padding makes a GPU wait, so it
+    happens on request only. With ``same``, all layers get the same mask, and its padding holds for the copies on
+    other devices.
     """
 
     def __init__(self, *, same: bool = False) -> None:

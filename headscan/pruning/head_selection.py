@@ -212,6 +212,8 @@ class HeadSelection:
 
     def choose(self, *, method: str = "damage", count: int, seed: int = 0) -> tuple[Head, ...]:
         """Return the heads of ``count`` units, sorted; ``layer-drop`` counts layers (the control of LLM-Drop)."""
+        if method not in METHODS:
+            raise PruningError(f"unknown method {method!r}. Choose one of {', '.join(METHODS)}")
         if not 0 <= count < self.total:
             raise PruningError(f"{count} units to remove (limit {self.total - 1} of {self.total}). Remove fewer")
         if count == 0:
@@ -221,8 +223,6 @@ class HeadSelection:
             return tuple(sorted(chain.from_iterable(random.Random(seed).sample(every, count))))
         if method == "layer-drop" and self._unit != "layer":
             return self._layers.choose(count=count)
-        if method not in METHODS:
-            raise PruningError(f"unknown method {method!r}. Choose one of {', '.join(METHODS)}")
         if count not in self._chosen:
             self._chosen[count] = self._least_damage(count)
         return self._chosen[count]

@@ -88,6 +88,17 @@ class _Arms:
     def uses_score(self) -> bool:
         return bool(self.score or self.share is not None or self.rule or self.run_id)
 
+    def check(self) -> None:
+        """Raise UsageError if an option changes no arm."""
+        ablates = bool(self.heads or self.mask or self.uses_score)
+        for flag, is_given, needed, is_used in (
+            ("--mask-order", self.mask_order != "mean", "--score", self.uses_score),
+            ("--plan-mode", self.plan_mode != ("forward",), "--plan", bool(self.plan)),
+            ("--controls", bool(self.controls), "--heads, --mask, --score or --plan", ablates or bool(self.plan)),
+        ):
+            if is_given and not is_used:
+                raise UsageError(f"{flag} has no effect without {needed}: leave it out")
+
     def of_heads(
         self, masks: Sequence[Sequence[tuple[int, int]]], store: Store, scan_run: str | None, value: AblationValue
     ) -> list[Arm]:
@@ -129,6 +140,7 @@ class Evaluate(RunVerb):
         self.texts.check(self.arms.replace)
         if self.arms.replace != "zero" and not (self.arms.heads or self.arms.mask or self.arms.uses_score):
             raise UsageError(f"--replace {self.arms.replace} needs ablated heads: give --heads, --mask or --score")
+        self.arms.check()
 
     def run(self) -> Result:
         from headscan.analysis.plans import load_plan

@@ -64,6 +64,10 @@ class RecallOptions:
     ] = True
     plan: Annotated[partial[RecallPlan], Group()]
 
+    def __post_init__(self) -> None:
+        if not self.asked and self.plan.keywords:
+            raise UsageError("--no-recall asks no recall questions: leave out their lengths and number")
+
     def config(self, **defaults: Any) -> RecallPlan | None:
         """Return the questions (None without any), with ``defaults`` for settings that the command line leaves out."""
         if not self.asked:

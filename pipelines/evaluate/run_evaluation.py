@@ -243,7 +243,7 @@ def answer_arms(
     store.finish_run(run_id, status="failed" if failed else "finished")
     if failed:
         raise NotFiniteError(
-            f"{len(failed)} of {len(arms)} arms have NaN log-likelihoods and no result: {', '.join(failed)}; load the "
+            f"{len(failed)} of {len(arms)} arms have NaN log-likelihoods and no result: {', '.join(failed)}. Load the "
             "model in another `dtype`"
         )
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from math import ceil, floor
+from math import ceil
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from headscan.analysis.store.verdict_limits import RECALL_PARTS, identical_quest
 from headscan.analysis.verdicts.confirmation import record_confirmation
 from headscan.analysis.verdicts.paired import CHANCE
 from headscan.analysis.verdicts.verdict_rows import least_questions, recall_needed, solves
-from headscan.catalog import SCORES, MassWidths, statistics_for
+from headscan.catalog import SCORES, MassWidths, head_count, statistics_for
 from headscan.errors import InterventionError
 from headscan.pipelines.corpora import CorpusReport, Sequence, shards
 from headscan.pipelines.corpora.sequences import hash_ids
@@ -217,7 +217,7 @@ def _check_masks(config: SweepConfig, facts: ModelFacts) -> None:
     """Raise InterventionError if a mask would ablate every head."""
     total = len(list(facts.grid.heads()))
     largest = max(config.shares)
-    if config.masks and floor(largest * total + 0.5) >= total:
+    if config.masks and head_count(largest, total) >= total:
         raise InterventionError(
             f"a mask of {largest:.0%} ablates all {total} heads of the model (limit {total - 1}). Use smaller "
             "`quantiles`, or no `masks`"

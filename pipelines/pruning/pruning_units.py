@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import floor
 from typing import Annotated
 
+from headscan.catalog import head_count
 from headscan.errors import PruningError
 from headscan.grid import Head, HeadGrid, Unit, find_units
 from headscan.options import Count, Limits, check_limits
@@ -93,7 +93,7 @@ class ShareBudget(Budget):
         return True
 
     def count(self, units: int, search: BudgetSearch) -> int:
-        count = max(1, floor(self.share * units + 0.5))
+        count = head_count(self.share, units)
         if count >= units:
             raise PruningError(f"share={self.share:g} removes all {units} units (limit {units - 1}). Lower `share`")
         return count

@@ -15,7 +15,7 @@ import torch
 from headscan.ablation.masks import HeadMask
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
-from headscan.catalog import EFFECT, IMPORTANCES, SCORES
+from headscan.catalog import EFFECT, IMPORTANCES, SCORES, head_count
 from headscan.errors import InterventionError
 from headscan.gates.fit_gates import fit_gates
 from headscan.grid import Head, HeadGrid
@@ -36,7 +36,6 @@ from headscan.pipelines.settings.evaluation_settings import (
     MEASURED,
     Comparison,
     EvaluateConfig,
-    head_count,
 )
 from headscan.pipelines.settings.saving_settings import TextConfig
 from headscan.pruning.calibration import Calibration

@@ -21,7 +21,7 @@ from headscan.ablation.masks import HeadMask, SiteMask
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.criterion_points import ALL_SITES, RANDOM, SitePoint, read_site_points
-from headscan.catalog import EFFECT, IMPORTANCES, SCORES, statistics_for
+from headscan.catalog import EFFECT, IMPORTANCES, SCORES, head_count, statistics_for
 from headscan.cluster.tasks.pool import Pool
 from headscan.errors import unknown_name
 from headscan.gradients.head_importance import head_gradients
@@ -42,7 +42,7 @@ from headscan.pipelines.runs.run_records import Run, fingerprint
 from headscan.pipelines.scan.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.pipelines.scoring.token_requests import whole_batches
 from headscan.pipelines.settings.corpus_settings import DataSpec
-from headscan.pipelines.settings.evaluation_settings import MEASURED, Comparison, head_count
+from headscan.pipelines.settings.evaluation_settings import MEASURED, Comparison
 from headscan.pruning.head_values import RELATIVE_ENTROPY, criterion_values
 
 #: Examples of one item of a pool.

@@ -73,8 +73,8 @@ class ModelIdentity:
         }
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the fields that decide numbers. The name is not one of them, because a model can be moved, nor are
-        other code files, with which a run resumes only if the user confirms it.
+        """Return the fields that decide numbers. The name is left out, because a model can be moved. The hash of the
+        model's own code is left out, because a run with changed code may resume with ``resume_anyway``.
         """
         return {
             "revision": self.revision,
@@ -112,7 +112,7 @@ class ModelFacts:
     Attributes:
         device: Device of its token ids.
         hardware: Type and name of the devices that hold its weights, such as ``cuda (NVIDIA H200)``.
-        caches: KV cache of each layer, see `kv_cache.find_caches`; None if it cannot be determined.
+        caches: KV cache of each layer, see `headscan.sizing.model_sizes`; None if it cannot be determined.
         max_tokens: Largest number of tokens with positions; None without a limit.
     """
 

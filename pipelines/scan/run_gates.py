@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from headscan.catalog import head_count
 from headscan.errors import GateError
 from headscan.gates.fit_gates import FitState, GateFit, Gates, TwoSidedGates, gates_of, is_done, opposite
 from headscan.grid import HeadGrid
@@ -177,8 +178,8 @@ def _read(config: GatesConfig, identity: ModelIdentity) -> tuple[np.ndarray, np.
 
 def _closed_count(config: GatesConfig, grid: HeadGrid) -> int:
     share = config.fit.share or 0.0
-    count = round(share * grid.total_heads)
-    if not 0 < count < grid.total_heads:
+    count = head_count(share, grid.total_heads)
+    if not share or count >= grid.total_heads:
         raise GateError(
             f"share={share:g} closes {count} of {grid.total_heads} heads (limit 1 to {grid.total_heads - 1}). Change"
             " `share`"

@@ -41,8 +41,8 @@ R = TypeVar("R")
 
 
 class CountedPasses(StagedTask[T, B, P, R]):
-    """A task with the results of another one that runs only in the process of ``count``, a function that is called with
-    the number of sequences after each pass with a whole model.
+    """A staged task that leaves the work to another one, and calls ``count`` with the number of sequences of each
+    finished pass of a whole model. Only pools of this process can run it, because ``count`` cannot be sent to others.
     """
 
     def __init__(self, task: StagedTask[T, B, P, R], count: Callable[[int], None]) -> None:

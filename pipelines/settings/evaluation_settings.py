@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from math import floor
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -372,8 +371,3 @@ class Comparison:
 #: ``forward``: window masks in the scored pass. ``decode``: keys are evicted after the context.
 PlanMode = Literal["forward", "decode"]
 PLAN_MODES: tuple[PlanMode, ...] = ("forward", "decode")
-
-
-def head_count(share: float, total: int) -> int:
-    """Return the number of heads of a share, at least 1."""
-    return max(1, floor(share * total + 0.5))

@@ -30,7 +30,7 @@ from headscan.analysis.verdicts.ordered_shares import (
     judge_shares,
     read_losses,
 )
-from headscan.catalog import SCORES
+from headscan.catalog import SCORES, head_count
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.evaluate.continuation_task import CONTINUATION, write_task
@@ -96,9 +96,9 @@ class _Study:
         record = Path(config.out) / "study.yaml"
         known = resumed(record, config)
         texts = split_texts(config.corpus, Path(config.out) / "texts", config.judge)
-        limit = run.identity.max_tokens or _TOKENS
-        tokens = config.tokens or min(limit, _TOKENS)
-        if tokens > limit:
+        limit = run.identity.max_tokens
+        tokens = config.tokens or min(limit or _TOKENS, _TOKENS)
+        if limit is not None and tokens > limit:
             raise StudyError(f"tokens={tokens} (limit {limit} positions of the model). Lower `tokens`")
         if known is None:
             speed = run.pool.one(time_pass, TimedPass(max(1, min(4, 2048 // tokens)), tokens))
@@ -230,7 +230,7 @@ class _Study:
 
     def _mask_arms(self, criterion: str, order: Sequence[tuple[int, int]]) -> list[Arm]:
         total = len(order)
-        counts = {share: max(1, round(share * total)) for share in self.config.shares or ()}
+        counts = {share: head_count(share, total) for share in self.config.shares or ()}
         arms = []
         for share, count in counts.items():
             name = f"mask {criterion} {100 * share:g}% of study"

@@ -12,6 +12,7 @@ from headscan.analysis.store.output_files import write_text
 from headscan.analysis.store.verdict_limits import LEAST_RETAINED, MARGIN
 from headscan.analysis.verdicts.measures import Increase
 from headscan.analysis.verdicts.ordered_shares import Outcome, ShareVerdict, exceeds, largest_safe
+from headscan.catalog import head_count
 from headscan.pipelines.runs.text_tables import plain, text_table, time_text
 
 
@@ -70,7 +71,7 @@ class Saving:
     def _size(self, share: ShareVerdict) -> str:
         unit = "KV heads windowed" if self.kind == "KV cache" else "heads"
         by = f" by {self.criterion}" if self.criterion else ""
-        return f"{round(share.share * self.units)} of {self.units} {unit} ({share.share:.1%}){by}"
+        return f"{head_count(share.share, self.units)} of {self.units} {unit} ({share.share:.1%}){by}"
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class StudyAnswer:
                 rows.append(
                     {
                         "arm": f"{saving.kind} {100 * share:.3g}%",
-                        "heads": f"{round(share * saving.units)}",
+                        "heads": f"{head_count(share, saving.units)}",
                         "accuracy": ""
                         if paired is None
                         else f"{paired.difference:+.1f} [{paired.low:+.1f}, {paired.high:+.1f}]",

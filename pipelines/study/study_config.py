@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -187,7 +187,7 @@ def _build(kind: Any, settings: Mapping[str, Any], place: str) -> Any:
     missing = [
         each.name
         for each in fields(kind)
-        if each.name in ("model", "corpus", "source", "name") and each.name not in settings
+        if each.default is MISSING and each.default_factory is MISSING and each.name not in settings
     ]
     if missing:
         raise StudyError(f"{place}{missing[0]} is missing. Set it")

@@ -80,13 +80,21 @@ class TimedPass:
 def time_pass(lm: LoadedModel, item: TimedPass) -> float:
     """Pool task: return the tokens per second of a forward pass; a first pass is not timed."""
     ids = torch.randint(0, lm.model.config.get_text_config().vocab_size, (item.sequences, item.tokens))
-    seconds = 0.0
+    ids, seconds = ids.to(lm.device), 0.0
     for _ in range(2):
+        _wait_for(lm.device)
         started = time.perf_counter()
         with torch.no_grad():
-            lm.model(input_ids=ids.to(lm.device))
+            lm.model(input_ids=ids)
+        _wait_for(lm.device)
         seconds = time.perf_counter() - started
     return item.sequences * item.tokens / seconds
+
+
+def _wait_for(device: torch.device) -> None:
+    """Wait for a GPU, which computes after the call returns."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True)
