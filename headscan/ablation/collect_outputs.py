@@ -22,7 +22,7 @@ from headscan.grid import AttentionSite
 from headscan.measure.collect import check_ids
 from headscan.models.forward_inputs import batch_kwargs, real_tokens, run
 from headscan.models.loaded_model import LoadedModel
-from headscan.options import Seed, check_limits
+from headscan.options import BATCH_TOKENS, Seed, check_limits
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,10 +72,6 @@ class HeadSamples(StoredOutputs):
 
         with lm.model.base_model.register_forward_pre_hook(refuse, with_kwargs=True):
             yield
-
-
-#: Tokens of one pass, padding included.
-BATCH_TOKENS = 8192
 
 
 def head_means(

@@ -33,6 +33,7 @@ from headscan.layers.blocks import find_blocks
 from headscan.measure.collect import check_ids
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import batches, run_halving
+from headscan.options import BATCH_TOKENS
 from headscan.sizing.model_sizes import NO_CACHE, LayerCache, find_caches
 
 #: A (layer, KV head).
@@ -175,8 +176,7 @@ def _causal(call: ScoredCall) -> Tensor:
 
 _log = logging.getLogger("headscan")
 
-#: Tokens of one pass, padding included, and the largest number on devices where more are slower.
-BATCH_TOKENS = 8192
+#: Largest number of tokens of one pass on devices where more are slower.
 _PASS_TOKENS = {"cpu": 2048}
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from headscan.errors import SequenceError
 from headscan.models.forward_inputs import real_tokens
+from headscan.options import BATCH_TOKENS
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Calibration:
 
     ids: Tensor
     lengths: Tensor
-    batch_tokens: int = 8192
+    batch_tokens: int = BATCH_TOKENS
     scored: Tensor | None = None
     weights: Tensor | None = None
 

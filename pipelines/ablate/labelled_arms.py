@@ -31,7 +31,7 @@ from headscan.models.forward_inputs import batch_kwargs
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import RopeLengths
 from headscan.models.token_batches import run_halving
-from headscan.options import Count, check_limits
+from headscan.options import BATCH_TOKENS, Count, check_limits
 from headscan.pipelines.ablate.single_heads import ablated_sets
 from headscan.pipelines.evaluate.answering import AnsweringPlan, WorkItem, answer_item
 from headscan.pipelines.evaluate.run_evaluation import answer_arms
@@ -183,7 +183,7 @@ class LabelledConfig:
     data: DataSpec
     metric: str | None = None
     max_tokens: int | None = None
-    batch_tokens: Count = 8192
+    batch_tokens: Count = BATCH_TOKENS
 
     def __post_init__(self) -> None:
         check_limits(self, ExampleError)

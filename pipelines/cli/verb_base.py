@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from headscan.checkpoints.source_folder import DEMO_MODEL
 from headscan.cluster.placement.devices import max_threads
-from headscan.cluster.placement.placement_base import BATCH_TOKENS, PlacementRequest, Timeouts
+from headscan.cluster.placement.placement_base import PlacementRequest, Timeouts
 from headscan.model_spec import ModelSpec
-from headscan.options import LONGEST_WAIT, Group, Option
+from headscan.options import BATCH_TOKENS, LONGEST_WAIT, Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, model_source, with_flags
 from headscan.pipelines.runs.text_tables import printable_lines
 from headscan.pipelines.settings.corpus_settings import CorpusSpec

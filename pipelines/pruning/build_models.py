@@ -16,6 +16,7 @@ from torch import Tensor
 from headscan.errors import PruningError
 from headscan.grid import Head, Unit
 from headscan.models.loaded_model import LoadedModel
+from headscan.options import BATCH_TOKENS
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.kv.damage_measurement import Prompts
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, check_tokens
@@ -130,7 +131,7 @@ class BuildJob:
     recall_weight: float = RecallConfig.weight
     held_out: HeldOutText | None = None
     held_out_prompts: tuple[Prompts, ...] = ()
-    batch_tokens: int = 8192
+    batch_tokens: int = BATCH_TOKENS
     seed: int = 0
     say: Callable[[str], None] = lambda line: None
     name: str = "pruning"

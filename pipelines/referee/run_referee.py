@@ -20,7 +20,7 @@ from headscan.errors import InterventionError
 from headscan.gates.fit_gates import fit_gates
 from headscan.grid import Head, HeadGrid
 from headscan.models.loaded_model import LoadedModel
-from headscan.options import GateConfig
+from headscan.options import BATCH_TOKENS, GateConfig
 from headscan.pipelines.evaluate.run_evaluation import check_predicts, evaluate
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.pruning.build_models import BuildJob, Repair, WantedModel, build_models
@@ -56,7 +56,7 @@ class ChoiceJob:
     criteria: tuple[str, ...]
     counts: tuple[int, ...]
     iterative: bool = False
-    batch_tokens: int = 8192
+    batch_tokens: int = BATCH_TOKENS
     say: Callable[[str], None] = lambda line: None
     name: str = "choice of heads"
 

@@ -11,7 +11,7 @@ from headscan.analysis.store.verdict_limits import QUESTIONS_PER_TEXT
 from headscan.catalog import EFFECT, IMPORTANCES, SCORES, Value
 from headscan.errors import HeadscanError, InterventionError
 from headscan.model_spec import ModelSpec
-from headscan.options import Count, Limits, Option, Seed, check_limits
+from headscan.options import BATCH_TOKENS, Count, Limits, Option, Seed, check_limits
 from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class EvaluateConfig:
     model: ModelSpec
     tasks: TaskConfig
     recall: RecallPlan | None = field(default_factory=RecallPlan)
-    batch_tokens: Count = 8192
+    batch_tokens: Count = BATCH_TOKENS
     share_prefixes: Annotated[
         bool | None, Option("shared prompt prefixes computed once (default: yes, unless rounding would differ)")
     ] = None

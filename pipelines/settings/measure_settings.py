@@ -16,7 +16,7 @@ from headscan.catalog import (
 )
 from headscan.errors import GateError, HeadscanError
 from headscan.model_spec import ModelSpec
-from headscan.options import BehaviourProbe, Count, GateConfig, Group, Limits, Option, check_limits
+from headscan.options import BATCH_TOKENS, BehaviourProbe, Count, GateConfig, Group, Limits, Option, check_limits
 from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec, DataSpec, TokenPlan
 
 #: Attention that is named on the command line.
@@ -45,7 +45,7 @@ class CorpusRunConfig:
     corpus: CorpusSpec
     tokens: TokenPlan
     shard_size: _ShardSize = field(default=None, kw_only=True)
-    batch_tokens: Count = field(default=8192, kw_only=True)
+    batch_tokens: Count = field(default=BATCH_TOKENS, kw_only=True)
 
     def __post_init__(self) -> None:
         check_limits(self, CorpusRunError)
@@ -121,7 +121,7 @@ class LabelledImportanceConfig:
     max_tokens: Annotated[int | None, Limits(least=1)] = None
     reduction: _Reduced = "mean"
     shard_size: _ShardSize = field(default=None, kw_only=True)
-    batch_tokens: Count = field(default=8192, kw_only=True)
+    batch_tokens: Count = field(default=BATCH_TOKENS, kw_only=True)
 
     def __post_init__(self) -> None:
         check_limits(self, CorpusRunError)
@@ -146,7 +146,7 @@ class ProbeConfig:
     ] = ()
     corpus: CorpusSpec = field(default_factory=lambda: CorpusSpec("python-stdlib"))
     settings: BehaviourProbe = field(default_factory=BehaviourProbe)
-    batch_tokens: Count = 8192
+    batch_tokens: Count = BATCH_TOKENS
 
     def __post_init__(self) -> None:
         check_limits(self, ProbeError)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from headscan.errors import PruningError
 from headscan.kv.kept_keys import Window, checked_window
-from headscan.options import Count, Limits, Option, Seed, check_limits
+from headscan.options import BATCH_TOKENS, Count, Limits, Option, Seed, check_limits
 from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec, longest_text
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class MeasureConfig:
         bool, Option("choose the KV heads near the budget's edge by their loss with real window masks")
     ] = True
     seed: Seed = 0
-    batch_tokens: Count = 8192
+    batch_tokens: Count = BATCH_TOKENS
 
     def __post_init__(self) -> None:
         from headscan.analysis.plans import PlanError

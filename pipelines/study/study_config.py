@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from headscan.catalog import IMPORTANCES, SCORES
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
-from headscan.options import Count, Option, check_limits
+from headscan.options import BATCH_TOKENS, Count, Option, check_limits
 from headscan.pipelines.settings.corpus_settings import CorpusSpec
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
 
@@ -103,7 +103,7 @@ class StudyConfig:
     judge: CorpusSpec | None = None
     search: bool | None = None
     prune_by: Literal["damage", "criterion"] | None = None
-    batch_tokens: Count = 8192
+    batch_tokens: Count = BATCH_TOKENS
 
     def __post_init__(self) -> None:
         check_limits(self, StudyError)

@@ -226,6 +226,7 @@ def test_commands_name_the_bundled_model_as_a_user_does() -> None:
         return Commands.of({"model": model}, Path("s")).on_model("sweep")
 
     assert named(DEMO_FOLDER.name) == f"headscan sweep {DEMO_MODEL} --store s"
+    assert named("SmolLM2-135M-Instruct.Q4_1") == "headscan sweep smollm2 --store s"
     assert named("my model") == "headscan sweep 'my model' --store s"
 
 
