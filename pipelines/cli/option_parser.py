@@ -74,11 +74,9 @@ def text_type(option: Option, kind: type, *, many: bool) -> Callable[[str], Any]
     parse_one = _one(option, kind)
     if not many or option.repeated:
         return parse_one
-    if option.names is not None:
-        return lambda text: _names(option, parse_one, text)
-    if kind is str and option.parse is None:
+    if kind is str and option.names is None and option.parse is None:
         return _words
-    return lambda text: tuple(parse_one(part.strip()) for part in text.split(","))
+    return lambda text: _several(option, parse_one, text)
 
 
 def _one(option: Option, kind: type) -> Callable[[str], Any]:
@@ -110,11 +108,12 @@ def _name(option: Option, text: str) -> str:
     return text
 
 
-def _names(option: Option, parse_one: Callable[[str], str], text: str) -> tuple[str, ...]:
-    """Return comma-separated names, each once. A word of the option's sets expands to several names."""
+def _several(option: Option, parse_one: Callable[[str], Any], text: str) -> tuple[Any, ...]:
+    """Return comma-separated values, and names once each. A word of the option's sets stands for several values."""
     if option.sets is not None and text in option.sets:
         return option.sets[text]
-    return tuple(dict.fromkeys(parse_one(part.strip()) for part in text.split(",")))
+    found = tuple(parse_one(part.strip()) for part in text.split(","))
+    return tuple(dict.fromkeys(found)) if option.names is not None else found
 
 
 def _words(text: str) -> tuple[str, ...]:

@@ -23,6 +23,10 @@ RECALL_IMPORTANCE = "importance_recall"
 SHARES = ("shares", "window_shares", "prune_shares")
 
 
+#: The word that leaves a kind of saving out.
+_NONE: dict[str, tuple[float, ...]] = {"none": ()}
+
+
 class StudyError(HeadscanError):
     """A study that cannot be made with these settings."""
 
@@ -67,22 +71,29 @@ class StudyConfig:
     ] = ("output_norm_ln", "importance", RECALL_IMPORTANCE)
     shares: Annotated[
         tuple[float, ...] | None,
-        Option("comma-separated shares of heads to ablate (default: up to 0.3, as the time allows)", above=0, below=1),
+        Option(
+            "comma-separated shares of heads to ablate, or `none` (default: up to 0.3, as the time allows)",
+            above=0,
+            below=1,
+            sets=_NONE,
+        ),
     ] = None
     window_shares: Annotated[
         tuple[float, ...] | None,
         Option(
-            "comma-separated shares of KV heads that keep a window (default: up to 0.75, as the time allows)",
+            "comma-separated shares of KV heads that get a window, or `none` (default: up to 0.75, as the time allows)",
             above=0,
             below=1,
+            sets=_NONE,
         ),
     ] = None
     prune_shares: Annotated[
         tuple[float, ...] | None,
         Option(
-            "comma-separated shares of heads to remove for good (default: up to 0.3, as the time allows)",
+            "comma-separated shares of heads to remove for good, or `none` (default: up to 0.3, as the time allows)",
             above=0,
             below=1,
+            sets=_NONE,
         ),
     ] = None
     recent: Annotated[int | None, Option("recent tokens of a window (default: 1/8 of a text)", least=1)] = None

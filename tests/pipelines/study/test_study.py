@@ -193,6 +193,10 @@ def test_a_file_and_options_become_one_study(tmp_path: Path, capsys: pytest.Capt
     assert found.judge is not None and found.judge.name == "others/"
     named = read_command(["study", "demo", "--config", str(file), "--tasks", "mmlu", "--limit", "5"])._config()
     assert named.tasks == TaskConfig(("mmlu",), limit=5) and named.model.dtype == "float32"
+    alone = read_command(
+        ["study", "demo", "--corpus", "texts/", "--window-shares", "none", "--shares", "0.1,0.2"]
+    )._config()
+    assert (alone.shares, alone.window_shares, alone.prune_shares, alone.kinds) == ((0.1, 0.2), (), None, 2)
     for words, message in (
         (["--limit", "5"], "belong to --tasks"),
         (["--dtype", "float16"], "options of the model need MODEL"),
