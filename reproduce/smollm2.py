@@ -21,12 +21,15 @@ from typing import Any
 
 from paper_run import Step, parser, run
 
+from headscan.analysis.heads.head_ranking import rank_importance
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.criterion_points import agreements, criterion_points
 from headscan.analysis.verdicts.judge import judge
 from headscan.analysis.verdicts.ordered_shares import read_losses
 from headscan.catalog import SCORES
 from headscan.pipelines.referee.referee_table import CriterionLoss, criterion_losses
+from headscan.pipelines.study.run_study import least_important
+from headscan.pipelines.study.study_config import RECALL_IMPORTANCE
 
 #: Criteria of the comparison by loss.
 CRITERIA = (*SCORES, "importance", "importance_entropy", "layer-drop")
@@ -128,7 +131,7 @@ def _answers(studies: Sequence[Mapping[str, Any]]) -> str:
                         *("" if each is None else f"{each['value']:.0f} {_range(each, '.0f')}" for each in kept),
                         verdict["outcome"] + (f": {verdict['why']}" if verdict["why"] else ""),
                     ]
-                rows.append((kind, f"{100 * share:g} %", f"{loss['difference']:+.3f} {_range(loss, '+.3f')}", *cells))
+                rows.append((kind, f"{100 * share:.3g} %", f"{loss['difference']:+.3f} {_range(loss, '+.3f')}", *cells))
     limits = (
         "*Safe*: at most one point of accuracy is lost and 90 % of recall is kept, shown by 95 % intervals that hold"
         " for all kinds of savings of a study together. *Loses*: a loss is shown, or the text's loss rises by more than"
@@ -144,12 +147,16 @@ def _range(interval: Mapping[str, Any], digits: str) -> str:
 
 
 def _heads(store: Store) -> list[dict[str, Any]]:
-    """Return one row per head: scores of the scan, behaviours of the probe, and importance on the scan's texts."""
-    return store.query(
+    """Return one row per head: scores, behaviours, and importance on the texts of the scan and with recall prompts."""
+    heads = store.query(
         "SELECT h.*, b.* EXCLUDE (run_id, model, site, layer, head), i.importance FROM head_summary h"
         " JOIN behaviour_summary b USING (site, layer, head)"
         " JOIN all_importance_summary i USING (site, layer, head, corpus) ORDER BY layer, head"
     ).to_pylist()
+    runs = store.query("SELECT run_id FROM runs WHERE kind = 'importance'").column(0).to_pylist()
+    order = least_important([rank_importance(store, run) for run in runs])
+    place = {head: number for number, head in enumerate(order)}
+    return [head | {RECALL_IMPORTANCE: place[head["layer"], head["head"]]} for head in heads]
 
 
 def _sinks(heads: Sequence[Mapping[str, Any]], answers: Mapping[str, Any], figures: Path) -> str:
@@ -265,7 +272,7 @@ def _choice(store: Store) -> str:
 def _tail(heads: Sequence[Mapping[str, Any]]) -> str:
     """Return where the strongest heads of each behaviour stand among the inactive ones."""
     ranks: dict[str, dict[tuple[int, int], int]] = {}
-    for score, sign in (("output_norm_ln", 1), ("first_token_weight", -1), ("importance", 1)):
+    for score, sign in (("output_norm_ln", 1), ("first_token_weight", -1), ("importance", 1), (RECALL_IMPORTANCE, 1)):
         order = sorted(heads, key=lambda head, score=score, sign=sign: sign * (head[score] or 0))
         ranks[score] = {(head["layer"], head["head"]): number for number, head in enumerate(order, 1)}
     rows = [("behaviour", "head", "score", *(f"place by `{score}`" for score in ranks))]
