@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from paper_run import Step, parser, run
 
 from headscan.analysis.heads.head_ranking import rank_importance
@@ -26,6 +27,7 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.criterion_points import agreements, criterion_points
 from headscan.analysis.verdicts.judge import judge
 from headscan.analysis.verdicts.ordered_shares import read_losses
+from headscan.analysis.verdicts.verdict_rows import RecallVerdict
 from headscan.catalog import SCORES
 from headscan.pipelines.referee.referee_table import CriterionLoss, criterion_losses
 from headscan.pipelines.study.run_study import least_important
@@ -73,27 +75,23 @@ def write_page(options: argparse.Namespace) -> list[str]:
     """Write the page and its figures; return lines about them."""
     store = Store(options.out / "study" / "study.duckdb")
     files = [options.out / name / "answers.json" for name in ("study", "heads")]
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
+    files = [file for file in files if file.exists()]
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     answers = found[0]
     page: Path = options.page or options.out / "smollm2.md"
     figures = page.with_suffix("")
     figures.mkdir(parents=True, exist_ok=True)
     heads = _heads(store)
-    losses, tau = _referee(Store(options.out / "referee.duckdb"), [(head["layer"], head["head"]) for head in heads])
-    parts = [
-        _opening(options, answers, store),
-        _answers(found),
-        _sinks(heads, answers, figures),
-        _criteria(losses, tau, figures),
-        _choice(store),
-        _tail(heads),
-        _commands(options),
-    ]
+    parts = [_opening(answers, store), _answers(found), _sinks(heads, figures)]
+    referee = options.out / "referee.duckdb"
+    if referee.exists():
+        parts.append(_criteria(Store(referee), heads, figures))
+    parts += [_choice(store, figures), _tail(heads), _commands(options, files)]
     page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return [f"page     {page}", f"figures  {figures}"]
 
 
-def _opening(options: argparse.Namespace, answers: Mapping[str, Any], store: Store) -> str:
+def _opening(answers: Mapping[str, Any], store: Store) -> str:
     runs = store.query(
         "SELECT kind, sum(epoch(finished_at - started_at)) / 60 AS minutes FROM runs"
         " WHERE finished_at IS NOT NULL GROUP BY kind ORDER BY kind"
@@ -159,7 +157,7 @@ def _heads(store: Store) -> list[dict[str, Any]]:
     return [head | {RECALL_IMPORTANCE: place[head["layer"], head["head"]]} for head in heads]
 
 
-def _sinks(heads: Sequence[Mapping[str, Any]], answers: Mapping[str, Any], figures: Path) -> str:
+def _sinks(heads: Sequence[Mapping[str, Any]], figures: Path) -> str:
     by_layer: dict[int, list[float]] = {}
     for head in heads:
         by_layer.setdefault(head["layer"], []).append(head["first_token_weight"])
@@ -197,7 +195,8 @@ def _referee(store: Store, heads: Sequence[tuple[int, int]]) -> tuple[list[Crite
     return [row for row in criterion_losses(points, controls) if row.measure == "loss"], tau
 
 
-def _criteria(losses: Sequence[CriterionLoss], tau: Mapping[str, float], figures: Path) -> str:
+def _criteria(store: Store, heads: Sequence[Mapping[str, Any]], figures: Path) -> str:
+    losses, tau = _referee(store, [(head["layer"], head["head"]) for head in heads])
     curves: dict[str, list[CriterionLoss]] = {}
     for row in sorted(losses, key=lambda row: row.share):
         curves.setdefault(row.criterion, []).append(row)
@@ -239,7 +238,7 @@ def _loss(row: CriterionLoss) -> str:
     return f"{row.value:+.3f} [{row.low:+.3f}, {row.high:+.3f}]"
 
 
-def _choice(store: Store) -> str:
+def _choice(store: Store, figures: Path) -> str:
     """Return what each criterion of the study keeps of loss and recall, on the texts that chose between them."""
     run_id = store.query(
         "SELECT run_id FROM arms WHERE selection = 'study' GROUP BY run_id ORDER BY count(DISTINCT score) DESC, run_id"
@@ -261,12 +260,35 @@ def _choice(store: Store) -> str:
                 *(f"{paired[kind].arm:.0f}" if kind in paired else "" for kind in ("copying", "needle")),
             )
         )
-    whole = ", ".join(f"{each.paired.baseline:.0f} % of {family}" for family, each in kept[arms[0]["name"]].items())
+    first = {family: each.paired for family, each in kept[arms[0]["name"]].items()}
+    asked = max(paired.questions for paired in first.values())
+    image = _copying_figure(arms, kept, figures)
     return (
-        "## Which criterion keeps copying\n\nThe study's choice of a criterion, on texts and recall questions that"
-        f" judge nothing. The whole model does {whole}. `importance_recall` is the larger of the importance on texts"
-        " and on needle and copying prompts, each over its mean; the other criteria see text alone.\n\n" + _table(rows)
+        "## Which criterion keeps copying\n\nThe study's choice of a criterion, on texts and"
+        f" {asked} recall questions of each kind that judge nothing. The whole model copies"
+        f" {first['copying'].baseline:.0f} % of the tokens and finds {first['needle'].baseline:.0f} % of the needles."
+        " `importance_recall` is the larger of the importance on texts"
+        " and on needle and copying prompts, each over its mean; the other criteria see text alone.\n\n"
+        f"{_table(rows)}\n\n{image}"
     )
+
+
+def _copying_figure(
+    arms: Sequence[Mapping[str, Any]], kept: Mapping[str, Mapping[str, RecallVerdict]], figures: Path
+) -> str:
+    """Draw the copying that is left against the share of heads zeroed, by criterion."""
+
+    def draw(plt: Any) -> None:
+        for score in dict.fromkeys(arm["score"] for arm in arms):
+            of_score = [arm for arm in arms if arm["score"] == score]
+            first = kept[of_score[0]["name"]]["copying"].paired
+            left = [first.baseline, *(kept[arm["name"]]["copying"].paired.arm for arm in of_score)]
+            plt.plot([0, *(100 * arm["share"] for arm in of_score)], left, marker="o", label=score)
+        plt.ylim(bottom=0)
+        plt.xlabel("heads zeroed, %"), plt.ylabel("tokens copied, %")
+        plt.legend()
+
+    return _figure(figures / "copying.svg", draw, "Copying left, by the criterion that chooses the heads", size=(6, 4))
 
 
 def _tail(heads: Sequence[Mapping[str, Any]]) -> str:
@@ -295,9 +317,15 @@ def _tail(heads: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _commands(options: argparse.Namespace) -> str:
-    lines = "\n".join(step.shown for step in steps(options))
-    return f"## Commands\n\n```\n{lines}\n```"
+def _commands(options: argparse.Namespace, answers: Sequence[Path]) -> str:
+    """Return the command that writes the page, and what each study ran with."""
+    parts = [f"## Settings\n\n`python reproduce/smollm2.py --corpus texts/ --hours {options.hours:g}`; texts:"]
+    parts[0] += f" {options.texts}." if options.texts else f" {options.corpus}."
+    for file in answers:
+        settings = yaml.safe_load((file.parent / "study.yaml").read_text(encoding="utf-8"))
+        plain = {name: value for name, value in settings.items() if name not in ("model", "corpus", "out", "judge")}
+        parts.append(f"`{file.parent.name}/study.yaml`:\n\n```yaml\n{yaml.safe_dump(plain, sort_keys=False)}```")
+    return "\n\n".join(parts)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
@@ -325,6 +353,7 @@ def main() -> int:
     found = parser(__doc__, model="smollm2")
     found.add_argument("--corpus", default="python-stdlib-heldout", help="English texts: a file or a folder")
     found.add_argument("--hours", type=float, default=2.0, help="time limit of the study, in hours (default: 2)")
+    found.add_argument("--texts", default="", help="what the page calls the texts (default: the corpus)")
     found.add_argument("--page", type=Path, help="Markdown file (default: smollm2.md in the folder of results)")
     options = found.parse_args()
     if options.stand_in:

@@ -69,7 +69,7 @@ class Stage:
         units: Mapping[int, Sequence[tuple[Head, ...]]],
         before: Repaired,
         more: int,
-        progress: Callable[[], object],
+        progress: Callable[[], object] = lambda: None,
     ) -> None:
         self._divergence, self._before, self._progress = divergence, before.edits, progress
         self.curves = {

@@ -139,5 +139,5 @@ def test_settings_out_of_range(config: GatesConfig, store: Store) -> None:
     ):
         with pytest.raises(GateError, match=message):
             replace(config, **settings)
-    with pytest.raises(GateError, match=r"share=0\.001 closes 0 of"):
-        run(replace(config, fit=GateConfig(share=0.001)), store)
+    with pytest.raises(GateError, match=r"share=0\.999 closes \d+ of"):
+        run(replace(config, fit=GateConfig(share=0.999)), store)
