@@ -65,11 +65,13 @@ class RayPool(SupervisedPool):
         cpus = 0 if session.local or gpus else placement.threads
         session.check(placement.replicas, GPU=gpus, CPU=cpus)
         self._remote = session.ray.remote(num_cpus=cpus, num_gpus=gpus, **ACTOR)(Worker)
-        self._arguments = (spec, placement.actor_target, placement.threads)
+        self._spec, self._placement = spec, placement
         super().__init__(session, placement.replicas, [{"GPU": gpus, "CPU": cpus}], timeouts)
 
     def new_replica(self) -> Replica:
-        return _WholeReplica(self._ray, self._remote.remote(*self._arguments))
+        return _WholeReplica(
+            self._ray, self._remote.remote(self._spec, self._placement.actor_target, self._placement.threads)
+        )
 
 
 #: Passes in flight per stage: one runs, one waits.
