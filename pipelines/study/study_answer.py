@@ -113,8 +113,8 @@ class StudyAnswer:
         limits = (
             f"safe: no more than {MARGIN:.0f} point of accuracy lost, and {LEAST_RETAINED:.0f} % of recall kept. Loses:"
             f" more than {MARGIN:.0f} point of accuracy or of recall, less than {LEAST_RETAINED:.0f} % of recall, or a"
-            f" loss above {self.max_loss:g} nats per token is shown. Intervals hold for all {len(self.savings)} savings"
-            " together"
+            f" loss above {self.max_loss:g} nats per token is shown"
+            + (f". Intervals hold for all {len(self.savings)} savings together" if len(self.savings) > 1 else "")
         )
         return "\n\n".join(
             [
