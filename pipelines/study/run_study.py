@@ -7,6 +7,7 @@ the judging questions are read. The same call resumes; every step is a run in th
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -135,7 +136,7 @@ class _Study:
         for kind, of_kind in arms.items():
             saving = Saving(kind, tuple(judged[kind]), tuple((arm.name, arm.share or 0.0) for arm in of_kind))
             if kind == "heads ablated":
-                saving = replace(saving, criterion=criterion, units=self.run.facts.grid.total_heads)
+                saving = self._with_heads(replace(saving, criterion=criterion), masks)
             elif kind == "KV cache":
                 saving = self._with_plan(saving, plans, planned)
             else:
@@ -423,6 +424,16 @@ class _Study:
 
     def _count(self, sql: str, run_id: str) -> int:
         return int(self.run.store.query(sql, [run_id])[0][0].as_py())
+
+    def _with_heads(self, saving: Saving, arms: list[Arm]) -> Saving:
+        """Write the safe heads as a list that `headscan prune --import-heads` reads."""
+        saving = replace(saving, units=self.run.facts.grid.total_heads)
+        for arm in arms:
+            if saving.safe is not None and arm.name == saving.safe.name and isinstance(arm.ablated, HeadMask):
+                path = Path(self.config.out) / "heads.json"
+                write_text(path, json.dumps([list(head) for head in arm.ablated.heads]) + "\n")
+                saving = replace(saving, file=str(path))
+        return saving
 
     def _with_plan(self, saving: Saving, plans: list[HeadPlan], arms: list[Arm]) -> Saving:
         """Add the cache that the safe plan leaves, and write it as the study's plan."""
