@@ -1,4 +1,4 @@
-"""What the hours of a study allow: texts, shares, searches, and the questions of each kind.
+"""The plan of a study's hours: number of texts, shares, searches, and questions of each kind.
 
 A forward pass is timed, the questions are built and their tokens counted, and the whole model is asked recall
 questions. Everything else follows from the number of times that each step reads its texts.
@@ -99,7 +99,7 @@ def _wait_for(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class QuestionCosts:
-    """What questions cost, and how many are enough.
+    """Tokens of the questions, and the numbers that are enough.
 
     Attributes:
         tokens, recall_tokens: Tokens of a benchmark question, and of a needle and a copying question together.
@@ -250,9 +250,9 @@ def _step_seconds(config: StudyConfig, sequences: int, judged_texts: int, speed:
         "2. probe": 60 * 256 / speed,
         # Importance has a backward pass, which costs two forward passes; arms share the layers below their heads.
         "3. criterion": (3 * measured + candidates * (judged_texts / 2 + PROMPTS)) * per_text,
-        # A forward and a backward pass for the gradients, and three for the moments of every head.
+        # Gradients of every head, and each set of windows; 6 fits a run on SmolLM2 (5 minutes estimated, 6 taken).
         "4. plans": (6 + windows) * prompts * per_text,
-        # Twice the texts and prompts run through the original and the repaired model; solving takes about as long.
+        # Twice the texts and prompts run through both models, and solving takes time; 3.5 fits a run on SmolLM2.
         "5. pruning": 3.5 * pruned * (2 * sequences + 4 * PROMPTS) * per_text,
         "6. loss": (1 + masks + windows + pruned) * judged_texts * per_text,
     }
