@@ -60,3 +60,13 @@ NEEDLE_CHANCE = 30.0
 
 #: Minimum share of tokens, in percent, that a baseline must copy to count as copying.
 LEAST_COPIED = 10.0
+
+
+def limits_words(max_loss: float | None = None) -> str:
+    """Return what the outcomes of verdicts mean; ``max_loss``, in nats per token, is a limit of studies alone."""
+    text = "" if max_loss is None else f", or a loss above {max_loss:g} nats per token"
+    points = f"{MARGIN:.0f} point of accuracy"
+    return (
+        f"safe: no more than {points} lost, and {LEAST_RETAINED:.0f} % of recall kept. Loses: more than {points} or of"
+        f" recall, less than {LEAST_RETAINED:.0f} % of recall{text} is shown"
+    )

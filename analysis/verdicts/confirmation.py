@@ -90,6 +90,10 @@ class SweepChoice:
 
     def sentence(self) -> str:
         """Return selection, judging questions and verdict as text."""
+        return f"{self.origin()}: {self.verdict.sentence()}"
+
+    def origin(self) -> str:
+        """Return what the arm was selected from, and the questions that selected and judged it."""
         arms = f"{self.candidates} {self.verdict.kind}{'' if self.candidates == 1 else 's'}"
         best = f"Best of {arms}" if self.passed else f"Closest of {arms}, none of which passes"
         judged_on = self.verdict.paired.questions
@@ -102,7 +106,7 @@ class SweepChoice:
                 f"selected and judged on the same {judged_on:,} questions, so its interval is not corrected for the"
                 " selection"
             )
-        return f"{best}, {questions}: {self.verdict.sentence()}"
+        return f"{best}, {questions}"
 
 
 def best_candidate(candidates: Iterable[Candidate]) -> Candidate | None:

@@ -147,14 +147,23 @@ class Controls:
                 size += f" (they {'remove' if kind.is_pruned else 'ablate'} {self.zeroed_share:.1%})"
         count = len(self.arms)
         spread = f"{self.lowest:+.2f} to {self.highest:+.2f} points" if count > 1 else f"{self.mean:+.2f} points"
-        controls = f"{count} random control{'s' * (count > 1)} {size}, which change{'s' * (count == 1)} accuracy"
-        return f"Better than {self.beaten} of {controls} by {spread}; {self._proof()}"
+        controls = f"{count} random choice{'s' * (count > 1)} {size}"
+        verb = "loses" if self.beaten == 1 else "lose"
+        return f"Of {controls}, {self.beaten} {verb} more accuracy ({spread}); {self._proof()}"
+
+    def standing(self) -> str:
+        """Return the number of controls that lose more, and the probability of that by chance if it can show a lot."""
+        beaten, count = self.beaten, len(self.arms)
+        if self.selected is not None and self.selected.beaten is not None:
+            beaten, count = self.selected.beaten, self.selected.curves
+        enough = self.p_value is not None and count >= LEAST_CONTROLS
+        return f"{beaten} of {count}" + (f", p = {self.p_value:.2g}" if enough else "")
 
     def _proof(self) -> str:
         if self.selected is not None:
             return self.selected.words()
         if len(self.arms) < LEAST_CONTROLS:
-            return f"at least {LEAST_CONTROLS} controls are needed to show a better choice of heads than chance"
+            return f"at least {LEAST_CONTROLS} are needed to show a better choice of heads than chance"
         if self.better:
             among = f" for the best of {self.tried} arms" if self.tried > 1 else ""
             return f"p = {self.p_value:.2g}{among}, a better choice of heads than chance"

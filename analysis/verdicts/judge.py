@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.tables import ACCURACY, LOSS
+from headscan.analysis.store.tables import ACCURACY, BITS_PER_BYTE, LOSS
 from headscan.analysis.store.verdict_limits import BENCHMARK_PARTS, LEAST_RETAINED, MARGIN, RECALL_PARTS
 from headscan.analysis.verdicts.controls import (
     Controls,
@@ -41,6 +42,12 @@ REPLACED = {"mean": "replaced by their means", "resample": "replaced by their ou
 
 #: Maximum number of lost tasks in a sentence; the store has all of them.
 _MOST_NAMED = 3
+
+
+class Outcome(StrEnum):
+    SAFE = "safe"
+    LOSES = "loses"
+    OPEN = "too few questions"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +91,14 @@ class ArmOutcome:
     def recall_open(self) -> str:
         """Names of the recall families that are shown neither lost nor kept."""
         return ", ".join(family.family for family in self.families if not (family.failed or family.kept))
+
+    @property
+    def other_measures(self) -> list[str]:
+        """Measures in words, without the loss that `value` returns."""
+        loss = loss_increase(self.measures)
+        shown = {each.task for each in self.measures if loss is not None and each.increase is loss}
+        measures = [each for each in self.measures if not (each.task in shown and each.metric in (LOSS, BITS_PER_BYTE))]
+        return measure_words(measures)
 
     @property
     def families(self) -> tuple[RecallVerdict, ...]:
@@ -133,8 +148,8 @@ class ArmOutcome:
             return "Recall cannot be judged: the baseline fails the recall tasks"
         left = ", ".join(family.points() for family in self.families)
         return (
-            f"Recall left, as a share of the model's ability above chance: {left}"
-            f" (95 % intervals; limits {LEAST_RETAINED:.0f} % and -{MARGIN:.0f} point)"
+            f"Recall left, where 100 % is what the whole model does beyond guessing: {left}"
+            f" (95 % intervals; at least {LEAST_RETAINED:.0f} %, or at most {MARGIN:.0f} point lost)"
         )
 
 
@@ -177,6 +192,42 @@ class ArmVerdict(ArmOutcome):
     def removable(self) -> bool:
         """True if the arm passes the benchmark and keeps the model's recall."""
         return self.passes_benchmark and not self.recall_lost and not self.recall_open
+
+    @property
+    def outcome(self) -> Outcome:
+        """The verdict in one word."""
+        if self.losses:
+            return Outcome.LOSES
+        return Outcome.SAFE if self.removable else Outcome.OPEN
+
+    @property
+    def why(self) -> str:
+        """Losses, or missing evidence, in a few words; empty if the arm is safe."""
+        if self.outcome is Outcome.SAFE:
+            return ""
+        return self._lost() if self.losses else self._missing()
+
+    def _lost(self) -> str:
+        parts = []
+        if self.paired.shows_loss:
+            parts.append(f"accuracy ({self.paired.difference:+.1f} points)")
+        elif self.tasks_lost:
+            parts.append(f"accuracy in {self.tasks_lost[0].task}")
+        return " and ".join([*parts, *(family.points() for family in self.recall if family.failed)])
+
+    def _missing(self) -> str:
+        if not self.paired.above_chance:
+            return "the model itself is at or near chance on these questions"
+        parts = []
+        if not self.passes_benchmark:
+            needed = self.questions_needed
+            parts.append(f"needs about {about(needed)} questions" if needed else "may lose more than one point")
+        for family in self.families:
+            if not (family.failed or family.kept):
+                wanting = family.wanting()
+                keeps = f"may lose {family.family} (keeps {family.share_left()})"
+                parts.append(f"needs {wanting}" if wanting else keeps)
+        return "; ".join(parts)
 
     def _parts(self) -> list[str]:
         p = self.paired
@@ -235,7 +286,7 @@ class ArmVerdict(ArmOutcome):
             doubts.append(self._questions_words() or "its loss may be more than one point")
         if self.recall_open:
             wanting = [family.wanting() for family in self.recall if family.informative and not family.kept]
-            needed = "; ".join(words for words in wanting if words)
+            needed = "; ".join(f"{words} are needed" for words in wanting if words)
             doubts.append(f"recall is not shown to be kept ({self.recall_open}{f'; {needed}' if needed else ''})")
         return doubts
 
@@ -294,6 +345,11 @@ class Verdict:
     unrecorded: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
 
     @property
+    def outcomes(self) -> dict[str, ArmOutcome]:
+        """All finished arms by name; those without accuracy come last."""
+        return {arm.name: arm for arm in (*self.arms, *self.unjudged)}
+
+    @property
     def progress(self) -> str:
         """Number of finished arms in words, the baseline included; empty if all are finished."""
         finished = 1 + len(self.arms) + len(self.unjudged)
@@ -301,7 +357,7 @@ class Verdict:
 
     def sentences(self) -> list[str]:
         """Return one sentence per arm that is no control, after the progress if arms are unfinished."""
-        lines = [arm.sentence() for arm in (*self.arms, *self.unjudged) if not arm.is_control]
+        lines = [arm.sentence() for arm in self.outcomes.values() if not arm.is_control]
         return [f"{self.progress}.", *lines] if self.progress else lines
 
 

@@ -12,15 +12,14 @@ limit is out before any question is asked. Recall comes next, and the benchmark 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import dataclass
 
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.confirmation import widened
-from headscan.analysis.verdicts.judge import ArmOutcome, ArmVerdict, arm_outcome
+from headscan.analysis.verdicts.judge import ArmOutcome, ArmVerdict, Outcome, arm_outcome
 from headscan.analysis.verdicts.measures import Increase, read_measures
-from headscan.analysis.verdicts.paired import PairedDifference, about
+from headscan.analysis.verdicts.paired import PairedDifference
 from headscan.analysis.verdicts.verdict_rows import (
     RecallVerdict,
     Scope,
@@ -28,12 +27,6 @@ from headscan.analysis.verdicts.verdict_rows import (
     finished_arms,
     read_verdict_rows,
 )
-
-
-class Outcome(StrEnum):
-    SAFE = "safe"
-    LOSES = "loses"
-    OPEN = "too few questions"
 
 
 @dataclass(frozen=True)
@@ -123,48 +116,14 @@ def share_verdict(outcome: ArmOutcome, share: float, loss: Increase | None) -> S
     """Return the verdict on an arm whose interval is widened already."""
     if not isinstance(outcome, ArmVerdict):
         raise VerdictError("these questions have no right answers, so no share can be judged. Choose other tasks")
-    known = ShareVerdict(
+    return ShareVerdict(
         outcome.name,
         share,
         loss,
-        Outcome.SAFE,
+        outcome.outcome,
+        outcome.why,
         accuracy=outcome.paired,
-        recall=tuple(family for family in outcome.recall if family.informative),
+        recall=outcome.families,
         cache_left=outcome.cache_left,
         weights_left=outcome.weights_left,
     )
-    if outcome.losses:
-        return replace(known, outcome=Outcome.LOSES, why=_lost(outcome))
-    if outcome.removable:
-        return known
-    return replace(known, outcome=Outcome.OPEN, why=_missing(outcome))
-
-
-def _lost(outcome: ArmVerdict) -> str:
-    parts = []
-    if outcome.paired.shows_loss:
-        parts.append(f"accuracy ({outcome.paired.difference:+.1f} points)")
-    elif outcome.tasks_lost:
-        parts.append(f"accuracy in {outcome.tasks_lost[0].task}")
-    parts += [family.points() for family in outcome.recall if family.failed]
-    return " and ".join(parts)
-
-
-def _missing(outcome: ArmVerdict) -> str:
-    paired = outcome.paired
-    if not paired.above_chance:
-        return "the model itself is at or near chance on these questions"
-    parts = []
-    if not outcome.passes_benchmark:
-        needed = outcome.questions_needed
-        parts.append(f"needs about {about(needed)}" if needed else "may lose more than one point")
-    if outcome.recall_open:
-        open_ = [family for family in outcome.recall if family.informative and not (family.failed or family.kept)]
-        wanting = [family.wanting() for family in open_]
-        parts += [
-            words.removesuffix(" are needed").replace("about", "needs about")
-            if words
-            else f"may lose {family.family} (keeps {family.share_left()})"
-            for family, words in zip(open_, wanting, strict=True)
-        ]
-    return "; ".join(parts)

@@ -347,9 +347,7 @@ class RecallVerdict:
     def wanting(self) -> str:
         """Return the required number of questions in words; empty if there are enough."""
         needed = recall_needed(self.family, self.paired.baseline, self.comparisons)
-        if self.paired.questions >= needed:
-            return ""
-        return f"about {ceil(needed / self.part):,} {self.family} questions are needed"
+        return "" if self.paired.questions >= needed else f"about {ceil(needed / self.part):,} {self.family} questions"
 
 
 def solves(family: str, baseline: float, questions: int) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from headscan.catalog import SCORES
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, head, model_source
-from headscan.pipelines.cli.results import Json, Result, arm_rows
+from headscan.pipelines.cli.results import Json, Result, arm_rows, verdict_text
 from headscan.pipelines.cli.task_options import TASK_TOKENS, RecallOptions, ReplaceTexts, Tasks, value_config
 from headscan.pipelines.cli.verb_base import RunVerb, quiet_libraries
 from headscan.pipelines.settings.evaluation_settings import PLAN_MODES, MaskOrderOption, PlanMode, ReplaceValue
@@ -182,7 +182,9 @@ class Evaluate(RunVerb):
         if len(arms + compared) == 1:
             return Result([], lambda: title, facts)
         verdict = judge(store, run_id)
-        rows = arm_rows((*verdict.arms, *verdict.unjudged))
+        parts = [title, verdict.progress, verdict_text(verdict.outcomes.values())]
         return Result(
-            rows, lambda: "\n".join([title, *verdict.sentences()]), {**facts, "unfinished": verdict.unfinished}
+            arm_rows(verdict.outcomes.values()),
+            lambda: "\n\n".join(filter(None, parts)),
+            {**facts, "unfinished": verdict.unfinished},
         )

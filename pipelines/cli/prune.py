@@ -13,7 +13,7 @@ from headscan.catalog import SCORES
 from headscan.cluster.placement.placement_base import parse_bytes
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, changed, head
-from headscan.pipelines.cli.results import Json, Result, arm_row
+from headscan.pipelines.cli.results import Json, Result, arm_row, verdict_notes
 from headscan.pipelines.cli.task_options import DemoSize, WholeModelVerb
 from headscan.pipelines.settings.saving_settings import REPAIRS, RecallConfig
 
@@ -263,7 +263,7 @@ def _result(store: str, result: PruneResult) -> Result:
     """Return a row for each pruned model, controls included, with its verdict."""
     names = result.names or ("",) * len(result.models)
     verdict = result.verdict
-    arms = {} if verdict is None else {arm.name: arm for arm in (*verdict.arms, *verdict.unjudged)}
+    arms = {} if verdict is None else verdict.outcomes
     rows = [
         {
             **asdict(built),
@@ -297,13 +297,12 @@ def _text(store: str, result: PruneResult, names: Sequence[str]) -> str:
         rows = [dict(zip(("", "before", "after"), row, strict=True)) for row in cost_rows(own[0].costs)]
         parts.append(text_table(rows))
     if result.verdict is not None:
-        parts.append(f"The verdict (run {result.verdict.run_id} in {store}):")
-        of_run = {arm.name: arm for arm in (*result.verdict.arms, *result.verdict.unjudged)}
-        judged = [
-            f"  {of_run[name].sentence()}"
+        outcomes = result.verdict.outcomes
+        own_arms = [
+            outcomes[name]
             for built, name in zip(result.models, names, strict=True)
-            if not built.is_control and name in of_run
+            if not built.is_control and name in outcomes
         ]
-        parts.append("\n".join(judged))
+        parts += [verdict_notes(own_arms), f"run {result.verdict.run_id} in {store}"]
     parts.append("\n".join(f"written to {built.folder}" for built in own))
     return "\n\n".join(parts)

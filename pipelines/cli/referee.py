@@ -112,7 +112,7 @@ def referee_result(store: Store, run_id: str) -> Result:
 
     verdict = judge(store, run_id)
     points = criterion_points(store, verdict)
-    losses = criterion_losses(points, [arm for arm in (*verdict.arms, *verdict.unjudged) if arm.is_random])
+    losses = criterion_losses(points, [arm for arm in verdict.outcomes.values() if arm.is_random])
     heads = [(layer, head) for site, layer, head in _heads(store, run_id) if site == "self"]
     agreed = agreements(points, heads)
     return Result(

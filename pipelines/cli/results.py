@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from headscan.options import Option
 from headscan.pipelines.cli.verb_base import say
-from headscan.pipelines.runs.text_tables import plain, printable, show
+from headscan.pipelines.runs.text_tables import plain, printable, show, text_table
 
 if TYPE_CHECKING:
     from headscan.analysis.verdicts.judge import ArmOutcome
@@ -74,6 +74,64 @@ def arm_row(arm: ArmOutcome) -> dict[str, Any]:
         "cache_left": arm.cache_left,
         "verdict": arm.sentence(),
     }
+
+
+def verdict_text(arms: Iterable[ArmOutcome]) -> str:
+    """Return a table of the arms that are no controls, what their verdicts lack, and the limits of verdicts.
+
+    The sentences with all numbers are those of ``--json`` and of the report.
+    """
+    judged = [arm for arm in arms if not arm.is_control]
+    rows = [_cells(arm) for arm in judged]
+    names = list(dict.fromkeys(name for row in rows for name in row if name != "verdict"))
+    names += ["verdict"] * any("verdict" in row for row in rows)
+    table = text_table([{name: row.get(name, "") for name in names} for row in rows])
+    return "\n\n".join(filter(None, [_whole_model(judged[0]), table, verdict_notes(judged)])) if judged else ""
+
+
+def verdict_notes(arms: Sequence[ArmOutcome]) -> str:
+    """Return what each verdict lacks, measures without a column, and the limits of verdicts."""
+    from headscan.analysis.store.verdict_limits import limits_words
+    from headscan.analysis.verdicts.judge import ArmVerdict
+
+    notes = [(arm.name, [*([arm.why] if isinstance(arm, ArmVerdict) else []), *arm.other_measures]) for arm in arms]
+    lines = "\n".join(f"{name}: {'; '.join(filter(None, found))}" for name, found in notes if any(found))
+    limits = limits_words() if any(isinstance(arm, ArmVerdict) for arm in arms) else ""
+    return "\n\n".join(filter(None, [lines, limits]))
+
+
+def _whole_model(arm: ArmOutcome) -> str:
+    """Return the numbers of the baseline, with which all arms are compared."""
+    from headscan.analysis.verdicts.judge import ArmVerdict
+
+    parts = []
+    if isinstance(arm, ArmVerdict):
+        parts.append(f"accuracy {arm.paired.baseline:.1f} % on {arm.paired.questions:,} questions")
+    parts += [f"{family.family} {family.paired.baseline:.1f} % on {family.paired.questions:,}" for family in arm.recall]
+    if not arm.recall:
+        parts.append("recall was not asked, so it may be lost")
+    elif not arm.families:
+        parts.append("too little recall to lose any, so its loss is unknown")
+    return f"whole model: {', '.join(parts)}"
+
+
+def _cells(arm: ArmOutcome) -> dict[str, str]:
+    """Return the cells of one arm by column; what was not measured has none."""
+    from headscan.analysis.store.tables import ACCURACY, LOSS
+    from headscan.analysis.verdicts.judge import ArmVerdict
+
+    size = arm.share if arm.kind.shrinks_cache else arm.zeroed_share
+    found = {"arm": arm.name, "heads": "" if size is None else f"{size:.1%}"}
+    if (accuracy := arm.value(ACCURACY)) is not None:
+        found["accuracy"] = accuracy.words(1)
+    if (loss := arm.value(LOSS)) is not None:
+        found["loss"] = loss.words(4)
+    found |= {family.family: family.loss_left() for family in arm.families}
+    if not isinstance(arm, ArmVerdict):
+        return found
+    if arm.controls is not None:
+        found["random worse"] = arm.controls.standing()
+    return found | {"verdict": str(arm.outcome)}
 
 
 def _recall(family: RecallVerdict) -> dict[str, Any]:

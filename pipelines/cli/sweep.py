@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from headscan.options import Group
 from headscan.pipelines.cli.option_parser import with_flags
-from headscan.pipelines.cli.results import Json, Result, arm_row
+from headscan.pipelines.cli.results import Json, Result, arm_row, verdict_text
 from headscan.pipelines.cli.task_options import TASK_TOKENS, RecallOptions, ReplaceTexts, Tasks, value_config
 from headscan.pipelines.cli.verb_base import RunVerb, quiet_libraries, say
 from headscan.pipelines.settings.evaluation_settings import ReplaceValue, SweepConfig
@@ -86,15 +86,12 @@ class Sweep(RunVerb):
 
 
 def choices_text(choices: Sequence[SweepChoice], *, confirm: bool) -> str:
-    """Return a sentence for each selected arm, and the removable ones."""
+    """Return how each arm was selected, the verdicts, and the removable arms."""
     removable = [choice.verdict.name for choice in choices if choice.verdict.removable]
     how = "confirmed on other questions" if confirm else "not corrected for the selection"
-    return "\n".join(
-        [
-            *(choice.sentence() for choice in choices),
-            f"removable within one point, {how}: {', '.join(removable) or 'no arm'}",
-        ]
-    )
+    origins = "\n".join(f"{choice.verdict.name}: {choice.origin()}" for choice in choices)
+    found = f"removable within one point, {how}: {', '.join(removable) or 'no arm'}"
+    return "\n\n".join(filter(None, [origins, verdict_text(choice.verdict for choice in choices), found]))
 
 
 def curves_text(curves: Sequence[Curve]) -> str:

@@ -37,7 +37,7 @@ def cost_rows(costs: CostComparison) -> list[tuple[str, str, str]]:
 
 def model_rows(built: Sequence[BuiltModel], names: Sequence[str], verdict: Verdict | None) -> list[Mapping[str, Any]]:
     """Return one table row for each pruned model, controls included; without a verdict the losses are left out."""
-    outcomes = {} if verdict is None else {arm.name: arm for arm in (*verdict.arms, *verdict.unjudged)}
+    outcomes = {} if verdict is None else verdict.outcomes
     rows: list[Mapping[str, Any]] = []
     for each, name in zip(built, names, strict=True):
         row: dict[str, Any] = {
@@ -55,6 +55,8 @@ def model_rows(built: Sequence[BuiltModel], names: Sequence[str], verdict: Verdi
             "prefill": _times(costs.prefill_ratio),
             "token": _times(costs.token_ratio),
         }
+        if isinstance(arm := outcomes.get(name), ArmVerdict):
+            row["verdict"] = "" if each.is_control else str(arm.outcome)
         rows.append(row)
     return rows
 

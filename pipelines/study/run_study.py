@@ -249,7 +249,7 @@ class _Study:
         choosing = EvaluateConfig(config.model, TaskConfig(()), plan, config.batch_tokens, text=text)
         run_id = self._evaluate(choosing, [arm for of_one in arms.values() for arm in of_one])
         verdict = judge(self.run.store, run_id)
-        outcomes = {outcome.name: outcome for outcome in (*verdict.arms, *verdict.unjudged)}
+        outcomes = verdict.outcomes
         losses = read_losses(self.run.store, run_id)
         ranks = {}
         for criterion, of_one in arms.items():

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from headscan.analysis.store.output_files import write_text
-from headscan.analysis.store.verdict_limits import LEAST_RETAINED, MARGIN
+from headscan.analysis.store.verdict_limits import limits_words
+from headscan.analysis.verdicts.judge import Outcome
 from headscan.analysis.verdicts.measures import Increase
-from headscan.analysis.verdicts.ordered_shares import Outcome, ShareVerdict, exceeds, largest_safe
+from headscan.analysis.verdicts.ordered_shares import ShareVerdict, exceeds, largest_safe
 from headscan.catalog import head_count
 from headscan.pipelines.runs.text_tables import plain, text_table, time_text
 
@@ -110,12 +111,9 @@ class StudyAnswer:
             {"saving": each.kind, "largest safe": each.answer(), "next larger share": each.next(), "file": each.file}
             for each in self.savings
         ]
-        limits = (
-            f"safe: no more than {MARGIN:.0f} point of accuracy lost, and {LEAST_RETAINED:.0f} % of recall kept. Loses:"
-            f" more than {MARGIN:.0f} point of accuracy or of recall, less than {LEAST_RETAINED:.0f} % of recall, or a"
-            f" loss above {self.max_loss:g} nats per token is shown"
-            + (f". Intervals hold for all {len(self.savings)} savings together" if len(self.savings) > 1 else "")
-        )
+        several = len(self.savings) > 1
+        limits = limits_words(self.max_loss)
+        limits += f". Intervals hold for all {len(self.savings)} savings together" * several
         return "\n\n".join(
             [
                 head,
@@ -150,9 +148,7 @@ class StudyAnswer:
                     {
                         "arm": f"{saving.kind} {100 * share:.3g}%",
                         "heads": f"{head_count(share, saving.units)}",
-                        "accuracy": ""
-                        if paired is None
-                        else f"{paired.difference:+.1f} [{paired.low:+.1f}, {paired.high:+.1f}]",
+                        "accuracy": "" if paired is None else paired.interval.words(1),
                         "loss": self.losses[name].numbers(),
                         "needle": recall.get("needle", ""),
                         "copying": recall.get("copying", ""),

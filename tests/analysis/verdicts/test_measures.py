@@ -135,10 +135,7 @@ def test_a_pruned_model_names_its_size_and_its_controls(tmp_path: Any) -> None:
         "pruned 40% (0.0% of heads removed; 88.0% of the weights and 58.0% of the KV cache remain): removable within"
         " one point"
     )
-    assert (
-        "Better than 1 of 1 random control with as many heads and the same repair, which changes accuracy by -10.00"
-        in words
-    )
+    assert "Of 1 random choice with as many heads and the same repair, 1 loses more accuracy (-10.00" in words
     assert "Dropping 2 whole attention layers (0.0% of heads) with the same repair: -3.40 points [-4." in words
     assert "loss +0.141" in words and "Random heads with the same repair: loss +0.500" in words
     assert arm.controls is not None and arm.controls.arms == ("random",)

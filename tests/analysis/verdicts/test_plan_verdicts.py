@@ -44,7 +44,7 @@ def test_plans_are_compared_with_random_plans_of_their_mode_and_bytes(evaluate: 
         arm = found[f"plan a, {mode}"]
         assert isinstance(arm, ArmVerdict) and arm.controls is not None
         assert arm.controls.arms == tuple(f"random plan seed {seed}, {mode}" for seed in range(2))
-        assert "Better than 2 of 2 random controls with as many bytes, which change accuracy by " in arm.sentence()
+        assert "Of 2 random choices with as many bytes, 2 lose more accuracy (" in arm.sentence()
         wide = found[f"plan wide, {mode}"]
         assert wide.controls is None and wide.sentence().endswith(". No random control with as many bytes.")
 

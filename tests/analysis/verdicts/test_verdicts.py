@@ -10,8 +10,9 @@ import pytest
 from headscan.analysis.errors import StoreError, VerdictError
 from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdicts.judge import ArmVerdict, judge
+from headscan.analysis.verdicts.judge import ArmVerdict, Outcome, judge
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
+from headscan.pipelines.cli.results import verdict_text
 from tests.analysis.conftest import answer_table
 
 Evaluate = Callable[..., tuple[Store, str]]
@@ -62,13 +63,13 @@ def test_a_verdict_follows_the_interval_and_the_controls(evaluate: Evaluate) -> 
         "harmless (10.0% of heads ablated): removable within one point. Accuracy 74.80 % against 75.00 % on 1000"
         " questions: -0.20 points [-0.73, +0.18], p = 0.5. Worst of 2 tasks and groups, with an interval widened for"
         " their number: b: -0.40 points [-1.60, +0.48]; the smallest, of 500 questions, shows losses from about"
-        " 4 points. Recall was not tested. Better than 2 of 2 random controls with"
-        " as many heads, which change accuracy by -10.00 to -6.00 points; at least 19 controls are needed to show a"
+        " 4 points. Recall was not tested. Of 2 random choices with"
+        " as many heads, 2 lose more accuracy (-10.00 to -6.00 points); at least 19 are needed to show a"
         " better choice of heads than chance."
     )
     assert "): not shown to be removable: its loss may be more than one point. Accuracy" in words[1]
     assert "): not removable: it loses more than one point of accuracy. Accuracy" in words[2]
-    assert "Better than 0 of 1 random control with as many heads, which changes accuracy by -10.00 points" in words[2]
+    assert "Of 1 random choice with as many heads, 0 lose more accuracy (-10.00 points)" in words[2]
 
 
 def test_a_task_that_is_lost_fails_an_arm_whose_pooled_accuracy_passes(evaluate: Evaluate) -> None:
@@ -133,11 +134,9 @@ def test_controls_of_the_same_nominal_share_come_first(evaluate: Evaluate) -> No
     )
     rule, by_size, without = judge(store, run_id).arms[:3]
     assert rule.controls is not None and rule.controls.arms == ("random rule",)
-    assert (
-        "Better than 1 of 1 random control of its nominal share (they ablate 10.1%), which changes" in rule.sentence()
-    )
+    assert "Of 1 random choice of its nominal share (they ablate 10.1%), 1 loses more accuracy" in rule.sentence()
     assert by_size.controls is not None and by_size.controls.arms == ("random rule of 5",)
-    assert "1 of 1 random control with as many heads, which changes accuracy by -5.00" in by_size.sentence()
+    assert "with as many heads, 1 loses more accuracy (-5.00" in by_size.sentence()
     assert without.controls is None and without.sentence().endswith(". No random control with as many heads.")
 
 
@@ -151,7 +150,7 @@ def _ranked(evaluate: Evaluate, lost: int, controls: Sequence[int]) -> ArmVerdic
 def test_an_arm_is_better_than_chance_if_it_beats_19_random_ones(evaluate: Evaluate) -> None:
     best = _ranked(evaluate, 10, range(11, 30))
     assert best.controls is not None and best.controls.better and best.controls.p_value == pytest.approx(0.05)
-    assert "19 of 19 random controls with as many heads, which change accuracy by -2.90 to -1.10 points; p = 0.05" in (
+    assert "Of 19 random choices with as many heads, 19 lose more accuracy (-2.90 to -1.10 points); p = 0.05" in (
         best.sentence()
     )
 
@@ -161,11 +160,11 @@ def test_an_arm_is_better_than_chance_if_it_beats_19_random_ones(evaluate: Evalu
     [
         (
             range(10, 29),
-            "18 of 19 random controls with as many heads, which change accuracy by -2.80 to -1.00 points; p = 0.1",
+            "Of 19 random choices with as many heads, 18 lose more accuracy (-2.80 to -1.00 points); p = 0.1",
         ),
         (
             range(11, 29),
-            "18 of 18 random controls with as many heads, which change accuracy by -2.80 to -1.10 points; at",
+            "Of 18 random choices with as many heads, 18 lose more accuracy (-2.80 to -1.10 points); at",
         ),
     ],
 )
@@ -298,7 +297,7 @@ def test_an_arm_that_loses_recall_is_not_removable(evaluate: Evaluate) -> None:
     assert keeping.recall[0].kept and not keeping.recall_open
     assert "): removable within one point. Accuracy" in keeping.sentence()
     assert (
-        "Recall left, as a share of the model's ability above chance: needle 100 % [95 %, 106 %] (95 % intervals; limit"
+        "Recall left, where 100 % is what the whole model does beyond guessing: needle 100 % [95 %, 106 %] (95 % interv"
         in (keeping.sentence())
     )
     assert "): not removable: it loses recall (needle). Accuracy" in forgetting.sentence()
@@ -388,3 +387,27 @@ def test_arms_that_cannot_be_judged(evaluate: Evaluate) -> None:
         judge(store, run_id)
     with pytest.raises(StoreError, match="no evaluate run nobody"):
         judge(store, "nobody")
+
+
+def test_the_table_of_a_terminal_has_the_numbers_and_says_what_is_missing(evaluate: Evaluate) -> None:
+    """Controls have no row; a lost task, too few questions and recall that nobody asked are all named."""
+    arms = {
+        "baseline": ("baseline", BASELINE, 0.0, {}),
+        "random": ("random_mask", _losing(100, 1), 0.1, {}),
+        "harmful": ("mask", _losing(40), 0.1, {}),
+        "close": ("mask", _losing(8), 0.1, {}),
+        "harmless": ("mask", BASELINE, 0.1, {}),
+    }
+    verdict = judge(*evaluate(TASKS, arms))
+    text = verdict_text(verdict.outcomes.values())
+    assert text.startswith("whole model: accuracy 75.0 % on 1,000 questions, recall was not asked, so it may be lost")
+    rows = {line.split()[0]: line for line in text.splitlines() if "10.0%" in line}
+    assert set(rows) == {"harmful", "close", "harmless"}
+    by_name = {arm.name: arm for arm in verdict.arms}
+    for name, line in rows.items():
+        arm = by_name[name]
+        assert arm.paired.interval.words(1) in line and "1 of 1" in line and line.endswith(str(arm.outcome))
+    outcomes = [by_name[name].outcome for name in ("harmful", "close", "harmless")]
+    assert outcomes == [Outcome.LOSES, Outcome.OPEN, Outcome.SAFE]
+    assert "harmful: accuracy (-4.0 points)" in text and f"close: {by_name['close'].why}" in text
+    assert "harmless:" not in text and text.endswith("less than 90 % of recall is shown")
