@@ -1,4 +1,4 @@
-"""The declarations of all statistics, profiles, scores and behaviours.
+"""The declarations of all statistics, profiles, scores, behaviours and criteria.
 
 Tables, SQL views, rules, ``--help`` and the documentation read them; `headscan.statistics` implements the statistics.
 This module imports no library, so every package can read it.
@@ -278,6 +278,45 @@ IMPORTANCES: dict[str, Importance] = {
 }
 
 
+#: Criteria of one family share their measurements. A ``set`` is chosen as a whole, without an order of the heads.
+CriterionFamily = Literal["score", "importance", "effect", "gate", "set"]
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """What chooses the heads to ablate or to remove.
+
+    Attributes:
+        removed_first: The heads that go first.
+        run: Kind of the run in a store that orders heads by the criterion; None if there is none.
+        by_value: Every head has a number of its own, so what is left can be measured again once some heads are gone.
+    """
+
+    name: str
+    family: CriterionFamily
+    removed_first: str
+    source: str
+    run: Literal["scan", "importance", "ablate", "gates"] | None
+    by_value: bool = True
+
+
+EFFECT, GATE, DAMAGE, LAYER_DROP = "effect", "gate", "damage", "layer-drop"
+
+CRITERIA: dict[str, Criterion] = {
+    c.name: c
+    for c in (
+        *(Criterion(s.name, "score", f"{s.inactive} {s.formula}", s.source, "scan") for s in SCORES.values()),
+        *(Criterion(i.name, "importance", f"low {i.formula}", i.source, "importance") for i in IMPORTANCES.values()),
+        Criterion(EFFECT, "effect", "heads whose ablation, alone, changes the predictions least", "headscan", "ablate"),
+        Criterion(GATE, "gate", "the most closed gates of a fit", "arXiv 1905.09418", "gates", by_value=False),
+        Criterion(
+            DAMAGE, "set", "the heads whose loss repair cannot undo is smallest", "headscan", None, by_value=False
+        ),
+        Criterion(LAYER_DROP, "set", "whole attention layers", "arXiv 2406.15786", None, by_value=False),
+    )
+}
+
+
 def statistics_for(scores: Iterable[str]) -> frozenset[str]:
     """Return the names of the statistics that ``scores`` are derived from."""
     needed = {s for name in scores for s in (SCORES[name].statistic, SCORES[name].normaliser)}
@@ -328,10 +367,6 @@ def check_behaviours(names: Iterable[str]) -> tuple[str, ...]:
 
 #: Name of the value that an ablation tests.
 Value = Literal["zero", "mean", "resample"]
-
-
-#: The divergence of the predictions when the head alone is ablated.
-EFFECT = "effect"
 
 
 def head_count(share: float, total: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscan.catalog import EFFECT, IMPORTANCE_WEIGHT, IMPORTANCES, SCORES, statistics_for
+from headscan.catalog import CRITERIA, EFFECT, IMPORTANCE_WEIGHT, SCORES, CriterionFamily, statistics_for
 from headscan.errors import PruningError
 from headscan.gradients.head_importance import importance
 from headscan.grid import Head
@@ -32,17 +32,12 @@ def head_values(
     lm: LoadedModel, calibration: Calibration, names: Sequence[str], removed: Sequence[Head] = ()
 ) -> dict[str, Tensor]:
     """Return values (L, H) of scores, importances and ``effect`` by name; the smallest heads are removed first."""
-    if unknown := [name for name in names if name not in (*SCORES, *IMPORTANCES, EFFECT)]:
+    if unknown := [name for name in names if name not in CRITERIA or not CRITERIA[name].by_value]:
         raise PruningError(f"unknown criterion {unknown[0]!r}. Choose a score, an importance or {EFFECT}")
-    scores = [name for name in names if name in SCORES]
-    importances = [name for name in names if name in IMPORTANCES]
     found: dict[str, Tensor] = {}
-    if scores:
-        found |= _scores(lm, calibration, scores, removed)
-    if importances:
-        found |= _importances(lm, calibration, importances, removed)
-    if EFFECT in names:
-        found[EFFECT] = _effects(lm, calibration, removed)
+    for family, measure in FAMILY_VALUES.items():
+        if of_family := [name for name in names if CRITERIA[name].family == family]:
+            found |= measure(lm, calibration, of_family, removed)
     return found
 
 
@@ -126,7 +121,9 @@ def _means(
     return {name: torch.cat(values).nanmean(0) for name, values in parts.items()}
 
 
-def _effects(lm: LoadedModel, calibration: Calibration, removed: Sequence[Head]) -> Tensor:
+def _effects(
+    lm: LoadedModel, calibration: Calibration, names: Sequence[str], removed: Sequence[Head]
+) -> dict[str, Tensor]:
     divergence = Divergence(lm, calibration.first(_EFFECT_TOKENS))
     found: Any = torch.full(lm.grid.shape, float("nan"), dtype=torch.float64)
     edits = {
@@ -138,4 +135,10 @@ def _effects(lm: LoadedModel, calibration: Calibration, removed: Sequence[Head])
     }
     for layer, values in divergence.of_layers(edits, Edits(tuple(removed))).items():
         found[layer, : len(values)] = torch.tensor(values, dtype=torch.float64)
-    return found
+    return dict.fromkeys(names, found)
+
+
+#: How the values of each family's criteria are measured, without some heads.
+FAMILY_VALUES: dict[
+    CriterionFamily, Callable[[LoadedModel, Calibration, Sequence[str], Sequence[Head]], dict[str, Tensor]]
+] = {"score": _scores, "importance": _importances, "effect": _effects}

@@ -6,21 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from headscan.catalog import BEHAVIOURS, EFFECT, IMPORTANCES, SCORES, STATISTICS
+from headscan.catalog import BEHAVIOURS, CRITERIA, EFFECT, SCORES, STATISTICS
 from headscan.options import Option
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import StoreVerb, say_run
 from headscan.pipelines.settings.measure_settings import Site
 
-#: Ranks by the gates of a fit.
-GATE = "gate"
-
 if TYPE_CHECKING:
-    from headscan.analysis.store.records import RunKind
     from headscan.analysis.store.store import Store
 
 
-_NAMES = tuple(dict.fromkeys([*SCORES, *STATISTICS, *BEHAVIOURS, *IMPORTANCES, GATE, EFFECT]))
+#: Criteria that runs of a store order heads by.
+_CRITERIA = tuple(name for name, declared in CRITERIA.items() if declared.run is not None)
+_NAMES = tuple(dict.fromkeys([*SCORES, *STATISTICS, *BEHAVIOURS, *_CRITERIA]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,18 +56,20 @@ class Rank(StoreVerb):
 
     def run(self) -> Result:
         from headscan.pipelines.runs.text_tables import table_cells, text_table
+        from headscan.pipelines.scan.head_orders import head_order, run_kind
 
-        kind, more = _source(self.by)
+        kind = run_kind(self.by)
         store = self.store.open()
         run = store.resolve_run(self.run_id or _newest_effects(store, self.by), kind)
         say_run(run)
-        heads = _ordered(store, str(run["run_id"]), self)
+        descending = True if self.highest else False if self.lowest else None
+        heads = head_order(store, str(run["run_id"]), self.by, site=self.site, descending=descending)
         rows = [{"rank": place, **asdict(head)} for place, head in enumerate(heads, 1)][: self.limit or None]
-        columns = {"rank": "rank", "layer": "layer", "head": "head", **more}
+        columns = {"rank": "rank", "layer": "layer", "head": "head", **_columns(kind, self.by)}
         columns = {title: value for title, value in columns.items() if title not in _empty(rows)}
         facts = {"run_id": run["run_id"], "by": self.by, "site": self.site, "heads": len(heads)}
         notes = []
-        if self.by in IMPORTANCES:
+        if kind == "importance":
             from headscan.analysis.heads.head_ranking import halves_agreement
 
             agreement = halves_agreement(store, str(run["run_id"]), self.by, site=self.site)
@@ -87,45 +87,20 @@ def _newest_effects(store: Store, by: str) -> str | None:
     return next((str(run["run_id"]) for run in runs), None)
 
 
-#: Columns of a table after layer and head, as for `table_cells`.
-_Columns = dict[str, str | Callable[[Mapping[str, Any]], Any]]
-
-
-def _source(by: str) -> tuple[RunKind, _Columns]:
-    """Return the kind of the run that holds an order of heads, and the columns of its table."""
-    if by == GATE:
+def _columns(kind: str, by: str) -> dict[str, str | Callable[[Mapping[str, Any]], Any]]:
+    """Return the columns of a table after layer and head, as for `table_cells`, by the kind of the run."""
+    if kind == "gates":
         columns = {name: name for name in ("kv_head", "gate", "p_open", "closed")}
-        return "gates", {**columns, "gate up": "gate_up", "class": "head_class"}
-    if by == EFFECT:
+        return {**columns, "gate up": "gate_up", "class": "head_class"}
+    if kind == "ablate":
         columns = {name: name for name in ("kv_head", "effect", "low", "high")}
-        return "ablate", {**columns, "q": "q_value", "metric": "metric", "replaced by": "replacement"}
-    if by in IMPORTANCES:
-        return "importance", {"kv_head": "kv_head", by: "value", "mean gate gradient": "mean_gate_gradient"}
-    if by in BEHAVIOURS:
-        return "probe", {by: "value"}
+        return {**columns, "q": "q_value", "metric": "metric", "replaced by": "replacement"}
+    if kind == "importance":
+        return {"kv_head": "kv_head", by: "value", "mean gate gradient": "mean_gate_gradient"}
+    if kind == "probe":
+        return {by: "value"}
     inactive = {"inactive in": lambda row: f"{row['inactive_share']:.0%}"}
-    return "scan", {"kv_head": "kv_head", by: "value", "std": "std", **inactive}
-
-
-def _ordered(store: Store, run_id: str, options: Rank) -> Sequence[Any]:
-    from headscan.analysis.heads.head_ranking import behaving_heads, gated_heads, rank_heads, rank_importance
-    from headscan.analysis.verdicts.head_effects import rank_effects
-
-    by, site = options.by, options.site
-    if by == GATE:
-        return gated_heads(store, run_id, site=site, descending=options.highest)
-    if by == EFFECT:
-        effects = rank_effects(store, run_id, site=site)
-        if options.highest or options.lowest:
-            effects.sort(key=lambda found: found.effect, reverse=options.highest)
-        return effects
-    if by in IMPORTANCES:
-        return rank_importance(store, run_id, by, site=site, descending=options.highest)
-    if by in BEHAVIOURS:
-        strongest = behaving_heads(store, run_id, by, site=site)
-        return strongest[::-1] if options.lowest else strongest
-    descending = True if options.highest else False if options.lowest else None
-    return rank_heads(store, run_id, by, site=site, descending=descending)
+    return {"kv_head": "kv_head", by: "value", "std": "std", **inactive}
 
 
 def _empty(rows: Sequence[Mapping[str, Any]]) -> set[str]:

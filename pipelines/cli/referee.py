@@ -15,7 +15,7 @@ from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.task_options import DemoSize, Metric, WholeModelVerb, check_labelled, labelled_model
 from headscan.pipelines.cli.verb_base import say
 from headscan.pipelines.settings.corpus_settings import DataSpec
-from headscan.pipelines.settings.evaluation_settings import DEFAULT_CRITERIA, MEASURED, Comparison
+from headscan.pipelines.settings.evaluation_settings import DEFAULT_CRITERIA, SITE_CRITERIA, Comparison
 from headscan.pipelines.settings.saving_settings import REPAIRS
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Referee(WholeModelVerb):
 
         compared = self.criteria.compared()
         if compared.criteria == DEFAULT_CRITERIA:
-            compared = replace(compared, criteria=tuple(name for name in DEFAULT_CRITERIA if name in MEASURED))
+            compared = replace(compared, criteria=tuple(name for name in DEFAULT_CRITERIA if name in SITE_CRITERIA))
             say(f"on labelled examples: {', '.join(compared.criteria)}")
         ranking = None if self.rank_data is None else DataSpec(self.rank_data)
         max_tokens = self.calibration.texts.keywords.get("max_tokens")

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headscan.catalog import LAYER_DROP
 from headscan.errors import PruningError
 from headscan.grid import Head, Unit
 from headscan.models.loaded_model import LoadedModel
@@ -28,7 +29,7 @@ from headscan.pipelines.pruning.model_costs import (
     find_layer_caches,
     promised_cache,
 )
-from headscan.pipelines.pruning.pruned_arms import LAYER_DROP, RANDOM, BuiltModel, skipped_layers
+from headscan.pipelines.pruning.pruned_arms import RANDOM, BuiltModel, skipped_layers
 from headscan.pipelines.pruning.pruning_units import (
     Budget,
     BudgetSearch,

@@ -14,8 +14,8 @@ from headscan.pipelines.pruning.model_costs import CostComparison
 from headscan.pipelines.runs.run_records import ModelIdentity, fingerprint, identify
 from headscan.pipelines.scoring.arms import Arm, model_arm, model_settings
 
-#: Methods that are controls of all others.
-RANDOM, LAYER_DROP = "random", "layer-drop"
+#: Method that chooses random heads, a control of all others.
+RANDOM = "random"
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Annotated
 
 from headscan.analysis.store.output_files import write_text
 from headscan.analysis.verdicts.judge import Verdict, judge
+from headscan.catalog import LAYER_DROP
 from headscan.errors import PruningError
 from headscan.grid import Unit
 from headscan.options import Limits, check_limits
@@ -23,7 +24,7 @@ from headscan.pipelines.pruning.build_models import BuildJob, Repair, WantedMode
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_recall, read_texts
 from headscan.pipelines.pruning.model_card import model_card
 from headscan.pipelines.pruning.model_costs import Timing
-from headscan.pipelines.pruning.pruned_arms import LAYER_DROP, RANDOM, BuiltModel, pruned_arm
+from headscan.pipelines.pruning.pruned_arms import RANDOM, BuiltModel, pruned_arm
 from headscan.pipelines.pruning.pruning_units import Budget
 from headscan.pipelines.pruning.work_folder import check_place, work_folder
 from headscan.pipelines.runs.run_records import Run, code_version, fingerprint

@@ -15,7 +15,7 @@ import torch
 from headscan.ablation.masks import HeadMask
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
-from headscan.catalog import EFFECT, IMPORTANCES, SCORES, head_count
+from headscan.catalog import CRITERIA, GATE, LAYER_DROP, CriterionFamily, head_count
 from headscan.errors import InterventionError
 from headscan.gates.fit_gates import fit_gates
 from headscan.grid import Head, HeadGrid
@@ -29,14 +29,7 @@ from headscan.pipelines.pruning.pruned_arms import pruned_arm
 from headscan.pipelines.pruning.work_folder import owned_folder
 from headscan.pipelines.runs.run_records import Run, fingerprint
 from headscan.pipelines.scoring.arms import BASELINE, Arm, random_masks
-from headscan.pipelines.settings.evaluation_settings import (
-    DAMAGE,
-    GATE,
-    LAYER_DROP,
-    MEASURED,
-    Comparison,
-    EvaluateConfig,
-)
+from headscan.pipelines.settings.evaluation_settings import Comparison, EvaluateConfig
 from headscan.pipelines.settings.saving_settings import TextConfig
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.head_selection import QUICK, HeadSelection
@@ -48,7 +41,7 @@ Choices = Mapping[int, tuple[Head, ...]]
 
 @dataclass(frozen=True)
 class ChoiceJob:
-    """Criteria of one family (see `families`) to apply. With ``iterative``, measured criteria are measured again after
+    """Criteria of one family to apply. With ``iterative``, those with a value for every head are measured again after
     each number of heads.
     """
 
@@ -63,9 +56,11 @@ class ChoiceJob:
 
 def families(criteria: Sequence[str]) -> list[tuple[str, ...]]:
     """Return criteria in groups that share their measurements."""
-    groups = (tuple(SCORES), tuple(IMPORTANCES), (EFFECT,), (GATE,), (DAMAGE, LAYER_DROP))
-    found = [tuple(name for name in group if name in criteria) for group in groups]
-    return [group for group in found if group]
+    found: dict[CriterionFamily, tuple[str, ...]] = {}
+    for name, declared in CRITERIA.items():
+        if name in criteria:
+            found[declared.family] = (*found.get(declared.family, ()), name)
+    return list(found.values())
 
 
 def possible_counts(criterion: str, grid: HeadGrid, counts: Sequence[int]) -> tuple[int, ...]:
@@ -80,39 +75,19 @@ def layer_count(grid: HeadGrid, heads: int) -> int:
     return round(heads * len(grid.sites) / grid.total_heads)
 
 
-def choose_heads(lm: LoadedModel, job: ChoiceJob) -> dict[str, Choices]:
+def choose_heads(lm: LoadedModel, job: ChoiceJob) -> Mapping[str, Choices]:
     """Pool task: return the heads that each criterion removes, by their number."""
     ids, lengths = (torch.from_numpy(each) for each in (job.texts.ids, job.texts.lengths))
-    calibration = Calibration(ids, lengths, job.batch_tokens)
-    found: dict[str, Choices] = {}
-    if measured := [name for name in job.criteria if name in MEASURED]:
-        found |= _by_value(lm, calibration, job, measured)
-    if GATE in job.criteria:
-        job.say("fitting gates")
-        share = job.counts[len(job.counts) // 2] / lm.grid.total_heads
-        gates = fit_gates(lm, calibration, GateConfig(share=share))
-        found[GATE] = {count: gates.closed(count) for count in job.counts}
-    # Every criterion is one measurement: none compares its own choices with others nearby.
-    selection = HeadSelection(lm, calibration, config=QUICK, say=job.say)
-    if DAMAGE in job.criteria:
-        found[DAMAGE] = {count: selection.choose(count=count) for count in job.counts}
-    if LAYER_DROP in job.criteria:
-        found[LAYER_DROP] = {
-            count: selection.choose(method=LAYER_DROP, count=layer_count(lm.grid, count))
-            for count in possible_counts(LAYER_DROP, lm.grid, job.counts)
-        }
-    return found
+    return FAMILY_CHOICES[CRITERIA[job.criteria[0]].family](lm, Calibration(ids, lengths, job.batch_tokens), job)
 
 
-def _by_value(
-    lm: LoadedModel, calibration: Calibration, job: ChoiceJob, names: Sequence[str]
-) -> dict[str, dict[int, tuple[Head, ...]]]:
+def _by_value(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mapping[str, Choices]:
     if not job.iterative:
-        job.say(f"measuring {', '.join(names)}")
-        orders = {name: ranked(values) for name, values in head_values(lm, calibration, names).items()}
+        job.say(f"measuring {', '.join(job.criteria)}")
+        orders = {name: ranked(values) for name, values in head_values(lm, calibration, job.criteria).items()}
         return {name: {count: tuple(sorted(order[:count])) for count in job.counts} for name, order in orders.items()}
-    found: dict[str, dict[int, tuple[Head, ...]]] = {name: {} for name in names}
-    for name in names:
+    found: dict[str, dict[int, tuple[Head, ...]]] = {name: {} for name in job.criteria}
+    for name in job.criteria:
         removed: tuple[Head, ...] = ()
         for count in sorted(job.counts):
             job.say(f"measuring {name} without {len(removed)} heads")
@@ -120,6 +95,36 @@ def _by_value(
             removed = tuple(sorted([*removed, *order[: count - len(removed)]]))
             found[name][count] = removed
     return found
+
+
+def _by_gate(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mapping[str, Choices]:
+    job.say("fitting gates")
+    share = job.counts[len(job.counts) // 2] / lm.grid.total_heads
+    gates = fit_gates(lm, calibration, GateConfig(share=share))
+    return {GATE: {count: gates.closed(count) for count in job.counts}}
+
+
+def _by_set(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mapping[str, Choices]:
+    # Every criterion is one measurement: none compares its own choices with others nearby.
+    selection = HeadSelection(lm, calibration, config=QUICK, say=job.say)
+
+    def chosen(method: str, count: int) -> tuple[Head, ...]:
+        return selection.choose(method=method, count=layer_count(lm.grid, count) if method == LAYER_DROP else count)
+
+    return {
+        name: {count: chosen(name, count) for count in possible_counts(name, lm.grid, job.counts)}
+        for name in job.criteria
+    }
+
+
+#: How each family of criteria chooses heads.
+FAMILY_CHOICES: dict[CriterionFamily, Callable[[LoadedModel, Calibration, ChoiceJob], Mapping[str, Choices]]] = {
+    "score": _by_value,
+    "importance": _by_value,
+    "effect": _by_value,
+    "gate": _by_gate,
+    "set": _by_set,
+}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import json
 import math
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,10 +21,10 @@ from headscan.ablation.masks import HeadMask, SiteMask
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.criterion_points import ALL_SITES, RANDOM, SitePoint, read_site_points
-from headscan.catalog import EFFECT, IMPORTANCES, SCORES, head_count, statistics_for
+from headscan.catalog import CRITERIA, EFFECT, CriterionFamily, head_count, statistics_for
 from headscan.cluster.tasks.pool import Pool
 from headscan.errors import unknown_name
-from headscan.gradients.head_importance import head_gradients
+from headscan.gradients.head_importance import entropies, head_gradients
 from headscan.gradients.losses import Loss
 from headscan.grid import Head, HeadGrid
 from headscan.measure.collect import collect, score
@@ -42,7 +42,7 @@ from headscan.pipelines.runs.run_records import Run, fingerprint
 from headscan.pipelines.scan.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.pipelines.scoring.token_requests import whole_batches
 from headscan.pipelines.settings.corpus_settings import DataSpec
-from headscan.pipelines.settings.evaluation_settings import MEASURED, Comparison
+from headscan.pipelines.settings.evaluation_settings import SITE_CRITERIA, Comparison
 from headscan.pruning.head_values import RELATIVE_ENTROPY, criterion_values
 
 #: Examples of one item of a pool.
@@ -114,19 +114,23 @@ def _add(total: Totals, part: Totals) -> None:
 
 def _measured(lm: LoadedModel, loss: Loss, names: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
     """Yield site, measure and its values (B, L, H), NaN where a layer lacks the head."""
-    scores = [name for name in names if name in SCORES]
-    statistics = set(statistics_for(scores)) | ({"entropy"} if "importance_entropy" in names else set())
-    for kind in lm.grid.kinds if statistics else ():
-        found = collect(lm.at(kind), **loss.texts, statistics=statistics)
-        yield from ((kind, name, score(found, name)) for name in scores)
-        if "importance_entropy" in names:
-            yield kind, RELATIVE_ENTROPY, found["entropy"] / _keys(loss, kind).log()[:, None, None]
-    if any(name in IMPORTANCES for name in names):
-        for kind, gradients in head_gradients(lm, loss).items():
-            yield kind, "importance", gradients.tokens
-            yield kind, "sequence_importance", gradients.gates.abs()
-    if EFFECT in names:
-        yield from _effects(lm, loss)
+    for family, measure in FAMILY_MEASURES.items():
+        if of_family := [name for name in names if CRITERIA[name].family == family]:
+            yield from measure(lm, loss, of_family)
+
+
+def _scores(lm: LoadedModel, loss: Loss, names: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
+    for kind in lm.grid.kinds:
+        found = collect(lm.at(kind), **loss.texts, statistics=statistics_for(names))
+        yield from ((kind, name, score(found, name)) for name in names)
+
+
+def _importances(lm: LoadedModel, loss: Loss, names: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
+    for kind, gradients in head_gradients(lm, loss).items():
+        yield kind, "importance", gradients.tokens
+        yield kind, "sequence_importance", gradients.gates.abs()
+    for kind in lm.grid.kinds if "importance_entropy" in names else ():
+        yield kind, RELATIVE_ENTROPY, entropies(lm.at(kind), loss) / _keys(loss, kind).log()[:, None, None]
 
 
 def _keys(loss: Loss, kind: str) -> Tensor:
@@ -136,7 +140,7 @@ def _keys(loss: Loss, kind: str) -> Tensor:
 
 
 @torch.no_grad()
-def _effects(lm: LoadedModel, loss: Loss) -> Iterator[tuple[str, str, Tensor]]:
+def _effects(lm: LoadedModel, loss: Loss, names: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
     """Yield how much the losses grow when each head alone is ablated."""
     before = loss.losses(lm).cpu()
     for kind in lm.grid.kinds:
@@ -146,6 +150,12 @@ def _effects(lm: LoadedModel, loss: Loss) -> Iterator[tuple[str, str, Tensor]]:
             with intervene(lm.at(kind), HeadMask([Head(*head)])):
                 growth[:, head.layer, head.head] = (loss.losses(lm).cpu() - before).double()
         yield kind, EFFECT, growth
+
+
+#: How the measures of each family's criteria are taken.
+FAMILY_MEASURES: dict[
+    CriterionFamily, Callable[[LoadedModel, Loss, Sequence[str]], Iterator[tuple[str, str, Tensor]]]
+] = {"score": _scores, "importance": _importances, "effect": _effects}
 
 
 #: A head of a site.
@@ -164,8 +174,8 @@ class SiteRefereeConfig:
 
     def __post_init__(self) -> None:
         for name in self.compared.criteria:
-            if name not in MEASURED:
-                raise unknown_name("criterion of labelled examples", name, MEASURED)
+            if name not in SITE_CRITERIA:
+                raise unknown_name("criterion of labelled examples", name, SITE_CRITERIA)
 
 
 def site_referee(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from headscan.analysis.store.tables import ALL_BUT_ONE, EACH
 from headscan.analysis.store.verdict_limits import QUESTIONS_PER_TEXT
-from headscan.catalog import EFFECT, IMPORTANCES, SCORES, Value
+from headscan.catalog import CRITERIA, DAMAGE, EFFECT, GATE, LAYER_DROP, SCORES, Value
 from headscan.errors import HeadscanError, InterventionError
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, Count, Limits, Option, Seed, check_limits
@@ -315,13 +315,6 @@ class AblateConfig:
             raise InterventionError(f"{both}, but effects have one metric. Set either `tasks` or `corpus`")
 
 
-DAMAGE, GATE, LAYER_DROP = "damage", "gate", "layer-drop"
-
-
-#: Everything that can choose heads.
-CRITERIA = (*SCORES, *IMPORTANCES, EFFECT, GATE, DAMAGE, LAYER_DROP)
-
-
 #: One of each kind, the two best-known scores among them.
 DEFAULT_CRITERIA = (
     "output_norm_ln",
@@ -335,8 +328,12 @@ DEFAULT_CRITERIA = (
 )
 
 
-#: Criteria that are measured again as heads go, if removal is iterative.
-MEASURED = (*SCORES, *IMPORTANCES, EFFECT)
+#: Criteria that order the heads of each site on labelled examples.
+SITE_CRITERIA = tuple(name for name, declared in CRITERIA.items() if declared.by_value)
+
+
+#: Criteria that are no scores.
+_OTHERS = tuple(name for name in CRITERIA if name not in SCORES)
 
 
 @dataclass(frozen=True)
@@ -346,11 +343,10 @@ class Comparison:
     criteria: Annotated[
         tuple[str, ...],
         Option(
-            "comma-separated criteria, or `all`: the scores, importance, importance_ln, importance_entropy, effect, "
-            "gate, damage, layer-drop",
+            f"comma-separated criteria, or `all`: the scores, {', '.join(_OTHERS)}",
             kind="criterion",
             names=CRITERIA,
-            sets={"all": CRITERIA},
+            sets={"all": tuple(CRITERIA)},
         ),
     ] = DEFAULT_CRITERIA
     shares: Annotated[

@@ -8,10 +8,11 @@ import pytest
 
 import headscan
 from headscan.analysis.store.store import Store
+from headscan.catalog import CRITERIA
 from headscan.pipelines.cli.main import main, read_command
 from headscan.pipelines.referee import run_referee
 from headscan.pipelines.referee.run_referee import families
-from headscan.pipelines.settings.evaluation_settings import CRITERIA, Comparison
+from headscan.pipelines.settings.evaluation_settings import Comparison
 from tests.pipelines.cli.test_cli import fails
 
 

@@ -1,0 +1,62 @@
+"""The orders of heads that the runs of a store give, by criteria, statistics and behaviours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from headscan.analysis.heads.head_ranking import behaving_heads, gated_heads, rank_heads, rank_importance
+from headscan.analysis.store.records import RunKind
+from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.head_effects import rank_effects
+from headscan.catalog import BEHAVIOURS, CRITERIA
+
+
+def run_kind(name: str) -> RunKind:
+    """Return the kind of the runs that order heads by a criterion, a statistic or a behaviour."""
+    if name in CRITERIA and (kind := CRITERIA[name].run) is not None:
+        return kind
+    return "probe" if name in BEHAVIOURS else "scan"
+
+
+def head_order(
+    store: Store, run_id: str, name: str, *, site: str = "self", descending: bool | None = None
+) -> Sequence[Any]:
+    """Return all heads of a site, each with ``layer``, ``head`` and its numbers. ``descending`` puts the highest number
+    first; None puts the heads first that a criterion removes first, or those with the strongest behaviour.
+    """
+    return RUN_ORDERS[run_kind(name)](store, run_id, name, site, descending)
+
+
+def _of_scan(store: Store, run_id: str, name: str, site: str, descending: bool | None) -> Sequence[Any]:
+    return rank_heads(store, run_id, name, site=site, descending=descending)
+
+
+def _of_probe(store: Store, run_id: str, name: str, site: str, descending: bool | None) -> Sequence[Any]:
+    strongest = behaving_heads(store, run_id, name, site=site)
+    return strongest[::-1] if descending is False else strongest
+
+
+def _of_importance(store: Store, run_id: str, name: str, site: str, descending: bool | None) -> Sequence[Any]:
+    return rank_importance(store, run_id, name, site=site, descending=bool(descending))
+
+
+def _of_gates(store: Store, run_id: str, name: str, site: str, descending: bool | None) -> Sequence[Any]:
+    return gated_heads(store, run_id, site=site, descending=bool(descending))
+
+
+def _of_effects(store: Store, run_id: str, name: str, site: str, descending: bool | None) -> Sequence[Any]:
+    effects = rank_effects(store, run_id, site=site)
+    if descending is None:
+        return effects
+    return sorted(effects, key=lambda found: found.effect, reverse=descending)
+
+
+#: How the runs of each kind order heads.
+RUN_ORDERS: Mapping[str, Callable[[Store, str, str, str, bool | None], Sequence[Any]]] = {
+    "scan": _of_scan,
+    "probe": _of_probe,
+    "importance": _of_importance,
+    "gates": _of_gates,
+    "ablate": _of_effects,
+}
