@@ -117,10 +117,11 @@ def _whole_model(arm: ArmOutcome) -> str:
 
 def _cells(arm: ArmOutcome) -> dict[str, str]:
     """Return the cells of one arm by column; what was not measured has none."""
+    from headscan.analysis.store.records import ArmKind
     from headscan.analysis.store.tables import ACCURACY, LOSS
     from headscan.analysis.verdicts.judge import ArmVerdict
 
-    size = arm.share if arm.kind.shrinks_cache else arm.zeroed_share
+    size = arm.share if arm.kind.shrinks_cache else None if arm.kind is ArmKind.MODEL else arm.zeroed_share
     found = {"arm": arm.name, "heads": "" if size is None else f"{size:.1%}"}
     if (accuracy := arm.value(ACCURACY)) is not None:
         found["accuracy"] = accuracy.words(1)

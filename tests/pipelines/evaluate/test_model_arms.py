@@ -219,7 +219,8 @@ def test_the_command_compares_checkpoints(
     command = ["evaluate", str(model_folder), "--tasks", "counting", "--include-path", str(task_folder), "--no-recall"]
     command += ["--models", f"{other_folder},{model_folder}", "--store", str(tmp_path / "s.duckdb"), "--device", "cpu"]
     assert main(command) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].startswith("model without-a-head ") and lines[2].startswith("model tiny-llama ")
+    out = capsys.readouterr().out
+    rows = [line.split()[1] for line in out.splitlines() if line.startswith("model ") and ": " not in line]
+    assert rows == ["without-a-head", "tiny-llama"] and "whole model: accuracy" in out
     assert main([*command, "--models", str(tmp_path / "absent")]) == 2
     assert "absent" in capsys.readouterr().err

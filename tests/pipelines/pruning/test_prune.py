@@ -75,10 +75,11 @@ def test_heads_named_by_hand_go_without_repair(
     assert found["cache_left"] == measured / found["before"]["cache_bytes"]
     assert found["after"]["query_heads"] == total - 3 and found["after"]["prefill_seconds"] > 0
     assert found["weights_left"] < 1 and found["after"]["parameters"] == smaller.model.num_parameters()
-    assert "Dropping 1 whole attention layer (33.3% of heads) with the same repair: " in out
-    assert "1 random control with as many heads and the same repair" in out
-    assert "\nwritten to " in out and "nats per token" in out
+    assert "layer-drop" in out and "random 0" in out
+    assert "\nwritten to " in out and "loss, nats" in out
     card = (tmp_path / "smaller" / "README.md").read_text()
+    assert "Dropping 1 whole attention layer (33.3% of heads) with the same repair: " in card
+    assert "Of 1 random choice with as many heads and the same repair" in card
     assert arms[1]["name"] in card and "- layer 2: 0, 3" in card and "import headscan" in card
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s.duckdb", "smaller"]
 
