@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from headscan.analysis.store.tables import ALL_BUT_ONE, EACH
 from headscan.options import Group, Option
@@ -79,6 +79,8 @@ class Ablate(RunVerb):
     95 % intervals and Benjamini-Hochberg over the table. Classifiers and encoder-decoders have --data, with effects at
     every site. Layers below an ablated head run once for all heads. The same command again resumes.
     """
+
+    common: ClassVar = "MODEL --corpus --tasks --data --each --all-but-one --replace --sequences --max-tokens --store"
 
     json: Json = False
     heads: Annotated[_Heads, Group("heads")]

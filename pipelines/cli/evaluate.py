@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from headscan.catalog import SCORES
 from headscan.options import Group, Option
@@ -129,6 +129,8 @@ class Evaluate(RunVerb):
     plan. Other models, such as pruned ones, can answer the same questions. Without any of these only the baseline runs.
     The same command again resumes.
     """
+
+    common: ClassVar = "MODEL --tasks --limit --heads --score --share --rule --plan --models --controls --store --json"
 
     json: Json = False
     tasks: Annotated[Tasks, Group("tasks")]

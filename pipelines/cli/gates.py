@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.options import Group
 from headscan.pipelines.cli.results import Json, Result
@@ -27,6 +27,8 @@ class FitGates(RunVerb):
     The closed heads become a mask for `headscan prune --mask`, and a list for `headscan evaluate --heads`. Two-sided
     fits classify facilitating, interfering and irrelevant heads. The same command again resumes an interrupted run.
     """
+
+    common: ClassVar = "MODEL --corpus --store --share --objective --steps --sequences --max-tokens --dtype --device"
 
     json: Json = False
     corpus: Annotated[CorpusOptions, Group("texts")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.options import Group, Option
 from headscan.pipelines.cli.results import Json, Result
@@ -36,6 +36,8 @@ class Generate(ModelVerb):
     Both texts are greedy. Shown are the first token that differs, the bytes of both caches, and milliseconds per token.
     In Python: `lm.model.generate(**inputs, past_key_values=headscan.PlanCache(plan))`.
     """
+
+    common: ClassVar = "MODEL --plan --prompt-file --max-new-tokens --rounds --json --dtype --device"
 
     devices: Annotated[Devices, Group("devices")]
     json: Json = False

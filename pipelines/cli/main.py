@@ -16,8 +16,7 @@ from headscan.pipelines.cli.option_parser import (
     Parser,
     UsageError,
     add_options,
-    parse_settings,
-    verb_parser,
+    read_settings,
     with_flags,
 )
 from headscan.pipelines.runs.text_tables import printable
@@ -66,7 +65,7 @@ def verb_class(verb: str) -> type:
 def read_command(words: Sequence[str]) -> Any:
     """Return the verb of a command line with its settings."""
     cls = verb_class(words[0])
-    return parse_settings(verb_parser(words[0], cls), cls, words[1:])
+    return read_settings(words[0], cls, words[1:])
 
 
 def build_parser(*, lists_verbs: bool = False) -> argparse.ArgumentParser:

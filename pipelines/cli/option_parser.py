@@ -15,6 +15,9 @@ options, fields with a `Group` are settings classes whose options are shown toge
 
         def run(self) -> Result: ...
 
+A class attribute `common` names the options of the short help page; `--help all` shows all of them. Each option can
+stand in a file, too (`--config-file`).
+
 `headscan.pipelines.cli.main` lists the verbs. `int`, `float`, `str`, `bool`, a `Literal`, a tuple of these and each of
 them `| None` are read from text; an `Option` narrows the values or has a function of its own. A field of type
 ``Annotated[partial[TaskConfig], Group()]`` takes the options of `TaskConfig`, too, but is a function with the options
@@ -27,7 +30,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import partial
@@ -35,7 +38,7 @@ from typing import Annotated, Any, NoReturn, TypeVar, cast, get_args, get_origin
 
 from headscan.checkpoints.source_folder import check_folder
 from headscan.errors import HeadscanError, unknown_name
-from headscan.options import Group, Option, field_hint, field_type, without_none
+from headscan.options import Group, Option, field_hint, field_type, settings_file, without_none
 
 S = TypeVar("S")
 
@@ -61,8 +64,30 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}; {hint}")
 
 
+#: Option of every verb with a file of options; the study's own file holds its settings.
+_CONFIG_FILE = "--config-file"
 #: Larger counts are typing errors, and they overflow in libraries.
 _MOST = 2**31 - 1
+
+
+class _Help(argparse.Action):
+    """The option --help: the common options of a verb, or all of them."""
+
+    def __init__(self, *, common: Sequence[str] = (), **settings: Any) -> None:
+        super().__init__(nargs="?", const="", choices=["", "all"], metavar="all", default=argparse.SUPPRESS, **settings)
+        self.common = common
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> NoReturn:
+        if self.common and values != "all":
+            shown = {"--help", *self.common}
+            hidden = [each for each in parser._actions if shown.isdisjoint(each.option_strings or [each.metavar])]
+            for action in hidden:
+                action.help = argparse.SUPPRESS
+            parser.epilog = f"`{parser.prog} --help all` shows {len(hidden)} more options."
+        parser.print_help()
+        parser.exit()
 
 
 class ValueProblemError(HeadscanError):
@@ -170,10 +195,10 @@ class BoundOption:
     @property
     def flag(self) -> str:
         """Name on the command line; the first one of several."""
-        return self._names[0]
+        return self.flags[0]
 
     @property
-    def _names(self) -> list[str]:
+    def flags(self) -> list[str]:
         return (self.option.flag or f"--{self.path[-1].replace('_', '-')}").split()
 
     @property
@@ -184,18 +209,35 @@ class BoundOption:
     def read(self, text: str) -> Any:
         return text_type(self.option, self.kind, many=self.many)(text)
 
-    def add_to(self, container: argparse._ActionsContainer) -> None:
+    def plain(self, value: Any) -> Any:
+        """Return the value of a setting of a file: a number, a text, a list, or true or false."""
+        if self.kind is bool:
+            if not isinstance(value, bool):
+                raise ValueProblemError(f"{value!r} is neither true nor false")
+            return value is not self.option.negated
+        values = value if isinstance(value, list) else [value]
+        if len(values) > 1 and not self.many:
+            raise ValueProblemError(f"{value!r} is a list; give one value")
+        if self.option.repeated:
+            return tuple(self.read(str(each)) for each in values)
+        text = ",".join(map(str, values))
+        if self.choices is not None and not set(text.split(",") if self.many else [text]) <= set(self.choices):
+            raise ValueProblemError(f"{text!r} is none of {', '.join(self.choices)}")
+        return self.read(text)
+
+    def add_to(self, container: argparse._ActionsContainer, *, required: bool) -> None:
+        """Add the option to a parser; one that is not ``required`` has a value in a file of options, or a default."""
         shown: dict[str, Any] = {"help": self._help()}
         if self.kind is bool:
             container.add_argument(self.flag, dest=self.key, default=argparse.SUPPRESS, **shown, **self._switch())
             return
         if self.flag.startswith("--"):
             metavar = self.flag.strip("-").replace("-", "_").upper()
-            names, shown["dest"] = self._names, self.key
-            shown |= {"required": self.default is MISSING, "default": argparse.SUPPRESS}
+            names, shown["dest"] = self.flags, self.key
+            shown |= {"required": required, "default": argparse.SUPPRESS}
         else:
             metavar, names = self.flag, [self.key]
-            shown |= {"nargs": None} if self.default is MISSING else {"nargs": "?", "default": self.default}
+            shown |= {"nargs": None} if required else {"nargs": "?", "default": argparse.SUPPRESS}
         if self.choices is not None:
             shown["choices"] = self.choices
         else:
@@ -284,10 +326,16 @@ def _settings_class(hint: Any) -> tuple[Any, bool, bool]:
     return (kind, optional, False) if is_dataclass(kind) else (get_args(kind)[-1], optional, True)
 
 
-def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
+def add_options(parser: argparse.ArgumentParser, cls: type, preset: Collection[str] = ()) -> None:
+    """Add the options of a verb to a parser; those with the names ``preset`` have values in a file of options."""
     groups: dict[str, argparse._ArgumentGroup] = {}
     exclusive: dict[str, Any] = {}
-    for bound in options_of(cls):
+    options = options_of(cls)
+    if not _has_config_file(options):
+        what = "YAML or JSON file of options, as in `share: 0.1`; those of the command line replace them"
+        parser.add_argument(_CONFIG_FILE, metavar="FILE", help=what, default=argparse.SUPPRESS)
+    filled = {bound.option.one_of for bound in options if bound.key in preset}
+    for bound in options:
         container: Any = parser
         if bound.group:
             container = groups.get(bound.group) or groups.setdefault(
@@ -295,14 +343,19 @@ def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
             )
         if (one_of := bound.option.one_of) is not None:
             if one_of not in exclusive:
-                exclusive[one_of] = container.add_mutually_exclusive_group(required=bound.option.required)
+                required = bound.option.required and one_of not in filled
+                exclusive[one_of] = container.add_mutually_exclusive_group(required=required)
             container = exclusive[one_of]
-        bound.add_to(container)
+        bound.add_to(container, required=bound.default is MISSING and bound.key not in preset)
 
 
-def verb_parser(verb: str, cls: type) -> Parser:
-    parser = Parser(prog=f"headscan {verb}", description=inspect.getdoc(cls))
-    add_options(parser, cls)
+def verb_parser(verb: str, cls: type, preset: Collection[str] = ()) -> Parser:
+    """Return the parser of a verb; options with the names ``preset`` have values in a file of options."""
+    parser = Parser(prog=f"headscan {verb}", description=inspect.getdoc(cls), add_help=False)
+    common = getattr(cls, "common", "").split()
+    which = "the usual options; `--help all`: all options" if common else "all options"
+    parser.add_argument("-h", "--help", action=_Help, common=common, help=which)
+    add_options(parser, cls, preset)
     needed = [
         " ".join([*action.option_strings[-1:], str(action.metavar or action.dest.upper())])
         for action in parser._actions
@@ -312,14 +365,52 @@ def verb_parser(verb: str, cls: type) -> Parser:
     return parser
 
 
-def parse_settings(parser: argparse.ArgumentParser, cls: type[S], words: Sequence[str]) -> S:
-    """Return the settings of a command line; errors of settings classes name the options."""
+def read_settings(verb: str, cls: type[S], words: Sequence[str]) -> S:
+    """Return the settings of a command line and of the file that it names with --config-file.
+
+    Raises:
+        UsageError: The words or the file are wrong; errors of settings classes name the options.
+    """
+    preset = _preset(cls, words)
+    given = vars(verb_parser(verb, cls, preset).parse_args(words))
+    groups = {bound.key: bound.option.one_of for bound in options_of(cls)}
+    chosen = {groups.get(key) for key in given} - {None}
+    kept = {key: value for key, value in preset.items() if groups[key] not in chosen}
     try:
-        return cast("S", _made(cls, vars(parser.parse_args(words))))
+        return cast("S", _made(cls, kept | given))
     except UsageError:
         raise
     except HeadscanError as problem:
         raise UsageError(with_flags(str(problem), cls)) from problem
+
+
+def _has_config_file(options: Sequence[BoundOption]) -> bool:
+    """Return True if a verb reads its own file of settings."""
+    return any(_CONFIG_FILE in bound.flags for bound in options)
+
+
+def _preset(cls: type, words: Sequence[str]) -> dict[str, Any]:
+    """Return the values of the file of options by the names of their fields with dots; empty without a file."""
+    if _has_config_file(options_of(cls)):
+        return {}
+    reader = Parser(add_help=False)
+    reader.add_argument(_CONFIG_FILE)
+    file = reader.parse_known_args(list(words))[0].config_file
+    if file is None:
+        return {}
+    options = {flag.lstrip("-").lower(): bound for bound in options_of(cls) for flag in bound.flags}
+    found = {}
+    for name, value in settings_file(file, UsageError).items():
+        plain = str(name).replace("_", "-")
+        if plain not in options:
+            raise UsageError(f"{file}: {unknown_name('option', plain, tuple(options))}")
+        bound = options[plain]
+        if value is not None:
+            try:
+                found[bound.key] = bound.plain(value)
+            except HeadscanError as problem:
+                raise UsageError(f"{file}: {plain}: {problem}") from None
+    return found
 
 
 def _made(cls: type, values: Mapping[str, Any], path: str = "") -> Any:

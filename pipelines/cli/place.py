@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from headscan.cluster.placement.placement_base import parse_bytes
 from headscan.options import Group, Option
@@ -126,6 +126,8 @@ class Place(ModelVerb):
     MODEL may also be a folder with a configuration and no weights, or the configuration file. --tokens with --flops or
     --measured adds the hours of a scan of so many tokens, with the arithmetic.
     """
+
+    common: ClassVar = "MODEL --evaluate --max-tokens --gpus --gpu-memory --nodes --measured --dtype --json"
 
     devices: Annotated[Devices, Group("devices")]
     max_tokens: Annotated[int, Option("maximum sequence length", least=1)] = 2048

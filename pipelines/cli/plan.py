@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from headscan.cluster.placement.placement_base import parse_bytes
 from headscan.options import Group, Option
@@ -86,6 +86,10 @@ class Plan(OptionalModelVerb, StoreVerb):
     Method measured needs the model and no store: it measures how much loss a window on each KV head adds. `headscan
     export` writes the plan for KV-cache tools.
     """
+
+    common: ClassVar = (
+        "MODEL --method --window-share --kv-bytes --at --recent --corpus --sequences --confirm --out --store"
+    )
 
     json: Json = False
     devices: Annotated[Devices, Group("devices")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.catalog import BEHAVIOURS
 from headscan.options import BehaviourProbe, Group, Option
@@ -48,6 +48,8 @@ class Probe(RunVerb):
     Heads are scored on sequences made for the behaviour: repeated random tokens, and sentences hidden in a long text.
     The same command again reads the scores from the store.
     """
+
+    common: ClassVar = "MODEL --behaviours --lengths --corpus --store --json --dtype --device --ray-address"
 
     json: Json = False
     settings: Annotated[partial[ProbeConfig], Group("behaviours")]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from headscan.catalog import SCORES
 from headscan.cluster.placement.placement_base import parse_bytes
@@ -172,6 +172,10 @@ class Prune(WholeModelVerb):
     original, next to controls of about the same size with the same repair: random heads, and whole attention layers
     dropped.
     """
+
+    common: ClassVar = (
+        "MODEL --share --shares --kv-bytes --at --max-loss --method --unit --corpus --tasks --out --store"
+    )
 
     json: Json = False
     size: Annotated[_Size, Group("size")]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError
@@ -51,6 +51,10 @@ class Referee(WholeModelVerb):
     choice answers the same questions, next to random heads. Classifiers and encoder-decoders have --data: each
     criterion removes the heads of each site. The same command again resumes.
     """
+
+    common: ClassVar = (
+        "MODEL --corpus --tasks --data --criteria --shares --seeds --repair --sequences --max-tokens --store"
+    )
 
     json: Json = False
     criteria: Annotated[_Criteria, Group("criteria")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, TypeVar
 
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, changed
@@ -89,6 +89,10 @@ class Scan(_CorpusVerb):
     The same command again resumes an interrupted scan, and does nothing if the scan is complete.
     """
 
+    common: ClassVar = (
+        "MODEL --corpus --store --max-tokens --mode --limit-sequences --panel --dtype --device --ray-address"
+    )
+
     settings: Annotated[partial[ScanConfig], Group("statistics")]
 
     def run(self) -> None:
@@ -119,6 +123,10 @@ class Importance(_CorpusVerb):
     and does nothing if the run is complete. The last lines show how well two halves of the texts agree on the heads'
     order.
     """
+
+    common: ClassVar = (
+        "MODEL --corpus --data --store --max-tokens --limit-sequences --reduction --dtype --device --ray-address"
+    )
 
     data: Annotated[DataSpec | None, Group("labelled examples")]
     settings: Annotated[partial[ImportanceConfig], Group("loss")]

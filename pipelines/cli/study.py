@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError
@@ -29,6 +29,11 @@ class Study(OptionalModelVerb):
     lm-eval. The first lines say how long each step will take. The same command again resumes. The folder holds the
     answers, the plan, the pruned models, the report and the store.
     """
+
+    common: ClassVar = (
+        "MODEL --corpus --tasks --hours --out --max-tokens "
+        "--shares --window-shares --prune-shares --questions --max-loss --config-file"
+    )
 
     config_file: Annotated[
         str | None,

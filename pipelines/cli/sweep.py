@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.options import Group
 from headscan.pipelines.cli.option_parser import with_flags
@@ -37,6 +37,8 @@ class Sweep(RunVerb):
     question. Half of the questions select the best rule and the best mask, the other half judges them. The same command
     again resumes. `headscan report` draws the curves.
     """
+
+    common: ClassVar = "MODEL --tasks --limit --scores --quantiles --masks --confirm --recall --store --json"
 
     json: Json = False
     tasks: Annotated[Tasks, Group("tasks")]

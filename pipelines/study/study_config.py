@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from headscan.catalog import IMPORTANCES, SCORES
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
-from headscan.options import BATCH_TOKENS, Count, Option, check_limits
+from headscan.options import BATCH_TOKENS, Count, Option, check_limits, settings_file
 from headscan.pipelines.settings.corpus_settings import CorpusSpec
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
 
@@ -141,17 +141,7 @@ def study_from(settings: Mapping[str, Any]) -> StudyConfig:
 
 def read_study(path: str | Path) -> StudyConfig:
     """Read settings from a YAML or JSON file."""
-    import yaml
-
-    try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as problem:
-        raise StudyError(
-            f"{path} cannot be read: {' '.join(str(problem).split())}. Give a YAML or JSON file"
-        ) from problem
-    if not isinstance(found, dict):
-        raise StudyError(f"{path} holds no settings. Write lines such as `model: demo`")
-    return study_from(found)
+    return study_from(settings_file(path, StudyError))
 
 
 def write_study(path: Path, config: StudyConfig) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from headscan.pipelines.cli import main
+from headscan.pipelines.cli.option_parser import options_of
 
 VERBS = list(main.VERBS)
 _SCREEN = 24
@@ -16,7 +17,7 @@ _SCREEN = 24
 
 def page(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     with pytest.raises(SystemExit) as left:
-        main.main([*words, "--help"])
+        main.main([*words] if "--help" in words else [*words, "--help"])
     assert left.value.code == 0
     return capsys.readouterr().out
 
@@ -39,6 +40,48 @@ def test_a_page_begins_with_an_example(verb: str, capsys: pytest.CaptureFixture[
     assert lines[2][0].islower() and not lines[2].endswith(".")
     assert lines[4].startswith(f"    headscan {verb}")
     assert len(lines) <= _SCREEN
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_page_shows_the_usual_options_and_another_all(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    short, full = page(capsys, verb), page(capsys, verb, "--help", "all")
+    options = options_of(main.verb_class(verb))
+    assert len(options) <= 12 or len(short.splitlines()) <= 75
+    assert all(re.search(rf"^  .*{bound.flag}\b", full, re.MULTILINE) for bound in options)
+    common = getattr(main.verb_class(verb), "common", "").split()
+    if common:
+        assert set(common) <= {"--config-file", *(flag for bound in options for flag in bound.flags)}
+        assert {flag for flag in common if not re.search(rf"^  .*{flag}\b", short, re.MULTILINE)} == set()
+        assert f"{len(options) + 1 - len(common)} more options" in short or "study" in verb
+
+
+def test_options_stand_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Options of the command line replace those of the file, and so does another one that excludes them."""
+    file = tmp_path / "run.yaml"
+    file.write_text("model: demo\nshare: 0.4\nmethod: [damage, random]\nrecall: false\ncontrols: 3\nout: smaller\n")
+    verb = main.read_command(["prune", "--config-file", str(file), "--controls", "5"])
+    words = ["prune", "demo", "--share", "0.4", "--method", "damage,random", "--no-recall", "--out", "smaller"]
+    direct = main.read_command([*words, "--controls", "5"])
+    assert (verb.model, verb.size, verb.choice, verb.controls, verb.out) == (
+        direct.model,
+        direct.size,
+        direct.choice,
+        direct.controls,
+        direct.out,
+    )
+    assert verb.recall.asked is direct.recall.asked is False
+    assert main.read_command(["prune", "--config-file", str(file), "--shares", "0.1,0.2"]).size.shares == (0.1, 0.2)
+    for text, problem in (
+        ("shar: 1", "unknown option 'shar'; did you mean share, shares?"),
+        ("share: 2", "share: 2 (limit below 1). Lower it"),
+        ("share: [0.1, 0.2]", "share: [0.1, 0.2] is a list; give one value"),
+        ("unit: heads", "unit: 'heads' is none of head, group, layer"),
+        ("recall: 3", "recall: 3 is neither true nor false"),
+        ("- 3", "holds no settings. Write lines such as `model: demo`"),
+    ):
+        file.write_text(text)
+        assert main.main(["prune", "demo", "--config-file", str(file), "--out", "x"]) == 2
+        assert problem in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("values", [["1:2,0:3"], ["1:2", "0:3"], ["1:2, 0:3"]])

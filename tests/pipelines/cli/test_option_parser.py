@@ -16,7 +16,7 @@ from headscan.pipelines.cli.option_parser import (
     UsageError,
     changed,
     options_of,
-    parse_settings,
+    read_settings,
     verb_parser,
     with_flags,
 )
@@ -70,7 +70,7 @@ class Verb:
 
 
 def read(*words: str) -> Verb:
-    return parse_settings(verb_parser("verb", Verb), Verb, words)
+    return read_settings("verb", Verb, words)
 
 
 def test_defaults_stand_in_the_settings_alone() -> None:
