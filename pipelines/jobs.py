@@ -58,7 +58,7 @@ __all__ = [
 ]
 
 #: Prompt length for which memory is reserved when tasks run.
-_TASK_TOKENS = 2048
+TASK_TOKENS = 2048
 
 
 def scan(
@@ -80,8 +80,8 @@ def scan(
     Raises:
         HeadscanError: An error of the user; shards stored before stay.
     """
-    opener = _opener(config.model, config.tokens.max_tokens, devices, evaluates=False)
-    with Run(config.model, Store(store), opener, resume_anyway=resume_anyway, say=say) as run:
+    opened = opener(config.model, config.tokens.max_tokens, devices, evaluates=False)
+    with Run(config.model, Store(store), opened, resume_anyway=resume_anyway, say=say) as run:
         return run_scan(config, run)
 
 
@@ -102,8 +102,8 @@ def evaluate(
     Raises:
         HeadscanError: An error of the user; answers stored before stay.
     """
-    opener = _opener(config.model, _TASK_TOKENS, devices, evaluates=True)
-    with Run(config.model, Store(store), opener, resume_anyway=resume_anyway, say=say) as run:
+    opened = opener(config.model, TASK_TOKENS, devices, evaluates=True)
+    with Run(config.model, Store(store), opened, resume_anyway=resume_anyway, say=say) as run:
         run_id = run_evaluation(config, run, [BASELINE, *(arm for arm in arms if arm is not BASELINE)])
         return judge(run.store, run_id)
 
@@ -122,8 +122,8 @@ def plan(
         PlanError: A budget out of reach, or texts longer than the model's context.
     """
     identity = identify(model)
-    opener = _opener(model, config.tokens(identity), devices, evaluates=True)
-    with ModelContext(model, opener, identity=identity, say=say) as context:
+    opened = opener(model, config.tokens(identity), devices, evaluates=True)
+    with ModelContext(model, opened, identity=identity, say=say) as context:
         return measured_plan(config, context, budget)
 
 
@@ -145,7 +145,7 @@ def prune(
     with Run(
         model,
         Store(store),
-        _opener(model, _TASK_TOKENS, devices, evaluates=True, here=True),
+        opener(model, TASK_TOKENS, devices, evaluates=True, here=True),
         resume_anyway=resume_anyway,
         say=say,
     ) as run:
@@ -169,14 +169,14 @@ def study(
     with Run(
         config.model,
         store,
-        _opener(config.model, _TASK_TOKENS, devices, evaluates=True, here=True),
+        opener(config.model, TASK_TOKENS, devices, evaluates=True, here=True),
         resume_anyway=resume_anyway,
         say=say,
     ) as run:
         return run_study(config, run)
 
 
-def _opener(
+def opener(
     spec: ModelSpec, tokens: int, devices: PlacementRequest | None, *, evaluates: bool, here: bool = False
 ) -> OpenModel:
     """Return a function that opens the pool of a model, whose placement is chosen now, and pools of other models.

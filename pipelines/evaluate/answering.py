@@ -214,10 +214,11 @@ def _todo(sheets: Sequence[ArmAnswers], items: Sequence[WorkItem], plan: Answeri
                 yield ArmsItem(lacking, item.index, _together([sheets[index].arm for index in lacking], item, plan))
             else:
                 for index in lacking:
-                    yield ArmsItem((index,), item.index, _alone(sheets[index].arm, item, plan))
+                    yield ArmsItem((index,), item.index, arm_work(sheets[index].arm, item, plan))
 
 
-def _alone(arm: Arm, item: WorkItem, plan: AnsweringPlan) -> ScoringItem:
+def arm_work(arm: Arm, item: WorkItem, plan: AnsweringPlan) -> ScoringItem:
+    """Return the work of one arm on one item."""
     name = f"{arm.name}, requests {item.index}"
     if item.work_of is not None:
         return item.work_of(name, arm.ablated)

@@ -1,0 +1,156 @@
+"""The model ``headscan`` of lm-eval: heads ablated, a KV-cache plan, or a pruned model, under lm-eval's own command.
+
+    python -m headscan.pipelines.lm_eval_model run --model headscan --tasks arc_easy \\
+        --model_args pretrained=MODEL,heads=3:5+7:0
+
+lm-eval has no entry point for models, so this file registers the model and starts lm-eval. A program passes a
+`HeadscanModel` to ``lm_eval.simple_evaluate(model=...)``. The answers equal those of ``headscan evaluate``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
+
+from lm_eval.api.registry import register_model
+
+from headscan.ablation.rules import HeadRule
+from headscan.analysis.plans import load_plan
+from headscan.analysis.store.records import ArmKind
+from headscan.cluster.placement.placement_base import PlacementRequest
+from headscan.errors import HeadscanError
+from headscan.model_spec import ModelSpec
+from headscan.options import BATCH_TOKENS
+from headscan.pipelines import jobs
+from headscan.pipelines.evaluate.answering import AnsweringPlan, ArmsItem, answer_item, arm_work, work_items
+from headscan.pipelines.evaluate.harness import HeadscanLM
+from headscan.pipelines.evaluate.run_evaluation import check_continues, check_predicts
+from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
+from headscan.pipelines.runs.run_records import ModelContext
+from headscan.pipelines.runs.text_tables import Progress
+from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms, imported_heads, mask_arm
+from headscan.pipelines.scoring.scoring_mode import choose_reading
+from headscan.pipelines.settings.evaluation_settings import HarnessError, PlanMode
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+
+R = TypeVar("R")
+
+
+@register_model("headscan")
+class HeadscanModel(HeadscanLM):
+    """A model that answers lm-eval's requests at once.
+
+    Args:
+        pretrained: A folder, a name on the hub, a GGUF file, or ``demo``; a pruned model, too.
+        heads: Heads to ablate as ``3:5+7:0``, because lm-eval separates arguments by commas, or (layer, head) pairs.
+        mask: JSON file with a list of ``[layer, head]`` to ablate.
+        rule: Score that decides for each input which heads are ablated, with its ``threshold``.
+        plan: File of a KV-cache plan. ``plan_mode`` is forward (keys are masked) or decode (keys are evicted).
+        device: ``cpu``, ``cuda:1``, ...; ``auto`` and ``cuda:0``, which lm-eval passes unless told otherwise, choose a
+            placement.
+        batch_tokens: Tokens of one forward pass. lm-eval's batch size has no effect.
+
+    Raises:
+        HarnessError: Arguments that do not go together.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        *,
+        heads: str | Sequence[tuple[int, int]] = (),
+        mask: str | None = None,
+        rule: str | None = None,
+        threshold: float | None = None,
+        plan: str | None = None,
+        plan_mode: PlanMode = "forward",
+        dtype: str = "auto",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        bos: str = "auto",
+        device: str | None = None,
+        batch_tokens: int = BATCH_TOKENS,
+        batch_size: Any = None,
+        max_batch_size: Any = None,
+    ) -> None:
+        given = {"heads": heads, "mask": mask, "rule": rule, "plan": plan}
+        if len(chosen := [name for name, value in given.items() if value]) > 1:
+            raise HarnessError(f"{' and '.join(chosen)} exclude each other (limit 1). Set one of them")
+        if (rule is None) != (threshold is None):
+            raise HarnessError("rule and threshold go together. Set both, or none")
+        if plan_mode not in get_args(PlanMode):
+            raise HarnessError(f"plan_mode={plan_mode!r}. Choose {' or '.join(get_args(PlanMode))}")
+        spec = ModelSpec(pretrained, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+        where = "auto" if device in (None, "cuda", "cuda:0") else device
+        opener = jobs.opener(spec, jobs.TASK_TOKENS, PlacementRequest(device=where), evaluates=True)
+        self._context = ModelContext(spec, opener)
+        super().__init__(self._context.identity, bos=bos)
+        check_predicts(self._context)
+        self._arm = BASELINE
+        if heads:
+            self._arm = mask_arm(_heads(heads) if isinstance(heads, str) else heads)
+        elif mask:
+            self._arm = mask_arm(imported_heads(mask))
+        elif rule and threshold is not None:
+            self._arm = Arm(f"rule {rule} {threshold:g}", ArmKind.RULE, HeadRule(rule, float(threshold)))
+        elif plan:
+            found = load_plan(plan)
+            check_plan(found, self._context)
+            [self._arm] = plan_arms(found, (plan_mode,), 0)
+        check_arms(self._context.facts.grid, [self._arm])
+        ask, ablated = self._context.pool.one, self._arm.ablated
+        reading = choose_reading(ask, self._context.facts.dtype, [ablated], None, lambda line: None)
+        self._plan = AnsweringPlan(batch_tokens, reading._replace(rope=self._context.identity.rope_lengths))
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        return self._answered(partial(super().loglikelihood, requests))
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        return self._answered(partial(super().loglikelihood_rolling, requests))
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        return self._answered(partial(super().generate_until, requests))
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Return what lm-eval writes next to the results."""
+        return {"headscan_arm": self._arm.name, **self._context.identity.fingerprint()}
+
+    def _answered(self, ask: Callable[[], list[R]]) -> list[R]:
+        """Return the values of requests: collect those that are new, run the model, and replay all answers."""
+        known = self.answers or {}
+        self.answers = None
+        ask()
+        new = {mark: request for mark, request in self.requests.items() if mark not in known}
+        check_continues(self._context, [self._arm], new)
+        found = dict(known)
+        items = work_items(new, self._plan.batch_tokens)
+        todo = (ArmsItem((0,), item.index, arm_work(self._arm, item, self._plan)) for item in items)
+        with Progress(self._arm.name, len(new), "requests") as progress:
+            for finished in self._context.pool.map(answer_item, todo):
+                hashes = items[finished.item.item].hashes
+                found |= zip(hashes, finished.value[0].answers, strict=True)
+                progress.update(len(hashes))
+        self.answers = found
+        return ask()
+
+
+def _heads(text: str) -> list[tuple[int, int]]:
+    """Return the heads of a text such as ``3:5+7:0``."""
+    try:
+        return [(int(layer), int(head)) for layer, head in (each.split(":") for each in text.split("+"))]
+    except ValueError:
+        raise HarnessError(f"heads={text!r} names no heads. Write LAYER:HEAD+LAYER:HEAD, for example 3:5+7:0") from None
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    try:
+        cli_evaluate()
+    except HeadscanError as problem:
+        sys.exit(f"headscan: {problem}")
