@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import Any
 
 from headscan.cluster.placement.devices import share_cores
@@ -79,6 +80,9 @@ def build_parser(*, lists_verbs: bool = False) -> argparse.ArgumentParser:
         epilog=_verb_list(),
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
+    parser.add_argument(
+        "--verbose", action="store_true", help="with --version: libraries, devices and threads, for reports of errors"
+    )
     listed = "verb" if lists_verbs else argparse.SUPPRESS
     verbs = parser.add_subparsers(dest="verb", prog="headscan", metavar="VERB", help=listed)
     for verb in VERBS:
@@ -132,13 +136,37 @@ def main(command_line: Sequence[str] | None = None) -> int:
 def _without_verb(words: Sequence[str]) -> int:
     """Answer a command line that does not begin with a verb: help, the version, or an error."""
     parser = build_parser()
-    if parser.parse_args(words).version:
+    found = parser.parse_args(words)
+    if found.version:
         from headscan.pipelines.runs.run_records import code_version
 
         print(f"headscan {code_version()}")
+        if found.verbose:
+            print("\n".join(_surroundings()))
         return 0
     parser.print_help()
     return 2
+
+
+def _surroundings() -> list[str]:
+    """Return lines about the libraries, the devices and the threads."""
+    import torch
+
+    from headscan.cluster.placement.devices import this_machine
+    from headscan.cluster.placement.placement_base import format_bytes
+
+    lines = [f"Python {platform.python_version()} on {platform.platform()}"]
+    for name in ("torch", "transformers", "accelerate", "ray", "datasets", "lm-eval", "duckdb", "gguf"):
+        try:
+            lines.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            lines.append(f"{name} is not installed")
+    here = this_machine()
+    lines.append(
+        f"{here.cpus} CPU cores, {torch.get_num_threads()} torch threads, {format_bytes(here.memory)} usable RAM"
+    )
+    gpus = [f"GPU {torch.cuda.get_device_name(i)}, {format_bytes(free)} usable" for i, free in enumerate(here.gpus)]
+    return lines + (gpus or ["no GPU"])
 
 
 def _run(verb: Any) -> None:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +296,9 @@ def test_without_a_verb_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
     assert "headscan demo" in capsys.readouterr().out
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("headscan 1")
+    assert main(["--version", "--verbose"]) == 0
+    said = capsys.readouterr().out
+    assert f"\ntorch {metadata.version('torch')}\n" in said and " torch threads, " in said and "GPU" in said
 
 
 def test_a_reader_that_leaves_early_is_no_error(store: Path) -> None:
