@@ -7,6 +7,7 @@ meanwhile.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,29 @@ class StoreTables:
         self._memory = duckdb.connect(":memory:")
 
     def __repr__(self) -> str:
-        return f"StoreTables({str(self._store.path)!r})"
+        return f"{self._title()}\n{self._newest_runs()}"
+
+    def _repr_html_(self) -> str:
+        rows = self._newest_runs()
+        cells = [[escape(str(value)) for value in row] for row in [rows.columns, *rows.fetchall()]]
+        head, *body = ("".join(f"<td>{cell}</td>" for cell in row) for row in cells)
+        table = f"<thead><tr>{head}</tr></thead><tbody>{''.join(f'<tr>{row}</tr>' for row in body)}</tbody>"
+        return f"<p>{escape(self._title())}</p><table>{table}</table>"
+
+    def _title(self) -> str:
+        kinds = self.query("SELECT kind, count(*) FROM runs GROUP BY kind ORDER BY kind").fetchall()
+        counts = ", ".join(f"{count} {kind}" for kind, count in kinds) or "none"
+        return (
+            f"Store {self._store.path}, runs: {counts}. Methods: runs, heads, scores, arms, verdicts, plans, head_map,"
+            " arm_chart, query"
+        )
+
+    def _newest_runs(self) -> duckdb.DuckDBPyRelation:
+        """Return what a notebook shows of the newest runs."""
+        return self.query(
+            "SELECT run_id, kind, model, corpus, status, strftime(started_at, '%Y-%m-%d %H:%M') AS started FROM runs"
+            " ORDER BY started_at DESC, run_id LIMIT 10"
+        )
 
     def runs(self) -> duckdb.DuckDBPyRelation:
         """Return one row per run, newest first: scans, probes, evaluations."""

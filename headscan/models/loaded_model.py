@@ -226,7 +226,7 @@ def _has_weights(model: nn.Module, name: str) -> bool:
     return not isinstance(found, nn.Module) or any(True for _ in found.parameters())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LoadedModel:
     """A model whose heads can be measured.
 
@@ -255,6 +255,11 @@ class LoadedModel:
     )
 
     blocks: dict[str, FoundBlocks] = field(default_factory=dict, compare=False, repr=False, kw_only=True)
+
+    def __repr__(self) -> str:
+        tokens = "" if self.max_tokens is None else f", {self.max_tokens:,} tokens"
+        kind = f"{type(self.model).__name__}, {self.dtype} on {self.device}{tokens}"
+        return f"LoadedModel({self.source}: {kind}; {self.grid})"
 
     @property
     def device(self) -> torch.device:

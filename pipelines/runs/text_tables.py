@@ -14,6 +14,7 @@ from decimal import Decimal
 from typing import Any, Self, TextIO
 
 from tqdm import tqdm
+from tqdm.auto import tqdm as widget_bar
 
 #: Control characters (C0, DEL, C1), line separators, marks that change the direction of text, and lone surrogates:
 #: they move the cursor, recolour or retitle a terminal, or make text read as something else.
@@ -107,8 +108,10 @@ class Progress:
         self._stream = stream or sys.stderr
         self._title, self._total, self._unit, self._every = printable(title), total, unit, every
         self._bar: tqdm[None] | None = None
-        if self._stream.isatty():
-            self._bar = tqdm(
+        # A stream of Jupyter is no terminal, but shows a bar as a widget.
+        in_notebook = type(self._stream).__module__.startswith("ipykernel")
+        if in_notebook or self._stream.isatty():
+            self._bar = (widget_bar if in_notebook else tqdm)(
                 total=total, desc=self._title, unit=f" {unit}", file=self._stream, dynamic_ncols=True, leave=True
             )
         self._started = self._printed = time.monotonic()

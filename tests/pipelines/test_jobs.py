@@ -46,6 +46,8 @@ def test_scan_evaluate_and_plan_fill_the_tables(
     verdict = jobs.evaluate(evaluation, path, [jobs.mask_arm([(0, 1)])], devices=cpu, say=quiet)
     tables = headscan.open_store(path)
     assert sorted(row[0] for row in tables.runs().project("kind").fetchall()) == ["evaluate", "scan"]
+    assert "runs: 1 evaluate, 1 scan. Methods: runs," in repr(tables) and run_id in repr(tables)
+    assert f"<td>{run_id}</td><td>scan</td>" in tables._repr_html_()
     heads = tables.heads(run_id[:6]).to_arrow_table()
     assert heads.num_rows == 18
     scores = tables.scores()

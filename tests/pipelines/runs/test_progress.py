@@ -53,3 +53,13 @@ def test_a_line_comes_while_nothing_is_finished() -> None:
                 break
             time.sleep(0.01)
         assert out.getvalue().splitlines()[0] == "importance: 0 of 8 sequences"
+
+
+def test_a_notebook_shows_a_bar() -> None:
+    """A stream of Jupyter is no terminal; a bar goes there, and none to a log."""
+    stream = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
+    with Progress("scan", 4, "shards", stream=stream) as progress:
+        assert progress._bar is not None
+        progress.update(4)
+    with Progress("scan", 4, "shards", stream=io.StringIO()) as progress:
+        assert progress._bar is None
