@@ -1,4 +1,4 @@
-"""The declarations of all statistics, profiles, scores, behaviours and criteria.
+"""The declarations of all statistics, profiles, scores, behaviours, criteria and recall tasks.
 
 Tables, SQL views, rules, ``--help`` and the documentation read them; `headscan.statistics` implements the statistics.
 This module imports no library, so every package can read it.
@@ -276,6 +276,55 @@ IMPORTANCES: dict[str, Importance] = {
         Importance("sequence_importance", "mean over sequences of |dL/dg|", "equation 2 of arXiv 1905.10650"),
     )
 }
+
+
+@dataclass(frozen=True)
+class RecallFamily:
+    """A family of recall tasks, which differ in length only; a task is named like ``needle@512``.
+
+    Attributes:
+        heading: What is counted, as a heading of a table.
+        does: What the whole model does with the questions, with a place for its score in percent.
+        choices: Answers to choose from; None if the model continues a text, which no guess can do.
+        least: Score in percent from which on a model solves the tasks; below it there is no recall to lose. With
+            choices, the score must be shown to exceed it.
+    """
+
+    name: str
+    heading: str
+    does: str
+    choices: int | None
+    least: float
+
+    @property
+    def chance(self) -> float:
+        """Score of guessing, in percent."""
+        return 100 / self.choices if self.choices else 0.0
+
+
+#: Everything that differs between families of recall questions, in the order in which they are asked. The generators
+#: of `headscan.pipelines.recall.needle_and_copying` make the questions.
+RECALL_FAMILIES: dict[str, RecallFamily] = {
+    f.name: f
+    for f in (
+        RecallFamily("needle", "needles", "finds {:.0f} % of the needles", choices=4, least=30.0),
+        RecallFamily("copying", "copying", "copies {:.0f} % of the tokens", choices=None, least=10.0),
+    )
+}
+#: Their names in words, for help and comments.
+RECALL_NAMES = ", ".join(RECALL_FAMILIES)
+
+
+def recall_family(task: str) -> RecallFamily:
+    """Return the family of a recall task, such as that of ``needle@512``.
+
+    Raises:
+        UnknownNameError: No family has this name.
+    """
+    name = task.partition("@")[0]
+    if name not in RECALL_FAMILIES:
+        raise unknown_name("recall task", name, RECALL_FAMILIES)
+    return RECALL_FAMILIES[name]
 
 
 #: Criteria of one family share their measurements. A ``set`` is chosen as a whole, without an order of the heads.

@@ -28,7 +28,7 @@ from headscan.analysis.verdicts.criterion_points import agreements, criterion_po
 from headscan.analysis.verdicts.judge import judge
 from headscan.analysis.verdicts.ordered_shares import read_losses
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict
-from headscan.catalog import SCORES
+from headscan.catalog import RECALL_FAMILIES, SCORES
 from headscan.pipelines.referee.referee_table import CriterionLoss, criterion_losses
 from headscan.pipelines.study.run_study import least_important
 from headscan.pipelines.study.study_config import RECALL_IMPORTANCE
@@ -110,9 +110,7 @@ def _opening(answers: Mapping[str, Any], store: Store) -> str:
 
 
 def _answers(studies: Sequence[Mapping[str, Any]]) -> str:
-    rows = [
-        ("saving", "share tried", "loss, nats per token", "accuracy, points", "copying, %", "needles, %", "verdict")
-    ]
+    rows = [("saving", "share tried", "loss, nats per token", "accuracy, points", *_recall_headings(), "verdict")]
     for answers in studies:
         for saving in answers["savings"]:
             judged = {each["name"]: each for each in saving["judged"]}
@@ -122,7 +120,7 @@ def _answers(studies: Sequence[Mapping[str, Any]]) -> str:
                 cells = ["", "", "", "loses (loss)" if (loss["low"] or 0) > answers["max_loss"] else "not asked"]
                 if verdict is not None:
                     recall = {each["family"]: each["paired"]["retained"] for each in verdict["recall"]}
-                    kept = [recall.get(family) for family in ("copying", "needle")]
+                    kept = [recall.get(family) for family in RECALL_FAMILIES]
                     paired = verdict["accuracy"]
                     cells = [
                         f"{paired['difference']:+.1f} {_range(paired, '+.1f')}" if paired else "",
@@ -139,6 +137,10 @@ def _answers(studies: Sequence[Mapping[str, Any]]) -> str:
         * (len(studies) > 1)
     )
     return f"## Answers\n\n{_table(rows)}\n\n{limits}"
+
+
+def _recall_headings() -> list[str]:
+    return [f"{family.heading}, %" for family in RECALL_FAMILIES.values()]
 
 
 def _range(interval: Mapping[str, Any], digits: str) -> str:
@@ -250,7 +252,7 @@ def _choice(store: Store, figures: Path) -> str:
     arms = store.query(
         "SELECT name, score, share FROM arms WHERE run_id = ? AND score IS NOT NULL ORDER BY score, share", [run_id]
     ).to_pylist()
-    rows = [("criterion", "heads zeroed", "loss, nats per token", "copying, %", "needles, %")]
+    rows = [("criterion", "heads zeroed", "loss, nats per token", *_recall_headings())]
     for number, arm in enumerate(arms):
         paired = {family: each.paired for family, each in kept[arm["name"]].items()}
         loss = losses[arm["name"]]
@@ -259,7 +261,7 @@ def _choice(store: Store, figures: Path) -> str:
                 f"`{arm['score']}`" if not number or arms[number - 1]["score"] != arm["score"] else "",
                 f"{100 * arm['share']:g} %",
                 f"{loss.difference:+.3f} {_range({'low': loss.low, 'high': loss.high}, '+.3f')}",
-                *(f"{paired[kind].arm:.0f}" if kind in paired else "" for kind in ("copying", "needle")),
+                *(f"{paired[kind].arm:.0f}" if kind in paired else "" for kind in RECALL_FAMILIES),
             )
         )
     first = {family: each.paired for family, each in kept[arms[0]["name"]].items()}
@@ -267,9 +269,9 @@ def _choice(store: Store, figures: Path) -> str:
     image = _copying_figure(arms, kept, figures)
     return (
         "## Which criterion keeps copying\n\nThe study's choice of a criterion, on texts and"
-        f" {asked} recall questions of each kind that judge nothing. The whole model copies"
-        f" {first['copying'].baseline:.0f} % of the tokens and finds {first['needle'].baseline:.0f} % of the needles."
-        " `importance_recall` is the larger of the importance on texts"
+        f" {asked} recall questions of each kind that judge nothing. The whole model "
+        + " and ".join(RECALL_FAMILIES[family].does.format(paired.baseline) for family, paired in first.items())
+        + ". `importance_recall` is the larger of the importance on texts"
         " and on needle and copying prompts, each over its mean; the other criteria see text alone.\n\n"
         f"{_table(rows)}\n\n{image}"
     )

@@ -27,13 +27,14 @@ from headscan.analysis.store.scan_tables import (
     literal,
     table_statements,
 )
+from headscan.catalog import RECALL_NAMES
 
 #: The ``task`` of rows about the whole benchmark, which excludes recall tasks.
 ALL_TASKS = "(all)"
 
 _ARM = Column("arm_id", "VARCHAR", "id of the arm in arms")
 _MASK = Column("mask_id", "VARCHAR", "id of the mask in masks")
-_RECALL = Column("recall", "BOOLEAN", "true for recall tasks (needle, copying), which are not part of the benchmark")
+_RECALL = Column("recall", "BOOLEAN", f"true for recall tasks ({RECALL_NAMES}), which are not part of the benchmark")
 
 #: The parts of a sweep's questions: one selects the best arm, the other judges it.
 SELECTION, CONFIRMATION = "selection", "confirmation"

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from headscan.catalog import SCORES
+from headscan.catalog import RECALL_NAMES, SCORES
 from headscan.cluster.placement.placement_base import parse_bytes
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, changed, head
@@ -137,8 +137,8 @@ class _Choice:
     recall_weight: Annotated[
         float,
         Option(
-            "weight of needle and copying prompts in choice and repair, next to 1 for the texts; 0 or --no-recall: "
-            "texts alone",
+            f"weight of recall prompts ({RECALL_NAMES}) in choice and repair, next to 1 for the texts; 0 or "
+            "--no-recall: texts alone",
             metavar="W",
             least=0,
             most=1e3,

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from headscan.catalog import RECALL_NAMES
 from headscan.model_spec import ModelSpec
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, changed
@@ -59,9 +60,7 @@ class OptionalTasks(Tasks):
 class RecallOptions:
     """Recall questions."""
 
-    asked: Annotated[
-        bool, Option("also ask needle-in-a-haystack and copying questions (default: yes)", flag="--recall")
-    ] = True
+    asked: Annotated[bool, Option(f"also ask recall questions: {RECALL_NAMES} (default: yes)", flag="--recall")] = True
     plan: Annotated[partial[RecallPlan], Group()]
 
     def __post_init__(self) -> None:

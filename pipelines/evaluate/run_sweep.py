@@ -20,15 +20,14 @@ from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.verdict_limits import RECALL_PARTS, identical_questions
 from headscan.analysis.verdicts.confirmation import record_confirmation
-from headscan.analysis.verdicts.paired import CHANCE
 from headscan.analysis.verdicts.verdict_rows import least_questions, recall_needed, solves
-from headscan.catalog import SCORES, MassWidths, head_count, statistics_for
+from headscan.catalog import RECALL_FAMILIES, SCORES, MassWidths, head_count, statistics_for
 from headscan.errors import InterventionError
 from headscan.pipelines.corpora import CorpusReport, Sequence, shards
 from headscan.pipelines.corpora.sequences import hash_ids
 from headscan.pipelines.evaluate.run_evaluation import EVALUATE, Purpose, check_predicts, check_scored, evaluate
 from headscan.pipelines.evaluate.tasks import Questions
-from headscan.pipelines.recall.needle_and_copying import COPYING, IN_ALL, NEEDLE
+from headscan.pipelines.recall.needle_and_copying import IN_ALL
 from headscan.pipelines.runs.run_records import ModelFacts, Run, fingerprint
 from headscan.pipelines.scan.run_scan import write_shards
 from headscan.pipelines.scan.shard_task import ShardItem
@@ -45,9 +44,6 @@ from headscan.pipelines.scoring.arms import (
 )
 from headscan.pipelines.settings.evaluation_settings import SHARING, EvaluateConfig, SweepConfig, TaskConfig
 
-#: What a model does with the questions of a kind.
-_DOES = {NEEDLE: "finds {:.0f} % of the needles", COPYING: "copies {:.0f} % of the tokens"}
-
 
 def size_recall(config: EvaluateConfig, run: Run, *, part: float, comparisons: int = 1) -> EvaluateConfig:
     """Ask the whole model, and return the settings with as many recall questions as its recall needs. The number stays
@@ -62,13 +58,13 @@ def size_recall(config: EvaluateConfig, run: Run, *, part: float, comparisons: i
         return config
     fixed = plan.questions is not None or plan.in_all is not None
     sizes = {}
-    for kind in (NEEDLE, COPYING):
+    for kind in RECALL_FAMILIES:
         right, asked = found[kind]
         sizes[kind], line = _size(kind, right, asked, part, comparisons, fixed=fixed)
         run.say(line)
     if fixed or max(sizes.values()) <= IN_ALL:
         return config
-    return replace(config, recall=replace(plan, in_all=(sizes[NEEDLE], sizes[COPYING])))
+    return replace(config, recall=replace(plan, in_all=tuple(sizes[kind] for kind in RECALL_FAMILIES)))
 
 
 def whole_model_recall(config: EvaluateConfig, run: Run) -> dict[str, tuple[float, int]]:
@@ -96,10 +92,11 @@ def whole_model_recall(config: EvaluateConfig, run: Run) -> dict[str, tuple[floa
 
 def _size(kind: str, right: float, asked: int, part: float, comparisons: int, *, fixed: bool) -> tuple[int, str]:
     """Return the number of questions of a kind, and a line about it."""
-    does = f"the whole model {_DOES[kind].format(right)}"
+    family = RECALL_FAMILIES[kind]
+    does = f"the whole model {family.does.format(right)}"
     if not solves(kind, right, asked):
         return IN_ALL, f"{does}: too few to judge {kind} recall, so no arm is judged by it"
-    numbers = (recall_needed(kind, right, comparisons), least_questions(right, CHANCE[kind], comparisons))
+    numbers = (recall_needed(kind, right, comparisons), least_questions(right, family.chance, comparisons))
     needed, least = (SHARING * ceil(number / part / SHARING) for number in numbers)
     if not fixed:
         if needed <= IN_ALL:

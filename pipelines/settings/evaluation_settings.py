@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from headscan.analysis.store.tables import ALL_BUT_ONE, EACH
 from headscan.analysis.store.verdict_limits import QUESTIONS_PER_TEXT
-from headscan.catalog import CRITERIA, DAMAGE, EFFECT, GATE, LAYER_DROP, SCORES, Value
+from headscan.catalog import (
+    CRITERIA,
+    DAMAGE,
+    EFFECT,
+    GATE,
+    LAYER_DROP,
+    RECALL_FAMILIES,
+    RECALL_NAMES,
+    SCORES,
+    Value,
+)
 from headscan.errors import HeadscanError, InterventionError
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, Count, Limits, Option, Seed, check_limits
@@ -56,7 +66,7 @@ class RecallPlan:
     Attributes:
         lengths: Tokens that the model reads in a question; None uses those of `recall_lengths`.
         questions: Number for each length and kind, a multiple of 4; None makes as many as ``in_all`` says.
-        in_all: Numbers of needles and of copies over all lengths; None makes `IN_ALL` of each kind.
+        in_all: Numbers over all lengths, one for each family of `RECALL_FAMILIES`; None makes `IN_ALL` of each.
     """
 
     lengths: Annotated[
@@ -79,7 +89,7 @@ class RecallPlan:
         ),
     ] = None
     seed: Seed = 0
-    in_all: Annotated[tuple[int, int] | None, Limits(least=1)] = None
+    in_all: Annotated[tuple[int, ...] | None, Limits(least=1)] = None
 
     def __post_init__(self) -> None:
         check_limits(self, RecallError)
@@ -88,6 +98,8 @@ class RecallPlan:
                 raise RecallError("recall lengths are empty. Give at least one, or None for the default")
             if len(set(self.lengths)) < len(self.lengths):
                 raise RecallError(f"recall lengths {', '.join(map(str, self.lengths))} repeat. Give each once")
+        if self.in_all is not None and len(self.in_all) != len(RECALL_FAMILIES):
+            raise RecallError(f"in_all has {len(self.in_all)} numbers. Give one each for {RECALL_NAMES}")
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that identify a run; earlier runs lack ``in_all``, so its default is left out."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from headscan.catalog import IMPORTANCES, SCORES
+from headscan.catalog import IMPORTANCES, RECALL_NAMES, SCORES
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, Count, Option, check_limits
@@ -106,7 +106,11 @@ class StudyConfig:
     questions: Annotated[int | None, Option("number of questions (default: as the time allows)", least=1)] = None
     recall_questions: Annotated[
         int | None,
-        Option("needles, and copies, to ask, a multiple of 4 (default: as the time allows)", least=8, multiple=4),
+        Option(
+            f"questions of each recall task ({RECALL_NAMES}), a multiple of 4 (default: as the time allows)",
+            least=8,
+            multiple=4,
+        ),
     ] = None
     max_loss: Annotated[
         float, Option("largest increase of the held-out loss, in nats per token", above=0, most=100)

@@ -102,7 +102,7 @@ class QuestionCosts:
     """Tokens of the questions, and the numbers that are enough.
 
     Attributes:
-        tokens, recall_tokens: Tokens of a benchmark question, and of a needle and a copying question together.
+        tokens, recall_tokens: Tokens of a benchmark question, and of one question of each recall task together.
         enough: Benchmark questions with which a share that changes 3 % of the answers is shown to be safe.
         available: Benchmark questions that there are.
         enough_recall: Recall questions of each kind with which such a share is shown to keep recall; 0 if the model
