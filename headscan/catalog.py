@@ -246,12 +246,25 @@ BEHAVIOURS: dict[str, Behaviour] = {
 class Importance:
     """A score from derivatives of the loss, one number per head of a run; low heads are removed first. In its formula g
     is a gate of 1 on a head's output, for all tokens of a sequence or for one, L the loss of the sequence in nats.
+
+    Attributes:
+        largest_of: The score is the largest of these means over sequences, each divided by its mean over all heads,
+            because the losses of different sequences differ in size; empty for a score with another formula.
     """
 
     name: str
     formula: str
     source: str
+    largest_of: tuple[str, ...] = ()
 
+    @property
+    def on_recall(self) -> bool:
+        """True if recall prompts are measured in addition to texts."""
+        return PROMPT_IMPORTANCE in self.largest_of
+
+
+#: ``importance`` on recall prompts instead of texts.
+PROMPT_IMPORTANCE = "prompt_importance"
 
 #: Weight of the importance in ``importance_entropy``; the rest is that of the entropy.
 IMPORTANCE_WEIGHT = 0.5
@@ -274,6 +287,13 @@ IMPORTANCES: dict[str, Importance] = {
             "arXiv 2510.13832, HIES",
         ),
         Importance("sequence_importance", "mean over sequences of |dL/dg|", "equation 2 of arXiv 1905.10650"),
+        Importance(
+            "importance_recall",
+            f"the larger of importance and {PROMPT_IMPORTANCE}, which is importance on recall prompts, each divided by "
+            "its mean over all heads",
+            "headscan",
+            largest_of=("importance", PROMPT_IMPORTANCE),
+        ),
     )
 }
 
@@ -339,6 +359,7 @@ class Criterion:
         removed_first: The heads that go first.
         run: Kind of the run in a store that orders heads by the criterion; None if there is none.
         by_value: Every head has a number of its own, so what is left can be measured again once some heads are gone.
+        on_recall: Recall prompts are measured in addition to texts.
     """
 
     name: str
@@ -347,6 +368,7 @@ class Criterion:
     source: str
     run: Literal["scan", "importance", "ablate", "gates"] | None
     by_value: bool = True
+    on_recall: bool = False
 
 
 EFFECT, GATE, DAMAGE, LAYER_DROP = "effect", "gate", "damage", "layer-drop"
@@ -355,7 +377,10 @@ CRITERIA: dict[str, Criterion] = {
     c.name: c
     for c in (
         *(Criterion(s.name, "score", f"{s.inactive} {s.formula}", s.source, "scan") for s in SCORES.values()),
-        *(Criterion(i.name, "importance", f"low {i.formula}", i.source, "importance") for i in IMPORTANCES.values()),
+        *(
+            Criterion(i.name, "importance", f"low {i.formula}", i.source, "importance", on_recall=i.on_recall)
+            for i in IMPORTANCES.values()
+        ),
         Criterion(EFFECT, "effect", "heads whose ablation, alone, changes the predictions least", "headscan", "ablate"),
         Criterion(GATE, "gate", "the most closed gates of a fit", "arXiv 1905.09418", "gates", by_value=False),
         Criterion(
@@ -364,6 +389,10 @@ CRITERIA: dict[str, Criterion] = {
         Criterion(LAYER_DROP, "set", "whole attention layers", "arXiv 2406.15786", None, by_value=False),
     )
 }
+
+
+#: Criteria that runs of a store order heads by.
+RANKED_CRITERIA: tuple[str, ...] = tuple(name for name, declared in CRITERIA.items() if declared.run is not None)
 
 
 def statistics_for(scores: Iterable[str]) -> frozenset[str]:

@@ -22,7 +22,6 @@ from typing import Any
 import yaml
 from paper_run import Step, parser, run
 
-from headscan.analysis.heads.head_ranking import rank_importance
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.criterion_points import agreements, criterion_points
 from headscan.analysis.verdicts.judge import judge
@@ -30,8 +29,6 @@ from headscan.analysis.verdicts.ordered_shares import read_losses
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict
 from headscan.catalog import RECALL_FAMILIES, SCORES
 from headscan.pipelines.referee.referee_table import CriterionLoss, criterion_losses
-from headscan.pipelines.study.run_study import least_important
-from headscan.pipelines.study.study_config import RECALL_IMPORTANCE
 
 #: Criteria of the comparison by loss.
 CRITERIA = (*SCORES, "importance", "importance_entropy", "layer-drop")
@@ -150,15 +147,12 @@ def _range(interval: Mapping[str, Any], digits: str) -> str:
 
 def _heads(store: Store) -> list[dict[str, Any]]:
     """Return one row per head: scores, behaviours, and importance on the texts of the scan and with recall prompts."""
-    heads = store.query(
-        "SELECT h.*, b.* EXCLUDE (run_id, model, site, layer, head), i.importance FROM head_summary h"
+    return store.query(
+        "SELECT h.*, b.* EXCLUDE (run_id, model, site, layer, head), i.importance, i.importance_recall"
+        " FROM head_summary h"
         " JOIN behaviour_summary b USING (site, layer, head)"
         " JOIN all_importance_summary i USING (site, layer, head, corpus) ORDER BY layer, head"
     ).to_pylist()
-    runs = store.query("SELECT run_id FROM runs WHERE kind = 'importance'").column(0).to_pylist()
-    order = least_important([rank_importance(store, run) for run in runs])
-    place = {head: number for number, head in enumerate(order)}
-    return [head | {RECALL_IMPORTANCE: place[head["layer"], head["head"]]} for head in heads]
 
 
 def _sinks(heads: Sequence[Mapping[str, Any]], figures: Path) -> str:
@@ -298,7 +292,7 @@ def _copying_figure(
 def _tail(heads: Sequence[Mapping[str, Any]]) -> str:
     """Return where the strongest heads of each behaviour stand among the inactive ones."""
     ranks: dict[str, dict[tuple[int, int], int]] = {}
-    for score, sign in (("output_norm_ln", 1), ("first_token_weight", -1), ("importance", 1), (RECALL_IMPORTANCE, 1)):
+    for score, sign in (("output_norm_ln", 1), ("first_token_weight", -1), ("importance", 1), ("importance_recall", 1)):
         order = sorted(heads, key=lambda head, score=score, sign=sign: sign * (head[score] or 0))
         ranks[score] = {(head["layer"], head["head"]): number for number, head in enumerate(order, 1)}
     rows = [("behaviour", "head", "score", *(f"place by `{score}`" for score in ranks))]

@@ -10,9 +10,10 @@ arm keeps nine tenths of it. The whole model is asked first, before arms run tha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import ceil
+from types import MappingProxyType
 
 import numpy as np
 
@@ -37,6 +38,7 @@ from headscan.pipelines.scoring.arms import (
     AblationValue,
     Arm,
     collect_value,
+    find_run,
     random_masks,
     random_rules,
     scored_masks,
@@ -190,13 +192,14 @@ def sweep(config: SweepConfig, run: Run) -> SweepRuns:
     if run.pool.staged:
         check_scored(questions.requests)
     _check_masks(config, run.facts)
+    others = {name: find_run(run.store, run.identity, name, None) for name in config.masks if name not in SCORES}
     kinds = bool(config.scores) + bool(config.masks) if config.confirm else 1
     part = 1 - 1 / RECALL_PARTS if config.confirm else 1.0
     evaluation = size_recall(config.evaluation, run, part=part, comparisons=kinds)
     questions.ask_recall(evaluation.recall)
     scan_run = record_prompts(evaluation, run, questions)
     value = collect_value(config.value, run, questions.longest_input)
-    arms = sweep_arms(config, run.store, scan_run, run.facts, value)
+    arms = sweep_arms(config, run.store, scan_run, run.facts, value, others)
     rules = sum(arm.kind is ArmKind.RULE for arm in arms)
     masks = sum(arm.kind is ArmKind.MASK for arm in arms)
     counts = {"rule": rules, "mask": masks, "random control": len(arms) - rules - masks - 1}
@@ -222,13 +225,21 @@ def _check_masks(config: SweepConfig, facts: ModelFacts) -> None:
 
 
 def sweep_arms(
-    config: SweepConfig, store: Store, scan_run: str, facts: ModelFacts, value: AblationValue = ZERO_VALUE
+    config: SweepConfig,
+    store: Store,
+    scan_run: str,
+    facts: ModelFacts,
+    value: AblationValue = ZERO_VALUE,
+    others: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Arm]:
     """Return the baseline, then all other arms share by share: rules, masks and random controls of a share are
-    together, so that all curves grow together.
+    together, so that all curves grow together. ``others`` are the runs of masks that are no scores of the scan.
     """
     rules = [scored_rules(store, scan_run, score, config.shares, value) for score in config.scores]
-    masks = [scored_masks(store, scan_run, score, config.shares, config.mask_order, value) for score in config.masks]
+    masks = [
+        scored_masks(store, others.get(name, scan_run), name, config.shares, config.mask_order, value)
+        for name in config.masks
+    ]
     arms = [BASELINE]
     for number, share in enumerate(config.shares):
         arms += [of_score[number] for of_score in rules]

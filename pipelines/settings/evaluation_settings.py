@@ -14,6 +14,7 @@ from headscan.catalog import (
     EFFECT,
     GATE,
     LAYER_DROP,
+    RANKED_CRITERIA,
     RECALL_FAMILIES,
     RECALL_NAMES,
     SCORES,
@@ -242,7 +243,7 @@ class SweepConfig:
     Attributes:
         scores: Scores with a rule at every quantile.
         quantiles: Nominal shares of heads to ablate; 0 ablates nothing and is left to the baseline.
-        masks: Scores with a fixed mask at every share.
+        masks: Scores, or other names in `RANKED_CRITERIA`, with a fixed mask at every share.
         confirm: Judge the best arm on the questions that did not select it. The arms and their answers are the same; if
             a half has too few questions, the sweep reports that before it starts.
     """
@@ -263,7 +264,13 @@ class SweepConfig:
     ] = QUANTILES
     masks: Annotated[
         tuple[str, ...],
-        Option("comma-separated scores of the masks, `all` or `none`", kind="score", names=SCORES, sets=_SETS),
+        Option(
+            "comma-separated scores of the masks, `all` or `none`; other criteria use the newest importance, ablate or "
+            "gates run of the model in the store",
+            kind="score",
+            names=RANKED_CRITERIA,
+            sets=_SETS,
+        ),
     ] = ("output_norm_ln",)
     mask_order: MaskOrderOption = "mean"
     seeds: Annotated[
@@ -340,8 +347,8 @@ DEFAULT_CRITERIA = (
 )
 
 
-#: Criteria that order the heads of each site on labelled examples.
-SITE_CRITERIA = tuple(name for name, declared in CRITERIA.items() if declared.by_value)
+#: Criteria that order the heads of each site on labelled examples, which have no recall prompts.
+SITE_CRITERIA = tuple(name for name, declared in CRITERIA.items() if declared.by_value and not declared.on_recall)
 
 
 #: Criteria that are no scores.

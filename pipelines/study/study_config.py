@@ -17,8 +17,6 @@ from headscan.pipelines.settings.evaluation_settings import TaskConfig
 
 #: Fewest texts that measure or judge, and most if the time decides.
 LEAST_TEXTS, MOST_TEXTS = 8, 64
-#: Criterion of a head that is important for texts or for recall prompts: importance over its mean, the larger of both.
-RECALL_IMPORTANCE = "importance_recall"
 #: Settings with the shares of each kind of saving.
 SHARES = ("shares", "window_shares", "prune_shares")
 
@@ -66,9 +64,9 @@ class StudyConfig:
         Option(
             "comma-separated scores that may rank the heads",
             kind="criterion",
-            names=(*SCORES, *IMPORTANCES, RECALL_IMPORTANCE),
+            names=(*SCORES, *IMPORTANCES),
         ),
-    ] = ("output_norm_ln", "importance", RECALL_IMPORTANCE)
+    ] = ("output_norm_ln", "importance", "importance_recall")
     shares: Annotated[
         tuple[float, ...] | None,
         Option(

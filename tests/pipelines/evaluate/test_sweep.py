@@ -27,7 +27,7 @@ from headscan.pipelines.evaluate.run_sweep import SweepRuns, _size, size_recall,
 from headscan.pipelines.evaluate.tasks import Tasks
 from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.run_records import identify
-from headscan.pipelines.scoring.arms import BASELINE, find_scan, mask_arm
+from headscan.pipelines.scoring.arms import BASELINE, find_run, mask_arm
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, SweepConfig, TaskConfig
 from tests.pipelines.conftest import THREADS, make_tokenizer, run_on, write_task
@@ -144,7 +144,7 @@ def test_a_recording_is_a_scan_to_choose_heads_from_if_it_is_named(
     prompts = {request.ids[:-1] for request in requests}
     rows = store.query("select count(*) as n, count(distinct sequence) as s from head_statistics").to_pylist()
     assert rows == [{"n": 18 * len(prompts), "s": len(prompts)}]
-    assert find_scan(store, identify(config.evaluation.model), runs.scan_run[:6]) == runs.scan_run
+    assert find_run(store, identify(config.evaluation.model), "entropy", runs.scan_run[:6]) == runs.scan_run
     assert store.resolve_run(runs.scan_run[:6])["corpus"] == "prompts of counting"
     assert (
         main(["rank", "--by", "output_norm_ln", "--run", runs.scan_run, "--limit", "3", "--store", str(store.path)])
