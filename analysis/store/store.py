@@ -405,13 +405,16 @@ def _insert(
     conflicts: str = "",
     *,
     check: bool = True,
+    optional: Sequence[str] = (),
     **constants: Any,
 ) -> None:
     """Insert rows into a table, with ``constants`` as columns of one value. ``conflicts`` is ``OR IGNORE`` and a space
-    to skip rows that the table has; ``check`` raises StoreError if a column is missing or unknown.
+    to skip rows that the table has; ``check`` raises StoreError if a column that is not ``optional`` is missing, or one
+    is unknown.
     """
     if check:
-        _check_columns(table, incoming, [c for c in TABLES[table].names if c not in constants])
+        required = [c for c in TABLES[table].names if c not in (*constants, *optional)]
+        _check_columns(table, incoming, required, optional)
     given = "".join(f"? AS {name}, " for name in constants)
     connection.register(f"incoming_{table}", incoming)
     connection.execute(
@@ -475,7 +478,7 @@ def _add_shard(
             )
         return
     _check_columns("heads", heads, _HEAD_KEYS, numbers)
-    _insert(connection, "sequences", sequences, run_id=run_id, shard=shard.shard)
+    _insert(connection, "sequences", sequences, optional=("recall_task",), run_id=run_id, shard=shard.shard)
     connection.register("incoming_heads", heads)
     # One NaN or infinity would make every mean and deviation over the column useless.
     finite = [_finite(name) for name in heads.column_names if name not in _HEAD_KEYS]

@@ -25,7 +25,8 @@ def test_every_criterion_chooses_heads(family: tuple[str, ...]) -> None:
     lm = make_loaded("llama")
     texts = random_texts(lm, sequences=4, tokens=16)
     count = lm.grid.total_heads // lm.grid.num_layers  # one layer has as many
-    job = ChoiceJob(CalibrationTexts("random", texts.ids.numpy(), texts.lengths.numpy()), family, (count,))
+    calibration = CalibrationTexts("random", texts.ids.numpy(), texts.lengths.numpy())
+    job = ChoiceJob(calibration, family, (count,), prompts=calibration)
     found = choose_heads(lm, job)
     assert set(found) == set(family)
     for name, choices in found.items():
@@ -35,7 +36,8 @@ def test_every_criterion_chooses_heads(family: tuple[str, ...]) -> None:
 def test_every_criterion_with_values_has_one_of_every_head() -> None:
     lm = make_loaded("llama")
     names = [name for name, declared in CRITERIA.items() if declared.by_value]
-    found = head_values(lm, random_texts(lm, sequences=4, tokens=16), names)
+    texts = random_texts(lm, sequences=4, tokens=16)
+    found = head_values(lm, texts, names, prompts=texts)
     assert set(found) == set(names)
     for name, values in found.items():
         assert values.shape == lm.grid.shape and bool(values.isfinite().all()), name
