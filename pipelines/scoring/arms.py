@@ -285,7 +285,7 @@ def find_run(store: Store, identity: ModelIdentity, criterion: str, prefix: str 
             # The numbers of an unfinished run select other heads and thresholds than those of the finished one.
             raise InterventionError(f"run {run['run_id']} is {run['status']}. Run its command again to finish it")
         return str(run["run_id"])
-    for run in finished_runs(store, criterion) if store.path.exists() else ():
+    for run in finished_runs(store, criterion):
         if same_model(identity.columns(), run):
             return str(run["run_id"])
     verb = _MEASURED_BY.get(kind, kind)
