@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
+import torch
 from scipy.stats import kendalltau, spearmanr
 
 from headscan.analysis.errors import SelectionError, StoreError
@@ -25,8 +26,10 @@ from headscan.analysis.heads.head_ranking import (
 )
 from headscan.analysis.store.records import RunRecord, ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
-from headscan.catalog import BEHAVIOURS, IMPORTANCES, SCORES
+from headscan.analysis.store.views import importance_sql
+from headscan.catalog import BEHAVIOURS, IMPORTANCES, PROMPT_IMPORTANCE, SCORES, Importance
 from headscan.errors import UnknownNameError
+from headscan.pruning.head_values import criterion_values
 from tests.analysis.conftest import HEADS, LAYERS, Scan, head_table, make_stats, scan_record, sequence_table, write_scan
 
 
@@ -220,6 +223,27 @@ def test_rankings_follow_the_definitions(
     signed = values["gate_gradient"].mean(0)
     np.testing.assert_allclose([h.mean_gate_gradient for h in ranked], [signed[h.layer, h.head] for h in ranked], 1e-4)
     assert rank_importance(store, run_id, name, descending=True) == ranked[::-1]
+
+
+def test_another_importance_costs_an_entry(
+    values: dict[str, np.ndarray], prompts: dict[str, np.ndarray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQL and the values of the referee follow from the declaration alone."""
+    parts = ("sequence_importance", PROMPT_IMPORTANCE)
+    monkeypatch.setitem(
+        IMPORTANCES,
+        "importance_larger",
+        Importance("importance_larger", "the larger of both", "headscan", largest_of=parts),
+    )
+    store, _ = write(tmp_path / "s.duckdb", values, prompts)
+    rows = store.query(
+        f"SELECT {', '.join(parts)}, importance_larger FROM ({importance_sql()}) ORDER BY layer, head"
+    ).to_pydict()
+    columns = {name: np.array(numbers) for name, numbers in rows.items()}
+    expected = np.maximum(*(columns[name] / columns[name].mean() for name in parts))
+    np.testing.assert_allclose(columns["importance_larger"], expected)
+    means = {name: torch.tensor(columns[name]).reshape(LAYERS, HEADS) for name in parts}
+    np.testing.assert_allclose(criterion_values("importance_larger", means).ravel().numpy(), expected)
 
 
 def test_sites_are_summarised_apart(values: dict[str, np.ndarray], tmp_path: Path) -> None:
