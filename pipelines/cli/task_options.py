@@ -20,7 +20,7 @@ from headscan.pipelines.settings.saving_settings import TextConfig
 
 if TYPE_CHECKING:
     from headscan.catalog import Value
-    from headscan.cluster.placement.placement_base import Plan
+    from headscan.cluster.placement.placement_base import PlacementPlan
     from headscan.pipelines.ablate.labelled_arms import LabelledConfig
     from headscan.pipelines.runs.run_records import Run
     from headscan.pipelines.scan.labelled_texts import LabelledTexts
@@ -136,7 +136,7 @@ class WholeModelVerb(RunVerb):
         return self.tasks.config(spec, recall=recall, **demo_task(scratch, demo.questions))
 
     @contextmanager
-    def opened_whole(self, texts: TextConfig) -> Iterator[tuple[Run, Plan]]:
+    def opened_whole(self, texts: TextConfig) -> Iterator[tuple[Run, PlacementPlan]]:
         from headscan.pipelines.runs.run_records import identify
 
         verb = replace(self, devices=self.devices.in_this_process())
