@@ -60,14 +60,14 @@ def to_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def identity(*parts: Any) -> str:
+def short_hash(*parts: Any) -> str:
     """Return 12 hexadecimal digits of the hash of ``parts``, which JSON must be able to hold."""
     return hashlib.sha256(to_json(parts).encode()).hexdigest()[:12]
 
 
 def run_identity(kind: RunKind, fingerprint: str) -> str:
     """Return the ``run_id`` of a run."""
-    return identity(kind, fingerprint)
+    return short_hash(kind, fingerprint)
 
 
 def refuse_resume(run_id: str, changes: Sequence[str]) -> ResumeError:
@@ -210,7 +210,7 @@ class Store:
         if not pairs:
             raise StoreError(f"mask {name} has 0 heads (limit 1). Give at least one head")
         settings = dict(config or {})
-        mask_id = identity(name, site, pairs, run_id, score, share, settings)
+        mask_id = short_hash(name, site, pairs, run_id, score, share, settings)
         with self._writing(create=True) as connection:
             known = connection.execute("SELECT mask_id FROM masks WHERE name = ?", [name]).fetchone()
             if known is not None:
@@ -242,7 +242,7 @@ class Store:
         with self._writing() as connection:
             _require_run(connection, arm.run_id)
             row = {column: getattr(arm, column) for column in _ARM_COLUMNS}
-            arm_id = identity(row, dict(arm.config))
+            arm_id = short_hash(row, dict(arm.config))
             known = connection.execute(
                 "SELECT arm_id, status FROM arms WHERE run_id = ? AND name = ?", [arm.run_id, arm.name]
             ).fetchone()
