@@ -1,4 +1,4 @@
-"""The declarations of all statistics, profiles, scores, behaviours and criteria.
+"""The declarations of all statistics, profiles, scores, behaviours, criteria and recall tasks.
 
 Tables, SQL views, rules, ``--help`` and the documentation read them; `headscan.statistics` implements the statistics.
 This module imports no library, so every package can read it.
@@ -246,12 +246,25 @@ BEHAVIOURS: dict[str, Behaviour] = {
 class Importance:
     """A score from derivatives of the loss, one number per head of a run; low heads are removed first. In its formula g
     is a gate of 1 on a head's output, for all tokens of a sequence or for one, L the loss of the sequence in nats.
+
+    Attributes:
+        largest_of: The score is the largest of these means over sequences, each divided by its mean over all heads,
+            because the losses of different sequences differ in size; empty for a score with another formula.
     """
 
     name: str
     formula: str
     source: str
+    largest_of: tuple[str, ...] = ()
 
+    @property
+    def on_recall(self) -> bool:
+        """True if recall prompts are measured in addition to texts."""
+        return PROMPT_IMPORTANCE in self.largest_of
+
+
+#: ``importance`` on recall prompts instead of texts.
+PROMPT_IMPORTANCE = "prompt_importance"
 
 #: Weight of the importance in ``importance_entropy``; the rest is that of the entropy.
 IMPORTANCE_WEIGHT = 0.5
@@ -274,8 +287,64 @@ IMPORTANCES: dict[str, Importance] = {
             "arXiv 2510.13832, HIES",
         ),
         Importance("sequence_importance", "mean over sequences of |dL/dg|", "equation 2 of arXiv 1905.10650"),
+        Importance(
+            "importance_recall",
+            f"the larger of importance and {PROMPT_IMPORTANCE}, which is importance on recall prompts, each divided by "
+            "its mean over all heads",
+            "headscan",
+            largest_of=("importance", PROMPT_IMPORTANCE),
+        ),
     )
 }
+
+
+@dataclass(frozen=True)
+class RecallFamily:
+    """A family of recall tasks, which differ in length only; a task is named like ``needle@512``.
+
+    Attributes:
+        heading: What is counted, as a heading of a table.
+        does: What the whole model does with the questions, with a place for its score in percent.
+        choices: Answers to choose from; None if the model continues a text, which no guess can do.
+        least: Score in percent from which on a model solves the tasks; below it there is no recall to lose. With
+            choices, the score must be shown to exceed it.
+    """
+
+    name: str
+    heading: str
+    does: str
+    choices: int | None
+    least: float
+
+    @property
+    def chance(self) -> float:
+        """Score of guessing, in percent."""
+        return 100 / self.choices if self.choices else 0.0
+
+
+#: Everything that differs between families of recall questions, in the order in which they are asked. The generators
+#: of `headscan.pipelines.recall.needle_and_copying` make the questions.
+RECALL_FAMILIES: dict[str, RecallFamily] = {
+    f.name: f
+    for f in (
+        RecallFamily("needle", "needles", "finds {:.0f} % of the needles", choices=4, least=30.0),
+        RecallFamily("copying", "copying", "copies {:.0f} % of the tokens", choices=None, least=10.0),
+    )
+}
+#: Their names in words, for help and comments.
+RECALL_NAMES = ", ".join(RECALL_FAMILIES)
+
+
+def recall_family(task: str) -> RecallFamily:
+    """Return the family of a recall task, such as that of ``needle@512``.
+
+    Raises:
+        UnknownNameError: No family has this name.
+    """
+    name = task.partition("@")[0]
+    if name not in RECALL_FAMILIES:
+        raise unknown_name("recall task", name, RECALL_FAMILIES)
+    return RECALL_FAMILIES[name]
 
 
 #: Criteria of one family share their measurements. A ``set`` is chosen as a whole, without an order of the heads.
@@ -290,6 +359,7 @@ class Criterion:
         removed_first: The heads that go first.
         run: Kind of the run in a store that orders heads by the criterion; None if there is none.
         by_value: Every head has a number of its own, so what is left can be measured again once some heads are gone.
+        on_recall: Recall prompts are measured in addition to texts.
     """
 
     name: str
@@ -298,6 +368,7 @@ class Criterion:
     source: str
     run: Literal["scan", "importance", "ablate", "gates"] | None
     by_value: bool = True
+    on_recall: bool = False
 
 
 EFFECT, GATE, DAMAGE, LAYER_DROP = "effect", "gate", "damage", "layer-drop"
@@ -306,7 +377,10 @@ CRITERIA: dict[str, Criterion] = {
     c.name: c
     for c in (
         *(Criterion(s.name, "score", f"{s.inactive} {s.formula}", s.source, "scan") for s in SCORES.values()),
-        *(Criterion(i.name, "importance", f"low {i.formula}", i.source, "importance") for i in IMPORTANCES.values()),
+        *(
+            Criterion(i.name, "importance", f"low {i.formula}", i.source, "importance", on_recall=i.on_recall)
+            for i in IMPORTANCES.values()
+        ),
         Criterion(EFFECT, "effect", "heads whose ablation, alone, changes the predictions least", "headscan", "ablate"),
         Criterion(GATE, "gate", "the most closed gates of a fit", "arXiv 1905.09418", "gates", by_value=False),
         Criterion(
@@ -315,6 +389,10 @@ CRITERIA: dict[str, Criterion] = {
         Criterion(LAYER_DROP, "set", "whole attention layers", "arXiv 2406.15786", None, by_value=False),
     )
 }
+
+
+#: Criteria that runs of a store order heads by.
+RANKED_CRITERIA: tuple[str, ...] = tuple(name for name, declared in CRITERIA.items() if declared.run is not None)
 
 
 def statistics_for(scores: Iterable[str]) -> frozenset[str]:

@@ -19,7 +19,6 @@ from dataclasses import dataclass, fields
 from functools import cache
 from math import isfinite
 from numbers import Integral, Real
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -200,20 +199,6 @@ def _problem(
         if choices is not None and value not in choices:
             return error(f"unknown {name} {value!r}. Choose {' or '.join(choices)}")
     return None
-
-
-def settings_file(path: str | Path, error: type[HeadscanError]) -> dict[str, Any]:
-    """Return the settings in a YAML or JSON file. Raise ``error`` if the file cannot be read or holds none."""
-    import yaml
-
-    try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as problem:
-        what = problem.strerror if isinstance(problem, OSError) else " ".join(str(problem).split())
-        raise error(f"{path} cannot be read: {what}. Give a YAML or JSON file") from problem
-    if not isinstance(found, dict):
-        raise error(f"{path} holds no settings. Write lines such as `model: demo`")
-    return found
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The command line's jobs as functions: scan, evaluate, plan, prune, study.
+"""The command line's jobs as functions.
 
 Each takes the settings object of its verb, chooses a placement, runs with a progress bar and resumes as the verb does:
 
@@ -23,16 +23,24 @@ from headscan.cluster.placement.placement_base import Placement, PlacementReques
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
+from headscan.pipelines.ablate.single_heads import AblateResult, single_head_effects
 from headscan.pipelines.evaluate.run_evaluation import evaluate as run_evaluation
+from headscan.pipelines.evaluate.run_sweep import sweep as run_sweep
 from headscan.pipelines.kv.measured_plan import measured_plan
 from headscan.pipelines.pruning.run_prune import PruneConfig, PruneResult
 from headscan.pipelines.pruning.run_prune import prune as run_prune
+from headscan.pipelines.referee.run_referee import RefereeConfig
+from headscan.pipelines.referee.run_referee import referee as run_referee
 from headscan.pipelines.runs.run_records import ModelContext, OpenModel, Run, identify
-from headscan.pipelines.scan.run_scan import ScanResult
+from headscan.pipelines.scan.run_gates import GatesResult, run_gates
+from headscan.pipelines.scan.run_importance import run_importance
+from headscan.pipelines.scan.run_probe import ProbeResult
+from headscan.pipelines.scan.run_probe import probe as run_probe
+from headscan.pipelines.scan.run_scan import CorpusRunResult, ScanResult
 from headscan.pipelines.scan.run_scan import scan as run_scan
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
-from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
-from headscan.pipelines.settings.measure_settings import ScanConfig
+from headscan.pipelines.settings.evaluation_settings import AblateConfig, EvaluateConfig, SweepConfig
+from headscan.pipelines.settings.measure_settings import GatesConfig, ImportanceConfig, ProbeConfig, ScanConfig
 from headscan.pipelines.settings.saving_settings import LossLimit, MeasureConfig
 from headscan.pipelines.study.run_study import study as run_study
 from headscan.pipelines.study.study_answer import StudyAnswer
@@ -40,21 +48,33 @@ from headscan.pipelines.study.study_config import StudyConfig
 
 __all__ = [
     "BASELINE",
+    "AblateConfig",
     "Arm",
     "EvaluateConfig",
+    "GatesConfig",
+    "ImportanceConfig",
     "LossLimit",
     "MeasureConfig",
     "ModelSpec",
     "PlacementRequest",
+    "ProbeConfig",
     "PruneConfig",
+    "RefereeConfig",
     "ScanConfig",
     "StudyConfig",
+    "SweepConfig",
+    "ablate",
     "evaluate",
+    "gates",
+    "importance",
     "mask_arm",
     "plan",
+    "probe",
     "prune",
+    "referee",
     "scan",
     "study",
+    "sweep",
 ]
 
 #: Prompt length for which memory is reserved when tasks run.
@@ -80,9 +100,82 @@ def scan(
     Raises:
         HeadscanError: An error of the user; shards stored before stay.
     """
-    opened = opener(config.model, config.tokens.max_tokens, devices, evaluates=False)
+    opened = opener(config.model, config.tokens.max_tokens, devices)
     with Run(config.model, Store(store), opened, resume_anyway=resume_anyway, say=say) as run:
         return run_scan(config, run)
+
+
+def importance(
+    config: ImportanceConfig,
+    store: str | Path,
+    *,
+    devices: PlacementRequest | None = None,
+    resume_anyway: bool = False,
+    say: Callable[[str], None] = print,
+) -> CorpusRunResult:
+    """Measure the importance of every head on a corpus, and on recall prompts if ``config`` asks for some.
+
+    Raises:
+        HeadscanError: An error of the user; shards stored before stay.
+    """
+    opened = opener(config.model, config.tokens.max_tokens, devices)
+    with Run(config.model, Store(store), opened, resume_anyway=resume_anyway, say=say) as run:
+        return run_importance(config, run)
+
+
+def probe(
+    config: ProbeConfig,
+    store: str | Path,
+    *,
+    devices: PlacementRequest | None = None,
+    resume_anyway: bool = False,
+    say: Callable[[str], None] = print,
+) -> ProbeResult:
+    """Score the behaviours of every head into a store.
+
+    Raises:
+        HeadscanError: An error of the user, such as lengths beyond the model's context.
+    """
+    opened = opener(config.model, max(config.settings.lengths), devices)
+    with Run(config.model, Store(store), opened, resume_anyway=resume_anyway, say=say) as run:
+        return run_probe(config, run)
+
+
+def gates(
+    config: GatesConfig,
+    store: str | Path,
+    *,
+    devices: PlacementRequest | None = None,
+    resume_anyway: bool = False,
+    say: Callable[[str], None] = print,
+) -> GatesResult:
+    """Fit gates on the heads of a frozen model, and store them and the mask of the closed heads.
+
+    Raises:
+        HeadscanError: An error of the user; the same call again continues the fit.
+    """
+    opened = opener(config.model, config.max_tokens, devices)
+    with Run(config.model, Store(store), opened, resume_anyway=resume_anyway, say=say) as run:
+        return run_gates(config, run)
+
+
+def ablate(
+    config: AblateConfig,
+    store: str | Path,
+    *,
+    devices: PlacementRequest | None = None,
+    resume_anyway: bool = False,
+    say: Callable[[str], None] = print,
+) -> AblateResult:
+    """Measure the effect of every head, ablated alone, on tasks or on the loss of texts.
+
+    Raises:
+        HeadscanError: An error of the user; answers stored before stay.
+    """
+    model = config.evaluation.model
+    opened = opener(model, TASK_TOKENS, devices, evaluates=True)
+    with Run(model, Store(store), opened, resume_anyway=resume_anyway, say=say) as run:
+        return single_head_effects(config, run)
 
 
 def evaluate(
@@ -106,6 +199,46 @@ def evaluate(
     with Run(config.model, Store(store), opened, resume_anyway=resume_anyway, say=say) as run:
         run_id = run_evaluation(config, run, [BASELINE, *(arm for arm in arms if arm is not BASELINE)])
         return judge(run.store, run_id)
+
+
+def sweep(
+    config: SweepConfig,
+    store: str | Path,
+    *,
+    devices: PlacementRequest | None = None,
+    resume_anyway: bool = False,
+    say: Callable[[str], None] = print,
+) -> Verdict:
+    """Evaluate rules and masks of scores at every share, and judge the arms on all questions.
+    `headscan.analysis.verdicts.confirmation.judge_sweep` returns the best arms, judged on the questions that did not
+    select them.
+
+    Raises:
+        HeadscanError: An error of the user; answers stored before stay.
+    """
+    model = config.evaluation.model
+    opened = opener(model, TASK_TOKENS, devices, evaluates=True)
+    with Run(model, Store(store), opened, resume_anyway=resume_anyway, say=say) as run:
+        return judge(run.store, run_sweep(config, run).evaluate_run)
+
+
+def referee(
+    config: RefereeConfig,
+    store: str | Path,
+    *,
+    devices: PlacementRequest | None = None,
+    resume_anyway: bool = False,
+    say: Callable[[str], None] = print,
+) -> Verdict:
+    """Remove heads by every criterion of ``config.compared``, and judge all choices.
+
+    Raises:
+        HeadscanError: An error of the user; choices and answers stored before stay.
+    """
+    model = config.evaluation.model
+    opened = opener(model, TASK_TOKENS, devices, evaluates=True, here=True)
+    with Run(model, Store(store), opened, resume_anyway=resume_anyway, say=say) as run:
+        return judge(run.store, run_referee(config, run))
 
 
 def plan(
@@ -142,13 +275,8 @@ def prune(
         HeadscanError: The evaluation fails; the models are saved.
     """
     model = config.evaluation.model
-    with Run(
-        model,
-        Store(store),
-        opener(model, TASK_TOKENS, devices, evaluates=True, here=True),
-        resume_anyway=resume_anyway,
-        say=say,
-    ) as run:
+    opened = opener(model, TASK_TOKENS, devices, evaluates=True, here=True)
+    with Run(model, Store(store), opened, resume_anyway=resume_anyway, say=say) as run:
         return run_prune(config, run)
 
 
@@ -166,22 +294,18 @@ def study(
         HeadscanError: A step fails; what was stored before stays.
     """
     store = Store(Path(config.out) / "study.duckdb")
-    with Run(
-        config.model,
-        store,
-        opener(config.model, TASK_TOKENS, devices, evaluates=True, here=True),
-        resume_anyway=resume_anyway,
-        say=say,
-    ) as run:
+    opened = opener(config.model, TASK_TOKENS, devices, evaluates=True, here=True)
+    with Run(config.model, store, opened, resume_anyway=resume_anyway, say=say) as run:
         return run_study(config, run)
 
 
 def opener(
-    spec: ModelSpec, tokens: int, devices: PlacementRequest | None, *, evaluates: bool, here: bool = False
+    spec: ModelSpec, tokens: int, devices: PlacementRequest | None, *, evaluates: bool = False, here: bool = False
 ) -> OpenModel:
     """Return a function that opens the pool of a model, whose placement is chosen now, and pools of other models.
 
     Args:
+        evaluates: The job answers tasks, which needs logits and a KV cache.
         here: The job needs one replica, in this process.
     """
     request = replace(devices or PlacementRequest(), evaluates=evaluates, max_threads=max_threads())

@@ -22,16 +22,13 @@ from typing import Any
 import yaml
 from paper_run import Step, parser, run
 
-from headscan.analysis.heads.head_ranking import rank_importance
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.criterion_points import agreements, criterion_points
 from headscan.analysis.verdicts.judge import judge
 from headscan.analysis.verdicts.ordered_shares import read_losses
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict
-from headscan.catalog import SCORES
+from headscan.catalog import RECALL_FAMILIES, SCORES
 from headscan.pipelines.referee.referee_table import CriterionLoss, criterion_losses
-from headscan.pipelines.study.run_study import least_important
-from headscan.pipelines.study.study_config import RECALL_IMPORTANCE
 
 #: Criteria of the comparison by loss.
 CRITERIA = (*SCORES, "importance", "importance_entropy", "layer-drop")
@@ -110,9 +107,7 @@ def _opening(answers: Mapping[str, Any], store: Store) -> str:
 
 
 def _answers(studies: Sequence[Mapping[str, Any]]) -> str:
-    rows = [
-        ("saving", "share tried", "loss, nats per token", "accuracy, points", "copying, %", "needles, %", "verdict")
-    ]
+    rows = [("saving", "share tried", "loss, nats per token", "accuracy, points", *_recall_headings(), "verdict")]
     for answers in studies:
         for saving in answers["savings"]:
             judged = {each["name"]: each for each in saving["judged"]}
@@ -122,7 +117,7 @@ def _answers(studies: Sequence[Mapping[str, Any]]) -> str:
                 cells = ["", "", "", "loses (loss)" if (loss["low"] or 0) > answers["max_loss"] else "not asked"]
                 if verdict is not None:
                     recall = {each["family"]: each["paired"]["retained"] for each in verdict["recall"]}
-                    kept = [recall.get(family) for family in ("copying", "needle")]
+                    kept = [recall.get(family) for family in RECALL_FAMILIES]
                     paired = verdict["accuracy"]
                     cells = [
                         f"{paired['difference']:+.1f} {_range(paired, '+.1f')}" if paired else "",
@@ -141,6 +136,10 @@ def _answers(studies: Sequence[Mapping[str, Any]]) -> str:
     return f"## Answers\n\n{_table(rows)}\n\n{limits}"
 
 
+def _recall_headings() -> list[str]:
+    return [f"{family.heading}, %" for family in RECALL_FAMILIES.values()]
+
+
 def _range(interval: Mapping[str, Any], digits: str) -> str:
     ends = (interval.get("low"), interval.get("high"))
     return "[" + ", ".join("" if end is None else f"{end:{digits}}" for end in ends) + "]"
@@ -148,15 +147,12 @@ def _range(interval: Mapping[str, Any], digits: str) -> str:
 
 def _heads(store: Store) -> list[dict[str, Any]]:
     """Return one row per head: scores, behaviours, and importance on the texts of the scan and with recall prompts."""
-    heads = store.query(
-        "SELECT h.*, b.* EXCLUDE (run_id, model, site, layer, head), i.importance FROM head_summary h"
+    return store.query(
+        "SELECT h.*, b.* EXCLUDE (run_id, model, site, layer, head), i.importance, i.importance_recall"
+        " FROM head_summary h"
         " JOIN behaviour_summary b USING (site, layer, head)"
         " JOIN all_importance_summary i USING (site, layer, head, corpus) ORDER BY layer, head"
     ).to_pylist()
-    runs = store.query("SELECT run_id FROM runs WHERE kind = 'importance'").column(0).to_pylist()
-    order = least_important([rank_importance(store, run) for run in runs])
-    place = {head: number for number, head in enumerate(order)}
-    return [head | {RECALL_IMPORTANCE: place[head["layer"], head["head"]]} for head in heads]
 
 
 def _sinks(heads: Sequence[Mapping[str, Any]], figures: Path) -> str:
@@ -250,7 +246,7 @@ def _choice(store: Store, figures: Path) -> str:
     arms = store.query(
         "SELECT name, score, share FROM arms WHERE run_id = ? AND score IS NOT NULL ORDER BY score, share", [run_id]
     ).to_pylist()
-    rows = [("criterion", "heads zeroed", "loss, nats per token", "copying, %", "needles, %")]
+    rows = [("criterion", "heads zeroed", "loss, nats per token", *_recall_headings())]
     for number, arm in enumerate(arms):
         paired = {family: each.paired for family, each in kept[arm["name"]].items()}
         loss = losses[arm["name"]]
@@ -259,7 +255,7 @@ def _choice(store: Store, figures: Path) -> str:
                 f"`{arm['score']}`" if not number or arms[number - 1]["score"] != arm["score"] else "",
                 f"{100 * arm['share']:g} %",
                 f"{loss.difference:+.3f} {_range({'low': loss.low, 'high': loss.high}, '+.3f')}",
-                *(f"{paired[kind].arm:.0f}" if kind in paired else "" for kind in ("copying", "needle")),
+                *(f"{paired[kind].arm:.0f}" if kind in paired else "" for kind in RECALL_FAMILIES),
             )
         )
     first = {family: each.paired for family, each in kept[arms[0]["name"]].items()}
@@ -267,9 +263,9 @@ def _choice(store: Store, figures: Path) -> str:
     image = _copying_figure(arms, kept, figures)
     return (
         "## Which criterion keeps copying\n\nThe study's choice of a criterion, on texts and"
-        f" {asked} recall questions of each kind that judge nothing. The whole model copies"
-        f" {first['copying'].baseline:.0f} % of the tokens and finds {first['needle'].baseline:.0f} % of the needles."
-        " `importance_recall` is the larger of the importance on texts"
+        f" {asked} recall questions of each kind that judge nothing. The whole model "
+        + " and ".join(RECALL_FAMILIES[family].does.format(paired.baseline) for family, paired in first.items())
+        + ". `importance_recall` is the larger of the importance on texts"
         " and on needle and copying prompts, each over its mean; the other criteria see text alone.\n\n"
         f"{_table(rows)}\n\n{image}"
     )
@@ -296,7 +292,7 @@ def _copying_figure(
 def _tail(heads: Sequence[Mapping[str, Any]]) -> str:
     """Return where the strongest heads of each behaviour stand among the inactive ones."""
     ranks: dict[str, dict[tuple[int, int], int]] = {}
-    for score, sign in (("output_norm_ln", 1), ("first_token_weight", -1), ("importance", 1), (RECALL_IMPORTANCE, 1)):
+    for score, sign in (("output_norm_ln", 1), ("first_token_weight", -1), ("importance", 1), ("importance_recall", 1)):
         order = sorted(heads, key=lambda head, score=score, sign=sign: sign * (head[score] or 0))
         ranks[score] = {(head["layer"], head["head"]): number for number, head in enumerate(order, 1)}
     rows = [("behaviour", "head", "score", *(f"place by `{score}`" for score in ranks))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -68,8 +68,19 @@ def rank_heads(
     ]
 
 
+class OrderedHead(Protocol):
+    """A head of a ranking; a value of NaN is not measured."""
+
+    @property
+    def layer(self) -> int: ...
+    @property
+    def head(self) -> int: ...
+    @property
+    def value(self) -> float: ...
+
+
 def select_heads(
-    ranked: Sequence[RankedHead], *, share: float | None = None, count: int | None = None
+    ranked: Sequence[OrderedHead], *, share: float | None = None, count: int | None = None
 ) -> list[tuple[int, int]]:
     """Return the first heads of a ranking as (layer, head): ``count`` heads, or ``max(1, floor(share * heads + 0.5))``
     for a share above 0, at most 1. Give exactly one of ``share`` and ``count``.
@@ -140,6 +151,11 @@ class GatedHead:
     gate_up: float | None
     head_class: str | None
 
+    @property
+    def value(self) -> float:
+        """The number that orders the heads: many gates are 0 or 1, their probabilities differ."""
+        return self.p_open
+
     def row(self) -> dict[str, Any]:
         """Return a row of a printed table; columns of the second fit only if there is one."""
         twice = {} if self.head_class is None else {"gate up": self.gate_up, "class": self.head_class}
@@ -156,7 +172,7 @@ class GatedHead:
 
 def gated_heads(store: Store, run_id: str, *, site: str = "self", descending: bool = False) -> list[GatedHead]:
     """Return all heads of a site, the most closed first; layer and head break ties."""
-    # p_open orders like the location of the gate; the gate itself is 0 or 1 for many heads.
+    # p_open orders like the location of the gate.
     rows = store.query(
         "SELECT layer, head, kv_head, gate, p_open, closed, gate_up, class AS head_class FROM head_gates"
         f" WHERE run_id = ? AND site = ? ORDER BY p_open {'DESC' if descending else 'ASC'}, layer, head",
@@ -194,6 +210,11 @@ def rank_importance(
     if not rows:
         raise SelectionError(f"run {run_id} has no importance at site {site}. Choose another run, or another site")
     if all(row["value"] is None for row in rows):
+        if IMPORTANCES[name].on_recall:
+            raise SelectionError(
+                f"run {run_id} has no {name}: it measured no recall prompts. Run `headscan importance --recall-prompts"
+                " 16`, or rank by importance"
+            )
         raise SelectionError(
             f"run {run_id} has no {name}: an older version measured it. Measure again, or rank by sequence_importance"
         )
@@ -241,8 +262,9 @@ def halves_agreement(
     """
     if name not in IMPORTANCES:
         raise unknown_name("importance", name, IMPORTANCES)
+    texts = "" if IMPORTANCES[name].on_recall else " AND recall_task IS NULL"
     for half in ("dense_rank() OVER (ORDER BY document)", "row_number() OVER (ORDER BY sequence)"):
-        divided = f"(SELECT *, {half} % 2 AS half FROM sequences WHERE run_id = ?)"
+        divided = f"(SELECT *, {half} % 2 AS half FROM sequences WHERE run_id = ?{texts})"
         (counts,) = store.query(
             f"SELECT count(*) FILTER (half = 1) AS first, count(*) FILTER (half = 0) AS second FROM {divided}", [run_id]
         ).to_pylist()

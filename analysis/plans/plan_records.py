@@ -8,14 +8,14 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, StrictBool, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from headscan.analysis.errors import AnalysisError
-from headscan.catalog import head_count
+from headscan.catalog import RECALL_FAMILIES, head_count
 
 #: What the KV cache of a layer holds. ``full``: a key and a value of every token for each KV head. ``sliding``: the
 #: same of the last tokens alone, by a window or in chunks. ``latent``: one vector a token for all heads (MLA).
@@ -29,6 +29,12 @@ PlanMethod = Literal["measured", "distant_mass", "retrieval_score", "imported", 
 HeadClass = Literal["retrieval", "streaming", "removable", "protected"]
 
 HeadAction = Literal["full", "window", "drop"]
+
+if TYPE_CHECKING:
+    DamageTask = str
+else:
+    #: Ordinary text, or a family of recall tasks.
+    DamageTask = Literal[("text", *RECALL_FAMILIES)]
 
 #: Why heads cannot get a window, by type of layer.
 WHY_PROTECTED: dict[LayerType, str] = {
@@ -355,7 +361,7 @@ class DamageTexts(PlanRecord):
             were windowed one by one.
     """
 
-    task: Literal["text", "needle", "copying"]
+    task: DamageTask
     name: str
     content_hash: str
     sequences: Whole

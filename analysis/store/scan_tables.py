@@ -155,6 +155,7 @@ SEQUENCES = Table(
             tokens INTEGER number of tokens, without padding
             truncated BOOLEAN true if the text was longer and was cut
             content_hash VARCHAR hash of the token ids
+            recall_task VARCHAR? recall task of a prompt of an importance run, such as needle@511; NULL for texts
         """),
     ),
 )

@@ -60,14 +60,14 @@ def to_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def identity(*parts: Any) -> str:
+def short_hash(*parts: Any) -> str:
     """Return 12 hexadecimal digits of the hash of ``parts``, which JSON must be able to hold."""
     return hashlib.sha256(to_json(parts).encode()).hexdigest()[:12]
 
 
 def run_identity(kind: RunKind, fingerprint: str) -> str:
     """Return the ``run_id`` of a run."""
-    return identity(kind, fingerprint)
+    return short_hash(kind, fingerprint)
 
 
 def refuse_resume(run_id: str, changes: Sequence[str]) -> ResumeError:
@@ -210,7 +210,7 @@ class Store:
         if not pairs:
             raise StoreError(f"mask {name} has 0 heads (limit 1). Give at least one head")
         settings = dict(config or {})
-        mask_id = identity(name, site, pairs, run_id, score, share, settings)
+        mask_id = short_hash(name, site, pairs, run_id, score, share, settings)
         with self._writing(create=True) as connection:
             known = connection.execute("SELECT mask_id FROM masks WHERE name = ?", [name]).fetchone()
             if known is not None:
@@ -242,7 +242,7 @@ class Store:
         with self._writing() as connection:
             _require_run(connection, arm.run_id)
             row = {column: getattr(arm, column) for column in _ARM_COLUMNS}
-            arm_id = identity(row, dict(arm.config))
+            arm_id = short_hash(row, dict(arm.config))
             known = connection.execute(
                 "SELECT arm_id, status FROM arms WHERE run_id = ? AND name = ?", [arm.run_id, arm.name]
             ).fetchone()
@@ -405,13 +405,16 @@ def _insert(
     conflicts: str = "",
     *,
     check: bool = True,
+    optional: Sequence[str] = (),
     **constants: Any,
 ) -> None:
     """Insert rows into a table, with ``constants`` as columns of one value. ``conflicts`` is ``OR IGNORE`` and a space
-    to skip rows that the table has; ``check`` raises StoreError if a column is missing or unknown.
+    to skip rows that the table has; ``check`` raises StoreError if a column that is not ``optional`` is missing, or one
+    is unknown.
     """
     if check:
-        _check_columns(table, incoming, [c for c in TABLES[table].names if c not in constants])
+        required = [c for c in TABLES[table].names if c not in (*constants, *optional)]
+        _check_columns(table, incoming, required, optional)
     given = "".join(f"? AS {name}, " for name in constants)
     connection.register(f"incoming_{table}", incoming)
     connection.execute(
@@ -475,7 +478,7 @@ def _add_shard(
             )
         return
     _check_columns("heads", heads, _HEAD_KEYS, numbers)
-    _insert(connection, "sequences", sequences, run_id=run_id, shard=shard.shard)
+    _insert(connection, "sequences", sequences, optional=("recall_task",), run_id=run_id, shard=shard.shard)
     connection.register("incoming_heads", heads)
     # One NaN or infinity would make every mean and deviation over the column useless.
     finite = [_finite(name) for name in heads.column_names if name not in _HEAD_KEYS]

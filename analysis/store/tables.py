@@ -27,13 +27,14 @@ from headscan.analysis.store.scan_tables import (
     literal,
     table_statements,
 )
+from headscan.catalog import RECALL_NAMES
 
 #: The ``task`` of rows about the whole benchmark, which excludes recall tasks.
 ALL_TASKS = "(all)"
 
 _ARM = Column("arm_id", "VARCHAR", "id of the arm in arms")
 _MASK = Column("mask_id", "VARCHAR", "id of the mask in masks")
-_RECALL = Column("recall", "BOOLEAN", "true for recall tasks (needle, copying), which are not part of the benchmark")
+_RECALL = Column("recall", "BOOLEAN", f"true for recall tasks ({RECALL_NAMES}), which are not part of the benchmark")
 
 #: The parts of a sweep's questions: one selects the best arm, the other judges it.
 SELECTION, CONFIRMATION = "selection", "confirmation"
@@ -292,7 +293,7 @@ EFFECT_VIEWS = {
 
 #: Raise it with every change of a table, view or function, but not of a comment. `connection` upgrades older stores, so
 #: new columns of old tables must be nullable.
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 
 #: Value of the key ``format`` in ``meta``, which distinguishes a store from other DuckDB files.
 FORMAT = "headscan store"

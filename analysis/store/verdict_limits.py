@@ -55,12 +55,6 @@ QUESTIONS_PER_TEXT = 4
 #: Minimum retained share of the model's ability above chance, in percent.
 LEAST_RETAINED = 90.0
 
-#: Accuracy in percent that a baseline must exceed on needles, which have four choices, to count as more than guessing.
-NEEDLE_CHANCE = 30.0
-
-#: Minimum share of tokens, in percent, that a baseline must copy to count as copying.
-LEAST_COPIED = 10.0
-
 
 def limits_words(max_loss: float | None = None) -> str:
     """Return what the outcomes of verdicts mean; ``max_loss``, in nats per token, is a limit of studies alone."""

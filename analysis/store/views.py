@@ -26,7 +26,18 @@ from headscan.analysis.store.tables import (
     EFFECT_VIEWS,
 )
 from headscan.analysis.store.verdict_limits import INACTIVE_QUANTILE, MARGIN
-from headscan.catalog import BEHAVIOURS, IMPORTANCE_WEIGHT, IMPORTANCES, PROFILES, SCORES, STATISTICS, Profile, Score
+from headscan.catalog import (
+    BEHAVIOURS,
+    IMPORTANCE_WEIGHT,
+    IMPORTANCES,
+    PROFILES,
+    PROMPT_IMPORTANCE,
+    SCORES,
+    STATISTICS,
+    Importance,
+    Profile,
+    Score,
+)
 
 #: Thresholds without a paper.
 OWN = "headscan"
@@ -206,19 +217,22 @@ ROLE_VIEWS = {
 
 def importance_sql(sequences: str = "sequences", part: str = "run_id") -> str:
     """Return a query for the importances of every head: one row per ``part``, a column of ``sequences`` (a table or
-    query) that divides the sequences of a run, and per site, layer and head.
+    query) that divides the sequences of a run, and per site, layer and head. Recall prompts count in
+    `PROMPT_IMPORTANCE` alone.
     """
     parts = "run_id, site" if part == "run_id" else f"run_id, {part}, site"
     of_site = f"PARTITION BY {parts}"
+    of_texts = "FILTER (recall_task IS NULL)"
     return f"""
     WITH heads AS (
-        SELECT {parts}, layer, head, kv_head, count(*) AS sequences,
-            avg(token_gradient) AS importance,
-            stddev_samp(token_gradient) AS importance_std,
-            avg(abs(gate_gradient)) AS sequence_importance,
-            stddev_samp(abs(gate_gradient)) AS sequence_importance_std,
-            avg(gate_gradient) AS mean_gate_gradient,
-            avg(entropy / nullif(ln(tokens), 0)) AS relative_entropy
+        SELECT {parts}, layer, head, kv_head, count(*) {of_texts} AS sequences,
+            avg(token_gradient) {of_texts} AS importance,
+            stddev_samp(token_gradient) {of_texts} AS importance_std,
+            avg(abs(gate_gradient)) {of_texts} AS sequence_importance,
+            stddev_samp(abs(gate_gradient)) {of_texts} AS sequence_importance_std,
+            avg(gate_gradient) {of_texts} AS mean_gate_gradient,
+            avg(entropy / nullif(ln(tokens), 0)) {of_texts} AS relative_entropy,
+            avg(token_gradient) FILTER (recall_task IS NOT NULL) AS {PROMPT_IMPORTANCE}
         FROM head_importance JOIN {sequences} USING (run_id, sequence)
         GROUP BY {parts}, layer, head, kv_head
     ),
@@ -234,9 +248,18 @@ def importance_sql(sequences: str = "sequences", part: str = "run_id") -> str:
     )
     SELECT {parts}, layer, head, kv_head, sequences, importance, importance_ln,
         {IMPORTANCE_WEIGHT} * scaled_importance + {1 - IMPORTANCE_WEIGHT} * (1 - scaled_entropy) AS importance_entropy,
-        importance_std, sequence_importance, sequence_importance_std, mean_gate_gradient, relative_entropy
+        {", ".join(_largest_sql(each, of_site) for each in IMPORTANCES.values() if each.largest_of)},
+        importance_std, sequence_importance, sequence_importance_std, mean_gate_gradient, relative_entropy,
+        {PROMPT_IMPORTANCE}
     FROM scaled
 """
+
+
+def _largest_sql(importance: Importance, of_site: str) -> str:
+    """Return SQL for an importance that is the largest of several means; NULL if one of them was not measured."""
+    shares = [f"{name} / nullif(avg({name}) OVER ({of_site}), 0)" for name in importance.largest_of]
+    measured = " AND ".join(f"{name} IS NOT NULL" for name in importance.largest_of)
+    return f"CASE WHEN {measured} THEN greatest({', '.join(shares)}) END AS {importance.name}"
 
 
 IMPORTANCE_SUMMARY = f"""
@@ -257,6 +280,7 @@ IMPORTANCE_VIEWS = {
                 " first order"
             ),
             "relative_entropy": "mean over sequences of entropy / ln N, 0 to 1",
+            PROMPT_IMPORTANCE: "importance on recall prompts; NULL in a run without them",
         },
     )
 }

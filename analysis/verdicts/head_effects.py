@@ -411,6 +411,11 @@ class HeadEffect:
     confirmed: bool | None
 
     @property
+    def value(self) -> float:
+        """The number that orders the heads."""
+        return self.harm
+
+    @property
     def harm(self) -> float:
         """The effect with the sign that is positive if the model gets worse."""
         return -self.effect if self.metric in HIGHER_IS_BETTER else self.effect

@@ -24,9 +24,6 @@ from headscan.analysis.store.verdict_limits import (
     identical_questions,
 )
 
-#: Accuracy of guessing in percent, by family: needles have four choices, copied tokens a whole vocabulary.
-CHANCE = {"needle": 25.0, "copying": 0.0}
-
 #: Shares are clipped to these limits in percent, because a model near chance would make them unbounded.
 _LOWEST, _HIGHEST = -100.0, 200.0
 

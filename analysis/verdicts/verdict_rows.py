@@ -27,17 +27,14 @@ from headscan.analysis.store.records import CONTROL_KINDS_SQL, ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ALL_TASKS, TABLES
 from headscan.analysis.store.verdict_limits import (
-    LEAST_COPIED,
     LEAST_RETAINED,
     LEAST_TEXTS,
     MARGIN,
-    NEEDLE_CHANCE,
     POWER,
     QUESTIONS_PER_TEXT,
     TAIL,
 )
 from headscan.analysis.verdicts.paired import (
-    CHANCE,
     Interval,
     PairedDifference,
     compare,
@@ -46,6 +43,7 @@ from headscan.analysis.verdicts.paired import (
     t_quantile,
     wilson_low,
 )
+from headscan.catalog import recall_family
 
 
 class FinishedArm(NamedTuple):
@@ -166,7 +164,7 @@ class AnswerSheets:
         if not scope.is_recall_family:
             return paired
         own_text = tasks * (1 + self.texts.max()) + texts
-        share = retained(baseline[counts], arm[counts], own_text, CHANCE.get(scope.task, 0.0))
+        share = retained(baseline[counts], arm[counts], own_text, recall_family(scope.task).chance)
         return replace(paired, retained=share)
 
     def difference(self, scope: Scope, baseline: np.ndarray, arm: np.ndarray) -> float:
@@ -352,9 +350,10 @@ class RecallVerdict:
 
 def solves(family: str, baseline: float, questions: int) -> bool:
     """Return True if a baseline (accuracy in percent) solves a family of recall tasks, so that recall can be lost."""
-    if family != "needle":
-        return baseline >= LEAST_COPIED
-    return 100 * wilson_low(round(baseline / 100 * questions), questions) > NEEDLE_CHANCE
+    declared = recall_family(family)
+    if declared.choices is None:
+        return baseline >= declared.least
+    return 100 * wilson_low(round(baseline / 100 * questions), questions) > declared.least
 
 
 def recall_needed(family: str, baseline: float, comparisons: int = 1) -> int:
@@ -364,7 +363,7 @@ def recall_needed(family: str, baseline: float, comparisons: int = 1) -> int:
     then shown to keep recall in about nine of ten cases if the model finds at least 65 % of the needles, and in three
     of four if it finds half of them.
     """
-    least = least_questions(baseline, CHANCE.get(family, 0.0), comparisons)
+    least = least_questions(baseline, recall_family(family).chance, comparisons)
     return QUESTIONS_PER_TEXT * ceil(_SPARE * least / QUESTIONS_PER_TEXT)
 
 

@@ -18,7 +18,15 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from headscan.cluster.placement.placement_base import LayerRange
-from headscan.cluster.tasks.pool import Question, StagedTask, check_ranges, open_layers, run_pass, run_task, working_on
+from headscan.cluster.tasks.pool import (
+    InspectionTask,
+    StagedTask,
+    check_ranges,
+    open_layers,
+    run_pass,
+    run_task,
+    working_on,
+)
 from headscan.errors import HeadscanError
 from headscan.layers.layer_ranges import Layers, Stage
 from headscan.model_spec import ModelSpec
@@ -122,7 +130,7 @@ class StageWorker(Heartbeat):
             return problem, self.name
         return value, self.name
 
-    def ask(self, task: Question[Any, Any], item: Any) -> tuple[Any, str]:
+    def ask(self, task: InspectionTask[Any, Any], item: Any) -> tuple[Any, str]:
         """Answer a question; return the answer and this worker's name."""
         try:
             with working_on(item):

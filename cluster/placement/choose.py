@@ -15,9 +15,9 @@ from headscan.cluster.placement.placement_base import (
     Node,
     Placement,
     PlacementError,
+    PlacementPlan,
     PlacementRequest,
     Places,
-    Plan,
     ReplicaPlacement,
     on_one_gpu,
     replicas_text,
@@ -41,7 +41,7 @@ class WholePlacement(ReplicaPlacement):
     threads: int
 
     @classmethod
-    def plan(cls, demand: Demand, places: Places, request: PlacementRequest) -> Plan:
+    def plan(cls, demand: Demand, places: Places, request: PlacementRequest) -> PlacementPlan:
         layers, weights = (0, demand.sizes.num_layers), demand.sizes.weights
         need = weights + demand.least(layers)
         fit, threads, room = places.workers(need, request.replicas)
@@ -52,7 +52,7 @@ class WholePlacement(ReplicaPlacement):
         replicas = request.replicas or fit if places.on_gpus else request.replicas or places.nodes_with(need)
         tokens = demand.most_tokens(room - weights, layers)
         device = demand.on_device(places.kind, layers, weights, tokens, room)
-        return Plan(cls(replicas, places.device, threads), (device,), tokens)
+        return PlacementPlan(cls(replicas, places.device, threads), (device,), tokens)
 
     @property
     def gpus(self) -> int:
@@ -79,7 +79,7 @@ PLACEMENTS: dict[str, type[Placement]] = {
 }
 
 
-def place(sizes: ModelSizes, nodes: Sequence[Node], request: PlacementRequest) -> Plan:
+def place(sizes: ModelSizes, nodes: Sequence[Node], request: PlacementRequest) -> PlacementPlan:
     """Choose a placement; ``sizes`` are the model's bytes for the longest sequence."""
     kinds = kinds_to_try(request)
     places = Places(nodes, request)

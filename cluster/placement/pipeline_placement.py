@@ -10,8 +10,8 @@ from headscan.cluster.placement.placement_base import (
     LayerRange,
     Placement,
     PlacementError,
+    PlacementPlan,
     Places,
-    Plan,
     balanced_ranges,
     on_one_gpu,
     ranges_text,
@@ -36,7 +36,7 @@ class PipelinePlacement(Placement):
     threads: int
 
     @classmethod
-    def plan(cls, demand: Demand, places: Places, request: PlacementRequest) -> Plan:
+    def plan(cls, demand: Demand, places: Places, request: PlacementRequest) -> PlacementPlan:
         """Use the fewest stages that fit; see `Placement.plan`. Each is on a GPU, or on a share of a node's CPU."""
         demand = replace(demand, staged=True)
         layers = demand.divisible_layers()
@@ -57,7 +57,7 @@ class PipelinePlacement(Placement):
                     fit, threads, room = places.workers(need, count * replicas)
                 tokens = min(demand.most_tokens(room - demand.weights(part), part) for part in ranges)
                 placement = cls(replicas, ranges, places.device, threads)
-                return Plan(placement, demand.on_devices("stage", ranges, tokens, room), tokens)
+                return PlacementPlan(placement, demand.on_devices("stage", ranges, tokens, room), tokens)
             refusal = str(places.refusal(need, count * copies, "stage", f"each of {count} stages"))
         raise PlacementError(refusal)
 

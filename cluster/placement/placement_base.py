@@ -267,7 +267,7 @@ class DeviceBytes:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlacementPlan:
     """A placement with the memory use of each device of one replica.
 
     Attributes:
@@ -376,7 +376,7 @@ class Placement(ABC):
 
     @classmethod
     @abstractmethod
-    def plan(cls, demand: Demand, places: Places, request: PlacementRequest) -> Plan:
+    def plan(cls, demand: Demand, places: Places, request: PlacementRequest) -> PlacementPlan:
         """Lay the model out on devices."""
 
     @property

@@ -12,8 +12,8 @@ from headscan.cluster.placement.placement_base import (
     LayerRange,
     Offload,
     PlacementError,
+    PlacementPlan,
     Places,
-    Plan,
     ReplicaPlacement,
     balanced_ranges,
     ranges_text,
@@ -45,7 +45,7 @@ class ShardedPlacement(ReplicaPlacement):
     offload: Offload | None = None
 
     @classmethod
-    def plan(cls, demand: Demand, places: Places, request: PlacementRequest) -> Plan:
+    def plan(cls, demand: Demand, places: Places, request: PlacementRequest) -> PlacementPlan:
         """Use the fewest GPUs of one node that fit; see `Placement.plan`."""
         layers = demand.divisible_layers()
         if not places.on_gpus:
@@ -70,7 +70,7 @@ class ShardedPlacement(ReplicaPlacement):
                 room = min(min(gpus) for gpus in fitting if len(gpus) >= count)
                 tokens = min(demand.most_tokens(room - demand.weights(part), part) for part in ranges)
                 placement = cls(replicas, count, ranges, places.threads(replicas, count))
-                return Plan(placement, demand.on_devices("GPU", ranges, tokens, room), tokens)
+                return PlacementPlan(placement, demand.on_devices("GPU", ranges, tokens, room), tokens)
             best = max(sorted(node.gpus)[-count] for node in places.nodes if len(node.gpus) >= count)
             refusal = too_large(need, best, f"each of {count} GPUs of a node")
             if need <= best:
@@ -81,7 +81,7 @@ class ShardedPlacement(ReplicaPlacement):
         raise PlacementError(refusal or "the model has one layer, which is never split")
 
     @classmethod
-    def _offloaded(cls, demand: Demand, places: Places, request: PlacementRequest, gpus: int) -> Plan:
+    def _offloaded(cls, demand: Demand, places: Places, request: PlacementRequest, gpus: int) -> PlacementPlan:
         """Keep as many of the first layers as fit on devices, and the rest in RAM or on disk."""
         sizes, count, replicas = demand.sizes, max(1, gpus), request.replicas or 1
         nodes = [node for node in places.nodes if len(node.gpus) >= gpus]
@@ -120,7 +120,7 @@ class ShardedPlacement(ReplicaPlacement):
         share = max(1, min(node.cpus for node in nodes) // replicas)
         threads = places.threads(replicas, gpus) if gpus else places.allowed(share)
         offload = request.offload if elsewhere else None
-        return Plan(cls(replicas, gpus, tuple(ranges), threads, offload), tuple(devices), tokens)
+        return PlacementPlan(cls(replicas, gpus, tuple(ranges), threads, offload), tuple(devices), tokens)
 
     @property
     def device(self) -> str:

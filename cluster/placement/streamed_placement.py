@@ -10,8 +10,8 @@ from headscan.cluster.placement.placement_base import (
     LayerRange,
     Placement,
     PlacementError,
+    PlacementPlan,
     Places,
-    Plan,
     balanced_ranges,
     fewest_ranges,
     format_bytes,
@@ -40,7 +40,7 @@ class StreamedPlacement(Placement):
     replicas: int = field(default=1, init=False)
 
     @classmethod
-    def plan(cls, demand: Demand, places: Places, request: PlacementRequest) -> Plan:
+    def plan(cls, demand: Demand, places: Places, request: PlacementRequest) -> PlacementPlan:
         """Use the largest device. The batch is chosen first, then the fewest ranges that leave room for it, so more
         memory never gives a smaller batch: fewer ranges would take memory from it. Without a requested batch size the
         batch gets at most half of the memory, unless the whole model leaves more.
@@ -88,7 +88,7 @@ class StreamedPlacement(Placement):
         placement = cls(places.device, places.allowed(node.cpus), memory, ranges)
         device = demand.on_device(places.kind, every, weights, tokens, memory)
         waiting = (shares - 1) * demand.without_weights(tokens, every)
-        return Plan(placement, (replace(device, activations=device.activations + waiting),), tokens)
+        return PlacementPlan(placement, (replace(device, activations=device.activations + waiting),), tokens)
 
     @property
     def gpus(self) -> int:

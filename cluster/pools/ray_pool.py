@@ -17,7 +17,7 @@ from headscan.cluster.actors.supervision import ACTOR, Job, Replica, SupervisedP
 from headscan.cluster.actors.worker import StageWorker, Worker
 from headscan.cluster.placement.pipeline_placement import PipelinePlacement
 from headscan.cluster.placement.placement_base import ReplicaPlacement, Timeouts
-from headscan.cluster.tasks.pool import Finished, Question, R, StagedTask, T, Task, check_staged, working_on
+from headscan.cluster.tasks.pool import Finished, InspectionTask, R, StagedTask, T, Task, check_staged, working_on
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 
@@ -113,7 +113,7 @@ class _Chain(Replica):
 
     def hand(self, task: Task[T, R], job: Job) -> None:
         self.jobs.append(job)
-        if isinstance(task, Question):
+        if isinstance(task, InspectionTask):
             self._joins[self._actors[0].ask.remote(task, job.item)] = _Work(job, task, None, deque())
             return
         assert isinstance(task, StagedTask)

@@ -26,8 +26,8 @@ from headscan.cluster.placement.devices import roomiest
 from headscan.cluster.placement.streamed_placement import StreamedPlacement
 from headscan.cluster.tasks.pool import (
     Finished,
+    InspectionTask,
     Pool,
-    Question,
     R,
     StagedTask,
     StagingError,
@@ -177,7 +177,7 @@ class StreamedPool(Pool):
         """Run ``task`` for every item. All results are yielded while the last range of layers runs."""
         check_staged(task)
         layers = self._opened()
-        if isinstance(task, Question):
+        if isinstance(task, InspectionTask):
             for item in items:
                 with working_on(item):
                     yield Finished(item, task(layers.outline, item), 0.0, _WORKER)

@@ -173,7 +173,7 @@ class StagedTask(ABC, Generic[T, B, P, R]):
         return self.join(item, [[run_pass(self, lm, item, part)[0]] for part in self.passes(item)])
 
 
-class Question(ABC, Generic[T, R]):
+class InspectionTask(ABC, Generic[T, R]):
     """A task that inspects a model without running it. The model may have no weights."""
 
     def __init__(self, name: str) -> None:
@@ -241,7 +241,7 @@ def check_ranges(layers: Layers, ranges: Sequence[LayerRange]) -> None:
 
 def check_staged(task: object) -> None:
     """Raise if a task needs the whole model."""
-    if not isinstance(task, StagedTask | Question):
+    if not isinstance(task, StagedTask | InspectionTask):
         name = getattr(task, "__name__", str(task)).replace("_", " ")
         raise StagingError(
             f"{name} needs all layers of the model at once, not range by range. Use placement=whole or "

@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscan.catalog import CRITERIA, EFFECT, IMPORTANCE_WEIGHT, SCORES, CriterionFamily, statistics_for
+from headscan.catalog import (
+    CRITERIA,
+    EFFECT,
+    IMPORTANCE_WEIGHT,
+    IMPORTANCES,
+    PROMPT_IMPORTANCE,
+    SCORES,
+    CriterionFamily,
+    statistics_for,
+)
 from headscan.errors import PruningError
 from headscan.gradients.head_importance import importance
 from headscan.grid import Head
@@ -29,15 +38,29 @@ RELATIVE_ENTROPY = "relative_entropy"
 
 
 def head_values(
-    lm: LoadedModel, calibration: Calibration, names: Sequence[str], removed: Sequence[Head] = ()
+    lm: LoadedModel,
+    calibration: Calibration,
+    names: Sequence[str],
+    removed: Sequence[Head] = (),
+    *,
+    prompts: Calibration | None = None,
 ) -> dict[str, Tensor]:
-    """Return values (L, H) of scores, importances and ``effect`` by name; the smallest heads are removed first."""
+    """Return values (L, H) of scores, importances and ``effect`` by name; the smallest heads are removed first.
+    ``prompts`` are the recall prompts of criteria that need some; None refuses these.
+    """
     if unknown := [name for name in names if name not in CRITERIA or not CRITERIA[name].by_value]:
         raise PruningError(f"unknown criterion {unknown[0]!r}. Choose a score, an importance or {EFFECT}")
     found: dict[str, Tensor] = {}
-    for family, measure in FAMILY_VALUES.items():
-        if of_family := [name for name in names if CRITERIA[name].family == family]:
-            found |= measure(lm, calibration, of_family, removed)
+    for family, measure in FAMILY_MEANS.items():
+        of_family = [name for name in names if CRITERIA[name].family == family]
+        if not of_family:
+            continue
+        means = measure(lm, calibration, of_family, removed)
+        if on_recall := [name for name in of_family if CRITERIA[name].on_recall]:
+            if prompts is None:
+                raise PruningError(f"{on_recall[0]} needs recall prompts: none given. Pass `prompts`")
+            means[PROMPT_IMPORTANCE] = measure(lm, prompts, on_recall, removed)["importance"]
+        found |= {name: criterion_values(name, means) for name in of_family}
     return found
 
 
@@ -57,8 +80,7 @@ def _scores(
         found = collect(lm, ids, lengths, statistics=statistics)
         return {name: score(found, name) for name in names}
 
-    means = _means(lm, calibration, removed, measure)
-    return {name: criterion_values(name, means) for name in names}
+    return _means(lm, calibration, removed, measure)
 
 
 def _importances(
@@ -70,16 +92,17 @@ def _importances(
         own = {name: found[name] for name in ("importance", "sequence_importance")}
         return {**own, RELATIVE_ENTROPY: found["entropy"] / longest[:, None, None]}
 
-    means = _means(lm, calibration, removed, measure)
-    return {name: criterion_values(name, means) for name in names}
+    return _means(lm, calibration, removed, measure)
 
 
 def criterion_values(name: str, means: Mapping[str, Tensor]) -> Tensor:
     """Return the values (L, H) of a criterion, the smallest of which are removed first, from means over texts by name.
-    Those of the importances are ``importance``, ``sequence_importance`` and `RELATIVE_ENTROPY`.
+    Those of the importances are ``importance``, ``sequence_importance``, `RELATIVE_ENTROPY` and `PROMPT_IMPORTANCE`.
     """
     if name in SCORES:
         return means[name] if SCORES[name].inactive == "low" else -means[name]
+    if name in IMPORTANCES and (parts := IMPORTANCES[name].largest_of):
+        return torch.stack([means[part] / means[part].nanmean() for part in parts]).amax(0)
     if name == "importance_ln":
         return _scaled_by_layer(means["importance"])
     if name == "importance_entropy":
@@ -138,7 +161,7 @@ def _effects(
     return dict.fromkeys(names, found)
 
 
-#: How the values of each family's criteria are measured, without some heads.
-FAMILY_VALUES: dict[
+#: How the means of each family's criteria are measured, without some heads.
+FAMILY_MEANS: dict[
     CriterionFamily, Callable[[LoadedModel, Calibration, Sequence[str], Sequence[Head]], dict[str, Tensor]]
 ] = {"score": _scores, "importance": _importances, "effect": _effects}

@@ -47,7 +47,6 @@ class Demo:
             out=self.out,
             hours=0.25,
             tokens=192,
-            criteria=("output_norm_ln", "importance"),
             shares=(0.02, 0.05),
             window_shares=(0.125, 0.25),
             prune_shares=(0.05,),

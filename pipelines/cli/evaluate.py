@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from headscan.catalog import SCORES
+from headscan.catalog import RANKED_CRITERIA, SCORES
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, head, model_source
 from headscan.pipelines.cli.results import Json, Result, arm_rows, verdict_text
@@ -31,9 +31,10 @@ class _Arms:
     score: Annotated[
         str | None,
         Option(
-            "score that chooses the heads, from a scan in the store (default: output_norm_ln)",
+            "score or other criterion that chooses the heads, from a scan, importance, ablate or gates run in the "
+            "store (default: output_norm_ln)",
             kind="score",
-            names=SCORES,
+            names=RANKED_CRITERIA,
         ),
     ] = None
     share: Annotated[
@@ -41,7 +42,7 @@ class _Arms:
     ] = None
     mask_order: MaskOrderOption = "mean"
     run_id: Annotated[
-        str | None, Option("first characters of the scan's id (default: the newest scan of this model)", flag="--run")
+        str | None, Option("first characters of the id of that run (default: the newest of this model)", flag="--run")
     ] = None
     rule: Annotated[bool, Option("also evaluate the rule, which ablates per input the heads beyond the quantile")] = (
         False
@@ -85,6 +86,11 @@ class _Arms:
     replace: ReplaceValue = "zero"
 
     @property
+    def chosen_by(self) -> str:
+        """Criterion of the masks and rules."""
+        return self.score or "output_norm_ln"
+
+    @property
     def uses_score(self) -> bool:
         return bool(self.score or self.share is not None or self.rule or self.run_id)
 
@@ -98,19 +104,22 @@ class _Arms:
         ):
             if is_given and not is_used:
                 raise UsageError(f"{flag} has no effect without {needed}: leave it out")
+        if self.chosen_by not in SCORES and (self.rule or self.mask_order != "mean"):
+            flag = "--rule" if self.rule else "--mask-order"
+            raise UsageError(f"{flag} needs a score of each input, which {self.chosen_by} is not: name a score")
 
     def of_heads(
-        self, masks: Sequence[Sequence[tuple[int, int]]], store: Store, scan_run: str | None, value: AblationValue
+        self, masks: Sequence[Sequence[tuple[int, int]]], store: Store, run_id: str | None, value: AblationValue
     ) -> list[Arm]:
-        """Return the masks and rules; ``scan_run`` is the scan of the scores, None without one."""
+        """Return the masks and rules; ``run_id`` is the run that orders the heads, None without one."""
         from headscan.pipelines.scoring.arms import mask_arm, scored_masks, scored_rules
 
         arms = [mask_arm(heads, value) for heads in masks]
-        if scan_run is not None:
-            score, share = self.score or "output_norm_ln", 0.1 if self.share is None else self.share
-            arms += scored_masks(store, scan_run, score, [share], self.mask_order, value)
+        if run_id is not None:
+            score, share = self.chosen_by, 0.1 if self.share is None else self.share
+            arms += scored_masks(store, run_id, score, [share], self.mask_order, value)
             if self.rule:
-                arms += scored_rules(store, scan_run, score, [share], value)
+                arms += scored_rules(store, run_id, score, [share], value)
         return arms
 
 
@@ -125,9 +134,9 @@ class Evaluate(RunVerb):
         headscan evaluate MODEL --tasks mmlu --plan head_plan.json --controls 19
         headscan evaluate MODEL --tasks mmlu --models pruned/,finetuned/
 
-    Heads are listed by hand, or chosen by a score from a scan of the same model in the store, or keep the KV cache of a
-    plan. Other models, such as pruned ones, can answer the same questions. Without any of these only the baseline runs.
-    The same command again resumes.
+    Heads are listed by hand, or chosen by a score or another criterion that a run in the store measured on the same
+    model, or keep the KV cache of a plan. Other models, such as pruned ones, can answer the same questions. Without any
+    of these only the baseline runs. The same command again resumes.
     """
 
     common: ClassVar = "MODEL --tasks --limit --heads --score --share --rule --plan --models --controls --store --json"
@@ -155,7 +164,7 @@ class Evaluate(RunVerb):
         from headscan.pipelines.evaluate.tasks import Questions
         from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
         from headscan.pipelines.runs.run_records import identify
-        from headscan.pipelines.scoring.arms import BASELINE, collect_value, controls, find_scan, mask_heads, model_arm
+        from headscan.pipelines.scoring.arms import BASELINE, collect_value, controls, find_run, mask_heads, model_arm
 
         replaced = value_config(self.arms.replace, self.texts, self)
         quiet_libraries()
@@ -167,12 +176,13 @@ class Evaluate(RunVerb):
             config, store, identity = replace(config, batch_tokens=plan.batch_tokens), run.store, run.identity
             named = (self.arms.heads, self.arms.mask and mask_heads(store, self.arms.mask, identity))
             masks = [heads for heads in named if heads]
-            scan_run = find_scan(store, identity, self.arms.run_id) if self.arms.uses_score else None
+            chosen_by = self.arms.chosen_by if self.arms.uses_score else None
+            ordering = chosen_by and find_run(store, identity, chosen_by, self.arms.run_id)
             others = [replace(spec, source=source, revision=None) for source in dict.fromkeys(self.arms.models)]
             compared = [model_arm(other, identify(other), identity) for other in others]
             questions = Questions(config.tasks, config.recall, identity) if self.arms.replace != "zero" else None
             value = collect_value(replaced, run, 0 if questions is None else questions.longest_input)
-            arms = [BASELINE, *self.arms.of_heads(masks, store, scan_run, value)]
+            arms = [BASELINE, *self.arms.of_heads(masks, store, ordering, value)]
             if self.arms.controls:
                 arms += controls(run.facts.grid, arms, self.arms.controls, value)
             for head_plan in plans:

@@ -38,7 +38,8 @@ from typing import Annotated, Any, NoReturn, TypeVar, cast, get_args, get_origin
 
 from headscan.checkpoints.source_folder import check_folder
 from headscan.errors import HeadscanError, unknown_name
-from headscan.options import Group, Option, field_hint, field_type, settings_file, without_none
+from headscan.options import Group, Option, field_hint, field_type, without_none
+from headscan.pipelines.settings.settings_file import settings_file
 
 S = TypeVar("S")
 

@@ -13,7 +13,7 @@ from headscan.pipelines.cli.verb_base import Devices, ModelVerb, StoreOptions, q
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
-    from headscan.cluster.placement.placement_base import Node, Placement, Plan
+    from headscan.cluster.placement.placement_base import Node, Placement, PlacementPlan
     from headscan.sizing.forward_flops import ForwardFlops
     from headscan.sizing.model_sizes import ModelSizes
 
@@ -183,7 +183,7 @@ class Place(ModelVerb):
             return self.devices.nodes()
         return imagined(found.nodes, found.gpus, found.gpu_memory, found.cpu_memory, found.cpus)
 
-    def _hours(self, tokens: int, sizes: ModelSizes, plan: Plan) -> ScanHours:
+    def _hours(self, tokens: int, sizes: ModelSizes, plan: PlacementPlan) -> ScanHours:
         from headscan.sizing.forward_flops import forward_flops
 
         spec = self.spec()
@@ -232,7 +232,7 @@ def _amount(value: float) -> str:
     return f"{value:,.4g} "
 
 
-def plan_lines(sizes: ModelSizes, nodes: tuple[Node, ...], plan: Plan) -> list[str]:
+def plan_lines(sizes: ModelSizes, nodes: tuple[Node, ...], plan: PlacementPlan) -> list[str]:
     """Return the plan as text: model, machines, placement, devices, rejected placements."""
     from headscan.cluster.placement.placement_base import format_bytes
     from headscan.pipelines.runs.text_tables import text_table

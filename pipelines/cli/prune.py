@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from headscan.catalog import SCORES
+from headscan.catalog import RANKED_CRITERIA, RECALL_NAMES
 from headscan.cluster.placement.placement_base import parse_bytes
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, changed, head
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from headscan.pipelines.settings.saving_settings import TextConfig
     from headscan.pruning.head_selection import SelectionConfig
 
-#: Methods that need no scan. An imported list is the option --import-heads.
+#: Methods that need no run in the store. An imported list is the option --import-heads.
 _OWN_METHODS = ("damage", "random", "layer-drop")
-METHODS = (*_OWN_METHODS, *SCORES)
+METHODS = (*_OWN_METHODS, *RANKED_CRITERIA)
 #: Four models answer the demo's questions in half a minute on two cores.
 _DEMO = DemoSize(questions=80, recall=40, sequences=128)
 
@@ -100,15 +100,15 @@ class _Choice:
     method: Annotated[
         tuple[str, ...],
         Option(
-            "comma-separated methods: damage (loss that repair cannot undo), a score of a scan in the store, random, "
-            "layer-drop",
+            "comma-separated methods: damage (loss that repair cannot undo), random, layer-drop, or a score or another "
+            "criterion of a run in the store",
             kind="method",
             names=METHODS,
         ),
     ] = ("damage",)
     run_id: Annotated[
         str | None,
-        Option("first characters of the scan's id for scores (default: the newest of this model)", flag="--run"),
+        Option("first characters of the id of that run (default: the newest of this model)", flag="--run"),
     ] = None
     unit: Annotated[
         Literal["head", "group", "layer"] | None,
@@ -137,8 +137,8 @@ class _Choice:
     recall_weight: Annotated[
         float,
         Option(
-            "weight of needle and copying prompts in choice and repair, next to 1 for the texts; 0 or --no-recall: "
-            "texts alone",
+            f"weight of recall prompts ({RECALL_NAMES}) in choice and repair, next to 1 for the texts; 0 or "
+            "--no-recall: texts alone",
             metavar="W",
             least=0,
             most=1e3,
@@ -209,7 +209,7 @@ class Prune(WholeModelVerb):
         for name in unused if self.skip_verdict else ():
             if name in given:
                 raise UsageError(f"{given[name]} has no effect with --skip-verdict: leave one of them out")
-        if choice.run_id is not None and not set(choice.method) & set(SCORES):
+        if choice.run_id is not None and not set(choice.method) & set(RANKED_CRITERIA):
             raise UsageError("--run has no effect without a score as --method: leave it out, or name a score")
         self.check_texts()
 
@@ -231,7 +231,7 @@ class Prune(WholeModelVerb):
         from headscan.models.model_facts import check_bounds
         from headscan.pipelines.pruning.build_models import Repair
         from headscan.pipelines.pruning.run_prune import PruneConfig
-        from headscan.pipelines.scoring.arms import imported_heads, mask_heads, score_orders
+        from headscan.pipelines.scoring.arms import imported_heads, mask_heads, stored_orders
 
         spec, size, choice = run.model, self.size, self.choice
         named: dict[str, tuple[tuple[int, int], ...]] = {}
@@ -251,7 +251,7 @@ class Prune(WholeModelVerb):
                 budgets=size.budgets(),
                 methods=choice.method,
                 heads=named,
-                orders=score_orders(run.store, run.identity, choice.method, choice.run_id),
+                orders=stored_orders(run.store, run.identity, choice.method, choice.run_id),
                 texts=texts,
                 recall=RecallConfig(prompts=0) if alone else RecallConfig(weight=choice.recall_weight),
                 unit=choice.unit or ("group" if size.kv_bytes is not None else "head"),

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-from headscan.catalog import BEHAVIOURS, CRITERIA, EFFECT, SCORES, STATISTICS
+from headscan.catalog import BEHAVIOURS, RANKED_CRITERIA, SCORES, STATISTICS
 from headscan.options import Option
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import StoreVerb, say_run
 from headscan.pipelines.settings.measure_settings import Site
 
-if TYPE_CHECKING:
-    from headscan.analysis.store.store import Store
-
-
-#: Criteria that runs of a store order heads by.
-_CRITERIA = tuple(name for name, declared in CRITERIA.items() if declared.run is not None)
-_NAMES = tuple(dict.fromkeys([*SCORES, *STATISTICS, *BEHAVIOURS, *_CRITERIA]))
+_NAMES = tuple(dict.fromkeys([*SCORES, *STATISTICS, *BEHAVIOURS, *RANKED_CRITERIA]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +49,13 @@ class Rank(StoreVerb):
     lowest: Annotated[bool, Option("lowest values first, for any score", one_of="order")] = False
 
     def run(self) -> Result:
+        from headscan.pipelines.runs.head_orders import finished_runs, head_order, run_kind
         from headscan.pipelines.runs.text_tables import table_cells, text_table
-        from headscan.pipelines.scan.head_orders import head_order, run_kind
 
         kind = run_kind(self.by)
         store = self.store.open()
-        run = store.resolve_run(self.run_id or _newest_effects(store, self.by), kind)
+        newest = [] if self.run_id else finished_runs(store, self.by)[:1]
+        run = store.resolve_run(self.run_id or next((str(each["run_id"]) for each in newest), None), kind)
         say_run(run)
         descending = True if self.highest else False if self.lowest else None
         heads = head_order(store, str(run["run_id"]), self.by, site=self.site, descending=descending)
@@ -76,15 +71,6 @@ class Rank(StoreVerb):
             facts["halves"] = None if agreement is None else asdict(agreement)
             notes += [] if agreement is None else [agreement.line()]
         return Result(rows, lambda: text_table(table_cells(rows, columns)), facts, notes)
-
-
-def _newest_effects(store: Store, by: str) -> str | None:
-    """Return the newest finished run with effects; ablate runs that compare criteria have none."""
-    if by != EFFECT:
-        return None
-    found = {row["run_id"] for row in store.query("SELECT DISTINCT run_id FROM head_effects").to_pylist()}
-    runs = (run for run in store.runs("ablate") if run["status"] == "finished" and run["run_id"] in found)
-    return next((str(run["run_id"]) for run in runs), None)
 
 
 def _columns(kind: str, by: str) -> dict[str, str | Callable[[Mapping[str, Any]], Any]]:

@@ -115,13 +115,14 @@ class Importance(_CorpusVerb):
     """measure the importance of every attention head from derivatives of the loss
 
         headscan importance MODEL --corpus texts/ --store s.duckdb
+        headscan importance MODEL --corpus texts/ --recall-prompts 16
         headscan importance CLASSIFIER --data train.tsv
         headscan rank --by importance --store s.duckdb
 
     On a corpus, decoders predict the next token, encoders masked tokens, encoder-decoders their own input. On --data,
     classifiers predict labels and encoder-decoders target texts. The same command again resumes an interrupted run,
-    and does nothing if the run is complete. The last lines show how well two halves of the texts agree on the heads'
-    order.
+    and does nothing if the run is complete. With recall prompts, importance_recall orders heads by the importance on
+    texts or on the prompts. The last lines show how well two halves of the texts agree on the heads' order.
     """
 
     common: ClassVar = (
@@ -139,7 +140,7 @@ class Importance(_CorpusVerb):
             raise UsageError("--corpus and --data exclude each other: leave one of them out")
         else:
             for name, flag in changed(self).items():
-                if name.startswith(("corpus.", "tokens.plan.")):
+                if name.startswith(("corpus.", "tokens.plan.", "settings.recall_prompts")):
                     raise UsageError(f"{flag} has no effect with --data: leave one of them out")
 
     def run(self) -> None:
@@ -149,7 +150,7 @@ class Importance(_CorpusVerb):
         store = self.store.open()
         sites = store.query("SELECT DISTINCT site FROM head_importance WHERE run_id = ? ORDER BY site", [run_id])
         for site in sites["site"].to_pylist():
-            for name in ("importance", "sequence_importance"):
+            for name in ("importance", "sequence_importance", "importance_recall"):
                 if (found := halves_agreement(store, run_id, name, site=site)) is not None:
                     print(f"{name}, site {site}: {found.line()}")
 

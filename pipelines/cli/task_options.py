@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from headscan.catalog import RECALL_NAMES
 from headscan.model_spec import ModelSpec
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, changed
@@ -19,7 +20,7 @@ from headscan.pipelines.settings.saving_settings import TextConfig
 
 if TYPE_CHECKING:
     from headscan.catalog import Value
-    from headscan.cluster.placement.placement_base import Plan
+    from headscan.cluster.placement.placement_base import PlacementPlan
     from headscan.pipelines.ablate.labelled_arms import LabelledConfig
     from headscan.pipelines.runs.run_records import Run
     from headscan.pipelines.scan.labelled_texts import LabelledTexts
@@ -59,9 +60,7 @@ class OptionalTasks(Tasks):
 class RecallOptions:
     """Recall questions."""
 
-    asked: Annotated[
-        bool, Option("also ask needle-in-a-haystack and copying questions (default: yes)", flag="--recall")
-    ] = True
+    asked: Annotated[bool, Option(f"also ask recall questions: {RECALL_NAMES} (default: yes)", flag="--recall")] = True
     plan: Annotated[partial[RecallPlan], Group()]
 
     def __post_init__(self) -> None:
@@ -137,7 +136,7 @@ class WholeModelVerb(RunVerb):
         return self.tasks.config(spec, recall=recall, **demo_task(scratch, demo.questions))
 
     @contextmanager
-    def opened_whole(self, texts: TextConfig) -> Iterator[tuple[Run, Plan]]:
+    def opened_whole(self, texts: TextConfig) -> Iterator[tuple[Run, PlacementPlan]]:
         from headscan.pipelines.runs.run_records import identify
 
         verb = replace(self, devices=self.devices.in_this_process())

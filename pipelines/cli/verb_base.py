@@ -24,7 +24,7 @@ from headscan.pipelines.settings.evaluation_settings import ResumeAnyway
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
-    from headscan.cluster.placement.placement_base import Node, Plan
+    from headscan.cluster.placement.placement_base import Node, PlacementPlan
     from headscan.cluster.tasks.pool import Pool
     from headscan.pipelines.runs.run_records import ModelIdentity, OpenModel, Run
 
@@ -113,7 +113,7 @@ class Devices:
         """Return the placement request of a run; one that answers tasks needs logits and a KV cache."""
         return replace(self.request, evaluates=evaluates, max_threads=max_threads())
 
-    def plan(self, spec: ModelSpec, *, tokens: int, evaluates: bool = False) -> Plan:
+    def plan(self, spec: ModelSpec, *, tokens: int, evaluates: bool = False) -> PlacementPlan:
         """Return and print the plan of a run with sequences of up to ``tokens`` tokens, before anything loads.
 
         The tokens of a forward pass are part of a run's identity. They do not depend on the memory that is free now, so
@@ -132,7 +132,7 @@ class Devices:
             say(f"batches of {plan.batch_tokens} tokens fit; larger ones are halved when memory runs out")
         return replace(plan, batch_tokens=asked)
 
-    def opener(self, spec: ModelSpec, plan: Plan, *, tokens: int) -> OpenModel:
+    def opener(self, spec: ModelSpec, plan: PlacementPlan, *, tokens: int) -> OpenModel:
         """Return a function that opens the pool of a model as planned, and pools of other models that answer tasks with
         up to ``tokens`` tokens, whose placement it prints.
         """
@@ -217,7 +217,7 @@ class RunVerb(ModelVerb, StoreVerb):
     @contextmanager
     def opened(
         self, spec: ModelSpec, identity: ModelIdentity | None, *, tokens: int, evaluates: bool = False
-    ) -> Iterator[tuple[Run, Plan]]:
+    ) -> Iterator[tuple[Run, PlacementPlan]]:
         """Yield a run of a model on the devices, and its plan, which is printed; ``identity`` None computes it."""
         from headscan.pipelines.runs.run_records import Run
 

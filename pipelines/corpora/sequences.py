@@ -113,6 +113,7 @@ class Sequence:
         ids: Token ids, int32 (tokens,).
         truncated: True if the rest of the document is in no sequence.
         content_hash: First 16 hexadecimal digits of the SHA-256 of the ids as little-endian int32.
+        recall_task: Recall task of a prompt; None for a text of the corpus.
     """
 
     index: int
@@ -121,6 +122,7 @@ class Sequence:
     ids: Ids
     truncated: bool
     content_hash: str
+    recall_task: str | None = None
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -10,9 +10,10 @@ arm keeps nine tenths of it. The whole model is asked first, before arms run tha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import ceil
+from types import MappingProxyType
 
 import numpy as np
 
@@ -20,15 +21,14 @@ from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.verdict_limits import RECALL_PARTS, identical_questions
 from headscan.analysis.verdicts.confirmation import record_confirmation
-from headscan.analysis.verdicts.paired import CHANCE
 from headscan.analysis.verdicts.verdict_rows import least_questions, recall_needed, solves
-from headscan.catalog import SCORES, MassWidths, head_count, statistics_for
+from headscan.catalog import RECALL_FAMILIES, SCORES, MassWidths, head_count, statistics_for
 from headscan.errors import InterventionError
 from headscan.pipelines.corpora import CorpusReport, Sequence, shards
 from headscan.pipelines.corpora.sequences import hash_ids
 from headscan.pipelines.evaluate.run_evaluation import EVALUATE, Purpose, check_predicts, check_scored, evaluate
 from headscan.pipelines.evaluate.tasks import Questions
-from headscan.pipelines.recall.needle_and_copying import COPYING, IN_ALL, NEEDLE
+from headscan.pipelines.recall.needle_and_copying import IN_ALL
 from headscan.pipelines.runs.run_records import ModelFacts, Run, fingerprint
 from headscan.pipelines.scan.run_scan import write_shards
 from headscan.pipelines.scan.shard_task import ShardItem
@@ -38,15 +38,13 @@ from headscan.pipelines.scoring.arms import (
     AblationValue,
     Arm,
     collect_value,
+    find_run,
     random_masks,
     random_rules,
     scored_masks,
     scored_rules,
 )
 from headscan.pipelines.settings.evaluation_settings import SHARING, EvaluateConfig, SweepConfig, TaskConfig
-
-#: What a model does with the questions of a kind.
-_DOES = {NEEDLE: "finds {:.0f} % of the needles", COPYING: "copies {:.0f} % of the tokens"}
 
 
 def size_recall(config: EvaluateConfig, run: Run, *, part: float, comparisons: int = 1) -> EvaluateConfig:
@@ -62,13 +60,13 @@ def size_recall(config: EvaluateConfig, run: Run, *, part: float, comparisons: i
         return config
     fixed = plan.questions is not None or plan.in_all is not None
     sizes = {}
-    for kind in (NEEDLE, COPYING):
+    for kind in RECALL_FAMILIES:
         right, asked = found[kind]
         sizes[kind], line = _size(kind, right, asked, part, comparisons, fixed=fixed)
         run.say(line)
     if fixed or max(sizes.values()) <= IN_ALL:
         return config
-    return replace(config, recall=replace(plan, in_all=(sizes[NEEDLE], sizes[COPYING])))
+    return replace(config, recall=replace(plan, in_all=tuple(sizes[kind] for kind in RECALL_FAMILIES)))
 
 
 def whole_model_recall(config: EvaluateConfig, run: Run) -> dict[str, tuple[float, int]]:
@@ -96,10 +94,11 @@ def whole_model_recall(config: EvaluateConfig, run: Run) -> dict[str, tuple[floa
 
 def _size(kind: str, right: float, asked: int, part: float, comparisons: int, *, fixed: bool) -> tuple[int, str]:
     """Return the number of questions of a kind, and a line about it."""
-    does = f"the whole model {_DOES[kind].format(right)}"
+    family = RECALL_FAMILIES[kind]
+    does = f"the whole model {family.does.format(right)}"
     if not solves(kind, right, asked):
         return IN_ALL, f"{does}: too few to judge {kind} recall, so no arm is judged by it"
-    numbers = (recall_needed(kind, right, comparisons), least_questions(right, CHANCE[kind], comparisons))
+    numbers = (recall_needed(kind, right, comparisons), least_questions(right, family.chance, comparisons))
     needed, least = (SHARING * ceil(number / part / SHARING) for number in numbers)
     if not fixed:
         if needed <= IN_ALL:
@@ -193,13 +192,14 @@ def sweep(config: SweepConfig, run: Run) -> SweepRuns:
     if run.pool.staged:
         check_scored(questions.requests)
     _check_masks(config, run.facts)
+    others = {name: find_run(run.store, run.identity, name, None) for name in config.masks if name not in SCORES}
     kinds = bool(config.scores) + bool(config.masks) if config.confirm else 1
     part = 1 - 1 / RECALL_PARTS if config.confirm else 1.0
     evaluation = size_recall(config.evaluation, run, part=part, comparisons=kinds)
     questions.ask_recall(evaluation.recall)
     scan_run = record_prompts(evaluation, run, questions)
     value = collect_value(config.value, run, questions.longest_input)
-    arms = sweep_arms(config, run.store, scan_run, run.facts, value)
+    arms = sweep_arms(config, run.store, scan_run, run.facts, value, others)
     rules = sum(arm.kind is ArmKind.RULE for arm in arms)
     masks = sum(arm.kind is ArmKind.MASK for arm in arms)
     counts = {"rule": rules, "mask": masks, "random control": len(arms) - rules - masks - 1}
@@ -225,13 +225,21 @@ def _check_masks(config: SweepConfig, facts: ModelFacts) -> None:
 
 
 def sweep_arms(
-    config: SweepConfig, store: Store, scan_run: str, facts: ModelFacts, value: AblationValue = ZERO_VALUE
+    config: SweepConfig,
+    store: Store,
+    scan_run: str,
+    facts: ModelFacts,
+    value: AblationValue = ZERO_VALUE,
+    others: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Arm]:
     """Return the baseline, then all other arms share by share: rules, masks and random controls of a share are
-    together, so that all curves grow together.
+    together, so that all curves grow together. ``others`` are the runs of masks that are no scores of the scan.
     """
     rules = [scored_rules(store, scan_run, score, config.shares, value) for score in config.scores]
-    masks = [scored_masks(store, scan_run, score, config.shares, config.mask_order, value) for score in config.masks]
+    masks = [
+        scored_masks(store, others.get(name, scan_run), name, config.shares, config.mask_order, value)
+        for name in config.masks
+    ]
     arms = [BASELINE]
     for number, share in enumerate(config.shares):
         arms += [of_score[number] for of_score in rules]

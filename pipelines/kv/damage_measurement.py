@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from headscan.analysis.plans import (
     damage_scores,
     planned_model,
 )
-from headscan.catalog import MassWidths
+from headscan.catalog import RECALL_FAMILIES, MassWidths, recall_family
 from headscan.cluster.tasks.pool import Pool, Task
 from headscan.errors import NotFiniteError, SequenceError
 from headscan.kv.kept_keys import KeptKeys, Window
@@ -115,16 +115,14 @@ _SPREAD = 16
 #: evaluated on the questions that ranked its heads.
 _FIRST_SEED = 2**32
 
-PromptTask = Literal["text", "needle", "copying"]
-
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts of one task, named like its corpus, or like the recall task with its length. All tokens of ordinary text
-    are scored, but only the answers of recall tasks.
+    """Prompts of ``text`` or of a family of recall tasks, named like their corpus, or like the recall task with its
+    length. All tokens of ordinary text are scored, but only the answers of recall tasks.
     """
 
-    task: PromptTask
+    task: str
     name: str
     requests: tuple[Request, ...]
 
@@ -168,19 +166,18 @@ def text_prompts(corpus: CorpusSpec, identity: ModelIdentity, tokens: int, count
 
 
 def recall_prompts(identity: ModelIdentity, tokens: int, count: int, seed: int) -> list[Prompts]:
-    """Return needle and copying prompts with their right answers: ``count`` of each kind, a multiple of 8, with
-    ``tokens`` tokens including the answer. No evaluation has the same questions.
+    """Return the prompts of every family of recall tasks with their right answers: ``count`` of each, a multiple of 4,
+    with ``tokens`` tokens including the answer. No evaluation has the same questions.
     """
     plan = RecallPlan(lengths=(tokens - 1,), questions=count, seed=_FIRST_SEED + seed)
     questions = recall_questions(identity.tokenizer, plan, identity.max_tokens, bos="auto")
-    kinds: tuple[PromptTask, ...] = ("needle", "copying")
     return [
         Prompts(
-            kind,
-            f"{kind}@{tokens - 1}",
-            tuple(each.requests[each.answer or 0] for each in questions if each.task.startswith(kind)),
+            family,
+            f"{family}@{tokens - 1}",
+            tuple(each.requests[each.answer or 0] for each in questions if recall_family(each.task).name == family),
         )
-        for kind in kinds
+        for family in RECALL_FAMILIES
     ]
 
 

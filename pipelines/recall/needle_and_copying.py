@@ -15,13 +15,14 @@ language.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from math import ceil, isnan
 from random import Random
 from typing import TYPE_CHECKING, Any, cast
 
+from headscan.catalog import RECALL_FAMILIES
 from headscan.errors import NotFiniteError
 from headscan.pipelines.corpora.sequences import special_tokens
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
 
 #: Default number of questions of each kind, over all lengths.
 IN_ALL = 400
-
-#: The kinds of questions: families of recall tasks.
-NEEDLE, COPYING = "needle", "copying"
 
 #: Default lengths are the powers of two from the first to the second.
 _SHORTEST, _LONGEST = 256, 4096
@@ -62,7 +60,7 @@ def recall_lengths(plan: RecallPlan, max_tokens: int | None) -> tuple[int, ...]:
 
 def questions_per_length(plan: RecallPlan, lengths: int) -> dict[str, int]:
     """Return the number of questions per length, by kind, for ``lengths`` lengths."""
-    numbers = dict(zip((NEEDLE, COPYING), plan.in_all or (IN_ALL, IN_ALL), strict=True))
+    numbers = dict(zip(RECALL_FAMILIES, plan.in_all or [IN_ALL] * len(RECALL_FAMILIES), strict=True))
     if plan.questions is not None:
         return dict.fromkeys(numbers, plan.questions)
     return {kind: SHARING * ceil(number / (SHARING * lengths)) for kind, number in numbers.items()}
@@ -390,6 +388,13 @@ def _is_text(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
     return text != "" and text.isprintable() and "\N{REPLACEMENT CHARACTER}" not in text
 
 
+#: Makes the questions of a family for one length, from the tokenizer, the tokens before a text, the length, the number
+#: of questions and a seed; see `needle_questions`.
+Generator = Callable[["PreTrainedTokenizerBase", Ids, int, int, int], Iterator[RecallQuestion]]
+#: The generators of the families in `RECALL_FAMILIES`.
+GENERATORS: dict[str, Generator] = {"needle": needle_questions, "copying": copying_questions}
+
+
 def recall_questions(
     tokenizer: PreTrainedTokenizerBase, plan: RecallPlan, max_tokens: int | None, *, bos: str
 ) -> list[RecallQuestion]:
@@ -403,8 +408,8 @@ def recall_questions(
     return [
         question
         for length in lengths
-        for kind, make in ((NEEDLE, needle_questions), (COPYING, copying_questions))
-        for question in make(tokenizer, beginning, length, count[kind], plan.seed)
+        for kind in RECALL_FAMILIES
+        for question in GENERATORS[kind](tokenizer, beginning, length, count[kind], plan.seed)
     ]
 
 

@@ -27,9 +27,13 @@ from headscan.pipelines.pruning.build_models import BuildJob, Repair, WantedMode
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_texts
 from headscan.pipelines.pruning.pruned_arms import pruned_arm
 from headscan.pipelines.pruning.work_folder import owned_folder
-from headscan.pipelines.runs.run_records import Run, fingerprint
+from headscan.pipelines.runs.run_records import ModelIdentity, Run, fingerprint
+from headscan.pipelines.scan.run_importance import recall_texts
 from headscan.pipelines.scoring.arms import BASELINE, Arm, random_masks
+from headscan.pipelines.scoring.token_requests import pad
+from headscan.pipelines.settings.corpus_settings import TokenPlan
 from headscan.pipelines.settings.evaluation_settings import Comparison, EvaluateConfig
+from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS
 from headscan.pipelines.settings.saving_settings import TextConfig
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.head_selection import QUICK, HeadSelection
@@ -42,7 +46,7 @@ Choices = Mapping[int, tuple[Head, ...]]
 @dataclass(frozen=True)
 class ChoiceJob:
     """Criteria of one family to apply. With ``iterative``, those with a value for every head are measured again after
-    each number of heads.
+    each number of heads. ``prompts`` are recall prompts; None if no criterion needs them.
     """
 
     texts: CalibrationTexts
@@ -50,6 +54,7 @@ class ChoiceJob:
     counts: tuple[int, ...]
     iterative: bool = False
     batch_tokens: int = BATCH_TOKENS
+    prompts: CalibrationTexts | None = None
     say: Callable[[str], None] = lambda line: None
     name: str = "choice of heads"
 
@@ -77,21 +82,26 @@ def layer_count(grid: HeadGrid, heads: int) -> int:
 
 def choose_heads(lm: LoadedModel, job: ChoiceJob) -> Mapping[str, Choices]:
     """Pool task: return the heads that each criterion removes, by their number."""
-    ids, lengths = (torch.from_numpy(each) for each in (job.texts.ids, job.texts.lengths))
-    return FAMILY_CHOICES[CRITERIA[job.criteria[0]].family](lm, Calibration(ids, lengths, job.batch_tokens), job)
+    return FAMILY_CHOICES[CRITERIA[job.criteria[0]].family](lm, _calibration(job.texts, job), job)
+
+
+def _calibration(texts: CalibrationTexts, job: ChoiceJob) -> Calibration:
+    return Calibration(torch.from_numpy(texts.ids), torch.from_numpy(texts.lengths), job.batch_tokens)
 
 
 def _by_value(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mapping[str, Choices]:
+    prompts = None if job.prompts is None else _calibration(job.prompts, job)
     if not job.iterative:
         job.say(f"measuring {', '.join(job.criteria)}")
-        orders = {name: ranked(values) for name, values in head_values(lm, calibration, job.criteria).items()}
+        values = head_values(lm, calibration, job.criteria, prompts=prompts)
+        orders = {name: ranked(of_one) for name, of_one in values.items()}
         return {name: {count: tuple(sorted(order[:count])) for count in job.counts} for name, order in orders.items()}
     found: dict[str, dict[int, tuple[Head, ...]]] = {name: {} for name in job.criteria}
     for name in job.criteria:
         removed: tuple[Head, ...] = ()
         for count in sorted(job.counts):
             job.say(f"measuring {name} without {len(removed)} heads")
-            order = ranked(head_values(lm, calibration, [name], removed)[name], removed)
+            order = ranked(head_values(lm, calibration, [name], removed, prompts=prompts)[name], removed)
             removed = tuple(sorted([*removed, *order[: count - len(removed)]]))
             found[name][count] = removed
     return found
@@ -237,11 +247,20 @@ def _choices(
             found[criterion] = known
     missing = [name for name in config.compared.criteria if name not in found]
     for family in families(missing):
-        job = ChoiceJob(texts, family, counts, config.compared.iterative, config.evaluation.batch_tokens, run.say)
+        on_recall = any(CRITERIA[name].on_recall for name in family)
+        prompts = _recall_prompts(run.identity, config.texts.tokens(run.identity)) if on_recall else None
+        job = ChoiceJob(
+            texts, family, counts, config.compared.iterative, config.evaluation.batch_tokens, prompts, run.say
+        )
         for criterion, choices in run.pool.one(choose_heads, job).items():
             stored.write(criterion, choices)
             found[criterion] = choices
     return found
+
+
+def _recall_prompts(identity: ModelIdentity, tokens: int) -> CalibrationTexts:
+    ids, lengths = pad([text.ids for text in recall_texts(identity, TokenPlan(tokens), RECALL_PROMPTS)])
+    return CalibrationTexts("recall prompts", ids.numpy(), lengths.numpy())
 
 
 def _mask_arms(

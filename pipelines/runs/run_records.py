@@ -22,7 +22,7 @@ from headscan.analysis.store.records import SHARDED_KINDS, RunKind, RunRecord, R
 from headscan.analysis.store.store import Store, refuse_resume, run_identity
 from headscan.checkpoints.headers import weights_hash
 from headscan.checkpoints.sources import code_files_hash, config_hash, load_config, load_tokenizer
-from headscan.cluster.tasks.pool import Pool, Question
+from headscan.cluster.tasks.pool import InspectionTask, Pool
 from headscan.errors import ModelLoadError, UnsupportedModelError
 from headscan.grid import HeadGrid
 from headscan.model_spec import ModelSpec
@@ -150,7 +150,7 @@ class ModelFacts:
         return " and ".join(name for name, found in (("interface", True), ("watched", False)) if found in reached)
 
 
-class _ModelFacts(Question[object, ModelFacts]):
+class _ModelFacts(InspectionTask[object, ModelFacts]):
     def __call__(self, lm: LoadedModel, item: object) -> ModelFacts:
         return ModelFacts(lm.dtype, str(lm.device), _hardware(lm), lm.grid, _caches(lm), lm.max_tokens)
 

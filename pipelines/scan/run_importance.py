@@ -8,11 +8,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
 
+from headscan.errors import UnsupportedModelError
 from headscan.gradients.head_importance import default_loss, entropies, head_gradients
 from headscan.gradients.losses import Loss
 from headscan.models.loaded_model import LoadedModel
@@ -20,8 +22,9 @@ from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.models.token_batches import run_halving
 from headscan.pipelines import corpora
 from headscan.pipelines.corpora import CorpusReport
-from headscan.pipelines.corpora.sequences import hash_ids
-from headscan.pipelines.runs.run_records import Run, fingerprint
+from headscan.pipelines.corpora.sequences import hash_ids, special_tokens
+from headscan.pipelines.kv.damage_measurement import recall_prompts
+from headscan.pipelines.runs.run_records import ModelIdentity, Run, fingerprint
 from headscan.pipelines.scan.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.pipelines.scan.run_scan import (
     CorpusRunResult,
@@ -32,6 +35,7 @@ from headscan.pipelines.scan.run_scan import (
 )
 from headscan.pipelines.scan.shard_task import HeadNumbers, Measured, head_table
 from headscan.pipelines.scoring.token_requests import pad, whole_batches
+from headscan.pipelines.settings.corpus_settings import TokenPlan
 from headscan.pipelines.settings.measure_settings import (
     ImportanceConfig,
     LabelledImportanceConfig,
@@ -102,8 +106,38 @@ def measure_losses(
     return Measured(pa.concat_tables(tables), 0)
 
 
+def recall_texts(identity: ModelIdentity, plan: TokenPlan, count: int) -> list[corpora.Sequence]:
+    """Return the recall prompts with their answers as texts: ``count`` of each family, as long as the plan's longest
+    text. They are tokenised again, as a corpus is, and the loss of all their tokens counts. Questions of evaluations
+    are others.
+    """
+    tokenizer, special = identity.tokenizer, special_tokens(identity.tokenizer, plan)
+    found: list[corpora.Sequence] = []
+    for prompts in recall_prompts(identity, plan.max_tokens, count, seed=0):
+        for request in prompts.requests:
+            text = str(tokenizer.decode(list(request.ids), skip_special_tokens=True))
+            whole = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+            body = np.asarray(whole[: plan.max_tokens - special.total], dtype=np.int32)
+            ids, number, name = special.around(body), len(found), prompts.name
+            is_cut = len(body) < len(whole)
+            found.append(corpora.Sequence(number, number, name, ids, is_cut, hash_ids(ids)[:16], name))
+    return found
+
+
 def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
-    settings = {"reduction": config.reduction, "measured": MEASURED}
+    """Measure the importance of all heads on a corpus, and on recall prompts if the settings ask for some."""
+    settings: dict[str, Any] = {"reduction": config.reduction, "measured": MEASURED}
+    if config.recall_prompts:
+        settings["recall_prompts"] = config.recall_prompts
+
+    def prompts() -> list[corpora.Sequence]:
+        if config.recall_prompts and not run.facts.grid.predicts_next_token:
+            raise UnsupportedModelError(
+                f"{run.identity.name} does not predict the next token, but recall prompts need a decoder. Set"
+                " `recall_prompts` to 0"
+            )
+        return recall_texts(run.identity, config.tokens, config.recall_prompts) if config.recall_prompts else []
+
     return run_corpus(
         config,
         run,
@@ -113,6 +147,7 @@ def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
         item_of=lambda shard, rope: ImportanceItem(shard, config.reduction, config.batch_tokens, rope),
         task=measure_importance,
         passes=_PASSES,
+        prompts=prompts,
     )
 
 

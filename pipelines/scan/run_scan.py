@@ -13,7 +13,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any, Protocol, Self, TypeVar
 
@@ -27,6 +27,7 @@ from headscan.errors import HeadscanError
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import RopeLengths
 from headscan.pipelines.corpora import CorpusReport, Shard, open_corpus, sequences, shards
+from headscan.pipelines.corpora import Sequence as TokenSequence
 from headscan.pipelines.runs.run_records import Run, fingerprint
 from headscan.pipelines.runs.text_tables import Progress
 from headscan.pipelines.scan.shard_task import Measured, ShardItem, measure_shard
@@ -161,10 +162,12 @@ def run_corpus(
     item_of: Callable[[Shard, RopeLengths], OfShard],
     task: Task[Any, Measured],
     passes: float,
+    prompts: Callable[[], Sequence[TokenSequence]] = tuple,
 ) -> CorpusRunResult:
     """Measure every shard of a corpus into a store.
 
     Args:
+        prompts: Makes sequences that are measured after the corpus, numbered from 0.
         passes: Cost of a sequence, in forward passes.
         deciding: Settings on which the numbers depend, in addition to those of `CorpusRunConfig`.
         recorded: The same settings as the store records them.
@@ -188,9 +191,8 @@ def run_corpus(
     shard_size = shard_size_of(run, kind, mark, config.shard_size, config.tokens.max_tokens, passes)
 
     report = CorpusReport()
-    found, rest = _read_ahead(
-        shards(sequences(corpus, identity.tokenizer, config.tokens, report), shard_size=shard_size)
-    )
+    texts = shards(sequences(corpus, identity.tokenizer, config.tokens, report), shard_size=shard_size)
+    found, rest = _read_ahead(_followed_by(texts, prompts(), shard_size))
     record = run.record(
         kind,
         mark,
@@ -217,6 +219,18 @@ def run_corpus(
         total=None if rest is not None else sum(len(shard.sequences) for shard in found),
         task=task,
     )
+
+
+def _followed_by(texts: Iterable[Shard], prompts: Sequence[TokenSequence], shard_size: int) -> Iterator[Shard]:
+    """Yield the shards of a corpus, then those of prompts, whose numbers go on from the corpus's."""
+    index = sequence = document = 0
+    for shard in texts:
+        yield shard
+        last = shard.sequences[-1]
+        index, sequence, document = shard.index + 1, last.index + 1, last.document + 1
+    numbered = [replace(each, index=sequence + each.index, document=document + each.document) for each in prompts]
+    for shard in shards(numbered, shard_size=shard_size):
+        yield replace(shard, index=index + shard.index)
 
 
 #: Cost of a sequence of a scan, in forward passes.
@@ -340,6 +354,7 @@ def sequence_table(shard: Shard) -> pa.Table:
             "tokens": pa.array([len(s) for s in rows], pa.int32()),
             "truncated": [s.truncated for s in rows],
             "content_hash": [s.content_hash for s in rows],
+            "recall_task": pa.array([s.recall_task for s in rows], pa.string()),
         }
     )
 

@@ -16,19 +16,21 @@ from headscan.ablation.ablation import ZERO, Ablation, Replacement, StoredOutput
 from headscan.ablation.collect_outputs import head_means, head_samples
 from headscan.ablation.masks import HeadMask, RandomHeads
 from headscan.ablation.rules import HeadRule
-from headscan.analysis.heads.head_ranking import random_heads, rank_heads, select_heads, thresholds
+from headscan.analysis.heads.head_ranking import random_heads, select_heads, thresholds
 from headscan.analysis.store.provenance import same_model
 from headscan.analysis.store.records import ArmKind, ArmRecord
 from headscan.analysis.store.store import Store
-from headscan.catalog import SCORES
-from headscan.errors import InterventionError, PruningError
+from headscan.catalog import CRITERIA, RANKED_CRITERIA, SCORES
+from headscan.errors import InterventionError, PruningError, unknown_name
 from headscan.grid import Head, HeadGrid
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora.sequences import read_spread
+from headscan.pipelines.runs.head_orders import finished_runs, head_order, run_kind
 from headscan.pipelines.runs.run_records import ModelContext, ModelIdentity, fingerprint
 from headscan.pipelines.scoring.token_requests import pad
 from headscan.pipelines.settings.evaluation_settings import MaskOrder, ValueConfig
+from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS
 
 
 @dataclass(frozen=True)
@@ -173,12 +175,16 @@ def scored_masks(
     order: MaskOrder = "mean",
     value: AblationValue = ZERO_VALUE,
 ) -> list[Arm]:
-    """Return a mask for each share, by ranking a score."""
-    ranked = rank_heads(store, run_id, score)
+    """Return a mask for each share, by the order that a run gives; ``score`` is a name in `RANKED_CRITERIA`, and only
+    a score has the order ``inactive``.
+    """
+    ranked = head_order(store, run_id, score)
     if order == "inactive":
+        if score not in SCORES:
+            raise unknown_name("score of masks by inactivity", score, SCORES)
         # The sort is stable: the mean score decides between heads that are inactive equally often.
         ranked = sorted(ranked, key=lambda head: -(head.inactive_share or 0.0))
-    selection = f"scan {run_id[:4]}{'' if order == 'mean' else ' by inactivity'}{value.suffix}"
+    selection = f"{run_kind(score)} {run_id[:4]}{'' if order == 'mean' else ' by inactivity'}{value.suffix}"
     masks = [HeadMask(select_heads(ranked, share=share), value.replacement) for share in shares]
     names = [f"mask {score} {100 * share:g}% of {selection}" for share in shares]
     return [
@@ -260,22 +266,34 @@ def check_arms(grid: HeadGrid, arms: Sequence[Arm]) -> list[str]:
     return notes
 
 
-def find_scan(store: Store, identity: ModelIdentity, prefix: str | None) -> str:
-    """Return the run id of the scan to select heads from: the newest finished one of this model, or ``prefix``."""
+#: Options of the verb that measures a criterion, where the verb alone does not.
+_MEASURED_BY = {"ablate": "ablate --each"}
+
+
+def find_run(store: Store, identity: ModelIdentity, criterion: str, prefix: str | None) -> str:
+    """Return the id of the run whose numbers order heads by a criterion: the newest finished one of this model, or the
+    one whose id begins with ``prefix``.
+    """
+    kind = run_kind(criterion)
     if prefix:
-        run = store.resolve_run(prefix, "scan")
+        run = store.resolve_run(prefix, kind)
         if not same_model(identity.columns(), run):
             raise InterventionError(
-                f"run {run['run_id']} scanned {run['model']}, another model than {identity.name}. Choose a scan of it"
+                f"run {run['run_id']} measured {run['model']}, another model than {identity.name}. Choose a run of it"
             )
         if run["status"] != "finished":
-            # The scores of an unfinished scan select other heads and thresholds than those of the finished one.
-            raise InterventionError(f"run {run['run_id']} is {run['status']}. Run its command again to finish the scan")
+            # The numbers of an unfinished run select other heads and thresholds than those of the finished one.
+            raise InterventionError(f"run {run['run_id']} is {run['status']}. Run its command again to finish it")
         return str(run["run_id"])
-    for run in store.runs("scan"):
-        if same_model(identity.columns(), run) and run["status"] == "finished":
+    for run in finished_runs(store, criterion):
+        if same_model(identity.columns(), run):
             return str(run["run_id"])
-    raise InterventionError(f"{store.path} has no finished scan of {identity.name}. Run `headscan scan` on it first")
+    verb = _MEASURED_BY.get(kind, kind)
+    if CRITERIA[criterion].on_recall:
+        verb = f"{verb} --recall-prompts {RECALL_PROMPTS}"
+    raise InterventionError(
+        f"{store.path} has no finished {kind} of {identity.name} for {criterion}. Run `headscan {verb}` on it first"
+    )
 
 
 #: Longest text of a mean, in tokens, and the shortest.
@@ -343,17 +361,16 @@ def collect_outputs(lm: LoadedModel, item: _ValueItem) -> StoredOutputs:
         return head_samples(lm, item.ids, item.lengths, seed=item.seed)
 
 
-def score_orders(
-    store: Store, identity: ModelIdentity, methods: Sequence[str], scan_run: str | None
+def stored_orders(
+    store: Store, identity: ModelIdentity, methods: Sequence[str], prefix: str | None
 ) -> dict[str, list[tuple[int, int]]]:
-    """Return the heads by score, the most inactive first, for the methods that are scores. The id of the scan starts
-    with ``scan_run``; None uses the newest scan of the model.
+    """Return the heads in the order in which they are removed, for the methods that are in `RANKED_CRITERIA`. The ids
+    of the runs start with ``prefix``; None uses the newest runs of the model.
     """
-    scores = [method for method in methods if method in SCORES]
-    if not scores:
-        return {}
-    run_id = find_scan(store, identity, scan_run)
-    return {score: [(head.layer, head.head) for head in rank_heads(store, run_id, score)] for score in scores}
+    found = {name: find_run(store, identity, name, prefix) for name in methods if name in RANKED_CRITERIA}
+    return {
+        name: [(head.layer, head.head) for head in head_order(store, run_id, name)] for name, run_id in found.items()
+    }
 
 
 def mask_heads(store: Store, name: str, identity: ModelIdentity) -> tuple[tuple[int, int], ...]:

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from headscan.analysis.store.tables import ALL_BUT_ONE, EACH
 from headscan.analysis.store.verdict_limits import QUESTIONS_PER_TEXT
-from headscan.catalog import CRITERIA, DAMAGE, EFFECT, GATE, LAYER_DROP, SCORES, Value
+from headscan.catalog import (
+    CRITERIA,
+    DAMAGE,
+    EFFECT,
+    GATE,
+    LAYER_DROP,
+    RANKED_CRITERIA,
+    RECALL_FAMILIES,
+    RECALL_NAMES,
+    SCORES,
+    Value,
+)
 from headscan.errors import HeadscanError, InterventionError
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, Count, Limits, Option, Seed, check_limits
@@ -56,7 +67,7 @@ class RecallPlan:
     Attributes:
         lengths: Tokens that the model reads in a question; None uses those of `recall_lengths`.
         questions: Number for each length and kind, a multiple of 4; None makes as many as ``in_all`` says.
-        in_all: Numbers of needles and of copies over all lengths; None makes `IN_ALL` of each kind.
+        in_all: Numbers over all lengths, one for each family of `RECALL_FAMILIES`; None makes `IN_ALL` of each.
     """
 
     lengths: Annotated[
@@ -79,7 +90,7 @@ class RecallPlan:
         ),
     ] = None
     seed: Seed = 0
-    in_all: Annotated[tuple[int, int] | None, Limits(least=1)] = None
+    in_all: Annotated[tuple[int, ...] | None, Limits(least=1)] = None
 
     def __post_init__(self) -> None:
         check_limits(self, RecallError)
@@ -88,6 +99,8 @@ class RecallPlan:
                 raise RecallError("recall lengths are empty. Give at least one, or None for the default")
             if len(set(self.lengths)) < len(self.lengths):
                 raise RecallError(f"recall lengths {', '.join(map(str, self.lengths))} repeat. Give each once")
+        if self.in_all is not None and len(self.in_all) != len(RECALL_FAMILIES):
+            raise RecallError(f"in_all has {len(self.in_all)} numbers. Give one each for {RECALL_NAMES}")
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that identify a run; earlier runs lack ``in_all``, so its default is left out."""
@@ -230,7 +243,7 @@ class SweepConfig:
     Attributes:
         scores: Scores with a rule at every quantile.
         quantiles: Nominal shares of heads to ablate; 0 ablates nothing and is left to the baseline.
-        masks: Scores with a fixed mask at every share.
+        masks: Scores, or other names in `RANKED_CRITERIA`, with a fixed mask at every share.
         confirm: Judge the best arm on the questions that did not select it. The arms and their answers are the same; if
             a half has too few questions, the sweep reports that before it starts.
     """
@@ -251,7 +264,13 @@ class SweepConfig:
     ] = QUANTILES
     masks: Annotated[
         tuple[str, ...],
-        Option("comma-separated scores of the masks, `all` or `none`", kind="score", names=SCORES, sets=_SETS),
+        Option(
+            "comma-separated scores of the masks, `all` or `none`; other criteria use the newest importance, ablate or "
+            "gates run of the model in the store",
+            kind="score",
+            names=RANKED_CRITERIA,
+            sets=_SETS,
+        ),
     ] = ("output_norm_ln",)
     mask_order: MaskOrderOption = "mean"
     seeds: Annotated[
@@ -328,8 +347,8 @@ DEFAULT_CRITERIA = (
 )
 
 
-#: Criteria that order the heads of each site on labelled examples.
-SITE_CRITERIA = tuple(name for name, declared in CRITERIA.items() if declared.by_value)
+#: Criteria that order the heads of each site on labelled examples, which have no recall prompts.
+SITE_CRITERIA = tuple(name for name, declared in CRITERIA.items() if declared.by_value and not declared.on_recall)
 
 
 #: Criteria that are no scores.

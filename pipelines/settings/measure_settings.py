@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from headscan.catalog import (
     BEHAVIOURS,
     PROFILES,
+    RECALL_NAMES,
     STATISTICS,
     MassWidths,
     Panel,
@@ -91,6 +92,8 @@ class ScanConfig(CorpusRunConfig):
         return tuple(sorted(check_statistics(self.statistics or panel_names(self.panel))))
 
 
+#: Prompts of each recall task that measure ``importance_recall`` where no setting states another number.
+RECALL_PROMPTS = 16
 #: Loss of a sequence: the mean or the sum of the losses of its tokens.
 Reduction = Literal["mean", "sum"]
 _Reduced = Annotated[Reduction, Option("loss of a sequence: mean or sum of the losses of its tokens")]
@@ -101,6 +104,15 @@ class ImportanceConfig(CorpusRunConfig):
     """Settings of an importance run, in addition to those of every run over a corpus."""
 
     reduction: _Reduced = "mean"
+    recall_prompts: Annotated[
+        int,
+        Option(
+            f"number of prompts of each recall task ({RECALL_NAMES}), a multiple of 4, which importance_recall needs",
+            metavar="N",
+            least=0,
+            multiple=4,
+        ),
+    ] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

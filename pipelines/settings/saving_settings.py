@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from headscan.catalog import RECALL_NAMES
 from headscan.errors import PruningError
 from headscan.kv.kept_keys import Window, checked_window
 from headscan.options import BATCH_TOKENS, Count, Limits, Option, Seed, check_limits
@@ -99,7 +100,7 @@ class MeasureConfig:
     recall_prompts: Annotated[
         int,
         Option(
-            "number of needle and of copying prompts, a multiple of 8; 0 measures text only",
+            f"number of prompts of each recall task ({RECALL_NAMES}), a multiple of 8; 0 measures text only",
             metavar="N",
             least=0,
             multiple=8,

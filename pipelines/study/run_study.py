@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from headscan.ablation.masks import HeadMask
-from headscan.analysis.heads.head_ranking import ImportantHead, rank_heads, rank_importance
 from headscan.analysis.plans import HeadPlan, WindowShare, load_plan, planned_bytes
 from headscan.analysis.report.write_report import write_report
 from headscan.analysis.store.output_files import write_text
@@ -31,13 +30,12 @@ from headscan.analysis.verdicts.ordered_shares import (
     judge_shares,
     read_losses,
 )
-from headscan.catalog import SCORES, head_count
-from headscan.pipelines.corpora import CorpusSpec, TokenPlan
+from headscan.catalog import head_count
+from headscan.pipelines.corpora import TokenPlan
 from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.evaluate.continuation_task import CONTINUATION, write_task
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
 from headscan.pipelines.evaluate.run_evaluation import evaluate
-from headscan.pipelines.kv.damage_measurement import recall_prompts
 from headscan.pipelines.kv.measured_plan import measured_plans
 from headscan.pipelines.kv.plan_arms import plan_arms
 from headscan.pipelines.pruning.pruned_arms import BuiltModel, pruned_arm
@@ -45,6 +43,7 @@ from headscan.pipelines.pruning.pruning_units import ShareBudget
 from headscan.pipelines.pruning.run_prune import PruneConfig, prune
 from headscan.pipelines.pruning.work_folder import read_model, save_record
 from headscan.pipelines.recall import RecallPlan
+from headscan.pipelines.runs.head_orders import head_order, run_kind
 from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.runs.text_tables import time_text
 from headscan.pipelines.scan.run_importance import run_importance
@@ -57,14 +56,21 @@ from headscan.pipelines.settings.saving_settings import MeasureConfig, RecallCon
 from headscan.pipelines.study.study_answer import Saving, StudyAnswer
 from headscan.pipelines.study.study_config import (
     LEAST_TEXTS,
-    RECALL_IMPORTANCE,
     StudyConfig,
     StudyError,
     resumed,
     write_study,
 )
 from headscan.pipelines.study.study_texts import StudyTexts, split_texts
-from headscan.pipelines.study.study_time import PROMPTS, TimedPass, decided, limit_per_task, question_costs, time_pass
+from headscan.pipelines.study.study_time import (
+    PROMPTS,
+    TimedPass,
+    decided,
+    limit_per_task,
+    measures_recall,
+    question_costs,
+    time_pass,
+)
 from headscan.pruning.head_selection import QUICK
 
 #: Longest texts by default, and the shortest ones that are read, in tokens.
@@ -185,42 +191,23 @@ class _Study:
         probe(ProbeConfig(config.model, corpus=self.texts.measure, batch_tokens=config.batch_tokens), self.run)
         return found
 
-    def _importances(
-        self, corpus: CorpusSpec, name: str = "importance", sequences: int | None = None
-    ) -> list[ImportantHead]:
-        """Return all heads of the model, the least important for a corpus first."""
-        tokens = self._measured_tokens
+    @cached_property
+    def _importance_run(self) -> str:
+        """Importance on the measuring texts, and on recall prompts if a criterion needs them; returns the run's id."""
         measuring = ImportanceConfig(
             self.config.model,
-            corpus,
-            tokens if sequences is None else replace(tokens, limit_sequences=sequences),
+            self.texts.measure,
+            self._measured_tokens,
             shard_size=max(1, self._sequences // 8),
             batch_tokens=self.config.batch_tokens,
+            recall_prompts=PROMPTS if measures_recall(self.config) else 0,
         )
-        return rank_importance(self.run.store, run_importance(measuring, self.run).run_id, name)
+        return run_importance(measuring, self.run).run_id
 
     def _order(self, criterion: str) -> list[tuple[int, int]]:
         """Return all heads, the most removable first."""
-        ranked: Sequence[Any]
-        if criterion in SCORES:
-            ranked = rank_heads(self.run.store, self._scan_run, criterion)
-        elif criterion == RECALL_IMPORTANCE:
-            of_recall = self._importances(self._recall_texts, sequences=2 * PROMPTS)
-            return least_important([self._importances(self.texts.measure), of_recall])
-        else:
-            ranked = self._importances(self.texts.measure, criterion)
-        return [(head.layer, head.head) for head in ranked]
-
-    @cached_property
-    def _recall_texts(self) -> CorpusSpec:
-        """Needle and copying prompts with their answers, as texts; no evaluation asks the same."""
-        folder = Path(self.config.out) / "texts" / "recall"
-        identity = self.run.identity
-        for prompts in recall_prompts(identity, self.tokens, PROMPTS, seed=0):
-            for number, request in enumerate(prompts.requests):
-                text = str(identity.tokenizer.decode(list(request.ids), skip_special_tokens=True))
-                write_text(folder / f"{prompts.task}-{number:02}.txt", text)
-        return CorpusSpec(str(folder))
+        run_id = self._scan_run if run_kind(criterion) == "scan" else self._importance_run
+        return [(head.layer, head.head) for head in head_order(self.run.store, run_id, criterion)]
 
     def _masks(self) -> tuple[list[Arm], str]:
         """Return the arms of the best criterion, from small to large, and its name."""
@@ -465,17 +452,3 @@ class _Study:
             number = [arm.name for arm in arms].index(saving.safe.name)
             saving = replace(saving, file=str(built[number].folder))
         return saving
-
-
-def least_important(measured: Sequence[Sequence[ImportantHead]]) -> list[tuple[int, int]]:
-    """Return all heads, the least important first, by the largest importance on several corpora.
-
-    Importance on one corpus is divided by its mean over the heads, since the losses of corpora differ in size.
-    """
-    largest: dict[tuple[int, int], float] = {}
-    for heads in measured:
-        mean = sum(head.value for head in heads) / len(heads)
-        for head in heads:
-            place = (head.layer, head.head)
-            largest[place] = max(largest.get(place, 0.0), head.value / mean)
-    return sorted(largest, key=lambda place: (largest[place], place))

@@ -13,7 +13,7 @@ from headscan.analysis.store.verdict_limits import limits_words
 from headscan.analysis.verdicts.judge import Outcome
 from headscan.analysis.verdicts.measures import Increase
 from headscan.analysis.verdicts.ordered_shares import ShareVerdict, exceeds, largest_safe
-from headscan.catalog import head_count
+from headscan.catalog import RECALL_FAMILIES, head_count
 from headscan.pipelines.runs.text_tables import plain, text_table, time_text
 
 
@@ -150,8 +150,7 @@ class StudyAnswer:
                         "heads": f"{head_count(share, saving.units)}",
                         "accuracy": "" if paired is None else paired.interval.words(1),
                         "loss": self.losses[name].numbers(),
-                        "needle": recall.get("needle", ""),
-                        "copying": recall.get("copying", ""),
+                        **{each.heading: recall.get(name, "") for name, each in RECALL_FAMILIES.items()},
                         "verdict": self._outcome(verdict, name),
                     }
                 )

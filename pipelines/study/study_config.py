@@ -8,17 +8,16 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from headscan.catalog import IMPORTANCES, SCORES
+from headscan.catalog import IMPORTANCES, RECALL_NAMES, SCORES
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
-from headscan.options import BATCH_TOKENS, Count, Option, check_limits, settings_file
+from headscan.options import BATCH_TOKENS, Count, Option, check_limits
 from headscan.pipelines.settings.corpus_settings import CorpusSpec
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
+from headscan.pipelines.settings.settings_file import settings_file
 
 #: Fewest texts that measure or judge, and most if the time decides.
 LEAST_TEXTS, MOST_TEXTS = 8, 64
-#: Criterion of a head that is important for texts or for recall prompts: importance over its mean, the larger of both.
-RECALL_IMPORTANCE = "importance_recall"
 #: Settings with the shares of each kind of saving.
 SHARES = ("shares", "window_shares", "prune_shares")
 
@@ -66,9 +65,9 @@ class StudyConfig:
         Option(
             "comma-separated scores that may rank the heads",
             kind="criterion",
-            names=(*SCORES, *IMPORTANCES, RECALL_IMPORTANCE),
+            names=(*SCORES, *IMPORTANCES),
         ),
-    ] = ("output_norm_ln", "importance", RECALL_IMPORTANCE)
+    ] = ("output_norm_ln", "importance", "importance_recall")
     shares: Annotated[
         tuple[float, ...] | None,
         Option(
@@ -106,7 +105,11 @@ class StudyConfig:
     questions: Annotated[int | None, Option("number of questions (default: as the time allows)", least=1)] = None
     recall_questions: Annotated[
         int | None,
-        Option("needles, and copies, to ask, a multiple of 4 (default: as the time allows)", least=8, multiple=4),
+        Option(
+            f"questions of each recall task ({RECALL_NAMES}), a multiple of 4 (default: as the time allows)",
+            least=8,
+            multiple=4,
+        ),
     ] = None
     max_loss: Annotated[
         float, Option("largest increase of the held-out loss, in nats per token", above=0, most=100)

@@ -18,6 +18,7 @@ import torch
 
 from headscan.analysis.verdicts.paired import enough_questions
 from headscan.analysis.verdicts.verdict_rows import recall_needed, solves
+from headscan.catalog import CRITERIA, RECALL_FAMILIES
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.evaluate.continuation_task import CONTINUATION, make_questions, write_task
 from headscan.pipelines.evaluate.run_sweep import whole_model_recall
@@ -26,11 +27,12 @@ from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.runs.text_tables import time_text
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
-from headscan.pipelines.study.study_config import LEAST_TEXTS, MOST_TEXTS, RECALL_IMPORTANCE, SHARES, StudyConfig
+from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS
+from headscan.pipelines.study.study_config import LEAST_TEXTS, MOST_TEXTS, SHARES, StudyConfig
 from headscan.pipelines.study.study_texts import StudyTexts
 
 #: Recall prompts of each kind that measure plans and repairs, and that choose the criterion.
-PROMPTS = 16
+PROMPTS = RECALL_PROMPTS
 #: Share of the time that the steps before the questions may take.
 _STEPS = 0.6
 #: What the time may allow, most first: texts, and the shares of each kind that are tried. With little time the small
@@ -102,7 +104,7 @@ class QuestionCosts:
     """Tokens of the questions, and the numbers that are enough.
 
     Attributes:
-        tokens, recall_tokens: Tokens of a benchmark question, and of a needle and a copying question together.
+        tokens, recall_tokens: Tokens of a benchmark question, and of one question of each recall task together.
         enough: Benchmark questions with which a share that changes 3 % of the answers is shown to be safe.
         available: Benchmark questions that there are.
         enough_recall: Recall questions of each kind with which such a share is shown to keep recall; 0 if the model
@@ -150,6 +152,11 @@ def question_costs(config: StudyConfig, run: Run, texts: StudyTexts) -> Question
     return QuestionCosts(
         tokens, recall.tokens_to_read() / _ASKED_FIRST, enough, available, max(needed), ", ".join(words)
     )
+
+
+def measures_recall(config: StudyConfig) -> bool:
+    """Return True if a criterion needs the importance on recall prompts."""
+    return any(CRITERIA[name].on_recall for name in config.criteria)
 
 
 def limit_per_task(tasks: TaskConfig, questions: int) -> int:
@@ -242,7 +249,7 @@ def _step_seconds(config: StudyConfig, sequences: int, judged_texts: int, speed:
     masks, windows, pruned = (_number(getattr(config, name)) for name in SHARES)
     prompts = sequences / 2 + PROMPTS
     candidates = len(config.criteria) * masks
-    measured = sequences + 2 * PROMPTS * (RECALL_IMPORTANCE in config.criteria)
+    measured = sequences + len(RECALL_FAMILIES) * PROMPTS * measures_recall(config)
     return {
         # Statistics cost about half of a pass.
         "1. scan": 1.5 * sequences * per_text,

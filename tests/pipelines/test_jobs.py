@@ -12,10 +12,12 @@ from headscan.analysis.errors import StoreMissingError
 from headscan.analysis.plans import WindowShare
 from headscan.analysis.store.store import Store
 from headscan.model_spec import ModelSpec
+from headscan.options import BehaviourProbe, GateConfig
 from headscan.pipelines import jobs
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.pruning.pruning_units import ShareBudget
-from headscan.pipelines.settings.evaluation_settings import TaskConfig
+from headscan.pipelines.runs.head_orders import head_order
+from headscan.pipelines.settings.evaluation_settings import Comparison, TaskConfig
 from headscan.pipelines.settings.saving_settings import TextConfig
 
 
@@ -78,6 +80,59 @@ def test_scan_evaluate_and_plan_fill_the_tables(
         say=quiet,
     )
     assert plan.budget.window_heads == 3
+
+
+def test_every_measuring_job_fills_its_table(
+    spec: ModelSpec, corpus_folder: Path, cpu: jobs.PlacementRequest, tmp_path: Path
+) -> None:
+    """The same call again measures nothing."""
+    store, texts = tmp_path / "s.duckdb", CorpusSpec(str(corpus_folder))
+    measuring = jobs.ImportanceConfig(spec, texts, TokenPlan(64))
+    probing = jobs.ProbeConfig(spec, ("induction_score",), settings=BehaviourProbe(sequences=2, tokens=8))
+    fitting = jobs.GatesConfig(spec, texts, GateConfig(share=0.3, steps=4), sequences=8, max_tokens=32)
+    found = [
+        jobs.importance(measuring, store, devices=cpu, say=quiet),
+        jobs.probe(probing, store, devices=cpu, say=quiet),
+        jobs.gates(fitting, store, devices=cpu, say=quiet),
+    ]
+    again = [
+        jobs.importance(measuring, store, devices=cpu, say=quiet),
+        jobs.probe(probing, store, devices=cpu, say=quiet),
+        jobs.gates(fitting, store, devices=cpu, say=quiet),
+    ]
+    assert [each.run_id for each in again] == [each.run_id for each in found]
+    assert not any(each.already_done for each in found) and all(each.already_done for each in again)
+    for result, name in zip(found, ("importance", "induction_score", "gate"), strict=True):
+        assert len(head_order(Store(store), result.run_id, name)) == 18
+
+
+def test_ablate_sweep_and_referee_judge_their_arms(
+    spec: ModelSpec,
+    corpus_folder: Path,
+    evaluation: jobs.EvaluateConfig,
+    cpu: jobs.PlacementRequest,
+    tmp_path: Path,
+) -> None:
+    store, texts = tmp_path / "s.duckdb", CorpusSpec(str(corpus_folder))
+    effects = jobs.ablate(jobs.AblateConfig(evaluation), store, devices=cpu, say=quiet).effects
+    assert len(effects) == 18
+    sweeping = jobs.SweepConfig(evaluation, ("entropy",), (0.2,), masks=("effect",), seeds=0, confirm=False)
+    swept = jobs.sweep(sweeping, store, devices=cpu, say=quiet)
+    assert [arm.name.partition(" of ")[0] for arm in swept.arms] == ["rule entropy 20%", "mask effect 20%"]
+    masked = Store(store).query(
+        "SELECT layer, head FROM arms JOIN mask_heads USING (mask_id) WHERE score = 'effect' ORDER BY layer, head"
+    )
+    least = sorted(effects, key=lambda effect: (effect.harm, effect.layer, effect.head))[:4]
+    assert masked.to_pylist() == [
+        {"layer": layer, "head": head} for layer, head in sorted((each.layer, each.head) for each in least)
+    ]
+    comparing = jobs.RefereeConfig(
+        evaluation,
+        Comparison(("importance", "importance_recall"), (0.5,), seeds=0),
+        TextConfig(texts, sequences=6, max_tokens=200),
+    )
+    compared = jobs.referee(comparing, store, devices=cpu, say=quiet)
+    assert [arm.name.partition(" of ")[0] for arm in compared.arms] == ["importance 50%", "importance_recall 50%"]
 
 
 def test_prune_saves_a_model_that_loads(

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
+import torch
 from scipy.stats import kendalltau, spearmanr
 
 from headscan.analysis.errors import SelectionError, StoreError
@@ -24,8 +26,10 @@ from headscan.analysis.heads.head_ranking import (
 )
 from headscan.analysis.store.records import RunRecord, ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
-from headscan.catalog import BEHAVIOURS, IMPORTANCES, SCORES
+from headscan.analysis.store.views import importance_sql
+from headscan.catalog import BEHAVIOURS, IMPORTANCES, PROMPT_IMPORTANCE, SCORES, Importance
 from headscan.errors import UnknownNameError
+from headscan.pruning.head_values import criterion_values
 from tests.analysis.conftest import HEADS, LAYERS, Scan, head_table, make_stats, scan_record, sequence_table, write_scan
 
 
@@ -145,13 +149,23 @@ def test_many_thresholds_are_one_query(scan: Scan, monkeypatch: pytest.MonkeyPat
         thresholds(scan.store, scan.run_id, "entropy", [])
 
 
-SEQUENCES = 7
+SEQUENCES, PROMPTS = 7, 5
 
 
 @pytest.fixture
 def values() -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(0)
-    shape = (SEQUENCES, LAYERS, HEADS)
+    return _random_values(0, SEQUENCES)
+
+
+@pytest.fixture
+def prompts() -> dict[str, np.ndarray]:
+    """Losses of recall prompts are larger."""
+    return {name: 30 * numbers for name, numbers in _random_values(1, PROMPTS).items()}
+
+
+def _random_values(seed: int, sequences: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    shape = (sequences, LAYERS, HEADS)
     return {
         "gate_gradient": rng.normal(size=shape).astype(np.float32),
         "token_gradient": rng.gamma(9, size=shape).astype(np.float32),
@@ -159,19 +173,28 @@ def values() -> dict[str, np.ndarray]:
     }
 
 
-def write(path: Path, values: dict[str, np.ndarray]) -> tuple[Store, str]:
+def write(path: Path, values: dict[str, np.ndarray], prompts: dict[str, np.ndarray] | None = None) -> tuple[Store, str]:
+    """Write an importance run; ``prompts`` are the values of recall prompts, which follow the texts."""
     store = Store(path)
     run_id = store.begin_run(RunRecord("importance", "i0", "tiny", LAYERS, HEADS, corpus="texts")).run_id
     for shard, first in enumerate((0, 4)):
         count = min(4, SEQUENCES - first)
         record = ShardRecord(shard, f"c{shard}", 0.5, "worker")
         store.add_shards(run_id, [ShardToWrite(record, sequence_table(first, count), head_table(values, first, count))])
+    if prompts is not None:
+        heads = head_table(prompts, 0, PROMPTS)
+        heads = heads.set_column(0, "sequence", pc.add(heads["sequence"], SEQUENCES).cast(pa.int32()))
+        named = sequence_table(SEQUENCES, PROMPTS).append_column("recall_task", pa.array(["copying@9"] * PROMPTS))
+        store.add_shards(run_id, [ShardToWrite(ShardRecord(2, "c2", 0.5, "worker"), named, heads)])
     store.finish_run(run_id)
     return store, run_id
 
 
-def expected(values: dict[str, np.ndarray], tokens: np.ndarray | None = None) -> dict[str, np.ndarray]:
+def expected(
+    values: dict[str, np.ndarray], prompts: dict[str, np.ndarray], tokens: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
     """Return the scores (L, H) from their definitions."""
+    on_prompts = prompts["token_gradient"].astype(np.float64).mean(0)
     importance = values["token_gradient"].astype(np.float64).mean(0)
     tokens = 10 + np.arange(SEQUENCES) if tokens is None else tokens
     entropy = (values["entropy"] / np.log(tokens)[:, None, None]).mean(0)
@@ -184,19 +207,43 @@ def expected(values: dict[str, np.ndarray], tokens: np.ndarray | None = None) ->
         "importance_ln": importance / np.linalg.norm(importance, axis=1, keepdims=True),
         "importance_entropy": 0.5 * scaled(importance) + 0.5 * (1 - scaled(entropy)),
         "sequence_importance": np.abs(values["gate_gradient"].astype(np.float64)).mean(0),
+        "importance_recall": np.maximum(importance / importance.mean(), on_prompts / on_prompts.mean()),
     }
 
 
 @pytest.mark.parametrize("name", IMPORTANCES)
-def test_rankings_follow_the_definitions(values: dict[str, np.ndarray], tmp_path: Path, name: str) -> None:
-    store, run_id = write(tmp_path / "s.duckdb", values)
-    numbers = expected(values)[name]
+def test_rankings_follow_the_definitions(
+    values: dict[str, np.ndarray], prompts: dict[str, np.ndarray], tmp_path: Path, name: str
+) -> None:
+    store, run_id = write(tmp_path / "s.duckdb", values, prompts)
+    numbers = expected(values, prompts)[name]
     ranked = rank_importance(store, run_id, name)
     assert [(h.layer, h.head) for h in ranked] == [divmod(int(i), HEADS) for i in np.argsort(numbers, axis=None)]
     np.testing.assert_allclose([h.value for h in ranked], np.sort(numbers, axis=None), rtol=1e-6)
     signed = values["gate_gradient"].mean(0)
     np.testing.assert_allclose([h.mean_gate_gradient for h in ranked], [signed[h.layer, h.head] for h in ranked], 1e-4)
     assert rank_importance(store, run_id, name, descending=True) == ranked[::-1]
+
+
+def test_another_importance_costs_an_entry(
+    values: dict[str, np.ndarray], prompts: dict[str, np.ndarray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQL and the values of the referee follow from the declaration alone."""
+    parts = ("sequence_importance", PROMPT_IMPORTANCE)
+    monkeypatch.setitem(
+        IMPORTANCES,
+        "importance_larger",
+        Importance("importance_larger", "the larger of both", "headscan", largest_of=parts),
+    )
+    store, _ = write(tmp_path / "s.duckdb", values, prompts)
+    rows = store.query(
+        f"SELECT {', '.join(parts)}, importance_larger FROM ({importance_sql()}) ORDER BY layer, head"
+    ).to_pydict()
+    columns = {name: np.array(numbers) for name, numbers in rows.items()}
+    expected = np.maximum(*(columns[name] / columns[name].mean() for name in parts))
+    np.testing.assert_allclose(columns["importance_larger"], expected)
+    means = {name: torch.tensor(columns[name]).reshape(LAYERS, HEADS) for name in parts}
+    np.testing.assert_allclose(criterion_values("importance_larger", means).ravel().numpy(), expected)
 
 
 def test_sites_are_summarised_apart(values: dict[str, np.ndarray], tmp_path: Path) -> None:
@@ -220,6 +267,9 @@ def test_mistakes_are_named(values: dict[str, np.ndarray], tmp_path: Path) -> No
     store, run_id = write(tmp_path / "s.duckdb", values)
     with pytest.raises(UnknownNameError, match="importance_ln"):
         rank_importance(store, run_id, "importance_layer")
+    with pytest.raises(SelectionError, match=r"no importance_recall: it measured no recall prompts\. Run `headscan"):
+        rank_importance(store, run_id, "importance_recall")
+    assert halves_agreement(store, run_id, "importance_recall") is None
     with pytest.raises(SelectionError, match="no importance at site encoder"):
         rank_importance(store, run_id, site="encoder")
     record = ShardRecord(3, "c3", 0.5, "worker")
@@ -245,17 +295,20 @@ def test_a_run_of_an_older_version_has_the_importance_by_sequence_alone(
 
 
 @pytest.mark.parametrize("name", IMPORTANCES)
-def test_halves_are_every_other_document(values: dict[str, np.ndarray], tmp_path: Path, name: str) -> None:
-    store, run_id = write(tmp_path / "s.duckdb", values)
+def test_halves_are_every_other_document(
+    values: dict[str, np.ndarray], prompts: dict[str, np.ndarray], tmp_path: Path, name: str
+) -> None:
+    store, run_id = write(tmp_path / "s.duckdb", values, prompts)
     documents = store.query("SELECT document FROM sequences ORDER BY sequence")["document"].to_pylist()
-    assert documents == list(range(SEQUENCES))  # each sequence is a document
+    assert documents == list(range(SEQUENCES + PROMPTS))  # each sequence is a document
     tokens = 10 + np.arange(SEQUENCES)
     orders = []
-    for half in (slice(0, None, 2), slice(1, None, 2)):
+    for half, of_prompts in ((slice(0, None, 2), slice(1, None, 2)), (slice(1, None, 2), slice(0, None, 2))):
         part = {key: numbers[half] for key, numbers in values.items()}
-        orders.append(expected(part, tokens[half])[name].ravel())
+        asked = {key: numbers[of_prompts] for key, numbers in prompts.items()}
+        orders.append(expected(part, asked, tokens[half])[name].ravel())
     found = halves_agreement(store, run_id, name)
-    assert found is not None and found.sequences == (4, 3)
+    assert found is not None and found.sequences == ((6, 6) if name == "importance_recall" else (4, 3))
     assert found.spearman == pytest.approx(spearmanr(*orders).statistic, abs=1e-4)
     assert found.kendall == pytest.approx(kendalltau(*orders).statistic, abs=1e-4)
 

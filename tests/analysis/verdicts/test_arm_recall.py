@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from headscan.analysis.verdicts.paired import CHANCE, Interval, PairedDifference, compare, retained, wilson_low
+from headscan.analysis.verdicts.paired import Interval, PairedDifference, compare, retained, wilson_low
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict, least_questions, recall_needed
+from headscan.catalog import recall_family
 
 
 def _verdict(
@@ -86,10 +87,10 @@ def test_points_name_the_share_and_its_interval() -> None:
 @pytest.mark.parametrize(("family", "baseline"), [("needle", 65.0), ("needle", 98.0), ("copying", 34.0)])
 def test_identical_answers_to_the_least_number_of_questions_keep_recall(family: str, baseline: float) -> None:
     """The number holds for equal texts; different texts need a few more."""
-    least = least_questions(baseline, CHANCE[family])
+    least = least_questions(baseline, recall_family(family).chance)
     for questions, kept in ((int(0.9 * least) // 4 * 4, False), (int(1.1 * least) // 4 * 4 + 4, True)):
         answers = np.full(questions, baseline / 100)
-        found = retained(answers, answers, np.arange(questions) // 4, CHANCE[family])
+        found = retained(answers, answers, np.arange(questions) // 4, recall_family(family).chance)
         assert (found.low >= 90) is kept
 
 
@@ -161,7 +162,7 @@ def test_identical_answers_are_never_judged_worse_than_changed_ones(questions: i
 def test_the_questions_of_a_sweep_show_that_recall_is_kept(family: str, baseline: float, least: float) -> None:
     """Three quarters of the texts judge; the arm loses nothing and changes 4 % of the answers."""
     rng, needed = np.random.default_rng(0), recall_needed(family, 100 * baseline)
-    texts, chance = np.arange(needed) // 4, CHANCE[family]
+    texts, chance = np.arange(needed) // 4, recall_family(family).chance
     kept = 0
     for _ in range(60):
         answers = rng.random(needed) < baseline

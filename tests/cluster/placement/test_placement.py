@@ -15,8 +15,8 @@ from headscan.cluster.placement.pipeline_placement import PipelinePlacement
 from headscan.cluster.placement.placement_base import (
     Node,
     PlacementError,
+    PlacementPlan,
     PlacementRequest,
-    Plan,
     balanced_ranges,
     fewest_ranges,
 )
@@ -56,7 +56,7 @@ def cpu(memory: int = 1 << 40, cpus: int = 8) -> Node:
     return Node("n", (), memory, cpus)
 
 
-def plan(*nodes: Node, sizes: ModelSizes = SIZES, **wishes: Any) -> Plan:
+def plan(*nodes: Node, sizes: ModelSizes = SIZES, **wishes: Any) -> PlacementPlan:
     return place(sizes, nodes, PlacementRequest(**{"batch_tokens": 10, **wishes}))
 
 
@@ -272,7 +272,7 @@ def test_more_memory_never_streams_smaller_batches(on_gpu: bool, batch_tokens: i
     for _ in range(40):
         sizes, evaluates = _shape(rng), rng.random() < 0.5
         most = 3 * (sizes.weights + 2 * sizes.measured)
-        before: Plan | None = None
+        before: PlacementPlan | None = None
         for memory in sorted(rng.randrange(1, most) for _ in range(120)):
             request = PlacementRequest("streamed", batch_tokens=batch_tokens, evaluates=evaluates)
             try:

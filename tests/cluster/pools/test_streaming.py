@@ -23,7 +23,7 @@ from headscan.cluster.placement.streamed_placement import StreamedPlacement
 from headscan.cluster.pools import streamed_pool as streaming
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.pools.streamed_pool import HiddenStates, StreamedPool
-from headscan.cluster.tasks.pool import Question, StagedTask, StagingError, WorkError, open_layers
+from headscan.cluster.tasks.pool import InspectionTask, StagedTask, StagingError, WorkError, open_layers
 from headscan.errors import HeadscanError, SequenceError, UnsupportedModelError
 from headscan.layers import lazy_model as lazy_models
 from headscan.layers.layer_ranges import Layers
@@ -82,7 +82,7 @@ def _together(ranges: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return found
 
 
-class Heads(Question[None, int]):
+class Heads(InspectionTask[None, int]):
     """How many heads there are."""
 
     def __call__(self, lm: LoadedModel, item: None) -> int:

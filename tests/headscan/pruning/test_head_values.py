@@ -69,6 +69,17 @@ def test_importances_follow_their_formulas(lm: LoadedModel) -> None:
     assert torch.allclose(found["importance_entropy"], combined, atol=1e-4)
 
 
+def test_importance_on_recall_prompts_is_the_larger_of_both_over_their_means(lm: LoadedModel) -> None:
+    texts, prompts = random_texts(lm), random_texts(lm, sequences=6, seed=1)
+    found = head_values(lm, texts, ["importance", "importance_recall"], REMOVED, prompts=prompts)
+    alone = [found["importance"], head_values(lm, prompts, ["importance"], REMOVED)["importance"]]
+    expected = torch.maximum(*(values / values.mean() for values in alone))
+    assert torch.allclose(found["importance_recall"], expected)
+    assert len({tuple(ranked(values)) for values in (found["importance_recall"], *alone)}) == 3
+    with pytest.raises(PruningError, match="importance_recall needs recall prompts"):
+        head_values(lm, texts, ["importance_recall"])
+
+
 @torch.no_grad()
 def test_effects_are_divergences_from_the_original(lm: LoadedModel) -> None:
     found = head_values(lm, random_texts(lm), ["effect"], REMOVED)["effect"]

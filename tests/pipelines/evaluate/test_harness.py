@@ -28,7 +28,7 @@ from headscan.pipelines.scoring.arms import (
     Ablation,
     Arm,
     controls,
-    find_scan,
+    find_run,
     mask_arm,
     scored_masks,
     scored_rules,
@@ -161,7 +161,7 @@ def test_arms_are_chosen_from_a_scan_of_this_model(
     store = Store(tmp_path / "s.duckdb")
     scanned = scan(ScanConfig(spec, CorpusSpec(str(corpus_folder)), TokenPlan(64)), run_on(pool, store))
     identity = identify(spec)
-    assert find_scan(store, identity, None) == scanned.run_id
+    assert find_run(store, identity, "output_norm_ln", None) == scanned.run_id
     arms = scored_masks(store, scanned.run_id, "output_norm_ln", [0.2])
     arms += scored_rules(store, scanned.run_id, "output_norm_ln", [0.2])
     arms += controls(headscan.load(spec.source).grid, arms, 3)
@@ -175,12 +175,14 @@ def test_arms_are_chosen_from_a_scan_of_this_model(
     assert set(arms[0].ablated.heads) == {(row["layer"], row["head"]) for row in lowest}
     other = Store(tmp_path / "other.duckdb")
     with pytest.raises(StoreError):
-        find_scan(other, identity, None)
-    with pytest.raises(InterventionError, match=r"scanned .*, another model than other"):
-        find_scan(store, dataclasses.replace(identity, name="other", config_hash="other"), scanned.run_id)
+        find_run(other, identity, "output_norm_ln", None)
+    with pytest.raises(InterventionError, match=r"measured .*, another model than other"):
+        find_run(
+            store, dataclasses.replace(identity, name="other", config_hash="other"), "output_norm_ln", scanned.run_id
+        )
     store.finish_run(scanned.run_id, status="failed")
     with pytest.raises(InterventionError, match=f"run {scanned.run_id} is failed. Run its command again"):
-        find_scan(store, identity, scanned.run_id)
+        find_run(store, identity, "output_norm_ln", scanned.run_id)
 
 
 def test_what_a_user_can_get_wrong(spec: ModelSpec, pool: InProcessPool, task_folder: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from headscan.pipelines.evaluate.run_sweep import SweepRuns, _size, size_recall,
 from headscan.pipelines.evaluate.tasks import Tasks
 from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.run_records import identify
-from headscan.pipelines.scoring.arms import BASELINE, find_scan, mask_arm
+from headscan.pipelines.scoring.arms import BASELINE, find_run, mask_arm
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, SweepConfig, TaskConfig
 from tests.pipelines.conftest import THREADS, make_tokenizer, run_on, write_task
@@ -144,7 +144,7 @@ def test_a_recording_is_a_scan_to_choose_heads_from_if_it_is_named(
     prompts = {request.ids[:-1] for request in requests}
     rows = store.query("select count(*) as n, count(distinct sequence) as s from head_statistics").to_pylist()
     assert rows == [{"n": 18 * len(prompts), "s": len(prompts)}]
-    assert find_scan(store, identify(config.evaluation.model), runs.scan_run[:6]) == runs.scan_run
+    assert find_run(store, identify(config.evaluation.model), "entropy", runs.scan_run[:6]) == runs.scan_run
     assert store.resolve_run(runs.scan_run[:6])["corpus"] == "prompts of counting"
     assert (
         main(["rank", "--by", "output_norm_ln", "--run", runs.scan_run, "--limit", "3", "--store", str(store.path)])
@@ -181,6 +181,7 @@ def test_the_command_of_a_finished_sweep_runs_nothing_and_prints_every_curve(
     assert f"scan {runs.scan_run} and sweep {runs.evaluate_run} in {store.path}" in out
     # Each row of the table against its curve and the accuracy at the first share.
     table, _, choices = out.partition("Closest of")
+    table = table.rpartition("\n")[0]  # the line of the first choice names its arm
     lines = [line for line in table.splitlines() if "mask" in line or "rule" in line]
     rows = {tuple(line.split()[:2]): line.split()[2:6] for line in lines}
     baseline, *accuracies = store.query(

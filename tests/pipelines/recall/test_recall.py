@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from random import Random
 from statistics import mean
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from headscan.analysis.verdicts.judge import Outcome
+from headscan.analysis.verdicts.measures import Increase
+from headscan.analysis.verdicts.ordered_shares import ShareVerdict
+from headscan.analysis.verdicts.paired import Interval, PairedDifference
+from headscan.analysis.verdicts.verdict_rows import RecallVerdict, solves
+from headscan.catalog import RECALL_FAMILIES, RecallFamily
 from headscan.checkpoints.sources import load_tokenizer
 from headscan.errors import NotFiniteError
 from headscan.pipelines.corpora import CorpusError
 from headscan.pipelines.demo import MODEL_FOLDER
+from headscan.pipelines.kv.damage_measurement import recall_prompts
 from headscan.pipelines.recall import RecallError, RecallPlan, RecallQuestion, grade, recall_lengths, recall_questions
-from headscan.pipelines.recall.needle_and_copying import KEYS, VALUES, questions_per_length, sentences
+from headscan.pipelines.recall.needle_and_copying import (
+    GENERATORS,
+    KEYS,
+    VALUES,
+    questions_per_length,
+    sentences,
+)
+from headscan.pipelines.runs.run_records import ModelIdentity
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
+from headscan.pipelines.study.study_answer import Saving, StudyAnswer
 from tests.pipelines.conftest import make_tokenizer
 
 SMALL = RecallPlan(questions=8)
@@ -274,6 +292,41 @@ def test_rows_of_a_choice_and_of_a_continuation() -> None:
         grade(continued, [Likelihood(float("nan"), 1)])
 
 
+# A third family
+
+
+def test_every_family_has_a_generator() -> None:
+    assert set(GENERATORS) == set(RECALL_FAMILIES)
+
+
+def test_a_third_family_costs_an_entry_and_a_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Questions, prompts, numbers, limits of verdicts and the tables of a study follow from the entry."""
+
+    def parrots(tokenizer: object, beginning: tuple[int, ...], length: int, count: int, seed: int) -> Iterator[Any]:
+        for number in range(count):
+            request = Request((*beginning, *range(length + 1 - len(beginning))), 2)
+            yield RecallQuestion(f"parrot@{length}", number, (request,), None, "2")
+
+    entry = RecallFamily("parrot", "parrots", "parrots {:.0f} % of the words", choices=None, least=50.0)
+    monkeypatch.setitem(RECALL_FAMILIES, entry.name, entry)
+    monkeypatch.setitem(GENERATORS, entry.name, parrots)
+    tokenizer = make_tokenizer(300)
+    questions = recall_questions(tokenizer, RecallPlan(lengths=(256,), questions=4), 512, bos="auto")
+    assert [q.task for q in questions[8:]] == ["parrot@256"] * 4
+    assert questions_per_length(RecallPlan(in_all=(4, 8, 16)), 1) == {"needle": 4, "copying": 8, "parrot": 16}
+    assert not solves("parrot", 49.0, 400) and solves("parrot", 50.0, 4)
+    identity = cast(ModelIdentity, SimpleNamespace(tokenizer=tokenizer, max_tokens=512))
+    assert [prompts.name for prompts in recall_prompts(identity, 257, 4, 0)][2:] == ["parrot@256"]
+
+    kept = Interval(91.0, 99.0, 107.0)
+    paired = PairedDifference(400, 80.0, 80.0, 0.0, -1.0, 1.0, 4, 4, 1.0, retained=kept)
+    loss = Increase("nats per token", 10, 0.0, -0.01, 0.01)
+    share = ShareVerdict("arm", 0.1, loss, Outcome.SAFE, recall=(RecallVerdict("parrot", paired),))
+    saving = Saving("heads ablated", (share,), (("arm", 0.1),), units=10)
+    lines = StudyAnswer("m", "c", 1, 10, 100, 10, 64, 0.05, (saving,), {"arm": loss}, "r", "s", 1.0).lines()
+    assert re.search(r"needles +copying +parrots +verdict", lines) and "99 % [91 %, 107 %]" in lines
+
+
 # What a user can get wrong
 
 
@@ -286,6 +339,7 @@ def test_rows_of_a_choice_and_of_a_continuation() -> None:
         ({"questions": 10}, r"questions=10 \(limit a multiple of 4\)"),
         ({"questions": 0}, r"questions=0 \(limit 4, a multiple of 4\)"),
         ({"in_all": (0, 4)}, r"in_all=0 \(limit 1\)"),
+        ({"in_all": (4,)}, "in_all has 1 numbers. Give one each for needle, copying"),
         ({"seed": -1}, r"seed=-1 \(limit 0\)"),
     ],
 )

@@ -11,9 +11,9 @@ from headscan.catalog import CRITERIA, SCORES
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts
 from headscan.pipelines.referee.run_referee import FAMILY_CHOICES, ChoiceJob, choose_heads, families
 from headscan.pipelines.referee.site_referee import FAMILY_MEASURES
-from headscan.pipelines.scan.head_orders import RUN_ORDERS, run_kind
+from headscan.pipelines.runs.head_orders import RUN_ORDERS, run_kind
 from headscan.pipelines.settings.evaluation_settings import SITE_CRITERIA
-from headscan.pruning.head_values import FAMILY_VALUES, head_values
+from headscan.pruning.head_values import FAMILY_MEANS, head_values
 from tests.headscan.pruning.texts import random_texts
 from tests.small_models import make_loaded
 
@@ -25,7 +25,8 @@ def test_every_criterion_chooses_heads(family: tuple[str, ...]) -> None:
     lm = make_loaded("llama")
     texts = random_texts(lm, sequences=4, tokens=16)
     count = lm.grid.total_heads // lm.grid.num_layers  # one layer has as many
-    job = ChoiceJob(CalibrationTexts("random", texts.ids.numpy(), texts.lengths.numpy()), family, (count,))
+    calibration = CalibrationTexts("random", texts.ids.numpy(), texts.lengths.numpy())
+    job = ChoiceJob(calibration, family, (count,), prompts=calibration)
     found = choose_heads(lm, job)
     assert set(found) == set(family)
     for name, choices in found.items():
@@ -35,7 +36,8 @@ def test_every_criterion_chooses_heads(family: tuple[str, ...]) -> None:
 def test_every_criterion_with_values_has_one_of_every_head() -> None:
     lm = make_loaded("llama")
     names = [name for name, declared in CRITERIA.items() if declared.by_value]
-    found = head_values(lm, random_texts(lm, sequences=4, tokens=16), names)
+    texts = random_texts(lm, sequences=4, tokens=16)
+    found = head_values(lm, texts, names, prompts=texts)
     assert set(found) == set(names)
     for name, values in found.items():
         assert values.shape == lm.grid.shape and bool(values.isfinite().all()), name
@@ -50,7 +52,7 @@ def test_every_criterion_of_a_run_has_an_order() -> None:
 def test_no_family_is_implemented_without_a_criterion() -> None:
     declared = {criterion.family for criterion in CRITERIA.values()}
     assert set(FAMILY_CHOICES) == declared
-    assert set(FAMILY_VALUES) == {each.family for each in CRITERIA.values() if each.by_value}
+    assert set(FAMILY_MEANS) == {each.family for each in CRITERIA.values() if each.by_value}
     assert set(FAMILY_MEASURES) == {CRITERIA[name].family for name in SITE_CRITERIA}
 
 

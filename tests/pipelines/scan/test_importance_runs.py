@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,13 @@ import pytest
 import torch
 
 import headscan
+from headscan.analysis.errors import SelectionError
+from headscan.analysis.heads.head_ranking import rank_importance
 from headscan.analysis.store.store import Store
 from headscan.cluster.placement.choose import WholePlacement
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.cluster.tasks.pool import Pool, WorkError
-from headscan.errors import SequenceError
+from headscan.errors import InterventionError, SequenceError, UnknownNameError
 from headscan.gradients.head_importance import default_loss
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
@@ -24,6 +27,7 @@ from headscan.pipelines.runs.run_records import Run, identify
 from headscan.pipelines.scan import run_importance as importance_task
 from headscan.pipelines.scan.run_importance import run_importance
 from headscan.pipelines.scan.run_scan import CorpusRunResult
+from headscan.pipelines.scoring.arms import find_run, scored_masks, stored_orders
 from headscan.pipelines.settings.measure_settings import CorpusRunError, ImportanceConfig
 from tests.pipelines.cli.test_cli import fails
 from tests.pipelines.conftest import THREADS, make_tokenizer
@@ -111,6 +115,51 @@ def test_another_reduction_is_another_run(config: ImportanceConfig, store: Store
     tokens = store.query("select sequence, any_value(tokens) as tokens from sequences group by all order by all")
     factor = np.repeat(tokens["tokens"].to_numpy() - 1, 18)
     np.testing.assert_allclose(values[1], values[0] * factor, rtol=1e-4, atol=1e-6)
+
+
+def test_recall_prompts_follow_the_texts_and_leave_their_numbers(
+    config: ImportanceConfig, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The texts' rows and scores are those of a run without prompts; importance_recall takes the prompts in."""
+    config = replace(config, tokens=TokenPlan(200, mode="chunk"), shard_size=4)
+    alone = run(config, store).run_id
+    with pytest.raises(SelectionError, match="it measured no recall prompts"):
+        rank_importance(store, alone, "importance_recall")
+    both = run(replace(config, recall_prompts=4), store).run_id
+    assert both != alone and run(replace(config, recall_prompts=4), store).already_done
+    texts = rows(store, alone)
+    assert rows(store, both)[: len(texts)] == texts
+    prompts = store.query(
+        "SELECT sequence, document, shard, tokens, recall_task FROM sequences WHERE run_id = ? AND recall_task IS NOT"
+        " NULL ORDER BY sequence",
+        [both],
+    ).to_pylist()
+    of_texts = store.query(
+        "SELECT max(sequence) + 1 AS sequence, max(document) + 1 AS document, max(shard) + 1 AS shard FROM sequences"
+        " WHERE run_id = ?",
+        [alone],
+    ).to_pylist()
+    assert {name: prompts[0][name] for name in of_texts[0]} == of_texts[0]
+    assert [row["recall_task"] for row in prompts] == ["needle@199"] * 4 + ["copying@199"] * 4
+    assert {row["tokens"] for row in prompts} == {200}
+    for name in ("importance", "importance_ln", "importance_entropy", "sequence_importance"):
+        assert rank_importance(store, both, name) == rank_importance(store, alone, name)
+
+    newest = run(replace(config, reduction="sum"), store).run_id
+    assert main(["rank", "--by", "importance_recall", "--store", str(store.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run_id"] == both
+    identity = identify(config.model)
+    assert find_run(store, identity, "importance_recall", None) == both
+    assert find_run(store, identity, "importance", None) == newest
+    order = [(head.layer, head.head) for head in rank_importance(store, both, "importance_recall")]
+    (mask,) = scored_masks(store, both, "importance_recall", [0.5])
+    assert mask.fixed_heads is not None and set(mask.fixed_heads) == set(order[:9])
+    assert mask.name.startswith("mask importance_recall 50% of importance ")
+    assert stored_orders(store, identity, ["damage", "importance_recall"], None) == {"importance_recall": order}
+    with pytest.raises(UnknownNameError, match="score of masks by inactivity"):
+        scored_masks(store, both, "importance_recall", [0.5], "inactive")
+    with pytest.raises(InterventionError, match=r"no finished importance of .* --recall-prompts 16` on it first"):
+        find_run(store, replace(identity, name="o", config_hash="o"), "importance_recall", None)
 
 
 def test_a_run_of_other_columns_is_not_taken_for_this_one(

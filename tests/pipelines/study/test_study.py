@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from headscan.ablation.masks import HeadMask
-from headscan.analysis.heads.head_ranking import rank_importance
 from headscan.analysis.plans import load_plan
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
@@ -106,15 +105,27 @@ def test_heads_that_recall_needs_are_important(found: tuple[StudyConfig, StudyAn
     """The criterion is the larger importance on texts and on recall prompts, each over its mean."""
     config, _, _ = found
     store = Store(Path(config.out) / "study.duckdb")
-    runs = store.query("SELECT run_id, corpus FROM runs WHERE kind = 'importance'").to_pylist()
-    texts, recall = sorted(runs, key=lambda row: row["corpus"])
-    assert (texts["corpus"].endswith("measure"), recall["corpus"].endswith("recall")) == (True, True)
-    assert store.query("SELECT count(*) FROM sequences WHERE run_id = ?", [recall["run_id"]])[0][0].as_py() == 32
-    value = {
-        run["run_id"]: {(head.layer, head.head): head.value for head in rank_importance(store, run["run_id"])}
-        for run in runs
-    }
-    shares = [{place: each / sum(heads.values()) for place, each in heads.items()} for heads in value.values()]
+    (measured,) = store.query("SELECT run_id, corpus FROM runs WHERE kind = 'importance'").to_pylist()
+    assert measured["corpus"].endswith("measure")
+    counts = store.query(
+        "SELECT recall_task, count(*) AS count FROM sequences WHERE run_id = ? GROUP BY 1 ORDER BY 1 NULLS LAST",
+        [measured["run_id"]],
+    ).to_pylist()
+    tokens = config.tokens - 1 if config.tokens else 0
+    assert [(row["recall_task"], row["count"]) for row in counts] == [
+        (f"copying@{tokens}", 16),
+        (f"needle@{tokens}", 16),
+        (None, config.sequences),
+    ]
+    both = store.query(
+        "SELECT layer, head, avg(token_gradient) FILTER (recall_task IS NULL) AS texts,"
+        " avg(token_gradient) FILTER (recall_task IS NOT NULL) AS prompts"
+        " FROM head_importance JOIN sequences USING (run_id, sequence) GROUP BY ALL ORDER BY ALL"
+    ).to_pylist()
+    shares = [
+        {(row["layer"], row["head"]): row[kind] / sum(each[kind] for each in both) for row in both}
+        for kind in ("texts", "prompts")
+    ]
     expected = sorted(shares[0], key=lambda place: max(share[place] for share in shares))
     masked = store.query(
         "SELECT layer, head FROM arms JOIN mask_heads USING (mask_id) WHERE arms.score = 'importance_recall'"

@@ -9,7 +9,7 @@ from headscan.analysis.heads.head_ranking import behaving_heads, gated_heads, ra
 from headscan.analysis.store.records import RunKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.head_effects import rank_effects
-from headscan.catalog import BEHAVIOURS, CRITERIA
+from headscan.catalog import BEHAVIOURS, CRITERIA, EFFECT
 
 
 def run_kind(name: str) -> RunKind:
@@ -17,6 +17,19 @@ def run_kind(name: str) -> RunKind:
     if name in CRITERIA and (kind := CRITERIA[name].run) is not None:
         return kind
     return "probe" if name in BEHAVIOURS else "scan"
+
+
+def finished_runs(store: Store, name: str) -> list[dict[str, Any]]:
+    """Return the finished runs that hold the numbers of a criterion, a statistic or a behaviour, newest first."""
+    runs = [run for run in store.runs(run_kind(name)) if run["status"] == "finished"]
+    if name == EFFECT:  # ablate runs that compare criteria have none
+        holding = "SELECT DISTINCT run_id FROM head_effects"
+    elif name in CRITERIA and CRITERIA[name].on_recall:
+        holding = "SELECT DISTINCT run_id FROM sequences WHERE recall_task IS NOT NULL"
+    else:
+        return runs
+    held = set(store.query(holding)["run_id"].to_pylist())
+    return [run for run in runs if run["run_id"] in held]
 
 
 def head_order(
