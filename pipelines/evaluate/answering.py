@@ -79,6 +79,8 @@ def _cut(hashes: Sequence[str], costs: Sequence[int], batch_tokens: int) -> list
     return [hashes[a:b] for a, b in pairwise([*starts, len(hashes)]) if b > a]
 
 
+#: Longest work of a bundle; progress is printed, and answers are stored, when one ends.
+_BUNDLE_SECONDS = 20.0
 #: A stop loses at most the answers of so many seconds; opening the store for every item would cost more.
 _SECONDS_BETWEEN_WRITES = 5.0
 
@@ -168,7 +170,8 @@ def answer(
                 yield sheet
                 sheet.forget()
         try:
-            for indices, item, results in _answered(pool, _todo(sheets, items, plan)):
+            pace = _Pace()
+            for indices, item, results in _answered(pool, _todo(sheets, items, plan, pace), pace):
                 progress.update(len(items[item].hashes) * len(indices))  # at once, or the rate would be that of one arm
                 for index, result in zip(indices, results, strict=True):
                     sheet = sheets[index]
@@ -184,8 +187,29 @@ def answer(
             writer.write()
 
 
+class _Pace:
+    """The time of one token of one arm, which limits the arms of a bundle: a stop loses an unfinished bundle."""
+
+    def __init__(self) -> None:
+        self._seconds = self._tokens = 0.0
+
+    def add(self, seconds: float, work: ScoringItem) -> None:
+        if isinstance(work, BundleItem):
+            self._seconds += seconds
+            self._tokens += len(work.masks) * _tokens(work.requests)
+
+    def most_arms(self, item: WorkItem) -> int:
+        """Return how many arms are answered in `_BUNDLE_SECONDS`; `LEAST_SIZE` before the first bundle is measured."""
+        each = self._seconds / max(1.0, self._tokens) * _tokens(item.scored)
+        return max(LEAST_SIZE, int(_BUNDLE_SECONDS / each)) if each else LEAST_SIZE
+
+
+def _tokens(requests: Sequence[Request]) -> int:
+    return sum(len(request.ids) for request in requests)
+
+
 def _answered(
-    pool: Pool, todo: Iterator[ArmsItem]
+    pool: Pool, todo: Iterator[ArmsItem], pace: _Pace
 ) -> Iterator[tuple[tuple[int, ...], int, Sequence[AnswerSet[Likelihood | str]]]]:
     """Yield indices of arms, the index of an item, and each arm's answers to the item."""
     if pool.staged:
@@ -195,6 +219,7 @@ def _answered(
             yield scored.item.arms, scored.item.item, [scored.value]
     else:
         for finished in pool.map(answer_item, todo):
+            pace.add(finished.seconds, finished.item.work)
             yield finished.item.arms, finished.item.item, finished.value
 
 
@@ -206,15 +231,18 @@ class _StagedItem(LikelihoodItem):
     item: int
 
 
-def _todo(sheets: Sequence[ArmAnswers], items: Sequence[WorkItem], plan: AnsweringPlan) -> Iterator[ArmsItem]:
+def _todo(
+    sheets: Sequence[ArmAnswers], items: Sequence[WorkItem], plan: AnsweringPlan, pace: _Pace
+) -> Iterator[ArmsItem]:
     for group in bundle([sheet.arm.ablated for sheet in sheets], plan.starts, plan.bundle_size):
         for item in items:
             lacking = tuple(index for index in group if item.index in sheets[index].missing)
-            if item.scored and len(lacking) > 1:
-                yield ArmsItem(lacking, item.index, _together([sheets[index].arm for index in lacking], item, plan))
-            else:
-                for index in lacking:
-                    yield ArmsItem((index,), item.index, arm_work(sheets[index].arm, item, plan))
+            while lacking:
+                most = pace.most_arms(item) if item.scored else 1
+                part, lacking = lacking[:most], lacking[most:]
+                arms = [sheets[index].arm for index in part]
+                work = _together(arms, item, plan) if len(part) > 1 else arm_work(arms[0], item, plan)
+                yield ArmsItem(part, item.index, work)
 
 
 def arm_work(arm: Arm, item: WorkItem, plan: AnsweringPlan) -> ScoringItem:

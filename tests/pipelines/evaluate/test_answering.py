@@ -28,6 +28,7 @@ from headscan.pipelines.evaluate.answering import ArmsItem
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.scoring import scoring_mode as packed_likelihood
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
+from headscan.pipelines.scoring.bundles import LEAST_SIZE
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from tests.pipelines.conftest import THREADS, make_tokenizer, run_on
 from tests.small_models import make_model
@@ -232,6 +233,38 @@ def test_the_order_in_which_results_come_changes_no_digit(
     evaluate(config, run_on(ShufflingPool(config.model, THREADS), store), ARMS)
     for ours, whole in zip(answers(store), answers(undisturbed), strict=True):
         assert ours.equals(whole)
+
+
+class PacedPool(InProcessPool):
+    """Reports so many seconds for each item, and notes the number of its arms."""
+
+    def __init__(self, spec: ModelSpec, seconds: float) -> None:
+        super().__init__(spec, THREADS)
+        self._seconds = seconds
+        self.arms: list[int] = []
+
+    def map(self, task, items):  # type: ignore[no-untyped-def]
+        for finished in super().map(task, items):
+            if isinstance(finished.item, ArmsItem):
+                self.arms.append(len(finished.item.arms))
+            yield dataclasses.replace(finished, seconds=self._seconds)
+
+
+def test_slow_arms_are_answered_in_small_bundles(spec: ModelSpec, task_folder: Path, tmp_path: Path) -> None:
+    """A stop loses one bundle, and progress is printed when one ends; the size of bundles changes no digit."""
+    tasks = TaskConfig(("counting",), include_path=str(task_folder))
+    config = EvaluateConfig(spec, tasks, recall=None, batch_tokens=50)
+    arms = [BASELINE, *(mask_arm([(2, head), (1, other)]) for head in range(6) for other in range(6))]
+    sizes, stores = [], []
+    for seconds in (1e-6, 60.0):
+        pool, store = PacedPool(spec, seconds), Store(tmp_path / f"{seconds}.duckdb")
+        evaluate(config, run_on(pool, store), arms)
+        sizes.append(pool.arms)
+        stores.append(store)
+    assert sizes[0][0] == LEAST_SIZE and max(sizes[0]) == len(arms)
+    assert max(sizes[1]) == LEAST_SIZE
+    for fast, slow in zip(*map(answers, stores), strict=True):
+        assert fast.equals(slow)
 
 
 @pytest.mark.slow
