@@ -13,8 +13,10 @@ from headscan.analysis.store.scan_tables import (
     HEAD_GATES,
     HEAD_IMPORTANCE,
     HEAD_STATISTICS,
+    HEAD_SUMMARIES,
     KV_HEAD,
     LAYER,
+    MEASURE_POOLS,
     RUN,
     RUNS,
     SEQUENCES,
@@ -292,7 +294,7 @@ EFFECT_VIEWS = {
 
 #: Raise it with every change of a table, view or function, but not of a comment. `connection` upgrades older stores, so
 #: new columns of old tables must be nullable.
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 
 #: Value of the key ``format`` in ``meta``, which distinguishes a store from other DuckDB files.
 FORMAT = "headscan store"
@@ -323,6 +325,8 @@ TABLES: dict[str, Table] = {
         SHARDS,
         SEQUENCES,
         HEAD_STATISTICS,
+        HEAD_SUMMARIES,
+        MEASURE_POOLS,
         HEAD_BEHAVIOURS,
         HEAD_IMPORTANCE,
         HEAD_EFFECTS,

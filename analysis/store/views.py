@@ -122,21 +122,39 @@ _OFFSETS = f"""
 """
 
 
-# The numbers of head_summary are computed again here, because reading that view three times takes long to plan.
+#: The rows of runs whose summary is not stored: unfinished ones, and those of older versions. If there are none, DuckDB
+#: reads no row.
+_UNSUMMARISED = (
+    "(SELECT * FROM {table} WHERE run_id IN"
+    " (SELECT run_id FROM runs WHERE run_id NOT IN (SELECT run_id FROM head_summaries)))"
+)
+
+
+def unsummarised(table: str) -> str:
+    """Return SQL for the rows of ``head_statistics`` or ``head_scores`` of runs whose summary is not stored."""
+    return _UNSUMMARISED.format(table=table)
+
+
+# Not from all_head_summary, because reading that view three times takes long to plan.
 _LOW_OUTPUT = f"""
-    SELECT {_HEAD}, count_if(output_norm_ln < low) / nullif(count(output_norm_ln), 0) AS value,
-        NULL::SMALLINT AS key_offset
-    FROM head_scores JOIN (
-        SELECT run_id, site, quantile_cont(output_norm_ln, {INACTIVE_QUANTILE}) AS low FROM head_scores
-        GROUP BY run_id, site
+    SELECT {_HEAD}, inactive AS value, NULL::SMALLINT AS key_offset
+    FROM head_summaries WHERE measure = 'output_norm_ln'
+    UNION ALL
+    SELECT {_HEAD}, count_if(output_norm_ln < low) / nullif(count(output_norm_ln), 0), NULL
+    FROM {unsummarised("head_scores")} JOIN (
+        SELECT run_id, site, quantile_cont(output_norm_ln, {INACTIVE_QUANTILE}) AS low
+        FROM {unsummarised("head_scores")} GROUP BY run_id, site
     ) USING (run_id, site) GROUP BY {_HEAD}
 """
 
 
 def _scanned(statistic: str) -> str:
-    return (
-        f"SELECT {_HEAD}, avg({statistic}) AS value, NULL::SMALLINT AS key_offset FROM head_statistics GROUP BY {_HEAD}"
-    )
+    return f"""
+        SELECT {_HEAD}, mean AS value, NULL::SMALLINT AS key_offset
+        FROM head_summaries WHERE measure = {literal(statistic)}
+        UNION ALL
+        SELECT {_HEAD}, avg({statistic}), NULL FROM {unsummarised("head_statistics")} GROUP BY {_HEAD}
+    """
 
 
 def _probed(behaviour: str) -> str:
@@ -289,10 +307,10 @@ def _score_sql(score: Score) -> str:
     return f"{score.statistic}::DOUBLE / nullif({denominator}, 0) AS {score.name}"
 
 
-def _scores_sql(statistics: tuple[str, ...] = ()) -> str:
+def _scores_sql(statistics: tuple[str, ...] = (), source: str = "head_statistics") -> str:
     columns = [*(_score_sql(score) for score in SCORES.values()), *statistics]
     return (
-        f"SELECT {_KEYS}, {', '.join(columns)} FROM head_statistics"
+        f"SELECT {_KEYS}, {', '.join(columns)} FROM {source}"
         " WINDOW layer_heads AS (PARTITION BY run_id, sequence, site, layer)"
     )
 
@@ -315,29 +333,60 @@ def _head_summary_sql() -> str:
     ]
     inactive = [f"{s}_inactive" for s in SCORES]
     return f"""
-        WITH measured AS NOT MATERIALIZED ({_scores_sql(PLAIN_STATISTICS)}),
+        WITH measured AS NOT MATERIALIZED ({_scores_sql(PLAIN_STATISTICS, unsummarised("head_statistics"))}),
         pool AS (SELECT run_id, site, {", ".join(pool)} FROM measured GROUP BY run_id, site),
-        heads AS (
+        computed AS (
             SELECT run_id, site, layer, head, kv_head, count(*) AS sequences, {", ".join(groups)}
             FROM measured JOIN pool USING (run_id, site) GROUP BY run_id, site, layer, head, kv_head
+        ),
+        heads AS (
+            SELECT run_id, site, layer, head, kv_head, sequences, {", ".join((*SUMMARISED, *spread, *inactive))}
+            FROM computed
+            UNION ALL BY NAME ({_stored_summary_sql()})
         )
-        SELECT run_id, model, corpus, site, layer, head, kv_head, sequences,
-            {", ".join((*SUMMARISED, *spread, *inactive))}
-        FROM heads JOIN runs USING (run_id)
+        SELECT run_id, model, corpus, heads.* EXCLUDE (run_id) FROM heads JOIN runs USING (run_id)
     """
+
+
+def _stored_summary_sql() -> str:
+    """Return SQL for the stored rows, one per head, with the types of the computed ones."""
+    numbers = [f"max(mean) FILTER (measure = '{n}') AS {n}" for n in SUMMARISED]
+    for name in SUMMARISED:
+        kind = "DOUBLE" if name in SCORES and SCORES[name].normaliser is not None else "REAL"
+        numbers += [f"max(std) FILTER (measure = '{name}') AS {name}_std"]
+        numbers += [
+            f"(max({column}) FILTER (measure = '{name}'))::{kind} AS {name}_{column}"
+            for column in ("p10", "median", "p90")
+        ]
+    numbers += [f"max(inactive) FILTER (measure = '{name}') AS {name}_inactive" for name in SCORES]
+    return f"""
+        SELECT run_id, site, layer, head, kv_head, max(sequences)::BIGINT AS sequences, {", ".join(numbers)}
+        FROM head_summaries GROUP BY run_id, site, layer, head, kv_head
+    """
+
+
+def profile_means_sql(profile: Profile, source: str) -> str:
+    """Return SQL for the mean share of each bin of a profile, one row per head with a value in ``source``."""
+    means = ", ".join(f"avg({profile.name}[{i}])" for i in range(1, len(profile.bins) + 1))
+    return (
+        f"SELECT run_id, site, layer, head, kv_head, count(*) AS measured, [{means}] AS shares FROM {source}"
+        f" WHERE {profile.name} IS NOT NULL GROUP BY run_id, site, layer, head, kv_head"
+    )
 
 
 def _profile_sql(profile: Profile) -> str:
     """Return SQL for one row per head and bin of a profile; with a branch per profile, a query reads one column."""
-    means = ", ".join(f"avg({profile.name}[{i}])" for i in range(1, len(profile.bins) + 1))
     return f"""
         SELECT run_id, site, layer, head, kv_head, {literal(profile.name)} AS profile,
             unnest(range({len(profile.bins)}))::SMALLINT AS bin,
             unnest([{", ".join(map(literal, profile.bins))}]) AS label,
-            unnest(means) AS share
+            unnest(shares) AS share
         FROM (
-            SELECT run_id, site, layer, head, kv_head, [{means}] AS means FROM head_statistics
-            WHERE {profile.name} IS NOT NULL GROUP BY run_id, site, layer, head, kv_head
+            SELECT run_id, site, layer, head, kv_head, shares FROM head_summaries
+            WHERE measure = {literal(profile.name)}
+            UNION ALL
+            SELECT run_id, site, layer, head, kv_head, shares
+            FROM ({profile_means_sql(profile, unsummarised("head_statistics"))})
         )
     """
 
