@@ -38,7 +38,14 @@ from headscan.analysis.store.records import (
     ShardRecord,
     ShardToWrite,
 )
-from headscan.analysis.store.summaries import SiteSummary, SummaryRows, is_summarised, site_summaries, summarise_run
+from headscan.analysis.store.summaries import (
+    SiteSummary,
+    SummaryRows,
+    is_summarised,
+    pool_quantiles,
+    site_summaries,
+    summarise_run,
+)
 from headscan.analysis.store.tables import TABLES
 from headscan.analysis.store.views import SUMMARISED
 from headscan.catalog import PROFILES, STATISTICS
@@ -215,6 +222,13 @@ class Store:
         """
         with self.connect(read_only=True, memory=_SUMMARY_MEMORY) as connection:
             return site_summaries(connection, run_id, names)
+
+    def pool_quantiles(self, run_id: str, site: str, measure: str, levels: Sequence[float]) -> list[float] | None:
+        """Return quantiles of a score or statistic over all heads and sequences of a site, from one column of all rows;
+        None if the run did not measure it.
+        """
+        with self.connect(read_only=True, memory=_SUMMARY_MEMORY) as connection:
+            return pool_quantiles(connection, run_id, site, measure, levels)
 
     # Probes
 
@@ -439,8 +453,8 @@ def _add_summary(connection: duckdb.DuckDBPyConnection, run_id: str, summary: _S
         return
     _forget_summary(connection, run_id)
     for table, found in zip(("head_summaries", "measure_pools"), summary.rows, strict=True):
-        for rows in found:
-            _insert(connection, table, rows, check=False)
+        if found:
+            _insert(connection, table, pa.concat_tables(found, promote_options="permissive"), check=False)
 
 
 def _forget_summary(connection: duckdb.DuckDBPyConnection, run_id: str) -> None:

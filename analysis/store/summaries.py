@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import duckdb
@@ -91,7 +92,7 @@ def _counted_heads(connection: duckdb.DuckDBPyConnection, run_id: str) -> pa.Tab
     ).to_arrow_table()
 
 
-def read_sites(connection: duckdb.DuckDBPyConnection, run_id: str) -> list[SiteHeads]:
+def sites_of(connection: duckdb.DuckDBPyConnection, run_id: str) -> list[SiteHeads]:
     """Return the heads of each site of a scan, self-attention first."""
     rows = _counted_heads(connection, run_id)
     names = np.array(rows["site"].to_pylist(), dtype=object)
@@ -137,7 +138,7 @@ class SiteRows:
     def layers(self) -> list[slice]:
         """Return the rows of each layer in ``heads``."""
         starts = [0, *(np.flatnonzero(np.diff(self.heads.layer)) + 1).tolist(), len(self.heads)]
-        return [slice(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+        return [slice(a, b) for a, b in pairwise(starts)]
 
     def parts(self, statistics: int) -> list[list[slice]]:
         """Return groups of layers; the values of ``statistics`` statistics in one group fit in memory."""
@@ -364,7 +365,10 @@ class _Pool:
             if found is not None:
                 break
             spread *= 4
-        pairs = [(np.array(a), np.array(b), place - below) for (a, b), place, (below, _) in zip(found, places, ranks)]
+        pairs = [
+            (np.array(a), np.array(b), place - below)
+            for (a, b), place, (below, _) in zip(found, places, ranks, strict=True)
+        ]
         return [
             (float(a.astype(np.float64) * (1.0 - part) + b.astype(np.float64) * part), float(between(a, b, part)))
             for a, b, part in pairs
@@ -377,7 +381,7 @@ class _Pool:
         if self._step == 1:
             return [(sample[a], sample[b]) for a, b in ranks]
         brackets = []
-        for a, b in ranks:
+        for a, _ in ranks:
             near = a * len(sample) // count
             low, high = near - spread, near + spread + 2
             brackets.append((-np.inf if low < 0 else sample[low], np.inf if high >= len(sample) else sample[high]))
@@ -616,7 +620,7 @@ def summarise_run(connection: duckdb.DuckDBPyConnection, run_id: str) -> Summary
     """Return the summary of a run; without rows if no head was measured."""
     bounded = bounded_keys(connection, run_id)
     found = SummaryRows([], [])
-    for heads in read_sites(connection, run_id):
+    for heads in sites_of(connection, run_id):
         summary = summarise_site(connection, heads, bounded)
         found.heads.extend(_head_rows(heads, name, spread) for name, spread in summary.spreads.items())
         found.pools.extend(_pool_row(heads, name, spread) for name, spread in summary.spreads.items())
@@ -702,7 +706,7 @@ def site_summaries(
     connection: duckdb.DuckDBPyConnection, run_id: str, names: Sequence[str] = SUMMARISED
 ) -> list[SiteSummary]:
     """Return the summaries of a run's sites, self-attention first: as stored, else computed from all rows."""
-    sites = read_sites(connection, run_id)
+    sites = sites_of(connection, run_id)
     if is_summarised(connection, run_id):
         return [_stored(connection, heads, names) for heads in sites]
     bounded = bounded_keys(connection, run_id)
@@ -753,15 +757,15 @@ def _stored_spread(pool: Mapping[str, Any], rows: pa.Table) -> Spread:
 
 
 def pool_quantiles(
-    connection: duckdb.DuckDBPyConnection, run_id: str, site: str, score: str, levels: Sequence[float]
+    connection: duckdb.DuckDBPyConnection, run_id: str, site: str, name: str, levels: Sequence[float]
 ) -> list[float] | None:
-    """Return quantiles of a score over all heads and sequences of a site; None if the run did not measure it."""
-    heads = next((each for each in read_sites(connection, run_id) if each.site == site), None)
+    """Return quantiles of a measure over all heads and sequences of a site; None if the run did not measure it."""
+    heads = next((each for each in sites_of(connection, run_id) if each.site == site), None)
     if heads is None:
         return None
     rows = SiteRows(connection, heads)
-    measure = Measure(rows, score)
-    if not all(rows.measured(name) for name in measure.statistics):
+    measure = Measure(rows, name)
+    if not all(rows.measured(statistic) for statistic in measure.statistics):
         return None
     counts: list[int] = []
     pool = _Pool(len(heads) * rows.sequences)
