@@ -14,6 +14,7 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.store.summaries import (
     QUANTILES,
     Measure,
+    MeasureValues,
     Persistence,
     SiteHeads,
     SiteRows,
@@ -61,16 +62,17 @@ def read_measures(store: Store, heads: SiteHeads) -> Iterator[tuple[str, np.ndar
             def keep(layer: slice, found: np.ndarray, values: np.ndarray = values) -> None:
                 values[layer] = found
 
-            measure.each_layer(keep, threads)
+            measure.values(threads).each(keep)
             if not np.isnan(values).all():
                 yield name, values
 
 
 def spread_of(name: str, values: np.ndarray, seed: int = 0) -> Spread:
     """Summarise a measure (H, S), NaN where it was not measured; at least one value is a number."""
-    found = summarised(
-        name, *values.shape, lambda work: work(slice(0, len(values)), values), resampling(values.shape[1], seed)
+    given = MeasureValues(
+        *values.shape, lambda work: work(slice(0, len(values)), values), lambda step: values.ravel()[::step]
     )
+    found = summarised(name, given, resampling(values.shape[1], seed))
     assert found is not None
     return found[0]
 

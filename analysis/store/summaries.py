@@ -8,6 +8,7 @@ value of a run in memory and sort it; here one statistic is held at a time, of a
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,8 +38,10 @@ _MOST_VALUES = 1 << 27
 _TASK_VALUES = 1 << 15
 #: Rows of a batch that DuckDB returns.
 _BATCH = 1 << 20
-#: Values of a pool's sample. A smaller pool is its own sample.
-_SAMPLE = 1 << 21
+#: Most values of a pool's sample. A smaller pool is its own sample.
+_SAMPLE = 1 << 18
+#: Sequences up to which it is faster to sort all values of a head than to look into the bins of its quantiles.
+_SORTED = 4096
 
 #: Quantiles over the sequences of a head.
 QUANTILES = (0.1, 0.5, 0.9)
@@ -184,52 +187,71 @@ class SiteRows:
 
 
 class Measure:
-    """One score or statistic of a site; `blocks` gives its values layer by layer."""
+    """One score or statistic of a site."""
 
     def __init__(self, rows: SiteRows, name: str) -> None:
-        self.name, self.score = name, SCORES.get(name)
+        self.name = name
+        self._score = SCORES.get(name)
         self._rows = rows
-        self._statistic = name if self.score is None else self.score.statistic
-        normaliser = None if self.score is None else self.score.normaliser
-        self._normaliser = normaliser
-        self.statistics = tuple(dict.fromkeys((self._statistic, normaliser or self._statistic)))
+        score = self._score
+        own = name if score is None else score.statistic
+        below = None if score is None else score.normaliser
+        #: The statistics that it is computed from, numerator first.
+        self.statistics = (own,) if below in (None, own) else (own, below)
         #: A ratio is DOUBLE in the store, a plain number REAL.
-        self.ratio = normaliser is not None
+        self.ratio = below is not None
 
-    def each_layer(self, work: Callable[[slice, np.ndarray], None], pool: ThreadPoolExecutor) -> None:
-        """Call ``work`` with the rows and values of every layer, float32 or float64 (h, S), in several threads."""
+    def values(self, threads: ThreadPoolExecutor) -> MeasureValues:
+        """Return the values, which ``threads`` read."""
+
+        def each(work: Callable[[slice, np.ndarray], None]) -> None:
+            for part, columns in self._parts():
+
+                def of_layer(layer: slice, first: int = part[0].start, columns: list[np.ndarray] = columns) -> None:
+                    cut = slice(layer.start - first, layer.stop - first)
+                    work(layer, self._of_columns([column[:, cut] for column in columns]))
+
+                list(threads.map(of_layer, part))
+
+        def sample(step: int) -> np.ndarray:
+            found = []
+            for part, columns in self._parts():
+                for i, layer in enumerate(part):
+                    cut = slice(layer.start - part[0].start, layer.stop - part[0].start)
+                    found.append(self._of_columns([column[i % step :: step, cut] for column in columns]).ravel())
+            return np.concatenate(found)
+
+        return MeasureValues(len(self._rows.heads), self._rows.sequences, each, sample)
+
+    def _parts(self) -> Iterator[tuple[list[slice], list[np.ndarray]]]:
         for part in self._rows.parts(len(self.statistics)):
-            columns = [self._rows.read(name, part, self.statistics) for name in self.statistics]
-            first = part[0].start
+            yield part, [self._rows.read(name, part, self.statistics) for name in self.statistics]
 
-            def of_layer(layer: slice, columns: list[np.ndarray] = columns, first: int = first) -> None:
-                cut = slice(layer.start - first, layer.stop - first)
-                work(layer, self._values([column[:, cut] for column in columns]))
-
-            list(pool.map(of_layer, part))
-
-    def _values(self, columns: list[np.ndarray]) -> np.ndarray:
+    def _of_columns(self, columns: list[np.ndarray]) -> np.ndarray:
+        """Return the values (h, S) of a layer from its statistics (S, h)."""
         numbers = np.ascontiguousarray(columns[0].T)
         if not self.ratio:
             return numbers
-        assert self.score is not None
-        below = columns[-1].astype(np.float64)
-        denominator = below.T if self.score.over == "head" else layer_mean(below)
+        assert self._score is not None
+        exact = numbers.astype(np.float64)
+        below = exact if len(columns) == 1 else columns[1].T.astype(np.float64, order="C")
+        denominator = below if self._score.over == "head" else layer_mean(below)
+        zero = denominator == 0
         with np.errstate(divide="ignore", invalid="ignore"):
-            found = numbers / denominator
-        found[np.broadcast_to(denominator == 0, found.shape)] = np.nan
-        return found
+            exact /= denominator
+        if zero.any():
+            exact[np.broadcast_to(zero, exact.shape)] = np.nan
+        return exact
 
 
 def layer_mean(values: np.ndarray) -> np.ndarray:
-    """Return the mean over the measured heads (S,) of values (S, h); NaN where no head was measured."""
-    total, counts = np.zeros(len(values)), np.zeros(len(values))
-    for head in values.T:  # the order in which SQL adds
-        finite = np.isfinite(head)
-        total += np.where(finite, head, 0)
-        counts += finite
+    """Return the mean over the measured heads (S,) of values (h, S); NaN where no head was measured."""
+    total = values.sum(axis=0)  # head after head, as SQL adds
+    if np.isfinite(total).all():
+        return total / len(values)
+    finite = np.isfinite(values)
     with np.errstate(invalid="ignore"):
-        return total / counts
+        return np.where(finite, values, 0).sum(axis=0) / finite.sum(axis=0)
 
 
 @dataclass(frozen=True)
@@ -285,6 +307,90 @@ class Spread:
         return np.ceil(self.counts * (_LARGEST_COUNT / largest)).astype(np.uint8)
 
 
+#: Calls a function with the rows and the values, float32 or float64 (h, S), of every layer, in several threads.
+EachLayer = Callable[[Callable[[slice, np.ndarray], None]], None]
+
+
+class MeasureValues(NamedTuple):
+    """The values (H, S) of a measure, layer by layer; ``sample`` returns one in so many, in any order."""
+
+    heads: int
+    sequences: int
+    each: EachLayer
+    sample: Callable[[int], np.ndarray]
+
+
+def between(first: np.ndarray, second: np.ndarray, part: np.ndarray | float) -> np.ndarray:
+    """Interpolate between neighbouring values as DuckDB does; values of REAL columns are rounded to it."""
+    found = first.astype(np.float64) * (1.0 - part) + second.astype(np.float64) * part
+    return found.astype(first.dtype).astype(np.float64)
+
+
+class _PoolQuantiles:
+    """Exact quantiles of all values of a measure, although only a sample and the values near them are held: the sample
+    brackets each quantile, and ``collect`` keeps the values in its bracket and counts those below.
+    """
+
+    def __init__(self, values: MeasureValues, levels: Sequence[float]) -> None:
+        self._values, self._levels = values, levels
+        step = max(1, values.heads * values.sequences // _SAMPLE)
+        sample = values.sample(step)
+        self._sample = np.sort(sample[np.isfinite(sample)])
+        #: True if the sample holds every value.
+        self.whole = step == 1
+        # A layer's heads are alike in a sequence, so the sample is less certain than its size suggests.
+        self._apart = 8 * math.isqrt(len(self._sample)) + 8
+        self._bracket()
+
+    def _bracket(self) -> None:
+        last = len(self._sample) - 1
+        self._brackets: list[tuple[Any, Any]] = []
+        for level in self._levels:
+            low, high = int(level * last) - self._apart, int(level * last) + self._apart
+            self._brackets.append(
+                (self._sample[low] if low >= 0 else -np.inf, self._sample[high] if high <= last else np.inf)
+            )
+        self._inside: list[list[np.ndarray]] = [[] for _ in self._levels]
+        self._below: list[list[int]] = [[] for _ in self._levels]
+
+    def collect(self, values: np.ndarray) -> None:
+        """Add some of the values, in any order and from any thread."""
+        if self.whole:
+            return
+        for (low, high), inside, below in zip(self._brackets, self._inside, self._below, strict=True):
+            lower = values < low
+            below.append(int(np.count_nonzero(lower)))
+            inside.append(values[~lower & (values <= high)])
+
+    def found(self, count: int) -> list[tuple[float, float]]:
+        """Return each quantile of the ``count`` values, as DOUBLE and in the precision of the values, once all values
+        are collected.
+        """
+        pairs = [self._pair(i, level * (count - 1), count) for i, level in enumerate(self._levels)]
+        while None in pairs:  # a bracket missed its values
+            self._apart *= 8
+            self._bracket()
+            self._values.each(lambda _, values: self.collect(values))
+            pairs = [self._pair(i, level * (count - 1), count) for i, level in enumerate(self._levels)]
+        return [pair for pair in pairs if pair is not None]
+
+    def _pair(self, index: int, place: float, count: int) -> tuple[float, float] | None:
+        rank, after = int(place), min(int(place) + 1, count - 1)
+        near, skipped = self._sample, 0
+        if not self.whole:
+            near, skipped = np.sort(np.concatenate(self._inside[index])), sum(self._below[index])
+        if rank < skipped or after >= skipped + len(near):
+            return None
+        a, b = near[rank - skipped], near[after - skipped]
+        return float(between(np.float64(a), np.float64(b), place - rank)), float(between(a, b, place - rank))
+
+
+def resampling(sequences: int, seed: int = 0) -> np.ndarray:
+    """Return how often each sequence is in each resample, float32 (S, resamples)."""
+    rng = np.random.default_rng(seed)
+    return rng.multinomial(sequences, np.full(sequences, 1 / sequences), _RESAMPLES).T.astype(np.float32)
+
+
 @dataclass
 class _Parts:
     """Numbers of all heads (H,) that the layers fill in, and what they give in addition."""
@@ -301,124 +407,9 @@ class _Parts:
     bits: np.ndarray
 
 
-#: Calls a function with the rows and the values, float32 or float64 (h, S), of every layer, in several threads.
-EachLayer = Callable[[Callable[[slice, np.ndarray], None]], None]
-
-
-def _slices(rows: int, sequences: int) -> Iterator[slice]:
-    """Return parts of the rows of a layer that fit in the cache of a thread."""
-    step = max(1, _TASK_VALUES // max(1, sequences))
-    return (slice(start, min(rows, start + step)) for start in range(0, rows, step))
-
-
-def between(first: np.ndarray, second: np.ndarray, part: np.ndarray | float) -> np.ndarray:
-    """Interpolate between neighbouring values as DuckDB does; values of REAL columns are rounded to it."""
-    found = first.astype(np.float64) * (1.0 - part) + second.astype(np.float64) * part
-    return found.astype(first.dtype).astype(np.float64)
-
-
-def row_quantiles(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the `QUANTILES` of each row (3, r) of values (r, S) with ``counts`` numbers each; NaN without any."""
-    sequences = values.shape[1]
-    complete = bool((counts == sequences).all())
-    last = np.maximum(counts - 1, 0)
-    places = [quantile * last for quantile in QUANTILES]
-    if complete:
-        wanted = {int(np.floor(place[0])) for place in places}
-        ordered = np.partition(values, sorted(wanted | {min(k + 1, sequences - 1) for k in wanted}), axis=1)
-    else:
-        ordered = np.sort(values, axis=1)  # NaN last
-    rows = np.arange(len(values))
-    found = []
-    for place in places:
-        below = np.floor(place).astype(int)
-        first, second = ordered[rows, below], ordered[rows, np.minimum(below + 1, last)]
-        found.append(np.where(counts > 0, between(first, second, place - below), np.nan))
-    return np.array(found)
-
-
-class _Pool:
-    """Exact quantiles of all values of a measure, in two passes: a sample brackets them, and then the values in the
-    brackets are collected.
-    """
-
-    def __init__(self, total: int) -> None:
-        self._step = max(1, total // _SAMPLE)
-        self._samples: list[np.ndarray] = []
-        self._count = 0
-        self._sample = np.empty(0)
-
-    def add(self, values: np.ndarray) -> None:
-        """Add the values of a layer, in any order and from any thread."""
-        flat = values.ravel()[:: self._step]
-        self._samples.append(flat[np.isfinite(flat)])
-
-    def quantiles(self, levels: Sequence[float], count: int, each: EachLayer) -> list[tuple[float, float]]:
-        """Return each quantile of ``count`` values, as DOUBLE and in the precision of the values."""
-        sample = np.sort(np.concatenate(self._samples))
-        self._samples = []
-        places = [level * (count - 1) for level in levels]
-        ranks = [(int(place), min(int(place) + 1, count - 1)) for place in places]
-        spread = 0 if self._step == 1 else 8 * int(len(sample) ** 0.5) + 8
-        while True:
-            found = self._ordered(sample, ranks, count, spread, each)
-            if found is not None:
-                break
-            spread *= 4
-        pairs = [
-            (np.array(a), np.array(b), place - below)
-            for (a, b), place, (below, _) in zip(found, places, ranks, strict=True)
-        ]
-        return [
-            (float(a.astype(np.float64) * (1.0 - part) + b.astype(np.float64) * part), float(between(a, b, part)))
-            for a, b, part in pairs
-        ]
-
-    def _ordered(
-        self, sample: np.ndarray, ranks: list[tuple[int, int]], count: int, spread: int, each: EachLayer
-    ) -> list[tuple[Any, Any]] | None:
-        """Return the values of two ranks each; None if a bracket missed its values."""
-        if self._step == 1:
-            return [(sample[a], sample[b]) for a, b in ranks]
-        brackets = []
-        for a, _ in ranks:
-            near = a * len(sample) // count
-            low, high = near - spread, near + spread + 2
-            brackets.append((-np.inf if low < 0 else sample[low], np.inf if high >= len(sample) else sample[high]))
-        inside: list[list[np.ndarray]] = [[] for _ in brackets]
-        below: list[list[int]] = [[] for _ in brackets]
-
-        def collect(rows: slice, values: np.ndarray) -> None:
-            for part in _slices(len(values), values.shape[1]):
-                block = values[part]
-                for i, (low, high) in enumerate(brackets):
-                    above = block >= low
-                    below[i].append(int(np.count_nonzero(block < low)))
-                    inside[i].append(block[above & (block <= high)])
-
-        each(collect)
-        found = []
-        for i, (a, b) in enumerate(ranks):
-            held = np.sort(np.concatenate(inside[i]))
-            first = a - sum(below[i])
-            second = b - sum(below[i])
-            if first < 0 or second >= len(held):
-                return None
-            found.append((held[first], held[second]))
-        return found
-
-
-def resampling(sequences: int, seed: int = 0) -> np.ndarray:
-    """Return how often each sequence is in each resample, float32 (S, resamples)."""
-    rng = np.random.default_rng(seed)
-    return rng.multinomial(sequences, np.full(sequences, 1 / sequences), _RESAMPLES).T.astype(np.float32)
-
-
 def summarised(
     name: str,
-    heads: int,
-    sequences: int,
-    each: EachLayer,
+    values: MeasureValues,
     weights: np.ndarray,
     *,
     long: np.ndarray | None = None,
@@ -432,6 +423,7 @@ def summarised(
         far: Tokens of the sequences, and those that have distant keys, for ``far_mean``; None leaves it out.
     """
     score = SCORES.get(name)
+    heads, sequences, each, _ = values
     nan = np.full(heads, np.nan)
     found = _Parts(
         np.zeros(heads, dtype=np.int64),
@@ -445,19 +437,19 @@ def summarised(
         np.zeros((heads, POOL_BINS), dtype=np.int64),
         np.zeros((heads, (sequences + 7) // 8 if score is not None else 0), dtype=np.uint8),
     )
-    pool = _Pool(heads * sequences)
+    levels = [*SPAN] if score is None else [*SPAN, *(pool_quantile(score, share) for share in THRESHOLDS)]
+    pool = _PoolQuantiles(values, levels)
 
-    def first(rows: slice, values: np.ndarray) -> None:
-        pool.add(values)
-        for part in _slices(len(values), sequences):
-            _moments(found, slice(rows.start + part.start, rows.start + part.stop), values[part], long, far)
+    def first(rows: slice, of_layer: np.ndarray) -> None:
+        for own, block in _blocks(rows, of_layer):
+            pool.collect(block)
+            _moments(found, own, block, long, far)
 
     each(first)
     count = int(found.measured.sum())
     if not count:
         return None
-    levels = [*SPAN] if score is None else [*SPAN, *(pool_quantile(score, share) for share in THRESHOLDS)]
-    ordered = pool.quantiles(levels, count, each)
+    ordered = pool.found(count)
     (low, _), (high, _) = ordered[:2]
     if low == high:
         low, high = low - 0.5, high + 0.5
@@ -465,14 +457,13 @@ def summarised(
     limit = None if score is None else ordered[2 + THRESHOLDS.index(INACTIVE_QUANTILE)][1]
     resampled: list[np.ndarray] = []
 
-    def second(rows: slice, values: np.ndarray) -> None:
-        for part in _slices(len(values), sequences):
-            own = slice(rows.start + part.start, rows.start + part.stop)
-            _count_bins(found, own, values[part], low, high)
+    def second(rows: slice, of_layer: np.ndarray) -> None:
+        for own, block in _blocks(rows, of_layer):
+            _count_bins(found, own, block, low, high)
         if score is not None:
             assert limit is not None
-            beyond = values < limit if score.inactive == "low" else values > limit
-            resampled.append(_inactive_heads_of(found, rows, values, beyond, weights))
+            beyond = of_layer < limit if score.inactive == "low" else of_layer > limit
+            resampled.append(_inactive_heads_of(found, rows, of_layer, beyond, weights))
 
     each(second)
     persistence = None
@@ -502,6 +493,14 @@ def summarised(
     return spread, found.bits
 
 
+def _blocks(rows: slice, values: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
+    """Yield parts of the rows of a layer, with their values, that fit in the cache of a thread."""
+    step = max(1, _TASK_VALUES // values.shape[1])
+    for start in range(0, len(values), step):
+        block = values[start : start + step]
+        yield slice(rows.start + start, rows.start + start + len(block)), block
+
+
 def _moments(
     found: _Parts,
     rows: slice,
@@ -509,35 +508,78 @@ def _moments(
     long: np.ndarray | None,
     far: tuple[np.ndarray, np.ndarray] | None,
 ) -> None:
-    finite = np.isfinite(values)
-    counts = np.count_nonzero(finite, axis=1)
     exact = values.astype(np.float64)
-    filled = exact if finite.all() else np.where(finite, exact, 0)
+    total = exact.sum(axis=1)
+    complete = bool(np.isfinite(total).all())
+    finite = np.ones((1, values.shape[1]), dtype=bool) if complete else np.isfinite(exact)
+    counts = np.broadcast_to(np.count_nonzero(finite, axis=1), len(values))
+    if not complete:
+        exact = np.where(finite, exact, 0)
+        total = exact.sum(axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        mean = filled.sum(axis=1) / counts
-        apart = np.where(finite, exact - mean[:, None], 0)
-        std = np.where(counts > 1, np.sqrt(np.einsum("rs,rs->r", apart, apart) / (counts - 1)), np.nan)
+        mean = total / counts
         if long is not None:
-            of_long = filled[:, long].sum(axis=1) / np.count_nonzero(finite[:, long], axis=1)
-            found.long_mean[rows] = mean if long.all() else of_long
+            of_long = mean
+            if not long.all():
+                of_long = exact[:, long].sum(axis=1) / np.count_nonzero(finite[:, long], axis=1)
+            found.long_mean[rows] = of_long
         if far is not None and long is not None:
             tokens, queries = far
-            below = (finite[:, long] * queries[long]).sum(axis=1)
-            found.far_mean[rows] = (filled[:, long] * tokens[long]).sum(axis=1) / below
-    found.measured[rows], found.mean[rows], found.std[rows] = counts, mean, std
-    found.quantiles[:, rows] = row_quantiles(values, counts)
+            found.far_mean[rows] = exact[:, long] @ tokens[long] / (finite[:, long] @ queries[long])
+        apart = exact - mean[:, None]
+        if not complete:
+            apart[~finite] = 0
+        squares = np.einsum("rs,rs->r", apart, apart)
+        found.std[rows] = np.where(counts > 1, np.sqrt(squares / (counts - 1)), np.nan)
+    found.measured[rows], found.mean[rows] = counts, mean
 
 
 def _count_bins(found: _Parts, rows: slice, values: np.ndarray, low: float, high: float) -> None:
-    places = (values.astype(np.float64) - low) * (POOL_BINS / (high - low))
-    finite = np.isfinite(places)
-    complete = bool(finite.all())
-    bins = np.clip(places if complete else np.nan_to_num(places), 0, POOL_BINS - 1).astype(np.intp)
-    bins += POOL_BINS * np.arange(len(values))[:, None]
-    counts = np.bincount(bins.ravel() if complete else bins[finite], minlength=POOL_BINS * len(values))
-    counts = counts.reshape(len(values), POOL_BINS)
-    found.pool[rows] = counts
-    found.counts[rows] = counts.reshape(len(values), HEAD_BINS, -1).sum(axis=2)
+    """Count the bins of each row; find its quantiles among the values of the bins that hold them."""
+    places = values.astype(np.float64)
+    places -= low
+    places *= POOL_BINS / (high - low)
+    counts = found.measured[rows]
+    complete = bool((counts == values.shape[1]).all())
+    if not complete:
+        missing = np.isnan(places)
+        places[missing] = 0
+    np.clip(places, 0, POOL_BINS - 1, out=places)
+    bins = places.astype(np.uint8)
+    if not complete:
+        bins[missing] = POOL_BINS
+    for row, of_row in enumerate(bins):
+        found.pool[rows.start + row] = np.bincount(of_row, minlength=POOL_BINS + 1)[:POOL_BINS]
+    found.counts[rows] = found.pool[rows].reshape(len(values), HEAD_BINS, -1).sum(axis=2)
+    if values.shape[1] <= _SORTED or not complete:
+        found.quantiles[:, rows] = row_quantiles(values, counts)
+        return
+    for row in range(len(values)):
+        ends = np.cumsum(found.pool[rows.start + row])
+        for i, quantile in enumerate(QUANTILES):
+            place = quantile * (values.shape[1] - 1)
+            rank = int(place)
+            first, last = (int(np.searchsorted(ends, each, "right")) for each in (rank, rank + 1))
+            near = values[row][bins[row] == first]
+            if last != first:
+                near = np.concatenate([near, values[row][bins[row] == last]])
+            near.sort()
+            skipped = int(ends[first - 1]) if first else 0
+            found.quantiles[i, rows.start + row] = between(near[rank - skipped], near[rank + 1 - skipped], place - rank)
+
+
+def row_quantiles(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return the `QUANTILES` of each row (3, r) of values (r, S) with ``counts`` numbers each; NaN without any."""
+    ordered = np.sort(values, axis=1)  # NaN last
+    last = np.maximum(counts - 1, 0)
+    rows = np.arange(len(values))
+    found = []
+    for quantile in QUANTILES:
+        place = quantile * last
+        below = np.floor(place).astype(int)
+        first, second = ordered[rows, below], ordered[rows, np.minimum(below + 1, last)]
+        found.append(np.where(counts > 0, between(first, second, place - below), np.nan))
+    return np.array(found)
 
 
 def _inactive_heads_of(
@@ -586,9 +628,7 @@ def summarise_site(
                 continue
             found = summarised(
                 measure.name,
-                len(heads),
-                rows.sequences,
-                lambda work, measure=measure: measure.each_layer(work, threads),  # type: ignore[misc]
+                measure.values(threads),
                 weights,
                 long=long,
                 far=far if measure.name == "distant_mass" else None,
@@ -767,17 +807,14 @@ def pool_quantiles(
     measure = Measure(rows, name)
     if not all(rows.measured(statistic) for statistic in measure.statistics):
         return None
-    counts: list[int] = []
-    pool = _Pool(len(heads) * rows.sequences)
-
-    def add(_: slice, values: np.ndarray) -> None:
-        pool.add(values)
-        counts.append(int(np.count_nonzero(np.isfinite(values))))
-
     with ThreadPoolExecutor(os.cpu_count()) as threads:
+        values = measure.values(threads)
+        pool = _PoolQuantiles(values, levels)
+        counts: list[int] = []
 
-        def each(work: Callable[[slice, np.ndarray], None]) -> None:
-            measure.each_layer(work, threads)
+        def collect(_: slice, of_layer: np.ndarray) -> None:
+            pool.collect(of_layer)
+            counts.append(int(np.count_nonzero(np.isfinite(of_layer))))
 
-        each(add)
-        return [exact for exact, _ in pool.quantiles(levels, sum(counts), each)] if sum(counts) else None
+        values.each(collect)
+        return [exact for exact, _ in pool.found(sum(counts))] if sum(counts) else None
