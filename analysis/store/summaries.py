@@ -155,7 +155,7 @@ class SiteRows:
         return found
 
     def read(self, name: str, part: Sequence[slice], keep: Sequence[str] = ()) -> np.ndarray:
-        """Return a statistic of layers as float32 (S, heads of the part); NaN where it was not measured. The values of
+        """Return a statistic of layers as float32 (heads of the part, S); NaN where it was not measured. The values of
         the part stay in memory until another part or a statistic outside ``keep`` is read.
         """
         rows = slice(part[0].start, part[-1].stop)
@@ -168,12 +168,10 @@ class SiteRows:
     def _read(self, name: str, rows: slice) -> np.ndarray:
         heads = self.heads
         first, last = int(heads.layer[rows][0]), int(heads.layer[rows][-1])
-        index = heads.index
-        width = index.shape[1]
-        place = index.ravel() - rows.start
+        width = heads.index.shape[1]
+        place = heads.index.ravel() - rows.start
         count = rows.stop - rows.start
-        found = np.full((self.sequences, count), np.nan, dtype=np.float32)
-        flat = found.ravel()
+        found = np.full((count, self.sequences), np.nan, dtype=np.float32)
         limits = "" if count == len(heads) else f" AND layer BETWEEN {first} AND {last}"
         result = self._connection.sql(
             f"SELECT sequence, layer::INTEGER * {width} + head AS place, {name} AS value FROM head_statistics"
@@ -182,7 +180,21 @@ class SiteRows:
         )
         for batch in result.to_arrow_reader(_BATCH):
             sequence, cell, value = (batch.column(i).to_numpy() for i in range(3))
-            flat[self._column[sequence] * count + place[cell]] = value
+            if not len(sequence):
+                continue
+            column = self._column[sequence]
+            low, high = int(column.min()), int(column.max()) + 1
+            if (high - low) * count > 4 * _BATCH:  # shards in another order, or few heads
+                found[place[cell], column] = value
+                continue
+            # Written a sequence after the other and turned round in the cache; fmax skips what is not in this batch.
+            held = np.full((high - low) * count, np.nan, dtype=np.float32)
+            column -= low
+            column *= count
+            column += place[cell]
+            held[column] = value
+            part = found[:, low:high]
+            np.fmax(part, held.reshape(high - low, count).T, out=part)
         return found
 
 
@@ -209,7 +221,7 @@ class Measure:
 
                 def of_layer(layer: slice, first: int = part[0].start, columns: list[np.ndarray] = columns) -> None:
                     cut = slice(layer.start - first, layer.stop - first)
-                    work(layer, self._of_columns([column[:, cut] for column in columns]))
+                    work(layer, self._of_columns([column[cut] for column in columns]))
 
                 list(threads.map(of_layer, part))
 
@@ -218,7 +230,7 @@ class Measure:
             for part, columns in self._parts():
                 for i, layer in enumerate(part):
                     cut = slice(layer.start - part[0].start, layer.stop - part[0].start)
-                    found.append(self._of_columns([column[i % step :: step, cut] for column in columns]).ravel())
+                    found.append(self._of_columns([column[cut, i % step :: step] for column in columns]).ravel())
             return np.concatenate(found)
 
         return MeasureValues(len(self._rows.heads), self._rows.sequences, each, sample)
@@ -228,13 +240,12 @@ class Measure:
             yield part, [self._rows.read(name, part, self.statistics) for name in self.statistics]
 
     def _of_columns(self, columns: list[np.ndarray]) -> np.ndarray:
-        """Return the values (h, S) of a layer from its statistics (S, h)."""
-        numbers = np.ascontiguousarray(columns[0].T)
+        """Return the values of a layer from its statistics (h, S)."""
         if not self.ratio:
-            return numbers
+            return columns[0]
         assert self._score is not None
-        exact = numbers.astype(np.float64)
-        below = exact if len(columns) == 1 else columns[1].T.astype(np.float64, order="C")
+        exact = columns[0].astype(np.float64)
+        below = exact if len(columns) == 1 else columns[1].astype(np.float64)
         denominator = below if self._score.over == "head" else layer_mean(below)
         zero = denominator == 0
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -321,9 +332,30 @@ class MeasureValues(NamedTuple):
 
 
 def between(first: np.ndarray, second: np.ndarray, part: np.ndarray | float) -> np.ndarray:
-    """Interpolate between neighbouring values as DuckDB does; values of REAL columns are rounded to it."""
-    found = first.astype(np.float64) * (1.0 - part) + second.astype(np.float64) * part
-    return found.astype(first.dtype).astype(np.float64)
+    """Interpolate between neighbouring values of REAL or DOUBLE as DuckDB does, to the last bit: values may be
+    compared with the result.
+    """
+    low, high = first.astype(np.float64), second.astype(np.float64)
+    if first.dtype == np.float32:
+        return _fused(high - low, part, low).astype(np.float32).astype(np.float64)
+    return _fused(low, 1.0 - part, high * part)
+
+
+def _fused(a: np.ndarray, b: np.ndarray | float, c: np.ndarray) -> np.ndarray:
+    """Return ``a * b + c`` with one rounding (Dekker, 1971)."""
+    product = a * b
+    (a1, a2), (b1, b2) = _halves(a), _halves(b)
+    lost = ((a1 * b1 - product) + a1 * b2 + a2 * b1) + a2 * b2
+    total = product + c
+    back = total - product
+    return total + (lost + ((product - (total - back)) + (c - back)))
+
+
+def _halves(x: np.ndarray | float) -> tuple[Any, Any]:
+    """Return two numbers of half the digits whose sum is ``x``."""
+    scaled = x * 134217729.0  # 2 ** 27 + 1
+    high = scaled - (scaled - x)
+    return high, x - high
 
 
 class _PoolQuantiles:
@@ -636,17 +668,20 @@ def summarise_site(
             if found is not None:
                 spreads[measure.name], bits[measure.name] = found
     scores = [name for name in SCORES if name in spreads]
+    common = {(a, b): _in_common(bits[a], bits[b]) for i, a in enumerate(scores) for b in scores[i:]}
     for name in scores:
-        spreads[name].picks = {other: _in_common(bits[name], bits[other]) for other in scores}
+        spreads[name].picks = {other: common.get((name, other), common.get((other, name), 0)) for other in scores}
     return SiteSummary(heads, {name: spreads[name] for name in names if name in spreads})
 
 
-#: Number of set bits of each byte.
-_SET_BITS = np.array([byte.bit_count() for byte in range(256)], dtype=np.int64)
+#: Number of set bits of each pair of bytes.
+_SET_BITS = np.array([pair.bit_count() for pair in range(1 << 16)], dtype=np.uint8)
 
 
 def _in_common(a: np.ndarray, b: np.ndarray) -> int:
-    return int((np.bincount((a & b).ravel(), minlength=256) * _SET_BITS).sum())
+    both = (a & b).ravel()
+    even = np.append(both, np.uint8(0)) if len(both) % 2 else both
+    return int(_SET_BITS[even.view(np.uint16)].sum(dtype=np.int64))
 
 
 class SummaryRows(NamedTuple):
