@@ -122,18 +122,39 @@ _OFFSETS = f"""
 """
 
 
+_UNSUMMARISED_RUNS = "SELECT run_id FROM runs WHERE run_id NOT IN (SELECT run_id FROM head_summaries)"
 #: The rows of runs whose summary is not stored: unfinished ones, and those of older versions. If there are none, DuckDB
 #: reads no row.
-_UNSUMMARISED = (
-    "(SELECT * FROM {table} WHERE run_id IN"
-    " (SELECT run_id FROM runs WHERE run_id NOT IN (SELECT run_id FROM head_summaries)))"
-)
+_UNSUMMARISED = f"(SELECT * FROM head_statistics WHERE run_id IN ({_UNSUMMARISED_RUNS}))"
+
+_KEYS = "run_id, sequence, site, layer, head, kv_head"
 
 
-def unsummarised(table: str) -> str:
-    """Return SQL for the rows of ``head_statistics`` or ``head_scores`` of runs whose summary is not stored."""
-    return _UNSUMMARISED.format(table=table)
+def pool_quantile(score: Score, quantile: float) -> float:
+    """Return the quantile with a share ``quantile`` (0 to 1) on the inactive side."""
+    return quantile if score.inactive == "low" else 1.0 - quantile
 
+
+def _score_sql(score: Score) -> str:
+    """Return SQL for one score; NULL if its denominator is zero."""
+    if score.normaliser is None:
+        return score.statistic
+    own = score.over == "head"
+    denominator = score.normaliser if own else f"avg({score.normaliser}) OVER layer_heads"
+    # Computed as DOUBLE, because REAL / REAL would round the ratio.
+    return f"{score.statistic}::DOUBLE / nullif({denominator}, 0) AS {score.name}"
+
+
+def _scores_sql(statistics: tuple[str, ...] = (), source: str = "head_statistics") -> str:
+    columns = [*(_score_sql(score) for score in SCORES.values()), *statistics]
+    return (
+        f"SELECT {_KEYS}, {', '.join(columns)} FROM {source}"
+        " WINDOW layer_heads AS (PARTITION BY run_id, sequence, site, layer)"
+    )
+
+
+# Not from head_scores, which computes its window over all runs before a subquery selects some.
+_UNSUMMARISED_SCORES = _scores_sql(source=_UNSUMMARISED)
 
 # Not from all_head_summary, because reading that view three times takes long to plan.
 _LOW_OUTPUT = f"""
@@ -141,9 +162,9 @@ _LOW_OUTPUT = f"""
     FROM head_summaries WHERE measure = 'output_norm_ln'
     UNION ALL
     SELECT {_HEAD}, count_if(output_norm_ln < low) / nullif(count(output_norm_ln), 0), NULL
-    FROM {unsummarised("head_scores")} JOIN (
+    FROM ({_UNSUMMARISED_SCORES}) JOIN (
         SELECT run_id, site, quantile_cont(output_norm_ln, {INACTIVE_QUANTILE}) AS low
-        FROM {unsummarised("head_scores")} GROUP BY run_id, site
+        FROM ({_UNSUMMARISED_SCORES}) GROUP BY run_id, site
     ) USING (run_id, site) GROUP BY {_HEAD}
 """
 
@@ -153,7 +174,7 @@ def _scanned(statistic: str) -> str:
         SELECT {_HEAD}, mean AS value, NULL::SMALLINT AS key_offset
         FROM head_summaries WHERE measure = {literal(statistic)}
         UNION ALL
-        SELECT {_HEAD}, avg({statistic}), NULL FROM {unsummarised("head_statistics")} GROUP BY {_HEAD}
+        SELECT {_HEAD}, avg({statistic}), NULL FROM {_UNSUMMARISED} GROUP BY {_HEAD}
     """
 
 
@@ -289,31 +310,6 @@ SUMMARISED: tuple[str, ...] = (*SCORES, *PLAIN_STATISTICS)
 #: Least share of queries whose largest weight is at one offset in a positional head.
 POSITIONAL_SHARE = ROLES["positional"].threshold
 
-_KEYS = "run_id, sequence, site, layer, head, kv_head"
-
-
-def pool_quantile(score: Score, quantile: float) -> float:
-    """Return the quantile with a share ``quantile`` (0 to 1) on the inactive side."""
-    return quantile if score.inactive == "low" else 1.0 - quantile
-
-
-def _score_sql(score: Score) -> str:
-    """Return SQL for one score; NULL if its denominator is zero."""
-    if score.normaliser is None:
-        return score.statistic
-    own = score.over == "head"
-    denominator = score.normaliser if own else f"avg({score.normaliser}) OVER layer_heads"
-    # Computed as DOUBLE, because REAL / REAL would round the ratio.
-    return f"{score.statistic}::DOUBLE / nullif({denominator}, 0) AS {score.name}"
-
-
-def _scores_sql(statistics: tuple[str, ...] = (), source: str = "head_statistics") -> str:
-    columns = [*(_score_sql(score) for score in SCORES.values()), *statistics]
-    return (
-        f"SELECT {_KEYS}, {', '.join(columns)} FROM {source}"
-        " WINDOW layer_heads AS (PARTITION BY run_id, sequence, site, layer)"
-    )
-
 
 def _head_summary_sql() -> str:
     pool = [
@@ -333,7 +329,7 @@ def _head_summary_sql() -> str:
     ]
     inactive = [f"{s}_inactive" for s in SCORES]
     return f"""
-        WITH measured AS NOT MATERIALIZED ({_scores_sql(PLAIN_STATISTICS, unsummarised("head_statistics"))}),
+        WITH measured AS NOT MATERIALIZED ({_scores_sql(PLAIN_STATISTICS, _UNSUMMARISED)}),
         pool AS (SELECT run_id, site, {", ".join(pool)} FROM measured GROUP BY run_id, site),
         computed AS (
             SELECT run_id, site, layer, head, kv_head, count(*) AS sequences, {", ".join(groups)}
@@ -350,18 +346,21 @@ def _head_summary_sql() -> str:
 
 def _stored_summary_sql() -> str:
     """Return SQL for the stored rows, one per head, with the types of the computed ones."""
-    numbers = [f"max(mean) FILTER (measure = '{n}') AS {n}" for n in SUMMARISED]
+    columns = ("mean", "std", "p10", "median", "p90", "inactive")
+    # One aggregate per measure, because one per number takes five times as long.
+    packed = ", ".join(f"{column} := {column}" for column in columns)
+    found = [f"any_value(struct_pack({packed})) FILTER (measure = '{name}') AS {name}" for name in SUMMARISED]
+    numbers = [f"{name}.mean AS {name}" for name in SUMMARISED]
     for name in SUMMARISED:
         kind = "DOUBLE" if name in SCORES and SCORES[name].normaliser is not None else "REAL"
-        numbers += [f"max(std) FILTER (measure = '{name}') AS {name}_std"]
-        numbers += [
-            f"(max({column}) FILTER (measure = '{name}'))::{kind} AS {name}_{column}"
-            for column in ("p10", "median", "p90")
-        ]
-    numbers += [f"max(inactive) FILTER (measure = '{name}') AS {name}_inactive" for name in SCORES]
+        numbers.append(f"{name}.std AS {name}_std")
+        numbers += [f"{name}.{column}::{kind} AS {name}_{column}" for column in ("p10", "median", "p90")]
+    numbers += [f"{name}.inactive AS {name}_inactive" for name in SCORES]
     return f"""
-        SELECT run_id, site, layer, head, kv_head, max(sequences)::BIGINT AS sequences, {", ".join(numbers)}
-        FROM head_summaries GROUP BY run_id, site, layer, head, kv_head
+        SELECT run_id, site, layer, head, kv_head, sequences, {", ".join(numbers)} FROM (
+            SELECT run_id, site, layer, head, kv_head, max(sequences)::BIGINT AS sequences, {", ".join(found)}
+            FROM head_summaries GROUP BY run_id, site, layer, head, kv_head
+        )
     """
 
 
@@ -386,7 +385,7 @@ def _profile_sql(profile: Profile) -> str:
             WHERE measure = {literal(profile.name)}
             UNION ALL
             SELECT run_id, site, layer, head, kv_head, shares
-            FROM ({profile_means_sql(profile, unsummarised("head_statistics"))})
+            FROM ({profile_means_sql(profile, _UNSUMMARISED)})
         )
     """
 

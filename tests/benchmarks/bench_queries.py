@@ -158,9 +158,9 @@ def main() -> None:
             limit = f"{bar.seconds:g} s, {bar.gigabytes:g} GB"
             table.row(name, f"{cost.seconds:.2f}", f"{cost.gigabytes:.2f}", limit, verdict(cost, bar))
 
+        row("start of headscan alone", ["-m", "headscan", "--version"], QUESTION)
         row("summary at the end", ["-c", _FINISH, str(path), run_id, str(shards)], SUMMARY)
         asked = {
-            "start of Python alone": ["--version"],
             "rank": ["rank"],
             "status": ["status"],
             "roles": ["roles"],
