@@ -4,7 +4,6 @@ computes it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -53,7 +52,7 @@ def read_measures(store: Store, heads: SiteHeads) -> Iterator[tuple[str, np.ndar
     """Yield name and values (H, S), sequences in order, of each measured score, then of each other measured statistic;
     NaN where it was not measured or is undefined.
     """
-    with store.connect(read_only=True) as connection, ThreadPoolExecutor(os.cpu_count()) as threads:
+    with store.connect(read_only=True) as connection, ThreadPoolExecutor(1) as threads:
         rows = SiteRows(connection, heads)
         for name in SUMMARISED:
             measure = Measure(rows, name)
@@ -69,10 +68,11 @@ def read_measures(store: Store, heads: SiteHeads) -> Iterator[tuple[str, np.ndar
 
 def spread_of(name: str, values: np.ndarray, seed: int = 0) -> Spread:
     """Summarise a measure (H, S), NaN where it was not measured; at least one value is a number."""
+    heads, sequences = values.shape
     given = MeasureValues(
-        *values.shape, lambda work: work(slice(0, len(values)), values), lambda step: values.ravel()[::step]
+        heads, sequences, lambda work: work(slice(0, heads), values), lambda step: values.ravel()[::step]
     )
-    found = summarised(name, given, resampling(values.shape[1], seed))
+    found = summarised(name, given, resampling(sequences, seed))
     assert found is not None
     return found[0]
 

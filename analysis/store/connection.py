@@ -72,6 +72,9 @@ def confine(connection: duckdb.DuckDBPyConnection) -> None:
             raise
 
 
+#: Most threads of DuckDB with limited memory, because each has buffers of its own.
+_LIMITED_THREADS = 8
+
 _FULL = re.compile(r"no space left|quota exceeded|file too large", re.IGNORECASE)
 _FULL_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FIRST_WAIT, _LONGEST_WAIT = 0.02, 0.5
@@ -152,6 +155,7 @@ def connected(
     try:
         if memory is not None:
             connection.execute(f"SET memory_limit = {literal(memory)}")
+            connection.execute(f"SET threads = {min(_LIMITED_THREADS, os.cpu_count() or 1)}")
         if read_only:
             confine(connection)
         yield connection

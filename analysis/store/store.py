@@ -58,7 +58,7 @@ _JSON_COLUMNS = tuple(c.name for c in TABLES["runs"].columns if c.type == "JSON"
 _MADE_BY = {"recording": "sweep"}
 
 #: Memory of DuckDB while a summary is computed; the summary itself holds one column at a time in addition.
-_SUMMARY_MEMORY = "384MB"
+_SUMMARY_MEMORY = "512MB"
 
 _HEAD_KEYS = ("sequence", "site", "layer", "head", "kv_head")
 #: By kind of run, the table of its head rows and its columns of numbers; other kinds use ``head_statistics``.

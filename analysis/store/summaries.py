@@ -36,6 +36,8 @@ from headscan.catalog import PROFILES, SCORES
 _MOST_VALUES = 1 << 27
 #: Most values of a task of one thread, which fit in its cache.
 _TASK_VALUES = 1 << 15
+#: Most threads, each of which holds the values of a layer.
+_THREADS = min(8, os.cpu_count() or 1)
 #: Rows of a batch that DuckDB returns.
 _BATCH = 1 << 20
 #: Most values of a pool's sample. A smaller pool is its own sample.
@@ -414,7 +416,8 @@ class _PoolQuantiles:
         if rank < skipped or after >= skipped + len(near):
             return None
         a, b = near[rank - skipped], near[after - skipped]
-        return float(between(np.float64(a), np.float64(b), place - rank)), float(between(a, b, place - rank))
+        ends, part = (np.asarray(a), np.asarray(b)), place - rank
+        return float(between(*(end.astype(np.float64) for end in ends), part)), float(between(*ends, part))
 
 
 def resampling(sequences: int, seed: int = 0) -> np.ndarray:
@@ -654,7 +657,7 @@ def summarise_site(
     bits: dict[str, np.ndarray] = {}
     # Measures of one statistic follow one another, so that it is read once.
     measures = sorted((Measure(rows, name) for name in names), key=lambda each: each.statistics[::-1])
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
+    with ThreadPoolExecutor(_THREADS) as threads:
         for measure in measures:
             if not all(rows.measured(name) for name in measure.statistics):
                 continue
@@ -715,8 +718,8 @@ def bounded_keys(connection: duckdb.DuckDBPyConnection, run_id: str) -> int | No
     """Return the number of keys of sink and recent together; None if the run does not record it."""
     rows = connection.execute("SELECT config::VARCHAR FROM runs WHERE run_id = ?", [run_id]).fetchall()
     config = json.loads(rows[0][0]) if rows else {}
-    widths = [config.get(name) for name in ("sink", "recent")]
-    return sum(widths) if all(isinstance(width, int) for width in widths) else None
+    widths = [config[name] for name in ("sink", "recent") if isinstance(config.get(name), int)]
+    return sum(widths) if len(widths) == 2 else None
 
 
 def _head_rows(heads: SiteHeads, name: str, spread: Spread) -> pa.Table:
@@ -842,7 +845,7 @@ def pool_quantiles(
     measure = Measure(rows, name)
     if not all(rows.measured(statistic) for statistic in measure.statistics):
         return None
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
+    with ThreadPoolExecutor(_THREADS) as threads:
         values = measure.values(threads)
         pool = _PoolQuantiles(values, levels)
         counts: list[int] = []

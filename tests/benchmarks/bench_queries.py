@@ -158,7 +158,9 @@ def main() -> None:
             limit = f"{bar.seconds:g} s, {bar.gigabytes:g} GB"
             table.row(name, f"{cost.seconds:.2f}", f"{cost.gigabytes:.2f}", limit, verdict(cost, bar))
 
-        row("start of headscan alone", ["-m", "headscan", "--version"], QUESTION)
+        with Store(f"{folder}/empty.duckdb").connect(create=True):
+            pass
+        row("status of an empty store", ["-m", "headscan", "status", "--store", f"{folder}/empty.duckdb"], QUESTION)
         row("summary at the end", ["-c", _FINISH, str(path), run_id, str(shards)], SUMMARY)
         asked = {
             "rank": ["rank"],
