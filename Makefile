@@ -34,6 +34,7 @@ bench: $(VENV)/.ready
 	$(BIN)/python -m tests.benchmarks.bench_cache
 	$(BIN)/python -m tests.benchmarks.bench_pruning
 	$(BIN)/python -m tests.benchmarks.bench_store
+	$(BIN)/python -m tests.benchmarks.bench_queries --sequences 5120
 	$(BIN)/python -m tests.benchmarks.bench_pools
 	$(BIN)/python -m tests.benchmarks.bench_streaming
 

@@ -119,14 +119,17 @@ def thresholds(store: Store, run_id: str, score: str, quantiles: Sequence[float]
     for quantile in quantiles:
         if not 0 <= quantile <= 1:
             raise SelectionError(f"quantile out of range: {quantile:g} (limit 0 to 1). Change the quantile")
-    levels = [float(pool_quantile(SCORES[score], quantile)) for quantile in quantiles]
-    (row,) = store.query(
-        f"SELECT quantile_cont({score}::DOUBLE, {levels!r}) AS found FROM head_scores WHERE run_id = ? AND site = ?",
-        [run_id, site],
+    stored = store.query(
+        "SELECT thresholds FROM measure_pools WHERE run_id = ? AND site = ? AND measure = ?", [run_id, site, score]
     ).to_pylist()
-    if row["found"] is None:
+    known = dict(stored[0]["thresholds"]) if stored else {}
+    if all(quantile in known for quantile in quantiles):
+        return [known[quantile] for quantile in quantiles]
+    levels = [float(pool_quantile(SCORES[score], quantile)) for quantile in quantiles]
+    found = store.pool_quantiles(run_id, site, score, levels)
+    if found is None:
         raise _not_measured(store, run_id, score, site)
-    return [float(value) for value in row["found"]]
+    return found
 
 
 def _not_measured(store: Store, run_id: str, score: str, site: str) -> SelectionError:

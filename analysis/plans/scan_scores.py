@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from headscan.analysis.heads.head_ranking import behaving_heads, measured_behaviours
 from headscan.analysis.plans.keep_scores import KeepScores, protected_notes, require_candidates
 from headscan.analysis.plans.plan_records import (
@@ -65,24 +67,20 @@ def measure_calibration(store: Store, run: Mapping[str, Any], bounded: int, sink
     )
 
 
-def measure_query_heads(store: Store, run_id: str, bounded: int) -> list[QueryHead]:
-    """Return the means of every measured query head over sequences of more than ``bounded`` tokens."""
-    masses = store.query(
-        "SELECT h.layer, h.head, h.kv_head, avg(h.sink_mass) AS sink_mass, avg(h.recent_mass) AS recent_mass,"
-        " avg(h.distant_mass) AS distant_mass, sum(s.tokens * h.distant_mass::DOUBLE)"
-        " / sum(s.tokens - $2) FILTER (h.distant_mass IS NOT NULL) AS far_mass"
-        " FROM head_statistics h JOIN sequences s USING (run_id, sequence)"
-        " WHERE run_id = $1 AND site = 'self' AND s.tokens > $2 GROUP BY ALL ORDER BY ALL",
-        [run_id, bounded],
-    ).to_pylist()
-    scores = store.query(
-        "SELECT layer, head, avg(entropy) AS entropy, avg(output_norm) AS output_norm,"
-        " avg(output_norm_ln) AS output_norm_ln FROM head_scores WHERE run_id = $1 AND site = 'self'"
-        " AND sequence IN (SELECT sequence FROM sequences WHERE run_id = $1 AND tokens > $2) GROUP BY ALL",
-        [run_id, bounded],
-    ).to_pylist()
-    by_head = {(row["layer"], row["head"]): row for row in scores}
-    rows = [{**row, **by_head[row["layer"], row["head"]]} for row in masses]
+#: Means of query heads over long sequences.
+_LONG_MEANS = ("sink_mass", "recent_mass", "distant_mass", "entropy", "output_norm", "output_norm_ln")
+
+
+def measure_query_heads(store: Store, run_id: str) -> list[QueryHead]:
+    """Return the means of every measured query head over sequences that are longer than sink and recent together."""
+    site = next((each for each in store.summaries(run_id, _LONG_MEANS) if each.heads.site == "self"), None)
+    rows: list[dict[str, Any]] = []
+    if site is not None:
+        heads, spreads = site
+        columns: dict[str, Any] = {"layer": heads.layer, "head": heads.head, "kv_head": heads.kv_head}
+        columns |= {name: spreads[name].long_mean if name in spreads else None for name in _LONG_MEANS}
+        columns["far_mass"] = spreads["distant_mass"].far_mean if "distant_mass" in spreads else None
+        rows = [{name: _number(of_all, i) for name, of_all in columns.items()} for i in range(len(heads))]
     for name in ("distant_mass", "output_norm"):
         if all(row[name] is None for row in rows):
             raise PlanError(
@@ -96,6 +94,12 @@ def measure_query_heads(store: Store, run_id: str, bounded: int) -> list[QueryHe
             row["far_mass"] = far = min(max(far, 0.0), 1.0)
         row["need"] = None if far is None or norm is None else far * norm
     return [QueryHead(**row) for row in rows]
+
+
+def _number(values: np.ndarray | None, row: int) -> Any:
+    """Return a number of a head; None if it was not measured."""
+    value = None if values is None else values[row].item()
+    return None if value is None or math.isnan(value) else value
 
 
 def by_kv_head(query_heads: Iterable[QueryHead]) -> dict[tuple[int, int], list[QueryHead]]:
@@ -186,7 +190,7 @@ def distant_mass_scores(store: Store, run_id: str | None) -> KeepScores:
     sink, recent = _scan_widths(run)
     model, recorded = planned_model(run)
     calibration = measure_calibration(store, run, sink + recent, sink, recent)
-    query_heads = measure_query_heads(store, run["run_id"], sink + recent)
+    query_heads = measure_query_heads(store, run["run_id"])
     readers = readers_of(model, query_heads)
     needs = group_maxima(model, readers, "need")
     require_candidates(model, needs)

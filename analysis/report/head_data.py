@@ -13,18 +13,10 @@ import pyarrow as pa
 
 from headscan.analysis.plans import HeadDamage, HeadPlan, PlannedHead
 from headscan.analysis.report.head_measures import HeadMeasure, SiteMeasures, read_head_tables, scanned_measure
-from headscan.analysis.report.head_spread import (
-    QUANTILES,
-    SiteHeads,
-    Spread,
-    mean_over_sequences,
-    read_measures,
-    read_sites,
-    spread_of,
-)
+from headscan.analysis.report.head_spread import QUANTILES, SiteHeads, Spread
 from headscan.analysis.report.page_parts import compressed
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.views import INACTIVE_QUANTILE
+from headscan.analysis.store.summaries import SiteSummary
 from headscan.catalog import SCORES
 
 _CLASSES = ("retrieval", "streaming", "removable", "protected")
@@ -71,44 +63,25 @@ def _damage(read: Callable[[HeadDamage], float | None], entry: PlannedHead) -> f
     return None if entry.evidence.damage is None else read(entry.evidence.damage)
 
 
-#: Number of set bits of each byte.
-_SET_BITS = np.array([byte.bit_count() for byte in range(256)])
-
-
+@dataclass(frozen=True)
 class Picks:
-    """The picks of scores, one bit per (sequence, head): a fraction of the memory of the scores."""
+    """The picks of scores: the (sequence, head) beyond the `INACTIVE_QUANTILE` of the pool."""
 
-    def __init__(self) -> None:
-        self._bits: dict[str, np.ndarray] = {}
-
-    def add(self, name: str, values: np.ndarray, spread: Spread) -> None:
-        """Add a score with its values (H, S); a statistic without a direction is skipped."""
-        score = SCORES.get(name)
-        if score is None:
-            return
-        limit = spread.thresholds[INACTIVE_QUANTILE]
-        picked = values < limit if score.inactive == "low" else values > limit
-        if picked.any():
-            self._bits[name] = np.packbits(picked)
+    spreads: Mapping[str, Spread]
 
     def overlaps(self) -> pa.Table:
         """Return all pairs of scores that pick anything, as the SQL macro ``score_overlap`` does."""
-        names = [name for name in SCORES if name in self._bits]
-        sizes = {name: _count(self._bits[name]) for name in names}
+        counts = {name: self.spreads[name].picks for name in SCORES if name in self.spreads}
+        names = [name for name, of_score in counts.items() if of_score[name]]
         rows = []
         for i, a in enumerate(names):
             for b in names[i + 1 :]:
-                both = _count(self._bits[a] & self._bits[b])
-                overlap = both / (sizes[a] + sizes[b] - both)
+                picked_a, picked_b, both = counts[a][a], counts[b][b], counts[a][b]
                 rows.append(
-                    {"score_a": a, "score_b": b, "picked_a": sizes[a], "picked_b": sizes[b]}
-                    | {"both": both, "overlap": overlap}
+                    {"score_a": a, "score_b": b, "picked_a": picked_a, "picked_b": picked_b}
+                    | {"both": both, "overlap": both / (picked_a + picked_b - both)}
                 )
         return pa.Table.from_pylist(rows)
-
-
-def _count(bits: np.ndarray) -> int:
-    return int(_SET_BITS[bits].sum())
 
 
 #: Most sets of heads in the page: a sweep has an arm for each score and share.
@@ -117,12 +90,16 @@ _MOST_SETS = 300
 
 @dataclass(frozen=True)
 class SiteNumbers:
-    """One site with its measures, the spreads of scanned ones by name, and the overlaps of the scores' picks."""
+    """One site with its measures, and the spreads of scanned ones by name."""
 
     heads: SiteHeads
     numbers: SiteMeasures
     spreads: Mapping[str, Spread]
-    picks: Picks
+
+    @property
+    def picks(self) -> Picks:
+        """The overlaps of the scores' picks."""
+        return Picks(self.spreads)
 
 
 @dataclass(frozen=True)
@@ -145,31 +122,26 @@ def read_head_data(
     """Read every measure of every head of a scan. The masks of the evaluation become sets of heads, ``plan`` is of the
     same model, and ``compared`` is another scan with the same heads; None leaves each out.
     """
-    others = {} if compared is None else {site.site: site for site in read_sites(store, compared["run_id"])}
+    others = {} if compared is None else {site.heads.site: site for site in store.summaries(compared["run_id"])}
     found = []
     runs: dict[str, Mapping[str, Any]] = {}
-    for heads in read_sites(store, scan["run_id"]):
-        picks = Picks()
-        spreads: dict[str, Spread] = {}
-        for name, values in read_measures(store, heads):
-            spreads[name] = spread_of(name, values)
-            picks.add(name, values, spreads[name])
-        means = _other_means(store, heads, others.get(heads.site))
+    for heads, spreads in store.summaries(scan["run_id"]):
+        means = _other_means(heads, others.get(heads.site))
         scanned = [scanned_measure(name, spread, means.get(name)) for name, spread in spreads.items()]
         tables, of_tables = read_head_tables(store, scan, heads)
         runs |= of_tables
         planned = [] if plan is None else plan_measures(plan, heads)
         sets = {} if evaluation_id is None else _ablated_sets(store, evaluation_id, heads)
         numbers = SiteMeasures((*scanned, *tables, *planned), sets)
-        found.append(SiteNumbers(heads, numbers, spreads, picks))
+        found.append(SiteNumbers(heads, numbers, spreads))
     return HeadData(tuple(found), runs, compared if others else None)
 
 
-def _other_means(store: Store, heads: SiteHeads, other: SiteHeads | None) -> dict[str, np.ndarray]:
+def _other_means(heads: SiteHeads, other: SiteSummary | None) -> dict[str, np.ndarray]:
     """Return the means of another scan by measure; empty if its heads differ."""
-    if other is None or len(other) != len(heads) or not _same_places(heads, other):
+    if other is None or len(other.heads) != len(heads) or not _same_places(heads, other.heads):
         return {}
-    return {name: mean_over_sequences(values) for name, values in read_measures(store, other)}
+    return {name: spread.mean for name, spread in other.spreads.items()}
 
 
 def _same_places(a: SiteHeads, b: SiteHeads) -> bool:

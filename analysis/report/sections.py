@@ -267,8 +267,8 @@ def looking_section(store: Store, run_id: str, sites: Sequence[str]) -> str | No
 
 def _positional_heads(store: Store, run_id: str) -> list[str]:
     """Return a sentence and a list of the positional heads; empty if not measured."""
-    measured = store.query("SELECT count(argmax_offsets) AS rows FROM head_statistics WHERE run_id = ?", [run_id])
-    if measured["rows"].to_pylist() == [0]:
+    measured = "SELECT 1 FROM all_head_profiles WHERE run_id = ? AND profile = 'argmax_offsets' LIMIT 1"
+    if store.query(measured, [run_id]).num_rows == 0:
         return []
     found = store.query(
         "SELECT site, layer, head, key_offset, share FROM all_positional_heads WHERE run_id = ?"

@@ -72,6 +72,9 @@ def confine(connection: duckdb.DuckDBPyConnection) -> None:
             raise
 
 
+#: Most threads of DuckDB with limited memory, because each has buffers of its own.
+_LIMITED_THREADS = 8
+
 _FULL = re.compile(r"no space left|quota exceeded|file too large", re.IGNORECASE)
 _FULL_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FIRST_WAIT, _LONGEST_WAIT = 0.02, 0.5
@@ -136,14 +139,23 @@ def _connect(
 
 @contextmanager
 def connected(
-    path: Path, *, read_only: bool, timeout: float = 0.0, on_wait: Callable[[str], None] | None = None
+    path: Path,
+    *,
+    read_only: bool,
+    timeout: float = 0.0,
+    on_wait: Callable[[str], None] | None = None,
+    memory: str | None = None,
 ) -> Iterator[duckdb.DuckDBPyConnection]:
     """Open a connection that can access no other file; closing it releases the lock. ``read_only`` shares the file with
     other readers and blocks all file access; otherwise the file is locked exclusively. A wait for the lock of another
     process takes up to ``timeout`` seconds; ``on_wait`` is called with a message when it begins, and None disables it.
+    ``memory`` is the most memory of DuckDB, as in ``1GB``; None uses its default.
     """
     connection = _connect(path, read_only, timeout, on_wait)
     try:
+        if memory is not None:
+            connection.execute(f"SET memory_limit = {literal(memory)}")
+            connection.execute(f"SET threads = {min(_LIMITED_THREADS, os.cpu_count() or 1)}")
         if read_only:
             confine(connection)
         yield connection
@@ -567,6 +579,7 @@ def opened(
     create: bool = False,
     timeout: float = 30.0,
     on_wait: Callable[[str], None] | None = None,
+    memory: str | None = None,
 ) -> Iterator[duckdb.DuckDBPyConnection]:
     """Open a connection to the store at ``path``; closing it releases the lock. An older store is upgraded first, even
     for reading, and a file that is not a store stays unchanged. The state ``checked`` of the last check is updated
@@ -577,7 +590,7 @@ def opened(
         _create_where_missing(path, timeout, on_wait)
     elif not _is_file_with_content(path):
         raise StoreMissingError(f"there is no store at {path}. Run `headscan scan` first, or name another path")
-    reading = partial(connected, path, read_only=True, timeout=timeout, on_wait=on_wait)
+    reading = partial(connected, path, read_only=True, timeout=timeout, on_wait=on_wait, memory=memory)
     writing = partial(connected, path, read_only=False, timeout=timeout, on_wait=on_wait)
     if read_only or not checked.holds(path):
         with reading() as connection:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from textwrap import dedent
 
+from headscan.analysis.store.verdict_limits import HEAD_BINS, INACTIVE_QUANTILE, MOSTLY, POOL_BINS, SPAN, THRESHOLDS
 from headscan.catalog import PROFILES, STATISTICS
 
 
@@ -179,6 +180,63 @@ HEAD_STATISTICS = Table(
             )
             for p in PROFILES.values()
         ),
+    ),
+)
+
+HEAD_SUMMARIES = Table(
+    "head_summaries",
+    "one row per finished scan, site, layer, query head and measure (score, statistic or profile): its summary over the"
+    " sequences, which head_summary and head_profiles show. A run without rows (unfinished, or of an older version) is"
+    " summarised from head_statistics when it is queried",
+    (
+        *_HEAD_OF_RUN,
+        KV_HEAD,
+        *columns(
+            """
+            measure VARCHAR name of the score, statistic or profile
+            sequences INTEGER number of sequences of the head
+            measured INTEGER number of sequences with a value
+            mean DOUBLE? mean over sequences; NULL for profiles, as all columns up to far_mean
+            std DOUBLE? standard deviation over sequences; NULL for a single one
+            p10 DOUBLE? 10 % quantile over sequences
+            median DOUBLE? median over sequences
+            p90 DOUBLE? 90 % quantile over sequences
+            inactive DOUBLE? share of sequences in which the score is beyond the pooled quantile (see head_summary),
+                0 to 1; NULL for statistics
+            histogram INTEGER[]? number of sequences in each of HEAD_BINS bins of one width between low and high of
+                measure_pools; the outer bins also count the values beyond
+            long_mean DOUBLE? mean over the sequences that are longer than sink and recent together; NULL if there
+                are none
+            far_mean DOUBLE? mean of distant_mass over the queries that have distant keys; NULL for other measures
+            shares DOUBLE[]? mean share of each bin of a profile; NULL for other measures
+        """.replace("HEAD_BINS", str(HEAD_BINS))
+        ),
+    ),
+)
+
+MEASURE_POOLS = Table(
+    "measure_pools",
+    "one row per finished scan, site and measure (score or statistic): the pool of its values of all heads and"
+    " sequences",
+    (
+        RUN,
+        SITE,
+        *columns(f"""
+            measure VARCHAR name of the score or statistic
+            low DOUBLE lower end of the histograms: the {SPAN[0]:.1%} quantile of the pool, or 0.5 below the only value
+            high DOUBLE upper end of the histograms: the {SPAN[1]:.1%} quantile of the pool, or 0.5 above the only value
+            histogram BIGINT[] number of values in each of {POOL_BINS} bins of one width between low and high; the
+                outer bins also count the values beyond
+            thresholds MAP(DOUBLE,DOUBLE)? by share of the pool ({", ".join(f"{share:g}" for share in THRESHOLDS)}), the
+                value beyond which that share lies on the score's inactive side; NULL for statistics
+            inactive_heads INTEGER? number of heads beyond the {INACTIVE_QUANTILE:.0%} threshold in at least
+                {MOSTLY:.0%} of their sequences; NULL for statistics
+            inactive_heads_low INTEGER? lower end of its 95 % interval (bootstrap of whole sequences with the
+                threshold fixed); NULL for a single sequence
+            inactive_heads_high INTEGER? upper end of the same interval
+            picks MAP(VARCHAR,BIGINT)? by score, the number of values beyond the {INACTIVE_QUANTILE:.0%} thresholds of
+                both scores; NULL for statistics
+        """),
     ),
 )
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import duckdb
 import pyarrow as pa
@@ -38,7 +38,16 @@ from headscan.analysis.store.records import (
     ShardRecord,
     ShardToWrite,
 )
+from headscan.analysis.store.summaries import (
+    SiteSummary,
+    SummaryRows,
+    is_summarised,
+    pool_quantiles,
+    site_summaries,
+    summarise_run,
+)
 from headscan.analysis.store.tables import TABLES
+from headscan.analysis.store.views import SUMMARISED
 from headscan.catalog import PROFILES, STATISTICS
 
 _EXPORTED = (*TABLES, "head_summary")
@@ -47,6 +56,9 @@ _JSON_COLUMNS = tuple(c.name for c in TABLES["runs"].columns if c.type == "JSON"
 
 #: The verb that creates runs of a kind, where the two names differ.
 _MADE_BY = {"recording": "sweep"}
+
+#: Memory of DuckDB while a summary is computed; the summary itself holds one column at a time in addition.
+_SUMMARY_MEMORY = "512MB"
 
 _HEAD_KEYS = ("sequence", "site", "layer", "head", "kv_head")
 #: By kind of run, the table of its head rows and its columns of numbers; other kinds use ``head_statistics``.
@@ -97,7 +109,7 @@ class Store:
         return f"Store({str(self.path)!r})"
 
     def connect(
-        self, *, read_only: bool = False, create: bool = False
+        self, *, read_only: bool = False, create: bool = False, memory: str | None = None
     ) -> AbstractContextManager[duckdb.DuckDBPyConnection]:
         """Open a DuckDB connection for a ``with`` block; see `opened`."""
         return opened(
@@ -105,6 +117,7 @@ class Store:
             self._checked,
             read_only=read_only,
             create=create,
+            memory=memory,
             timeout=self.lock_timeout,
             on_wait=self.on_wait,
         )
@@ -172,14 +185,50 @@ class Store:
         total_shards: int | None = None,
         corpus_hash: str | None = None,
     ) -> None:
-        """Close a run; arguments that are None keep the stored values."""
+        """Close a run; arguments that are None keep the stored values. A finished scan gets its summary; see
+        `summarise`.
+        """
+        summary = self._new_summary(run_id) if status == "finished" else None
         with self._writing() as connection:
             _require_run(connection, run_id)
+            if summary is not None:
+                _add_summary(connection, run_id, summary)
             connection.execute(
                 "UPDATE runs SET status = ?, finished_at = now(), report = coalesce(?, report),"
                 " total_shards = coalesce(?, total_shards), corpus_hash = coalesce(?, corpus_hash) WHERE run_id = ?",
                 [status, None if report is None else to_json(report), total_shards, corpus_hash, run_id],
             )
+
+    def summarise(self, run_id: str) -> None:
+        """Store the summary of a finished scan, if the store lacks it, as in a store of an older version."""
+        summary = self._new_summary(run_id)
+        if summary is not None:
+            with self._writing() as connection:
+                _add_summary(connection, run_id, summary)
+
+    def _new_summary(self, run_id: str) -> _Summary | None:
+        """Return the summary of a run that has head rows but no summary. Other processes can read meanwhile."""
+        if self._transaction is not None:  # the block may not read, and no scan ends in one
+            return None
+        with self.connect(read_only=True, memory=_SUMMARY_MEMORY) as connection:
+            known = connection.execute("SELECT kind FROM runs WHERE run_id = ?", [run_id]).fetchall()
+            if not known or known[0][0] not in ("scan", "recording") or is_summarised(connection, run_id):
+                return None
+            return _Summary(_count_shards(connection, run_id), summarise_run(connection, run_id))
+
+    def summaries(self, run_id: str, names: Sequence[str] = SUMMARISED) -> list[SiteSummary]:
+        """Return the spread of the measured scores and statistics among ``names`` by site, self-attention first: as
+        stored, or computed from all rows of an unfinished run or one of an older version.
+        """
+        with self.connect(read_only=True, memory=_SUMMARY_MEMORY) as connection:
+            return site_summaries(connection, run_id, names)
+
+    def pool_quantiles(self, run_id: str, site: str, measure: str, levels: Sequence[float]) -> list[float] | None:
+        """Return quantiles of a score or statistic over all heads and sequences of a site, from one column of all rows;
+        None if the run did not measure it.
+        """
+        with self.connect(read_only=True, memory=_SUMMARY_MEMORY) as connection:
+            return pool_quantiles(connection, run_id, site, measure, levels)
 
     # Probes
 
@@ -386,6 +435,33 @@ class Store:
             return [write_parquet(connection, name, Path(directory)) for name in _EXPORTED]
 
 
+class _Summary(NamedTuple):
+    """The summary of a run's first ``shards`` shards."""
+
+    shards: int
+    rows: SummaryRows
+
+
+def _count_shards(connection: duckdb.DuckDBPyConnection, run_id: str) -> int:
+    rows = connection.execute("SELECT count(*) FROM shards WHERE run_id = ?", [run_id]).fetchall()
+    return int(rows[0][0])
+
+
+def _add_summary(connection: duckdb.DuckDBPyConnection, run_id: str, summary: _Summary) -> None:
+    """Replace the summary of a run, unless another process has added shards since it was computed."""
+    if _count_shards(connection, run_id) != summary.shards:
+        return
+    _forget_summary(connection, run_id)
+    for table, found in zip(("head_summaries", "measure_pools"), summary.rows, strict=True):
+        if found:
+            _insert(connection, table, pa.concat_tables(found, promote_options="permissive"), check=False)
+
+
+def _forget_summary(connection: duckdb.DuckDBPyConnection, run_id: str) -> None:
+    for table in ("head_summaries", "measure_pools"):
+        connection.execute(f"DELETE FROM {table} WHERE run_id = ?", [run_id])
+
+
 def _check_columns(name: str, table: pa.Table, required: Sequence[str], optional: Sequence[str] = ()) -> None:
     """Raise StoreError unless a table has the ``required`` columns and no others but ``optional`` ones."""
     given = table.column_names
@@ -478,6 +554,7 @@ def _add_shard(
             )
         return
     _check_columns("heads", heads, _HEAD_KEYS, numbers)
+    _forget_summary(connection, run_id)
     _insert(connection, "sequences", sequences, optional=("recall_task",), run_id=run_id, shard=shard.shard)
     connection.register("incoming_heads", heads)
     # One NaN or infinity would make every mean and deviation over the column useless.

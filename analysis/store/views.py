@@ -133,21 +133,60 @@ _OFFSETS = f"""
 """
 
 
-# The numbers of head_summary are computed again here, because reading that view three times takes long to plan.
+_UNSUMMARISED_RUNS = "SELECT run_id FROM runs WHERE run_id NOT IN (SELECT run_id FROM head_summaries)"
+#: The rows of runs whose summary is not stored: unfinished ones, and those of older versions. If there are none, DuckDB
+#: reads no row.
+_UNSUMMARISED = f"(SELECT * FROM head_statistics WHERE run_id IN ({_UNSUMMARISED_RUNS}))"
+
+_KEYS = "run_id, sequence, site, layer, head, kv_head"
+
+
+def pool_quantile(score: Score, quantile: float) -> float:
+    """Return the quantile with a share ``quantile`` (0 to 1) on the inactive side."""
+    return quantile if score.inactive == "low" else 1.0 - quantile
+
+
+def _score_sql(score: Score) -> str:
+    """Return SQL for one score; NULL if its denominator is zero."""
+    if score.normaliser is None:
+        return score.statistic
+    own = score.over == "head"
+    denominator = score.normaliser if own else f"avg({score.normaliser}) OVER layer_heads"
+    # Computed as DOUBLE, because REAL / REAL would round the ratio.
+    return f"{score.statistic}::DOUBLE / nullif({denominator}, 0) AS {score.name}"
+
+
+def _scores_sql(statistics: tuple[str, ...] = (), source: str = "head_statistics") -> str:
+    columns = [*(_score_sql(score) for score in SCORES.values()), *statistics]
+    return (
+        f"SELECT {_KEYS}, {', '.join(columns)} FROM {source}"
+        " WINDOW layer_heads AS (PARTITION BY run_id, sequence, site, layer)"
+    )
+
+
+# Not from head_scores, which computes its window over all runs before a subquery selects some.
+_UNSUMMARISED_SCORES = _scores_sql(source=_UNSUMMARISED)
+
+# Not from all_head_summary, because reading that view three times takes long to plan.
 _LOW_OUTPUT = f"""
-    SELECT {_HEAD}, count_if(output_norm_ln < low) / nullif(count(output_norm_ln), 0) AS value,
-        NULL::SMALLINT AS key_offset
-    FROM head_scores JOIN (
-        SELECT run_id, site, quantile_cont(output_norm_ln, {INACTIVE_QUANTILE}) AS low FROM head_scores
-        GROUP BY run_id, site
+    SELECT {_HEAD}, inactive AS value, NULL::SMALLINT AS key_offset
+    FROM head_summaries WHERE measure = 'output_norm_ln'
+    UNION ALL
+    SELECT {_HEAD}, count_if(output_norm_ln < low) / nullif(count(output_norm_ln), 0), NULL
+    FROM ({_UNSUMMARISED_SCORES}) JOIN (
+        SELECT run_id, site, quantile_cont(output_norm_ln, {INACTIVE_QUANTILE}) AS low
+        FROM ({_UNSUMMARISED_SCORES}) GROUP BY run_id, site
     ) USING (run_id, site) GROUP BY {_HEAD}
 """
 
 
 def _scanned(statistic: str) -> str:
-    return (
-        f"SELECT {_HEAD}, avg({statistic}) AS value, NULL::SMALLINT AS key_offset FROM head_statistics GROUP BY {_HEAD}"
-    )
+    return f"""
+        SELECT {_HEAD}, mean AS value, NULL::SMALLINT AS key_offset
+        FROM head_summaries WHERE measure = {literal(statistic)}
+        UNION ALL
+        SELECT {_HEAD}, avg({statistic}), NULL FROM {_UNSUMMARISED} GROUP BY {_HEAD}
+    """
 
 
 def _probed(behaviour: str) -> str:
@@ -295,31 +334,6 @@ SUMMARISED: tuple[str, ...] = (*SCORES, *PLAIN_STATISTICS)
 #: Least share of queries whose largest weight is at one offset in a positional head.
 POSITIONAL_SHARE = ROLES["positional"].threshold
 
-_KEYS = "run_id, sequence, site, layer, head, kv_head"
-
-
-def pool_quantile(score: Score, quantile: float) -> float:
-    """Return the quantile with a share ``quantile`` (0 to 1) on the inactive side."""
-    return quantile if score.inactive == "low" else 1.0 - quantile
-
-
-def _score_sql(score: Score) -> str:
-    """Return SQL for one score; NULL if its denominator is zero."""
-    if score.normaliser is None:
-        return score.statistic
-    own = score.over == "head"
-    denominator = score.normaliser if own else f"avg({score.normaliser}) OVER layer_heads"
-    # Computed as DOUBLE, because REAL / REAL would round the ratio.
-    return f"{score.statistic}::DOUBLE / nullif({denominator}, 0) AS {score.name}"
-
-
-def _scores_sql(statistics: tuple[str, ...] = ()) -> str:
-    columns = [*(_score_sql(score) for score in SCORES.values()), *statistics]
-    return (
-        f"SELECT {_KEYS}, {', '.join(columns)} FROM head_statistics"
-        " WINDOW layer_heads AS (PARTITION BY run_id, sequence, site, layer)"
-    )
-
 
 def _head_summary_sql() -> str:
     pool = [
@@ -339,29 +353,63 @@ def _head_summary_sql() -> str:
     ]
     inactive = [f"{s}_inactive" for s in SCORES]
     return f"""
-        WITH measured AS NOT MATERIALIZED ({_scores_sql(PLAIN_STATISTICS)}),
+        WITH measured AS NOT MATERIALIZED ({_scores_sql(PLAIN_STATISTICS, _UNSUMMARISED)}),
         pool AS (SELECT run_id, site, {", ".join(pool)} FROM measured GROUP BY run_id, site),
-        heads AS (
+        computed AS (
             SELECT run_id, site, layer, head, kv_head, count(*) AS sequences, {", ".join(groups)}
             FROM measured JOIN pool USING (run_id, site) GROUP BY run_id, site, layer, head, kv_head
+        ),
+        heads AS (
+            SELECT run_id, site, layer, head, kv_head, sequences, {", ".join((*SUMMARISED, *spread, *inactive))}
+            FROM computed
+            UNION ALL BY NAME ({_stored_summary_sql()})
         )
-        SELECT run_id, model, corpus, site, layer, head, kv_head, sequences,
-            {", ".join((*SUMMARISED, *spread, *inactive))}
-        FROM heads JOIN runs USING (run_id)
+        SELECT run_id, model, corpus, heads.* EXCLUDE (run_id) FROM heads JOIN runs USING (run_id)
     """
+
+
+def _stored_summary_sql() -> str:
+    """Return SQL for the stored rows, one per head, with the types of the computed ones."""
+    columns = ("mean", "std", "p10", "median", "p90", "inactive")
+    # One aggregate per measure, because one per number takes five times as long.
+    packed = ", ".join(f"{column} := {column}" for column in columns)
+    found = [f"any_value(struct_pack({packed})) FILTER (measure = '{name}') AS {name}" for name in SUMMARISED]
+    numbers = [f"{name}.mean AS {name}" for name in SUMMARISED]
+    for name in SUMMARISED:
+        kind = "DOUBLE" if name in SCORES and SCORES[name].normaliser is not None else "REAL"
+        numbers.append(f"{name}.std AS {name}_std")
+        numbers += [f"{name}.{column}::{kind} AS {name}_{column}" for column in ("p10", "median", "p90")]
+    numbers += [f"{name}.inactive AS {name}_inactive" for name in SCORES]
+    return f"""
+        SELECT run_id, site, layer, head, kv_head, sequences, {", ".join(numbers)} FROM (
+            SELECT run_id, site, layer, head, kv_head, max(sequences)::BIGINT AS sequences, {", ".join(found)}
+            FROM head_summaries GROUP BY run_id, site, layer, head, kv_head
+        )
+    """
+
+
+def profile_means_sql(profile: Profile, source: str) -> str:
+    """Return SQL for the mean share of each bin of a profile, one row per head with a value in ``source``."""
+    means = ", ".join(f"avg({profile.name}[{i}])" for i in range(1, len(profile.bins) + 1))
+    return (
+        f"SELECT run_id, site, layer, head, kv_head, count(*) AS measured, [{means}] AS shares FROM {source}"
+        f" WHERE {profile.name} IS NOT NULL GROUP BY run_id, site, layer, head, kv_head"
+    )
 
 
 def _profile_sql(profile: Profile) -> str:
     """Return SQL for one row per head and bin of a profile; with a branch per profile, a query reads one column."""
-    means = ", ".join(f"avg({profile.name}[{i}])" for i in range(1, len(profile.bins) + 1))
     return f"""
         SELECT run_id, site, layer, head, kv_head, {literal(profile.name)} AS profile,
             unnest(range({len(profile.bins)}))::SMALLINT AS bin,
             unnest([{", ".join(map(literal, profile.bins))}]) AS label,
-            unnest(means) AS share
+            unnest(shares) AS share
         FROM (
-            SELECT run_id, site, layer, head, kv_head, [{means}] AS means FROM head_statistics
-            WHERE {profile.name} IS NOT NULL GROUP BY run_id, site, layer, head, kv_head
+            SELECT run_id, site, layer, head, kv_head, shares FROM head_summaries
+            WHERE measure = {literal(profile.name)}
+            UNION ALL
+            SELECT run_id, site, layer, head, kv_head, shares
+            FROM ({profile_means_sql(profile, _UNSUMMARISED)})
         )
     """
 

@@ -127,8 +127,8 @@ class Sql(StoreVerb):
         headscan sql "from head_summary order by output_norm_ln limit 10"
         headscan sql "select layer, avg(entropy) from head_statistics group by layer" --format csv
 
-    Tables: runs, shards, sequences, head_statistics, head_behaviours, head_importance, head_effects, head_gates, masks,
-    mask_heads, arms, responses, answers, arm_results, arm_verdicts, split_verdicts.
+    Tables: runs, shards, sequences, head_statistics, head_summaries, measure_pools, head_behaviours, head_importance,
+    head_effects, head_gates, masks, mask_heads, arms, responses, answers, arm_results, arm_verdicts, split_verdicts.
     Views: head_scores, head_summary, head_profiles, positional_heads, behaviour_summary, importance_summary,
     effect_summary, head_roles, arm_summary, arm_comparison, sweep_points, score_curves, question_split,
     sweep_confirmed. They cover finished runs; the views all_head_summary, all_head_scores and so on cover all runs.

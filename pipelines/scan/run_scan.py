@@ -187,6 +187,7 @@ def run_corpus(
         }
     )
     if (done := run.finished(kind, mark)) is not None:
+        run.store.summarise(done)
         return CorpusRunResult(done, True)
     shard_size = shard_size_of(run, kind, mark, config.shard_size, config.tokens.max_tokens, passes)
 
