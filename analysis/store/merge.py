@@ -135,10 +135,10 @@ def _rows(store: Store, table: str, where: _Where) -> pa.Table:
     return store.query(f"SELECT {', '.join(TABLES[table].names)} FROM {table} WHERE {where[0]}", where[1])
 
 
-def _insert(connection: duckdb.DuckDBPyConnection, table: str, rows: pa.Table) -> None:
+def _insert(connection: duckdb.DuckDBPyConnection, table: str, rows: pa.Table, conflicts: str = "") -> None:
     if rows.num_rows:
         connection.register("merged_rows", rows)
-        connection.execute(f"INSERT INTO {table} BY NAME FROM merged_rows")
+        connection.execute(f"INSERT {conflicts}INTO {table} BY NAME FROM merged_rows")
         connection.unregister("merged_rows")
 
 
@@ -247,8 +247,10 @@ class _RunMerge:
                 if not _equal(self._source, self._into, TABLES["answers"], where):
                     raise self._contradiction(f"arm {arm['name']} has other answers")
                 self._add_missing(_OF_ARM, where)
-            elif arm["status"] == "running":
-                self._add_missing((TABLES["responses"],), where)
+            elif ours["status"] == arm["status"] == "running":
+                responses = _rows(self._source, "responses", where)
+                with self._into.open_transaction() as connection:
+                    _insert(connection, "responses", responses, "OR IGNORE ")
         return added
 
     def _add_missing(self, tables: Sequence[Table], where: _Where) -> None:

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from headscan.analysis.errors import FinishedArmError, ResumeError, StoreError
 from headscan.analysis.store.connection import Checked, opened, rows, transaction
-from headscan.analysis.store.output_files import write_parquet
+from headscan.analysis.store.output_files import write_data_set
 from headscan.analysis.store.provenance import (
     has_ended,
     provenance_changes,
@@ -40,8 +40,6 @@ from headscan.analysis.store.records import (
 )
 from headscan.analysis.store.tables import TABLES
 from headscan.catalog import PROFILES, STATISTICS
-
-_EXPORTED = (*TABLES, "head_summary")
 
 _JSON_COLUMNS = tuple(c.name for c in TABLES["runs"].columns if c.type == "JSON")
 
@@ -384,10 +382,10 @@ class Store:
             )
         return found[0]
 
-    def export_parquet(self, directory: str | Path) -> list[Path]:
-        """Write all tables and ``head_summary`` to ``<directory>/<name>.parquet``, each file atomically."""
+    def export_parquet(self, folder: str | Path) -> list[str]:
+        """Write all tables and ``head_summary`` as a Parquet data set; see `write_data_set`."""
         with self.connect(read_only=True) as connection:
-            return [write_parquet(connection, name, Path(directory)) for name in _EXPORTED]
+            return write_data_set(connection, folder)
 
 
 def _check_columns(name: str, table: pa.Table, required: Sequence[str], optional: Sequence[str] = ()) -> None:
