@@ -32,7 +32,7 @@ from headscan.pipelines.scan.run_scan import ScanResult
 from headscan.pipelines.scan.run_scan import scan as run_scan
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
-from headscan.pipelines.settings.measure_settings import ScanConfig
+from headscan.pipelines.settings.measure_settings import Part, ScanConfig
 from headscan.pipelines.settings.saving_settings import LossLimit, MeasureConfig
 from headscan.pipelines.study.run_study import study as run_study
 from headscan.pipelines.study.study_answer import StudyAnswer
@@ -45,6 +45,7 @@ __all__ = [
     "LossLimit",
     "MeasureConfig",
     "ModelSpec",
+    "Part",
     "PlacementRequest",
     "PruneConfig",
     "ScanConfig",

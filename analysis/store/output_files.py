@@ -93,7 +93,7 @@ def is_partitioned(table: Table) -> bool:
     return {"run_id", "sequence", "layer"} <= {*table.names}
 
 
-def write_data_set(connection: duckdb.DuckDBPyConnection, folder: str | Path) -> list[str]:
+def write_data_set(connection: duckdb.DuckDBPyConnection, folder: str | Path) -> list[Path]:
     """Write all tables and ``head_summary`` as a Parquet data set; an older one in the folder is replaced. Return the
     paths of its files, or folders, and of its schema. pyarrow writes the batches that DuckDB returns, so the connection
     needs no file access.
@@ -124,7 +124,7 @@ def write_data_set(connection: duckdb.DuckDBPyConnection, folder: str | Path) ->
         raise refusal(error) from error
     except OSError as error:
         raise translated(error, Path(folder)) from error
-    return [path for path in (*paths, schema_path) if system.exists(path)]
+    return [Path(path) for path in (*paths, schema_path) if system.exists(path)]
 
 
 def _write_partitions(batches: pa.RecordBatchReader, system: AbstractFileSystem, folder: str) -> None:

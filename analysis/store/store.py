@@ -118,7 +118,7 @@ class Store:
                 self._transaction = None
 
     def open_transaction(self) -> AbstractContextManager[duckdb.DuckDBPyConnection]:
-        """Open a connection for one transaction of `merge`; all other code writes with the methods below."""
+        """Open a connection for one transaction of `merge_stores`; all other code writes with the methods below."""
         return self._writing()
 
     @contextmanager
@@ -382,7 +382,7 @@ class Store:
             )
         return found[0]
 
-    def export_parquet(self, folder: str | Path) -> list[str]:
+    def export_parquet(self, folder: str | Path) -> list[Path]:
         """Write all tables and ``head_summary`` as a Parquet data set; see `write_data_set`."""
         with self.connect(read_only=True) as connection:
             return write_data_set(connection, folder)

@@ -26,7 +26,7 @@ class Merge:
     json: Json = False
 
     def run(self) -> Result:
-        from headscan.analysis.store.merge import merge_stores
+        from headscan.analysis.store.merge_stores import merge_stores
         from headscan.pipelines.runs.text_tables import table_cells, text_table
 
         sources = [StoreOptions(path=path).open() for path in self.stores]

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from headscan.analysis.errors import MergeError
-from headscan.analysis.store.merge import merge_stores
+from headscan.analysis.store.merge_stores import merge_stores
 from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import TABLES

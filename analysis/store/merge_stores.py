@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from headscan.analysis.errors import MergeError
 from headscan.analysis.store.provenance import provenance_changes, provenance_history, this_process
-from headscan.analysis.store.records import SHARDED_KINDS
+from headscan.analysis.store.records import SHARDED_KINDS, RunStatus
 from headscan.analysis.store.scan_tables import Table
 from headscan.analysis.store.store import Store, joined_parts, to_json
 from headscan.analysis.store.tables import TABLES
@@ -177,11 +177,11 @@ class _RunMerge:
         theirs = self._theirs
         pairs = [(name, ours[name], theirs[name]) for name in _DECIDING]
         if self._by_shard:
-            pairs += [("shard_size", *(json.loads(run["config"]).get("shard_size") for run in (ours, theirs)))]
-            pairs += [("total_shards", ours["total_shards"], theirs["total_shards"])]
+            mine, other = (json.loads(run["config"]).get("shard_size") for run in (ours, theirs))
+            pairs += [("shard_size", mine, other), ("total_shards", ours["total_shards"], theirs["total_shards"])]
             # Before a run has read its corpus to the end, the hash does not cover the text.
-            hashes = [run["corpus_hash"] if _is_read(run) else None for run in (ours, theirs)]
-            pairs += [("corpus_hash", *hashes)]
+            mine, other = (run["corpus_hash"] if _is_read(run) else None for run in (ours, theirs))
+            pairs += [("corpus_hash", mine, other)]
         for name, mine, other in pairs:
             if None not in (mine, other) and mine != other:
                 shown = "" if name == "grid" else f" {other} and {mine}"
@@ -274,6 +274,7 @@ class _RunMerge:
         theirs, ours = self._theirs, self._ours or self._theirs
         read = next((run for run in (ours, theirs) if _is_read(run)), ours)
         total = next((run["total_shards"] for run in (read, ours, theirs) if run["total_shards"] is not None), None)
+        status: RunStatus
         if self._by_shard:
             complete = _is_read(read) and self._shards() == total
             status = "finished" if complete else "part"
