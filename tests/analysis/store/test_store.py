@@ -138,6 +138,7 @@ def test_profiles_come_back_and_go_out_as_they_were(scan: Scan, tmp_path: Path) 
     )
     scan.store.export_parquet(tmp_path / "out")
     exported = pq.read_table(tmp_path / "out" / "head_statistics", filters=[("run_id", "=", other.run_id)])
+    exported = exported.set_column(exported.schema.get_field_index("layer"), "layer", exported["layer"].cast("int16"))
     exported = exported.sort_by([("sequence", "ascending"), ("layer", "ascending"), ("head", "ascending")])
     for table in (rows, exported):
         for name, values in profiles.items():
