@@ -49,6 +49,10 @@ class ResumeError(StoreError):
     """Software or device changed since the unfinished run began."""
 
 
+class MergeError(StoreError):
+    """Two stores have other rows of the same run, or are one store."""
+
+
 class QueryError(AnalysisError):
     """DuckDB refused a query; the message is the first line of DuckDB's."""
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import duckdb
 
 from headscan.analysis.errors import AnalysisError, StoreMissingError
+from headscan.analysis.store.parquet_store import ParquetStore, store_at
 from headscan.analysis.store.records import RunKind
 from headscan.analysis.store.store import Store
 
@@ -151,14 +152,15 @@ class StoreTables:
 
 
 def open_store(path: str | Path) -> StoreTables:
-    """Return the tables of a store that a scan or an evaluation wrote.
+    """Return the tables of a store that a scan or an evaluation wrote, or of its Parquet data set (a folder or URL).
 
     Raises:
         StoreMissingError: There is no store at ``path``.
     """
-    if not Path(path).exists():
+    store = store_at(path)
+    if not isinstance(store, ParquetStore) and not store.path.exists():
         raise StoreMissingError(f"there is no store at {path}. Run `headscan scan` first, or name another path")
-    return StoreTables(Store(path))
+    return StoreTables(store)
 
 
 def _head_map(store: Store, run_id: str, column: str, site: str) -> go.Figure:

@@ -40,7 +40,7 @@ from headscan.pipelines.scan.run_scan import CorpusRunResult, ScanResult
 from headscan.pipelines.scan.run_scan import scan as run_scan
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
 from headscan.pipelines.settings.evaluation_settings import AblateConfig, EvaluateConfig, SweepConfig
-from headscan.pipelines.settings.measure_settings import GatesConfig, ImportanceConfig, ProbeConfig, ScanConfig
+from headscan.pipelines.settings.measure_settings import GatesConfig, ImportanceConfig, Part, ProbeConfig, ScanConfig
 from headscan.pipelines.settings.saving_settings import LossLimit, MeasureConfig
 from headscan.pipelines.study.run_study import study as run_study
 from headscan.pipelines.study.study_answer import StudyAnswer
@@ -56,6 +56,7 @@ __all__ = [
     "LossLimit",
     "MeasureConfig",
     "ModelSpec",
+    "Part",
     "PlacementRequest",
     "ProbeConfig",
     "PruneConfig",

@@ -19,6 +19,7 @@ ALLOWED = {
     "headscan.cluster": {"ray", "headscan", "torch", "transformers", "numpy", "psutil"},
     "headscan.analysis": {
         "duckdb",
+        "fsspec",
         "pyarrow",
         "numpy",
         "scipy",

@@ -87,7 +87,7 @@ ABLATING_KINDS_SQL = ", ".join(f"'{kind}'" for kind in _ABLATING)
 RunKind = Literal["scan", "recording", "recall", "evaluate", "ablate", "probe", "importance", "gates"]
 #: Kinds of runs that are stored and resumed by shards.
 SHARDED_KINDS: tuple[RunKind, ...] = ("scan", "recording", "importance")
-RunStatus = Literal["running", "finished", "failed"]  # as stored; `Store.runs` adds interrupted
+RunStatus = Literal["running", "part", "finished", "failed"]  # as stored; `Store.runs` adds interrupted
 
 
 @dataclass(frozen=True)

@@ -107,13 +107,15 @@ RUNS = Table(
         attention_path VARCHAR? hook point of attention: interface (of transformers), watched (inside the
             model), or both
         grid JSON one object per site and layer: heads, KV heads, dimensions, window
-        config JSON all other settings, including the widths of sink and recent
+        config JSON all other settings, including the widths of sink and recent; parts lists the parts of the
+            corpus that scans with `--part` began
         packages JSON versions of the packages when the run first began
         code_version VARCHAR? version of headscan when the run first began, with a hash of the source files that
             decide numbers
         started_at TIMESTAMPTZ time when the run first began
         finished_at TIMESTAMPTZ? time when the run last ended
-        status VARCHAR running (also after its process was killed), finished or failed
+        status VARCHAR running (also after its process was killed), part (the requested part of the corpus is
+            complete, other shards are missing), finished or failed
         writer VARCHAR last process that wrote the run: host, boot, namespace, process id, start time
         total_shards INTEGER? number of shards of the whole run; NULL until the run ends
         report JSON? counts of empty, undecodable and truncated documents

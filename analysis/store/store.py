@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from headscan.analysis.errors import FinishedArmError, ResumeError, StoreError
 from headscan.analysis.store.connection import Checked, opened, rows, transaction
-from headscan.analysis.store.output_files import write_parquet
+from headscan.analysis.store.output_files import write_data_set
 from headscan.analysis.store.provenance import (
     has_ended,
     provenance_changes,
@@ -49,8 +49,6 @@ from headscan.analysis.store.summaries import (
 from headscan.analysis.store.tables import TABLES
 from headscan.analysis.store.views import SUMMARISED
 from headscan.catalog import PROFILES, STATISTICS
-
-_EXPORTED = (*TABLES, "head_summary")
 
 _JSON_COLUMNS = tuple(c.name for c in TABLES["runs"].columns if c.type == "JSON")
 
@@ -132,6 +130,10 @@ class Store:
             finally:
                 self._transaction = None
 
+    def open_transaction(self) -> AbstractContextManager[duckdb.DuckDBPyConnection]:
+        """Open a connection for one transaction of `merge_stores`; all other code writes with the methods below."""
+        return self._writing()
+
     @contextmanager
     def _writing(self, create: bool = False) -> Iterator[duckdb.DuckDBPyConnection]:
         if self._transaction is not None:
@@ -163,7 +165,7 @@ class Store:
             finished = row[0] == "finished"
             changes = _compare_provenance(connection, run_id, run, resume_anyway, grows=extends or not finished)
             if not finished:
-                _reopen_run(connection, run_id)
+                _reopen_run(connection, run_id, run.config.get("parts", ()))
             shards = connection.execute("SELECT shard, content_hash FROM shards WHERE run_id = ? ORDER BY 1", [run_id])
             return RunState(run_id, True, "finished" if finished else "running", dict(shards.fetchall()), changes)
 
@@ -429,10 +431,10 @@ class Store:
             )
         return found[0]
 
-    def export_parquet(self, directory: str | Path) -> list[Path]:
-        """Write all tables and ``head_summary`` to ``<directory>/<name>.parquet``, each file atomically."""
+    def export_parquet(self, folder: str | Path) -> list[Path]:
+        """Write all tables and ``head_summary`` as a Parquet data set; see `write_data_set`."""
         with self.connect(read_only=True) as connection:
-            return [write_parquet(connection, name, Path(directory)) for name in _EXPORTED]
+            return write_data_set(connection, folder)
 
 
 class _Summary(NamedTuple):
@@ -524,11 +526,25 @@ def _compare_provenance(
     return changes
 
 
-def _reopen_run(connection: duckdb.DuckDBPyConnection, run_id: str) -> None:
-    """Set a run to running, by this process."""
+def _reopen_run(connection: duckdb.DuckDBPyConnection, run_id: str, parts: Sequence[str] = ()) -> None:
+    """Set a run to running, by this process, and record further parts of the corpus."""
     connection.execute(
         "UPDATE runs SET status = 'running', writer = ?, finished_at = NULL WHERE run_id = ?", [this_process(), run_id]
     )
+    if parts:
+        row = connection.execute("SELECT config FROM runs WHERE run_id = ?", [run_id]).fetchone()
+        assert row is not None
+        config = joined_parts(json.loads(row[0]), parts)
+        connection.execute("UPDATE runs SET config = ? WHERE run_id = ?", [to_json(config), run_id])
+
+
+def joined_parts(config: Mapping[str, Any], parts: Iterable[str]) -> dict[str, Any]:
+    """Return the config of a run with further parts of the corpus, such as ``3/8``, in order."""
+    known = {*config.get("parts", ()), *parts}
+    return {
+        **config,
+        **({"parts": sorted(known, key=lambda part: [*map(int, part.split("/"))][::-1])} if known else {}),
+    }
 
 
 def _require_run(connection: duckdb.DuckDBPyConnection, run_id: str) -> str:

@@ -416,8 +416,9 @@ class _PoolQuantiles:
         if rank < skipped or after >= skipped + len(near):
             return None
         a, b = near[rank - skipped], near[after - skipped]
-        ends, part = (np.asarray(a), np.asarray(b)), place - rank
-        return float(between(*(end.astype(np.float64) for end in ends), part)), float(between(*ends, part))
+        low, high, part = np.asarray(a), np.asarray(b), place - rank
+        exact = between(low.astype(np.float64), high.astype(np.float64), part)
+        return float(exact), float(between(low, high, part))
 
 
 def resampling(sequences: int, seed: int = 0) -> np.ndarray:

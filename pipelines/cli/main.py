@@ -40,6 +40,7 @@ _GROUPS = {
     "query": {
         "status": "status.Status",
         "sql": "status.Sql",
+        "merge": "merge.Merge",
         "rank": "rank.Rank",
         "roles": "roles.Roles",
         "compare": "compare.Compare",

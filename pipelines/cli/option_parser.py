@@ -283,7 +283,8 @@ class _Joined(argparse.Action):
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
     ) -> None:
         if isinstance(values, list):
-            setattr(namespace, self.dest, tuple(value for some in values for value in some))
+            several = (some if isinstance(some, tuple) else (some,) for some in values)
+            setattr(namespace, self.dest, tuple(value for some in several for value in some))
         else:
             setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), values))
 

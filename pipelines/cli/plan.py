@@ -208,7 +208,7 @@ class Plan(OptionalModelVerb, StoreVerb):
 
 @dataclass(frozen=True, kw_only=True)
 class Export(StoreVerb):
-    """export a plan for a KV-cache tool, or the whole store as Parquet files
+    """export a plan for a KV-cache tool, or the whole store as a Parquet data set
 
         headscan export duoattention --plan head_plan.json --out pattern/
         headscan export parquet --store s.duckdb --out tables/
@@ -219,7 +219,7 @@ class Export(StoreVerb):
 
     format: Annotated[Literal["duoattention", "rlkv", "prulong", "parquet"], Option("output format", flag="format")]
     plan: Annotated[str, Option("plan to export")] = "head_plan.json"
-    out: Annotated[str, Option("output folder")]
+    out: Annotated[str, Option("output folder; of parquet also a URL of fsspec, such as s3://bucket/tables")]
 
     def run(self) -> None:
         if self.format == "parquet":

@@ -60,13 +60,14 @@ class _CorpusVerb(RunVerb):
         config = config_of(model=spec, corpus=corpus, tokens=tokens)
         with self.opened(spec, identity, tokens=tokens.max_tokens) as (run, plan):
             result = measure(replace(config, batch_tokens=plan.batch_tokens), run)
+        of_run = f"run {result.run_id}" if result.part is None else f"part {result.part} of run {result.run_id}"
         if result.already_done:
-            print(f"run {result.run_id} is complete in {self.store.path}: nothing to do")
+            print(f"{of_run} is complete in {self.store.path}: nothing to do")
             return result.run_id
         if result.report is not None:
             _say_counts(tokens, result.report)
         done = f"{result.measured} shards measured, {result.skipped} stored before"
-        print(f"run {result.run_id}: {done}, in {self.store.path}")
+        print(f"{of_run}: {done}, in {self.store.path}")
         return result.run_id
 
 
@@ -85,8 +86,10 @@ class Scan(_CorpusVerb):
 
         headscan scan MODEL --corpus texts/ --store s.duckdb
         headscan scan MODEL --corpus data.parquet --column text --mode chunk --panel full
+        headscan scan MODEL --corpus texts/ --part 3/8 --store part3.duckdb
 
-    The same command again resumes an interrupted scan, and does nothing if the scan is complete.
+    The same command again resumes an interrupted scan, and does nothing if the scan is complete. Jobs that scan parts
+    share nothing: each has a store of its own, and `headscan merge` joins them.
     """
 
     common: ClassVar = (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from headscan.options import Option
 from headscan.pipelines.cli.option_parser import UsageError
 from headscan.pipelines.cli.results import Json, Result
-from headscan.pipelines.cli.verb_base import StoreVerb
+from headscan.pipelines.cli.verb_base import StoreOptions, StoreVerb
 from headscan.pipelines.runs.text_tables import printable_lines
 
 if TYPE_CHECKING:
@@ -126,6 +126,7 @@ class Sql(StoreVerb):
 
         headscan sql "from head_summary order by output_norm_ln limit 10"
         headscan sql "select layer, avg(entropy) from head_statistics group by layer" --format csv
+        headscan sql "from head_summary" --parquet tables/
 
     Tables: runs, shards, sequences, head_statistics, head_summaries, measure_pools, head_behaviours, head_importance,
     head_effects, head_gates, masks, mask_heads, arms, responses, answers, arm_results, arm_verdicts, split_verdicts.
@@ -140,18 +141,28 @@ class Sql(StoreVerb):
         "table"
     )
     json: Json = False
+    parquet: Annotated[
+        str | None,
+        Option(
+            "Parquet data set of `headscan export parquet` to query instead of a store: a folder, or a URL such as "
+            "s3://bucket/tables if its driver of fsspec is installed",
+            metavar="FOLDER",
+        ),
+    ] = None
     rows: Annotated[int, Option("maximum number of rows of a table", least=0)] = 40
 
     def __post_init__(self) -> None:
         if self.json and self.format != "table":
             raise UsageError(f"--json and --format {self.format} exclude each other: leave one of them out")
+        if self.parquet is not None and self.store != StoreOptions():
+            raise UsageError("--parquet and --store exclude each other: leave one of them out")
 
     def run(self) -> Result | None:
         import pyarrow as pa
 
         from headscan.analysis.errors import QueryError
 
-        table = self.store.open().query(self.query)
+        table = self._opened().query(self.query)
         try:
             if self.json:
                 return Result(table.to_pylist(), lambda: "", {"columns": table.column_names})
@@ -164,6 +175,13 @@ class Sql(StoreVerb):
         except (OverflowError, pa.ArrowException) as error:
             raise QueryError(f"a value does not fit the output format ({error}). Cast its column to VARCHAR") from error
         return None
+
+    def _opened(self) -> Store:
+        if self.parquet is None:
+            return self.store.open()
+        from headscan.analysis.store.parquet_store import ParquetStore
+
+        return ParquetStore(self.parquet)
 
 
 # A file or pipe gets the data as they are; a terminal would obey control characters in them.

@@ -76,7 +76,7 @@ class StoreOptions:
         """Return the store, and report a wait for another process. ``writes`` raises now, before anything is measured,
         if the store cannot be written.
         """
-        from headscan.analysis.store.store import Store
+        from headscan.analysis.store.parquet_store import store_at
 
         path = Path(self.path)
         if writes and not path.exists():
@@ -85,7 +85,7 @@ class StoreOptions:
                 raise NotADirectoryError(errno.ENOTDIR, "not a folder that can hold the store", str(folder))
             if not os.access(folder, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, "the store cannot be written there", str(folder))
-        return Store(self.path, lock_timeout=self.lock_timeout, on_wait=say)
+        return store_at(self.path, lock_timeout=self.lock_timeout, on_wait=say)
 
 
 @dataclass(frozen=True, kw_only=True)

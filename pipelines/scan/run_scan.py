@@ -32,7 +32,7 @@ from headscan.pipelines.runs.run_records import Run, fingerprint
 from headscan.pipelines.runs.text_tables import Progress
 from headscan.pipelines.scan.shard_task import Measured, ShardItem, measure_shard
 from headscan.pipelines.settings.corpus_settings import longest_text
-from headscan.pipelines.settings.measure_settings import CorpusRunConfig, ScanConfig
+from headscan.pipelines.settings.measure_settings import CorpusRunConfig, Part, ScanConfig
 from headscan.sizing.forward_flops import forward_flops
 
 T = TypeVar("T")
@@ -142,7 +142,7 @@ class OfShard(Protocol):
 @dataclass(frozen=True)
 class CorpusRunResult:
     """Result of a run over a corpus; with ``already_done`` nothing was measured. ``skipped`` shards were in the ledger;
-    ``report`` is None if the corpus was not read.
+    ``report`` is None if the corpus was not read. ``part`` is None if all shards of the corpus are stored.
     """
 
     run_id: str
@@ -150,6 +150,7 @@ class CorpusRunResult:
     measured: int = 0
     skipped: int = 0
     report: CorpusReport | None = None
+    part: Part | None = None
 
 
 def run_corpus(
@@ -163,8 +164,9 @@ def run_corpus(
     task: Task[Any, Measured],
     passes: float,
     prompts: Callable[[], Sequence[TokenSequence]] = tuple,
+    part: Part | None = None,
 ) -> CorpusRunResult:
-    """Measure every shard of a corpus into a store.
+    """Measure every shard of a corpus, or of a part of it, into a store.
 
     Args:
         prompts: Makes sequences that are measured after the corpus, numbered from 0.
@@ -189,6 +191,8 @@ def run_corpus(
     if (done := run.finished(kind, mark)) is not None:
         run.store.summarise(done)
         return CorpusRunResult(done, True)
+    if part is not None and (known := run.known(kind, mark)) is not None and _has_part(run.store, known, part):
+        return CorpusRunResult(known["run_id"], True, part=part)
     shard_size = shard_size_of(run, kind, mark, config.shard_size, config.tokens.max_tokens, passes)
 
     report = CorpusReport()
@@ -205,6 +209,7 @@ def run_corpus(
             **recorded,
             "shard_size": shard_size,
             "batch_tokens": config.batch_tokens,
+            **({} if part is None else {"parts": [str(part)]}),
         },
         bos_policy=config.tokens.bos,
         corpus=config.corpus.name,
@@ -217,8 +222,11 @@ def run_corpus(
         chain(found, rest or ()),
         lambda shard: item_of(shard, identity.rope_lengths),
         report,
-        total=None if rest is not None else sum(len(shard.sequences) for shard in found),
+        total=None
+        if rest is not None
+        else sum(len(shard.sequences) for shard in found if part is None or shard.index in part),
         task=task,
+        part=part,
     )
 
 
@@ -232,6 +240,14 @@ def _followed_by(texts: Iterable[Shard], prompts: Sequence[TokenSequence], shard
     numbered = [replace(each, index=sequence + each.index, document=document + each.document) for each in prompts]
     for shard in shards(numbered, shard_size=shard_size):
         yield replace(shard, index=index + shard.index)
+
+
+def _has_part(store: Store, run: Mapping[str, Any], part: Part) -> bool:
+    """Return True if the corpus of a run was read to its end, and all shards of the part are stored."""
+    if run["status"] != "part":
+        return False
+    stored = set(store.query("SELECT shard FROM shards WHERE run_id = ?", [run["run_id"]])["shard"].to_pylist())
+    return stored.issuperset(shard for shard in range(run["total_shards"]) if shard in part)
 
 
 #: Cost of a sequence of a scan, in forward passes.
@@ -290,32 +306,39 @@ def write_shards(
     *,
     total: int | None,
     task: Task[Any, Measured] = measure_shard,
+    part: Part | None = None,
 ) -> CorpusRunResult:
-    """Begin or resume a run, measure the missing shards, and finish it. ``report`` may grow while shards are drawn;
-    ``total`` is the number of all sequences, None if unknown.
+    """Begin or resume a run, measure the missing shards of the corpus or of a part, and close the run. It is finished
+    if the store then has all shards. ``report`` may grow while shards are drawn; ``total`` is the number of all
+    sequences to measure, None if unknown.
     """
     store, pool = run.store, run.pool
     state = run.begin(record)
     run.say(f"run {state.run_id}: {len(state.shards)} shards stored before" if state.shards else f"run {state.run_id}")
-    measured = skipped = 0
+    measured = skipped = others = missing = 0
     ledger = hashlib.sha256()
     try:
         with Progress(record.kind, total, "sequences") as progress:
 
             def todo() -> Iterator[OfShard]:
-                nonlocal skipped
+                nonlocal skipped, others, missing
                 for shard in shards:
                     ledger.update(shard.content_hash.encode())
-                    if (known := state.shards.get(shard.index)) is None:
-                        yield item_of(shard)
-                    elif known == shard.content_hash:
-                        skipped += 1
-                        progress.skip(len(shard.sequences))
-                    else:
+                    mine = part is None or shard.index in part
+                    known = state.shards.get(shard.index)
+                    if known is not None and known != shard.content_hash:
                         raise ShardWriteError(
                             f"corpus {record.corpus} changed since run {state.run_id}: shard {shard.index} has other "
                             "text. Use another store, or pin a revision"
                         )
+                    if not mine:
+                        others += known is not None
+                        missing += known is None
+                    elif known is None:
+                        yield item_of(shard)
+                    else:
+                        skipped += 1
+                        progress.skip(len(shard.sequences))
 
             with ShardWriter(store, state.run_id) as writer:
                 # In this process progress moves with each pass, elsewhere with each shard.
@@ -331,13 +354,19 @@ def write_shards(
                         progress.update(len(shard.sequences))
     except Exception as problem:
         lost = len(problem.items) if isinstance(problem, IncompleteError) else None
-        total_shards = None if lost is None else measured + skipped + lost
+        total_shards = None if lost is None else measured + skipped + others + missing + lost
         with suppress(StoreError):  # a full disk that failed the shard also fails this write
             store.finish_run(state.run_id, status="failed", report=report.as_dict(), total_shards=total_shards)
         raise
     corpus_hash = f"{(record.corpus_hash or '')[:16]}-{ledger.hexdigest()[:16]}"
-    store.finish_run(state.run_id, report=report.as_dict(), total_shards=measured + skipped, corpus_hash=corpus_hash)
-    return CorpusRunResult(state.run_id, False, measured, skipped, report)
+    store.finish_run(
+        state.run_id,
+        status="part" if missing else "finished",
+        report=report.as_dict(),
+        total_shards=measured + skipped + others + missing,
+        corpus_hash=corpus_hash,
+    )
+    return CorpusRunResult(state.run_id, False, measured, skipped, report, part if missing else None)
 
 
 def _counted(task: Task[Any, Measured], progress: Progress) -> Task[Any, Measured]:
@@ -389,6 +418,7 @@ def scan(config: ScanConfig, run: Run) -> ScanResult:
         ),
         task=measure_shard,
         passes=_PASSES,
+        part=config.part,
     )
     stored = run.store.resolve_run(found.run_id, "scan")
     return ScanResult(**vars(found), nonfinite_rows=int(stored["nonfinite_rows"]))

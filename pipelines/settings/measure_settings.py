@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -37,6 +38,32 @@ class CorpusRunError(HeadscanError):
 
 
 @dataclass(frozen=True)
+class Part:
+    """One of ``of`` equal parts of a corpus: every shard whose index is ``number - 1`` modulo ``of``."""
+
+    number: int
+    of: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.number <= self.of:
+            raise CorpusRunError(f"part={self} (limit 1/{self.of} to {self.of}/{self.of}). Change `part`")
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
+    def __contains__(self, shard: int) -> bool:
+        return shard % self.of == self.number - 1
+
+    @classmethod
+    def parse(cls, text: str) -> Part:
+        """Return the part that a text such as ``3/8`` names."""
+        found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text.strip())
+        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+            raise CorpusRunError(f"{text!r} is no part of a corpus: write 1/8 to 8/8 for eight parts")
+        return cls(int(found[1]), int(found[2]))
+
+
+@dataclass(frozen=True)
 class CorpusRunConfig:
     """Settings of every run over a corpus. ``shard_size`` sequences are stored and resumed together; None chooses about
     20 s of work when the run begins.
@@ -59,6 +86,7 @@ class ScanConfig(CorpusRunConfig):
     Attributes:
         statistics: Names of statistics and profiles; empty uses those of the panel.
         widths: Widths of sink and recent mass.
+        part: Measured part of the corpus; None measures all of it. The run is the same one for all parts.
 
     Raises:
         UnknownNameError: A statistic is not in the catalogue.
@@ -85,6 +113,15 @@ class ScanConfig(CorpusRunConfig):
         bool, Option("NaN and infinite values stored as NULL (default: such a value ends the scan)")
     ] = False
     widths: Annotated[MassWidths, Group()] = field(default_factory=MassWidths)
+    part: Annotated[
+        Part | None,
+        Option(
+            "part of the corpus, such as 3/8: every eighth shard, from the third on; `headscan merge` joins the stores "
+            "of all parts (default: the whole corpus)",
+            metavar="N/PARTS",
+            parse=Part.parse,
+        ),
+    ] = None
 
     @property
     def measured(self) -> tuple[str, ...]:

@@ -191,7 +191,14 @@ def test_plan_export_and_report(store: Path, tmp_path: Path, capsys: pytest.Capt
     assert [len(row) for row in rows] == [2, 2, 2]
     assert sum(float(value) for row in rows for value in row) == 3
     assert main(["export", "parquet", "--store", str(store), "--out", str(tmp_path / "pq")]) == 0
-    assert (tmp_path / "pq" / "head_statistics.parquet").is_file()
+    capsys.readouterr()
+    query = "select count(*) as n, count(distinct layer) as layers from head_statistics"
+    assert main(["sql", query, "--parquet", str(tmp_path / "pq"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == Store(store).query(query).to_pylist()
+    fails(capsys, ["sql", query, "--parquet", str(tmp_path)], "no schema.json")
+    fails(capsys, ["sql", query, "--parquet", str(tmp_path / "pq"), "--store", "s.duckdb"], "exclude each other")
+    assert main(["rank", "--store", str(tmp_path / "pq")]) == 0
+    fails(capsys, ["scan", "demo", "--store", str(tmp_path / "pq")], "cannot be written")
     report = tmp_path / "report.html"
     assert main(["report", "--store", str(store), "--plan", str(plan), "--out", str(report)]) == 0
     assert "tiny-llama" in report.read_text()

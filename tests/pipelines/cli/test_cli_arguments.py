@@ -20,6 +20,7 @@ NEEDED = {
     "scan": ["demo", "--corpus", "python-stdlib"],
     "status": [],
     "sql": ["select 1"],
+    "merge": ["a.duckdb", "b.duckdb", "--into", "c.duckdb"],
     "rank": [],
     "roles": [],
     "compare": ["a"],

@@ -1,0 +1,372 @@
+"""Merge stores: the runs of several stores in one.
+
+A run that both stores have is joined shard by shard, an evaluation arm by arm. What both have must be equal. A group of
+shards, an arm, a mask or another table of a run lands in one transaction with the row that says so, and rows that are
+there already are compared instead of written, so the same merge again resumes an interrupted one.
+
+Every declared table takes part: its first column says whether its rows belong to a run, an arm or a mask, and a column
+``sequence`` or ``shard`` that rows of a run belong to a shard. Rows pass through Arrow in bounded groups, so that
+neither store is attached to a connection with access to files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from headscan.analysis.errors import MergeError
+from headscan.analysis.store.provenance import provenance_changes, provenance_history, this_process
+from headscan.analysis.store.records import SHARDED_KINDS, RunStatus
+from headscan.analysis.store.scan_tables import Table
+from headscan.analysis.store.store import Store, joined_parts, to_json
+from headscan.analysis.store.tables import TABLES
+
+#: Rows of heads that are read and written together.
+_GROUP_ROWS = 1_000_000
+
+
+@dataclass(frozen=True)
+class MergedRun:
+    """A run of the merged store, and what one source added to it.
+
+    Attributes:
+        added_shards, added_arms: Number of shards and arms that the store did not have before.
+        shards: Number of its shards in the merged store.
+        total_shards: Number of shards of the whole corpus; None if no source has read it to its end.
+    """
+
+    run_id: str
+    kind: str
+    model: str
+    corpus: str | None
+    status: str
+    shards: int
+    total_shards: int | None
+    added_shards: int
+    added_arms: int
+
+
+def _owned(key: str, *, by_shard: bool | None = None) -> tuple[Table, ...]:
+    """Return the tables whose first column is ``key``; ``by_shard`` selects those with or without rows of shards."""
+    found = (table for table in TABLES.values() if table.columns[0].name == key)
+    return tuple(t for t in found if by_shard is None or by_shard is bool({"sequence", "shard"} & {*t.names}))
+
+
+_OF_SHARD = _owned("run_id", by_shard=True)
+_OF_RUN = tuple(table for table in _owned("run_id", by_shard=False) if table.name != "runs")
+_OF_ARM = tuple(table for table in _owned("arm_id") if table.name != "arms")
+_OF_MASK = _owned("mask_id")
+
+#: Columns of ``runs`` that equal fingerprints do not decide, and that decide numbers.
+_DECIDING = ("dtype", "num_layers", "num_heads", "grid")
+
+
+def merge_stores(
+    sources: Sequence[Store], into: Store, *, say: Callable[[str], None] = lambda line: None
+) -> list[MergedRun]:
+    """Add all runs of the sources to the store ``into``, which is created if it is missing.
+
+    A run of which every shard is stored then is finished. ``say`` is called with lines for the user.
+
+    Raises:
+        MergeError: Both stores have the same shard, arm, mask or result with other rows. What was merged before stays.
+        StoreError: A store cannot be read or written.
+    """
+    paths = [store.path.resolve() for store in (*sources, into)]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise MergeError(f"store {path} is named twice. Name each store once, and another one for the result")
+    merged: dict[str, MergedRun] = {}
+    for source in sources:
+        runs = source.query("FROM runs ORDER BY started_at, run_id").to_pylist()  # also checks that the store exists
+        with into.connect(create=True):
+            pass
+        _add_masks(source, into)
+        for run in runs:
+            joined = _RunMerge(source, into, run, say).join()
+            before = merged.get(joined.run_id)
+            merged[joined.run_id] = joined if before is None else _summed(before, joined)
+    return list(merged.values())
+
+
+def _summed(before: MergedRun, after: MergedRun) -> MergedRun:
+    added = {name: getattr(before, name) + getattr(after, name) for name in ("added_shards", "added_arms")}
+    return MergedRun(**vars(after) | added)
+
+
+def _add_masks(source: Store, into: Store) -> None:
+    """Add the masks that the store lacks."""
+    known = {row["name"]: row["mask_id"] for row in into.query("SELECT name, mask_id FROM masks").to_pylist()}
+    new = []
+    for row in source.query("SELECT name, mask_id FROM masks").to_pylist():
+        if known.get(row["name"], row["mask_id"]) != row["mask_id"]:
+            raise MergeError(
+                f"mask {row['name']} of {source.path} has other heads or another origin than in {into.path}. Merge into"
+                " another store"
+            )
+        if row["name"] not in known:
+            new.append(row["mask_id"])
+    if new:
+        _copy(source, into, {table.name: ("mask_id IN (SELECT unnest(?))", [new]) for table in _OF_MASK})
+
+
+#: A condition on the rows of a table, and its parameters.
+_Where = tuple[str, list[Any]]
+
+
+def _copy(
+    source: Store, into: Store, wheres: Mapping[str, _Where], *, first: Sequence[tuple[str, list[Any]]] = ()
+) -> None:
+    """Copy the rows of tables in one transaction, after the statements ``first``."""
+    found = {name: _rows(source, name, where) for name, where in wheres.items()}
+    with into.open_transaction() as connection:
+        for statement, parameters in first:
+            connection.execute(statement, parameters)
+        for name, rows in found.items():
+            _insert(connection, name, rows)
+
+
+def _rows(store: Store, table: str, where: _Where) -> pa.Table:
+    return store.query(f"SELECT {', '.join(TABLES[table].names)} FROM {table} WHERE {where[0]}", where[1])
+
+
+def _insert(connection: duckdb.DuckDBPyConnection, table: str, rows: pa.Table, conflicts: str = "") -> None:
+    if rows.num_rows:
+        connection.register("merged_rows", rows)
+        connection.execute(f"INSERT {conflicts}INTO {table} BY NAME FROM merged_rows")
+        connection.unregister("merged_rows")
+
+
+class _RunMerge:
+    """The merge of one run, a row of ``runs`` of the source."""
+
+    def __init__(self, source: Store, into: Store, run: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        self._source, self._into, self._theirs, self._say = source, into, run, say
+        self._run_id = str(run["run_id"])
+        self._by_shard = run["kind"] in SHARDED_KINDS
+        known = into.query("FROM runs WHERE run_id = ?", [self._run_id]).to_pylist()
+        self._ours: Mapping[str, Any] | None = known[0] if known else None
+
+    def join(self) -> MergedRun:
+        """Add what the store lacks of the run."""
+        if self._ours is None:
+            begun = {**self._theirs, "status": "running", "writer": this_process(), "finished_at": None}
+            with self._into.open_transaction() as connection:
+                _insert(connection, "runs", pa.Table.from_pylist([begun], schema=_schema(self._source, "runs")))
+        else:
+            self._compare_runs(self._ours)
+        shards = self._add_shards()
+        arms = self._add_arms()
+        self._finish()
+        self._add_tables()
+        return self._result(shards, arms)
+
+    def _contradiction(self, what: str) -> MergeError:
+        return MergeError(
+            f"run {self._run_id}: {what} in {self._source.path} and in {self._into.path}. Keep the store with the right"
+            " rows and leave the other one out"
+        )
+
+    def _compare_runs(self, ours: Mapping[str, Any]) -> None:
+        """Raise MergeError if the numbers of both runs do not belong together."""
+        theirs = self._theirs
+        pairs = [(name, ours[name], theirs[name]) for name in _DECIDING]
+        if self._by_shard:
+            mine, other = (json.loads(run["config"]).get("shard_size") for run in (ours, theirs))
+            pairs += [("shard_size", mine, other), ("total_shards", ours["total_shards"], theirs["total_shards"])]
+            # Before a run has read its corpus to the end, the hash does not cover the text.
+            mine, other = (run["corpus_hash"] if _is_read(run) else None for run in (ours, theirs))
+            pairs += [("corpus_hash", mine, other)]
+        for name, mine, other in pairs:
+            if None not in (mine, other) and mine != other:
+                shown = "" if name == "grid" else f" {other} and {mine}"
+                raise self._contradiction(f"other {name}{shown}")
+
+    def _add_shards(self) -> int:
+        ledger = "SELECT shard, content_hash, head_rows FROM shards WHERE run_id = ? ORDER BY shard"
+        theirs = self._source.query(ledger, [self._run_id]).to_pylist()
+        ours = {row["shard"]: row for row in self._into.query(ledger, [self._run_id]).to_pylist()}
+        common = [row for row in theirs if row["shard"] in ours]
+        for row in common:
+            if row["content_hash"] != ours[row["shard"]]["content_hash"]:
+                raise self._contradiction(f"shard {row['shard']} has other text")
+        self._compare_shards([row["shard"] for row in common])
+        new = [row for row in theirs if row["shard"] not in ours]
+        for group in _groups(new):
+            _copy(self._source, self._into, {table.name: self._of_shards(table, group) for table in _OF_SHARD})
+        return len(new)
+
+    def _of_shards(self, table: Table, shards: Sequence[int]) -> _Where:
+        """Return the condition for the rows of shards."""
+        if "shard" in table.names:
+            return "run_id = ? AND shard IN (SELECT unnest(?))", [self._run_id, list(shards)]
+        sequences = "SELECT sequence FROM sequences WHERE run_id = ? AND shard IN (SELECT unnest(?))"
+        return f"run_id = ? AND sequence IN ({sequences})", [self._run_id, self._run_id, list(shards)]
+
+    def _compare_shards(self, shards: Sequence[int]) -> None:
+        """Raise MergeError if a shard of both stores has other rows; its ledger row may differ in time and place."""
+        if not shards:
+            return
+        for table in _OF_SHARD:
+            if table.name == "shards":
+                continue
+            joined = "" if "shard" in table.names else "JOIN sequences USING (run_id, sequence)"
+            numbers = ", ".join(f"{table.name}.{name}" for name in table.names)
+            query = (
+                f"SELECT shard, count(*) AS count, sum(hash({numbers}))::VARCHAR AS hash FROM {table.name} {joined}"
+                " WHERE run_id = ? AND shard IN (SELECT unnest(?)) GROUP BY shard ORDER BY shard"
+            )
+            found = [
+                store.query(query, [self._run_id, list(shards)]).to_pylist() for store in (self._source, self._into)
+            ]
+            theirs, ours = ({row["shard"]: row for row in rows} for rows in found)
+            for shard in shards:
+                if theirs.get(shard) != ours.get(shard):
+                    raise self._contradiction(f"shard {shard} has other rows of {table.name}")
+
+    def _add_arms(self) -> int:
+        arms = "SELECT arm_id, name, status FROM arms WHERE run_id = ? ORDER BY started_at, arm_id"
+        known = {row["arm_id"]: row for row in self._into.query(arms, [self._run_id]).to_pylist()}
+        names = {row["name"]: arm_id for arm_id, row in known.items()}
+        added = 0
+        for arm in self._source.query(arms, [self._run_id]).to_pylist():
+            arm_id, ours = arm["arm_id"], known.get(arm["arm_id"])
+            if names.get(arm["name"], arm_id) != arm_id:
+                raise self._contradiction(f"arm {arm['name']} has other settings")
+            where: _Where = ("arm_id = ?", [arm_id])
+            if ours is None or (ours["status"], arm["status"]) == ("running", "finished"):
+                emptied = [(f"DELETE FROM {name} WHERE arm_id = ?", [arm_id]) for name in ("arms", *_names(_OF_ARM))]
+                _copy(self._source, self._into, dict.fromkeys(("arms", *_names(_OF_ARM)), where), first=emptied)
+                added += ours is None
+            elif ours["status"] == arm["status"] == "finished":
+                if not _equal(self._source, self._into, TABLES["answers"], where):
+                    raise self._contradiction(f"arm {arm['name']} has other answers")
+                self._add_missing(_OF_ARM, where)
+            elif ours["status"] == arm["status"] == "running":
+                responses = _rows(self._source, "responses", where)
+                with self._into.open_transaction() as connection:
+                    _insert(connection, "responses", responses, "OR IGNORE ")
+        return added
+
+    def _add_missing(self, tables: Sequence[Table], where: _Where) -> None:
+        """Copy the rows of tables of which the store has none."""
+        empty = [t for t in tables if not _count(self._into, t, where) and _count(self._source, t, where)]
+        if empty:
+            _copy(self._source, self._into, {table.name: where for table in empty})
+
+    def _add_tables(self) -> None:
+        """Add the results of the whole run; those that follow from shards or arms may differ."""
+        where: _Where = ("run_id = ?", [self._run_id])
+        self._add_missing(_OF_RUN, where)
+        if self._by_shard or _count(self._into, TABLES["arms"], where):
+            return
+        for table in _OF_RUN:
+            if not _equal(self._source, self._into, table, where):
+                raise self._contradiction(f"other rows of {table.name}")
+
+    def _finish(self) -> None:
+        """Set the status and what both rows of ``runs`` say of the run."""
+        theirs, ours = self._theirs, self._ours or self._theirs
+        read = next((run for run in (ours, theirs) if _is_read(run)), ours)
+        total = next((run["total_shards"] for run in (read, ours, theirs) if run["total_shards"] is not None), None)
+        status: RunStatus
+        if self._by_shard:
+            complete = _is_read(read) and self._shards() == total
+            status = "finished" if complete else "part"
+        else:
+            complete = "finished" in (ours["status"], theirs["status"]) and not self._unfinished_arms()
+            status = "finished" if complete else "running"
+        parts = json.loads(theirs["config"]).get("parts", ())
+        ends = [run["finished_at"] for run in (ours, theirs) if run["finished_at"] is not None]
+        values = {
+            "started_at": min(ours["started_at"], theirs["started_at"]),
+            "config": to_json(joined_parts(json.loads(ours["config"]), parts)),
+            "provenance": self._provenance(),
+            "writer": this_process(),
+        }
+        if status != "running":
+            report = None if read["report"] is None else json.loads(read["report"])
+            self._into.finish_run(
+                self._run_id, status=status, report=report, total_shards=total, corpus_hash=read["corpus_hash"]
+            )
+            values["finished_at"] = max(ends, default=None)
+        with self._into.open_transaction() as connection:
+            changes = ", ".join(f"{name} = ?" for name in values)
+            connection.execute(f"UPDATE runs SET {changes} WHERE run_id = ?", [*values.values(), self._run_id])
+
+    def _provenance(self) -> str | None:
+        """Return the software and devices of both runs in the order of time, and report changes."""
+        if self._ours is None:
+            return str(self._theirs["provenance"]) if self._theirs["provenance"] is not None else None
+        decoded = [
+            {**run, **{name: run[name] and json.loads(run[name]) for name in ("provenance", "packages")}}
+            for run in (self._ours, self._theirs)
+        ]
+        ours, theirs = map(provenance_history, decoded)
+        new = [entry for entry in theirs if all(_without_time(entry) != _without_time(known) for known in ours)]
+        for entry in new:
+            changes = ", ".join(provenance_changes(ours[-1], entry)) or "other software"
+            self._say(f"run {self._run_id} in {self._source.path}: {changes}; both are recorded in runs.provenance")
+        return to_json(sorted([*ours, *new], key=lambda entry: str(entry.get("since", ""))))
+
+    def _shards(self) -> int:
+        return _count(self._into, TABLES["shards"], ("run_id = ?", [self._run_id]))
+
+    def _unfinished_arms(self) -> int:
+        return _count(self._into, TABLES["arms"], ("run_id = ? AND status <> 'finished'", [self._run_id]))
+
+    def _result(self, shards: int, arms: int) -> MergedRun:
+        [run] = self._into.query("FROM runs WHERE run_id = ?", [self._run_id]).to_pylist()
+        facts = {name: run[name] for name in ("run_id", "kind", "model", "corpus", "status", "total_shards")}
+        return MergedRun(**facts, shards=self._shards(), added_shards=shards, added_arms=arms)
+
+
+def _names(tables: Sequence[Table]) -> list[str]:
+    return [table.name for table in tables]
+
+
+def _schema(store: Store, table: str) -> pa.Schema:
+    return _rows(store, table, ("false", [])).schema
+
+
+def _count(store: Store, table: Table, where: _Where) -> int:
+    return int(
+        store.query(f"SELECT count(*) AS count FROM {table.name} WHERE {where[0]}", where[1])["count"][0].as_py()
+    )
+
+
+def _equal(source: Store, into: Store, table: Table, where: _Where) -> bool:
+    """Return True if both stores have the same rows, in any order."""
+    query = (
+        f"SELECT count(*) AS count, sum(hash({', '.join(table.names)}))::VARCHAR AS hash FROM {table.name}"
+        f" WHERE {where[0]}"
+    )
+    return bool(source.query(query, where[1]).equals(into.query(query, where[1])))
+
+
+def _groups(shards: Sequence[Mapping[str, Any]]) -> Iterator[list[int]]:
+    """Yield the indices of shards with up to `_GROUP_ROWS` rows together, or of one larger shard."""
+    group: list[int] = []
+    rows = 0
+    for shard in shards:
+        if group and rows + shard["head_rows"] > _GROUP_ROWS:
+            yield group
+            group, rows = [], 0
+        group.append(shard["shard"])
+        rows += shard["head_rows"]
+    if group:
+        yield group
+
+
+def _is_read(run: Mapping[str, Any]) -> bool:
+    """Return True if a run has read its corpus to the end."""
+    return run["status"] in ("finished", "part") and run["total_shards"] is not None
+
+
+def _without_time(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if name != "since"}

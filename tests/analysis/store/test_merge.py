@@ -1,0 +1,194 @@
+"""Merged stores hold evaluations, masks and results of runs; what two stores share must be equal."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from headscan.analysis.errors import MergeError
+from headscan.analysis.store.merge_stores import merge_stores
+from headscan.analysis.store.records import ArmRecord, RunRecord
+from headscan.analysis.store.store import Store
+from headscan.analysis.store.tables import TABLES
+from headscan.analysis.verdicts.judge import judge
+from headscan.analysis.verdicts.verdict_rows import record_verdicts
+from tests.analysis.conftest import HEADS, LAYERS, Scan, answer_table, make_stats, write_scan
+from tests.analysis.sweep_fixtures import write_sweep
+
+TASKS = np.array(["sums"] * 40 + ["needle@512"] * 40)
+EVALUATION = RunRecord("evaluate", "e", "tiny", LAYERS, HEADS, config={"requests": 80})
+ARMS = ("baseline", "mask", "rule")
+
+
+@pytest.fixture
+def new(tmp_path: Path, empty_store: Path) -> dict[str, Store]:
+    """Three stores: one and two have no rows, all does not exist."""
+    paths = {name: tmp_path / f"{name}.duckdb" for name in ("one", "two", "all")}
+    for name in ("one", "two"):
+        shutil.copy(empty_store, paths[name])
+    return {name: Store(path) for name, path in paths.items()}
+
+
+def answers_of(name: str) -> pa.Table:
+    rng = np.random.default_rng(ARMS.index(name))
+    return answer_table(TASKS, (rng.random(len(TASKS)) < 0.8).astype(float))
+
+
+def write_arms(store: Store, names: Sequence[str], *, open_arms: Sequence[str] = (), judged: bool = True) -> str:
+    """Write an evaluation with finished arms, and arms with a few responses."""
+    run_id = store.begin_run(EVALUATION).run_id
+    for name in names:
+        arm = store.begin_arm(ArmRecord(run_id, name, name))  # type: ignore[arg-type]
+        store.finish_arm(arm.arm_id, answers_of(name), zeroed_share=0.1)
+    for name in open_arms:
+        arm_id = store.begin_arm(ArmRecord(run_id, name, name)).arm_id  # type: ignore[arg-type]
+        requests = [f"{store.path.stem}{i}" for i in range(3)] + ["both"]
+        rows = {"request": requests, "log_likelihood": [-1.0] * 4, "greedy_tokens": [1] * 4, "zeroed_share": [0.1] * 4}
+        store.add_responses(arm_id, pa.table({**rows, "text": pa.nulls(4, pa.string())}))
+    if not open_arms:
+        store.finish_run(run_id)
+    if judged:
+        record_verdicts(store, run_id)
+    return run_id
+
+
+def content(store: Store, table: str) -> list[dict[str, object]]:
+    """Return the rows of a table without times."""
+    columns = [
+        c.name for c in TABLES[table].columns if c.type != "TIMESTAMPTZ" and c.name not in ("writer", "provenance")
+    ]
+    return store.query(f"SELECT {', '.join(columns)} FROM {table} ORDER BY ALL").to_pylist()
+
+
+def test_a_merged_store_equals_its_only_source(scan: Scan, new: dict[str, Store]) -> None:
+    """A scan, its mask, a probe and a judged sweep: every table comes along."""
+    store = scan.store
+    store.add_mask("few", [(0, 1), (2, 3)], run_id=scan.run_id, score="entropy", share=0.1)
+    write_sweep(store, scores=("entropy", "output_norm_ln"), shares=(0.1, 0.3), questions=200)
+    run_id = write_arms(store, ARMS)
+    store.replace_split_verdicts(run_id, _split_rows(store, run_id))
+    probe = store.begin_run(RunRecord("probe", "p", "tiny", LAYERS, HEADS)).run_id
+    store.add_behaviours(probe, _behaviours(0.5))
+    store.finish_run(probe)
+    merged = merge_stores([store], new["all"])
+    assert {run.status for run in merged} == {"finished"}
+    for table in TABLES:
+        assert content(new["all"], table) == content(store, table), table
+    filled = {table for table in TABLES if content(store, table)}
+    assert filled >= {"masks", "mask_heads", "arm_verdicts", "split_verdicts", "head_behaviours", "answers"}
+    assert judge(new["all"], run_id) == judge(store, run_id)
+
+
+def _split_rows(store: Store, run_id: str) -> pa.Table:
+    rows = store.query(
+        "SELECT v.*, 'selection' AS part, true AS passes, NULL::INTEGER AS comparisons, NULL::DOUBLE AS wide_low,"
+        " NULL::BOOLEAN AS selected FROM arm_verdicts v JOIN arms USING (arm_id) WHERE run_id = ?",
+        [run_id],
+    )
+    assert rows.num_rows
+    return rows
+
+
+def _behaviours(value: float) -> pa.Table:
+    names = {"site": ["self"], "layer": [0], "head": [1], "behaviour": ["induction_score"], "value": [value]}
+    return pa.table(names)
+
+
+def test_arms_of_one_evaluation_come_together(new: dict[str, Store]) -> None:
+    run_id = write_arms(new["one"], ("baseline", "mask"))
+    write_arms(new["two"], ("baseline", "rule"))
+    first, second = merge_stores([new["one"]], new["all"]), merge_stores([new["two"]], new["all"])
+    assert (first[0].added_arms, second[0].added_arms, second[0].status) == (2, 1, "finished")
+    whole = Store(new["all"].path.with_name("whole.duckdb"))
+    write_arms(whole, ARMS)
+    for table in ("arms", "answers", "arm_verdicts"):
+        assert content(new["all"], table) == content(whole, table), table
+    assert judge(new["all"], run_id) == judge(whole, run_id)
+
+
+def test_a_finished_arm_replaces_an_unfinished_one(new: dict[str, Store]) -> None:
+    write_arms(new["one"], ("baseline",), open_arms=("mask",), judged=False)
+    write_arms(new["two"], ("baseline", "mask"))
+    for order in (("one", "two"), ("two", "one")):
+        into = Store(new["all"].path.with_name(f"{order[0]}-first.duckdb"))
+        [merged] = merge_stores([new[name] for name in order], into)
+        assert (merged.status, merged.added_arms) == ("finished", 2)
+        assert content(into, "responses") == []
+        assert content(into, "answers") == content(new["two"], "answers")
+
+
+def test_responses_of_an_unfinished_arm_come_together(new: dict[str, Store]) -> None:
+    for name in ("one", "two"):
+        write_arms(new[name], ("baseline",), open_arms=("mask",), judged=False)
+    [merged] = merge_stores([new["one"], new["two"]], new["all"])
+    assert merged.status == "running"
+    assert new["all"].runs()[0]["status"] == "running"  # of this process; it is interrupted when that has ended
+    requests = {row["request"] for row in content(new["all"], "responses")}
+    assert requests == {"one0", "one1", "one2", "two0", "two1", "two2", "both"}
+
+
+def test_other_answers_are_a_contradiction(new: dict[str, Store]) -> None:
+    run_id = write_arms(new["one"], ARMS)
+    write_arms(new["two"], ARMS)
+    with new["two"].connect() as connection:
+        connection.execute("UPDATE answers SET correct = 1 - correct WHERE question = 3 AND task = 'sums'")
+    with pytest.raises(MergeError, match=rf"run {run_id}: arm baseline has other answers in .*two.* and in .*all"):
+        merge_stores([new["one"], new["two"]], new["all"])
+
+
+def test_arms_and_masks_of_one_name_must_be_equal(new: dict[str, Store]) -> None:
+    for name, share in (("one", 0.1), ("two", 0.2)):
+        run_id = new[name].begin_run(EVALUATION).run_id
+        new[name].begin_arm(ArmRecord(run_id, "mask", "mask", share=share))  # type: ignore[arg-type]
+    with pytest.raises(MergeError, match="arm mask has other settings"):
+        merge_stores([new["one"], new["two"]], new["all"])
+    new["one"].add_mask("few", [(0, 1)])
+    new["two"].add_mask("few", [(0, 2)])
+    into = Store(new["all"].path.with_name("masks.duckdb"))
+    with pytest.raises(MergeError, match=r"mask few of .*two.* has other heads"):
+        merge_stores([new["one"], new["two"]], into)
+
+
+def test_results_of_a_run_must_be_equal(new: dict[str, Store]) -> None:
+    for name, value in (("one", 0.5), ("two", 0.75)):
+        run_id = new[name].begin_run(RunRecord("probe", "p", "tiny", LAYERS, HEADS)).run_id
+        new[name].add_behaviours(run_id, _behaviours(value))
+        new[name].finish_run(run_id)
+    with pytest.raises(MergeError, match=f"run {run_id}: other rows of head_behaviours"):
+        merge_stores([new["one"], new["two"]], new["all"])
+
+
+def test_an_interrupted_scan_continues_in_the_merged_store(scan: Scan, new: dict[str, Store]) -> None:
+    """Two unfinished stores of one scan that together have all shards need one to have read the corpus to its end."""
+    with scan.store.connect() as connection:
+        connection.execute("DELETE FROM head_statistics WHERE sequence < 15")
+        connection.execute("DELETE FROM sequences WHERE shard = 0")
+        connection.execute("DELETE FROM shards WHERE shard = 0")
+        connection.execute("UPDATE runs SET status = 'running', total_shards = NULL, report = NULL")
+    [merged] = merge_stores([scan.store], new["all"])
+    assert (merged.status, merged.shards, merged.total_shards) == ("part", 1, None)
+    whole = write_scan(new["all"].path.with_name("whole.duckdb"), scan.stats)
+    [merged] = merge_stores([whole.store], new["all"])
+    assert (merged.status, merged.added_shards, merged.total_shards) == ("finished", 1, 2)
+    for table in ("sequences", "head_statistics"):
+        assert content(new["all"], table) == content(whole.store, table)
+    assert new["all"].runs()[0]["report"] == {"empty": 1}
+
+
+def test_other_runs_stay(scan: Scan, new: dict[str, Store]) -> None:
+    other = write_scan(new["all"].path, make_stats(1), "other")
+    merge_stores([scan.store], new["all"])
+    assert {run["run_id"] for run in new["all"].runs()} == {scan.run_id, other.run_id}
+    summary = "FROM head_summary WHERE run_id = ? ORDER BY layer, head"
+    assert new["all"].query(summary, [scan.run_id]).equals(scan.store.query(summary, [scan.run_id]))
+
+
+def test_every_table_has_an_owner() -> None:
+    """The first column of a table says what its rows belong to; otherwise merge would leave the table out."""
+    owners = {table.columns[0].name for name, table in TABLES.items() if name != "meta"}
+    assert owners == {"run_id", "arm_id", "mask_id"}
