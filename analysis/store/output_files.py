@@ -22,7 +22,7 @@ class OutputError(AnalysisError):
 
 
 @contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
+def replacing(target: Path) -> Iterator[Path]:
     """Yield a temporary file that replaces ``target`` if the block succeeds; a missing directory is created."""
     fresh = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
     try:
@@ -38,7 +38,7 @@ def write_text(path: str | Path, text: str) -> Path:
     """Write UTF-8 text to ``path`` atomically; a missing directory is created."""
     target = Path(path)
     try:
-        with _replacing(target) as fresh:
+        with replacing(target) as fresh:
             fresh.write_text(text, encoding="utf-8", newline="\n")
     except OSError as error:
         raise OutputError(
@@ -53,7 +53,7 @@ def write_parquet(connection: duckdb.DuckDBPyConnection, name: str, directory: P
     """
     target = directory / f"{name}.parquet"
     try:
-        with _replacing(target) as fresh:
+        with replacing(target) as fresh:
             batches = connection.sql(f"FROM {name}").to_arrow_reader(_GROUP_ROWS)
             with pq.ParquetWriter(fresh, batches.schema) as writer:
                 for batch in batches:
