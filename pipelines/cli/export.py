@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from headscan.models.loaded_model import LoadedModel
     from headscan.pipelines.export.servable_model import HeldSize
 
-Format = Literal["gguf", "duoattention", "rlkv", "prulong", "parquet"]
-_OF_MODEL = ("gguf",)
+Format = Literal["gguf", "decilm", "duoattention", "rlkv", "prulong", "parquet"]
+_OF_MODEL = ("gguf", "decilm")
 _OF_PLAN = ("duoattention", "rlkv", "prulong")
 #: By beginning of an option's name, the formats that use it.
 _USED_BY = {
@@ -104,6 +104,19 @@ class Export(StoreVerb):
         facts = {"file": str(found.file), "architecture": found.architecture, "bytes": found.bytes}
         line = f"{found.file}: architecture {found.architecture}, {found.bytes / 2**20:,.1f} MiB"
         return _result(found.sizes, facts, [line])
+
+    def _decilm(self, lm: LoadedModel) -> Result:
+        from headscan.pipelines.export.decilm_folder import write_decilm
+
+        found = write_decilm(lm, self.out)
+        facts = {"folder": str(found.folder), "heads": found.heads, "bytes": found.bytes}
+        lines = [
+            f"{found.folder}: {found.heads} query heads in each layer with attention, {found.bytes / 2**20:,.1f} MiB",
+            f"serve it with `vllm serve {found.folder} --trust-remote-code` (the code is the configuration's class)",
+        ]
+        if not found.has_ffn_mult:
+            lines.append("the width of the MLP is no multiple of 256, so SGLang cannot read it; vLLM can")
+        return _result(found.sizes, facts, lines)
 
     def _tokenizer(self) -> str | None:
         """Return the GGUF file whose tokenizer is copied: the one that is named, or the model itself."""
