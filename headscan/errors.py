@@ -48,6 +48,10 @@ class PruningError(HeadscanError):
     """Heads cannot be removed as requested, or a pruned model cannot be saved."""
 
 
+class ExportError(HeadscanError):
+    """A model has no place in the format of a serving engine, or its file cannot be written."""
+
+
 class GateError(HeadscanError):
     """Gates cannot be fitted as requested, or a saved state belongs to another fit."""
 

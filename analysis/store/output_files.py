@@ -45,7 +45,7 @@ class OutputError(AnalysisError):
 
 
 @contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
+def replacing(target: Path) -> Iterator[Path]:
     """Yield a temporary file that replaces ``target`` if the block succeeds; a missing directory is created."""
     fresh = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
     try:
@@ -61,7 +61,7 @@ def write_text(path: str | Path, text: str) -> Path:
     """Write UTF-8 text to ``path`` atomically; a missing directory is created."""
     target = Path(path)
     try:
-        with _replacing(target) as fresh:
+        with replacing(target) as fresh:
             fresh.write_text(text, encoding="utf-8", newline="\n")
     except OSError as error:
         raise OutputError(

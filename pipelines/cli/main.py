@@ -52,7 +52,12 @@ _GROUPS = {
         "ablate": "ablate.Ablate",
         "referee": "referee.Referee",
     },
-    "deliver": {"prune": "prune.Prune", "plan": "plan.Plan", "generate": "generate.Generate", "export": "plan.Export"},
+    "deliver": {
+        "prune": "prune.Prune",
+        "plan": "plan.Plan",
+        "generate": "generate.Generate",
+        "export": "export.Export",
+    },
 }
 VERBS = {verb: place for group in _GROUPS.values() for verb, place in group.items()}
 

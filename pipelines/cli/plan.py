@@ -1,4 +1,4 @@
-"""The verbs plan and export."""
+"""The verb plan."""
 
 from __future__ import annotations
 
@@ -204,29 +204,3 @@ class Plan(OptionalModelVerb, StoreVerb):
         if share is None and self.pattern is not None:
             return None
         return WindowShare(0.5 if share is None else share)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Export(StoreVerb):
-    """export a plan for a KV-cache tool, or the whole store as a Parquet data set
-
-        headscan export duoattention --plan head_plan.json --out pattern/
-        headscan export parquet --store s.duckdb --out tables/
-
-    duoattention, rlkv and prulong are tables of layers x KV heads. `headscan plan` reads them back with `--method
-    imported`; examples/read_with_kvpress.py reads the first one with kvpress.
-    """
-
-    format: Annotated[Literal["duoattention", "rlkv", "prulong", "parquet"], Option("output format", flag="format")]
-    plan: Annotated[str, Option("plan to export")] = "head_plan.json"
-    out: Annotated[str, Option("output folder; of parquet also a URL of fsspec, such as s3://bucket/tables")]
-
-    def run(self) -> None:
-        if self.format == "parquet":
-            paths = self.store.open().export_parquet(self.out)
-        else:
-            from headscan.analysis.plans import load_plan, write_pattern
-
-            paths = write_pattern(load_plan(self.plan), self.out, self.format)
-        for path in paths:
-            print(path)

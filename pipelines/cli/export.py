@@ -1,0 +1,157 @@
+"""The verb export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from headscan.errors import ExportError
+from headscan.model_spec import ModelSpec
+from headscan.options import Group, Option
+from headscan.pipelines.cli.option_parser import UsageError, changed, model_source
+from headscan.pipelines.cli.results import Json, Result
+from headscan.pipelines.cli.verb_base import StoreVerb, quiet_libraries
+from headscan.pipelines.runs.text_tables import text_table
+
+if TYPE_CHECKING:
+    from headscan.models.loaded_model import LoadedModel
+    from headscan.pipelines.export.servable_model import HeldSize
+
+Format = Literal["gguf", "decilm", "duoattention", "rlkv", "prulong", "parquet"]
+_OF_MODEL = ("gguf", "decilm")
+_OF_PLAN = ("duoattention", "rlkv", "prulong")
+#: By beginning of an option's name, the formats that use it.
+_USED_BY = {
+    "model": _OF_MODEL,
+    "loading.": _OF_MODEL,
+    "type": ("gguf",),
+    "tokenizer": ("gguf",),
+    "plan": _OF_PLAN,
+    "store.": ("parquet",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(StoreVerb):
+    """export a model for a serving engine, a plan for a KV-cache tool, or the store as a Parquet data set
+
+        headscan export gguf smaller/ --out smaller.gguf
+        headscan export decilm smaller/ --out served/
+        headscan export duoattention --plan head_plan.json --out pattern/
+        headscan export parquet --store s.duckdb --out tables/
+
+    gguf is for llama.cpp, decilm for vLLM and SGLang; both take Llama-type models, pruned or not. duoattention, rlkv
+    and prulong are tables of layers x KV heads. `headscan plan` reads them back with `--method imported`;
+    examples/read_with_kvpress.py reads the first one with kvpress.
+    """
+
+    format: Annotated[Format, Option("output format", flag="format")]
+    model: Annotated[
+        str | None,
+        Option(
+            "model of gguf or decilm: folder, name on the hub, `demo` or `smollm2`", flag="MODEL", parse=model_source
+        ),
+    ] = None
+    out: Annotated[
+        str, Option("output folder; of gguf the file, of parquet also a URL of fsspec, such as s3://bucket/tables")
+    ]
+    json: Json = False
+    type: Annotated[Literal["f16", "f32", "q8_0"], Option("type of the matrices in a GGUF file")] = "f16"
+    tokenizer: Annotated[
+        str | None,
+        Option(
+            "GGUF file whose tokenizer is copied (default: that of `smollm2` for models from there, else the model's "
+            "tokenizer.json)",
+            metavar="FILE",
+        ),
+    ] = None
+    plan: Annotated[str, Option("plan to export")] = "head_plan.json"
+    loading: Annotated[partial[ModelSpec], Group("model")]
+
+    def __post_init__(self) -> None:
+        if (self.format in _OF_MODEL) != (self.model is not None):
+            raise UsageError("MODEL goes with a format of models: give both or neither")
+        for name, flag in changed(self).items():
+            formats = next((used for part, used in _USED_BY.items() if name.startswith(part)), None)
+            if formats is not None and self.format not in formats:
+                raise UsageError(f"{flag} has no effect on {self.format} (only on {', '.join(formats)}): leave it out")
+
+    def run(self) -> Result:
+        if self.format in _OF_MODEL:
+            quiet_libraries()
+            write: Callable[[LoadedModel], Result] = self._gguf if self.format == "gguf" else self._decilm
+            return write(self._loaded())
+        if self.format == "parquet":
+            paths = self.store.open().export_parquet(self.out)
+        else:
+            from headscan.analysis.plans import load_plan, write_pattern
+
+            assert self.format in _OF_PLAN
+            paths = write_pattern(load_plan(self.plan), self.out, self.format)
+        files = [{"file": str(path)} for path in paths]
+        return Result(files, lambda: "\n".join(each["file"] for each in files))
+
+    def _loaded(self) -> LoadedModel:
+        assert self.model is not None
+        return self.loading(self.model).load("cpu")
+
+    def _gguf(self, lm: LoadedModel) -> Result:
+        try:
+            from headscan.pipelines.export.gguf_file import write_gguf
+        except ModuleNotFoundError as problem:
+            raise ExportError("GGUF files need the package gguf. Run `pip install 'headscan[gguf]'`") from problem
+
+        found = write_gguf(lm, self.out, type=self.type, tokenizer=self._tokenizer())
+        facts = {"file": str(found.file), "architecture": found.architecture, "bytes": found.bytes}
+        line = f"{found.file}: architecture {found.architecture}, {found.bytes / 2**20:,.1f} MiB"
+        return _result(found.sizes, facts, [line])
+
+    def _decilm(self, lm: LoadedModel) -> Result:
+        from headscan.pipelines.export.decilm_folder import write_decilm
+
+        found = write_decilm(lm, self.out)
+        facts = {"folder": str(found.folder), "heads": found.heads, "bytes": found.bytes}
+        lines = [
+            f"{found.folder}: {found.heads} query heads in each layer with attention, {found.bytes / 2**20:,.1f} MiB",
+            f"serve it with `vllm serve {found.folder} --trust-remote-code` (the code is the configuration's class)",
+        ]
+        if not found.has_ffn_mult:
+            lines.append("the width of the MLP is no multiple of 256, so SGLang cannot read it; vLLM can")
+        return _result(found.sizes, facts, lines)
+
+    def _tokenizer(self) -> str | None:
+        """Return the GGUF file whose tokenizer is copied: the one that is named, or the model itself."""
+        is_gguf = self.model is not None and self.model.lower().endswith(".gguf")
+        return self.tokenizer or (self.model if is_gguf else None)
+
+
+def _result(sizes: tuple[HeldSize, ...], facts: Mapping[str, Any], lines: list[str]) -> Result:
+    """Return what the original, the model and the exported form hold, and what that form saves."""
+    original, model, exported = sizes
+    table = [
+        {
+            "model": each.model,
+            "query heads": each.query_heads,
+            "KV heads": each.kv_heads,
+            "layers with attention": each.attention_layers,
+            "KV bytes per token (16 bits)": f"{each.kv_bytes:,}",
+            "parameters": f"{each.parameters:,}",
+        }
+        for each in sizes
+    ]
+    saved = [
+        f"saved in the engine: {_share(original.kv_bytes, exported.kv_bytes)} of the KV cache, "
+        f"{_share(original.parameters, exported.parameters)} of the weights"
+    ]
+    if exported.kv_heads != model.kv_heads or exported.query_heads != model.query_heads:
+        saved.append(
+            f"padding with zeros gives back {exported.kv_bytes - model.kv_bytes:,} KV bytes per token and "
+            f"{exported.parameters - model.parameters:,} parameters"
+        )
+    return Result([asdict(each) for each in sizes], lambda: "\n".join([text_table(table), *saved, *lines]), facts)
+
+
+def _share(before: int, after: int) -> str:
+    return f"{1 - after / before:.1%}"

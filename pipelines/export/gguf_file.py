@@ -1,0 +1,248 @@
+"""A model as one GGUF file for llama.cpp, with numbers of heads by layer.
+
+Equal layers make the architecture ``llama``. Others make ``deci``, which has the numbers of query and KV heads of each
+layer as arrays; a layer without attention has 0. Within a layer all groups have one size, so smaller groups get query
+heads of zeros. The cache holds the KV heads that remain, and no more.
+
+GGUF has rotary pairs of neighbours, transformers pairs of halves: the rows of queries and keys are reordered.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headscan.analysis.store.output_files import replacing
+from headscan.checkpoints.source_folder import packaged_file
+from headscan.errors import ExportError, ModelLoadError
+from headscan.models.loaded_model import LoadedModel
+from headscan.pipelines.export.gguf_tokenizer import Key, copied_keys, made_keys
+from headscan.pipelines.export.servable_model import HeldSize, Places, ServableModel
+
+GgufType = Literal["f16", "f32", "q8_0"]
+_TYPES = {
+    "f32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
+    "f16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
+    "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
+}
+_MLP = {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
+_ATTENTION = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
+#: Kinds of rotary positions that one factor for each frequency expresses.
+_ROPE_TYPES = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True)
+class WrittenGguf:
+    """A written file: its architecture, its bytes, and what the original, the model and the file hold."""
+
+    file: Path
+    architecture: str
+    bytes: int
+    sizes: tuple[HeldSize, ...]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor of the file, computed when it is needed."""
+
+    name: str
+    make: Callable[[], Tensor]
+
+
+def write_gguf(
+    lm: LoadedModel,
+    out: str | os.PathLike[str],
+    *,
+    type: GgufType = "f16",
+    tokenizer: str | os.PathLike[str] | None = None,
+) -> WrittenGguf:
+    """Write a model into a GGUF file, which replaces an older one when it is complete.
+
+    Args:
+        lm: A Llama-type model, from `slice_heads` or not.
+        type: Type of the matrices. Vectors are float32. In a q8_0 file, matrices whose rows are no multiple of 32 are
+            float16.
+        tokenizer: GGUF file whose tokenizer is copied. None copies that of the installed `smollm2` if the model came
+            from there, and makes the keys from the model's tokenizer otherwise.
+
+    Raises:
+        ExportError: The model or its tokenizer has no place in the format, or the file cannot be written.
+    """
+    served = ServableModel(lm, "GGUF files of headscan")
+    keys = _tokenizer_keys(served, tokenizer)
+    places = served.own_places()
+    architecture = "llama" if len(set(places)) == 1 else "deci"
+    target = Path(out)
+    try:
+        with replacing(target) as fresh:
+            writer = GGUFWriter(fresh, architecture)
+            _add_settings(writer, served, places, _TYPES[type][1])
+            for key in keys:
+                writer.add_key_value(key.name, key.value, key.type, key.part)
+            _write(writer, list(_entries(served, places)), _TYPES[type][0])
+    except OSError as problem:
+        raise ExportError(
+            f"{target} cannot be written: {problem.strerror or problem}. Free space, or choose another file"
+        ) from problem
+    return WrittenGguf(target, architecture, target.stat().st_size, tuple(served.sizes(target.name, places)))
+
+
+def _add_settings(
+    writer: GGUFWriter, served: ServableModel, places: tuple[Places, ...], file_type: LlamaFileType
+) -> None:
+    config = served.config
+    equal = len(set(places)) == 1
+    writer.add_type("model")
+    writer.add_name(Path(served.lm.source).name)
+    writer.add_block_count(len(places))
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_head_count(places[0].heads if equal else [each.heads for each in places])
+    writer.add_head_count_kv(places[0].kv_heads if equal else [each.kv_heads for each in places])
+    # llama.cpp reads the length of the MLP by layer in deci.
+    length = config.intermediate_size
+    writer.add_feed_forward_length(length if equal else [length] * len(places))
+    writer.add_key_length(served.head_dim)
+    writer.add_value_length(served.head_dim)
+    writer.add_rope_dimension_count(served.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_file_type(file_type)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+
+def _entries(served: ServableModel, places: tuple[Places, ...]) -> Iterator[_Entry]:
+    """Yield the tensors of the file."""
+    model = served.model.model
+    yield _Entry("token_embd.weight", lambda: model.embed_tokens.weight)
+    yield _Entry("output_norm.weight", lambda: model.norm.weight)
+    if not served.is_tied:
+        yield _Entry("output.weight", lambda: served.model.lm_head.weight)
+    if (factors := _rope_factors(served)) is not None:
+        yield _Entry("rope_freqs.weight", lambda: factors)
+    for number, layer in enumerate(served.layers):
+        block = f"blk.{number}"
+        if places[number].kv_heads:
+            yield _Entry(f"{block}.attn_norm.weight", partial(getattr, layer.input_layernorm, "weight"))
+        yield _Entry(f"{block}.ffn_norm.weight", partial(getattr, layer.post_attention_layernorm, "weight"))
+        for name, value in served.attention(number, places[number]).items():
+            projection, _, leaf = name.partition(".")
+            heads = {"q_proj": places[number].heads, "k_proj": places[number].kv_heads}.get(projection)
+            make = partial(_paired, value, heads) if heads else partial(_same, value)
+            yield _Entry(f"{block}.{_ATTENTION[projection]}.{leaf}", make)
+        for name, value in served.mlp(number, places).items():
+            projection, _, leaf = name.partition(".")
+            yield _Entry(f"{block}.{_MLP[projection]}.{leaf}", partial(_same, value))
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
+
+
+def _paired(weight: Tensor, heads: int) -> Tensor:
+    """Return rows of queries or keys in the order of GGUF: each row of the first half before that of the second."""
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def _rope_factors(served: ServableModel) -> Tensor | None:
+    """Return the numbers (D / 2,) that divide the rotary frequencies; None if they are all 1."""
+    rope = served.config.rope_parameters
+    kind = rope.get("rope_type", "default")
+    if kind not in _ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ExportError(
+            f"rotary positions of {served.lm.source}: {kind} (limit {', '.join(_ROPE_TYPES)}, on whole heads). Use "
+            "llama.cpp's own converter on the original"
+        )
+    if kind == "default":
+        return None
+    D = served.head_dim
+    plain = rope["rope_theta"] ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
+    factors: Tensor = (plain / served.model.model.rotary_emb.inv_freq.double().cpu()).float()
+    return factors
+
+
+def _write(writer: GGUFWriter, entries: list[_Entry], kind: GGMLQuantizationType) -> None:
+    """Write header, keys and tensors; one tensor after the other is in memory in the type of the file."""
+    types = {}
+    for entry in entries:
+        shape = tuple(entry.make().shape)
+        types[entry.name] = own = _type_of(shape, kind)
+        is_block = own is GGMLQuantizationType.Q8_0
+        stored = gguf.quant_shape_to_byte_shape(shape, own) if is_block else shape
+        number: Any = np.uint8 if is_block else np.float16 if own is GGMLQuantizationType.F16 else np.float32
+        nbytes = int(np.prod(stored)) * np.dtype(number).itemsize
+        writer.add_tensor_info(entry.name, stored, np.dtype(number), nbytes, raw_dtype=own)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for entry in entries:
+        writer.write_tensor_data(_stored(entry, types[entry.name]))
+    writer.close()
+
+
+def _type_of(shape: tuple[int, ...], kind: GGMLQuantizationType) -> GGMLQuantizationType:
+    if len(shape) == 1:
+        return GGMLQuantizationType.F32
+    block, _ = gguf.GGML_QUANT_SIZES[kind]
+    return GGMLQuantizationType.F16 if shape[-1] % block else kind
+
+
+def _stored(entry: _Entry, kind: GGMLQuantizationType) -> NDArray[Any]:
+    value = entry.make().detach().float().cpu().contiguous().numpy()
+    with np.errstate(over="ignore"):
+        found: NDArray[Any] = gguf.quants.quantize(value, kind)
+    if kind is not GGMLQuantizationType.F32 and not np.isfinite(_numbers(found, kind)).all():
+        raise ExportError(f"{entry.name} has numbers beyond {kind.name} (limit 65504). Write type f32")
+    return found
+
+
+def _numbers(stored: NDArray[Any], kind: GGMLQuantizationType) -> NDArray[Any]:
+    """Return the 16-bit numbers of a stored tensor: all, or the scales of its blocks."""
+    if kind is GGMLQuantizationType.F16:
+        return stored
+    _, size = gguf.GGML_QUANT_SIZES[kind]
+    return stored.reshape(-1, size)[:, :2].copy().view(np.float16)
+
+
+def _tokenizer_keys(served: ServableModel, tokenizer: str | os.PathLike[str] | None) -> list[Key]:
+    vocabulary = served.model.model.embed_tokens.weight.shape[0]
+    record = getattr(served.config, "gguf_source", None)
+    file = None if tokenizer is None else Path(tokenizer)
+    if file is None and record is not None:
+        file = _packaged(record["file"])
+        if file is None:
+            raise ExportError(
+                f"{served.lm.source} was read from {record['file']}, whose tokenizer is copied. Pass that file as "
+                "`tokenizer`"
+            )
+    if file is None:
+        return made_keys(served.lm.tokenizer, vocabulary, served.lm.source)
+    keys = copied_keys(file)
+    count = len(next(key.value for key in keys if key.name == "tokenizer.ggml.tokens"))
+    if count != vocabulary:
+        raise ExportError(
+            f"the tokenizer of {file} has {count} tokens (limit {vocabulary}, the rows of the embedding). Name the GGUF "
+            "file of this model"
+        )
+    return keys
+
+
+def _packaged(name: str) -> Path | None:
+    """Return the file of the installed `smollm2` if it has this name."""
+    try:
+        file = packaged_file()
+    except ModelLoadError:
+        return None
+    return file if file.name == name else None

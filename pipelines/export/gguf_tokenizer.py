@@ -1,0 +1,147 @@
+"""The keys of a GGUF file that describe a tokenizer, copied from another GGUF file or made from a byte-level BPE."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gguf import GGUFReader, GGUFValueType, TokenType
+
+from headscan.errors import ExportError
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+#: llama.cpp's names of pre-tokenizers, by their steps in tokenizer.json, and whether each takes whole words of the
+#: vocabulary before it merges (``ignore_merges``).
+_PRE_TOKENIZERS: dict[tuple[str, ...], tuple[str, bool]] = {
+    ("words",): ("gpt-2", False),
+    ("digits", "words"): ("smollm", False),
+    (rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}", "bytes"): ("llama-bpe", True),
+    (rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}", "bytes"): ("qwen2", False),
+}
+
+
+class Key(NamedTuple):
+    """A key of a GGUF file; ``part`` is the type of an array's elements."""
+
+    name: str
+    value: Any
+    type: GGUFValueType
+    part: GGUFValueType | None = None
+
+
+def copied_keys(path: Path) -> list[Key]:
+    """Return the tokenizer's keys of a GGUF file."""
+    try:
+        fields = GGUFReader(path).fields
+    except (OSError, ValueError, IndexError) as problem:
+        raise ExportError(f"{path} cannot be read as a GGUF file ({problem}). Name another file") from problem
+    found = [
+        Key(name, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
+        for name, field in fields.items()
+        if name.startswith("tokenizer.")
+    ]
+    if not any(key.name == "tokenizer.ggml.tokens" for key in found):
+        raise ExportError(f"{path} has no tokenizer. Name another GGUF file")
+    return found
+
+
+def made_keys(tokenizer: Any, vocabulary: int, source: str) -> list[Key]:
+    """Return the keys of a tokenizer of transformers, for a model with ``vocabulary`` rows of embeddings.
+
+    Raises:
+        ExportError: There is no tokenizer, it is no byte-level BPE, or llama.cpp's name of its pre-tokenizer is unknown.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise _missing(source, "it has no tokenizer.json")
+    saved = json.loads(backend.to_str())
+    pre = _pre_tokenizer(saved, source)
+    words = {**saved["model"]["vocab"], **{each["content"]: each["id"] for each in saved["added_tokens"]}}
+    tokens, types = _tokens(words, saved["added_tokens"], vocabulary, source)
+    merges = [each if isinstance(each, str) else " ".join(each) for each in saved["model"]["merges"]]
+    text = GGUFValueType.STRING
+    ids = tokenizer("a").input_ids
+    found = [
+        Key("tokenizer.ggml.model", "gpt2", text),
+        Key("tokenizer.ggml.pre", pre, text),
+        Key("tokenizer.ggml.tokens", tokens, GGUFValueType.ARRAY, text),
+        Key("tokenizer.ggml.token_type", types, GGUFValueType.ARRAY, GGUFValueType.INT32),
+        Key("tokenizer.ggml.merges", merges, GGUFValueType.ARRAY, text),
+        Key("tokenizer.ggml.add_space_prefix", False, GGUFValueType.BOOL),
+        Key("tokenizer.ggml.add_bos_token", ids[0] == tokenizer.bos_token_id, GGUFValueType.BOOL),
+        Key("tokenizer.ggml.add_eos_token", ids[-1] == tokenizer.eos_token_id, GGUFValueType.BOOL),
+    ]
+    for name, number in (
+        ("bos", tokenizer.bos_token_id),
+        ("eos", tokenizer.eos_token_id),
+        ("unknown", tokenizer.unk_token_id),
+        ("padding", tokenizer.pad_token_id),
+    ):
+        if number is not None:
+            found.append(Key(f"tokenizer.ggml.{name}_token_id", number, GGUFValueType.UINT32))
+    if isinstance(tokenizer.chat_template, str):
+        found.append(Key("tokenizer.chat_template", tokenizer.chat_template, text))
+    return found
+
+
+def _tokens(
+    words: Mapping[str, int], added: list[dict[str, Any]], vocabulary: int, source: str
+) -> tuple[list[str], list[int]]:
+    """Return the text and the type of each token; rows of the embedding without a token get unused ones."""
+    if max(words.values()) >= vocabulary:
+        raise ExportError(
+            f"the tokenizer of {source} has token {max(words.values())} (limit {vocabulary - 1}, the last row of the "
+            "embedding). Use the tokenizer of this model"
+        )
+    tokens = [f"[PAD{number}]" for number in range(vocabulary)]
+    types = [int(TokenType.UNUSED)] * vocabulary
+    for word, number in words.items():
+        tokens[number], types[number] = word, int(TokenType.NORMAL)
+    for each in added:
+        types[each["id"]] = int(TokenType.CONTROL if each["special"] else TokenType.USER_DEFINED)
+    return tokens, types
+
+
+def _pre_tokenizer(saved: Mapping[str, Any], source: str) -> str:
+    """Return llama.cpp's name of the pre-tokenizer in a tokenizer.json."""
+    model = saved["model"]
+    if model["type"] != "BPE" or model.get("byte_fallback"):
+        raise _missing(source, "its tokenizer is no byte-level BPE")
+    normalizer = saved.get("normalizer")
+    steps = _steps(saved.get("pre_tokenizer"))
+    name, ignores_merges = _PRE_TOKENIZERS.get(steps, ("", False))
+    if not name:
+        raise _missing(source, f"llama.cpp's name of its pre-tokenizer is unknown ({', '.join(steps)[:80] or 'none'})")
+    if bool(model.get("ignore_merges")) != ignores_merges:
+        raise _missing(source, f"its tokenizer has ignore_merges {not ignores_merges}, unlike {name}")
+    # llama.cpp normalises no text; NFC leaves nearly all text as it is.
+    if normalizer is not None and normalizer["type"] != "NFC":
+        raise _missing(source, f"its tokenizer normalises text ({normalizer['type']})")
+    return name
+
+
+def _steps(pre: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Return the steps of a pre-tokenizer; an unknown one as its type."""
+    if pre is None:
+        return ()
+    kind = pre["type"]
+    if kind == "Sequence":
+        return tuple(step for each in pre["pretokenizers"] for step in _steps(each))
+    if kind == "ByteLevel" and not pre["add_prefix_space"]:
+        return ("words" if pre["use_regex"] else "bytes",)
+    if kind == "Digits" and pre["individual_digits"]:
+        return ("digits",)
+    if kind == "Split" and pre["behavior"] == "Isolated" and not pre["invert"]:
+        return (str(pre["pattern"].get("Regex", kind)),)
+    return (kind,)
+
+
+def _missing(source: str, why: str) -> ExportError:
+    return ExportError(
+        f"the tokenizer of {source} has no known form in GGUF: {why}. Pass a GGUF file of the original model as "
+        "`tokenizer`, and its tokenizer is copied"
+    )

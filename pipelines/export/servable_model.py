@@ -1,0 +1,201 @@
+"""A Llama-type model, pruned or not, as engines that know one layout of attention hold it.
+
+An engine holds K KV heads in a layer, each with the same number G of query heads. Where a layer has fewer heads than the
+engine's layout, heads of zeros fill the places: their columns of the output projection are zero, so the layer's output
+stays the same.
+
+Shapes: E width of the hidden states, D width of a head, H query heads, K KV heads, G = H / K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headscan.errors import ExportError
+from headscan.models.loaded_model import LoadedModel
+from headscan.pruning.format.attention_parts import LayerHeads
+
+#: Model types whose attention and MLP are those of Llama, up to biases.
+KINDS = ("llama", "mistral", "qwen2")
+#: What other families have that these formats lack.
+_LACKING = {
+    "qwen3": "norms of queries and keys",
+    "smollm3": "layers without rotary positions",
+    "granite": "multipliers of embedding, attention and residual",
+}
+#: Bytes of a number in the KV cache of an engine, which is 16 bits wide unless the user changes it.
+_CACHE_NUMBER = 2
+
+
+class Places(NamedTuple):
+    """The attention of a layer in an engine: its KV heads, and the query heads of each; 0 and 0 without attention."""
+
+    kv_heads: int
+    group: int
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads * self.group
+
+
+@dataclass(frozen=True)
+class HeldSize:
+    """What a form of a model holds; ``kv_bytes`` is the KV cache of a token in 16 bits."""
+
+    model: str
+    query_heads: int
+    kv_heads: int
+    attention_layers: int
+    kv_bytes: int
+    parameters: int
+
+
+class ServableModel:
+    """A loaded model with its heads by layer.
+
+    Raises:
+        ExportError: The family or a setting has no place in ``engines``, which messages name.
+    """
+
+    def __init__(self, lm: LoadedModel, engines: str) -> None:
+        self.lm, self.engines = lm, engines
+        self.model: Any = lm.model
+        self.config: Any = lm.model.config
+        self._check()
+
+    def _check(self) -> None:
+        config = self.config
+        kind = getattr(config, "base_model_type", None) or config.model_type
+        if kind not in KINDS:
+            lacking = f" has {_LACKING[kind]}, which have no place there" if kind in _LACKING else " has no place there"
+            raise ExportError(
+                f"{self.engines} hold models of type {', '.join(KINDS)}; {kind}{lacking}. Serve the folder with transformers"
+            )
+        types = set(getattr(config, "layer_types", None) or ())
+        window = None if types == {"full_attention"} else getattr(config, "sliding_window", None)
+        if kind == "qwen2" and not config.use_sliding_window:
+            window = None
+        if window is not None and window < config.max_position_embeddings:
+            raise ExportError(
+                f"{self.engines} would read all tokens where {self.lm.source} has a sliding window: {window} tokens "
+                f"(limit: none). Serve the folder with transformers"
+            )
+        if config.hidden_act != "silu":
+            raise ExportError(
+                f"{self.engines} compute silu in the MLP; {self.lm.source} has {config.hidden_act}. Serve the folder "
+                "with transformers"
+            )
+        if getattr(self.model, "is_quantized", False):
+            raise ExportError(f"{self.lm.source} has quantised weights. Export the model before it is quantised")
+
+    @cached_property
+    def heads(self) -> tuple[LayerHeads, ...]:
+        """The heads of each layer, also those of layers that lost none."""
+        whole = LayerHeads.all(self.config.num_attention_heads, self.config.num_key_value_heads)
+        return tuple(getattr(layer.self_attn, "pruned_heads", None) or whole for layer in self.layers)
+
+    @property
+    def layers(self) -> Any:
+        """The blocks of the model."""
+        return self.model.model.layers
+
+    @property
+    def head_dim(self) -> int:
+        found: int = (
+            getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+        )
+        return found
+
+    @property
+    def is_tied(self) -> bool:
+        return self.model.lm_head.weight is self.model.model.embed_tokens.weight
+
+    def attention(self, layer: int, places: Places) -> dict[str, Tensor]:
+        """Return the weights and biases of a layer's projections by name, such as ``q_proj.weight`` (H * D, E), with
+        zeros in the places without a head. A layer without attention whose places are not 0 gets zeros alone.
+        """
+        if not places.kv_heads:
+            return {}
+        heads, module = self.heads[layer], self.layers[layer].self_attn
+        index = heads.kv_index
+        queries = torch.tensor(
+            [kv_head * places.group + index[:at].count(kv_head) for at, kv_head in enumerate(index)], dtype=torch.long
+        )
+        keys = torch.arange(len(heads.kept_kv))
+        found: dict[str, Tensor] = {}
+        for name, at, count, dim in (
+            ("q_proj", queries, places.heads, 0),
+            ("k_proj", keys, places.kv_heads, 0),
+            ("v_proj", keys, places.kv_heads, 0),
+            ("o_proj", queries, places.heads, 1),
+        ):
+            projection = getattr(module, name, None)
+            if projection is None:
+                width, E = count * self.head_dim, self.config.hidden_size
+                found[f"{name}.weight"] = self.zeros(*((E, width) if dim else (width, E)))
+                continue
+            found[f"{name}.weight"] = self._spread(projection.weight, at, count, dim)
+            if projection.bias is not None:
+                bias = projection.bias.detach()
+                found[f"{name}.bias"] = bias if dim else self._spread(bias, at, count, 0)
+        if not heads.kept and module.bias is not None:
+            found["o_proj.bias"] = module.bias.detach()
+        return found
+
+    def _spread(self, weight: Tensor, at: Tensor, count: int, dim: int) -> Tensor:
+        """Return a weight whose heads, neighbours along ``dim``, lie at the places ``at`` of ``count``."""
+        if at.tolist() == list(range(count)):
+            return weight.detach()
+        heads = weight.detach().unflatten(dim, (-1, self.head_dim))
+        shape = [count if each == dim else size for each, size in enumerate(heads.shape)]
+        return heads.new_zeros(shape).index_copy(dim, at.to(heads.device), heads).flatten(dim, dim + 1)
+
+    def mlp(self, layer: int, places: Sequence[Places]) -> dict[str, Tensor]:
+        """Return the weights and biases of a layer's MLP by name.
+
+        The bias that a layer without attention still adds becomes a part of the last bias before it. That leaves the
+        model the same, because nothing reads the hidden states in between.
+        """
+        found = {name: value.detach() for name, value in self.layers[layer].mlp.named_parameters()}
+        following = layer + 1
+        if following < len(self.heads) and not places[following].kv_heads:
+            bias = self.layers[following].self_attn.bias
+            if bias is not None:
+                found["down_proj.bias"] = found.get("down_proj.bias", 0) + bias.detach()
+        return found
+
+    def zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=self.model.dtype)
+
+    def own_places(self) -> tuple[Places, ...]:
+        """Return the smallest places that hold each layer, with groups as wide as the layer's widest. The first layer
+        has at least one head, of zeros if need be: engines read the width of heads from it.
+        """
+        found = [Places(len(each.kept_kv), max(each.group_sizes, default=0)) for each in self.heads]
+        return tuple(Places(1, 1) if at == 0 and not each.kv_heads else each for at, each in enumerate(found))
+
+    def sizes(self, name: str, places: Sequence[Places]) -> list[HeldSize]:
+        """Return what the original, this model and its form with some places hold."""
+        own = sum(each.numel() for each in self.model.parameters())
+        mine = [Places(len(each.kept_kv), 0) for each in self.heads]
+        queries = [len(each.kept) for each in self.heads]
+        before = [(each.heads, each.kv_heads) for each in self.heads]
+        held = [(each.heads, each.kv_heads) for each in places]
+        now = list(zip(queries, (each.kv_heads for each in mine), strict=True))
+        return [
+            self._size(label, each, own, now)
+            for label, each in (("original", before), ("this model", now), (name, held))
+        ]
+
+    def _size(self, name: str, held: Sequence[tuple[int, int]], own: int, now: Sequence[tuple[int, int]]) -> HeldSize:
+        query, kv = (sum(counts) for counts in zip(*held, strict=True))
+        fewer_query, fewer_kv = (sum(counts) for counts in zip(*now, strict=True))
+        D, E = self.head_dim, self.config.hidden_size
+        more = 2 * D * E * ((query - fewer_query) + (kv - fewer_kv))
+        return HeldSize(name, query, kv, sum(heads > 0 for heads, _ in held), 2 * D * kv * _CACHE_NUMBER, own + more)
