@@ -32,9 +32,15 @@ from headscan.pipelines.referee.referee_table import CriterionLoss, criterion_lo
 
 #: Criteria of the comparison by loss.
 CRITERIA = (*SCORES, "importance", "importance_entropy", "layer-drop")
+#: Options of the comparison: one half of the texts measures the criteria, the other one judges.
+_COMPARED = tuple("--shares 0.05,0.1,0.2,0.3,0.4 --seeds 3 --max-tokens 256 --sequences 48 --no-recall".split())
+#: Criteria with a colour in the figure, the best ones.
+_COLOURED = 8
 #: Behaviours whose strongest heads are looked up in the order of inactive heads.
 BEHAVIOURS = ("induction_score", "previous_token_score", "retrieval_score")
 _STRONGEST = 5
+#: Limit of the increase of the loss, in nats per token, as in the study.
+_MAX_LOSS = 0.05
 #: Tokens per second that the plan assumes of two CPU cores; the study takes the hours that it is given.
 _SPEED = 400
 
@@ -59,12 +65,10 @@ def steps(options: argparse.Namespace) -> list[Step]:
     hours, tokens = f"{options.hours:g}", int(3600 * options.hours * _SPEED)
     alone = ("--shares", "0.02,0.05,0.1", "--window-shares", "none", "--prune-shares", "none")
     asked = ("--questions", "400", "--recall-questions", "340")
-    compared = ("--criteria", ",".join(CRITERIA), "--shares", "0.05,0.1,0.2,0.3,0.4", "--seeds", "3")
-    texts = ("--max-tokens", "256", "--sequences", "48", "--no-recall")
     return [
         Step(study("study"), tokens),
         Step(study("heads", *alone, *asked), tokens),
-        Step((*referee, *compared, *texts), 24 * 256 * 5 * (len(CRITERIA) + 3)),
+        Step((*referee, "--criteria", ",".join(CRITERIA), *_COMPARED), 24 * 256 * 5 * (len(CRITERIA) + 3)),
     ]
 
 
@@ -178,7 +182,7 @@ def _sinks(heads: Sequence[Mapping[str, Any]], figures: Path) -> str:
 def _referee(store: Store, heads: Sequence[tuple[int, int]]) -> tuple[list[CriterionLoss], dict[str, float]]:
     """Return the losses of the newest comparison of criteria, and each criterion's tau with ``importance``."""
     rows = store.query(
-        "SELECT DISTINCT run_id, started_at FROM runs JOIN arms USING (run_id) WHERE runs.kind = 'evaluate'"
+        "SELECT DISTINCT run_id, runs.started_at FROM runs JOIN arms USING (run_id) WHERE runs.kind = 'evaluate'"
         " AND arms.config->>'$.criterion' IS NOT NULL ORDER BY runs.started_at DESC LIMIT 1"
     ).to_pylist()
     verdict = judge(store, rows[0]["run_id"])
@@ -202,13 +206,17 @@ def _criteria(store: Store, heads: Sequence[Mapping[str, Any]], figures: Path) -
     shares = sorted({row.share for row in losses})
 
     def draw(plt: Any) -> None:
-        for name in order:
-            style = {"color": "black", "linestyle": ":"} if "random" in name else {}
+        for number, name in enumerate(order):
+            style: dict[str, Any] = {"label": name}
+            if "random" in name:
+                style |= {"color": "black", "linestyle": ":"}
+            elif number >= _COLOURED:  # the colours repeat after ten
+                style = {"color": "lightgrey", "zorder": 1, "label": "other scores" if number == _COLOURED else None}
             rows = curves[name]
-            plt.plot([100 * row.share for row in rows], [row.value for row in rows], marker=".", label=name, **style)
+            plt.plot([100 * row.share for row in rows], [row.value for row in rows], marker=".", **style)
         plt.yscale("symlog", linthresh=0.1)
         plt.xlabel("heads zeroed, %"), plt.ylabel("increase of the loss, nats per token")
-        plt.legend(fontsize=6, ncols=2)
+        plt.legend(fontsize=8)
 
     image = _figure(figures / "criteria.svg", draw, "Loss against the share of heads zeroed", size=(7, 5))
     table = [("criterion", *(f"{100 * share:g} %" for share in shares), "tau with importance")]
@@ -223,11 +231,22 @@ def _criteria(store: Store, heads: Sequence[Mapping[str, Any]], figures: Path) -
         )
     best = {share: min((rows for rows in losses if rows.share == share), key=lambda row: row.value) for share in shares}
     wins = ", ".join(f"{100 * share:g} %: `{row.criterion}`" for share, row in best.items())
+    least = f"{100 * shares[0]:g} %"
     return (
         "## Which heads can be zeroed\n\nIncrease of the loss on texts that chose nothing, in nats per token, when the"
-        f" share of heads that a criterion ranks lowest is zeroed; best first by the mean. Least at {wins}.\n\n"
-        f"{_table(table)}\n\n{image}"
+        f" share of heads that a criterion ranks lowest is zeroed; best first by the mean. Least at {wins}. Shown to"
+        f" stay below {_MAX_LOSS:g} nats: {_shown(losses)}; with the other criteria not even {least} of the heads."
+        f" Recall is not part of it. `headscan referee {' '.join(_COMPARED)}`, with these"
+        f" criteria.\n\n{_table(table)}\n\n{image}"
     )
+
+
+def _shown(losses: Sequence[CriterionLoss]) -> str:
+    """Return the criteria whose heads are shown to cost less than the limit, each with its largest share."""
+    kept = [row for row in losses if row.high is not None and row.high < _MAX_LOSS]
+    largest = {row.criterion: row.share for row in sorted(kept, key=lambda row: row.share)}
+    named = [f"`{name}` at {100 * share:g} %" for name, share in sorted(largest.items(), key=lambda each: -each[1])]
+    return ", ".join(named) or "none"
 
 
 def _loss(row: CriterionLoss) -> str:
