@@ -86,9 +86,7 @@ def build_parser(*, lists_verbs: bool = False) -> argparse.ArgumentParser:
         epilog=_verb_list(),
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
-    parser.add_argument(
-        "--verbose", action="store_true", help="with --version: libraries, devices and threads, for reports of errors"
-    )
+    parser.add_argument("--verbose", action="store_true", help="with --version: libraries and devices")
     listed = "verb" if lists_verbs else argparse.SUPPRESS
     verbs = parser.add_subparsers(dest="verb", prog="headscan", metavar="VERB", help=listed)
     for verb in VERBS:
