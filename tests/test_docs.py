@@ -23,7 +23,7 @@ from tests.sources import ROOT
 from tests.test_readme import PAGES, README
 
 #: Pages whose commands on the demo model run in order in one folder.
-WALKED = ("tutorial.md", "howto/plan_and_generate.md", "howto/prune_and_serve.md", "howto/compare_checkpoints.md")
+WALKED = ("tutorial.md", "howto/plan_and_generate.md", "howto/serve.md", "howto/compare_checkpoints.md")
 OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1"}
 
 

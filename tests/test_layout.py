@@ -115,5 +115,9 @@ def test_file_names_are_distinct() -> None:
 
 
 def test_the_folders_of_tests_are_those_of_the_packages() -> None:
-    folders = {path.parent.relative_to(ROOT / "tests") for path in TESTS} - {Path(), Path("benchmarks")}
+    folders = {path.parent.relative_to(ROOT / "tests") for path in TESTS} - {
+        Path(),
+        Path("benchmarks"),
+        Path("engines"),
+    }
     assert {str(folder) for folder in folders if not (ROOT / folder).is_dir()} == set()

@@ -121,7 +121,7 @@ def _corpus_words(corpus: Any) -> tuple[str, ...]:
     return tuple(words)
 
 
-_CACHE_QUESTION = "How much KV cache can go?"
+CACHE_QUESTION = "How much KV cache can go?"
 
 
 def cache_answer(
@@ -144,10 +144,10 @@ def cache_answer(
     best = min(passing, key=lambda arm: left[arm.name]) if passing else max(arms, key=lambda arm: arm.paired.low)
     cost = _cost(best, f"{1 - left[best.name]:.1%} of the cache less{at} changes")
     if passing:
-        return Answer(_CACHE_QUESTION, f"{1 - left[best.name]:.1%}{at}", cost, "known", links[0])
+        return Answer(CACHE_QUESTION, f"{1 - left[best.name]:.1%}{at}", cost, "known", links[0])
     headline, lead = _not_shown(best, "plan")
     command = commands.on_model("evaluate", "--tasks", "TASKS", "--plan", commands.plan, "--controls", "19")
-    return Answer(_CACHE_QUESTION, headline, f"{lead} {cost}", "open", links[0], command)
+    return Answer(CACHE_QUESTION, headline, f"{lead} {cost}", "open", links[0], command)
 
 
 def _not_shown(best: ArmVerdict, what: str) -> tuple[str, str]:
@@ -168,7 +168,7 @@ def _unjudged(plan: HeadPlan | None, link: str, commands: Commands) -> Answer:
     if plan is None:
         command = commands.on_store("plan", "--window-share", "0.5")
         return Answer(
-            _CACHE_QUESTION, "Not measured", "No plan is given and none was evaluated.", "missing", None, command
+            CACHE_QUESTION, "Not measured", "No plan is given and none was evaluated.", "missing", None, command
         )
     command = commands.on_model("evaluate", "--tasks", "TASKS", "--plan", commands.plan, "--controls", "19")
     longest = max(plan.budget.lengths, key=lambda length: length.tokens)
@@ -176,7 +176,7 @@ def _unjudged(plan: HeadPlan | None, link: str, commands: Commands) -> Answer:
         f"The plan (method {plan.method}) saves {longest.saved_share:.1%} at {longest.tokens:,} tokens, but the shown"
         " evaluation does not test what that costs."
     )
-    return Answer(_CACHE_QUESTION, "Not tested", detail, "missing", link, command)
+    return Answer(CACHE_QUESTION, "Not tested", detail, "missing", link, command)
 
 
 def _cost(arm: ArmVerdict, what: str) -> str:
@@ -217,8 +217,8 @@ def inactive_answer(
     return Answer(_INACTIVE_QUESTION, f"{found.heads:,} of {heads:,}", detail, "known", link)
 
 
-_ABLATED_QUESTION = "How many heads can be ablated?"
-_REMOVED_QUESTION = "How many heads can be removed for good?"
+ABLATED_QUESTION = "How many heads can be ablated?"
+REMOVED_QUESTION = "How many heads can be removed for good?"
 
 _CHOSEN = (ArmKind.MASK, ArmKind.RULE)
 
@@ -232,16 +232,16 @@ def ablation_answer(
     command = commands.on_model("sweep", "--tasks", "TASKS")
     if verdict is None:
         return Answer(
-            _ABLATED_QUESTION, "Not measured", "No evaluation of this model is in the store.", "missing", None, command
+            ABLATED_QUESTION, "Not measured", "No evaluation of this model is in the store.", "missing", None, command
         )
     arms = [choice.verdict for choice in choices] or [arm for arm in verdict.arms if arm.kind in _CHOSEN]
     if not arms:
         return Answer(
-            _ABLATED_QUESTION, "Not measured", "The evaluation has no mask and no rule.", "missing", None, command
+            ABLATED_QUESTION, "Not measured", "The evaluation has no mask and no rule.", "missing", None, command
         )
     best = _best(arms)
     how = _how([choice for choice in choices if choice.verdict is best], tried)
-    return _answer(_ABLATED_QUESTION, arms, "ablated", how, link, command)
+    return _answer(ABLATED_QUESTION, arms, "ablated", how, link, command)
 
 
 def _how(choices: Sequence[SweepChoice], tried: int) -> str:
@@ -261,14 +261,14 @@ def pruning_answer(verdict: Verdict | None, link: str, commands: Commands) -> An
     pruned = [arm for arm in outcomes if arm.kind is ArmKind.PRUNED]
     if not pruned:
         why = "No evaluation of a pruned model is in the store, or another evaluation is shown."
-        return Answer(_REMOVED_QUESTION, "Not measured", why, "missing", None, command)
+        return Answer(REMOVED_QUESTION, "Not measured", why, "missing", None, command)
     judged = [arm for arm in pruned if isinstance(arm, ArmVerdict)]
     if not judged:
         first = min(pruned, key=lambda arm: arm.zeroed_share or 0.0)
         measures = "; ".join(measure.words() for measure in first.measures) or "no measure"
         detail = f"No task has right answers. Fewest removed: {first.name} ({_share(first.zeroed_share)}): {measures}."
-        return Answer(_REMOVED_QUESTION, "No verdict", detail, "open", link, command)
-    return _answer(_REMOVED_QUESTION, judged, "removed", "", link, command)
+        return Answer(REMOVED_QUESTION, "No verdict", detail, "open", link, command)
+    return _answer(REMOVED_QUESTION, judged, "removed", "", link, command)
 
 
 def _best(arms: Sequence[ArmVerdict]) -> ArmVerdict:
@@ -301,8 +301,9 @@ def answers_of(
     choices: Sequence[SweepChoice],
     plan: HeadPlan | None,
     plan_file: str | Path | None,
+    given: Sequence[Answer] = (),
 ) -> list[Answer]:
-    """Return the answers in the order of the page, missing ones included."""
+    """Return the answers in the order of the page, missing ones included; those that are ``given`` replace others."""
     commands = Commands.of(scan, store.path, plan_file)
     site = data.sites[0]
     tried = 0 if verdict is None else sum(arm.kind in (ArmKind.MASK, ArmKind.RULE) for arm in verdict.arms)
@@ -314,7 +315,8 @@ def answers_of(
         pruning_answer(verdict, REMOVAL, commands),
         cache_answer(verdict, left, tokens, plan, links, commands),
     ]
-    return [*answers, *_missing_tables(data, commands)]
+    known = {answer.question: answer for answer in given}
+    return [*(known.get(answer.question, answer) for answer in answers), *_missing_tables(data, commands)]
 
 
 def _missing_tables(data: HeadData, commands: Commands) -> list[Answer]:
@@ -324,7 +326,7 @@ def _missing_tables(data: HeadData, commands: Commands) -> list[Answer]:
         return []
     *others, last = [table.group.lower() for table in missing]
     names = f"{', '.join(others)} or {last}" if others else last
-    verbs = " ; ".join(
+    verbs = "\n".join(
         commands.on_model(table.verb, *table.options, *(commands.own_texts if table.reads_texts else ()))
         for table in missing
     )

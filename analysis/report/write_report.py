@@ -12,7 +12,7 @@ from markupsafe import Markup
 from headscan.analysis.errors import AnalysisError
 from headscan.analysis.plans import HeadPlan, check_model
 from headscan.analysis.report.ablation_costs import arms_section, criteria_section, site_section
-from headscan.analysis.report.answers import answers_of
+from headscan.analysis.report.answers import Answer, answers_of
 from headscan.analysis.report.head_data import HeadData, page_data, read_head_data
 from headscan.analysis.report.page_parts import (
     contents,
@@ -58,6 +58,7 @@ class _Shown:
     choices: Sequence[SweepChoice]
     plan: HeadPlan | None
     plan_file: str | Path | None
+    answers: Sequence[Answer] = ()
 
 
 def write_report(
@@ -71,6 +72,7 @@ def write_report(
     plan_file: str | Path | None = None,
     scores: Sequence[str] = (),
     confirm: bool = True,
+    answers: Sequence[Answer] = (),
 ) -> Path:
     """Write a report atomically, without changing the store; the page loads nothing from the network.
 
@@ -78,7 +80,8 @@ def write_report(
     evaluation and the comparison. The evaluation and ``plan`` are of the scan's model; None leaves out the plan.
     Commands in the report name ``plan_file``; None leaves a placeholder. The map shows the first measured one of
     ``scores`` (scores and statistics) first; all measured ones can be selected. ``confirm`` judges the best arms of a
-    sweep on the questions that did not select them.
+    sweep on the questions that did not select them. ``answers``, those of a study, stand instead of what the page
+    itself makes of the evaluation.
     """
     for name in scores:
         if name not in SUMMARISED:
@@ -96,7 +99,7 @@ def write_report(
     )
     if not data.sites:
         raise ReportError(f"run {run['run_id']} has no measured heads. Wait for its first shard, or scan again")
-    shown = _Shown(store, run, data, evaluation, verdict, _choices(store, verdict, confirm), plan, plan_file)
+    shown = _Shown(store, run, data, evaluation, verdict, _choices(store, verdict, confirm), plan, plan_file, answers)
     title = f"Attention heads of {run['model']}"
     evidence = [_map(shown), *_evidence(shown)]
     parts = [_opening(shown, title, contents(evidence)), *evidence]
@@ -140,7 +143,8 @@ def _opening(shown: _Shown, title: str, sections: Sequence[tuple[str, str]]) -> 
         warnings.append(f"This scan is {run['status']}: the numbers cover the {row['sequences']:,} stored sequences.")
     if shown.verdict is not None and shown.verdict.progress:
         warnings.append(f"{shown.verdict.progress}: the answers cover only these.")
-    answers = answers_of(shown.store, run, shown.data, shown.verdict, shown.choices, shown.plan, shown.plan_file)
+    evaluated = (shown.verdict, shown.choices, shown.plan, shown.plan_file)
+    answers = answers_of(shown.store, run, shown.data, *evaluated, shown.answers)
     return rendered(
         "answers.html.j2",
         title=title,

@@ -116,6 +116,8 @@ def write_decilm(
                 lm.tokenizer.save_pretrained(made)
             if lm.model.can_generate():
                 lm.model.generation_config.save_pretrained(made)
+            for file in made.iterdir():  # weights are written readable for their owner alone
+                file.chmod((made / _CODE_FILE).stat().st_mode)
             made.replace(target)
     except (OSError, SafetensorError) as problem:
         reason = getattr(problem, "strerror", None) or problem

@@ -157,6 +157,7 @@ class _Study:
             evaluate_run=run_id if any(judged.values()) and self._has_arms(run_id) else None,
             plan=plan,
             plan_file=plan_file if plan is not None else None,
+            answers=[saving.card() for saving in savings],
         )
         grid = self.run.facts.grid
         found = StudyAnswer(

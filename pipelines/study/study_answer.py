@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headscan.analysis.report.ablation_costs import ABLATION
+from headscan.analysis.report.answers import ABLATED_QUESTION, CACHE_QUESTION, REMOVED_QUESTION, Answer
+from headscan.analysis.report.saving_costs import CACHE, REMOVAL
 from headscan.analysis.store.output_files import write_text
 from headscan.analysis.store.verdict_limits import limits_words
 from headscan.analysis.verdicts.judge import Outcome
@@ -15,6 +18,13 @@ from headscan.analysis.verdicts.measures import Increase
 from headscan.analysis.verdicts.ordered_shares import ShareVerdict, exceeds, largest_safe
 from headscan.catalog import RECALL_FAMILIES, head_count
 from headscan.pipelines.runs.text_tables import plain, text_table, time_text
+
+#: Question and section of the report, by kind of saving.
+_QUESTIONS = {
+    "heads ablated": (ABLATED_QUESTION, ABLATION),
+    "KV cache": (CACHE_QUESTION, CACHE),
+    "heads removed": (REMOVED_QUESTION, REMOVAL),
+}
 
 
 @dataclass(frozen=True)
@@ -69,10 +79,31 @@ class Saving:
         why = f"loses {failed.why}" if failed.outcome is Outcome.LOSES else f"{failed.outcome}: {failed.why}"
         return f"{100 * failed.share:.3g}% {why}"
 
+    def card(self) -> Answer:
+        """Return the answer as the report shows it."""
+        question, link = _QUESTIONS[self.kind]
+        shown = self.safe or next(iter(self.judged), None)
+        numbers = "" if shown is None else f" At {100 * shown.share:.3g}%: {_numbers(shown)}."
+        if self.safe is not None:
+            detail = f"{self.answer()}.{numbers} Next: {self.next()}."
+            return Answer(question, f"{self.safe.share:.1%} is safe", detail, "known", link)
+        too_few = shown is not None and shown.outcome is Outcome.OPEN
+        headline = "Too few questions" if too_few else "None shown to be safe"
+        return Answer(question, headline, f"{self.next().capitalize()}.{numbers}", "open", link)
+
     def _size(self, share: ShareVerdict) -> str:
         unit = "KV heads windowed" if self.kind == "KV cache" else "heads"
         by = f" by {self.criterion}" if self.criterion else ""
         return f"{head_count(share.share, self.units)} of {self.units} {unit} ({share.share:.1%}){by}"
+
+
+def _numbers(share: ShareVerdict) -> str:
+    """Return what a share changes, in words."""
+    parts = [f"loss {share.loss.numbers()} nats per token"] if share.loss is not None else []
+    if share.accuracy is not None:
+        parts.append(f"accuracy {share.accuracy.interval.words(1)} points on {share.accuracy.questions:,} questions")
+    parts += [f"{RECALL_FAMILIES[each.family].heading} {each.loss_left()}" for each in share.recall]
+    return ", ".join(parts)
 
 
 @dataclass(frozen=True)

@@ -229,6 +229,13 @@ headscan.tools = (figure, name, svg, rows) => {
     headscan.save(`${name()}.csv`, headscan.csv(rows()), "text/csv"));
 };
 
+// Commands can be copied; a narrow card scrolls them.
+document.querySelectorAll("pre.command").forEach((command) => {
+  const place = headscan.element("div", null, { class: "tools" });
+  headscan.button(place, "Copy", "Copy the command", () => navigator.clipboard.writeText(command.textContent.trim()));
+  command.after(place);
+});
+
 // Every table of the page can be saved too.
 document.querySelectorAll(".wide > table").forEach((table, index) => {
   const place = headscan.element("div", null, { class: "tools" });

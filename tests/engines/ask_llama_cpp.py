@@ -1,0 +1,55 @@
+"""Ask llama.cpp for log-probabilities after each prefix of token ids, and for greedy tokens.
+
+    python ask_llama_cpp.py MODEL.gguf REQUEST.json ANSWER.json
+
+It runs in an environment with xllamacpp and without headscan. The KV cache is float32, as in the model that it is
+compared with.
+"""
+
+import json
+import os
+import sys
+import urllib.request
+from pathlib import Path
+
+import xllamacpp
+
+
+def main(model: str, request_file: str, answer_file: str) -> None:
+    request = json.loads(Path(request_file).read_text(encoding="utf-8"))
+    settings = xllamacpp.CommonParams()
+    settings.model.path = model
+    settings.n_ctx, settings.n_parallel, settings.verbosity = 512, 1, -1
+    settings.warmup = settings.ctx_shift = False
+    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = os.cpu_count() or 1
+    settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    server = xllamacpp.Server(settings)
+
+    def complete(prompt: list[int], tokens: int, candidates: int) -> list[dict]:
+        body = {
+            "prompt": prompt,
+            "n_predict": tokens,
+            "n_probs": candidates,
+            "temperature": 0.0,
+            "cache_prompt": True,
+            "ignore_eos": True,
+        }
+        address = f"{server.listening_address}/completion"
+        asked = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked) as answer:
+            return json.load(answer)["completion_probabilities"]
+
+    ids = request["ids"]
+    rows = [complete(ids[:end], 1, request["candidates"])[0]["top_logprobs"] for end in range(1, len(ids) + 1)]
+    found = {
+        "log_probabilities": [{each["id"]: each["logprob"] for each in row} for row in rows],
+        "greedy": [each["id"] for each in complete(ids, request["greedy"], 1)],
+    }
+    Path(answer_file).write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # the server's thread does not end by itself

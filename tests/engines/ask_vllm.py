@@ -1,0 +1,54 @@
+"""Ask vLLM for log-probabilities after each prefix of token ids, for greedy tokens, and for the room in its cache.
+
+    python ask_vllm.py FOLDER REQUEST.json ANSWER.json
+
+It runs in an environment with vLLM for CPUs and without headscan.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+#: Space of the KV cache, in GiB.
+_SPACE = "1"
+
+
+def main(folder: str, request_file: str, answer_file: str) -> None:
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": _SPACE,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    from vllm import LLM, SamplingParams
+
+    request = json.loads(Path(request_file).read_text(encoding="utf-8"))
+    engine = LLM(
+        model=folder,
+        trust_remote_code=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=256,
+        max_logprobs=request["candidates"],
+        max_num_seqs=4,
+    )
+    asked = SamplingParams(
+        temperature=0, max_tokens=request["greedy"], prompt_logprobs=request["candidates"], ignore_eos=True
+    )
+    [found] = engine.generate([{"prompt_token_ids": request["ids"]}], asked)
+    cache = engine.llm_engine.vllm_config.cache_config
+    answer = {
+        # The first token has no prefix.
+        "log_probabilities": [
+            {token: each.logprob for token, each in row.items()} for row in found.prompt_logprobs[1:]
+        ],
+        "greedy": list(found.outputs[0].token_ids),
+        "tokens_that_fit": (cache.num_gpu_blocks or 0) * cache.block_size,
+    }
+    Path(answer_file).write_text(json.dumps(answer), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
