@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -79,22 +79,22 @@ class Export(StoreVerb):
                 raise UsageError(f"{flag} has no effect on {self.format} (only on {', '.join(formats)}): leave it out")
 
     def run(self) -> Result:
-        if self.format in _OF_MODEL:
-            quiet_libraries()
-            write: Callable[[LoadedModel], Result] = self._gguf if self.format == "gguf" else self._decilm
-            return write(self._loaded())
+        if self.format == "gguf":
+            return self._gguf(self._loaded())
+        if self.format == "decilm":
+            return self._decilm(self._loaded())
         if self.format == "parquet":
             paths = self.store.open().export_parquet(self.out)
         else:
             from headscan.analysis.plans import load_plan, write_pattern
 
-            assert self.format in _OF_PLAN
             paths = write_pattern(load_plan(self.plan), self.out, self.format)
         files = [{"file": str(path)} for path in paths]
         return Result(files, lambda: "\n".join(each["file"] for each in files))
 
     def _loaded(self) -> LoadedModel:
         assert self.model is not None
+        quiet_libraries()
         return self.loading(self.model).load("cpu")
 
     def _gguf(self, lm: LoadedModel) -> Result:

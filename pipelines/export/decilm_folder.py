@@ -1,8 +1,8 @@
 """A model as a folder of the architecture DeciLM, whose layers differ in KV heads, for vLLM and SGLang.
 
-All layers have the same number of query heads, so the KV heads of a layer divide it. Of all numbers of query heads up to
-the original one, the one with the smallest cache is taken. Heads that a layer lacks are zeros. A layer without attention
-is skipped (``no_op``), except for the first one, which engines cannot skip.
+All layers have the same number of query heads, so the KV heads of a layer divide it. Of all numbers of query heads up
+to the original one, the one with the smallest cache is taken. Heads that a layer lacks are zeros. A layer without
+attention is skipped (``no_op``), except for the first one, which engines cannot skip.
 """
 
 from __future__ import annotations

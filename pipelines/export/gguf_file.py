@@ -233,8 +233,8 @@ def _tokenizer_keys(served: ServableModel, tokenizer: str | os.PathLike[str] | N
     count = len(next(key.value for key in keys if key.name == "tokenizer.ggml.tokens"))
     if count != vocabulary:
         raise ExportError(
-            f"the tokenizer of {file} has {count} tokens (limit {vocabulary}, the rows of the embedding). Name the GGUF "
-            "file of this model"
+            f"the tokenizer of {file} has {count} tokens (limit {vocabulary}, the rows of the embedding). Name the "
+            "GGUF file of this model"
         )
     return keys
 

@@ -53,7 +53,8 @@ def made_keys(tokenizer: Any, vocabulary: int, source: str) -> list[Key]:
     """Return the keys of a tokenizer of transformers, for a model with ``vocabulary`` rows of embeddings.
 
     Raises:
-        ExportError: There is no tokenizer, it is no byte-level BPE, or llama.cpp's name of its pre-tokenizer is unknown.
+        ExportError: There is no tokenizer, it is no byte-level BPE, or llama.cpp's name of its pre-tokenizer is
+            unknown.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

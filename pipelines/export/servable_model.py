@@ -1,8 +1,8 @@
 """A Llama-type model, pruned or not, as engines that know one layout of attention hold it.
 
-An engine holds K KV heads in a layer, each with the same number G of query heads. Where a layer has fewer heads than the
-engine's layout, heads of zeros fill the places: their columns of the output projection are zero, so the layer's output
-stays the same.
+An engine holds K KV heads in a layer, each with the same number G of query heads. Where a layer has fewer heads than
+the engine's layout, heads of zeros fill the places: their columns of the output projection are zero, so the layer's
+output stays the same.
 
 Shapes: E width of the hidden states, D width of a head, H query heads, K KV heads, G = H / K.
 """
@@ -75,7 +75,8 @@ class ServableModel:
         if kind not in KINDS:
             lacking = f" has {_LACKING[kind]}, which have no place there" if kind in _LACKING else " has no place there"
             raise ExportError(
-                f"{self.engines} hold models of type {', '.join(KINDS)}; {kind}{lacking}. Serve the folder with transformers"
+                f"{self.engines} hold models of type {', '.join(KINDS)}; {kind}{lacking}. Serve the folder "
+                "with transformers"
             )
         types = set(getattr(config, "layer_types", None) or ())
         window = None if types == {"full_attention"} else getattr(config, "sliding_window", None)
