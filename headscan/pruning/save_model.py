@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -80,6 +81,14 @@ def check_output_folder(folder: str | os.PathLike[str]) -> None:
         raise PruningError(f"{target} is not empty. Choose a new folder")
 
 
+def open_weights(folder: Path) -> None:
+    """Give the weights of a folder the permissions of its ``config.json``: safetensors writes files that only their
+    owner can read, and a server often runs as another user.
+    """
+    for weights in folder.glob("*.safetensors"):
+        shutil.copymode(folder / "config.json", weights)
+
+
 def _write(lm: LoadedModel, folder: Path, remote_code: bool, max_shard_size: int | str) -> None:
     model: Any = lm.model
     config = stock_config(model)
@@ -93,6 +102,7 @@ def _write(lm: LoadedModel, folder: Path, remote_code: bool, max_shard_size: int
         why = " ".join(str(problem).split())
         raise PruningError(f"{lm.source} cannot be saved: {why} Change lm.model.generation_config") from problem
     model.save_pretrained(folder, max_shard_size=max_shard_size)
+    open_weights(folder)
     if remote_code and heads_of(model.config):
         _add_code(model.config, folder)
     if lm.tokenizer is not None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from headscan.errors import ExportError
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.export.servable_model import HeldSize, Places, ServableModel
-from headscan.pruning.save_model import check_output_folder
+from headscan.pruning.save_model import check_output_folder, open_weights
 
 #: Fields of the original's configuration that are the same in the folder.
 _SAME = (
@@ -111,13 +111,12 @@ def write_decilm(
             made.mkdir()
             save_torch_state_dict(weights, made, max_shard_size=max_shard_size, metadata={"format": "pt"})
             (made / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            open_weights(made)
             (made / _CODE_FILE).write_text(_CODE, encoding="utf-8")
             if lm.tokenizer is not None:
                 lm.tokenizer.save_pretrained(made)
             if lm.model.can_generate():
                 lm.model.generation_config.save_pretrained(made)
-            for file in made.iterdir():  # weights are written readable for their owner alone
-                file.chmod((made / _CODE_FILE).stat().st_mode)
             made.replace(target)
     except (OSError, SafetensorError) as problem:
         reason = getattr(problem, "strerror", None) or problem
@@ -155,7 +154,9 @@ def _divided(heads: int, own: Places) -> Places | None:
 
 
 def _weights(served: ServableModel, places: tuple[Places, ...]) -> dict[str, Tensor]:
-    """Return the weights by their names in Llama. If one layer has a bias, all have it: engines know one switch."""
+    """Return the weights by their names in Llama. If one attention or MLP has a bias, all their matrices have one:
+    engines know one switch for each.
+    """
     model = served.model.model
     found = {"model.embed_tokens.weight": model.embed_tokens.weight, "model.norm.weight": model.norm.weight}
     if not served.is_tied:
@@ -167,7 +168,7 @@ def _weights(served: ServableModel, places: tuple[Places, ...]) -> dict[str, Ten
         found[f"{block}.post_attention_layernorm.weight"] = layer.post_attention_layernorm.weight
         found |= {f"{block}.self_attn.{name}": each for name, each in served.attention(number, places[number]).items()}
         found |= {f"{block}.mlp.{name}": each for name, each in served.mlp(number, places).items()}
-    for parts in (_QKV, _OUTPUT, _MLP):
+    for parts in (_ATTENTION, _MLP):
         if any(_is_bias(name, parts) for name in found):
             for name in [name for name in found if name.endswith(".weight")]:
                 module = name.removesuffix(".weight")
@@ -176,7 +177,7 @@ def _weights(served: ServableModel, places: tuple[Places, ...]) -> dict[str, Ten
     return {name: each.detach().contiguous() for name, each in found.items()}
 
 
-_QKV, _OUTPUT, _MLP = ("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj", "down_proj")
+_ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 
 
 def _is_bias(name: str, parts: Sequence[str]) -> bool:
@@ -186,7 +187,6 @@ def _is_bias(name: str, parts: Sequence[str]) -> bool:
 def _config(served: ServableModel, places: tuple[Places, ...], weights: Mapping[str, Tensor]) -> dict[str, Any]:
     config = served.config
     fields = {name: getattr(config, name, None) for name in _SAME}
-    has = {parts: any(_is_bias(name, parts) for name in weights) for parts in (_QKV, _OUTPUT, _MLP)}
     ffn: dict[str, Any] = {
         "no_op": False,
         "replace_with_linear": False,
@@ -212,9 +212,8 @@ def _config(served: ServableModel, places: tuple[Places, ...], weights: Mapping[
         "architectures": ["DeciLMForCausalLM"],
         "auto_map": {"AutoConfig": f"{_CODE_FILE.removesuffix('.py')}.DeciLMConfig"},
         "model_type": "nemotron-nas",
-        "attention_bias": has[_QKV] or has[_OUTPUT],
-        "qkv_bias": has[_QKV],
-        "mlp_bias": has[_MLP],
+        "attention_bias": any(_is_bias(name, _ATTENTION) for name in weights),
+        "mlp_bias": any(_is_bias(name, _MLP) for name in weights),
         "block_configs": blocks,
         "dtype": str(served.model.dtype).removeprefix("torch."),
         "torch_dtype": str(served.model.dtype).removeprefix("torch."),

@@ -75,8 +75,8 @@ class ServableModel:
         if kind not in KINDS:
             lacking = f" has {_LACKING[kind]}, which have no place there" if kind in _LACKING else " has no place there"
             raise ExportError(
-                f"{self.engines} hold models of type {', '.join(KINDS)}; {kind}{lacking}. Serve the folder with"
-                " transformers"
+                f"{self.engines} hold models of type {', '.join(KINDS)}; {kind}{lacking}. Serve the folder "
+                "with transformers"
             )
         types = set(getattr(config, "layer_types", None) or ())
         window = None if types == {"full_attention"} else getattr(config, "sliding_window", None)

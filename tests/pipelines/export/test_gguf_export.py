@@ -12,9 +12,10 @@ from torch import Tensor
 
 import headscan
 from headscan.attention.discovery import discover
+from headscan.errors import ExportError
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.export.gguf_file import write_gguf
-from tests.small_models import make_model
+from tests.small_models import make_loaded, make_model
 
 #: Heads of layers with 6 query and 2 KV heads, by case: whole groups; groups of different sizes; all heads of a layer.
 REMOVED = {
@@ -122,3 +123,74 @@ def test_a_file_computes_the_logits_of_the_model(name: str, case: str, demo: Loa
     assert file.architecture == written.architecture
     assert (logits(lm, tokens) - file.logits(tokens)).abs().max() < 1e-4
     assert written.bytes == (tmp_path / "m.gguf").stat().st_size
+
+
+def test_heads_of_zeros_fill_the_smaller_groups_and_no_place_of_the_cache(demo: LoadedModel, tmp_path: Path) -> None:
+    lm = headscan.slice_heads(small("llama", demo), [(0, 0), (2, 0), (2, 1), (2, 2), (2, 5)])
+    written = write_gguf(lm, tmp_path / "m.gguf", type="f32")
+    file = GgufModel(written.file)
+    assert file.architecture == "deci"
+    assert file.by_layer("attention.head_count") == [6, 6, 2] and file.by_layer("attention.head_count_kv") == [2, 2, 1]
+    query = file.weights["blk.0.attn_q.weight"].view(6, 8, 48).abs().sum((1, 2)) > 0
+    assert query.tolist() == [True, True, False, True, True, True]  # the smaller group is the first one
+    original, own, held = written.sizes
+    assert (original.query_heads, own.query_heads, held.query_heads) == (18, 13, 14)
+    assert (original.kv_bytes, own.kv_bytes, held.kv_bytes) == (192, 160, 160)
+    assert sum(each.numel() for each in file.weights.values()) == held.parameters == own.parameters + 2 * 8 * 48
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_added_biases_are_kept_also_where_attention_is_gone(name: str, demo: LoadedModel, tmp_path: Path) -> None:
+    removed = [*((0, head) for head in range(6)), *((1, head) for head in range(6)), (2, 4)]
+    weights = {f"model.layers.{layer}.self_attn.o_proj.bias": torch.randn(48) for layer in range(3)}
+    lm = headscan.slice_heads(small(name, demo), removed, weights)
+    tokens = ids(len(demo.tokenizer))
+    file = GgufModel(write_gguf(lm, tmp_path / "m.gguf", type="f32").file)
+    assert (logits(lm, tokens) - file.logits(tokens)).abs().max() < 1e-4
+
+
+def test_a_file_of_equal_layers_is_a_model_with_the_same_tokens(
+    demo: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADSCAN_CACHE", str(tmp_path / "cache"))
+    lm = headscan.slice_heads(demo, [(layer, head) for layer in range(6) for head in range(4)])
+    written = write_gguf(lm, tmp_path / "m.gguf", type="f32")
+    found = headscan.load(written.file, device="cpu", dtype="float32")
+    assert written.architecture == "llama"
+    text = "Hello world! 123 4567  foo\n\n\tbar's don't\u00e9t\u00e9 \u4f60\u597d 3.14"
+    tokens = demo.tokenizer(text, return_tensors="pt").input_ids
+    assert found.tokenizer(text).input_ids == tokens[0].tolist()
+    assert (logits(lm, tokens) - logits(found, tokens)).abs().max() < 1e-4
+    again = write_gguf(lm, tmp_path / "again.gguf", type="f32", tokenizer=written.file)
+    assert again.file.read_bytes() == written.file.read_bytes()
+
+
+def test_matrices_have_the_type_that_is_named(demo: LoadedModel, tmp_path: Path) -> None:
+    lm = headscan.slice_heads(demo, [(1, 0), (1, 1), (2, 3)])
+    tokens = ids(len(demo.tokenizer))
+    differences = {}
+    for type in ("f32", "f16", "q8_0"):
+        file = GgufModel(write_gguf(lm, tmp_path / f"{type}.gguf", type=type).file)  # type: ignore[arg-type]
+        for name, weight in file.weights.items():
+            is_whole = type != "q8_0" or weight.shape[-1] % 32 == 0
+            assert file.types[name] == ("F32" if weight.ndim == 1 else type.upper() if is_whole else "F16")
+        differences[type] = (logits(lm, tokens) - file.logits(tokens)).abs().max().item()
+    # The demo's weights are numbers of 16 bits.
+    assert max(differences["f32"], differences["f16"]) < 1e-4 < differences["q8_0"] < 0.5
+
+
+def test_what_the_format_cannot_hold_is_refused_and_leaves_no_file(demo: LoadedModel, tmp_path: Path) -> None:
+    def refused(lm: LoadedModel, message: str, **options: Any) -> None:
+        with pytest.raises(ExportError, match=message):
+            write_gguf(lm, tmp_path / "m.gguf", **options)
+        assert not list(tmp_path.iterdir())
+
+    refused(small("qwen3", demo), "qwen3 has norms of queries and keys, which have no place there")
+    refused(small("mistral-sliding", demo), "sliding window: 20 tokens")
+    refused(make_loaded("llama"), "the tokenizer of llama has no known form in GGUF: it has no tokenizer.json")
+    large = small("llama", demo)
+    large.model.model.layers[1].mlp.up_proj.weight.data[3, 3] = 1e5
+    refused(large, r"blk.1.ffn_up.weight has numbers beyond F16 .limit 65504.. Write type f32", type="f16")
+    yarn = small("llama", demo)
+    yarn.model.config.rope_parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+    refused(yarn, "rotary positions of llama: yarn")
