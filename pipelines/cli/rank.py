@@ -64,6 +64,10 @@ class Rank(StoreVerb):
         columns = {title: value for title, value in columns.items() if title not in _empty(rows)}
         facts = {"run_id": run["run_id"], "by": self.by, "site": self.site, "heads": len(heads)}
         notes = []
+        if kind == "scan" and "inactive in" in columns:
+            count = store.query("SELECT count(*) AS n FROM sequences WHERE run_id = ?", [run["run_id"]])["n"][0]
+            facts["sequences"] = count.as_py()
+            notes.append(f"inactive in: share of the {facts['sequences']:,} sequences")
         if kind == "importance":
             from headscan.analysis.heads.head_ranking import halves_agreement
 

@@ -74,8 +74,6 @@ class _CorpusVerb(RunVerb):
 def _say_counts(tokens: TokenPlan, report: CorpusReport) -> None:
     for line in report.lines():
         say(line)
-    if tokens.mode == "truncate" and report.truncated:
-        say("only the beginning of long documents was measured: --mode chunk measures all of them")
     if tokens.attention_across_documents:
         say("documents share sequences (--mode pack): queries attended across documents")
 

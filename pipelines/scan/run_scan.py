@@ -198,6 +198,11 @@ def run_corpus(
     report = CorpusReport()
     texts = shards(sequences(corpus, identity.tokenizer, config.tokens, report), shard_size=shard_size)
     found, rest = _read_ahead(_followed_by(texts, prompts(), shard_size))
+    if config.tokens.mode == "truncate" and report.truncated:
+        run.say(
+            f"{report.truncated:,} of {report.documents:,} documents exceed {config.tokens.max_tokens:,} tokens: only"
+            " their beginnings are measured; the mode chunk measures all of them"
+        )
     record = run.record(
         kind,
         mark,
