@@ -33,6 +33,35 @@ _LACKING = {
 _CACHE_NUMBER = 2
 
 
+def obstacle(config: Any, source: str, engines: str = "serving engines") -> str | None:
+    """Return why a model of a configuration has no place in the formats of ``engines``, and the fix; None if it has."""
+    kind = getattr(config, "base_model_type", None) or config.model_type
+    fix = "Serve the folder with transformers"
+    if kind not in KINDS:
+        lacking = f" has {_LACKING[kind]}, which have no place there" if kind in _LACKING else " has no place there"
+        return f"{engines} hold models of type {', '.join(KINDS)}; {kind}{lacking}. {fix}"
+    types = set(getattr(config, "layer_types", None) or ())
+    window = None if types == {"full_attention"} else getattr(config, "sliding_window", None)
+    if kind == "qwen2" and not config.use_sliding_window:
+        window = None
+    if window is not None and window < config.max_position_embeddings:
+        return (
+            f"{engines} would read all tokens where {source} has a sliding window: {window} tokens (limit: none). {fix}"
+        )
+    if config.hidden_act != "silu":
+        return f"{engines} compute silu in the MLP; {source} has {config.hidden_act}. {fix}"
+    return None
+
+
+def export_commands(folder: str) -> tuple[str, str]:
+    """Return the commands that export a model without an `obstacle`, for llama.cpp and for vLLM."""
+    name = folder.rstrip("/")
+    return (
+        f"headscan export gguf {name} --out {name}.gguf        # llama.cpp",
+        f"headscan export decilm {name} --out {name}-served    # vLLM, SGLang",
+    )
+
+
 class Places(NamedTuple):
     """The attention of a layer in an engine: its KV heads, and the query heads of each; 0 and 0 without attention."""
 
@@ -67,33 +96,10 @@ class ServableModel:
         self.lm, self.engines = lm, engines
         self.model: Any = lm.model
         self.config: Any = lm.model.config
-        self._check()
-
-    def _check(self) -> None:
-        config = self.config
-        kind = getattr(config, "base_model_type", None) or config.model_type
-        if kind not in KINDS:
-            lacking = f" has {_LACKING[kind]}, which have no place there" if kind in _LACKING else " has no place there"
-            raise ExportError(
-                f"{self.engines} hold models of type {', '.join(KINDS)}; {kind}{lacking}. Serve the folder "
-                "with transformers"
-            )
-        types = set(getattr(config, "layer_types", None) or ())
-        window = None if types == {"full_attention"} else getattr(config, "sliding_window", None)
-        if kind == "qwen2" and not config.use_sliding_window:
-            window = None
-        if window is not None and window < config.max_position_embeddings:
-            raise ExportError(
-                f"{self.engines} would read all tokens where {self.lm.source} has a sliding window: {window} tokens "
-                f"(limit: none). Serve the folder with transformers"
-            )
-        if config.hidden_act != "silu":
-            raise ExportError(
-                f"{self.engines} compute silu in the MLP; {self.lm.source} has {config.hidden_act}. Serve the folder "
-                "with transformers"
-            )
+        if reason := obstacle(self.config, lm.source, engines):
+            raise ExportError(reason)
         if getattr(self.model, "is_quantized", False):
-            raise ExportError(f"{self.lm.source} has quantised weights. Export the model before it is quantised")
+            raise ExportError(f"{lm.source} has quantised weights. Export the model before it is quantised")
 
     @cached_property
     def heads(self) -> tuple[LayerHeads, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from headscan.analysis.verdicts.controls import loss_increase
 from headscan.analysis.verdicts.judge import ArmOutcome, ArmVerdict, Verdict
+from headscan.pipelines.export.servable_model import export_commands
 from headscan.pipelines.pruning.held_out_losses import loss_rows
 from headscan.pipelines.pruning.model_costs import CostComparison
 from headscan.pipelines.pruning.pruned_arms import BuiltModel, skipped_layers
@@ -97,6 +98,7 @@ def model_card(
     calibration: str,
     version: str,
     remote_code: bool = False,
+    is_servable: bool = False,
     verdict: Sequence[str] = (),
 ) -> str:
     """Return the text of ``README.md``.
@@ -104,6 +106,7 @@ def model_card(
     Args:
         revision: Its commit on the hub; None for a folder.
         calibration: What chose the heads and repaired the projections.
+        is_servable: Serving engines have a place for this kind of model.
         verdict: Sentences of the evaluation; empty if it was not judged.
     """
     before, after = built.costs.before, built.costs.after
@@ -131,6 +134,8 @@ def model_card(
         rows += [f"| {' | '.join(row.values())} |" for row in losses]
     judged = [f"- {sentence}" for sentence in verdict] or ["Not judged."]
     loading = ["## Load", "", "```python", *_loading(remote_code), "```", ""]
+    if is_servable:
+        loading += ["## Serve", "", "```bash", *export_commands("THIS_FOLDER"), "```", ""]
     gone = ["## Removed heads", "", _heads(built), ""]
     return "\n".join([*head, *rows, "", "## Verdict", "", *judged, "", *loading, *gone])
 

@@ -15,11 +15,13 @@ from typing import Annotated
 from headscan.analysis.store.output_files import write_text
 from headscan.analysis.verdicts.judge import Verdict, judge
 from headscan.catalog import LAYER_DROP
+from headscan.checkpoints.sources import load_config
 from headscan.errors import PruningError
 from headscan.grid import Unit
 from headscan.options import Limits, check_limits
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.evaluate.tasks import Questions
+from headscan.pipelines.export.servable_model import obstacle
 from headscan.pipelines.pruning.build_models import BuildJob, Repair, WantedModel, build_models
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_recall, read_texts
 from headscan.pipelines.pruning.model_card import model_card
@@ -129,11 +131,15 @@ class PruneConfig:
 class PruneResult:
     """Pruned models and their verdict; if nothing was judged, the verdict is None and arms have no names. The folders
     of controls are gone.
+
+    Attributes:
+        is_servable: `headscan export` has formats of serving engines for this kind of model.
     """
 
     models: tuple[BuiltModel, ...]
     names: tuple[str, ...] = ()
     verdict: Verdict | None = None
+    is_servable: bool = False
 
 
 def prune(config: PruneConfig, run: Run) -> PruneResult:
@@ -153,6 +159,10 @@ def prune(config: PruneConfig, run: Run) -> PruneResult:
     if prompts:
         calibration += f", and {', '.join(each.name for each in prompts)} with weight {config.recall.weight:g}"
 
+    spec = evaluation.model
+    original = load_config(spec.source, spec.revision, spec.trust_remote_code)
+    is_servable = obstacle(original, identity.name) is None
+
     def card(model: BuiltModel, *sentences: str) -> str:
         return model_card(
             model,
@@ -161,6 +171,7 @@ def prune(config: PruneConfig, run: Run) -> PruneResult:
             calibration=calibration,
             version=code_version(),
             remote_code=config.remote_code,
+            is_servable=is_servable,
             verdict=sentences,
         )
 
@@ -182,12 +193,13 @@ def prune(config: PruneConfig, run: Run) -> PruneResult:
             say=say,
         )
         built = work.deliver(run.pool.one(build_models, job), card, say)
-        result = PruneResult(built)
+        result = PruneResult(built, is_servable=is_servable)
         if not config.skip_verdict:
             with _report_saved(built, identity.name, say):
                 arms = [pruned_arm(each, evaluation.model, identity) for each in built]
                 run_id = evaluate(evaluation, run, [BASELINE, *arms], questions=questions)
-                result = PruneResult(built, tuple(arm.name for arm in arms), judge(run.store, run_id))
+                names = tuple(arm.name for arm in arms)
+                result = replace(result, names=names, verdict=judge(run.store, run_id))
             _write_verdicts(result, card)
     return result
 

@@ -80,11 +80,14 @@ def made_up_scan(store: Store, sequences: int, layers: int, heads: int) -> str:
                 [run_id],
             )
             connection.execute(
-                "INSERT INTO sequences SELECT $1, range, $2, range, 'text', $3, false, 'h' || range FROM range($4, $5)",
+                "INSERT INTO sequences BY NAME SELECT $1 AS run_id, range AS sequence, $2 AS shard, range AS document,"
+                " 'text' AS source, $3 AS tokens, false AS truncated, 'h' || range AS content_hash FROM range($4, $5)",
                 [run_id, shard, _TOKENS, first, last],
             )
             connection.execute(
-                "INSERT INTO shards VALUES ($1, $2, 'c', $3, $4, 0, $5, 1.0, 'worker', now())",
+                "INSERT INTO shards BY NAME SELECT $1 AS run_id, $2 AS shard, 'c' AS content_hash, $3 AS sequences,"
+                " $4 AS head_rows, 0 AS nonfinite_rows, $5 AS tokens, 1.0 AS seconds, 'worker' AS worker,"
+                " now() AS finished_at",
                 [run_id, shard, last - first, (last - first) * grid, (last - first) * _TOKENS],
             )
             connection.execute("COMMIT")

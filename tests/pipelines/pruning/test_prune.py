@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -77,9 +78,12 @@ def test_heads_named_by_hand_go_without_repair(
     assert found["weights_left"] < 1 and found["after"]["parameters"] == smaller.model.num_parameters()
     assert "layer-drop" in out and "random 0" in out
     assert "\nwritten to " in out and "loss, nats" in out
+    exports = re.findall(r"^headscan export (gguf|decilm) (\S+) --out", out, re.MULTILINE)
+    assert exports == [("gguf", str(tmp_path / "smaller")), ("decilm", str(tmp_path / "smaller"))]
     card = (tmp_path / "smaller" / "README.md").read_text()
     assert "Dropping 1 whole attention layer (33.3% of heads) with the same repair: " in card
     assert "Of 1 random choice with as many heads and the same repair" in card
+    assert "headscan export gguf THIS_FOLDER --out" in card
     assert arms[1]["name"] in card and "- layer 2: 0, 3" in card and "import headscan" in card
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s.duckdb", "smaller"]
 
