@@ -222,7 +222,9 @@ def test_rankings_follow_the_definitions(
     np.testing.assert_allclose([h.value for h in ranked], np.sort(numbers, axis=None), rtol=1e-6)
     signed = values["gate_gradient"].mean(0)
     np.testing.assert_allclose([h.mean_gate_gradient for h in ranked], [signed[h.layer, h.head] for h in ranked], 1e-4)
-    assert rank_importance(store, run_id, name, descending=True) == ranked[::-1]
+    # Threads add in another order, so the last bit of a mean may differ between two queries.
+    highest_first = rank_importance(store, run_id, name, descending=True)
+    assert [(h.layer, h.head) for h in highest_first] == [(h.layer, h.head) for h in ranked[::-1]]
 
 
 def test_another_importance_costs_an_entry(
