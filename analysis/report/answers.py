@@ -12,11 +12,12 @@ from headscan.analysis.plans import HeadPlan
 from headscan.analysis.report.ablation_costs import ABLATION
 from headscan.analysis.report.head_data import HeadData
 from headscan.analysis.report.head_measures import HEAD_TABLES
-from headscan.analysis.report.head_spread import MOSTLY, Spread, inactive_counts, persistence_text
 from headscan.analysis.report.saving_costs import CACHE, REMOVAL, cache_left
 from headscan.analysis.report.sections import HEAD_PLAN, INACTIVE, RANKED_BY
+from headscan.analysis.store.head_spread import Spread, inactive_counts
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.verdict_limits import MOSTLY
 from headscan.analysis.store.views import INACTIVE_QUANTILE
 from headscan.analysis.verdicts.confirmation import SweepChoice
 from headscan.analysis.verdicts.judge import ArmVerdict, Verdict
@@ -205,7 +206,7 @@ def inactive_answer(
         return Answer(_INACTIVE_QUESTION, "Not measured", why, "missing", None, command)
     found = counts[name]
     detail = (
-        f"By {name}: {persistence_text(found, heads)} are among the {INACTIVE_QUANTILE:.0%} most inactive"
+        f"By {name}: {found.words(heads)} are among the {INACTIVE_QUANTILE:.0%} most inactive"
         f" (sequence, head) of the scan in at least {MOSTLY:.0%} of the sequences."
     )
     if found.low is None:

@@ -13,10 +13,9 @@ import pyarrow as pa
 
 from headscan.analysis.plans import HeadDamage, HeadPlan, PlannedHead
 from headscan.analysis.report.head_measures import HeadMeasure, SiteMeasures, read_head_tables, scanned_measure
-from headscan.analysis.report.head_spread import QUANTILES, SiteHeads, Spread
 from headscan.analysis.report.page_parts import compressed
+from headscan.analysis.store.head_spread import QUANTILES, SiteHeads, SiteSummary, Spread
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.summaries import SiteSummary
 from headscan.catalog import SCORES
 
 _CLASSES = ("retrieval", "streaming", "removable", "protected")

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from headscan.analysis.report.head_spread import SiteHeads, Spread
+from headscan.analysis.store.head_spread import SiteHeads, Spread
 from headscan.analysis.store.provenance import same_model
 from headscan.analysis.store.records import RunKind
 from headscan.analysis.store.store import Store

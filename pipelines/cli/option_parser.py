@@ -200,6 +200,7 @@ class BoundOption:
 
     @property
     def flags(self) -> list[str]:
+        """All names on the command line."""
         return (self.option.flag or f"--{self.path[-1].replace('_', '-')}").split()
 
     @property
@@ -211,7 +212,7 @@ class BoundOption:
         return text_type(self.option, self.kind, many=self.many)(text)
 
     def plain(self, value: Any) -> Any:
-        """Return the value of a setting of a file: a number, a text, a list, or true or false."""
+        """Return the value of the option from one in a file: a number, a text, a list, or true or false."""
         if self.kind is bool:
             if not isinstance(value, bool):
                 raise ValueProblemError(f"{value!r} is neither true nor false")

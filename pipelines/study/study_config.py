@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
 from headscan.catalog import IMPORTANCES, RECALL_NAMES, SCORES
 from headscan.errors import HeadscanError
@@ -14,7 +13,7 @@ from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, Count, Option, check_limits
 from headscan.pipelines.settings.corpus_settings import CorpusSpec
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
-from headscan.pipelines.settings.settings_file import settings_file
+from headscan.pipelines.settings.settings_file import build_settings, settings_file
 
 #: Fewest texts that measure or judge, and most if the time decides.
 LEAST_TEXTS, MOST_TEXTS = 8, 64
@@ -139,7 +138,7 @@ class StudyConfig:
 
 def study_from(settings: Mapping[str, Any]) -> StudyConfig:
     """Return the settings of a file."""
-    return _build(StudyConfig, settings, "")
+    return build_settings(StudyConfig, settings, StudyError)
 
 
 def read_study(path: str | Path) -> StudyConfig:
@@ -181,46 +180,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _build(kind: Any, settings: Mapping[str, Any], place: str) -> Any:
-    """Return an object of a settings class from plain values."""
-    hints = get_type_hints(kind)
-    if unknown := [name for name in settings if name not in hints]:
-        raise StudyError(f"unknown setting {place}{unknown[0]}. Choose from {', '.join(hints)}")
-    missing = [
-        each.name
-        for each in fields(kind)
-        if each.default is MISSING and each.default_factory is MISSING and each.name not in settings
-    ]
-    if missing:
-        raise StudyError(f"{place}{missing[0]} is missing. Set it")
-    return kind(**{name: _value(hints[name], value, f"{place}{name}") for name, value in settings.items()})
-
-
-def _value(hint: Any, value: Any, place: str) -> Any:
-    """Return a value as a field's type."""
-    options = get_args(hint)
-    if get_origin(hint) is Literal:
-        if value not in options:
-            raise StudyError(f"{place}={value!r}. Choose from {', '.join(map(str, options))}")
-        return value
-    if get_origin(hint) is tuple:
-        if not isinstance(value, list | tuple):
-            raise StudyError(f"{place}={value!r} is no list. Write [a, b]")
-        return tuple(_value(options[0], each, place) for each in value)
-    if get_origin(hint) in (Union, UnionType):
-        if value is None:
-            return None
-        (inner,) = [each for each in options if each is not type(None)]
-        return _value(inner, value, place)
-    if is_dataclass(hint):
-        # A single word names a model, a corpus or a task.
-        first = fields(hint)[0].name
-        plain = value if isinstance(value, dict) else {first: [value] if first == "names" else value}
-        return _build(hint, plain, f"{place}.")
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise StudyError(f"{place}={value!r} is no {hint.__name__}. Change it")
-    return value

@@ -11,21 +11,12 @@ import pytest
 from headscan.analysis.heads.comparisons import score_overlap
 from headscan.analysis.report.head_data import HeadData, read_head_data
 from headscan.analysis.report.head_measures import HEAD_TABLES, packed
-from headscan.analysis.report.head_spread import (
-    HEAD_BINS,
-    MOSTLY,
-    POOL_BINS,
-    THRESHOLDS,
-    SiteHeads,
-    Spread,
-    persistence_text,
-    read_measures,
-    read_sites,
-    spread_of,
-)
+from headscan.analysis.store.head_spread import SiteHeads, Spread
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.verdict_limits import HEAD_BINS, MOSTLY, POOL_BINS, THRESHOLDS
 from headscan.analysis.store.views import SUMMARISED
 from headscan.catalog import BEHAVIOURS, IMPORTANCES, SCORES
+from tests.analysis.all_values import read_measures, read_sites, spread_of
 from tests.analysis.conftest import Scan
 from tests.analysis.report.large_store import new_store, write_importance, write_large_scan, write_probe
 
@@ -91,9 +82,9 @@ def test_the_interval_covers_the_true_count() -> None:
     values = np.where(rng.random((100, 300)) < share, 0.1, 1.0) + 0.01 * rng.random((100, 300))
     found = spread_of("output_norm", values).persistence
     assert found is not None and (found.low, found.high) == (10, 11)
-    assert persistence_text(found, 100).endswith("[10, 11]")
+    assert found.words(100).endswith("[10, 11]")
     single = spread_of("output_norm", values[:, :1]).persistence
-    assert single is not None and single.low is None and "[" not in persistence_text(single, 100)
+    assert single is not None and single.low is None and "[" not in single.words(100)
 
 
 def test_overlaps_equal_the_macro(scan: Scan) -> None:

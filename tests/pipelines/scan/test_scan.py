@@ -12,7 +12,6 @@ import torch
 
 import headscan
 from headscan.analysis.heads.head_ranking import rank_heads
-from headscan.analysis.report.head_spread import read_sites
 from headscan.analysis.report.write_report import write_report
 from headscan.analysis.store.store import Store
 from headscan.catalog import PROFILES, STATISTICS, panel_names
@@ -26,6 +25,7 @@ from headscan.pipelines.runs.run_records import Run, identify
 from headscan.pipelines.scan.run_scan import ScanResult, ShardWriteError, scan, shard_size_of
 from headscan.pipelines.settings.measure_settings import CorpusRunError, ScanConfig
 from headscan.statistics.registry import POSITIONAL
+from tests.analysis.all_values import read_sites
 from tests.pipelines.conftest import THREADS, make_tokenizer, run_on
 from tests.pipelines.scan.killed_scans import kill_after, stored_shards
 from tests.small_models import make_model

@@ -1,45 +1,24 @@
-"""Spread of each head's statistics and scores over the sequences of a scan, as `headscan.analysis.store.summaries`
-computes it.
-"""
+"""All values of a store's measures, and the spread of a matrix of values, for tests that compute the same by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from headscan.analysis.store.store import Store
-from headscan.analysis.store.summaries import (
-    QUANTILES,
+from headscan.analysis.store.head_spread import (
     Measure,
     MeasureValues,
-    Persistence,
     SiteHeads,
     SiteRows,
     Spread,
     resampling,
-    sites_of,
     summarised,
 )
-from headscan.analysis.store.verdict_limits import HEAD_BINS, MOSTLY, POOL_BINS, THRESHOLDS
+from headscan.analysis.store.store import Store
+from headscan.analysis.store.summaries import sites_of
 from headscan.analysis.store.views import SUMMARISED
-
-__all__ = [
-    "HEAD_BINS",
-    "MOSTLY",
-    "POOL_BINS",
-    "QUANTILES",
-    "THRESHOLDS",
-    "Persistence",
-    "SiteHeads",
-    "Spread",
-    "inactive_counts",
-    "persistence_text",
-    "read_measures",
-    "read_sites",
-    "spread_of",
-]
 
 
 def read_sites(store: Store, run_id: str) -> list[SiteHeads]:
@@ -75,14 +54,3 @@ def spread_of(name: str, values: np.ndarray, seed: int = 0) -> Spread:
     found = summarised(name, given, resampling(sequences, seed))
     assert found is not None
     return found[0]
-
-
-def persistence_text(found: Persistence, heads: int) -> str:
-    """Return a count of heads with its share and interval."""
-    text = f"{found.heads:,} of {heads:,} heads ({found.heads / heads:.1%})"
-    return text if found.low is None else f"{text} [{found.low:,}, {found.high:,}]"
-
-
-def inactive_counts(spreads: Mapping[str, Spread]) -> list[tuple[str, Persistence]]:
-    """Return the number of mostly inactive heads by score."""
-    return [(name, spread.persistence) for name, spread in spreads.items() if spread.persistence is not None]
