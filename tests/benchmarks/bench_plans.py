@@ -2,8 +2,9 @@
 
     python -m tests.benchmarks.bench_plans [--model demo --corpus FOLDER --judge CORPUS,CORPUS --windows 12,15,18,21]
 
-Each plan is compared with ``distant_mass`` on the same texts and prompts: differences of the loss with their 95 %
-intervals (t, over texts or prompts), and the number of KV heads that have a window in one of the two plans alone.
+Each plan, also the one by ``retrieval_score`` and a random one, is compared with ``distant_mass`` on the same texts and
+prompts: differences of the loss with their 95 % intervals (t, over texts or prompts), and the number of KV heads that
+have a window in one of the two plans alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
-from headscan.analysis.plans import WindowHeads, make_plan, random_plan
+from headscan.analysis.plans import PlanMethod, WindowHeads, make_plan, random_plan
 from headscan.analysis.store.store import Store
 from headscan.catalog import MassWidths
 from headscan.cluster.placement.choose import WholePlacement
@@ -29,13 +30,15 @@ from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.kv.damage_measurement import ALL_KEYS, Prompts, masked_losses, recall_prompts, text_prompts
 from headscan.pipelines.kv.measured_plan import measured_plan
 from headscan.pipelines.runs.run_records import ModelContext, Run
+from headscan.pipelines.scan.run_probe import probe
 from headscan.pipelines.scan.run_scan import scan
-from headscan.pipelines.settings.measure_settings import ScanConfig
+from headscan.pipelines.settings.measure_settings import ProbeConfig, ScanConfig
 from headscan.pipelines.settings.saving_settings import MeasureConfig
 from tests.benchmarks.measuring import Table, processor, show
 
 #: The plan that all others are compared with.
-_REFERENCE = "distant_mass"
+_REFERENCE: PlanMethod = "distant_mass"
+_BY_SCORE: tuple[PlanMethod, ...] = (_REFERENCE, "retrieval_score")
 #: Seed of the judged prompts; plans are measured with seed 0.
 _JUDGE_SEED = 1
 
@@ -126,7 +129,9 @@ def plans_by_budget(
     with tempfile.TemporaryDirectory() as folder:
         store = Store(Path(folder) / "s.duckdb")
         settings = ScanConfig(spec, config.corpus, tokens, widths=MassWidths(config.sink, recent), batch_tokens=2048)
-        scan(settings, Run(spec, store, lambda _: context.pool))
+        run = Run(spec, store, lambda _: context.pool)
+        scan(settings, run)
+        probe(ProbeConfig(spec, ("retrieval_score",), config.corpus), run)
         unsearched = measured_plan(replace(config, confirm=False), context, WindowHeads(counts[0]))
         candidates = [head for head in unsearched.heads if head.head_class != "protected"]
         estimated = [(head.layer, head.kv_head) for head in sorted(candidates, key=lambda head: head.score)]
@@ -134,8 +139,11 @@ def plans_by_budget(
             budget, start = WindowHeads(count), time.perf_counter()
             measured = measured_plan(config, context, budget)
             show(f"{count} windows: measured in {time.perf_counter() - start:.0f} s; {measured.notes[0]}")
-            distant = make_plan(store, None, method="distant_mass", budget=budget, sink=config.sink, recent=recent)
-            plans = {"measured": measured, _REFERENCE: distant, "random, seed 0": random_plan(measured, 0)}
+            by_score = {
+                name: make_plan(store, None, method=name, budget=budget, sink=config.sink, recent=recent)
+                for name in _BY_SCORE
+            }
+            plans = {"measured": measured, **by_score, "random, seed 0": random_plan(measured, 0)}
             found[count] = {name: KeptKeys.of_plan(plan) for name, plan in plans.items()}
             lowest = [(*place, Window(config.sink, recent)) for place in estimated[:count]]
             found[count]["estimates alone"] = KeptKeys.of(lowest)
