@@ -282,7 +282,7 @@ def _result(store: str, result: PruneResult) -> Result:
 
 
 def _text(store: str, result: PruneResult, names: Sequence[str]) -> str:
-    from headscan.pipelines.export.servable_model import export_commands
+    from headscan.pipelines.export.servable_model import serving_commands
     from headscan.pipelines.pruning.held_out_losses import loss_rows
     from headscan.pipelines.pruning.model_card import cost_rows, model_rows
     from headscan.pipelines.runs.text_tables import text_table
@@ -311,5 +311,7 @@ def _text(store: str, result: PruneResult, names: Sequence[str]) -> str:
         parts += [verdict_notes(own_arms), f"run {result.verdict.run_id} in {store}"]
     parts.append("\n".join(f"written to {built.folder}" for built in own))
     if result.is_servable:
-        parts.append("for serving engines:\n" + "\n".join(export_commands(str(own[-1].folder))))
+        last = own[-1]
+        commands = serving_commands(str(last.folder), serves_itself=result.has_code and last.has_equal_groups)
+        parts.append("for serving engines:\n" + "\n".join(commands))
     return "\n\n".join(parts)

@@ -53,13 +53,21 @@ def obstacle(config: Any, source: str, engines: str = "serving engines") -> str 
     return None
 
 
-def export_commands(folder: str) -> tuple[str, str]:
-    """Return the commands that export a model without an `obstacle`, for llama.cpp and for vLLM."""
+def serving_commands(folder: str, *, serves_itself: bool) -> list[str]:
+    """Return the commands that bring a model without an `obstacle` into engines.
+
+    Args:
+        serves_itself: The folder has the code of pruned models, and each of its layers has groups of the same size:
+            vLLM reads it as it is, with as many KV heads as it has.
+    """
     name = folder.rstrip("/")
-    return (
+    commands = [
         f"headscan export gguf {name} --out {name}.gguf        # llama.cpp",
         f"headscan export decilm {name} --out {name}-served    # vLLM, SGLang",
-    )
+    ]
+    if serves_itself:
+        commands.append(f"vllm serve {name} --trust-remote-code --model-impl transformers    # without an export")
+    return commands
 
 
 class Places(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 
 from headscan.analysis.verdicts.controls import loss_increase
 from headscan.analysis.verdicts.judge import ArmOutcome, ArmVerdict, Verdict
-from headscan.pipelines.export.servable_model import export_commands
+from headscan.pipelines.export.servable_model import serving_commands
 from headscan.pipelines.pruning.held_out_losses import loss_rows
 from headscan.pipelines.pruning.model_costs import CostComparison
 from headscan.pipelines.pruning.pruned_arms import BuiltModel, skipped_layers
@@ -135,7 +135,8 @@ def model_card(
     judged = [f"- {sentence}" for sentence in verdict] or ["Not judged."]
     loading = ["## Load", "", "```python", *_loading(remote_code), "```", ""]
     if is_servable:
-        loading += ["## Serve", "", "```bash", *export_commands("THIS_FOLDER"), "```", ""]
+        commands = serving_commands("THIS_FOLDER", serves_itself=remote_code and built.has_equal_groups)
+        loading += ["## Serve", "", "```bash", *commands, "```", ""]
     gone = ["## Removed heads", "", _heads(built), ""]
     return "\n".join([*head, *rows, "", "## Verdict", "", *judged, "", *loading, *gone])
 

@@ -50,6 +50,11 @@ class BuiltModel:
         return ArmKind.RANDOM_PRUNED if self.method == RANDOM else ArmKind.LAYERS_DROPPED
 
     @property
+    def has_equal_groups(self) -> bool:
+        """Every layer has attention, and all its KV heads have as many query heads."""
+        return self.unit == "group" and not self.skipped
+
+    @property
     def selection(self) -> str:
         """Unit and repair, the settings that a model shares with its controls."""
         return f"unit {self.unit}, repair {self.repair}"

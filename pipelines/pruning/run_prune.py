@@ -134,12 +134,14 @@ class PruneResult:
 
     Attributes:
         is_servable: `headscan export` has formats of serving engines for this kind of model.
+        has_code: The folders have the code of pruned models.
     """
 
     models: tuple[BuiltModel, ...]
     names: tuple[str, ...] = ()
     verdict: Verdict | None = None
     is_servable: bool = False
+    has_code: bool = False
 
 
 def prune(config: PruneConfig, run: Run) -> PruneResult:
@@ -193,7 +195,7 @@ def prune(config: PruneConfig, run: Run) -> PruneResult:
             say=say,
         )
         built = work.deliver(run.pool.one(build_models, job), card, say)
-        result = PruneResult(built, is_servable=is_servable)
+        result = PruneResult(built, is_servable=is_servable, has_code=config.remote_code)
         if not config.skip_verdict:
             with _report_saved(built, identity.name, say):
                 arms = [pruned_arm(each, evaluation.model, identity) for each in built]

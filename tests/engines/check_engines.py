@@ -27,6 +27,7 @@ from headscan.grid import HeadGrid
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.export.decilm_folder import write_decilm
 from headscan.pipelines.export.gguf_file import write_gguf
+from headscan.pruning.save_model import save_pruned
 from tests.benchmarks.measuring import Table
 
 _TEXT = (
@@ -34,12 +35,14 @@ _TEXT = (
 )
 _CANDIDATES, _GREEDY = 50, 16
 _HERE = Path(__file__).parent
+FORMS = ("unpruned", "groups", "uneven groups", "a layer without attention")
 
 
 @dataclass(frozen=True)
 class Engine:
     """An engine: its environment below ``.engines``, its script, its largest difference, and what it reads.
-    ``bans_special`` is True if it writes no token that ends a text when it is asked to go on.
+    ``bans_special`` is True if it writes no token that ends a text when it is asked to go on. ``forms`` are those that
+    it reads.
     """
 
     folder: str
@@ -47,6 +50,12 @@ class Engine:
     limit: float
     bans_special: bool
     write: Callable[[LoadedModel, Path], Path]
+    forms: tuple[str, ...] = FORMS
+
+
+def _pruned_folder(lm: LoadedModel, out: Path) -> Path:
+    save_pruned(lm, out / "served", remote_code=True)
+    return out / "served"
 
 
 ENGINES = {
@@ -54,19 +63,22 @@ ENGINES = {
         "llama_cpp", "ask_llama_cpp.py", 5e-4, True, lambda lm, out: write_gguf(lm, out / "model.gguf", type="f32").file
     ),
     "vLLM": Engine("vllm", "ask_vllm.py", 1e-4, False, lambda lm, out: write_decilm(lm, out / "served").folder),
+    # A layer whose groups differ, or without attention, does not run in vLLM's transformers backend.
+    "vLLM, pruned folder": Engine("vllm", "ask_vllm.py", 1e-4, False, _pruned_folder, FORMS[:2]),
 }
 
 
-def forms(grid: HeadGrid) -> dict[str, list[tuple[int, int]]]:
-    """Return heads to remove by form: whole KV groups, groups of different sizes, and all heads of a layer."""
+def removed_heads(grid: HeadGrid, form: str) -> list[tuple[int, int]]:
+    """Return heads to remove: whole KV groups, groups of different sizes, or all heads of a layer."""
     site = grid.sites[0]
     heads, group = site.num_attention_heads, site.num_attention_heads // site.num_key_value_heads
-    return {
+    removed: dict[str, list[tuple[int, int]]] = {
         "unpruned": [],
         "groups": [(layer, head) for layer in (1, 3) for head in range(group)],
         "uneven groups": [(0, 0), (2, 1), (2, 2), (4, heads - 1)],
         "a layer without attention": [(3, head) for head in range(heads)],
     }
+    return removed[form]
 
 
 def request_for(lm: LoadedModel) -> dict[str, Any]:
@@ -112,7 +124,8 @@ def main() -> int:
     table = Table(f"{options.model}, float32", columns)
     wrong = 0
     for name, engine in ENGINES.items():
-        for form, heads in forms(whole.grid).items():
+        for form in engine.forms:
+            heads = removed_heads(whole.grid, form)
             lm = headscan.slice_heads(whole, heads) if heads else whole
             with tempfile.TemporaryDirectory() as scratch:
                 out, began = Path(scratch), time.monotonic()

@@ -25,8 +25,12 @@ from .config_checks import base_of, check_fields, crc32, saved_shapes
 MODEL_TYPE = "headscan_pruned"
 
 #: The files of this code, which lie side by side, and where transformers finds its classes.
-_CODE = ("pruned_model.py", "pruned_attention.py", "attention_parts.py", "config_checks.py")
-AUTO_MAP = {"AutoConfig": "pruned_model.PrunedConfig", "AutoModelForCausalLM": "pruned_model.PrunedForCausalLM"}
+_CODE = ("pruned_model.py", "remote_model.py", "pruned_attention.py", "attention_parts.py", "config_checks.py")
+AUTO_MAP = {
+    "AutoConfig": "pruned_model.PrunedConfig",
+    "AutoModel": "pruned_model.PrunedModel",
+    "AutoModelForCausalLM": "pruned_model.PrunedForCausalLM",
+}
 
 #: The property of transformers that `_Fields` changes.
 _PER_LAYER_CONFIG: Any = vars(HeterogeneousConfigMixin)["per_layer_config"]
@@ -45,20 +49,13 @@ class PrunedConfig(PreTrainedConfig):
         return config_class(base).from_dict(config_dict, **kwargs)
 
 
-class PrunedForCausalLM:
-    """Builds pruned models for transformers' remote code, in place of their own classes."""
+def __getattr__(name: str) -> Any:
+    """Return a class that `AUTO_MAP` names: its base class does not exist yet when transformers loads this file."""
+    if name not in ("PrunedForCausalLM", "PrunedModel"):
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    from .remote_model import PrunedForCausalLM, PrunedModel
 
-    @classmethod
-    def from_pretrained(cls, *args: Any, config: PreTrainedConfig, **kwargs: Any) -> Any:
-        return model_class(type(config)).from_pretrained(*args, config=config, **kwargs)
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any) -> None:
-        """Leave the classes as they are: transformers saves them without their code."""
-
-    @classmethod
-    def _from_config(cls, config: PreTrainedConfig, **kwargs: Any) -> Any:
-        return model_class(type(config))._from_config(config, **kwargs)
+    return PrunedModel if name == "PrunedModel" else PrunedForCausalLM
 
 
 class _Fields:
@@ -105,14 +102,16 @@ class _Layers(_PerLayerConfigView):
 
 @cache
 def config_class(base: Any) -> Any:
-    """Return the configuration class of pruned models of an architecture, registered with `AutoModelForCausalLM`."""
-    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+    """Return the configuration class of pruned models of an architecture, known to transformers' auto classes."""
+    from transformers.models.auto import modeling_auto
 
     fields: dict[str, Any] = {"model_type": MODEL_TYPE, "__module__": __name__}
     if isinstance(getattr(base, "head_dim", None), property):
         fields["head_dim"] = _original_head_dim(base.head_dim)
     found: Any = type("PrunedConfig", (_Fields, base), fields)
-    AutoModelForCausalLM.register(found, _make_model_class(found, AutoModelForCausalLM._model_mapping[base]))
+    for auto in (modeling_auto.AutoModelForCausalLM, modeling_auto.AutoModel):
+        if base in auto._model_mapping:
+            auto.register(found, _make_model_class(found, auto._model_mapping[base]))
     return found
 
 
@@ -127,11 +126,11 @@ def _original_head_dim(of_base: Any) -> property:
     return property(head_dim)
 
 
-def model_class(config: type[PreTrainedConfig]) -> Any:
-    """Return the model class of a class that `config_class` returned."""
-    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+def model_class(config: type[PreTrainedConfig], auto: str = "AutoModelForCausalLM") -> Any:
+    """Return the model class, of an auto class, of a class that `config_class` returned."""
+    from transformers.models.auto import modeling_auto
 
-    return AutoModelForCausalLM._model_mapping[config]
+    return getattr(modeling_auto, auto)._model_mapping[config]
 
 
 def _make_model_class(config: type[PreTrainedConfig], base: Any) -> Any:
@@ -139,9 +138,14 @@ def _make_model_class(config: type[PreTrainedConfig], base: Any) -> Any:
 
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
+        # A model without its head has the decoder's modules at its top.
+        prefix = "" if hasattr(self, base.base_model_prefix) else f"{base.base_model_prefix}."
+        attention = config.pruned_attention.removeprefix(prefix)
         for layer, heads in heads_of(config).items():
-            shrink_attention(self, config.pruned_attention, layer, heads)
+            shrink_attention(self, attention, layer, heads)
 
+    # vLLM resolves annotations where the class says that it is defined.
+    build.__annotations__ = {}
     fields = {
         "__init__": build,
         "config_class": config,

@@ -183,6 +183,27 @@ def test_without_headscan_equal_counts_and_copied_code_load_and_nothing_else(tmp
     assert type(headscan.load(copied).model.config).__module__ == "headscan.pruning.format.pruned_model"
 
 
+_BODY = """
+import sys
+sys.modules["headscan"] = None
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+for folder in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    body = AutoModel.from_pretrained(folder, trust_remote_code=True)
+    ids = torch.arange(20)[None] + 5
+    print(torch.equal(body(ids).last_hidden_state, model.base_model(ids).last_hidden_state), type(body).__name__)
+"""
+
+
+def test_copied_code_gives_the_decoder_without_its_head(tmp_path: Path) -> None:
+    """vLLM's transformers backend builds this model."""
+    names = {"llama": "PrunedLlamaModel", "gpt_neox": "PrunedGPTNeoXModel", "qwen3": "PrunedQwen3Model"}
+    folders = [str(save(tmp_path / name, name, UNEVEN, remote_code=True)) for name in names]
+    found = subprocess.run([sys.executable, "-c", _BODY, *folders], capture_output=True, text=True, cwd=ROOT, input="")
+    assert found.stdout.splitlines() == [f"True {name}" for name in names.values()], found.stderr[-2000:]
+
+
 _SAVE_AGAIN = """
 import sys
 sys.modules["headscan"] = None
