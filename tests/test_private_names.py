@@ -140,7 +140,7 @@ CHECKS: dict[str, tuple[Callable[[], bool], tuple[str, ...]]] = {
     ),
     "_from_config": (
         lambda: isinstance(LlamaForCausalLM._from_config(config()), PreTrainedModel),
-        ("headscan/pruning/format/pruned_model.py", "headscan/sizing/model_sizes.py"),
+        ("headscan/pruning/format/remote_model.py", "headscan/sizing/model_sizes.py"),
     ),
     "_weight_conversions": (
         conversions_are_kept_in_the_model,
