@@ -25,9 +25,11 @@ from headscan.checkpoints.sources import code_files_hash, config_hash, load_conf
 from headscan.cluster.tasks.pool import InspectionTask, Pool
 from headscan.errors import ModelLoadError, UnsupportedModelError
 from headscan.grid import HeadGrid
+from headscan.known_numbers import KnownNumbers
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths, max_tokens
+from headscan.pipelines.runs.stored_numbers import StoredNumbers
 from headscan.sizing.model_sizes import NO_CACHE, LayerCache, find_caches
 
 if TYPE_CHECKING:
@@ -348,6 +350,22 @@ class ModelContext:
             self._pool = self.open_model(self.model)
         return self._pool
 
+    @contextmanager
+    def keeping(
+        self,
+        kind: RunKind,
+        fingerprint: str,
+        *,
+        config: Mapping[str, Any],
+        corpus: str | None,
+        corpus_hash: str | None,
+    ) -> Iterator[KnownNumbers]:
+        """Yield the numbers that a job measures, by unit of work. They are in memory alone, which is reported; those of
+        a `Run` are in its store.
+        """
+        self.say("without a store, a job that stops keeps nothing of what it measured")
+        yield KnownNumbers()
+
     def close(self) -> None:
         if self._pool is not None:
             self._pool.close()
@@ -452,6 +470,39 @@ class Run(ModelContext):
         return state
 
     @contextmanager
+    def keeping(
+        self,
+        kind: RunKind,
+        fingerprint: str,
+        *,
+        config: Mapping[str, Any],
+        corpus: str | None,
+        corpus_hash: str | None,
+    ) -> Iterator[KnownNumbers]:
+        """Yield the numbers of a plan or prune run: those that the store has, and new ones, which are stored within
+        seconds. A finished run of other software is measured anew, unless ``resume_anyway`` is set.
+        """
+        record = self.record(
+            kind, fingerprint, config=config, bos_policy="auto", corpus=corpus, corpus_hash=corpus_hash
+        )
+        known = self.known(kind, fingerprint)
+        if known is not None and known["status"] == "finished" and not self.resume_anyway:
+            changes = provenance_changes(provenance_history(known)[-1], record.provenance)
+            if changes:
+                self.say(f"run {known['run_id']} is measured anew with {', '.join(changes)}")
+                self.store.restart_run(record)
+        state = self.begin(record, extends=True)
+        with self._failing(state):
+            numbers = StoredNumbers(self.store, state.run_id)
+            found = f", of which the store has {numbers.units} units of work" if numbers.units else ""
+            self.say(f"run {state.run_id}{found}")
+            try:
+                yield numbers
+            finally:
+                numbers.write()
+        self.store.finish_run(state.run_id)
+
+    @contextmanager
     def recording(self, record: RunRecord, *, arms: Collection[str] = ()) -> Iterator[RunState]:
         """Begin or resume a run, which fails if the block does; the caller finishes it. A finished run that lacks one
         of ``arms``, the names of all arms that will answer, is extended.
@@ -462,8 +513,13 @@ class Run(ModelContext):
             found = self.store.query("SELECT name FROM arms WHERE run_id = ? AND status = 'finished'", known)
             finished.update(found["name"].to_pylist())
         state = self.begin(record, extends=not finished.issuperset(arms))
-        try:
+        with self._failing(state):
             yield state
+
+    @contextmanager
+    def _failing(self, state: RunState) -> Iterator[None]:
+        try:
+            yield
         except Exception:
             with suppress(StoreError):  # a full disk may also prevent this write
                 self.store.finish_run(state.run_id, status="failed")

@@ -132,6 +132,10 @@ class Progress:
         elif time.monotonic() - self._printed >= self._every:
             self._print(self._line())
 
+    def count(self, count: int, *, is_new: bool) -> None:
+        """Count finished work; what is not new was finished by an earlier run."""
+        (self.update if is_new else self.skip)(count)
+
     def __enter__(self) -> Self:
         if self._bar is None and self._every:
             threading.Thread(target=self._keep_printing, name="progress", daemon=True).start()
