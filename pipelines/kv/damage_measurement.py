@@ -30,10 +30,10 @@ from headscan.analysis.plans import (
 from headscan.catalog import RECALL_FAMILIES, MassWidths, recall_family
 from headscan.cluster.tasks.pool import Pool, Task
 from headscan.errors import NotFiniteError, SequenceError
-from headscan.known_numbers import KnownNumbers, Unit, hash_of
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import KvHead, candidates_of, kv_damages, pass_tokens
 from headscan.kv.kv_windows import KvWindows
+from headscan.long_work import KnownNumbers, Unit, hash_of
 from headscan.measure.collect import collect, score
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, field, replace
 import numpy as np
 
 from headscan.analysis.plans import BudgetRequest, HeadPlan, KeepScores, WindowHeads, allocate
-from headscan.known_numbers import hash_of
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import KvHead
+from headscan.long_work import hash_of
 from headscan.pipelines.kv.damage_measurement import ALL_KEYS, Measurement, Prompts, read_prompts
 from headscan.pipelines.runs.run_records import ModelContext, fingerprint
 from headscan.pipelines.settings.saving_settings import LossLimit, MeasureConfig

@@ -25,7 +25,7 @@ from headscan.checkpoints.sources import code_files_hash, config_hash, load_conf
 from headscan.cluster.tasks.pool import InspectionTask, Pool
 from headscan.errors import ModelLoadError, UnsupportedModelError
 from headscan.grid import HeadGrid
-from headscan.known_numbers import KnownNumbers
+from headscan.long_work import KnownNumbers
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths, max_tokens
@@ -480,7 +480,8 @@ class Run(ModelContext):
         corpus_hash: str | None,
     ) -> Iterator[KnownNumbers]:
         """Yield the numbers of a plan or prune run: those that the store has, and new ones, which are stored within
-        seconds. A finished run of other software is measured anew, unless ``resume_anyway`` is set.
+        seconds. A run that measures nothing leaves no trace. A finished run of other software is measured anew, unless
+        ``resume_anyway`` is set.
         """
         record = self.record(
             kind, fingerprint, config=config, bos_policy="auto", corpus=corpus, corpus_hash=corpus_hash
@@ -491,16 +492,27 @@ class Run(ModelContext):
             if changes:
                 self.say(f"run {known['run_id']} is measured anew with {', '.join(changes)}")
                 self.store.restart_run(record)
-        state = self.begin(record, extends=True)
-        with self._failing(state):
-            numbers = StoredNumbers(self.store, state.run_id)
-            found = f", of which the store has {numbers.units} units of work" if numbers.units else ""
-            self.say(f"run {state.run_id}{found}")
+
+        def begin() -> str:
+            state = self.begin(record, extends=True)
+            if not state.resumed:
+                self.say(f"run {state.run_id}")
+            return state.run_id
+
+        numbers = StoredNumbers(self.store, begin)
+        if known is not None:
+            numbers.resume()
+            self.say(f"run {known['run_id']}: the store has {numbers.units} units of this work")
+        try:
             try:
                 yield numbers
             finally:
                 numbers.write()
-        self.store.finish_run(state.run_id)
+        except Exception:
+            self._fail(numbers.run_id)
+            raise
+        if numbers.run_id is not None:
+            self.store.finish_run(numbers.run_id)
 
     @contextmanager
     def recording(self, record: RunRecord, *, arms: Collection[str] = ()) -> Iterator[RunState]:
@@ -513,14 +525,13 @@ class Run(ModelContext):
             found = self.store.query("SELECT name FROM arms WHERE run_id = ? AND status = 'finished'", known)
             finished.update(found["name"].to_pylist())
         state = self.begin(record, extends=not finished.issuperset(arms))
-        with self._failing(state):
-            yield state
-
-    @contextmanager
-    def _failing(self, state: RunState) -> Iterator[None]:
         try:
-            yield
+            yield state
         except Exception:
-            with suppress(StoreError):  # a full disk may also prevent this write
-                self.store.finish_run(state.run_id, status="failed")
+            self._fail(state.run_id)
             raise
+
+    def _fail(self, run_id: str | None) -> None:
+        with suppress(StoreError):  # a full disk may also prevent this write
+            if run_id is not None:
+                self.store.finish_run(run_id, status="failed")

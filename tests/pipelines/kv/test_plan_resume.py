@@ -49,10 +49,10 @@ class CountingPool(InProcessPool):
 
 def made(store: Path | None, most: int | None = None, count: int = 12, **options: Any) -> tuple[HeadPlan, list[Any]]:
     with CountingPool(most) as pool:
-        run = (
-            ModelContext(SPEC, lambda _: pool) if store is None else Run(SPEC, Store(store), lambda _: pool, **options)
-        )
-        return measured_plan(SMALL, run, WindowHeads(count)), pool.measured
+        context = ModelContext(SPEC, lambda _: pool)
+        if store is not None:
+            context = Run(SPEC, Store(store), lambda _: pool, **options)
+        return measured_plan(SMALL, context, WindowHeads(count)), pool.measured
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def undisturbed() -> tuple[str, list[Any]]:
     return plan.to_json(), measured
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.95])
+@pytest.mark.parametrize("share", [0.1, 0.9])
 def test_a_stopped_plan_resumes_with_the_same_numbers(
     undisturbed: tuple[str, list[Any]], tmp_path: Path, share: float
 ) -> None:
@@ -128,7 +128,7 @@ def test_a_killed_plan_resumes(undisturbed: tuple[str, list[Any]], tmp_path: Pat
 
 def test_other_software(undisturbed: tuple[str, list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unfinished plan of other software is refused, a finished one is measured anew."""
-    expected, measured = undisturbed
+    _, measured = undisturbed
     store = tmp_path / "s.duckdb"
     with pytest.raises(Stopped):
         made(store, 3)
@@ -139,7 +139,7 @@ def test_other_software(undisturbed: tuple[str, list[Any]], tmp_path: Path, monk
     assert len(rest) == len(measured) - 3
     monkeypatch.setattr(run_records, "package_versions", lambda: {"torch": "0.2"})
     lines: list[str] = []
-    plan, all_again = made(store, say=lines.append)
+    _, all_again = made(store, say=lines.append)
     assert len(all_again) == len(measured)
     assert any("measured anew with" in line for line in lines)
     (run,) = Store(store).runs("plan")

@@ -1,10 +1,11 @@
-"""Numbers that a long job has measured, so that it measures none of them twice."""
+"""What long jobs share: numbers that are measured once, and steps that are shown."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,10 @@ Unit = tuple[Any, ...]
 
 
 class KnownNumbers:
-    """Numbers by unit of work, in memory. A subclass may keep them where a later process finds them.
+    """Numbers by unit of work, in memory. A subclass may keep them where a later process finds them."""
 
-    ``known`` holds numbers of earlier processes by the hash of their unit.
-    """
-
-    def __init__(self, known: Mapping[str, Sequence[float]] | None = None) -> None:
-        self._known = dict(known or {})
+    def __init__(self) -> None:
+        self._known: dict[str, list[float]] = {}
 
     @property
     def units(self) -> int:
@@ -41,3 +39,14 @@ class KnownNumbers:
 def hash_of(unit: Unit) -> str:
     """Return 32 hexadecimal digits that stand for a unit."""
     return hashlib.sha256(json.dumps(unit).encode()).hexdigest()[:32]
+
+
+#: Shows steps of work: called with a title, the number of steps and their unit, and returns a context with the function
+#: to call after each step.
+Steps = Callable[[str, int, str], AbstractContextManager[Callable[[], object]]]
+
+
+@contextmanager
+def unseen_steps(title: str, total: int, unit: str) -> Iterator[Callable[[], object]]:
+    """Show nothing."""
+    yield lambda: None
