@@ -301,7 +301,8 @@ class _Kinds(NamedTuple):
 
 def _kinds(stratum: _Stratum) -> _Kinds:
     texts = stratum.texts
-    if (texts[:, 1] == 1).all():  # np.unique is far faster on one column
+    if (texts[:, 1] == 1).all():
+        # np.unique is far faster on one column.
         values, counts = np.unique(texts[:, 0], return_counts=True)
         kinds = tuple((value, 1.0) for value in values.tolist())
     else:

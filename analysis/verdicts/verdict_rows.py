@@ -13,8 +13,10 @@ intervals would fail it in up to half of them. A task of few questions therefore
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from math import ceil, log, sqrt
 from typing import Any, NamedTuple
@@ -457,6 +459,10 @@ _PLAIN = ("questions", "gained", "lost", "p_value")
 _RETAINED = {"retained": "value", "retained_low": "low", "retained_high": "high"}
 
 
+#: Most threads that compare arms: drawing bootstrap samples, most of the work, runs without Python's lock.
+_MOST_THREADS = 8
+
+
 class VerdictRows(NamedTuple):
     """The rows of ``arm_verdicts`` of one run, stored and computed."""
 
@@ -477,7 +483,9 @@ def read_verdict_rows(store: Store, run_id: str) -> VerdictRows:
     if not missing:
         return VerdictRows(stored, [])
     sheets = read_answers(store, baseline, missing)
-    return VerdictRows(stored, [row for arm in missing for row in verdict_rows(sheets, baseline, arm)])
+    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
+        computed = threads.map(lambda arm: verdict_rows(sheets, baseline, arm), missing)
+        return VerdictRows(stored, [row for rows in computed for row in rows])
 
 
 def complete_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
