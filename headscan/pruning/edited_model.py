@@ -342,9 +342,9 @@ class Divergence:
                     done()
                 for layer, of_layer in candidates.items():
                     for index, each in enumerate(of_layer):
-                        value = known.get(_unit(number, layer, each, below))
-                        assert value is not None
-                        totals[layer][index] += float(value[0])
+                        found = known.get(_unit(number, layer, each, below))
+                        assert found is not None
+                        totals[layer][index] += float(found[0])
         return {layer: [total / self._total for total in of_layer] for layer, of_layer in totals.items()}
 
     @staticmethod

@@ -320,14 +320,18 @@ class HeadSelection:
             last = self._stages[-1]
             texts = self._calibration.first(self._config.moment_tokens)
             removed = last.heads(last.choose(last.more))
-            with self._steps("repairing between the stages", self._lm.grid.num_layers, "layers") as done:
+            with self._steps("repairing between the stages", self._lm.grid.num_layers, "layers") as step:
+
+                def done(layer: int) -> None:
+                    step()
+
                 before = repaired_model(
                     self._lm,
                     texts,
                     removed,
                     RepairConfig(("o", "down")),
                     all_layers=True,
-                    progress=lambda layer: done(),
+                    progress=done,
                 )
             moments = layer_moments(self._lm, texts, before.edits, self._steps)
         return Stage(self._lm, moments, self._divergence, self.units, before, more, self._known, self._steps)

@@ -16,6 +16,7 @@ from torch import Tensor
 from headscan.catalog import LAYER_DROP
 from headscan.errors import PruningError
 from headscan.grid import Head, Unit
+from headscan.kv.kv_damage import pass_tokens
 from headscan.long_work import KnownNumbers
 from headscan.models.loaded_model import LoadedModel
 from headscan.options import BATCH_TOKENS
@@ -159,8 +160,9 @@ class _Builder:
         self._controls: set[tuple[str, float, tuple[Head, ...]]] = set()
         self._passed_over: list[Callable[[], tuple[Head, ...]]] = []
         ids, lengths = (torch.from_numpy(each) for each in (job.texts.ids, job.texts.lengths))
-        self._texts = Calibration(ids, lengths, job.batch_tokens)
-        prompts = [as_calibration(each.requests, job.batch_tokens) for each in job.prompts]
+        batch_tokens = pass_tokens(lm.device.type, job.batch_tokens)
+        self._texts = Calibration(ids, lengths, batch_tokens)
+        prompts = [as_calibration(each.requests, batch_tokens) for each in job.prompts]
         self._calibration = self._texts.with_prompts(prompts, job.recall_weight) if prompts else self._texts
 
     @cached_property

@@ -195,8 +195,8 @@ def prune(config: PruneConfig, run: Run) -> PruneResult:
             say=say,
         )
         with _damages(config, run, texts, prompts) as known:
-            built = run.pool.one(build_models, replace(job, known=known))
-        built = work.deliver(built, card, say)
+            models = run.pool.one(build_models, replace(job, known=known))
+        built = work.deliver(models, card, say)
         result = PruneResult(built, is_servable=is_servable)
         if not config.skip_verdict:
             with _report_saved(built, identity.name, say):

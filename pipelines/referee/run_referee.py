@@ -28,6 +28,7 @@ from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_
 from headscan.pipelines.pruning.pruned_arms import pruned_arm
 from headscan.pipelines.pruning.work_folder import owned_folder
 from headscan.pipelines.runs.run_records import ModelIdentity, Run, fingerprint
+from headscan.pipelines.runs.text_tables import at_work, shown_steps
 from headscan.pipelines.scan.run_importance import recall_texts
 from headscan.pipelines.scoring.arms import BASELINE, Arm, random_masks
 from headscan.pipelines.scoring.token_requests import pad
@@ -93,7 +94,8 @@ def _by_value(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mapp
     prompts = None if job.prompts is None else _calibration(job.prompts, job)
     if not job.iterative:
         job.say(f"measuring {', '.join(job.criteria)}")
-        values = head_values(lm, calibration, job.criteria, prompts=prompts)
+        with at_work(f"measuring {', '.join(job.criteria)}"):
+            values = head_values(lm, calibration, job.criteria, prompts=prompts)
         orders = {name: ranked(of_one) for name, of_one in values.items()}
         return {name: {count: tuple(sorted(order[:count])) for count in job.counts} for name, order in orders.items()}
     found: dict[str, dict[int, tuple[Head, ...]]] = {name: {} for name in job.criteria}
@@ -101,7 +103,8 @@ def _by_value(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mapp
         removed: tuple[Head, ...] = ()
         for count in sorted(job.counts):
             job.say(f"measuring {name} without {len(removed)} heads")
-            order = ranked(head_values(lm, calibration, [name], removed, prompts=prompts)[name], removed)
+            with at_work(f"measuring {name}"):
+                order = ranked(head_values(lm, calibration, [name], removed, prompts=prompts)[name], removed)
             removed = tuple(sorted([*removed, *order[: count - len(removed)]]))
             found[name][count] = removed
     return found
@@ -110,13 +113,14 @@ def _by_value(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mapp
 def _by_gate(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mapping[str, Choices]:
     job.say("fitting gates")
     share = job.counts[len(job.counts) // 2] / lm.grid.total_heads
-    gates = fit_gates(lm, calibration, GateConfig(share=share))
+    with at_work("fitting gates"):
+        gates = fit_gates(lm, calibration, GateConfig(share=share))
     return {GATE: {count: gates.closed(count) for count in job.counts}}
 
 
 def _by_set(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mapping[str, Choices]:
     # Every criterion is one measurement: none compares its own choices with others nearby.
-    selection = HeadSelection(lm, calibration, config=QUICK, say=job.say)
+    selection = HeadSelection(lm, calibration, config=QUICK, say=job.say, steps=shown_steps)
 
     def chosen(method: str, count: int) -> tuple[Head, ...]:
         return selection.choose(method=method, count=layer_count(lm.grid, count) if method == LAYER_DROP else count)
