@@ -28,7 +28,7 @@ from headscan.grid import AttentionSite, Head
 from headscan.long_work import KnownNumbers, Steps, unseen_steps
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Calibration
-from headscan.pruning.edited_model import NO_EDITS, Candidate, Edits, edited, read_weight
+from headscan.pruning.edited_model import NO_EDITS, Edits, LayerEdits, edited, read_weight
 from headscan.pruning.repair import Repaired
 from headscan.pruning.value_repair import ridge
 
@@ -302,9 +302,9 @@ class DamageCurve:
     def heads(self, count: int) -> tuple[Head, ...]:
         return self._heads(self._best[count][1])
 
-    def candidate(self, subset: Subset) -> Candidate:
+    def candidate(self, subset: Subset) -> LayerEdits:
         """Return the model with a subset removed."""
-        return Candidate(self._heads(subset), partial(self.edits, subset))
+        return LayerEdits(self._heads(subset), partial(self.edits, subset))
 
     def _heads(self, subset: Subset) -> tuple[Head, ...]:
         return tuple(head for unit in subset.units for head in self._units[unit])

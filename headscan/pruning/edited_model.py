@@ -268,7 +268,7 @@ def _equal(change: Tensor, expected: Tensor, stream: Tensor) -> bool:
     return bound < 0.5 * float(wide.norm()) and float((change.float() - wide).norm()) <= bound
 
 
-class Candidate(NamedTuple):
+class LayerEdits(NamedTuple):
     """A model with edits from one layer on.
 
     Attributes:
@@ -281,7 +281,7 @@ class Candidate(NamedTuple):
     edits: Callable[[], Edits]
 
 
-def _unit(batch: int, layer: int, candidate: Candidate, below: Edits) -> Unit:
+def _unit(batch: int, layer: int, candidate: LayerEdits, below: Edits) -> Unit:
     return "cross-entropy of a batch without heads", batch, layer, candidate.removed, below.removed
 
 
@@ -319,7 +319,7 @@ class Divergence:
     @torch.no_grad()
     def of_layers(
         self,
-        candidates: Mapping[int, Sequence[Candidate]],
+        candidates: Mapping[int, Sequence[LayerEdits]],
         below: Edits = NO_EDITS,
         known: KnownNumbers | None = None,
     ) -> dict[int, list[float]]:
@@ -349,8 +349,8 @@ class Divergence:
 
     @staticmethod
     def _missing(
-        number: int, candidates: Mapping[int, Sequence[Candidate]], below: Edits, known: KnownNumbers
-    ) -> dict[int, list[Candidate]]:
+        number: int, candidates: Mapping[int, Sequence[LayerEdits]], below: Edits, known: KnownNumbers
+    ) -> dict[int, list[LayerEdits]]:
         """Return the candidates by layer that were not measured on a batch."""
         found = {
             layer: [each for each in of_layer if known.get(_unit(number, layer, each, below)) is None]
@@ -359,7 +359,7 @@ class Divergence:
         return {layer: of_layer for layer, of_layer in found.items() if of_layer}
 
     def _measured(
-        self, number: int, candidates: Mapping[int, Sequence[Candidate]], below: Edits
+        self, number: int, candidates: Mapping[int, Sequence[LayerEdits]], below: Edits
     ) -> Iterator[tuple[Unit, float]]:
         """Yield the summed cross-entropy of each candidate on a batch."""
         if not candidates:

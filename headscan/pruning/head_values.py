@@ -29,7 +29,7 @@ from headscan.grid import Head
 from headscan.measure.collect import collect, score
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Calibration
-from headscan.pruning.edited_model import Candidate, Divergence, Edits, edited
+from headscan.pruning.edited_model import Divergence, Edits, LayerEdits, edited
 
 #: Calibration tokens of effects: each head runs the layers from its own on.
 _EFFECT_TOKENS = 8192
@@ -150,8 +150,8 @@ def _effects(
     divergence = Divergence(lm, calibration.first(_EFFECT_TOKENS))
     found: Any = torch.full(lm.grid.shape, float("nan"), dtype=torch.float64)
 
-    def without(head: Head) -> Candidate:
-        return Candidate((head,), partial(Edits, tuple({*removed, head})))
+    def without(head: Head) -> LayerEdits:
+        return LayerEdits((head,), partial(Edits, tuple({*removed, head})))
 
     candidates = {
         site.layer: [without(Head(site.layer, head)) for head in range(site.num_attention_heads)]
