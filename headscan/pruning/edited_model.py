@@ -24,7 +24,7 @@ from headscan.ablation.masks import HeadMask
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite, Head
 from headscan.layers.blocks import Blocks, cannot_resume, find_blocks, resuming_at, running_range, short_text
-from headscan.long_work import KnownNumbers, Steps, Unit, unseen_steps
+from headscan.long_work import KnownNumbers, Steps, Unit, hash_of, unseen_steps
 from headscan.models.forward_inputs import run, without_autocast
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Batch, Calibration
@@ -281,7 +281,7 @@ class LayerEdits(NamedTuple):
     edits: Callable[[], Edits]
 
 
-def _unit(batch: int, layer: int, candidate: LayerEdits, below: Edits) -> Unit:
+def _unit(batch: str, layer: int, candidate: LayerEdits, below: Edits) -> Unit:
     return "cross-entropy of a batch without heads", batch, layer, candidate.removed, below.removed
 
 
@@ -296,6 +296,7 @@ class Divergence:
         attending = {site.layer for site in lm.grid.sites}
         self._behind_attention = attending - cannot_resume(self._blocks, attending, behind_attention=True).keys()
         self._batches = list(calibration.batches(lm.device))
+        self._hashes = [hash_of(tuple(each.tolist() for each in vars(batch).values())) for batch in self._batches]
         self._expected: list[Tensor] = []
         self._entropy = 0.0
         with torch.no_grad(), steps("predictions of the whole model", len(self._batches), "batches") as done:
@@ -333,27 +334,27 @@ class Divergence:
         """
         known = known or KnownNumbers()
         totals = {layer: [-self._entropy] * len(of_layer) for layer, of_layer in candidates.items()}
-        missing = [self._missing(number, candidates, below, known) for number in range(len(self._batches))]
+        missing = [self._missing(batch, candidates, below, known) for batch in self._hashes]
         count = sum(len(of_layer) for of_batch in missing for of_layer in of_batch.values())
         with self._steps("damage of removed heads", count, "measurements") as done:
-            for number, of_batch in enumerate(missing):
+            for number, (batch, of_batch) in enumerate(zip(self._hashes, missing, strict=True)):
                 for unit, value in self._measured(number, of_batch, below):
                     known.add(unit, value)
                     done()
                 for layer, of_layer in candidates.items():
                     for index, each in enumerate(of_layer):
-                        found = known.get(_unit(number, layer, each, below))
+                        found = known.get(_unit(batch, layer, each, below))
                         assert found is not None
                         totals[layer][index] += float(found[0])
         return {layer: [total / self._total for total in of_layer] for layer, of_layer in totals.items()}
 
     @staticmethod
     def _missing(
-        number: int, candidates: Mapping[int, Sequence[LayerEdits]], below: Edits, known: KnownNumbers
+        batch: str, candidates: Mapping[int, Sequence[LayerEdits]], below: Edits, known: KnownNumbers
     ) -> dict[int, list[LayerEdits]]:
         """Return the candidates by layer that were not measured on a batch."""
         found = {
-            layer: [each for each in of_layer if known.get(_unit(number, layer, each, below)) is None]
+            layer: [each for each in of_layer if known.get(_unit(batch, layer, each, below)) is None]
             for layer, of_layer in candidates.items()
         }
         return {layer: of_layer for layer, of_layer in found.items() if of_layer}
@@ -378,7 +379,7 @@ class Divergence:
                 for each in of_layer:
                     with edited(self._lm, each.edits()):
                         value = self._cross_entropy(batch, expected)
-                    yield _unit(number, layer, each, below), value
+                    yield _unit(self._hashes[number], layer, each, below), value
 
     def _cross_entropy(self, batch: Batch, expected: Tensor) -> float:
         """Return the summed cross-entropy of the model's predictions to those of the original."""

@@ -6,7 +6,8 @@ Moments, subsets and loss curves are computed once for all methods and shares.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from headscan.catalog import LAYER_DROP
 from headscan.errors import PruningError
 from headscan.grid import Head, Unit
 from headscan.kv.kv_damage import pass_tokens
-from headscan.long_work import KnownNumbers
+from headscan.long_work import KnownNumbers, hash_of
 from headscan.models.loaded_model import LoadedModel
 from headscan.options import BATCH_TOKENS
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
@@ -41,6 +42,7 @@ from headscan.pipelines.pruning.pruning_units import (
     skipped_by,
 )
 from headscan.pipelines.pruning.work_folder import read_model, write_model
+from headscan.pipelines.runs.run_records import Run, fingerprint
 from headscan.pipelines.runs.text_tables import Progress, at_work, shown_steps
 from headscan.pipelines.settings.saving_settings import REPAIRS, RecallConfig
 from headscan.pruning.calibration import Calibration
@@ -151,6 +153,33 @@ def build_models(lm: LoadedModel, job: BuildJob) -> list[BuiltModel]:
     slice_heads(lm, all_units(lm.grid, "head")[0])
     builder = _Builder(lm, job)
     return [built for wanted in job.wanted for built in builder.build(wanted)]
+
+
+def kept_damages(
+    run: Run,
+    texts: CalibrationTexts,
+    *,
+    batch_tokens: int,
+    selection: SelectionConfig,
+    prompts: Sequence[Prompts] = (),
+    recall_weight: float = RecallConfig.weight,
+) -> AbstractContextManager[KnownNumbers]:
+    """Return the damages of heads that the store has or gets. They depend on neither sizes nor methods."""
+    tokens = {name: getattr(selection, name) for name in ("moment_tokens", "curve_tokens", "judged_tokens")}
+    facts = {
+        "texts": texts.content_hash,
+        "prompts": [(each.name, hash_of(each.requests)) for each in prompts],
+        "recall_weight": recall_weight if prompts else None,
+        "batch_tokens": batch_tokens,
+        **tokens,
+    }
+    return run.keeping(
+        "prune",
+        fingerprint({"model": run.identity.fingerprint(), "dtype": run.model.dtype, **facts}),
+        config={"model": asdict(run.model), **facts},
+        corpus=texts.corpus,
+        corpus_hash=texts.content_hash,
+    )
 
 
 class _Builder:

@@ -7,8 +7,8 @@ whole attention layers dropped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,13 +18,11 @@ from headscan.catalog import LAYER_DROP
 from headscan.checkpoints.sources import load_config
 from headscan.errors import PruningError
 from headscan.grid import Unit
-from headscan.long_work import KnownNumbers, hash_of
 from headscan.options import Limits, check_limits
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.export.servable_model import obstacle
-from headscan.pipelines.kv.damage_measurement import Prompts
-from headscan.pipelines.pruning.build_models import BuildJob, Repair, WantedModel, build_models
+from headscan.pipelines.pruning.build_models import BuildJob, Repair, WantedModel, build_models, kept_damages
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_recall, read_texts
 from headscan.pipelines.pruning.model_card import model_card
 from headscan.pipelines.pruning.model_costs import Timing
@@ -194,7 +192,14 @@ def prune(config: PruneConfig, run: Run) -> PruneResult:
             batch_tokens=evaluation.batch_tokens,
             say=say,
         )
-        with _damages(config, run, texts, prompts) as known:
+        with kept_damages(
+            run,
+            texts,
+            batch_tokens=evaluation.batch_tokens,
+            selection=config.selection,
+            prompts=prompts,
+            recall_weight=config.recall.weight,
+        ) as known:
             models = run.pool.one(build_models, replace(job, known=known))
         built = work.deliver(models, card, say)
         result = PruneResult(built, is_servable=is_servable)
@@ -206,28 +211,6 @@ def prune(config: PruneConfig, run: Run) -> PruneResult:
                 result = replace(result, names=names, verdict=judge(run.store, run_id))
             _write_verdicts(result, card)
     return result
-
-
-def _damages(
-    config: PruneConfig, run: Run, texts: CalibrationTexts, prompts: Sequence[Prompts]
-) -> AbstractContextManager[KnownNumbers]:
-    """Return the damages that the store has or gets. They depend on neither sizes nor methods."""
-    evaluation, selection = config.evaluation, config.selection
-    tokens = {name: getattr(selection, name) for name in ("moment_tokens", "curve_tokens", "judged_tokens")}
-    facts = {
-        "texts": texts.content_hash,
-        "prompts": [(each.name, hash_of(each.requests)) for each in prompts],
-        "recall_weight": config.recall.weight if prompts else None,
-        "batch_tokens": evaluation.batch_tokens,
-        **tokens,
-    }
-    return run.keeping(
-        "prune",
-        fingerprint({"model": run.identity.fingerprint(), "dtype": evaluation.model.dtype, **facts}),
-        config={"model": asdict(evaluation.model), "corpus": asdict(config.texts.corpus), **facts},
-        corpus=texts.corpus,
-        corpus_hash=texts.content_hash,
-    )
 
 
 def _settings(config: PruneConfig, run: Run, texts: CalibrationTexts) -> str:

@@ -19,11 +19,12 @@ from headscan.catalog import CRITERIA, GATE, LAYER_DROP, CriterionFamily, head_c
 from headscan.errors import InterventionError
 from headscan.gates.fit_gates import fit_gates
 from headscan.grid import Head, HeadGrid
+from headscan.long_work import KnownNumbers
 from headscan.models.loaded_model import LoadedModel
 from headscan.options import BATCH_TOKENS, GateConfig
 from headscan.pipelines.evaluate.run_evaluation import check_predicts, evaluate
 from headscan.pipelines.evaluate.tasks import Questions
-from headscan.pipelines.pruning.build_models import BuildJob, Repair, WantedModel, build_models
+from headscan.pipelines.pruning.build_models import BuildJob, Repair, WantedModel, build_models, kept_damages
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_texts
 from headscan.pipelines.pruning.pruned_arms import pruned_arm
 from headscan.pipelines.pruning.work_folder import owned_folder
@@ -47,7 +48,8 @@ Choices = Mapping[int, tuple[Head, ...]]
 @dataclass(frozen=True)
 class ChoiceJob:
     """Criteria of one family to apply. With ``iterative``, those with a value for every head are measured again after
-    each number of heads. ``prompts`` are recall prompts; None if no criterion needs them.
+    each number of heads. ``prompts`` are recall prompts; None if no criterion needs them. ``known`` has the damages that
+    were measured before.
     """
 
     texts: CalibrationTexts
@@ -57,6 +59,7 @@ class ChoiceJob:
     batch_tokens: int = BATCH_TOKENS
     prompts: CalibrationTexts | None = None
     say: Callable[[str], None] = lambda line: None
+    known: KnownNumbers = field(default_factory=KnownNumbers)
     name: str = "choice of heads"
 
 
@@ -120,7 +123,7 @@ def _by_gate(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mappi
 
 def _by_set(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mapping[str, Choices]:
     # Every criterion is one measurement: none compares its own choices with others nearby.
-    selection = HeadSelection(lm, calibration, config=QUICK, say=job.say, steps=shown_steps)
+    selection = HeadSelection(lm, calibration, config=QUICK, known=job.known, say=job.say, steps=shown_steps)
 
     def chosen(method: str, count: int) -> tuple[Head, ...]:
         return selection.choose(method=method, count=layer_count(lm.grid, count) if method == LAYER_DROP else count)
@@ -256,7 +259,9 @@ def _choices(
         job = ChoiceJob(
             texts, family, counts, config.compared.iterative, config.evaluation.batch_tokens, prompts, run.say
         )
-        for criterion, choices in run.pool.one(choose_heads, job).items():
+        with kept_damages(run, texts, batch_tokens=job.batch_tokens, selection=QUICK) as damages:
+            chosen = run.pool.one(choose_heads, replace(job, known=damages))
+        for criterion, choices in chosen.items():
             stored.write(criterion, choices)
             found[criterion] = choices
     return found
