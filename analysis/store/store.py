@@ -391,7 +391,7 @@ class Store:
         return dict(zip(found["unit"].to_pylist(), found["numbers"].to_pylist(), strict=True))
 
     def restart_run(self, run: RunRecord) -> None:
-        """Delete what a plan or prune run measured, so that it begins anew with the software and device of ``run``."""
+        """Delete what a plan or prune run measured, so that it begins again with the software and device of ``run``."""
         run_id = run_identity(run.kind, run.fingerprint)
         with self._writing() as connection:
             _require_run(connection, run_id)

@@ -48,8 +48,8 @@ Choices = Mapping[int, tuple[Head, ...]]
 @dataclass(frozen=True)
 class ChoiceJob:
     """Criteria of one family to apply. With ``iterative``, those with a value for every head are measured again after
-    each number of heads. ``prompts`` are recall prompts; None if no criterion needs them. ``known`` has the damages that
-    were measured before.
+    each number of heads. ``prompts`` are recall prompts; None if no criterion needs them. ``known`` has damages
+    of earlier calls.
     """
 
     texts: CalibrationTexts

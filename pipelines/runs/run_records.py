@@ -480,7 +480,7 @@ class Run(ModelContext):
         corpus_hash: str | None,
     ) -> Iterator[KnownNumbers]:
         """Yield the numbers of a plan or prune run: those that the store has, and new ones, which are stored within
-        seconds. A run that measures nothing leaves no trace. A finished run of other software is measured anew, unless
+        seconds. A run that measures nothing leaves no trace. A finished run of other software is measured again, unless
         ``resume_anyway`` is set.
         """
         record = self.record(
@@ -490,7 +490,7 @@ class Run(ModelContext):
         if known is not None and known["status"] == "finished" and not self.resume_anyway:
             changes = provenance_changes(provenance_history(known)[-1], record.provenance)
             if changes:
-                self.say(f"run {known['run_id']} is measured anew with {', '.join(changes)}")
+                self.say(f"run {known['run_id']} is measured again with {', '.join(changes)}")
                 self.store.restart_run(record)
 
         def begin() -> str:

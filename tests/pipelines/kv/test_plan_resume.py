@@ -127,7 +127,7 @@ def test_a_killed_plan_resumes(undisturbed: tuple[str, list[Any]], tmp_path: Pat
 
 
 def test_other_software(undisturbed: tuple[str, list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unfinished plan of other software is refused, a finished one is measured anew."""
+    """An unfinished plan of other software is refused, a finished one is measured again."""
     _, measured = undisturbed
     store = tmp_path / "s.duckdb"
     with pytest.raises(Stopped):
@@ -141,7 +141,7 @@ def test_other_software(undisturbed: tuple[str, list[Any]], tmp_path: Path, monk
     lines: list[str] = []
     _, all_again = made(store, say=lines.append)
     assert len(all_again) == len(measured)
-    assert any("measured anew with" in line for line in lines)
+    assert any("measured again with" in line for line in lines)
     (run,) = Store(store).runs("plan")
     assert [each["packages"] for each in run["provenance"]] == [{"torch": "0.2"}]
 
