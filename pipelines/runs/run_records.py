@@ -30,6 +30,7 @@ from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths, max_tokens
 from headscan.pipelines.runs.stored_numbers import StoredNumbers
+from headscan.pipelines.runs.text_tables import at_work
 from headscan.sizing.model_sizes import NO_CACHE, LayerCache, find_caches
 
 if TYPE_CHECKING:
@@ -341,7 +342,8 @@ class ModelContext:
 
     @cached_property
     def facts(self) -> ModelFacts:
-        return self.pool.one(model_facts, None)
+        with at_work(f"loading {self.model.source}"):
+            return self.pool.one(model_facts, None)
 
     @property
     def pool(self) -> Pool:
