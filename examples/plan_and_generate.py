@@ -29,7 +29,7 @@ config = jobs.MeasureConfig(
     sequences=8,
     recall_prompts=0,
 )
-plan = jobs.plan(jobs.ModelSpec("demo", dtype="float32"), config, WindowShare(0.5))
+plan = jobs.plan(jobs.ModelSpec("demo", dtype="float32"), config, WindowShare(0.5), folder / "s.duckdb")
 plan.save(folder / "head_plan.json")
 write_pattern(plan, folder / "duoattention", "duoattention")
 print("\n".join(plan.summary()))

@@ -246,18 +246,28 @@ def plan(
     model: ModelSpec,
     config: MeasureConfig,
     budget: BudgetRequest | LossLimit,
+    store: str | Path | None = None,
     *,
     devices: PlacementRequest | None = None,
+    resume_anyway: bool = False,
     say: Callable[[str], None] = print,
 ) -> HeadPlan:
     """Measure the damage of a window on each KV head, and make a plan; ``make_plan`` makes plans from a store.
+
+    Args:
+        store: DuckDB file that keeps what is measured, so that the same call resumes; None keeps nothing.
 
     Raises:
         PlanError: A budget out of reach, or texts longer than the model's context.
     """
     identity = identify(model)
     opened = opener(model, config.tokens(identity), devices, evaluates=True)
-    with ModelContext(model, opened, identity=identity, say=say) as context:
+    context = (
+        ModelContext(model, opened, identity=identity, say=say)
+        if store is None
+        else Run(model, Store(store), opened, identity=identity, resume_anyway=resume_anyway, say=say)
+    )
+    with context:
         return measured_plan(config, context, budget)
 
 

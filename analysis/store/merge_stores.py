@@ -58,7 +58,7 @@ def _owned(key: str, *, by_shard: bool | None = None) -> tuple[Table, ...]:
 
 
 _OF_SHARD = _owned("run_id", by_shard=True)
-_OF_RUN = tuple(table for table in _owned("run_id", by_shard=False) if table.name != "runs")
+_OF_RUN = tuple(table for table in _owned("run_id", by_shard=False) if table.name not in ("runs", "measured_units"))
 _OF_ARM = tuple(table for table in _owned("arm_id") if table.name != "arms")
 _OF_MASK = _owned("mask_id")
 
@@ -260,8 +260,14 @@ class _RunMerge:
             _copy(self._source, self._into, {table.name: where for table in empty})
 
     def _add_tables(self) -> None:
-        """Add the results of the whole run; those that follow from shards or arms may differ."""
+        """Add the results of the whole run; those that follow from shards or arms may differ. Either store may have
+        units of a plan or pruning that the other one lacks.
+        """
         where: _Where = ("run_id = ?", [self._run_id])
+        units = _rows(self._source, "measured_units", where)
+        if units.num_rows:
+            with self._into.open_transaction() as connection:
+                _insert(connection, "measured_units", units, "OR IGNORE ")
         self._add_missing(_OF_RUN, where)
         if self._by_shard or _count(self._into, TABLES["arms"], where):
             return

@@ -84,7 +84,7 @@ RANDOM_KINDS_SQL = ", ".join(f"'{kind}'" for kind in ArmKind if kind.is_random)
 ABLATING_KINDS_SQL = ", ".join(f"'{kind}'" for kind in _ABLATING)
 
 
-RunKind = Literal["scan", "recording", "recall", "evaluate", "ablate", "probe", "importance", "gates"]
+RunKind = Literal["scan", "recording", "recall", "evaluate", "ablate", "probe", "importance", "gates", "plan", "prune"]
 #: Kinds of runs that are stored and resumed by shards.
 SHARDED_KINDS: tuple[RunKind, ...] = ("scan", "recording", "importance")
 RunStatus = Literal["running", "part", "finished", "failed"]  # as stored; `Store.runs` adds interrupted

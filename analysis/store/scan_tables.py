@@ -91,7 +91,8 @@ RUNS = Table(
     columns("""
         run_id VARCHAR 12 hexadecimal digits, computed from kind and fingerprint
         kind VARCHAR scan (of a corpus), recording (of the prompts of a sweep), recall (of the whole model
-            before a sweep), evaluate, ablate, probe, importance or gates
+            before a sweep), evaluate, ablate, probe, importance, gates, plan (the damages that a measured plan
+            needs) or prune (the damages that choose heads)
         fingerprint VARCHAR hash of everything that decides the numbers; a run with the same hash is resumed
         model VARCHAR path of the model, or its name on the hub
         model_revision VARCHAR? commit of the model on the hub; NULL for a folder

@@ -374,6 +374,34 @@ class Store:
             connection.execute(f"DELETE FROM {table} WHERE run_id = ?", [run_id])
             _insert(connection, table, rows)
 
+    # Plans and pruning
+
+    def add_measured_units(self, run_id: str, units: pa.Table) -> None:
+        """Store what a plan or prune run measured; units that are stored already are skipped. ``units`` has the columns
+        ``unit, what, numbers``. A finished run is running again.
+        """
+        with self._writing() as connection:
+            _require_run(connection, run_id)
+            _reopen_run(connection, run_id)
+            _insert(connection, "measured_units", units, "OR IGNORE ", run_id=run_id)
+
+    def measured_units(self, run_id: str) -> dict[str, list[float]]:
+        """Return the numbers of every unit that a plan or prune run measured, by the unit's hash."""
+        found = self.query("SELECT unit, numbers FROM measured_units WHERE run_id = ?", [run_id])
+        return dict(zip(found["unit"].to_pylist(), found["numbers"].to_pylist(), strict=True))
+
+    def restart_run(self, run: RunRecord) -> None:
+        """Delete what a plan or prune run measured, so that it begins again with the software and device of ``run``."""
+        run_id = run_identity(run.kind, run.fingerprint)
+        with self._writing() as connection:
+            _require_run(connection, run_id)
+            connection.execute("DELETE FROM measured_units WHERE run_id = ?", [run_id])
+            connection.execute(
+                "UPDATE runs SET provenance = ?, packages = ?, code_version = ? WHERE run_id = ?",
+                [to_json([provenance_since(run.provenance)]), to_json(run.packages), run.code_version, run_id],
+            )
+            _reopen_run(connection, run_id)
+
     # Reading
 
     def query(

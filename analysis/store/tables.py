@@ -293,9 +293,25 @@ EFFECT_VIEWS = {
 }
 
 
+MEASURED_UNITS = Table(
+    "measured_units",
+    "numbers that a plan or prune run measured, one row per unit of work; a run with the same settings reads them"
+    " instead of measuring again",
+    (
+        RUN,
+        *columns("""
+            unit VARCHAR hash of what was measured
+            what VARCHAR what was measured, in words
+            numbers DOUBLE[] the numbers, in the order in which the program needs them
+        """),
+    ),
+    (("run_id", "unit"),),
+)
+
+
 #: Raise it with every change of a table, view or function, but not of a comment. `connection` upgrades older stores, so
 #: new columns of old tables must be nullable.
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 
 #: Value of the key ``format`` in ``meta``, which distinguishes a store from other DuckDB files.
 FORMAT = "headscan store"
@@ -340,6 +356,7 @@ TABLES: dict[str, Table] = {
         ARM_RESULTS,
         ARM_VERDICTS,
         SPLIT_VERDICTS,
+        MEASURED_UNITS,
     )
 }
 

@@ -7,6 +7,7 @@ chance: a model that guesses is right on a quarter of the needles and cannot los
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, floor, isfinite, log10, sqrt
 from statistics import NormalDist
 from typing import NamedTuple
@@ -73,7 +74,7 @@ def retained(baseline: np.ndarray, arm: np.ndarray, texts: np.ndarray, chance: f
     sizes = np.bincount(text)
     # (2, texts): accuracy of the baseline and of the arm in each text, above chance.
     ability = np.stack([np.bincount(text, answers) / sizes for answers in (baseline, arm)]) - chance / 100
-    weights = np.random.default_rng(seed).standard_exponential((_DRAWS, len(sizes) + 1))
+    weights = _text_weights(len(sizes), seed)
     known, unknown = weights[:, 1:] @ ability.T, weights[:, :1]
     worst, best = np.array([1.0, 0.0]) - chance / 100, np.array([0.0, 1.0]) - chance / 100
     lows, highs = _shares(known + unknown * worst, _LOWEST), _shares(known + unknown * best, _HIGHEST)
@@ -83,6 +84,14 @@ def retained(baseline: np.ndarray, arm: np.ndarray, texts: np.ndarray, chance: f
         low=float(min(np.quantile(lows, TAIL), np.quantile(identical, TAIL))),
         high=float(np.quantile(highs, 1 - TAIL)),
     )
+
+
+@lru_cache(maxsize=8)
+def _text_weights(texts: int, seed: int) -> np.ndarray:
+    """Return exponential weights (draws, 1 + texts): of one added text, and of all others."""
+    weights = np.random.default_rng(seed).standard_exponential((_DRAWS, texts + 1))
+    weights.flags.writeable = False
+    return weights
 
 
 def _shares(ability: np.ndarray, without: float) -> np.ndarray:
@@ -201,6 +210,7 @@ def wilson_low(right: int, questions: int) -> float:
     return max(0.0, (centre - half) / (1 + _Z**2 / questions))
 
 
+@lru_cache(maxsize=1 << 12)
 def t_quantile(tail: float, freedom: int) -> float:
     """Return the quantile of Student's t with the probability ``tail`` beyond it."""
     from scipy.special import stdtrit  # takes a tenth of a second to import, and not every verb needs it
@@ -222,23 +232,39 @@ class _Stratum(NamedTuple):
         return float((residuals**2).sum()) * count / (count - 1)
 
 
-def _strata(delta: np.ndarray, strata: np.ndarray | None, texts: np.ndarray | None) -> list[_Stratum]:
-    """Return the strata of ``delta`` (questions,). Strata of one text are pooled; a single one joins the largest."""
-    count = len(delta)
-    groups = np.zeros(count, int) if strata is None else np.unique(strata, return_inverse=True)[1]
-    numbers = np.arange(count) if texts is None else np.unique(texts, return_inverse=True)[1]
-    distinct, text = np.unique(groups * count + numbers, return_inverse=True)
-    sizes = np.bincount(distinct // count)
-    alone = sizes == 1
-    pool = int(sizes.argmax()) if alone.sum() == 1 else -1
-    groups = np.where(alone[groups], pool, groups)
-    found = []
-    for group in np.unique(groups):
-        members = groups == group
-        inside = np.unique(text[members], return_inverse=True)[1]
-        of_texts = np.stack([np.bincount(inside, delta[members]), np.bincount(inside)], axis=1)
-        found.append(_Stratum(of_texts, int(members.sum())))
-    return found
+class _Members(NamedTuple):
+    """The questions of a stratum by index, the text of each, and the number of questions of each text."""
+
+    questions: np.ndarray
+    text: np.ndarray
+    sizes: np.ndarray
+
+
+class Sampling:
+    """How questions fall into strata and texts, which is the same for every arm; see `compare`."""
+
+    def __init__(self, count: int, strata: np.ndarray | None = None, texts: np.ndarray | None = None) -> None:
+        self.count = count
+        groups = np.zeros(count, int) if strata is None else np.unique(strata, return_inverse=True)[1]
+        numbers = np.arange(count) if texts is None else np.unique(texts, return_inverse=True)[1]
+        distinct, text = np.unique(groups * count + numbers, return_inverse=True)
+        # Strata of one text are pooled; a single one joins the largest.
+        sizes = np.bincount(distinct // max(1, count))
+        alone = sizes == 1
+        pool = int(sizes.argmax()) if alone.sum() == 1 else -1
+        groups = np.where(alone[groups], pool, groups)
+        self._members = []
+        for group in np.unique(groups):
+            members = np.flatnonzero(groups == group)
+            inside = np.unique(text[members], return_inverse=True)[1]
+            self._members.append(_Members(members, inside, np.bincount(inside)))
+
+    def strata(self, delta: np.ndarray) -> list[_Stratum]:
+        """Return the strata of differences (questions,)."""
+        return [
+            _Stratum(np.stack([np.bincount(text, delta[questions]), sizes], axis=1), len(questions))
+            for questions, text, sizes in self._members
+        ]
 
 
 def _resampled_interval(strata: list[_Stratum], resamples: int, seed: int) -> tuple[float, float]:
@@ -247,9 +273,6 @@ def _resampled_interval(strata: list[_Stratum], resamples: int, seed: int) -> tu
     A percentile interval is too narrow with few texts: of two texts it holds the mean in half of the cases. Its ends
     are therefore moved out by the ratio of the t quantile to the normal one, and the t interval counts where it is
     wider. The degrees of freedom are Satterthwaite's. The mean of one text has no interval but -1 to 1.
-
-    Each stratum draws n - 1 of its n texts: drawing n would make the variance too small by the factor (n - 1) / n (Rao
-    and Wu 1988), which matters in strata with few texts.
     """
     count = sum(stratum.questions for stratum in strata)
     found = sum(stratum.texts[:, 0].sum() for stratum in strata) / count
@@ -260,20 +283,53 @@ def _resampled_interval(strata: list[_Stratum], resamples: int, seed: int) -> tu
     freedom = variances.sum() ** 2 / (variances**2 / freedoms).sum() if variances.any() else freedoms.sum()
     quantile = t_quantile(TAIL, max(1, int(freedom)))
     half = quantile * sqrt(variances.sum()) / count
-    rng = np.random.default_rng(seed)
-    total = np.zeros(resamples)
-    for stratum in strata:
-        # Equal texts are interchangeable, so one multinomial draw over distinct rows replaces drawing texts one by one.
-        kinds, counts = np.unique(stratum.texts, axis=0, return_counts=True)
-        texts = len(stratum.texts)
-        sums = rng.multinomial(texts - 1, counts / texts, size=resamples) @ kinds
-        total += stratum.questions * sums[:, 0] / sums[:, 1]
-    low, high = np.quantile(total / count, [TAIL, 1 - TAIL])
+    low, high = _percentiles(tuple(_kinds(stratum) for stratum in strata), resamples, seed)
     wider = quantile / _Z
     below, above = max(half, wider * (found - low)), max(half, wider * (high - found))
     return float(max(-1.0, found - below)), float(min(1.0, found + above))
 
 
+class _Kinds(NamedTuple):
+    """The distinct texts of a stratum, each a sum of differences and a number of questions, and how many there are of
+    each. Equal texts are interchangeable, so one multinomial draw over these replaces drawing texts one by one.
+    """
+
+    kinds: tuple[tuple[float, float], ...]
+    counts: tuple[int, ...]
+    questions: int
+
+
+def _kinds(stratum: _Stratum) -> _Kinds:
+    texts = stratum.texts
+    if (texts[:, 1] == 1).all():
+        # np.unique is far faster on one column.
+        values, counts = np.unique(texts[:, 0], return_counts=True)
+        kinds = tuple((value, 1.0) for value in values.tolist())
+    else:
+        rows, counts = np.unique(texts, axis=0, return_counts=True)
+        kinds = tuple(map(tuple, rows.tolist()))
+    return _Kinds(kinds, tuple(counts.tolist()), stratum.questions)
+
+
+@lru_cache(maxsize=1 << 14)
+def _percentiles(strata: tuple[_Kinds, ...], resamples: int, seed: int) -> tuple[float, float]:
+    """Return the 2.5 % and 97.5 % quantiles of a mean over bootstrap samples.
+
+    Each stratum draws n - 1 of its n texts: drawing n would make the variance too small by the factor (n - 1) / n (Rao
+    and Wu 1988), which matters in strata with few texts.
+    """
+    rng = np.random.default_rng(seed)
+    total = np.zeros(resamples)
+    for stratum in strata:
+        texts = sum(stratum.counts)
+        shares = np.array(stratum.counts) / texts
+        sums = rng.multinomial(texts - 1, shares, size=resamples) @ np.array(stratum.kinds)
+        total += stratum.questions * sums[:, 0] / sums[:, 1]
+    low, high = np.quantile(total / sum(stratum.questions for stratum in strata), [TAIL, 1 - TAIL])
+    return float(low), float(high)
+
+
+@lru_cache(maxsize=1 << 14)
 def _score_interval(gained: int, lost: int, questions: int) -> tuple[float, float]:
     """Return the 95 % interval of (gained - lost) / questions by Tango's score test (Tango 1998).
 
@@ -297,6 +353,19 @@ def _score_interval(gained: int, lost: int, questions: int) -> tuple[float, floa
     return float(low), float(high)
 
 
+@lru_cache(maxsize=1 << 14)
+def _mcnemar(gained: int, lost: int) -> float:
+    """Return the two-sided p-value of McNemar's exact test. For a share of one half, the value of
+    `scipy.stats.binomtest` is the sum of both tails.
+    """
+    from scipy.stats import binom  # slow to import, and stored verdicts are read without it
+
+    if gained == lost:
+        return 1.0
+    fewer, differ = min(gained, lost), gained + lost
+    return min(1.0, float(binom.cdf(fewer, differ, 0.5) + binom.sf(differ - fewer - 1, differ, 0.5)))
+
+
 def compare(
     baseline_correct: np.ndarray,
     arm_correct: np.ndarray,
@@ -314,19 +383,33 @@ def compare(
         texts: (questions,) number of each question's text within its task; the bootstrap draws whole texts, whose
             questions are correlated. None gives each question its own text.
     """
-    from scipy.stats import binomtest  # slow to import, and stored verdicts are read without it
+    groupings = [grouping for grouping in (strata, texts) if grouping is not None]
+    if any(len(grouping) != len(arm_correct) for grouping in groupings):
+        sizes = f"{np.size(baseline_correct)} and {np.size(arm_correct)}"
+        raise VerdictError(f"cannot pair arms with {sizes} answers. Answer the same questions")
+    sampling = Sampling(len(arm_correct), strata, texts)
+    return compare_sampled(baseline_correct, arm_correct, sampling, resamples=resamples, seed=seed)
 
+
+def compare_sampled(
+    baseline_correct: np.ndarray,
+    arm_correct: np.ndarray,
+    sampling: Sampling,
+    *,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> PairedDifference:
+    """Return the paired difference of two arms; see `compare`. Many arms share one ``sampling``."""
     baseline = np.asarray(baseline_correct, dtype=np.float64)
     arm = np.asarray(arm_correct, dtype=np.float64)
-    groupings = [grouping for grouping in (strata, texts) if grouping is not None]
-    if baseline.ndim != 1 or baseline.shape != arm.shape or any(len(g) != len(arm) for g in groupings):
+    if baseline.ndim != 1 or baseline.shape != arm.shape or len(arm) != sampling.count:
         raise VerdictError(f"cannot pair arms with {baseline.size} and {arm.size} answers. Answer the same questions")
     if not baseline.size:
         raise VerdictError("no answers to compare. Run `headscan evaluate` first")
     delta = arm - baseline
     gained, lost = int((delta > 0).sum()), int((delta < 0).sum())
-    low, high = _resampled_interval(_strata(delta, strata, texts), resamples, seed)
-    if gained + lost < _FEW_DIFFER and np.isin(delta, (-1.0, 0.0, 1.0)).all():
+    low, high = _resampled_interval(sampling.strata(delta), resamples, seed)
+    if gained + lost < _FEW_DIFFER and ((delta == 0) | (np.abs(delta) == 1)).all():
         by_score = _score_interval(gained, lost, len(delta))
         low, high = min(low, by_score[0]), max(high, by_score[1])
     return PairedDifference(
@@ -338,5 +421,5 @@ def compare(
         high=100 * high,
         gained=gained,
         lost=lost,
-        p_value=float(binomtest(gained, gained + lost, 0.5).pvalue) if gained + lost else 1.0,
+        p_value=_mcnemar(gained, lost),
     )

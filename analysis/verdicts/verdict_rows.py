@@ -13,9 +13,11 @@ intervals would fail it in up to half of them. A task of few questions therefore
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from math import ceil, log, sqrt
 from typing import Any, NamedTuple
 
@@ -37,7 +39,8 @@ from headscan.analysis.store.verdict_limits import (
 from headscan.analysis.verdicts.paired import (
     Interval,
     PairedDifference,
-    compare,
+    Sampling,
+    compare_sampled,
     retained,
     shows_loss,
     t_quantile,
@@ -149,23 +152,20 @@ class AnswerSheets:
     chance: np.ndarray
     correct: Mapping[str, np.ndarray]
     scopes: Mapping[Scope, np.ndarray]
+    _asked: dict[Scope, _Asked] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def compare(self, scope: Scope, baseline: np.ndarray, arm: np.ndarray) -> PairedDifference:
         """Return the paired difference in a scope; ``baseline`` and ``arm`` are (questions,)."""
-        counts = self.scopes[scope]
-        tasks, texts = self.tasks[counts], self.texts[counts]
-        paired = compare(baseline[counts], arm[counts], tasks, texts)
+        if scope not in self._asked:
+            self._asked[scope] = _Asked.of(self, scope)
+        asked = self._asked[scope]
+        ours, theirs = arm[asked.questions], baseline[asked.questions]
+        paired = compare_sampled(theirs, ours, asked.sampling)
         if not scope.recall:
-            guessed = self.chance[counts]
-            unknown = np.isnan(guessed)
-            return (
-                paired if unknown.all() else replace(paired, chance=100 * float(np.where(unknown, 0, guessed).mean()))
-            )
+            return paired if asked.chance is None else replace(paired, chance=asked.chance)
         if not scope.is_recall_family:
             return paired
-        own_text = tasks * (1 + self.texts.max()) + texts
-        share = retained(baseline[counts], arm[counts], own_text, recall_family(scope.task).chance)
-        return replace(paired, retained=share)
+        return replace(paired, retained=retained(theirs, ours, asked.texts, recall_family(scope.task).chance))
 
     def difference(self, scope: Scope, baseline: np.ndarray, arm: np.ndarray) -> float:
         """Return the mean paired difference in percentage points; `compare` also computes its interval."""
@@ -181,6 +181,31 @@ class AnswerSheets:
             correct={arm_id: correct[kept] for arm_id, correct in self.correct.items()},
             scopes={scope: counts[kept] for scope, counts in self.scopes.items() if counts[kept].any()},
         )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What all arms share in a scope.
+
+    Attributes:
+        questions: Indices of its questions.
+        texts: (questions,) number of each question's text, distinct between tasks.
+        chance: Accuracy of guessing in percent; None if it is unknown.
+    """
+
+    questions: np.ndarray
+    texts: np.ndarray
+    sampling: Sampling
+    chance: float | None
+
+    @classmethod
+    def of(cls, sheets: AnswerSheets, scope: Scope) -> _Asked:
+        questions = np.flatnonzero(sheets.scopes[scope])
+        tasks, texts, guessed = (each[questions] for each in (sheets.tasks, sheets.texts, sheets.chance))
+        unknown = np.isnan(guessed)
+        chance = None if unknown.all() else 100 * float(np.where(unknown, 0, guessed).mean())
+        own_text = tasks * (1 + sheets.texts.max()) + texts
+        return cls(questions, own_text, Sampling(len(questions), tasks, texts), chance)
 
 
 def read_answers(store: Store, baseline: FinishedArm, others: Sequence[FinishedArm]) -> AnswerSheets:
@@ -434,6 +459,10 @@ _PLAIN = ("questions", "gained", "lost", "p_value")
 _RETAINED = {"retained": "value", "retained_low": "low", "retained_high": "high"}
 
 
+#: Most threads that compare arms: drawing bootstrap samples, most of the work, runs without Python's lock.
+_MOST_THREADS = 8
+
+
 class VerdictRows(NamedTuple):
     """The rows of ``arm_verdicts`` of one run, stored and computed."""
 
@@ -454,7 +483,9 @@ def read_verdict_rows(store: Store, run_id: str) -> VerdictRows:
     if not missing:
         return VerdictRows(stored, [])
     sheets = read_answers(store, baseline, missing)
-    return VerdictRows(stored, [row for arm in missing for row in verdict_rows(sheets, baseline, arm)])
+    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
+        computed = threads.map(lambda arm: verdict_rows(sheets, baseline, arm), missing)
+        return VerdictRows(stored, [row for rows in computed for row in rows])
 
 
 def complete_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -180,6 +180,11 @@ _log = logging.getLogger("headscan")
 _PASS_TOKENS = {"cpu": 2048}
 
 
+def pass_tokens(device: str, batch_tokens: int) -> int:
+    """Return the tokens of one pass on a device, such as ``cuda:0``, of at most ``batch_tokens``."""
+    return min(batch_tokens, _PASS_TOKENS.get(device.partition(":")[0], batch_tokens))
+
+
 @dataclass(frozen=True)
 class KvDamage:
     """Loss increase by sequence and KV head, float32 (B, L, K) in nats per scored token. NaN where a layer lacks the KV
@@ -306,7 +311,7 @@ class _Sequences:
                 len(self.lengths),
                 window.width,
             )
-        batch_tokens = min(batch_tokens, _PASS_TOKENS.get(lm.device.type, batch_tokens))
+        batch_tokens = pass_tokens(lm.device.type, batch_tokens)
         long_lengths = [self.lengths[row] for row in long]
         groups = [lm.rope_lengths.group(length) for length in long_lengths]
         found: dict[int, Tensor] = {}

@@ -13,18 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from headscan.gradients.backward import backward
 from headscan.gradients.losses import NextTokenLoss
 from headscan.grid import AttentionSite, Head
+from headscan.long_work import KnownNumbers, Steps, unseen_steps
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Calibration
-from headscan.pruning.edited_model import NO_EDITS, Edits, edited, read_weight
+from headscan.pruning.edited_model import NO_EDITS, Edits, LayerEdits, edited, read_weight
 from headscan.pruning.repair import Repaired
 from headscan.pruning.value_repair import ridge
 
@@ -43,11 +47,17 @@ def layer_moments(
     lm: LoadedModel,
     calibration: Calibration,
     edits: Edits = NO_EDITS,
+    steps: Steps = unseen_steps,
 ) -> dict[int, LayerMoments]:
     """Return the moments of every layer with heads, by the summed loss of all tokens (empirical Fisher information)."""
     sums = {site.layer: _Sums() for site in lm.grid.sites}
-    with torch.inference_mode(False), edited(lm, edits):
-        for batch in calibration.batches(lm.device):
+    batches = list(calibration.batches(lm.device))
+    with (
+        torch.inference_mode(False),
+        edited(lm, edits),
+        steps("moments of all layers", len(batches), "batches") as done,
+    ):
+        for batch in batches:
             real_BN = batch.real_BN
             inputs_weights, gradients_weights = (
                 batch.weights_BN[real_BN],
@@ -76,6 +86,7 @@ def layer_moments(
 
             loss = NextTokenLoss.of(batch.ids, batch.lengths.tolist(), batch.scored.tolist(), summed=True)
             backward(lm, loss, on_heads=on_heads, on_outputs=on_outputs)
+            done()
     return {layer: each.means() for layer, each in sums.items()}
 
 
@@ -139,6 +150,26 @@ def best_subsets(
     return found
 
 
+def _as_numbers(found: Sequence[Sequence[Subset]]) -> NDArray[np.float64]:
+    """Return subsets by number of units as numbers: before those of each number, how many there are."""
+    numbers: list[float] = []
+    for subsets in found:
+        numbers.append(len(subsets))
+        for subset in subsets:
+            numbers += [*subset.units, subset.damage]
+    return np.array(numbers)
+
+
+def _as_subsets(numbers: NDArray[np.float64]) -> list[list[Subset]]:
+    """Return the subsets of `_as_numbers`."""
+    left = iter(numbers.tolist())
+    found: list[list[Subset]] = []
+    for count in left:
+        size = len(found)
+        found.append([Subset(tuple(int(next(left)) for _ in range(size)), next(left)) for _ in range(int(count))])
+    return found
+
+
 @dataclass(frozen=True)
 class _State:
     """A layer with some units removed and the others repaired: the inverse Gram matrix of the columns that remain, with
@@ -187,6 +218,7 @@ class DamageCurve:
     Args:
         moments: Its moments in the repaired model.
         more: Largest number of further units.
+        known: Has the best subsets, if they were found before.
 
     Attributes:
         now: Number of units that the layer lacks in the repaired model.
@@ -201,6 +233,7 @@ class DamageCurve:
         units: Sequence[tuple[Head, ...]],
         before: Repaired,
         more: int,
+        known: KnownNumbers | None = None,
     ) -> None:
         self._site, self._units, self._before = site, units, before.edits
         module = lm.module(site.output_projection)
@@ -220,8 +253,12 @@ class DamageCurve:
         if gone:
             self.least = max(0, self.now - _FEWER)
             most = min(len(units), self.now + min(more, max(_LEAST_MORE, len(units) // 5)))
-        moments = LayerMoments(self._gram, moments.fisher)
-        self._subsets = best_subsets(moments, self._weight, self._columns, most=most)[self.least :]
+        known = known or KnownNumbers()
+        unit = ("best subsets of the heads of a layer", site.layer, units, most, self._before.removed)
+        if (found := known.get(unit)) is None:
+            moments = LayerMoments(self._gram, moments.fisher)
+            known.add(unit, found := _as_numbers(best_subsets(moments, self._weight, self._columns, most=most)))
+        self._subsets = _as_subsets(found)[self.least :]
         self._best: dict[int, tuple[float, Subset]] = {}
         if not gone:
             self._best[0] = 0.0, self._subsets[0][0]  # the original itself
@@ -264,6 +301,10 @@ class DamageCurve:
 
     def heads(self, count: int) -> tuple[Head, ...]:
         return self._heads(self._best[count][1])
+
+    def candidate(self, subset: Subset) -> LayerEdits:
+        """Return the model with a subset removed."""
+        return LayerEdits(self._heads(subset), partial(self.edits, subset))
 
     def _heads(self, subset: Subset) -> tuple[Head, ...]:
         return tuple(head for unit in subset.units for head in self._units[unit])

@@ -24,6 +24,7 @@ from headscan.ablation.masks import HeadMask
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite, Head
 from headscan.layers.blocks import Blocks, cannot_resume, find_blocks, resuming_at, running_range, short_text
+from headscan.long_work import KnownNumbers, Steps, Unit, hash_of, unseen_steps
 from headscan.models.forward_inputs import run, without_autocast
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Batch, Calibration
@@ -267,25 +268,44 @@ def _equal(change: Tensor, expected: Tensor, stream: Tensor) -> bool:
     return bound < 0.5 * float(wide.norm()) and float((change.float() - wide).norm()) <= bound
 
 
+class LayerEdits(NamedTuple):
+    """A model with edits from one layer on.
+
+    Attributes:
+        removed: Its removed heads of that layer.
+        edits: Returns its complete edits. In the layer they may remove heads and change the output projection. New
+            weights exist while they are measured only, because those of all layers may not fit into memory.
+    """
+
+    removed: tuple[Head, ...]
+    edits: Callable[[], Edits]
+
+
+def _unit(batch: str, layer: int, candidate: LayerEdits, below: Edits) -> Unit:
+    return "cross-entropy of a batch without heads", batch, layer, candidate.removed, below.removed
+
+
 class Divergence:
     """The divergence of edited models from the original, whose predictions (M, V) stay in memory, on the same texts.
     The Kullback-Leibler divergence has far less noise than a difference of losses, so a few thousand tokens are enough.
     """
 
-    def __init__(self, lm: LoadedModel, calibration: Calibration) -> None:
-        self._lm = lm
+    def __init__(self, lm: LoadedModel, calibration: Calibration, steps: Steps = unseen_steps) -> None:
+        self._lm, self._steps = lm, steps
         self._blocks = find_blocks(lm)
         attending = {site.layer for site in lm.grid.sites}
         self._behind_attention = attending - cannot_resume(self._blocks, attending, behind_attention=True).keys()
         self._batches = list(calibration.batches(lm.device))
+        self._hashes = [hash_of(tuple(each.tolist() for each in vars(batch).values())) for batch in self._batches]
         self._expected: list[Tensor] = []
         self._entropy = 0.0
-        with torch.no_grad():
+        with torch.no_grad(), steps("predictions of the whole model", len(self._batches), "batches") as done:
             for batch in self._batches:
                 predicted = logits(lm, batch).log_softmax(-1)
                 probabilities = predicted.exp()
                 self._entropy -= self._weighted(batch, torch.linalg.vecdot(probabilities, predicted))
                 self._expected.append(probabilities)
+                done()
         self._total = float(sum((batch.scored * batch.weights).sum() for batch in self._batches))
 
     @torch.no_grad()
@@ -300,36 +320,66 @@ class Divergence:
     @torch.no_grad()
     def of_layers(
         self,
-        edits: Mapping[int, Sequence[Callable[[], Edits]]],
+        candidates: Mapping[int, Sequence[LayerEdits]],
         below: Edits = NO_EDITS,
-        progress: Callable[[], object] = lambda: None,
+        known: KnownNumbers | None = None,
     ) -> dict[int, list[float]]:
         """Return the mean divergences in nats per token of models that are edited from a layer on. The layers below,
         with their own edits, run once for all, and so does the attention of the layer.
 
         Args:
-            edits: By layer, functions that return the complete edits of each model. In their layer they may remove
-                heads and change the output projection. New weights exist while they are measured only, because those of
-                all layers may not fit into memory.
-            progress: Is called after each model and batch.
+            candidates: By layer, the models to measure.
+            known: What it has of a candidate and batch is not measured; its other numbers must be of the same texts,
+                and candidates must follow from ``below`` and their heads.
         """
-        totals = {layer: [-self._entropy] * len(of_layer) for layer, of_layer in edits.items()}
-        for batch, expected in zip(self._batches, self._expected, strict=True):
-            with (
-                self._blocks.keep_heads(self._behind_attention & edits.keys()) as heads,  # before any are removed
-                edited(self._lm, below),
-                self._blocks.keep_inputs(edits) as kept,
-                running_range(self._blocks.all, 0, max(edits) + 1),
-            ):
-                run(self._lm.model, {"input_ids": batch.ids})
-            for layer, of_layer in edits.items():
-                attention = self._blocks.with_heads(layer, heads[layer]) if layer in heads else nullcontext()
-                with resuming_at(self._blocks, layer, kept[layer]), attention:
+        known = known or KnownNumbers()
+        totals = {layer: [-self._entropy] * len(of_layer) for layer, of_layer in candidates.items()}
+        missing = [self._missing(batch, candidates, below, known) for batch in self._hashes]
+        count = sum(len(of_layer) for of_batch in missing for of_layer in of_batch.values())
+        with self._steps("damage of removed heads", count, "measurements") as done:
+            for number, (batch, of_batch) in enumerate(zip(self._hashes, missing, strict=True)):
+                for unit, value in self._measured(number, of_batch, below):
+                    known.add(unit, value)
+                    done()
+                for layer, of_layer in candidates.items():
                     for index, each in enumerate(of_layer):
-                        with edited(self._lm, each()):
-                            totals[layer][index] += self._cross_entropy(batch, expected)
-                        progress()
+                        found = known.get(_unit(batch, layer, each, below))
+                        assert found is not None
+                        totals[layer][index] += float(found[0])
         return {layer: [total / self._total for total in of_layer] for layer, of_layer in totals.items()}
+
+    @staticmethod
+    def _missing(
+        batch: str, candidates: Mapping[int, Sequence[LayerEdits]], below: Edits, known: KnownNumbers
+    ) -> dict[int, list[LayerEdits]]:
+        """Return the candidates by layer that were not measured on a batch."""
+        found = {
+            layer: [each for each in of_layer if known.get(_unit(batch, layer, each, below)) is None]
+            for layer, of_layer in candidates.items()
+        }
+        return {layer: of_layer for layer, of_layer in found.items() if of_layer}
+
+    def _measured(
+        self, number: int, candidates: Mapping[int, Sequence[LayerEdits]], below: Edits
+    ) -> Iterator[tuple[Unit, float]]:
+        """Yield the summed cross-entropy of each candidate on a batch."""
+        if not candidates:
+            return
+        batch, expected = self._batches[number], self._expected[number]
+        with (
+            self._blocks.keep_heads(self._behind_attention & candidates.keys()) as heads,  # before any are removed
+            edited(self._lm, below),
+            self._blocks.keep_inputs(candidates) as kept,
+            running_range(self._blocks.all, 0, max(candidates) + 1),
+        ):
+            run(self._lm.model, {"input_ids": batch.ids})
+        for layer, of_layer in candidates.items():
+            attention = self._blocks.with_heads(layer, heads[layer]) if layer in heads else nullcontext()
+            with resuming_at(self._blocks, layer, kept[layer]), attention:
+                for each in of_layer:
+                    with edited(self._lm, each.edits()):
+                        value = self._cross_entropy(batch, expected)
+                    yield _unit(self._hashes[number], layer, each, below), value
 
     def _cross_entropy(self, batch: Batch, expected: Tensor) -> float:
         """Return the summed cross-entropy of the model's predictions to those of the original."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain, permutations
 from math import isfinite
 
 from headscan.errors import PruningError
 from headscan.grid import Head, Unit, find_units
+from headscan.long_work import KnownNumbers, Steps, unseen_steps
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.damage_curve import DamageCurve, LayerMoments, layer_moments
@@ -69,14 +70,17 @@ class Stage:
         units: Mapping[int, Sequence[tuple[Head, ...]]],
         before: Repaired,
         more: int,
-        progress: Callable[[], object] = lambda: None,
+        known: KnownNumbers | None = None,
+        steps: Steps = unseen_steps,
     ) -> None:
-        self._divergence, self._before, self._progress = divergence, before.edits, progress
-        self.curves = {
-            site.layer: DamageCurve(lm, site, moments[site.layer], units[site.layer], before, more)
-            for site in lm.grid.sites
-            if units[site.layer]
-        }
+        self._divergence, self._before, self._known = divergence, before.edits, known or KnownNumbers()
+        self.curves: dict[int, DamageCurve] = {}
+        sites = [site for site in lm.grid.sites if units[site.layer]]
+        with steps("best subsets of heads", len(sites), "layers") as done:
+            for site in sites:
+                of_layer = (moments[site.layer], units[site.layer])
+                self.curves[site.layer] = DamageCurve(lm, site, *of_layer, before, more, self._known)
+                done()
         self.units = sum(curve.now for curve in self.curves.values())
         self._spare = self.units - sum(curve.least for curve in self.curves.values())
         # A stage adds a few units a layer, so many layers with few units may allow fewer than wanted.
@@ -95,11 +99,11 @@ class Stage:
             missing = {layer: subsets for layer, subsets in missing.items() if subsets}
             if not missing:
                 return counts
-            edits = {
-                layer: [partial(self.curves[layer].edits, subset) for subset in subsets]
+            candidates = {
+                layer: [self.curves[layer].candidate(subset) for subset in subsets]
                 for layer, subsets in missing.items()
             }
-            for layer, found in self._divergence.of_layers(edits, self._before, self._progress).items():
+            for layer, found in self._divergence.of_layers(candidates, self._before, self._known).items():
                 self.curves[layer].add(missing[layer], found)
 
     def heads(self, counts: Counts) -> tuple[Head, ...]:
@@ -120,25 +124,48 @@ class Stage:
 
 
 class RepairedDamage:
-    """The divergence of a model without some heads, repaired on other texts than it is measured on."""
+    """The divergence of a model without some heads, repaired on other texts than it is measured on. Choices that
+    ``known`` has are not measured.
+    """
 
-    def __init__(self, lm: LoadedModel, repairing: Calibration, judging: Calibration) -> None:
-        self._lm, self._repairing = lm, repairing
-        self._divergence = Divergence(lm, judging)
+    def __init__(
+        self,
+        lm: LoadedModel,
+        repairing: Calibration,
+        judging: Calibration,
+        known: KnownNumbers | None = None,
+        steps: Steps = unseen_steps,
+    ) -> None:
+        self._lm, self._repairing, self._judging = lm, repairing, judging
+        self._known, self._steps = known or KnownNumbers(), steps
+
+    @cached_property
+    def _divergence(self) -> Divergence:
+        return Divergence(self._lm, self._judging, self._steps)
 
     def __call__(self, removed: tuple[Head, ...]) -> float:
         """Return the divergence in nats per token."""
-        return self._divergence.of(
-            repaired_model(self._lm, self._repairing, removed, RepairConfig(("o", "down"))).edits
-        )
+        unit = ("divergence of a repaired choice", removed)
+        if (found := self._known.get(unit)) is None:
+            edits = repaired_model(self._lm, self._repairing, removed, RepairConfig(("o", "down"))).edits
+            self._known.add(unit, self._divergence.of(edits))
+            return self(removed)
+        return float(found[0])
 
 
 def best_nearby(
-    stage: Stage, counts: Counts, damage: Callable[[tuple[Head, ...]], float], tries: int
+    stage: Stage,
+    counts: Counts,
+    damage: Callable[[tuple[Head, ...]], float],
+    tries: int,
+    done: Callable[[], object] = lambda: None,
 ) -> tuple[Head, ...]:
-    """Return the heads of the best choice that moving single units finds from ``counts`` on, in at most ``tries``."""
+    """Return the heads of the best choice that moving single units finds from ``counts`` on, in at most ``tries``.
+    ``done`` is called after each.
+    """
     best = stage.heads(counts)
     least, seen = damage(best), {best}
+    done()
     while True:
         for other in stage.near(counts):
             heads = stage.heads(other)
@@ -147,7 +174,9 @@ def best_nearby(
             if len(seen) > tries:
                 return best
             seen.add(heads)
-            if (found := damage(heads)) < least:
+            found = damage(heads)
+            done()
+            if found < least:
                 best, least, counts = heads, found, other
                 break
         else:
@@ -187,6 +216,9 @@ class HeadSelection:
 
     The method ``damage`` measures how much each number of removed units damages each layer, after repair, and finds the
     best numbers for the whole model. Above ``first_share`` it repairs the model and measures again.
+
+    Damages that ``known`` has are not measured; all its numbers must be of this model and calibration, and of the same
+    numbers of tokens in ``config``. Moments and repairs between the stages are too large to keep.
     """
 
     def __init__(
@@ -196,11 +228,12 @@ class HeadSelection:
         *,
         unit: Unit = "head",
         config: SelectionConfig = SelectionConfig(),
+        known: KnownNumbers | None = None,
         say: Callable[[str], None] = lambda line: None,
-        progress: Callable[[], object] = lambda: None,
+        steps: Steps = unseen_steps,
     ) -> None:
         self._lm, self._calibration, self._config, self._say = lm, calibration, config, say
-        self._progress = progress
+        self._known, self._steps = known or KnownNumbers(), steps
         self._unit: Unit = unit
         self.units = find_units(lm.grid, unit)
         self._stages: list[Stage] = []
@@ -235,12 +268,19 @@ class HeadSelection:
         if not self._config.tries:
             return stage.heads(counts)
         self._say(f"comparing up to {self._config.tries} choices of {count} {self._unit}s near the best one")
-        return best_nearby(stage, counts, self._repaired_damage, self._config.tries)
+        with self._steps("choices near the best one", 1 + self._config.tries, "choices") as done:
+            return best_nearby(stage, counts, self._repaired_damage, self._config.tries, done)
 
     @cached_property
     def _layers(self) -> HeadSelection:
         found = HeadSelection(
-            self._lm, self._calibration, unit="layer", config=self._config, say=self._say, progress=self._progress
+            self._lm,
+            self._calibration,
+            unit="layer",
+            config=self._config,
+            known=self._known,
+            say=self._say,
+            steps=self._steps,
         )
         # The original's moments and predictions are the same.
         found._divergence, found._original = self._divergence, self._original
@@ -250,17 +290,18 @@ class HeadSelection:
 
     @cached_property
     def _divergence(self) -> Divergence:
-        return Divergence(self._lm, self._calibration.first(self._config.curve_tokens))
+        return Divergence(self._lm, self._calibration.first(self._config.curve_tokens), self._steps)
 
     @cached_property
     def _repaired_damage(self) -> RepairedDamage:
         judged = min(self._config.judged_tokens, self._calibration.tokens // 2)
         repairing, judging = self._calibration.split(judged)
-        return RepairedDamage(self._lm, repairing.first(self._config.moment_tokens), judging)
+        repairing = repairing.first(self._config.moment_tokens)
+        return RepairedDamage(self._lm, repairing, judging, self._known, self._steps)
 
     @cached_property
     def _original(self) -> dict[int, LayerMoments]:
-        return layer_moments(self._lm, self._calibration.first(self._config.moment_tokens))
+        return layer_moments(self._lm, self._calibration.first(self._config.moment_tokens), steps=self._steps)
 
     @property
     def _most(self) -> int:
@@ -279,6 +320,18 @@ class HeadSelection:
             last = self._stages[-1]
             texts = self._calibration.first(self._config.moment_tokens)
             removed = last.heads(last.choose(last.more))
-            before = repaired_model(self._lm, texts, removed, RepairConfig(("o", "down")), all_layers=True)
-            moments = layer_moments(self._lm, texts, before.edits)
-        return Stage(self._lm, moments, self._divergence, self.units, before, more, self._progress)
+            with self._steps("repairing between the stages", self._lm.grid.num_layers, "layers") as step:
+
+                def done(layer: int) -> None:
+                    step()
+
+                before = repaired_model(
+                    self._lm,
+                    texts,
+                    removed,
+                    RepairConfig(("o", "down")),
+                    all_layers=True,
+                    progress=done,
+                )
+            moments = layer_moments(self._lm, texts, before.edits, self._steps)
+        return Stage(self._lm, moments, self._divergence, self.units, before, more, self._known, self._steps)

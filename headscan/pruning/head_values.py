@@ -29,7 +29,7 @@ from headscan.grid import Head
 from headscan.measure.collect import collect, score
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Calibration
-from headscan.pruning.edited_model import Divergence, Edits, edited
+from headscan.pruning.edited_model import Divergence, Edits, LayerEdits, edited
 
 #: Calibration tokens of effects: each head runs the layers from its own on.
 _EFFECT_TOKENS = 8192
@@ -149,14 +149,16 @@ def _effects(
 ) -> dict[str, Tensor]:
     divergence = Divergence(lm, calibration.first(_EFFECT_TOKENS))
     found: Any = torch.full(lm.grid.shape, float("nan"), dtype=torch.float64)
-    edits = {
-        site.layer: [
-            partial(Edits, tuple({*removed, Head(site.layer, head)})) for head in range(site.num_attention_heads)
-        ]
+
+    def without(head: Head) -> LayerEdits:
+        return LayerEdits((head,), partial(Edits, tuple({*removed, head})))
+
+    candidates = {
+        site.layer: [without(Head(site.layer, head)) for head in range(site.num_attention_heads)]
         for site in lm.grid.sites
         if site.num_attention_heads
     }
-    for layer, values in divergence.of_layers(edits, Edits(tuple(removed))).items():
+    for layer, values in divergence.of_layers(candidates, Edits(tuple(removed))).items():
         found[layer, : len(values)] = torch.tensor(values, dtype=torch.float64)
     return dict.fromkeys(names, found)
 

@@ -37,6 +37,7 @@ from headscan.pipelines.evaluate.answering import AnsweringPlan, WorkItem, answe
 from headscan.pipelines.evaluate.run_evaluation import answer_arms
 from headscan.pipelines.evaluate.tasks import ANSWERS, RESULTS, TaskResults
 from headscan.pipelines.runs.run_records import ModelIdentity, Run, fingerprint
+from headscan.pipelines.runs.text_tables import at_work
 from headscan.pipelines.scan.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.scoring.likelihood import ablating
@@ -328,4 +329,5 @@ def labelled_effects(
     run.say(f"{len(arms)} arms: the baseline and {len(arms) - 1} sets of heads, on {len(texts.texts)} examples")
     with run.recording(questions.record(run), arms=[arm.name for arm in arms]) as state:
         answer_labelled(questions, run, state.run_id, arms)
-    return state.run_id, record_effects(run.store, state.run_id)
+    with at_work("effects and their intervals"):
+        return state.run_id, record_effects(run.store, state.run_id)

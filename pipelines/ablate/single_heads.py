@@ -21,6 +21,7 @@ from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
 from headscan.pipelines.evaluate.run_evaluation import Purpose, check_predicts, evaluate
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.runs.run_records import ModelIdentity, Run
+from headscan.pipelines.runs.text_tables import at_work
 from headscan.pipelines.scoring.arms import BASELINE, ZERO_VALUE, AblationValue, Arm, collect_value
 from headscan.pipelines.settings.corpus_settings import SHORTEST
 from headscan.pipelines.settings.evaluation_settings import AblateConfig, LossTexts
@@ -73,7 +74,8 @@ def single_head_effects(config: AblateConfig, run: Run) -> AblateResult:
     run.say(f"{len(arms)} arms: the baseline and {len(arms) - 1} sets of heads, on {asked}")
     purpose = Purpose("ablate", {"replace": config.value.value, **dict(value.details)}, judges_arms=False)
     run_id = evaluate(evaluation, run, arms, questions=questions, purpose=purpose)
-    return AblateResult(run_id, tuple(record_effects(run.store, run_id)))
+    with at_work("effects and their intervals"):
+        return AblateResult(run_id, tuple(record_effects(run.store, run_id)))
 
 
 def read_texts(texts: LossTexts, identity: ModelIdentity) -> HeldOutText:

@@ -20,6 +20,7 @@ from headscan.pipelines.cli.verb_base import (
     say,
     say_run,
 )
+from headscan.pipelines.settings.evaluation_settings import ResumeAnyway
 from headscan.pipelines.settings.saving_settings import MeasureConfig
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ _OF_STORE = ("distant_mass", "retrieval_score", "imported", "random")
 _USED_BY = {
     **dict.fromkeys(("loading.", "devices.", "measured.data_set.", "measured.settings."), ("measured",)),
     "budget.max_loss": ("measured",),
+    "resume_anyway": ("measured",),
     "run_id": _OF_STORE,
     "inverted": ("imported",),
     "seed": ("measured", "random"),
@@ -83,8 +85,8 @@ class Plan(OptionalModelVerb, StoreVerb):
         headscan plan --method retrieval_score --kv-bytes 2GiB --at 32768
         headscan plan --method imported --pattern pattern/
 
-    Method measured needs the model and no store: it measures how much loss a window on each KV head adds. `headscan
-    export` writes the plan for KV-cache tools.
+    Method measured needs the model and no scan: it measures how much loss a window on each KV head adds, and keeps it
+    in the store, so that the same command resumes. `headscan export` writes the plan for KV-cache tools.
     """
 
     common: ClassVar = (
@@ -127,6 +129,7 @@ class Plan(OptionalModelVerb, StoreVerb):
     ] = None
     measured: Annotated[_Measured, Group("method measured")]
     out: Annotated[str, Option("output file")] = "head_plan.json"
+    resume_anyway: ResumeAnyway = False
 
     def __post_init__(self) -> None:
         measured, corpus = self.method == "measured", self.measured.name is not None
@@ -174,10 +177,11 @@ class Plan(OptionalModelVerb, StoreVerb):
 
     def _measured(self) -> HeadPlan:
         from headscan.pipelines.kv.measured_plan import measured_plan
-        from headscan.pipelines.runs.run_records import ModelContext, identify
+        from headscan.pipelines.runs.run_records import Run, identify
         from headscan.pipelines.settings.saving_settings import LossLimit
 
         corpus = self.measured.required(self)
+        store = self.store.open(writes=True)
         quiet_libraries()
         spec = self.spec()
         identity = identify(spec)
@@ -191,8 +195,8 @@ class Plan(OptionalModelVerb, StoreVerb):
         place = self.devices.plan(spec, tokens=tokens, evaluates=True)
         config = replace(config, batch_tokens=place.batch_tokens)
         opener = self.devices.opener(spec, place, tokens=tokens)
-        with ModelContext(spec, opener, identity=identity, say=say) as model:
-            return measured_plan(config, model, budget)
+        with Run(spec, store, opener, identity=identity, resume_anyway=self.resume_anyway, say=say) as run:
+            return measured_plan(config, run, budget)
 
     def _budget(self) -> BudgetRequest | None:
         """Return the budget; None for the pattern's own."""

@@ -50,6 +50,7 @@ class Report(StoreVerb):
         from headscan.analysis.report.write_report import comparable_scan, write_report
         from headscan.analysis.store.provenance import same_model
         from headscan.analysis.verdicts.verdict_rows import can_be_judged
+        from headscan.pipelines.runs.text_tables import at_work
 
         store = self.store.open()
         scan_run = store.resolve_run(self.run_id, "scan")
@@ -63,15 +64,16 @@ class Report(StoreVerb):
             compared = None if self.compare == "none" else self.compare
         else:
             compared = comparable_scan(store, scan_run)
-        path = write_report(
-            store,
-            self.out,
-            scan_run=scan_run["run_id"],
-            evaluate_run=evaluation,
-            compare_run=compared,
-            plan=load_plan(self.plan) if self.plan else None,
-            plan_file=self.plan,
-            scores=self.scores,
-            confirm=self.confirm,
-        )
+        with at_work("report"):
+            path = write_report(
+                store,
+                self.out,
+                scan_run=scan_run["run_id"],
+                evaluate_run=evaluation,
+                compare_run=compared,
+                plan=load_plan(self.plan) if self.plan else None,
+                plan_file=self.plan,
+                scores=self.scores,
+                confirm=self.confirm,
+            )
         print(path)

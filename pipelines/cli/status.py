@@ -62,9 +62,15 @@ def _run_row(store: Store, run: Mapping[str, Any]) -> dict[str, Any]:
         "finished_shards": run["finished_shards"] if sharded else None,
         "total_shards": run["total_shards"] if sharded else None,
         **(_arm_counts(store, run) if has_arms else dict.fromkeys(_ARM_COUNTS)),
+        "measured_units": _count_units(store, run) if run["kind"] in ("plan", "prune") else None,
         "started_at": run["started_at"],
         "last_written": run["last_written"],
     }
+
+
+def _count_units(store: Store, run: Mapping[str, Any]) -> int:
+    found = store.query("select count(*) as count from measured_units where run_id = ?", [run["run_id"]])
+    return int(found["count"][0].as_py())
 
 
 _ARM_COUNTS = ("arms", "finished_arms", "answered_requests", "open_requests")
@@ -108,7 +114,9 @@ def _text(store: str, runs: Sequence[Mapping[str, Any]], arms: Sequence[Mapping[
 
 
 def _progress(row: Mapping[str, Any]) -> str:
-    """Return the finished shards or arms of a run, of all; ``?`` until the corpus is read."""
+    """Return the finished shards or arms of a run, of all, or its measured units; ``?`` until the corpus is read."""
+    if row["measured_units"] is not None:
+        return f"{row['measured_units']:,} units"
     if row["finished_shards"] is not None:
         return f"{row['finished_shards']}/{'?' if row['total_shards'] is None else row['total_shards']} shards"
     if row["arms"] is None:
@@ -129,7 +137,8 @@ class Sql(StoreVerb):
         headscan sql "from head_summary" --parquet tables/
 
     Tables: runs, shards, sequences, head_statistics, head_summaries, measure_pools, head_behaviours, head_importance,
-    head_effects, head_gates, masks, mask_heads, arms, responses, answers, arm_results, arm_verdicts, split_verdicts.
+    head_effects, head_gates, masks, mask_heads, arms, responses, answers, arm_results, arm_verdicts, split_verdicts,
+    measured_units.
     Views: head_scores, head_summary, head_profiles, positional_heads, behaviour_summary, importance_summary,
     effect_summary, head_roles, arm_summary, arm_comparison, sweep_points, score_curves, question_split,
     sweep_confirmed. They cover finished runs; the views all_head_summary, all_head_scores and so on cover all runs.

@@ -54,6 +54,7 @@ class Sweep(RunVerb):
         from headscan.analysis.verdicts.curves import read_curves
         from headscan.analysis.verdicts.judge import judge
         from headscan.pipelines.evaluate.run_sweep import sweep
+        from headscan.pipelines.runs.text_tables import at_work
 
         quiet_libraries()
         spec = self.spec()
@@ -66,7 +67,8 @@ class Sweep(RunVerb):
             runs = sweep(replace(config, evaluation=replace(config.evaluation, batch_tokens=plan.batch_tokens)), run)
         store = run.store
         curves, verdict = read_curves(store, runs.evaluate_run), judge(store, runs.evaluate_run)
-        choices = judge_sweep(store, verdict, confirm=config.confirm)
+        with at_work("verdicts on the choices"):
+            choices = judge_sweep(store, verdict, confirm=config.confirm)
 
         def text() -> str:
             parts = [

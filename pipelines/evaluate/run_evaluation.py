@@ -27,6 +27,7 @@ from headscan.pipelines.evaluate.answering import AnsweringPlan, ArmAnswers, Wor
 from headscan.pipelines.evaluate.tasks import Questions, TaskResults
 from headscan.pipelines.kv.plan_arms import window_notes
 from headscan.pipelines.runs.run_records import ModelContext, ModelFacts, ModelIdentity, Run, fingerprint, identify
+from headscan.pipelines.runs.text_tables import at_work
 from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms, check_tokenizer, model_settings
 from headscan.pipelines.scoring.bundles import bundle_size, possible_starts
 from headscan.pipelines.scoring.likelihood import grouped_tokens
@@ -239,7 +240,8 @@ def answer_arms(
                     failed.append(done.arm.name)
                     run.say(f"{done.arm.name}: {problem}")
     if judges_arms and BASELINE.name not in failed:  # every verdict is a comparison with the baseline
-        record_verdicts(store, run_id)
+        with at_work("verdicts"):
+            record_verdicts(store, run_id)
     store.finish_run(run_id, status="failed" if failed else "finished")
     if failed:
         raise NotFiniteError(

@@ -10,12 +10,14 @@ Shapes: P prompts, L layers, K KV heads of the widest layer, C candidate KV head
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from itertools import groupby
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 from headscan.analysis.plans import (
     DamageCalibration,
@@ -29,11 +31,13 @@ from headscan.catalog import RECALL_FAMILIES, MassWidths, recall_family
 from headscan.cluster.tasks.pool import Pool, Task
 from headscan.errors import NotFiniteError, SequenceError
 from headscan.kv.kept_keys import KeptKeys, Window
-from headscan.kv.kv_damage import KvHead, candidates_of, kv_damages
+from headscan.kv.kv_damage import KvHead, candidates_of, kv_damages, pass_tokens
 from headscan.kv.kv_windows import KvWindows
+from headscan.long_work import KnownNumbers, Unit, hash_of
 from headscan.measure.collect import collect, score
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
+from headscan.options import BATCH_TOKENS
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
 from headscan.pipelines.recall import RecallPlan, recall_questions
 from headscan.pipelines.runs.run_records import ModelContext, ModelIdentity, code_version
@@ -44,7 +48,9 @@ from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
 from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request, pad
 from headscan.pipelines.settings.saving_settings import MeasureConfig
 
-#: Requests of one item of work.
+T = TypeVar("T")
+
+#: Most requests of one item of work.
 _REQUESTS = 16
 
 ALL_KEYS = KeptKeys(())
@@ -65,20 +71,21 @@ def masked_losses(
     *,
     batch_tokens: int,
     rope: RopeLengths = UNVARYING,
-    progress: Callable[[int], None] = lambda passes: None,
+    known: KnownNumbers | None = None,
+    progress: Progress | None = None,
 ) -> Losses:
-    """Return the losses of requests under each set of windows; `ALL_KEYS` is the full cache. ``progress`` is called
-    with the number of (set, request) pairs that finished.
+    """Return the losses of requests under each set of windows; `ALL_KEYS` is the full cache. Items that ``known`` has
+    are not measured. ``progress`` counts (set, request) pairs.
     """
     ablations = [KvWindows(kept, f"windows {index}") if kept.windows else None for index, kept in enumerate(sets)]
-    parts = [range(start, min(start + _REQUESTS, len(requests))) for start in range(0, len(requests), _REQUESTS)]
+    parts = _parts(requests, range(len(requests)), batch_tokens)
     possible = frozenset[Start]() if pool.staged else pool.one(possible_starts, ablations)
     groups = [[index] for index in range(len(sets))] if pool.staged else bundle(ablations, possible)
-    items: dict[str, tuple[list[int], range]] = {}
+    items: dict[str, tuple[list[int], list[int]]] = {}
     work: list[Any] = []
     for group in groups:
         for part in parts:
-            name = f"windows {group[0]}, prompts {part.start} to {part.stop - 1}"
+            name = f"windows {group[0]}, prompts {part[0]} to {part[-1]}"
             items[name] = group, part
             chosen = tuple(requests[row] for row in part)
             if len(group) > 1:
@@ -91,17 +98,67 @@ def masked_losses(
     nats, greedy = np.empty((len(sets), len(requests))), np.empty((len(sets), len(requests)))
     scored = np.array([request.scored for request in requests])
     task: Task[Any, Any] = score_in_ranges if pool.staged else _run
-    for done in pool.map(task, work):
-        group, part = items[done.item.name]
-        rows = list(part)
-        results: list[AnswerSet[Likelihood]] = [done.value] if pool.staged else done.value
-        for index, result in zip(group, results, strict=True):
-            nats[index, rows] = -np.array([each.log_likelihood for each in result.answers]) / scored[rows]
-            greedy[index, rows] = np.array([each.greedy_tokens for each in result.answers]) / scored[rows]
-        progress(len(group) * len(rows))
+
+    def unit(item: LikelihoodItem | BundleItem) -> Unit:
+        group, _ = items[item.name]
+        windows = [[[layer, head, *astuple(window)] for layer, head, window in sets[index].windows] for index in group]
+        return "losses under window masks", windows, hash_of(item.requests)
+
+    def numbers(value: Any) -> list[list[list[float]]]:
+        """Return log-likelihoods and numbers of greedy tokens (2, sets, requests)."""
+        results: list[AnswerSet[Likelihood]] = [value] if pool.staged else value
+        return [
+            [[each.log_likelihood for each in result.answers] for result in results],
+            [[each.greedy_tokens for each in result.answers] for result in results],
+        ]
+
+    for item, found, is_new in map_unknown(pool, task, work, known or KnownNumbers(), unit, numbers):
+        group, part = items[item.name]
+        at = np.ix_(group, part)
+        log_likelihoods, greedy_tokens = found.reshape(2, len(group), len(part))
+        nats[at] = -log_likelihoods / scored[part]
+        greedy[at] = greedy_tokens / scored[part]
+        if progress is not None:
+            progress.count(len(group) * len(part), is_new=is_new)
     if wrong := int((~np.isfinite(nats)).sum()):
         raise NotFiniteError(f"NaN or infinite losses: {wrong} of {nats.size} (limit 0). Use another `dtype`")
     return Losses(nats, greedy)
+
+
+def _parts(requests: Sequence[Request], rows: Iterable[int], batch_tokens: int) -> list[list[int]]:
+    """Return the rows in order, in parts of about one pass; a part is lost if the job stops while it is measured."""
+    parts: list[list[int]] = []
+    longest = 0
+    for row in rows:
+        longest = max(longest, len(requests[row].ids))
+        if not parts or len(parts[-1]) == _REQUESTS or (len(parts[-1]) + 1) * longest > batch_tokens:
+            parts.append([])
+            longest = len(requests[row].ids)
+        parts[-1].append(row)
+    return parts
+
+
+def map_unknown(
+    pool: Pool,
+    task: Task[T, Any],
+    items: Sequence[T],
+    known: KnownNumbers,
+    unit: Callable[[T], Unit],
+    numbers: Callable[[Any], ArrayLike],
+) -> Iterator[tuple[T, np.ndarray, bool]]:
+    """Yield each item with its numbers, float64 and flat, and True if the pool measured it now: first those that
+    ``known`` has, then the others as they finish. ``numbers`` returns those of a task's result.
+    """
+    new = []
+    for item in items:
+        if (found := known.get(unit(item))) is None:
+            new.append(item)
+        else:
+            yield item, found, False
+    if new:
+        for done in pool.map(task, new):
+            known.add(unit(done.item), found := np.asarray(numbers(done.value), dtype=np.float64).ravel())
+            yield done.item, found, True
 
 
 def _run(lm: LoadedModel, item: LikelihoodItem | BundleItem) -> list[AnswerSet[Likelihood]]:
@@ -181,10 +238,6 @@ def recall_prompts(identity: ModelIdentity, tokens: int, count: int, seed: int) 
     ]
 
 
-#: Prompts of one item of work.
-_PROMPTS = 16
-
-
 @dataclass(frozen=True)
 class DamageItem:
     """Prompts for one replica; see `kv_damages`."""
@@ -224,18 +277,21 @@ def pool_damages(
     gates: tuple[float, ...],
     batch_tokens: int,
     rope: RopeLengths = UNVARYING,
-    progress: Callable[[int], None] = lambda prompts: None,
+    known: KnownNumbers | None = None,
+    progress: Progress | None = None,
 ) -> np.ndarray:
     """Return the damage (P, C) of a window on each KV head alone, in nats per scored token.
 
     Replicas with all layers estimate it for all heads at once from derivatives; pools that run range by range of the
     layers mask the heads one by one.
 
-    ``progress`` is called with the number of prompts that finished; masks count each prompt once for each head, and
-    once without a mask.
+    Items that ``known`` has are not measured. ``progress`` counts prompts; masks count each prompt once for each head,
+    and once without a mask.
     """
     if pool.staged:
-        return one_by_one(pool, requests, window, heads, batch_tokens=batch_tokens, rope=rope, progress=progress)
+        return one_by_one(
+            pool, requests, window, heads, batch_tokens=batch_tokens, rope=rope, known=known, progress=progress
+        )
     shortest = min(len(request.ids) for request in requests)
     if shortest <= window.width:  # its damage is 0, and the derivative cannot estimate it
         raise SequenceError(
@@ -243,22 +299,25 @@ def pool_damages(
             "longer prompts, or lower `recent`"
         )
     # Prompts whose rotary frequencies differ never share an item.
-    rows = sorted(range(len(requests)), key=lambda row: (rope.group(len(requests[row].ids)), row))
-    groups: list[list[int]] = []
-    for row in rows:
-        key = rope.group(len(requests[row].ids))
-        if not groups or len(groups[-1]) == _PROMPTS or rope.group(len(requests[groups[-1][0]].ids)) != key:
-            groups.append([])
-        groups[-1].append(row)
-    items = {f"damage of prompts {group[0]} to {group[-1]}": group for group in groups}
+    rows = sorted(range(len(requests)), key=lambda row: rope.group(len(requests[row].ids)))
+    of_one_rope = [list(each) for _, each in groupby(rows, key=lambda row: rope.group(len(requests[row].ids)))]
+    parts = [part for each in of_one_rope for part in _parts(requests, each, batch_tokens)]
+    items = {f"damage of prompts {part[0]} to {part[-1]}": part for part in parts}
     work = [
-        DamageItem(name, tuple(requests[row] for row in group), window, gates, tuple(heads), batch_tokens)
-        for name, group in items.items()
+        DamageItem(name, tuple(requests[row] for row in part), window, gates, tuple(heads), batch_tokens)
+        for name, part in items.items()
     ]
+
+    def unit(item: DamageItem) -> Unit:
+        return "damage of a window on KV heads", astuple(window), gates, list(heads), hash_of(item.requests)
+
     damage_PC = np.empty((len(requests), len(heads)), dtype=np.float32)
-    for done in pool.map(measure_damages, work):
-        damage_PC[items[done.item.name]] = done.value
-        progress(len(items[done.item.name]))
+    for item, found, is_new in map_unknown(
+        pool, measure_damages, work, known or KnownNumbers(), unit, lambda value: value
+    ):
+        damage_PC[items[item.name]] = found.reshape(-1, len(heads))
+        if progress is not None:
+            progress.count(len(items[item.name]), is_new=is_new)
     return damage_PC
 
 
@@ -281,15 +340,37 @@ def measure_needs(lm: LoadedModel, item: NeedItem) -> tuple[np.ndarray, np.ndarr
     return sums[0], sums[1]
 
 
-def pool_needs(pool: Pool, requests: Sequence[Request], window: Window, heads: Sequence[KvHead]) -> np.ndarray:
+def pool_needs(
+    pool: Pool,
+    requests: Sequence[Request],
+    window: Window,
+    heads: Sequence[KvHead],
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+    known: KnownNumbers | None = None,
+    progress: Progress | None = None,
+) -> np.ndarray:
     """Return the need (C,) of method ``distant_mass``: distant mass times normalised output norm, largest of a group.
-    NaN marks KV heads with an unmeasured query head. The pool's replicas have all layers.
+    NaN marks KV heads with an unmeasured query head. The pool's replicas have all layers. Items of ``batch_tokens``
+    tokens that ``known`` has are not measured; ``progress`` counts requests.
     """
-    parts = [requests[start : start + _PROMPTS] for start in range(0, len(requests), _PROMPTS)]
-    work = [NeedItem(f"distant mass of part {at}", tuple(part), window) for at, part in enumerate(parts)]
-    distant_LH, norm_LH = np.sum([done.value for done in pool.map(measure_needs, work)], axis=0)
-    need_LH = distant_LH * norm_LH
+    parts = _parts(requests, range(len(requests)), batch_tokens)
+    items = {f"distant mass of part {at}": part for at, part in enumerate(parts)}
+    work = [NeedItem(name, tuple(requests[row] for row in part), window) for name, part in items.items()]
+
+    def unit(item: NeedItem) -> Unit:
+        return "distant mass and output norm of texts", astuple(window), hash_of(item.requests)
+
+    sums: dict[str, np.ndarray] = {}
+    for item, found, is_new in map_unknown(pool, measure_needs, work, known or KnownNumbers(), unit, np.stack):
+        sums[item.name] = found
+        if progress is not None:
+            progress.count(len(item.requests), is_new=is_new)
     readers = pool.one(_readers, None)
+    # In the order of the texts, so that the sums do not depend on which item finished first.
+    distant, norm = np.sum([sums[name] for name in items], axis=0).reshape(2, -1)
+    width = 1 + max(head for heads_of_one in readers.values() for _, head in heads_of_one)
+    need_LH = (distant * norm).reshape(-1, width)
     return np.array([np.max([need_LH[at] for at in readers[head]]) for head in heads])
 
 
@@ -311,12 +392,24 @@ def one_by_one(
     *,
     batch_tokens: int,
     rope: RopeLengths = UNVARYING,
-    progress: Callable[[int], None] = lambda prompts: None,
+    known: KnownNumbers | None = None,
+    progress: Progress | None = None,
 ) -> np.ndarray:
     """Return the damage (P, C) by masking one KV head after another; exact, and on every pool."""
     sets = [ALL_KEYS, *(KeptKeys.of([(layer, kv_head, window)]) for layer, kv_head in heads)]
-    nats = masked_losses(pool, requests, sets, batch_tokens=batch_tokens, rope=rope, progress=progress).nats
+    nats = masked_losses(
+        pool, requests, sets, batch_tokens=batch_tokens, rope=rope, known=known, progress=progress
+    ).nats
     return (nats[1:] - nats[:1]).T.astype(np.float32)
+
+
+def read_prompts(config: MeasureConfig, identity: ModelIdentity) -> list[Prompts]:
+    """Return the texts of a measurement, and the prompts of each family of recall tasks."""
+    tokens = config.tokens(identity)
+    prompts = [text_prompts(config.corpus, identity, tokens, config.sequences, config.windows[-1].width)]
+    if config.recall_prompts:
+        prompts += recall_prompts(identity, tokens, config.recall_prompts, config.seed)
+    return prompts
 
 
 #: Smallest share of answer tokens that the full cache gets right. Below it, a task says nothing about the heads.
@@ -325,7 +418,9 @@ ABLE = 0.1
 
 @dataclass(frozen=True)
 class Measurement:
-    """The prompts that rank the heads, the held-out ones on which plans are measured, and notes on what limits both."""
+    """The prompts that rank the heads, the held-out ones on which plans are measured, and notes on what limits both.
+    What ``known`` has is not measured again.
+    """
 
     context: ModelContext
     config: MeasureConfig
@@ -334,9 +429,17 @@ class Measurement:
     ranking: tuple[Prompts, ...]
     held_out: tuple[Prompts, ...]
     notes: tuple[str, ...]
+    known: KnownNumbers
 
     @classmethod
-    def of(cls, config: MeasureConfig, context: ModelContext) -> Measurement:
+    def of(
+        cls,
+        config: MeasureConfig,
+        context: ModelContext,
+        prompts: Sequence[Prompts] | None = None,
+        known: KnownNumbers | None = None,
+    ) -> Measurement:
+        """Return a measurement on ``prompts``; None reads those of the settings, see `read_prompts`."""
         identity, facts = context.identity, context.facts
         model, _ = planned_model(
             {
@@ -349,14 +452,9 @@ class Measurement:
             equal_groups=False,
         )
         heads = candidates_of(facts.grid, (facts.caches or {}).get("self", ()), identity.name)
-        tokens = config.tokens(identity)
-        prompts = [text_prompts(config.corpus, identity, tokens, config.sequences, config.windows[-1].width)]
-        if config.recall_prompts:
-            prompts += recall_prompts(identity, tokens, config.recall_prompts, config.seed)
-        halves = [each.halves() for each in prompts]
-        found = cls(
-            context, config, model, heads, tuple(half for half, _ in halves), tuple(half for _, half in halves), ()
-        )
+        halves = [each.halves() for each in prompts or read_prompts(config, identity)]
+        ranking, held_out = tuple(half for half, _ in halves), tuple(half for _, half in halves)
+        found = cls(context, config, model, heads, ranking, held_out, (), known or KnownNumbers())
         return found._able()
 
     def _able(self) -> Measurement:
@@ -373,7 +471,11 @@ class Measurement:
             )
             self.context.say(notes[-1])
         ranking, held_out = (tuple(each[index] for index in able) for each in (self.ranking, self.held_out))
-        return Measurement(self.context, self.config, self.model, self.heads, ranking, held_out, tuple(notes))
+        return replace(self, ranking=ranking, held_out=held_out, notes=tuple(notes))
+
+    @property
+    def _pass_tokens(self) -> int:
+        return pass_tokens(self.context.facts.device, self.config.batch_tokens)
 
     def damages(self, window: Window) -> dict[str, np.ndarray]:
         """Return the mean damage (C,) of a window on text and on recall prompts."""
@@ -388,9 +490,10 @@ class Measurement:
                     window,
                     self.heads,
                     gates=self.config.gates,
-                    batch_tokens=self.config.batch_tokens,
+                    batch_tokens=self._pass_tokens,
                     rope=self.context.identity.rope_lengths,
-                    progress=progress.update,
+                    known=self.known,
+                    progress=progress,
                 ).mean(0, dtype=np.float64)
                 for prompts in self.ranking
             ]
@@ -402,7 +505,17 @@ class Measurement:
         """
         if self.context.pool.staged:
             return None
-        needs = pool_needs(self.context.pool, self.ranking[0].requests, window, self.heads)
+        texts = self.ranking[0].requests
+        with Progress("distant mass of texts", len(texts), "texts") as progress:
+            needs = pool_needs(
+                self.context.pool,
+                texts,
+                window,
+                self.heads,
+                batch_tokens=self._pass_tokens,
+                known=self.known,
+                progress=progress,
+            )
         if not np.isfinite(needs).all():
             return None
         return [head for _, head in sorted(zip(needs.tolist(), self.heads, strict=True))]
@@ -421,9 +534,10 @@ class Measurement:
                 self.context.pool,
                 prompts.requests,
                 sets,
-                batch_tokens=self.config.batch_tokens,
+                batch_tokens=self._pass_tokens,
                 rope=self.context.identity.rope_lengths,
-                progress=progress.update,
+                known=self.known,
+                progress=progress,
             )
         return found.nats, float(found.greedy[0].mean())
 

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
 from headscan.analysis.plans import BudgetRequest, HeadPlan, KeepScores, WindowHeads, allocate
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import KvHead
-from headscan.pipelines.kv.damage_measurement import ALL_KEYS, Measurement, Prompts
-from headscan.pipelines.runs.run_records import ModelContext
+from headscan.long_work import hash_of
+from headscan.pipelines.kv.damage_measurement import ALL_KEYS, Measurement, Prompts, read_prompts
+from headscan.pipelines.runs.run_records import ModelContext, fingerprint
 from headscan.pipelines.settings.saving_settings import LossLimit, MeasureConfig
 
 #: Largest loss of a narrower window, over the mean share of damage of a KV head.
@@ -182,15 +183,38 @@ def means(increases: Increases) -> tuple[float, ...]:
 
 
 def measured_plan(config: MeasureConfig, model: ModelContext, budget: BudgetRequest | LossLimit) -> HeadPlan:
-    """Make a plan whose keep-scores are the measured damage of a window on each KV head."""
+    """Make a plan whose keep-scores are the measured damage of a window on each KV head. The same call with a `Run`
+    resumes.
+    """
     return measured_plans(config, model, [budget])[0]
 
 
 def measured_plans(
     config: MeasureConfig, model: ModelContext, budgets: Sequence[BudgetRequest | LossLimit]
 ) -> list[HeadPlan]:
-    """Make a plan for each budget from one measurement; see `measured_plan`."""
-    measurement = Measurement.of(config, model)
+    """Make a plan for each budget from one measurement; see `measured_plan`. A `Run` keeps what is measured in its
+    store, so that the same call resumes, and another budget measures only what it needs in addition.
+    """
+    prompts = read_prompts(config, model.identity)
+    facts = {
+        "model": model.identity.fingerprint(),
+        "dtype": model.model.dtype,
+        "batch_tokens": config.batch_tokens,
+        "prompts": [(each.name, hash_of(each.requests)) for each in prompts],
+    }
+    stored = {"model": asdict(model.model), "corpus": asdict(config.corpus), "batch_tokens": config.batch_tokens}
+    with model.keeping(
+        "plan",
+        fingerprint(facts),
+        config=stored,
+        corpus=config.corpus.name,
+        corpus_hash=prompts[0].content_hash,
+    ) as known:
+        return _plans(Measurement.of(config, model, prompts, known), budgets)
+
+
+def _plans(measurement: Measurement, budgets: Sequence[BudgetRequest | LossLimit]) -> list[HeadPlan]:
+    config, model = measurement.config, measurement.context
     widths = f"{len(config.windows)} width{'s' * (len(config.windows) > 1)}"
     model.say(f"damage of a window on {len(measurement.heads)} KV heads, {widths}")
     estimates = {window: measurement.damages(window) for window in config.windows}

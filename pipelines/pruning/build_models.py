@@ -6,7 +6,8 @@ Moments, subsets and loss curves are computed once for all methods and shares.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from torch import Tensor
 from headscan.catalog import LAYER_DROP
 from headscan.errors import PruningError
 from headscan.grid import Head, Unit
+from headscan.kv.kv_damage import pass_tokens
+from headscan.long_work import KnownNumbers, hash_of
 from headscan.models.loaded_model import LoadedModel
 from headscan.options import BATCH_TOKENS
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
@@ -39,7 +42,8 @@ from headscan.pipelines.pruning.pruning_units import (
     skipped_by,
 )
 from headscan.pipelines.pruning.work_folder import read_model, write_model
-from headscan.pipelines.runs.text_tables import Progress
+from headscan.pipelines.runs.run_records import Run, fingerprint
+from headscan.pipelines.runs.text_tables import Progress, at_work, shown_steps
 from headscan.pipelines.settings.saving_settings import REPAIRS, RecallConfig
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import Divergence, Edits
@@ -85,7 +89,9 @@ class Repair:
             weights = repair(lm, calibration, removed, RepairConfig(self.targets), progress=lambda _: progress.update())
         if not self.distill_steps or not weights:
             return weights
-        return distill(lm, calibration, removed, weights, DistillConfig(self.distill_steps))
+        with Progress("distilling", self.distill_steps, "steps") as progress:
+            config = DistillConfig(self.distill_steps)
+            return distill(lm, calibration, removed, weights, config, progress=lambda _: progress.update())
 
 
 #: Calibration tokens on which the divergence of a `LossBudget` is measured; it has little noise.
@@ -117,6 +123,7 @@ class BuildJob:
         timing: How prefill and decoding are timed; None skips it.
         prompts: Recall prompts that choose and repair, too, with ``recall_weight`` of `RecallConfig`.
         held_out: Text on which the loss of models that are no controls is measured; None measures none.
+        known: Damages that were measured before; it gets the new ones.
         seed: Seed of the first random control.
     """
 
@@ -133,6 +140,7 @@ class BuildJob:
     held_out: HeldOutText | None = None
     held_out_prompts: tuple[Prompts, ...] = ()
     batch_tokens: int = BATCH_TOKENS
+    known: KnownNumbers = field(default_factory=KnownNumbers)
     seed: int = 0
     say: Callable[[str], None] = lambda line: None
     name: str = "pruning"
@@ -147,16 +155,43 @@ def build_models(lm: LoadedModel, job: BuildJob) -> list[BuiltModel]:
     return [built for wanted in job.wanted for built in builder.build(wanted)]
 
 
+def kept_damages(
+    run: Run,
+    texts: CalibrationTexts,
+    *,
+    batch_tokens: int,
+    selection: SelectionConfig,
+    prompts: Sequence[Prompts] = (),
+    recall_weight: float = RecallConfig.weight,
+) -> AbstractContextManager[KnownNumbers]:
+    """Return the damages of heads that the store has or gets. They depend on neither sizes nor methods."""
+    tokens = {name: getattr(selection, name) for name in ("moment_tokens", "curve_tokens", "judged_tokens")}
+    facts = {
+        "texts": texts.content_hash,
+        "prompts": [(each.name, hash_of(each.requests)) for each in prompts],
+        "recall_weight": recall_weight if prompts else None,
+        "batch_tokens": batch_tokens,
+        **tokens,
+    }
+    return run.keeping(
+        "prune",
+        fingerprint({"model": run.identity.fingerprint(), "dtype": run.model.dtype, **facts}),
+        config={"model": asdict(run.model), **facts},
+        corpus=texts.corpus,
+        corpus_hash=texts.content_hash,
+    )
+
+
 class _Builder:
     def __init__(self, lm: LoadedModel, job: BuildJob) -> None:
         self._lm, self._job = lm, job
         self._units = all_units(lm.grid, job.unit)
         self._controls: set[tuple[str, float, tuple[Head, ...]]] = set()
         self._passed_over: list[Callable[[], tuple[Head, ...]]] = []
-        self._measured: Progress | None = None
         ids, lengths = (torch.from_numpy(each) for each in (job.texts.ids, job.texts.lengths))
-        self._texts = Calibration(ids, lengths, job.batch_tokens)
-        prompts = [as_calibration(each.requests, job.batch_tokens) for each in job.prompts]
+        batch_tokens = pass_tokens(lm.device.type, job.batch_tokens)
+        self._texts = Calibration(ids, lengths, batch_tokens)
+        prompts = [as_calibration(each.requests, batch_tokens) for each in job.prompts]
         self._calibration = self._texts.with_prompts(prompts, job.recall_weight) if prompts else self._texts
 
     @cached_property
@@ -167,13 +202,10 @@ class _Builder:
             self._calibration,
             unit=job.unit,
             config=job.selection,
+            known=job.known,
             say=job.say,
-            progress=self._count_candidate,
+            steps=shown_steps,
         )
-
-    def _count_candidate(self) -> None:
-        if self._measured is not None:
-            self._measured.update()
 
     def build(self, wanted: WantedModel) -> Iterator[BuiltModel]:
         """Yield a model, then its controls."""
@@ -244,8 +276,7 @@ class _Builder:
         return self._select(method, count, seed)
 
     def _select(self, method: str, count: int, seed: int = 0) -> tuple[Head, ...]:
-        with Progress("choosing heads", None, "candidate") as self._measured:
-            return self._selection.choose(method=method, count=count, seed=seed)
+        return self._selection.choose(method=method, count=count, seed=seed)
 
     def _layers(self, heads: int) -> tuple[Head, ...]:
         """Return the heads of whole layers, about as many as ``heads``; none if these are all layers."""
@@ -274,9 +305,14 @@ class _Builder:
         return promised_cache(self._caches, self._lm.grid, removed, tokens)
 
     def _loss(self, removed: Sequence[Head]) -> float:
-        weights = self._job.repair.weights(self._lm, self._calibration, removed)
-        texts = self._texts.first(_LOSS_TOKENS)
-        return Divergence(self._lm, texts).of(Edits(tuple(self._lm.grid.check(removed)), weights))
+        heads = self._lm.grid.check(removed)
+        unit = ("divergence of a model within a loss limit", self._job.repair.words, heads)
+        if (found := self._job.known.get(unit)) is None:
+            weights = self._job.repair.weights(self._lm, self._calibration, removed)
+            texts = self._texts.first(_LOSS_TOKENS)
+            self._job.known.add(unit, Divergence(self._lm, texts, shown_steps).of(Edits(heads, weights)))
+            return self._loss(removed)
+        return float(found[0])
 
     @cached_property
     def _held_out(self) -> HeldOutLosses | None:
@@ -300,8 +336,11 @@ class _Builder:
         weights = job.repair.weights(self._lm, self._calibration, removed)
         changes = {}
         if not is_control and self._held_out is not None:
-            changes = self._held_out.changes(Edits(tuple(removed), weights))
+            with at_work("held-out losses"):
+                changes = self._held_out.changes(Edits(tuple(removed), weights))
         smaller = slice_heads(self._lm, removed, weights)
+        with at_work("timing both models"):
+            costs = compare_costs(self._lm, smaller, removed, None if is_control else job.timing)
         built = BuiltModel(
             folder=folder,
             method=method,
@@ -310,10 +349,11 @@ class _Builder:
             repair=job.repair.words,
             removed=tuple(removed),
             skipped=skipped_by(self._lm.grid, removed),
-            costs=compare_costs(self._lm, smaller, removed, None if is_control else job.timing),
+            costs=costs,
             seed=seed,
             is_control=is_control,
             losses=changes,
         )
-        write_model(smaller, built, job.remote_code)
+        with at_work(f"writing {folder.name}"):
+            write_model(smaller, built, job.remote_code)
         return built

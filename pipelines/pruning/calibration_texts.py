@@ -16,6 +16,7 @@ from headscan.pipelines.corpora.sequences import read_spread, spread
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
 from headscan.pipelines.kv.damage_measurement import ABLE, ALL_KEYS, Prompts, masked_losses, recall_prompts
 from headscan.pipelines.runs.run_records import ModelContext, ModelIdentity
+from headscan.pipelines.runs.text_tables import Progress
 from headscan.pipelines.scoring.token_requests import pad
 from headscan.pipelines.settings.corpus_settings import SHORTEST
 from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig
@@ -84,9 +85,15 @@ def read_recall(
     tokens = min(config.tokens, identity.max_tokens or config.tokens)
     able = []
     for prompts in recall_prompts(identity, tokens, config.prompts, config.seed):
-        losses = masked_losses(
-            model.pool, prompts.requests, [ALL_KEYS], batch_tokens=batch_tokens, rope=identity.rope_lengths
-        )
+        with Progress(f"{prompts.name} with all heads", len(prompts.requests), "prompts", brief=True) as progress:
+            losses = masked_losses(
+                model.pool,
+                prompts.requests,
+                [ALL_KEYS],
+                batch_tokens=batch_tokens,
+                rope=identity.rope_lengths,
+                progress=progress,
+            )
         right = float(losses.greedy.mean())
         if right >= ABLE:
             able.append(prompts.halves())

@@ -22,7 +22,7 @@ from headscan.options import Limits, check_limits
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.export.servable_model import obstacle
-from headscan.pipelines.pruning.build_models import BuildJob, Repair, WantedModel, build_models
+from headscan.pipelines.pruning.build_models import BuildJob, Repair, WantedModel, build_models, kept_damages
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_recall, read_texts
 from headscan.pipelines.pruning.model_card import model_card
 from headscan.pipelines.pruning.model_costs import Timing
@@ -194,7 +194,16 @@ def prune(config: PruneConfig, run: Run) -> PruneResult:
             batch_tokens=evaluation.batch_tokens,
             say=say,
         )
-        built = work.deliver(run.pool.one(build_models, job), card, say)
+        with kept_damages(
+            run,
+            texts,
+            batch_tokens=evaluation.batch_tokens,
+            selection=config.selection,
+            prompts=prompts,
+            recall_weight=config.recall.weight,
+        ) as known:
+            models = run.pool.one(build_models, replace(job, known=known))
+        built = work.deliver(models, card, say)
         result = PruneResult(built, is_servable=is_servable, has_code=config.remote_code)
         if not config.skip_verdict:
             with _report_saved(built, identity.name, say):

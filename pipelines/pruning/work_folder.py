@@ -24,6 +24,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.pruning.held_out_losses import LossChange
 from headscan.pipelines.pruning.model_costs import CostComparison, ModelCost
 from headscan.pipelines.pruning.pruned_arms import BuiltModel
+from headscan.pipelines.runs.text_tables import at_work
 from headscan.pruning.save_model import check_output_folder, check_reload, save_logits, save_pruned
 
 _OWNER = "owner"
@@ -79,7 +80,8 @@ class WorkFolder:
         waiting = [each for each in models if each.folder in places and each.folder.exists()]
         if waiting:
             say("loading what was saved in another process, to compare its logits")
-            check_reload({each.folder: _logits_file(each.folder) for each in waiting})
+            with at_work("comparing logits"):
+                check_reload({each.folder: _logits_file(each.folder) for each in waiting})
         for each in waiting:
             write_text(each.folder / "README.md", card(each))
             places[each.folder].parent.mkdir(parents=True, exist_ok=True)

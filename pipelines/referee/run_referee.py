@@ -19,15 +19,17 @@ from headscan.catalog import CRITERIA, GATE, LAYER_DROP, CriterionFamily, head_c
 from headscan.errors import InterventionError
 from headscan.gates.fit_gates import fit_gates
 from headscan.grid import Head, HeadGrid
+from headscan.long_work import KnownNumbers
 from headscan.models.loaded_model import LoadedModel
 from headscan.options import BATCH_TOKENS, GateConfig
 from headscan.pipelines.evaluate.run_evaluation import check_predicts, evaluate
 from headscan.pipelines.evaluate.tasks import Questions
-from headscan.pipelines.pruning.build_models import BuildJob, Repair, WantedModel, build_models
+from headscan.pipelines.pruning.build_models import BuildJob, Repair, WantedModel, build_models, kept_damages
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_texts
 from headscan.pipelines.pruning.pruned_arms import pruned_arm
 from headscan.pipelines.pruning.work_folder import owned_folder
 from headscan.pipelines.runs.run_records import ModelIdentity, Run, fingerprint
+from headscan.pipelines.runs.text_tables import at_work, shown_steps
 from headscan.pipelines.scan.run_importance import recall_texts
 from headscan.pipelines.scoring.arms import BASELINE, Arm, random_masks
 from headscan.pipelines.scoring.token_requests import pad
@@ -46,7 +48,8 @@ Choices = Mapping[int, tuple[Head, ...]]
 @dataclass(frozen=True)
 class ChoiceJob:
     """Criteria of one family to apply. With ``iterative``, those with a value for every head are measured again after
-    each number of heads. ``prompts`` are recall prompts; None if no criterion needs them.
+    each number of heads. ``prompts`` are recall prompts; None if no criterion needs them. ``known`` has damages
+    of earlier calls.
     """
 
     texts: CalibrationTexts
@@ -56,6 +59,7 @@ class ChoiceJob:
     batch_tokens: int = BATCH_TOKENS
     prompts: CalibrationTexts | None = None
     say: Callable[[str], None] = lambda line: None
+    known: KnownNumbers = field(default_factory=KnownNumbers)
     name: str = "choice of heads"
 
 
@@ -93,7 +97,8 @@ def _by_value(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mapp
     prompts = None if job.prompts is None else _calibration(job.prompts, job)
     if not job.iterative:
         job.say(f"measuring {', '.join(job.criteria)}")
-        values = head_values(lm, calibration, job.criteria, prompts=prompts)
+        with at_work(f"measuring {', '.join(job.criteria)}"):
+            values = head_values(lm, calibration, job.criteria, prompts=prompts)
         orders = {name: ranked(of_one) for name, of_one in values.items()}
         return {name: {count: tuple(sorted(order[:count])) for count in job.counts} for name, order in orders.items()}
     found: dict[str, dict[int, tuple[Head, ...]]] = {name: {} for name in job.criteria}
@@ -101,7 +106,8 @@ def _by_value(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mapp
         removed: tuple[Head, ...] = ()
         for count in sorted(job.counts):
             job.say(f"measuring {name} without {len(removed)} heads")
-            order = ranked(head_values(lm, calibration, [name], removed, prompts=prompts)[name], removed)
+            with at_work(f"measuring {name}"):
+                order = ranked(head_values(lm, calibration, [name], removed, prompts=prompts)[name], removed)
             removed = tuple(sorted([*removed, *order[: count - len(removed)]]))
             found[name][count] = removed
     return found
@@ -110,13 +116,14 @@ def _by_value(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mapp
 def _by_gate(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mapping[str, Choices]:
     job.say("fitting gates")
     share = job.counts[len(job.counts) // 2] / lm.grid.total_heads
-    gates = fit_gates(lm, calibration, GateConfig(share=share))
+    with at_work("fitting gates"):
+        gates = fit_gates(lm, calibration, GateConfig(share=share))
     return {GATE: {count: gates.closed(count) for count in job.counts}}
 
 
 def _by_set(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mapping[str, Choices]:
     # Every criterion is one measurement: none compares its own choices with others nearby.
-    selection = HeadSelection(lm, calibration, config=QUICK, say=job.say)
+    selection = HeadSelection(lm, calibration, config=QUICK, known=job.known, say=job.say, steps=shown_steps)
 
     def chosen(method: str, count: int) -> tuple[Head, ...]:
         return selection.choose(method=method, count=layer_count(lm.grid, count) if method == LAYER_DROP else count)
@@ -252,7 +259,9 @@ def _choices(
         job = ChoiceJob(
             texts, family, counts, config.compared.iterative, config.evaluation.batch_tokens, prompts, run.say
         )
-        for criterion, choices in run.pool.one(choose_heads, job).items():
+        with kept_damages(run, texts, batch_tokens=job.batch_tokens, selection=QUICK) as damages:
+            chosen = run.pool.one(choose_heads, replace(job, known=damages))
+        for criterion, choices in chosen.items():
             stored.write(criterion, choices)
             found[criterion] = choices
     return found

@@ -25,9 +25,12 @@ from headscan.checkpoints.sources import code_files_hash, config_hash, load_conf
 from headscan.cluster.tasks.pool import InspectionTask, Pool
 from headscan.errors import ModelLoadError, UnsupportedModelError
 from headscan.grid import HeadGrid
+from headscan.long_work import KnownNumbers
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths, max_tokens
+from headscan.pipelines.runs.stored_numbers import StoredNumbers
+from headscan.pipelines.runs.text_tables import at_work
 from headscan.sizing.model_sizes import NO_CACHE, LayerCache, find_caches
 
 if TYPE_CHECKING:
@@ -339,7 +342,8 @@ class ModelContext:
 
     @cached_property
     def facts(self) -> ModelFacts:
-        return self.pool.one(model_facts, None)
+        with at_work(f"loading {self.model.source}"):
+            return self.pool.one(model_facts, None)
 
     @property
     def pool(self) -> Pool:
@@ -347,6 +351,22 @@ class ModelContext:
         if self._pool is None:
             self._pool = self.open_model(self.model)
         return self._pool
+
+    @contextmanager
+    def keeping(
+        self,
+        kind: RunKind,
+        fingerprint: str,
+        *,
+        config: Mapping[str, Any],
+        corpus: str | None,
+        corpus_hash: str | None,
+    ) -> Iterator[KnownNumbers]:
+        """Yield the numbers that a job measures, by unit of work. They are in memory alone, which is reported; those of
+        a `Run` are in its store.
+        """
+        self.say("without a store, a job that stops keeps nothing of what it measured")
+        yield KnownNumbers()
 
     def close(self) -> None:
         if self._pool is not None:
@@ -452,6 +472,51 @@ class Run(ModelContext):
         return state
 
     @contextmanager
+    def keeping(
+        self,
+        kind: RunKind,
+        fingerprint: str,
+        *,
+        config: Mapping[str, Any],
+        corpus: str | None,
+        corpus_hash: str | None,
+    ) -> Iterator[KnownNumbers]:
+        """Yield the numbers of a plan or prune run: those that the store has, and new ones, which are stored within
+        seconds. A run that measures nothing leaves no trace. A finished run of other software is measured again, unless
+        ``resume_anyway`` is set.
+        """
+        record = self.record(
+            kind, fingerprint, config=config, bos_policy="auto", corpus=corpus, corpus_hash=corpus_hash
+        )
+        known = self.known(kind, fingerprint)
+        if known is not None and known["status"] == "finished" and not self.resume_anyway:
+            changes = provenance_changes(provenance_history(known)[-1], record.provenance)
+            if changes:
+                self.say(f"run {known['run_id']} is measured again with {', '.join(changes)}")
+                self.store.restart_run(record)
+
+        def begin() -> str:
+            state = self.begin(record, extends=True)
+            if not state.resumed:
+                self.say(f"run {state.run_id}")
+            return state.run_id
+
+        numbers = StoredNumbers(self.store, begin)
+        if known is not None:
+            numbers.resume()
+            self.say(f"run {known['run_id']}: the store has {numbers.units} units of this work")
+        try:
+            try:
+                yield numbers
+            finally:
+                numbers.write()
+        except Exception:
+            self._fail(numbers.run_id)
+            raise
+        if numbers.run_id is not None:
+            self.store.finish_run(numbers.run_id)
+
+    @contextmanager
     def recording(self, record: RunRecord, *, arms: Collection[str] = ()) -> Iterator[RunState]:
         """Begin or resume a run, which fails if the block does; the caller finishes it. A finished run that lacks one
         of ``arms``, the names of all arms that will answer, is extended.
@@ -465,6 +530,10 @@ class Run(ModelContext):
         try:
             yield state
         except Exception:
-            with suppress(StoreError):  # a full disk may also prevent this write
-                self.store.finish_run(state.run_id, status="failed")
+            self._fail(state.run_id)
             raise
+
+    def _fail(self, run_id: str | None) -> None:
+        with suppress(StoreError):  # a full disk may also prevent this write
+            if run_id is not None:
+                self.store.finish_run(run_id, status="failed")

@@ -8,7 +8,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from decimal import Decimal
 from typing import Any, Self, TextIO
@@ -99,11 +100,19 @@ class Progress:
     Args:
         total: None if it is unknown.
         every: Seconds between lines in a log; they come also while nothing is finished.
+        brief: Work that ends before the first of these lines leaves none.
         stream: None uses standard error.
     """
 
     def __init__(
-        self, title: str, total: int | None, unit: str, *, every: float = 10.0, stream: TextIO | None = None
+        self,
+        title: str,
+        total: int | None,
+        unit: str,
+        *,
+        every: float = 10.0,
+        brief: bool = False,
+        stream: TextIO | None = None,
     ) -> None:
         self._stream = stream or sys.stderr
         self._title, self._total, self._unit, self._every = printable(title), total, unit, every
@@ -112,8 +121,9 @@ class Progress:
         in_notebook = type(self._stream).__module__.startswith("ipykernel")
         if in_notebook or self._stream.isatty():
             self._bar = (widget_bar if in_notebook else tqdm)(
-                total=total, desc=self._title, unit=f" {unit}", file=self._stream, dynamic_ncols=True, leave=True
+                total=total, desc=self._title, unit=f" {unit}", file=self._stream, dynamic_ncols=True, leave=not brief
             )
+        self._brief = brief
         self._started = self._printed = time.monotonic()
         self._done = self._skipped = 0
         self._ended = threading.Event()
@@ -132,6 +142,10 @@ class Progress:
         elif time.monotonic() - self._printed >= self._every:
             self._print(self._line())
 
+    def count(self, count: int, *, is_new: bool) -> None:
+        """Count finished work; what is not new was finished by an earlier run."""
+        (self.update if is_new else self.skip)(count)
+
     def __enter__(self) -> Self:
         if self._bar is None and self._every:
             threading.Thread(target=self._keep_printing, name="progress", daemon=True).start()
@@ -146,12 +160,16 @@ class Progress:
         self._ended.set()
         if self._bar is not None:
             self._bar.close()
-        elif kind is None:
+        elif kind is None and not (self._brief and self._printed == self._started):
             seconds = time.monotonic() - self._started
-            self._print(f"{self._title}: {self._done + self._skipped} {self._unit} in {time_text(seconds)}")
+            at = self._done + self._skipped
+            counted = f"{at} {self._unit} in " if at or self._total is not None else ""
+            self._print(f"{self._title}: {counted}{time_text(seconds)}")
 
     def _line(self) -> str:
         at = self._done + self._skipped
+        if self._total is None and not at:
+            return f"{self._title}: at work for {time_text(time.monotonic() - self._started)}"
         parts = [f"{self._title}: {at}{'' if self._total is None else f' of {self._total}'} {self._unit}"]
         if self._done:  # without finished work there is no rate, and no time left
             rate = self._done / max(1e-9, time.monotonic() - self._started)
@@ -163,6 +181,18 @@ class Progress:
     def _print(self, line: str) -> None:
         self._printed = time.monotonic()
         print(line, file=self._stream, flush=True)
+
+
+@contextmanager
+def shown_steps(title: str, total: int, unit: str) -> Iterator[Callable[[], object]]:
+    """Show steps that take longer than some seconds, and yield the function to call after each."""
+    with Progress(title, total, unit, brief=True) as progress:
+        yield progress.update
+
+
+def at_work(title: str) -> Progress:
+    """Return a display of work whose steps cannot be counted."""
+    return Progress(title, None, "", brief=True)
 
 
 def time_text(seconds: float) -> str:

@@ -29,7 +29,7 @@ from headscan.models.model_facts import RopeLengths
 from headscan.pipelines.corpora import CorpusReport, Shard, open_corpus, sequences, shards
 from headscan.pipelines.corpora import Sequence as TokenSequence
 from headscan.pipelines.runs.run_records import Run, fingerprint
-from headscan.pipelines.runs.text_tables import Progress
+from headscan.pipelines.runs.text_tables import Progress, at_work
 from headscan.pipelines.scan.shard_task import Measured, ShardItem, measure_shard
 from headscan.pipelines.settings.corpus_settings import longest_text
 from headscan.pipelines.settings.measure_settings import CorpusRunConfig, Part, ScanConfig
@@ -189,7 +189,8 @@ def run_corpus(
         }
     )
     if (done := run.finished(kind, mark)) is not None:
-        run.store.summarise(done)
+        with at_work("summary of all heads"):
+            run.store.summarise(done)
         return CorpusRunResult(done, True)
     if part is not None and (known := run.known(kind, mark)) is not None and _has_part(run.store, known, part):
         return CorpusRunResult(known["run_id"], True, part=part)
@@ -364,13 +365,14 @@ def write_shards(
             store.finish_run(state.run_id, status="failed", report=report.as_dict(), total_shards=total_shards)
         raise
     corpus_hash = f"{(record.corpus_hash or '')[:16]}-{ledger.hexdigest()[:16]}"
-    store.finish_run(
-        state.run_id,
-        status="part" if missing else "finished",
-        report=report.as_dict(),
-        total_shards=measured + skipped + others + missing,
-        corpus_hash=corpus_hash,
-    )
+    with at_work("summary of all heads"):
+        store.finish_run(
+            state.run_id,
+            status="part" if missing else "finished",
+            report=report.as_dict(),
+            total_shards=measured + skipped + others + missing,
+            corpus_hash=corpus_hash,
+        )
     return CorpusRunResult(state.run_id, False, measured, skipped, report, part if missing else None)
 
 

@@ -1,10 +1,11 @@
-"""How long questions to a large store take, and the summary at the end of its scan.
+"""How long questions to a large store take, the summary at the end of its scan, and verdicts on many arms.
 
-    python -m tests.benchmarks.bench_queries [--sequences 20480] [--layers 80 --heads 64] [--folder /tmp]
+    python -m tests.benchmarks.bench_queries [--sequences 20480] [--layers 80 --heads 64] [--arms 100] [--folder /tmp]
 
-SQL makes a scan of the fast panel (20,480 sequences of 80 x 64 heads: 105 million rows, 7 GB). Each question runs in a
-process of its own, as a user asks it, and its time includes the start of Python. Memory is the peak of that process
-(Linux only).
+SQL makes a scan of the fast panel (20,480 sequences of 80 x 64 heads: 105 million rows, 7 GB; ``--sequences 0`` omits
+it), and an evaluation with the tasks of MMLU (14,042 questions in 57 tasks and 4 groups) and recall. Each question runs
+in a process of its own, as a user asks it, and its time includes the start of Python. Memory is the peak of that
+process (Linux only).
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from headscan.analysis.store.records import RunRecord
+from headscan.analysis.store.records import ArmKind, ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.catalog import STATISTICS, panel_names
 from tests.analysis.plan_fixtures import site
@@ -40,7 +41,7 @@ class Bar(NamedTuple):
     gigabytes: float
 
 
-SUMMARY, QUESTION, REPORT = Bar(60, 2), Bar(1, 1.5), Bar(20, 1.5)
+SUMMARY, QUESTION, REPORT, VERDICTS = Bar(60, 2), Bar(1, 1.5), Bar(20, 1.5), Bar(15, 1.5)
 #: The most percent by which the summary may enlarge the file.
 GROWTH = 5.0
 
@@ -104,6 +105,43 @@ def _made_up(name: str) -> str:
     return f"least(1, strength * {noise})::REAL"
 
 
+#: Questions of MMLU, its tasks, its groups, and questions of each family of recall tasks.
+_QUESTIONS, _TASKS, _GROUPS, _RECALL = 14_042, 57, 4, 512
+
+
+def made_up_answers(store: Store, arms: int) -> str:
+    """Write a finished evaluation of a baseline and of arms that change a few answers; return its run."""
+    names = [f"mmlu_{task:02}" for task in range(_TASKS)]
+    groups = {f"group_{at}": names[at::_GROUPS] for at in range(_GROUPS)}
+    record = RunRecord("evaluate", f"made up {arms}", "imagined", 80, 64, config={"groups": groups})
+    run_id = store.begin_run(record).run_id
+    arm_ids = []
+    with store.one_transaction():
+        for arm in range(arms + 1):
+            kind = ArmKind.MASK if arm else ArmKind.BASELINE
+            name = f"mask {arm}" if arm else "baseline"
+            arm_ids.append(store.begin_arm(ArmRecord(run_id, name, kind, share=arm / 1000)).arm_id)
+    # Some tasks have many questions, others few.
+    task = f"format('mmlu_{{:02d}}', floor({_TASKS} * (i / {_QUESTIONS}) ** 1.5)::INTEGER)"
+    with store.connect() as connection:
+        connection.execute("BEGIN TRANSACTION")
+        for arm, arm_id in enumerate(arm_ids):
+            changes = f"{arm} > 0 AND hash(i, {arm}) % 1000 < {10 + arm}"
+            connection.execute(
+                f"INSERT INTO answers BY NAME SELECT $1 AS arm_id, CASE WHEN i < $2 THEN {task} WHEN i % 2 = 0 THEN"
+                " 'needle@1024' ELSE 'copying@1024' END AS task, i >= $2 AS recall,"
+                " row_number() OVER (PARTITION BY 2 ORDER BY i) - 1 AS question, 'hash ' || i AS doc_hash,"
+                f" 'A' AS target, 'B' AS response, ((hash(i) % 100 < 65) <> ({changes}))::DOUBLE AS correct,"
+                " CASE WHEN i < $2 OR i % 2 = 0 THEN [-1.0, -2.0, -3.0, -4.0] END AS log_likelihoods,"
+                " NULL AS metrics FROM range($3) r(i)",
+                [arm_id, _QUESTIONS, _QUESTIONS + 2 * _RECALL],
+            )
+        connection.execute("UPDATE arms SET status = 'finished', finished_at = now() WHERE run_id = ?", [run_id])
+        connection.execute("COMMIT")
+    store.finish_run(run_id)
+    return run_id
+
+
 class Cost(NamedTuple):
     """Seconds and peak memory of a process, in GB of 10^9 bytes."""
 
@@ -139,45 +177,62 @@ _FINISH = (
 )
 
 
+_JUDGE = (
+    "import sys; from headscan.analysis.store.store import Store; from headscan.analysis.verdicts.judge import judge;"
+    " assert len(judge(Store(sys.argv[1]), sys.argv[2]).arms) == int(sys.argv[3])"
+)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=20_480)
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--heads", type=int, default=64)
+    parser.add_argument("--arms", type=int, default=100, help="arms next to the baseline")
     parser.add_argument("--folder", help="folder for the store (default: that of temporary files)")
     options = parser.parse_args()
+    table = Table("Questions to a store", ("what", "seconds", "GB", "most", "bar"))
+
+    def row(name: str, command: Sequence[str], bar: Bar) -> None:
+        cost = cost_of(command)
+        limit = f"{bar.seconds:g} s, {bar.gigabytes:g} GB"
+        table.row(name, f"{cost.seconds:.2f}", f"{cost.gigabytes:.2f}", limit, verdict(cost, bar))
+
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        path = Path(folder) / "s.duckdb"
-        began = time.perf_counter()
-        run_id = made_up_scan(Store(path), options.sequences, options.layers, options.heads)
-        before = path.stat().st_size
-        rows = options.sequences * options.layers * options.heads
-        show(f"{rows:,} rows, {before / 1e9:.2f} GB, made in {time.perf_counter() - began:.0f} s")
-        shards = -(-options.sequences // _AT_ONCE)
-        table = Table("Questions to a store", ("what", "seconds", "GB", "most", "bar"))
+        path = Path(folder) / "answers.duckdb"
+        run_id = made_up_answers(Store(path), options.arms)
+        row(f"verdicts on {options.arms} arms", ["-c", _JUDGE, str(path), run_id, str(options.arms)], VERDICTS)
+        if options.sequences:
+            ask_scan(Path(folder), options.sequences, options.layers, options.heads, row)
 
-        def row(name: str, command: Sequence[str], bar: Bar) -> None:
-            cost = cost_of(command)
-            limit = f"{bar.seconds:g} s, {bar.gigabytes:g} GB"
-            table.row(name, f"{cost.seconds:.2f}", f"{cost.gigabytes:.2f}", limit, verdict(cost, bar))
 
-        with Store(f"{folder}/empty.duckdb").connect(create=True):
-            pass
-        row("status of an empty store", ["-m", "headscan", "status", "--store", f"{folder}/empty.duckdb"], QUESTION)
-        row("summary at the end", ["-c", _FINISH, str(path), run_id, str(shards)], SUMMARY)
-        asked = {
-            "rank": ["rank"],
-            "status": ["status"],
-            "roles": ["roles"],
-            "plan": ["plan", "--method", "distant_mass", "--out", f"{folder}/plan.json"],
-            "from head_summary": ["sql", "from head_summary"],
-            "report": ["report", "--out", f"{folder}/report.html"],
-        }
-        for name, words in asked.items():
-            bar = REPORT if name == "report" else QUESTION
-            row(name, ["-m", "headscan", *words, "--store", str(path)], bar)
-        growth = 100 * (path.stat().st_size / before - 1)
-        show(f"\nThe summary enlarges the file by {growth:.1f} % (most {GROWTH:g} %).")
+def ask_scan(
+    folder: Path, sequences: int, layers: int, heads: int, row: Callable[[str, Sequence[str], Bar], None]
+) -> None:
+    """Make a scan in a folder, and write a row for each question to it."""
+    path = folder / "s.duckdb"
+    began = time.perf_counter()
+    run_id = made_up_scan(Store(path), sequences, layers, heads)
+    before = path.stat().st_size
+    rows = sequences * layers * heads
+    show(f"{rows:,} rows, {before / 1e9:.2f} GB, made in {time.perf_counter() - began:.0f} s")
+    shards = -(-sequences // _AT_ONCE)
+    with Store(f"{folder}/empty.duckdb").connect(create=True):
+        pass
+    row("status of an empty store", ["-m", "headscan", "status", "--store", f"{folder}/empty.duckdb"], QUESTION)
+    row("summary at the end", ["-c", _FINISH, str(path), run_id, str(shards)], SUMMARY)
+    asked = {
+        "rank": ["rank"],
+        "status": ["status"],
+        "roles": ["roles"],
+        "plan": ["plan", "--method", "distant_mass", "--out", f"{folder}/plan.json"],
+        "from head_summary": ["sql", "from head_summary"],
+        "report": ["report", "--out", f"{folder}/report.html"],
+    }
+    for name, words in asked.items():
+        row(name, ["-m", "headscan", *words, "--store", str(path)], REPORT if name == "report" else QUESTION)
+    growth = 100 * (path.stat().st_size / before - 1)
+    show(f"\nThe summary enlarges the file by {growth:.1f} % (most {GROWTH:g} %).")
 
 
 if __name__ == "__main__":

@@ -192,3 +192,33 @@ def test_every_table_has_an_owner() -> None:
     """The first column of a table says what its rows belong to; otherwise merge would leave the table out."""
     owners = {table.columns[0].name for name, table in TABLES.items() if name != "meta"}
     assert owners == {"run_id", "arm_id", "mask_id"}
+
+
+def _units(store: Store, numbers: dict[str, list[float]], *, finished: bool) -> str:
+    run_id = store.begin_run(RunRecord("prune", "p", "tiny", LAYERS, HEADS)).run_id
+    rows = [{"unit": unit, "what": "damage", "numbers": values} for unit, values in numbers.items()]
+    store.add_measured_units(run_id, pa.Table.from_pylist(rows))
+    if finished:
+        store.finish_run(run_id)
+    return run_id
+
+
+def test_measured_units_of_two_stores_come_together(new: dict[str, Store]) -> None:
+    _units(new["one"], {"a": [1.0, 2.0], "b": [0.1]}, finished=False)
+    run_id = _units(new["two"], {"b": [0.1], "c": []}, finished=True)
+    (merged,) = merge_stores([new["one"], new["two"]], new["all"])
+    assert (merged.kind, merged.status) == ("prune", "finished")
+    assert new["all"].measured_units(run_id) == {"a": [1.0, 2.0], "b": [0.1], "c": []}
+    merge_stores([new["one"], new["two"]], new["all"])
+    assert new["all"].query("FROM measured_units").num_rows == 3
+
+
+def test_a_restarted_run_has_no_units_and_its_new_software(new: dict[str, Store]) -> None:
+    store = new["one"]
+    run_id = _units(store, {"a": [1.0]}, finished=True)
+    store.restart_run(RunRecord("prune", "p", "tiny", LAYERS, HEADS, packages={"torch": "9"}))
+    (run,) = store.runs("prune")
+    assert (run["status"], store.measured_units(run_id)) == ("running", {})
+    assert [each["packages"] for each in run["provenance"]] == [{"torch": "9"}]
+    store.add_measured_units(run_id, pa.table({"unit": ["a"], "what": ["damage"], "numbers": [[2.0]]}))
+    assert store.measured_units(run_id) == {"a": [2.0]}

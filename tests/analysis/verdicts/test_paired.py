@@ -4,10 +4,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scipy.stats import binom, binomtest
+from scipy.stats import binom, binomtest, norm, t
 
 from headscan.analysis.errors import VerdictError
-from headscan.analysis.verdicts.paired import _score_interval, about, compare, enough_questions
+from headscan.analysis.verdicts.paired import (
+    Sampling,
+    _score_interval,
+    about,
+    compare,
+    compare_sampled,
+    enough_questions,
+)
 
 
 def _pair(both: int, lost: int, gained: int, neither: int) -> tuple[np.ndarray, np.ndarray]:
@@ -197,3 +204,63 @@ def test_unpaired_answers_are_refused() -> None:
         compare(np.ones(3), np.ones(3), texts=np.zeros(2))
     with pytest.raises(VerdictError, match="no answers"):
         compare(np.array([]), np.array([]))
+
+
+def _plain_interval(delta: np.ndarray, strata: np.ndarray, texts: np.ndarray, resamples: int) -> tuple[float, float]:
+    """Return the interval by its definition: one loop over strata, and every distinct text is found by its rows."""
+    names, group = np.unique(strata, return_inverse=True)
+    of_text = [(g, t) for g, t in zip(group.tolist(), texts.tolist(), strict=True)]
+    sizes = [len({t for g, t in of_text if g == at}) for at in range(len(names))]
+    if sum(size == 1 for size in sizes) == 1:
+        group = np.where(np.array(sizes)[group] == 1, int(np.argmax(sizes)), group)
+    else:
+        group = np.where(np.array(sizes)[group] == 1, -1, group)
+    rng = np.random.default_rng(0)
+    total, variances, freedoms = np.zeros(resamples), [], []
+    for at in np.unique(group):
+        rows = []
+        for key in sorted({key for key, g in zip(of_text, group.tolist(), strict=True) if g == at}):
+            here = [index for index, other in enumerate(of_text) if other == key]
+            rows.append((delta[here].sum(), len(here)))
+        sums = np.array(rows)
+        kinds, counts = np.unique(sums, axis=0, return_counts=True)
+        drawn = rng.multinomial(len(sums) - 1, counts / len(sums), size=resamples) @ kinds
+        total += sums[:, 1].sum() * drawn[:, 0] / drawn[:, 1]
+        residuals = sums[:, 0] - sums[:, 0].sum() / sums[:, 1].sum() * sums[:, 1]
+        variances.append((residuals**2).sum() * len(sums) / (len(sums) - 1))
+        freedoms.append(len(sums) - 1)
+    freedom = sum(variances) ** 2 / sum(v**2 / f for v, f in zip(variances, freedoms, strict=True))
+    quantile = t.ppf(0.975, max(1, int(freedom)))
+    half, found = quantile * np.sqrt(sum(variances)) / len(delta), delta.mean()
+    low, high = np.quantile(total / len(delta), [0.025, 0.975])
+    wider = quantile / norm.ppf(0.975)
+    return found - max(half, wider * (found - low)), found + max(half, wider * (high - found))
+
+
+@pytest.mark.parametrize("case", ["tasks", "texts", "single", "alone", "credit"])
+def test_the_interval_and_p_value_are_those_of_the_definition(case: str) -> None:
+    """Tasks, texts with several questions, tasks of one text (one or two of them), and partial credit."""
+    rng = np.random.default_rng(1)
+    tasks = np.repeat([0, 1, 2, 3, 4], [300, 80, 40, 1, 1])[: 421 if case == "single" else 422]
+    if case == "tasks":
+        tasks = tasks[:420]
+    texts = np.arange(len(tasks)) // (3 if case == "texts" else 1)
+    baseline = (rng.random(len(tasks)) < 0.7).astype(float)
+    arm = np.where(rng.random(len(tasks)) < 0.25, 1 - baseline, baseline)
+    if case == "credit":
+        arm = arm * rng.random(len(tasks))
+    found = compare(baseline, arm, tasks, texts)
+    low, high = _plain_interval(arm - baseline, tasks, texts, 2000)
+    assert (found.low, found.high) == (pytest.approx(100 * low, rel=1e-12), pytest.approx(100 * high, rel=1e-12))
+    assert found.p_value == binomtest(found.gained, found.gained + found.lost, 0.5).pvalue
+    sampling = Sampling(len(tasks), tasks, texts)
+    other = np.where(rng.random(len(tasks)) < 0.1, 1 - arm, arm)
+    for answers in (arm, other, arm):
+        assert compare_sampled(baseline, answers, sampling) == compare(baseline, answers, tasks, texts)
+
+
+def test_the_p_value_is_that_of_the_binomial_test() -> None:
+    for differ in (1, 2, 3, 10, 11, 250, 1001):
+        for gained in range(0, differ + 1, max(1, differ // 9)):
+            baseline, arm = _pair(3, differ - gained, gained, 0)
+            assert compare(baseline, arm, resamples=2).p_value == binomtest(gained, differ, 0.5).pvalue

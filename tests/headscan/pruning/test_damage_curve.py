@@ -56,9 +56,9 @@ def test_few_numbers_are_measured() -> None:
     texts, measured = random_texts(lm), []
 
     class Counting(Divergence):
-        def of_layers(self, edits, below=NO_EDITS, progress=lambda: None):  # type: ignore[no-untyped-def]
-            measured.extend(chain.from_iterable(edits.values()))
-            return super().of_layers(edits, below, progress)
+        def of_layers(self, candidates, below=NO_EDITS, known=None):  # type: ignore[no-untyped-def]
+            measured.extend(chain.from_iterable(candidates.values()))
+            return super().of_layers(candidates, below, known)
 
     divergence = Counting(lm, texts)
     Stage(lm, layer_moments(lm, texts), divergence, find_units(lm.grid, "head"), Repaired(NO_EDITS, {}), 3).choose(3)

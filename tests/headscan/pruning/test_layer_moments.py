@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import headscan
 from headscan.grid import Head
 from headscan.pruning.damage_curve import layer_moments
-from headscan.pruning.edited_model import Divergence, Edits
+from headscan.pruning.edited_model import Divergence, Edits, LayerEdits
 from tests.headscan.pruning.texts import random_texts
 from tests.small_models import make_loaded
 
@@ -63,7 +63,8 @@ def test_the_divergence_is_that_of_whole_passes(family: str) -> None:
         (Edits((Head(0, 1), Head(1, 0), Head(2, 0))), weight.clone()),
         (Edits((Head(0, 1), Head(1, 3)), {name: changed}), changed),
     ]
-    found = Divergence(lm, texts).of_layers({1: [partial(replace, edits) for edits, _ in models]}, below)[1]
+    candidates = [LayerEdits(edits.removed, partial(replace, edits)) for edits, _ in models]
+    found = Divergence(lm, texts).of_layers({1: candidates}, below)[1]
     for value, (edits, replaced) in zip(found, models, strict=True):
         original_weight = weight.clone()
         total, tokens = 0.0, 0

@@ -202,14 +202,16 @@ def test_texts_shorter_than_the_window_are_refused(context: ModelContext) -> Non
         measured_plan(MeasureConfig(**{**vars(SMALL), "recents": (256,)}), context, WindowShare(0.5))
 
 
-def test_the_command_writes_a_plan_without_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "plan.json"
+def test_the_command_writes_a_plan_and_keeps_the_damages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, store = tmp_path / "plan.json", tmp_path / "s.duckdb"
     words = "plan demo --method measured --corpus python-stdlib-heldout --max-tokens 64 --sequences 2 --recent 16"
     more = ["--recall-prompts", "0", "--no-confirm", "--max-loss", "0.5", "--device", "cpu", "--out", str(out)]
-    main([*words.split(), *more])
+    main([*words.split(), *more, "--store", str(store)])
     assert load_plan(out).method == "measured"
     assert "nats per token" in capsys.readouterr().out
-    assert not Path("headscan.duckdb").exists()
+    (run,) = Store(store).runs()
+    assert (run["kind"], run["status"]) == ("plan", "finished")
+    assert "damage of a window on KV heads" in Store(store).query("FROM measured_units")["what"].to_pylist()
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def test_a_pruned_model_is_evaluated_and_pruned_again(
     command = without_tasks(command)
     assert main([*command, "--share", "0.2", "--skip-verdict"]) == 0
     once = tmp_path / "smaller"
-    assert not (tmp_path / "s.duckdb").exists()
+    assert [run["kind"] for run in Store(tmp_path / "s.duckdb").runs()] == ["prune"]
     assert "Not judged." in (once / "README.md").read_text()
     heads = headscan.load(str(once)).grid.total_heads
     again = ["prune", str(once), *command[2:], "--share", "0.2", "--skip-verdict", "--out", str(tmp_path / "twice")]

@@ -55,6 +55,28 @@ def test_a_line_comes_while_nothing_is_finished() -> None:
         assert out.getvalue().splitlines()[0] == "importance: 0 of 8 sequences"
 
 
+def test_short_brief_work_prints_nothing_and_long_work_its_time() -> None:
+    out = io.StringIO()
+    with Progress("moments", 3, "batches", brief=True, stream=out) as progress:
+        progress.update(3)
+    assert out.getvalue() == ""
+    with Progress("report", None, "", every=0.02, brief=True, stream=out):
+        for _ in range(500):
+            if out.getvalue():
+                break
+            time.sleep(0.01)
+    first, *_, last = out.getvalue().splitlines()
+    assert first == "report: at work for 0.0 s" and last.startswith("report: ") and "at work" not in last
+
+
+def test_known_work_does_not_enter_the_rate() -> None:
+    out = io.StringIO()
+    with Progress("damage", 100, "prompts", every=0.0, stream=out) as progress:
+        progress.count(90, is_new=False)
+        progress.count(0, is_new=True)
+    assert out.getvalue().splitlines()[0] == "damage: 90 of 100 prompts"
+
+
 def test_a_notebook_shows_a_bar() -> None:
     """A stream of Jupyter is no terminal; a bar goes there, and none to a log."""
     stream = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()

@@ -1,0 +1,52 @@
+"""What long jobs share: numbers that are measured once, and steps that are shown."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+#: What was measured, as JSON data: first in words, then everything that distinguishes it within the job.
+Unit = tuple[Any, ...]
+
+
+class KnownNumbers:
+    """Numbers by unit of work, in memory. A subclass may keep them where a later process finds them."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, list[float]] = {}
+
+    @property
+    def units(self) -> int:
+        """Number of known units."""
+        return len(self._known)
+
+    def get(self, unit: Unit) -> NDArray[np.float64] | None:
+        """Return the numbers of a unit, one-dimensional; None if it was not measured."""
+        found = self._known.get(hash_of(unit))
+        return None if found is None else np.asarray(found, dtype=np.float64)
+
+    def add(self, unit: Unit, numbers: ArrayLike) -> None:
+        """Keep the numbers of a unit, in C order; float64 holds them exactly."""
+        self._known[hash_of(unit)] = np.asarray(numbers, dtype=np.float64).ravel().tolist()
+
+
+def hash_of(unit: Unit) -> str:
+    """Return 32 hexadecimal digits that stand for a unit."""
+    return hashlib.sha256(json.dumps(unit).encode()).hexdigest()[:32]
+
+
+#: Shows steps of work: called with a title, the number of steps and their unit, and returns a context with the function
+#: to call after each step.
+Steps = Callable[[str, int, str], AbstractContextManager[Callable[[], object]]]
+
+
+@contextmanager
+def unseen_steps(title: str, total: int, unit: str) -> Iterator[Callable[[], object]]:
+    """Show nothing."""
+    yield lambda: None

@@ -1,0 +1,163 @@
+"""A pruning that was stopped resumes: the same heads and weights, and no damage is measured twice."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from headscan.analysis.store.store import Store
+from headscan.cluster.pools.open_pool import InProcessPool
+from headscan.long_work import Unit
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.corpora import CorpusSpec
+from headscan.pipelines.pruning.build_models import Repair
+from headscan.pipelines.pruning.pruning_units import LossBudget, ShareBudget
+from headscan.pipelines.pruning.run_prune import PruneConfig, prune
+from headscan.pipelines.runs.run_records import Run
+from headscan.pipelines.runs.stored_numbers import StoredNumbers
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
+from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig
+from headscan.pruning.edited_model import Divergence
+from headscan.pruning.head_selection import SelectionConfig
+from tests.pipelines.conftest import THREADS
+
+#: Two stages, choices nearby, and a search for a size by its loss.
+SELECTION = SelectionConfig(first_share=0.2, next_share=0.2, tries=3, judged_tokens=200)
+
+
+class Stopped(Exception):
+    pass
+
+
+@dataclass
+class Counts:
+    """Units that were stored, and passes that measured a divergence."""
+
+    units: int = 0
+    passes: int = 0
+
+
+def pruned(
+    model: Path, corpus: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, most: int | None = None
+) -> tuple[list[tuple[tuple[int, int], ...]], dict[str, str], Counts]:
+    """Prune into a folder, and stop after ``most`` units; return heads, hashes of the weights and counts."""
+    counts = Counts()
+    add, measured = StoredNumbers.add, Divergence._cross_entropy
+
+    def added(self: StoredNumbers, unit: Unit, numbers: object) -> None:
+        add(self, unit, numbers)  # type: ignore[arg-type]
+        counts.units += 1
+        if counts.units == most:
+            raise Stopped
+
+    def counted(self, batch, expected):  # type: ignore[no-untyped-def]
+        counts.passes += 1
+        return measured(self, batch, expected)
+
+    spec = ModelSpec(str(model), "float32")
+    with monkeypatch.context() as patched, InProcessPool(spec, THREADS) as pool:
+        patched.setattr(StoredNumbers, "add", added)
+        patched.setattr(Divergence, "_cross_entropy", counted)
+        found = prune(config(spec, corpus, folder), Run(spec, Store(folder / "s.duckdb"), lambda _: pool))
+    weights = {
+        each.folder.name: hashlib.sha256((each.folder / "model.safetensors").read_bytes()).hexdigest()
+        for each in found.models
+    }
+    return [tuple((head.layer, head.head) for head in each.removed) for each in found.models], weights, counts
+
+
+def config(spec: ModelSpec, corpus: Path, folder: Path) -> PruneConfig:
+    return PruneConfig(
+        EvaluateConfig(spec, TaskConfig(()), None, 512),
+        folder / "smaller",
+        budgets=(ShareBudget(0.35), LossBudget(0.02)),
+        texts=TextConfig(CorpusSpec(str(corpus)), sequences=16, max_tokens=64),
+        recall=RecallConfig(prompts=0),
+        selection=SELECTION,
+        repair=Repair("o"),
+        timing=None,
+        skip_verdict=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model_folder: Path, corpus_folder: Path, tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        found = pruned(model_folder, corpus_folder, folder, monkeypatch)
+    rows = Store(folder / "s.duckdb").query("SELECT what, count(*) AS n FROM measured_units GROUP BY what").to_pylist()
+    assert {row["what"] for row in rows} == {
+        "best subsets of the heads of a layer",
+        "cross-entropy of a batch without heads",
+        "divergence of a repaired choice",
+        "divergence of a model within a loss limit",
+    }
+    return found
+
+
+@pytest.mark.parametrize("share", [0.4, 0.8])
+def test_a_stopped_pruning_resumes(
+    undisturbed, model_folder: Path, corpus_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:  # type: ignore[no-untyped-def]
+    heads, weights, whole = undisturbed
+    first = max(1, int(share * whole.units))
+    with pytest.raises(Stopped):
+        pruned(model_folder, corpus_folder, tmp_path, monkeypatch, first)
+    (left,) = Store(tmp_path / "s.duckdb").runs("prune")
+    assert left["status"] == "failed"
+    assert Store(tmp_path / "s.duckdb").query("FROM measured_units").num_rows == first
+    found, again, rest = pruned(model_folder, corpus_folder, tmp_path, monkeypatch)
+    assert (found, again) == (heads, weights)
+    assert rest.units == whole.units - first
+    (ended,) = Store(tmp_path / "s.duckdb").runs("prune")
+    assert ended["status"] == "finished"
+
+
+def test_a_finished_pruning_leaves_nothing_to_measure(
+    undisturbed, model_folder: Path, corpus_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # type: ignore[no-untyped-def]
+    heads, weights, _ = undisturbed
+    pruned(model_folder, corpus_folder, tmp_path, monkeypatch)
+    shutil.rmtree(tmp_path / "smaller")
+    found, again, rest = pruned(model_folder, corpus_folder, tmp_path, monkeypatch)
+    assert (found, again, rest.units, rest.passes) == (heads, weights, 0, 0)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import pytest
+from headscan.pipelines.runs import stored_numbers
+from tests.pipelines.pruning import test_prune_resume as resume
+
+class Killed(Exception):
+    def __init__(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+stored_numbers._SECONDS = 0.0
+resume.Stopped = Killed
+model, corpus, folder, most = sys.argv[1:]
+with pytest.MonkeyPatch.context() as monkeypatch:
+    resume.pruned(Path(model), Path(corpus), Path(folder), monkeypatch, int(most))
+"""
+
+
+def test_a_killed_pruning_resumes(
+    undisturbed, model_folder: Path, corpus_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # type: ignore[no-untyped-def]
+    heads, weights, whole = undisturbed
+    first = whole.units // 2
+    words = [sys.executable, "-c", KILLED, str(model_folder), str(corpus_folder), str(tmp_path), str(first)]
+    ended = subprocess.run(words, check=False, capture_output=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    (left,) = Store(tmp_path / "s.duckdb").runs("prune")
+    assert left["status"] == "interrupted"
+    found, again, rest = pruned(model_folder, corpus_folder, tmp_path, monkeypatch)
+    assert (found, again, rest.units) == (heads, weights, whole.units - first)
