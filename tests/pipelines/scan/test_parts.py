@@ -249,8 +249,9 @@ def test_a_killed_part_resumes_and_merges(
     config: ScanConfig, whole: Path, parts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "2.duckdb"
-    options = "--max-tokens 40 --mode chunk --min-tokens 5 --limit-sequences 30 --shard-size 2 --batch-tokens 150 --part 2/3"
-    command = ["scan", config.model.source, "--corpus", config.corpus.name, *options.split(), "--store", str(path)]
+    options = "--max-tokens 40 --mode chunk --min-tokens 5 --limit-sequences 30 --shard-size 2 --batch-tokens 150"
+    command = ["scan", config.model.source, "--corpus", config.corpus.name, *options.split(), "--part", "2/3"]
+    command += ["--store", str(path)]
     kill_after(1, command)
     assert 1 <= stored_shards(path) < Store(parts[1]).runs()[0]["finished_shards"]
     assert main(command) == 0
