@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import subprocess
 import sys
@@ -103,8 +104,11 @@ def test_an_empty_file_becomes_a_store_when_written_and_is_missing_when_read(tmp
 
 
 def test_a_creation_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_connection, "view_statements", lambda: ["CREATE VIEW broken AS FROM nowhere"])
-    with pytest.raises(StoreError, match="nowhere"):
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(store_connection.os, "fsync", full)
+    with pytest.raises(StoreError, match="no space left on its device"):
         Store(tmp_path / "new.duckdb").begin_run(scan_record())
     assert list(tmp_path.iterdir()) == []
 
