@@ -21,7 +21,14 @@ from headscan.analysis.plans.head_plan import (
     planned_bytes,
     planned_layer_bytes,
 )
-from headscan.analysis.plans.keep_scores import KeepScores, damage_scores, imported_scores, own_budget, random_scores
+from headscan.analysis.plans.keep_scores import (
+    KeepScores,
+    by_layer,
+    damage_scores,
+    imported_scores,
+    own_budget,
+    random_scores,
+)
 from headscan.analysis.plans.pattern_files import TABLE_FILES, HeadPattern, read_pattern, write_pattern
 from headscan.analysis.plans.plan_records import (
     BUDGET_LENGTHS,
@@ -31,6 +38,7 @@ from headscan.analysis.plans.plan_records import (
     DamageCalibration,
     DamageTexts,
     Evidence,
+    Granularity,
     HeadClass,
     HeadDamage,
     KVBytes,
@@ -58,6 +66,7 @@ __all__ = [
     "DamageCalibration",
     "DamageTexts",
     "Evidence",
+    "Granularity",
     "HeadClass",
     "HeadDamage",
     "HeadPattern",
@@ -73,6 +82,7 @@ __all__ = [
     "WindowShare",
     "allocate",
     "budget_lengths",
+    "by_layer",
     "check_model",
     "damage_scores",
     "distant_mass_scores",
