@@ -29,6 +29,7 @@ from headscan.analysis.plans.keep_scores import (
     own_budget,
     random_scores,
 )
+from headscan.analysis.plans.layer_windows import CacheWindows, SlidingLayers, cache_windows, sliding_layers
 from headscan.analysis.plans.pattern_files import TABLE_FILES, HeadPattern, read_pattern, write_pattern
 from headscan.analysis.plans.plan_records import (
     BUDGET_LENGTHS,
@@ -62,6 +63,7 @@ __all__ = [
     "TABLE_FILES",
     "Budget",
     "BudgetRequest",
+    "CacheWindows",
     "Calibration",
     "DamageCalibration",
     "DamageTexts",
@@ -78,11 +80,13 @@ __all__ = [
     "PlanMethod",
     "PlannedHead",
     "PlannedModel",
+    "SlidingLayers",
     "WindowHeads",
     "WindowShare",
     "allocate",
     "budget_lengths",
     "by_layer",
+    "cache_windows",
     "check_model",
     "damage_scores",
     "distant_mass_scores",
@@ -98,6 +102,7 @@ __all__ = [
     "random_scores",
     "read_pattern",
     "retrieval_scores",
+    "sliding_layers",
     "store_scores",
     "write_pattern",
 ]
