@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Format = Literal["gguf", "decilm", "layer-types", "tensorrt-llm", "duoattention", "rlkv", "prulong", "parquet"]
 _OF_MODEL = ("gguf", "decilm", "layer-types")
+_NEED_MODEL = ("gguf", "decilm")
 _OF_PLAN = ("decilm", "layer-types", "tensorrt-llm", "duoattention", "rlkv", "prulong")
 #: File of a plan unless another is named; of decilm none.
 _PLAN = "head_plan.json"
@@ -49,10 +50,11 @@ class Export(StoreVerb):
         headscan export duoattention --plan head_plan.json --out pattern/
         headscan export parquet --store s.duckdb --out tables/
 
-    gguf is for llama.cpp, decilm for vLLM and SGLang; both take Llama-type models, pruned or not. layer-types is a
-    model with the windows of a plan by layer, for vLLM; decilm --plan is a pruned one with windows. tensorrt-llm is the
-    KV-cache configuration of such a plan. duoattention, rlkv and prulong are tables of layers x KV heads. `headscan
-    plan` reads them back with `--method imported`; examples/read_with_kvpress.py reads the first one with kvpress.
+    gguf is for llama.cpp, decilm for vLLM and SGLang; both take Llama-type models, pruned or not, and decilm also a
+    plan by layer. layer-types is a model with such a plan for vLLM, or without MODEL the two fields of its
+    configuration; tensorrt-llm configures a KV cache. duoattention, rlkv and prulong are tables of layers x KV heads.
+    `headscan plan` reads them back with `--method imported`; examples/read_with_kvpress.py reads the first one with
+    kvpress.
     """
 
     format: Annotated[Format, Option("output format", flag="format")]
@@ -67,8 +69,8 @@ class Export(StoreVerb):
     out: Annotated[
         str,
         Option(
-            "output folder; of gguf and tensorrt-llm the file, of parquet also a URL of fsspec, such as "
-            "s3://bucket/tables"
+            "output folder, or the file of gguf, tensorrt-llm and layer-types without MODEL; of parquet also a URL of "
+            "fsspec, such as s3://bucket/tables"
         ),
     ]
     json: Json = False
@@ -89,8 +91,10 @@ class Export(StoreVerb):
     loading: Annotated[partial[ModelSpec], Group("model")]
 
     def __post_init__(self) -> None:
-        if (self.format in _OF_MODEL) != (self.model is not None):
+        if (self.model is None and self.format in _NEED_MODEL) or (self.model and self.format not in _OF_MODEL):
             raise UsageError("MODEL goes with a format of models: give both or neither")
+        if self.model is None and self.architecture != "llama":
+            raise UsageError("--architecture has no effect without MODEL: leave it out")
         for name, flag in changed(self).items():
             formats = next((used for part, used in _USED_BY.items() if name.startswith(part)), None)
             if formats is not None and self.format not in formats:
@@ -143,9 +147,11 @@ class Export(StoreVerb):
         return _result(found.sizes, facts, [line])
 
     def _layer_types(self) -> Result:
+        plan = self._plan()
+        if self.model is None:
+            return self._layer_fields(plan)
         from headscan.pipelines.export.layer_types_folder import write_layer_types
 
-        plan = self._plan()
         found = write_layer_types(self._loaded(), plan, self.out, architecture=self.architecture)
         lines = [f"{found.folder}: {found.bytes / 2**20:,.1f} MiB", _windows(found.windows)]
         if self.architecture == "llama":
@@ -153,8 +159,21 @@ class Export(StoreVerb):
         else:
             lines.append("transformers loads it as MinistralForCausalLM, with the windows")
         facts = {"folder": str(found.folder), "bytes": found.bytes, "sliding_window": found.windows.sliding_window}
-        rows = [{"layer": layer, "layer_type": kind} for layer, kind in enumerate(found.windows.layer_types)]
-        return Result(rows, lambda: "\n".join(lines), facts)
+        return Result(_layer_rows(found.windows), lambda: "\n".join(lines), facts)
+
+    def _layer_fields(self, plan: HeadPlan) -> Result:
+        """Write the fields alone, for an engine that reads them in addition to a model's own configuration."""
+        from headscan.analysis.plans import sliding_layers
+        from headscan.analysis.store.output_files import write_text
+
+        windows = sliding_layers(plan)
+        path = write_text(self.out, json.dumps(asdict(windows)) + "\n")
+        lines = [
+            _windows(windows),
+            f'written to {path}, for `vllm serve MODEL --hf-overrides "$(cat {path})"` with a MODEL of type llama',
+        ]
+        facts = {"file": str(path), "sliding_window": windows.sliding_window}
+        return Result(_layer_rows(windows), lambda: "\n".join(lines), facts)
 
     def _tensorrt_llm(self) -> Result:
         from headscan.analysis.plans import cache_windows
@@ -196,6 +215,10 @@ class Export(StoreVerb):
         """Return the GGUF file whose tokenizer is copied: the one that is named, or the model itself."""
         is_gguf = self.model is not None and self.model.lower().endswith(".gguf")
         return self.tokenizer or (self.model if is_gguf else None)
+
+
+def _layer_rows(windows: SlidingLayers) -> list[dict[str, Any]]:
+    return [{"layer": layer, "layer_type": kind} for layer, kind in enumerate(windows.layer_types)]
 
 
 def _windows(windows: SlidingLayers) -> str:

@@ -151,6 +151,11 @@ def test_the_commands_write_folders_and_the_configuration_of_tensorrt(
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "ministral")) is MinistralForCausalLM
     assert main(["export", "decilm", "demo", "--plan", str(without), "--out", str(tmp_path / "decilm")]) == 0
     configs = [json.loads((tmp_path / f"{name}/config.json").read_text()) for name in ("served", "ministral", "decilm")]
+    fields = tmp_path / "fields.json"
+    assert main(["export", "layer-types", "--plan", str(without), "--out", str(fields)]) == 0
+    assert "--hf-overrides" in capsys.readouterr().out
+    configs.append(json.loads(fields.read_text()))
+    assert configs[-1].keys() == {"layer_types", "sliding_window"}
     assert len({json.dumps([config["layer_types"], config["sliding_window"]]) for config in configs}) == 1
     capsys.readouterr()
     yaml = tmp_path / "kv.yaml"
@@ -166,7 +171,9 @@ def test_the_commands_write_folders_and_the_configuration_of_tensorrt(
     [
         ("layer-types demo --plan SINKS --out x", "windows keep 4 first tokens"),
         ("decilm demo --plan SINKS --out x", "windows keep 4 first tokens"),
-        ("layer-types --plan SINKS --out x", "MODEL goes with a format of models"),
+        ("layer-types --plan SINKS --out x", "windows keep 4 first tokens"),
+        ("layer-types --plan SINKS --architecture ministral --out x", "--architecture has no effect without MODEL"),
+        ("decilm --plan SINKS --out x", "MODEL goes with a format of models"),
         ("tensorrt-llm demo --plan SINKS --out x", "MODEL goes with a format of models"),
         ("gguf demo --plan SINKS --out x", "--plan has no effect on gguf"),
         ("decilm demo --architecture ministral --out x", "--architecture has no effect on decilm"),
