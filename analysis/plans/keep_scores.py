@@ -86,13 +86,12 @@ class KeepScores:
                 " candidates by score"
             )
         if self.granularity == "layer":
-            sizes = {layer.layer: layer.num_key_value_heads for layer in self.model.layers}
-            groups = [list(places) for _, places in groupby(self.order, key=lambda place: place[0])]
-            for places in groups:
-                layer = places[0][0]
-                if len(places) != sizes[layer] or len({self.scores[place] for place in places}) > 1:
+            sizes = {each.layer: each.num_key_value_heads for each in self.model.layers}
+            for at, group in groupby(self.order, key=lambda place: place[0]):
+                found = [self.scores[place] for place in group]
+                if len(found) != sizes[at] or len(set(found)) > 1:
                     raise PlanError(
-                        f"the KV heads of layer {layer} have several scores or places in the order (limit one for a"
+                        f"the KV heads of layer {at} have several scores or places in the order (limit one for a"
                         " layer). Score whole layers with `by_layer`"
                     )
 

@@ -126,8 +126,12 @@ class Export(StoreVerb):
         plan = load_plan(self.plan or _PLAN)
         if self.model is not None:
             identity = identify(self.loading(self.model), need_tokenizer=False)
-            hashes = {"config_hash": identity.config_hash, "weights_hash": identity.weights_hash}
-            check_model(plan, **hashes, revision=identity.revision)
+            check_model(
+                plan,
+                config_hash=identity.config_hash,
+                weights_hash=identity.weights_hash,
+                revision=identity.revision,
+            )
         return plan
 
     def _loaded(self) -> LoadedModel:

@@ -359,7 +359,7 @@ class Measurement:
             equal_groups=False,
         )
         heads = candidates_of(facts.grid, (facts.caches or {}).get("self", ()), identity.name)
-        units = {head: (head,) for head in heads}
+        units: Units = {head: (head,) for head in heads}
         if config.granularity == "layer":
             units = {(layer, 0): tuple(group) for layer, group in groupby(heads, key=lambda head: head[0])}
         tokens = config.tokens(identity)

@@ -16,7 +16,7 @@ import headscan
 from headscan.errors import ExportError, PruningError
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.export import decilm_folder
+from headscan.pipelines.export import llama_folder
 from headscan.pipelines.export.decilm_folder import decilm_places, write_decilm
 from headscan.pipelines.export.servable_model import Places
 from tests.pipelines.export.test_gguf_export import REMOVED, logits
@@ -211,7 +211,7 @@ def test_a_failed_export_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Mo
         write_decilm(make_loaded("llama"), tmp_path / "file/served")
     with pytest.raises(PruningError, match="full is not empty"):
         write_decilm(make_loaded("llama"), tmp_path / "full")
-    monkeypatch.setattr(decilm_folder, "open_weights", full)  # the weights are written by then
+    monkeypatch.setattr(llama_folder, "open_weights", full)  # the weights are written by then
     with pytest.raises(ExportError, match="served cannot be written: No space left on device"):
         write_decilm(make_loaded("llama"), tmp_path / "served")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full"]

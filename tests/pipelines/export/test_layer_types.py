@@ -72,10 +72,14 @@ def test_ministral_computes_the_masks_of_the_plan(name: str, layers: tuple[int, 
     assert (found[:WINDOW] - whole[:WINDOW]).abs().max() < 1e-5
     assert (whole - expected).abs().max() > 1e-2
     assert (whole - expected)[WINDOW].abs().max() > 1e-4, "token WINDOW is the first that loses a key"
+    again = headscan.load(written.folder, device="cpu")
+    assert [site.sliding_window for site in again.grid.sites] == [WINDOW if at in layers else None for at in range(3)]
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
-def test_a_llama_folder_has_the_weights_and_the_fields_that_vllm_reads(name: str, tmp_path: Path) -> None:
+def test_a_llama_folder_has_the_weights_and_the_fields_that_vllm_reads(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     lm = make_loaded(name)
     plan, tokens = plan_of(lm, (0, 2)), ids(lm)
     write_layer_types(lm, plan, tmp_path / "served")
@@ -83,6 +87,9 @@ def test_a_llama_folder_has_the_weights_and_the_fields_that_vllm_reads(name: str
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["layer_types"] == ["sliding_attention", "full_attention", "sliding_attention"]
     assert config["sliding_window"] == WINDOW
+    with caplog.at_level("WARNING", "headscan"):
+        headscan.load(tmp_path / "served", device="cpu")
+    assert "transformers ignores layer_types of a Llama" in caplog.text
     model = LlamaForCausalLM.from_pretrained(tmp_path / "served")
     with torch.no_grad():
         assert (model(tokens).logits - lm.model(tokens).logits).abs().max() < 1e-5, "transformers ignores the windows"
