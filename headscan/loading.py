@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import shutil
 import tempfile
@@ -23,6 +24,7 @@ from headscan.models.loaded_model import Device, LoadedModel, Sharding
 from headscan.models.model_facts import auto_class, restart_dynamic_frequencies
 from headscan.pruning.format.pruned_model import MODEL_TYPE
 
+_log = logging.getLogger("headscan")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -61,6 +63,7 @@ def load(
     check_device(device)
     check_dtype(dtype)
     config = load_config(source, revision, trust_remote_code)
+    _warn_of_ignored_windows(config, source)
     model = read_model(
         source,
         config,
@@ -72,6 +75,16 @@ def load(
     )
     found = load_tokenizer(source, revision, trust_remote_code) if tokenizer is None else tokenizer
     return LoadedModel(model, found, discover(model), source, commit_of(source, revision))
+
+
+def _warn_of_ignored_windows(config: PreTrainedConfig, source: str) -> None:
+    types = getattr(config, "layer_types", None) or ()
+    if config.model_type == "llama" and "sliding_attention" in types:
+        _log.warning(
+            "transformers ignores layer_types of a Llama: all layers of %s see all tokens here, but a window in vLLM. "
+            "Load the form of `export layer-types --architecture ministral` for the windows",
+            source,
+        )
 
 
 def _in_memory(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> LoadedModel:

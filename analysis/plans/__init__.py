@@ -21,7 +21,15 @@ from headscan.analysis.plans.head_plan import (
     planned_bytes,
     planned_layer_bytes,
 )
-from headscan.analysis.plans.keep_scores import KeepScores, damage_scores, imported_scores, own_budget, random_scores
+from headscan.analysis.plans.keep_scores import (
+    KeepScores,
+    by_layer,
+    damage_scores,
+    imported_scores,
+    own_budget,
+    random_scores,
+)
+from headscan.analysis.plans.layer_windows import CacheWindows, SlidingLayers, cache_windows, sliding_layers
 from headscan.analysis.plans.pattern_files import TABLE_FILES, HeadPattern, read_pattern, write_pattern
 from headscan.analysis.plans.plan_records import (
     BUDGET_LENGTHS,
@@ -31,6 +39,7 @@ from headscan.analysis.plans.plan_records import (
     DamageCalibration,
     DamageTexts,
     Evidence,
+    Granularity,
     HeadClass,
     HeadDamage,
     KVBytes,
@@ -54,10 +63,12 @@ __all__ = [
     "TABLE_FILES",
     "Budget",
     "BudgetRequest",
+    "CacheWindows",
     "Calibration",
     "DamageCalibration",
     "DamageTexts",
     "Evidence",
+    "Granularity",
     "HeadClass",
     "HeadDamage",
     "HeadPattern",
@@ -69,10 +80,13 @@ __all__ = [
     "PlanMethod",
     "PlannedHead",
     "PlannedModel",
+    "SlidingLayers",
     "WindowHeads",
     "WindowShare",
     "allocate",
     "budget_lengths",
+    "by_layer",
+    "cache_windows",
     "check_model",
     "damage_scores",
     "distant_mass_scores",
@@ -88,6 +102,7 @@ __all__ = [
     "random_scores",
     "read_pattern",
     "retrieval_scores",
+    "sliding_layers",
     "store_scores",
     "write_pattern",
 ]

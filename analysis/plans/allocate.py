@@ -14,6 +14,7 @@ from headscan.analysis.plans.keep_scores import (
     RANDOM_SCORE,
     KeepScores,
     Place,
+    by_layer,
     full_heads,
     imported_scores,
     own_budget,
@@ -25,6 +26,7 @@ from headscan.analysis.plans.plan_records import (
     Budget,
     BudgetRequest,
     Evidence,
+    Granularity,
     LengthBudget,
     PlanError,
     PlanMethod,
@@ -77,6 +79,10 @@ def allocate(
     """
     model = scores.model
     dropped = dict(removable or {})
+    if dropped and scores.granularity == "layer":
+        raise PlanError(
+            f"a plan by layer drops no KV heads: {len(dropped)} in `removable` (limit 0). Prune the model instead"
+        )
     for place in dropped:
         if place not in full_heads(model):
             raise PlanError(
@@ -97,7 +103,7 @@ def allocate(
             )
     order = [place for place in scores.order if place not in dropped]
     widths = {place: (windows or {}).get(place, (sink, recent)) for place in order}
-    steps = Steps(model, order, widths, dropped)
+    steps = Steps(model, order, widths, dropped, scores.granularity)
     count = budget.window_count(steps)
     heads = _planned_heads(scores, set(order[:count]), widths, dropped)
     more = () if count or dropped else ("no head gets a window: the full cache fits the budget",)
@@ -105,7 +111,7 @@ def allocate(
         model=model,
         method=scores.method,
         calibration=scores.calibration,
-        granularity="kv_head",
+        granularity=scores.granularity,
         group_reduction="max",
         score=scores.score,
         heads=heads,
@@ -172,37 +178,37 @@ def _check_width(scores: KeepScores, sink: int, recent: int) -> None:
 def random_plan(plan: HeadPlan, seed: int) -> HeadPlan:
     """Return a plan that deals a plan's actions out to its candidates at random.
 
-    Actions and widths change places only among heads of the same bytes per token, so the cache has the same size at
-    every length. Protected heads keep their full cache, as in ``plan``.
+    Actions and widths change places only among heads of the same bytes per token, or in a plan by layer among such
+    layers, so the cache has the same size at every length. Protected heads keep their full cache, as in ``plan``.
 
     Args:
         seed: The same seed and plan give the same plan.
     """
-    candidates = [head for head in plan.heads if head.head_class != "protected"]
-    draws = dict(
-        zip(
-            [(head.layer, head.kv_head) for head in candidates],
-            np.random.default_rng(seed).random(len(candidates)).tolist(),
-            strict=True,
-        )
-    )
+    by_unit: dict[Place, list[PlannedHead]] = defaultdict(list)
+    for head in plan.heads:
+        if head.head_class != "protected":
+            by_unit[head.layer, 0 if plan.granularity == "layer" else head.kv_head].append(head)
+    draws = dict(zip(by_unit, np.random.default_rng(seed).random(len(by_unit)).tolist(), strict=True))
     bytes_of = {layer.layer: layer.kv_bytes for layer in plan.model.layers}
-    alike: dict[int | None, list[PlannedHead]] = defaultdict(list)
-    for head in candidates:
-        alike[bytes_of[head.layer]].append(head)
-    dealt: dict[tuple[int, int], PlannedHead] = {}
-    for heads in alike.values():
+    alike: dict[tuple[int | None, int], list[Place]] = defaultdict(list)
+    for unit, heads in by_unit.items():
+        alike[bytes_of[unit[0]], len(heads)].append(unit)
+    dealt: dict[Place, PlannedHead] = {}
+    for units in alike.values():
         # The narrowest caches go to the lowest numbers, as if the numbers were keep-scores.
-        caches = sorted(heads, key=lambda head: (head.action == "full", (head.sink or 0) + (head.recent or 0)))
-        places = sorted(((head.layer, head.kv_head) for head in heads), key=lambda place: draws[place])
-        for (layer, kv_head), cache in zip(places, caches, strict=True):
-            dealt[layer, kv_head] = replace(
-                cache,
-                layer=layer,
-                kv_head=kv_head,
-                score=draws[layer, kv_head],
-                evidence=Evidence(removable="random control" if cache.action == "drop" else None),
-            )
+        caches = sorted(
+            (by_unit[unit][0] for unit in units),
+            key=lambda head: (head.action == "full", (head.sink or 0) + (head.recent or 0)),
+        )
+        for unit, cache in zip(sorted(units, key=lambda unit: draws[unit]), caches, strict=True):
+            for head in by_unit[unit]:
+                dealt[head.layer, head.kv_head] = replace(
+                    cache,
+                    layer=head.layer,
+                    kv_head=head.kv_head,
+                    score=draws[unit],
+                    evidence=Evidence(removable="random control" if cache.action == "drop" else None),
+                )
     return replace(
         plan,
         method="random",
@@ -223,6 +229,7 @@ def _protected(plan: HeadPlan) -> list[str]:
 class _Inputs:
     pattern: HeadPattern | None
     seed: int
+    granularity: Granularity
 
 
 def _imported(store: Store, run_id: str | None, inputs: _Inputs) -> KeepScores:
@@ -236,7 +243,7 @@ def _imported(store: Store, run_id: str | None, inputs: _Inputs) -> KeepScores:
 def _random(store: Store, run_id: str | None, inputs: _Inputs) -> KeepScores:
     run = store.resolve_run(run_id, "scan")
     model, recorded = planned_model(run, equal_groups=False)
-    return _with_note(random_scores(model, inputs.seed, run_id=run["run_id"]), recorded)
+    return _with_note(random_scores(model, inputs.seed, run_id=run["run_id"], granularity=inputs.granularity), recorded)
 
 
 def _with_note(scores: KeepScores, recorded: bool) -> KeepScores:
@@ -253,12 +260,19 @@ STORE_METHODS: dict[PlanMethod, Callable[[Store, str | None, _Inputs], KeepScore
 
 
 def store_scores(
-    store: Store, run_id: str | None, method: PlanMethod, *, pattern: HeadPattern | None = None, seed: int = 0
+    store: Store,
+    run_id: str | None,
+    method: PlanMethod,
+    *,
+    pattern: HeadPattern | None = None,
+    seed: int = 0,
+    granularity: Granularity = "kv_head",
 ) -> KeepScores:
     """Return the keep-scores of a method that reads a store; see `make_plan`."""
     if method not in STORE_METHODS:
         raise PlanError(f"method {method} does not follow from a store. Choose one of {', '.join(STORE_METHODS)}")
-    return STORE_METHODS[method](store, run_id, _Inputs(pattern, seed))
+    scores = STORE_METHODS[method](store, run_id, _Inputs(pattern, seed, granularity))
+    return scores if scores.granularity == granularity else by_layer(scores)
 
 
 def make_plan(
@@ -272,6 +286,7 @@ def make_plan(
     recent: int | None = None,
     pattern: HeadPattern | None = None,
     seed: int = 0,
+    granularity: Granularity = "kv_head",
     removable: Mapping[tuple[int, int], str] | None = None,
     validation: Mapping[str, Any] | None = None,
 ) -> HeadPlan:
@@ -288,6 +303,8 @@ def make_plan(
         recent: Number of last tokens in a window; None uses the pattern's if it states one, and 256 otherwise.
         pattern: Pattern of method ``imported``; None for other methods.
         seed: Seed of method ``random``.
+        granularity: ``layer`` gives windows to whole layers, by the largest keep-score of their KV heads; method
+            ``random`` draws one number for each layer.
         removable: KV heads to drop, with the verdict; see `allocate`. None drops no head.
         validation: Benchmark result of this plan, which JSON can hold; None if not validated.
 
@@ -303,7 +320,7 @@ def make_plan(
         budget = WindowShare(window_share)
     if budget is None and pattern is None:
         raise PlanError("no budget is given. Give `window_share` or `budget`")
-    scores = store_scores(store, run_id, method, pattern=pattern, seed=seed)
+    scores = store_scores(store, run_id, method, pattern=pattern, seed=seed, granularity=granularity)
     if budget is None:
         assert pattern is not None
         budget = own_budget(pattern, scores)

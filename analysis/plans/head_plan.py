@@ -19,6 +19,7 @@ from headscan.analysis.plans.plan_records import (
     WHY_PROTECTED,
     Budget,
     Calibration,
+    Granularity,
     PlanError,
     PlanMethod,
     PlannedHead,
@@ -62,7 +63,7 @@ class HeadPlan(PlanRecord):
     Attributes:
         method: Method that scored the heads.
         calibration: Origin of the scores.
-        granularity: Unit of a decision.
+        granularity: Unit of a decision; ``layer``: all KV heads of a layer keep the same tokens.
         group_reduction: Reduction over the query heads of a KV head.
         score: Definition of the keep-score in words.
         heads: One entry per KV head, in order of layer and KV head.
@@ -74,7 +75,7 @@ class HeadPlan(PlanRecord):
     model: PlannedModel
     method: PlanMethod
     calibration: Calibration
-    granularity: Literal["kv_head"]
+    granularity: Granularity
     group_reduction: Literal["max"]
     score: str
     heads: Rows[PlannedHead]
@@ -104,7 +105,20 @@ class HeadPlan(PlanRecord):
                     + (f"; {why}" if why and head.action != "full" else "")
                     + "). Make the plan again with `headscan plan`"
                 )
+        if self.granularity == "layer":
+            self._check_layers()
         self._check_budget()
+
+    def _check_layers(self) -> None:
+        """Raise PlanError if the KV heads of a layer keep different tokens."""
+        of_layer: dict[int, tuple[Any, ...]] = {}
+        for head in self.heads:
+            kept = (head.action, head.sink, head.recent)
+            if of_layer.setdefault(head.layer, kept) != kept:
+                raise PlanError(
+                    f"the KV heads of layer {head.layer} keep different tokens (limit: the same in a plan by layer)."
+                    " Make the plan again with `headscan plan`"
+                )
 
     def _check_count(self) -> None:
         """Raise PlanError if the model has another number of KV heads than the plan has entries. The count comes first,
@@ -146,6 +160,9 @@ class HeadPlan(PlanRecord):
             f"{budget.window_heads} of {budget.kv_heads} KV heads keep {self.window_text()}"
             f" ({budget.window_share:.0%}); the others keep all tokens"
         ]
+        if self.granularity == "layer":
+            windowed = len({layer for layer, _ in self.window_heads})
+            lines[0] = f"{windowed} of {len(self.model.layers)} layers with attention: {lines[0]}"
         if budget.dropped_heads:
             lines[0] = lines[0].replace("; the others", f", {budget.dropped_heads} keep none; the others")
         lines += [

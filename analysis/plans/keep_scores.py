@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from headscan.analysis.plans.plan_records import (
     Calibration,
     DamageCalibration,
     Evidence,
+    Granularity,
     HeadDamage,
     PatternCalibration,
     PlanError,
@@ -45,6 +47,8 @@ class KeepScores:
         query_heads: Numbers of the query heads, in order of layer and query head; empty if the method has none.
         notes: Limitations of the evidence, and why heads are protected.
         sink: Fewest first tokens of a window that the evidence covers; None for no limit, as for ``recent``.
+        granularity: ``layer``: the KV heads of a layer have one score and follow each other in ``order``, and a plan
+            gives windows to whole layers.
     """
 
     method: PlanMethod
@@ -58,6 +62,7 @@ class KeepScores:
     notes: tuple[str, ...] = ()
     sink: int | None = None
     recent: int | None = None
+    granularity: Granularity = "kv_head"
 
     def __post_init__(self) -> None:
         require_candidates(self.model, self.scores)
@@ -80,6 +85,15 @@ class KeepScores:
                 f"the order of {len(self.order)} KV heads is not that of the {len(self.scores)} keep-scores. Sort the"
                 " candidates by score"
             )
+        if self.granularity == "layer":
+            sizes = {each.layer: each.num_key_value_heads for each in self.model.layers}
+            for at, group in groupby(self.order, key=lambda place: place[0]):
+                found = [self.scores[place] for place in group]
+                if len(found) != sizes[at] or len(set(found)) > 1:
+                    raise PlanError(
+                        f"the KV heads of layer {at} have several scores or places in the order (limit one for a"
+                        " layer). Score whole layers with `by_layer`"
+                    )
 
     @property
     def candidates(self) -> frozenset[Place]:
@@ -113,19 +127,56 @@ def require_candidates(model: PlannedModel, candidates: Collection[Place], unmea
         )
 
 
+def by_layer(scores: KeepScores) -> KeepScores:
+    """Return the scores of whole layers: the largest keep-score of a layer's KV heads, as a KV head has that of its
+    neediest query head; the sum breaks ties. Layers of which not all KV heads are candidates are protected.
+    """
+    groups = _whole_layers(scores.model, scores.scores)
+    most = {layer: max(scores.scores[place] for place in places) for layer, places in groups.items()}
+    total = {layer: sum(scores.scores[place] for place in places) for layer, places in groups.items()}
+    left_out = len(scores.scores) - sum(map(len, groups.values()))
+    notes = [f"{left_out} KV heads are protected: others of their layers are"] if left_out else []
+    return replace(
+        scores,
+        score=f"{scores.score}; the largest of the layer's KV heads",
+        scores={place: most[layer] for layer, places in groups.items() for place in places},
+        order=_spread(groups, sorted(groups, key=lambda layer: (most[layer], total[layer], layer))),
+        notes=(*scores.notes, *notes),
+        granularity="layer",
+    )
+
+
+def _whole_layers(model: PlannedModel, places: Collection[Place]) -> dict[int, list[Place]]:
+    """Return the KV heads of each layer whose KV heads are all among ``places``."""
+    groups = {
+        layer.layer: [(layer.layer, kv_head) for kv_head in range(layer.num_key_value_heads)] for layer in model.layers
+    }
+    return {layer: group for layer, group in groups.items() if all(place in places for place in group)}
+
+
+def _spread(groups: Mapping[int, Sequence[Place]], order: Sequence[int]) -> tuple[Place, ...]:
+    """Return the KV heads of layers, in the order of the layers."""
+    return tuple(place for layer in order for place in groups[layer])
+
+
 RANDOM_SCORE = "a random number from 0 to 1"
 
 
-def random_scores(model: PlannedModel, seed: int, *, run_id: str | None = None) -> KeepScores:
+def random_scores(
+    model: PlannedModel, seed: int, *, run_id: str | None = None, granularity: Granularity = "kv_head"
+) -> KeepScores:
     """Score all KV heads with an unbounded cache of their own at random.
 
     Args:
         seed: The same seed and model give the same scores.
         run_id: Run from which the model's shape was read; None if it came from elsewhere.
+        granularity: ``layer`` draws one number for each layer.
     """
     places = full_heads(model)
     require_candidates(model, places)
-    scores = dict(zip(places, np.random.default_rng(seed).random(len(places)).tolist(), strict=True))
+    units = places if granularity == "kv_head" else [place for place in places if place[1] == 0]
+    drawn = dict(zip(units, np.random.default_rng(seed).random(len(units)).tolist(), strict=True))
+    scores = {place: drawn[place if granularity == "kv_head" else (place[0], 0)] for place in places}
     return KeepScores(
         method="random",
         score=RANDOM_SCORE,
@@ -136,6 +187,7 @@ def random_scores(model: PlannedModel, seed: int, *, run_id: str | None = None) 
         query_heads=(),
         calibration=RandomCalibration(seed, run_id),
         notes=tuple(protected_notes(model, places)),
+        granularity=granularity,
     )
 
 
@@ -185,7 +237,7 @@ def own_budget(pattern: HeadPattern, scores: KeepScores) -> WindowHeads:
 
 
 _DAMAGE_SCORE = (
-    "damage of a window on text, clipped at 0, over its sum, plus the same on recall prompts; over the largest of all"
+    "damage of {windows} on text, clipped at 0, over its sum, plus the same on recall prompts; over the largest of all"
     " candidates"
 )
 
@@ -205,8 +257,9 @@ def damage_scores(
     evidence: Mapping[Place, Evidence] | None = None,
     query_heads: Sequence[QueryHead] = (),
     notes: Sequence[str] = (),
+    granularity: Granularity = "kv_head",
 ) -> KeepScores:
-    """Score KV heads by the loss that a window on each one adds, in nats per token.
+    """Score KV heads, or whole layers, by the loss that a window on each one adds, in nats per token.
 
     The keep-score is ``s / max(s)`` with ``s = clip(text, 0) / sum(clip(text, 0)) + clip(recall, 0) / sum(clip(recall,
     0))``. Ties go by ``text / sum(|text|) + recall / sum(|recall|)``, then by layer and KV head. Confirmed heads
@@ -225,6 +278,8 @@ def damage_scores(
         evidence: More evidence, as from a scan; its ``damage`` is replaced.
         query_heads: Numbers of the query heads of that evidence.
         notes: Limitations of the measurement.
+        granularity: ``layer``: the arrays hold the damage of windows on all KV heads of the layer, the same for each of
+            them, and each layer counts once. ``chosen`` and ``recents`` name all KV heads of a layer, too.
     """
     arrays = {"text": text, "recall": recall, "confirmed_text": confirmed_text, "confirmed_recall": confirmed_recall}
     tables = {name: _table(model, name, values) for name, values in arrays.items() if values is not None}
@@ -235,6 +290,15 @@ def damage_scores(
         raise PlanError(
             f"layer {layer}, KV head {kv_head} has a damage on text or on recall prompts only. Measure both, or neither"
         )
+    groups = _whole_layers(model, places) if granularity == "layer" else {}
+    if granularity == "layer":
+        _check_equal_in_layers(tables, groups)
+        # Each layer counts once, by its first KV head.
+        tables = {
+            name: {place: value for place, value in table.items() if not place[1]} for name, table in tables.items()
+        }
+        chosen = {place for place in chosen if not place[1]}
+        places = sorted(tables["text"])
     kinds = [name for name in ("text", "recall") if name in tables]
     measured = [tables[name] for name in kinds]
     scores = _scaled(_summed_shares(measured, clip=True))
@@ -256,10 +320,15 @@ def damage_scores(
         ranked = [scores[place] for place in order]
         order = sorted(order, key=lambda place: place not in chosen)
         scores = dict(zip(order, ranked, strict=True))
+    unit_of = {place: place for place in places}
+    if granularity == "layer":
+        unit_of = {place: (layer, 0) for layer, group in groups.items() for place in group}
+        scores = {place: scores[unit] for place, unit in unit_of.items()}
+        order = list(_spread(groups, [layer for layer, _ in order]))
     found = {place: (evidence or {}).get(place, Evidence()) for place in full_heads(model)}
     return KeepScores(
         method="measured",
-        score=_DAMAGE_SCORE if recall is not None else _DAMAGE_SCORE.replace(", plus the same on recall prompts", ""),
+        score=_damage_score(recall is not None, granularity),
         model=model,
         scores=scores,
         order=tuple(order),
@@ -267,20 +336,39 @@ def damage_scores(
             place: replace(
                 held,
                 damage=HeadDamage(
-                    **{name: tables.get(name, {}).get(place) for name in arrays},
+                    **{name: tables.get(name, {}).get(unit_of[place]) for name in arrays},
                     recent=calibration.recent if recents is None else recents[place],
                 )
-                if place in tables["text"]
+                if place in unit_of
                 else None,
             )
             for place, held in found.items()
         },
         query_heads=tuple(query_heads),
         calibration=calibration,
-        notes=(*notes, *protected_notes(model, places, _UNMEASURED)),
+        notes=(*notes, *protected_notes(model, unit_of, _UNMEASURED)),
         sink=calibration.sink,
         recent=calibration.recent,
+        granularity=granularity,
     )
+
+
+def _check_equal_in_layers(tables: Mapping[str, Mapping[Place, float]], groups: Mapping[int, Sequence[Place]]) -> None:
+    """Raise PlanError unless each table has one value for all KV heads of a layer."""
+    for name, table in tables.items():
+        for layer in {layer for layer, _ in table}:
+            values = {table.get(place) for place in groups.get(layer, ())}
+            if len(values) != 1 or None in values:
+                raise PlanError(
+                    f"{name} has several values for the KV heads of layer {layer} (limit 1 with granularity layer)."
+                    " Give the damage of the whole layer for each of them"
+                )
+
+
+def _damage_score(has_recall: bool, granularity: Granularity) -> str:
+    windows = "a window" if granularity == "kv_head" else "windows on a whole layer"
+    words = _DAMAGE_SCORE.format(windows=windows)
+    return words if has_recall else words.replace(", plus the same on recall prompts", "")
 
 
 def _table(model: PlannedModel, name: str, values: np.ndarray) -> dict[Place, float]:

@@ -26,6 +26,9 @@ LayerType = Literal["full", "sliding", "latent", "shared", "uncached"]
 #: Methods that score KV heads; see `keep_scores` and `scan_scores`.
 PlanMethod = Literal["measured", "distant_mass", "retrieval_score", "imported", "random"]
 
+#: Unit of a decision: one KV head, or all KV heads of a layer.
+Granularity = Literal["kv_head", "layer"]
+
 HeadClass = Literal["retrieval", "streaming", "removable", "protected"]
 
 HeadAction = Literal["full", "window", "drop"]
@@ -183,12 +186,15 @@ class GroupValue(PlanRecord):
 
 @dataclass(frozen=True, config=CHECKED)
 class HeadDamage(PlanRecord):
-    """Loss that a window on one KV head adds, in nats per token; None if not measured.
+    """Loss that a window on one KV head adds, in nats per token; None if not measured. In a plan by layer, all KV heads
+    of a layer have the loss that windows on all of them add.
 
     Attributes:
-        text: On ordinary text, estimated from the derivative by a gate.
-        recall: On recall prompts, estimated likewise.
-        confirmed_text: On text, measured with a real window mask, as ``confirmed_recall`` on recall prompts.
+        text: On ordinary text with all other heads full, estimated from the derivative by a gate; of a layer measured
+            with real window masks.
+        recall: On recall prompts, likewise.
+        confirmed_text: On text, with all other heads as planned, measured with real window masks, as
+            ``confirmed_recall`` on recall prompts.
         recent: Last tokens of the measured window.
     """
 
@@ -358,7 +364,7 @@ class DamageTexts(PlanRecord):
         content_hash: Hash of the token ids.
         tokens: Tokens of all ``sequences``.
         gate_points: Values of the gate (1 = full cache, 0 = window) at which the derivative was taken; empty if heads
-            were windowed one by one.
+            or layers were windowed one by one.
     """
 
     task: DamageTask
@@ -443,7 +449,12 @@ def budget_lengths(max_tokens: int | None) -> tuple[int, ...]:
 
 
 class Steps:
-    """Candidates in the order in which they get a window, and the bytes of the cache by number of windows."""
+    """Candidates in the order in which they get a window, and the bytes of the cache by number of windows.
+
+    Attributes:
+        counts: Numbers of windows that a plan can have, ascending from 0: all up to that of the candidates, or those of
+            whole layers.
+    """
 
     def __init__(
         self,
@@ -451,7 +462,12 @@ class Steps:
         order: Sequence[tuple[int, int]],
         widths: Mapping[tuple[int, int], tuple[int, int]],
         dropped: Mapping[tuple[int, int], str],
+        granularity: Granularity = "kv_head",
     ) -> None:
+        self.counts = [0]
+        for at, place in enumerate(order):
+            if granularity == "kv_head" or at + 1 == len(order) or order[at + 1][0] != place[0]:
+                self.counts.append(at + 1)
         self._model = model
         self._order = order
         self._widths = widths
@@ -462,6 +478,11 @@ class Steps:
     def candidates(self) -> int:
         """Number of KV heads that can get a window."""
         return len(self._order)
+
+    def nearest(self, windows: int) -> int:
+        """Return the possible number of windows that is nearest to a wanted one, above 0 unless that is 0."""
+        possible = self.counts[1:] if windows else [0]
+        return min(possible, key=lambda count: (abs(count - windows), count))
 
     def bytes_with(self, windows: int, tokens: int) -> int:
         """Return the bytes of one sequence's cache if the first ``windows`` candidates get a window."""
@@ -483,19 +504,19 @@ class _WindowRequest(PlanRecord):
 
 @dataclass(frozen=True, config=CHECKED)
 class WindowShare(_WindowRequest):
-    """Share of the candidates that get a window, rounded to the nearest count, at least one head."""
+    """Share of the candidates that get a window, rounded to the nearest count, at least one head or layer."""
 
     window_share: Annotated[Share, Field(gt=0)]
     kind: Literal["window_share"] = "window_share"
 
     def window_count(self, steps: Steps) -> int:
         """Return the number of candidates that get a window."""
-        return min(head_count(self.window_share, steps.candidates), steps.candidates)
+        return steps.nearest(min(head_count(self.window_share, steps.candidates), steps.candidates))
 
 
 @dataclass(frozen=True, config=CHECKED)
 class WindowHeads(_WindowRequest):
-    """Number of candidates that get a window."""
+    """Number of candidates that get a window; in a plan by layer, rounded to the nearest number of whole layers."""
 
     window_heads: Count
     kind: Literal["window_heads"] = "window_heads"
@@ -507,7 +528,7 @@ class WindowHeads(_WindowRequest):
                 f"window_heads out of range: {self.window_heads} (limit {steps.candidates} candidates). Lower"
                 " `window_heads`"
             )
-        return self.window_heads
+        return steps.nearest(self.window_heads)
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -527,9 +548,11 @@ class KVBytes(PlanRecord):
                 f" windows on all {steps.candidates} candidates). Raise `kv_bytes`, or narrow the windows"
             )
         # Bytes fall with the number of windows, so the negated bytes rise and can be bisected.
-        return bisect.bisect_left(
-            range(steps.candidates), -self.kv_bytes, key=lambda count: -steps.bytes_with(count, self.tokens)
-        )
+        return steps.counts[
+            bisect.bisect_left(
+                steps.counts[:-1], -self.kv_bytes, key=lambda count: -steps.bytes_with(count, self.tokens)
+            )
+        ]
 
     def lengths(self) -> tuple[int, ...]:
         """Return the sequence lengths that the request names."""

@@ -25,8 +25,8 @@ _TOKENS = 32768
 _CACHE_NOTE = (
     "Each point is a plan in one mode. Forward: every token, of the context too, sees what the plan keeps. Decode: the"
     " context is read with full attention, keys are evicted, and the rest is read from the smaller cache. Whiskers are"
-    " 95 % intervals of the paired difference. Random plans give the same windows to other KV heads, so they have the"
-    " same bytes. Dashed lines: one point below the baseline, and 90 % of the recall."
+    " 95 % intervals of the paired difference. Random plans give the same windows to other KV heads or layers, so"
+    " they have the same bytes. Dashed lines: one point below the baseline, and 90 % of the recall."
 )
 
 
@@ -89,7 +89,7 @@ def _common_tokens(arms: Iterable[ArmOutcome], details: Mapping[str, _PlanDetail
 
 
 class _PlanDetails(NamedTuple):
-    """Method of a plan, and the share of the KV cache that is left by tokens."""
+    """Method of a plan, with its unit if that is the layer, and the share of the KV cache that is left by tokens."""
 
     method: str
     kv_shares: dict[int, float]
@@ -100,7 +100,8 @@ def _plan_details(store: Store, run_id: str) -> dict[str, _PlanDetails]:
     for name, config in _settings(store, run_id, [kind for kind in ArmKind if kind.shrinks_cache]).items():
         shares = {int(tokens): float(share) for tokens, share in config.get("kv_shares") or ()}
         if shares:
-            found[name] = _PlanDetails(str(config["method"]), shares)
+            unit = " by layer" if config.get("granularity") == "layer" else ""
+            found[name] = _PlanDetails(f"{config['method']}{unit}", shares)
     return found
 
 

@@ -264,9 +264,10 @@ def same_size(one: float | None, other: float | None) -> bool:
 def controls_of(arm: FinishedArm, others: Sequence[FinishedArm]) -> list[FinishedArm]:
     """Return the random arms of the same nominal share or size."""
     randoms = [other for other in others if other.kind is arm.kind.control and other.replacement == arm.replacement]
-    if arm.kind.shrinks_cache:  # a plan read forward is not compared with one that evicts keys
-        alike = (arm.selection, arm.kv_shares)
-        randoms = [other for other in randoms if (other.selection, other.kv_shares) == alike]
+    if arm.kind.shrinks_cache:
+        # A plan read forward is not compared with one that evicts keys, nor one by layer with one by head.
+        alike = (arm.selection, arm.kv_shares, arm.granularity)
+        randoms = [each for each in randoms if (each.selection, each.kv_shares, each.granularity) == alike]
     if arm.kind.is_pruned:  # a control has the same unit and repair
         return [other for other in randoms if _alike(arm, other)]
     named = [r for r in randoms if r.share is not None and arm.share is not None and math.isclose(r.share, arm.share)]

@@ -54,6 +54,7 @@ class FinishedArm(NamedTuple):
 
     Attributes:
         kv_shares: Share of the KV cache that a plan leaves, by length, as JSON; None for other arms.
+        granularity: ``layer`` for a plan by layer; None for other arms.
         weights_left: Share of the weights' bytes that a pruned model keeps; None for other arms.
         replacement: None if the arm ablates no heads.
     """
@@ -66,6 +67,7 @@ class FinishedArm(NamedTuple):
     share: float | None
     zeroed_share: float | None
     kv_shares: str | None = None
+    granularity: str | None = None
     weights_left: float | None = None
     cache_left: float | None = None
     layers_dropped: int | None = None
@@ -74,7 +76,13 @@ class FinishedArm(NamedTuple):
 
 
 #: Fields in the arm's settings, and their SQL types.
-_SETTINGS = {"kv_shares": "VARCHAR", "weights_left": "DOUBLE", "cache_left": "DOUBLE", "layers_dropped": "INTEGER"}
+_SETTINGS = {
+    "kv_shares": "VARCHAR",
+    "granularity": "VARCHAR",
+    "weights_left": "DOUBLE",
+    "cache_left": "DOUBLE",
+    "layers_dropped": "INTEGER",
+}
 
 
 class FinishedArms(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,18 +17,23 @@ from headscan.pipelines.cli.verb_base import StoreVerb, quiet_libraries
 from headscan.pipelines.runs.text_tables import text_table
 
 if TYPE_CHECKING:
+    from headscan.analysis.plans import HeadPlan, SlidingLayers
     from headscan.models.loaded_model import LoadedModel
     from headscan.pipelines.export.servable_model import HeldSize
 
-Format = Literal["gguf", "decilm", "duoattention", "rlkv", "prulong", "parquet"]
-_OF_MODEL = ("gguf", "decilm")
-_OF_PLAN = ("duoattention", "rlkv", "prulong")
+Format = Literal["gguf", "decilm", "layer-types", "tensorrt-llm", "duoattention", "rlkv", "prulong", "parquet"]
+_OF_MODEL = ("gguf", "decilm", "layer-types")
+_NEED_MODEL = ("gguf", "decilm")
+_OF_PLAN = ("decilm", "layer-types", "tensorrt-llm", "duoattention", "rlkv", "prulong")
+#: File of a plan unless another is named; of decilm none.
+_PLAN = "head_plan.json"
 #: By beginning of an option's name, the formats that use it.
 _USED_BY = {
     "model": _OF_MODEL,
     "loading.": _OF_MODEL,
     "type": ("gguf",),
     "tokenizer": ("gguf",),
+    "architecture": ("layer-types",),
     "plan": _OF_PLAN,
     "store.": ("parquet",),
 }
@@ -39,23 +45,33 @@ class Export(StoreVerb):
 
         headscan export gguf smaller/ --out smaller.gguf
         headscan export decilm smaller/ --out served/
+        headscan export layer-types MODEL --plan layers.json --out served/
+        headscan export tensorrt-llm --plan layers.json --out kv_cache.yaml
         headscan export duoattention --plan head_plan.json --out pattern/
         headscan export parquet --store s.duckdb --out tables/
 
-    gguf is for llama.cpp, decilm for vLLM and SGLang; both take Llama-type models, pruned or not. duoattention, rlkv
-    and prulong are tables of layers x KV heads. `headscan plan` reads them back with `--method imported`;
-    examples/read_with_kvpress.py reads the first one with kvpress.
+    gguf is for llama.cpp, decilm for vLLM and SGLang; both take Llama-type models, pruned or not, and decilm also a
+    plan by layer. layer-types is a model with such a plan for vLLM, or without MODEL the two fields of its
+    configuration; tensorrt-llm configures a KV cache. duoattention, rlkv and prulong are tables of layers x KV heads.
+    `headscan plan` reads them back with `--method imported`; examples/read_with_kvpress.py reads the first one with
+    kvpress.
     """
 
     format: Annotated[Format, Option("output format", flag="format")]
     model: Annotated[
         str | None,
         Option(
-            "model of gguf or decilm: folder, name on the hub, `demo` or `smollm2`", flag="MODEL", parse=model_source
+            "model of gguf, decilm or layer-types: folder, name on the hub, `demo` or `smollm2`",
+            flag="MODEL",
+            parse=model_source,
         ),
     ] = None
     out: Annotated[
-        str, Option("output folder; of gguf the file, of parquet also a URL of fsspec, such as s3://bucket/tables")
+        str,
+        Option(
+            "output folder, or the file of gguf, tensorrt-llm and layer-types without MODEL; of parquet also a URL of "
+            "fsspec, such as s3://bucket/tables"
+        ),
     ]
     json: Json = False
     type: Annotated[Literal["f16", "f32", "q8_0"], Option("type of the matrices in a GGUF file")] = "f16"
@@ -67,12 +83,18 @@ class Export(StoreVerb):
             metavar="FILE",
         ),
     ] = None
-    plan: Annotated[str, Option("plan to export")] = "head_plan.json"
+    architecture: Annotated[
+        Literal["llama", "ministral"],
+        Option("architecture of layer-types: llama for vLLM, ministral for transformers, whose Llama has no windows"),
+    ] = "llama"
+    plan: Annotated[str | None, Option(f"plan to export (default: {_PLAN}; of decilm none)", metavar="FILE")] = None
     loading: Annotated[partial[ModelSpec], Group("model")]
 
     def __post_init__(self) -> None:
-        if (self.format in _OF_MODEL) != (self.model is not None):
+        if (self.model is None and self.format in _NEED_MODEL) or (self.model and self.format not in _OF_MODEL):
             raise UsageError("MODEL goes with a format of models: give both or neither")
+        if self.model is None and self.architecture != "llama":
+            raise UsageError("--architecture has no effect without MODEL: leave it out")
         for name, flag in changed(self).items():
             formats = next((used for part, used in _USED_BY.items() if name.startswith(part)), None)
             if formats is not None and self.format not in formats:
@@ -82,15 +104,35 @@ class Export(StoreVerb):
         if self.format == "gguf":
             return self._gguf(self._loaded())
         if self.format == "decilm":
-            return self._decilm(self._loaded())
+            return self._decilm()
+        if self.format == "layer-types":
+            return self._layer_types()
+        if self.format == "tensorrt-llm":
+            return self._tensorrt_llm()
         if self.format == "parquet":
             paths = self.store.open().export_parquet(self.out)
         else:
-            from headscan.analysis.plans import load_plan, write_pattern
+            from headscan.analysis.plans import write_pattern
 
-            paths = write_pattern(load_plan(self.plan), self.out, self.format)
+            paths = write_pattern(self._plan(), self.out, self.format)
         files = [{"file": str(path)} for path in paths]
         return Result(files, lambda: "\n".join(each["file"] for each in files))
+
+    def _plan(self) -> HeadPlan:
+        """Return the plan, which is for the model if one is named."""
+        from headscan.analysis.plans import check_model, load_plan
+        from headscan.pipelines.runs.run_records import identify
+
+        plan = load_plan(self.plan or _PLAN)
+        if self.model is not None:
+            identity = identify(self.loading(self.model), need_tokenizer=False)
+            check_model(
+                plan,
+                config_hash=identity.config_hash,
+                weights_hash=identity.weights_hash,
+                revision=identity.revision,
+            )
+        return plan
 
     def _loaded(self) -> LoadedModel:
         assert self.model is not None
@@ -108,23 +150,87 @@ class Export(StoreVerb):
         line = f"{found.file}: architecture {found.architecture}, {found.bytes / 2**20:,.1f} MiB"
         return _result(found.sizes, facts, [line])
 
-    def _decilm(self, lm: LoadedModel) -> Result:
+    def _layer_types(self) -> Result:
+        plan = self._plan()
+        if self.model is None:
+            return self._layer_fields(plan)
+        from headscan.pipelines.export.layer_types_folder import write_layer_types
+
+        found = write_layer_types(self._loaded(), plan, self.out, architecture=self.architecture)
+        lines = [f"{found.folder}: {found.bytes / 2**20:,.1f} MiB", _windows(found.windows)]
+        if self.architecture == "llama":
+            lines.append(f"serve it with `vllm serve {found.folder}`; transformers ignores the windows of a Llama")
+        else:
+            lines.append("transformers loads it as MinistralForCausalLM, with the windows")
+        facts = {"folder": str(found.folder), "bytes": found.bytes, "sliding_window": found.windows.sliding_window}
+        return Result(_layer_rows(found.windows), lambda: "\n".join(lines), facts)
+
+    def _layer_fields(self, plan: HeadPlan) -> Result:
+        """Write the fields alone, for an engine that reads them in addition to a model's own configuration."""
+        from headscan.analysis.plans import sliding_layers
+        from headscan.analysis.store.output_files import write_text
+
+        windows = sliding_layers(plan)
+        path = write_text(self.out, json.dumps(asdict(windows)) + "\n")
+        lines = [
+            _windows(windows),
+            f'written to {path}, for `vllm serve MODEL --hf-overrides "$(cat {path})"` with a MODEL of type llama',
+        ]
+        facts = {"file": str(path), "sliding_window": windows.sliding_window}
+        return Result(_layer_rows(windows), lambda: "\n".join(lines), facts)
+
+    def _tensorrt_llm(self) -> Result:
+        from headscan.analysis.plans import cache_windows
+        from headscan.analysis.store.output_files import write_text
+
+        found = cache_windows(self._plan())
+        arguments = {name: value for name, value in asdict(found).items() if value is not None}
+        # JSON is YAML, too.
+        path = write_text(self.out, json.dumps({"kv_cache_config": arguments}, indent=2) + "\n")
+        words = ", ".join(
+            f"{name}={list(value) if isinstance(value, tuple) else value}" for name, value in arguments.items()
+        )
+        lines = [
+            f"KvCacheConfig({words})",
+            f"written to {path}, for `trtllm-serve MODEL --extra_llm_api_options {path}`",
+        ]
+        if found.sink_token_length:
+            lines.append("TensorRT-LLM keeps first tokens on its C++ backend alone; the PyTorch backend ignores them")
+        return Result([arguments], lambda: "\n".join(lines), {"file": str(path)})
+
+    def _decilm(self) -> Result:
         from headscan.pipelines.export.decilm_folder import write_decilm
 
-        found = write_decilm(lm, self.out)
-        facts = {"folder": str(found.folder), "heads": found.heads, "bytes": found.bytes}
+        plan = None if self.plan is None else self._plan()
+        found = write_decilm(self._loaded(), self.out, plan=plan)
+        facts: dict[str, Any] = {"folder": str(found.folder), "heads": found.heads, "bytes": found.bytes}
         lines = [
             f"{found.folder}: {found.heads} query heads in each layer with attention, {found.bytes / 2**20:,.1f} MiB",
             f"serve it with `vllm serve {found.folder} --trust-remote-code` (the code is the configuration's class)",
         ]
         if not found.has_ffn_mult:
             lines.append("the width of the MLP is no multiple of 256, so SGLang cannot read it; vLLM can")
+        if found.windows is not None:
+            facts["sliding_window"] = found.windows.sliding_window
+            lines.append(f"{_windows(found.windows)}; vLLM reads them")
         return _result(found.sizes, facts, lines)
 
     def _tokenizer(self) -> str | None:
         """Return the GGUF file whose tokenizer is copied: the one that is named, or the model itself."""
         is_gguf = self.model is not None and self.model.lower().endswith(".gguf")
         return self.tokenizer or (self.model if is_gguf else None)
+
+
+def _layer_rows(windows: SlidingLayers) -> list[dict[str, Any]]:
+    return [{"layer": layer, "layer_type": kind} for layer, kind in enumerate(windows.layer_types)]
+
+
+def _windows(windows: SlidingLayers) -> str:
+    layers = [layer for layer, kind in enumerate(windows.layer_types) if kind == "sliding_attention"]
+    return (
+        f"{len(layers)} of {len(windows.layer_types)} layers see {windows.sliding_window} tokens: "
+        f"{', '.join(map(str, layers))}"
+    )
 
 
 def _result(sizes: tuple[HeldSize, ...], facts: Mapping[str, Any], lines: list[str]) -> Result:

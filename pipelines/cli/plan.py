@@ -84,13 +84,15 @@ class Plan(OptionalModelVerb, StoreVerb):
         headscan plan MODEL --method measured --corpus texts/ --max-loss 0.01
         headscan plan --method retrieval_score --kv-bytes 2GiB --at 32768
         headscan plan --method imported --pattern pattern/
+        headscan plan MODEL --method measured --corpus texts/ --unit layer --sink 0
 
-    Method measured needs the model and no scan: it measures how much loss a window on each KV head adds, and keeps it
-    in the store, so that the same command resumes. `headscan export` writes the plan for KV-cache tools.
+    Method measured needs the model and no scan: it measures how much loss a window on each KV head or layer adds, and
+    keeps it in the store, so that the same command resumes. `headscan export` writes the plan for KV-cache tools, and a
+    plan by layer for serving engines.
     """
 
     common: ClassVar = (
-        "MODEL --method --window-share --kv-bytes --at --recent --corpus --sequences --confirm --out --store"
+        "MODEL --method --unit --window-share --kv-bytes --at --recent --corpus --sequences --confirm --out --store"
     )
 
     json: Json = False
@@ -103,10 +105,14 @@ class Plan(OptionalModelVerb, StoreVerb):
         ),
     ] = None
     method: Annotated[Method, Option("method that orders the KV heads")] = "distant_mass"
+    unit: Annotated[
+        Literal["head", "layer"],
+        Option("what gets a window as a whole: one KV head, or all KV heads of a layer, as serving engines hold them"),
+    ] = "head"
     budget: Annotated[_Budget, Group("budget")]
     at: Annotated[int | None, Option("sequence length of --kv-bytes, in tokens", metavar="TOKENS", least=1)] = None
     sink: Annotated[
-        int | None, Option("number of first tokens that a window head keeps (default: 4, or the pattern's)", least=1)
+        int | None, Option("number of first tokens that a window head keeps (default: 4, or the pattern's)", least=0)
     ] = None
     recent: Annotated[
         tuple[int, ...],
@@ -156,6 +162,10 @@ class Plan(OptionalModelVerb, StoreVerb):
         facts = {"file": self.out, "model": plan.model.name, "budget": plan.budget, "notes": plan.notes}
         return Result(plan.heads, lambda: "\n".join([*plan.summary(), f"written to {self.out}"]), facts)
 
+    @property
+    def _granularity(self) -> Literal["kv_head", "layer"]:
+        return "layer" if self.unit == "layer" else "kv_head"
+
     def _from_store(self) -> HeadPlan:
         from headscan.analysis.plans import make_plan, read_pattern
 
@@ -171,6 +181,7 @@ class Plan(OptionalModelVerb, StoreVerb):
             recent=self.recent[0] if self.recent else None,
             pattern=pattern,
             seed=self.seed or 0,
+            granularity=self._granularity,
         )
         say_run(run)
         return plan
@@ -187,7 +198,9 @@ class Plan(OptionalModelVerb, StoreVerb):
         identity = identify(spec)
         given = {"sink": self.sink, "recents": self.recent or None, "seed": self.seed}
         config = self.measured.settings(
-            corpus=corpus, **{name: value for name, value in given.items() if value is not None}
+            corpus=corpus,
+            granularity=self._granularity,
+            **{name: value for name, value in given.items() if value is not None},
         )
         budget = self._budget() if self.budget.max_loss is None else LossLimit(self.budget.max_loss)
         assert budget is not None

@@ -7,39 +7,20 @@ attention is skipped (``no_op``), except for the first one, which engines cannot
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import save_torch_state_dict
-from safetensors import SafetensorError
 from torch import Tensor
 
-from headscan.errors import ExportError
+from headscan.analysis.plans import HeadPlan, SlidingLayers
 from headscan.models.loaded_model import LoadedModel
+from headscan.pipelines.export.layer_types_folder import windows_of
+from headscan.pipelines.export.llama_folder import llama_fields, llama_weights, write_folder
 from headscan.pipelines.export.servable_model import HeldSize, Places, ServableModel
-from headscan.pruning.save_model import check_output_folder, open_weights
 
-#: Fields of the original's configuration that are the same in the folder.
-_SAME = (
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "hidden_act",
-    "hidden_size",
-    "initializer_range",
-    "intermediate_size",
-    "max_position_embeddings",
-    "num_hidden_layers",
-    "rms_norm_eps",
-    "rope_parameters",
-    "tie_word_embeddings",
-    "vocab_size",
-)
 #: The configuration class: engines read ``block_configs`` as objects, and its model type belongs to no library.
 _CODE = '''"""The configuration of this model."""
 
@@ -75,6 +56,7 @@ class WrittenDecilm:
     Attributes:
         bytes: Bytes of the weights.
         has_ffn_mult: The width of the MLP has the form that SGLang reads.
+        windows: Windows of layers; None without a plan.
     """
 
     folder: Path
@@ -82,50 +64,41 @@ class WrittenDecilm:
     bytes: int
     has_ffn_mult: bool
     sizes: tuple[HeldSize, ...]
+    windows: SlidingLayers | None = None
 
 
 def write_decilm(
-    lm: LoadedModel, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB"
+    lm: LoadedModel,
+    folder: str | os.PathLike[str],
+    *,
+    plan: HeadPlan | None = None,
+    max_shard_size: int | str = "5GB",
 ) -> WrittenDecilm:
     """Write a model into a folder, which appears when it is complete.
 
     Args:
         lm: A Llama-type model, from `slice_heads` or not.
         folder: A folder that does not exist, or is empty.
+        plan: A plan of this model whose windows the layers have in vLLM; see `sliding_layers`. None gives none.
         max_shard_size: Largest size of a weight file.
 
     Raises:
         ExportError: The model has no place in the format, or the folder cannot be written.
+        PlanError: The plan is for another model, or has other windows than whole layers of one width without sinks.
         PruningError: The folder is not empty.
     """
     served = ServableModel(lm, "DeciLM folders")
+    windows = None if plan is None else windows_of(lm, plan)
     target = Path(folder)
-    check_output_folder(target)
     places = decilm_places(served.own_places(), lm_heads(served))
-    weights = _weights(served, places)
+    weights = llama_weights(served, places)
     config = _config(served, places, weights)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
-            made = Path(scratch) / "model"
-            made.mkdir()
-            save_torch_state_dict(weights, made, max_shard_size=max_shard_size, metadata={"format": "pt"})
-            (made / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            open_weights(made)
-            (made / _CODE_FILE).write_text(_CODE, encoding="utf-8")
-            if lm.tokenizer is not None:
-                lm.tokenizer.save_pretrained(made)
-            if lm.model.can_generate():
-                lm.model.generation_config.save_pretrained(made)
-            made.replace(target)
-    except (OSError, SafetensorError) as problem:
-        reason = getattr(problem, "strerror", None) or problem
-        raise ExportError(f"{target} cannot be written: {reason}. Free space, or choose another folder") from problem
-    nbytes = sum(path.stat().st_size for path in target.glob("*.safetensors"))
+    if windows is not None:
+        config |= {"layer_types": list(windows.layer_types), "sliding_window": windows.sliding_window}
+    nbytes = write_folder(lm, target, weights, config, code={_CODE_FILE: _CODE}, max_shard_size=max_shard_size)
     has_mult = "ffn_mult" in config["block_configs"][0]["ffn"]
-    return WrittenDecilm(
-        target, config["num_attention_heads"], nbytes, has_mult, tuple(served.sizes(target.name, places))
-    )
+    sizes = tuple(served.sizes(target.name, places))
+    return WrittenDecilm(target, config["num_attention_heads"], nbytes, has_mult, sizes, windows)
 
 
 def lm_heads(served: ServableModel) -> int:
@@ -153,40 +126,8 @@ def _divided(heads: int, own: Places) -> Places | None:
     return next((Places(K, heads // K) for K in fits), None)
 
 
-def _weights(served: ServableModel, places: tuple[Places, ...]) -> dict[str, Tensor]:
-    """Return the weights by their names in Llama. If one attention or MLP has a bias, all their matrices have one:
-    engines know one switch for each.
-    """
-    model = served.model.model
-    found = {"model.embed_tokens.weight": model.embed_tokens.weight, "model.norm.weight": model.norm.weight}
-    if not served.is_tied:
-        found["lm_head.weight"] = served.model.lm_head.weight
-    for number, layer in enumerate(served.layers):
-        block = f"model.layers.{number}"
-        if places[number].kv_heads:
-            found[f"{block}.input_layernorm.weight"] = layer.input_layernorm.weight
-        found[f"{block}.post_attention_layernorm.weight"] = layer.post_attention_layernorm.weight
-        found |= {f"{block}.self_attn.{name}": each for name, each in served.attention(number, places[number]).items()}
-        found |= {f"{block}.mlp.{name}": each for name, each in served.mlp(number, places).items()}
-    for parts in (_ATTENTION, _MLP):
-        if any(_is_bias(name, parts) for name in found):
-            for name in [name for name in found if name.endswith(".weight")]:
-                module = name.removesuffix(".weight")
-                if module.rpartition(".")[2] in parts:
-                    found.setdefault(f"{module}.bias", served.zeros(found[name].shape[0]))
-    return {name: each.detach().contiguous() for name, each in found.items()}
-
-
-_ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
-
-
-def _is_bias(name: str, parts: Sequence[str]) -> bool:
-    return name.endswith(".bias") and name.split(".")[-2] in parts
-
-
 def _config(served: ServableModel, places: tuple[Places, ...], weights: Mapping[str, Tensor]) -> dict[str, Any]:
     config = served.config
-    fields = {name: getattr(config, name, None) for name in _SAME}
     ffn: dict[str, Any] = {
         "no_op": False,
         "replace_with_linear": False,
@@ -207,19 +148,10 @@ def _config(served: ServableModel, places: tuple[Places, ...], weights: Mapping[
         }
         for each in places
     ]
-    rope = dict(config.rope_parameters)
-    return fields | {
+    return llama_fields(served, places, weights) | {
         "architectures": ["DeciLMForCausalLM"],
         "auto_map": {"AutoConfig": f"{_CODE_FILE.removesuffix('.py')}.DeciLMConfig"},
         "model_type": "nemotron-nas",
-        "attention_bias": any(_is_bias(name, _ATTENTION) for name in weights),
-        "mlp_bias": any(_is_bias(name, _MLP) for name in weights),
         "block_configs": blocks,
-        "dtype": str(served.model.dtype).removeprefix("torch."),
-        "torch_dtype": str(served.model.dtype).removeprefix("torch."),
-        "head_dim": served.head_dim,
-        "num_attention_heads": max(each.heads for each in places),
         "num_key_value_heads": None,
-        "rope_theta": rope["rope_theta"],
-        "use_cache": True,
     }

@@ -1,10 +1,12 @@
-"""Measurements for a plan: the damage of a window on each KV head, and the loss under window masks.
+"""Measurements for a plan: the damage of a window on each KV head or layer, and the loss under window masks.
 
 The first half of the texts and recall prompts ranks the KV heads; the second half is held out. Losses under window
 masks are forward passes over every prompt, on every pool: on whole models, sets with few windows share the layers
 below their first window, and on ranges of layers, all sets pass through a range while it is loaded.
 
-Shapes: P prompts, L layers, K KV heads of the widest layer, C candidate KV heads.
+A *unit* is what gets a window as a whole: a KV head, or all KV heads of a layer. Its first KV head names it.
+
+Shapes: P prompts, L layers, K KV heads of the widest layer, C candidate units.
 """
 
 from __future__ import annotations
@@ -49,6 +51,8 @@ from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Req
 from headscan.pipelines.settings.saving_settings import MeasureConfig
 
 T = TypeVar("T")
+#: KV heads that get a window together, by the first of them.
+Units = Mapping[KvHead, tuple[KvHead, ...]]
 
 #: Most requests of one item of work.
 _REQUESTS = 16
@@ -289,8 +293,9 @@ def pool_damages(
     and once without a mask.
     """
     if pool.staged:
+        units = {head: (head,) for head in heads}
         return one_by_one(
-            pool, requests, window, heads, batch_tokens=batch_tokens, rope=rope, known=known, progress=progress
+            pool, requests, window, units, batch_tokens=batch_tokens, rope=rope, known=known, progress=progress
         )
     shortest = min(len(request.ids) for request in requests)
     if shortest <= window.width:  # its damage is 0, and the derivative cannot estimate it
@@ -331,7 +336,8 @@ class NeedItem:
 def measure_needs(lm: LoadedModel, item: NeedItem) -> tuple[np.ndarray, np.ndarray]:
     """Pool task: return the distant mass of all queries and the normalised output norm (L, H), summed over texts."""
     sums = np.zeros((2, lm.grid.num_layers, max(site.num_attention_heads for site in lm.grid.sites)))
-    widths = MassWidths(item.window.sink, item.window.recent)
+    # Distant mass needs a sink of one key, so for windows without sinks the first key does not count as distant.
+    widths = MassWidths(max(item.window.sink, 1), item.window.recent)
     for request in item.requests:
         ids = torch.tensor([request.ids])
         found = collect(lm, ids, statistics=("distant_mass", "output_norm"), widths=widths)
@@ -388,15 +394,15 @@ def one_by_one(
     pool: Pool,
     requests: Sequence[Request],
     window: Window,
-    heads: Sequence[KvHead],
+    units: Units,
     *,
     batch_tokens: int,
     rope: RopeLengths = UNVARYING,
     known: KnownNumbers | None = None,
     progress: Progress | None = None,
 ) -> np.ndarray:
-    """Return the damage (P, C) by masking one KV head after another; exact, and on every pool."""
-    sets = [ALL_KEYS, *(KeptKeys.of([(layer, kv_head, window)]) for layer, kv_head in heads)]
+    """Return the damage (P, C) by masking one KV head or layer after another; exact, and on every pool."""
+    sets = [ALL_KEYS, *(KeptKeys.of([(*head, window) for head in heads]) for heads in units.values())]
     nats = masked_losses(
         pool, requests, sets, batch_tokens=batch_tokens, rope=rope, known=known, progress=progress
     ).nats
@@ -418,14 +424,14 @@ ABLE = 0.1
 
 @dataclass(frozen=True)
 class Measurement:
-    """The prompts that rank the heads, the held-out ones on which plans are measured, and notes on what limits both.
-    What ``known`` has is not measured again.
+    """The candidates, the prompts that rank them, the held-out ones on which plans are measured, and notes on what
+    limits both. What ``known`` has is not measured again.
     """
 
     context: ModelContext
     config: MeasureConfig
     model: PlannedModel
-    heads: tuple[KvHead, ...]
+    units: Units
     ranking: tuple[Prompts, ...]
     held_out: tuple[Prompts, ...]
     notes: tuple[str, ...]
@@ -452,9 +458,12 @@ class Measurement:
             equal_groups=False,
         )
         heads = candidates_of(facts.grid, (facts.caches or {}).get("self", ()), identity.name)
+        units: Units = {head: (head,) for head in heads}
+        if config.granularity == "layer":
+            units = {(layer, 0): tuple(group) for layer, group in groupby(heads, key=lambda head: head[0])}
         halves = [each.halves() for each in prompts or read_prompts(config, identity)]
         ranking, held_out = tuple(half for half, _ in halves), tuple(half for _, half in halves)
-        found = cls(context, config, model, heads, ranking, held_out, (), known or KnownNumbers())
+        found = cls(context, config, model, units, ranking, held_out, (), known or KnownNumbers())
         return found._able()
 
     def _able(self) -> Measurement:
@@ -477,48 +486,67 @@ class Measurement:
     def _pass_tokens(self) -> int:
         return pass_tokens(self.context.facts.device, self.config.batch_tokens)
 
+    @property
+    def heads(self) -> tuple[KvHead, ...]:
+        """The units, each by its first KV head."""
+        return tuple(self.units)
+
+    def kept(self, windows: Mapping[KvHead, Window]) -> KeptKeys:
+        """Return the windows of all KV heads of units."""
+        return KeptKeys.of([(*head, window) for unit, window in windows.items() for head in self.units[unit]])
+
+    @property
+    def _one_by_one(self) -> bool:
+        """True if units are masked one after another. Derivatives by gates of whole layers would be the sums of those
+        by KV head, and a model has few layers.
+        """
+        return self.context.pool.staged or self.config.granularity == "layer"
+
     def damages(self, window: Window) -> dict[str, np.ndarray]:
         """Return the mean damage (C,) of a window on text and on recall prompts."""
-        pool = self.context.pool
-        passes = 1 + len(self.heads) if pool.staged else 1
+        passes = 1 + len(self.units) if self._one_by_one else 1
         total = passes * sum(len(prompts.requests) for prompts in self.ranking)
         with Progress(f"damage of {window.recent} recent tokens", total, "prompts") as progress:
             found = [
-                pool_damages(
-                    pool,
-                    prompts.requests,
-                    window,
-                    self.heads,
-                    gates=self.config.gates,
-                    batch_tokens=self._pass_tokens,
-                    rope=self.context.identity.rope_lengths,
-                    known=self.known,
-                    progress=progress,
-                ).mean(0, dtype=np.float64)
-                for prompts in self.ranking
+                self._damages(prompts.requests, window, progress).mean(0, dtype=np.float64) for prompts in self.ranking
             ]
         return text_and_recall(found)
 
+    def _damages(self, requests: Sequence[Request], window: Window, progress: Progress) -> np.ndarray:
+        settings: dict[str, Any] = {
+            "batch_tokens": self._pass_tokens,
+            "rope": self.context.identity.rope_lengths,
+            "known": self.known,
+            "progress": progress,
+        }
+        if self._one_by_one:
+            return one_by_one(self.context.pool, requests, window, self.units, **settings)
+        return pool_damages(self.context.pool, requests, window, self.heads, gates=self.config.gates, **settings)
+
     def distant_order(self, window: Window) -> list[KvHead] | None:
-        """Return the candidates in the order of method ``distant_mass`` on the ranking texts; None for pools that run
-        range by range of the layers, and for heads without a number of their own.
+        """Return the units in the order of method ``distant_mass`` on the ranking texts, layers by the largest need of
+        their KV heads and then by the sum; None for pools that run range by range of the layers, and for heads without
+        a number of their own.
         """
         if self.context.pool.staged:
             return None
+        heads = [head for unit in self.units.values() for head in unit]
         texts = self.ranking[0].requests
         with Progress("distant mass of texts", len(texts), "texts") as progress:
             needs = pool_needs(
                 self.context.pool,
                 texts,
                 window,
-                self.heads,
+                heads,
                 batch_tokens=self._pass_tokens,
                 known=self.known,
                 progress=progress,
             )
         if not np.isfinite(needs).all():
             return None
-        return [head for _, head in sorted(zip(needs.tolist(), self.heads, strict=True))]
+        of_head = dict(zip(heads, needs.tolist(), strict=True))
+        of_unit = {unit: [of_head[head] for head in members] for unit, members in self.units.items()}
+        return sorted(self.units, key=lambda unit: (max(of_unit[unit]), sum(of_unit[unit]), unit))
 
     def losses(self, prompts: Sequence[Prompts], sets: Sequence[KeptKeys]) -> dict[str, np.ndarray]:
         """Return the mean loss under each set of windows by task."""
@@ -549,7 +577,7 @@ class Measurement:
         chosen: Collection[KvHead] = (),
     ) -> KeepScores:
         """Return keep-scores from damages (C,), each measured with the head's window. ``confirmed`` holds damages with
-        all other heads as planned (None if no head was confirmed); heads in ``chosen`` get a window before all others.
+        all other heads as planned (None if no head was confirmed); units in ``chosen`` get a window before all others.
         """
         tables = {kind: self._table(values) for kind, values in damage.items()}
         for kind, values in (confirmed or {}).items():
@@ -559,23 +587,25 @@ class Measurement:
             tables.pop("text"),
             tables.pop("recall", None),
             calibration=self._calibration(),
-            recents={head: window.recent for head, window in windows.items()},
+            recents={head: window.recent for unit, window in windows.items() for head in self.units[unit]},
             confirmed_text=tables.get("confirmed_text"),
             confirmed_recall=tables.get("confirmed_recall"),
-            chosen=chosen,
+            chosen=[head for unit in chosen for head in self.units[unit]],
             notes=self.notes,
+            granularity=self.config.granularity,
         )
 
     def _table(self, values_C: np.ndarray) -> np.ndarray:
         widest = max(layer.num_key_value_heads for layer in self.model.layers)
         table_LK = np.full((self.model.num_layers, widest), np.nan)
-        for (layer, kv_head), value in zip(self.heads, values_C, strict=True):
-            table_LK[layer, kv_head] = value
+        for unit, value in zip(self.units.values(), values_C, strict=True):
+            for layer, kv_head in unit:
+                table_LK[layer, kv_head] = value
         return table_LK
 
     def _calibration(self) -> DamageCalibration:
         facts = self.context.facts
-        points = () if self.context.pool.staged else self.config.gates
+        points = () if self._one_by_one else self.config.gates
         return DamageCalibration(
             texts=tuple(
                 DamageTexts(each.task, each.name, each.content_hash, len(each.requests), each.tokens, points)

@@ -1,11 +1,11 @@
-"""Plans by measured damage: damage of each KV head -> budget -> real window masks.
+"""Plans by measured damage: damage of each KV head or layer -> budget -> real window masks.
 
 An estimate at one head at a time may rank neighbours wrongly, and the losses of several windows do not add up. So
 each head near the budget's edge is flipped, with all others as they are; the best exchanges are measured, and the
 best one of them is made, as long as that lowers the loss by more than its standard error. The loss of the plan is
-measured on held-out prompts.
+measured on held-out prompts. In a plan by layer, a "head" below is a layer, named by its first KV head.
 
-Shapes: C candidate KV heads.
+Shapes: C candidate KV heads, or layers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _SHARE, _FEWEST, _MOST = 0.15, 4, 16
 #: Most exchanges that are made one after another, and most that are measured for each.
 _ROUNDS, _TRIES = 3, 6
 
-#: KV heads with a window.
+#: KV heads with a window, or layers by their first KV head.
 Heads = frozenset[KvHead]
 #: Loss increase of each prompt by task, text first.
 Increases = dict[str, np.ndarray]
@@ -65,13 +65,14 @@ class WindowSearch:
 
     Attributes:
         totals: Sums of all candidates' damage on text and on recall prompts; increases count as shares of them.
+        kept: Windows of a set's heads; in a plan by layer, of all KV heads of its layers.
         kinds: What a candidate's cache costs; only heads of one kind are exchanged, so bytes stay the same.
         reference: A set by another method. The search ends with it, unless a set loses clearly less, and no more on any
             task. None sets no such limit.
     """
 
     measure: Callable[[Sequence[KeptKeys]], list[Increases]]
-    windows: Mapping[KvHead, Window]
+    kept: Callable[[Heads], KeptKeys]
     totals: tuple[float, float]
     kinds: Mapping[KvHead, object]
     reference: Heads | None = None
@@ -132,8 +133,8 @@ class WindowSearch:
 
     def _losses(self, sets: Sequence[Heads]) -> list[Increases]:
         new = [heads for heads in dict.fromkeys(sets) if heads not in self._known]
-        kept = [KeptKeys.of([(*head, self.windows[head]) for head in heads]) for heads in new]
-        self._known |= dict(zip(new, self.measure(kept) if new else [], strict=True))
+        found = self.measure([self.kept(heads) for heads in new]) if new else []
+        self._known |= dict(zip(new, found, strict=True))
         return [self._known[heads] for heads in sets]
 
     def _exchanges(self, chosen: Heads, doubtful: Sequence[KvHead]) -> list[Heads]:
@@ -183,8 +184,8 @@ def means(increases: Increases) -> tuple[float, ...]:
 
 
 def measured_plan(config: MeasureConfig, model: ModelContext, budget: BudgetRequest | LossLimit) -> HeadPlan:
-    """Make a plan whose keep-scores are the measured damage of a window on each KV head. The same call with a `Run`
-    resumes.
+    """Make a plan whose keep-scores are the measured damage of a window on each KV head or layer. The same call with a
+    `Run` resumes.
     """
     return measured_plans(config, model, [budget])[0]
 
@@ -216,7 +217,8 @@ def measured_plans(
 def _plans(measurement: Measurement, budgets: Sequence[BudgetRequest | LossLimit]) -> list[HeadPlan]:
     config, model = measurement.config, measurement.context
     widths = f"{len(config.windows)} width{'s' * (len(config.windows) > 1)}"
-    model.say(f"damage of a window on {len(measurement.heads)} KV heads, {widths}")
+    units = "KV heads" if config.granularity == "kv_head" else "layers"
+    model.say(f"damage of a window on {len(measurement.units)} {units}, {widths}")
     estimates = {window: measurement.damages(window) for window in config.windows}
     chosen = smallest_windows({window: list(found.values()) for window, found in estimates.items()})
     windows = dict(zip(measurement.heads, chosen, strict=True))
@@ -237,10 +239,11 @@ def _plan(
     scores = measurement.scores(damage, windows)
     count, plan = _within(measurement, scores, windows, budget)
     if config.confirm and count > 0:
-        measurement.context.say("choosing the KV heads near the budget's edge with window masks")
+        units = "KV heads" if config.granularity == "kv_head" else "layers"
+        measurement.context.say(f"choosing the {units} near the budget's edge with window masks")
         scores, note = _searched(measurement, scores, windows, damage, count)
-        wanted = WindowHeads(count) if isinstance(budget, LossLimit) else budget
-        better = _allocated(scores, wanted, config, windows)
+        wanted = _heads_of(measurement, scores, count) if isinstance(budget, LossLimit) else budget
+        better = _allocated(measurement, scores, wanted, windows)
         # Another choice of doubtful heads may exceed a limit that the first one keeps.
         if not isinstance(budget, LossLimit) or _keeps(budget, measurement, KeptKeys.of_plan(better)):
             plan = replace(better, notes=(note, *better.notes))
@@ -248,29 +251,43 @@ def _plan(
 
 
 def _allocated(
-    scores: KeepScores, budget: BudgetRequest, config: MeasureConfig, windows: dict[KvHead, Window]
+    measurement: Measurement, scores: KeepScores, budget: BudgetRequest, windows: dict[KvHead, Window]
 ) -> HeadPlan:
-    widest = config.windows[-1]
-    widths = {head: (window.sink, window.recent) for head, window in windows.items()}
+    widest = measurement.config.windows[-1]
+    widths = {
+        head: (window.sink, window.recent) for unit, window in windows.items() for head in measurement.units[unit]
+    }
     return allocate(scores, budget, sink=widest.sink, recent=widest.recent, windows=widths)
+
+
+def _order(measurement: Measurement, scores: KeepScores) -> list[KvHead]:
+    """Return the units in the order of the scores."""
+    return [head for head in scores.order if head in measurement.units]
+
+
+def _heads_of(measurement: Measurement, scores: KeepScores, count: int) -> WindowHeads:
+    """Return the number of KV heads in the first ``count`` units."""
+    return WindowHeads(sum(len(measurement.units[unit]) for unit in _order(measurement, scores)[:count]))
 
 
 def _within(
     measurement: Measurement, scores: KeepScores, windows: dict[KvHead, Window], budget: BudgetRequest | LossLimit
 ) -> tuple[int, HeadPlan]:
+    """Return the number of units that get a window, and the plan."""
     if not isinstance(budget, LossLimit):
-        plan = _allocated(scores, budget, measurement.config, windows)
-        return len(plan.window_heads), plan
+        plan = _allocated(measurement, scores, budget, windows)
+        return len(measurement.units.keys() & set(plan.window_heads)), plan
     # Bisection assumes that more windows lose more.
-    least, most = 0, len(scores.order)
+    order = _order(measurement, scores)
+    least, most = 0, len(order)
     while least < most:
         middle = (least + most + 1) // 2
-        kept = KeptKeys.of([(*head, windows[head]) for head in scores.order[:middle]])
+        kept = measurement.kept({unit: windows[unit] for unit in order[:middle]})
         if _keeps(budget, measurement, kept):
             least = middle
         else:
             most = middle - 1
-    return least, _allocated(scores, WindowHeads(least), measurement.config, windows)
+    return least, _allocated(measurement, scores, _heads_of(measurement, scores, least), windows)
 
 
 def _keeps(limit: LossLimit, measurement: Measurement, kept: KeptKeys) -> bool:
@@ -302,20 +319,22 @@ def _searched(
     distant = measurement.distant_order(measurement.config.windows[0])
     search = WindowSearch(
         increases,
-        windows,
+        lambda heads: measurement.kept({head: windows[head] for head in heads}),
         (totals[0], totals[-1]),
-        {head: (bytes_of[head[0]], windows[head]) for head in windows},
+        {head: (bytes_of[head[0]], len(measurement.units[head]), windows[head]) for head in windows},
         None if distant is None else frozenset(distant[:count]),
     )
-    chosen = search.best(scores.order, count)
-    doubtful = edge(scores.order, chosen)
+    order = _order(measurement, scores)
+    chosen = search.best(order, count)
+    doubtful = edge(order, chosen)
     flips = np.array(search.flips(chosen, doubtful))
     confirmed = {kind: np.full(len(measurement.heads), np.nan) for kind in damage}
     for values, flipped in zip(confirmed.values(), flips.T, strict=True):
         values[[measurement.heads.index(head) for head in doubtful]] = flipped
-    moved = len(chosen - set(scores.order[:count]))
+    moved = len(chosen - set(order[:count]))
+    units = "windows" if measurement.config.granularity == "kv_head" else "layers with windows"
     note = (
-        f"{search.measured} sets of windows were measured with window masks; {moved} of {count} windows are not among"
+        f"{search.measured} sets of windows were measured with window masks; {moved} of {count} {units} are not among"
         " the lowest estimates"
     )
     return measurement.scores(damage, windows, confirmed, chosen), note

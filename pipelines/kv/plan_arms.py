@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from headscan.analysis.plans import HeadPlan, budget_lengths, check_model, planned_bytes, random_plan
 from headscan.analysis.store.records import ArmKind
@@ -59,7 +60,8 @@ def plan_arms(plan: HeadPlan, modes: Sequence[PlanMode], seeds: int) -> list[Arm
     """
     chosen = KeptHeads.of(plan.heads)
     share = chosen.reduced / len(chosen.heads)
-    label = f"{plan.method} {100 * share:g}% {chosen.fingerprint}"
+    unit = " by layer" if plan.granularity == "layer" else ""
+    label = f"{plan.method}{unit} {100 * share:g}% {chosen.fingerprint}"
     found = []
     for mode in modes:
         name = f"plan {label}, {mode}"
@@ -67,14 +69,20 @@ def plan_arms(plan: HeadPlan, modes: Sequence[PlanMode], seeds: int) -> list[Arm
         for seed in range(seeds):
             drawn = random_plan(plan, seed)
             dealt = KeptHeads.of(drawn.heads)
-            name = f"random plan {100 * share:g}% {dealt.fingerprint} seed {seed}, {mode}"
+            name = f"random plan{unit} {100 * share:g}% {dealt.fingerprint} seed {seed}, {mode}"
             found.append(replace(_arm(dealt, mode, name, drawn), kind=ArmKind.RANDOM_PLAN, seed=seed))
     return found
 
 
 def _arm(kept: KeptHeads, mode: PlanMode, name: str, plan: HeadPlan) -> Arm:
     ablation = KvEviction(kept, name) if mode == "decode" else KvWindows(KeptKeys.of_plan(kept), name)
-    details = (("mode", mode), ("method", str(plan.method)), ("kv_shares", _kv_shares(plan)))
+    details: tuple[tuple[str, Any], ...] = (
+        ("mode", mode),
+        ("method", str(plan.method)),
+        ("kv_shares", _kv_shares(plan)),
+    )
+    if plan.granularity == "layer":
+        details += (("granularity", plan.granularity),)
     share = kept.reduced / len(kept.heads)
     return Arm(name, ArmKind.PLAN, ablation, share=share, selection=mode, details=details)
 

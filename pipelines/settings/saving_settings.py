@@ -81,6 +81,7 @@ class MeasureConfig:
         sink: First tokens of a window.
         recents: Widths of recent tokens; each KV head gets the narrowest that costs hardly more than the widest.
         gates: Values of the gates of `kv_damages`.
+        granularity: ``layer`` measures windows on whole layers, one layer at a time.
         seed: Seed of the recall prompts.
         batch_tokens: Tokens of one pass, padding included.
 
@@ -108,8 +109,9 @@ class MeasureConfig:
     ] = 32
     gates: tuple[float, ...] = (0.5,)
     confirm: Annotated[
-        bool, Option("choose the KV heads near the budget's edge by their loss with real window masks")
+        bool, Option("choose the KV heads or layers near the budget's edge by their loss with real window masks")
     ] = True
+    granularity: Literal["kv_head", "layer"] = "kv_head"
     seed: Seed = 0
     batch_tokens: Count = BATCH_TOKENS
 

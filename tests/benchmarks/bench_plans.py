@@ -1,10 +1,12 @@
 """Loss of plans by method and budget, on texts and prompts that neither ranked heads nor chose between plans.
 
     python -m tests.benchmarks.bench_plans [--model demo --corpus FOLDER --judge CORPUS,CORPUS --windows 12,15,18,21]
+    python -m tests.benchmarks.bench_plans --by-layer [--sink 0]
 
 Each plan, also the one by ``retrieval_score`` and a random one, is compared with ``distant_mass`` on the same texts and
 prompts: differences of the loss with their 95 % intervals (t, over texts or prompts), and the number of KV heads that
-have a window in one of the two plans alone.
+have a window in one of the two plans alone. With ``--by-layer`` plans by layer are rows as well, and all plans are
+compared with the measured one by head: the cost of whole layers at equal bytes.
 """
 
 from __future__ import annotations
@@ -15,11 +17,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy import stats
 
-from headscan.analysis.plans import PlanMethod, WindowHeads, make_plan, random_plan
+from headscan.analysis.plans import (
+    PlanMethod,
+    PlannedModel,
+    WindowHeads,
+    allocate,
+    make_plan,
+    random_plan,
+    random_scores,
+)
 from headscan.analysis.store.store import Store
 from headscan.catalog import MassWidths
 from headscan.cluster.placement.choose import WholePlacement
@@ -27,7 +38,14 @@ from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
-from headscan.pipelines.kv.damage_measurement import ALL_KEYS, Prompts, masked_losses, recall_prompts, text_prompts
+from headscan.pipelines.kv.damage_measurement import (
+    ALL_KEYS,
+    Measurement,
+    Prompts,
+    masked_losses,
+    recall_prompts,
+    text_prompts,
+)
 from headscan.pipelines.kv.measured_plan import measured_plan
 from headscan.pipelines.runs.run_records import ModelContext, Run
 from headscan.pipelines.scan.run_probe import probe
@@ -38,6 +56,8 @@ from tests.benchmarks.measuring import Table, processor, show
 
 #: The plan that all others are compared with.
 _REFERENCE: PlanMethod = "distant_mass"
+#: The plan that all others are compared with next to plans by layer.
+_MEASURED = "measured"
 _BY_SCORE: tuple[PlanMethod, ...] = (_REFERENCE, "retrieval_score")
 #: Seed of the judged prompts; plans are measured with seed 0.
 _JUDGE_SEED = 1
@@ -58,13 +78,17 @@ def main() -> None:
     print(f"{processor('cpu')}, {vars(options)}\n", flush=True)
     with InProcessPool(spec, WholePlacement(1, "cpu", options.threads)) as pool:
         context = ModelContext(spec, lambda _: pool)
-        plans = plans_by_budget(context, spec, config, options.windows)
+        counts = options.windows
+        if options.by_layer:
+            counts = sorted({whole_layers(Measurement.of(config, context).model, count) for count in counts})
+        plans = plans_by_budget(context, spec, config, counts, by_layer=options.by_layer)
+        compared = _MEASURED if options.by_layer else _REFERENCE
         columns = (
             "windows",
             "judged on",
             "plan",
             "loss increase",
-            f"minus {_REFERENCE} [95 %]",
+            f"minus {compared} [95 %]",
             "ratio",
             "heads differ",
         )
@@ -76,7 +100,7 @@ def main() -> None:
             for count, named in plans.items():
                 found = {name: next(lost) for name in named}
                 for name, values in found.items():
-                    reference = found[_REFERENCE]
+                    reference = found[compared]
                     low, high = interval(values - reference)
                     table.row(
                         count,
@@ -85,7 +109,7 @@ def main() -> None:
                         f"{values.mean():+.5f}",
                         f"{(values - reference).mean():+.5f} [{low:+.5f}, {high:+.5f}]",
                         f"{values.mean() / reference.mean():.2f}",
-                        len(places(named[name]) ^ places(named[_REFERENCE])) // 2,
+                        len(places(named[name]) ^ places(named[compared])) // 2,
                     )
 
 
@@ -105,7 +129,12 @@ def _options() -> argparse.Namespace:
         default=[6, 9, 12, 15, 18, 21],
         help="numbers of window heads, comma-separated",
     )
-    parser.add_argument("--sink", type=int, default=4)
+    parser.add_argument(
+        "--by-layer",
+        action="store_true",
+        help="also plans by layer, with numbers of windows that are rounded to whole layers",
+    )
+    parser.add_argument("--sink", type=int, default=4, help="first tokens of a window; serving engines keep 0")
     parser.add_argument("--recent", type=int, default=60)
     parser.add_argument("--tokens", type=int, default=512, help="tokens of a text and of a prompt")
     parser.add_argument("--sequences", type=int, default=64, help="texts of a measurement, half of them held out")
@@ -117,10 +146,13 @@ def _options() -> argparse.Namespace:
 
 
 def plans_by_budget(
-    context: ModelContext, spec: ModelSpec, config: MeasureConfig, counts: Sequence[int]
+    context: ModelContext, spec: ModelSpec, config: MeasureConfig, counts: Sequence[int], *, by_layer: bool = False
 ) -> dict[int, dict[str, KeptKeys]]:
     """Return the windows of each method by number of windows; all methods read the same texts."""
     (recent,) = config.recents
+    window = Window(config.sink, recent)
+    # Distant mass needs a sink of one key; its plans get the same windows as all others.
+    sink = max(config.sink, 1)
     assert config.max_tokens is not None
     tokens = TokenPlan(
         config.max_tokens, "chunk", min_tokens=config.sink + recent + 1, limit_sequences=config.sequences
@@ -128,7 +160,7 @@ def plans_by_budget(
     found: dict[int, dict[str, KeptKeys]] = {}
     with tempfile.TemporaryDirectory() as folder:
         store = Store(Path(folder) / "s.duckdb")
-        settings = ScanConfig(spec, config.corpus, tokens, widths=MassWidths(config.sink, recent), batch_tokens=2048)
+        settings = ScanConfig(spec, config.corpus, tokens, widths=MassWidths(sink, recent), batch_tokens=2048)
         run = Run(spec, store, lambda _: context.pool)
         scan(settings, run)
         probe(ProbeConfig(spec, ("retrieval_score",), config.corpus), run)
@@ -139,15 +171,26 @@ def plans_by_budget(
             budget, start = WindowHeads(count), time.perf_counter()
             measured = measured_plan(config, context, budget)
             show(f"{count} windows: measured in {time.perf_counter() - start:.0f} s; {measured.notes[0]}")
-            by_score = {
-                name: make_plan(store, None, method=name, budget=budget, sink=config.sink, recent=recent)
-                for name in _BY_SCORE
+            options: dict[str, Any] = {"budget": budget, "sink": sink, "recent": recent}
+            by_score = {name: make_plan(store, None, method=name, **options) for name in _BY_SCORE}
+            plans = {_MEASURED: measured, **by_score, "random, seed 0": random_plan(measured, 0)}
+            if by_layer:
+                start = time.perf_counter()
+                layers = measured_plan(replace(config, granularity="layer"), context, budget)
+                show(f"{count} windows, by layer: {time.perf_counter() - start:.0f} s; {layers.notes[0]}")
+                plans |= {f"{_MEASURED} by layer": layers, "random by layer, seed 0": random_plan(layers, 0)}
+                of_layers = make_plan(store, None, method=_REFERENCE, granularity="layer", **options)
+                plans[f"{_REFERENCE} by layer"] = of_layers
+            found[count] = {
+                name: KeptKeys.of([(*place, window) for place in plan.window_heads]) for name, plan in plans.items()
             }
-            plans = {"measured": measured, **by_score, "random, seed 0": random_plan(measured, 0)}
-            found[count] = {name: KeptKeys.of_plan(plan) for name, plan in plans.items()}
-            lowest = [(*place, Window(config.sink, recent)) for place in estimated[:count]]
-            found[count]["estimates alone"] = KeptKeys.of(lowest)
+            found[count]["estimates alone"] = KeptKeys.of([(*place, window) for place in estimated[:count]])
     return found
+
+
+def whole_layers(model: PlannedModel, count: int) -> int:
+    """Return the number of windows on whole layers that is nearest to a wanted one."""
+    return len(allocate(random_scores(model, 0, granularity="layer"), WindowHeads(count)).window_heads)
 
 
 def judged_prompts(context: ModelContext, config: MeasureConfig, options: argparse.Namespace) -> list[Prompts]:

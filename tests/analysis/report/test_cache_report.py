@@ -97,6 +97,19 @@ def test_the_chart_shows_every_plan_by_method_and_mode(evaluation: tuple[Store, 
     assert EVIL not in figure.to_json()
 
 
+def test_plans_by_layer_are_a_line_and_rows_of_their_own(evaluate: Evaluate) -> None:
+    arms: dict[str, Any] = {"baseline": ARMS["baseline"]}
+    for unit, loss in (("", 3), (" by layer", 9)):
+        arms[f"plan measured{unit} 50%"] = arm("plan", "forward", "measured", 0.6, loss)
+    arms["plan measured by layer 50%"][3]["config"]["granularity"] = "layer"
+    store, run_id = evaluate(TASKS, arms)
+    html = cache_section(store, judge(store, run_id))
+    assert html is not None
+    rows = html.split("<table>")[1].split("<tr>")[2:]
+    assert len(rows) == 2 and all("61.0%" in row for row in rows) and "measured by layer 50%" in rows[1]
+    assert '"name":"measured, forward"' in html and '"name":"measured by layer, forward"' in html
+
+
 def test_a_family_that_the_baseline_guesses_is_not_drawn(evaluate: Evaluate) -> None:
     tasks = np.repeat(["sums", "copying@512", "needle@512"], [400, 200, 200])
     baseline = np.concatenate([np.tile([1, 1, 1, 0], 150), np.tile([1, 0, 0, 0], 50)])

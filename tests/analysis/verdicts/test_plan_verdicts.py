@@ -49,6 +49,21 @@ def test_plans_are_compared_with_random_plans_of_their_mode_and_bytes(evaluate: 
         assert wide.controls is None and wide.sentence().endswith(". No random control with as many bytes.")
 
 
+def test_plans_by_layer_are_compared_with_random_layers(evaluate: Evaluate) -> None:
+    arms: dict[str, Any] = {"baseline": ("baseline", BASELINE, 0.0, {})}
+    for unit in ("head", "layer"):
+        changes = {} if unit == "head" else {"granularity": "layer"}
+        for name, loss, seed in ((f"plan {unit}", 2, None), (f"random {unit}", 20, 0)):
+            own = fields("forward", 0.6, seed=seed)
+            own["config"] |= changes
+            arms[name] = ("plan" if seed is None else "random_plan", losing(loss), 0.0, own)
+    found = {arm.name: arm for arm in judge(*evaluate(TASKS, arms)).arms}
+    for unit in ("head", "layer"):
+        arm = found[f"plan {unit}"]
+        assert isinstance(arm, ArmVerdict) and arm.controls is not None
+        assert arm.controls.arms == (f"random {unit}",)
+
+
 def test_a_plan_is_safe_and_never_removable(evaluate: Evaluate) -> None:
     losses = {"harmless": 1, "unclear": 8, "costly": 200}
     arms = {f"plan {name}, decode": ("plan", losing(loss), 0.0, fields("decode", 0.6)) for name, loss in losses.items()}

@@ -16,7 +16,7 @@ import headscan
 from headscan.errors import ExportError, PruningError
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.export import decilm_folder
+from headscan.pipelines.export import llama_folder
 from headscan.pipelines.export.decilm_folder import decilm_places, write_decilm
 from headscan.pipelines.export.servable_model import Places
 from tests.pipelines.export.test_gguf_export import REMOVED, logits
@@ -52,7 +52,14 @@ class DecilmModel:
         first, second = x.chunk(2, -1)
         return torch.cat([first * turns.cos() - second * turns.sin(), second * turns.cos() + first * turns.sin()], -1)
 
-    def attention(self, x: Tensor, block: str, group: int) -> Tensor:
+    def first_key(self, layer: int, at: int) -> int:
+        """Return the first key that a query sees, as vLLM reads the configuration."""
+        types = self.config.get("layer_types")
+        if types is None or types[layer] == "full_attention":
+            return 0
+        return max(0, at + 1 - self.config["sliding_window"])
+
+    def attention(self, x: Tensor, block: str, group: int, layer: int) -> Tensor:
         H, D, N = self.config["num_attention_heads"], self.config["head_dim"], len(x)
         bias = self.config["attention_bias"]
         assert H % group == 0
@@ -62,9 +69,10 @@ class DecilmModel:
         out = torch.zeros(N, H, D, dtype=torch.float64)
         for head in range(H):
             for at in range(N):
-                scores = key[: at + 1, head // group] @ query[at, head] / D**0.5
+                seen = slice(self.first_key(layer, at), at + 1)
+                scores = key[seen, head // group] @ query[at, head] / D**0.5
                 weights = (scores - scores.max()).exp()
-                out[at, head] = weights @ value[: at + 1, head // group] / weights.sum()
+                out[at, head] = weights @ value[seen, head // group] / weights.sum()
         return self.linear(out.flatten(1), f"{block}.o_proj", bias)
 
     def logits(self, tokens: Tensor) -> Tensor:
@@ -74,7 +82,7 @@ class DecilmModel:
             block = f"model.layers.{layer}"
             if not settings["attention"]["no_op"]:
                 y = self.norm(x, f"{block}.input_layernorm")
-                x = x + self.attention(y, f"{block}.self_attn", settings["attention"]["n_heads_in_group"])
+                x = x + self.attention(y, f"{block}.self_attn", settings["attention"]["n_heads_in_group"], layer)
             y = self.norm(x, f"{block}.post_attention_layernorm")
             gate = self.linear(y, f"{block}.mlp.gate_proj", bias)
             inner = gate / (1 + (-gate).exp()) * self.linear(y, f"{block}.mlp.up_proj", bias)
@@ -203,7 +211,7 @@ def test_a_failed_export_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Mo
         write_decilm(make_loaded("llama"), tmp_path / "file/served")
     with pytest.raises(PruningError, match="full is not empty"):
         write_decilm(make_loaded("llama"), tmp_path / "full")
-    monkeypatch.setattr(decilm_folder, "open_weights", full)  # the weights are written by then
+    monkeypatch.setattr(llama_folder, "open_weights", full)  # the weights are written by then
     with pytest.raises(ExportError, match="served cannot be written: No space left on device"):
         write_decilm(make_loaded("llama"), tmp_path / "served")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full"]

@@ -73,7 +73,7 @@ def test_one_by_one_is_the_same_in_every_pool_and_streams_replace_the_derivative
 ) -> None:
     with InProcessPool(spec, THREADS) as local, StreamedPool(spec, STREAMED) as streamed:
         heads = window_candidates(headscan.load(spec.source, device="cpu"))
-        exact = one_by_one(local, requests, WINDOW, heads, batch_tokens=128)
+        exact = one_by_one(local, requests, WINDOW, {head: (head,) for head in heads}, batch_tokens=128)
         far = pool_damages(streamed, requests, WINDOW, heads, gates=(0.5,), batch_tokens=128)
     np.testing.assert_allclose(far, exact, rtol=1e-3, atol=1e-5)
 
@@ -114,8 +114,11 @@ def test_losses_and_damages_that_are_not_finite_name_the_dtype(requests: list[Re
 
 
 HEADS = [(layer, kv_head) for layer in range(3) for kv_head in range(4)]
-WINDOWS = dict.fromkeys(HEADS, WINDOW)
 KINDS = {head: head[0] == 2 for head in HEADS}
+
+
+def kept(heads: Iterable[tuple[int, int]]) -> KeptKeys:
+    return KeptKeys.of([(*head, WINDOW) for head in heads])
 
 
 class Pretended:
@@ -150,7 +153,8 @@ class Pretended:
 
     def search(self, reference: Iterable[tuple[int, int]] | None = None) -> WindowSearch:
         totals = tuple(self.single.sum(1))
-        return WindowSearch(self.measure, WINDOWS, totals, KINDS, None if reference is None else frozenset(reference))  # type: ignore[arg-type]
+        other = None if reference is None else frozenset(reference)
+        return WindowSearch(self.measure, kept, totals, KINDS, other)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("count", [1, 3, 6, 9, 11])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+import headscan
 from headscan.analysis.plans import (
     PlanError,
     WindowHeads,
@@ -22,7 +25,9 @@ from headscan.catalog import MassWidths
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.errors import HeadscanError, PlanMismatchError, SequenceError
 from headscan.kv.kept_keys import KeptKeys, Window
+from headscan.kv.kv_windows import KvWindows
 from headscan.model_spec import ModelSpec
+from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
 from headscan.pipelines.demo import MODEL_FOLDER
@@ -162,6 +167,55 @@ def test_heads_get_windows_of_different_widths(context: ModelContext) -> None:
         assert damage is not None and damage.recent == window.recent
         assert damage.text == pytest.approx(values[config.windows.index(window)])
         assert head.recent == (window.recent if head.action == "window" else None)
+
+
+def test_damages_of_layers_are_those_of_masks_opened_by_hand(context: ModelContext) -> None:
+    config = replace(SMALL, sink=0, granularity="layer", confirm=False)
+    plan = measured_plan(config, context, WindowShare(0.5))
+    measurement = Measurement.of(config, context)
+    lm, window = context.pool.one(lambda lm, _: lm, None), Window(0, 16)
+    found: dict[int, dict[str, list[float]]] = {layer: {} for layer in range(6)}
+    for prompts in measurement.ranking:
+        for ids, scored in prompts.requests:
+            full = _loss(lm, ids, scored, None)
+            for layer, damages in found.items():
+                kept = KeptKeys.of([(layer, kv_head, window) for kv_head in range(4)])
+                damages.setdefault(prompts.task, []).append(_loss(lm, ids, scored, kept) - full)
+    for head in plan.heads:
+        damages, damage = {task: np.mean(each) for task, each in found[head.layer].items()}, head.evidence.damage
+        assert damage is not None
+        assert damage.text == pytest.approx(damages.pop("text"), abs=2e-5)
+        assert damage.recall == pytest.approx(np.mean(list(damages.values())), abs=2e-5)
+    by_layer = [next(head for head in plan.heads if head.layer == layer) for layer in range(6)]
+    low = sorted(by_layer, key=lambda head: head.score)[:3]
+    assert {head.layer for head in low} == {layer for layer, _ in plan.window_heads}
+    assert plan.budget.window_heads == 12 and plan.granularity == "layer"
+    assert plan.calibration.kind == "damage" and {each.gate_points for each in plan.calibration.texts} == {()}
+
+
+@torch.no_grad()
+def _loss(lm: LoadedModel, ids: Sequence[int], scored: int, kept: KeptKeys | None) -> float:
+    tokens = torch.tensor([ids])
+    with nullcontext() if kept is None else headscan.intervene(lm, KvWindows(kept)):
+        log_probabilities = lm.model(tokens[:, :-1]).logits[0, -scored:].double().log_softmax(-1)
+    return -float(log_probabilities.gather(1, tokens[0, -scored:, None]).mean())
+
+
+def test_a_plan_by_layer_is_searched_and_limited_in_whole_layers(context: ModelContext) -> None:
+    config = replace(SMALL, granularity="layer", recall_prompts=0)
+    plan = measured_plan(config, context, WindowShare(0.5))
+    assert "of 3 layers with windows are not among the lowest estimates" in plan.notes[1]
+    confirmed = {
+        head.layer for head in plan.heads if head.evidence.damage and head.evidence.damage.confirmed_text is not None
+    }
+    assert confirmed == set(range(6))
+    limited = measured_plan(config, context, LossLimit(0.01))
+    for each in (plan, limited):
+        windowed = {layer for layer, _ in each.window_heads}
+        assert each.window_heads == [(layer, kv_head) for layer in sorted(windowed) for kv_head in range(4)]
+    measurement = Measurement.of(config, context)
+    full, windows = measurement.losses(measurement.ranking, [ALL_KEYS, KeptKeys.of_plan(limited)])["text"]
+    assert windows - full <= 0.01 and 0 < len(limited.window_heads) < 24
 
 
 def test_lengths_above_the_context_are_refused(context: ModelContext) -> None:

@@ -106,6 +106,21 @@ def test_plans_with_the_same_windows_share_their_random_plans(model: PlannedMode
     assert not randoms[0].keys() & randoms[2].keys()
 
 
+def test_plans_by_layer_have_controls_of_their_own(model: PlannedModel) -> None:
+    """Random heads at the same bytes would be another question."""
+    layers = [(1, kv_head) for kv_head in range(model.layers[1].num_key_value_heads)]
+    by_head = plan_for(model, layers)
+    by_layer = replace(by_head, granularity="layer")
+    arms = [plan_arms(plan, ["forward"], 3) for plan in (by_head, by_layer)]
+    assert not {arm.name for arm in arms[0]} & {arm.name for arm in arms[1]}
+    assert kept_by(arms[0][0]) == kept_by(arms[1][0]) and "by layer" in arms[1][0].name
+    assert ["granularity" in dict(arm.details) for each in arms for arm in each] == [False] * 4 + [True] * 4
+    for arm in arms[1][1:]:
+        windows = kept_by(arm).windows
+        assert len(windows) == len(layers) and len({layer for layer, _, _ in windows}) == 1
+        assert "by layer" in arm.name and dict(arm.details)["granularity"] == "layer"
+
+
 def test_a_plan_of_another_model_is_refused(spec: ModelSpec, pool: InProcessPool, model: PlannedModel) -> None:
     context = ModelContext(spec, lambda _: pool)
     check_plan(plan_for(model, 2), context)

@@ -1,0 +1,82 @@
+"""A model and a plan by layer as one folder: ``layer_types`` and ``sliding_window`` in ``config.json``.
+
+vLLM's Llama reads both fields; transformers' Llama ignores them, and its Ministral, which is Llama otherwise, reads
+them.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from headscan.analysis.plans import HeadPlan, SlidingLayers, check_model, sliding_layers
+from headscan.errors import ExportError
+from headscan.models.loaded_model import LoadedModel
+from headscan.pipelines.export.llama_folder import llama_fields, llama_weights, write_folder
+from headscan.pipelines.export.servable_model import ServableModel
+
+#: Architectures of such folders: Llama for vLLM, Ministral for transformers.
+Architecture = Literal["llama", "ministral"]
+_CLASSES: dict[Architecture, str] = {"llama": "LlamaForCausalLM", "ministral": "MinistralForCausalLM"}
+
+
+@dataclass(frozen=True)
+class WrittenLayerTypes:
+    """A written folder, the bytes of its weights, and its windows."""
+
+    folder: Path
+    bytes: int
+    windows: SlidingLayers
+
+
+def write_layer_types(
+    lm: LoadedModel,
+    plan: HeadPlan,
+    folder: str | os.PathLike[str],
+    *,
+    architecture: Architecture = "llama",
+    max_shard_size: int | str = "5GB",
+) -> WrittenLayerTypes:
+    """Write a model with the windows of a plan into a folder, which appears when it is complete.
+
+    Args:
+        lm: A Llama-type model whose layers have equal heads.
+        plan: A plan of this model in which whole layers have windows of one width, without sinks.
+        folder: A folder that does not exist, or is empty.
+        architecture: ``llama`` for vLLM, ``ministral`` for transformers.
+        max_shard_size: Largest size of a weight file.
+
+    Raises:
+        ExportError: The model has no place in the architecture, or the folder cannot be written.
+        PlanError: The plan is for another model, or has other windows.
+        PruningError: The folder is not empty.
+    """
+    served = ServableModel(lm, "folders with layer types")
+    windows = windows_of(lm, plan)
+    places = served.own_places()
+    if odd := next((layer for layer, each in enumerate(places) if each != places[0]), None):
+        raise ExportError(
+            f"layer {odd} of {lm.source} has other heads than layer 0 (limit: equal layers). Write a DeciLM folder"
+            " with the plan"
+        )
+    weights = llama_weights(served, places)
+    config = llama_fields(served, places, weights)
+    if architecture == "ministral" and (config["attention_bias"] or config["mlp_bias"]):
+        raise ExportError(f"{lm.source} has biases, which Ministral lacks. Choose architecture llama")
+    config |= {
+        "architectures": [_CLASSES[architecture]],
+        "model_type": architecture,
+        "num_key_value_heads": places[0].kv_heads,
+        "layer_types": list(windows.layer_types),
+        "sliding_window": windows.sliding_window,
+    }
+    nbytes = write_folder(lm, folder, weights, config, max_shard_size=max_shard_size)
+    return WrittenLayerTypes(Path(folder), nbytes, windows)
+
+
+def windows_of(lm: LoadedModel, plan: HeadPlan) -> SlidingLayers:
+    """Return the windows of a plan; raise PlanError if it is for a model with other heads."""
+    check_model(plan, grid=lm.grid.at("self").as_dicts())
+    return sliding_layers(plan)
