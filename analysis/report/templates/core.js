@@ -222,11 +222,12 @@ headscan.button = (place, label, title, act) => {
 headscan.numberTable = (rows, label, most = 200) => {
   const [heading, ...body] = rows;
   const numeric = heading.map((_, i) => body.some((row) => typeof row[i] === "number"));
+  const whole = heading.map((_, i) => body.every((row) => typeof row[i] !== "number" || Number.isInteger(row[i])));
   const line = (tag, row) => {
     const made = headscan.element("tr");
     heading.forEach((_, i) => {
       const value = row[i];
-      const text = typeof value === "number" && !Number.isInteger(value) ? headscan.number(value) : value ?? "–";
+      const text = typeof value === "number" && !whole[i] ? headscan.number(value) : value ?? "–";
       made.append(headscan.element(tag, text, { ...(numeric[i] ? { class: "n" } : {}), ...(tag === "th" ? { scope: "col" } : {}) }));
     });
     return made;

@@ -74,14 +74,14 @@
     return (value) => (labels && typeof value === "number" ? plain(labels[places.indexOf(value)] ?? "") : plain(value));
   };
 
-  // Generic rows of a figure: series, panel, both coordinates, the ends of the interval, and the hover text. Points that
-  // are drawn elsewhere, such as those at the edge of a frame, have their true numbers in `customdata`.
+  // Generic rows of a figure: series, panel, both coordinates, the ends of the interval, and the hover text. Traces that
+  // draw other numbers, such as points at the edge of a frame, have theirs in `customdata`: x, y, low and high.
   const rows = (spec) => {
     const found = [["series", "panel", "x", "y", "low", "high", "value", "text"]];
     for (const trace of spec.data) {
-      const true_ = numbers(trace.customdata);
-      const z = trace.z && (true_ ?? numbers(trace.z));
-      const [xs, ys] = !z && true_ ? [true_.map((each) => each[0]), true_.map((each) => each[1])] : [numbers(trace.x), numbers(trace.y)];
+      const own = numbers(trace.customdata);
+      const z = trace.z && (own ?? numbers(trace.z));
+      const [xs, ys] = !z && own ? [0, 1].map((part) => own.map((each) => each[part])) : [numbers(trace.x), numbers(trace.y)];
       const [across, up] = [axisOf(spec, trace, "x"), axisOf(spec, trace, "y")];
       const panel = up.title?.text ?? "";
       if (z) {
@@ -94,8 +94,8 @@
         const [nameX, nameY] = [labelled(across), labelled(up)];
         (xs ?? []).forEach((x, i) => {
           if (x === null) return;
-          found.push([plain(trace.name), plain(panel), nameX(x), nameY(ys[i]), above ? middle[i] - below[i] : null,
-            above ? middle[i] + above[i] : null, null, plain(trace.hovertext?.[i])]);
+          const [low, high] = above ? [middle[i] - below[i], middle[i] + above[i]] : own ? [own[i][2], own[i][3]] : [null, null];
+          found.push([plain(trace.name), plain(panel), nameX(x), nameY(ys[i]), low, high, null, plain(trace.hovertext?.[i])]);
         });
       }
     }

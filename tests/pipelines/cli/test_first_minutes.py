@@ -107,8 +107,8 @@ def test_the_module_is_the_command() -> None:
 
 def commands_of(page: Path) -> list[list[str]]:
     """The commands that a report proposes, as words after `headscan`."""
-    shown = re.findall(r"<code>(headscan .*?)</code>", page.read_text(encoding="utf-8"))
-    return [shlex.split(one)[1:] for line in shown for one in html.unescape(line).split(" ; ")]
+    shown = re.findall(r"<pre class=\"command\"><code>(.*?)</code>", page.read_text(encoding="utf-8"))
+    return [shlex.split(html.unescape(re.sub("</?span>", "", line)))[1:] for line in shown]
 
 
 def test_a_report_s_commands_can_be_pasted(
@@ -126,12 +126,18 @@ def test_a_report_s_commands_can_be_pasted(
         assert main(["report", *plan, "--out", "r.html", *store]) == 0
         for words in commands_of(Path("r.html")):
             assert getattr(read_command(words), "model", None) in (str(folder), None)
-            for option, value in (("--corpus", str(corpus_folder)), ("--plan", "mine.json")):
+            for option, value in (("--corpus", str(corpus_folder)), ("--plan", plan[-1] if plan else "head_plan.json")):
                 assert option not in words or words[words.index(option) + 1] == value
             if words[0] in ("probe", "importance", "plan"):  # the others need a task, or take longer
                 assert main(words) == 0, words
                 pasted.add(words[0])
     assert pasted == {"probe", "importance", "plan"}
+    # The usual window is wider than these texts; the command that is shown then measures a narrower one.
+    assert main([*scanned, "--store", "short.duckdb"]) == 0
+    assert main(["report", "--out", "r.html", "--store", "short.duckdb"]) == 0
+    [plan] = [words for words in commands_of(Path("r.html")) if words[0] == "plan"]
+    assert plan[1:4] == [str(folder), "--method", "measured"]
+    assert main([*plan, "--sequences", "4", "--recall-prompts", "0", "--no-confirm", "--max-tokens", "40"]) == 0, plan
 
 
 @pytest.mark.parametrize("verb", [["generate", "--prompt-file", "p.txt"], ["evaluate", "--tasks", "t"]])
