@@ -163,9 +163,17 @@ def cache_answer(
     best = min(passing, key=lambda arm: left[arm.name]) if passing else max(arms, key=lambda arm: arm.paired.low)
     cost = _cost(best, f"{1 - left[best.name]:.1%} of the cache less{at} changes")
     if passing:
-        return Answer(CACHE_QUESTION, f"{1 - left[best.name]:.1%}{at}", cost, "known", links[0])
+        return _shown_safe(CACHE_QUESTION, f"{1 - left[best.name]:.1%}{at}", cost, best, links[0])
     headline, lead = _not_shown(best, "plan")
     return Answer(CACHE_QUESTION, headline, f"{lead} {cost}", "open", links[0], commands.evaluate_plan)
+
+
+def _shown_safe(question: str, headline: str, detail: str, best: ArmVerdict, link: str) -> Answer:
+    """Return the answer from an arm that passes; without a verdict on recall it is open."""
+    unknown = best.recall_unknown.partition(" is unknown")[0]
+    if unknown:
+        return Answer(question, f"{headline}, {unknown} unknown", detail, "open", link)
+    return Answer(question, headline, detail, "known", link)
 
 
 def _not_shown(best: ArmVerdict, what: str) -> tuple[str, str]:
@@ -271,7 +279,8 @@ def _cost(arm: ArmVerdict, what: str) -> str:
         f"{arm.name}: {what} accuracy by {p.interval.words(unit=' points')} on {p.questions:,} questions"
         f" (baseline {p.baseline:.1f} %)"
     )
-    return f"{text}; recall left: {recall}." if recall else f"{text}; recall was not tested."
+    left = f"; recall left: {recall}" if recall else ""
+    return f"{text}{left}{f'; {arm.recall_unknown}' if arm.recall_unknown else ''}."
 
 
 _INACTIVE_QUESTION = "How many heads are inactive?"
@@ -423,7 +432,7 @@ def _answer(question: str, arms: Sequence[ArmVerdict], done: str, how: str, link
     best = _best(arms)
     cost = _cost(best, f"{_share(best.zeroed_share)} of heads {done} change")
     if best.removable:
-        return Answer(question, f"{_share(best.zeroed_share)} of heads", f"{cost}{how}", "known", link)
+        return _shown_safe(question, f"{_share(best.zeroed_share)} of heads", f"{cost}{how}", best, link)
     headline, lead = _not_shown(best, "set of heads")
     return Answer(question, headline, f"{lead} {cost}{how if headline == 'None shown' else ''}", "open", link, command)
 

@@ -11,6 +11,7 @@ from headscan.analysis.errors import StoreError, VerdictError
 from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import ArmVerdict, Outcome, judge
+from headscan.analysis.verdicts.ordered_shares import share_verdict
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from headscan.pipelines.cli.results import verdict_text
 from tests.analysis.conftest import answer_table
@@ -327,6 +328,23 @@ def test_a_model_that_cannot_retrieve_loses_nothing(evaluate: Evaluate) -> None:
     assert arm.recall[0].paired.difference == pytest.approx(-25) and not arm.recall[0].informative
     assert arm.removable
     assert "Recall cannot be judged: the baseline fails the recall tasks" in arm.sentence()
+    # Safe, but never in silence: the word, the reason, the sentence, and the table.
+    unknown = "recall is unknown: the model itself does not solve this task"
+    assert (arm.label, arm.why) == ("safe, recall unknown", unknown)
+    assert "within one point; recall is unknown. Accuracy" in arm.sentence()
+    assert "safe, recall unknown" in verdict_text([arm]) and f"ten: {unknown}" in verdict_text([arm])
+
+
+def test_recall_that_was_not_asked_or_in_part_is_named(evaluate: Evaluate) -> None:
+    arms = {"baseline": ("baseline", BASELINE, 0.0, {}), "same": ("mask", BASELINE, 0.1, {})}
+    (arm,) = judge(*evaluate(TASKS, arms)).arms
+    assert (arm.label, arm.why) == ("safe, recall unknown", "recall is unknown: it was not asked")
+    tasks = np.concatenate([TASKS, np.repeat(["needle@64", "copying@64"], 400)])
+    same = np.concatenate([BASELINE, np.repeat([0.0, 1.0], 400)])
+    arms = {"baseline": ("baseline", same, 0.0, {}), "same": ("mask", same, 0.1, {})}
+    (arm,) = judge(*evaluate(tasks, arms)).arms
+    assert (arm.label, arm.recall_lost) == ("safe, needle unknown", "")
+    assert share_verdict(arm, 0.1, None).label == "safe, needle unknown"
 
 
 def _perplexities(value: float) -> pa.Table:
