@@ -61,8 +61,8 @@ def test_a_verdict_follows_the_interval_and_the_controls(evaluate: Evaluate) -> 
     words = verdict.sentences()
     assert [w.split(" ")[0] for w in words] == ["harmless", "unclear", "costly"]
     assert words[0] == (
-        "harmless (10.0% of heads ablated): removable within one point. Accuracy 74.80 % against 75.00 % on 1000"
-        " questions: -0.20 points [-0.73, +0.18], p = 0.5. Worst of 2 tasks and groups, with an interval widened for"
+        "harmless (10.0% of heads ablated): removable within one point; recall is unknown. Accuracy 74.80 % against"
+        " 75.00 % on 1000 questions: -0.20 points [-0.73, +0.18], p = 0.5. Worst of 2 tasks and groups, with an interval widened for"
         " their number: b: -0.40 points [-1.60, +0.48]; the smallest, of 500 questions, shows losses from about"
         " 4 points. Recall was not tested. Of 2 random choices with"
         " as many heads, 2 lose more accuracy (-10.00 to -6.00 points); at least 19 are needed to show a"
