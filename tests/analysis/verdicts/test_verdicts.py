@@ -62,9 +62,9 @@ def test_a_verdict_follows_the_interval_and_the_controls(evaluate: Evaluate) -> 
     assert [w.split(" ")[0] for w in words] == ["harmless", "unclear", "costly"]
     assert words[0] == (
         "harmless (10.0% of heads ablated): removable within one point; recall is unknown. Accuracy 74.80 % against"
-        " 75.00 % on 1000 questions: -0.20 points [-0.73, +0.18], p = 0.5. Worst of 2 tasks and groups, with an interval widened for"
-        " their number: b: -0.40 points [-1.60, +0.48]; the smallest, of 500 questions, shows losses from about"
-        " 4 points. Recall was not tested. Of 2 random choices with"
+        " 75.00 % on 1000 questions: -0.20 points [-0.73, +0.18], p = 0.5. Worst of 2 tasks and groups, with an"
+        " interval widened for their number: b: -0.40 points [-1.60, +0.48]; the smallest, of 500 questions, shows"
+        " losses from about 4 points. Recall was not tested. Of 2 random choices with"
         " as many heads, 2 lose more accuracy (-10.00 to -6.00 points); at least 19 are needed to show a"
         " better choice of heads than chance."
     )
@@ -424,8 +424,9 @@ def test_the_table_of_a_terminal_has_the_numbers_and_says_what_is_missing(evalua
     by_name = {arm.name: arm for arm in verdict.arms}
     for name, line in rows.items():
         arm = by_name[name]
-        assert arm.paired.interval.words(1) in line and "1 of 1" in line and line.endswith(str(arm.outcome))
+        assert arm.paired.interval.words(1) in line and "1 of 1" in line and line.endswith(arm.label)
     outcomes = [by_name[name].outcome for name in ("harmful", "close", "harmless")]
     assert outcomes == [Outcome.LOSES, Outcome.OPEN, Outcome.SAFE]
     assert "harmful: accuracy (-4.0 points)" in text and f"close: {by_name['close'].why}" in text
-    assert "harmless:" not in text and text.endswith("less than 90 % of recall is shown")
+    assert "harmless: recall is unknown: it was not asked\n" in text
+    assert text.endswith("less than 90 % of recall is shown")
