@@ -169,7 +169,10 @@ class Evaluate(RunVerb):
     def run(self) -> Result:
         from headscan.analysis.plans import load_plan
 
-        plans = [load_plan(path) for path in self.arms.plan]  # the imports below load torch, which takes seconds
+        # The imports below load torch, which takes seconds.
+        plans = [load_plan(path) for path in self.arms.plan]
+        if self.arms.mask or self.arms.uses_score:
+            self.store.check_exists()
         from headscan.analysis.verdicts.judge import judge
         from headscan.checkpoints.sources import load_config
         from headscan.models.model_facts import check_bounds
