@@ -244,7 +244,7 @@ class CacheHint:
         if self.far is None:
             # Texts are longer than this window, as they must be.
             recent = 2 ** int(math.log2(max(self.longest // 4, 1)))
-            window = () if recent >= DEFAULT_RECENT else ("--recent", str(recent))
+            window: tuple[str, ...] = () if recent >= DEFAULT_RECENT else ("--recent", str(recent))
             command = commands.on_model_alone("plan", "--method", "measured", *commands.own_texts, *window)
             detail = (
                 f"The texts of the scan have at most {self.longest:,} tokens, so they show nothing beyond a window of"
