@@ -99,8 +99,8 @@ def check_inputs(settings: Any) -> None:
     """
     from headscan.pipelines.corpora import check_corpus
 
-    if isinstance(settings, CorpusOptions) and settings.name is not None:
-        check_corpus(settings.name)
+    if isinstance(settings, CorpusOptions) and (settings.name or "").strip():  # `CorpusSpec` refuses an empty name
+        check_corpus(settings.name or "")
     if isinstance(settings, DataSpec):
         settings.check_file()
     folder = settings.model if isinstance(settings, ModelVerb) else None
