@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import os
 import re
@@ -78,6 +79,39 @@ def test_names_that_python_blocks_and_notebooks_import_exist() -> None:
                 for each in node.names:
                     line = f"from {node.module} import {each.name}"
                     exec(line, {})  # raises an ImportError that names the module and the missing name
+
+
+def test_attributes_and_arguments_in_python_blocks_exist() -> None:
+    """Names behind `headscan.` and `jobs.`, and the keywords of calls to them."""
+    import headscan
+    from headscan.pipelines import jobs
+
+    modules = {"headscan": headscan, "jobs": jobs}
+    checked = 0
+    for name, text in {"README.md": README, **PAGES}.items():
+        for code in blocks(text, "python"):
+            for node in ast.walk(ast.parse(code)):
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+                    shown = f"{name}: {ast.unparse(node)}"
+                    assert hasattr(modules[node.value.id], node.attr), shown
+                    checked += 1
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                    owner = node.func.value
+                    if isinstance(owner, ast.Name) and owner.id in modules:
+                        called = getattr(modules[owner.id], node.func.attr)
+                        keywords = {each.arg: None for each in node.keywords if each.arg}
+                        inspect.signature(called).bind_partial(**keywords)  # a TypeError names a wrong keyword
+    assert checked >= 20
+
+
+@pytest.mark.slow
+def test_the_readme_s_python_runs_on_the_demo(tmp_path: Path) -> None:
+    for command in ("scan demo --store s.duckdb --limit-sequences 4", "plan --store s.duckdb --window-share 0.5"):
+        subprocess.run([sys.executable, "-m", "headscan", *command.split()], check=True, cwd=tmp_path, env=OFFLINE)
+    [code] = blocks(README, "python")
+    code = code.replace("path-or-hub-name", "demo").replace('device="auto"', 'device="cpu"')
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=OFFLINE)
+    assert done.returncode == 0, done.stderr
 
 
 def test_generated_pages_cover_the_declarations() -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
 
 from headscan.analysis.store.views import ALL_RUNS, VIEWS
 from headscan.catalog import BEHAVIOURS, IMPORTANCES, PROFILES, SCORES, STATISTICS
-from headscan.pipelines.cli.main import VERBS, verb_class
-from headscan.pipelines.cli.option_parser import options_of, verb_parser
+from headscan.pipelines.cli.main import VERBS, read_command, verb_class
+from headscan.pipelines.cli.option_parser import UsageError, options_of, verb_parser
 from headscan.pipelines.cli.status import Sql
 from tests.sources import PACKAGES, ROOT, modules
 
@@ -80,12 +84,66 @@ def test_every_verb_with_json_is_named() -> None:
     assert sorted(re.findall(r"`([a-z]+)`", verbs)) == sorted(with_json)
 
 
-def test_every_command_they_show_is_understood() -> None:
-    blocks = [
-        block for text in (README, *PAGES.values()) for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
-    ]
-    commands = [line for block in blocks for line in block.splitlines() if line.startswith("headscan ")]
-    assert len(commands) >= 12
-    for command in commands:
-        verb, *words = shlex.split(command, comments=True)[1:]
-        verb_parser(verb, verb_class(verb)).parse_args(words)
+#: Pages with commands. Words in capitals, and `$NAMES`, stand for what a reader has.
+WITH_COMMANDS = {
+    "README.md": README,
+    **{name: (ROOT / name).read_text(encoding="utf-8") for name in ("CONTRIBUTING.md", "reproduce/README.md")},
+    **PAGES,
+}
+_FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+
+
+def fenced_commands(text: str) -> list[list[str]]:
+    """Return the words after `headscan` of each command in a block of shell, wherever in its line it begins."""
+    found = []
+    for language, block in _FENCE.findall(text):
+        if language not in ("bash", "sh", "console", ""):
+            continue
+        for line in block.replace("\\\n", " ").splitlines():
+            for inside in re.findall(r"(?:^|[$\"(&|;]|srun|time) *headscan ([a-z].*)", line):
+                # A command in the quotes of another one ends with its quote.
+                whole = inside.rpartition('"')[0] if inside.count('"') % 2 else inside
+                words = shlex.split(re.sub(r"\$\w+", "1", whole), comments=True)
+                found.append(list(takewhile(lambda word: word not in ("|", ">", ">>", "&", "&&", ";"), words)))
+    return found
+
+
+def inline_commands(text: str) -> list[list[str]]:
+    """Return the words after `headscan` of each command inside a sentence."""
+    plain = _FENCE.sub("", text)
+    return [shlex.split(command) for command in re.findall(r"`headscan ([a-z][^`]*)`", plain)]
+
+
+def test_every_command_they_show_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line builds the settings, so that a missing option, or two that exclude each other, fails, too."""
+    monkeypatch.chdir(tmp_path)
+    count = 0
+    for name, text in WITH_COMMANDS.items():
+        files = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+        for words in fenced_commands(text):
+            if "--config-file" in words:  # the page shows the file
+                (tmp_path / words[words.index("--config-file") + 1]).write_text(files[0])
+            try:
+                read_command(words)
+            except UsageError as problem:
+                raise AssertionError(f"{name}: headscan {' '.join(words)}: {problem}") from problem
+            count += 1
+    assert count >= 60
+
+
+def test_commands_inside_sentences_name_verbs_and_options_that_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sentence may name a verb with one option alone, or write `...`; other commands are whole."""
+    monkeypatch.chdir(tmp_path)
+    count = 0
+    for name, text in WITH_COMMANDS.items():
+        for verb, *words in inline_commands(text):
+            shown = f"{name}: headscan {' '.join([verb, *words])}"
+            assert verb in VERBS, shown
+            known = verb_parser(verb, verb_class(verb))._option_string_actions
+            assert all(word in known for word in words if word.startswith("--")), shown
+            if words and not words[0].startswith("--") and "..." not in words:
+                read_command([verb, *words])
+            count += 1
+    assert count >= 60

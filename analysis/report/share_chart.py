@@ -83,6 +83,8 @@ class Line:
         )
         if self.interval != "band":
             return [line]
+        # The band is another trace; tables of the figure read the ends of the intervals here.
+        line.customdata = [[100 * mark.share, mark.value.value, mark.value.low, mark.value.high] for mark in self.marks]
         ends = [*(mark.value.high for mark in self.marks), *(mark.value.low for mark in reversed(self.marks))]
         band = go.Scatter(
             x=[*x, *reversed(x)],

@@ -50,6 +50,13 @@ class Outcome(StrEnum):
     OPEN = "too few questions"
 
 
+def outcome_label(outcome: Outcome, recall_unknown: str) -> str:
+    """Return an outcome in words; one that is safe says so if ``recall_unknown``, of an arm, names what is unknown."""
+    if outcome is Outcome.SAFE and recall_unknown:
+        return f"{outcome}, {recall_unknown.partition(' is unknown')[0]} unknown"
+    return str(outcome)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ArmOutcome:
     """Results of one arm without its accuracy.
@@ -91,6 +98,19 @@ class ArmOutcome:
     def recall_open(self) -> str:
         """Names of the recall families that are shown neither lost nor kept."""
         return ", ".join(family.family for family in self.families if not (family.failed or family.kept))
+
+    @property
+    def recall_unknown(self) -> str:
+        """What of recall these questions cannot judge, and why; empty if they judge every family."""
+        if not self.recall:
+            return "recall is unknown: it was not asked"
+        guessed = [family.family for family in self.recall if not family.informative]
+        if not guessed:
+            return ""
+        what = "recall" if len(guessed) == len(self.recall) else " and ".join(guessed)
+        return (
+            f"{what} is unknown: the model itself does not solve {'these tasks' if len(guessed) > 1 else 'this task'}"
+        )
 
     @property
     def other_measures(self) -> list[str]:
@@ -201,11 +221,17 @@ class ArmVerdict(ArmOutcome):
         return Outcome.SAFE if self.removable else Outcome.OPEN
 
     @property
+    def label(self) -> str:
+        """The verdict as a table shows it: safe heads of unknown recall are named so."""
+        return outcome_label(self.outcome, self.recall_unknown)
+
+    @property
     def why(self) -> str:
-        """Losses, or missing evidence, in a few words; empty if the arm is safe."""
-        if self.outcome is Outcome.SAFE:
-            return ""
-        return self._lost() if self.losses else self._missing()
+        """Losses, or missing evidence, in a few words; empty if the arm is safe and its recall is known."""
+        if self.losses:
+            return self._lost()
+        missing = "" if self.outcome is Outcome.SAFE else self._missing()
+        return "; ".join(filter(None, [missing, self.recall_unknown]))
 
     def _lost(self) -> str:
         parts = []
@@ -258,7 +284,8 @@ class ArmVerdict(ArmOutcome):
         if doubts:
             return f"not shown to be {word}: {' and '.join(doubts)}"
         inactive = ": the heads are inactive" if self.replacement == "zero" else ""
-        return f"{word} within one point{inactive}"
+        unknown = f"; {self.recall_unknown.partition(':')[0]}" if self.recall_unknown else ""
+        return f"{word} within one point{inactive}{unknown}"
 
     @property
     def losses(self) -> list[str]:

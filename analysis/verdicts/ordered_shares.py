@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.confirmation import widened
-from headscan.analysis.verdicts.judge import ArmOutcome, ArmVerdict, Outcome, arm_outcome
+from headscan.analysis.verdicts.judge import ArmOutcome, ArmVerdict, Outcome, arm_outcome, outcome_label
 from headscan.analysis.verdicts.measures import Increase, read_measures
 from headscan.analysis.verdicts.paired import PairedDifference
 from headscan.analysis.verdicts.verdict_rows import (
@@ -35,8 +35,9 @@ class ShareVerdict:
 
     Attributes:
         loss: Increase of the held-out loss, in nats per token; None if it was not measured.
-        why: Losses, or missing evidence; empty if the share is safe.
+        why: Losses, or missing evidence; empty if the share is safe and its recall is known.
         accuracy: Comparison on the benchmark; None if the loss ended the test.
+        recall_unknown: What of recall was not judged, and why; empty if all of it was, or if the loss ended the test.
     """
 
     name: str
@@ -48,6 +49,12 @@ class ShareVerdict:
     recall: tuple[RecallVerdict, ...] = ()
     cache_left: float | None = None
     weights_left: float | None = None
+    recall_unknown: str = ""
+
+    @property
+    def label(self) -> str:
+        """The verdict as a table shows it."""
+        return outcome_label(self.outcome, self.recall_unknown)
 
 
 def read_losses(store: Store, run_id: str, *, comparisons: int = 1) -> dict[str, Increase]:
@@ -126,4 +133,5 @@ def share_verdict(outcome: ArmOutcome, share: float, loss: Increase | None) -> S
         recall=outcome.families,
         cache_left=outcome.cache_left,
         weights_left=outcome.weights_left,
+        recall_unknown=outcome.recall_unknown,
     )

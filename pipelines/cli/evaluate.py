@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from headscan.catalog import RANKED_CRITERIA, SCORES
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, head, model_source
 from headscan.pipelines.cli.results import Json, Result, arm_rows, verdict_text
-from headscan.pipelines.cli.task_options import TASK_TOKENS, RecallOptions, ReplaceTexts, Tasks, value_config
+from headscan.pipelines.cli.task_options import (
+    TASK_TOKENS,
+    DemoSize,
+    RecallOptions,
+    ReplaceTexts,
+    Tasks,
+    evaluation_of,
+    value_config,
+)
 from headscan.pipelines.cli.verb_base import RunVerb, quiet_libraries
 from headscan.pipelines.settings.evaluation_settings import PLAN_MODES, MaskOrderOption, PlanMode, ReplaceValue
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
     from headscan.pipelines.scoring.arms import AblationValue, Arm
+
+_DEMO = DemoSize(questions=400, recall=200, sequences=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +160,7 @@ class Evaluate(RunVerb):
     texts: Annotated[ReplaceTexts, Group("texts")]
 
     def __post_init__(self) -> None:
+        self.tasks.check_required(self)
         self.texts.check(self.arms.replace)
         if self.arms.replace != "zero" and not (self.arms.heads or self.arms.mask or self.arms.uses_score):
             raise UsageError(f"--replace {self.arms.replace} needs ablated heads: give --heads, --mask or --score")
@@ -156,7 +169,10 @@ class Evaluate(RunVerb):
     def run(self) -> Result:
         from headscan.analysis.plans import load_plan
 
-        plans = [load_plan(path) for path in self.arms.plan]  # the imports below load torch, which takes seconds
+        # The imports below load torch, which takes seconds.
+        plans = [load_plan(path) for path in self.arms.plan]
+        if self.arms.mask or self.arms.uses_score:
+            self.store.check_exists()
         from headscan.analysis.verdicts.judge import judge
         from headscan.checkpoints.sources import load_config
         from headscan.models.model_facts import check_bounds
@@ -169,10 +185,13 @@ class Evaluate(RunVerb):
         replaced = value_config(self.arms.replace, self.texts, self)
         quiet_libraries()
         spec = self.spec()
-        config = self.tasks.config(spec, recall=self.recall.config())
         if self.arms.heads:
             check_bounds(load_config(spec.source, spec.revision, spec.trust_remote_code), self.arms.heads)
-        with self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, plan):
+        with (
+            tempfile.TemporaryDirectory() as scratch,
+            self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, plan),
+        ):
+            config = evaluation_of(self, self.tasks, self.recall, spec, Path(scratch), _DEMO)
             config, store, identity = replace(config, batch_tokens=plan.batch_tokens), run.store, run.identity
             named = (self.arms.heads, self.arms.mask and mask_heads(store, self.arms.mask, identity))
             masks = [heads for heads in named if heads]

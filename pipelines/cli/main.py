@@ -174,6 +174,9 @@ def _surroundings() -> list[str]:
 
 
 def _run(verb: Any) -> None:
+    from headscan.pipelines.cli.verb_base import check_inputs
+
+    check_inputs(verb)
     as_json = getattr(verb, "json", False)
     if as_json:
         # Libraries print, too; standard output holds the JSON object alone.

@@ -214,6 +214,10 @@ class Prune(WholeModelVerb):
         self.check_texts()
 
     def run(self) -> Result:
+        if self.size.import_heads and not Path(self.size.import_heads).is_file():
+            raise UsageError(f"no file {self.size.import_heads}: give a JSON list of [layer, head]")
+        if self.size.mask or (not self.size.names_heads and not set(self.choice.method) <= set(_OWN_METHODS)):
+            self.store.check_exists()
         from headscan.pipelines.pruning.run_prune import prune
         from headscan.pipelines.pruning.work_folder import check_place
 

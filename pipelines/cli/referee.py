@@ -76,6 +76,8 @@ class Referee(WholeModelVerb):
             self.check_texts()
 
     def run(self) -> Result:
+        if self.rank_data is not None:
+            DataSpec(self.rank_data).check_file()
         return self._on_tasks() if self.data is None else self._on_examples(self.data)
 
     def _on_examples(self, data: DataSpec) -> Result:

@@ -69,6 +69,7 @@ def arm_row(arm: ArmOutcome) -> dict[str, Any]:
         "removable": None if judged is None else judged.removable,
         "accuracy": None if judged is None else {k: v for k, v in asdict(judged.paired).items() if k != "retained"},
         "recall": [_recall(family) for family in arm.recall],
+        "recall_unknown": arm.recall_unknown or None,
         "measures": [asdict(measure) for measure in arm.measures],
         "weights_left": arm.weights_left,
         "cache_left": arm.cache_left,
@@ -132,7 +133,7 @@ def _cells(arm: ArmOutcome) -> dict[str, str]:
         return found
     if arm.controls is not None:
         found["random worse"] = arm.controls.standing()
-    return found | {"verdict": str(arm.outcome)}
+    return found | {"verdict": arm.label}
 
 
 def _recall(family: RecallVerdict) -> dict[str, Any]:

@@ -85,6 +85,12 @@ class Study(OptionalModelVerb):
 
 def run_study(config: StudyConfig, devices: Devices, *, resume_anyway: bool) -> Result:
     """Run a study in this process, and return its answers."""
+    from headscan.pipelines.corpora import check_corpus
+
+    for corpus in (config.corpus, config.judge):
+        if corpus is not None:
+            check_corpus(corpus.name)
+    # These imports load torch, which takes seconds.
     from headscan.analysis.store.store import Store
     from headscan.pipelines.runs.run_records import Run
     from headscan.pipelines.study.run_study import study

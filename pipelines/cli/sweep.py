@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.options import Group
 from headscan.pipelines.cli.option_parser import with_flags
 from headscan.pipelines.cli.results import Json, Result, arm_row, verdict_text
-from headscan.pipelines.cli.task_options import TASK_TOKENS, RecallOptions, ReplaceTexts, Tasks, value_config
+from headscan.pipelines.cli.task_options import (
+    TASK_TOKENS,
+    DemoSize,
+    RecallOptions,
+    ReplaceTexts,
+    Tasks,
+    evaluation_of,
+    value_config,
+)
 from headscan.pipelines.cli.verb_base import RunVerb, quiet_libraries, say
 from headscan.pipelines.settings.evaluation_settings import ReplaceValue, SweepConfig
 
 if TYPE_CHECKING:
     from headscan.analysis.verdicts.confirmation import SweepChoice
     from headscan.analysis.verdicts.curves import Curve
+
+_DEMO = DemoSize(questions=80, recall=40, sequences=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +59,7 @@ class Sweep(RunVerb):
     texts: Annotated[ReplaceTexts, Group("texts")]
 
     def __post_init__(self) -> None:
+        self.tasks.check_required(self)
         self.texts.check(self.arms.replace)
 
     def run(self) -> Result:
@@ -58,13 +71,13 @@ class Sweep(RunVerb):
 
         quiet_libraries()
         spec = self.spec()
-        config = self.arms.sweep(
-            evaluation=self.tasks.config(spec, recall=self.recall.config()),
-            value=value_config(self.arms.replace, self.texts, self),
-        )
-        with self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, plan):
-            run.say = lambda line: say(with_flags(line, Sweep))
-            runs = sweep(replace(config, evaluation=replace(config.evaluation, batch_tokens=plan.batch_tokens)), run)
+        value = value_config(self.arms.replace, self.texts, self)
+        with tempfile.TemporaryDirectory() as scratch:
+            evaluation = evaluation_of(self, self.tasks, self.recall, spec, Path(scratch), _DEMO)
+            config = self.arms.sweep(evaluation=evaluation, value=value)
+            with self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, plan):
+                run.say = lambda line: say(with_flags(line, Sweep))
+                runs = sweep(replace(config, evaluation=replace(evaluation, batch_tokens=plan.batch_tokens)), run)
         store = run.store
         curves, verdict = read_curves(store, runs.evaluate_run), judge(store, runs.evaluate_run)
         with at_work("verdicts on the choices"):

@@ -35,9 +35,24 @@ _DEMO_RECALL, _DEMO_TOKENS = 256, 512
 class Tasks:
     """Tasks of a verb that needs some."""
 
-    names: Annotated[tuple[str, ...], Option("comma-separated lm-eval tasks, groups or tags", flag="--tasks")]
+    names: Annotated[
+        tuple[str, ...],
+        Option(
+            "comma-separated lm-eval tasks, groups or tags (default: required, except for `demo`, which has its own)",
+            flag="--tasks",
+        ),
+    ] = ()
     prompts: Annotated[partial[TaskConfig], Group()]
     evaluation: Annotated[partial[EvaluateConfig], Group()]
+
+    def check_required(self, verb: ModelVerb) -> None:
+        """Raise UsageError if there are no tasks, except on the bundled model, or an option of tasks has no effect."""
+        if self.names:
+            return
+        if not verb.is_demo:
+            raise UsageError("--tasks is required: name lm-eval tasks, groups or tags, such as arc_easy")
+        if "include_path" in self.prompts.keywords:
+            raise UsageError("--include-path has no effect on the demo without --tasks: name tasks, too")
 
     def config(self, spec: ModelSpec, *, recall: RecallPlan | None = None, **prompts: Any) -> EvaluateConfig:
         """Return the settings of an evaluation, without the batch size, which the placement decides; ``prompts``
@@ -110,8 +125,8 @@ class WholeModelVerb(RunVerb):
 
     def check_texts(self) -> None:
         """Raise UsageError if a corpus is missing, or an option has no effect."""
-        if self.is_demo and "tasks.prompts.include_path" in changed(self) and not self.tasks.names:
-            raise UsageError("--include-path has no effect on the demo without --tasks: name tasks, too")
+        if self.is_demo:
+            self.tasks.check_required(self)
         if self.calibration.name is None and not self.is_demo:
             raise UsageError("--corpus is required: name a text to calibrate on")
 
@@ -129,11 +144,7 @@ class WholeModelVerb(RunVerb):
         return replace(config, max_tokens=config.max_tokens or _DEMO_TOKENS)
 
     def evaluation(self, spec: ModelSpec, scratch: Path, demo: DemoSize) -> EvaluateConfig:
-        """Return the settings of the evaluation; the demo has its own recall questions, and its task in ``scratch``."""
-        if self.tasks.names or not self.is_demo:
-            return self.tasks.config(spec, recall=self.recall.config())
-        recall = self.recall.config(lengths=(_DEMO_RECALL,), questions=demo.recall)
-        return self.tasks.config(spec, recall=recall, **demo_task(scratch, demo.questions))
+        return evaluation_of(self, self.tasks, self.recall, spec, scratch, demo)
 
     @contextmanager
     def opened_whole(self, texts: TextConfig) -> Iterator[tuple[Run, PlacementPlan]]:
@@ -148,6 +159,16 @@ class WholeModelVerb(RunVerb):
             if run.pool.staged:
                 raise UsageError(f"--placement {plan.placement.name} holds a part of the layers: use whole or sharded")
             yield run, plan
+
+
+def evaluation_of(
+    verb: ModelVerb, tasks: Tasks, recall: RecallOptions, spec: ModelSpec, scratch: Path, demo: DemoSize
+) -> EvaluateConfig:
+    """Return the settings of an evaluation; the demo has its own recall questions, and its task in ``scratch``."""
+    if tasks.names or not verb.is_demo:
+        return tasks.config(spec, recall=recall.config())
+    asked = recall.config(lengths=(_DEMO_RECALL,), questions=demo.recall)
+    return tasks.config(spec, recall=asked, **demo_task(scratch, demo.questions))
 
 
 def demo_task(scratch: Path, questions: int = 400) -> dict[str, Any]:

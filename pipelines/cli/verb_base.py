@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from headscan.checkpoints.source_folder import DEMO_MODEL
 from headscan.cluster.placement.devices import max_threads
 from headscan.cluster.placement.placement_base import PlacementRequest, Timeouts
+from headscan.errors import ModelLoadError
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, LONGEST_WAIT, Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, model_source, with_flags
 from headscan.pipelines.runs.text_tables import printable_lines
-from headscan.pipelines.settings.corpus_settings import CorpusSpec
+from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec
 from headscan.pipelines.settings.evaluation_settings import ResumeAnyway
 
 if TYPE_CHECKING:
@@ -86,6 +87,29 @@ class StoreOptions:
             if not os.access(folder, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, "the store cannot be written there", str(folder))
         return store_at(self.path, lock_timeout=self.lock_timeout, on_wait=say)
+
+    def check_exists(self) -> None:
+        """Raise StoreError if there is no store to read."""
+        self.open().runs()
+
+
+def check_inputs(settings: Any) -> None:
+    """Raise now, before libraries and models load, which takes seconds, if a corpus, examples or a model's folder that
+    a verb names are missing. Names that can be on the hub pass.
+    """
+    from headscan.pipelines.corpora import check_corpus
+
+    if isinstance(settings, CorpusOptions) and (settings.name or "").strip():  # `CorpusSpec` refuses an empty name
+        check_corpus(settings.name or "")
+    if isinstance(settings, DataSpec):
+        settings.check_file()
+    folder = settings.model if isinstance(settings, ModelVerb) else None
+    if folder is not None and folder.endswith("/") and not Path(folder).exists():
+        raise ModelLoadError(f"no model at {folder}: there is no such folder. Check the path")
+    for field in fields(settings):
+        part = getattr(settings, field.name)
+        if is_dataclass(part):
+            check_inputs(part)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ The `CorpusReport` counts everything that is dropped: empty or undecodable docum
 are too short, and files of unknown type. It names the first few of each.
 """
 
-from headscan.pipelines.corpora.corpus import BUILT_IN, Corpus, open_corpus
+from headscan.pipelines.corpora.corpus import BUILT_IN, Corpus, check_corpus, open_corpus
 from headscan.pipelines.corpora.documents import Document, Problem
 from headscan.pipelines.corpora.sequences import CorpusReport, Sequence, Shard, sequences, shards
 from headscan.pipelines.settings.corpus_settings import BosPolicy, CorpusError, CorpusSpec, TokenMode, TokenPlan
@@ -29,6 +29,7 @@ __all__ = [
     "Shard",
     "TokenMode",
     "TokenPlan",
+    "check_corpus",
     "open_corpus",
     "sequences",
     "shards",

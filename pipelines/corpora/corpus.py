@@ -130,26 +130,35 @@ def open_corpus(spec: CorpusSpec) -> Corpus:
     """Open a built-in corpus, a file or folder, or hub data. A file of unknown suffix is read as text, except in a
     folder, where it is skipped and listed in ``.skipped``.
     """
+    check_corpus(spec.name)
     if spec.name in BUILT_IN:
         return _local(spec, BUILT_IN[spec.name], _built_in_files(spec.name))
     path = Path(spec.name).expanduser()
+    if path.is_file():
+        return _local(spec, f"file {spec.name}", (LocalFile(path.name, path),))
+    if path.is_dir():
+        return _open_folder(spec, path)
+    return HubCorpus(spec, f"hub data set {spec.name}", open_hub(spec))
+
+
+def check_corpus(name: str) -> None:
+    """Raise CorpusError if a name is no built-in corpus, no file or folder, and cannot be on the hub. This reads and
+    imports nothing, so that a wrong path is reported before a model loads.
+    """
+    path = Path(name).expanduser()
     try:
         is_folder, is_file = path.is_dir(), path.is_file()
     except (OSError, ValueError) as error:
-        raise CorpusError(f"invalid corpus name {spec.name!r}: {error}") from error
-    if is_file:
-        if is_compressed(path) and suffix_of(path) in TABLE_SUFFIXES:
-            raise CorpusError(f"corpus {spec.name!r} is a compressed table. Decompress it")
-        return _local(spec, f"file {spec.name}", (LocalFile(path.name, path),))
-    if is_folder:
-        return _open_folder(spec, path)
-    built_in = ", ".join(BUILT_IN)
-    if not _HUB_NAME.fullmatch(spec.name) or suffix_of(path) in TEXT_SUFFIXES | RECORD_SUFFIXES:
+        raise CorpusError(f"invalid corpus name {name!r}: {error}") from error
+    if is_file and is_compressed(path) and suffix_of(path) in TABLE_SUFFIXES:
+        raise CorpusError(f"corpus {name!r} is a compressed table. Decompress it")
+    if name in BUILT_IN or is_folder or is_file:
+        return
+    if not _HUB_NAME.fullmatch(name) or suffix_of(path) in TEXT_SUFFIXES | RECORD_SUFFIXES:
         raise CorpusError(
-            f"corpus {spec.name!r} is not built in ({built_in}), is no file or folder, and is no hub name"
+            f"corpus {name!r} is not built in ({', '.join(BUILT_IN)}), is no file or folder, and is no hub name"
             " (owner/name). Check the path"
         )
-    return HubCorpus(spec, f"hub data set {spec.name}", open_hub(spec))
 
 
 def _open_folder(spec: CorpusSpec, path: Path) -> Corpus:

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 import numpy as np
 
 from headscan.analysis.plans import BudgetRequest, HeadPlan, KeepScores, WindowHeads, allocate
+from headscan.catalog import RECALL_FAMILIES
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import KvHead
 from headscan.long_work import hash_of
@@ -350,10 +351,15 @@ def _with_loss(measurement: Measurement, plan: HeadPlan, budget: BudgetRequest |
     note = f"loss with the plan's windows, on held-out prompts: {listed} nats per token"
     if isinstance(budget, LossLimit) and not budget.allows(found):
         note += f"; this exceeds the limit of {budget.max_loss:g}, which holds on the prompts that rank the heads"
+    unknown = [family for family in RECALL_FAMILIES if family not in found]
+    if unknown:
+        why = "their prompts were left out" if measurement.config.recall_prompts else "no recall prompts were asked"
+        note += f". Recall is unknown ({', '.join(unknown)}): {why}, so the windows may cost it"
     return replace(
         plan,
         validation={
             "mode": "forward",
+            "recall_unknown": unknown,
             "held_out": [{"name": each.name, "prompts": len(each.requests)} for each in measurement.held_out],
             "loss_increase": found,
             "max_loss": budget.max_loss if isinstance(budget, LossLimit) else None,

@@ -57,7 +57,7 @@ def model_rows(built: Sequence[BuiltModel], names: Sequence[str], verdict: Verdi
             "token": _times(costs.token_ratio),
         }
         if isinstance(arm := outcomes.get(name), ArmVerdict):
-            row["verdict"] = "" if each.is_control else str(arm.outcome)
+            row["verdict"] = "" if each.is_control else arm.label
         rows.append(row)
     return rows
 

@@ -37,9 +37,8 @@ class RawExample(NamedTuple):
 
 def read_examples(spec: DataSpec) -> list[RawExample]:
     """Return the examples of a file in order; empty lines are skipped."""
+    spec.check_file()
     path = Path(spec.path)
-    if not path.is_file():
-        raise ExampleError(f"no file {spec.path}. Give a .tsv or .jsonl file of examples")
     if path.suffix not in _FORMATS:
         raise ExampleError(f"format of {spec.path}: {path.suffix or 'none'} (limit {', '.join(_FORMATS)}). Convert it")
     try:

@@ -123,6 +123,11 @@ class DataSpec:
     def __post_init__(self) -> None:
         check_limits(self, ExampleError)
 
+    def check_file(self) -> None:
+        """Raise ExampleError if there is no such file."""
+        if not Path(self.path).is_file():
+            raise ExampleError(f"no file {self.path}. Give a .tsv or .jsonl file of examples")
+
     @property
     def name(self) -> str:
         return Path(self.path).name

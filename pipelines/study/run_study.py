@@ -333,7 +333,7 @@ class _Study:
                     self.run.store, run_id, shares, losses, max_loss=config.max_loss, comparisons=config.kinds
                 )
                 last = judged[kind][-1]
-                self.run.say(f"{kind}, {last.share:.1%}: {last.outcome}{f' ({last.why})' if last.why else ''}")
+                self.run.say(f"{kind}, {last.share:.1%}: {last.label}{f' ({last.why})' if last.why else ''}")
                 live[kind] = number + 1
                 if last.outcome is not Outcome.SAFE or number + 1 == len(shares):
                     del live[kind]

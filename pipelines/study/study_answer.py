@@ -63,6 +63,8 @@ class Saving:
         if self.safe is None:
             return "none shown to be safe"
         parts = [self._size(self.safe)]
+        if self.safe.recall_unknown:
+            parts.append(self.safe.recall_unknown)
         if self.safe.name in self.cache_saved:
             at = f" at {self.length:,} tokens" if self.length else ""
             parts.append(f"{self.cache_saved[self.safe.name]:.1%} less cache{at}")
@@ -86,7 +88,8 @@ class Saving:
         numbers = "" if shown is None else f" At {100 * shown.share:.3g}%: {_numbers(shown)}."
         if self.safe is not None:
             detail = f"{self.answer()}.{numbers} Next: {self.next()}."
-            return Answer(question, f"{self.safe.share:.1%} is safe", detail, "known", link)
+            headline = f"{self.safe.share:.1%} is {self.safe.label}"
+            return Answer(question, headline, detail, "open" if self.safe.recall_unknown else "known", link)
         too_few = shown is not None and shown.outcome is Outcome.OPEN
         headline = "Too few questions" if too_few else "None shown to be safe"
         return Answer(question, headline, f"{self.next().capitalize()}.{numbers}", "open", link)
@@ -189,5 +192,5 @@ class StudyAnswer:
 
     def _outcome(self, verdict: ShareVerdict | None, name: str) -> str:
         if verdict is not None:
-            return str(verdict.outcome)
+            return verdict.label
         return f"{Outcome.LOSES} (loss)" if exceeds(self.losses[name], self.max_loss) else "not asked"

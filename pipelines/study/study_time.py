@@ -217,6 +217,8 @@ def decided(config: StudyConfig, speed: float, costs: QuestionCosts, say: Callab
         f" judge. To show that a harmless share, which changes {_CHANGED:.0%} of the answers, is safe takes about"
         f" {needs}, with which the study takes {time_text(before + arms * costs.tokens_enough / speed)}"
     )
+    if costs.recalls and not costs.enough_recall:
+        say(f"the whole model hardly solves the recall tasks ({costs.recalls}): what is safe may still cost recall")
     return replace(
         config,
         sequences=sequences,

@@ -218,22 +218,82 @@ headscan.button = (place, label, title, act) => {
   return made;
 };
 
-// Buttons under a figure; `svg` and `rows` are functions, so nothing is built before it is asked for.
-headscan.tools = (figure, name, svg, rows) => {
-  const place = document.querySelector(`[data-figure="${figure}"]`);
-  if (svg) {
-    headscan.button(place, "SVG", "Save the figure as SVG", () => headscan.saveSvg(name(), svg()));
-    headscan.button(place, "PNG", "Save the figure as PNG", () => headscan.savePng(name(), svg()));
+// A table of rows, the first of which is the heading; more than `most` rows appear on request.
+headscan.numberTable = (rows, label, most = 200) => {
+  const [heading, ...body] = rows;
+  const numeric = heading.map((_, i) => body.some((row) => typeof row[i] === "number"));
+  const whole = heading.map((_, i) => body.every((row) => typeof row[i] !== "number" || Number.isInteger(row[i])));
+  const line = (tag, row) => {
+    const made = headscan.element("tr");
+    heading.forEach((_, i) => {
+      const value = row[i];
+      const text = typeof value === "number" && !whole[i] ? headscan.number(value) : value ?? "–";
+      made.append(headscan.element(tag, text, { ...(numeric[i] ? { class: "n" } : {}), ...(tag === "th" ? { scope: "col" } : {}) }));
+    });
+    return made;
+  };
+  const [table, head, lines] = ["table", "thead", "tbody"].map((tag) => headscan.element(tag));
+  head.append(line("th", heading));
+  table.append(head, lines);
+  const room = headscan.element("div", null, { class: "wide numbers", role: "region", tabindex: "0", "aria-label": label });
+  room.append(table);
+  const add = (count) => {
+    const first = lines.rows.length;
+    lines.append(...body.slice(first, first + count).map((row) => line("td", row)));
+    return body.length - lines.rows.length;
+  };
+  if (add(most) > 0) {
+    const more = headscan.button(room, "", "", () => (add(1000) > 0 ? count() : more.remove()));
+    const count = () => {
+      more.textContent = `Show more of ${body.length.toLocaleString()} rows (${lines.rows.length.toLocaleString()} shown)`;
+    };
+    count();
   }
-  if (rows) headscan.button(place, "CSV", "Save the numbers as CSV", () =>
+  return room;
+};
+
+// Every figure can be switched to a table of its numbers. Returns a function that fills an open table again.
+headscan.switchable = (place, figure, rows, redraw) => {
+  let shown = null;
+  const fill = () => {
+    const made = headscan.numberTable(rows(), "Numbers of the figure");
+    if (shown) shown.replaceWith(made);
+    else figure.after(made);
+    shown = made;
+  };
+  const button = headscan.button(place, "Table", "Show the numbers in place of the figure", () => {
+    figure.hidden = !figure.hidden;
+    button.setAttribute("aria-pressed", figure.hidden);
+    if (figure.hidden) return fill();
+    shown.remove();
+    shown = null;
+    return redraw();
+  });
+  button.setAttribute("aria-pressed", "false");
+  return () => { if (shown) fill(); };
+};
+
+// Buttons under a figure; `svg` and `rows` are functions, so nothing is built before it is asked for.
+headscan.tools = (place, name, svg, png, rows) => {
+  if (svg) {
+    headscan.button(place, "SVG", "Save the figure as SVG", () => svg(name()));
+    headscan.button(place, "PNG", "Save the figure as PNG", () => png(name()));
+  }
+  headscan.button(place, "CSV", "Save the numbers as CSV", () =>
     headscan.save(`${name()}.csv`, headscan.csv(rows()), "text/csv"));
 };
 
-// Commands can be copied; a narrow card scrolls them.
+// Commands can be copied. Pages from a server without TLS have no clipboard; there the command is selected.
 document.querySelectorAll("pre.command").forEach((command) => {
-  const place = headscan.element("div", null, { class: "tools" });
-  headscan.button(place, "Copy", "Copy the command", () => navigator.clipboard.writeText(command.textContent.trim()));
-  command.after(place);
+  const place = headscan.element("div", null, { class: "tools command-line" });
+  command.replaceWith(place);
+  place.append(command);
+  const button = headscan.button(place, "Copy", "Copy the command", async () => {
+    getSelection().selectAllChildren(command);
+    if (navigator.clipboard) await navigator.clipboard.writeText(command.textContent.trim());
+    button.textContent = navigator.clipboard ? "Copied" : "Selected";
+    setTimeout(() => { button.textContent = "Copy"; }, 2000);
+  });
 });
 
 // Every table of the page can be saved too.

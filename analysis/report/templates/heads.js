@@ -289,6 +289,18 @@ headscan.HeadTable = class {
   }
 };
 
+// The numbers of the map in its shape: a row for each layer, a column for each head.
+headscan.mapRows = (view) => {
+  const { heads, measure, values } = view;
+  const columns = Array.from({ length: heads.columns }, (_, column) => column);
+  return [["layer", ...columns.map((column) => `head ${column}`)],
+    ...heads.layers.map((layer) => [layer, ...columns.map((column) => {
+      const i = heads.at.get(`${layer}.${column}`);
+      if (i === undefined) return null;
+      return measure.scale === "classes" ? measure.classes[values[i]] ?? null : values[i];
+    })])];
+};
+
 // All measures of the rows in order, for a file.
 headscan.allNumbers = (view, rows) => {
   const { heads } = view;

@@ -150,6 +150,7 @@ headscan.startHeads = async () => {
   const view = { cursor: null, of: "own" };
   let size = null;
   let dots = [];
+  const tables = [];
 
   const drawMap = () => {
     const width = find("map-figure").clientWidth;
@@ -165,12 +166,13 @@ headscan.startHeads = async () => {
     find("rows-shown").textContent = `${Math.min(table.most, table.rows.length)} of ${table.rows.length.toLocaleString()} heads`;
   };
   const drawDistribution = () => {
+    find("distribution-note").textContent = headscan.distributionNote(view);
+    if (find("distribution").hidden) return;
     const width = find("distribution").clientWidth;
     const drawn = view.measure.scale !== "classes";
     const svg = headscan.onSvg(width, 220);
     if (drawn) headscan.drawDistribution(svg, view, width, 220);
     find("distribution").innerHTML = drawn ? svg.toString() : "";
-    find("distribution-note").textContent = headscan.distributionNote(view);
   };
   const drawScatter = () => {
     const width = find("scatter-figure").clientWidth;
@@ -180,8 +182,10 @@ headscan.startHeads = async () => {
     const share = Number(find("picked").value);
     scatter.sets = { x: view.heads.picks(scatter.across, share), y: view.heads.picks(scatter.up, share) };
     view.scatter = scatter;
-    dots = headscan.drawScatter(headscan.onCanvas(find("scatter"), width, height), scatter, width, height);
     headscan.picksNote(find("picks"), scatter);
+    tables.forEach((fill) => fill());
+    if (find("scatter-figure").hidden) return;
+    dots = headscan.drawScatter(headscan.onCanvas(find("scatter"), width, height), scatter, width, height);
   };
 
   const update = () => {
@@ -199,6 +203,7 @@ headscan.startHeads = async () => {
     drawMap();
     drawTable();
     drawDistribution();
+    tables.forEach((fill) => fill());
   };
 
   const choose = (i, from) => {
@@ -246,7 +251,10 @@ headscan.startHeads = async () => {
   });
   canvas.addEventListener("keydown", (event) => {
     const steps = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
-    if (event.key === "Enter" && view.cursor !== null) choose(view.cursor, canvas);
+    if (event.key === "Enter" && view.cursor !== null) {
+      event.preventDefault();  // the key would press the button that gets the focus, which closes the drawer
+      choose(view.cursor, canvas);
+    }
     if (!steps) return;
     event.preventDefault();
     const { heads } = view;
@@ -283,9 +291,12 @@ headscan.startHeads = async () => {
   find("shown-label").hidden = !payload.compared;
   find("map-controls").hidden = false;
   headscan.button(find("rows-shown").parentElement, "More rows", "Show 400 more rows", () => { table.most += 400; drawTable(); });
-  headscan.tools("map", () => `heads-${view.measure.name}`, () => headscan.mapSvg(view), 
+  const place = (figure) => document.querySelector(`[data-figure="${figure}"]`);
+  const files = (figure, name, svg, rows) => headscan.tools(place(figure), name,
+    svg && ((file) => headscan.saveSvg(file, svg())), svg && ((file) => headscan.savePng(file, svg())), rows);
+  files("map", () => `heads-${view.measure.name}`, () => headscan.mapSvg(view),
     () => headscan.allNumbers(view, Array.from({ length: view.heads.count }, (_, i) => i)));
-  headscan.tools("table", () => `table-${view.measure.name}`, null, () => {
+  files("table", () => `table-${view.measure.name}`, null, () => {
     const { rows, columns } = table.order(view);
     return [["layer", "head", ...columns.slice(1).map((each) => each.label)],
       ...rows.map((i) => [view.heads.layer[i], view.heads.head[i], ...columns.slice(1).map((each) => each.value(i))])];
@@ -295,10 +306,16 @@ headscan.startHeads = async () => {
     draw(svg, 760, height);
     return svg.toString();
   };
-  headscan.tools("distribution", () => `distribution-${view.measure.name}`,
-    () => chart((svg, w, h) => headscan.drawDistribution(svg, view, w, h), 220), () => headscan.distributionRows(view));
-  headscan.tools("scatter", () => `scatter-${view.scatter.across.name}-${view.scatter.up.name}`,
-    () => chart((svg, w, h) => headscan.drawScatter(svg, view.scatter, w, h), 460), () => headscan.scatterRows(view.scatter));
+  const ofDistribution = () => headscan.distributionRows(view);
+  const ofScatter = () => headscan.scatterRows(view.scatter);
+  files("distribution", () => `distribution-${view.measure.name}`,
+    () => chart((svg, w, h) => headscan.drawDistribution(svg, view, w, h), 220), ofDistribution);
+  files("scatter", () => `scatter-${view.scatter.across.name}-${view.scatter.up.name}`,
+    () => chart((svg, w, h) => headscan.drawScatter(svg, view.scatter, w, h), 460), ofScatter);
+  tables.push(
+    headscan.switchable(place("map"), find("drawn-map"), () => headscan.mapRows(view), drawMap),
+    headscan.switchable(place("distribution"), find("distribution"), ofDistribution, drawDistribution),
+    headscan.switchable(place("scatter"), find("scatter-figure"), ofScatter, drawScatter));
   setSite();
   headscan.onRedraw(() => { drawMap(); drawDistribution(); drawScatter(); });
   document.documentElement.dataset.heads = "ready";

@@ -42,6 +42,7 @@
   };
 
   const draw = (place) => {
+    if (place.parentElement.hidden) return;
     const spec = specs.get(place);
     const themed = headscan.theme().dark ? recoloured(spec) : spec;
     const layout = layoutFor(place, { ...themed, layout: themed.layout });
@@ -65,12 +66,24 @@
     return new DOMParser().parseFromString(text.replaceAll("<br>", "; "), "text/html").documentElement.textContent;
   };
 
-  // Generic rows of a figure: series, panel, both coordinates, the ends of the interval, and the hover text.
+  const axisOf = (spec, trace, name) => spec.layout[(trace[`${name}axis`] ?? name).replace(name, `${name}axis`)] ?? {};
+
+  // Rows that only place an arm have its name as the label of a tick.
+  const labelled = (axis) => {
+    const [places, labels] = [numbers(axis.tickvals), axis.ticktext];
+    return (value) => (labels && typeof value === "number" ? plain(labels[places.indexOf(value)] ?? "") : plain(value));
+  };
+
+  // Generic rows of a figure: series, panel, both coordinates, the ends of the interval, and the hover text. Traces that
+  // draw other numbers, such as points at the edge of a frame, have theirs in `customdata`: x, y, low and high.
   const rows = (spec) => {
     const found = [["series", "panel", "x", "y", "low", "high", "value", "text"]];
     for (const trace of spec.data) {
-      const [xs, ys, z] = [numbers(trace.x), numbers(trace.y), numbers(trace.z)];
-      const panel = spec.layout[(trace.yaxis ?? "y").replace("y", "yaxis")]?.title?.text ?? "";
+      const own = numbers(trace.customdata);
+      const z = trace.z && (own ?? numbers(trace.z));
+      const [xs, ys] = !z && own ? [0, 1].map((part) => own.map((each) => each[part])) : [numbers(trace.x), numbers(trace.y)];
+      const [across, up] = [axisOf(spec, trace, "x"), axisOf(spec, trace, "y")];
+      const panel = up.title?.text ?? "";
       if (z) {
         z.forEach((line, row) => line.forEach((value, column) => found.push(
           ["", plain(panel), plain(xs[column]), plain(ys[row]), null, null, value, plain(trace.hovertext?.[row]?.[column])])));
@@ -78,30 +91,55 @@
         const error = trace.error_y ?? trace.error_x ?? {};
         const [middle, above] = [trace.error_x ? xs : ys, numbers(error.array)];
         const below = numbers(error.arrayminus) ?? above;
+        const [nameX, nameY] = [labelled(across), labelled(up)];
         (xs ?? []).forEach((x, i) => {
           if (x === null) return;
-          found.push([plain(trace.name), plain(panel), plain(x), plain(ys[i]), above ? middle[i] - below[i] : null,
-            above ? middle[i] + above[i] : null, null, plain(trace.hovertext?.[i])]);
+          const [low, high] = above ? [middle[i] - below[i], middle[i] + above[i]] : own ? [own[i][2], own[i][3]] : [null, null];
+          found.push([plain(trace.name), plain(panel), nameX(x), nameY(ys[i]), low, high, null, plain(trace.hovertext?.[i])]);
         });
       }
     }
     return found;
   };
 
-  const picture = async (place, format) => {
+  // The rows as a reader wants them: a heat map in its shape; of other figures only columns with numbers, named like the axes.
+  const tableRows = (spec) => {
+    const drawn = spec.data.filter((trace) => trace.z || (numbers(trace.x) ?? []).some((x) => x !== null));
+    const ys = numbers(drawn[0]?.y) ?? [];
+    if (drawn.some((trace) => trace.z) && drawn.every((trace) => String(numbers(trace.y)) === String(ys))) {
+      // Bars next to a heat map share its rows, so they are a column more.
+      const columns = drawn.flatMap((trace) => {
+        const [xs, z] = [numbers(trace.x), trace.z && (numbers(trace.customdata) ?? numbers(trace.z))];
+        if (!z) return [[plain(axisOf(spec, trace, "x").title?.text ?? ""), xs]];
+        return xs.map((x, column) => [plain(x), z.map((line) => (Number.isFinite(line[column]) ? line[column] : null))]);
+      });
+      return [[plain(axisOf(spec, drawn[0], "y").title?.text ?? ""), ...columns.map(([name]) => name)],
+        ...ys.map((y, row) => [plain(y).trim(), ...columns.map(([, values]) => values[row])])];
+    }
+    const titles = (name) => [...new Set(drawn.map((trace) => plain(axisOf(spec, trace, name).title?.text ?? "")))];
+    const [across, up] = [titles("x"), titles("y")];
+    const [heading, ...body] = rows(spec);
+    const used = heading.map((name, i) => body.some((row) => row[i] !== null && row[i] !== "") && !(name === "panel" && up.length === 1));
+    const named = heading.map((name) => (name === "x" && across.length === 1 && across[0] ? across[0]
+      : name === "y" && up.length === 1 && up[0] ? up[0] : name));
+    return [named, ...body].map((row) => row.filter((_, i) => used[i]));
+  };
+
+  const picture = async (place, name, format) => {
     const target = place.querySelector(".drawn");
-    const url = await Plotly.toImage(target, { format, width: target.clientWidth, height: target.clientHeight, scale: format === "png" ? 2 : 1 });
+    const { width, height } = target.layout;
+    const url = await Plotly.toImage(target, { format, width, height, scale: format === "png" ? 2 : 1 });
     const [, kind, content] = /^data:([^;,]+)(?:;[^,]*)?,([\s\S]*)$/.exec(url);
-    headscan.save(`${place.id}.${format}`, format === "svg" ? decodeURIComponent(content) : new Blob([headscan.bytes(content)], { type: kind }), kind);
+    headscan.save(`${name}.${format}`, format === "svg" ? decodeURIComponent(content) : new Blob([headscan.bytes(content)], { type: kind }), kind);
   };
 
   for (const place of figures) {
     const tools = headscan.element("div", null, { class: "tools" });
-    place.parentElement.after(tools);
-    headscan.button(tools, "SVG", "Save the figure as SVG", () => picture(place, "svg"));
-    headscan.button(tools, "PNG", "Save the figure as PNG", () => picture(place, "png"));
-    headscan.button(tools, "CSV", "Save the numbers as CSV", () =>
-      headscan.save(`${place.id}.csv`, headscan.csv(rows(specs.get(place))), "text/csv"));
+    const room = place.parentElement;
+    room.after(tools);
+    headscan.tools(tools, () => place.id, (name) => picture(place, name, "svg"), (name) => picture(place, name, "png"),
+      () => rows(specs.get(place)));
+    headscan.switchable(tools, room, () => tableRows(specs.get(place)), () => draw(place));
   }
 
   const pause = () => new Promise((done) => setTimeout(done, 0));

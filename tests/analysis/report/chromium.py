@@ -110,8 +110,9 @@ class Page:
 
     def key(self, key: str) -> None:
         """Press a key."""
+        text = {"text": "\r"} if key == "Enter" else {}  # without it, a browser does not press the button
         for kind in ("keyDown", "keyUp"):
-            self._call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+            self._call("Input.dispatchKeyEvent", type=kind, key=key, code=key, **text)
 
     def screenshot(self, path: Path, *, whole: bool = True) -> None:
         """Save the page as PNG."""

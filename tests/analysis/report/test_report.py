@@ -5,6 +5,7 @@ import gzip
 import json
 import re
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from headscan.analysis.plans import PlanError, load_plan, make_plan
 from headscan.analysis.report import page_parts
 from headscan.analysis.report.answers import Commands
 from headscan.analysis.report.arm_chart import arms_figure, share_figure
+from headscan.analysis.report.head_data import read_head_data
 from headscan.analysis.report.profile_charts import profiles_figure
 from headscan.analysis.report.write_report import write_report
 from headscan.analysis.store.store import Store
@@ -113,8 +115,44 @@ def test_a_report_of_a_scan_alone_names_missing_statistics(store: tuple[Store, s
     reader.feed(html)
     assert head_data(html)["start"] == "entropy_ln"  # self_weight was not measured
     assert run_id in reader.text and "Head plan" not in reader.text
-    for command in ("headscan sweep", "headscan prune", "headscan plan", "headscan probe", "headscan importance"):
-        assert command in reader.text
+    for verb in ("evaluate", "prune", "plan", "probe", "importance"):
+        assert f"headscan {verb} " in reader.text
+
+
+def test_cards_suggest_what_the_scan_shows(store: tuple[Store, str, str], tmp_path: Path) -> None:
+    a_store, run_id, _ = store
+    spreads = read_head_data(a_store, a_store.resolve_run(run_id, "scan")).sites[0].spreads["output_norm_ln"]
+    assert spreads.inactive is not None
+    inactive = int((spreads.inactive >= 0.5).sum())
+    cards = answer_cards(write_report(a_store, tmp_path / "r.html", scan_run=run_id))
+    ablated, removed, cache = (
+        cards[f"How {ask}?"]
+        for ask in ("many heads can be ablated", "many heads can be removed for good", "much KV cache can go")
+    )
+    assert inactive and f"Perhaps {inactive} of {LAYERS * HEADS}" in ablated
+    assert f"--score output_norm_ln --share {inactive / (LAYERS * HEADS):.2g} " in ablated
+    assert f"--share {inactive / (LAYERS * HEADS):.2g} " in removed
+    # The third layer has a sliding window, so its KV heads are no candidates; the window is that of the scan.
+    assert "4 of 8 KV heads" in cache and f"beyond the first {SINK} and the last {RECENT} tokens" in cache
+    assert f"plan --window-share 0.5 --recent {RECENT} " in cache and "--plan head_plan.json" in cache
+
+
+def test_a_scan_of_short_texts_suggests_a_window_that_they_exceed(tmp_path: Path) -> None:
+    grid = [site(i, HEADS, KV_HEADS) for i in range(LAYERS)]
+    short = [10, SINK + RECENT]
+    store, run_id = write_scan(tmp_path / "s.duckdb", grid, everything(LAYERS, HEADS, short), short)
+    cache = answer_cards(write_report(store, tmp_path / "r.html", scan_run=run_id))["How much KV cache can go?"]
+    assert f"at most {SINK + RECENT} tokens, so they show nothing beyond" in cache
+    assert "plan tiny --method measured --corpus CORPUS --recent 4 " in cache
+
+
+def answer_cards(path: Path) -> dict[str, str]:
+    """The text of each card, by its question."""
+    cards = {}
+    for card in re.findall("<article.*?</article>", path.read_text(encoding="utf-8"), re.DOTALL):
+        words = unescape(re.sub("<[^>]+>", "", card)).split("\n")
+        cards[words[1]] = " ".join(words)
+    return cards
 
 
 def test_a_plan_s_validation_is_shown(store: tuple[Store, str, str], tmp_path: Path) -> None:

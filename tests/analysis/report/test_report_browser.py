@@ -111,11 +111,50 @@ def test_downloads_hold_figures_and_numbers(page: Page) -> None:
     assert EVIL in page.run("headscan.lastSaved.content").replace('""', '"')
 
 
+FIGURES = 'document.querySelectorAll(".plot").length + 3'  # map, distribution, scatter
+SWITCHES = "[...document.querySelectorAll('.tools button[aria-pressed]')]"
+
+
+def test_every_figure_is_a_table_too(report: tuple[Store, str, Path], page: Page) -> None:
+    store, run_id, _ = report
+    switches = page.run(f"{SWITCHES}.length")
+    assert switches == page.run(FIGURES) >= 5
+    for _ in range(2):  # with the keyboard alone, there and back
+        for i in range(switches):
+            page.run(f"{SWITCHES}[{i}].focus()")
+            page.key("Enter")
+        pressed = page.run(f"{SWITCHES}.filter(each => each.ariaPressed === 'true').length")
+        hidden = "[...document.querySelectorAll('.wide:has(.plot), #drawn-map, #distribution, #scatter-figure')]"
+        assert page.run(f"{hidden}.filter(each => each.hidden).length") == pressed
+        tables = page.run(
+            "[...document.querySelectorAll('.numbers table')].map("
+            "t => [...t.rows].map(row => [...row.cells].map(cell => cell.textContent)))"
+        )
+        assert len(tables) == pressed
+        if pressed:
+            assert pressed == switches
+            heads, _, _, overlap, looking, *_, arms = tables
+            assert heads[0] == ["layer", *(f"head {i}" for i in range(HEADS))] and len(heads) == 1 + LAYERS
+            assert overlap[0][1:3] == ["1", "2"] and len(overlap) == len(overlap[0])  # a square, not a list of cells
+            assert looking[0][:2] == ["layer", "positional heads"] and len(looking) == 1 + LAYERS
+            assert "points" in " ".join(arms[0]) and any(EVIL[:20] in cell for row in arms for cell in row)
+            page.run(_change("measure", "entropy"))  # an open table follows the controls
+            shown = page.run("document.querySelector('.numbers td.n + td.n').textContent")
+            [mean] = store.query(
+                "SELECT entropy FROM head_summary WHERE run_id = ? AND layer = 0 AND head = 0", [run_id]
+            )["entropy"].to_pylist()
+            assert float(shown) == pytest.approx(mean, rel=1e-3)
+    assert page.run("document.querySelectorAll('.numbers').length") == 0
+
+
 @pytest.mark.parametrize("width", [390, 900, 1400])
 def test_nothing_is_wider_than_the_window(report: tuple[Store, str, Path], page: Page, width: int) -> None:
     for dark in (False, True):
         page.emulate(width, dark=dark)
         page.open(report[2])
+        assert page.run("document.documentElement.scrollWidth <= innerWidth")
+        assert page.run("[...document.querySelectorAll('pre.command')].every(e => e.scrollWidth <= e.clientWidth + 1)")
+        page.run(f"{SWITCHES}.forEach(button => button.click())")
         assert page.run("document.documentElement.scrollWidth <= innerWidth")
         assert page.complaints == []
         colour = page.run("getComputedStyle(document.body).backgroundColor")

@@ -11,6 +11,7 @@ from headscan.analysis.errors import StoreError, VerdictError
 from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import ArmVerdict, Outcome, judge
+from headscan.analysis.verdicts.ordered_shares import share_verdict
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from headscan.pipelines.cli.results import verdict_text
 from tests.analysis.conftest import answer_table
@@ -60,10 +61,10 @@ def test_a_verdict_follows_the_interval_and_the_controls(evaluate: Evaluate) -> 
     words = verdict.sentences()
     assert [w.split(" ")[0] for w in words] == ["harmless", "unclear", "costly"]
     assert words[0] == (
-        "harmless (10.0% of heads ablated): removable within one point. Accuracy 74.80 % against 75.00 % on 1000"
-        " questions: -0.20 points [-0.73, +0.18], p = 0.5. Worst of 2 tasks and groups, with an interval widened for"
-        " their number: b: -0.40 points [-1.60, +0.48]; the smallest, of 500 questions, shows losses from about"
-        " 4 points. Recall was not tested. Of 2 random choices with"
+        "harmless (10.0% of heads ablated): removable within one point; recall is unknown. Accuracy 74.80 % against"
+        " 75.00 % on 1000 questions: -0.20 points [-0.73, +0.18], p = 0.5. Worst of 2 tasks and groups, with an"
+        " interval widened for their number: b: -0.40 points [-1.60, +0.48]; the smallest, of 500 questions, shows"
+        " losses from about 4 points. Recall was not tested. Of 2 random choices with"
         " as many heads, 2 lose more accuracy (-10.00 to -6.00 points); at least 19 are needed to show a"
         " better choice of heads than chance."
     )
@@ -327,6 +328,23 @@ def test_a_model_that_cannot_retrieve_loses_nothing(evaluate: Evaluate) -> None:
     assert arm.recall[0].paired.difference == pytest.approx(-25) and not arm.recall[0].informative
     assert arm.removable
     assert "Recall cannot be judged: the baseline fails the recall tasks" in arm.sentence()
+    # Safe, but never in silence: the word, the reason, the sentence, and the table.
+    unknown = "recall is unknown: the model itself does not solve this task"
+    assert (arm.label, arm.why) == ("safe, recall unknown", unknown)
+    assert "within one point; recall is unknown. Accuracy" in arm.sentence()
+    assert "safe, recall unknown" in verdict_text([arm]) and f"ten: {unknown}" in verdict_text([arm])
+
+
+def test_recall_that_was_not_asked_or_in_part_is_named(evaluate: Evaluate) -> None:
+    arms = {"baseline": ("baseline", BASELINE, 0.0, {}), "same": ("mask", BASELINE, 0.1, {})}
+    (arm,) = judge(*evaluate(TASKS, arms)).arms
+    assert (arm.label, arm.why) == ("safe, recall unknown", "recall is unknown: it was not asked")
+    tasks = np.concatenate([TASKS, np.repeat(["needle@64", "copying@64"], 400)])
+    same = np.concatenate([BASELINE, np.repeat([0.0, 1.0], 400)])
+    arms = {"baseline": ("baseline", same, 0.0, {}), "same": ("mask", same, 0.1, {})}
+    (arm,) = judge(*evaluate(tasks, arms)).arms
+    assert (arm.label, arm.recall_lost) == ("safe, needle unknown", "")
+    assert share_verdict(arm, 0.1, None).label == "safe, needle unknown"
 
 
 def _perplexities(value: float) -> pa.Table:
@@ -406,8 +424,9 @@ def test_the_table_of_a_terminal_has_the_numbers_and_says_what_is_missing(evalua
     by_name = {arm.name: arm for arm in verdict.arms}
     for name, line in rows.items():
         arm = by_name[name]
-        assert arm.paired.interval.words(1) in line and "1 of 1" in line and line.endswith(str(arm.outcome))
+        assert arm.paired.interval.words(1) in line and "1 of 1" in line and line.endswith(arm.label)
     outcomes = [by_name[name].outcome for name in ("harmful", "close", "harmless")]
     assert outcomes == [Outcome.LOSES, Outcome.OPEN, Outcome.SAFE]
     assert "harmful: accuracy (-4.0 points)" in text and f"close: {by_name['close'].why}" in text
-    assert "harmless:" not in text and text.endswith("less than 90 % of recall is shown")
+    assert "harmless: recall is unknown: it was not asked\n" in text
+    assert text.endswith("less than 90 % of recall is shown")

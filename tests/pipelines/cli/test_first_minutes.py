@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 import shlex
 import shutil
@@ -19,6 +20,7 @@ from headscan.analysis.store.records import ArmRecord, RunKind, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.checkpoints.source_folder import DEMO_FOLDER
 from headscan.pipelines.cli.main import main, read_command
+from headscan.pipelines.cli.option_parser import UsageError
 from tests.analysis.plan_fixtures import RECENT, SINK, everything, site, write_scan
 
 LAYERS, HEADS, TOKENS = 4, 4, [64, 200]
@@ -107,8 +109,8 @@ def test_the_module_is_the_command() -> None:
 
 def commands_of(page: Path) -> list[list[str]]:
     """The commands that a report proposes, as words after `headscan`."""
-    shown = re.findall(r"<code>(headscan .*?)</code>", page.read_text(encoding="utf-8"))
-    return [shlex.split(one)[1:] for line in shown for one in html.unescape(line).split(" ; ")]
+    shown = re.findall(r"<pre class=\"command\"><code>(.*?)</code>", page.read_text(encoding="utf-8"))
+    return [shlex.split(html.unescape(re.sub("</?span>", "", line)))[1:] for line in shown]
 
 
 def test_a_report_s_commands_can_be_pasted(
@@ -126,22 +128,61 @@ def test_a_report_s_commands_can_be_pasted(
         assert main(["report", *plan, "--out", "r.html", *store]) == 0
         for words in commands_of(Path("r.html")):
             assert getattr(read_command(words), "model", None) in (str(folder), None)
-            for option, value in (("--corpus", str(corpus_folder)), ("--plan", "mine.json")):
+            for option, value in (("--corpus", str(corpus_folder)), ("--plan", plan[-1] if plan else "head_plan.json")):
                 assert option not in words or words[words.index(option) + 1] == value
             if words[0] in ("probe", "importance", "plan"):  # the others need a task, or take longer
                 assert main(words) == 0, words
                 pasted.add(words[0])
     assert pasted == {"probe", "importance", "plan"}
+    # The usual window is wider than these texts; the command that is shown then measures a narrower one.
+    assert main([*scanned, "--store", "short.duckdb"]) == 0
+    assert main(["report", "--out", "r.html", "--store", "short.duckdb"]) == 0
+    [plan] = [words for words in commands_of(Path("r.html")) if words[0] == "plan"]
+    assert plan[1:4] == [str(folder), "--method", "measured"]
+    assert main([*plan, "--sequences", "4", "--recall-prompts", "0", "--no-confirm", "--max-tokens", "40"]) == 0, plan
 
 
-@pytest.mark.parametrize("verb", [["generate", "--prompt-file", "p.txt"], ["evaluate", "--tasks", "t"]])
-def test_a_missing_plan_is_named_before_torch_is_imported(verb: list[str], tmp_path: Path) -> None:
-    code = "import sys; from headscan.pipelines.cli.main import main; code = main(sys.argv[1:]); "
-    code += "sys.exit(code if 'torch' not in sys.modules else 99)"
-    words = [verb[0], "demo", *verb[1:], "--plan", "missing.json"]
-    done = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "cannot read missing.json" in done.stderr
+#: A missing input of each verb, with the name that its error has.
+MISSING = {
+    "generate demo --prompt-file p.txt --plan missing.json": "cannot read missing.json",
+    "evaluate demo --plan missing.json": "cannot read missing.json",
+    "report --plan missing.json --store s.duckdb": "no store at s.duckdb",
+    "plan --method imported --pattern missing/": "cannot read missing",
+    "prune demo --share 0.1 --out o --corpus missing/": "corpus 'missing/'",
+    "prune demo --import-heads missing.json --out o": "no file missing.json",
+    "prune demo --mask m --out o --store s.duckdb": "no store at s.duckdb",
+    "prune demo --share 0.1 --method entropy --out o --store s.duckdb": "no store at s.duckdb",
+    "evaluate demo --score entropy --store s.duckdb": "no store at s.duckdb",
+    "evaluate demo --heads 0:1 --replace mean --corpus missing.txt": "corpus 'missing.txt'",
+    "sweep demo --replace mean --corpus missing/": "corpus 'missing/'",
+    "study demo --corpus missing/ --out o": "corpus 'missing/'",
+    "plan demo --method measured --corpus missing/": "corpus 'missing/'",
+    **{
+        f"{verb} demo --corpus missing/": "corpus 'missing/'"
+        for verb in ("scan", "importance", "gates", "ablate", "referee")
+    },
+    **{f"{verb} demo --data missing.tsv": "no file missing.tsv" for verb in ("importance", "ablate", "referee")},
+    **{f"{verb} missing/": "no model at missing/" for verb in ("probe", "place", "models")},
+    "compare 3f9a --store s.duckdb": "no store at s.duckdb",
+    "rank --store s.duckdb": "no store at s.duckdb",
+}
+
+
+def test_missing_inputs_are_named_before_torch_is_imported(tmp_path: Path) -> None:
+    """All in one process: the first verb that imports torch before its error ends the test."""
+    code = (
+        "import contextlib, io, json, shlex, sys\nfrom headscan.pipelines.cli.main import main\n"
+        "for command, message in json.loads(sys.argv[1]).items():\n"
+        "    error = io.StringIO()\n"
+        "    with contextlib.redirect_stderr(error):\n"
+        "        code = main(shlex.split(command))\n"
+        "    assert code == 2 and message in error.getvalue(), (command, code, error.getvalue())\n"
+        "    assert 'torch' not in sys.modules, command\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(MISSING)], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("verb", ["scan", "importance", "gates"])
@@ -156,6 +197,24 @@ def test_the_demo_has_a_corpus_everywhere(
     assert "is required" in capsys.readouterr().err
     assert main([verb, "demo", *small]) == 0
     assert "corpus: python-stdlib-heldout" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["ablate", "evaluate", "gates", "importance", "plan --method measured", "probe", "prune --share 0.1 --out o",
+     "referee", "scan", "study", "sweep"],
+)  # fmt: skip
+def test_the_demo_needs_no_texts_and_no_tasks(command: str) -> None:
+    verb, *options = command.split()
+    read_command([verb, "demo", *options])
+
+
+def test_tasks_are_required_for_other_models() -> None:
+    for verb in ("evaluate", "sweep"):
+        with pytest.raises(UsageError, match="--tasks is required"):
+            read_command([verb, "my/model"])
+    with pytest.raises(UsageError, match="--include-path has no effect on the demo without --tasks"):
+        read_command(["evaluate", "demo", "--include-path", "tasks/"])
 
 
 def test_options_are_not_shortened(capsys: pytest.CaptureFixture[str]) -> None:

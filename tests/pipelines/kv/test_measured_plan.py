@@ -21,7 +21,7 @@ from headscan.analysis.plans import (
     random_plan,
 )
 from headscan.analysis.store.store import Store
-from headscan.catalog import MassWidths
+from headscan.catalog import RECALL_FAMILIES, MassWidths
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.errors import HeadscanError, PlanMismatchError, SequenceError
 from headscan.kv.kept_keys import KeptKeys, Window
@@ -31,6 +31,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
 from headscan.pipelines.demo import MODEL_FOLDER
+from headscan.pipelines.kv import damage_measurement
 from headscan.pipelines.kv.damage_measurement import (
     ALL_KEYS,
     Losses,
@@ -134,6 +135,16 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[AddedLoss], None]:
         monkeypatch.setattr("headscan.pipelines.kv.damage_measurement.masked_losses", losses)
 
     return install
+
+
+def test_recall_that_the_model_cannot_do_is_named(context: ModelContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(damage_measurement, "ABLE", 1.1)
+    plan = measured_plan(replace(SMALL, confirm=False), context, WindowShare(0.5))
+    assert plan.validation is not None and plan.validation["recall_unknown"] == list(RECALL_FAMILIES)
+    assert (
+        "Recall is unknown (needle, copying): their prompts were left out, so the windows may cost it" in plan.notes[0]
+    )
+    assert sum("is left out: with its full cache the model gets" in note for note in plan.notes) == 2
 
 
 def test_held_out_prompts_decide_nothing(context: ModelContext, pretend: Callable[[AddedLoss], None]) -> None:
@@ -261,7 +272,10 @@ def test_the_command_writes_a_plan_and_keeps_the_damages(tmp_path: Path, capsys:
     words = "plan demo --method measured --corpus python-stdlib-heldout --max-tokens 64 --sequences 2 --recent 16"
     more = ["--recall-prompts", "0", "--no-confirm", "--max-loss", "0.5", "--device", "cpu", "--out", str(out)]
     main([*words.split(), *more, "--store", str(store)])
-    assert load_plan(out).method == "measured"
+    plan = load_plan(out)
+    assert plan.method == "measured" and plan.validation is not None
+    assert plan.validation["recall_unknown"] == list(RECALL_FAMILIES)
+    assert "Recall is unknown (needle, copying): no recall prompts were asked" in plan.notes[0]
     assert "nats per token" in capsys.readouterr().out
     (run,) = Store(store).runs()
     assert (run["kind"], run["status"]) == ("plan", "finished")
