@@ -15,8 +15,8 @@ from typing import Any
 from headscan.cluster.actors.session import Session
 from headscan.cluster.actors.supervision import ACTOR, Job, Replica, SupervisedPool
 from headscan.cluster.actors.worker import StageWorker, Worker
-from headscan.cluster.placement.pipeline_placement import PipelinePlacement
 from headscan.cluster.placement.placement_base import ReplicaPlacement, Timeouts
+from headscan.cluster.placement.placements import PipelinePlacement
 from headscan.cluster.tasks.pool import Finished, InspectionTask, R, StagedTask, T, Task, check_staged, working_on
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec

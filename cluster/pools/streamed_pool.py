@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from headscan.cluster.placement.devices import roomiest
-from headscan.cluster.placement.streamed_placement import StreamedPlacement
+from headscan.cluster.placement.placements import StreamedPlacement
 from headscan.cluster.tasks.pool import (
     Finished,
     InspectionTask,

@@ -20,7 +20,7 @@ from transformers.utils import logging
 import headscan
 from headscan.analysis.store.store import Store
 from headscan.architectures import FAMILIES, HEADS
-from headscan.cluster.placement.choose import WholePlacement
+from headscan.cluster.placement.placements import WholePlacement
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.tasks.pool import Pool
 from headscan.model_spec import ModelSpec

@@ -13,7 +13,7 @@ from headscan.analysis.plans import HeadPlan, PlannedModel
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import ArmVerdict, judge
-from headscan.cluster.placement.streamed_placement import StreamedPlacement
+from headscan.cluster.placement.placements import StreamedPlacement
 from headscan.cluster.pools.open_pool import InProcessPool, open_pool
 from headscan.cluster.tasks.pool import StagingError
 from headscan.errors import UnsupportedModelError
