@@ -243,7 +243,18 @@ def check_staged(task: object) -> None:
     """Raise if a task needs the whole model."""
     if not isinstance(task, StagedTask | InspectionTask):
         name = getattr(task, "__name__", str(task)).replace("_", " ")
-        raise StagingError(
-            f"{name} needs all layers of the model at once, not range by range. Use placement=whole or "
-            "placement=sharded"
-        )
+        raise _needs_all_layers(name)
+
+
+def refuse_staged(pool: Pool, what: str, *, instead: str | None = None) -> None:
+    """Raise StagingError if the layers of a pool run range by range: ``what`` needs them all, ``instead`` does not."""
+    if pool.staged:
+        raise _needs_all_layers(what, instead)
+
+
+def _needs_all_layers(what: str, instead: str | None = None) -> StagingError:
+    remedy = "" if instead is None else f"{instead}, or "
+    return StagingError(
+        f"{what} needs all layers of the model at once, not range by range. Use {remedy}placement=whole or"
+        " placement=sharded"
+    )

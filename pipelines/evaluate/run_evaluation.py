@@ -20,7 +20,7 @@ from headscan.ablation.ablation import Ablation
 from headscan.analysis.store.records import ArmState, RunKind, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
-from headscan.cluster.tasks.pool import StagingError
+from headscan.cluster.tasks.pool import Pool, refuse_staged
 from headscan.errors import InterventionError, NotFiniteError, UnsupportedModelError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.answering import AnsweringPlan, ArmAnswers, WorkItem, answer, work_items
@@ -48,24 +48,18 @@ def check_predicts(model: ModelContext) -> None:
         )
 
 
-def check_scored(requests: Mapping[str, Request | GenerationRequest]) -> None:
-    """Raise StagingError if a request generates text, which needs all layers for every token."""
+def check_scored(pool: Pool, requests: Mapping[str, Request | GenerationRequest]) -> None:
+    """Raise StagingError if a request generates text, which needs all layers for every token, and a pool is staged."""
     written = sum(isinstance(request, GenerationRequest) for request in requests.values())
     if written:
-        raise StagingError(
-            f"{written} texts are to be generated, which needs all layers of the model at once. Use tasks with "
-            "log-likelihoods, or placement=whole or placement=sharded"
-        )
+        refuse_staged(pool, f"generation of {written} texts", instead="tasks with log-likelihoods")
 
 
-def check_not_evicting(arms: Sequence[Arm]) -> None:
-    """Raise StagingError if an arm evicts keys, which needs the KV cache of all layers at once."""
+def check_not_evicting(pool: Pool, arms: Sequence[Arm]) -> None:
+    """Raise StagingError if an arm evicts keys, which needs the KV cache of all layers, and a pool is staged."""
     evicting = [arm.name for arm in arms if arm.ablated is not None and arm.ablated.evicts]
     if evicting:
-        raise StagingError(
-            f"{evicting[0]} evicts keys, which needs all layers of the model at once. Use the mode forward, or"
-            " placement=whole or placement=sharded"
-        )
+        refuse_staged(pool, f"{evicting[0]} evicts keys, which", instead="the mode forward")
 
 
 def check_continues(
@@ -150,10 +144,9 @@ def evaluate(
     for note in (*questions.notes, *check_arms(run.facts.grid, arms), *window_notes(arms, questions.requests.values())):
         run.say(note)
     check_resampled(arms, questions.requests)
-    if run.pool.staged:
-        check_scored(questions.requests)
-        check_not_evicting(arms)
-    else:
+    check_scored(run.pool, questions.requests)
+    check_not_evicting(run.pool, arms)
+    if not run.pool.staged:
         check_continues(run, arms, questions.requests)
     rounding = _rounding(run.facts, [arm.ablated for arm in arms], in_ranges=run.pool.staged)
     record = _record(config, rounding, run, questions, purpose)
@@ -173,8 +166,7 @@ def _plan(
     """
     pool, facts = run.pool, run.facts
     check_predicts(run)
-    if pool.staged:
-        check_scored(questions.requests)
+    check_scored(pool, questions.requests)
     share = False if pool.staged else config.share_prefixes
     reading = choose_reading(pool.one, facts.dtype, ablated, share, run.say)
     reading = reading._replace(rope=run.identity.rope_lengths)

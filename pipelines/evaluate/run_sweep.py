@@ -189,8 +189,7 @@ def sweep(config: SweepConfig, run: Run) -> SweepRuns:
             " removable. Raise `limit`, or use confirm=False to judge on all questions"
         )
     check_predicts(run)
-    if run.pool.staged:
-        check_scored(questions.requests)
+    check_scored(run.pool, questions.requests)
     _check_masks(config, run.facts)
     others = {name: find_run(run.store, run.identity, name, None) for name in config.masks if name not in SCORES}
     kinds = bool(config.scores) + bool(config.masks) if config.confirm else 1

@@ -16,6 +16,7 @@ import pyarrow as pa
 import torch
 
 from headscan.catalog import head_count
+from headscan.cluster.tasks.pool import refuse_staged
 from headscan.errors import GateError
 from headscan.gates.fit_gates import FitState, GateFit, Gates, TwoSidedGates, gates_of, is_done, opposite
 from headscan.grid import HeadGrid
@@ -74,11 +75,7 @@ def run_gates(config: GatesConfig, run: Run) -> GatesResult:
     if (done := run.finished("gates", mark)) is not None:
         return GatesResult(done, _mask_name(config, done), True)
 
-    if run.pool.staged:
-        raise GateError(
-            "gates need derivatives through all layers at once: placement runs layer ranges. Use placement=whole or"
-            " placement=sharded"
-        )
+    refuse_staged(run.pool, "the derivative of a gate")
     grid = run.facts.grid.at(config.site)
     closed = _closed_count(config, grid)
     sizes = {"sequences": len(ids), "max_tokens": config.max_tokens}

@@ -21,6 +21,7 @@ from headscan.analysis.store.provenance import same_model
 from headscan.analysis.store.records import ArmKind, ArmRecord
 from headscan.analysis.store.store import Store
 from headscan.catalog import CRITERIA, RANKED_CRITERIA, SCORES
+from headscan.cluster.tasks.pool import refuse_staged
 from headscan.errors import InterventionError, PruningError, unknown_name
 from headscan.grid import Head, HeadGrid
 from headscan.model_spec import ModelSpec
@@ -316,11 +317,7 @@ def collect_value(config: ValueConfig, model: ModelContext, longest: int) -> Abl
     """
     if config.value == "zero" or config.corpus is None:
         return ZERO_VALUE
-    if model.pool.staged:
-        raise InterventionError(
-            f"replace={config.value} needs all layers of the model at once. Use replace=zero, or placement=whole or"
-            " placement=sharded"
-        )
+    refuse_staged(model.pool, f"replace={config.value}", instead="replace=zero")
     resamples = config.value == "resample"
     limit = model.identity.max_tokens
     tokens = longest if resamples else min(_LONGEST, limit or _LONGEST)
