@@ -158,7 +158,6 @@ class Evaluate(RunVerb):
 
         plans = [load_plan(path) for path in self.arms.plan]  # the imports below load torch, which takes seconds
         from headscan.analysis.verdicts.judge import judge
-        from headscan.checkpoints.sources import load_config
         from headscan.models.model_facts import check_bounds
         from headscan.pipelines.evaluate.run_evaluation import evaluate
         from headscan.pipelines.evaluate.tasks import Questions
@@ -171,7 +170,7 @@ class Evaluate(RunVerb):
         spec = self.spec()
         config = self.tasks.config(spec, recall=self.recall.config())
         if self.arms.heads:
-            check_bounds(load_config(spec.source, spec.revision, spec.trust_remote_code), self.arms.heads)
+            check_bounds(spec.config(), self.arms.heads)
         with self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, plan):
             config, store, identity = replace(config, batch_tokens=plan.batch_tokens), run.store, run.identity
             named = (self.arms.heads, self.arms.mask and mask_heads(store, self.arms.mask, identity))

@@ -156,12 +156,11 @@ class Importance(_CorpusVerb):
                     print(f"{name}, site {site}: {found.line()}")
 
     def _on_corpus(self) -> str:
-        from headscan.checkpoints.sources import load_config
         from headscan.models.model_facts import is_classifier
         from headscan.pipelines.scan.run_importance import run_importance
 
         spec = self.spec()
-        if is_classifier(load_config(spec.source, spec.revision, spec.trust_remote_code)):
+        if is_classifier(spec.config()):
             raise UsageError(f"{self.model} is a classifier, and text has no labels. Give --data")
         return self.measured(self.settings, run_importance)
 

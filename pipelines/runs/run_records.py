@@ -21,7 +21,7 @@ from headscan.analysis.store.provenance import provenance_changes, provenance_hi
 from headscan.analysis.store.records import SHARDED_KINDS, RunKind, RunRecord, RunState
 from headscan.analysis.store.store import Store, refuse_resume, run_identity
 from headscan.checkpoints.headers import weights_hash
-from headscan.checkpoints.sources import code_files_hash, config_hash, load_config, load_tokenizer
+from headscan.checkpoints.sources import code_files_hash, config_hash, load_tokenizer
 from headscan.cluster.tasks.pool import InspectionTask, Pool
 from headscan.errors import ModelLoadError, UnsupportedModelError
 from headscan.grid import HeadGrid
@@ -86,7 +86,7 @@ class ModelIdentity:
 
 def identify(spec: ModelSpec, *, need_tokenizer: bool = True) -> ModelIdentity:
     """Return the identity of a model without loading its weights."""
-    config = load_config(spec.source, spec.revision, spec.trust_remote_code)
+    config = spec.config()
     tokenizer = load_tokenizer(spec.source, spec.revision, spec.trust_remote_code)
     if tokenizer is None and need_tokenizer:
         raise _no_tokenizer(spec.source)

@@ -11,7 +11,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headscan.checkpoints.sources import load_config
 from headscan.errors import UnsupportedModelError
 from headscan.gradients.losses import ClassificationLoss, Loss, TargetTextLoss
 from headscan.model_spec import ModelSpec
@@ -162,7 +161,7 @@ class LabelledTexts:
 
 
 def answers_of(spec: ModelSpec) -> Answers:
-    config = load_config(spec.source, spec.revision, spec.trust_remote_code)
+    config = spec.config()
     if config.is_encoder_decoder:
         return Answers.TEXT
     if is_classifier(config):
@@ -183,7 +182,7 @@ def read_labelled(
     raw = read_examples(data)
     answers = answers_of(model)
     limit = longest_text(identity, max_tokens)
-    config = load_config(model.source, model.revision, model.trust_remote_code)
+    config = model.config()
     classes = tuple(name for _, name in sorted((config.id2label or {}).items())) if answers is Answers.CLASS else ()
     encode = _encoder(identity, limit)
     texts, cut = [], 0
