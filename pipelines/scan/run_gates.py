@@ -164,11 +164,6 @@ def _read(config: GatesConfig, identity: ModelIdentity) -> tuple[np.ndarray, np.
     """Return token ids (B, N) padded on the right, and lengths (B,)."""
     tokens = longest_text(identity, config.max_tokens)
     texts = read_spread(config.corpus, identity.tokenizer, tokens, config.sequences, shortest=min(SHORTEST, tokens))
-    if not texts:
-        raise GateError(
-            f"{config.corpus.name} has 0 texts of {min(SHORTEST, tokens)} tokens or more (limit 1). Choose another"
-            " corpus"
-        )
     ids, lengths = pad([text.ids for text in texts])
     return ids.numpy(), lengths.numpy()
 

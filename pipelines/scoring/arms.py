@@ -30,6 +30,7 @@ from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.runs.head_orders import finished_runs, head_order, run_kind
 from headscan.pipelines.runs.run_records import ModelContext, ModelIdentity, fingerprint
 from headscan.pipelines.scoring.token_requests import pad
+from headscan.pipelines.settings.corpus_settings import SHORTEST, longest_text
 from headscan.pipelines.settings.evaluation_settings import MaskOrder, ValueConfig
 from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS
 
@@ -297,10 +298,6 @@ def find_run(store: Store, identity: ModelIdentity, criterion: str, prefix: str 
     )
 
 
-#: Longest text of a mean, in tokens, and the shortest.
-_LONGEST, _SHORTEST = 2048, 16
-
-
 @dataclass(frozen=True)
 class _ValueItem:
     """Texts for one replica; a resampling has a seed."""
@@ -319,10 +316,9 @@ def collect_value(config: ValueConfig, model: ModelContext, longest: int) -> Abl
         return ZERO_VALUE
     refuse_staged(model.pool, f"replace={config.value}", instead="replace=zero")
     resamples = config.value == "resample"
-    limit = model.identity.max_tokens
-    tokens = longest if resamples else min(_LONGEST, limit or _LONGEST)
-    shortest, count = (tokens, config.samples) if resamples else (min(_SHORTEST, tokens), config.texts)
-    found = read_spread(
+    tokens = longest if resamples else longest_text(model.identity, None)
+    shortest, count = (tokens, config.samples) if resamples else (min(SHORTEST, tokens), config.texts)
+    texts = read_spread(
         config.corpus,
         model.identity.tokenizer,
         tokens,
@@ -330,20 +326,18 @@ def collect_value(config: ValueConfig, model: ModelContext, longest: int) -> Abl
         shortest=shortest,
         mode="pack" if resamples else "chunk",  # samples are all as long as the longest input
     )
-    least = 2 if resamples else 1
-    if len(found) < least:
+    if resamples and len(texts) < 2:
         raise InterventionError(
-            f"{config.corpus.name} has {len(found)} texts of {shortest} tokens or more (limit {least}). Choose another"
-            " corpus"
+            f"{config.corpus.name} has {len(texts)} text of {shortest} tokens or more (limit 2). Choose another corpus"
         )
-    ids, lengths = pad([text.ids for text in found])
+    ids, lengths = pad([text.ids for text in texts])
     seed = config.seed if resamples else None
     source = {
         "corpus": config.corpus.name,
-        "texts": len(found),
+        "texts": len(texts),
         "tokens": int(lengths.sum()),
         "seed": seed,
-        "hash": fingerprint({"texts": [text.content_hash for text in found]})[:16],
+        "hash": fingerprint({"texts": [text.content_hash for text in texts]})[:16],
     }
     name = f"{config.value} outputs of heads on {config.corpus.name}"
     outputs = model.pool.one(collect_outputs, _ValueItem(name, ids, lengths, seed))
