@@ -36,7 +36,7 @@ from headscan.pipelines.scan.run_gates import GatesResult, run_gates
 from headscan.pipelines.scan.run_importance import run_importance
 from headscan.pipelines.scan.run_probe import ProbeResult
 from headscan.pipelines.scan.run_probe import probe as run_probe
-from headscan.pipelines.scan.run_scan import CorpusRunResult, ScanResult
+from headscan.pipelines.scan.run_scan import CorpusRunResult
 from headscan.pipelines.scan.run_scan import scan as run_scan
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
 from headscan.pipelines.settings.evaluation_settings import AblateConfig, EvaluateConfig, SweepConfig
@@ -89,7 +89,7 @@ def scan(
     devices: PlacementRequest | None = None,
     resume_anyway: bool = False,
     say: Callable[[str], None] = print,
-) -> ScanResult:
+) -> CorpusRunResult:
     """Scan a corpus into a store; the same call again resumes.
 
     Args:

@@ -28,6 +28,7 @@ from headscan.pipelines.runs.run_records import ModelIdentity, Run, fingerprint
 from headscan.pipelines.scan.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.pipelines.scan.run_scan import (
     CorpusRunResult,
+    ShardMeasurement,
     fingerprinted_sizes,
     run_corpus,
     shard_size_of,
@@ -138,17 +139,15 @@ def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
             )
         return recall_texts(run.identity, config.tokens, config.recall_prompts) if config.recall_prompts else []
 
-    return run_corpus(
-        config,
-        run,
+    measurement = ShardMeasurement(
         "importance",
+        measure_importance,
+        lambda shard, rope: ImportanceItem(shard, config.reduction, config.batch_tokens, rope),
+        passes=_PASSES,
         deciding=settings,
         recorded=settings,
-        item_of=lambda shard, rope: ImportanceItem(shard, config.reduction, config.batch_tokens, rope),
-        task=measure_importance,
-        passes=_PASSES,
-        prompts=prompts,
     )
+    return run_corpus(config, run, measurement, prompts=prompts)
 
 
 @dataclass(frozen=True, kw_only=True)
