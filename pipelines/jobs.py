@@ -39,7 +39,7 @@ from headscan.pipelines.scan.run_probe import probe as run_probe
 from headscan.pipelines.scan.run_scan import CorpusRunResult
 from headscan.pipelines.scan.run_scan import scan as run_scan
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
-from headscan.pipelines.settings.evaluation_settings import AblateConfig, EvaluateConfig, SweepConfig
+from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, AblateConfig, EvaluateConfig, SweepConfig
 from headscan.pipelines.settings.measure_settings import GatesConfig, ImportanceConfig, Part, ProbeConfig, ScanConfig
 from headscan.pipelines.settings.saving_settings import LossLimit, MeasureConfig
 from headscan.pipelines.study.run_study import study as run_study
@@ -77,9 +77,6 @@ __all__ = [
     "study",
     "sweep",
 ]
-
-#: Prompt length for which memory is reserved when tasks run.
-TASK_TOKENS = 2048
 
 
 def scan(

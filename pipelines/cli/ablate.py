@@ -14,7 +14,6 @@ from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, changed
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.task_options import (
-    TASK_TOKENS,
     Metric,
     OptionalTasks,
     check_labelled,
@@ -24,7 +23,7 @@ from headscan.pipelines.cli.task_options import (
 )
 from headscan.pipelines.cli.verb_base import CORPORA, CorpusOptions, RunVerb, quiet_libraries
 from headscan.pipelines.settings.corpus_settings import DataSpec
-from headscan.pipelines.settings.evaluation_settings import LossTexts, ReplaceValue
+from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, LossTexts, ReplaceValue
 
 if TYPE_CHECKING:
     from headscan.analysis.verdicts.head_effects import HeadEffect

@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from headscan.catalog import RANKED_CRITERIA, SCORES
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, head, model_source
-from headscan.pipelines.cli.results import Json, Result, arm_rows, verdict_text
-from headscan.pipelines.cli.task_options import TASK_TOKENS, RecallOptions, ReplaceTexts, Tasks, value_config
-from headscan.pipelines.cli.verb_base import RunVerb, quiet_libraries
-from headscan.pipelines.settings.evaluation_settings import PLAN_MODES, MaskOrderOption, PlanMode, ReplaceValue
+from headscan.pipelines.cli.results import Result, arm_rows, verdict_text
+from headscan.pipelines.cli.task_options import TaskVerb, value_config
+from headscan.pipelines.cli.verb_base import quiet_libraries
+from headscan.pipelines.settings.evaluation_settings import (
+    PLAN_MODES,
+    TASK_TOKENS,
+    MaskOrderOption,
+    PlanMode,
+    ReplaceValue,
+)
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
@@ -124,7 +130,7 @@ class _Arms:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate(RunVerb):
+class Evaluate(TaskVerb):
     """ablate heads while lm-eval's tasks run, and compare with the baseline
 
         headscan evaluate MODEL --tasks mmlu --heads 3:5,7:0
@@ -141,14 +147,10 @@ class Evaluate(RunVerb):
 
     common: ClassVar = "MODEL --tasks --limit --heads --score --share --rule --plan --models --controls --store --json"
 
-    json: Json = False
-    tasks: Annotated[Tasks, Group("tasks")]
-    recall: Annotated[RecallOptions, Group("tasks")]
     arms: Annotated[_Arms, Group("arms")]
-    texts: Annotated[ReplaceTexts, Group("texts")]
 
     def __post_init__(self) -> None:
-        self.texts.check(self.arms.replace)
+        super().__post_init__()
         if self.arms.replace != "zero" and not (self.arms.heads or self.arms.mask or self.arms.uses_score):
             raise UsageError(f"--replace {self.arms.replace} needs ablated heads: give --heads, --mask or --score")
         self.arms.check()

@@ -26,16 +26,6 @@ from tests.small_models import make_loaded, make_model
 NEW = 12
 
 
-@pytest.fixture(scope="module")
-def lm(spec: ModelSpec) -> LoadedModel:
-    return headscan.load(spec.source)
-
-
-@pytest.fixture(scope="module")
-def model(spec: ModelSpec, lm: LoadedModel) -> PlannedModel:
-    return model_of(spec, lm)
-
-
 @pytest.fixture
 def prompt(tmp_path: Path) -> Path:
     file = tmp_path / "prompt.txt"

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import headscan
 from headscan.analysis.plans import HeadPlan, PlannedModel
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
@@ -32,16 +31,6 @@ from headscan.pipelines.settings.evaluation_settings import PLAN_MODES, Evaluate
 from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood, run_on
 from tests.pipelines.kv.kv_plans import decode_oracle, forward_oracle, model_of, plan_for
 from tests.small_models import make_model
-
-
-@pytest.fixture(scope="module")
-def lm(spec: ModelSpec) -> LoadedModel:
-    return headscan.load(spec.source)
-
-
-@pytest.fixture(scope="module")
-def model(spec: ModelSpec, lm: LoadedModel) -> PlannedModel:
-    return model_of(spec, lm)
 
 
 @pytest.fixture(scope="module")
