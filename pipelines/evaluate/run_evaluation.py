@@ -264,7 +264,7 @@ def _record(config: EvaluateConfig, rounding: str, run: Run, questions: Question
     }
     if config.text is not None:
         settings["text"] = config.text.settings()
-    mark = {
+    deciding = {
         "model": run.identity.fingerprint(),
         "dtype": config.model.dtype,
         "questions": questions.fingerprint(),
@@ -272,7 +272,7 @@ def _record(config: EvaluateConfig, rounding: str, run: Run, questions: Question
     }
     return run.record(
         purpose.kind,
-        fingerprint(mark),
+        fingerprint(deciding),
         config=settings
         | {"dtype": config.model.dtype, "groups": questions.groups, "requests": len(questions.requests)},
         bos_policy=config.tasks.bos,

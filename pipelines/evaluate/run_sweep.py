@@ -127,7 +127,7 @@ def record_prompts(config: EvaluateConfig, run: Run, questions: Questions) -> st
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(hash_ids(np.asarray(prompt, dtype=np.int32)).encode())
-    mark = fingerprint(
+    run_hash = fingerprint(
         {
             "model": run.identity.fingerprint(),
             "dtype": config.model.dtype,
@@ -137,13 +137,13 @@ def record_prompts(config: EvaluateConfig, run: Run, questions: Questions) -> st
             "batch_tokens": config.batch_tokens,
         }
     )
-    if (done := run.finished("recording", mark)) is not None:
+    if (done := run.finished("recording", run_hash)) is not None:
         run.say(f"run {done}: the prompts of {names} were recorded before")
         return done
     report = CorpusReport()
     record = run.record(
         "recording",
-        mark,
+        run_hash,
         bos_policy=config.tasks.bos,
         corpus=f"prompts of {names}",
         corpus_hash=digest.hexdigest(),
@@ -205,7 +205,7 @@ def sweep(config: SweepConfig, run: Run) -> SweepRuns:
     parts = [f"{count} {name}{'s' * (count != 1)}" for name, count in counts.items()]
     run.say(f"{len(arms)} arms: the baseline, {', '.join(parts)}")
     # Each value is a run of its own: whether heads are inactive and whether they are constant is chosen separately.
-    purpose = Purpose(settings={"replace": config.value.value, **dict(value.details)}) if value.mark else EVALUATE
+    purpose = Purpose(settings={"replace": config.value.value, **dict(value.details)}) if value.texts_hash else EVALUATE
     evaluate_run = evaluate(evaluation, run, arms, questions=questions, purpose=purpose)
     if config.confirm:
         record_confirmation(run.store, evaluate_run)

@@ -139,12 +139,12 @@ FAMILY_CHOICES: dict[CriterionFamily, Callable[[LoadedModel, Calibration, Choice
 
 @dataclass(frozen=True)
 class StoredChoices:
-    """The choices on one model and its texts. ``mark`` is a hash of everything that choices depend on, apart from
+    """The choices on one model and its texts. ``texts_hash`` is of everything that choices depend on, apart from
     criterion and number.
     """
 
     store: Store
-    mark: str
+    texts_hash: str
 
     def read(self, criterion: str, counts: Sequence[int]) -> Choices | None:
         """Return the stored heads of a criterion; None if one of the numbers is missing."""
@@ -167,7 +167,7 @@ class StoredChoices:
                 self.store.add_mask(self._name(criterion, count), heads, score=criterion)
 
     def _name(self, criterion: str, count: int) -> str:
-        return f"{criterion}, {count} heads, texts {self.mark}"
+        return f"{criterion}, {count} heads, texts {self.texts_hash}"
 
 
 @dataclass(frozen=True)
@@ -191,14 +191,14 @@ def referee(config: RefereeConfig, run: Run) -> str:
     evaluation = replace(config.evaluation, text=held_out)
     questions = Questions(evaluation.tasks, evaluation.recall, run.identity, held_out)
     sizes = _sizes(config.compared.shares, run.facts.grid.total_heads)
-    mark = _mark(config, run, texts)
-    chosen = _choices(config, StoredChoices(run.store, mark), run, texts, tuple(sizes.values()))
+    texts_hash = _texts_hash(config, run, texts)
+    chosen = _choices(config, StoredChoices(run.store, texts_hash), run, texts, tuple(sizes.values()))
 
-    def judge(arms: Sequence[Arm]) -> str:
+    def evaluate_choices(arms: Sequence[Arm]) -> str:
         return evaluate(evaluation, run, [BASELINE, *arms], questions=questions)
 
     if config.repair.is_none:
-        return judge(_mask_arms(config, run, chosen, sizes, mark))
+        return evaluate_choices(_mask_arms(config, run, chosen, sizes, texts_hash))
     run_id = ""
     for number, criterion in enumerate(config.compared.criteria):
         # The models of one criterion are on disk at a time.
@@ -206,7 +206,7 @@ def referee(config: RefereeConfig, run: Run) -> str:
             wanted = list(_wanted(folder, criterion, chosen[criterion], 0 if number else config.compared.seeds))
             job = BuildJob(texts, tuple(wanted), repair=config.repair, timing=None, say=run.say)
             built = run.pool.one(build_models, job)
-            run_id = judge([pruned_arm(each, evaluation.model, run.identity) for each in built])
+            run_id = evaluate_choices([pruned_arm(each, evaluation.model, run.identity) for each in built])
     return run_id
 
 
@@ -219,7 +219,7 @@ def _sizes(shares: Sequence[float], total: int) -> dict[float, int]:
     return sizes
 
 
-def _mark(config: RefereeConfig, run: Run, texts: CalibrationTexts) -> str:
+def _texts_hash(config: RefereeConfig, run: Run, texts: CalibrationTexts) -> str:
     settings = {
         "model": run.identity.fingerprint(),
         "dtype": config.evaluation.model.dtype,
@@ -268,10 +268,10 @@ def _mask_arms(
     run: Run,
     chosen: Mapping[str, Choices],
     sizes: Mapping[float, int],
-    mark: str,
+    texts_hash: str,
 ) -> list[Arm]:
     """Return the arms share by share, so that all curves grow together."""
-    selection = f"{'iterative, ' if config.compared.iterative else ''}texts {mark}"
+    selection = f"{'iterative, ' if config.compared.iterative else ''}texts {texts_hash}"
     arms: list[Arm] = []
     for share, count in sizes.items():
         for criterion in config.compared.criteria:

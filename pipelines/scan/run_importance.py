@@ -183,20 +183,20 @@ def run_labelled_importance(
         "answers": texts.answers.value,
     }
     data_hash = texts.fingerprint()
-    mark = fingerprint(
+    run_hash = fingerprint(
         {"model": identity.fingerprint(), "dtype": config.model.dtype, "examples": data_hash, **settings}
     )
-    if (done := run.finished("importance", mark)) is not None:
+    if (done := run.finished("importance", run_hash)) is not None:
         return CorpusRunResult(done, True)
     report = CorpusReport()
     longest = max((text.longest for text in texts.texts), default=1)
-    size = shard_size_of(run, "importance", mark, config.shard_size, longest, _PASSES)
+    size = shard_size_of(run, "importance", run_hash, config.shard_size, longest, _PASSES)
     groups = [tuple(texts.texts[start : start + size]) for start in range(0, len(texts.texts), size)]
     shards = [_shard(index, group, config.data.name, report) for index, group in enumerate(groups)]
     answers = texts.answers
     record = run.record(
         "importance",
-        mark,
+        run_hash,
         config={"model": asdict(config.model), "data": asdict(config.data), **settings, "shard_size": size},
         bos_policy=None,
         corpus=config.data.name,

@@ -92,8 +92,8 @@ def probe(config: ProbeConfig, run: Run) -> ProbeResult:
         _check_lengths(config.settings, identity)
         corpus = open_corpus(config.corpus)
         facts |= {"corpus": corpus.fingerprint()}
-    mark = fingerprint({"model": identity.fingerprint(), "dtype": config.model.dtype, **facts})
-    if (done := run.finished("probe", mark)) is not None:
+    run_hash = fingerprint({"model": identity.fingerprint(), "dtype": config.model.dtype, **facts})
+    if (done := run.finished("probe", run_hash)) is not None:
         return ProbeResult(done, True)
 
     items = []
@@ -112,7 +112,7 @@ def probe(config: ProbeConfig, run: Run) -> ProbeResult:
         )
     record = run.record(
         "probe",
-        mark,
+        run_hash,
         config={"model": asdict(config.model), **facts},
         bos_policy="always" if _beginning(identity) else "never" if identity.found_tokenizer else None,
         corpus=None if corpus is None else config.corpus.name,

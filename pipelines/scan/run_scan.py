@@ -152,7 +152,7 @@ def run_corpus(
     longest_text(identity, config.tokens.max_tokens)
     corpus = open_corpus(config.corpus)
     corpus_fingerprint = corpus.fingerprint()
-    mark = fingerprint(
+    run_hash = fingerprint(
         {
             "model": identity.fingerprint(),
             "dtype": config.model.dtype,
@@ -162,12 +162,12 @@ def run_corpus(
             **fingerprinted_sizes(config.shard_size, config.batch_tokens),
         }
     )
-    if (done := run.finished(kind, mark)) is not None:
+    if (done := run.finished(kind, run_hash)) is not None:
         run.store.summarise(done)
         return CorpusRunResult(done, True)
-    if part is not None and (known := run.known(kind, mark)) is not None and _has_part(run.store, known, part):
+    if part is not None and (known := run.known(kind, run_hash)) is not None and _has_part(run.store, known, part):
         return CorpusRunResult(known["run_id"], True, part=part)
-    shard_size = shard_size_of(run, kind, mark, config.shard_size, config.tokens.max_tokens, measurement.passes)
+    shard_size = shard_size_of(run, kind, run_hash, config.shard_size, config.tokens.max_tokens, measurement.passes)
 
     report = CorpusReport()
     texts = shards(sequences(corpus, identity.tokenizer, config.tokens, report), shard_size=shard_size)
@@ -179,7 +179,7 @@ def run_corpus(
         )
     record = run.record(
         kind,
-        mark,
+        run_hash,
         config={
             "model": asdict(config.model),
             "corpus": asdict(config.corpus),
@@ -243,11 +243,11 @@ def fingerprinted_sizes(shard_size: int | None, batch_tokens: int) -> dict[str, 
     return {"shard_size": shard_size or _LARGEST_SHARD, "batch_tokens": batch_tokens}
 
 
-def shard_size_of(run: Run, kind: RunKind, mark: str, given: int | None, tokens: int, passes: float) -> int:
+def shard_size_of(run: Run, kind: RunKind, run_hash: str, given: int | None, tokens: int, passes: float) -> int:
     """Return the number of sequences of a shard: that of the run if it began before, else the given one, else about 20
     seconds of work on texts of ``tokens`` tokens that cost ``passes`` forward passes each.
     """
-    known = run.known(kind, mark)
+    known = run.known(kind, run_hash)
     if known is not None:
         return int(known["config"]["shard_size"])
     if given is not None:

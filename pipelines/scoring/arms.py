@@ -37,23 +37,23 @@ from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS
 
 @dataclass(frozen=True)
 class AblationValue:
-    """A replacement for the output of ablated heads. ``mark``, the first digits of a hash of the texts that it was
-    collected on (empty for zero), identifies it; its numbers do not, because other kernels round them differently.
+    """A replacement for the output of ablated heads. ``texts_hash``, the first digits of a hash of the texts that it
+    was collected on (empty for zero), identifies it; its numbers do not, because other kernels round them differently.
     """
 
     replacement: Replacement = ZERO
-    mark: str = ""
+    texts_hash: str = ""
     source: tuple[tuple[str, object], ...] = field(default=())
 
     @property
     def suffix(self) -> str:
         """The end of an arm's name; empty for zero."""
-        return f" by {self.replacement.value} {self.mark}" if self.mark else ""
+        return f" by {self.replacement.value} {self.texts_hash}" if self.texts_hash else ""
 
     @property
     def details(self) -> tuple[tuple[str, object], ...]:
         """Settings of an arm; empty for zero."""
-        return (("replacement_texts", dict(self.source)),) if self.mark else ()
+        return (("replacement_texts", dict(self.source)),) if self.texts_hash else ()
 
 
 ZERO_VALUE = AblationValue()
@@ -142,9 +142,9 @@ def mask_arm(heads: Sequence[tuple[int, int]], value: AblationValue = ZERO_VALUE
 def model_arm(spec: ModelSpec, identity: ModelIdentity, baseline: ModelIdentity) -> Arm:
     """Return an arm that another model answers. Another content of the model's files makes another arm."""
     check_tokenizer(identity, baseline)
-    mark = fingerprint(identity.fingerprint())[:6]
+    model_hash = fingerprint(identity.fingerprint())[:6]
     details = (("model", identity.name), *model_settings(identity))
-    return Arm(f"model {identity.name} {mark}", ArmKind.MODEL, details=details, model=spec)
+    return Arm(f"model {identity.name} {model_hash}", ArmKind.MODEL, details=details, model=spec)
 
 
 def model_settings(identity: ModelIdentity) -> tuple[tuple[str, object], ...]:
