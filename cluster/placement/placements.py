@@ -161,7 +161,7 @@ class ShardedPlacement(ReplicaPlacement):
         parts = [end + sum(sizes.blocks[slice(*part)]) for part, end in zip(ranges, ends, strict=True)]
         tokens = demand.most_tokens(room - max(sizes.blocks) - max(parts), (0, sizes.num_layers))
         names = [f"GPU {i}" for i in range(gpus)] or ["CPU"]
-        devices = [demand.on_device(*each, tokens, room) for each in zip(names, ranges, parts, strict=True)]
+        devices = [demand.on_device(*device, tokens, room) for device in zip(names, ranges, parts, strict=True)]
         if elsewhere:
             devices.append(DeviceBytes("RAM" if memory is not None else "disk", rest, elsewhere, usable=memory))
         share = max(1, min(node.cpus for node in nodes) // replicas)

@@ -205,13 +205,13 @@ def run_pass(
     if not halves or limit.allows(size):
         try:
             if not isinstance(model, Stage):
-                found = task.run(lm, item, part)
+                partial = task.run(lm, item, part)
                 if on_pass is not None:
                     on_pass(len(part))
-                return found, None
+                return partial, None
             with model.running_range(hidden) as range_pass:
-                found = task.run(lm, item, part)
-            return found, range_pass.hidden_out
+                partial = task.run(lm, item, part)
+            return partial, range_pass.hidden_out
         except RuntimeError as problem:
             if not is_out_of_memory(problem):
                 raise
@@ -225,7 +225,7 @@ def run_pass(
         for half, hidden_in in zip(halves, parts, strict=True)
     ]
     left = [leaving for _, leaving in done if leaving is not None]
-    return task.join_halves([found for found, _ in done]), torch.cat(left) if left else None
+    return task.join_halves([partial for partial, _ in done]), torch.cat(left) if left else None
 
 
 def open_layers(spec: ModelSpec, device: str, inspection: Inspection | None = None) -> Layers:
