@@ -96,7 +96,7 @@ def test_what_a_user_can_get_wrong(
         (command(spec, plan, tmp_path / "long.txt"), "12 new ones are", "(limit 1024, the model's context)"),
         (command(spec, tmp_path / "none.json", prompt), "none.json"),
         (command(spec, other, prompt), "made for tiny-llama with another configuration hash"),
-        (command(spec, plan, prompt, "--placement", "streamed"), "--placement whole or sharded"),
+        (command(spec, plan, prompt, "--placement", "streamed"), "--placement whole or --placement sharded"),
     ]
     for words, *expected in cases:
         capsys.readouterr()
