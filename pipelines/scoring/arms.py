@@ -229,8 +229,8 @@ def random_rules(share: float, seeds: int, value: AblationValue = ZERO_VALUE) ->
     heads = [RandomHeads(share, seed, value.replacement) for seed in range(seeds)]
     names = [f"random rule {100 * share:g}% seed {seed}{value.suffix}" for seed in range(seeds)]
     return [
-        Arm(name, ArmKind.RANDOM_RULE, each, share=share, seed=each.seed, details=value.details)
-        for name, each in zip(names, heads, strict=True)
+        Arm(name, ArmKind.RANDOM_RULE, drawn, share=share, seed=drawn.seed, details=value.details)
+        for name, drawn in zip(names, heads, strict=True)
     ]
 
 
@@ -240,12 +240,12 @@ def controls(grid: HeadGrid, arms: Sequence[Arm], seeds: int, value: AblationVal
         raise InterventionError(f"random controls per arm: {seeds} (limit 0). Set `seeds` to 0 or more")
     total = len(list(grid.heads()))
     masks = {len(heads): arm.share for arm in arms if (heads := arm.fixed_heads) is not None}
-    found = []
+    drawn_arms = []
     for count, share in sorted(masks.items()):
-        found += random_masks(grid, count / total if share is None else share, count, seeds, value)
+        drawn_arms += random_masks(grid, count / total if share is None else share, count, seeds, value)
     for share in sorted({arm.share for arm in arms if arm.kind is ArmKind.RULE and arm.share}):
-        found += random_rules(share, seeds, value)
-    return found
+        drawn_arms += random_rules(share, seeds, value)
+    return drawn_arms
 
 
 def check_arms(grid: HeadGrid, arms: Sequence[Arm]) -> list[str]:
@@ -358,9 +358,9 @@ def stored_orders(
     """Return the heads in the order in which they are removed, for the methods that are in `RANKED_CRITERIA`. The ids
     of the runs start with ``prefix``; None uses the newest runs of the model.
     """
-    found = {name: find_run(store, identity, name, prefix) for name in methods if name in RANKED_CRITERIA}
+    runs = {name: find_run(store, identity, name, prefix) for name in methods if name in RANKED_CRITERIA}
     return {
-        name: [(head.layer, head.head) for head in head_order(store, run_id, name)] for name, run_id in found.items()
+        name: [(head.layer, head.head) for head in head_order(store, run_id, name)] for name, run_id in runs.items()
     }
 
 
@@ -388,10 +388,10 @@ def _escaped(name: str) -> str:
 def imported_heads(path: str | Path) -> list[tuple[int, int]]:
     """Return the heads of a JSON file in order: ``[layer, head]`` pairs in a list, alone or under ``heads``."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
         raise PruningError(f"cannot read the heads of {path}: {problem}. Give a JSON list of [layer, head]") from None
-    pairs = found.get("heads") if isinstance(found, dict) else found
+    pairs = content.get("heads") if isinstance(content, dict) else content
     if not isinstance(pairs, list) or not pairs:
         raise PruningError(f"{path} names 0 heads (limit 1). Give a JSON list of [layer, head]")
     for pair in pairs:
