@@ -89,14 +89,14 @@ def check_resampled(arms: Sequence[Arm], requests: Mapping[str, Request | Genera
 def check_models(
     arms: Sequence[Arm], baseline: ModelIdentity, requests: Mapping[str, Request | GenerationRequest]
 ) -> dict[ModelSpec, ModelIdentity]:
-    found: dict[ModelSpec, ModelIdentity] = {}
-    longest = max((len(each.ids) for each in requests.values()), default=0)
+    identities: dict[ModelSpec, ModelIdentity] = {}
+    longest = max((len(request.ids) for request in requests.values()), default=0)
     for arm in arms:
         if arm.model is None:
             continue
-        if arm.model not in found:
-            found[arm.model] = identify(arm.model)
-        identity = found[arm.model]
+        if arm.model not in identities:
+            identities[arm.model] = identify(arm.model)
+        identity = identities[arm.model]
         check_tokenizer(identity, baseline)
         known = dict(arm.details)
         if any(known.get(name) != value for name, value in model_settings(identity)):
@@ -107,7 +107,7 @@ def check_models(
                 f"{arm.name} has {identity.max_tokens} positions, but the longest question has {longest} tokens. Use a"
                 " model with as many positions as the baseline"
             )
-    return found
+    return identities
 
 
 @dataclass(frozen=True)

@@ -55,13 +55,13 @@ def size_recall(config: EvaluateConfig, run: Run, *, part: float, comparisons: i
     plan = config.recall
     if plan is None:
         return config
-    found = whole_model_recall(config, run)
-    if not found:  # the questions are omitted, which the sweep reports
+    whole_model = whole_model_recall(config, run)
+    if not whole_model:  # the questions are omitted, which the sweep reports
         return config
     fixed = plan.questions is not None or plan.in_all is not None
     sizes = {}
     for kind in RECALL_FAMILIES:
-        right, asked = found[kind]
+        right, asked = whole_model[kind]
         sizes[kind], line = _size(kind, right, asked, part, comparisons, fixed=fixed)
         run.say(line)
     if fixed or max(sizes.values()) <= IN_ALL:
