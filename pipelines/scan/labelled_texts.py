@@ -47,10 +47,10 @@ def read_examples(spec: DataSpec) -> list[RawExample]:
         raise ExampleError(f"{spec.name} is not UTF-8: byte {problem.start}. Convert it to UTF-8") from problem
     filled = [(number, line.removesuffix("\r")) for number, line in lines if line.strip()]
     rows = _json_rows(spec, filled) if path.suffix == ".jsonl" else _tab_rows(spec, filled)
-    found = list(islice(rows, spec.limit or len(filled)))
-    if not found:
+    examples = list(islice(rows, spec.limit or len(filled)))
+    if not examples:
         raise ExampleError(f"{spec.name} has 0 examples (limit 1). Add a line with a text and its label")
-    return found
+    return examples
 
 
 def _tab_rows(spec: DataSpec, lines: list[tuple[int, str]]) -> Iterator[RawExample]:
@@ -97,9 +97,9 @@ def _example(spec: DataSpec, line: int, text: str, target: str) -> RawExample:
     return RawExample(line, text.strip(), target.strip())
 
 
-def _no_column(spec: DataSpec, names: tuple[str, ...], found: list[str]) -> str:
+def _no_column(spec: DataSpec, names: tuple[str, ...], columns: list[str]) -> str:
     kind = "text" if names is TEXT_COLUMNS else "label"
-    return f"{spec.name} has no {kind} column: {', '.join(found)[:80]}. Name a column {' or '.join(names)}"
+    return f"{spec.name} has no {kind} column: {', '.join(columns)[:80]}. Name a column {' or '.join(names)}"
 
 
 class Answers(Enum):

@@ -88,19 +88,19 @@ def measure_losses(
 
     def measure(rows: list[int]) -> list[HeadNumbers]:
         loss = loss_of(rows)
-        found = []
+        numbers = []
         for kind, gradients in head_gradients(lm, loss).items():
             site = lm.at(kind)
             values = dict(zip(MEASURED, (gradients.gates, gradients.tokens, entropies(site, loss)), strict=True))
-            found.append(HeadNumbers.of(site.grid, values, torch.zeros(gradients.gates.shape, dtype=torch.bool)))
-        return found
+            numbers.append(HeadNumbers.of(site.grid, values, torch.zeros(gradients.gates.shape, dtype=torch.bool)))
+        return numbers
 
     order: list[int] = []
     parts: list[list[HeadNumbers]] = []
     for batch in whole_batches(lengths, batch_tokens, rope):
-        for rows, found in run_halving(list(batch.rows), measure, lengths, lm.limits["importance"]):
+        for rows, numbers in run_halving(list(batch.rows), measure, lengths, lm.limits["importance"]):
             order += rows
-            parts.append(found)
+            parts.append(numbers)
     tables = [
         head_table(HeadNumbers.of_batches(of_site), np.argsort(order), indices) for of_site in zip(*parts, strict=True)
     ]
@@ -113,16 +113,16 @@ def recall_texts(identity: ModelIdentity, plan: TokenPlan, count: int) -> list[c
     are others.
     """
     tokenizer, special = identity.tokenizer, special_tokens(identity.tokenizer, plan)
-    found: list[corpora.Sequence] = []
+    texts: list[corpora.Sequence] = []
     for prompts in recall_prompts(identity, plan.max_tokens, count, seed=0):
         for request in prompts.requests:
             text = str(tokenizer.decode(list(request.ids), skip_special_tokens=True))
             whole = tokenizer.encode(text, add_special_tokens=False, verbose=False)
             body = np.asarray(whole[: plan.max_tokens - special.total], dtype=np.int32)
-            ids, number, name = special.around(body), len(found), prompts.name
+            ids, number, name = special.around(body), len(texts), prompts.name
             is_cut = len(body) < len(whole)
-            found.append(corpora.Sequence(number, number, name, ids, is_cut, hash_ids(ids)[:16], name))
-    return found
+            texts.append(corpora.Sequence(number, number, name, ids, is_cut, hash_ids(ids)[:16], name))
+    return texts
 
 
 def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
@@ -226,7 +226,7 @@ def _shard(index: int, texts: Sequence[LabelledText], source: str, report: Corpu
     digest = hashlib.sha256()
     sequences = []
     for text in texts:
-        ids, target = (np.asarray(each, dtype=np.int32) for each in (text.ids, text.target_ids))
+        ids, target = (np.asarray(tokens, dtype=np.int32) for tokens in (text.ids, text.target_ids))
         digest.update(f"{hash_ids(ids)} {hash_ids(target)}\n".encode())
         sequences.append(corpora.Sequence(text.index, text.index, source, ids, False, hash_ids(ids)[:16]))
         report.documents += 1

@@ -171,7 +171,7 @@ def run_corpus(
 
     report = CorpusReport()
     texts = shards(sequences(corpus, identity.tokenizer, config.tokens, report), shard_size=shard_size)
-    found, rest = _read_ahead(_followed_by(texts, prompts(), shard_size))
+    first, rest = _read_ahead(_followed_by(texts, prompts(), shard_size))
     if config.tokens.mode == "truncate" and report.truncated:
         run.say(
             f"{report.truncated:,} of {report.documents:,} documents exceed {config.tokens.max_tokens:,} tokens: only"
@@ -193,17 +193,17 @@ def run_corpus(
         bos_policy=config.tokens.bos,
         corpus=config.corpus.name,
         corpus_hash=corpus_fingerprint,
-        total_shards=None if rest is not None else len(found),
+        total_shards=None if rest is not None else len(first),
     )
     return write_shards(
         run,
         record,
-        chain(found, rest or ()),
+        chain(first, rest or ()),
         lambda shard: measurement.item_of(shard, identity.rope_lengths),
         report,
         total=None
         if rest is not None
-        else sum(len(shard.sequences) for shard in found if part is None or shard.index in part),
+        else sum(len(shard.sequences) for shard in first if part is None or shard.index in part),
         task=measurement.task,
         part=part,
     )
@@ -216,7 +216,9 @@ def _followed_by(texts: Iterable[Shard], prompts: Sequence[TokenSequence], shard
         yield shard
         last = shard.sequences[-1]
         index, sequence, document = shard.index + 1, last.index + 1, last.document + 1
-    numbered = [replace(each, index=sequence + each.index, document=document + each.document) for each in prompts]
+    numbered = [
+        replace(prompt, index=sequence + prompt.index, document=document + prompt.document) for prompt in prompts
+    ]
     for shard in shards(numbered, shard_size=shard_size):
         yield replace(shard, index=index + shard.index)
 
@@ -262,14 +264,14 @@ def shard_size_of(run: Run, kind: RunKind, run_hash: str, given: int | None, tok
 def _read_ahead(source: Iterable[Shard]) -> tuple[list[Shard], Iterator[Shard] | None]:
     """Return the first shards, and an iterator over the rest; None if there are no more."""
     rest = iter(source)
-    found: list[Shard] = []
+    first: list[Shard] = []
     tokens = 0
     for shard in rest:
-        found.append(shard)
+        first.append(shard)
         tokens += sum(map(len, shard.sequences))
         if tokens >= _READ_AHEAD:
-            return found, rest
-    return found, None
+            return first, rest
+    return first, None
 
 
 class ShardWriteError(HeadscanError):
