@@ -76,16 +76,16 @@ def referee_text(losses: Sequence[CriterionLoss]) -> str:
     shares = sorted({row.share for row in losses})
     sites = dict.fromkeys(row.site for row in losses)
     for name, site in dict.fromkeys((row.measure, row.site) for row in losses):
-        found: dict[str, dict[float, CriterionLoss]] = {}
+        curves: dict[str, dict[float, CriterionLoss]] = {}
         for row in losses:
             if (row.measure, row.site) == (name, site):
-                found.setdefault(row.criterion, {})[row.share] = row
+                curves.setdefault(row.criterion, {})[row.share] = row
         title, digits = _TITLES.get(name, (f"Left of {name}, in percent.", ".0f"))
         title += f" {_heads_of(site)}" * (len(sites) > 1)
         table = [
             {"criterion": criterion}
             | {_percent(share): _cell(at[share], digits) if share in at else "" for share in shares}
-            for criterion, at in found.items()
+            for criterion, at in curves.items()
         ]
         parts.append(f"{title}\n\n" + text_table(table))
     return "\n\n".join(parts)
@@ -93,11 +93,11 @@ def referee_text(losses: Sequence[CriterionLoss]) -> str:
 
 def agreement_text(agreements: Sequence[Agreement]) -> str:
     """Return Kendall's tau of each pair of curves as a table for each site."""
-    sites = dict.fromkeys(each.site for each in agreements)
+    sites = dict.fromkeys(agreement.site for agreement in agreements)
     parts = []
     for site in sites:
         title = "Kendall's tau-b of the shares at which heads go." + f" {_heads_of(site)}" * (len(sites) > 1)
-        parts.append(f"{title}\n\n" + _tau_table([each for each in agreements if each.site == site]))
+        parts.append(f"{title}\n\n" + _tau_table([agreement for agreement in agreements if agreement.site == site]))
     return "\n\n".join(parts)
 
 
@@ -106,12 +106,12 @@ def _heads_of(site: str) -> str:
 
 
 def _tau_table(agreements: Sequence[Agreement]) -> str:
-    names = list(dict.fromkeys(chain.from_iterable((each.first, each.second) for each in agreements)))
-    found = {(each.first, each.second): each.tau for each in agreements}
+    names = list(dict.fromkeys(chain.from_iterable((agreement.first, agreement.second) for agreement in agreements)))
+    taus = {(agreement.first, agreement.second): agreement.tau for agreement in agreements}
     rows = [
         {"": str(number), "criterion": _name(first, names)}
         | {
-            str(place): _tau(found.get((first, second), found.get((second, first))))
+            str(place): _tau(taus.get((first, second), taus.get((second, first))))
             for place, second in enumerate(names, 1)
         }
         for number, first in enumerate(names, 1)
@@ -128,7 +128,7 @@ def _measures(points: Sequence[CriterionPoint], controls: Sequence[ArmOutcome]) 
 
 
 def _loss_unit(arms: Sequence[ArmOutcome]) -> str:
-    return next((found.unit for arm in arms if (found := loss_increase(arm.measures)) is not None), "")
+    return next((increase.unit for arm in arms if (increase := loss_increase(arm.measures)) is not None), "")
 
 
 def _of_criteria(points: Sequence[CriterionPoint], measure: _Measure) -> list[CriterionLoss]:
@@ -141,13 +141,13 @@ def _of_criteria(points: Sequence[CriterionPoint], measure: _Measure) -> list[Cr
             _name(curve, curves),
             curve[1],
             point.share,
-            found.value,
-            _finite(found.low),
-            _finite(found.high),
+            change.value,
+            _finite(change.low),
+            _finite(change.high),
         )
         for curve, members in curves.items()
         for point in members
-        if (found := point.arm.value(measure.name)) is not None
+        if (change := point.arm.value(measure.name)) is not None
     ]
 
 
@@ -158,9 +158,9 @@ def _of_random(
     for kind in sorted({arm.kind for arm in controls}):
         for share in sorted({point.share for point in points}):
             arms = _of_share([arm for arm in controls if arm.kind is kind], share)
-            found = [each.value for arm in arms if (each := arm.value(measure.name)) is not None]
-            if found:
-                mean, name = sum(found) / len(found), f"{kind.label}, mean"
+            changes = [change.value for arm in arms if (change := arm.value(measure.name)) is not None]
+            if changes:
+                mean, name = sum(changes) / len(changes), f"{kind.label}, mean"
                 rows.append(CriterionLoss(measure.name, measure.unit, "self", name, "", share, mean, None, None))
     return rows
 
@@ -217,11 +217,11 @@ def baseline_text(points: Sequence[SitePoint]) -> str:
 
 def site_agreements(points: Sequence[SitePoint], heads: Sequence[tuple[str, int, int]]) -> list[Agreement]:
     """Return the agreement of every pair of criteria at every site; ``heads`` are all heads of the model."""
-    found = []
+    pairs = []
     for site in dict.fromkeys(point.site for point in points):
         of_site = [point for point in points if point.site == site and point.criterion != RANDOM]
-        found += agreements(of_site, [head for head in heads if site in (head[0], ALL_SITES)], site)
-    return found
+        pairs += agreements(of_site, [head for head in heads if site in (head[0], ALL_SITES)], site)
+    return pairs
 
 
 def _row(point: SitePoint) -> CriterionLoss:

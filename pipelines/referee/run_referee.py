@@ -61,11 +61,11 @@ class ChoiceJob:
 
 def families(criteria: Sequence[str]) -> list[tuple[str, ...]]:
     """Return criteria in groups that share their measurements."""
-    found: dict[CriterionFamily, tuple[str, ...]] = {}
+    by_family: dict[CriterionFamily, tuple[str, ...]] = {}
     for name, declared in CRITERIA.items():
         if name in criteria:
-            found[declared.family] = (*found.get(declared.family, ()), name)
-    return list(found.values())
+            by_family[declared.family] = (*by_family.get(declared.family, ()), name)
+    return list(by_family.values())
 
 
 def possible_counts(criterion: str, grid: HeadGrid, counts: Sequence[int]) -> tuple[int, ...]:
@@ -96,15 +96,15 @@ def _by_value(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mapp
         values = head_values(lm, calibration, job.criteria, prompts=prompts)
         orders = {name: ranked(of_one) for name, of_one in values.items()}
         return {name: {count: tuple(sorted(order[:count])) for count in job.counts} for name, order in orders.items()}
-    found: dict[str, dict[int, tuple[Head, ...]]] = {name: {} for name in job.criteria}
+    chosen: dict[str, dict[int, tuple[Head, ...]]] = {name: {} for name in job.criteria}
     for name in job.criteria:
         removed: tuple[Head, ...] = ()
         for count in sorted(job.counts):
             job.say(f"measuring {name} without {len(removed)} heads")
             order = ranked(head_values(lm, calibration, [name], removed, prompts=prompts)[name], removed)
             removed = tuple(sorted([*removed, *order[: count - len(removed)]]))
-            found[name][count] = removed
-    return found
+            chosen[name][count] = removed
+    return chosen
 
 
 def _by_gate(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mapping[str, Choices]:
@@ -155,11 +155,11 @@ class StoredChoices:
             " ORDER BY name, layer, head",
             [[self._name(criterion, count) for count in counts]],
         ).to_pylist()
-        found = {
+        choices = {
             count: tuple(Head(row["layer"], row["head"]) for row in rows if row["name"] == self._name(criterion, count))
             for count in counts
         }
-        return found if all(found.values()) else None
+        return choices if all(choices.values()) else None
 
     def write(self, criterion: str, choices: Choices) -> None:
         with self.store.one_transaction():
@@ -206,7 +206,7 @@ def referee(config: RefereeConfig, run: Run) -> str:
             wanted = list(_wanted(folder, criterion, chosen[criterion], 0 if number else config.compared.seeds))
             job = BuildJob(texts, tuple(wanted), repair=config.repair, timing=None, say=run.say)
             built = run.pool.one(build_models, job)
-            run_id = evaluate_choices([pruned_arm(each, evaluation.model, run.identity) for each in built])
+            run_id = evaluate_choices([pruned_arm(model, evaluation.model, run.identity) for model in built])
     return run_id
 
 
@@ -241,11 +241,11 @@ def _choices(
 ) -> dict[str, Choices]:
     """Return the heads of every criterion; those that the store has are not chosen again."""
     grid = run.facts.grid
-    found: dict[str, Choices] = {}
+    chosen: dict[str, Choices] = {}
     for criterion in config.compared.criteria:
         if (known := stored.read(criterion, possible_counts(criterion, grid, counts))) is not None:
-            found[criterion] = known
-    missing = [name for name in config.compared.criteria if name not in found]
+            chosen[criterion] = known
+    missing = [name for name in config.compared.criteria if name not in chosen]
     for family in families(missing):
         on_recall = any(CRITERIA[name].on_recall for name in family)
         prompts = _recall_prompts(run.identity, config.texts.tokens(run.identity)) if on_recall else None
@@ -254,8 +254,8 @@ def _choices(
         )
         for criterion, choices in run.pool.one(choose_heads, job).items():
             stored.write(criterion, choices)
-            found[criterion] = choices
-    return found
+            chosen[criterion] = choices
+    return chosen
 
 
 def _recall_prompts(identity: ModelIdentity, tokens: int) -> CalibrationTexts:
