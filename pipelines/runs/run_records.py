@@ -147,7 +147,7 @@ class ModelFacts:
     def attention_path(self) -> str:
         """Hook point of attention: transformers' interface, inside the model (watched), or both."""
         reached = {site["by_interface"] for site in self.sites}
-        return " and ".join(name for name, found in (("interface", True), ("watched", False)) if found in reached)
+        return " and ".join(name for name, seen in (("interface", True), ("watched", False)) if seen in reached)
 
 
 class _ModelFacts(InspectionTask[object, ModelFacts]):
@@ -459,8 +459,8 @@ class Run(ModelContext):
         finished: set[str] = set()
         if arms and self.store.path.exists():
             known = [run_identity(record.kind, record.fingerprint)]
-            found = self.store.query("SELECT name FROM arms WHERE run_id = ? AND status = 'finished'", known)
-            finished.update(found["name"].to_pylist())
+            rows = self.store.query("SELECT name FROM arms WHERE run_id = ? AND status = 'finished'", known)
+            finished.update(rows["name"].to_pylist())
         state = self.begin(record, extends=not finished.issuperset(arms))
         try:
             yield state
