@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 #: Heads shown at either end of the table.
 _SHOWN = 10
-#: Factor and digits of a metric; others are shown as they are, with four digits.
-_FORMATS = {"accuracy": (100, 2), "bleu": (1, 2)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,11 +187,12 @@ def _title(effect: HeadEffect) -> str:
 
 def _cells(effect: HeadEffect, sites: bool) -> dict[str, object]:
     """Return a row of a table, with the site if there are several; the number of digits depends on the metric."""
+    from headscan.analysis.verdicts.measures import METRICS
 
-    scale, digits = _FORMATS.get(effect.metric, (1, 4))
+    metric = METRICS[effect.metric]
 
     def number(value: float | None) -> str:
-        return "" if value is None else f"{scale * value:+.{digits}f}"
+        return "" if value is None else f"{metric.scale * value:+.{metric.digits + 1}f}"
 
     return {
         **({"site": effect.site} if sites else {}),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from headscan.analysis.store.tables import ACCURACY, LOSS
+from headscan.analysis.store.tables import ACCURACY, BLEU, LOSS
 from headscan.analysis.verdicts.controls import loss_increase
 from headscan.analysis.verdicts.criterion_points import (
     ALL_SITES,
@@ -19,13 +19,14 @@ from headscan.analysis.verdicts.criterion_points import (
     by_curve,
 )
 from headscan.analysis.verdicts.judge import ArmOutcome
+from headscan.analysis.verdicts.measures import METRICS
 from headscan.pipelines.runs.text_tables import text_table
 
-#: Title and digits of a measure's table; all others are recall families.
+#: Title of a measure's table; all others are recall families.
 _TITLES = {
-    "loss": ("Increase of the text's loss, with 95 % intervals.", "+.3f"),
-    "accuracy": ("Change of accuracy in points, with 95 % intervals.", "+.1f"),
-    "bleu": ("Change of BLEU, with 95 % intervals.", "+.1f"),
+    LOSS: "Increase of the text's loss, with 95 % intervals.",
+    ACCURACY: "Change of accuracy in points, with 95 % intervals.",
+    BLEU: "Change of BLEU, with 95 % intervals.",
 }
 
 
@@ -80,7 +81,8 @@ def referee_text(losses: Sequence[CriterionLoss]) -> str:
         for row in losses:
             if (row.measure, row.site) == (name, site):
                 curves.setdefault(row.criterion, {})[row.share] = row
-        title, digits = _TITLES.get(name, (f"Left of {name}, in percent.", ".0f"))
+        title = _TITLES.get(name, f"Left of {name}, in percent.")
+        digits = f"+.{METRICS[name].digits}f" if name in METRICS else ".0f"
         title += f" {_heads_of(site)}" * (len(sites) > 1)
         table = [
             {"criterion": criterion}
@@ -121,7 +123,7 @@ def _tau_table(agreements: Sequence[Agreement]) -> str:
 
 def _measures(points: Sequence[CriterionPoint], controls: Sequence[ArmOutcome]) -> list[_Measure]:
     arms = [*(point.arm for point in points), *controls]
-    families = dict.fromkeys(each.family for arm in arms for each in arm.families)
+    families = dict.fromkeys(recall.family for arm in arms for recall in arm.families)
     known = [_Measure(LOSS, _loss_unit(arms)), _Measure(ACCURACY, "points")]
     known += [_Measure(family, "percent left") for family in families]
     return [measure for measure in known if any(arm.value(measure.name) is not None for arm in arms)]
@@ -193,10 +195,6 @@ def _percent(share: float) -> str:
     return f"{100 * share:g}%"
 
 
-#: Units of metrics; all others are points.
-_UNITS = {LOSS: "nats per token"}
-
-
 def site_losses(points: Sequence[SitePoint]) -> list[CriterionLoss]:
     """Return what each criterion changes by site and share; the means of random orders follow the criteria."""
     rows = []
@@ -210,7 +208,8 @@ def site_losses(points: Sequence[SitePoint]) -> list[CriterionLoss]:
 def baseline_text(points: Sequence[SitePoint]) -> str:
     """Return the metric of the model without ablation."""
     first = points[0]
-    shown = f"{first.effect.baseline:.4f}" if first.metric == LOSS else f"{_scale(first) * first.effect.baseline:.2f}"
+    metric = METRICS[first.metric]
+    shown = f"{metric.scale * first.effect.baseline:.{metric.digits + 1}f}"
     unit = {ACCURACY: " %", LOSS: " nats per token"}.get(first.metric, "")
     return f"Without ablation: {first.metric} {shown}{unit} on {first.effect.n} examples."
 
@@ -225,11 +224,10 @@ def site_agreements(points: Sequence[SitePoint], heads: Sequence[tuple[str, int,
 
 
 def _row(point: SitePoint) -> CriterionLoss:
-    scale, effect = _scale(point), point.effect
-    low, high = (scale * end if math.isfinite(end) else None for end in (effect.low, effect.high))
-    unit = _UNITS.get(point.metric, "points")
+    metric, effect = METRICS[point.metric], point.effect
+    low, high = (metric.scale * end if math.isfinite(end) else None for end in (effect.low, effect.high))
     return CriterionLoss(
-        point.metric, unit, point.site, point.criterion, "", point.share, scale * effect.effect, low, high
+        point.metric, metric.unit, point.site, point.criterion, "", point.share, metric.scale * effect.effect, low, high
     )
 
 
@@ -237,10 +235,8 @@ def _random(points: Sequence[SitePoint]) -> Iterator[CriterionLoss]:
     curves = by_curve([point for point in points if point.criterion == RANDOM]).values()
     for of_share in zip(*curves, strict=True):
         first = of_share[0]
-        mean = sum(_scale(point) * point.effect.effect for point in of_share) / len(of_share)
-        unit = _UNITS.get(first.metric, "points")
-        yield CriterionLoss(first.metric, unit, first.site, "random heads, mean", "", first.share, mean, None, None)
-
-
-def _scale(point: SitePoint) -> float:
-    return 100.0 if point.metric == ACCURACY else 1.0
+        metric = METRICS[first.metric]
+        mean = sum(metric.scale * point.effect.effect for point in of_share) / len(of_share)
+        yield CriterionLoss(
+            first.metric, metric.unit, first.site, "random heads, mean", "", first.share, mean, None, None
+        )
