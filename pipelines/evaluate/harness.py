@@ -127,8 +127,8 @@ class HeadscanLM(TemplateLM):
             asked[key] += 1
             if (*key, draw) not in self._prompts:
                 self._prompts[(*key, draw)] = self._collect_prompt(prompt, options, draw)
-            found = self._prompts[(*key, draw)]
-            texts.append("" if self.answers is None else str(self.answers[found]))
+            prompt_hash = self._prompts[(*key, draw)]
+            texts.append("" if self.answers is None else str(self.answers[prompt_hash]))
         return texts
 
     def _likelihood(self, key: str) -> tuple[float, bool]:
