@@ -323,15 +323,17 @@ def write_shards(
 
             with ShardWriter(store, state.run_id) as writer:
                 # In this process progress moves with each pass, elsewhere with each shard.
-                by_pass = pool.local and isinstance(task, StagedTask)
-                for finished in pool.map(partial(task, on_pass=progress.update) if by_pass else task, todo()):
+                counted = None
+                if pool.local and isinstance(task, StagedTask):
+                    counted = partial(task, on_pass=progress.update)
+                for finished in pool.map(counted or task, todo()):
                     shard = finished.item.shard
                     heads, nonfinite_rows = finished.value
                     took, by = finished.seconds, finished.worker
                     row = ShardRecord(shard.index, shard.content_hash, took, by, nonfinite_rows)
                     writer.add(ShardToWrite(row, sequence_table(shard), heads))
                     measured += 1
-                    if not by_pass:
+                    if counted is None:
                         progress.update(len(shard.sequences))
     except Exception as problem:
         lost = len(problem.items) if isinstance(problem, IncompleteError) else None
