@@ -241,11 +241,11 @@ def _choices(
 ) -> dict[str, Choices]:
     """Return the heads of every criterion; those that the store has are not chosen again."""
     grid = run.facts.grid
-    chosen: dict[str, Choices] = {}
+    by_criterion: dict[str, Choices] = {}
     for criterion in config.compared.criteria:
         if (known := stored.read(criterion, possible_counts(criterion, grid, counts))) is not None:
-            chosen[criterion] = known
-    missing = [name for name in config.compared.criteria if name not in chosen]
+            by_criterion[criterion] = known
+    missing = [name for name in config.compared.criteria if name not in by_criterion]
     for family in families(missing):
         on_recall = any(CRITERIA[name].on_recall for name in family)
         prompts = _recall_prompts(run.identity, config.texts.tokens(run.identity)) if on_recall else None
@@ -254,8 +254,8 @@ def _choices(
         )
         for criterion, choices in run.pool.one(choose_heads, job).items():
             stored.write(criterion, choices)
-            chosen[criterion] = choices
-    return chosen
+            by_criterion[criterion] = choices
+    return by_criterion
 
 
 def _recall_prompts(identity: ModelIdentity, tokens: int) -> CalibrationTexts:
