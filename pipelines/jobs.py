@@ -17,9 +17,9 @@ from pathlib import Path
 from headscan.analysis.plans import BudgetRequest, HeadPlan
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import Verdict, judge
-from headscan.cluster.placement.choose import place
 from headscan.cluster.placement.devices import max_threads, this_machine
 from headscan.cluster.placement.placement_base import Placement, PlacementRequest
+from headscan.cluster.placement.placements import place
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec

@@ -1,7 +1,10 @@
-"""The placements of a model: whole, sharded over GPUs of one node, in stages, or streamed one range after another."""
+"""The placements of a model: whole, sharded over GPUs of one node, in stages, or streamed one range after another; and
+the choice of one: the requested placement, or the first that fits.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -10,10 +13,12 @@ from headscan.cluster.placement.placement_base import (
     Demand,
     DeviceBytes,
     LayerRange,
+    Node,
     Offload,
     Placement,
     PlacementError,
     PlacementPlan,
+    PlacementRequest,
     Places,
     ReplicaPlacement,
     balanced_ranges,
@@ -24,10 +29,11 @@ from headscan.cluster.placement.placement_base import (
     replicas_text,
     too_large,
 )
+from headscan.options import BATCH_TOKENS
 
 if TYPE_CHECKING:
-    from headscan.cluster.placement.placement_base import PlacementRequest
     from headscan.models.loaded_model import Sharding
+    from headscan.sizing.model_sizes import ModelSizes
 
 _OFFLOADED = {"cpu": "in RAM", "disk": "on disk", None: ""}
 
@@ -337,3 +343,34 @@ class StreamedPlacement(Placement):
 PLACEMENTS: dict[str, type[Placement]] = {
     kind.name: kind for kind in (WholePlacement, ShardedPlacement, PipelinePlacement, StreamedPlacement)
 }
+
+
+def place(sizes: ModelSizes, nodes: Sequence[Node], request: PlacementRequest) -> PlacementPlan:
+    """Choose a placement; ``sizes`` are the model's bytes for the longest sequence."""
+    kinds = kinds_to_try(request)
+    places = Places(nodes, request)
+    demand = Demand(sizes, request.batch_tokens or BATCH_TOKENS, request.evaluates)
+    refusals: list[str] = []
+    for kind in kinds:
+        try:
+            plan = kind.plan(demand, places, request)
+        except PlacementError as problem:
+            refusals.append(f"{kind.name}: {problem}")
+        else:
+            return replace(plan, why=tuple(refusals))
+    fix = "Set placement=auto to use what fits" if len(kinds) == 1 else "Use larger devices, or more of them"
+    raise PlacementError(f"{sizes.name} cannot be placed. {'. '.join(refusals)}. {fix}")
+
+
+def kinds_to_try(request: PlacementRequest) -> tuple[type[Placement], ...]:
+    """Return the named placement, else the one that has a given option, else all."""
+    if request.placement != "auto":
+        kinds: tuple[type[Placement], ...] = (PLACEMENTS[request.placement],)
+    else:
+        with_options = ((kind,) for kind in PLACEMENTS.values() if request.given(kind.options))
+        kinds = next(with_options, tuple(PLACEMENTS.values()))
+    for kind in PLACEMENTS.values():
+        if kind not in kinds:
+            for name in request.given(kind.options):
+                raise PlacementError(f"`{name}` is only for placement={kind.name}. Leave out one of the two")
+    return kinds

@@ -149,7 +149,7 @@ class Place(ModelVerb):
             raise UsageError("--nodes imagines a cluster, and --ray-address names a real one. Leave out one of them")
 
     def run(self) -> Result:
-        from headscan.cluster.placement.choose import place
+        from headscan.cluster.placement.placements import place
 
         quiet_libraries()
         request = self.devices.placement_request(evaluates=self.evaluate)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from headscan.cluster.placement.choose import place
 from headscan.cluster.placement.placement_base import (
     Node,
     PlacementError,
@@ -25,6 +24,7 @@ from headscan.cluster.placement.placements import (
     ShardedPlacement,
     StreamedPlacement,
     WholePlacement,
+    place,
 )
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.model_spec import ModelSpec
