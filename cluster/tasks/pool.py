@@ -172,6 +172,15 @@ class StagedTask(ABC, Generic[T, B, P, R]):
         """Run an item with a whole model; call ``on_pass`` with the number of sequences of each finished pass."""
         return self.join(item, [[run_pass(self, lm, item, part, on_pass=on_pass)[0]] for part in self.passes(item)])
 
+    def counted(self, on_pass: Callable[[int], None]) -> Task[T, R]:
+        """Return the task with ``on_pass``, for pools of this process: the function cannot be sent to others."""
+
+        def task(lm: LoadedModel, item: T) -> R:
+            return self(lm, item, on_pass=on_pass)
+
+        task.__name__ = self.__name__
+        return task
+
 
 class InspectionTask(ABC, Generic[T, R]):
     """A task that inspects a model without running it. The model may have no weights."""

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import Any, Protocol, Self
 
@@ -323,9 +322,7 @@ def write_shards(
 
             with ShardWriter(store, state.run_id) as writer:
                 # In this process progress moves with each pass, elsewhere with each shard.
-                counted = None
-                if pool.local and isinstance(task, StagedTask):
-                    counted = partial(task, on_pass=progress.update)
+                counted = task.counted(progress.update) if pool.local and isinstance(task, StagedTask) else None
                 for finished in pool.map(counted or task, todo()):
                     shard = finished.item.shard
                     heads, nonfinite_rows = finished.value

@@ -23,7 +23,7 @@ def item(spec, corpus_folder) -> ShardItem:
 def test_progress_moves_with_each_pass(spec, item: ShardItem) -> None:
     lm = spec.load("cpu")
     counts: list[int] = []
-    assert measure_shard(lm, item, on_pass=counts.append).heads.equals(measure_shard(lm, item).heads)
+    assert measure_shard.counted(counts.append)(lm, item).heads.equals(measure_shard(lm, item).heads)
     assert len(counts) > 1
     assert sum(counts) == len(item.shard.sequences)
 
