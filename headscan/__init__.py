@@ -73,7 +73,7 @@ _HOMES = {
     "intervene": "ablation.ablation",
     "kv_damage": "kv.kv_damage",
     "load": "loading",
-    "open_store": "analysis.store_tables",
+    "open_store": "analysis.notebook_tables",
     "probe": "measure.behaviour_probes",
     "save_pruned": "pruning.save_model",
     "score": "measure.collect",

@@ -9,6 +9,8 @@ from headscan.checkpoints.source_folder import locate
 from headscan.options import Option
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from headscan.models.loaded_model import LoadedModel, Sharding
     from headscan.sizing.model_sizes import ModelSizes
 
@@ -43,6 +45,12 @@ class ModelSpec:
             trust_remote_code=self.trust_remote_code,
             safetensors=self.safetensors,
         )
+
+    def config(self) -> PreTrainedConfig:
+        """Load the configuration, without the weights."""
+        from headscan.checkpoints.sources import load_config
+
+        return load_config(self.source, self.revision, self.trust_remote_code)
 
     def sizes(self, tokens: int) -> ModelSizes:
         """Return the bytes of weights, activations and KV cache, without loading."""

@@ -17,9 +17,9 @@ from pathlib import Path
 from headscan.analysis.plans import BudgetRequest, HeadPlan
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import Verdict, judge
-from headscan.cluster.placement.choose import place
 from headscan.cluster.placement.devices import max_threads, this_machine
 from headscan.cluster.placement.placement_base import Placement, PlacementRequest
+from headscan.cluster.placement.placements import place
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
@@ -36,10 +36,10 @@ from headscan.pipelines.scan.run_gates import GatesResult, run_gates
 from headscan.pipelines.scan.run_importance import run_importance
 from headscan.pipelines.scan.run_probe import ProbeResult
 from headscan.pipelines.scan.run_probe import probe as run_probe
-from headscan.pipelines.scan.run_scan import CorpusRunResult, ScanResult
+from headscan.pipelines.scan.run_scan import CorpusRunResult
 from headscan.pipelines.scan.run_scan import scan as run_scan
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
-from headscan.pipelines.settings.evaluation_settings import AblateConfig, EvaluateConfig, SweepConfig
+from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, AblateConfig, EvaluateConfig, SweepConfig
 from headscan.pipelines.settings.measure_settings import GatesConfig, ImportanceConfig, Part, ProbeConfig, ScanConfig
 from headscan.pipelines.settings.saving_settings import LossLimit, MeasureConfig
 from headscan.pipelines.study.run_study import study as run_study
@@ -78,9 +78,6 @@ __all__ = [
     "sweep",
 ]
 
-#: Prompt length for which memory is reserved when tasks run.
-TASK_TOKENS = 2048
-
 
 def scan(
     config: ScanConfig,
@@ -89,7 +86,7 @@ def scan(
     devices: PlacementRequest | None = None,
     resume_anyway: bool = False,
     say: Callable[[str], None] = print,
-) -> ScanResult:
+) -> CorpusRunResult:
     """Scan a corpus into a store; the same call again resumes.
 
     Args:

@@ -32,7 +32,7 @@ from headscan.pipelines.runs.run_records import ModelContext
 from headscan.pipelines.runs.text_tables import Progress
 from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms, imported_heads, mask_arm
 from headscan.pipelines.scoring.scoring_mode import choose_reading
-from headscan.pipelines.settings.evaluation_settings import HarnessError, PlanMode
+from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, HarnessError, PlanMode
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -87,7 +87,7 @@ class HeadscanModel(HeadscanLM):
             raise HarnessError(f"plan_mode={plan_mode!r}. Choose {' or '.join(get_args(PlanMode))}")
         spec = ModelSpec(pretrained, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
         where = "auto" if device in (None, "cuda", "cuda:0") else device
-        opener = jobs.opener(spec, jobs.TASK_TOKENS, PlacementRequest(device=where), evaluates=True)
+        opener = jobs.opener(spec, TASK_TOKENS, PlacementRequest(device=where), evaluates=True)
         self._context = ModelContext(spec, opener)
         super().__init__(self._context.identity, bos=bos)
         check_predicts(self._context)

@@ -173,7 +173,7 @@ class GatedHead:
         }
 
 
-def gated_heads(store: Store, run_id: str, *, site: str = "self", descending: bool = False) -> list[GatedHead]:
+def gated_heads(store: Store, run_id: str, *, site: str = "self", descending: bool | None = None) -> list[GatedHead]:
     """Return all heads of a site, the most closed first; layer and head break ties."""
     # p_open orders like the location of the gate.
     rows = store.query(
@@ -200,7 +200,7 @@ class ImportantHead:
 
 
 def rank_importance(
-    store: Store, run_id: str, name: str = "importance", *, site: str = "self", descending: bool = False
+    store: Store, run_id: str, name: str = "importance", *, site: str = "self", descending: bool | None = None
 ) -> list[ImportantHead]:
     """Return all heads of a site by a name of `IMPORTANCES`, least important first; layer and head break ties."""
     if name not in IMPORTANCES:
@@ -306,8 +306,12 @@ def measured_behaviours(store: Store, run_id: str) -> tuple[str, ...]:
     return tuple(name for name in BEHAVIOURS if name in names)
 
 
-def behaving_heads(store: Store, run_id: str, behaviour: str, *, site: str = "self") -> list[BehavingHead]:
-    """Return all heads of a site, strongest behaviour first. Layer and head break ties."""
+def behaving_heads(
+    store: Store, run_id: str, behaviour: str, *, site: str = "self", descending: bool | None = None
+) -> list[BehavingHead]:
+    """Return all heads of a site, strongest behaviour first; layer and head break ties. ``descending`` False turns the
+    order round.
+    """
     rows = store.query(
         "SELECT layer, head, value FROM head_behaviours WHERE run_id = ? AND behaviour = ? AND site = ?"
         " ORDER BY value DESC, layer, head",
@@ -318,4 +322,5 @@ def behaving_heads(store: Store, run_id: str, behaviour: str, *, site: str = "se
             f"run {run_id} has no {behaviour} at site {site}. Choose another probe run, or probe"
             f" {behaviour} with `headscan probe`"
         )
-    return [BehavingHead(row["layer"], row["head"], row["value"]) for row in rows]
+    strongest = [BehavingHead(row["layer"], row["head"], row["value"]) for row in rows]
+    return strongest[::-1] if descending is False else strongest

@@ -16,7 +16,7 @@ from headscan.analysis.report.arm_chart import (
     strict_text,
 )
 from headscan.analysis.report.page_parts import percent
-from headscan.analysis.report.share_chart import METRICS, ArmPoint, curves_figure, pruning_figure, site_figure
+from headscan.analysis.report.share_chart import ArmPoint, curves_figure, pruning_figure, site_figure
 from headscan.analysis.store.provenance import same_model
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
@@ -34,6 +34,7 @@ from headscan.analysis.verdicts.criterion_points import (
 )
 from headscan.analysis.verdicts.curves import Curve, is_sweep, read_curves
 from headscan.analysis.verdicts.judge import ArmOutcome, ArmVerdict, Verdict
+from headscan.analysis.verdicts.measures import METRICS
 
 _TITLES = {
     ArmKind.RULE: "Rules: heads chosen again for each input",
@@ -285,7 +286,7 @@ def site_section(store: Store, scan: Mapping[str, Any]) -> str | None:
 
 def _site_parts(run: Mapping[str, Any], points: Sequence[SitePoint]) -> str:
     first = points[0]
-    title, scale, digits = METRICS[first.metric]
+    title, scale, digits, _ = METRICS[first.metric]
     baseline = f"Run {run['run_id']} on {run['corpus']}: {title} {scale * first.effect.baseline:.{digits}f} without"
     parts = [
         pages.paragraph(_SITE_NOTE, "note"),
@@ -310,8 +311,8 @@ def _site_table(points: Sequence[SitePoint]) -> str:
 
 
 def _change(point: SitePoint) -> str:
-    _, scale, digits = METRICS[point.metric]
-    return point.effect.interval.scaled(scale).words(digits)
+    metric = METRICS[point.metric]
+    return point.effect.interval.scaled(metric.scale).words(metric.digits)
 
 
 CRITERIA = "criteria"

@@ -14,12 +14,13 @@ from plotly.subplots import make_subplots
 
 from headscan.analysis.report.chart_style import FAINT, INK, LEGEND_ABOVE, styled, whiskers
 from headscan.analysis.store.records import ArmKind
-from headscan.analysis.store.tables import ACCURACY, BLEU, LOSS
+from headscan.analysis.store.tables import ACCURACY, LOSS
 from headscan.analysis.store.verdict_limits import LEAST_RETAINED, MARGIN
 from headscan.analysis.verdicts.controls import loss_increase
 from headscan.analysis.verdicts.criterion_points import ALL_SITES, RANDOM, SitePoint, by_curve
 from headscan.analysis.verdicts.curves import Curve, SweepPoint
 from headscan.analysis.verdicts.judge import ArmOutcome
+from headscan.analysis.verdicts.measures import METRICS
 from headscan.analysis.verdicts.paired import Interval
 
 #: Colour-blind safe (Okabe and Ito); further lines repeat them with other markers.
@@ -233,15 +234,11 @@ def _hover(point: ArmPoint, what: str, value: Interval) -> str:
     return f"{escape(point.arm.name)}<br>{point.share:.1%} {what}<br>{value.value:+.4g}{ends}"
 
 
-#: Name, factor and digits of a metric of labelled examples.
-METRICS = {ACCURACY: ("accuracy in %", 100.0, 1), BLEU: ("BLEU", 1.0, 1), LOSS: ("loss in nats per token", 1.0, 3)}
-
-
 def site_figure(points: Sequence[SitePoint]) -> go.Figure:
     """Draw one metric of labelled examples, with the 95 % interval of its change, over the share of removed heads by
     criterion, a panel for each site.
     """
-    title, scale, digits = METRICS[points[0].metric]
+    title, scale, digits, _ = METRICS[points[0].metric]
     names = list(dict.fromkeys(point.criterion for point in points if point.criterion != RANDOM))
     panels = []
     for site in dict.fromkeys(point.site for point in points):

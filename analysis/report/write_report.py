@@ -34,6 +34,7 @@ from headscan.analysis.report.sections import (
     plan_section,
 )
 from headscan.analysis.store.output_files import write_text
+from headscan.analysis.store.provenance import same_model
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.views import SUMMARISED
 from headscan.analysis.verdicts.confirmation import SweepChoice, judge_sweep
@@ -88,8 +89,11 @@ def write_report(
             raise unknown_name("score or statistic", name, SUMMARISED)
     run = store.resolve_run(scan_run, "scan")
     evaluation = None if evaluate_run is None else store.resolve_run(evaluate_run, "evaluate")
-    if evaluation is not None:
-        _check_same_model(run, evaluation)
+    if evaluation is not None and not same_model(run, evaluation):
+        raise ReportError(
+            f"run {evaluation['run_id']} evaluated another model ({evaluation['model']}) than run {run['run_id']}"
+            f" scanned ({run['model']}). Choose runs of one model"
+        )
     if plan is not None:
         check_model(plan, config_hash=run["model_config_hash"], weights_hash=run["weights_hash"], grid=run["grid"])
     compared = None if compare_run is None else store.resolve_run(compare_run, "scan")
@@ -117,16 +121,6 @@ def comparable_scan(store: Store, scan: Mapping[str, Any]) -> str | None:
 
 def _places(run: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     return sorted((site["site"], site["layer"], site["num_attention_heads"]) for site in run["grid"] or ())
-
-
-def _check_same_model(run: Mapping[str, Any], evaluation: Mapping[str, Any]) -> None:
-    for column in ("model_config_hash", "weights_hash"):
-        ours, theirs = run[column], evaluation[column]
-        if ours is not None and theirs is not None and ours != theirs:
-            raise ReportError(
-                f"run {evaluation['run_id']} evaluated another model ({evaluation['model']}) than run {run['run_id']}"
-                f" scanned ({run['model']}). Choose runs of one model"
-            )
 
 
 def _choices(store: Store, verdict: Verdict | None, confirm: bool) -> Sequence[SweepChoice]:

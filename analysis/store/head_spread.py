@@ -69,9 +69,9 @@ class SiteHeads:
     @property
     def index(self) -> np.ndarray:
         """Row of each (layer, head), -1 where there is none; (layers, heads)."""
-        found = np.full((int(self.layer.max()) + 1, int(self.head.max()) + 1), -1)
-        found[self.layer, self.head] = np.arange(len(self))
-        return found
+        rows = np.full((int(self.layer.max()) + 1, int(self.head.max()) + 1), -1)
+        rows[self.layer, self.head] = np.arange(len(self))
+        return rows
 
     def row(self, layer: int, head: int) -> int | None:
         """Return the row of a head; None if the site has no such head."""
@@ -106,11 +106,11 @@ class SiteRows:
 
     def measured(self, name: str) -> bool:
         """Return True if any row has a value of a statistic or profile."""
-        found = self._connection.execute(
+        result = self._connection.execute(
             f"SELECT 1 FROM head_statistics WHERE run_id = ? AND site = ? AND {name} IS NOT NULL LIMIT 1",
             [self.heads.run_id, self.heads.site],
         )
-        return bool(found.fetchall())
+        return bool(result.fetchall())
 
     def layers(self) -> list[slice]:
         """Return the rows of each layer in ``heads``."""
@@ -119,14 +119,14 @@ class SiteRows:
 
     def parts(self, statistics: int) -> list[list[slice]]:
         """Return groups of layers; the values of ``statistics`` statistics in one group fit in memory."""
-        found: list[list[slice]] = []
+        groups: list[list[slice]] = []
         for layer in self.layers():
-            held = layer.stop - found[-1][0].start if found else 0
-            if found and held * self.sequences * statistics <= _MOST_VALUES:
-                found[-1].append(layer)
+            held = layer.stop - groups[-1][0].start if groups else 0
+            if groups and held * self.sequences * statistics <= _MOST_VALUES:
+                groups[-1].append(layer)
             else:
-                found.append([layer])
-        return found
+                groups.append([layer])
+        return groups
 
     def read(self, name: str, part: Sequence[slice], keep: Sequence[str] = ()) -> np.ndarray:
         """Return a statistic of layers as float32 (heads of the part, S); NaN where it was not measured. The values of
@@ -135,7 +135,7 @@ class SiteRows:
         rows = slice(part[0].start, part[-1].stop)
         key = (name, rows.start, rows.stop)
         if key not in self._held:
-            self._held = {each: held for each, held in self._held.items() if each[0] in keep and each[1:] == key[1:]}
+            self._held = {kept: held for kept, held in self._held.items() if kept[0] in keep and kept[1:] == key[1:]}
             self._held[key] = self._read(name, rows)
         return self._held[key]
 
@@ -145,7 +145,7 @@ class SiteRows:
         width = heads.index.shape[1]
         place = heads.index.ravel() - rows.start
         count = rows.stop - rows.start
-        found = np.full((count, self.sequences), np.nan, dtype=np.float32)
+        values = np.full((count, self.sequences), np.nan, dtype=np.float32)
         limits = "" if count == len(heads) else f" AND layer BETWEEN {first} AND {last}"
         result = self._connection.sql(
             f"SELECT sequence, layer::INTEGER * {width} + head AS place, {name} AS value FROM head_statistics"
@@ -159,7 +159,7 @@ class SiteRows:
             column = self._column[sequence]
             low, high = int(column.min()), int(column.max()) + 1
             if (high - low) * count > 4 * _BATCH:  # shards in another order, or few heads
-                found[place[cell], column] = value
+                values[place[cell], column] = value
                 continue
             # Written a sequence after the other and turned round in the cache; fmax skips what is not in this batch.
             held = np.full((high - low) * count, np.nan, dtype=np.float32)
@@ -167,9 +167,9 @@ class SiteRows:
             column *= count
             column += place[cell]
             held[column] = value
-            part = found[:, low:high]
+            part = values[:, low:high]
             np.fmax(part, held.reshape(high - low, count).T, out=part)
-        return found
+        return values
 
 
 class Measure:
@@ -190,7 +190,7 @@ class Measure:
     def values(self, threads: ThreadPoolExecutor) -> MeasureValues:
         """Return the values, which ``threads`` read."""
 
-        def each(work: Callable[[slice, np.ndarray], None]) -> None:
+        def for_layers(work: Callable[[slice, np.ndarray], None]) -> None:
             for part, columns in self._parts():
 
                 def of_layer(layer: slice, first: int = part[0].start, columns: list[np.ndarray] = columns) -> None:
@@ -200,14 +200,14 @@ class Measure:
                 list(threads.map(of_layer, part))
 
         def sample(step: int) -> np.ndarray:
-            found = []
+            sampled = []
             for part, columns in self._parts():
                 for i, layer in enumerate(part):
                     cut = slice(layer.start - part[0].start, layer.stop - part[0].start)
-                    found.append(self._of_columns([column[cut, i % step :: step] for column in columns]).ravel())
-            return np.concatenate(found)
+                    sampled.append(self._of_columns([column[cut, i % step :: step] for column in columns]).ravel())
+            return np.concatenate(sampled)
 
-        return MeasureValues(len(self._rows.heads), self._rows.sequences, each, sample)
+        return MeasureValues(len(self._rows.heads), self._rows.sequences, for_layers, sample)
 
     def _parts(self) -> Iterator[tuple[list[slice], list[np.ndarray]]]:
         for part in self._rows.parts(len(self.statistics)):
@@ -280,13 +280,29 @@ class Spread:
     inactive: np.ndarray | None
     counts: np.ndarray
     pool: np.ndarray
-    low: float
-    high: float
-    thresholds: dict[float, float]
-    persistence: Persistence | None
-    picks: Mapping[str, int]
-    long_mean: np.ndarray | None = None
-    far_mean: np.ndarray | None = None
+    long_mean: np.ndarray
+    far_mean: np.ndarray | None
+    low: float = math.nan
+    high: float = math.nan
+    thresholds: dict[float, float] = field(default_factory=dict)
+    persistence: Persistence | None = None
+    picks: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def empty(cls, heads: int, *, scored: bool, far: bool) -> Spread:
+        """Return the spread of a measure that has no value yet, ``scored`` with an inactive direction."""
+        nan = np.full(heads, np.nan)
+        return cls(
+            measured=np.zeros(heads, dtype=np.int64),
+            mean=nan.copy(),
+            std=nan.copy(),
+            quantiles=np.full((len(QUANTILES), heads), np.nan),
+            inactive=nan.copy() if scored else None,
+            counts=np.zeros((heads, HEAD_BINS), dtype=np.int64),
+            pool=np.zeros(POOL_BINS, dtype=np.int64),
+            long_mean=nan.copy(),
+            far_mean=nan.copy() if far else None,
+        )
 
     @property
     def histogram(self) -> np.ndarray:
@@ -303,7 +319,7 @@ def inactive_counts(spreads: Mapping[str, Spread]) -> list[tuple[str, Persistenc
 
 
 #: Calls a function with the rows and the values, float32 or float64 (h, S), of every layer, in several threads.
-EachLayer = Callable[[Callable[[slice, np.ndarray], None]], None]
+ForLayers = Callable[[Callable[[slice, np.ndarray], None]], None]
 
 
 class MeasureValues(NamedTuple):
@@ -311,7 +327,7 @@ class MeasureValues(NamedTuple):
 
     heads: int
     sequences: int
-    each: EachLayer
+    for_layers: ForLayers
     sample: Callable[[int], np.ndarray]
 
 
@@ -378,7 +394,7 @@ class _PoolQuantiles:
             below.append(int(np.count_nonzero(lower)))
             inside.append(values[~lower & (values <= high)])
 
-    def found(self, count: int) -> list[tuple[float, float]]:
+    def quantiles(self, count: int) -> list[tuple[float, float]]:
         """Return each quantile of the ``count`` values, as DOUBLE and in the precision of the values, once all values
         are collected.
         """
@@ -386,7 +402,7 @@ class _PoolQuantiles:
         while None in pairs:  # a bracket missed its values
             self._apart *= 8
             self._bracket()
-            self._values.each(lambda _, values: self.collect(values))
+            self._values.for_layers(lambda _, values: self.collect(values))
             pairs = [self._pair(i, level * (count - 1), count) for i, level in enumerate(self._levels)]
         return [pair for pair in pairs if pair is not None]
 
@@ -409,22 +425,6 @@ def resampling(sequences: int, seed: int = 0) -> np.ndarray:
     return rng.multinomial(sequences, np.full(sequences, 1 / sequences), _RESAMPLES).T.astype(np.float32)
 
 
-@dataclass
-class _Parts:
-    """Numbers of all heads (H,) that the layers fill in, and what they give in addition."""
-
-    measured: np.ndarray
-    mean: np.ndarray
-    std: np.ndarray
-    quantiles: np.ndarray
-    long_mean: np.ndarray
-    far_mean: np.ndarray
-    inactive: np.ndarray
-    counts: np.ndarray
-    pool: np.ndarray
-    bits: np.ndarray
-
-
 def summarised(
     name: str,
     values: MeasureValues,
@@ -441,74 +441,48 @@ def summarised(
         far: Tokens of the sequences, and those that have distant keys, for ``far_mean``; None leaves it out.
     """
     score = SCORES.get(name)
-    heads, sequences, each, _ = values
-    nan = np.full(heads, np.nan)
-    found = _Parts(
-        np.zeros(heads, dtype=np.int64),
-        nan.copy(),
-        nan.copy(),
-        np.full((len(QUANTILES), heads), np.nan),
-        nan.copy(),
-        nan.copy(),
-        nan.copy(),
-        np.zeros((heads, HEAD_BINS), dtype=np.int64),
-        np.zeros((heads, POOL_BINS), dtype=np.int64),
-        np.zeros((heads, (sequences + 7) // 8 if score is not None else 0), dtype=np.uint8),
-    )
+    spread = Spread.empty(values.heads, scored=score is not None, far=far is not None)
+    pools = np.zeros((values.heads, POOL_BINS), dtype=np.int64)
+    bits = np.zeros((values.heads, (values.sequences + 7) // 8 if score is not None else 0), dtype=np.uint8)
     levels = [*SPAN] if score is None else [*SPAN, *(pool_quantile(score, share) for share in THRESHOLDS)]
     pool = _PoolQuantiles(values, levels)
 
     def first(rows: slice, of_layer: np.ndarray) -> None:
         for own, block in _blocks(rows, of_layer):
             pool.collect(block)
-            _moments(found, own, block, long, far)
+            _moments(spread, own, block, long, far)
 
-    each(first)
-    count = int(found.measured.sum())
+    values.for_layers(first)
+    count = int(spread.measured.sum())
     if not count:
         return None
-    ordered = pool.found(count)
+    ordered = pool.quantiles(count)
     (low, _), (high, _) = ordered[:2]
-    if low == high:
-        low, high = low - 0.5, high + 0.5
-    thresholds = {} if score is None else dict(zip(THRESHOLDS, (exact for exact, _ in ordered[2:]), strict=True))
+    spread.low, spread.high = (low - 0.5, high + 0.5) if low == high else (low, high)
+    if score is not None:
+        spread.thresholds = dict(zip(THRESHOLDS, (exact for exact, _ in ordered[2:]), strict=True))
     limit = None if score is None else ordered[2 + THRESHOLDS.index(INACTIVE_QUANTILE)][1]
     resampled: list[np.ndarray] = []
 
     def second(rows: slice, of_layer: np.ndarray) -> None:
         for own, block in _blocks(rows, of_layer):
-            _count_bins(found, own, block, low, high)
+            _count_bins(spread, pools, own, block)
         if score is not None:
             assert limit is not None
             beyond = of_layer < limit if score.inactive == "low" else of_layer > limit
-            resampled.append(_inactive_heads_of(found, rows, of_layer, beyond, weights))
+            bits[rows] = np.packbits(beyond, axis=1)
+            resampled.append(_inactive_heads_of(spread, rows, of_layer, beyond, weights))
 
-    each(second)
-    persistence = None
-    if score is not None:
-        mostly = int((found.inactive >= MOSTLY).sum())
+    values.for_layers(second)
+    spread.pool = pools.sum(axis=0)
+    if spread.inactive is not None:
+        mostly = int((spread.inactive >= MOSTLY).sum())
         low_count, high_count = np.quantile(np.sum(resampled, axis=0), [0.025, 0.975], method="nearest")
-        several = sequences > 1
-        persistence = Persistence(
+        several = values.sequences > 1
+        spread.persistence = Persistence(
             mostly, int(min(low_count, mostly)) if several else None, int(max(high_count, mostly)) if several else None
         )
-    spread = Spread(
-        found.measured,
-        found.mean,
-        found.std,
-        found.quantiles,
-        None if score is None else found.inactive,
-        found.counts,
-        found.pool.sum(axis=0),
-        low,
-        high,
-        thresholds,
-        persistence,
-        {},
-        found.long_mean,
-        None if far is None else found.far_mean,
-    )
-    return spread, found.bits
+    return spread, bits
 
 
 def _blocks(rows: slice, values: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
@@ -520,7 +494,7 @@ def _blocks(rows: slice, values: np.ndarray) -> Iterator[tuple[slice, np.ndarray
 
 
 def _moments(
-    found: _Parts,
+    spread: Spread,
     rows: slice,
     values: np.ndarray,
     long: np.ndarray | None,
@@ -540,24 +514,26 @@ def _moments(
             of_long = mean
             if not long.all():
                 of_long = exact[:, long].sum(axis=1) / np.count_nonzero(finite[:, long], axis=1)
-            found.long_mean[rows] = of_long
-        if far is not None and long is not None:
+            spread.long_mean[rows] = of_long
+        if spread.far_mean is not None and far is not None and long is not None:
             tokens, queries = far
-            found.far_mean[rows] = exact[:, long] @ tokens[long] / (finite[:, long] @ queries[long])
+            spread.far_mean[rows] = exact[:, long] @ tokens[long] / (finite[:, long] @ queries[long])
         apart = exact - mean[:, None]
         if not complete:
             apart[~finite] = 0
         squares = np.einsum("rs,rs->r", apart, apart)
-        found.std[rows] = np.where(counts > 1, np.sqrt(squares / (counts - 1)), np.nan)
-    found.measured[rows], found.mean[rows] = counts, mean
+        spread.std[rows] = np.where(counts > 1, np.sqrt(squares / (counts - 1)), np.nan)
+    spread.measured[rows], spread.mean[rows] = counts, mean
 
 
-def _count_bins(found: _Parts, rows: slice, values: np.ndarray, low: float, high: float) -> None:
-    """Count the bins of each row; find its quantiles among the values of the bins that hold them."""
+def _count_bins(spread: Spread, pools: np.ndarray, rows: slice, values: np.ndarray) -> None:
+    """Count the bins of each row, the finer ones in ``pools`` (H, POOL_BINS); find its quantiles among the values of
+    the bins that hold them.
+    """
     places = values.astype(np.float64)
-    places -= low
-    places *= POOL_BINS / (high - low)
-    counts = found.measured[rows]
+    places -= spread.low
+    places *= POOL_BINS / (spread.high - spread.low)
+    counts = spread.measured[rows]
     complete = bool((counts == values.shape[1]).all())
     if not complete:
         missing = np.isnan(places)
@@ -567,23 +543,24 @@ def _count_bins(found: _Parts, rows: slice, values: np.ndarray, low: float, high
     if not complete:
         bins[missing] = POOL_BINS
     for row, of_row in enumerate(bins):
-        found.pool[rows.start + row] = np.bincount(of_row, minlength=POOL_BINS + 1)[:POOL_BINS]
-    found.counts[rows] = found.pool[rows].reshape(len(values), HEAD_BINS, -1).sum(axis=2)
+        pools[rows.start + row] = np.bincount(of_row, minlength=POOL_BINS + 1)[:POOL_BINS]
+    spread.counts[rows] = pools[rows].reshape(len(values), HEAD_BINS, -1).sum(axis=2)
     if values.shape[1] <= _SORTED or not complete:
-        found.quantiles[:, rows] = row_quantiles(values, counts)
+        spread.quantiles[:, rows] = row_quantiles(values, counts)
         return
     for row in range(len(values)):
-        ends = np.cumsum(found.pool[rows.start + row])
+        ends = np.cumsum(pools[rows.start + row])
         for i, quantile in enumerate(QUANTILES):
             place = quantile * (values.shape[1] - 1)
             rank = int(place)
-            first, last = (int(np.searchsorted(ends, each, "right")) for each in (rank, rank + 1))
+            first, last = (int(np.searchsorted(ends, number, "right")) for number in (rank, rank + 1))
             near = values[row][bins[row] == first]
             if last != first:
                 near = np.concatenate([near, values[row][bins[row] == last]])
             near.sort()
             skipped = int(ends[first - 1]) if first else 0
-            found.quantiles[i, rows.start + row] = between(near[rank - skipped], near[rank + 1 - skipped], place - rank)
+            low, high = near[rank - skipped], near[rank + 1 - skipped]
+            spread.quantiles[i, rows.start + row] = between(low, high, place - rank)
 
 
 def row_quantiles(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -591,23 +568,23 @@ def row_quantiles(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
     ordered = np.sort(values, axis=1)  # NaN last
     last = np.maximum(counts - 1, 0)
     rows = np.arange(len(values))
-    found = []
+    quantiles = []
     for quantile in QUANTILES:
         place = quantile * last
         below = np.floor(place).astype(int)
         first, second = ordered[rows, below], ordered[rows, np.minimum(below + 1, last)]
-        found.append(np.where(counts > 0, between(first, second, place - below), np.nan))
-    return np.array(found)
+        quantiles.append(np.where(counts > 0, between(first, second, place - below), np.nan))
+    return np.array(quantiles)
 
 
 def _inactive_heads_of(
-    found: _Parts, rows: slice, values: np.ndarray, beyond: np.ndarray, weights: np.ndarray
+    spread: Spread, rows: slice, values: np.ndarray, beyond: np.ndarray, weights: np.ndarray
 ) -> np.ndarray:
-    """Note which (head, sequence) are beyond the threshold; return the number of mostly inactive heads by resample."""
-    counts = found.measured[rows]
+    """Fill in the share of values ``beyond`` the threshold; return the number of mostly inactive heads by resample."""
+    assert spread.inactive is not None
+    counts = spread.measured[rows]
     with np.errstate(invalid="ignore", divide="ignore"):
-        found.inactive[rows] = np.count_nonzero(beyond, axis=1) / counts
-    found.bits[rows] = np.packbits(beyond, axis=1)
+        spread.inactive[rows] = np.count_nonzero(beyond, axis=1) / counts
     hits = beyond.astype(np.float32) @ weights
     if (counts == values.shape[1]).all():
         asked = np.full_like(hits, values.shape[1])
@@ -639,20 +616,20 @@ def summarise_site(
     spreads: dict[str, Spread] = {}
     bits: dict[str, np.ndarray] = {}
     # Measures of one statistic follow one another, so that it is read once.
-    measures = sorted((Measure(rows, name) for name in names), key=lambda each: each.statistics[::-1])
+    measures = sorted((Measure(rows, name) for name in names), key=lambda measure: measure.statistics[::-1])
     with ThreadPoolExecutor(_THREADS) as threads:
         for measure in measures:
             if not all(rows.measured(name) for name in measure.statistics):
                 continue
-            found = summarised(
+            summary = summarised(
                 measure.name,
                 measure.values(threads),
                 weights,
                 long=long,
                 far=far if measure.name == "distant_mass" else None,
             )
-            if found is not None:
-                spreads[measure.name], bits[measure.name] = found
+            if summary is not None:
+                spreads[measure.name], bits[measure.name] = summary
     scores = [name for name in SCORES if name in spreads]
     common = {(a, b): _in_common(bits[a], bits[b]) for i, a in enumerate(scores) for b in scores[i:]}
     for name in scores:
@@ -687,5 +664,5 @@ def site_quantiles(
             pool.collect(of_layer)
             counts.append(int(np.count_nonzero(np.isfinite(of_layer))))
 
-        values.each(collect)
-        return [exact for exact, _ in pool.found(sum(counts))] if sum(counts) else None
+        values.for_layers(collect)
+        return [exact for exact, _ in pool.quantiles(sum(counts))] if sum(counts) else None

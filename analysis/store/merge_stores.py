@@ -53,8 +53,8 @@ class MergedRun:
 
 def _owned(key: str, *, by_shard: bool | None = None) -> tuple[Table, ...]:
     """Return the tables whose first column is ``key``; ``by_shard`` selects those with or without rows of shards."""
-    found = (table for table in TABLES.values() if table.columns[0].name == key)
-    return tuple(t for t in found if by_shard is None or by_shard is bool({"sequence", "shard"} & {*t.names}))
+    tables = (table for table in TABLES.values() if table.columns[0].name == key)
+    return tuple(t for t in tables if by_shard is None or by_shard is bool({"sequence", "shard"} & {*t.names}))
 
 
 _OF_SHARD = _owned("run_id", by_shard=True)
@@ -123,11 +123,11 @@ def _copy(
     source: Store, into: Store, wheres: Mapping[str, _Where], *, first: Sequence[tuple[str, list[Any]]] = ()
 ) -> None:
     """Copy the rows of tables in one transaction, after the statements ``first``."""
-    found = {name: _rows(source, name, where) for name, where in wheres.items()}
+    tables = {name: _rows(source, name, where) for name, where in wheres.items()}
     with into.open_transaction() as connection:
         for statement, parameters in first:
             connection.execute(statement, parameters)
-        for name, rows in found.items():
+        for name, rows in tables.items():
             _insert(connection, name, rows)
 
 
@@ -221,10 +221,10 @@ class _RunMerge:
                 f"SELECT shard, count(*) AS count, sum(hash({numbers}))::VARCHAR AS hash FROM {table.name} {joined}"
                 " WHERE run_id = ? AND shard IN (SELECT unnest(?)) GROUP BY shard ORDER BY shard"
             )
-            found = [
+            both = [
                 store.query(query, [self._run_id, list(shards)]).to_pylist() for store in (self._source, self._into)
             ]
-            theirs, ours = ({row["shard"]: row for row in rows} for rows in found)
+            theirs, ours = ({row["shard"]: row for row in rows} for rows in both)
             for shard in shards:
                 if theirs.get(shard) != ours.get(shard):
                     raise self._contradiction(f"shard {shard} has other rows of {table.name}")

@@ -56,7 +56,7 @@ class ArmKind(StrEnum):
         return self in _ABLATING
 
     @property
-    def praise(self) -> str:
+    def passing_word(self) -> str:
         """The word for an arm that loses at most one point."""
         if self.shrinks_cache:
             return "safe"

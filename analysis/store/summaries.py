@@ -168,11 +168,11 @@ def _stored(connection: duckdb.DuckDBPyConnection, heads: SiteHeads, names: Sequ
         params=key,
     ).to_arrow_table()
     kinds = rows["measure"].to_numpy(zero_copy_only=False)
-    found = {}
+    spreads = {}
     for pool in pools:
         start = int(np.searchsorted(kinds, pool["measure"]))
-        found[pool["measure"]] = _stored_spread(pool, rows.slice(start, len(heads)))
-    return SiteSummary(heads, {name: found[name] for name in names if name in found})
+        spreads[pool["measure"]] = _stored_spread(pool, rows.slice(start, len(heads)))
+    return SiteSummary(heads, {name: spreads[name] for name in names if name in spreads})
 
 
 def _stored_spread(pool: Mapping[str, Any], rows: pa.Table) -> Spread:
@@ -184,20 +184,20 @@ def _stored_spread(pool: Mapping[str, Any], rows: pa.Table) -> Spread:
         persistence = Persistence(*(pool[f"inactive_heads{end}"] for end in ("", "_low", "_high")))
     counts = rows["histogram"].combine_chunks().flatten().to_numpy().reshape(rows.num_rows, HEAD_BINS)
     return Spread(
-        column("measured").astype(np.int64),
-        column("mean"),
-        column("std"),
-        np.array([column(name) for name in ("p10", "median", "p90")]),
-        None if persistence is None else column("inactive"),
-        counts,
-        np.array(pool["histogram"]),
-        pool["low"],
-        pool["high"],
-        dict(pool["thresholds"] or ()),
-        persistence,
-        dict(pool["picks"] or ()),
-        column("long_mean"),
-        column("far_mean"),
+        measured=column("measured").astype(np.int64),
+        mean=column("mean"),
+        std=column("std"),
+        quantiles=np.array([column(name) for name in ("p10", "median", "p90")]),
+        inactive=None if persistence is None else column("inactive"),
+        counts=counts,
+        pool=np.array(pool["histogram"]),
+        long_mean=column("long_mean"),
+        far_mean=column("far_mean"),
+        low=pool["low"],
+        high=pool["high"],
+        thresholds=dict(pool["thresholds"] or ()),
+        persistence=persistence,
+        picks=dict(pool["picks"] or ()),
     )
 
 

@@ -472,12 +472,15 @@ def read_effects(store: Store, run_id: str, mode: str = EACH, *, site: str | Non
     return [HeadEffect(**row) for row in rows]
 
 
-def rank_effects(store: Store, run_id: str, *, site: str = "self", descending: bool = False) -> list[HeadEffect]:
-    """Return the effects of single heads, least harm first; layer and head break ties."""
-    found = read_effects(store, run_id, site=site)
-    if not found:
+def rank_effects(store: Store, run_id: str, *, site: str = "self", descending: bool | None = None) -> list[HeadEffect]:
+    """Return the effects of single heads, least harm first; layer and head break ties. ``descending`` orders by the
+    effect itself instead, highest or lowest first.
+    """
+    effects = read_effects(store, run_id, site=site)
+    if not effects:
         raise EffectError(f"run {run_id} has no effects of single heads at site {site}. Run `headscan ablate --each`")
-    return sorted(found, key=lambda effect: (-effect.harm if descending else effect.harm, effect.layer, effect.head))
+    ranked = sorted(effects, key=lambda head: (head.harm, head.layer, head.head))
+    return ranked if descending is None else sorted(ranked, key=lambda head: head.effect, reverse=descending)
 
 
 def _row(arm: _HeadArm, outcomes: Outcomes, found: TableEffect) -> HeadEffect:

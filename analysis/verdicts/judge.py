@@ -278,7 +278,7 @@ class ArmVerdict(ArmOutcome):
 
     def _conclusion(self) -> str:
         losses, doubts = self.losses, self._doubts()
-        word = CLAIMS.get(self.replacement or "", self.kind.praise)
+        word = CLAIMS.get(self.replacement or "", self.kind.passing_word)
         if losses:
             return f"not {word}: it {' and '.join(losses)}"
         if doubts:

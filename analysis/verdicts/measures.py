@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.tables import ACCURACY, BITS_PER_BYTE, BLEU, LOSS
 from headscan.analysis.store.verdict_limits import TAIL
 from headscan.analysis.verdicts.paired import Interval
 from headscan.analysis.verdicts.verdict_rows import FinishedArm
@@ -33,6 +34,26 @@ RATES: Mapping[str, Rate] = {
     "loss": Rate("nats per token", -1.0),
     "bits_per_byte": Rate("bits per byte", -1 / log(2)),
     "next_token_accuracy": Rate("points", 100.0),
+}
+
+
+class Metric(NamedTuple):
+    """How a metric of effects is shown: its ``title`` with the unit, its value times ``scale`` with ``digits`` digits
+    after the point, and the ``unit`` of its changes.
+    """
+
+    title: str
+    scale: float
+    digits: int
+    unit: str
+
+
+#: Metrics of effects.
+METRICS: Mapping[str, Metric] = {
+    ACCURACY: Metric("accuracy in %", 100.0, 1, "points"),
+    LOSS: Metric("loss in nats per token", 1.0, 3, "nats per token"),
+    BITS_PER_BYTE: Metric("bits per byte", 1.0, 3, "bits per byte"),
+    BLEU: Metric("BLEU", 1.0, 1, "points"),
 }
 
 

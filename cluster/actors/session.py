@@ -141,10 +141,10 @@ class Session:
             self._watch.close()
             self._watch = None
 
-    def check(self, replicas: int, **each: float) -> None:
+    def check(self, replicas: int, **amounts: float) -> None:
         """Raise, and close the session, if the cluster can never hold the replicas."""
         total = self.ray.cluster_resources()
-        for kind, amount in each.items():
+        for kind, amount in amounts.items():
             if amount * replicas > total.get(kind, 0):
                 self.close()
                 raise PlacementError(

@@ -111,21 +111,21 @@ class StageWorker(Heartbeat):
             stage = self._loaded()
             started = time.perf_counter()
             with torch.no_grad(), working_on(item):
-                found, hidden = run_pass(task, stage, item, part, None if hidden_in is None else hidden_in.tensor())
+                partial, hidden = run_pass(task, stage, item, part, None if hidden_in is None else hidden_in.tensor())
         except HeadscanError as problem:
             return problem, problem, 0.0
         left = None if hidden is None else HiddenState.of(hidden)
-        return left, found, time.perf_counter() - started
+        return left, partial, time.perf_counter() - started
 
-    def join(self, task: StagedTask[Any, Any, Any, Any], item: Any, *found: Any) -> tuple[Any, str]:
+    def join(self, task: StagedTask[Any, Any, Any, Any], item: Any, *partials: Any) -> tuple[Any, str]:
         """Join the partial results, pass by pass and stage by stage; return the result and this worker's name."""
-        wrong = next((part for part in found if isinstance(part, HeadscanError)), None)
+        wrong = next((part for part in partials if isinstance(part, HeadscanError)), None)
         if wrong is not None:
             return wrong, self.name
         stages = len(self._ranges)
         try:
             with working_on(item):
-                value = task.join(item, [found[i : i + stages] for i in range(0, len(found), stages)])
+                value = task.join(item, [partials[i : i + stages] for i in range(0, len(partials), stages)])
         except HeadscanError as problem:
             return problem, self.name
         return value, self.name

@@ -160,14 +160,14 @@ def ray_nodes(ray: Any) -> tuple[Node, ...]:
         raise PlacementError(
             f"cannot read the free memory of a node of the Ray cluster: {problem}. Check the nodes with `ray status`"
         ) from problem
-    found = []
+    nodes = []
     for node, (gpus, memory) in zip(living, free, strict=True):
         shared = node["Resources"]
         if shared.get("CPU", 0) or shared.get("GPU", 0):
             # A Ray node may own only some of the GPUs of its machine.
             gpus = gpus[: int(shared.get("GPU", 0))]
-            found.append(Node(node["NodeManagerAddress"], gpus, memory, int(shared.get("CPU", 0))))
-    return tuple(found)
+            nodes.append(Node(node["NodeManagerAddress"], gpus, memory, int(shared.get("CPU", 0))))
+    return tuple(nodes)
 
 
 def _free_here() -> tuple[tuple[int, ...], int]:

@@ -33,15 +33,15 @@ class ByteSizeError(HeadscanError):
 
 def parse_bytes(text: str) -> int:
     """Return the bytes of a size with a unit, such as ``80GiB``."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if found is not None and not found[2]:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is not None and not match[2]:
         raise ByteSizeError(
-            f"{text.strip()!r} has no unit: write {found[1]}GiB for gibibytes, or {found[1]}B for bytes"
+            f"{text.strip()!r} has no unit: write {match[1]}GiB for gibibytes, or {match[1]}B for bytes"
         )
-    unit = _BY_LOWER.get(found[2].lower()) if found else None
-    if found is None or unit is None:
+    unit = _BY_LOWER.get(match[2].lower()) if match else None
+    if match is None or unit is None:
         raise ByteSizeError(f"{text!r} is not a size in memory: write a number and a unit, such as 80GiB or 500MB")
-    size = float(found[1]) * unit
+    size = float(match[1]) * unit
     if not 1 <= size <= _LARGEST:
         raise ByteSizeError(f"{text!r} is out of range: write a size from 1B to {_LARGEST >> 40}TiB, such as 80GiB")
     return int(size)
@@ -176,8 +176,8 @@ class Places:
     @property
     def sizes(self) -> list[int]:
         """Usable bytes of every device (a GPU, or the RAM of a node), the largest first."""
-        found = [size for node in self.nodes for size in (node.gpus if self.on_gpus else (node.memory,))]
-        return sorted(found, reverse=True)
+        usable = [size for node in self.nodes for size in (node.gpus if self.on_gpus else (node.memory,))]
+        return sorted(usable, reverse=True)
 
     def workers(self, need: int, wanted: int | None) -> tuple[int, int, int]:
         """Return the number of workers of ``need`` bytes that fit (0 if fewer than ``wanted``), the CPU threads of
@@ -196,8 +196,8 @@ class Places:
         for threads in range(max((cpus for cpus, _, _ in room), default=0), 0, -1):
             fit = sum(min(cpus // threads, copies) for cpus, copies, _ in room)
             if fit >= used:
-                each = -(-used // len(room))
-                return fit, self.allowed(threads), max(need, min(memory for _, _, memory in room) // each)
+                per_node = -(-used // len(room))
+                return fit, self.allowed(threads), max(need, min(memory for _, _, memory in room) // per_node)
         return 0, 1, 0
 
     def most_workers(self, need: int) -> int:
@@ -297,11 +297,11 @@ class Demand:
     def layers(self) -> list[int]:
         """Bytes of each layer's weights; the first layer includes the embedding, the last the head."""
         sizes = self.sizes
-        found = list(sizes.blocks)
-        found[0] += sizes.embedding + (0 if self.staged else sizes.rest)
+        parts = list(sizes.blocks)
+        parts[0] += sizes.embedding + (0 if self.staged else sizes.rest)
         # A tied head shares the embedding's weight; on the last of several stages it is a copy.
-        found[-1] += sizes.embedding if self.staged and sizes.tied else sizes.head
-        return found
+        parts[-1] += sizes.embedding if self.staged and sizes.tied else sizes.head
+        return parts
 
     def divisible_layers(self) -> list[int]:
         """Return `layers`; raise PlacementError if the model cannot be divided."""
@@ -472,9 +472,9 @@ def balanced_ranges(weights: Sequence[int], parts: int) -> tuple[LayerRange, ...
                 size = sums[end] - sums[start]
                 if size > limit:
                     break
-                found = (squares + size**2, (*ends, end))
-                if end not in longer or found < longer[end]:
-                    longer[end] = found
+                candidate = (squares + size**2, (*ends, end))
+                if end not in longer or candidate < longer[end]:
+                    longer[end] = candidate
         best = longer
     return tuple(pairwise(best[len(weights)][1]))
 

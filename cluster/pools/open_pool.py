@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 
-from headscan.cluster.placement.choose import WholePlacement
-from headscan.cluster.placement.pipeline_placement import PipelinePlacement
 from headscan.cluster.placement.placement_base import Placement, ReplicaPlacement, Timeouts
-from headscan.cluster.placement.sharded_placement import ShardedPlacement
-from headscan.cluster.placement.streamed_placement import StreamedPlacement
+from headscan.cluster.placement.placements import PipelinePlacement, StreamedPlacement
 from headscan.cluster.tasks.pool import Finished, Pool, R, T, Task, run_task
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
@@ -53,36 +49,21 @@ def open_pool(
     """Open the pool of a placement: in this process for one device, on Ray for several, or on a connected cluster
     (``on_cluster``), where a single replica runs too. None for ``timeouts`` uses the defaults.
     """
-    return POOLS[type(placement)](spec, placement, on_cluster, timeouts)
+    # Each pool is imported when it opens, because Ray takes a second to import and a single device does not need it.
+    match placement:
+        case StreamedPlacement():
+            from headscan.cluster.pools.streamed_pool import StreamedPool
 
+            return StreamedPool(spec, placement)
+        case PipelinePlacement():
+            from headscan.cluster.pools.ray_pool import PipelinePool
 
-# Each function imports its pool, because Ray takes a second to import and a single device does not need it.
+            return PipelinePool(spec, placement, timeouts=timeouts)
+        case ReplicaPlacement() if placement.replicas == 1 and not on_cluster:
+            return InProcessPool(spec, placement)
+        case ReplicaPlacement():
+            from headscan.cluster.pools.ray_pool import RayPool
 
-
-def _replicas(spec: ModelSpec, placement: ReplicaPlacement, on_cluster: bool, timeouts: Timeouts | None) -> Pool:
-    if placement.replicas == 1 and not on_cluster:
-        return InProcessPool(spec, placement)
-    from headscan.cluster.pools.ray_pool import RayPool
-
-    return RayPool(spec, placement, timeouts=timeouts)
-
-
-def _pipeline(spec: ModelSpec, placement: PipelinePlacement, on_cluster: bool, timeouts: Timeouts | None) -> Pool:
-    from headscan.cluster.pools.ray_pool import PipelinePool
-
-    return PipelinePool(spec, placement, timeouts=timeouts)
-
-
-def _streamed(spec: ModelSpec, placement: StreamedPlacement, on_cluster: bool, timeouts: Timeouts | None) -> Pool:
-    from headscan.cluster.pools.streamed_pool import StreamedPool
-
-    return StreamedPool(spec, placement)
-
-
-#: The function that opens the pool of each placement.
-POOLS: Mapping[type[Placement], Callable[[ModelSpec, Any, bool, Timeouts | None], Pool]] = {
-    WholePlacement: _replicas,
-    ShardedPlacement: _replicas,
-    PipelinePlacement: _pipeline,
-    StreamedPlacement: _streamed,
-}
+            return RayPool(spec, placement, timeouts=timeouts)
+        case _:
+            raise TypeError(f"no pool for {type(placement).__name__}. Add a case to open_pool")

@@ -15,8 +15,8 @@ from typing import Any
 from headscan.cluster.actors.session import Session
 from headscan.cluster.actors.supervision import ACTOR, Job, Replica, SupervisedPool
 from headscan.cluster.actors.worker import StageWorker, Worker
-from headscan.cluster.placement.pipeline_placement import PipelinePlacement
 from headscan.cluster.placement.placement_base import ReplicaPlacement, Timeouts
+from headscan.cluster.placement.placements import PipelinePlacement
 from headscan.cluster.tasks.pool import Finished, InspectionTask, R, StagedTask, T, Task, check_staged, working_on
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
@@ -81,7 +81,7 @@ _AHEAD = 2
 @dataclass(eq=False)
 class _Work:
     """An item that passes through the stages, with the number of its passes in flight, and Ray references to it and to
-    the partial result of each pass in each stage, pass by pass (``found``).
+    the partial result of each pass in each stage, pass by pass (``partials``).
     """
 
     job: Job
@@ -89,7 +89,7 @@ class _Work:
     item: Any
     waiting: deque[Any]
     flying: int = 0
-    found: list[Any] = field(default_factory=list)
+    partials: list[Any] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -166,7 +166,7 @@ class _Chain(Replica):
             while work.waiting and len(self._flights) < self._most:
                 self._fly(work)
             if not work.waiting and not work.flying:
-                join = self._actors[-1].join.remote(work.task, work.item, *work.found)
+                join = self._actors[-1].join.remote(work.task, work.item, *work.partials)
                 self._joins[join] = work
                 del self._works[work.job]
 
@@ -175,8 +175,8 @@ class _Chain(Replica):
         part = work.waiting.popleft()
         hidden, seconds = None, []
         for actor in self._actors:
-            hidden, found, took = actor.run.options(num_returns=3).remote(work.task, work.item, part, hidden)
-            work.found.append(found)
+            hidden, partial, took = actor.run.options(num_returns=3).remote(work.task, work.item, part, hidden)
+            work.partials.append(partial)
             seconds.append(took)
         work.flying += 1
         self._flights[seconds[-1]] = (work, seconds)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from headscan.cluster.placement.devices import roomiest
-from headscan.cluster.placement.streamed_placement import StreamedPlacement
+from headscan.cluster.placement.placements import StreamedPlacement
 from headscan.cluster.tasks.pool import (
     Finished,
     InspectionTask,
@@ -219,8 +219,8 @@ class StreamedPool(Pool):
         with torch.no_grad(), working_on(work.item):
             for key, part, partials in zip(work.keys, work.parts, work.partials, strict=True):
                 hidden_in = hidden.take(key) if stage.first else None
-                found, left = run_pass(task, stage, work.item, part, hidden_in)
-                partials.append(found)
+                partial, left = run_pass(task, stage, work.item, part, hidden_in)
+                partials.append(partial)
                 if left is not None:
                     hidden.put(key, left)
                 trim_heap()

@@ -168,9 +168,18 @@ class StagedTask(ABC, Generic[T, B, P, R]):
     def join_halves(self, halves: Sequence[P]) -> P:
         """Join the partial results of the halves of a pass."""
 
-    def __call__(self, lm: LoadedModel, item: T) -> R:
-        """Run an item with a whole model."""
-        return self.join(item, [[run_pass(self, lm, item, part)[0]] for part in self.passes(item)])
+    def __call__(self, lm: LoadedModel, item: T, *, on_pass: Callable[[int], None] | None = None) -> R:
+        """Run an item with a whole model; call ``on_pass`` with the number of sequences of each finished pass."""
+        return self.join(item, [[run_pass(self, lm, item, part, on_pass=on_pass)[0]] for part in self.passes(item)])
+
+    def counted(self, on_pass: Callable[[int], None]) -> Task[T, R]:
+        """Return the task with ``on_pass``, for pools of this process: the function cannot be sent to others."""
+
+        def task(lm: LoadedModel, item: T) -> R:
+            return self(lm, item, on_pass=on_pass)
+
+        task.__name__ = self.__name__
+        return task
 
 
 class InspectionTask(ABC, Generic[T, R]):
@@ -185,23 +194,33 @@ class InspectionTask(ABC, Generic[T, R]):
 
 
 def run_pass(
-    task: StagedTask[T, B, P, R], model: LoadedModel | Stage, item: T, part: B, hidden: Tensor | None = None
+    task: StagedTask[T, B, P, R],
+    model: LoadedModel | Stage,
+    item: T,
+    part: B,
+    hidden: Tensor | None = None,
+    *,
+    on_pass: Callable[[int], None] | None = None,
 ) -> tuple[P, Tensor | None]:
     """Run one forward pass; if memory runs out, halve it, down to single sequences. The model remembers the size that
     ran out of memory, and later passes of that size are halved at once.
 
     ``hidden`` (B, N, E), on any device, enters the range of layers; None for the first range. Return the partial
-    result, and the hidden states (B, N, E) that leave the range; None for the last range.
+    result, and the hidden states (B, N, E) that leave the range; None for the last range. Each finished pass of a whole
+    model calls ``on_pass`` with its number of sequences.
     """
     lm = model.lm if isinstance(model, Stage) else model
     limit, size, halves = lm.limits[task.__name__], task.size(part), task.halves(part)
     if not halves or limit.allows(size):
         try:
             if not isinstance(model, Stage):
-                return task.run(lm, item, part), None
+                partial = task.run(lm, item, part)
+                if on_pass is not None:
+                    on_pass(len(part))
+                return partial, None
             with model.running_range(hidden) as range_pass:
-                found = task.run(lm, item, part)
-            return found, range_pass.hidden_out
+                partial = task.run(lm, item, part)
+            return partial, range_pass.hidden_out
         except RuntimeError as problem:
             if not is_out_of_memory(problem):
                 raise
@@ -210,9 +229,12 @@ def run_pass(
             limit.ran_out(size)
         release_memory()
     parts = [None] * len(halves) if hidden is None else hidden.split([len(half) for half in halves])
-    done = [run_pass(task, model, item, half, hidden_in) for half, hidden_in in zip(halves, parts, strict=True)]
+    done = [
+        run_pass(task, model, item, half, hidden_in, on_pass=on_pass)
+        for half, hidden_in in zip(halves, parts, strict=True)
+    ]
     left = [leaving for _, leaving in done if leaving is not None]
-    return task.join_halves([found for found, _ in done]), torch.cat(left) if left else None
+    return task.join_halves([partial for partial, _ in done]), torch.cat(left) if left else None
 
 
 def open_layers(spec: ModelSpec, device: str, inspection: Inspection | None = None) -> Layers:
@@ -243,7 +265,18 @@ def check_staged(task: object) -> None:
     """Raise if a task needs the whole model."""
     if not isinstance(task, StagedTask | InspectionTask):
         name = getattr(task, "__name__", str(task)).replace("_", " ")
-        raise StagingError(
-            f"{name} needs all layers of the model at once, not range by range. Use placement=whole or "
-            "placement=sharded"
-        )
+        raise _needs_all_layers(name)
+
+
+def refuse_staged(pool: Pool, what: str, *, instead: str | None = None) -> None:
+    """Raise StagingError if the layers of a pool run range by range: ``what`` needs them all, ``instead`` does not."""
+    if pool.staged:
+        raise _needs_all_layers(what, instead)
+
+
+def _needs_all_layers(what: str, instead: str | None = None) -> StagingError:
+    remedy = "" if instead is None else f"{instead}, or "
+    return StagingError(
+        f"{what} needs all layers of the model at once, not range by range. Use {remedy}placement=whole or"
+        " placement=sharded"
+    )

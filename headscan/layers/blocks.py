@@ -226,7 +226,7 @@ def resuming_at(blocks: Blocks, layer: int, hidden: Tensor) -> AbstractContextMa
     attending = [first, *(other for other in others if other >= layer)]
 
     def check_past(cache: Cache) -> None:
-        memories = [cache.layers[each] for each in attending if each < len(cache)]
+        memories = [cache.layers[index] for index in attending if index < len(cache)]
         # A layer that shares another layer's keys has no cache of its own.
         past = {int(memory.get_seq_length()) for memory in memories if isinstance(memory, CacheLayerMixin)}
         if len(past) > 1:

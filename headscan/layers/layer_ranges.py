@@ -185,11 +185,11 @@ class _Cuts:
         for embeds in (False, True):
             if self._wrong([0, *layers, len(self._blocks)], embeds) is None:
                 return embeds, {}
-        found = []
+        candidates = []
         for embeds in (False, True):
             reasons = {layer: self._wrong([0, layer, len(self._blocks)], embeds) for layer in layers}
-            found.append((embeds, {layer: reason for layer, reason in reasons.items() if reason is not None}))
-        return min(found, key=lambda each: len(each[1]))
+            candidates.append((embeds, {layer: reason for layer, reason in reasons.items() if reason is not None}))
+        return min(candidates, key=lambda candidate: len(candidate[1]))
 
     def _wrong(self, bounds: Sequence[int], embeds: bool) -> str | None:
         """Return how passes through these ranges fail or differ, or None."""

@@ -102,16 +102,16 @@ def read_tensors(
     They are not views of a mapped file: the system may drop and read the pages of a view again at any time. The
     original of a tensor is freed before the next one is read.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path, of_file in groupby(sorted(names, key=lambda name: (files[name], name)), key=files.__getitem__):
         header = read_header(path)
         try:
             with path.open("rb", buffering=0) as file:
                 for name in of_file:
-                    found[name] = keep(name, _read(file, header, name))
+                    tensors[name] = keep(name, _read(file, header, name))
         except (OSError, EOFError, KeyError) as problem:
             raise ModelLoadError(f"{path} cannot be read: {problem}. Copy or download it again") from problem
-    return found
+    return tensors
 
 
 def _read(file: FileIO, header: FileHeader, name: str) -> Tensor:
@@ -130,8 +130,8 @@ def _read(file: FileIO, header: FileHeader, name: str) -> Tensor:
 
 
 def _find(source: str, name: str, revision: str | None) -> Path | None:
-    found = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **source_options(source, revision))
-    return None if found is None else Path(found)
+    path = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **source_options(source, revision))
+    return None if path is None else Path(path)
 
 
 #: Tensors by name in the checkpoint, in the dtype and on the device of the model.
@@ -191,9 +191,9 @@ class LazyModel:
         return self._aliases[name]
 
     def tensor(self, name: str) -> Tensor:
-        found = self.model.get_parameter_or_buffer(name)
-        assert isinstance(found, Tensor)
-        return found
+        weight = self.model.get_parameter_or_buffer(name)
+        assert isinstance(weight, Tensor)
+        return weight
 
     def size(self, names: Iterable[str]) -> int:
         """Return the bytes of weights once they are loaded."""
@@ -219,11 +219,13 @@ class LazyModel:
         conversions: Any = self._conversions
         config = LoadStateDictConfig(device_map={"": str(self.device)}, weight_mapping=conversions)
         with _no_progress_bar():
-            found, _ = convert_and_load_state_dict_in_model(self.model, state, config)
+            loading, _ = convert_and_load_state_dict_in_model(self.model, state, config)
         for name in names:
             self.assign(name, self.tensor(name))  # under its other names
             if self.tensor(name).is_meta:
-                why = next(iter(found.conversion_errors.values()), "tensors are missing or have another shape").strip()
+                why = next(
+                    iter(loading.conversion_errors.values()), "tensors are missing or have another shape"
+                ).strip()
                 raise ModelLoadError(
                     f"{self.source} does not load: {name}: {why.splitlines()[-1]}. Copy or download it again"
                 )
@@ -268,15 +270,15 @@ class LazyModel:
         converters = [entry for entry in self._conversions if isinstance(entry, WeightConverter)]
         state = self.model.state_dict()
         first = {alias: name for name, aliases in self._aliases.items() for alias in aliases}
-        found: dict[str, dict[str, list[str]]] = {}
+        sources: dict[str, dict[str, list[str]]] = {}
         for saved in self._files:
             name, _ = rename_source_key(saved, renamings, converters, self.model.base_model_prefix, state)
             if name not in first and saved in first:
                 name = saved
             if name in first:
-                found.setdefault(first[name], {}).setdefault(name, []).append(saved)
+                sources.setdefault(first[name], {}).setdefault(name, []).append(saved)
         # A weight that is saved under several names is read once.
-        return {name: next(iter(by_alias.values())) for name, by_alias in found.items()}
+        return {name: next(iter(by_alias.values())) for name, by_alias in sources.items()}
 
 
 class _Once:

@@ -252,22 +252,22 @@ class SharedRowHooks:
         self.zeroed = 0
         self._row = row
         rows: dict[Ablation, list[int]] = {}
-        for row_number, each in enumerate(ablated):
-            rows.setdefault(each, []).append(row_number)
+        for row_number, ablation in enumerate(ablated):
+            rows.setdefault(ablation, []).append(row_number)
         # A slice where all agree: an index list would be copied to the GPU in every layer.
         alike = len(rows) == 1
-        self._rows = {each: slice(None) if alike else torch.tensor(numbers) for each, numbers in rows.items()}
-        scores = sorted({each.score_name for each in ablated if each.score_name is not None})
+        self._rows = {ablation: slice(None) if alike else torch.tensor(numbers) for ablation, numbers in rows.items()}
+        scores = sorted({ablation.score_name for ablation in ablated if ablation.score_name is not None})
         if len(scores) > 1:
             raise InterventionError(
                 f"scores of the rules in a shared row: {', '.join(scores)} (limit 1). Use one score"
             )
-        for each in rows:
-            each.check_values(lm.grid)
-        replacements = {each.replaces_by for each in ablated}
+        for ablation in rows:
+            ablation.check_values(lm.grid)
+        replacements = {ablation.replaces_by for ablation in ablated}
         if len(replacements) > 1:
             raise InterventionError(
-                f"values of ablated heads in a shared row: {', '.join(sorted(each.value for each in replacements))} "
+                f"values of ablated heads in a shared row: {', '.join(sorted(value.value for value in replacements))} "
                 "(limit 1). Use one value"
             )
         (replacement,) = replacements
@@ -298,8 +298,8 @@ class SharedRowHooks:
         """Return the ablated heads of each sequence, bool (R, H), on the CPU."""
         scores_RH = None if self._score is None else self._scores(self._score, site, heads_BNHD)
         ablated_RH = torch.zeros(len(self._row.endings), site.num_attention_heads, dtype=torch.bool)
-        for each, rows in self._rows.items():
-            ablated_RH[rows] = each.heads_at(site, None if scores_RH is None else scores_RH[rows]).cpu()
+        for ablation, rows in self._rows.items():
+            ablated_RH[rows] = ablation.heads_at(site, None if scores_RH is None else scores_RH[rows]).cpu()
         return ablated_RH
 
     def _scores(self, name: str, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
@@ -410,8 +410,8 @@ def read_shared_row(
     ablations = [ablated] * len(row.endings) if isinstance(ablated, Ablation) else list(ablated)
     if len(ablations) != len(row.endings):
         raise InterventionError(f"{len(ablations)} ablations for {len(row.endings)} sequences. Pass one for each")
-    for each in set(ablations):
-        lm.grid.check(each.fixed_heads or ())
+    for ablation in set(ablations):
+        lm.grid.check(ablation.fixed_heads or ())
     heads = lm.grid.total_heads
     branches = [_Branch(list(range(len(row.endings))), row, 0, None, 0)]
     while branches:
@@ -476,8 +476,8 @@ def _shared_rows_are_exact(blocks: Blocks, ablated: tuple[Ablation, Ablation]) -
     row = SharedRow(tuple(ids[:first]), (tuple(ids[first:second]), tuple(ids[second:])))
 
     def hidden(row: SharedRow, _: object) -> Tensor:
-        found: Tensor = run(lm.model, row.inputs(lm.device))[0]
-        return found[0]
+        states: Tensor = run(lm.model, row.inputs(lm.device))[0]
+        return states[0]
 
     for reading in read_shared_row(blocks, ablated, row, hidden):
         part, _ = row.subset(reading.sequences)
@@ -505,9 +505,9 @@ class _Branch:
         groups: dict[bytes, list[int]] = {}
         for index, ablated in enumerate(split.ablated):
             groups.setdefault(ablated.numpy().tobytes(), []).append(index)
-        found = []
+        branches = []
         for group in groups.values():
             row, places = self.row.subset(group)
             own = hidden[:, places.to(hidden.device)]
-            found.append(_Branch([self.sequences[index] for index in group], row, split.layer, own, zeroed))
-        return found
+            branches.append(_Branch([self.sequences[index] for index in group], row, split.layer, own, zeroed))
+        return branches

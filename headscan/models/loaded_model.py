@@ -140,17 +140,17 @@ def find_layout(model: PreTrainedModel) -> Layout:
 def _block_lists(model: PreTrainedModel) -> list[tuple[str, int]]:
     """Return the lists of blocks with their numbers of layers. An encoder-decoder has two, all others one."""
     config = model.config.get_text_config()
-    found: dict[str, nn.ModuleList] = {}
+    lists: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in found):
-            found[name] = module
-    sizes = {name: sum(p.numel() for p in blocks.parameters()) for name, blocks in found.items()}
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
+            lists[name] = module
+    sizes = {name: sum(p.numel() for p in blocks.parameters()) for name, blocks in lists.items()}
     if model.config.is_encoder_decoder:
         both = sorted(sizes, key=lambda name: -sizes[name])[:2]
-        return [(name, len(found[name])) for name in found if name in both]
+        return [(name, len(lists[name])) for name in lists if name in both]
     layers = int(getattr(config, "num_hidden_layers", 0))
     # A list may end with other blocks, such as those that predict a further token.
-    of_layers = [name for name, blocks in found.items() if layers and len(blocks) >= layers]
+    of_layers = [name for name, blocks in lists.items() if layers and len(blocks) >= layers]
     return [(max(of_layers, key=sizes.__getitem__), layers)] if of_layers else []
 
 
@@ -222,8 +222,8 @@ def _outside(module: nn.Module, path: str, parts: Mapping[str, Device]) -> Itera
 
 def _has_weights(model: nn.Module, name: str) -> bool:
     parent, _, leaf = name.rpartition(".")
-    found = getattr(model.get_submodule(parent), leaf)
-    return not isinstance(found, nn.Module) or any(True for _ in found.parameters())
+    part = getattr(model.get_submodule(parent), leaf)
+    return not isinstance(part, nn.Module) or any(True for _ in part.parameters())
 
 
 @dataclass(frozen=True, repr=False)
@@ -306,9 +306,9 @@ class LoadedModel:
         """
         known = getattr(self.model.config.get_text_config(), "eos_token_id", None)
         ends = [] if known is None else known if isinstance(known, list) else [known]
-        found = torch.isin(ids, torch.tensor(ends, dtype=ids.dtype, device=ids.device))
-        found[:, 0] = True
-        return found
+        sinks = torch.isin(ids, torch.tensor(ends, dtype=ids.dtype, device=ids.device))
+        sinks[:, 0] = True
+        return sinks
 
     def module(self, path: str) -> nn.Module:
         """Return a module of the model by name."""

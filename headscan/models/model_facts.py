@@ -109,7 +109,7 @@ def check_bounds(config: PreTrainedConfig, heads: Iterable[tuple[int, int]]) -> 
 def _count(value: object) -> int | None:
     """Return a count, or the largest of a list per layer. It is None if the configuration has neither."""
     if isinstance(value, list | tuple):
-        return max((each for each in value if isinstance(each, int)), default=None)
+        return max((number for number in value if isinstance(number, int)), default=None)
     return value if isinstance(value, int) else None
 
 

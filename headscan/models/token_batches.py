@@ -107,4 +107,4 @@ def run_halving(
             limit.ran_out(tokens)
         release_memory()
     middle = len(batch) // 2
-    return [found for half in (batch[:middle], batch[middle:]) for found in run_halving(half, run, lengths, limit)]
+    return [result for half in (batch[:middle], batch[middle:]) for result in run_halving(half, run, lengths, limit)]

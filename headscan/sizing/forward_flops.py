@@ -85,14 +85,14 @@ def _used_parameters(model: PreTrainedModel) -> int:
 def _widths(config: PreTrainedConfig) -> dict[int | None, int]:
     """Return the sum over query heads of key and value dimension, by window of the layer."""
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    found: Counter[int | None] = Counter()
+    widths: Counter[int | None] = Counter()
     for kind, layer in zip(kinds, config.per_layer_config, strict=True):
         window = getattr(layer, "sliding_window", None)
         if "sliding" in kind and window:
-            found[window] += _width(layer)
+            widths[window] += _width(layer)
         elif "linear" not in kind and "mamba" not in kind and "conv" not in kind:
-            found[None] += _width(layer)
-    return dict(found)
+            widths[None] += _width(layer)
+    return dict(widths)
 
 
 def _width(layer: PreTrainedConfig) -> int:

@@ -72,7 +72,7 @@ def shorten(model: PreTrainedModel, blocks: Sequence[str]) -> list[int]:
     substitutes = []
     for layer, name in enumerate(blocks):
         shapes = [(key, tuple(weight.shape)) for key, weight in model.get_submodule(name).named_parameters()]
-        cache = [(type(each).__name__, each.get_max_length()) for each in caches[layer : layer + 1]]
+        cache = [(type(cached).__name__, cached.get_max_length()) for cached in caches[layer : layer + 1]]
         kind = (name.rpartition(".")[0], *types[layer : layer + 1], *cache, *shapes)
         substitutes.append(kinds.setdefault(kind, layer))
     for path in {name.rpartition(".")[0] for name in blocks}:
@@ -196,9 +196,9 @@ def fill_caches(model: PreTrainedModel, substitutes: Sequence[int] | None = None
 
 
 def _layers(cache: Any, substitutes: Sequence[int] | None = None) -> tuple[LayerCache, ...]:
-    found = [_layer(layer) for layer in cache.layers]
+    caches = [_layer(layer) for layer in cache.layers]
     # A cache may have no entries for the last layers.
-    return tuple(found) if not substitutes else tuple(found[i] if i < len(found) else NO_CACHE for i in substitutes)
+    return tuple(caches) if not substitutes else tuple(caches[i] if i < len(caches) else NO_CACHE for i in substitutes)
 
 
 def _layer(layer: Any) -> LayerCache:
@@ -206,9 +206,9 @@ def _layer(layer: Any) -> LayerCache:
     if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or not keys.numel():
         return NO_CACHE
     held, tokens = (keys, values, getattr(layer, "indexer_keys", None)), keys.shape[-2]
-    per_token = sum(each.nbytes for each in held if isinstance(each, Tensor)) // tokens
+    per_token = sum(state.nbytes for state in held if isinstance(state, Tensor)) // tokens
     heads, width = keys.shape[1], keys.shape[-1]
-    layer.update(*(each.new_empty(*each.shape[:-2], _MANY, each.shape[-1]) for each in (keys, values)))
+    layer.update(*(state.new_empty(*state.shape[:-2], _MANY, state.shape[-1]) for state in (keys, values)))
     kept = layer.keys.shape[-2]
     return LayerCache(heads, per_token, None if kept == tokens + _MANY else kept, width)
 
@@ -248,32 +248,32 @@ def saved_bytes(
     prefixes = {path: _prefix_in(saved, path) for path in lists}
     if not lists or None in prefixes.values():
         return None
-    found: Counter[int | str] = Counter()
+    sizes: Counter[int | str] = Counter()
     for name, tensor in saved.items():
         part = layout.part_of(_renamed(name, prefixes))
         if part == "rest" and any(name.startswith(f"{prefix}.") for prefix in prefixes.values()):
             continue  # a block after the last layer, which predicts a further token and is not loaded
-        found[part] += tensor.nbytes if dtype is None else _loaded_bytes(tensor, dtype)
-    if not all(found[index] for index in range(len(layout.blocks))):
+        sizes[part] += tensor.nbytes if dtype is None else _loaded_bytes(tensor, dtype)
+    if not all(sizes[index] for index in range(len(layout.blocks))):
         return None
     for part in ("embedding", "head"):
-        if not found[part]:  # saved under another name
-            found[part] = min(built[part], found["rest"])
-            found["rest"] -= found[part]
-    return found
+        if not sizes[part]:  # saved under another name
+            sizes[part] = min(built[part], sizes["rest"])
+            sizes["rest"] -= sizes[part]
+    return sizes
 
 
 def _prefix_in(saved: Mapping[str, SavedTensor], path: str) -> str | None:
     """Return the name of a list of blocks in a checkpoint: the largest with the same last part of its name."""
     leaf = path.rpartition(".")[2]
-    found: Counter[str] = Counter()
+    prefixes: Counter[str] = Counter()
     for name, tensor in saved.items():
         parts = name.split(".")
         for place in range(1, len(parts)):
             if parts[place].isdecimal() and parts[place - 1] == leaf:
-                found[".".join(parts[:place])] += tensor.nbytes
+                prefixes[".".join(parts[:place])] += tensor.nbytes
                 break
-    return path if path in found else found.most_common(1)[0][0] if found else None
+    return path if path in prefixes else prefixes.most_common(1)[0][0] if prefixes else None
 
 
 def _renamed(name: str, prefixes: Mapping[str, str | None]) -> str:
@@ -290,11 +290,11 @@ def _loaded_bytes(tensor: SavedTensor, dtype: torch.dtype) -> int:
 
 def built_bytes(model: PreTrainedModel, layout: Layout, config: PreTrainedConfig) -> Counter[int | str]:
     """Return the bytes by part of a meta-device model, after quantisation."""
-    found: Counter[int | str] = Counter()
+    sizes: Counter[int | str] = Counter()
     quantised = _quantised(model, config)
     for name, parameter in model.named_parameters():
-        found[layout.part_of(name)] += quantised.get(name, parameter.nbytes)
-    return found
+        sizes[layout.part_of(name)] += quantised.get(name, parameter.nbytes)
+    return sizes
 
 
 def _quantised(model: PreTrainedModel, config: PreTrainedConfig) -> dict[str, int]:
@@ -310,14 +310,14 @@ def _quantised(model: PreTrainedModel, config: PreTrainedConfig) -> dict[str, in
         *(settings.get("ignore") or ()),
     ]
     head = model.get_output_embeddings()
-    found = {}
+    sizes = {}
     for path, module in model.named_modules():
         if module is head or any(path == name or name in path.split(".") for name in left_out):
             continue
         for leaf, parameter in module.named_parameters(recurse=False):
             if parameter.ndim == 3 or (parameter.ndim == 2 and isinstance(module, nn.Linear)):
-                found[f"{path}.{leaf}"] = int(parameter.numel() * bits / 8)
-    return found
+                sizes[f"{path}.{leaf}"] = int(parameter.numel() * bits / 8)
+    return sizes
 
 
 def _bits(settings: Mapping[str, Any]) -> float | None:
@@ -510,7 +510,7 @@ def _ran(model: PreTrainedModel, layout: Layout, tokens: int) -> tuple[DryRun, t
     try:
         substitutes = shorten(model, layout.blocks)
         caches = () if model.config.is_encoder_decoder else fill_caches(model, substitutes).get("self", ())
-        cache = tuple(each.bytes(tokens) for each in caches[:layers]) or (0,) * layers
+        cache = tuple(layer.bytes(tokens) for layer in caches[:layers]) or (0,) * layers
         return dry_run(model, tokens), cache
     except MODEL_ERRORS as problem:
         raise_if_out_of_memory(problem)

@@ -161,19 +161,19 @@ def fused_numbers(numbers: Iterable[QueryNumber], fused: FusedPass) -> dict[str,
     """Return numbers per query from a fused call: (B, H, N) by name, float32 or wider."""
     log_share = fused.log_share_BHN
     share = None if log_share is None else log_share.exp()
-    found = {}
+    per_query = {}
     for number in numbers:
         values = number.of_fused(fused)
         if log_share is not None and share is not None:
             values = number.with_learned_sink(values, share, log_share)
-        found[number.name] = values
-    return found
+        per_query[number.name] = values
+    return per_query
 
 
-def weight_statistics(found: Findings) -> dict[str, Tensor]:
+def weight_statistics(findings: Findings) -> dict[str, Tensor]:
     """Return the requested weight statistics (B, H) and profiles (B, H, bins) of the real tokens, float32."""
-    names = found.request.statistics - POSITIONAL if found.geometry.cross else found.request.statistics
-    return {name: WEIGHT_STATISTICS[name].reduce(found).float() for name in names & WEIGHT_STATISTICS.keys()}
+    names = findings.request.statistics - POSITIONAL if findings.geometry.cross else findings.request.statistics
+    return {name: WEIGHT_STATISTICS[name].reduce(findings).float() for name in names & WEIGHT_STATISTICS.keys()}
 
 
 def value_statistics(value_BKSD: Tensor, key_lengths: Tensor, names: Set[str], heads: int) -> dict[str, Tensor]:

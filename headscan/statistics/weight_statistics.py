@@ -187,7 +187,7 @@ class WeightStatistic(ABC):
         return bool(self.query_sums) or not all(number.fused for number in self.query_numbers)
 
     @abstractmethod
-    def reduce(self, found: Findings) -> Tensor:
+    def reduce(self, findings: Findings) -> Tensor:
         """Return the statistic of the real tokens."""
 
 
@@ -200,8 +200,8 @@ class MeanOverQueries(WeightStatistic, QueryNumber):
     def query_numbers(self) -> tuple[QueryNumber, ...]:
         return (self,)
 
-    def reduce(self, found: Findings) -> Tensor:
-        return found.mean(found.per_query[self.name], skip_first=self.skip_first)
+    def reduce(self, findings: Findings) -> Tensor:
+        return findings.mean(findings.per_query[self.name], skip_first=self.skip_first)
 
 
 class FirstTokenWeight(MeanOverQueries):
@@ -293,9 +293,9 @@ class DistantMass(WeightStatistic):
 
     query_numbers = (WeightSum(), SinkMass(), RecentMass())
 
-    def reduce(self, found: Findings) -> Tensor:
-        near = found.per_query["sink_mass"] + found.per_query["recent_mass"]
-        return found.mean((found.per_query["weight_sum"] - near).clamp_min(0.0))
+    def reduce(self, findings: Findings) -> Tensor:
+        near = findings.per_query["sink_mass"] + findings.per_query["recent_mass"]
+        return findings.mean((findings.per_query["weight_sum"] - near).clamp_min(0.0))
 
 
 class LearnedSinkMass(WeightStatistic):
@@ -303,8 +303,8 @@ class LearnedSinkMass(WeightStatistic):
 
     query_numbers = (WeightSum(),)
 
-    def reduce(self, found: Findings) -> Tensor:
-        return found.mean((1.0 - found.per_query["weight_sum"]).clamp_min(0.0))
+    def reduce(self, findings: Findings) -> Tensor:
+        return findings.mean((1.0 - findings.per_query["weight_sum"]).clamp_min(0.0))
 
 
 class Confidence(MeanOverQueries):
@@ -357,15 +357,15 @@ class RelativeEntropy(WeightStatistic):
 
     query_numbers = (Entropy(),)
 
-    def reduce(self, found: Findings) -> Tensor:
-        entropy_BHN = found.per_query["entropy"]
-        if found.geometry.causal:
-            queries = found.geometry.queries
+    def reduce(self, findings: Findings) -> Tensor:
+        entropy_BHN = findings.per_query["entropy"]
+        if findings.geometry.causal:
+            queries = findings.geometry.queries
             bound = torch.arange(1, queries + 1, device=entropy_BHN.device, dtype=entropy_BHN.dtype).log()
             bound[:1] = 1.0
-            return found.mean(entropy_BHN / bound, skip_first=True)
-        bound = found.request.key_lengths.to(entropy_BHN.dtype).log()[:, None, None]
-        return found.mean(entropy_BHN / bound)
+            return findings.mean(entropy_BHN / bound, skip_first=True)
+        bound = findings.request.key_lengths.to(entropy_BHN.dtype).log()[:, None, None]
+        return findings.mean(entropy_BHN / bound)
 
 
 ENTROPIES: tuple[WeightStatistic, ...] = (Entropy(), RelativeEntropy())
@@ -403,8 +403,8 @@ class ReceivedMax(WeightStatistic):
     name = "received_max"
     query_sums = (Received(),)
 
-    def reduce(self, found: Findings) -> Tensor:
-        return found.received_BHS.amax(-1)
+    def reduce(self, findings: Findings) -> Tensor:
+        return findings.received_BHS.amax(-1)
 
 
 class ReceivedConcentration(WeightStatistic):
@@ -412,11 +412,11 @@ class ReceivedConcentration(WeightStatistic):
     undefined_for_one = True
     query_sums = (Received(),)
 
-    def reduce(self, found: Findings) -> Tensor:
-        share = found.received_BHS / found.received_BHS.sum(-1, keepdim=True)
+    def reduce(self, findings: Findings) -> Tensor:
+        share = findings.received_BHS / findings.received_BHS.sum(-1, keepdim=True)
         entropy = -torch.special.xlogy(share, share).sum(-1)
-        concentration = 1.0 - entropy / found.request.key_lengths.log()[:, None]
-        concentration[found.request.key_lengths < 2] = float("nan")  # 0 / 0: a single key receives everything
+        concentration = 1.0 - entropy / findings.request.key_lengths.log()[:, None]
+        concentration[findings.request.key_lengths < 2] = float("nan")  # 0 / 0: a single key receives everything
         return concentration
 
 
@@ -424,10 +424,10 @@ class ReceivedByPosition(WeightStatistic):
     name = "received_by_position"
     query_sums = (Received(),)
 
-    def reduce(self, found: Findings) -> Tensor:
-        bins = doubling_bin(torch.arange(found.received_BHS.shape[-1], device=found.received_BHS.device))
+    def reduce(self, findings: Findings) -> Tensor:
+        bins = doubling_bin(torch.arange(findings.received_BHS.shape[-1], device=findings.received_BHS.device))
         # A GPU adds in no fixed order; float64 keeps the last float32 digits equal between runs.
-        wide = found.received_BHS.double()
+        wide = findings.received_BHS.double()
         return wide.new_zeros(*wide.shape[:2], DISTANCE_BINS).index_add_(-1, bins, wide)
 
 
@@ -436,8 +436,8 @@ class MassByDistance(WeightStatistic):
     positional = True
     query_sums = (WeightByDistance(),)
 
-    def reduce(self, found: Findings) -> Tensor:
-        return found.sums["weight_by_distance"] / found.request.lengths[:, None, None]
+    def reduce(self, findings: Findings) -> Tensor:
+        return findings.sums["weight_by_distance"] / findings.request.lengths[:, None, None]
 
 
 class ArgmaxOffset(QueryNumber):
@@ -458,8 +458,8 @@ class ArgmaxOffsets(WeightStatistic):
 
     query_numbers = (ArgmaxOffset(),)
 
-    def reduce(self, found: Findings) -> Tensor:
-        offsets_BHN, lengths = found.per_query["argmax_offset"], found.request.lengths
+    def reduce(self, findings: Findings) -> Tensor:
+        offsets_BHN, lengths = findings.per_query["argmax_offset"], findings.request.lengths
         real = real_tokens(lengths, offsets_BHN.shape[-1])[:, None].expand_as(offsets_BHN)
         bins = offsets_BHN.nan_to_num().clamp(-MAX_OFFSET - 1, MAX_OFFSET + 1).long() + MAX_OFFSET + 1
         counts = torch.zeros(*bins.shape[:2], 2 * MAX_OFFSET + 3, device=bins.device)

@@ -23,7 +23,7 @@ from headscan.ablation.masks import SiteMask
 from headscan.analysis.store.records import ArmKind, RunRecord
 from headscan.analysis.store.tables import ACCURACY, BLEU, EACH, LOSS
 from headscan.analysis.verdicts.head_effects import HeadEffect, bleu, record_effects
-from headscan.cluster.tasks.pool import check_staged
+from headscan.cluster.tasks.pool import refuse_staged
 from headscan.errors import InterventionError, NotFiniteError
 from headscan.grid import Head, HeadGrid
 from headscan.model_spec import ModelSpec
@@ -33,7 +33,7 @@ from headscan.models.model_facts import RopeLengths
 from headscan.models.token_batches import run_halving
 from headscan.options import BATCH_TOKENS, Count, check_limits
 from headscan.pipelines.ablate.single_heads import ablated_sets
-from headscan.pipelines.evaluate.answering import AnsweringPlan, WorkItem, answer_item
+from headscan.pipelines.evaluate.answering import AnsweringPlan, WorkItem
 from headscan.pipelines.evaluate.run_evaluation import answer_arms
 from headscan.pipelines.evaluate.tasks import ANSWERS, RESULTS, TaskResults
 from headscan.pipelines.runs.run_records import ModelIdentity, Run, fingerprint
@@ -306,8 +306,7 @@ def _level(metric: str, numbers: np.ndarray) -> float:
 
 def answer_labelled(questions: LabelledQuestions, run: Run, run_id: str, arms: Sequence[SiteArm]) -> None:
     """Answer the examples with every arm of a run that has begun, and finish the run."""
-    if run.pool.staged:
-        check_staged(answer_item)
+    refuse_staged(run.pool, "an answer to a labelled example")
     plan = AnsweringPlan(questions.config.batch_tokens, Reading(share_prefixes=False))
     answer_arms(run, run_id, arms, questions, questions.items(run.identity), lambda *_: plan)
 

@@ -14,7 +14,6 @@ from headscan.ablation.masks import HeadMask
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.tables import EACH
 from headscan.analysis.verdicts.head_effects import HeadEffect, record_effects
-from headscan.errors import InterventionError
 from headscan.grid import Head, HeadGrid
 from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
@@ -23,7 +22,7 @@ from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.runs.run_records import ModelIdentity, Run
 from headscan.pipelines.runs.text_tables import at_work
 from headscan.pipelines.scoring.arms import BASELINE, ZERO_VALUE, AblationValue, Arm, collect_value
-from headscan.pipelines.settings.corpus_settings import SHORTEST
+from headscan.pipelines.settings.corpus_settings import SHORTEST, longest_text
 from headscan.pipelines.settings.evaluation_settings import AblateConfig, LossTexts
 
 
@@ -47,10 +46,6 @@ def head_arms(grid: HeadGrid, mode: str, value: AblationValue = ZERO_VALUE) -> l
         mask, details = HeadMask(heads, value.replacement), (*settings.items(), *value.details)
         arms.append(Arm(name, ArmKind.MASK, mask, details=details))
     return arms
-
-
-#: Longest text by default and shortest text, in tokens: predictions after few tokens say little.
-_LONGEST = 2048
 
 
 class AblateResult(NamedTuple):
@@ -79,14 +74,6 @@ def single_head_effects(config: AblateConfig, run: Run) -> AblateResult:
 
 
 def read_texts(texts: LossTexts, identity: ModelIdentity) -> HeldOutText:
-    limit = identity.max_tokens
-    tokens = texts.max_tokens or min(_LONGEST, limit or _LONGEST)
-    if limit is not None and tokens > limit:
-        raise InterventionError(f"max_tokens={tokens} (limit {limit}, the model's context). Lower `max_tokens`")
-    shortest = min(SHORTEST, tokens)
-    found = read_spread(texts.corpus, identity.tokenizer, tokens, texts.sequences, shortest=shortest)
-    if not found:
-        raise InterventionError(
-            f"{texts.corpus.name} has 0 texts of {shortest} tokens or more (limit 1). Choose another corpus"
-        )
-    return HeldOutText(texts.corpus.name, chunks(identity.tokenizer, found))
+    tokens = longest_text(identity, texts.max_tokens)
+    held_out = read_spread(texts.corpus, identity.tokenizer, tokens, texts.sequences, shortest=min(SHORTEST, tokens))
+    return HeldOutText(texts.corpus.name, chunks(identity.tokenizer, held_out))

@@ -14,7 +14,6 @@ from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, changed
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.task_options import (
-    TASK_TOKENS,
     Metric,
     OptionalTasks,
     check_labelled,
@@ -24,15 +23,13 @@ from headscan.pipelines.cli.task_options import (
 )
 from headscan.pipelines.cli.verb_base import CORPORA, CorpusOptions, RunVerb, quiet_libraries
 from headscan.pipelines.settings.corpus_settings import DataSpec
-from headscan.pipelines.settings.evaluation_settings import LossTexts, ReplaceValue
+from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, LossTexts, ReplaceValue
 
 if TYPE_CHECKING:
     from headscan.analysis.verdicts.head_effects import HeadEffect
 
 #: Heads shown at either end of the table.
 _SHOWN = 10
-#: Factor and digits of a metric; others are shown as they are, with four digits.
-_FORMATS = {"accuracy": (100, 2), "bleu": (1, 2)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,11 +187,12 @@ def _title(effect: HeadEffect) -> str:
 
 def _cells(effect: HeadEffect, sites: bool) -> dict[str, object]:
     """Return a row of a table, with the site if there are several; the number of digits depends on the metric."""
+    from headscan.analysis.verdicts.measures import METRICS
 
-    scale, digits = _FORMATS.get(effect.metric, (1, 4))
+    metric = METRICS[effect.metric]
 
     def number(value: float | None) -> str:
-        return "" if value is None else f"{scale * value:+.{digits}f}"
+        return "" if value is None else f"{metric.scale * value:+.{metric.digits + 1}f}"
 
     return {
         **({"site": effect.site} if sites else {}),

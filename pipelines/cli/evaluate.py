@@ -11,18 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from headscan.catalog import RANKED_CRITERIA, SCORES
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, head, model_source
-from headscan.pipelines.cli.results import Json, Result, arm_rows, verdict_text
-from headscan.pipelines.cli.task_options import (
+from headscan.pipelines.cli.results import Result, arm_rows, verdict_text
+from headscan.pipelines.cli.task_options import DemoSize, TaskVerb, evaluation_of, value_config
+from headscan.pipelines.cli.verb_base import quiet_libraries
+from headscan.pipelines.settings.evaluation_settings import (
+    PLAN_MODES,
     TASK_TOKENS,
-    DemoSize,
-    RecallOptions,
-    ReplaceTexts,
-    Tasks,
-    evaluation_of,
-    value_config,
+    MaskOrderOption,
+    PlanMode,
+    ReplaceValue,
 )
-from headscan.pipelines.cli.verb_base import RunVerb, quiet_libraries
-from headscan.pipelines.settings.evaluation_settings import PLAN_MODES, MaskOrderOption, PlanMode, ReplaceValue
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
@@ -136,7 +134,7 @@ class _Arms:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate(RunVerb):
+class Evaluate(TaskVerb):
     """ablate heads while lm-eval's tasks run, and compare with the baseline
 
         headscan evaluate MODEL --tasks mmlu --heads 3:5,7:0
@@ -153,15 +151,10 @@ class Evaluate(RunVerb):
 
     common: ClassVar = "MODEL --tasks --limit --heads --score --share --rule --plan --models --controls --store --json"
 
-    json: Json = False
-    tasks: Annotated[Tasks, Group("tasks")]
-    recall: Annotated[RecallOptions, Group("tasks")]
     arms: Annotated[_Arms, Group("arms")]
-    texts: Annotated[ReplaceTexts, Group("texts")]
 
     def __post_init__(self) -> None:
-        self.tasks.check_required(self)
-        self.texts.check(self.arms.replace)
+        super().__post_init__()
         if self.arms.replace != "zero" and not (self.arms.heads or self.arms.mask or self.arms.uses_score):
             raise UsageError(f"--replace {self.arms.replace} needs ablated heads: give --heads, --mask or --score")
         self.arms.check()
@@ -174,7 +167,6 @@ class Evaluate(RunVerb):
         if self.arms.mask or self.arms.uses_score:
             self.store.check_exists()
         from headscan.analysis.verdicts.judge import judge
-        from headscan.checkpoints.sources import load_config
         from headscan.models.model_facts import check_bounds
         from headscan.pipelines.evaluate.run_evaluation import evaluate
         from headscan.pipelines.evaluate.tasks import Questions
@@ -186,7 +178,7 @@ class Evaluate(RunVerb):
         quiet_libraries()
         spec = self.spec()
         if self.arms.heads:
-            check_bounds(load_config(spec.source, spec.revision, spec.trust_remote_code), self.arms.heads)
+            check_bounds(spec.config(), self.arms.heads)
         with (
             tempfile.TemporaryDirectory() as scratch,
             self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, plan),

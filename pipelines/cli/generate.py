@@ -52,6 +52,7 @@ class Generate(ModelVerb):
             text = Path(self.text.prompt_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise HeadscanError(f"cannot read {self.text.prompt_file} ({error}). Name a UTF-8 text file") from error
+        from headscan.cluster.tasks.pool import refuse_staged
         from headscan.kv.kept_keys import KeptKeys
         from headscan.pipelines.kv.compare_generation import GenerationTask, compare_generation
         from headscan.pipelines.kv.plan_arms import KeptHeads, check_plan, narrowest_window
@@ -67,11 +68,7 @@ class Generate(ModelVerb):
         tokens = len(prompt) + self.text.max_new_tokens
         place = self.devices.plan(spec, tokens=tokens, evaluates=True)
         with ModelContext(spec, self.devices.opener(spec, place, tokens=tokens), identity=identity) as model:
-            if model.pool.staged:
-                raise HeadscanError(
-                    "text is generated token by token, which needs all layers of the model at once. Use --placement"
-                    " whole or sharded"
-                )
+            refuse_staged(model.pool, "generation of text")
             check_plan(plan, model)
             found = model.pool.one(compare_generation, task)
         texts = {name: str(identity.tokenizer.decode(list(one.tokens))) for name, one in _both(found).items()}

@@ -83,7 +83,9 @@ class _Help(argparse.Action):
     ) -> NoReturn:
         if self.common and values != "all":
             shown = {"--help", *self.common}
-            hidden = [each for each in parser._actions if shown.isdisjoint(each.option_strings or [each.metavar])]
+            hidden = [
+                action for action in parser._actions if shown.isdisjoint(action.option_strings or [action.metavar])
+            ]
             for action in hidden:
                 action.help = argparse.SUPPRESS
             parser.epilog = f"`{parser.prog} --help all` shows {len(hidden)} more options."
@@ -138,22 +140,22 @@ def _several(option: Option, parse_one: Callable[[str], Any], text: str) -> tupl
     """Return comma-separated values, and names once each. A word of the option's sets stands for several values."""
     if option.sets is not None and text in option.sets:
         return option.sets[text]
-    found = tuple(parse_one(part.strip()) for part in text.split(","))
-    return tuple(dict.fromkeys(found)) if option.names is not None else found
+    values = tuple(parse_one(part.strip()) for part in text.split(","))
+    return tuple(dict.fromkeys(values)) if option.names is not None else values
 
 
 def _words(text: str) -> tuple[str, ...]:
     """Return comma-separated names that only a library can check; at least one."""
-    found = tuple(part.strip() for part in text.split(",") if part.strip())
-    if not found:
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not names:
         raise ValueProblemError(f"{text!r} names nothing: give at least one name")
-    return found
+    return names
 
 
 def operations(text: str) -> float:
     """Return operations per second, such as 400T or 4e14."""
-    found = re.fullmatch(r"(\d+(?:\.\d*)?(?:[eE]\+?\d{1,2})?)([GTP]?)(?:FLOP/?[sS]|FLOPS)?", text.strip())
-    value = float(found[1]) * {"": 1, "G": 1e9, "T": 1e12, "P": 1e15}[found[2]] if found else 0.0
+    match = re.fullmatch(r"(\d+(?:\.\d*)?(?:[eE]\+?\d{1,2})?)([GTP]?)(?:FLOP/?[sS]|FLOPS)?", text.strip())
+    value = float(match[1]) * {"": 1, "G": 1e9, "T": 1e12, "P": 1e15}[match[2]] if match else 0.0
     if not 1e6 <= value <= 1e21:
         raise ValueProblemError(f"{text!r} is no speed from 1e6 to 1e21 operations per second: write 400T or 4e14")
     return value
@@ -221,7 +223,7 @@ class BoundOption:
         if len(values) > 1 and not self.many:
             raise ValueProblemError(f"{value!r} is a list; give one value")
         if self.option.repeated:
-            return tuple(self.read(str(each)) for each in values)
+            return tuple(self.read(str(one)) for one in values)
         text = ",".join(map(str, values))
         if self.choices is not None and not set(text.split(",") if self.many else [text]) <= set(self.choices):
             raise ValueProblemError(f"{text!r} is none of {', '.join(self.choices)}")
@@ -271,7 +273,7 @@ class BoundOption:
         if shown is True:
             shown = "yes"
         elif isinstance(shown, tuple):
-            shown = ",".join(f"{each:g}" if isinstance(each, float) else str(each) for each in shown)
+            shown = ",".join(f"{part:g}" if isinstance(part, float) else str(part) for part in shown)
         elif isinstance(shown, float):
             shown = f"{shown:g}"
         return f"{self.option.help} (default: {shown})".replace("%", "%%")
@@ -294,33 +296,35 @@ def options_of(cls: type, default: Any = MISSING, path: tuple[str, ...] = (), gr
     """Return the options of a settings class, with those of the settings classes in it. ``default`` holds settings
     whose values are the defaults; MISSING uses those of the fields.
     """
-    found = []
-    for name, hint, mark, own in _marked(cls):
+    options = []
+    for name, hint, declared, own in _declared_fields(cls):
         value = own if default is MISSING or default is None else getattr(default, name)
-        if isinstance(mark, Group):
+        if isinstance(declared, Group):
             inner, optional, function = _settings_class(hint)
-            below = options_of(inner, MISSING if function else value, (*path, name), mark.title or group)
-            found += [replace(each, default=None) if optional and each.default is MISSING else each for each in below]
+            below = options_of(inner, MISSING if function else value, (*path, name), declared.title or group)
+            options += [
+                replace(option, default=None) if optional and option.default is MISSING else option for option in below
+            ]
             continue
         value_type = field_type(hint)
-        if mark.one_of is not None and value is MISSING:
+        if declared.one_of is not None and value is MISSING:
             raise TypeError(f"{cls.__name__}.{name} excludes others and has no default")
-        permitted = None if mark.names is not None else mark.choices or value_type.choices
-        found.append(BoundOption((*path, name), mark, value_type.kind, value_type.many, permitted, value, group))
-    return found
+        permitted = None if declared.names is not None else declared.choices or value_type.choices
+        options.append(BoundOption((*path, name), declared, value_type.kind, value_type.many, permitted, value, group))
+    return options
 
 
-def _marked(cls: type) -> Iterator[tuple[str, Any, Option | Group, Any]]:
-    """Yield name, type, mark and default of the fields that have options."""
-    for each in fields(cls):
-        hint = field_hint(cls, each.name)
+def _declared_fields(cls: type) -> Iterator[tuple[str, Any, Option | Group, Any]]:
+    """Yield name, type, declaration and default of the fields that have options."""
+    for field in fields(cls):
+        hint = field_hint(cls, field.name)
         if get_origin(hint) is not Annotated:
             continue
-        kind, *marks = get_args(hint)
-        default = each.default if each.default_factory is MISSING else each.default_factory()
-        for mark in marks:
-            if isinstance(mark, (Option, Group)):
-                yield each.name, kind, mark, default
+        kind, *declarations = get_args(hint)
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        for declared in declarations:
+            if isinstance(declared, (Option, Group)):
+                yield field.name, kind, declared, default
 
 
 def _settings_class(hint: Any) -> tuple[Any, bool, bool]:
@@ -402,7 +406,7 @@ def _preset(cls: type, words: Sequence[str]) -> dict[str, Any]:
     if file is None:
         return {}
     options = {flag.lstrip("-").lower(): bound for bound in options_of(cls) for flag in bound.flags}
-    found = {}
+    values = {}
     for name, value in settings_file(file, UsageError).items():
         plain = str(name).replace("_", "-")
         if plain not in options:
@@ -410,18 +414,18 @@ def _preset(cls: type, words: Sequence[str]) -> dict[str, Any]:
         bound = options[plain]
         if value is not None:
             try:
-                found[bound.key] = bound.plain(value)
+                values[bound.key] = bound.plain(value)
             except HeadscanError as problem:
                 raise UsageError(f"{file}: {plain}: {problem}") from None
-    return found
+    return values
 
 
 def _made(cls: type, values: Mapping[str, Any], path: str = "") -> Any:
     """Return settings, or the arguments of a group, from the given values by their fields' names with dots."""
     given: dict[str, Any] = {}
-    for name, hint, mark, default in _marked(cls):
+    for name, hint, declared, default in _declared_fields(cls):
         key = f"{path}{name}"
-        if isinstance(mark, Option):
+        if isinstance(declared, Option):
             given |= {name: values[key]} if key in values else {}
             continue
         inner, optional, function = _settings_class(hint)
@@ -438,12 +442,12 @@ def _made(cls: type, values: Mapping[str, Any], path: str = "") -> Any:
 
 def _is_absent(options: Sequence[BoundOption], values: Mapping[str, Any], path: str) -> bool:
     """Return True if settings that may be None lack what they require; raise if their other options are given."""
-    needed = [each for each in options if each.default is MISSING]
-    if any(path + each.key in values for each in needed):
+    needed = [option for option in options if option.default is MISSING]
+    if any(path + option.key in values for option in needed):
         return False
-    for each in options:
-        if path + each.key in values:
-            raise UsageError(f"{each.flag} has no effect without {needed[0].flag}: leave it out")
+    for option in options:
+        if path + option.key in values:
+            raise UsageError(f"{option.flag} has no effect without {needed[0].flag}: leave it out")
     return True
 
 
@@ -451,11 +455,11 @@ def changed(settings: Any) -> dict[str, str]:
     """Return the flags of options that are given, by their fields' names with dots. Options outside a function group
     count if they differ from their defaults.
     """
-    found = {}
+    flags = {}
     for bound in options_of(type(settings)):
         if bound.default is not MISSING and _is_changed(settings, bound.path, bound.default):
-            found[bound.key] = bound.flag
-    return found
+            flags[bound.key] = bound.flag
+    return flags
 
 
 def _is_changed(value: Any, path: Sequence[str], default: Any) -> bool:
@@ -474,9 +478,9 @@ def with_flags(message: str, cls: type) -> str:
     ``replicas=3`` becomes ``--replicas 3``, ``confirm=True`` and ``confirm=False`` become ``--confirm`` and
     ``--no-confirm``, and a name in backticks becomes its flag.
     """
-    bound = [each for each in options_of(cls) if each.flag.startswith("--")]
-    flags = {each.path[-1]: each for each in bound}
-    flags |= {each.flag[2:].replace("-", "_"): each for each in bound}
+    bound = [option for option in options_of(cls) if option.flag.startswith("--")]
+    flags = {option.path[-1]: option for option in bound}
+    flags |= {option.flag[2:].replace("-", "_"): option for option in bound}
     parts = message.split("`")
     if len(parts) % 2:
         for i in range(1, len(parts), 2):

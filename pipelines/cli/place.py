@@ -149,7 +149,7 @@ class Place(ModelVerb):
             raise UsageError("--nodes imagines a cluster, and --ray-address names a real one. Leave out one of them")
 
     def run(self) -> Result:
-        from headscan.cluster.placement.choose import place
+        from headscan.cluster.placement.placements import place
 
         quiet_libraries()
         request = self.devices.placement_request(evaluates=self.evaluate)
@@ -195,11 +195,11 @@ class Place(ModelVerb):
 
     def _measured_flops(self, forward: ForwardFlops) -> float:
         """Return the operations per second of one device in a scan of the model."""
-        from headscan.checkpoints.sources import config_hash, load_config
+        from headscan.checkpoints.sources import config_hash
 
         spec, store = self.spec(), self.time.store.open()
         run = store.resolve_run(self.time.measured, "scan")
-        if run["model_config_hash"] != config_hash(load_config(spec.source, spec.revision, spec.trust_remote_code)):
+        if run["model_config_hash"] != config_hash(spec.config()):
             raise UsageError(
                 f"--measured {run['run_id']} is a scan of {run['model']}, with another configuration than"
                 f" {self.model}: name a scan of this model, or give --flops"

@@ -231,7 +231,6 @@ class Prune(WholeModelVerb):
     @contextmanager
     def _config(self, run: Run, texts: TextConfig) -> Iterator[PruneConfig]:
         """Yield the settings; the demo's task exists inside the context."""
-        from headscan.checkpoints.sources import load_config
         from headscan.models.model_facts import check_bounds
         from headscan.pipelines.pruning.build_models import Repair
         from headscan.pipelines.pruning.run_prune import PruneConfig
@@ -246,7 +245,7 @@ class Prune(WholeModelVerb):
         elif size.import_heads:
             named["imported"] = tuple(imported_heads(size.import_heads))
         for heads in named.values():
-            check_bounds(load_config(spec.source, spec.revision, spec.trust_remote_code), heads)
+            check_bounds(spec.config(), heads)
         alone = not self.recall.asked or choice.recall_weight == 0
         with tempfile.TemporaryDirectory() as scratch:
             yield PruneConfig(

@@ -47,7 +47,7 @@ class _CorpusVerb(RunVerb):
     corpus: Annotated[_Corpus, Group("corpus")]
     tokens: Annotated[_Sequences, Group("sequences")]
 
-    def measured(self, config_of: Callable[..., C], measure: Callable[[C, Run], CorpusRunResult]) -> str:
+    def run_measurement(self, config_of: Callable[..., C], measure: Callable[[C, Run], CorpusRunResult]) -> str:
         """Measure the corpus, print the counts, and return the id of the run."""
         from headscan.pipelines.runs.run_records import identify
         from headscan.pipelines.settings.corpus_settings import longest_text
@@ -97,18 +97,9 @@ class Scan(_CorpusVerb):
     settings: Annotated[partial[ScanConfig], Group("statistics")]
 
     def run(self) -> None:
-        from headscan.pipelines.scan.run_scan import ScanResult, scan
+        from headscan.pipelines.scan.run_scan import scan
 
-        def measure(config: ScanConfig, run: Run) -> ScanResult:
-            result = scan(config, run)
-            if result.nonfinite_rows:
-                run.say(
-                    f"{result.nonfinite_rows} rows of head_statistics hold values that came out as NaN or infinite:"
-                    " NULL there"
-                )
-            return result
-
-        self.measured(self.settings, measure)
+        self.run_measurement(self.settings, scan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,14 +147,13 @@ class Importance(_CorpusVerb):
                     print(f"{name}, site {site}: {found.line()}")
 
     def _on_corpus(self) -> str:
-        from headscan.checkpoints.sources import load_config
         from headscan.models.model_facts import is_classifier
         from headscan.pipelines.scan.run_importance import run_importance
 
         spec = self.spec()
-        if is_classifier(load_config(spec.source, spec.revision, spec.trust_remote_code)):
+        if is_classifier(spec.config()):
             raise UsageError(f"{self.model} is a classifier, and text has no labels. Give --data")
-        return self.measured(self.settings, run_importance)
+        return self.run_measurement(self.settings, run_importance)
 
     def _on_examples(self, data: DataSpec) -> str:
         from headscan.pipelines.runs.run_records import identify

@@ -11,9 +11,8 @@ from typing import Annotated, Any, ClassVar
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError
 from headscan.pipelines.cli.results import Json, Result
-from headscan.pipelines.cli.task_options import TASK_TOKENS
 from headscan.pipelines.cli.verb_base import DEMO_CORPUS, Devices, OptionalModelVerb, quiet_libraries, say
-from headscan.pipelines.settings.evaluation_settings import ResumeAnyway
+from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, ResumeAnyway
 from headscan.pipelines.study.study_config import StudyConfig, read_study, study_from
 
 

@@ -11,18 +11,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.options import Group
 from headscan.pipelines.cli.option_parser import with_flags
-from headscan.pipelines.cli.results import Json, Result, arm_row, verdict_text
-from headscan.pipelines.cli.task_options import (
-    TASK_TOKENS,
-    DemoSize,
-    RecallOptions,
-    ReplaceTexts,
-    Tasks,
-    evaluation_of,
-    value_config,
-)
-from headscan.pipelines.cli.verb_base import RunVerb, quiet_libraries, say
-from headscan.pipelines.settings.evaluation_settings import ReplaceValue, SweepConfig
+from headscan.pipelines.cli.results import Result, arm_row, verdict_text
+from headscan.pipelines.cli.task_options import DemoSize, TaskVerb, evaluation_of, value_config
+from headscan.pipelines.cli.verb_base import quiet_libraries, say
+from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, ReplaceValue, SweepConfig
 
 if TYPE_CHECKING:
     from headscan.analysis.verdicts.confirmation import SweepChoice
@@ -38,7 +30,7 @@ class _Arms:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep(RunVerb):
+class Sweep(TaskVerb):
     """evaluate every score at every share on a task, with masks and random controls
 
         headscan sweep MODEL --tasks mmlu --num-fewshot 5
@@ -52,15 +44,7 @@ class Sweep(RunVerb):
 
     common: ClassVar = "MODEL --tasks --limit --scores --quantiles --masks --confirm --recall --store --json"
 
-    json: Json = False
-    tasks: Annotated[Tasks, Group("tasks")]
-    recall: Annotated[RecallOptions, Group("tasks")]
     arms: Annotated[_Arms, Group("arms")]
-    texts: Annotated[ReplaceTexts, Group("texts")]
-
-    def __post_init__(self) -> None:
-        self.tasks.check_required(self)
-        self.texts.check(self.arms.replace)
 
     def run(self) -> Result:
         from headscan.analysis.verdicts.confirmation import judge_sweep

@@ -13,9 +13,16 @@ from headscan.catalog import RECALL_NAMES
 from headscan.model_spec import ModelSpec
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, changed
+from headscan.pipelines.cli.results import Json
 from headscan.pipelines.cli.verb_base import CORPORA, CorpusOptions, ModelVerb, RunVerb, quiet_libraries
 from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec
-from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, RecallPlan, TaskConfig, ValueConfig
+from headscan.pipelines.settings.evaluation_settings import (
+    TASK_TOKENS,
+    EvaluateConfig,
+    RecallPlan,
+    TaskConfig,
+    ValueConfig,
+)
 from headscan.pipelines.settings.saving_settings import TextConfig
 
 if TYPE_CHECKING:
@@ -25,8 +32,6 @@ if TYPE_CHECKING:
     from headscan.pipelines.runs.run_records import Run
     from headscan.pipelines.scan.labelled_texts import LabelledTexts
 
-#: Prompt length that placement reserves memory for. Longer prompts run alone, or fail.
-TASK_TOKENS = 2048
 #: Of the demo: length of its recall questions, and of its texts.
 _DEMO_RECALL, _DEMO_TOKENS = 256, 512
 
@@ -169,6 +174,21 @@ def evaluation_of(
         return tasks.config(spec, recall=recall.config())
     asked = recall.config(lengths=(_DEMO_RECALL,), questions=demo.recall)
     return tasks.config(spec, recall=asked, **demo_task(scratch, demo.questions))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskVerb(RunVerb):
+    """A verb that ablates heads while tasks run; its ``arms`` have the option ``replace``."""
+
+    json: Json = False
+    tasks: Annotated[Tasks, Group("tasks")]
+    recall: Annotated[RecallOptions, Group("tasks")]
+    arms: Any
+    texts: Annotated[ReplaceTexts, Group("texts")]
+
+    def __post_init__(self) -> None:
+        self.tasks.check_required(self)
+        self.texts.check(self.arms.replace)
 
 
 def demo_task(scratch: Path, questions: int = 400) -> dict[str, Any]:

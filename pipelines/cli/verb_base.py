@@ -143,7 +143,7 @@ class Devices:
         The tokens of a forward pass are part of a run's identity. They do not depend on the memory that is free now, so
         that the same command resumes the run; only `--memory` changes them.
         """
-        from headscan.cluster.placement.choose import place
+        from headscan.cluster.placement.placements import place
 
         plan = place(spec.sizes(tokens), self.nodes(), self.placement_request(evaluates=evaluates))
         for refusal in plan.why:

@@ -200,8 +200,8 @@ class _Pace:
 
     def most_arms(self, item: WorkItem) -> int:
         """Return how many arms are answered in `_BUNDLE_SECONDS`; `LEAST_SIZE` before the first bundle is measured."""
-        each = self._seconds / max(1.0, self._tokens) * _tokens(item.scored)
-        return max(LEAST_SIZE, int(_BUNDLE_SECONDS / each)) if each else LEAST_SIZE
+        seconds = self._seconds / max(1.0, self._tokens) * _tokens(item.scored)
+        return max(LEAST_SIZE, int(_BUNDLE_SECONDS / seconds)) if seconds else LEAST_SIZE
 
 
 def _tokens(requests: Sequence[Request]) -> int:
@@ -213,7 +213,7 @@ def _answered(
 ) -> Iterator[tuple[tuple[int, ...], int, Sequence[AnswerSet[Likelihood | str]]]]:
     """Yield indices of arms, the index of an item, and each arm's answers to the item."""
     if pool.staged:
-        alone = (_StagedItem(**vars(each.work), arms=each.arms, item=each.item) for each in todo)
+        alone = (_StagedItem(**vars(group.work), arms=group.arms, item=group.item) for group in todo)
         for scored in pool.map(score_in_ranges, alone):
             assert isinstance(scored.item, _StagedItem)
             yield scored.item.arms, scored.item.item, [scored.value]
@@ -288,10 +288,10 @@ class _AnswerWriter:
 
 def _response_table(done: ArmAnswers, hashes: Sequence[str]) -> pa.Table:
     rows = []
-    for found in hashes:
-        answer = done.answers[found]
+    for request in hashes:
+        answer = done.answers[request]
         columns = {"text": answer} if isinstance(answer, str) else answer._asdict()
-        rows.append({"request": found, "zeroed_share": done.zeroed[found], **columns})
+        rows.append({"request": request, "zeroed_share": done.zeroed[request], **columns})
     return pa.Table.from_pylist(rows, schema=_RESPONSES)
 
 

@@ -64,7 +64,7 @@ def _of_text(path: Path, seed: int) -> list[dict[str, Any]]:
     for start in starts:
         by_indent.setdefault(_indent(text, start), []).append(start)
     rng = np.random.default_rng([seed, *hashlib.sha256(path.name.encode()).digest()[:4]])
-    found = []
+    questions = []
     free_from = 0
     for start in starts:
         if start - _CONTEXT < free_from:
@@ -78,9 +78,9 @@ def _of_text(path: Path, seed: int) -> list[dict[str, Any]]:
         answer = int(rng.integers(4))
         choices.insert(answer, true)
         context = text[start - _CONTEXT : start].lstrip()
-        found.append({"module": path.name, "context": context, "choices": choices, "answer": answer})
+        questions.append({"module": path.name, "context": context, "choices": choices, "answer": answer})
         free_from = start + _PASSAGE
-    return found
+    return questions
 
 
 def _starts(text: str) -> list[int]:

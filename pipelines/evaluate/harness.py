@@ -114,7 +114,7 @@ class HeadscanLM(TemplateLM):
                     context_len=1,
                 )
                 self._windows[text] = [self._collect(*make_disjoint_window(window)) for window in windows]
-        return [sum(self._likelihood(found)[0] for found in self._windows[request.args[0]]) for request in requests]
+        return [sum(self._likelihood(key)[0] for key in self._windows[request.args[0]]) for request in requests]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         asked: Counter[tuple[str, str]] = Counter()
@@ -127,14 +127,14 @@ class HeadscanLM(TemplateLM):
             asked[key] += 1
             if (*key, draw) not in self._prompts:
                 self._prompts[(*key, draw)] = self._collect_prompt(prompt, options, draw)
-            found = self._prompts[(*key, draw)]
-            texts.append("" if self.answers is None else str(self.answers[found]))
+            prompt_hash = self._prompts[(*key, draw)]
+            texts.append("" if self.answers is None else str(self.answers[prompt_hash]))
         return texts
 
-    def _likelihood(self, found: str) -> tuple[float, bool]:
+    def _likelihood(self, key: str) -> tuple[float, bool]:
         if self.answers is None:
             return 0.0, False
-        answer, request = self.answers[found], self.requests[found]
+        answer, request = self.answers[key], self.requests[key]
         assert isinstance(answer, Likelihood) and isinstance(request, Request)
         return answer.log_likelihood, answer.greedy_tokens == request.scored
 
@@ -167,11 +167,11 @@ class HeadscanLM(TemplateLM):
         return self._add(request, truncated=len(ids) > room)
 
     def _add(self, request: Request | GenerationRequest, *, truncated: bool) -> str:
-        found = request_hash(request)
-        self.requests[found] = request._replace(ids=tuple(map(self._ids.setdefault, request.ids, request.ids)))
+        key = request_hash(request)
+        self.requests[key] = request._replace(ids=tuple(map(self._ids.setdefault, request.ids, request.ids)))
         if truncated:
-            self.truncated.add(found)
-        return found
+            self.truncated.add(key)
+        return key
 
 
 @contextmanager

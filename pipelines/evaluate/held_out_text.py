@@ -59,11 +59,11 @@ class HeldOutText:
         """
         rows = []
         for number, chunk in enumerate(self.chunks):
-            found, tokens = _likelihood(chunk, answers), len(chunk.ids) - 1
+            likelihood, tokens = _likelihood(chunk, answers), len(chunk.ids) - 1
             pairs = {
-                "loss": (found.log_likelihood, tokens),
-                "bits_per_byte": (found.log_likelihood, chunk.size),
-                "next_token_accuracy": (found.greedy_tokens, tokens),
+                "loss": (likelihood.log_likelihood, tokens),
+                "bits_per_byte": (likelihood.log_likelihood, chunk.size),
+                "next_token_accuracy": (likelihood.greedy_tokens, tokens),
             }
             rows.append(
                 {
@@ -74,7 +74,7 @@ class HeldOutText:
                     "response": None,
                     "correct": None,
                     "recall": False,
-                    "log_likelihoods": [found.log_likelihood],
+                    "log_likelihoods": [likelihood.log_likelihood],
                     "metrics": json.dumps(pairs),
                 }
             )
@@ -82,12 +82,12 @@ class HeldOutText:
 
     def results(self, answers: Mapping[str, Likelihood | str]) -> list[dict[str, Any]]:
         """Return the result rows of an arm: loss, bits per byte and next-token accuracy."""
-        found = [_likelihood(chunk, answers) for chunk in self.chunks]
-        nats = -sum(each.log_likelihood for each in found)
+        likelihoods = [_likelihood(chunk, answers) for chunk in self.chunks]
+        nats = -sum(likelihood.log_likelihood for likelihood in likelihoods)
         values = {
             "loss": nats / self.tokens,
             "bits_per_byte": nats / math.log(2) / sum(chunk.size for chunk in self.chunks),
-            "next_token_accuracy": sum(each.greedy_tokens for each in found) / self.tokens,
+            "next_token_accuracy": sum(likelihood.greedy_tokens for likelihood in likelihoods) / self.tokens,
         }
         return [
             {
@@ -104,16 +104,16 @@ class HeldOutText:
 
 
 def _likelihood(chunk: TextChunk, answers: Mapping[str, Likelihood | str]) -> Likelihood:
-    found = answers[request_hash(chunk.request)]
-    assert isinstance(found, Likelihood)
-    return found
+    answer = answers[request_hash(chunk.request)]
+    assert isinstance(answer, Likelihood)
+    return answer
 
 
 def chunks(tokenizer: Any, sequences: Sequence[Any]) -> tuple[TextChunk, ...]:
     """Return chunks from objects with ``source`` and two or more ``ids``."""
-    found = []
-    for each in sequences:
-        ids = tuple(int(token) for token in each.ids)
+    pieces = []
+    for sequence in sequences:
+        ids = tuple(int(token) for token in sequence.ids)
         text = tokenizer.decode(ids[1:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        found.append(TextChunk(each.source, ids, max(1, len(text.encode("utf-8", "replace")))))
-    return tuple(found)
+        pieces.append(TextChunk(sequence.source, ids, max(1, len(text.encode("utf-8", "replace")))))
+    return tuple(pieces)

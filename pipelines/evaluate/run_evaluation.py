@@ -20,7 +20,7 @@ from headscan.ablation.ablation import Ablation
 from headscan.analysis.store.records import ArmState, RunKind, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
-from headscan.cluster.tasks.pool import StagingError
+from headscan.cluster.tasks.pool import Pool, refuse_staged
 from headscan.errors import InterventionError, NotFiniteError, UnsupportedModelError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.answering import AnsweringPlan, ArmAnswers, WorkItem, answer, work_items
@@ -49,24 +49,18 @@ def check_predicts(model: ModelContext) -> None:
         )
 
 
-def check_scored(requests: Mapping[str, Request | GenerationRequest]) -> None:
-    """Raise StagingError if a request generates text, which needs all layers for every token."""
+def check_scored(pool: Pool, requests: Mapping[str, Request | GenerationRequest]) -> None:
+    """Raise StagingError if a request generates text, which needs all layers for every token, and a pool is staged."""
     written = sum(isinstance(request, GenerationRequest) for request in requests.values())
     if written:
-        raise StagingError(
-            f"{written} texts are to be generated, which needs all layers of the model at once. Use tasks with "
-            "log-likelihoods, or placement=whole or placement=sharded"
-        )
+        refuse_staged(pool, f"generation of {written} texts", instead="tasks with log-likelihoods")
 
 
-def check_not_evicting(arms: Sequence[Arm]) -> None:
-    """Raise StagingError if an arm evicts keys, which needs the KV cache of all layers at once."""
+def check_not_evicting(pool: Pool, arms: Sequence[Arm]) -> None:
+    """Raise StagingError if an arm evicts keys, which needs the KV cache of all layers, and a pool is staged."""
     evicting = [arm.name for arm in arms if arm.ablated is not None and arm.ablated.evicts]
     if evicting:
-        raise StagingError(
-            f"{evicting[0]} evicts keys, which needs all layers of the model at once. Use the mode forward, or"
-            " placement=whole or placement=sharded"
-        )
+        refuse_staged(pool, f"{evicting[0]} evicts keys, which", instead="the mode forward")
 
 
 def check_continues(
@@ -96,14 +90,14 @@ def check_resampled(arms: Sequence[Arm], requests: Mapping[str, Request | Genera
 def check_models(
     arms: Sequence[Arm], baseline: ModelIdentity, requests: Mapping[str, Request | GenerationRequest]
 ) -> dict[ModelSpec, ModelIdentity]:
-    found: dict[ModelSpec, ModelIdentity] = {}
-    longest = max((len(each.ids) for each in requests.values()), default=0)
+    identities: dict[ModelSpec, ModelIdentity] = {}
+    longest = max((len(request.ids) for request in requests.values()), default=0)
     for arm in arms:
         if arm.model is None:
             continue
-        if arm.model not in found:
-            found[arm.model] = identify(arm.model)
-        identity = found[arm.model]
+        if arm.model not in identities:
+            identities[arm.model] = identify(arm.model)
+        identity = identities[arm.model]
         check_tokenizer(identity, baseline)
         known = dict(arm.details)
         if any(known.get(name) != value for name, value in model_settings(identity)):
@@ -114,7 +108,7 @@ def check_models(
                 f"{arm.name} has {identity.max_tokens} positions, but the longest question has {longest} tokens. Use a"
                 " model with as many positions as the baseline"
             )
-    return found
+    return identities
 
 
 @dataclass(frozen=True)
@@ -151,10 +145,9 @@ def evaluate(
     for note in (*questions.notes, *check_arms(run.facts.grid, arms), *window_notes(arms, questions.requests.values())):
         run.say(note)
     check_resampled(arms, questions.requests)
-    if run.pool.staged:
-        check_scored(questions.requests)
-        check_not_evicting(arms)
-    else:
+    check_scored(run.pool, questions.requests)
+    check_not_evicting(run.pool, arms)
+    if not run.pool.staged:
         check_continues(run, arms, questions.requests)
     rounding = _rounding(run.facts, [arm.ablated for arm in arms], in_ranges=run.pool.staged)
     record = _record(config, rounding, run, questions, purpose)
@@ -174,8 +167,7 @@ def _plan(
     """
     pool, facts = run.pool, run.facts
     check_predicts(run)
-    if pool.staged:
-        check_scored(questions.requests)
+    check_scored(pool, questions.requests)
     share = False if pool.staged else config.share_prefixes
     reading = choose_reading(pool.one, facts.dtype, ablated, share, run.say)
     reading = reading._replace(rope=run.identity.rope_lengths)
@@ -274,7 +266,7 @@ def _record(config: EvaluateConfig, rounding: str, run: Run, questions: Question
     }
     if config.text is not None:
         settings["text"] = config.text.settings()
-    mark = {
+    deciding = {
         "model": run.identity.fingerprint(),
         "dtype": config.model.dtype,
         "questions": questions.fingerprint(),
@@ -282,7 +274,7 @@ def _record(config: EvaluateConfig, rounding: str, run: Run, questions: Question
     }
     return run.record(
         purpose.kind,
-        fingerprint(mark),
+        fingerprint(deciding),
         config=settings
         | {"dtype": config.model.dtype, "groups": questions.groups, "requests": len(questions.requests)},
         bos_policy=config.tasks.bos,

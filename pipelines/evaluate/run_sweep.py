@@ -55,13 +55,13 @@ def size_recall(config: EvaluateConfig, run: Run, *, part: float, comparisons: i
     plan = config.recall
     if plan is None:
         return config
-    found = whole_model_recall(config, run)
-    if not found:  # the questions are omitted, which the sweep reports
+    whole_model = whole_model_recall(config, run)
+    if not whole_model:  # the questions are omitted, which the sweep reports
         return config
     fixed = plan.questions is not None or plan.in_all is not None
     sizes = {}
     for kind in RECALL_FAMILIES:
-        right, asked = found[kind]
+        right, asked = whole_model[kind]
         sizes[kind], line = _size(kind, right, asked, part, comparisons, fixed=fixed)
         run.say(line)
     if fixed or max(sizes.values()) <= IN_ALL:
@@ -127,7 +127,7 @@ def record_prompts(config: EvaluateConfig, run: Run, questions: Questions) -> st
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(hash_ids(np.asarray(prompt, dtype=np.int32)).encode())
-    mark = fingerprint(
+    run_hash = fingerprint(
         {
             "model": run.identity.fingerprint(),
             "dtype": config.model.dtype,
@@ -137,13 +137,13 @@ def record_prompts(config: EvaluateConfig, run: Run, questions: Questions) -> st
             "batch_tokens": config.batch_tokens,
         }
     )
-    if (done := run.finished("recording", mark)) is not None:
+    if (done := run.finished("recording", run_hash)) is not None:
         run.say(f"run {done}: the prompts of {names} were recorded before")
         return done
     report = CorpusReport()
     record = run.record(
         "recording",
-        mark,
+        run_hash,
         bos_policy=config.tasks.bos,
         corpus=f"prompts of {names}",
         corpus_hash=digest.hexdigest(),
@@ -189,8 +189,7 @@ def sweep(config: SweepConfig, run: Run) -> SweepRuns:
             " removable. Raise `limit`, or use confirm=False to judge on all questions"
         )
     check_predicts(run)
-    if run.pool.staged:
-        check_scored(questions.requests)
+    check_scored(run.pool, questions.requests)
     _check_masks(config, run.facts)
     others = {name: find_run(run.store, run.identity, name, None) for name in config.masks if name not in SCORES}
     kinds = bool(config.scores) + bool(config.masks) if config.confirm else 1
@@ -206,7 +205,7 @@ def sweep(config: SweepConfig, run: Run) -> SweepRuns:
     parts = [f"{count} {name}{'s' * (count != 1)}" for name, count in counts.items()]
     run.say(f"{len(arms)} arms: the baseline, {', '.join(parts)}")
     # Each value is a run of its own: whether heads are inactive and whether they are constant is chosen separately.
-    purpose = Purpose(settings={"replace": config.value.value, **dict(value.details)}) if value.mark else EVALUATE
+    purpose = Purpose(settings={"replace": config.value.value, **dict(value.details)}) if value.texts_hash else EVALUATE
     evaluate_run = evaluate(evaluation, run, arms, questions=questions, purpose=purpose)
     if config.confirm:
         record_confirmation(run.store, evaluate_run)

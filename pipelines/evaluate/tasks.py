@@ -91,11 +91,11 @@ def _metric(questions: Sequence[Mapping[str, Any]]) -> str | None:
     return next((name for name in _CORRECT if isinstance(first.get(name), int | float)), None)
 
 
-def _result_table(found: Mapping[str, Any]) -> pa.Table:
+def _result_table(output: Mapping[str, Any]) -> pa.Table:
     """Return lm-eval's own aggregation by task and group."""
-    groups = found.get("groups", {})
+    groups = output.get("groups", {})
     rows = []
-    for name, figures in found["results"].items():
+    for name, figures in output["results"].items():
         for key, value in figures.items():
             metric, comma, filtered = key.partition(",")
             if not comma or metric.endswith("_stderr"):
@@ -151,20 +151,20 @@ def cloze_tasks(tasks: Mapping[str, Any]) -> dict[str, Any]:
     """
     from lm_eval.api.task import ConfigurableTask
 
-    found = {}
+    variants = {}
     for name, task in tasks.items():
         if _asks_for_letters(name, task):
             settings = {key: getattr(task.config, key) for key in _QUESTIONS}
             # Examples are sampled as in the letter form.
             sampler = {"sampler": task.config.fewshot_config.sampler}
             config = _FORM | settings | {"task": name + CLOZE_SUFFIX, "fewshot_config": sampler}
-            found[name + CLOZE_SUFFIX] = ConfigurableTask(config=config)
-    if not found:
+            variants[name + CLOZE_SUFFIX] = ConfigurableTask(config=config)
+    if not variants:
         raise HarnessError(
             f"mmlu_cloze=True needs a task with the letters of MMLU, not only {', '.join(list(tasks)[:3])}. Add mmlu or"
             " a subject of it to `tasks`, or omit `mmlu_cloze`"
         )
-    return {name: task for name, task in found.items() if name not in tasks}
+    return {name: task for name, task in variants.items() if name not in tasks}
 
 
 def _asks_for_letters(name: str, task: Any) -> bool:
@@ -307,7 +307,7 @@ class Tasks:
         lm.answers = answers
         names = ", ".join(self._config.names)
         with quiet_harness(), _named_failure(f"the answers to {names} cannot be graded"):
-            found: Any = run_tasks(
+            output: Any = run_tasks(
                 lm=lm,
                 task_dict=self._loaded,
                 limit=self._config.limit,
@@ -316,7 +316,7 @@ class Tasks:
                 apply_chat_template=self._config.apply_chat_template,
                 fewshot_as_multiturn=self._config.multiturn,
             )
-        return TaskResults(answer_table(found["samples"]), _result_table(found))
+        return TaskResults(answer_table(output["samples"]), _result_table(output))
 
 
 def _manager(config: TaskConfig) -> Any:
@@ -445,7 +445,7 @@ class Questions:
     @property
     def notes(self) -> list[str]:
         # The choices of a question are often one input.
-        cut = len({_input(self.requests[found]) for found in self._lm.truncated})
+        cut = len({_input(self.requests[key]) for key in self._lm.truncated})
         notes = self._tasks.notes + self._notes
         return notes + ([f"{cut} prompts are longer than the context; their beginning is cut off"] if cut else [])
 
@@ -465,7 +465,7 @@ class Questions:
     def zeroed_share(self, shares: Mapping[str, float]) -> float:
         """Return the mean ablated share, 0 to 1, of the benchmark's requests, or of all requests without one."""
         counted = self._lm.requests or self.requests
-        return sum(shares[found] for found in counted) / len(counted)
+        return sum(shares[key] for key in counted) / len(counted)
 
     def grade(self, answers: Mapping[str, Likelihood | str]) -> TaskResults:
         """Grade one arm's answers, given by request hash; benchmark rows come before recall rows and text rows."""

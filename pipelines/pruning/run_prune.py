@@ -15,7 +15,6 @@ from typing import Annotated
 from headscan.analysis.store.output_files import write_text
 from headscan.analysis.verdicts.judge import Verdict, judge
 from headscan.catalog import LAYER_DROP
-from headscan.checkpoints.sources import load_config
 from headscan.errors import PruningError
 from headscan.grid import Unit
 from headscan.options import Limits, check_limits
@@ -162,7 +161,7 @@ def prune(config: PruneConfig, run: Run) -> PruneResult:
         calibration += f", and {', '.join(each.name for each in prompts)} with weight {config.recall.weight:g}"
 
     spec = evaluation.model
-    original = load_config(spec.source, spec.revision, spec.trust_remote_code)
+    original = spec.config()
     is_servable = obstacle(original, identity.name) is None
 
     def card(model: BuiltModel, *sentences: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from headscan.analysis.store.tables import ACCURACY, LOSS
+from headscan.analysis.store.tables import ACCURACY, BLEU, LOSS
 from headscan.analysis.verdicts.controls import loss_increase
 from headscan.analysis.verdicts.criterion_points import (
     ALL_SITES,
@@ -19,13 +19,14 @@ from headscan.analysis.verdicts.criterion_points import (
     by_curve,
 )
 from headscan.analysis.verdicts.judge import ArmOutcome
+from headscan.analysis.verdicts.measures import METRICS
 from headscan.pipelines.runs.text_tables import text_table
 
-#: Title and digits of a measure's table; all others are recall families.
+#: Title of a measure's table; all others are recall families.
 _TITLES = {
-    "loss": ("Increase of the text's loss, with 95 % intervals.", "+.3f"),
-    "accuracy": ("Change of accuracy in points, with 95 % intervals.", "+.1f"),
-    "bleu": ("Change of BLEU, with 95 % intervals.", "+.1f"),
+    LOSS: "Increase of the text's loss, with 95 % intervals.",
+    ACCURACY: "Change of accuracy in points, with 95 % intervals.",
+    BLEU: "Change of BLEU, with 95 % intervals.",
 }
 
 
@@ -76,16 +77,17 @@ def referee_text(losses: Sequence[CriterionLoss]) -> str:
     shares = sorted({row.share for row in losses})
     sites = dict.fromkeys(row.site for row in losses)
     for name, site in dict.fromkeys((row.measure, row.site) for row in losses):
-        found: dict[str, dict[float, CriterionLoss]] = {}
+        curves: dict[str, dict[float, CriterionLoss]] = {}
         for row in losses:
             if (row.measure, row.site) == (name, site):
-                found.setdefault(row.criterion, {})[row.share] = row
-        title, digits = _TITLES.get(name, (f"Left of {name}, in percent.", ".0f"))
+                curves.setdefault(row.criterion, {})[row.share] = row
+        title = _TITLES.get(name, f"Left of {name}, in percent.")
+        digits = f"+.{METRICS[name].digits}f" if name in METRICS else ".0f"
         title += f" {_heads_of(site)}" * (len(sites) > 1)
         table = [
             {"criterion": criterion}
             | {_percent(share): _cell(at[share], digits) if share in at else "" for share in shares}
-            for criterion, at in found.items()
+            for criterion, at in curves.items()
         ]
         parts.append(f"{title}\n\n" + text_table(table))
     return "\n\n".join(parts)
@@ -93,11 +95,11 @@ def referee_text(losses: Sequence[CriterionLoss]) -> str:
 
 def agreement_text(agreements: Sequence[Agreement]) -> str:
     """Return Kendall's tau of each pair of curves as a table for each site."""
-    sites = dict.fromkeys(each.site for each in agreements)
+    sites = dict.fromkeys(agreement.site for agreement in agreements)
     parts = []
     for site in sites:
         title = "Kendall's tau-b of the shares at which heads go." + f" {_heads_of(site)}" * (len(sites) > 1)
-        parts.append(f"{title}\n\n" + _tau_table([each for each in agreements if each.site == site]))
+        parts.append(f"{title}\n\n" + _tau_table([agreement for agreement in agreements if agreement.site == site]))
     return "\n\n".join(parts)
 
 
@@ -106,12 +108,12 @@ def _heads_of(site: str) -> str:
 
 
 def _tau_table(agreements: Sequence[Agreement]) -> str:
-    names = list(dict.fromkeys(chain.from_iterable((each.first, each.second) for each in agreements)))
-    found = {(each.first, each.second): each.tau for each in agreements}
+    names = list(dict.fromkeys(chain.from_iterable((agreement.first, agreement.second) for agreement in agreements)))
+    taus = {(agreement.first, agreement.second): agreement.tau for agreement in agreements}
     rows = [
         {"": str(number), "criterion": _name(first, names)}
         | {
-            str(place): _tau(found.get((first, second), found.get((second, first))))
+            str(place): _tau(taus.get((first, second), taus.get((second, first))))
             for place, second in enumerate(names, 1)
         }
         for number, first in enumerate(names, 1)
@@ -121,14 +123,14 @@ def _tau_table(agreements: Sequence[Agreement]) -> str:
 
 def _measures(points: Sequence[CriterionPoint], controls: Sequence[ArmOutcome]) -> list[_Measure]:
     arms = [*(point.arm for point in points), *controls]
-    families = dict.fromkeys(each.family for arm in arms for each in arm.families)
+    families = dict.fromkeys(recall.family for arm in arms for recall in arm.families)
     known = [_Measure(LOSS, _loss_unit(arms)), _Measure(ACCURACY, "points")]
     known += [_Measure(family, "percent left") for family in families]
     return [measure for measure in known if any(arm.value(measure.name) is not None for arm in arms)]
 
 
 def _loss_unit(arms: Sequence[ArmOutcome]) -> str:
-    return next((found.unit for arm in arms if (found := loss_increase(arm.measures)) is not None), "")
+    return next((increase.unit for arm in arms if (increase := loss_increase(arm.measures)) is not None), "")
 
 
 def _of_criteria(points: Sequence[CriterionPoint], measure: _Measure) -> list[CriterionLoss]:
@@ -141,13 +143,13 @@ def _of_criteria(points: Sequence[CriterionPoint], measure: _Measure) -> list[Cr
             _name(curve, curves),
             curve[1],
             point.share,
-            found.value,
-            _finite(found.low),
-            _finite(found.high),
+            change.value,
+            _finite(change.low),
+            _finite(change.high),
         )
         for curve, members in curves.items()
         for point in members
-        if (found := point.arm.value(measure.name)) is not None
+        if (change := point.arm.value(measure.name)) is not None
     ]
 
 
@@ -158,9 +160,9 @@ def _of_random(
     for kind in sorted({arm.kind for arm in controls}):
         for share in sorted({point.share for point in points}):
             arms = _of_share([arm for arm in controls if arm.kind is kind], share)
-            found = [each.value for arm in arms if (each := arm.value(measure.name)) is not None]
-            if found:
-                mean, name = sum(found) / len(found), f"{kind.label}, mean"
+            changes = [change.value for arm in arms if (change := arm.value(measure.name)) is not None]
+            if changes:
+                mean, name = sum(changes) / len(changes), f"{kind.label}, mean"
                 rows.append(CriterionLoss(measure.name, measure.unit, "self", name, "", share, mean, None, None))
     return rows
 
@@ -193,10 +195,6 @@ def _percent(share: float) -> str:
     return f"{100 * share:g}%"
 
 
-#: Units of metrics; all others are points.
-_UNITS = {LOSS: "nats per token"}
-
-
 def site_losses(points: Sequence[SitePoint]) -> list[CriterionLoss]:
     """Return what each criterion changes by site and share; the means of random orders follow the criteria."""
     rows = []
@@ -210,26 +208,26 @@ def site_losses(points: Sequence[SitePoint]) -> list[CriterionLoss]:
 def baseline_text(points: Sequence[SitePoint]) -> str:
     """Return the metric of the model without ablation."""
     first = points[0]
-    shown = f"{first.effect.baseline:.4f}" if first.metric == LOSS else f"{_scale(first) * first.effect.baseline:.2f}"
+    metric = METRICS[first.metric]
+    shown = f"{metric.scale * first.effect.baseline:.{metric.digits + 1}f}"
     unit = {ACCURACY: " %", LOSS: " nats per token"}.get(first.metric, "")
     return f"Without ablation: {first.metric} {shown}{unit} on {first.effect.n} examples."
 
 
 def site_agreements(points: Sequence[SitePoint], heads: Sequence[tuple[str, int, int]]) -> list[Agreement]:
     """Return the agreement of every pair of criteria at every site; ``heads`` are all heads of the model."""
-    found = []
+    pairs = []
     for site in dict.fromkeys(point.site for point in points):
         of_site = [point for point in points if point.site == site and point.criterion != RANDOM]
-        found += agreements(of_site, [head for head in heads if site in (head[0], ALL_SITES)], site)
-    return found
+        pairs += agreements(of_site, [head for head in heads if site in (head[0], ALL_SITES)], site)
+    return pairs
 
 
 def _row(point: SitePoint) -> CriterionLoss:
-    scale, effect = _scale(point), point.effect
-    low, high = (scale * end if math.isfinite(end) else None for end in (effect.low, effect.high))
-    unit = _UNITS.get(point.metric, "points")
+    metric, effect = METRICS[point.metric], point.effect
+    low, high = (metric.scale * end if math.isfinite(end) else None for end in (effect.low, effect.high))
     return CriterionLoss(
-        point.metric, unit, point.site, point.criterion, "", point.share, scale * effect.effect, low, high
+        point.metric, metric.unit, point.site, point.criterion, "", point.share, metric.scale * effect.effect, low, high
     )
 
 
@@ -237,10 +235,8 @@ def _random(points: Sequence[SitePoint]) -> Iterator[CriterionLoss]:
     curves = by_curve([point for point in points if point.criterion == RANDOM]).values()
     for of_share in zip(*curves, strict=True):
         first = of_share[0]
-        mean = sum(_scale(point) * point.effect.effect for point in of_share) / len(of_share)
-        unit = _UNITS.get(first.metric, "points")
-        yield CriterionLoss(first.metric, unit, first.site, "random heads, mean", "", first.share, mean, None, None)
-
-
-def _scale(point: SitePoint) -> float:
-    return 100.0 if point.metric == ACCURACY else 1.0
+        metric = METRICS[first.metric]
+        mean = sum(metric.scale * point.effect.effect for point in of_share) / len(of_share)
+        yield CriterionLoss(
+            first.metric, metric.unit, first.site, "random heads, mean", "", first.share, mean, None, None
+        )

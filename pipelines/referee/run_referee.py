@@ -65,11 +65,11 @@ class ChoiceJob:
 
 def families(criteria: Sequence[str]) -> list[tuple[str, ...]]:
     """Return criteria in groups that share their measurements."""
-    found: dict[CriterionFamily, tuple[str, ...]] = {}
+    by_family: dict[CriterionFamily, tuple[str, ...]] = {}
     for name, declared in CRITERIA.items():
         if name in criteria:
-            found[declared.family] = (*found.get(declared.family, ()), name)
-    return list(found.values())
+            by_family[declared.family] = (*by_family.get(declared.family, ()), name)
+    return list(by_family.values())
 
 
 def possible_counts(criterion: str, grid: HeadGrid, counts: Sequence[int]) -> tuple[int, ...]:
@@ -101,7 +101,7 @@ def _by_value(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mapp
             values = head_values(lm, calibration, job.criteria, prompts=prompts)
         orders = {name: ranked(of_one) for name, of_one in values.items()}
         return {name: {count: tuple(sorted(order[:count])) for count in job.counts} for name, order in orders.items()}
-    found: dict[str, dict[int, tuple[Head, ...]]] = {name: {} for name in job.criteria}
+    chosen: dict[str, dict[int, tuple[Head, ...]]] = {name: {} for name in job.criteria}
     for name in job.criteria:
         removed: tuple[Head, ...] = ()
         for count in sorted(job.counts):
@@ -109,8 +109,8 @@ def _by_value(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mapp
             with at_work(f"measuring {name}"):
                 order = ranked(head_values(lm, calibration, [name], removed, prompts=prompts)[name], removed)
             removed = tuple(sorted([*removed, *order[: count - len(removed)]]))
-            found[name][count] = removed
-    return found
+            chosen[name][count] = removed
+    return chosen
 
 
 def _by_gate(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mapping[str, Choices]:
@@ -146,12 +146,12 @@ FAMILY_CHOICES: dict[CriterionFamily, Callable[[LoadedModel, Calibration, Choice
 
 @dataclass(frozen=True)
 class StoredChoices:
-    """The choices on one model and its texts. ``mark`` is a hash of everything that choices depend on, apart from
+    """The choices on one model and its texts. ``texts_hash`` is of everything that choices depend on, apart from
     criterion and number.
     """
 
     store: Store
-    mark: str
+    texts_hash: str
 
     def read(self, criterion: str, counts: Sequence[int]) -> Choices | None:
         """Return the stored heads of a criterion; None if one of the numbers is missing."""
@@ -162,11 +162,11 @@ class StoredChoices:
             " ORDER BY name, layer, head",
             [[self._name(criterion, count) for count in counts]],
         ).to_pylist()
-        found = {
+        choices = {
             count: tuple(Head(row["layer"], row["head"]) for row in rows if row["name"] == self._name(criterion, count))
             for count in counts
         }
-        return found if all(found.values()) else None
+        return choices if all(choices.values()) else None
 
     def write(self, criterion: str, choices: Choices) -> None:
         with self.store.one_transaction():
@@ -174,7 +174,7 @@ class StoredChoices:
                 self.store.add_mask(self._name(criterion, count), heads, score=criterion)
 
     def _name(self, criterion: str, count: int) -> str:
-        return f"{criterion}, {count} heads, texts {self.mark}"
+        return f"{criterion}, {count} heads, texts {self.texts_hash}"
 
 
 @dataclass(frozen=True)
@@ -198,14 +198,14 @@ def referee(config: RefereeConfig, run: Run) -> str:
     evaluation = replace(config.evaluation, text=held_out)
     questions = Questions(evaluation.tasks, evaluation.recall, run.identity, held_out)
     sizes = _sizes(config.compared.shares, run.facts.grid.total_heads)
-    mark = _mark(config, run, texts)
-    chosen = _choices(config, StoredChoices(run.store, mark), run, texts, tuple(sizes.values()))
+    texts_hash = _texts_hash(config, run, texts)
+    chosen = _choices(config, StoredChoices(run.store, texts_hash), run, texts, tuple(sizes.values()))
 
-    def judge(arms: Sequence[Arm]) -> str:
+    def evaluate_choices(arms: Sequence[Arm]) -> str:
         return evaluate(evaluation, run, [BASELINE, *arms], questions=questions)
 
     if config.repair.is_none:
-        return judge(_mask_arms(config, run, chosen, sizes, mark))
+        return evaluate_choices(_mask_arms(config, run, chosen, sizes, texts_hash))
     run_id = ""
     for number, criterion in enumerate(config.compared.criteria):
         # The models of one criterion are on disk at a time.
@@ -213,7 +213,7 @@ def referee(config: RefereeConfig, run: Run) -> str:
             wanted = list(_wanted(folder, criterion, chosen[criterion], 0 if number else config.compared.seeds))
             job = BuildJob(texts, tuple(wanted), repair=config.repair, timing=None, say=run.say)
             built = run.pool.one(build_models, job)
-            run_id = judge([pruned_arm(each, evaluation.model, run.identity) for each in built])
+            run_id = evaluate_choices([pruned_arm(model, evaluation.model, run.identity) for model in built])
     return run_id
 
 
@@ -226,7 +226,7 @@ def _sizes(shares: Sequence[float], total: int) -> dict[float, int]:
     return sizes
 
 
-def _mark(config: RefereeConfig, run: Run, texts: CalibrationTexts) -> str:
+def _texts_hash(config: RefereeConfig, run: Run, texts: CalibrationTexts) -> str:
     settings = {
         "model": run.identity.fingerprint(),
         "dtype": config.evaluation.model.dtype,
@@ -248,11 +248,11 @@ def _choices(
 ) -> dict[str, Choices]:
     """Return the heads of every criterion; those that the store has are not chosen again."""
     grid = run.facts.grid
-    found: dict[str, Choices] = {}
+    by_criterion: dict[str, Choices] = {}
     for criterion in config.compared.criteria:
         if (known := stored.read(criterion, possible_counts(criterion, grid, counts))) is not None:
-            found[criterion] = known
-    missing = [name for name in config.compared.criteria if name not in found]
+            by_criterion[criterion] = known
+    missing = [name for name in config.compared.criteria if name not in by_criterion]
     for family in families(missing):
         on_recall = any(CRITERIA[name].on_recall for name in family)
         prompts = _recall_prompts(run.identity, config.texts.tokens(run.identity)) if on_recall else None
@@ -263,8 +263,8 @@ def _choices(
             chosen = run.pool.one(choose_heads, replace(job, known=damages))
         for criterion, choices in chosen.items():
             stored.write(criterion, choices)
-            found[criterion] = choices
-    return found
+            by_criterion[criterion] = choices
+    return by_criterion
 
 
 def _recall_prompts(identity: ModelIdentity, tokens: int) -> CalibrationTexts:
@@ -277,10 +277,10 @@ def _mask_arms(
     run: Run,
     chosen: Mapping[str, Choices],
     sizes: Mapping[float, int],
-    mark: str,
+    texts_hash: str,
 ) -> list[Arm]:
     """Return the arms share by share, so that all curves grow together."""
-    selection = f"{'iterative, ' if config.compared.iterative else ''}texts {mark}"
+    selection = f"{'iterative, ' if config.compared.iterative else ''}texts {texts_hash}"
     arms: list[Arm] = []
     for share, count in sizes.items():
         for criterion in config.compared.criteria:

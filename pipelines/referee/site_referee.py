@@ -93,17 +93,17 @@ def total_values(lm: LoadedModel, item: ValuesItem) -> Totals:
 
     def measure(rows: list[int]) -> Totals:
         loss = labelled_loss(lm, item.answers, [item.texts[row] for row in rows])
-        found: Totals = {}
+        sums: Totals = {}
         for site, name, values_BLH in _measured(lm, loss, item.names):
             values = values_BLH.double()
-            found[site, name] = torch.stack([values.nansum(0), values.isfinite().sum(0)])
-        return found
+            sums[site, name] = torch.stack([values.nansum(0), values.isfinite().sum(0)])
+        return sums
 
     total: Totals = {}
     with intervene(lm, item.ablated):
         for batch in whole_batches(lengths, item.batch_tokens, item.rope):
-            for _, found in run_halving(list(batch.rows), measure, lengths, lm.limits["importance"]):
-                _add(total, found)
+            for _, sums in run_halving(list(batch.rows), measure, lengths, lm.limits["importance"]):
+                _add(total, sums)
     return total
 
 
@@ -121,8 +121,8 @@ def _measured(lm: LoadedModel, loss: Loss, names: Sequence[str]) -> Iterator[tup
 
 def _scores(lm: LoadedModel, loss: Loss, names: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
     for kind in lm.grid.kinds:
-        found = collect(lm.at(kind), **loss.texts, statistics=statistics_for(names))
-        yield from ((kind, name, score(found, name)) for name in names)
+        collected = collect(lm.at(kind), **loss.texts, statistics=statistics_for(names))
+        yield from ((kind, name, score(collected, name)) for name in names)
 
 
 def _importances(lm: LoadedModel, loss: Loss, names: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
@@ -233,16 +233,16 @@ class _Curve:
     def first(self, count: int, gone: Sequence[SiteHead], values: SiteValues) -> tuple[SiteHead, ...]:
         """Return the heads of ``gone``, and those that the criterion removes next."""
         known = set(gone)
-        left = [each for each in self._order(values) if each not in known]
+        left = [head for head in self._order(values) if head not in known]
         return (*gone, *left[: count - len(gone)])
 
     def _order(self, values: SiteValues) -> list[SiteHead]:
         if self.seed is not None:
             return random.Random(self.seed).sample(self.heads, len(self.heads))
 
-        def value(each: SiteHead) -> float:
-            found = float(values[self.criterion][each[0]][each[1]])
-            return math.inf if math.isnan(found) else found  # heads without a value go last
+        def value(head: SiteHead) -> float:
+            number = float(values[self.criterion][head[0]][head[1]])
+            return math.inf if math.isnan(number) else number  # heads without a value go last
 
         return sorted(self.heads, key=value)
 

@@ -38,38 +38,14 @@ def head_order(
     """Return all heads of a site, each with ``layer``, ``head`` and its numbers. ``descending`` puts the highest number
     first; None puts the heads first that a criterion removes first, or those with the strongest behaviour.
     """
-    return RUN_ORDERS[run_kind(name)](store, run_id, name, site, descending)
+    return RUN_ORDERS[run_kind(name)](store, run_id, name, site=site, descending=descending)
 
 
-def _of_scan(store: Store, run_id: str, name: str, site: str, descending: bool | None) -> Sequence[Any]:
-    return rank_heads(store, run_id, name, site=site, descending=descending)
-
-
-def _of_probe(store: Store, run_id: str, name: str, site: str, descending: bool | None) -> Sequence[Any]:
-    strongest = behaving_heads(store, run_id, name, site=site)
-    return strongest[::-1] if descending is False else strongest
-
-
-def _of_importance(store: Store, run_id: str, name: str, site: str, descending: bool | None) -> Sequence[Any]:
-    return rank_importance(store, run_id, name, site=site, descending=bool(descending))
-
-
-def _of_gates(store: Store, run_id: str, name: str, site: str, descending: bool | None) -> Sequence[Any]:
-    return gated_heads(store, run_id, site=site, descending=bool(descending))
-
-
-def _of_effects(store: Store, run_id: str, name: str, site: str, descending: bool | None) -> Sequence[Any]:
-    effects = rank_effects(store, run_id, site=site)
-    if descending is None:
-        return effects
-    return sorted(effects, key=lambda found: found.effect, reverse=descending)
-
-
-#: How the runs of each kind order heads.
-RUN_ORDERS: Mapping[str, Callable[[Store, str, str, str, bool | None], Sequence[Any]]] = {
-    "scan": _of_scan,
-    "probe": _of_probe,
-    "importance": _of_importance,
-    "gates": _of_gates,
-    "ablate": _of_effects,
+#: How the runs of each kind order heads by the name of a criterion; runs of gates and of effects have one criterion.
+RUN_ORDERS: Mapping[str, Callable[..., Sequence[Any]]] = {
+    "scan": rank_heads,
+    "probe": behaving_heads,
+    "importance": rank_importance,
+    "gates": lambda store, run_id, _, **order: gated_heads(store, run_id, **order),
+    "ablate": lambda store, run_id, _, **order: rank_effects(store, run_id, **order),
 }

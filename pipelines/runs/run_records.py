@@ -21,7 +21,7 @@ from headscan.analysis.store.provenance import provenance_changes, provenance_hi
 from headscan.analysis.store.records import SHARDED_KINDS, RunKind, RunRecord, RunState
 from headscan.analysis.store.store import Store, refuse_resume, run_identity
 from headscan.checkpoints.headers import weights_hash
-from headscan.checkpoints.sources import code_files_hash, config_hash, load_config, load_tokenizer
+from headscan.checkpoints.sources import code_files_hash, config_hash, load_tokenizer
 from headscan.cluster.tasks.pool import InspectionTask, Pool
 from headscan.errors import ModelLoadError, UnsupportedModelError
 from headscan.grid import HeadGrid
@@ -89,7 +89,7 @@ class ModelIdentity:
 
 def identify(spec: ModelSpec, *, need_tokenizer: bool = True) -> ModelIdentity:
     """Return the identity of a model without loading its weights."""
-    config = load_config(spec.source, spec.revision, spec.trust_remote_code)
+    config = spec.config()
     tokenizer = load_tokenizer(spec.source, spec.revision, spec.trust_remote_code)
     if tokenizer is None and need_tokenizer:
         raise _no_tokenizer(spec.source)
@@ -150,7 +150,7 @@ class ModelFacts:
     def attention_path(self) -> str:
         """Hook point of attention: transformers' interface, inside the model (watched), or both."""
         reached = {site["by_interface"] for site in self.sites}
-        return " and ".join(name for name, found in (("interface", True), ("watched", False)) if found in reached)
+        return " and ".join(name for name, seen in (("interface", True), ("watched", False)) if seen in reached)
 
 
 class _ModelFacts(InspectionTask[object, ModelFacts]):
@@ -524,8 +524,8 @@ class Run(ModelContext):
         finished: set[str] = set()
         if arms and self.store.path.exists():
             known = [run_identity(record.kind, record.fingerprint)]
-            found = self.store.query("SELECT name FROM arms WHERE run_id = ? AND status = 'finished'", known)
-            finished.update(found["name"].to_pylist())
+            rows = self.store.query("SELECT name FROM arms WHERE run_id = ? AND status = 'finished'", known)
+            finished.update(rows["name"].to_pylist())
         state = self.begin(record, extends=not finished.issuperset(arms))
         try:
             yield state

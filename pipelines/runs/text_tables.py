@@ -24,7 +24,7 @@ _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\
 
 def printable(text: str) -> str:
     r"""Return ``text`` with every unsafe character escaped, as in ``\x1b``; line ends are unsafe, too."""
-    return _UNSAFE.sub(lambda found: found.group().encode("unicode_escape").decode("ascii"), text)
+    return _UNSAFE.sub(lambda match: match.group().encode("unicode_escape").decode("ascii"), text)
 
 
 def printable_lines(text: str) -> str:
@@ -216,11 +216,11 @@ def plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return plain(asdict(value))
     if isinstance(value, Mapping):
-        return {str(name): plain(each) for name, each in value.items()}
+        return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return plain(value._asdict())
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     if isinstance(value, (set, frozenset)):
-        return [plain(each) for each in sorted(value)]
+        return [plain(item) for item in sorted(value)]
     return value.isoformat() if hasattr(value, "isoformat") else str(value)

@@ -11,7 +11,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headscan.checkpoints.sources import load_config
 from headscan.errors import UnsupportedModelError
 from headscan.gradients.losses import ClassificationLoss, Loss, TargetTextLoss
 from headscan.model_spec import ModelSpec
@@ -47,10 +46,10 @@ def read_examples(spec: DataSpec) -> list[RawExample]:
         raise ExampleError(f"{spec.name} is not UTF-8: byte {problem.start}. Convert it to UTF-8") from problem
     filled = [(number, line.removesuffix("\r")) for number, line in lines if line.strip()]
     rows = _json_rows(spec, filled) if path.suffix == ".jsonl" else _tab_rows(spec, filled)
-    found = list(islice(rows, spec.limit or len(filled)))
-    if not found:
+    examples = list(islice(rows, spec.limit or len(filled)))
+    if not examples:
         raise ExampleError(f"{spec.name} has 0 examples (limit 1). Add a line with a text and its label")
-    return found
+    return examples
 
 
 def _tab_rows(spec: DataSpec, lines: list[tuple[int, str]]) -> Iterator[RawExample]:
@@ -97,9 +96,9 @@ def _example(spec: DataSpec, line: int, text: str, target: str) -> RawExample:
     return RawExample(line, text.strip(), target.strip())
 
 
-def _no_column(spec: DataSpec, names: tuple[str, ...], found: list[str]) -> str:
+def _no_column(spec: DataSpec, names: tuple[str, ...], columns: list[str]) -> str:
     kind = "text" if names is TEXT_COLUMNS else "label"
-    return f"{spec.name} has no {kind} column: {', '.join(found)[:80]}. Name a column {' or '.join(names)}"
+    return f"{spec.name} has no {kind} column: {', '.join(columns)[:80]}. Name a column {' or '.join(names)}"
 
 
 class Answers(Enum):
@@ -161,7 +160,7 @@ class LabelledTexts:
 
 
 def answers_of(spec: ModelSpec) -> Answers:
-    config = load_config(spec.source, spec.revision, spec.trust_remote_code)
+    config = spec.config()
     if config.is_encoder_decoder:
         return Answers.TEXT
     if is_classifier(config):
@@ -182,7 +181,7 @@ def read_labelled(
     raw = read_examples(data)
     answers = answers_of(model)
     limit = longest_text(identity, max_tokens)
-    config = load_config(model.source, model.revision, model.trust_remote_code)
+    config = model.config()
     classes = tuple(name for _, name in sorted((config.id2label or {}).items())) if answers is Answers.CLASS else ()
     encode = _encoder(identity, limit)
     texts, cut = [], 0

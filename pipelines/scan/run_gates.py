@@ -16,6 +16,7 @@ import pyarrow as pa
 import torch
 
 from headscan.catalog import head_count
+from headscan.cluster.tasks.pool import refuse_staged
 from headscan.errors import GateError
 from headscan.gates.fit_gates import FitState, GateFit, Gates, TwoSidedGates, gates_of, is_done, opposite
 from headscan.grid import HeadGrid
@@ -70,21 +71,17 @@ def run_gates(config: GatesConfig, run: Run) -> GatesResult:
     ids, lengths = _read(config, identity)
     facts = {"site": config.site, "two_sided": config.two_sided, "fit": asdict(config.fit)}
     texts = fingerprint({"ids": ids.tolist(), "lengths": lengths.tolist()})
-    mark = fingerprint({"model": identity.fingerprint(), "dtype": config.model.dtype, "texts": texts, **facts})
-    if (done := run.finished("gates", mark)) is not None:
+    run_hash = fingerprint({"model": identity.fingerprint(), "dtype": config.model.dtype, "texts": texts, **facts})
+    if (done := run.finished("gates", run_hash)) is not None:
         return GatesResult(done, _mask_name(config, done), True)
 
-    if run.pool.staged:
-        raise GateError(
-            "gates need derivatives through all layers at once: placement runs layer ranges. Use placement=whole or"
-            " placement=sharded"
-        )
+    refuse_staged(run.pool, "the derivative of a gate")
     grid = run.facts.grid.at(config.site)
     closed = _closed_count(config, grid)
     sizes = {"sequences": len(ids), "max_tokens": config.max_tokens}
     record = run.record(
         "gates",
-        mark,
+        run_hash,
         config={"model": asdict(config.model), "corpus": asdict(config.corpus), **facts, **sizes},
         bos_policy="auto",
         corpus=config.corpus.name,
@@ -92,7 +89,7 @@ def run_gates(config: GatesConfig, run: Run) -> GatesResult:
     )
     with run.recording(record) as state:
         run.say(f"run {state.run_id}")
-        down, up = _fit(config, run, grid, ids, lengths, _folder(run.store.path, state.run_id), mark)
+        down, up = _fit(config, run, grid, ids, lengths, _folder(run.store.path, state.run_id), run_hash)
         run.store.replace_rows("head_gates", state.run_id, gate_table(state.run_id, grid, down, up, closed))
         name = _mask_name(config, state.run_id)
         heads = down.closed(closed)
@@ -140,12 +137,18 @@ def gate_table(run_id: str, grid: HeadGrid, down: Gates, up: Gates | None, close
 
 
 def _fit(
-    config: GatesConfig, run: Run, grid: HeadGrid, ids: np.ndarray, lengths: np.ndarray, folder: Path, mark: str
+    config: GatesConfig,
+    run: Run,
+    grid: HeadGrid,
+    ids: np.ndarray,
+    lengths: np.ndarray,
+    folder: Path,
+    run_hash: str,
 ) -> tuple[Gates, Gates | None]:
     """Fit once or twice; states that were saved in the folder are resumed."""
 
     def fitted(name: str, fit: GateConfig, advanced: Callable[[int], None]) -> Gates:
-        path, of_fit = folder / f"{name}.safetensors", f"{mark} {name}"
+        path, of_fit = folder / f"{name}.safetensors", f"{run_hash} {name}"
         state = FitState.read(path, of_fit)
         advanced(0 if state is None else state.step)
         while state is None or not is_done(fit, state):
@@ -167,11 +170,6 @@ def _read(config: GatesConfig, identity: ModelIdentity) -> tuple[np.ndarray, np.
     """Return token ids (B, N) padded on the right, and lengths (B,)."""
     tokens = longest_text(identity, config.max_tokens)
     texts = read_spread(config.corpus, identity.tokenizer, tokens, config.sequences, shortest=min(SHORTEST, tokens))
-    if not texts:
-        raise GateError(
-            f"{config.corpus.name} has 0 texts of {min(SHORTEST, tokens)} tokens or more (limit 1). Choose another"
-            " corpus"
-        )
     ids, lengths = pad([text.ids for text in texts])
     return ids.numpy(), lengths.numpy()
 

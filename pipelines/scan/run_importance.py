@@ -28,6 +28,7 @@ from headscan.pipelines.runs.run_records import ModelIdentity, Run, fingerprint
 from headscan.pipelines.scan.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.pipelines.scan.run_scan import (
     CorpusRunResult,
+    ShardMeasurement,
     fingerprinted_sizes,
     run_corpus,
     shard_size_of,
@@ -87,19 +88,19 @@ def measure_losses(
 
     def measure(rows: list[int]) -> list[HeadNumbers]:
         loss = loss_of(rows)
-        found = []
+        numbers = []
         for kind, gradients in head_gradients(lm, loss).items():
             site = lm.at(kind)
             values = dict(zip(MEASURED, (gradients.gates, gradients.tokens, entropies(site, loss)), strict=True))
-            found.append(HeadNumbers.of(site.grid, values, torch.zeros(gradients.gates.shape, dtype=torch.bool)))
-        return found
+            numbers.append(HeadNumbers.of(site.grid, values, torch.zeros(gradients.gates.shape, dtype=torch.bool)))
+        return numbers
 
     order: list[int] = []
     parts: list[list[HeadNumbers]] = []
     for batch in whole_batches(lengths, batch_tokens, rope):
-        for rows, found in run_halving(list(batch.rows), measure, lengths, lm.limits["importance"]):
+        for rows, numbers in run_halving(list(batch.rows), measure, lengths, lm.limits["importance"]):
             order += rows
-            parts.append(found)
+            parts.append(numbers)
     tables = [
         head_table(HeadNumbers.of_batches(of_site), np.argsort(order), indices) for of_site in zip(*parts, strict=True)
     ]
@@ -112,16 +113,16 @@ def recall_texts(identity: ModelIdentity, plan: TokenPlan, count: int) -> list[c
     are others.
     """
     tokenizer, special = identity.tokenizer, special_tokens(identity.tokenizer, plan)
-    found: list[corpora.Sequence] = []
+    texts: list[corpora.Sequence] = []
     for prompts in recall_prompts(identity, plan.max_tokens, count, seed=0):
         for request in prompts.requests:
             text = str(tokenizer.decode(list(request.ids), skip_special_tokens=True))
             whole = tokenizer.encode(text, add_special_tokens=False, verbose=False)
             body = np.asarray(whole[: plan.max_tokens - special.total], dtype=np.int32)
-            ids, number, name = special.around(body), len(found), prompts.name
+            ids, number, name = special.around(body), len(texts), prompts.name
             is_cut = len(body) < len(whole)
-            found.append(corpora.Sequence(number, number, name, ids, is_cut, hash_ids(ids)[:16], name))
-    return found
+            texts.append(corpora.Sequence(number, number, name, ids, is_cut, hash_ids(ids)[:16], name))
+    return texts
 
 
 def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
@@ -138,17 +139,15 @@ def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
             )
         return recall_texts(run.identity, config.tokens, config.recall_prompts) if config.recall_prompts else []
 
-    return run_corpus(
-        config,
-        run,
+    measurement = ShardMeasurement(
         "importance",
+        measure_importance,
+        lambda shard, rope: ImportanceItem(shard, config.reduction, config.batch_tokens, rope),
+        passes=_PASSES,
         deciding=settings,
         recorded=settings,
-        item_of=lambda shard, rope: ImportanceItem(shard, config.reduction, config.batch_tokens, rope),
-        task=measure_importance,
-        passes=_PASSES,
-        prompts=prompts,
     )
+    return run_corpus(config, run, measurement, prompts=prompts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,20 +183,20 @@ def run_labelled_importance(
         "answers": texts.answers.value,
     }
     data_hash = texts.fingerprint()
-    mark = fingerprint(
+    run_hash = fingerprint(
         {"model": identity.fingerprint(), "dtype": config.model.dtype, "examples": data_hash, **settings}
     )
-    if (done := run.finished("importance", mark)) is not None:
+    if (done := run.finished("importance", run_hash)) is not None:
         return CorpusRunResult(done, True)
     report = CorpusReport()
     longest = max((text.longest for text in texts.texts), default=1)
-    size = shard_size_of(run, "importance", mark, config.shard_size, longest, _PASSES)
+    size = shard_size_of(run, "importance", run_hash, config.shard_size, longest, _PASSES)
     groups = [tuple(texts.texts[start : start + size]) for start in range(0, len(texts.texts), size)]
     shards = [_shard(index, group, config.data.name, report) for index, group in enumerate(groups)]
     answers = texts.answers
     record = run.record(
         "importance",
-        mark,
+        run_hash,
         config={"model": asdict(config.model), "data": asdict(config.data), **settings, "shard_size": size},
         bos_policy=None,
         corpus=config.data.name,
@@ -227,7 +226,7 @@ def _shard(index: int, texts: Sequence[LabelledText], source: str, report: Corpu
     digest = hashlib.sha256()
     sequences = []
     for text in texts:
-        ids, target = (np.asarray(each, dtype=np.int32) for each in (text.ids, text.target_ids))
+        ids, target = (np.asarray(tokens, dtype=np.int32) for tokens in (text.ids, text.target_ids))
         digest.update(f"{hash_ids(ids)} {hash_ids(target)}\n".encode())
         sequences.append(corpora.Sequence(text.index, text.index, source, ids, False, hash_ids(ids)[:16]))
         report.documents += 1

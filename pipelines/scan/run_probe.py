@@ -92,8 +92,8 @@ def probe(config: ProbeConfig, run: Run) -> ProbeResult:
         _check_lengths(config.settings, identity)
         corpus = open_corpus(config.corpus)
         facts |= {"corpus": corpus.fingerprint()}
-    mark = fingerprint({"model": identity.fingerprint(), "dtype": config.model.dtype, **facts})
-    if (done := run.finished("probe", mark)) is not None:
+    run_hash = fingerprint({"model": identity.fingerprint(), "dtype": config.model.dtype, **facts})
+    if (done := run.finished("probe", run_hash)) is not None:
         return ProbeResult(done, True)
 
     items = []
@@ -112,22 +112,22 @@ def probe(config: ProbeConfig, run: Run) -> ProbeResult:
         )
     record = run.record(
         "probe",
-        mark,
+        run_hash,
         config={"model": asdict(config.model), **facts},
         bos_policy="always" if _beginning(identity) else "never" if identity.found_tokenizer else None,
         corpus=None if corpus is None else config.corpus.name,
         corpus_hash=corpus_hash,
     )
-    found: dict[str, dict[str, np.ndarray]] = {}
+    strengths: dict[str, dict[str, np.ndarray]] = {}
     with run.recording(record) as state:
         run.say(f"run {state.run_id}")
         with Progress("probe", sum(item.sequences for item in items), "sequences") as progress:
             for done_item in run.pool.map(probe_heads, items):
-                found[done_item.item.name] = done_item.value
+                strengths[done_item.item.name] = done_item.value
                 progress.update(done_item.item.sequences)
     # In the order of the items, not in which they finished, because a sum of floats depends on the order.
     scores = {
-        name: np.concatenate([found[item.name][name] for item in items if name in found[item.name]]).mean(0)
+        name: np.concatenate([strengths[item.name][name] for item in items if name in strengths[item.name]]).mean(0)
         for name in names
     }
     run.store.add_behaviours(state.run_id, behaviour_table(run.facts.grid, scores))

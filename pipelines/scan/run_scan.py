@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self
 
 import pyarrow as pa
 
@@ -24,7 +24,6 @@ from headscan.analysis.store.records import RunKind, RunRecord, ShardRecord, Sha
 from headscan.analysis.store.store import Store
 from headscan.cluster.tasks.pool import IncompleteError, StagedTask, Task
 from headscan.errors import HeadscanError
-from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import RopeLengths
 from headscan.pipelines.corpora import CorpusReport, Shard, open_corpus, sequences, shards
 from headscan.pipelines.corpora import Sequence as TokenSequence
@@ -34,42 +33,6 @@ from headscan.pipelines.scan.shard_task import Measured, ShardItem, measure_shar
 from headscan.pipelines.settings.corpus_settings import longest_text
 from headscan.pipelines.settings.measure_settings import CorpusRunConfig, Part, ScanConfig
 from headscan.sizing.forward_flops import forward_flops
-
-T = TypeVar("T")
-B = TypeVar("B", bound=Sized)
-P = TypeVar("P")
-R = TypeVar("R")
-
-
-class CountedPasses(StagedTask[T, B, P, R]):
-    """A staged task that leaves the work to another one, and calls ``count`` with the number of sequences of each
-    finished pass of a whole model. Only pools of this process can run it, because ``count`` cannot be sent to others.
-    """
-
-    def __init__(self, task: StagedTask[T, B, P, R], count: Callable[[int], None]) -> None:
-        super().__init__(task.__name__)
-        self._task, self._count = task, count
-
-    def passes(self, item: T) -> Sequence[B]:
-        return self._task.passes(item)
-
-    def run(self, lm: LoadedModel, item: T, part: B) -> P:
-        found = self._task.run(lm, item, part)
-        self._count(len(part))
-        return found
-
-    def join(self, item: T, partials: Sequence[Sequence[P]]) -> R:
-        return self._task.join(item, partials)
-
-    def size(self, part: B) -> int:
-        return self._task.size(part)
-
-    def halves(self, part: B) -> Sequence[B]:
-        return self._task.halves(part)
-
-    def join_halves(self, halves: Sequence[P]) -> P:
-        return self._task.join_halves(halves)
-
 
 #: Most shards that wait; then `ShardWriter.add` blocks. A shard of a model with 80 x 64 heads has 25 MB.
 _WAITING = 4
@@ -153,52 +116,62 @@ class CorpusRunResult:
     part: Part | None = None
 
 
-def run_corpus(
-    config: CorpusRunConfig,
-    run: Run,
-    kind: RunKind,
-    *,
-    deciding: Mapping[str, Any],
-    recorded: Mapping[str, Any],
-    item_of: Callable[[Shard, RopeLengths], OfShard],
-    task: Task[Any, Measured],
-    passes: float,
-    prompts: Callable[[], Sequence[TokenSequence]] = tuple,
-    part: Part | None = None,
-) -> CorpusRunResult:
-    """Measure every shard of a corpus, or of a part of it, into a store.
+@dataclass(frozen=True)
+class ShardMeasurement:
+    """A measurement of every shard of a corpus.
 
-    Args:
-        prompts: Makes sequences that are measured after the corpus, numbered from 0.
+    Attributes:
+        item_of: Returns the item of ``task`` for a shard.
         passes: Cost of a sequence, in forward passes.
         deciding: Settings on which the numbers depend, in addition to those of `CorpusRunConfig`.
         recorded: The same settings as the store records them.
     """
+
+    kind: RunKind
+    task: Task[Any, Measured]
+    item_of: Callable[[Shard, RopeLengths], OfShard]
+    passes: float
+    deciding: Mapping[str, Any]
+    recorded: Mapping[str, Any]
+
+
+def run_corpus(
+    config: CorpusRunConfig,
+    run: Run,
+    measurement: ShardMeasurement,
+    *,
+    prompts: Callable[[], Sequence[TokenSequence]] = tuple,
+    part: Part | None = None,
+) -> CorpusRunResult:
+    """Measure every shard of a corpus, or of a part of it, into a store. ``prompts`` makes sequences that are measured
+    after the corpus, numbered from 0.
+    """
+    kind = measurement.kind
     identity = run.identity
     longest_text(identity, config.tokens.max_tokens)
     corpus = open_corpus(config.corpus)
     corpus_fingerprint = corpus.fingerprint()
-    mark = fingerprint(
+    run_hash = fingerprint(
         {
             "model": identity.fingerprint(),
             "dtype": config.model.dtype,
             "corpus": corpus_fingerprint,
             "tokens": asdict(config.tokens),
-            **deciding,
+            **measurement.deciding,
             **fingerprinted_sizes(config.shard_size, config.batch_tokens),
         }
     )
-    if (done := run.finished(kind, mark)) is not None:
+    if (done := run.finished(kind, run_hash)) is not None:
         with at_work("summary of all heads"):
             run.store.summarise(done)
         return CorpusRunResult(done, True)
-    if part is not None and (known := run.known(kind, mark)) is not None and _has_part(run.store, known, part):
+    if part is not None and (known := run.known(kind, run_hash)) is not None and _has_part(run.store, known, part):
         return CorpusRunResult(known["run_id"], True, part=part)
-    shard_size = shard_size_of(run, kind, mark, config.shard_size, config.tokens.max_tokens, passes)
+    shard_size = shard_size_of(run, kind, run_hash, config.shard_size, config.tokens.max_tokens, measurement.passes)
 
     report = CorpusReport()
     texts = shards(sequences(corpus, identity.tokenizer, config.tokens, report), shard_size=shard_size)
-    found, rest = _read_ahead(_followed_by(texts, prompts(), shard_size))
+    first, rest = _read_ahead(_followed_by(texts, prompts(), shard_size))
     if config.tokens.mode == "truncate" and report.truncated:
         run.say(
             f"{report.truncated:,} of {report.documents:,} documents exceed {config.tokens.max_tokens:,} tokens: only"
@@ -206,13 +179,13 @@ def run_corpus(
         )
     record = run.record(
         kind,
-        mark,
+        run_hash,
         config={
             "model": asdict(config.model),
             "corpus": asdict(config.corpus),
             "tokens": asdict(config.tokens),
             "attention_across_documents": config.tokens.attention_across_documents,
-            **recorded,
+            **measurement.recorded,
             "shard_size": shard_size,
             "batch_tokens": config.batch_tokens,
             **({} if part is None else {"parts": [str(part)]}),
@@ -220,18 +193,18 @@ def run_corpus(
         bos_policy=config.tokens.bos,
         corpus=config.corpus.name,
         corpus_hash=corpus_fingerprint,
-        total_shards=None if rest is not None else len(found),
+        total_shards=None if rest is not None else len(first),
     )
     return write_shards(
         run,
         record,
-        chain(found, rest or ()),
-        lambda shard: item_of(shard, identity.rope_lengths),
+        chain(first, rest or ()),
+        lambda shard: measurement.item_of(shard, identity.rope_lengths),
         report,
         total=None
         if rest is not None
-        else sum(len(shard.sequences) for shard in found if part is None or shard.index in part),
-        task=task,
+        else sum(len(shard.sequences) for shard in first if part is None or shard.index in part),
+        task=measurement.task,
         part=part,
     )
 
@@ -243,7 +216,9 @@ def _followed_by(texts: Iterable[Shard], prompts: Sequence[TokenSequence], shard
         yield shard
         last = shard.sequences[-1]
         index, sequence, document = shard.index + 1, last.index + 1, last.document + 1
-    numbered = [replace(each, index=sequence + each.index, document=document + each.document) for each in prompts]
+    numbered = [
+        replace(prompt, index=sequence + prompt.index, document=document + prompt.document) for prompt in prompts
+    ]
     for shard in shards(numbered, shard_size=shard_size):
         yield replace(shard, index=index + shard.index)
 
@@ -270,11 +245,11 @@ def fingerprinted_sizes(shard_size: int | None, batch_tokens: int) -> dict[str, 
     return {"shard_size": shard_size or _LARGEST_SHARD, "batch_tokens": batch_tokens}
 
 
-def shard_size_of(run: Run, kind: RunKind, mark: str, given: int | None, tokens: int, passes: float) -> int:
+def shard_size_of(run: Run, kind: RunKind, run_hash: str, given: int | None, tokens: int, passes: float) -> int:
     """Return the number of sequences of a shard: that of the run if it began before, else the given one, else about 20
     seconds of work on texts of ``tokens`` tokens that cost ``passes`` forward passes each.
     """
-    known = run.known(kind, mark)
+    known = run.known(kind, run_hash)
     if known is not None:
         return int(known["config"]["shard_size"])
     if given is not None:
@@ -289,14 +264,14 @@ def shard_size_of(run: Run, kind: RunKind, mark: str, given: int | None, tokens:
 def _read_ahead(source: Iterable[Shard]) -> tuple[list[Shard], Iterator[Shard] | None]:
     """Return the first shards, and an iterator over the rest; None if there are no more."""
     rest = iter(source)
-    found: list[Shard] = []
+    first: list[Shard] = []
     tokens = 0
     for shard in rest:
-        found.append(shard)
+        first.append(shard)
         tokens += sum(map(len, shard.sequences))
         if tokens >= _READ_AHEAD:
-            return found, rest
-    return found, None
+            return first, rest
+    return first, None
 
 
 class ShardWriteError(HeadscanError):
@@ -348,15 +323,15 @@ def write_shards(
 
             with ShardWriter(store, state.run_id) as writer:
                 # In this process progress moves with each pass, elsewhere with each shard.
-                by_pass = pool.local and isinstance(task, StagedTask)
-                for finished in pool.map(_counted(task, progress) if by_pass else task, todo()):
+                counted = task.counted(progress.update) if pool.local and isinstance(task, StagedTask) else None
+                for finished in pool.map(counted or task, todo()):
                     shard = finished.item.shard
                     heads, nonfinite_rows = finished.value
                     took, by = finished.seconds, finished.worker
                     row = ShardRecord(shard.index, shard.content_hash, took, by, nonfinite_rows)
                     writer.add(ShardToWrite(row, sequence_table(shard), heads))
                     measured += 1
-                    if not by_pass:
+                    if counted is None:
                         progress.update(len(shard.sequences))
     except Exception as problem:
         lost = len(problem.items) if isinstance(problem, IncompleteError) else None
@@ -376,11 +351,6 @@ def write_shards(
     return CorpusRunResult(state.run_id, False, measured, skipped, report, part if missing else None)
 
 
-def _counted(task: Task[Any, Measured], progress: Progress) -> Task[Any, Measured]:
-    assert isinstance(task, StagedTask)
-    return CountedPasses(task, progress.update)
-
-
 def sequence_table(shard: Shard) -> pa.Table:
     rows = shard.sequences
     return pa.table(
@@ -396,36 +366,21 @@ def sequence_table(shard: Shard) -> pa.Table:
     )
 
 
-@dataclass(frozen=True)
-class ScanResult(CorpusRunResult):
-    """Result of a scan; ``nonfinite_rows`` of the whole run hold NULL where a value was NaN or infinite."""
-
-    nonfinite_rows: int = 0
-
-
-def scan(config: ScanConfig, run: Run) -> ScanResult:
-    found = run_corpus(
-        config,
-        run,
+def scan(config: ScanConfig, run: Run) -> CorpusRunResult:
+    """Measure the statistics of all heads on a corpus, and say how many rows have values that are not finite."""
+    settings = {"statistics": config.measured, "keep_nonfinite": config.keep_nonfinite}
+    widths = asdict(config.widths)
+    measurement = ShardMeasurement(
         "scan",
-        deciding={
-            "statistics": config.measured,
-            "keep_nonfinite": config.keep_nonfinite,
-            "widths": asdict(config.widths),
-        },
-        recorded={
-            "panel": None if config.statistics else config.panel,
-            "statistics": config.measured,
-            "keep_nonfinite": config.keep_nonfinite,
-            "sink": config.widths.sink,
-            "recent": config.widths.recent,
-        },
-        item_of=lambda shard, rope: ShardItem(
+        measure_shard,
+        lambda shard, rope: ShardItem(
             shard, config.measured, config.widths, config.batch_tokens, config.keep_nonfinite, rope
         ),
-        task=measure_shard,
         passes=_PASSES,
-        part=config.part,
+        deciding={**settings, "widths": widths},
+        recorded={**settings, **widths, "panel": None if config.statistics else config.panel},
     )
-    stored = run.store.resolve_run(found.run_id, "scan")
-    return ScanResult(**vars(found), nonfinite_rows=int(stored["nonfinite_rows"]))
+    result = run_corpus(config, run, measurement, part=config.part)
+    if count := int(run.store.resolve_run(result.run_id, "scan")["nonfinite_rows"]):
+        run.say(f"{count} rows of head_statistics hold values that came out as NaN or infinite: NULL there")
+    return result

@@ -69,8 +69,8 @@ class HeadNumbers:
         layer = np.array([site.layer for site, _ in heads], dtype=np.int16)
         head = np.array([head for _, head in heads], dtype=np.int16)
         kv_head = np.array([kv_head for site in grid.sites for kv_head in site.kv_head_of], dtype=np.int16)
-        found = {name: numbers.numpy()[:, layer, head] for name, numbers in values.items()}
-        return cls(grid.kind, layer, head, kv_head, found, nonfinite.numpy()[:, layer, head])
+        columns = {name: numbers.numpy()[:, layer, head] for name, numbers in values.items()}
+        return cls(grid.kind, layer, head, kv_head, columns, nonfinite.numpy()[:, layer, head])
 
     @classmethod
     def of_batches(cls, parts: Sequence[HeadNumbers]) -> HeadNumbers:
@@ -100,7 +100,7 @@ class _MeasureShard(StagedTask[ShardItem, Batch, list[HeadNumbers], Measured]):
     def run(self, lm: LoadedModel, item: ShardItem, part: Batch) -> list[HeadNumbers]:
         texts = [item.shard.sequences[row] for row in part.rows]
         ids, lengths = pad([text.ids for text in texts], part.width)
-        found = []
+        of_sites = []
         for kind in lm.grid.kinds:
             site = lm.at(kind)
             # `_refuse` checks the values instead, because its message names the document.
@@ -110,8 +110,8 @@ class _MeasureShard(StagedTask[ShardItem, Batch, list[HeadNumbers], Measured]):
             wrong = nonfinite(site.grid, values, lengths, lengths)
             if not item.keep_nonfinite:
                 _refuse(kind, wrong, texts)
-            found.append(HeadNumbers.of(site.grid, values, torch.stack(list(wrong.values())).any(0)))
-        return found
+            of_sites.append(HeadNumbers.of(site.grid, values, torch.stack(list(wrong.values())).any(0)))
+        return of_sites
 
     def size(self, part: Batch) -> int:
         return part.tokens

@@ -21,6 +21,7 @@ from headscan.analysis.store.provenance import same_model
 from headscan.analysis.store.records import ArmKind, ArmRecord
 from headscan.analysis.store.store import Store
 from headscan.catalog import CRITERIA, RANKED_CRITERIA, SCORES
+from headscan.cluster.tasks.pool import refuse_staged
 from headscan.errors import InterventionError, PruningError, unknown_name
 from headscan.grid import Head, HeadGrid
 from headscan.model_spec import ModelSpec
@@ -29,29 +30,30 @@ from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.runs.head_orders import finished_runs, head_order, run_kind
 from headscan.pipelines.runs.run_records import ModelContext, ModelIdentity, fingerprint
 from headscan.pipelines.scoring.token_requests import pad
+from headscan.pipelines.settings.corpus_settings import SHORTEST, longest_text
 from headscan.pipelines.settings.evaluation_settings import MaskOrder, ValueConfig
 from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS
 
 
 @dataclass(frozen=True)
 class AblationValue:
-    """A replacement for the output of ablated heads. ``mark``, the first digits of a hash of the texts that it was
-    collected on (empty for zero), identifies it; its numbers do not, because other kernels round them differently.
+    """A replacement for the output of ablated heads. ``texts_hash``, the first digits of a hash of the texts that it
+    was collected on (empty for zero), identifies it; its numbers do not, because other kernels round them differently.
     """
 
     replacement: Replacement = ZERO
-    mark: str = ""
+    texts_hash: str = ""
     source: tuple[tuple[str, object], ...] = field(default=())
 
     @property
     def suffix(self) -> str:
         """The end of an arm's name; empty for zero."""
-        return f" by {self.replacement.value} {self.mark}" if self.mark else ""
+        return f" by {self.replacement.value} {self.texts_hash}" if self.texts_hash else ""
 
     @property
     def details(self) -> tuple[tuple[str, object], ...]:
         """Settings of an arm; empty for zero."""
-        return (("replacement_texts", dict(self.source)),) if self.mark else ()
+        return (("replacement_texts", dict(self.source)),) if self.texts_hash else ()
 
 
 ZERO_VALUE = AblationValue()
@@ -140,9 +142,9 @@ def mask_arm(heads: Sequence[tuple[int, int]], value: AblationValue = ZERO_VALUE
 def model_arm(spec: ModelSpec, identity: ModelIdentity, baseline: ModelIdentity) -> Arm:
     """Return an arm that another model answers. Another content of the model's files makes another arm."""
     check_tokenizer(identity, baseline)
-    mark = fingerprint(identity.fingerprint())[:6]
+    model_hash = fingerprint(identity.fingerprint())[:6]
     details = (("model", identity.name), *model_settings(identity))
-    return Arm(f"model {identity.name} {mark}", ArmKind.MODEL, details=details, model=spec)
+    return Arm(f"model {identity.name} {model_hash}", ArmKind.MODEL, details=details, model=spec)
 
 
 def model_settings(identity: ModelIdentity) -> tuple[tuple[str, object], ...]:
@@ -227,8 +229,8 @@ def random_rules(share: float, seeds: int, value: AblationValue = ZERO_VALUE) ->
     heads = [RandomHeads(share, seed, value.replacement) for seed in range(seeds)]
     names = [f"random rule {100 * share:g}% seed {seed}{value.suffix}" for seed in range(seeds)]
     return [
-        Arm(name, ArmKind.RANDOM_RULE, each, share=share, seed=each.seed, details=value.details)
-        for name, each in zip(names, heads, strict=True)
+        Arm(name, ArmKind.RANDOM_RULE, drawn, share=share, seed=drawn.seed, details=value.details)
+        for name, drawn in zip(names, heads, strict=True)
     ]
 
 
@@ -238,12 +240,12 @@ def controls(grid: HeadGrid, arms: Sequence[Arm], seeds: int, value: AblationVal
         raise InterventionError(f"random controls per arm: {seeds} (limit 0). Set `seeds` to 0 or more")
     total = len(list(grid.heads()))
     masks = {len(heads): arm.share for arm in arms if (heads := arm.fixed_heads) is not None}
-    found = []
+    drawn_arms = []
     for count, share in sorted(masks.items()):
-        found += random_masks(grid, count / total if share is None else share, count, seeds, value)
+        drawn_arms += random_masks(grid, count / total if share is None else share, count, seeds, value)
     for share in sorted({arm.share for arm in arms if arm.kind is ArmKind.RULE and arm.share}):
-        found += random_rules(share, seeds, value)
-    return found
+        drawn_arms += random_rules(share, seeds, value)
+    return drawn_arms
 
 
 def check_arms(grid: HeadGrid, arms: Sequence[Arm]) -> list[str]:
@@ -296,10 +298,6 @@ def find_run(store: Store, identity: ModelIdentity, criterion: str, prefix: str 
     )
 
 
-#: Longest text of a mean, in tokens, and the shortest.
-_LONGEST, _SHORTEST = 2048, 16
-
-
 @dataclass(frozen=True)
 class _ValueItem:
     """Texts for one replica; a resampling has a seed."""
@@ -316,16 +314,11 @@ def collect_value(config: ValueConfig, model: ModelContext, longest: int) -> Abl
     """
     if config.value == "zero" or config.corpus is None:
         return ZERO_VALUE
-    if model.pool.staged:
-        raise InterventionError(
-            f"replace={config.value} needs all layers of the model at once. Use replace=zero, or placement=whole or"
-            " placement=sharded"
-        )
+    refuse_staged(model.pool, f"replace={config.value}", instead="replace=zero")
     resamples = config.value == "resample"
-    limit = model.identity.max_tokens
-    tokens = longest if resamples else min(_LONGEST, limit or _LONGEST)
-    shortest, count = (tokens, config.samples) if resamples else (min(_SHORTEST, tokens), config.texts)
-    found = read_spread(
+    tokens = longest if resamples else longest_text(model.identity, None)
+    shortest, count = (tokens, config.samples) if resamples else (min(SHORTEST, tokens), config.texts)
+    texts = read_spread(
         config.corpus,
         model.identity.tokenizer,
         tokens,
@@ -333,20 +326,18 @@ def collect_value(config: ValueConfig, model: ModelContext, longest: int) -> Abl
         shortest=shortest,
         mode="pack" if resamples else "chunk",  # samples are all as long as the longest input
     )
-    least = 2 if resamples else 1
-    if len(found) < least:
+    if resamples and len(texts) < 2:
         raise InterventionError(
-            f"{config.corpus.name} has {len(found)} texts of {shortest} tokens or more (limit {least}). Choose another"
-            " corpus"
+            f"{config.corpus.name} has {len(texts)} text of {shortest} tokens or more (limit 2). Choose another corpus"
         )
-    ids, lengths = pad([text.ids for text in found])
+    ids, lengths = pad([text.ids for text in texts])
     seed = config.seed if resamples else None
     source = {
         "corpus": config.corpus.name,
-        "texts": len(found),
+        "texts": len(texts),
         "tokens": int(lengths.sum()),
         "seed": seed,
-        "hash": fingerprint({"texts": [text.content_hash for text in found]})[:16],
+        "hash": fingerprint({"texts": [text.content_hash for text in texts]})[:16],
     }
     name = f"{config.value} outputs of heads on {config.corpus.name}"
     outputs = model.pool.one(collect_outputs, _ValueItem(name, ids, lengths, seed))
@@ -367,9 +358,9 @@ def stored_orders(
     """Return the heads in the order in which they are removed, for the methods that are in `RANKED_CRITERIA`. The ids
     of the runs start with ``prefix``; None uses the newest runs of the model.
     """
-    found = {name: find_run(store, identity, name, prefix) for name in methods if name in RANKED_CRITERIA}
+    runs = {name: find_run(store, identity, name, prefix) for name in methods if name in RANKED_CRITERIA}
     return {
-        name: [(head.layer, head.head) for head in head_order(store, run_id, name)] for name, run_id in found.items()
+        name: [(head.layer, head.head) for head in head_order(store, run_id, name)] for name, run_id in runs.items()
     }
 
 
@@ -397,10 +388,10 @@ def _escaped(name: str) -> str:
 def imported_heads(path: str | Path) -> list[tuple[int, int]]:
     """Return the heads of a JSON file in order: ``[layer, head]`` pairs in a list, alone or under ``heads``."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
         raise PruningError(f"cannot read the heads of {path}: {problem}. Give a JSON list of [layer, head]") from None
-    pairs = found.get("heads") if isinstance(found, dict) else found
+    pairs = content.get("heads") if isinstance(content, dict) else content
     if not isinstance(pairs, list) or not pairs:
         raise PruningError(f"{path} names 0 heads (limit 1). Give a JSON list of [layer, head]")
     for pair in pairs:

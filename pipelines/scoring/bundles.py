@@ -81,7 +81,9 @@ def possible_starts(lm: LoadedModel, ablated: Sequence[Ablation | None]) -> froz
     """Pool task: return where passes with these ablations can start; empty for models without separable blocks."""
     try:
         blocks = find_blocks(lm)
-        firsts = {each.first_layer for each in ablated if each is not None and not each.replaces_attention} - {None}
+        firsts = {
+            ablation.first_layer for ablation in ablated if ablation is not None and not ablation.replaces_attention
+        } - {None}
         behind = {layer for layer in firsts if layer is not None}
         wrong = cannot_resume(blocks), cannot_resume(blocks, behind, behind_attention=True)
     except UnsupportedModelError:
@@ -106,8 +108,8 @@ def bundle_size(caches: Mapping[str, Sequence[LayerCache]] | None, longest: int)
     """
     if caches is None:
         return LEAST_SIZE
-    each = sum(layer.bytes(longest) for layers in caches.values() for layer in layers)
-    return max(LEAST_SIZE, min(_MOST_SIZE, _PREFIX_BYTES // max(1, each)))
+    of_prefix = sum(layer.bytes(longest) for layers in caches.values() for layer in layers)
+    return max(LEAST_SIZE, min(_MOST_SIZE, _PREFIX_BYTES // max(1, of_prefix)))
 
 
 def bundle(arms: Sequence[Ablation | None], possible: frozenset[Start], size: int = LEAST_SIZE) -> list[list[int]]:
@@ -136,8 +138,8 @@ def score_bundle(lm: LoadedModel, item: BundleItem) -> list[AnswerSet[Likelihood
     bundled = _Bundle(lm, item)
     reads = distinct_reads(item.requests)
     with torch.no_grad():
-        found = dict(walk(lm, reads, item.batch_tokens, item.share_prefixes, bundled.read_on, bundled.answer))
-    return [by_request(reads, {i: answers[arm] for i, answers in found.items()}) for arm in range(len(item.masks))]
+        answered = dict(walk(lm, reads, item.batch_tokens, item.share_prefixes, bundled.read_on, bundled.answer))
+    return [by_request(reads, {i: answers[arm] for i, answers in answered.items()}) for arm in range(len(item.masks))]
 
 
 @dataclass(frozen=True)
@@ -166,8 +168,8 @@ class _Bundle:
     def read_on(self, tokens: Sequence[Sequence[int]], parent: _Prefixes | None) -> _Prefixes:
         before = None if parent is None else parent.baseline
         with self._keeping() as kept:
-            found, cache = self._baseline(lambda: read_prefix(self._lm, tokens, before))
-        baseline, arms = found, []
+            baseline_read, cache = self._baseline(lambda: read_prefix(self._lm, tokens, before))
+        baseline, arms = baseline_read, []
         if baseline is None:
             assert cache is not None
             baseline = Prefix(cache, len(tokens[0]) + (0 if before is None else before.tokens))

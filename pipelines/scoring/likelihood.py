@@ -66,20 +66,20 @@ def distinct_reads(requests: Sequence[Request], *, same_context: bool = False) -
     """Return the distinct inputs of the requests. With ``same_context``, requests of one read also score equally many
     tokens, so their contexts are equal.
     """
-    found: dict[tuple[tuple[int, ...], int], Read] = {}
+    reads: dict[tuple[tuple[int, ...], int], Read] = {}
     for index, (ids, scored) in enumerate(requests):
         key = (ids[:-1], scored if same_context else 0)
-        found.setdefault(key, Read(ids[:-1], [])).requests.append((index, ids[-scored:]))
-    return list(found.values())
+        reads.setdefault(key, Read(ids[:-1], [])).requests.append((index, ids[-scored:]))
+    return list(reads.values())
 
 
-def by_request(reads: Sequence[Read], found: Mapping[int, ReadAnswer]) -> AnswerSet[Likelihood]:
+def by_request(reads: Sequence[Read], answered: Mapping[int, ReadAnswer]) -> AnswerSet[Likelihood]:
     """Return the answers of the reads, given by index, in the order of the requests."""
     answers: dict[int, Likelihood] = {}
     shares: dict[int, float] = {}
     for index, read in enumerate(reads):
-        for (request, _), likelihood in zip(read.requests, found[index].likelihoods, strict=True):
-            answers[request], shares[request] = likelihood, found[index].zeroed_share
+        for (request, _), likelihood in zip(read.requests, answered[index].likelihoods, strict=True):
+            answers[request], shares[request] = likelihood, answered[index].zeroed_share
     order = range(len(answers))
     return AnswerSet(tuple(answers[i] for i in order), tuple(shares[i] for i in order))
 
@@ -257,7 +257,7 @@ def walk(
             def longer(chosen: list[int], tokens: Sequence[Sequence[int]] = tokens, parent: P | None = parent) -> P:
                 return read_on([tokens[index] for index in chosen], parent)
 
-            parts = [*run_halving(list(range(len(tokens))), longer, [len(each) for each in tokens], limit)]
+            parts = [*run_halving(list(range(len(tokens))), longer, [len(ids) for ids in tokens], limit)]
         for chosen, prefix in parts:
             yield from _answered(lm, reads, group, chosen, prefix, batch_tokens, answer)
         todo += [(child, prefix) for child in group.children]
@@ -282,8 +282,8 @@ def _answered(
         return answer([reads[rows[i][0]] for i in batch], after)
 
     for batch in batches(lengths, batch_tokens, pass_cost=pass_cost(lm.device.type), groups=groups):
-        for part, found in run_halving(batch, answers, lengths, lm.limits["reads"]):
-            yield from zip((rows[i][0] for i in part), found, strict=True)
+        for part, answered in run_halving(batch, answers, lengths, lm.limits["reads"]):
+            yield from zip((rows[i][0] for i in part), answered, strict=True)
 
 
 def _weight(tokens: int, prefix: int) -> int:
@@ -402,7 +402,7 @@ def _likelihoods(logits_MV: Tensor, reads: Sequence[Read]) -> list[Likelihood]:
         0, owner := torch.tensor(owners), values.cpu().double()
     )
     counts = torch.zeros(requests, dtype=torch.long).index_add_(0, owner, greedy.cpu().long())
-    return [Likelihood(*each) for each in zip(sums.tolist(), counts.tolist(), strict=True)]
+    return [Likelihood(*row) for row in zip(sums.tolist(), counts.tolist(), strict=True)]
 
 
 def _greedy(logits_MV: Tensor, rows: Tensor, ids: Tensor) -> Tensor:

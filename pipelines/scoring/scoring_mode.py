@@ -100,8 +100,8 @@ class _Packer:
             cut.append(Row(prefix, tuple(row)))
         return [row if len(row.members) > 1 else Row(0, row.members) for row in cut]
 
-    def _tokens(self, found: Sequence[Row]) -> int:
-        return sum(row.prefix + sum(self.lengths[m] - row.prefix for m in row.members) for row in found)
+    def _tokens(self, rows: Sequence[Row]) -> int:
+        return sum(row.prefix + sum(self.lengths[m] - row.prefix for m in row.members) for row in rows)
 
 
 def _members(node: PrefixNode) -> Iterator[int]:
@@ -133,13 +133,13 @@ def can_read_shared_rows(lm: LoadedModel, item: object) -> bool:
 def score_shared_rows(lm: LoadedModel, item: SharedRowItem) -> AnswerSet[Likelihood]:
     """Pool task: answer requests with the item's heads ablated, with the kernels of rules for every arm."""
     reads = distinct_reads(item.requests)
-    found: dict[int, ReadAnswer] = {}
+    answered: dict[int, ReadAnswer] = {}
     if item.ablated is None or item.ablated.may_share_rows:
-        found = _in_rows(lm, item.ablated, reads, item.batch_tokens)
-    alone = [index for index in range(len(reads)) if index not in found]
+        answered = _in_rows(lm, item.ablated, reads, item.batch_tokens)
+    alone = [index for index in range(len(reads)) if index not in answered]
     answers = answers_to(lm, [reads[index] for index in alone], item.ablated, item.batch_tokens, as_rules=True)
-    found.update((alone[place], answer) for place, answer in answers.items())
-    return by_request(reads, found)
+    answered.update((alone[place], answer) for place, answer in answers.items())
+    return by_request(reads, answered)
 
 
 def _in_rows(
@@ -148,7 +148,7 @@ def _in_rows(
     lengths = [len(read.ids) for read in reads]
     tree = prefix_tree([read.ids for read in reads], shareable_tokens(lm, reads), pass_cost(lm.device.type))
     blocks, limit = find_blocks(lm), lm.limits["shared rows"]
-    found: dict[int, ReadAnswer] = {}
+    answered: dict[int, ReadAnswer] = {}
     with torch.no_grad():
         for row in rows(tree, lengths, pass_tokens(lm.device.type, batch_tokens), batch_tokens):
             if row.prefix:
@@ -157,8 +157,8 @@ def _in_rows(
                     return _read_row(blocks, ablated, [reads[member] for member in members], prefix)
 
                 for members, answers in run_halving(list(row.members), answer, lengths, limit):
-                    found.update(zip(members, answers, strict=True))
-    return found
+                    answered.update(zip(members, answers, strict=True))
+    return answered
 
 
 def _read_row(blocks: Blocks, ablated: Ablation | None, reads: Sequence[Read], prefix: int) -> list[ReadAnswer]:
@@ -202,7 +202,7 @@ def score_evicted(lm: LoadedModel, item: EvictionItem) -> AnswerSet[Likelihood]:
     groups: dict[tuple[int, Hashable], list[int]] = defaultdict(list)
     for row, read in enumerate(reads):
         groups[read.first_place, lm.rope_lengths.group(len(read.ids))].append(row)
-    found: dict[int, ReadAnswer] = {}
+    answered: dict[int, ReadAnswer] = {}
 
     def answer(rows: list[int]) -> list[ReadAnswer]:
         return _answer(lm, item.ablated, [reads[row] for row in rows])
@@ -212,8 +212,8 @@ def score_evicted(lm: LoadedModel, item: EvictionItem) -> AnswerSet[Likelihood]:
             for batch in batches([lengths[row] for row in members], pass_tokens(lm.device.type, item.batch_tokens)):
                 rows = [members[i] for i in batch]
                 for chosen, answers in run_halving(rows, answer, lengths, lm.limits["evictions"]):
-                    found.update(zip(chosen, answers, strict=True))
-    return by_request(reads, found)
+                    answered.update(zip(chosen, answers, strict=True))
+    return by_request(reads, answered)
 
 
 def _answer(lm: LoadedModel, ablated: Ablation, reads: list[Read]) -> list[ReadAnswer]:
@@ -272,12 +272,14 @@ def computed_as_rules(dtype: str, ablated: Sequence[Ablation | None]) -> bool:
     """Return True if all arms need the kernels of rules: in half precision kernels round differently, which would add
     to every difference to the baseline.
     """
-    return dtype in HALF and any(each is not None and each.replaces_attention for each in ablated)
+    return dtype in HALF and any(ablation is not None and ablation.replaces_attention for ablation in ablated)
 
 
 def reads_whole(dtype: str, ablated: Sequence[Ablation | None]) -> bool:
     """Return True if all arms read whole inputs, as resampled heads do. Kernels round differently in half precision."""
-    return dtype in HALF and any(each is not None and not each.replaces_by.position_free for each in ablated)
+    return dtype in HALF and any(
+        ablation is not None and not ablation.replaces_by.position_free for ablation in ablated
+    )
 
 
 def choose_reading(
@@ -293,7 +295,7 @@ def choose_reading(
     if share is None and reads_whole(dtype, ablated):
         say(f"prompts are read whole: in {dtype} all arms need the same kernels, and resampled heads need whole inputs")
         return whole
-    rules = any(each is not None and each.needs_whole_input for each in ablated)
+    rules = any(ablation is not None and ablation.needs_whole_input for ablation in ablated)
     if (rules or as_rules) and ask(can_read_shared_rows, None):
         return Reading(True, shared_rows=True, as_rules=as_rules)
     if as_rules and share is None:

@@ -85,14 +85,16 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, PartialAnswers, AnswerSet
 
     def join(self, item: LikelihoodItem, partials: Sequence[Sequence[PartialAnswers]]) -> AnswerSet[Likelihood]:
         reads: list[Read] = distinct_reads(item.requests)
-        found: dict[int, ReadAnswer] = {}
+        answered: dict[int, ReadAnswer] = {}
         for part, ranges in zip(self.passes(item), partials, strict=True):
             likelihoods = ranges[-1].likelihoods
             assert likelihoods is not None
-            heads = sum(each.heads for each in ranges)
-            for row, scored, *zeroed in zip(part.rows, likelihoods, *(each.zeroed for each in ranges), strict=True):
-                found[row] = ReadAnswer(scored, sum(zeroed) / heads)
-        return by_request(reads, found)
+            heads = sum(partial.heads for partial in ranges)
+            for row, scored, *zeroed in zip(
+                part.rows, likelihoods, *(partial.zeroed for partial in ranges), strict=True
+            ):
+                answered[row] = ReadAnswer(scored, sum(zeroed) / heads)
+        return by_request(reads, answered)
 
 
 score_in_ranges = _ScoreInRanges("score_in_ranges")

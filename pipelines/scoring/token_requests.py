@@ -130,8 +130,8 @@ def whole_batches(
 ) -> list[Batch]:
     """Return `batches` that keep each sequence's own rotary frequencies."""
     groups = [rope.group(tokens) for tokens in lengths]
-    found = batches(lengths, batch_tokens, pass_cost=pass_cost, groups=groups)
-    return [Batch(tuple(rows), lengths[rows[0]]) for rows in found]
+    of_rows = batches(lengths, batch_tokens, pass_cost=pass_cost, groups=groups)
+    return [Batch(tuple(rows), lengths[rows[0]]) for rows in of_rows]
 
 
 def pad(sequences: Sequence[Sequence[int] | np.ndarray], width: int | None = None) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,9 @@ from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec
 if TYPE_CHECKING:
     from headscan.pipelines.evaluate.held_out_text import HeldOutText
 
+#: Prompt length that placement reserves memory for when tasks run. Longer prompts run alone, or fail.
+TASK_TOKENS = 2048
+
 #: Option of every verb that writes runs.
 ResumeAnyway = Annotated[
     bool,

@@ -128,9 +128,17 @@ def everything(layers: int, heads: int, tokens: list[int], seed: int = 0) -> dic
     )
 
 
+def evaluation_record(store: Store, fingerprint: str) -> RunRecord:
+    """An evaluate run of the model that the newest scan of the store measured; of any model without a scan."""
+    scans = store.runs("scan") if store.path.exists() else []
+    scan = next(iter(scans), {"model": "tiny"})
+    model = {key: scan.get(key) for key in ("model", "model_revision", "model_config_hash", "weights_hash")}
+    return RunRecord("evaluate", fingerprint, num_layers=6, num_heads=8, corpus="arithmetic", **model)
+
+
 def write_evaluation(store: Store, seeds: int = 3, questions: int = 800, prefix: str = "") -> str:
-    """An evaluate run: a baseline, two masks and ``seeds`` random controls of each mask's size."""
-    run_id = store.begin_run(RunRecord("evaluate", "e0", "tiny", 6, 8, corpus="arithmetic")).run_id
+    """An evaluate run of the scanned model: a baseline, two masks, ``seeds`` random controls of each mask's size."""
+    run_id = store.begin_run(evaluation_record(store, "e0")).run_id
     rng = np.random.default_rng(1)
     baseline = rng.random(questions) < 0.7
     arms = [("baseline", "baseline", 0.0, 0)]

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from headscan.analysis.store.records import ArmRecord, RunRecord
+from headscan.analysis.store.records import ArmRecord
 from headscan.analysis.store.store import Store
 from headscan.catalog import SCORES
+from tests.analysis.plan_fixtures import evaluation_record
 
 BASELINE = 0.7
 RECALL_TASKS = ("needle@512", "needle@1024", "copying@512")
@@ -43,7 +44,7 @@ def write_sweep(
     recall: bool = True,
 ) -> str:
     """An evaluate run with one arm per kind, score and share, and ``seeds`` random ones per kind and share."""
-    run_id = store.begin_run(RunRecord("evaluate", "sweep", "tiny", 6, 8, corpus="arithmetic")).run_id
+    run_id = store.begin_run(evaluation_record(store, "sweep")).run_id
     rng = np.random.default_rng(0)
     tasks = ["sums"] * questions + [task for task in RECALL_TASKS * recall for _ in range(RECALL_QUESTIONS)]
     baseline = rng.random(len(tasks)) < BASELINE

@@ -17,7 +17,7 @@ import torch
 from scipy import stats
 from torch.nn import functional as F
 
-from headscan.cluster.placement.choose import WholePlacement
+from headscan.cluster.placement.placements import WholePlacement
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel

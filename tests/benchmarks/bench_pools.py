@@ -22,8 +22,7 @@ from transformers.utils import logging
 
 from headscan.catalog import MassWidths, panel_names
 from headscan.cluster.actors.session import Session
-from headscan.cluster.placement.choose import WholePlacement
-from headscan.cluster.placement.pipeline_placement import PipelinePlacement
+from headscan.cluster.placement.placements import PipelinePlacement, WholePlacement
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.pools.ray_pool import PipelinePool, RayPool
 from headscan.cluster.tasks.pool import Pool

@@ -22,7 +22,7 @@ import pyarrow as pa
 from headscan.analysis.store.records import RunRecord
 from headscan.analysis.store.store import Store
 from headscan.catalog import MassWidths, panel_names
-from headscan.cluster.placement.choose import WholePlacement
+from headscan.cluster.placement.placements import WholePlacement
 from headscan.cluster.pools.ray_pool import RayPool
 from headscan.cluster.tasks.pool import Finished
 from headscan.model_spec import ModelSpec

@@ -28,9 +28,8 @@ import torch
 import headscan
 from headscan.architectures import make_loaded
 from headscan.catalog import MassWidths, panel_names
-from headscan.cluster.placement.choose import WholePlacement
 from headscan.cluster.placement.devices import usable_cores
-from headscan.cluster.placement.streamed_placement import StreamedPlacement
+from headscan.cluster.placement.placements import StreamedPlacement, WholePlacement
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines import corpora

@@ -18,14 +18,17 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
 import headscan
+from headscan.analysis.plans import PlannedModel
 from headscan.analysis.store.store import Store
 from headscan.architectures import FAMILIES, HEADS
-from headscan.cluster.placement.choose import WholePlacement
+from headscan.cluster.placement.placements import WholePlacement
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.tasks.pool import Pool
 from headscan.model_spec import ModelSpec
+from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.runs.run_records import OpenModel, Run
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
+from tests.pipelines.kv.kv_plans import model_of
 from tests.small_models import make_model
 
 TEXTS = [
@@ -83,6 +86,17 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def spec(model_folder: Path) -> ModelSpec:
     return ModelSpec(str(model_folder))
+
+
+@pytest.fixture(scope="module")
+def lm(spec: ModelSpec) -> LoadedModel:
+    return headscan.load(spec.source)
+
+
+@pytest.fixture(scope="module")
+def model(spec: ModelSpec, lm: LoadedModel) -> PlannedModel:
+    """The model as plans name it."""
+    return model_of(spec, lm)
 
 
 @pytest.fixture(scope="session")

@@ -20,13 +20,13 @@ from headscan.analysis.report.answers import Commands
 from headscan.analysis.report.arm_chart import arms_figure, share_figure
 from headscan.analysis.report.head_data import read_head_data
 from headscan.analysis.report.profile_charts import profiles_figure
-from headscan.analysis.report.write_report import write_report
+from headscan.analysis.report.write_report import ReportError, write_report
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import judge
 from headscan.catalog import DISTANCE_BINS, MAX_OFFSET
 from headscan.checkpoints.source_folder import DEMO_FOLDER, DEMO_MODEL
 from headscan.errors import UnknownNameError
-from tests.analysis.plan_fixtures import RECENT, SINK, everything, site, write_evaluation, write_scan
+from tests.analysis.plan_fixtures import RECENT, SINK, evaluation_record, everything, site, write_evaluation, write_scan
 
 TOKENS = [40, 100, 200]
 LAYERS, HEADS, KV_HEADS = 3, 8, 4
@@ -189,6 +189,17 @@ def test_runs_of_different_models_are_refused(store: tuple[Store, str, str], tmp
     with pytest.raises(PlanError, match="another configuration hash"):
         write_report(a_store, target, scan_run=run_id, plan=plan)
     assert not target.exists()
+
+
+def test_models_of_the_hub_with_equal_configurations_differ(tmp_path: Path) -> None:
+    """Weights on the hub have no hash; the name tells two models of one configuration apart."""
+    grid, stats = [site(0, HEADS, KV_HEADS)], everything(1, HEADS, TOKENS)
+    a_store, run_id = write_scan(tmp_path / "s.duckdb", grid, stats, TOKENS, weights_hash=None)
+    ours = evaluation_record(a_store, "ours")
+    other = a_store.begin_run(replace(ours, fingerprint="other", model="tiny-instruct")).run_id
+    with pytest.raises(ReportError, match=r"evaluated another model \(tiny-instruct\) than run .* scanned \(tiny\)"):
+        write_report(a_store, tmp_path / "r.html", scan_run=run_id, evaluate_run=other)
+    assert not (tmp_path / "r.html").exists()
 
 
 def profiles() -> dict[str, np.ndarray]:

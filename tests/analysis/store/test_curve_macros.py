@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -104,44 +105,29 @@ def test_a_curve_that_is_raised_lets_no_fewer_heads_go(sql: duckdb.DuckDBPyConne
         assert areas[1] == pytest.approx(areas[0] + 0.5)
 
 
-# From the published accuracies of arXiv 2504.03889: % of heads that can be zeroed within one point, by the average
-# weight of the first token and by the best other score.
-PAIRS = {
-    "Llama-3.2-3B": (8.34, 8.05),
-    "Llama-3.2-3B-Instruct": (6.87, 13.04),
-    "Llama-3.1-8B": (8.56, 17.11),
-    "Llama-3.1-8B-Instruct": (1.01, 10.97),
-    "OLMo-2-1124-7B": (0.42, 8.34),
-    "OLMo-2-1124-7B-SFT": (1.70, 18.95),
-    "OLMo-2-1124-7B-DPO": (2.14, 20.60),
-    "OLMo-2-1124-7B-Instruct": (1.46, 19.54),
-    "Qwen2.5-0.5B": (7.43, 14.42),
-    "Qwen2.5-1.5B": (7.55, 7.49),
-    "Qwen2.5-3B": (5.67, 8.78),
-    "Qwen2.5-7B": (1.25, 7.54),
-    "Qwen2.5-7B-Instruct": (1.13, 5.76),
-    "Qwen2.5-14B": (11.04, 9.88),
-}
-MEANS = {
-    "HONOR": 11.03,
-    "HeadOutputMagnitudeNormalizedLastToken": 8.34,
-    "Dormant": 4.61,
-    "ValueVectorMagnitudeNormalizedFirstToken": 4.49,
-    "UnnormalizedHONOR": 3.07,
-    "ValueVectorAvgNormalizedMagnitude": 2.73,
-    "HeadOutputMagnitudeNormalizedHeadLastToken": 2.54,
-    "ValueVectorMagnitudeFirstToken": 2.06,
-    "HeadOutputMagnitudeLastToken": 1.86,
-    "Entropy": 1.56,
-    "NormalizedDormant": 1.52,
-    "Random": 1.18,
-    "NormalizedEntropy": 0.76,
-    "ValueVectorAvgMagnitude": 0.35,
+#: The scores of ``reproduce/inactive_heads.py`` as the published accuracies of arXiv 2504.03889 name them.
+PUBLISHED_NAMES = {
+    "output_norm_ln": "HONOR",
+    "last_output_norm_ln": "HeadOutputMagnitudeNormalizedLastToken",
+    "first_token_weight": "Dormant",
+    "first_value_norm_ln": "ValueVectorMagnitudeNormalizedFirstToken",
+    "output_norm": "UnnormalizedHONOR",
+    "value_norm_ln": "ValueVectorAvgNormalizedMagnitude",
+    "last_output_norm_hn": "HeadOutputMagnitudeNormalizedHeadLastToken",
+    "first_value_norm": "ValueVectorMagnitudeFirstToken",
+    "last_output_norm": "HeadOutputMagnitudeLastToken",
+    "entropy": "Entropy",
+    "first_token_weight_ln": "NormalizedDormant",
+    "random": "Random",
+    "entropy_ln": "NormalizedEntropy",
+    "value_norm": "ValueVectorAvgMagnitude",
 }
 
 
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="the published accuracies are not part of the project")
-def test_published_shares_are_reproduced(sql: duckdb.DuckDBPyConnection) -> None:
+def test_published_shares_are_reproduced(sql: duckdb.DuckDBPyConnection, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "reproduce")
+    paper = importlib.import_module("inactive_heads")
     curves: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     baselines = {}
     with PUBLISHED.open() as file:
@@ -150,14 +136,18 @@ def test_published_shares_are_reproduced(sql: duckdb.DuckDBPyConnection) -> None
             curves[row["model"], row["head_type"]].append((share, accuracy))
             if row["head_type"] == "Random" and share == 0:
                 baselines[row["model"]] = accuracy  # the model as it is: nothing was zeroed
-    assert set(baselines) == set(PAIRS) and len(curves) == 14 * 14
+    assert set(baselines) == set(paper.PAPER) and len(curves) == 14 * 14
     found = {
         (model, score): _ask(sql, "last_crossing", *zip(*points, strict=True), baselines[model] - 1)
         for (model, score), points in curves.items()
     }
-    for model, expected in PAIRS.items():
-        best = max(found[model, score] for score in MEANS if score not in ("Dormant", "Random"))
+    for model, expected in paper.PAPER.items():
+        best = max(
+            found[model, name]
+            for score, name in PUBLISHED_NAMES.items()
+            if score not in ("first_token_weight", "random")
+        )
         assert (found[model, "Dormant"], best) == pytest.approx(expected, abs=0.01), model
-    means = {score: np.mean([found[model, score] for model in PAIRS]) for score in MEANS}
-    assert means == pytest.approx(MEANS, abs=0.01)
-    assert sorted(means, key=lambda score: -means[score]) == list(MEANS)
+    means = {score: np.mean([found[model, name] for model in paper.PAPER]) for score, name in PUBLISHED_NAMES.items()}
+    assert means == pytest.approx(paper.PAPER_MEANS, abs=0.01)
+    assert sorted(means, key=lambda score: -means[score]) == list(paper.PAPER_MEANS)

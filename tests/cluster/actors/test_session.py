@@ -20,8 +20,8 @@ import pytest
 
 from headscan.cluster.actors import session
 from headscan.cluster.actors.session import _check_answer, connect, import_ray, start_local
-from headscan.cluster.placement.choose import WholePlacement
 from headscan.cluster.placement.placement_base import PlacementError, Timeouts
+from headscan.cluster.placement.placements import WholePlacement
 from headscan.cluster.pools.ray_pool import RayPool
 from headscan.model_spec import ModelSpec
 from tests.cluster import tasks

@@ -20,8 +20,8 @@ import pytest
 from headscan.cluster.actors.session import _check_port, import_ray, living_nodes
 from headscan.cluster.actors.supervision import replicas_that_fit
 from headscan.cluster.placement import devices
-from headscan.cluster.placement.choose import WholePlacement
 from headscan.cluster.placement.placement_base import PlacementError, Timeouts
+from headscan.cluster.placement.placements import WholePlacement
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.pools.ray_pool import RayPool
 from headscan.cluster.tasks.pool import Pool

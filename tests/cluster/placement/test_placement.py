@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from headscan.cluster.placement.choose import PLACEMENTS, WholePlacement, place
-from headscan.cluster.placement.pipeline_placement import PipelinePlacement
 from headscan.cluster.placement.placement_base import (
     Node,
     PlacementError,
@@ -20,9 +18,16 @@ from headscan.cluster.placement.placement_base import (
     balanced_ranges,
     fewest_ranges,
 )
-from headscan.cluster.placement.sharded_placement import ShardedPlacement
-from headscan.cluster.placement.streamed_placement import StreamedPlacement
-from headscan.cluster.pools.open_pool import POOLS
+from headscan.cluster.placement.placements import (
+    PLACEMENTS,
+    PipelinePlacement,
+    ShardedPlacement,
+    StreamedPlacement,
+    WholePlacement,
+    place,
+)
+from headscan.cluster.pools.open_pool import open_pool
+from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import Sharding
 from headscan.sizing.model_sizes import ModelSizes
 
@@ -335,8 +340,24 @@ def test_ranges_are_as_even_as_can_be(parts: int) -> None:
     assert fewest_ranges(weights, 8) is None
 
 
-def test_every_placement_has_a_pool() -> None:
-    assert set(POOLS) == set(PLACEMENTS.values())
+def test_every_placement_has_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    for pool in ("ray_pool.RayPool", "ray_pool.PipelinePool", "streamed_pool.StreamedPool"):
+        monkeypatch.setattr(f"headscan.cluster.pools.{pool}", lambda *_, pool=pool, **__: pool)
+    halves = ((0, 1), (1, 2))
+    placements = (
+        WholePlacement(1, "cpu", 1),
+        ShardedPlacement(1, 2, halves, 1),
+        PipelinePlacement(1, halves, "cpu", 1),
+        StreamedPlacement("cpu", 1, 1, halves),
+    )
+    opened = {each.name: open_pool(ModelSpec("m"), each, on_cluster=True) for each in placements}
+    assert opened == {
+        "whole": "ray_pool.RayPool",
+        "sharded": "ray_pool.RayPool",
+        "pipeline": "ray_pool.PipelinePool",
+        "streamed": "streamed_pool.StreamedPool",
+    }
+    assert list(opened) == list(PLACEMENTS)
     assert all(PLACEMENTS[name].name == name for name in PLACEMENTS)
     assert {option for kind in PLACEMENTS.values() for option in kind.options} <= {
         field.name for field in fields(PlacementRequest)

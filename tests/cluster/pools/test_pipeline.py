@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from headscan.cluster.placement.choose import WholePlacement
-from headscan.cluster.placement.pipeline_placement import PipelinePlacement
 from headscan.cluster.placement.placement_base import PlacementError
+from headscan.cluster.placement.placements import PipelinePlacement, WholePlacement
 from headscan.cluster.pools.open_pool import InProcessPool, open_pool
 from headscan.cluster.pools.ray_pool import PipelinePool, RayPool
 from headscan.cluster.tasks.pool import StagingError, WorkError

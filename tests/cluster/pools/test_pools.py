@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from headscan.cluster.actors.supervision import MAX_ATTEMPTS
-from headscan.cluster.placement.choose import WholePlacement
 from headscan.cluster.placement.placement_base import PlacementError
-from headscan.cluster.placement.sharded_placement import ShardedPlacement
+from headscan.cluster.placement.placements import ShardedPlacement, WholePlacement
 from headscan.cluster.pools.open_pool import InProcessPool, open_pool
 from headscan.cluster.pools.ray_pool import RayPool
 from headscan.cluster.tasks.pool import IncompleteError, Pool, WorkError

@@ -18,8 +18,7 @@ from torch import Tensor
 
 import headscan
 from headscan.architectures import VOCABULARY
-from headscan.cluster.placement.choose import WholePlacement
-from headscan.cluster.placement.streamed_placement import StreamedPlacement
+from headscan.cluster.placement.placements import StreamedPlacement, WholePlacement
 from headscan.cluster.pools import streamed_pool as streaming
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.pools.streamed_pool import HiddenStates, StreamedPool

@@ -24,7 +24,7 @@ from headscan.analysis.verdicts.head_effects import HeadEffect, read_effects
 from headscan.architectures import HEADS
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.tasks.pool import Finished, Task
-from headscan.errors import InterventionError
+from headscan.errors import InterventionError, SequenceError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.ablate.single_heads import head_arms, read_texts, single_head_effects
 from headscan.pipelines.corpora import CorpusSpec
@@ -296,7 +296,7 @@ def test_bad_settings_name_their_fix(on_text: AblateConfig, on_task: AblateConfi
         replace(on_task, texts=on_text.texts)
     with pytest.raises(InterventionError, match="unknown mode 'some'"):
         replace(on_text, modes=("some",))
-    with pytest.raises(InterventionError, match=r"max_tokens=5000 \(limit \d+, the model's context\)"):
+    with pytest.raises(SequenceError, match=r"max_tokens=5000 \(limit \d+ positions of"):
         read_texts(replace(on_text.texts, max_tokens=5000), identify(on_text.evaluation.model))  # type: ignore[type-var]
 
 

@@ -26,16 +26,6 @@ from tests.small_models import make_loaded, make_model
 NEW = 12
 
 
-@pytest.fixture(scope="module")
-def lm(spec: ModelSpec) -> LoadedModel:
-    return headscan.load(spec.source)
-
-
-@pytest.fixture(scope="module")
-def model(spec: ModelSpec, lm: LoadedModel) -> PlannedModel:
-    return model_of(spec, lm)
-
-
 @pytest.fixture
 def prompt(tmp_path: Path) -> Path:
     file = tmp_path / "prompt.txt"
@@ -106,7 +96,7 @@ def test_what_a_user_can_get_wrong(
         (command(spec, plan, tmp_path / "long.txt"), "12 new ones are", "(limit 1024, the model's context)"),
         (command(spec, tmp_path / "none.json", prompt), "none.json"),
         (command(spec, other, prompt), "made for tiny-llama with another configuration hash"),
-        (command(spec, plan, prompt, "--placement", "streamed"), "--placement whole or sharded"),
+        (command(spec, plan, prompt, "--placement", "streamed"), "--placement whole or --placement sharded"),
     ]
     for words, *expected in cases:
         capsys.readouterr()

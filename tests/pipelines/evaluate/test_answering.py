@@ -17,7 +17,7 @@ import torch
 import headscan
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
-from headscan.cluster.placement.choose import WholePlacement
+from headscan.cluster.placement.placements import WholePlacement
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.pools.ray_pool import RayPool
 from headscan.cluster.tasks.pool import IncompleteError

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-import headscan
 from headscan.analysis.plans import HeadPlan, PlannedModel
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import ArmVerdict, judge
-from headscan.cluster.placement.streamed_placement import StreamedPlacement
+from headscan.cluster.placement.placements import StreamedPlacement
 from headscan.cluster.pools.open_pool import InProcessPool, open_pool
 from headscan.cluster.tasks.pool import StagingError
 from headscan.errors import UnsupportedModelError
@@ -32,16 +31,6 @@ from headscan.pipelines.settings.evaluation_settings import PLAN_MODES, Evaluate
 from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood, run_on
 from tests.pipelines.kv.kv_plans import decode_oracle, forward_oracle, model_of, plan_for
 from tests.small_models import make_model
-
-
-@pytest.fixture(scope="module")
-def lm(spec: ModelSpec) -> LoadedModel:
-    return headscan.load(spec.source)
-
-
-@pytest.fixture(scope="module")
-def model(spec: ModelSpec, lm: LoadedModel) -> PlannedModel:
-    return model_of(spec, lm)
 
 
 @pytest.fixture(scope="module")

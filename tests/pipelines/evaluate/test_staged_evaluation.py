@@ -10,8 +10,7 @@ import pytest
 import headscan
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
-from headscan.cluster.placement.pipeline_placement import PipelinePlacement
-from headscan.cluster.placement.streamed_placement import StreamedPlacement
+from headscan.cluster.placement.placements import PipelinePlacement, StreamedPlacement
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.cluster.tasks.pool import StagingError
 from headscan.kv.kept_keys import DROPPED, KeptKeys, Window

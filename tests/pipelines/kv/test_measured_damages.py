@@ -12,7 +12,7 @@ import torch
 
 import headscan
 from headscan.architectures import VOCABULARY
-from headscan.cluster.placement.streamed_placement import StreamedPlacement
+from headscan.cluster.placement.placements import StreamedPlacement
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.pools.streamed_pool import StreamedPool
 from headscan.errors import HeadscanError, NotFiniteError, SequenceError

@@ -29,7 +29,7 @@ from headscan.pipelines.scoring.scoring_mode import computed_as_rules
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.evaluation_settings import PLAN_MODES
 from tests.pipelines.conftest import THREADS
-from tests.pipelines.kv.kv_plans import model_of, plan_for
+from tests.pipelines.kv.kv_plans import plan_for
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +39,6 @@ def lm(spec: ModelSpec) -> LoadedModel:
 
 def _itself(lm: LoadedModel, item: object) -> LoadedModel:
     return lm
-
-
-@pytest.fixture(scope="module")
-def model(spec: ModelSpec, lm: LoadedModel) -> PlannedModel:
-    return model_of(spec, lm)
 
 
 def kept_by(arm: Arm) -> KeptKeys:

@@ -9,7 +9,7 @@ import pytest
 from headscan.analysis.store.store import Store
 from headscan.cluster.pools.open_pool import InProcessPool, open_pool
 from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scan.run_scan import ScanResult, scan
+from headscan.pipelines.scan.run_scan import CorpusRunResult, scan
 from headscan.pipelines.settings.measure_settings import ScanConfig
 from tests.pipelines.conftest import THREADS
 
@@ -28,7 +28,7 @@ class DyingPool(InProcessPool):
             yield finished
 
 
-def run(config: ScanConfig, store: Store, **options: Any) -> ScanResult:
+def run(config: ScanConfig, store: Store, **options: Any) -> CorpusRunResult:
     return scan(config, Run(config.model, store, lambda _: open_pool(config.model, THREADS), **options))
 
 

@@ -9,7 +9,6 @@ from headscan.catalog import MassWidths
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora import CorpusReport, CorpusSpec, TokenPlan, open_corpus, sequences, shards
 from headscan.pipelines.runs.run_records import identify
-from headscan.pipelines.scan.run_scan import CountedPasses
 from headscan.pipelines.scan.shard_task import ShardItem, measure_shard
 
 
@@ -24,8 +23,7 @@ def item(spec, corpus_folder) -> ShardItem:
 def test_progress_moves_with_each_pass(spec, item: ShardItem) -> None:
     lm = spec.load("cpu")
     counts: list[int] = []
-    task = CountedPasses(measure_shard, counts.append)
-    assert task(lm, item).heads.equals(measure_shard(lm, item).heads)
+    assert measure_shard.counted(counts.append)(lm, item).heads.equals(measure_shard(lm, item).heads)
     assert len(counts) > 1
     assert sum(counts) == len(item.shard.sequences)
 
@@ -41,5 +39,5 @@ def test_halves_of_a_pass_count_once(spec, item: ShardItem, monkeypatch: pytest.
         return plain(self, lm, item, part)
 
     monkeypatch.setattr(type(measure_shard), "run", short_of_memory)
-    CountedPasses(measure_shard, counts.append)(lm, item)
+    measure_shard(lm, item, on_pass=counts.append)
     assert counts == [1] * len(item.shard.sequences)

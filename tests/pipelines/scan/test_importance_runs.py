@@ -15,7 +15,7 @@ import headscan
 from headscan.analysis.errors import SelectionError
 from headscan.analysis.heads.head_ranking import rank_importance
 from headscan.analysis.store.store import Store
-from headscan.cluster.placement.choose import WholePlacement
+from headscan.cluster.placement.placements import WholePlacement
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.cluster.tasks.pool import Pool, WorkError
 from headscan.errors import InterventionError, SequenceError, UnknownNameError

@@ -18,7 +18,7 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scan.run_scan import ScanResult, scan
+from headscan.pipelines.scan.run_scan import CorpusRunResult, scan
 from headscan.pipelines.settings.measure_settings import CorpusRunError, Part, ScanConfig
 from tests.pipelines.conftest import THREADS
 from tests.pipelines.scan.killed_scans import kill_after, stored_shards
@@ -38,7 +38,7 @@ def config(spec: ModelSpec, corpus_folder: Path) -> ScanConfig:
     return ScanConfig(spec, CorpusSpec(str(corpus_folder)), tokens, shard_size=2, batch_tokens=150)
 
 
-def run(config: ScanConfig, path: Path, part: str | None = None) -> ScanResult:
+def run(config: ScanConfig, path: Path, part: str | None = None) -> CorpusRunResult:
     config = dataclasses.replace(config, part=None if part is None else Part.parse(part))
     return scan(config, Run(config.model, Store(path), lambda _: open_pool(config.model, THREADS)))
 

@@ -11,7 +11,7 @@ import pytest
 import headscan
 from headscan.analysis.store.store import Store
 from headscan.catalog import BEHAVIOURS
-from headscan.cluster.placement.choose import WholePlacement
+from headscan.cluster.placement.placements import WholePlacement
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.cluster.tasks.pool import Pool, WorkError
 from headscan.errors import ModelLoadError, SequenceError, UnknownNameError

@@ -22,7 +22,7 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.runs.run_records import Run, identify
-from headscan.pipelines.scan.run_scan import ScanResult, ShardWriteError, scan, shard_size_of
+from headscan.pipelines.scan.run_scan import CorpusRunResult, ShardWriteError, scan, shard_size_of
 from headscan.pipelines.settings.measure_settings import CorpusRunError, ScanConfig
 from headscan.statistics.registry import POSITIONAL
 from tests.analysis.all_values import read_sites
@@ -39,7 +39,7 @@ def config(spec: ModelSpec, corpus_folder: Path) -> ScanConfig:
     return ScanConfig(spec, CorpusSpec(str(corpus_folder)), tokens, shard_size=3, batch_tokens=150)
 
 
-def run(config: ScanConfig, store: Store) -> ScanResult:
+def run(config: ScanConfig, store: Store) -> CorpusRunResult:
     return scan(config, Run(config.model, store, lambda _: open_pool(config.model, THREADS)))
 
 
@@ -277,12 +277,13 @@ def test_a_number_that_is_not_finite_names_its_sequence(config: ScanConfig, stor
 
 def test_numbers_that_are_not_finite_are_kept_as_null(config: ScanConfig, store: Store) -> None:
     keeping = dataclasses.replace(config, keep_nonfinite=True, panel="full")
-    result = scan(keeping, Run(keeping.model, store, lambda _: broken(keeping, float("nan"))))
+    lines: list[str] = []
+    result = scan(keeping, Run(keeping.model, store, lambda _: broken(keeping, float("nan")), say=lines.append))
     assert result.report is not None
     # All heads of layer 2, and of layer 1 those whose KV head has the broken value.
-    assert result.nonfinite_rows == result.report.sequences * (6 + 3)
+    wrong = result.report.sequences * (6 + 3)
     run_row = store.resolve_run(result.run_id, "scan")
-    assert (run_row["status"], run_row["nonfinite_rows"]) == ("finished", result.nonfinite_rows)
+    assert (run_row["status"], run_row["nonfinite_rows"]) == ("finished", wrong)
     assert run_row["config"]["keep_nonfinite"] is True
     measured = store.query(
         "select layer, head, count(output_norm) as norms, count(mass_by_distance) as masses, count(*) as rows"
@@ -294,9 +295,11 @@ def test_numbers_that_are_not_finite_are_kept_as_null(config: ScanConfig, store:
     # Means over what there is, and no more.
     means = store.query("select layer, head, output_norm from head_summary order by all").to_pylist()
     assert all((row["output_norm"] is None) == (seen["norms"] == 0) for row, seen in zip(means, measured, strict=True))
-    again = scan(keeping, Run(config.model, store, lambda _: pytest.fail("a finished scan opened a pool")))
-    assert again.already_done
-    assert again.nonfinite_rows == result.nonfinite_rows
+    message = f"{wrong} rows of head_statistics hold values that came out as NaN or infinite: NULL there"
+    assert lines[-1] == message
+    lines.clear()
+    closed = Run(config.model, store, lambda _: pytest.fail("a finished scan opened a pool"), say=lines.append)
+    assert scan(keeping, closed).already_done and lines == [message]
 
 
 def test_undefined_statistics_are_not_counted_as_nonfinite(config: ScanConfig, tmp_path: Path) -> None:
@@ -308,7 +311,8 @@ def test_undefined_statistics_are_not_counted_as_nonfinite(config: ScanConfig, t
     config = dataclasses.replace(config, corpus=CorpusSpec(str(tmp_path / "texts")), tokens=tokens, panel="full")
     for keep in (False, True):
         store = Store(tmp_path / f"{keep}.duckdb")
-        assert run(dataclasses.replace(config, keep_nonfinite=keep), store).nonfinite_rows == 0
+        result = run(dataclasses.replace(config, keep_nonfinite=keep), store)
+        assert store.resolve_run(result.run_id, "scan")["nonfinite_rows"] == 0
         rows = store.query(
             "select tokens, count(previous_token_weight) as n, count(entropy) as all_rows from head_statistics"
             " join sequences using (run_id, sequence) group by tokens order by tokens"

@@ -25,18 +25,8 @@ from headscan.pipelines.scoring.scoring_mode import EvictionItem, Reading, score
 from headscan.pipelines.scoring.token_requests import AnswerSet, GenerationRequest, Likelihood, Request
 from headscan.pipelines.settings.evaluation_settings import PLAN_MODES, PlanMode
 from tests.headscan.kv.cache_plans import NARROW, random_plan
-from tests.pipelines.kv.kv_plans import SINK, decode_oracle, forward_oracle, model_of, only_drops, plan_for
+from tests.pipelines.kv.kv_plans import SINK, decode_oracle, forward_oracle, only_drops, plan_for
 from tests.small_models import make_loaded
-
-
-@pytest.fixture(scope="module")
-def lm(spec: ModelSpec) -> LoadedModel:
-    return headscan.load(spec.source)
-
-
-@pytest.fixture(scope="module")
-def model(spec: ModelSpec, lm: LoadedModel) -> PlannedModel:
-    return model_of(spec, lm)
 
 
 @pytest.fixture(scope="module")

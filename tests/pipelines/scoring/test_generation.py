@@ -38,11 +38,6 @@ SAMPLED = {"until": ["\n"], "max_gen_toks": 6, "do_sample": True, "temperature":
 MASK = headscan.HeadMask([(0, 1), (1, 0), (2, 2), (2, 4)])
 
 
-@pytest.fixture(scope="module")
-def lm(spec: ModelSpec) -> headscan.LoadedModel:
-    return headscan.load(spec.source)
-
-
 def instances(prompts: Sequence[str], options: dict[str, Any]) -> list[Instance]:
     return [Instance("generate_until", {}, (text, options), i, ("task", i, 1)) for i, text in enumerate(prompts)]
 

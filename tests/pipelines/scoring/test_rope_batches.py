@@ -14,7 +14,7 @@ import headscan
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.catalog import MassWidths, panel_names
-from headscan.cluster.placement.streamed_placement import StreamedPlacement
+from headscan.cluster.placement.placements import StreamedPlacement
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.pools.streamed_pool import StreamedPool
 from headscan.model_spec import ModelSpec

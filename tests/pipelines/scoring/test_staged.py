@@ -17,7 +17,7 @@ from headscan.ablation.masks import HeadMask, RandomHeads
 from headscan.ablation.rules import HeadRule
 from headscan.architectures import VOCABULARY
 from headscan.catalog import MassWidths, panel_names
-from headscan.cluster.placement.streamed_placement import StreamedPlacement
+from headscan.cluster.placement.placements import StreamedPlacement
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.pools.streamed_pool import StreamedPool
 from headscan.cluster.tasks.pool import Pool, StagingError, WorkError

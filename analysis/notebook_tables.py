@@ -28,6 +28,9 @@ class StoreTables:
     Each method returns a `duckdb.DuckDBPyRelation`: ``.df()`` gives a pandas frame, ``.pl()`` a polars frame,
     ``.to_arrow_table()`` an Arrow table (``.arrow()`` its batches), and ``.filter()``, ``.order()``, ``.aggregate()``
     go on in SQL. pandas and polars are not installed with headscan.
+
+    ``run`` is the first characters of a run's id; None reads the newest finished run. All methods raise StoreError if
+    no run or several runs match it.
     """
 
     def __init__(self, store: Store) -> None:
@@ -64,47 +67,25 @@ class StoreTables:
         return self.query("SELECT * FROM runs ORDER BY started_at DESC, run_id")
 
     def heads(self, run: str | None = None) -> duckdb.DuckDBPyRelation:
-        """Return one row per query head of a scan: mean, spread and quantiles of statistics and scores.
-
-        Args:
-            run: First characters of a run's id; None reads the newest finished one, as in all methods.
-
-        Raises:
-            StoreError: No run or several runs match.
-        """
+        """Return one row per query head of a scan: mean, spread and quantiles of statistics and scores."""
         return self._of_run("all_head_summary", "scan", run, "site, layer, head")
 
     def scores(self, run: str | None = None) -> duckdb.DuckDBPyRelation:
-        """Return the scores of a scan: one row per sequence and query head.
-
-        Raises:
-            StoreError: No run or several runs match.
-        """
+        """Return the scores of a scan: one row per sequence and query head."""
         return self._of_run("head_scores", "scan", run, "sequence, site, layer, head")
 
     def arms(self, run: str | None = None) -> duckdb.DuckDBPyRelation:
-        """Return the accuracy of an evaluation: one row per arm and task.
-
-        Raises:
-            StoreError: No run or several runs match.
-        """
+        """Return the accuracy of an evaluation: one row per arm and task."""
         return self._of_run("all_arm_summary", "evaluate", run, "arm, task")
 
     def verdicts(self, run: str | None = None) -> duckdb.DuckDBPyRelation:
-        """Return the paired comparison of each arm of an evaluation with its baseline, with 95 % intervals.
-
-        Raises:
-            StoreError: No run or several runs match.
-        """
+        """Return the paired comparison of each arm of an evaluation with its baseline, with 95 % intervals."""
         return self._of_run("all_arm_comparison", "evaluate", run, "arm, task")
 
     def plans(self, run: str | None = None) -> duckdb.DuckDBPyRelation:
         """Return the KV-cache plans of an evaluation with their verdicts: one row per plan, mode and task.
 
         ``kv_shares`` is a list of [tokens, share of the cache that is left].
-
-        Raises:
-            StoreError: No run or several runs match.
         """
         run_id = self._store.resolve_run(run, "evaluate")["run_id"]
         return self.query(
@@ -122,17 +103,12 @@ class StoreTables:
             site: Kind of attention: ``self``, ``cross`` or ``encoder``.
 
         Raises:
-            StoreError: No run or several runs match.
             QueryError: There is no such column.
         """
         return _head_map(self._store, self._store.resolve_run(run, "scan")["run_id"], column, site)
 
     def arm_chart(self, run: str | None = None) -> go.Figure:
-        """Return the difference of each arm of an evaluation to its baseline, with 95 % intervals, as a figure.
-
-        Raises:
-            StoreError: No run or several runs match.
-        """
+        """Return the difference of each arm of an evaluation to its baseline, with 95 % intervals, as a figure."""
         from headscan.analysis.report.arm_chart import arms_figure  # slow to import, and tables do without it
         from headscan.analysis.verdicts.judge import judge
 
