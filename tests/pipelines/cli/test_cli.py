@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,7 @@ def test_verbs_that_print_tables_have_json() -> None:
 
 
 def test_json_alone_is_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    @dataclass(frozen=True)
     class Verb:
         json: Json = True
 
