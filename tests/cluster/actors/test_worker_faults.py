@@ -121,6 +121,7 @@ def test_a_worker_that_takes_long_is_left_alone(pool: Pool, jobs: list[Job]) -> 
     assert len(list(Path(jobs[0].folder).glob("began-1-*"))) == 1
 
 
+@pytest.mark.slow
 def test_a_lost_node_leaves_the_other_one(
     two_nodes: Any,
     pool: Pool,

@@ -107,6 +107,7 @@ def test_the_other_methods_order_is_that_of_a_store(context: ModelContext, tmp_p
     np.testing.assert_allclose(needs / needs.max(), [head.score for head in plan.heads], rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_plan_loses_no_more_than_the_other_methods_on_the_prompts_that_chose_it(context: ModelContext) -> None:
     measurement = Measurement.of(SMALL, context)
     order = measurement.distant_order(SMALL.windows[0])

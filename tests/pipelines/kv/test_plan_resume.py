@@ -62,7 +62,7 @@ def undisturbed() -> tuple[str, list[Any]]:
     return plan.to_json(), measured
 
 
-@pytest.mark.parametrize("share", [0.1, 0.9])
+@pytest.mark.parametrize("share", [0.1, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_a_stopped_plan_resumes_with_the_same_numbers(
     undisturbed: tuple[str, list[Any]], tmp_path: Path, share: float
 ) -> None:
@@ -114,6 +114,7 @@ made(sys.argv[1])
 """
 
 
+@pytest.mark.slow
 def test_a_killed_plan_resumes(undisturbed: tuple[str, list[Any]], tmp_path: Path) -> None:
     expected, measured = undisturbed
     store, first = tmp_path / "s.duckdb", len(measured) // 2
@@ -126,6 +127,7 @@ def test_a_killed_plan_resumes(undisturbed: tuple[str, list[Any]], tmp_path: Pat
     assert (plan.to_json(), len(rest)) == (expected, len(measured) - first)
 
 
+@pytest.mark.slow
 def test_other_software(undisturbed: tuple[str, list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unfinished plan of other software is refused, a finished one is measured again."""
     _, measured = undisturbed

@@ -102,7 +102,7 @@ def undisturbed(model_folder: Path, corpus_folder: Path, tmp_path_factory: pytes
     return found
 
 
-@pytest.mark.parametrize("share", [0.4, 0.8])
+@pytest.mark.parametrize("share", [0.4, pytest.param(0.8, marks=pytest.mark.slow)])
 def test_a_stopped_pruning_resumes(
     undisturbed, model_folder: Path, corpus_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:  # type: ignore[no-untyped-def]
@@ -149,6 +149,7 @@ with pytest.MonkeyPatch.context() as monkeypatch:
 """
 
 
+@pytest.mark.slow
 def test_a_killed_pruning_resumes(
     undisturbed, model_folder: Path, corpus_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # type: ignore[no-untyped-def]

@@ -148,6 +148,7 @@ def test_a_merge_of_some_parts_waits_for_the_others(parts: list[Path], whole: Pa
     assert row_differences(into, whole) == dict.fromkeys(SCAN_TABLES, 0)
 
 
+@pytest.mark.slow
 def test_a_killed_merge_resumes(
     parts: list[Path], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
