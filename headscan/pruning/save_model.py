@@ -14,7 +14,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +60,29 @@ def save_pruned(
     Raises:
         PruningError: The folder is not empty, or cannot be written.
     """
+    with complete_folder(folder, PruningError) as made:
+        _write(lm, made, remote_code, max_shard_size)
+        if card is not None:
+            (made / "README.md").write_text(card, encoding="utf-8")
+
+
+@contextmanager
+def complete_folder(folder: str | os.PathLike[str], error: type[HeadscanError]) -> Iterator[Path]:
+    """Yield a folder to fill, which takes the place of ``folder`` when the block ends. ``error`` is raised if it cannot
+    be written, and PruningError if ``folder`` holds something.
+    """
     target = Path(folder)
     check_output_folder(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
             made = Path(scratch) / "model"
-            _write(lm, made, remote_code, max_shard_size)
-            if card is not None:
-                (made / "README.md").write_text(card, encoding="utf-8")
+            made.mkdir()
+            yield made
             made.replace(target)
     except (OSError, SafetensorError) as problem:
         reason = getattr(problem, "strerror", None) or problem
-        raise PruningError(f"{target} cannot be written: {reason}. Free space, or choose another folder") from problem
+        raise error(f"{target} cannot be written: {reason}. Free space, or choose another folder") from problem
 
 
 def check_output_folder(folder: str | os.PathLike[str]) -> None:

@@ -212,7 +212,7 @@ class Export(StoreVerb):
             lines.append("the width of the MLP is no multiple of 256, so SGLang cannot read it; vLLM can")
         if found.windows is not None:
             facts["sliding_window"] = found.windows.sliding_window
-            lines.append(f"{_windows(found.windows)}; vLLM reads them")
+            lines.append(f"{_windows(found.windows)}; vLLM reads them, and the table does not count what they save")
         return _result(found.sizes, facts, lines)
 
     def _tokenizer(self) -> str | None:

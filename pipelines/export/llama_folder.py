@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import save_torch_state_dict
-from safetensors import SafetensorError
 from torch import Tensor
 
 from headscan.errors import ExportError
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.export.servable_model import Places, ServableModel
-from headscan.pruning.save_model import check_output_folder, open_weights
+from headscan.pruning.save_model import complete_folder, open_weights
 
 #: Fields of the original's configuration that are the same in a folder.
 _SAME = (
@@ -48,27 +46,17 @@ def write_folder(
     """Write weights, ``config.json``, files of code by name, and the tokenizer of a model; return the bytes of the
     weights.
     """
-    target = Path(folder)
-    check_output_folder(target)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
-            made = Path(scratch) / "model"
-            made.mkdir()
-            save_torch_state_dict(dict(weights), made, max_shard_size=max_shard_size, metadata={"format": "pt"})
-            (made / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            open_weights(made)
-            for name, text in (code or {}).items():
-                (made / name).write_text(text, encoding="utf-8")
-            if lm.tokenizer is not None:
-                lm.tokenizer.save_pretrained(made)
-            if lm.model.can_generate():
-                lm.model.generation_config.save_pretrained(made)
-            made.replace(target)
-    except (OSError, SafetensorError) as problem:
-        reason = getattr(problem, "strerror", None) or problem
-        raise ExportError(f"{target} cannot be written: {reason}. Free space, or choose another folder") from problem
-    return sum(path.stat().st_size for path in target.glob("*.safetensors"))
+    with complete_folder(folder, ExportError) as made:
+        save_torch_state_dict(dict(weights), made, max_shard_size=max_shard_size, metadata={"format": "pt"})
+        (made / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        open_weights(made)
+        for name, text in (code or {}).items():
+            (made / name).write_text(text, encoding="utf-8")
+        if lm.tokenizer is not None:
+            lm.tokenizer.save_pretrained(made)
+        if lm.model.can_generate():
+            lm.model.generation_config.save_pretrained(made)
+    return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
 
 
 def llama_fields(served: ServableModel, places: Sequence[Places], weights: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -328,7 +328,7 @@ def test_a_model_that_cannot_retrieve_loses_nothing(evaluate: Evaluate) -> None:
     assert arm.recall[0].paired.difference == pytest.approx(-25) and not arm.recall[0].informative
     assert arm.removable
     assert "Recall cannot be judged: the baseline fails the recall tasks" in arm.sentence()
-    # Safe, but never in silence: the word, the reason, the sentence, and the table.
+    # An unknown recall is always named: the word, the reason, the sentence, and the table.
     unknown = "recall is unknown: the model itself does not solve this task"
     assert (arm.label, arm.why) == ("safe, recall unknown", unknown)
     assert "within one point; recall is unknown. Accuracy" in arm.sentence()
