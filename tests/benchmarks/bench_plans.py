@@ -6,7 +6,8 @@
 Each plan, also the one by ``retrieval_score`` and a random one, is compared with ``distant_mass`` on the same texts and
 prompts: differences of the loss with their 95 % intervals (t, over texts or prompts), and the number of KV heads that
 have a window in one of the two plans alone. With ``--by-layer`` plans by layer are rows as well, and all plans are
-compared with the measured one by head: the cost of whole layers at equal bytes.
+compared with the measured one by head: the cost of whole layers at equal bytes. With ``--store`` a stopped call
+resumes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 from scipy import stats
 
 from headscan.analysis.plans import (
+    HeadPlan,
     PlanMethod,
     PlannedModel,
     WindowHeads,
@@ -47,7 +49,7 @@ from headscan.pipelines.kv.damage_measurement import (
     text_prompts,
 )
 from headscan.pipelines.kv.measured_plan import measured_plan
-from headscan.pipelines.runs.run_records import ModelContext, Run
+from headscan.pipelines.runs.run_records import Run, fingerprint
 from headscan.pipelines.scan.run_probe import probe
 from headscan.pipelines.scan.run_scan import scan
 from headscan.pipelines.settings.measure_settings import ProbeConfig, ScanConfig
@@ -76,12 +78,15 @@ def main() -> None:
         batch_tokens=2048,
     )
     print(f"{processor('cpu')}, {vars(options)}\n", flush=True)
-    with InProcessPool(spec, WholePlacement(1, "cpu", options.threads)) as pool:
-        context = ModelContext(spec, lambda _: pool)
+    with (
+        InProcessPool(spec, WholePlacement(1, "cpu", options.threads)) as pool,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        run = Run(spec, Store(options.store or Path(folder) / "s.duckdb"), lambda _: pool)
         counts = options.windows
         if options.by_layer:
-            counts = sorted({whole_layers(Measurement.of(config, context).model, count) for count in counts})
-        plans = plans_by_budget(context, spec, config, counts, by_layer=options.by_layer)
+            counts = sorted({whole_layers(Measurement.of(config, run).model, count) for count in counts})
+        plans = plans_by_budget(run, config, counts, by_layer=options.by_layer)
         compared = _MEASURED if options.by_layer else _REFERENCE
         columns = (
             "windows",
@@ -93,9 +98,16 @@ def main() -> None:
             "heads differ",
         )
         table = Table("## Loss increase, nats per token", columns)
-        for prompts in judged_prompts(context, config, options):
+        for prompts in judged_prompts(run, config, options):
             sets = [ALL_KEYS, *(kept for named in plans.values() for kept in named.values())]
-            nats = masked_losses(pool, prompts.requests, sets, batch_tokens=2048).nats
+            with run.keeping(
+                "plan",
+                fingerprint({"judged": prompts.content_hash, "model": run.identity.fingerprint()}),
+                config={},
+                corpus=prompts.name,
+                corpus_hash=prompts.content_hash,
+            ) as known:
+                nats = masked_losses(pool, prompts.requests, sets, batch_tokens=2048, known=known).nats
             lost = iter(nats[1:] - nats[:1])
             for count, named in plans.items():
                 found = {name: next(lost) for name in named}
@@ -142,11 +154,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--judged-texts", type=int, default=96)
     parser.add_argument("--judged-prompts", type=int, default=32, help="prompts of each recall task, a multiple of 8")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--store", type=Path, help="keeps what is measured, and resumes")
     return parser.parse_args()
 
 
 def plans_by_budget(
-    context: ModelContext, spec: ModelSpec, config: MeasureConfig, counts: Sequence[int], *, by_layer: bool = False
+    run: Run, config: MeasureConfig, counts: Sequence[int], *, by_layer: bool = False
 ) -> dict[int, dict[str, KeptKeys]]:
     """Return the windows of each method by number of windows; all methods read the same texts."""
     (recent,) = config.recents
@@ -158,33 +171,30 @@ def plans_by_budget(
         config.max_tokens, "chunk", min_tokens=config.sink + recent + 1, limit_sequences=config.sequences
     )
     found: dict[int, dict[str, KeptKeys]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        store = Store(Path(folder) / "s.duckdb")
-        settings = ScanConfig(spec, config.corpus, tokens, widths=MassWidths(sink, recent), batch_tokens=2048)
-        run = Run(spec, store, lambda _: context.pool)
-        scan(settings, run)
-        probe(ProbeConfig(spec, ("retrieval_score",), config.corpus), run)
-        unsearched = measured_plan(replace(config, confirm=False), context, WindowHeads(counts[0]))
-        candidates = [head for head in unsearched.heads if head.head_class != "protected"]
-        estimated = [(head.layer, head.kv_head) for head in sorted(candidates, key=lambda head: head.score)]
-        for count in counts:
-            budget, start = WindowHeads(count), time.perf_counter()
-            measured = measured_plan(config, context, budget)
-            show(f"{count} windows: measured in {time.perf_counter() - start:.0f} s; {measured.notes[0]}")
-            options: dict[str, Any] = {"budget": budget, "sink": sink, "recent": recent}
-            by_score = {name: make_plan(store, None, method=name, **options) for name in _BY_SCORE}
-            plans = {_MEASURED: measured, **by_score, "random, seed 0": random_plan(measured, 0)}
-            if by_layer:
-                start = time.perf_counter()
-                layers = measured_plan(replace(config, granularity="layer"), context, budget)
-                show(f"{count} windows, by layer: {time.perf_counter() - start:.0f} s; {layers.notes[0]}")
-                plans |= {f"{_MEASURED} by layer": layers, "random by layer, seed 0": random_plan(layers, 0)}
-                of_layers = make_plan(store, None, method=_REFERENCE, granularity="layer", **options)
-                plans[f"{_REFERENCE} by layer"] = of_layers
-            found[count] = {
-                name: KeptKeys.of([(*place, window) for place in plan.window_heads]) for name, plan in plans.items()
-            }
-            found[count]["estimates alone"] = KeptKeys.of([(*place, window) for place in estimated[:count]])
+    settings = ScanConfig(run.model, config.corpus, tokens, widths=MassWidths(sink, recent), batch_tokens=2048)
+    scan(settings, run)
+    probe(ProbeConfig(run.model, ("retrieval_score",), config.corpus), run)
+    unsearched = measured_plan(replace(config, confirm=False), run, WindowHeads(counts[0]))
+    candidates = [head for head in unsearched.heads if head.head_class != "protected"]
+    estimated = [(head.layer, head.kv_head) for head in sorted(candidates, key=lambda head: head.score)]
+    for count in counts:
+        budget, start = WindowHeads(count), time.perf_counter()
+        measured = measured_plan(config, run, budget)
+        show(f"{count} windows: measured in {time.perf_counter() - start:.0f} s; {measured.notes[0]}")
+        options: dict[str, Any] = {"budget": budget, "sink": sink, "recent": recent}
+        by_score: dict[str, HeadPlan] = {name: make_plan(run.store, None, method=name, **options) for name in _BY_SCORE}
+        plans = {_MEASURED: measured, **by_score, "random, seed 0": random_plan(measured, 0)}
+        if by_layer:
+            start = time.perf_counter()
+            layers = measured_plan(replace(config, granularity="layer"), run, budget)
+            show(f"{count} windows, by layer: {time.perf_counter() - start:.0f} s; {layers.notes[0]}")
+            plans |= {f"{_MEASURED} by layer": layers, "random by layer, seed 0": random_plan(layers, 0)}
+            of_layers = make_plan(run.store, None, method=_REFERENCE, granularity="layer", **options)
+            plans[f"{_REFERENCE} by layer"] = of_layers
+        found[count] = {
+            name: KeptKeys.of([(*place, window) for place in plan.window_heads]) for name, plan in plans.items()
+        }
+        found[count]["estimates alone"] = KeptKeys.of([(*place, window) for place in estimated[:count]])
     return found
 
 
@@ -193,14 +203,14 @@ def whole_layers(model: PlannedModel, count: int) -> int:
     return len(allocate(random_scores(model, 0, granularity="layer"), WindowHeads(count)).window_heads)
 
 
-def judged_prompts(context: ModelContext, config: MeasureConfig, options: argparse.Namespace) -> list[Prompts]:
+def judged_prompts(run: Run, config: MeasureConfig, options: argparse.Namespace) -> list[Prompts]:
     """Return the unseen texts of each corpus, and unseen recall prompts."""
     width = config.windows[-1].width
     texts = [
-        text_prompts(CorpusSpec(name), context.identity, options.tokens, options.judged_texts, width)
+        text_prompts(CorpusSpec(name), run.identity, options.tokens, options.judged_texts, width)
         for name in options.judge
     ]
-    return [*texts, *recall_prompts(context.identity, options.tokens, options.judged_prompts, _JUDGE_SEED)]
+    return [*texts, *recall_prompts(run.identity, options.tokens, options.judged_prompts, _JUDGE_SEED)]
 
 
 def interval(differences: np.ndarray) -> tuple[float, float]:
