@@ -100,7 +100,7 @@ class _Choice:
     method: Annotated[
         tuple[str, ...],
         Option(
-            "comma-separated methods: damage (loss that repair cannot undo), random, layer-drop, or a score or another "
+            "comma-separated methods: damage (loss that is left after repair), random, layer-drop, or a score or another "
             "criterion of a run in the store",
             kind="method",
             names=METHODS,
@@ -167,7 +167,7 @@ class Prune(WholeModelVerb):
         headscan prune MODEL --shares 0.1,0.2,0.4 --method damage,output_norm_ln --corpus texts/ --out curve/
         headscan prune MODEL --kv-bytes 1GiB --at 32768 --corpus texts/ --out smaller/
 
-    Heads are chosen by the loss that repair cannot undo, or by another method. The projections that remain are solved
+    Heads are chosen by the loss that is left after repair, or by another method. The projections that remain are solved
     again in closed form. The saved model loads in headscan and in transformers. It answers the same questions as the
     original, next to controls of about the same size with the same repair: random heads, and whole attention layers
     dropped.
