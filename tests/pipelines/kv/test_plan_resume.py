@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,11 @@ from headscan.pipelines.kv.measured_plan import measured_plan
 from headscan.pipelines.runs import run_records
 from headscan.pipelines.runs.run_records import ModelContext, Run
 from tests.pipelines.conftest import THREADS
-from tests.pipelines.kv.test_measured_plan import SMALL, SPEC
+from tests.pipelines.kv.test_measured_plan import SMALL as MEASURED
+from tests.pipelines.kv.test_measured_plan import SPEC
+
+#: Resuming does not depend on how much is measured.
+SMALL = replace(MEASURED, max_tokens=72, sequences=2)
 
 #: Tasks whose items are kept.
 MEASURING = ("measure_damages", "measure_needs", "_run")
@@ -56,8 +62,14 @@ def made(store: Path | None, most: int | None = None, count: int = 12, **options
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> tuple[str, list[Any]]:
-    plan, measured = made(None)
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The store of `undisturbed`."""
+    return tmp_path_factory.mktemp("finished") / "s.duckdb"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(finished: Path) -> tuple[str, list[Any]]:
+    plan, measured = made(finished)
     assert {name for name, _ in measured} == set(MEASURING)
     return plan.to_json(), measured
 
@@ -78,10 +90,9 @@ def test_a_stopped_plan_resumes_with_the_same_numbers(
 
 
 def test_a_finished_plan_is_not_measured_again_and_other_budgets_share_its_damages(
-    undisturbed: tuple[str, list[Any]], tmp_path: Path
+    undisturbed: tuple[str, list[Any]], finished: Path, tmp_path: Path
 ) -> None:
-    store = tmp_path / "s.duckdb"
-    made(store)
+    store = Path(shutil.copy(finished, tmp_path / "s.duckdb"))
     again, measured = made(store)
     assert (again.to_json(), measured) == (undisturbed[0], [])
     other, measured = made(store, count=5)
