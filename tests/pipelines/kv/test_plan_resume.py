@@ -53,8 +53,11 @@ class CountingPool(InProcessPool):
                 yield done
 
 
-def made(store: Path | None, most: int | None = None, count: int = 12, **options: Any) -> tuple[HeadPlan, list[Any]]:
-    with CountingPool(most) as pool:
+def made(store: Path | None, most: int | None = None, count: int = 2, **options: Any) -> tuple[HeadPlan, list[Any]]:
+    """Return a plan, of which few exchanges are tried, and what was measured."""
+    with CountingPool(most) as pool, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headscan.pipelines.kv.measured_plan._ROUNDS", 1)
+        patch.setattr("headscan.pipelines.kv.measured_plan._TRIES", 2)
         context = ModelContext(SPEC, lambda _: pool)
         if store is not None:
             context = Run(SPEC, Store(store), lambda _: pool, **options)
@@ -95,8 +98,8 @@ def test_a_finished_plan_is_not_measured_again_and_other_budgets_share_its_damag
     store = Path(shutil.copy(finished, tmp_path / "s.duckdb"))
     again, measured = made(store)
     assert (again.to_json(), measured) == (undisturbed[0], [])
-    other, measured = made(store, count=5)
-    alone, _ = made(None, count=5)
+    other, measured = made(store, count=1)
+    alone, _ = made(None, count=1)
     assert other.to_json() == alone.to_json()
     assert {name for name, _ in measured} == {"_run"}
     (run,) = Store(store).runs("plan")
