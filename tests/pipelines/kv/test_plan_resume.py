@@ -24,7 +24,7 @@ from tests.pipelines.kv.test_measured_plan import SMALL as MEASURED
 from tests.pipelines.kv.test_measured_plan import SPEC
 
 #: Resuming does not depend on how much is measured.
-SMALL = replace(MEASURED, max_tokens=72, sequences=2)
+SMALL = replace(MEASURED, sequences=2)
 
 #: Tasks whose items are kept.
 MEASURING = ("measure_damages", "measure_needs", "_run")
