@@ -96,8 +96,8 @@ def masked_losses(
             chosen = tuple(requests[row] for row in part)
             if len(group) > 1:
                 masks = tuple(ablations[index] for index in group)
-                starts = tuple(start_of(mask, possible) for mask in masks)
-                work.append(BundleItem(name, chosen, masks, starts, batch_tokens, share_prefixes=False))
+                first = tuple(start_of(mask, possible) for mask in masks)
+                work.append(BundleItem(name, chosen, masks, first, batch_tokens, share_prefixes=False))
             else:
                 alone = ablations[group[0]]
                 work.append(LikelihoodItem(name, chosen, alone, batch_tokens, share_prefixes=False, rope=rope))

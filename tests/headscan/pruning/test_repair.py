@@ -86,7 +86,7 @@ def test_the_output_projection_is_the_least_squares_solution() -> None:
     assert not found[:, [c for c in range(48) if c not in kept]].any()
 
 
-@pytest.mark.parametrize("texts", [2, 4])
+@pytest.mark.parametrize("texts", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_few_calibration_tokens_do_no_harm(texts: int) -> None:
     """On texts that neither fit the weights nor chose their strength, the repair is not worse than none."""
     lm = headscan.load(MODEL_FOLDER, device="cpu", dtype="float32")
