@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import duckdb
@@ -105,7 +106,7 @@ class Store:
         self.on_wait = on_wait
         self._checked = checked_file(self.path.absolute())
         self._transaction: duckdb.DuckDBPyConnection | None = None
-        self._reading = 0
+        self._reading = list[int]()  # the threads in blocks of `reading`
         self._never_summarised = set[str]()
 
     def __repr__(self) -> str:
@@ -115,7 +116,7 @@ class Store:
         self, *, read_only: bool = False, create: bool = False, memory: str | None = None
     ) -> AbstractContextManager[duckdb.DuckDBPyConnection]:
         """Open a DuckDB connection for a ``with`` block; see `opened`."""
-        if self._reading and not read_only:
+        if not read_only and get_ident() in self._reading:  # other threads wait for the end of the block
             raise StoreError(f"cannot write {self.path} while a block of reading() holds it. End the block first")
         return opened(
             self.path,
@@ -134,11 +135,11 @@ class Store:
         block short; it may not write to this store.
         """
         with self.connect(read_only=True):
-            self._reading += 1
+            self._reading.append(get_ident())
             try:
                 yield
             finally:
-                self._reading -= 1
+                self._reading.remove(get_ident())
 
     @contextmanager
     def one_transaction(self) -> Iterator[None]:

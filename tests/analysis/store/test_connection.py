@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import duckdb
@@ -150,7 +151,7 @@ def test_a_block_of_reading_opens_the_file_once(scan: Scan) -> None:
     limit = "SELECT current_setting('memory_limit')"
     with scan.store.connect(read_only=True, memory="100MB") as connection:
         assert connection.execute(limit).fetchall() == [("95.3 MiB",)]
-    with scan.store.reading():
+    with ThreadPoolExecutor(1) as thread, scan.store.reading():
         with scan.store.connect(read_only=True, memory="100MB") as connection:
             assert connection.execute(limit).fetchall() != [("95.3 MiB",)]
         with scan.store.reading():
@@ -161,7 +162,10 @@ def test_a_block_of_reading_opens_the_file_once(scan: Scan) -> None:
             scan.store.begin_run(scan_record("more"))
         with pytest.raises(StoreLockedError):
             Store(scan.store.path, lock_timeout=0.1).begin_run(scan_record("more"))
-    scan.store.begin_run(scan_record("more"))
+        waiting = thread.submit(scan.store.begin_run, scan_record("more"))
+        time.sleep(0.1)
+        assert not waiting.done()
+    assert not waiting.result(10).resumed
     assert len(scan.store.runs()) == 2
 
 
