@@ -36,7 +36,8 @@ def package_of(module: str) -> str:
     return max((name for name in PACKAGES.values() if f"{module}.".startswith(f"{name}.")), key=len)
 
 
-def imports_of(path: Path, *, running: bool = False) -> set[str]:
+@cache
+def imports_of(path: Path, *, running: bool = False) -> frozenset[str]:
     """Names of the modules that a file imports, anywhere in it.
 
     Args:
@@ -49,11 +50,11 @@ def imports_of(path: Path, *, running: bool = False) -> set[str]:
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             inside = {f"{node.module}.{alias.name}" for alias in node.names}
-            submodules = inside & set(modules())
+            submodules = inside & modules().keys()
             names |= submodules
             if submodules != inside:
                 names.add(node.module)
-    return names
+    return frozenset(names)
 
 
 def _nodes(node: ast.AST, running: bool) -> Iterator[ast.AST]:

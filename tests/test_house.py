@@ -79,21 +79,22 @@ def test_make_gpu_needs_pytest_in_addition() -> None:
     assert code == "0" and collected and int(collected[1]) > 800, (shown, code)
 
 
-def test_without_time_the_tests_of_a_device_do_not_pass() -> None:
-    tried = [sys.executable, "-m", "pytest", "tests/headscan/attention", "-m", "gpu", "--minutes", "0"]
-    ended = subprocess.run(tried, capture_output=True, text=True, cwd=ROOT)
+def test_without_time_the_tests_of_a_device_do_not_pass(tmp_path: Path) -> None:
+    """With the suite's options, a file of one test, which imports nothing."""
+    (tmp_path / "test_one.py").write_text("import pytest\n\n@pytest.mark.gpu\ndef test_one(): pass\n")
+    tried = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml")]
+    tried += [str(tmp_path), "-m", "gpu"]
+    settings = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    ended = subprocess.run([*tried, "--minutes", "0"], capture_output=True, text=True, cwd=ROOT, env=settings)
     assert ended.returncode == 3 and "0 minutes are over" in ended.stdout
-    tried = [*tried[:3], "tests/headscan/attention", "-m", "gpu", "--device", "cuda:99"]
-    ended = subprocess.run(
-        tried, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    )
+    ended = subprocess.run([*tried, "--device", "cuda:99"], capture_output=True, text=True, cwd=ROOT, env=settings)
     assert ended.returncode == 0 and "No CUDA device here: nothing was run" in ended.stderr + ended.stdout
 
 
 def test_reading_verbs_need_no_torch(tmp_path: Path) -> None:
     """Verdicts that the job wrote are read as they are."""
     store = write_scan(tmp_path / "s.duckdb", make_stats() | make_profiles()).store
-    run_id = write_sweep(store, scores=("entropy",), shares=(0.05, 0.1), seeds=1)
+    run_id = write_sweep(store, scores=("entropy",), shares=(0.05, 0.1), seeds=1, questions=400)
     record_verdicts(store, run_id)
     record_confirmation(store, run_id)
     verbs = (["status"], ["sql", "select 1"], ["report", "--out", str(tmp_path / "r.html")])

@@ -84,7 +84,8 @@ def read_roles(store: Store, runs: Sequence[str] = (), *, site: str = "self") ->
                 f" {model['run_id']}. Name runs of one model"
             )
     candidates = named + [run for run in finished if run not in named and same_model(run, model)]
-    found = _found(store, candidates, site)
+    with store.reading():
+        found = _found(store, candidates, site)
     if not found:
         raise SelectionError(
             f"no run of {model['model']} measured a role at site {site}. Choose another site, or run `headscan scan`"

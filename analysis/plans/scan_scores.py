@@ -186,10 +186,11 @@ def distant_mass_scores(store: Store, run_id: str | None) -> KeepScores:
     Args:
         run_id: First characters of a scan's id; None uses the newest finished scan.
     """
-    run = store.resolve_run(run_id, "scan")
-    sink, recent = _scan_widths(run)
-    model, recorded = planned_model(run)
-    calibration = measure_calibration(store, run, sink + recent, sink, recent)
+    with store.reading():
+        run = store.resolve_run(run_id, "scan")
+        sink, recent = _scan_widths(run)
+        model, recorded = planned_model(run)
+        calibration = measure_calibration(store, run, sink + recent, sink, recent)
     query_heads = measure_query_heads(store, run["run_id"])
     readers = readers_of(model, query_heads)
     needs = group_maxima(model, readers, "need")

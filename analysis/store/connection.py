@@ -61,19 +61,28 @@ WRITING: Mapping[str, str] = {
 READING: Mapping[str, str] = {**WRITING, "temp_directory": ""}
 
 
-def confine(connection: duckdb.DuckDBPyConnection) -> None:
-    """Disable file access of a read-only connection permanently. Connections of one process to one store share
-    settings, so a second connection finds them locked and files disabled.
+def confine(connection: duckdb.DuckDBPyConnection, memory: str | None = None) -> None:
+    """Disable file access of a read-only connection permanently, and limit DuckDB's memory unless ``memory`` is None.
+    Connections of one process to one store share settings, so a second connection finds them locked and files disabled,
+    and the limit of the first one.
     """
     try:
+        if memory is not None:
+            _limit_memory(connection, memory)
         connection.execute("SET disabled_filesystems = 'LocalFileSystem'")
         connection.execute("SET lock_configuration = true")
     except duckdb.InvalidInputException:
-        if connection.execute("SELECT system.main.current_setting('lock_configuration')").fetchone() != (True,):
+        if connection.execute("SELECT system.main.current_setting('lock_configuration')").fetchall() != [(True,)]:
             raise
 
 
-#: Most threads of DuckDB with limited memory, because each has buffers of its own.
+def _limit_memory(connection: duckdb.DuckDBPyConnection, memory: str) -> None:
+    """Limit the memory of DuckDB, as in ``1GB``, and with it the threads, because each has buffers of its own."""
+    connection.execute(f"SET memory_limit = {literal(memory)}")
+    connection.execute(f"SET threads = {min(_LIMITED_THREADS, os.cpu_count() or 1)}")
+
+
+#: Most threads of DuckDB with limited memory.
 _LIMITED_THREADS = 8
 
 _FULL = re.compile(r"no space left|quota exceeded|file too large", re.IGNORECASE)
@@ -154,11 +163,10 @@ def connected(
     """
     connection = _connect(path, read_only, timeout, on_wait)
     try:
-        if memory is not None:
-            connection.execute(f"SET memory_limit = {literal(memory)}")
-            connection.execute(f"SET threads = {min(_LIMITED_THREADS, os.cpu_count() or 1)}")
         if read_only:
-            confine(connection)
+            confine(connection, memory)
+        elif memory is not None:
+            _limit_memory(connection, memory)
         yield connection
     except BaseException as error:
         with suppress(duckdb.Error):
@@ -497,17 +505,18 @@ def _make_schema(connection: duckdb.DuckDBPyConnection, path: Path) -> None:
             connection.execute(statement)
 
 
-def _publish(fresh: Path, path: Path) -> None:
-    """Rename ``fresh`` to ``path`` unless another process created a store there first."""
+def _publish(fresh: Path, path: Path) -> bool:
+    """Rename ``fresh`` to ``path`` and return True, unless another process created a store there first."""
     if path.exists() and path.stat().st_size == 0:
         fresh.replace(path)
-        return
+        return True
     try:
         os.link(fresh, path)
     except FileExistsError:
-        return
+        return False
     except OSError:  # a file system without hard links
         fresh.rename(path)
+    return True
 
 
 @cache
@@ -523,8 +532,8 @@ def _empty_store() -> bytes:
             raise translated(error, path) from error
 
 
-def _create(path: Path) -> None:
-    """Create an empty store and move it to ``path``."""
+def _create(path: Path) -> bool:
+    """Create an empty store and move it to ``path``; return False if another process created one there first."""
     content = _empty_store()
     fresh = path.parent / f".{path.name}.{secrets.token_hex(4)}.new"
     try:
@@ -533,7 +542,7 @@ def _create(path: Path) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        _publish(fresh, path)
+        return _publish(fresh, path)
     except (duckdb.Error, OSError) as error:
         raise translated(error, path) from error
     finally:
@@ -545,19 +554,6 @@ def _is_file_with_content(path: Path) -> bool:
     if path.is_dir():
         raise NotAStoreError(f"{path} is a directory, not a headscan store. Name a file")
     return path.exists() and path.stat().st_size > 0
-
-
-def _create_where_missing(path: Path, timeout: float, on_wait: Callable[[str], None] | None) -> None:
-    """Create the store if the file is missing or has no tables."""
-    if not _is_file_with_content(path):
-        _create(path)
-        return
-    with connected(path, read_only=True, timeout=timeout, on_wait=on_wait) as connection:
-        empty = not tables(connection)
-    if empty:
-        with connected(path, read_only=False, timeout=timeout, on_wait=on_wait) as connection:
-            if not tables(connection):
-                _make_schema(connection, path)
 
 
 class Checked:
@@ -573,6 +569,12 @@ class Checked:
     def holds(self, path: Path) -> bool:
         """Return True if the store at ``path`` and its log are unchanged."""
         return self._state is not None and self._state == _state(path)
+
+
+@cache
+def checked_file(path: Path) -> Checked:
+    """Return the state of a file that all stores of this process share."""
+    return Checked()
 
 
 def _state(path: Path) -> tuple[tuple[int, ...] | None, ...]:
@@ -602,16 +604,18 @@ def opened(
     here. ``create`` creates a missing store, only for writing. ``on_wait`` is called with a message when a wait or an
     upgrade begins; other arguments are as in `connected`.
     """
-    if create:
-        _create_where_missing(path, timeout, on_wait)
-    elif not _is_file_with_content(path):
-        raise StoreMissingError(f"there is no store at {path}. Run `headscan scan` first, or name another path")
+    if not _is_file_with_content(path):
+        if not create:
+            raise StoreMissingError(f"there is no store at {path}. Run `headscan scan` first, or name another path")
+        if _create(path):
+            checked.remember(path)
     reading = partial(connected, path, read_only=True, timeout=timeout, on_wait=on_wait, memory=memory)
     writing = partial(connected, path, read_only=False, timeout=timeout, on_wait=on_wait)
     if read_only or not checked.holds(path):
         with reading() as connection:
             known = checked.holds(path)
-            outdated = not known and written_with(connection, path).outdated
+            empty = create and not known and not tables(connection)
+            outdated = not known and not empty and written_with(connection, path).outdated
             if read_only and not outdated:
                 if not known:
                     verify(connection, path)
@@ -621,7 +625,9 @@ def opened(
         if outdated:
             upgrade(path, writing, on_wait)
     with (reading if read_only else writing)() as connection:
-        if not checked.holds(path):  # the lock is held now, so no other process can write
+        if create and not checked.holds(path) and not tables(connection):
+            _make_schema(connection, path)
+        elif not checked.holds(path):  # the lock is held now, so no other process can write
             written_with(connection, path)
             verify(connection, path)
         yield connection

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,8 @@ from headscan.analysis.store.tables import TABLES
 
 #: Rows of heads that are read and written together.
 _GROUP_ROWS = 1_000_000
+#: Arms that are read and written together, with their answers.
+_GROUP_ARMS = 8
 
 
 @dataclass(frozen=True)
@@ -101,9 +104,10 @@ def _summed(before: MergedRun, after: MergedRun) -> MergedRun:
 
 def _add_masks(source: Store, into: Store) -> None:
     """Add the masks that the store lacks."""
+    theirs = source.query("SELECT name, mask_id FROM masks").to_pylist()
     known = {row["name"]: row["mask_id"] for row in into.query("SELECT name, mask_id FROM masks").to_pylist()}
     new = []
-    for row in source.query("SELECT name, mask_id FROM masks").to_pylist():
+    for row in theirs:
         if known.get(row["name"], row["mask_id"]) != row["mask_id"]:
             raise MergeError(
                 f"mask {row['name']} of {source.path} has other heads or another origin than in {into.path}. Merge into"
@@ -123,7 +127,8 @@ def _copy(
     source: Store, into: Store, wheres: Mapping[str, _Where], *, first: Sequence[tuple[str, list[Any]]] = ()
 ) -> None:
     """Copy the rows of tables in one transaction, after the statements ``first``."""
-    tables = {name: _rows(source, name, where) for name, where in wheres.items()}
+    with source.reading():
+        tables = {name: _rows(source, name, where) for name, where in wheres.items()}
     with into.open_transaction() as connection:
         for statement, parameters in first:
             connection.execute(statement, parameters)
@@ -189,13 +194,14 @@ class _RunMerge:
 
     def _add_shards(self) -> int:
         ledger = "SELECT shard, content_hash, head_rows FROM shards WHERE run_id = ? ORDER BY shard"
-        theirs = self._source.query(ledger, [self._run_id]).to_pylist()
-        ours = {row["shard"]: row for row in self._into.query(ledger, [self._run_id]).to_pylist()}
-        common = [row for row in theirs if row["shard"] in ours]
-        for row in common:
-            if row["content_hash"] != ours[row["shard"]]["content_hash"]:
-                raise self._contradiction(f"shard {row['shard']} has other text")
-        self._compare_shards([row["shard"] for row in common])
+        with self._reading():
+            theirs = self._source.query(ledger, [self._run_id]).to_pylist()
+            ours = {row["shard"]: row for row in self._into.query(ledger, [self._run_id]).to_pylist()}
+            common = [row for row in theirs if row["shard"] in ours]
+            for row in common:
+                if row["content_hash"] != ours[row["shard"]]["content_hash"]:
+                    raise self._contradiction(f"shard {row['shard']} has other text")
+            self._compare_shards([row["shard"] for row in common])
         new = [row for row in theirs if row["shard"] not in ours]
         for group in _groups(new):
             _copy(self._source, self._into, {table.name: self._of_shards(table, group) for table in _OF_SHARD})
@@ -230,50 +236,70 @@ class _RunMerge:
                     raise self._contradiction(f"shard {shard} has other rows of {table.name}")
 
     def _add_arms(self) -> int:
-        arms = "SELECT arm_id, name, status FROM arms WHERE run_id = ? ORDER BY started_at, arm_id"
-        known = {row["arm_id"]: row for row in self._into.query(arms, [self._run_id]).to_pylist()}
-        names = {row["name"]: arm_id for arm_id, row in known.items()}
-        added = 0
-        for arm in self._source.query(arms, [self._run_id]).to_pylist():
-            arm_id, ours = arm["arm_id"], known.get(arm["arm_id"])
-            if names.get(arm["name"], arm_id) != arm_id:
-                raise self._contradiction(f"arm {arm['name']} has other settings")
-            where: _Where = ("arm_id = ?", [arm_id])
-            if ours is None or (ours["status"], arm["status"]) == ("running", "finished"):
-                emptied = [(f"DELETE FROM {name} WHERE arm_id = ?", [arm_id]) for name in ("arms", *_names(_OF_ARM))]
-                _copy(self._source, self._into, dict.fromkeys(("arms", *_names(_OF_ARM)), where), first=emptied)
-                added += ours is None
-            elif ours["status"] == arm["status"] == "finished":
-                if not _equal(self._source, self._into, TABLES["answers"], where):
-                    raise self._contradiction(f"arm {arm['name']} has other answers")
-                self._add_missing(_OF_ARM, where)
-            elif ours["status"] == arm["status"] == "running":
-                responses = _rows(self._source, "responses", where)
-                with self._into.open_transaction() as connection:
-                    _insert(connection, "responses", responses, "OR IGNORE ")
+        new, open_arms, added = list[str](), list[str](), 0
+        missing = list[tuple[list[Table], _Where]]()
+        with self._reading():
+            arms = "SELECT arm_id, name, status FROM arms WHERE run_id = ? ORDER BY started_at, arm_id"
+            known = {row["arm_id"]: row for row in self._into.query(arms, [self._run_id]).to_pylist()}
+            names = {row["name"]: arm_id for arm_id, row in known.items()}
+            for arm in self._source.query(arms, [self._run_id]).to_pylist():
+                arm_id, ours = arm["arm_id"], known.get(arm["arm_id"])
+                if names.get(arm["name"], arm_id) != arm_id:
+                    raise self._contradiction(f"arm {arm['name']} has other settings")
+                states = (ours and ours["status"], arm["status"])
+                if ours is None or states == ("running", "finished"):
+                    new.append(arm_id)
+                    added += ours is None
+                elif states == ("finished", "finished"):
+                    where: _Where = ("arm_id = ?", [arm_id])
+                    if not _equal(self._source, self._into, TABLES["answers"], where):
+                        raise self._contradiction(f"arm {arm['name']} has other answers")
+                    missing.append((self._missing(_OF_ARM, where), where))
+                elif states == ("running", "running"):
+                    open_arms.append(arm_id)
+        of_arm = ("arms", *_names(_OF_ARM))
+        for first in range(0, len(new), _GROUP_ARMS):
+            where = "arm_id IN (SELECT unnest(?))", [new[first : first + _GROUP_ARMS]]
+            emptied = [(f"DELETE FROM {name} WHERE {where[0]}", where[1]) for name in of_arm]
+            _copy(self._source, self._into, dict.fromkeys(of_arm, where), first=emptied)
+        for tables, where in missing:
+            self._add_missing(tables, where)
+        if open_arms:
+            responses = _rows(self._source, "responses", ("arm_id IN (SELECT unnest(?))", [open_arms]))
+            with self._into.open_transaction() as connection:
+                _insert(connection, "responses", responses, "OR IGNORE ")
         return added
 
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Keep both stores open for several short reads."""
+        with self._source.reading(), self._into.reading():
+            yield
+
+    def _missing(self, tables: Sequence[Table], where: _Where) -> list[Table]:
+        """Return the tables of which the source has rows and the store has none."""
+        return [t for t in tables if not _count(self._into, t, where) and _count(self._source, t, where)]
+
     def _add_missing(self, tables: Sequence[Table], where: _Where) -> None:
-        """Copy the rows of tables of which the store has none."""
-        empty = [t for t in tables if not _count(self._into, t, where) and _count(self._source, t, where)]
-        if empty:
-            _copy(self._source, self._into, {table.name: where for table in empty})
+        if tables:
+            _copy(self._source, self._into, {table.name: where for table in tables})
 
     def _add_tables(self) -> None:
         """Add the results of the whole run; those that follow from shards or arms may differ. Either store may have
         units of a plan or pruning that the other one lacks.
         """
         where: _Where = ("run_id = ?", [self._run_id])
-        units = _rows(self._source, "measured_units", where)
+        with self._reading():
+            units = _rows(self._source, "measured_units", where)
+            missing = self._missing(_OF_RUN, where)
+            if not self._by_shard and not _count(self._into, TABLES["arms"], where):
+                for table in _OF_RUN:
+                    if table not in missing and not _equal(self._source, self._into, table, where):
+                        raise self._contradiction(f"other rows of {table.name}")
         if units.num_rows:
             with self._into.open_transaction() as connection:
                 _insert(connection, "measured_units", units, "OR IGNORE ")
-        self._add_missing(_OF_RUN, where)
-        if self._by_shard or _count(self._into, TABLES["arms"], where):
-            return
-        for table in _OF_RUN:
-            if not _equal(self._source, self._into, table, where):
-                raise self._contradiction(f"other rows of {table.name}")
+        self._add_missing(missing, where)
 
     def _finish(self) -> None:
         """Set the status and what both rows of ``runs`` say of the run."""
@@ -327,9 +353,10 @@ class _RunMerge:
         return _count(self._into, TABLES["arms"], ("run_id = ? AND status <> 'finished'", [self._run_id]))
 
     def _result(self, shards: int, arms: int) -> MergedRun:
-        [run] = self._into.query("FROM runs WHERE run_id = ?", [self._run_id]).to_pylist()
-        facts = {name: run[name] for name in ("run_id", "kind", "model", "corpus", "status", "total_shards")}
-        return MergedRun(**facts, shards=self._shards(), added_shards=shards, added_arms=arms)
+        with self._into.reading():
+            [run] = self._into.query("FROM runs WHERE run_id = ?", [self._run_id]).to_pylist()
+            facts = {name: run[name] for name in ("run_id", "kind", "model", "corpus", "status", "total_shards")}
+            return MergedRun(**facts, shards=self._shards(), added_shards=shards, added_arms=arms)
 
 
 def _names(tables: Sequence[Table]) -> list[str]:

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import duckdb
 import pyarrow as pa
 
 from headscan.analysis.errors import FinishedArmError, ResumeError, StoreError
-from headscan.analysis.store.connection import Checked, opened, rows, transaction
+from headscan.analysis.store.connection import checked_file, opened, rows, transaction
 from headscan.analysis.store.output_files import write_data_set
 from headscan.analysis.store.provenance import (
     has_ended,
@@ -54,6 +55,9 @@ _JSON_COLUMNS = tuple(c.name for c in TABLES["runs"].columns if c.type == "JSON"
 
 #: The verb that creates runs of a kind, where the two names differ.
 _MADE_BY = {"recording": "sweep"}
+
+#: Kinds of runs that get a summary.
+_SUMMARISED_KINDS = ("scan", "recording")
 
 #: Memory of DuckDB while a summary is computed; the summary itself holds one column at a time in addition.
 _SUMMARY_MEMORY = "512MB"
@@ -100,8 +104,10 @@ class Store:
         self.path = Path(path)
         self.lock_timeout = lock_timeout
         self.on_wait = on_wait
-        self._checked = Checked()
+        self._checked = checked_file(self.path.absolute())
         self._transaction: duckdb.DuckDBPyConnection | None = None
+        self._reading = list[int]()  # the threads in blocks of `reading`
+        self._never_summarised = set[str]()
 
     def __repr__(self) -> str:
         return f"Store({str(self.path)!r})"
@@ -110,6 +116,8 @@ class Store:
         self, *, read_only: bool = False, create: bool = False, memory: str | None = None
     ) -> AbstractContextManager[duckdb.DuckDBPyConnection]:
         """Open a DuckDB connection for a ``with`` block; see `opened`."""
+        if not read_only and get_ident() in self._reading:  # other threads wait for the end of the block
+            raise StoreError(f"cannot write {self.path} while a block of reading() holds it. End the block first")
         return opened(
             self.path,
             self._checked,
@@ -119,6 +127,19 @@ class Store:
             timeout=self.lock_timeout,
             on_wait=self.on_wait,
         )
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Keep the file open for the reads inside the block. DuckDB needs 30 ms of CPU to open a file, and a connection
+        to a file that this process has open takes none. Other processes can read but not write meanwhile, so keep the
+        block short; it may not write to this store.
+        """
+        with self.connect(read_only=True):
+            self._reading.append(get_ident())
+            try:
+                yield
+            finally:
+                self._reading.remove(get_ident())
 
     @contextmanager
     def one_transaction(self) -> Iterator[None]:
@@ -153,6 +174,8 @@ class Store:
         there too.
         """
         run_id = run_identity(run.kind, run.fingerprint)
+        if run.kind not in _SUMMARISED_KINDS:
+            self._never_summarised.add(run_id)
         with self._writing(create=True) as connection:
             row = connection.execute("SELECT status FROM runs WHERE run_id = ?", [run_id]).fetchone()
             if row is None:
@@ -210,11 +233,12 @@ class Store:
 
     def _new_summary(self, run_id: str) -> _Summary | None:
         """Return the summary of a run that has head rows but no summary. Other processes can read meanwhile."""
-        if self._transaction is not None:  # the block may not read, and no scan ends in one
+        # A block of one transaction may not read, and no scan ends in one.
+        if self._transaction is not None or run_id in self._never_summarised:
             return None
         with self.connect(read_only=True, memory=_SUMMARY_MEMORY) as connection:
             known = connection.execute("SELECT kind FROM runs WHERE run_id = ?", [run_id]).fetchall()
-            if not known or known[0][0] not in ("scan", "recording") or is_summarised(connection, run_id):
+            if not known or known[0][0] not in _SUMMARISED_KINDS or is_summarised(connection, run_id):
                 return None
             return _Summary(_count_shards(connection, run_id), summarise_run(connection, run_id))
 

@@ -175,27 +175,30 @@ def judged_on_same(store: Store, run_id: str) -> dict[str, set[str]]:
     model, and their judging parts of the benchmark have a document of a task in common.
     """
     judged: dict[str, set[str]] = defaultdict(set)
-    for row in store.query(
-        "SELECT DISTINCT r.run_id, v.arm_id FROM split_verdicts v JOIN arms a ON a.arm_id = v.arm_id"
-        " JOIN runs r ON r.run_id = a.run_id JOIN runs own ON own.run_id = $1"
-        f" WHERE v.part = {literal(CONFIRMATION)} AND (r.run_id = own.run_id"
-        " OR (r.weights_hash IS NOT DISTINCT FROM own.weights_hash"
-        " AND r.model_config_hash IS NOT DISTINCT FROM own.model_config_hash"
-        " AND (own.weights_hash IS NOT NULL OR r.model = own.model)))",
-        [run_id],
-    ).to_pylist():
-        judged[row["run_id"]].add(row["arm_id"])
-    others = judged.keys() - {run_id}
-    if others:
-        overlapping = store.query(
-            "WITH asked AS (SELECT s.run_id, s.task, coalesce(q.doc_hash, s.question::VARCHAR) AS document"
-            " FROM all_question_split s JOIN arms a ON a.run_id = s.run_id AND a.kind = 'baseline'"
-            " JOIN answers q ON q.arm_id = a.arm_id AND q.task = s.task AND q.question = s.question"
-            f" WHERE s.part = {literal(CONFIRMATION)} AND NOT s.recall AND list_contains($2, s.run_id))"
-            " SELECT DISTINCT o.run_id FROM asked o JOIN asked own USING (task, document) WHERE own.run_id = $1",
-            [run_id, [run_id, *others]],
-        )["run_id"].to_pylist()
-        judged = defaultdict(set, {run: arms for run, arms in judged.items() if run == run_id or run in overlapping})
+    with store.reading():
+        for row in store.query(
+            "SELECT DISTINCT r.run_id, v.arm_id FROM split_verdicts v JOIN arms a ON a.arm_id = v.arm_id"
+            " JOIN runs r ON r.run_id = a.run_id JOIN runs own ON own.run_id = $1"
+            f" WHERE v.part = {literal(CONFIRMATION)} AND (r.run_id = own.run_id"
+            " OR (r.weights_hash IS NOT DISTINCT FROM own.weights_hash"
+            " AND r.model_config_hash IS NOT DISTINCT FROM own.model_config_hash"
+            " AND (own.weights_hash IS NOT NULL OR r.model = own.model)))",
+            [run_id],
+        ).to_pylist():
+            judged[row["run_id"]].add(row["arm_id"])
+        others = judged.keys() - {run_id}
+        if others:
+            overlapping = store.query(
+                "WITH asked AS (SELECT s.run_id, s.task, coalesce(q.doc_hash, s.question::VARCHAR) AS document"
+                " FROM all_question_split s JOIN arms a ON a.run_id = s.run_id AND a.kind = 'baseline'"
+                " JOIN answers q ON q.arm_id = a.arm_id AND q.task = s.task AND q.question = s.question"
+                f" WHERE s.part = {literal(CONFIRMATION)} AND NOT s.recall AND list_contains($2, s.run_id))"
+                " SELECT DISTINCT o.run_id FROM asked o JOIN asked own USING (task, document) WHERE own.run_id = $1",
+                [run_id, [run_id, *others]],
+            )["run_id"].to_pylist()
+            judged = defaultdict(
+                set, {run: arms for run, arms in judged.items() if run == run_id or run in overlapping}
+            )
     return judged
 
 
@@ -427,9 +430,10 @@ def _widened_rows(
 
 
 def _sheets(store: Store, run_id: str, baseline: FinishedArm, others: Sequence[FinishedArm], part: str) -> AnswerSheets:
-    parts = store.query("SELECT part FROM all_question_split WHERE run_id = ? ORDER BY task, question", [run_id])
-    kept = np.array([of_question == part for of_question in parts["part"].to_pylist()], dtype=bool)
-    return read_answers(store, baseline, others).only(kept)
+    with store.reading():
+        parts = store.query("SELECT part FROM all_question_split WHERE run_id = ? ORDER BY task, question", [run_id])
+        answers = read_answers(store, baseline, others)
+    return answers.only(np.array([of_question == part for of_question in parts["part"].to_pylist()], dtype=bool))
 
 
 def _without_rows(arms: Sequence[FinishedArm], rows: Sequence[Mapping[str, Any]]) -> list[FinishedArm]:

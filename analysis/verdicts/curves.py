@@ -90,20 +90,21 @@ def read_curves(store: Store, run_id: str, unrecorded: Sequence[Mapping[str, Any
     tables = {"unrecorded": pa.Table.from_pylist([dict(row) for row in unrecorded])} if unrecorded else {}
     views = with_verdict_rows("unrecorded") if unrecorded else ""
     points: dict[tuple[str, str | None, str | None], list[SweepPoint]] = defaultdict(list)
-    for row in store.query(
-        f"{views} SELECT kind, score, selection, {', '.join(SweepPoint._fields)} FROM all_sweep_points"
-        " WHERE run_id = ? ORDER BY zeroed_share, share",
-        [run_id],
-        tables=tables,
-    ).to_pylist():
-        points[row.pop("kind"), row.pop("score"), row.pop("selection")].append(SweepPoint(**row))
-    curves = store.query(
-        f"{views} SELECT kind, score, selection, removable_share, removable_share_strict, area, area_upto"
-        " FROM all_score_curves WHERE run_id = ?"
-        f" ORDER BY kind IN ({RANDOM_KINDS_SQL}), removable_share DESC, area DESC, kind, score, selection",
-        [run_id],
-        tables=tables,
-    ).to_pylist()
+    with store.reading():
+        for row in store.query(
+            f"{views} SELECT kind, score, selection, {', '.join(SweepPoint._fields)} FROM all_sweep_points"
+            " WHERE run_id = ? ORDER BY zeroed_share, share",
+            [run_id],
+            tables=tables,
+        ).to_pylist():
+            points[row.pop("kind"), row.pop("score"), row.pop("selection")].append(SweepPoint(**row))
+        curves = store.query(
+            f"{views} SELECT kind, score, selection, removable_share, removable_share_strict, area, area_upto"
+            " FROM all_score_curves WHERE run_id = ?"
+            f" ORDER BY kind IN ({RANDOM_KINDS_SQL}), removable_share DESC, area DESC, kind, score, selection",
+            [run_id],
+            tables=tables,
+        ).to_pylist()
     # Pruned models have curves of their own, of more than accuracy.
     curves = [row for row in curves if not ArmKind(row["kind"]).is_pruned]
     selections = defaultdict(set)

@@ -390,18 +390,19 @@ class Verdict:
 
 def judge(store: Store, run_id: str) -> Verdict:
     """Judge every finished arm of an evaluate run. Comparisons that the store lacks are computed, not written."""
-    run = store.resolve_run(run_id, "evaluate")
-    run_id = run["run_id"]
-    arms = finished_arms(store, run_id)
-    if not arms.others:
-        raise VerdictError(
-            f"run {run_id} has 0 finished arms in addition to the baseline (limit 1). Ablate heads with"
-            " `headscan evaluate`"
-        )
+    with store.reading():
+        run = store.resolve_run(run_id, "evaluate")
+        run_id = run["run_id"]
+        arms = finished_arms(store, run_id)
+        if not arms.others:
+            raise VerdictError(
+                f"run {run_id} has 0 finished arms in addition to the baseline (limit 1). Ablate heads with"
+                " `headscan evaluate`"
+            )
+        measures = read_measures(store, run_id, arms.baseline)
     rows = read_verdict_rows(store, run_id)
     compared = compared_by_arm([*rows.stored, *rows.computed])
     controls = judge_controls(arms.others, benchmark_differences(compared))
-    measures = read_measures(store, run_id, arms.baseline)
     points = {arm_id: scopes[BENCHMARK] for arm_id, scopes in compared.items() if BENCHMARK in scopes}
     judged: list[ArmVerdict] = []
     unjudged: list[ArmOutcome] = []

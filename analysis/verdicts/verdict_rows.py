@@ -480,17 +480,18 @@ class VerdictRows(NamedTuple):
 
 def read_verdict_rows(store: Store, run_id: str) -> VerdictRows:
     """Read a run's verdict rows; compute missing ones without writing them."""
-    baseline, others, _ = finished_arms(store, run_id)
-    rows = store.query(
-        "SELECT v.* FROM arm_verdicts v JOIN arms USING (arm_id) WHERE run_id = ? ORDER BY arm_id, task, recall",
-        [run_id],
-    ).to_pylist()
-    stored = complete_rows(rows)
-    known = {row["arm_id"] for row in stored}
-    missing = [arm for arm in others if arm.arm_id not in known]
-    if not missing:
-        return VerdictRows(stored, [])
-    sheets = read_answers(store, baseline, missing)
+    with store.reading():
+        baseline, others, _ = finished_arms(store, run_id)
+        rows = store.query(
+            "SELECT v.* FROM arm_verdicts v JOIN arms USING (arm_id) WHERE run_id = ? ORDER BY arm_id, task, recall",
+            [run_id],
+        ).to_pylist()
+        stored = complete_rows(rows)
+        known = {row["arm_id"] for row in stored}
+        missing = [arm for arm in others if arm.arm_id not in known]
+        if not missing:
+            return VerdictRows(stored, [])
+        sheets = read_answers(store, baseline, missing)
     with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
         computed = threads.map(lambda arm: verdict_rows(sheets, baseline, arm), missing)
         return VerdictRows(stored, [row for rows in computed for row in rows])

@@ -295,6 +295,8 @@ def cannot_resume(
     for layer in wanted:
         blocks.at(layer)
     reasons: dict[int, str] = {}
+    if not wanted:
+        return reasons
     for way, cached in (("without a KV cache", 0), ("with a KV cache", _CACHED)):
         try:
             wrong = _differences(blocks, wanted, cached, behind_attention)

@@ -184,19 +184,25 @@ def save_logits(lm: LoadedModel, file: str | os.PathLike[str]) -> None:
     save_file({"logits": _logits(lm)}, file)
 
 
-def check_reload(logits: Mapping[Path, Path]) -> None:
-    """Load saved models in a fresh process on the CPU, and raise if their logits differ from those in the file of
-    `save_logits`. A model that is larger than half of the free memory is read from disk layer by layer.
-    """
+def run_python(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with these words in a fresh process, which finds this headscan."""
     here = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
-    words = [str(path.absolute()) for pair in logits.items() for path in pair]
-    done = subprocess.run(
-        [sys.executable, "-m", "headscan.pruning.save_model", *words],
+    return subprocess.run(
+        [sys.executable, *words],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
         env=os.environ | {"PYTHONPATH": here},
         check=False,
+    )
+
+
+def check_reload(logits: Mapping[Path, Path]) -> None:
+    """Load saved models in a fresh process on the CPU, and raise if their logits differ from those in the file of
+    `save_logits`. A model that is larger than half of the free memory is read from disk layer by layer.
+    """
+    done = run_python(
+        "-m", "headscan.pruning.save_model", *(str(path.absolute()) for pair in logits.items() for path in pair)
     )
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]

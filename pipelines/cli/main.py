@@ -142,7 +142,7 @@ def _without_verb(words: Sequence[str]) -> int:
     parser = build_parser()
     found = parser.parse_args(words)
     if found.version:
-        from headscan.pipelines.runs.run_records import code_version
+        from headscan.pipelines.runs.code_version import code_version
 
         print(f"headscan {code_version()}")
         if found.verbose:

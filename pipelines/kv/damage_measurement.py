@@ -77,13 +77,15 @@ def masked_losses(
     rope: RopeLengths = UNVARYING,
     known: KnownNumbers | None = None,
     progress: Progress | None = None,
+    starts: frozenset[Start] | None = None,
 ) -> Losses:
     """Return the losses of requests under each set of windows; `ALL_KEYS` is the full cache. Items that ``known`` has
-    are not measured. ``progress`` counts (set, request) pairs.
+    are not measured. ``progress`` counts (set, request) pairs. ``starts`` is the result of `starts_under_windows`; None
+    computes it.
     """
     ablations = [KvWindows(kept, f"windows {index}") if kept.windows else None for index, kept in enumerate(sets)]
     parts = _parts(requests, range(len(requests)), batch_tokens)
-    possible = frozenset[Start]() if pool.staged else pool.one(possible_starts, ablations)
+    possible = starts_under_windows(pool) if starts is None else starts
     groups = [[index] for index in range(len(sets))] if pool.staged else bundle(ablations, possible)
     items: dict[str, tuple[list[int], list[int]]] = {}
     work: list[Any] = []
@@ -94,8 +96,8 @@ def masked_losses(
             chosen = tuple(requests[row] for row in part)
             if len(group) > 1:
                 masks = tuple(ablations[index] for index in group)
-                starts = tuple(start_of(mask, possible) for mask in masks)
-                work.append(BundleItem(name, chosen, masks, starts, batch_tokens, share_prefixes=False))
+                first = tuple(start_of(mask, possible) for mask in masks)
+                work.append(BundleItem(name, chosen, masks, first, batch_tokens, share_prefixes=False))
             else:
                 alone = ablations[group[0]]
                 work.append(LikelihoodItem(name, chosen, alone, batch_tokens, share_prefixes=False, rope=rope))
@@ -127,6 +129,13 @@ def masked_losses(
     if wrong := int((~np.isfinite(nats)).sum()):
         raise NotFiniteError(f"NaN or infinite losses: {wrong} of {nats.size} (limit 0). Use another `dtype`")
     return Losses(nats, greedy)
+
+
+def starts_under_windows(pool: Pool) -> frozenset[Start]:
+    """Return where passes under windows can start, which takes two short passes for each layer. Windows act in the
+    attention itself, so passes never start behind it, and the result is that of the model alone.
+    """
+    return frozenset() if pool.staged else pool.one(possible_starts, ())
 
 
 def _parts(requests: Sequence[Request], rows: Iterable[int], batch_tokens: int) -> list[list[int]]:
@@ -400,11 +409,12 @@ def one_by_one(
     rope: RopeLengths = UNVARYING,
     known: KnownNumbers | None = None,
     progress: Progress | None = None,
+    starts: frozenset[Start] | None = None,
 ) -> np.ndarray:
     """Return the damage (P, C) by masking one KV head or layer after another; exact, and on every pool."""
     sets = [ALL_KEYS, *(KeptKeys.of([(*head, window) for head in heads]) for heads in units.values())]
     nats = masked_losses(
-        pool, requests, sets, batch_tokens=batch_tokens, rope=rope, known=known, progress=progress
+        pool, requests, sets, batch_tokens=batch_tokens, rope=rope, known=known, progress=progress, starts=starts
     ).nats
     return (nats[1:] - nats[:1]).T.astype(np.float32)
 
@@ -425,7 +435,7 @@ ABLE = 0.1
 @dataclass(frozen=True)
 class Measurement:
     """The candidates, the prompts that rank them, the held-out ones on which plans are measured, and notes on what
-    limits both. What ``known`` has is not measured again.
+    limits both. What ``known`` has is not measured again; ``starts`` is where passes under windows can start.
     """
 
     context: ModelContext
@@ -436,6 +446,7 @@ class Measurement:
     held_out: tuple[Prompts, ...]
     notes: tuple[str, ...]
     known: KnownNumbers
+    starts: frozenset[Start]
 
     @classmethod
     def of(
@@ -463,7 +474,8 @@ class Measurement:
             units = {(layer, 0): tuple(group) for layer, group in groupby(heads, key=lambda head: head[0])}
         halves = [each.halves() for each in prompts or read_prompts(config, identity)]
         ranking, held_out = tuple(half for half, _ in halves), tuple(half for _, half in halves)
-        found = cls(context, config, model, units, ranking, held_out, (), known or KnownNumbers())
+        starts = starts_under_windows(context.pool)
+        found = cls(context, config, model, units, ranking, held_out, (), known or KnownNumbers(), starts)
         return found._able()
 
     def _able(self) -> Measurement:
@@ -520,7 +532,7 @@ class Measurement:
             "progress": progress,
         }
         if self._one_by_one:
-            return one_by_one(self.context.pool, requests, window, self.units, **settings)
+            return one_by_one(self.context.pool, requests, window, self.units, **settings, starts=self.starts)
         return pool_damages(self.context.pool, requests, window, self.heads, gates=self.config.gates, **settings)
 
     def distant_order(self, window: Window) -> list[KvHead] | None:
@@ -566,6 +578,7 @@ class Measurement:
                 rope=self.context.identity.rope_lengths,
                 known=self.known,
                 progress=progress,
+                starts=self.starts,
             )
         return found.nats, float(found.greedy[0].mean())
 

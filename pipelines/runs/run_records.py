@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-import headscan
 from headscan.analysis.errors import StoreError
 from headscan.analysis.store.provenance import provenance_changes, provenance_history, same_model
 from headscan.analysis.store.records import SHARDED_KINDS, RunKind, RunRecord, RunState
@@ -29,6 +27,7 @@ from headscan.long_work import KnownNumbers
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths, max_tokens
+from headscan.pipelines.runs.code_version import code_version
 from headscan.pipelines.runs.stored_numbers import StoredNumbers
 from headscan.pipelines.runs.text_tables import at_work
 from headscan.sizing.model_sizes import NO_CACHE, LayerCache, find_caches
@@ -196,13 +195,6 @@ def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 _PACKAGES = ("torch", "transformers", "accelerate", "ray", "datasets", "lm-eval", "duckdb", "numpy")
 
-#: Folders with measuring code, by their path in the package, and their subfolders that decide no stored number.
-_MEASURING = {
-    ".": ("analysis", "cluster", "pipelines", "architectures.py"),
-    "cluster": (),
-    "pipelines": ("cli", "demo"),
-}
-
 
 def package_versions() -> dict[str, str]:
     """Return the installed versions of the packages that decide numbers."""
@@ -213,40 +205,6 @@ def package_versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return versions
-
-
-@cache
-def code_version() -> str:
-    """Return the version and 8 digits of the code's hash, such as ``0.1.0+3f9a2c1d``.
-
-    The hash covers the statements of every Python file of ``headscan``, ``headscan.cluster`` and ``headscan.pipelines``
-    except the command line, the demo and the code for tests. Comments, docstrings and line breaks do not count.
-    ``headscan.analysis`` only stores and judges.
-    """
-    digest = hashlib.sha256()
-    for name, path in _measuring_files():
-        digest.update(f"{name}\n{_statements(path.read_text(encoding='utf-8'))}\0".encode())
-    return f"{headscan.__version__}+{digest.hexdigest()[:8]}"
-
-
-def _statements(source: str) -> str:
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        if ast.get_docstring(node, clean=False) is not None:
-            del node.body[0]
-    return ast.dump(tree)
-
-
-def _measuring_files() -> Iterator[tuple[str, Path]]:
-    """Yield relative names and paths of the measuring code, in fixed order."""
-    root = Path(headscan.__path__[0])
-    for folder, left_out in _MEASURING.items():
-        for path in sorted((root / folder).rglob("*.py")):
-            # In a checkout the folders inside the package are links.
-            if path.relative_to(root / folder).parts[0] not in left_out:
-                yield path.relative_to(root).as_posix(), path
 
 
 #: Columns of ``runs`` that identify a command's inputs, and their names in messages.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -28,6 +29,8 @@ from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.runs.run_records import OpenModel, Run
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
+from headscan.pruning import save_model
+from tests import warm_python
 from tests.pipelines.kv.kv_plans import model_of
 from tests.small_models import make_model
 
@@ -73,6 +76,15 @@ def make_tokenizer(vocabulary: int, *, bos: bool = True) -> PreTrainedTokenizerF
 def transformers_speaks() -> None:
     """Restore the messages of transformers, which commands in this process disable."""
     logging.set_verbosity_warning()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def new_python() -> Iterator[Callable[..., CompletedProcess[str]]]:
+    """Start Python as `prune` does to load what it saved. Tests load in a forked process, which saves seconds each."""
+    with pytest.MonkeyPatch.context() as patch:
+        started = save_model.run_python
+        patch.setattr(save_model, "run_python", warm_python.run_python)
+        yield started
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import duckdb
@@ -15,6 +16,7 @@ import pytest
 
 from headscan.analysis.errors import (
     NotAStoreError,
+    QueryError,
     StoreError,
     StoreFullError,
     StoreLockedError,
@@ -142,6 +144,29 @@ def test_two_readers_at_once(scan: Scan) -> None:
         code = f"from headscan.analysis.store.store import Store; print(len(Store({str(scan.store.path)!r}).runs()))"
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout == "1\n"
         assert connection.execute("SELECT count(*) FROM runs").fetchone() == (1,)
+
+
+def test_a_block_of_reading_opens_the_file_once(scan: Scan) -> None:
+    """Its connections share one DuckDB with its settings, stay confined, and nobody writes meanwhile."""
+    limit = "SELECT current_setting('memory_limit')"
+    with scan.store.connect(read_only=True, memory="100MB") as connection:
+        assert connection.execute(limit).fetchall() == [("95.3 MiB",)]
+    with ThreadPoolExecutor(1) as thread, scan.store.reading():
+        with scan.store.connect(read_only=True, memory="100MB") as connection:
+            assert connection.execute(limit).fetchall() != [("95.3 MiB",)]
+        with scan.store.reading():
+            assert len(scan.store.runs()) == 1
+        with pytest.raises(QueryError, match="no file access"):
+            scan.store.query("FROM read_csv('/etc/hostname')")
+        with pytest.raises(StoreError, match=r"while a block of reading\(\) holds it"):
+            scan.store.begin_run(scan_record("more"))
+        with pytest.raises(StoreLockedError):
+            Store(scan.store.path, lock_timeout=0.1).begin_run(scan_record("more"))
+        waiting = thread.submit(scan.store.begin_run, scan_record("more"))
+        time.sleep(0.1)
+        assert not waiting.done()
+    assert not waiting.result(10).resumed
+    assert len(scan.store.runs()) == 2
 
 
 def test_a_writer_killed_in_a_transaction_leaves_the_last_shard_whole(scan: Scan) -> None:

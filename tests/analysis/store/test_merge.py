@@ -41,17 +41,20 @@ def answers_of(name: str) -> pa.Table:
 
 def write_arms(store: Store, names: Sequence[str], *, open_arms: Sequence[str] = (), judged: bool = True) -> str:
     """Write an evaluation with finished arms, and arms with a few responses."""
-    run_id = store.begin_run(EVALUATION).run_id
-    for name in names:
-        arm = store.begin_arm(ArmRecord(run_id, name, name))  # type: ignore[arg-type]
-        store.finish_arm(arm.arm_id, answers_of(name), zeroed_share=0.1)
-    for name in open_arms:
-        arm_id = store.begin_arm(ArmRecord(run_id, name, name)).arm_id  # type: ignore[arg-type]
-        requests = [f"{store.path.stem}{i}" for i in range(3)] + ["both"]
-        rows = {"request": requests, "log_likelihood": [-1.0] * 4, "greedy_tokens": [1] * 4, "zeroed_share": [0.1] * 4}
-        store.add_responses(arm_id, pa.table({**rows, "text": pa.nulls(4, pa.string())}))
-    if not open_arms:
-        store.finish_run(run_id)
+    with store.one_transaction():
+        run_id = store.begin_run(EVALUATION).run_id
+        for name in names:
+            arm = store.begin_arm(ArmRecord(run_id, name, name))  # type: ignore[arg-type]
+            store.finish_arm(arm.arm_id, answers_of(name), zeroed_share=0.1)
+        for name in open_arms:
+            arm_id = store.begin_arm(ArmRecord(run_id, name, name)).arm_id  # type: ignore[arg-type]
+            requests = [f"{store.path.stem}{i}" for i in range(3)] + ["both"]
+            likelihoods = {"log_likelihood": [-1.0] * 4, "greedy_tokens": [1] * 4, "zeroed_share": [0.1] * 4}
+            store.add_responses(
+                arm_id, pa.table({"request": requests, **likelihoods, "text": pa.nulls(4, pa.string())})
+            )
+        if not open_arms:
+            store.finish_run(run_id)
     if judged:
         record_verdicts(store, run_id)
     return run_id
@@ -77,9 +80,10 @@ def test_a_merged_store_equals_its_only_source(scan: Scan, new: dict[str, Store]
     store.finish_run(probe)
     merged = merge_stores([store], new["all"])
     assert {run.status for run in merged} == {"finished"}
-    for table in TABLES:
-        assert content(new["all"], table) == content(store, table), table
-    filled = {table for table in TABLES if content(store, table)}
+    with store.reading(), new["all"].reading():
+        for table in TABLES:
+            assert content(new["all"], table) == content(store, table), table
+        filled = {table for table in TABLES if content(store, table)}
     assert filled >= {"masks", "mask_heads", "arm_verdicts", "split_verdicts", "head_behaviours", "answers"}
     assert judge(new["all"], run_id) == judge(store, run_id)
 

@@ -50,7 +50,11 @@ def folder(filled: tuple[Store, str], tmp_path_factory: pytest.TempPathFactory) 
 
 
 def test_every_table_and_view_has_the_same_rows(filled: tuple[Store, str], folder: Path) -> None:
-    store, parquet = filled[0], store_at(folder)
+    with filled[0].reading():
+        _compare_all(filled[0], store_at(folder))
+
+
+def _compare_all(store: Store, parquet: Store) -> None:
     assert isinstance(parquet, ParquetStore)
     names = [*TABLES, *VIEWS]
     assert store.query("FROM head_summary").num_rows == 2 * LAYERS * HEADS

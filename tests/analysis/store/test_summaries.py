@@ -160,16 +160,17 @@ def test_every_number_of_the_pools_equals_plain_numpy(hard: tuple[Store, str]) -
 def test_thresholds_of_rules_are_stored_or_computed_alike(hard: tuple[Store, str]) -> None:
     store, run_id = hard
     shares = (*THRESHOLDS, 0.33)
-    expected = {
-        score: [
-            store.query(
-                f"SELECT quantile_cont({score}::DOUBLE, {q if SCORES[score].inactive == 'low' else 1 - q}) AS x"
-                " FROM head_scores"
-            )["x"][0].as_py()
-            for q in shares
-        ]
-        for score in SCORES
-    }
+    with store.reading():
+        expected = {
+            score: [
+                store.query(
+                    f"SELECT quantile_cont({score}::DOUBLE, {q if SCORES[score].inactive == 'low' else 1 - q}) AS x"
+                    " FROM head_scores"
+                )["x"][0].as_py()
+                for q in shares
+            ]
+            for score in SCORES
+        }
     for score in SCORES:
         assert thresholds(store, run_id, score, shares) == pytest.approx(expected[score], rel=1e-13)
     store.finish_run(run_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -85,7 +86,7 @@ def test_the_output_projection_is_the_least_squares_solution() -> None:
     assert not found[:, [c for c in range(48) if c not in kept]].any()
 
 
-@pytest.mark.parametrize("texts", [2, 4])
+@pytest.mark.parametrize("texts", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_few_calibration_tokens_do_no_harm(texts: int) -> None:
     """On texts that neither fit the weights nor chose their strength, the repair is not worse than none."""
     lm = headscan.load(MODEL_FOLDER, device="cpu", dtype="float32")
@@ -149,7 +150,7 @@ def test_more_repair_leaves_less_damage() -> None:
 def test_the_value_projection_is_the_least_squares_solution() -> None:
     """Enough steps of conjugate gradients give the solution of the explicit problem, shortened for other texts."""
     lm = make_loaded("llama")
-    texts = random_texts(lm, sequences=16, tokens=24)
+    texts = replace(random_texts(lm, sequences=16, tokens=24), batch_tokens=400)
     fitting, judging = texts.split(texts.tokens // 4)
     site = lm.grid.sites[2]
     config = RepairConfig(("v",), rounds=1, value_steps=200)

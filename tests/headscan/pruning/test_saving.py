@@ -23,6 +23,7 @@ from tests.headscan.pruning.test_slicing import heads_of_layer, prompts
 from tests.headscan.pruning.test_slicing_families import SLICED, choices, logits
 from tests.small_models import load_saved, make_loaded
 from tests.sources import ROOT
+from tests.warm_python import run_python
 
 UNEVEN = [(0, 0), (0, 1), (1, 3), (1, 4), (1, 5)]
 
@@ -72,9 +73,11 @@ def save(tmp_path: Path, name: str, removed: list[tuple[int, int]], **options: b
     return tmp_path / "model"
 
 
-def load_elsewhere(folder: Path, imports: str) -> subprocess.CompletedProcess[str]:
+def load_elsewhere(folder: Path, imports: str, *, new: bool) -> subprocess.CompletedProcess[str]:
     logits = str(folder.parent / "logits.pt")
     code = _LOAD.format(imports=imports, logits=logits, folder=str(folder))
+    if not new:
+        return run_python("-c", code)
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, input="")
 
 
@@ -90,14 +93,13 @@ def test_headscan_loads_the_same_numbers(folder: Path) -> None:
 
 @pytest.mark.parametrize("imports", [_LIGHT + _AUTO, _AUTO + "import headscan\n"], ids=["before", "after"])
 def test_transformers_loads_it_with_headscan_imported(folder: Path, imports: str) -> None:
-    found = load_elsewhere(folder, imports + _NO_FINDER)
+    found = load_elsewhere(folder, imports + _NO_FINDER, new=imports.startswith(_LIGHT))
     assert found.stdout == "PrunedLlamaForCausalLM True\n", found.stderr
 
 
 def errors_elsewhere(folder: Path, imports: str, options: str = "{}") -> dict[str, float | str]:
     code = _LOAD_ALL.format(imports=imports, options=options)
-    command = [sys.executable, "-c", code, str(folder)]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, input="", check=False)
+    found = run_python("-c", code, str(folder))
     assert found.returncode == 0, found.stderr[-2000:]
     return json.loads(found.stdout.splitlines()[-1])
 
@@ -109,16 +111,22 @@ RENAMED = (
 ).split()
 
 
-def test_pruned_checkpoints_of_every_family_load_in_another_process(tmp_path: Path) -> None:
-    for name in SLICED:
+#: Plain, with fused projections, with state-space layers, and half of the renamed ones.
+FEW = ("llama", "gemma2-softcap", "falcon-gqa", "phi3", "gpt2", "gpt_oss", "bamba", *RENAMED[::2])
+
+
+@pytest.mark.parametrize("names", [FEW, pytest.param(tuple(SLICED), marks=pytest.mark.slow)], ids=["few", "every"])
+def test_pruned_checkpoints_of_families_load_in_another_process(names: tuple[str, ...], tmp_path: Path) -> None:
+    renamed = set(RENAMED) & set(names)
+    for name in names:
         removed = choices(name, make_loaded(name))[-1]
         save(tmp_path / name, name, removed, remote_code=name in RENAMED)
     found = errors_elsewhere(tmp_path, "import headscan")
-    assert found == dict.fromkeys(sorted(SLICED), 0.0)
-    for name in set(SLICED) - set(RENAMED):
+    assert found == dict.fromkeys(sorted(names), 0.0)
+    for name in set(names) - renamed:
         shutil.rmtree(tmp_path / name)
     found = errors_elsewhere(tmp_path, "sys.modules['headscan'] = None", "{'trust_remote_code': True}")
-    assert found == dict.fromkeys(sorted(RENAMED), 0.0)
+    assert found == dict.fromkeys(sorted(renamed), 0.0)
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "mixtral", "nemotron_h"])
@@ -175,8 +183,7 @@ def test_without_headscan_equal_counts_and_copied_code_load_and_nothing_else(tmp
         save(tmp_path / name, name, removed)
     save(tmp_path / "without-code", "llama", UNEVEN)
     copied = save(tmp_path / "with-code", "llama", UNEVEN, remote_code=True)
-    command = [sys.executable, "-c", _WITHOUT_HEADSCAN, str(tmp_path)]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, input="")
+    found = run_python("-c", _WITHOUT_HEADSCAN, str(tmp_path))
     expected = {name: f"{name} {kind} True" for name, (_, kind) in STOCK.items()}
     expected |= {"with-code": "with-code PrunedLlamaForCausalLM True", "without-code": "without-code fails"}
     assert found.stdout.splitlines() == [line for _, line in sorted(expected.items())], found.stderr
@@ -200,7 +207,7 @@ def test_copied_code_gives_the_decoder_without_its_head(tmp_path: Path) -> None:
     """vLLM's transformers backend builds this model."""
     names = {"llama": "PrunedLlamaModel", "gpt_neox": "PrunedGPTNeoXModel", "qwen3": "PrunedQwen3Model"}
     folders = [str(save(tmp_path / name, name, UNEVEN, remote_code=True)) for name in names]
-    found = subprocess.run([sys.executable, "-c", _BODY, *folders], capture_output=True, text=True, cwd=ROOT, input="")
+    found = run_python("-c", _BODY, *folders)
     assert found.stdout.splitlines() == [f"True {name}" for name in names.values()], found.stderr[-2000:]
 
 
@@ -217,8 +224,7 @@ def test_models_with_copied_code_keep_it_when_they_are_saved_again(tmp_path: Pat
     for again in ("again", "with-headscan"):
         (tmp_path / "saved" / again).mkdir(parents=True)
         shutil.copy(folder.parent / "logits.pt", tmp_path / "saved" / again)
-    command = [sys.executable, "-c", _SAVE_AGAIN, str(folder), str(tmp_path / "saved" / "again" / "model")]
-    subprocess.run(command, capture_output=True, cwd=ROOT, check=True)
+    run_python("-c", _SAVE_AGAIN, str(folder), str(tmp_path / "saved" / "again" / "model")).check_returncode()
     headscan.load(folder).model.save_pretrained(tmp_path / "saved" / "with-headscan" / "model")
     found = errors_elsewhere(tmp_path / "saved", "sys.modules['headscan'] = None", "{'trust_remote_code': True}")
     assert found == {"again": 0.0, "with-headscan": 0.0}

@@ -220,6 +220,7 @@ def test_a_report_leaves_out_an_evaluation_that_compares_nothing(
     fails(capsys, [*report, "--evaluation", own.runs("evaluate")[0]["run_id"]], "0 finished baselines")
 
 
+@pytest.mark.usefixtures("own_tasks_alone")
 def test_mistakes_are_one_line(
     store: Path, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,7 +52,7 @@ from tests.pipelines.conftest import THREADS
 
 SPEC = ModelSpec(str(MODEL_FOLDER), "float32")
 SMALL = MeasureConfig(
-    CorpusSpec("python-stdlib-heldout"), recents=(16,), max_tokens=96, sequences=4, recall_prompts=8, batch_tokens=2048
+    CorpusSpec("python-stdlib-heldout"), recents=(16,), max_tokens=72, sequences=4, recall_prompts=8, batch_tokens=2048
 )
 BOOKS = Path(__file__).parents[4] / "shared/corpora/gutenberg"
 
@@ -150,7 +150,9 @@ def test_recall_that_the_model_cannot_do_is_named(context: ModelContext, monkeyp
 
 def test_held_out_prompts_decide_nothing(context: ModelContext, pretend: Callable[[AddedLoss], None]) -> None:
     config = replace(SMALL, recall_prompts=0)
-    held_out = text_prompts(config.corpus, context.identity, 96, config.sequences, 20).halves()[1].requests
+    held_out = (
+        text_prompts(config.corpus, context.identity, config.max_tokens or 0, config.sequences, 20).halves()[1].requests
+    )
     pretend(lambda request: 0.5 if request in held_out else 0.125)
     plan = measured_plan(config, context, LossLimit(1.0))
     assert plan.budget.window_heads == 8
@@ -264,7 +266,7 @@ def test_settings_out_of_range_are_refused(changes: dict[str, object], words: st
 
 
 def test_texts_shorter_than_the_window_are_refused(context: ModelContext) -> None:
-    with pytest.raises(HeadscanError, match=r"max_tokens=96 \(at least 261"):
+    with pytest.raises(HeadscanError, match=r"max_tokens=72 \(at least 261"):
         measured_plan(MeasureConfig(**{**vars(SMALL), "recents": (256,)}), context, WindowShare(0.5))
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,11 @@ from headscan.pipelines.kv.measured_plan import measured_plan
 from headscan.pipelines.runs import run_records
 from headscan.pipelines.runs.run_records import ModelContext, Run
 from tests.pipelines.conftest import THREADS
-from tests.pipelines.kv.test_measured_plan import SMALL, SPEC
+from tests.pipelines.kv.test_measured_plan import SMALL as MEASURED
+from tests.pipelines.kv.test_measured_plan import SPEC
+
+#: Resuming does not depend on how much is measured.
+SMALL = replace(MEASURED, sequences=2)
 
 #: Tasks whose items are kept.
 MEASURING = ("measure_damages", "measure_needs", "_run")
@@ -47,8 +53,11 @@ class CountingPool(InProcessPool):
                 yield done
 
 
-def made(store: Path | None, most: int | None = None, count: int = 12, **options: Any) -> tuple[HeadPlan, list[Any]]:
-    with CountingPool(most) as pool:
+def made(store: Path | None, most: int | None = None, count: int = 2, **options: Any) -> tuple[HeadPlan, list[Any]]:
+    """Return a plan, of which few exchanges are tried, and what was measured."""
+    with CountingPool(most) as pool, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headscan.pipelines.kv.measured_plan._ROUNDS", 1)
+        patch.setattr("headscan.pipelines.kv.measured_plan._TRIES", 2)
         context = ModelContext(SPEC, lambda _: pool)
         if store is not None:
             context = Run(SPEC, Store(store), lambda _: pool, **options)
@@ -56,8 +65,14 @@ def made(store: Path | None, most: int | None = None, count: int = 12, **options
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> tuple[str, list[Any]]:
-    plan, measured = made(None)
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The store of `undisturbed`."""
+    return tmp_path_factory.mktemp("finished") / "s.duckdb"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(finished: Path) -> tuple[str, list[Any]]:
+    plan, measured = made(finished)
     assert {name for name, _ in measured} == set(MEASURING)
     return plan.to_json(), measured
 
@@ -78,14 +93,13 @@ def test_a_stopped_plan_resumes_with_the_same_numbers(
 
 
 def test_a_finished_plan_is_not_measured_again_and_other_budgets_share_its_damages(
-    undisturbed: tuple[str, list[Any]], tmp_path: Path
+    undisturbed: tuple[str, list[Any]], finished: Path, tmp_path: Path
 ) -> None:
-    store = tmp_path / "s.duckdb"
-    made(store)
+    store = Path(shutil.copy(finished, tmp_path / "s.duckdb"))
     again, measured = made(store)
     assert (again.to_json(), measured) == (undisturbed[0], [])
-    other, measured = made(store, count=5)
-    alone, _ = made(None, count=5)
+    other, measured = made(store, count=1)
+    alone, _ = made(None, count=1)
     assert other.to_json() == alone.to_json()
     assert {name for name, _ in measured} == {"_run"}
     (run,) = Store(store).runs("plan")

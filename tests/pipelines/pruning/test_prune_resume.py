@@ -88,8 +88,14 @@ def config(spec: ModelSpec, corpus: Path, folder: Path) -> PruneConfig:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(model_folder: Path, corpus_folder: Path, tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
-    folder = tmp_path_factory.mktemp("undisturbed")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of `undisturbed`."""
+    return tmp_path_factory.mktemp("undisturbed")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model_folder: Path, corpus_folder: Path, finished: Path):  # type: ignore[no-untyped-def]
+    folder = finished
     with pytest.MonkeyPatch.context() as monkeypatch:
         found = pruned(model_folder, corpus_folder, folder, monkeypatch)
     rows = Store(folder / "s.duckdb").query("SELECT what, count(*) AS n FROM measured_units GROUP BY what").to_pylist()
@@ -121,11 +127,15 @@ def test_a_stopped_pruning_resumes(
 
 
 def test_a_finished_pruning_leaves_nothing_to_measure(
-    undisturbed, model_folder: Path, corpus_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    undisturbed,
+    finished: Path,
+    model_folder: Path,
+    corpus_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # type: ignore[no-untyped-def]
     heads, weights, _ = undisturbed
-    pruned(model_folder, corpus_folder, tmp_path, monkeypatch)
-    shutil.rmtree(tmp_path / "smaller")
+    shutil.copy(finished / "s.duckdb", tmp_path)
     found, again, rest = pruned(model_folder, corpus_folder, tmp_path, monkeypatch)
     assert (found, again, rest.units, rest.passes) == (heads, weights, 0, 0)
 

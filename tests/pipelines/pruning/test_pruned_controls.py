@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -111,7 +112,11 @@ def test_files_of_the_user_and_running_processes_are_respected(
 
 
 def test_a_model_that_computes_something_else_stays_in_the_work_folder(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: list[str],
+    new_python: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def damage(lm: LoadedModel, folder: Path, **_: object) -> None:
         save_pruned(lm, folder)
@@ -122,6 +127,7 @@ def test_a_model_that_computes_something_else_stays_in_the_work_folder(
         save_file(weights, file, {"format": "pt"})
 
     monkeypatch.setattr("headscan.pipelines.pruning.work_folder.save_pruned", damage)
+    monkeypatch.setattr("headscan.pruning.save_model.run_python", new_python)
     place = command.index("--tasks")
     assert main([*command[:place], *command[place + 2 :], "--heads", "0:1", "--skip-verdict"]) == 2
     assert "loaded in a fresh process, has other logits: relative error" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from headscan.options import BehaviourProbe
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.evaluate.run_sweep import sweep
-from headscan.pipelines.runs import run_records as software
+from headscan.pipelines.runs import code_version as software
 from headscan.pipelines.runs.run_records import Run, code_version, identify, package_versions
 from headscan.pipelines.scan.run_probe import probe
 from headscan.pipelines.scan.run_scan import scan

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from headscan.analysis.store.store import Store
-from tests.sources import ROOT
+from tests.warm_python import WarmProcess
 
 # However fast the machine, the scan cannot end before it is killed: after `shards` shards its writer waits for ever.
 _WAITING_SCAN = """
@@ -40,18 +38,13 @@ def kill_after(shards: int, command: list[str], before_the_kill: Callable[[], No
         before_the_kill: Called while the scan waits.
     """
     code = _WAITING_SCAN.format(shards=shards, command=command)
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT
-    )
-    assert process.stdout is not None
+    process = WarmProcess("-c", code)
     try:
-        lines = iter(process.stdout.readline, "")
-        assert any(line == "waiting\n" for line in lines), "the scan ended before it could be killed"
+        assert process.line("waiting") == "waiting", "the scan ended before it could be killed"
         before_the_kill()
     finally:
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        process.result()
 
 
 def stored_shards(store: Path) -> int:

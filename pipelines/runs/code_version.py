@@ -1,0 +1,52 @@
+"""The version of the code that decides numbers, without importing that code."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import headscan
+
+#: Folders with measuring code, by their path in the package, and their subfolders that decide no stored number.
+_MEASURING = {
+    ".": ("analysis", "cluster", "pipelines", "architectures.py"),
+    "cluster": (),
+    "pipelines": ("cli", "demo"),
+}
+
+
+@cache
+def code_version() -> str:
+    """Return the version and 8 digits of the code's hash, such as ``0.1.0+3f9a2c1d``.
+
+    The hash covers the statements of every Python file of ``headscan``, ``headscan.cluster`` and ``headscan.pipelines``
+    except the command line, the demo and the code for tests. Comments, docstrings and line breaks do not count.
+    ``headscan.analysis`` only stores and judges.
+    """
+    digest = hashlib.sha256()
+    for name, path in _measuring_files():
+        digest.update(f"{name}\n{_statements(path.read_text(encoding='utf-8'))}\0".encode())
+    return f"{headscan.__version__}+{digest.hexdigest()[:8]}"
+
+
+def _statements(source: str) -> str:
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if ast.get_docstring(node, clean=False) is not None:
+            del node.body[0]
+    return ast.dump(tree)
+
+
+def _measuring_files() -> Iterator[tuple[str, Path]]:
+    """Yield relative names and paths of the measuring code, in fixed order."""
+    root = Path(headscan.__path__[0])
+    for folder, left_out in _MEASURING.items():
+        for path in sorted((root / folder).rglob("*.py")):
+            # In a checkout the folders inside the package are links.
+            if path.relative_to(root / folder).parts[0] not in left_out:
+                yield path.relative_to(root).as_posix(), path
