@@ -32,7 +32,8 @@ from headscan.pipelines.pruning.run_prune import PruneConfig, PruneResult
 from headscan.pipelines.pruning.run_prune import prune as run_prune
 from headscan.pipelines.referee.run_referee import RefereeConfig
 from headscan.pipelines.referee.run_referee import referee as run_referee
-from headscan.pipelines.runs.run_records import ModelContext, OpenModel, Run, identify
+from headscan.pipelines.runs.model_identity import identify
+from headscan.pipelines.runs.run_records import ModelContext, OpenModel, Run
 from headscan.pipelines.scan.run_gates import GatesResult, run_gates
 from headscan.pipelines.scan.run_importance import run_importance
 from headscan.pipelines.scan.run_probe import ProbeResult

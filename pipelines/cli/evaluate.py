@@ -171,7 +171,7 @@ class Evaluate(TaskVerb):
         from headscan.pipelines.evaluate.run_evaluation import evaluate
         from headscan.pipelines.evaluate.tasks import Questions
         from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
-        from headscan.pipelines.runs.run_records import identify
+        from headscan.pipelines.runs.model_identity import identify
         from headscan.pipelines.scoring.arms import BASELINE, collect_value, controls, find_run, mask_heads, model_arm
 
         replaced = value_config(self.arms.replace, self.texts, self)

@@ -37,7 +37,7 @@ class FitGates(RunVerb):
     def run(self) -> Result:
         from dataclasses import replace
 
-        from headscan.pipelines.runs.run_records import identify
+        from headscan.pipelines.runs.model_identity import identify
         from headscan.pipelines.scan.run_gates import run_gates
 
         corpus = self.corpus.required(self)

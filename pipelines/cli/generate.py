@@ -56,7 +56,8 @@ class Generate(ModelVerb):
         from headscan.kv.kept_keys import KeptKeys
         from headscan.pipelines.kv.compare_generation import GenerationTask, compare_generation
         from headscan.pipelines.kv.plan_arms import KeptHeads, check_plan, narrowest_window
-        from headscan.pipelines.runs.run_records import ModelContext, identify
+        from headscan.pipelines.runs.model_identity import identify
+        from headscan.pipelines.runs.run_records import ModelContext
 
         quiet_libraries()
         spec = self.spec()

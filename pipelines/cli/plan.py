@@ -188,7 +188,8 @@ class Plan(OptionalModelVerb, StoreVerb):
 
     def _measured(self) -> HeadPlan:
         from headscan.pipelines.kv.measured_plan import measured_plan
-        from headscan.pipelines.runs.run_records import Run, identify
+        from headscan.pipelines.runs.model_identity import identify
+        from headscan.pipelines.runs.run_records import Run
         from headscan.pipelines.settings.saving_settings import LossLimit
 
         corpus = self.measured.required(self)

@@ -56,7 +56,7 @@ class Probe(RunVerb):
     retrieval: Annotated[_Retrieval, Group("retrieval_score")]
 
     def run(self) -> Result:
-        from headscan.pipelines.runs.run_records import identify
+        from headscan.pipelines.runs.model_identity import identify
         from headscan.pipelines.scan.run_probe import default_lengths, probe
 
         quiet_libraries()

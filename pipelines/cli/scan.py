@@ -49,7 +49,7 @@ class _CorpusVerb(RunVerb):
 
     def run_measurement(self, config_of: Callable[..., C], measure: Callable[[C, Run], CorpusRunResult]) -> str:
         """Measure the corpus, print the counts, and return the id of the run."""
-        from headscan.pipelines.runs.run_records import identify
+        from headscan.pipelines.runs.model_identity import identify
         from headscan.pipelines.settings.corpus_settings import longest_text
 
         corpus = self.corpus.required(self, limit_documents=self.corpus.limit_documents)
@@ -156,7 +156,7 @@ class Importance(_CorpusVerb):
         return self.run_measurement(self.settings, run_importance)
 
     def _on_examples(self, data: DataSpec) -> str:
-        from headscan.pipelines.runs.run_records import identify
+        from headscan.pipelines.runs.model_identity import identify
         from headscan.pipelines.scan.labelled_texts import read_labelled
         from headscan.pipelines.scan.run_importance import run_labelled_importance
         from headscan.pipelines.settings.measure_settings import LabelledImportanceConfig

@@ -153,7 +153,7 @@ class WholeModelVerb(RunVerb):
 
     @contextmanager
     def opened_whole(self, texts: TextConfig) -> Iterator[tuple[Run, PlacementPlan]]:
-        from headscan.pipelines.runs.run_records import identify
+        from headscan.pipelines.runs.model_identity import identify
 
         verb = replace(self, devices=self.devices.in_this_process())
         quiet_libraries()
@@ -244,7 +244,7 @@ def labelled_model(
 ) -> Iterator[tuple[LabelledConfig, LabelledTexts, Run]]:
     """Yield settings, examples, and the run of the model that a command line names."""
     from headscan.pipelines.ablate.labelled_arms import LabelledConfig
-    from headscan.pipelines.runs.run_records import identify
+    from headscan.pipelines.runs.model_identity import identify
     from headscan.pipelines.scan.labelled_texts import read_labelled
 
     quiet_libraries()

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
     from headscan.cluster.placement.placement_base import Node, PlacementPlan
     from headscan.cluster.tasks.pool import Pool
-    from headscan.pipelines.runs.run_records import ModelIdentity, OpenModel, Run
+    from headscan.pipelines.runs.model_identity import ModelIdentity
+    from headscan.pipelines.runs.run_records import OpenModel, Run
 
 #: Corpus of the bundled model unless one is named: modules of the standard library that it has not read.
 DEMO_CORPUS = "python-stdlib-heldout"

@@ -26,7 +26,8 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.answering import AnsweringPlan, ArmAnswers, WorkItem, answer, work_items
 from headscan.pipelines.evaluate.tasks import Questions, TaskResults
 from headscan.pipelines.kv.plan_arms import window_notes
-from headscan.pipelines.runs.run_records import ModelContext, ModelFacts, ModelIdentity, Run, fingerprint, identify
+from headscan.pipelines.runs.model_identity import ModelFacts, ModelIdentity, fingerprint, identify
+from headscan.pipelines.runs.run_records import ModelContext, Run
 from headscan.pipelines.runs.text_tables import at_work
 from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms, check_tokenizer, model_settings
 from headscan.pipelines.scoring.bundles import bundle_size, possible_starts

@@ -22,7 +22,8 @@ from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import KvHead
 from headscan.long_work import hash_of
 from headscan.pipelines.kv.damage_measurement import ALL_KEYS, Measurement, Prompts, read_prompts
-from headscan.pipelines.runs.run_records import ModelContext, fingerprint
+from headscan.pipelines.runs.model_identity import fingerprint
+from headscan.pipelines.runs.run_records import ModelContext
 from headscan.pipelines.settings.saving_settings import LossLimit, MeasureConfig
 
 #: Largest loss of a narrower window, over the mean share of damage of a KV head.
@@ -205,13 +206,15 @@ def measured_plans(
         "prompts": [(each.name, hash_of(each.requests)) for each in prompts],
     }
     stored = {"model": asdict(model.model), "corpus": asdict(config.corpus), "batch_tokens": config.batch_tokens}
-    with model.keeping(
+    record = model.record(
         "plan",
         fingerprint(facts),
         config=stored,
+        bos_policy="auto",
         corpus=config.corpus.name,
         corpus_hash=prompts[0].content_hash,
-    ) as known:
+    )
+    with model.keeping(record) as known:
         return _plans(Measurement.of(config, model, prompts, known), budgets)
 
 

@@ -42,7 +42,8 @@ from headscan.pipelines.pruning.pruning_units import (
     skipped_by,
 )
 from headscan.pipelines.pruning.work_folder import read_model, write_model
-from headscan.pipelines.runs.run_records import Run, fingerprint
+from headscan.pipelines.runs.model_identity import fingerprint
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.runs.text_tables import Progress, at_work, shown_steps
 from headscan.pipelines.settings.saving_settings import REPAIRS, RecallConfig
 from headscan.pruning.calibration import Calibration
@@ -173,13 +174,15 @@ def kept_damages(
         "batch_tokens": batch_tokens,
         **tokens,
     }
-    return run.keeping(
+    record = run.record(
         "prune",
         fingerprint({"model": run.identity.fingerprint(), "dtype": run.model.dtype, **facts}),
         config={"model": asdict(run.model), **facts},
+        bos_policy="auto",
         corpus=texts.corpus,
         corpus_hash=texts.content_hash,
     )
+    return run.keeping(record)
 
 
 class _Builder:

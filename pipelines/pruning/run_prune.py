@@ -28,7 +28,8 @@ from headscan.pipelines.pruning.model_costs import Timing
 from headscan.pipelines.pruning.pruned_arms import RANDOM, BuiltModel, pruned_arm
 from headscan.pipelines.pruning.pruning_units import Budget
 from headscan.pipelines.pruning.work_folder import check_place, work_folder
-from headscan.pipelines.runs.run_records import Run, code_version, fingerprint
+from headscan.pipelines.runs.model_identity import fingerprint
+from headscan.pipelines.runs.run_records import Run, code_version
 from headscan.pipelines.scoring.arms import BASELINE
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
 from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig

@@ -32,7 +32,8 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import batches, run_halving
 from headscan.options import BehaviourProbe
 from headscan.pipelines.corpora import Corpus, TokenPlan, open_corpus, sequences
-from headscan.pipelines.runs.run_records import ModelIdentity, Run, fingerprint
+from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.runs.text_tables import Progress
 from headscan.pipelines.settings.measure_settings import ProbeConfig
 

@@ -28,7 +28,8 @@ from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.runs.head_orders import finished_runs, head_order, run_kind
-from headscan.pipelines.runs.run_records import ModelContext, ModelIdentity, fingerprint
+from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
+from headscan.pipelines.runs.run_records import ModelContext
 from headscan.pipelines.scoring.token_requests import pad
 from headscan.pipelines.settings.corpus_settings import SHORTEST, longest_text
 from headscan.pipelines.settings.evaluation_settings import MaskOrder, ValueConfig

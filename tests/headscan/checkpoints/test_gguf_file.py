@@ -15,7 +15,7 @@ from headscan.checkpoints.headers import weights_hash
 from headscan.checkpoints.source_folder import DEMO_FOLDER, locate
 from headscan.errors import ModelLoadError
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.runs.run_records import identify
+from headscan.pipelines.runs.model_identity import identify
 
 gguf = pytest.importorskip("gguf")
 

@@ -19,7 +19,8 @@ from headscan.pipelines.cli.main import main
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.evaluate.run_sweep import sweep
 from headscan.pipelines.runs import run_records as software
-from headscan.pipelines.runs.run_records import Run, code_version, identify, package_versions
+from headscan.pipelines.runs.model_identity import identify
+from headscan.pipelines.runs.run_records import Run, code_version, package_versions
 from headscan.pipelines.scan.run_probe import probe
 from headscan.pipelines.scan.run_scan import scan
 from headscan.pipelines.scoring.arms import BASELINE, mask_arm
@@ -45,7 +46,7 @@ def other_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def other_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headscan.pipelines.runs.run_records._hardware", lambda lm: "cuda (NVIDIA H200)")
+    monkeypatch.setattr("headscan.pipelines.runs.model_identity._hardware", lambda lm: "cuda (NVIDIA H200)")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from headscan.catalog import MassWidths
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora import CorpusReport, CorpusSpec, TokenPlan, open_corpus, sequences, shards
-from headscan.pipelines.runs.run_records import identify
+from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scan.shard_task import ShardItem, measure_shard
 
 
