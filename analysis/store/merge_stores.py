@@ -100,7 +100,6 @@ def _summed(before: MergedRun, after: MergedRun) -> MergedRun:
 
 
 def _add_masks(source: Store, into: Store) -> None:
-    """Add the masks that the store lacks."""
     known = {row["name"]: row["mask_id"] for row in into.query("SELECT name, mask_id FROM masks").to_pylist()}
     new = []
     for row in source.query("SELECT name, mask_id FROM masks").to_pylist():

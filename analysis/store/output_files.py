@@ -148,7 +148,6 @@ def _write_partitions(batches: pa.RecordBatchReader, system: AbstractFileSystem,
 
 
 def _schema(connection: duckdb.DuckDBPyConnection) -> dict[str, Any]:
-    """Return the contents of ``schema.json``."""
     tables: dict[str, Any] = {}
     for name in (*TABLES, *_VIEWS):
         found = connection.execute(

@@ -250,7 +250,6 @@ class SupervisedPool(Pool):
     def _replace(
         self, replica: Replica, failure: Exception, again: deque[Job], given_up: list[tuple[Any, str]]
     ) -> None:
-        """Replace a failed replica and retry its jobs."""
         _log.warning("worker %s failed and is replaced: %s", ", ".join(replica.workers), first_line(failure))
         failed_starts = 0 if replica.started else replica.failed_starts + 1
         jobs = list(replica.jobs)

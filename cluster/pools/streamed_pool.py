@@ -214,7 +214,6 @@ class StreamedPool(Pool):
                         yield Finished(work.item, value, work.seconds, _WORKER)
 
     def _run(self, task: StagedTask[Any, Any, Any, Any], stage: Stage, work: _Work, hidden: HiddenStates) -> None:
-        """Run all passes of an item through one range of layers."""
         started = time.perf_counter()
         with torch.no_grad(), working_on(work.item):
             for key, part, partials in zip(work.keys, work.parts, work.partials, strict=True):
@@ -227,7 +226,6 @@ class StreamedPool(Pool):
         work.seconds += time.perf_counter() - started
 
     def _stages(self, layers: Layers, context: ExitStack) -> Iterator[Stage]:
-        """Load the ranges of layers one after another."""
         ranges = self._placement.ranges
         reader = ThreadPoolExecutor(1, "reader")
         context.callback(reader.shutdown, cancel_futures=True)

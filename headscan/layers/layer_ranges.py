@@ -154,7 +154,6 @@ def _random_weights(lazy_model: LazyModel) -> Iterator[None]:
 
 
 def _ran(model: PreTrainedModel, read: Callable[[], object]) -> set[nn.Module]:
-    """Return the modules that run in a pass."""
     ran: set[nn.Module] = set()
     with ExitStack() as hooks:
         for module in model.modules():

@@ -271,7 +271,6 @@ def plan_lines(sizes: ModelSizes, nodes: tuple[Node, ...], plan: PlacementPlan) 
 
 
 def _machine_lines(nodes: tuple[Node, ...]) -> list[str]:
-    """Return one line per kind of machine."""
     from headscan.cluster.placement.placement_base import format_bytes
 
     kinds: dict[tuple[Any, ...], list[str]] = {}

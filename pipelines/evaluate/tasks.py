@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from headscan.analysis.verdicts.verdict_rows import CLOZE_SUFFIX
+from headscan.analysis.verdicts.answer_sheets import CLOZE_SUFFIX
 from headscan.errors import HeadscanError
 from headscan.pipelines.corpora import CorpusError
 from headscan.pipelines.evaluate.harness import HeadscanLM, quiet_harness

@@ -265,12 +265,10 @@ def _allocated(
 
 
 def _order(measurement: Measurement, scores: KeepScores) -> list[KvHead]:
-    """Return the units in the order of the scores."""
     return [head for head in scores.order if head in measurement.units]
 
 
 def _heads_of(measurement: Measurement, scores: KeepScores, count: int) -> WindowHeads:
-    """Return the number of KV heads in the first ``count`` units."""
     return WindowHeads(sum(len(measurement.units[unit]) for unit in _order(measurement, scores)[:count]))
 
 
@@ -345,7 +343,6 @@ def _searched(
 
 
 def _with_loss(measurement: Measurement, plan: HeadPlan, budget: BudgetRequest | LossLimit) -> HeadPlan:
-    """Return the plan with its loss on held-out prompts."""
     kept = KeptKeys.of_plan(plan)
     found: dict[str, float] = {each.task: 0.0 for each in measurement.held_out}
     if kept.windows:

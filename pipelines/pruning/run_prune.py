@@ -89,7 +89,6 @@ class PruneConfig:
 
     @property
     def _sizes(self) -> list[tuple[str, Budget | None, tuple[tuple[int, int], ...]]]:
-        """Return method, budget and heads of each model."""
         found: list[tuple[str, Budget | None, tuple[tuple[int, int], ...]]] = [
             (method, budget, ()) for budget in self.budgets for method in self.methods
         ]

@@ -211,7 +211,6 @@ def site_referee(
 
 
 def _stored_heads(store: Store, run_id: str) -> dict[str, tuple[SiteHead, ...]]:
-    """Return the ablated heads of a run's arms by name."""
     rows = store.query("SELECT name, config -> '$.sites' AS sites FROM arms WHERE run_id = ?", [run_id]).to_pylist()
     return {
         row["name"]: tuple((site, Head(*head)) for site, heads in json.loads(row["sites"]).items() for head in heads)
