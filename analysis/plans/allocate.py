@@ -209,6 +209,7 @@ def random_plan(plan: HeadPlan, seed: int) -> HeadPlan:
                     score=draws[unit],
                     evidence=Evidence(removable="random control" if cache.action == "drop" else None),
                 )
+    protected = [note for note in plan.notes if "KV heads are protected: " in note]
     return replace(
         plan,
         method="random",
@@ -217,12 +218,8 @@ def random_plan(plan: HeadPlan, seed: int) -> HeadPlan:
         heads=tuple(dealt.get((head.layer, head.kv_head), replace(head, evidence=Evidence())) for head in plan.heads),
         query_heads=(),
         validation=None,
-        notes=(f"control: the actions of a {plan.method} plan, dealt out at random", *_protected(plan)),
+        notes=(f"control: the actions of a {plan.method} plan, dealt out at random", *protected),
     )
-
-
-def _protected(plan: HeadPlan) -> list[str]:
-    return [note for note in plan.notes if "KV heads are protected: " in note]
 
 
 @dataclass(frozen=True)

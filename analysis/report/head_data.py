@@ -138,13 +138,9 @@ def read_head_data(
 
 def _other_means(heads: SiteHeads, other: SiteSummary | None) -> dict[str, np.ndarray]:
     """Return the means of another scan by measure; empty if its heads differ."""
-    if other is None or len(other.heads) != len(heads) or not _same_places(heads, other.heads):
+    if other is None or not np.array_equal([heads.layer, heads.head], [other.heads.layer, other.heads.head]):
         return {}
     return {name: spread.mean for name, spread in other.spreads.items()}
-
-
-def _same_places(a: SiteHeads, b: SiteHeads) -> bool:
-    return bool(np.array_equal(a.layer, b.layer) and np.array_equal(a.head, b.head))
 
 
 def _ablated_sets(store: Store, run_id: str, heads: SiteHeads) -> dict[str, list[int]]:

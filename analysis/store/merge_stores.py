@@ -284,7 +284,9 @@ class _RunMerge:
             complete = _is_read(read) and self._shards() == total
             status = "finished" if complete else "part"
         else:
-            complete = "finished" in (ours["status"], theirs["status"]) and not self._unfinished_arms()
+            unfinished = ("run_id = ? AND status <> 'finished'", [self._run_id])
+            complete = "finished" in (ours["status"], theirs["status"])
+            complete = complete and not _count(self._into, TABLES["arms"], unfinished)
             status = "finished" if complete else "running"
         parts = json.loads(theirs["config"]).get("parts", ())
         ends = [run["finished_at"] for run in (ours, theirs) if run["finished_at"] is not None]
@@ -321,9 +323,6 @@ class _RunMerge:
 
     def _shards(self) -> int:
         return _count(self._into, TABLES["shards"], ("run_id = ?", [self._run_id]))
-
-    def _unfinished_arms(self) -> int:
-        return _count(self._into, TABLES["arms"], ("run_id = ? AND status <> 'finished'", [self._run_id]))
 
     def _result(self, shards: int, arms: int) -> MergedRun:
         [run] = self._into.query("FROM runs WHERE run_id = ?", [self._run_id]).to_pylist()

@@ -206,10 +206,6 @@ class Places:
             return sum(size >= need for size in self.sizes)
         return sum(min(node.cpus, node.memory // need) for node in self.nodes)
 
-    def nodes_with(self, need: int) -> int:
-        """Return the number of nodes with at least ``need`` bytes of RAM."""
-        return sum(node.memory >= need for node in self.nodes)
-
     def threads(self, workers: int, gpus: int = 1) -> int:
         """Return a worker's CPU threads if all workers run."""
         share = min(node.cpus // max(1, min(workers, len(node.gpus) // gpus)) for node in self.nodes)

@@ -253,7 +253,8 @@ def saved_bytes(
         part = layout.part_of(_renamed(name, prefixes))
         if part == "rest" and any(name.startswith(f"{prefix}.") for prefix in prefixes.values()):
             continue  # a block after the last layer, which predicts a further token and is not loaded
-        sizes[part] += tensor.nbytes if dtype is None else _loaded_bytes(tensor, dtype)
+        converted = dtype if tensor.dtype in FLOATS else None
+        sizes[part] += tensor.nbytes if converted is None else tensor.numel * converted.itemsize
     if not all(sizes[index] for index in range(len(layout.blocks))):
         return None
     for part in ("embedding", "head"):
@@ -282,10 +283,6 @@ def _renamed(name: str, prefixes: Mapping[str, str | None]) -> str:
         if prefix is not None and name.startswith(f"{prefix}."):
             return path + name[len(prefix) :]
     return name
-
-
-def _loaded_bytes(tensor: SavedTensor, dtype: torch.dtype) -> int:
-    return tensor.numel * dtype.itemsize if tensor.dtype in FLOATS else tensor.nbytes
 
 
 def built_bytes(model: PreTrainedModel, layout: Layout, config: PreTrainedConfig) -> Counter[int | str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from headscan.catalog import RANKED_CRITERIA, SCORES
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, head, model_source
-from headscan.pipelines.cli.results import Result, arm_rows, verdict_text
+from headscan.pipelines.cli.results import Result, arm_row, verdict_text
 from headscan.pipelines.cli.task_options import DemoSize, TaskVerb, evaluation_of, value_config
 from headscan.pipelines.cli.verb_base import quiet_libraries
 from headscan.pipelines.settings.evaluation_settings import (
@@ -207,7 +207,7 @@ class Evaluate(TaskVerb):
         verdict = judge(store, run_id)
         parts = [title, verdict.progress, verdict_text(verdict.outcomes.values())]
         return Result(
-            arm_rows(verdict.outcomes.values()),
+            [arm_row(arm) for arm in verdict.outcomes.values()],
             lambda: "\n\n".join(filter(None, parts)),
             {**facts, "unfinished": verdict.unfinished},
         )

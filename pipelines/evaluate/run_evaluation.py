@@ -306,7 +306,8 @@ def _finish_arm(store: Store, questions: Graded, facts: ModelFacts, done: ArmAns
     if wrong:
         raise NotFiniteError(f"{wrong} of {len(done.answers)} log-likelihoods are NaN, so the arm has no result")
     graded = questions.grade(done.answers)
-    share = _zeroed_share(questions, facts, done)
+    removed = len(done.arm.removed)
+    share = removed / (facts.grid.total_heads + removed) if removed else questions.zeroed_share(done.zeroed)
     store.finish_arm(done.arm_id, graded.answers, results=graded.results, zeroed_share=share)
     families: dict[str, list[float]] = defaultdict(list)
     answers = graded.answers.select(["task", "recall", "correct"]).to_pydict()
@@ -325,10 +326,3 @@ def _finish_arm(store: Store, questions: Graded, facts: ModelFacts, done: ArmAns
     elif done.arm.removed:
         parts.append(f"{share:.1%} of heads removed")
     return f"{done.arm.name}: {', '.join(parts)}"
-
-
-def _zeroed_share(questions: Graded, facts: ModelFacts, done: ArmAnswers) -> float:
-    """Return the share of heads, 0 to 1, that an arm ablated or that its model lacks."""
-    if done.arm.removed:
-        return len(done.arm.removed) / (len(list(facts.grid.heads())) + len(done.arm.removed))
-    return questions.zeroed_share(done.zeroed)

@@ -276,9 +276,6 @@ class _Builder:
     def _choose(self, method: str, count: int, seed: int = 0) -> tuple[Head, ...]:
         if method in self._job.orders:
             return tuple(Head(*head) for head in first_units(self._units, self._job.orders[method], count))
-        return self._select(method, count, seed)
-
-    def _select(self, method: str, count: int, seed: int = 0) -> tuple[Head, ...]:
         return self._selection.choose(method=method, count=count, seed=seed)
 
     def _layers(self, heads: int) -> tuple[Head, ...]:
@@ -291,7 +288,7 @@ class _Builder:
                 f" layers have (limit {len(layers) - 1})"
             )
             return ()
-        return self._select(LAYER_DROP, count)
+        return self._selection.choose(method=LAYER_DROP, count=count, seed=0)
 
     @cached_property
     def _caches(self) -> Sequence[LayerCache]:

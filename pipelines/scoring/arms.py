@@ -367,7 +367,7 @@ def stored_orders(
 
 def mask_heads(store: Store, name: str, identity: ModelIdentity) -> tuple[tuple[int, int], ...]:
     """Return the heads of a mask in the store, by its name or id, or by the name of its arm if that is unique."""
-    known = store.query("SELECT mask_id FROM masks WHERE name LIKE ? ESCAPE '!'", [f"%: {_escaped(name)}"])
+    known = store.query("SELECT mask_id FROM masks WHERE ends_with(name, ?)", [f": {name}"])
     mask = store.mask(known["mask_id"][0].as_py() if known.num_rows == 1 else name)
     runs = store.query(
         "SELECT DISTINCT run_id FROM (SELECT run_id FROM arms WHERE mask_id = $1 UNION ALL"
@@ -380,10 +380,6 @@ def mask_heads(store: Store, name: str, identity: ModelIdentity) -> tuple[tuple[
                 f"mask {name} belongs to {run['model']}, another model than {identity.name}. Choose a mask of it"
             )
     return mask.heads
-
-
-def _escaped(name: str) -> str:
-    return name.replace("!", "!!").replace("%", "!%").replace("_", "!_")
 
 
 def imported_heads(path: str | Path) -> list[tuple[int, int]]:
