@@ -47,6 +47,7 @@ from headscan.pipelines.settings.saving_settings import LossLimit, MeasureConfig
 from headscan.pipelines.study.run_study import study as run_study
 from headscan.pipelines.study.study_answer import StudyAnswer
 from headscan.pipelines.study.study_config import StudyConfig
+from headscan.sizing.model_sizes import model_sizes
 
 __all__ = [
     "BASELINE",
@@ -270,7 +271,7 @@ def opener(
         request = replace(request, replicas=1)
 
     def placement(model: ModelSpec) -> Placement:
-        return place(model.sizes(tokens), (this_machine(),), request).placement
+        return place(model_sizes(model, tokens), (this_machine(),), request).placement
 
     chosen = placement(spec)
     return lambda model: open_pool(model, chosen if model == spec else placement(model))

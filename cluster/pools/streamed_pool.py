@@ -35,11 +35,10 @@ from headscan.cluster.tasks.pool import (
     Task,
     check_ranges,
     check_staged,
-    open_layers,
     run_pass,
     working_on,
 )
-from headscan.layers.layer_ranges import Layers, Stage
+from headscan.layers.layer_ranges import Layers, Stage, open_layers
 from headscan.layers.lazy_model import RawTensors, bytes_of, empty_mmap, mmap_copy
 from headscan.model_spec import ModelSpec
 from headscan.models.token_batches import return_freed_memory, trim_heap

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,9 +37,9 @@ from headscan.attention.hooks import (
 )
 from headscan.catalog import MassWidths, panel_names
 from headscan.checkpoints.headers import FLOATS, SavedTensor, read_headers
-from headscan.checkpoints.sources import load_config
 from headscan.errors import UnsupportedModelError
 from headscan.loading import check_dtype, empty_model
+from headscan.model_spec import ModelSpec
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import Layout, find_layout
 from headscan.models.model_facts import MODEL_ERRORS, first_line, is_encoder, max_tokens, raise_if_out_of_memory
@@ -445,26 +444,19 @@ class ModelSizes:
         return -(-sum(self.cache[first:last]) * tokens // self.tokens)
 
 
-def model_sizes(
-    source: str | os.PathLike[str],
-    *,
-    dtype: str = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    tokens: int = _TOKENS,
-) -> ModelSizes:
-    """Return the sizes of a model without loading a weight; arguments as for `headscan.load`.
+def model_sizes(spec: ModelSpec, tokens: int = _TOKENS) -> ModelSizes:
+    """Return the sizes of a model without loading a weight.
 
     Args:
-        source: A folder with a configuration, with or without weights, a ``config.json`` alone, or a name on the hub.
+        spec: Its source is a folder with a configuration, with or without weights, a ``config.json`` alone, or a name
+            on the hub.
         tokens: Length of the sequences, at most the model's context.
     """
-    source = os.fspath(source)
-    asked = check_dtype(dtype)
-    config = load_config(source, revision, trust_remote_code)
-    saved = read_headers(source, revision)
+    asked = check_dtype(spec.dtype)
+    config = spec.config()
+    saved = read_headers(spec.source, spec.revision)
     wanted = asked if isinstance(asked, torch.dtype) else saved_dtype(config, saved)
-    model = empty_model(config, source, trust_remote_code, wanted)
+    model = empty_model(spec, config, wanted)
     layout = find_layout(model)
     quantised = getattr(config, "quantization_config", None) is not None
     built = built_bytes(model, layout, config)
@@ -475,7 +467,7 @@ def model_sizes(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     ran, cache = _ran(model, layout, tokens)
     return ModelSizes(
-        name=source,
+        name=spec.source,
         parameters=parameters,
         embedding=parts["embedding"],
         blocks=tuple(parts[index] for index in range(len(layout.blocks))),

@@ -135,9 +135,11 @@ class Export(StoreVerb):
         return plan
 
     def _loaded(self) -> LoadedModel:
+        from headscan.loading import load_spec
+
         assert self.model is not None
         quiet_libraries()
-        return self.loading(self.model).load("cpu")
+        return load_spec(self.loading(self.model), "cpu")
 
     def _gguf(self, lm: LoadedModel) -> Result:
         try:

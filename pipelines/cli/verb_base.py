@@ -145,8 +145,9 @@ class Devices:
         that the same command resumes the run; only `--memory` changes them.
         """
         from headscan.cluster.placement.placements import place
+        from headscan.sizing.model_sizes import model_sizes
 
-        plan = place(spec.sizes(tokens), self.nodes(), self.placement_request(evaluates=evaluates))
+        plan = place(model_sizes(spec, tokens), self.nodes(), self.placement_request(evaluates=evaluates))
         for refusal in plan.why:
             say(with_flags(f"not {refusal}", Devices))
         say(plan.placement.describe())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headscan.checkpoints.headers import weights_hash
-from headscan.checkpoints.sources import code_files_hash, config_hash, load_tokenizer
+from headscan.checkpoints.sources import code_files_hash, config_hash
 from headscan.cluster.tasks.pool import InspectionTask
 from headscan.errors import ModelLoadError, UnsupportedModelError
 from headscan.grid import HeadGrid
@@ -78,7 +78,7 @@ class ModelIdentity:
 def identify(spec: ModelSpec, *, need_tokenizer: bool = True) -> ModelIdentity:
     """Return the identity of a model without loading its weights."""
     config = spec.config()
-    tokenizer = load_tokenizer(spec.source, spec.revision, spec.trust_remote_code)
+    tokenizer = spec.tokenizer()
     if tokenizer is None and need_tokenizer:
         raise _no_tokenizer(spec.source)
     folder = Path(spec.source)

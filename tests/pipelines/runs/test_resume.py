@@ -13,6 +13,7 @@ import headscan
 from headscan.analysis.errors import ResumeError
 from headscan.analysis.store.store import Store
 from headscan.cluster.pools.open_pool import InProcessPool, open_pool
+from headscan.loading import load_spec
 from headscan.model_spec import ModelSpec
 from headscan.options import BehaviourProbe
 from headscan.pipelines.cli.main import main
@@ -226,7 +227,7 @@ def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_hash_of_code_files_follows_the_files_that_run(own_code: Path) -> None:
     trusted = ModelSpec(str(own_code), trust_remote_code=True)
-    lm = trusted.load("cpu")
+    lm = load_spec(trusted, "cpu")
     assert type(lm.model).__name__ == "OwnLlama" and type(lm.model).scale == 1.0
     first = identify(trusted)
     assert first.code_files_hash is not None
@@ -238,7 +239,7 @@ def test_the_hash_of_code_files_follows_the_files_that_run(own_code: Path) -> No
     second = identify(trusted)
     assert second.code_files_hash not in (None, first.code_files_hash)
     assert second.fingerprint() == first.fingerprint()
-    assert type(trusted.load("cpu").model).scale == 2.0
+    assert type(load_spec(trusted, "cpu").model).scale == 2.0
 
 
 def test_a_model_with_other_code_files_resumes_only_on_request(
