@@ -365,23 +365,6 @@ def stored_orders(
     }
 
 
-def mask_heads(store: Store, name: str, identity: ModelIdentity) -> tuple[tuple[int, int], ...]:
-    """Return the heads of a mask in the store, by its name or id, or by the name of its arm if that is unique."""
-    known = store.query("SELECT mask_id FROM masks WHERE ends_with(name, ?)", [f": {name}"])
-    mask = store.mask(known["mask_id"][0].as_py() if known.num_rows == 1 else name)
-    runs = store.query(
-        "SELECT DISTINCT run_id FROM (SELECT run_id FROM arms WHERE mask_id = $1 UNION ALL"
-        " SELECT run_id FROM masks WHERE mask_id = $1) WHERE run_id IS NOT NULL",
-        [mask.mask_id],
-    )["run_id"].to_pylist()
-    for run in store.runs():
-        if run["run_id"] in runs and not same_model(identity.columns(), run):
-            raise PruningError(
-                f"mask {name} belongs to {run['model']}, another model than {identity.name}. Choose a mask of it"
-            )
-    return mask.heads
-
-
 def imported_heads(path: str | Path) -> list[tuple[int, int]]:
     """Return the heads of a JSON file in order: ``[layer, head]`` pairs in a list, alone or under ``heads``."""
     try:
