@@ -57,20 +57,18 @@ def check_scored(pool: Pool, requests: Mapping[str, Request | GenerationRequest]
         refuse_staged(pool, f"generation of {written} texts", instead="tasks with log-likelihoods")
 
 
-def check_not_evicting(pool: Pool, arms: Sequence[Arm]) -> None:
-    """Raise StagingError if an arm evicts keys, which needs the KV cache of all layers, and a pool is staged."""
-    evicting = [arm.name for arm in arms if arm.ablated is not None and arm.ablated.evicts]
-    if evicting:
-        refuse_staged(pool, f"{evicting[0]} evicts keys, which", instead="the mode forward")
-
-
 def check_continues(
     model: ModelContext, arms: Sequence[Arm], requests: Mapping[str, Request | GenerationRequest]
 ) -> None:
-    """Raise UnsupportedModelError if continuations of evicting arms cannot be scored."""
-    scored = any(isinstance(request, Request) for request in requests.values())
+    """Raise StagingError if an arm evicts keys, which needs the KV cache of all layers, and the pool is staged, and
+    UnsupportedModelError if continuations of evicting arms cannot be scored.
+    """
     evicting = [arm.name for arm in arms if arm.ablated is not None and arm.ablated.evicts]
-    if scored and evicting and not model.pool.one(can_share_prefixes, None):
+    if not evicting:
+        return
+    refuse_staged(model.pool, f"{evicting[0]} evicts keys, which", instead="the mode forward")
+    scored = any(isinstance(request, Request) for request in requests.values())
+    if scored and not model.pool.one(can_share_prefixes, None):
         raise UnsupportedModelError(
             f"{evicting[0]} evicts keys, but {model.identity.name} continues a KV cache only token by token. Use the"
             " mode forward, or tasks that generate text"
@@ -147,9 +145,7 @@ def evaluate(
         run.say(note)
     check_resampled(arms, questions.requests)
     check_scored(run.pool, questions.requests)
-    check_not_evicting(run.pool, arms)
-    if not run.pool.staged:
-        check_continues(run, arms, questions.requests)
+    check_continues(run, arms, questions.requests)
     rounding = _rounding(run.facts, [arm.ablated for arm in arms], in_ranges=run.pool.staged)
     record = _record(config, rounding, run, questions, purpose)
     items = work_items(questions.requests, config.batch_tokens)

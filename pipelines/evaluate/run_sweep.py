@@ -215,7 +215,7 @@ def sweep(config: SweepConfig, run: Run) -> SweepRuns:
 
 def _check_masks(config: SweepConfig, facts: ModelFacts) -> None:
     """Raise InterventionError if a mask would ablate every head."""
-    total = len(list(facts.grid.heads()))
+    total = facts.grid.total_heads
     largest = max(config.shares)
     if config.masks and head_count(largest, total) >= total:
         raise InterventionError(

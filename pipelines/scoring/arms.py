@@ -239,7 +239,7 @@ def controls(grid: HeadGrid, arms: Sequence[Arm], seeds: int, value: AblationVal
     """Return ``seeds`` random arms of each size in ``arms``: masks for masks, rules for rules, with the same value."""
     if seeds < 0:
         raise InterventionError(f"random controls per arm: {seeds} (limit 0). Set `seeds` to 0 or more")
-    total = len(list(grid.heads()))
+    total = grid.total_heads
     masks = {len(heads): arm.share for arm in arms if (heads := arm.fixed_heads) is not None}
     drawn_arms = []
     for count, share in sorted(masks.items()):
@@ -252,7 +252,7 @@ def controls(grid: HeadGrid, arms: Sequence[Arm], seeds: int, value: AblationVal
 def check_arms(grid: HeadGrid, arms: Sequence[Arm]) -> list[str]:
     """Return warnings about the masks of the arms."""
     notes = []
-    total = len(list(grid.heads()))
+    total = grid.total_heads
     for arm in arms:
         if arm.fixed_heads is None:
             continue
