@@ -18,9 +18,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headscan.cluster.actors.session import Session, first_line, living_nodes
+from headscan.cluster.actors.session import Session, living_nodes
 from headscan.cluster.placement.placement_base import PlacementError, Timeouts
 from headscan.cluster.tasks.pool import Finished, IncompleteError, Pool, R, T, Task, name_of
+from headscan.errors import first_line
 
 #: Ray's concurrency group (a thread of the actor) that answers heartbeats.
 _HEARTBEAT = "heartbeat"

@@ -32,7 +32,7 @@ from headscan.kv.window_keys import windowed_output
 from headscan.layers.blocks import find_blocks
 from headscan.measure.collect import check_ids
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.token_batches import batches, run_halving
+from headscan.models.token_batches import batches, pass_tokens, run_halving
 from headscan.options import BATCH_TOKENS
 from headscan.sizing.model_sizes import NO_CACHE, LayerCache, find_caches
 
@@ -175,14 +175,6 @@ def _causal(call: ScoredCall) -> Tensor:
 
 
 _log = logging.getLogger("headscan")
-
-#: Largest number of tokens of one pass on devices where more are slower.
-_PASS_TOKENS = {"cpu": 2048}
-
-
-def pass_tokens(device: str, batch_tokens: int) -> int:
-    """Return the tokens of one pass on a device, such as ``cuda:0``, of at most ``batch_tokens``."""
-    return min(batch_tokens, _PASS_TOKENS.get(device.partition(":")[0], batch_tokens))
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from headscan.loading import check_dtype, empty_model
 from headscan.model_spec import ModelSpec
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import Layout, find_layout
-from headscan.models.model_facts import MODEL_ERRORS, first_line, is_encoder, max_tokens, raise_if_out_of_memory
+from headscan.models.model_facts import MODEL_ERRORS, is_encoder, max_tokens, raise_if_out_of_memory, typed_line
 from headscan.statistics.registry import OUTPUT_STATISTICS, output_statistics
 from headscan.statistics.weight_statistics import AttentionRequest
 
@@ -215,7 +215,7 @@ def _layer(layer: Any) -> LayerCache:
 def _unknown(model: PreTrainedModel, problem: Exception) -> UnsupportedModelError:
     raise_if_out_of_memory(problem)
     return UnsupportedModelError(
-        f"the KV cache of {type(model).__name__} cannot be sized on the meta device: {first_line(problem)}. Load "
+        f"the KV cache of {type(model).__name__} cannot be sized on the meta device: {typed_line(problem)}. Load "
         "another model"
     )
 
@@ -503,7 +503,7 @@ def _ran(model: PreTrainedModel, layout: Layout, tokens: int) -> tuple[DryRun, t
         return dry_run(model, tokens), cache
     except MODEL_ERRORS as problem:
         raise_if_out_of_memory(problem)
-        _log.info("activations of %s are estimated, not measured: %s", type(model).__name__, first_line(problem))
+        _log.info("activations of %s are estimated, not measured: %s", type(model).__name__, typed_line(problem))
         ran, estimated = _estimated(tokens, widest, layers, model.dtype)
         return ran, estimated if cache is None else cache
 

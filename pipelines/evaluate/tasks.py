@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from headscan.analysis.verdicts.answer_sheets import CLOZE_SUFFIX
-from headscan.errors import HeadscanError
+from headscan.errors import HeadscanError, first_line
 from headscan.pipelines.corpora import CorpusError
 from headscan.pipelines.evaluate.harness import HeadscanLM, quiet_harness
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
@@ -340,7 +340,7 @@ def _named_failure(what: str) -> Iterator[None]:
     except HeadscanError:
         raise
     except Exception as problem:
-        raise HarnessError(f"{what}: {_first_line(problem)}") from problem
+        raise HarnessError(f"{what}: {first_line(problem)}") from problem
 
 
 @contextmanager
@@ -366,10 +366,6 @@ def _source(thing: object) -> object:
         return [name, hashlib.sha256(file.read_bytes()).hexdigest()]
     except (OSError, TypeError):
         return name
-
-
-def _first_line(problem: Exception) -> str:
-    return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
 
 
 def _built_already(**options: Any) -> None:

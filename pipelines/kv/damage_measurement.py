@@ -33,12 +33,13 @@ from headscan.catalog import RECALL_FAMILIES, MassWidths, recall_family
 from headscan.cluster.tasks.pool import Pool, Task
 from headscan.errors import NotFiniteError, SequenceError
 from headscan.kv.kept_keys import KeptKeys, Window
-from headscan.kv.kv_damage import KvHead, candidates_of, kv_damages, pass_tokens
+from headscan.kv.kv_damage import KvHead, candidates_of, kv_damages
 from headscan.kv.kv_windows import KvWindows
 from headscan.long_work import KnownNumbers, Unit, hash_of
 from headscan.measure.collect import collect, score
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
+from headscan.models.token_batches import pass_tokens
 from headscan.options import BATCH_TOKENS
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
 from headscan.pipelines.recall import RecallPlan, recall_questions

@@ -17,9 +17,9 @@ from torch import Tensor
 from headscan.catalog import LAYER_DROP
 from headscan.errors import PruningError
 from headscan.grid import Head, Unit
-from headscan.kv.kv_damage import pass_tokens
 from headscan.long_work import KnownNumbers, hash_of
 from headscan.models.loaded_model import LoadedModel
+from headscan.models.token_batches import pass_tokens
 from headscan.options import BATCH_TOKENS
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.kv.damage_measurement import Prompts
