@@ -210,7 +210,6 @@ def measured_plans(
         "plan",
         fingerprint(facts),
         config=stored,
-        bos_policy="auto",
         corpus=config.corpus.name,
         corpus_hash=prompts[0].content_hash,
     )

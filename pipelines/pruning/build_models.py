@@ -156,31 +156,22 @@ def build_models(lm: LoadedModel, job: BuildJob) -> list[BuiltModel]:
     return [built for wanted in job.wanted for built in builder.build(wanted)]
 
 
-def kept_damages(
-    run: Run,
-    texts: CalibrationTexts,
-    *,
-    batch_tokens: int,
-    selection: SelectionConfig,
-    prompts: Sequence[Prompts] = (),
-    recall_weight: float = RecallConfig.weight,
-) -> AbstractContextManager[KnownNumbers]:
+def kept_damages(run: Run, job: BuildJob) -> AbstractContextManager[KnownNumbers]:
     """Return the damages of heads that the store has or gets. They depend on neither sizes nor methods."""
-    tokens = {name: getattr(selection, name) for name in ("moment_tokens", "curve_tokens", "judged_tokens")}
+    tokens = {name: getattr(job.selection, name) for name in ("moment_tokens", "curve_tokens", "judged_tokens")}
     facts = {
-        "texts": texts.content_hash,
-        "prompts": [(each.name, hash_of(each.requests)) for each in prompts],
-        "recall_weight": recall_weight if prompts else None,
-        "batch_tokens": batch_tokens,
+        "texts": job.texts.content_hash,
+        "prompts": [(each.name, hash_of(each.requests)) for each in job.prompts],
+        "recall_weight": job.recall_weight if job.prompts else None,
+        "batch_tokens": job.batch_tokens,
         **tokens,
     }
     record = run.record(
         "prune",
         fingerprint({"model": run.identity.fingerprint(), "dtype": run.model.dtype, **facts}),
         config={"model": asdict(run.model), **facts},
-        bos_policy="auto",
-        corpus=texts.corpus,
-        corpus_hash=texts.content_hash,
+        corpus=job.texts.corpus,
+        corpus_hash=job.texts.content_hash,
     )
     return run.keeping(record)
 

@@ -193,14 +193,7 @@ def prune(config: PruneConfig, run: Run) -> PruneResult:
             batch_tokens=evaluation.batch_tokens,
             say=say,
         )
-        with kept_damages(
-            run,
-            texts,
-            batch_tokens=evaluation.batch_tokens,
-            selection=config.selection,
-            prompts=prompts,
-            recall_weight=config.recall.weight,
-        ) as known:
+        with kept_damages(run, job) as known:
             models = run.pool.one(build_models, replace(job, known=known))
         built = work.deliver(models, card, say)
         result = PruneResult(built, is_servable=is_servable, has_code=config.remote_code)

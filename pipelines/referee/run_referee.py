@@ -260,7 +260,8 @@ def _choices(
         job = ChoiceJob(
             texts, family, counts, config.compared.iterative, config.evaluation.batch_tokens, prompts, run.say
         )
-        with kept_damages(run, texts, batch_tokens=job.batch_tokens, selection=QUICK) as damages:
+        effort = BuildJob(texts, (), selection=QUICK, batch_tokens=job.batch_tokens)
+        with kept_damages(run, effort) as damages:
             chosen = run.pool.one(choose_heads, replace(job, known=damages))
         for criterion, choices in chosen.items():
             stored.write(criterion, choices)

@@ -234,9 +234,9 @@ class ModelContext:
         fingerprint: str,
         *,
         config: Mapping[str, Any],
-        bos_policy: str | None,
         corpus: str | None,
         corpus_hash: str | None,
+        bos_policy: str | None = "auto",
         total_shards: int | None = None,
     ) -> RunRecord:
         """Return the record of a run on the model, which is loaded."""

@@ -84,7 +84,6 @@ def run_gates(config: GatesConfig, run: Run) -> GatesResult:
         "gates",
         run_hash,
         config={"model": asdict(config.model), "corpus": asdict(config.corpus), **facts, **sizes},
-        bos_policy="auto",
         corpus=config.corpus.name,
         corpus_hash=texts,
     )

@@ -105,7 +105,6 @@ def main() -> None:
                 "plan",
                 fingerprint({"judged": prompts.content_hash, "model": run.identity.fingerprint()}),
                 config={},
-                bos_policy="auto",
                 corpus=prompts.name,
                 corpus_hash=prompts.content_hash,
             )
