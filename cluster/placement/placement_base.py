@@ -87,7 +87,6 @@ class PlacementRequest:
     """The placement that a user requests; None leaves a choice to `choose.place`.
 
     Attributes:
-        memory: Bytes of its device that streaming may use.
         batch_tokens: Tokens of one forward pass. None uses `BATCH_TOKENS`, or the most that ``memory`` holds.
         evaluates: Tasks are evaluated, which needs memory for logits and a KV cache.
         max_threads: Limit of the CPU threads of a worker. None uses its share of the cores.
