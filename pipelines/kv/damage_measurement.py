@@ -344,7 +344,7 @@ def measure_damages(lm: LoadedModel, item: DamageItem) -> np.ndarray:
         batch_tokens=item.batch_tokens,
     )
     at = [[layer for layer, _ in item.heads], [kv_head for _, kv_head in item.heads]]
-    return found.by_sequence_BLK[:, at[0], at[1]].numpy()
+    return found[:, at[0], at[1]].numpy()
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ def test_whole_replicas_estimate_damage_from_derivatives(spec: ModelSpec, reques
     with InProcessPool(spec, THREADS) as pool:
         found = PromptPool(pool, 128).damages(requests, WINDOW, heads, (0.2, 0.8))
     for row, (ids, scored) in enumerate(requests):
-        alone = kv_damages(lm, torch.tensor([ids]), None, 2, 7, gates=(0.2, 0.8), scored=[scored]).by_sequence_BLK
+        alone = kv_damages(lm, torch.tensor([ids]), None, 2, 7, gates=(0.2, 0.8), scored=[scored])
         expected = [float(alone[0, layer, kv_head]) for layer, kv_head in heads]
         np.testing.assert_allclose(found[row], expected, rtol=1e-3, atol=1e-5)
 
