@@ -234,12 +234,12 @@ def finished_runs(store: Store, kind: str, scan: Mapping[str, Any]) -> list[dict
 
 
 def read_head_tables(
-    store: Store, scan: Mapping[str, Any], heads: SiteHeads, tables: Iterable[HeadTable] = HEAD_TABLES
+    store: Store, scan: Mapping[str, Any], heads: SiteHeads
 ) -> tuple[list[HeadMeasure], dict[str, dict[str, Any]]]:
     """Return the measures of all tables for one site, and the run of each group."""
     found: list[HeadMeasure] = []
     runs: dict[str, dict[str, Any]] = {}
-    for table in tables:
+    for table in HEAD_TABLES:
         # A run may have no rows in the table: a comparison of criteria on labelled examples has no effects.
         for run in finished_runs(store, table.kind, scan) if table.known else ():
             if measures := list(_measures(store, run, heads, table)):

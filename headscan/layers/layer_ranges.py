@@ -347,15 +347,13 @@ class Layers:
         )
 
 
-def open_layers(spec: ModelSpec, device: str = "auto", inspection: Inspection | None = None) -> Layers:
-    """Open a model to load its layers range by range.
+def open_layers(spec: ModelSpec, device: str = "auto") -> Layers:
+    """Open a model to load its layers range by range; this takes the memory of its two ends and one layer.
 
     Args:
         device: Device of the layers: ``cpu``, ``cuda``, ``cuda:1``, ...; ``auto`` prefers a GPU.
-        inspection: The result of `inspect_model` for this model; None inspects it now, which takes the memory of its
-            two ends and one layer.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     lazy_model = LazyModel(spec, device)
-    return Layers(lazy_model, inspect_model(lazy_model) if inspection is None else inspection, spec.tokenizer())
+    return Layers(lazy_model, inspect_model(lazy_model), spec.tokenizer())

@@ -244,13 +244,10 @@ def labelled_model(
 ) -> Iterator[tuple[LabelledConfig, LabelledTexts, Run]]:
     """Yield settings, examples, and the run of the model that a command line names."""
     from headscan.pipelines.ablate.labelled_arms import LabelledConfig
-    from headscan.pipelines.runs.model_identity import identify
     from headscan.pipelines.scan.labelled_texts import read_labelled
 
-    quiet_libraries()
-    spec = verb.spec()
+    spec, identity = verb.identified()
     config = LabelledConfig(spec, data, metric, max_tokens)
-    identity = identify(spec)
     texts = read_labelled(config.data, spec, identity, max_tokens)
     config.metric_of(texts)
     with verb.opened(spec, identity, tokens=texts.longest) as (run, plan):

@@ -220,6 +220,14 @@ class ModelVerb:
     def spec(self) -> ModelSpec:
         return self.loading(self.model)
 
+    def identified(self, *, need_tokenizer: bool = True) -> tuple[ModelSpec, ModelIdentity]:
+        """Return the model and its identity, and turn off progress bars and warnings of transformers."""
+        from headscan.pipelines.runs.model_identity import identify
+
+        quiet_libraries()
+        spec = self.spec()
+        return spec, identify(spec, need_tokenizer=need_tokenizer)
+
     def full_precision(self) -> ModelSpec:
         """Return the model; the demo in float32, because half precision is slower on most CPUs, and rounds repairs."""
         spec = self.spec()
