@@ -56,7 +56,6 @@ class StoreTables:
         )
 
     def _newest_runs(self) -> duckdb.DuckDBPyRelation:
-        """Return what a notebook shows of the newest runs."""
         return self.query(
             "SELECT run_id, kind, model, corpus, status, strftime(started_at, '%Y-%m-%d %H:%M') AS started FROM runs"
             " ORDER BY started_at DESC, run_id LIMIT 10"

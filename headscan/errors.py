@@ -84,3 +84,8 @@ class NamedValues(dict[str, _V]):
         if name in self.elsewhere:
             raise UnknownNameError(f"{self.kind} {name!r} is not among these values. {self.elsewhere[name]}")
         raise unknown_name(self.kind, str(name), [*self, *self.elsewhere])
+
+
+def first_line(problem: BaseException) -> str:
+    """Return the first line of an error's message, or its type if it has none."""
+    return (str(problem).strip().splitlines() or [type(problem).__name__])[0]

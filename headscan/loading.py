@@ -17,9 +17,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from headscan.attention.discovery import discover
-from headscan.checkpoints.source_folder import locate
-from headscan.checkpoints.sources import commit_of, load_config, load_tokenizer, source_options, why_not
+from headscan.checkpoints.sources import commit_of, source_options, why_not
 from headscan.errors import InterventionError, ModelLoadError
+from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import Device, LoadedModel, Sharding
 from headscan.models.model_facts import auto_class, restart_dynamic_frequencies
 from headscan.pruning.format.pruned_model import MODEL_TYPE
@@ -59,22 +59,18 @@ def load(
         if device != "auto" or dtype != "auto" or revision is not None:
             raise ModelLoadError("device, dtype or revision of a model in memory. Move or cast the model itself")
         return _in_memory(source, tokenizer)
-    source = locate(os.fspath(source))
+    return load_spec(ModelSpec(os.fspath(source), dtype, revision, trust_remote_code, safetensors), device, tokenizer)
+
+
+def load_spec(spec: ModelSpec, device: str | Sharding, tokenizer: PreTrainedTokenizerBase | None = None) -> LoadedModel:
+    """Load a model; see `load`."""
     check_device(device)
-    check_dtype(dtype)
-    config = load_config(source, revision, trust_remote_code)
-    _warn_of_ignored_windows(config, source)
-    model = read_model(
-        source,
-        config,
-        _device_map(device, config, source, trust_remote_code),
-        dtype=dtype,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        safetensors=safetensors,
-    )
-    found = load_tokenizer(source, revision, trust_remote_code) if tokenizer is None else tokenizer
-    return LoadedModel(model, found, discover(model), source, commit_of(source, revision))
+    check_dtype(spec.dtype)
+    config = spec.config()
+    _warn_of_ignored_windows(config, spec.source)
+    model = read_model(spec, config, _device_map(device, config, spec))
+    tokenizer = spec.tokenizer() if tokenizer is None else tokenizer
+    return LoadedModel(model, tokenizer, discover(model), spec.source, commit_of(spec.source, spec.revision))
 
 
 def _warn_of_ignored_windows(config: PreTrainedConfig, source: str) -> None:
@@ -98,33 +94,25 @@ def _in_memory(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> L
     return LoadedModel(base, tokenizer, discover(base), base.config.name_or_path or type(base).__name__)
 
 
-def read_model(
-    source: str,
-    config: PreTrainedConfig,
-    device_map: str | dict[str, Device],
-    *,
-    dtype: str = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    safetensors: bool = True,
-) -> PreTrainedModel:
+def read_model(spec: ModelSpec, config: PreTrainedConfig, device_map: str | dict[str, Device]) -> PreTrainedModel:
     """Read the model for `load`, before its heads are discovered. With ``meta`` in accelerate's device map only the
     headers of the checkpoint's files are read: the model has no weights, and missing tensors are still an error.
     """
-    auto = auto_class(config, source, trust_remote_code)
+    source = spec.source
+    auto = auto_class(config, source, spec.trust_remote_code)
     # transformers writes tensors here that it cannot read from the checkpoint without conversion.
     to_disk = isinstance(device_map, dict) and "disk" in device_map.values()
     offload = Path(tempfile.mkdtemp(prefix="headscan-offload-")) if to_disk else None
-    options = source_options(source, revision)
+    options = source_options(source, spec.revision)
     try:
         model, report = auto.from_pretrained(
             source,
             config=config,
-            dtype=check_dtype(dtype),
+            dtype=check_dtype(spec.dtype),
             device_map=device_map,
             offload_folder=offload,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True if safetensors else None,
+            trust_remote_code=spec.trust_remote_code,
+            use_safetensors=True if spec.safetensors else None,
             output_loading_info=True,
             # transformers' own error names neither tensor nor shape. The report does, and mismatches are refused below.
             ignore_mismatched_sizes=True,
@@ -155,16 +143,16 @@ def read_model(
     return found
 
 
-def empty_model(config: PreTrainedConfig, source: str, trust_remote_code: bool, dtype: torch.dtype) -> PreTrainedModel:
+def empty_model(spec: ModelSpec, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model of `load` on the meta device, without weights."""
-    auto = auto_class(config, source, trust_remote_code)
+    auto = auto_class(config, spec.source, spec.trust_remote_code)
     try:
         with torch.device("meta"):
             model: PreTrainedModel = auto.from_config(
-                copy.deepcopy(config), dtype=dtype, trust_remote_code=trust_remote_code
+                copy.deepcopy(config), dtype=dtype, trust_remote_code=spec.trust_remote_code
             )
     except Exception as problem:
-        raise ModelLoadError(why_not(source, problem)) from problem
+        raise ModelLoadError(why_not(spec.source, problem)) from problem
     return model.eval()
 
 
@@ -193,12 +181,10 @@ def check_device(device: str | Sharding) -> None:
             )
 
 
-def _device_map(
-    device: str | Sharding, config: PreTrainedConfig, source: str, trust_remote_code: bool
-) -> str | dict[str, Device]:
+def _device_map(device: str | Sharding, config: PreTrainedConfig, spec: ModelSpec) -> str | dict[str, Device]:
     if isinstance(device, Sharding):
         # The map fits a quantised model too: quantisation replaces modules and keeps their names.
-        return device.device_map(empty_model(config, source, trust_remote_code, torch.get_default_dtype()))
+        return device.device_map(empty_model(spec, config, torch.get_default_dtype()))
     if device == "auto":
         return "auto" if torch.cuda.is_available() else {"": "cpu"}
     return {"": device}

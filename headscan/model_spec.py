@@ -9,10 +9,7 @@ from headscan.checkpoints.source_folder import locate
 from headscan.options import Option
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
-    from headscan.models.loaded_model import LoadedModel, Sharding
-    from headscan.sizing.model_sizes import ModelSizes
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 #: Dtypes of loaded weights; others are for the library alone.
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -34,32 +31,14 @@ class ModelSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "source", locate(self.source))
 
-    def load(self, target: str | Sharding) -> LoadedModel:
-        from headscan.loading import load
-
-        return load(
-            self.source,
-            device=target,
-            dtype=self.dtype,
-            revision=self.revision,
-            trust_remote_code=self.trust_remote_code,
-            safetensors=self.safetensors,
-        )
-
     def config(self) -> PreTrainedConfig:
         """Load the configuration, without the weights."""
         from headscan.checkpoints.sources import load_config
 
         return load_config(self.source, self.revision, self.trust_remote_code)
 
-    def sizes(self, tokens: int) -> ModelSizes:
-        """Return the bytes of weights, activations and KV cache, without loading."""
-        from headscan.sizing.model_sizes import model_sizes
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """Load the tokenizer; None if the model has none."""
+        from headscan.checkpoints.sources import load_tokenizer
 
-        return model_sizes(
-            self.source,
-            dtype=self.dtype,
-            revision=self.revision,
-            trust_remote_code=self.trust_remote_code,
-            tokens=tokens,
-        )
+        return load_tokenizer(self.source, self.revision, self.trust_remote_code)

@@ -208,12 +208,10 @@ class BehaviourProbe:
     All tokens except special ones are equally likely, because a model does not list which tokens are common.
 
     Attributes:
-        seed: Seed of the random tokens.
         sequences: Number of sequences of repeats.
         tokens: Number of different random tokens in such a sequence.
         repeats: Number of times they occur.
         lengths: Lengths of the prompts with a needle, in tokens, with question and answer.
-        depths: Positions of the needle in the haystack, from 0 (beginning) to 1 (end).
 
     Raises:
         SequenceError: A value out of range.

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 from headscan.analysis.plans import BudgetRequest, HeadPlan
 from headscan.analysis.store.store import Store
@@ -31,7 +32,8 @@ from headscan.pipelines.pruning.run_prune import PruneConfig, PruneResult
 from headscan.pipelines.pruning.run_prune import prune as run_prune
 from headscan.pipelines.referee.run_referee import RefereeConfig
 from headscan.pipelines.referee.run_referee import referee as run_referee
-from headscan.pipelines.runs.run_records import ModelContext, OpenModel, Run, identify
+from headscan.pipelines.runs.model_identity import identify
+from headscan.pipelines.runs.run_records import ModelContext, OpenModel, Run
 from headscan.pipelines.scan.run_gates import GatesResult, run_gates
 from headscan.pipelines.scan.run_importance import run_importance
 from headscan.pipelines.scan.run_probe import ProbeResult
@@ -45,6 +47,7 @@ from headscan.pipelines.settings.saving_settings import LossLimit, MeasureConfig
 from headscan.pipelines.study.run_study import study as run_study
 from headscan.pipelines.study.study_answer import StudyAnswer
 from headscan.pipelines.study.study_config import StudyConfig
+from headscan.sizing.model_sizes import model_sizes
 
 __all__ = [
     "BASELINE",
@@ -53,6 +56,7 @@ __all__ = [
     "EvaluateConfig",
     "GatesConfig",
     "ImportanceConfig",
+    "JobOptions",
     "LossLimit",
     "MeasureConfig",
     "ModelSpec",
@@ -79,112 +83,75 @@ __all__ = [
 ]
 
 
-def scan(
-    config: ScanConfig,
-    store: str | Path,
-    *,
-    devices: PlacementRequest | None = None,
-    resume_anyway: bool = False,
-    say: Callable[[str], None] = print,
-) -> CorpusRunResult:
+class JobOptions(TypedDict, total=False):
+    """Options of every job.
+
+    Attributes:
+        devices: Placement and devices; None, the default, chooses them.
+        resume_anyway: Resume although software, device or the model's code changed; the store records both.
+        say: Called with lines for the user; the default prints them.
+    """
+
+    devices: PlacementRequest | None
+    resume_anyway: bool
+    say: Callable[[str], None]
+
+
+def scan(config: ScanConfig, store: str | Path, **options: Unpack[JobOptions]) -> CorpusRunResult:
     """Scan a corpus into a store; the same call again resumes.
 
     Args:
         store: DuckDB file; a missing one is created.
-        devices: Placement and devices; None chooses them, as for all jobs. Batches have ``config.batch_tokens``.
-        resume_anyway: Resume although software, device or the model's code changed; the store records both.
-        say: Called with lines for the user.
+        options: See `JobOptions`. Batches have ``config.batch_tokens``.
 
     Raises:
         HeadscanError: An error of the user; shards stored before stay.
     """
-    opened = opener(config.model, config.tokens.max_tokens, devices)
-    with Run(config.model, Store(store), opened, resume_anyway=resume_anyway, say=say) as run:
+    with _opened(config.model, config.tokens.max_tokens, store, **options) as run:
         return run_scan(config, run)
 
 
-def importance(
-    config: ImportanceConfig,
-    store: str | Path,
-    *,
-    devices: PlacementRequest | None = None,
-    resume_anyway: bool = False,
-    say: Callable[[str], None] = print,
-) -> CorpusRunResult:
+def importance(config: ImportanceConfig, store: str | Path, **options: Unpack[JobOptions]) -> CorpusRunResult:
     """Measure the importance of every head on a corpus, and on recall prompts if ``config`` asks for some.
 
     Raises:
         HeadscanError: An error of the user; shards stored before stay.
     """
-    opened = opener(config.model, config.tokens.max_tokens, devices)
-    with Run(config.model, Store(store), opened, resume_anyway=resume_anyway, say=say) as run:
+    with _opened(config.model, config.tokens.max_tokens, store, **options) as run:
         return run_importance(config, run)
 
 
-def probe(
-    config: ProbeConfig,
-    store: str | Path,
-    *,
-    devices: PlacementRequest | None = None,
-    resume_anyway: bool = False,
-    say: Callable[[str], None] = print,
-) -> ProbeResult:
+def probe(config: ProbeConfig, store: str | Path, **options: Unpack[JobOptions]) -> ProbeResult:
     """Score the behaviours of every head into a store.
 
     Raises:
         HeadscanError: An error of the user, such as lengths beyond the model's context.
     """
-    opened = opener(config.model, max(config.settings.lengths), devices)
-    with Run(config.model, Store(store), opened, resume_anyway=resume_anyway, say=say) as run:
+    with _opened(config.model, max(config.settings.lengths), store, **options) as run:
         return run_probe(config, run)
 
 
-def gates(
-    config: GatesConfig,
-    store: str | Path,
-    *,
-    devices: PlacementRequest | None = None,
-    resume_anyway: bool = False,
-    say: Callable[[str], None] = print,
-) -> GatesResult:
+def gates(config: GatesConfig, store: str | Path, **options: Unpack[JobOptions]) -> GatesResult:
     """Fit gates on the heads of a frozen model, and store them and the mask of the closed heads.
 
     Raises:
         HeadscanError: An error of the user; the same call again continues the fit.
     """
-    opened = opener(config.model, config.max_tokens, devices)
-    with Run(config.model, Store(store), opened, resume_anyway=resume_anyway, say=say) as run:
+    with _opened(config.model, config.max_tokens, store, **options) as run:
         return run_gates(config, run)
 
 
-def ablate(
-    config: AblateConfig,
-    store: str | Path,
-    *,
-    devices: PlacementRequest | None = None,
-    resume_anyway: bool = False,
-    say: Callable[[str], None] = print,
-) -> AblateResult:
+def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions]) -> AblateResult:
     """Measure the effect of every head, ablated alone, on tasks or on the loss of texts.
 
     Raises:
         HeadscanError: An error of the user; answers stored before stay.
     """
-    model = config.evaluation.model
-    opened = opener(model, TASK_TOKENS, devices, evaluates=True)
-    with Run(model, Store(store), opened, resume_anyway=resume_anyway, say=say) as run:
+    with _opened(config.evaluation.model, TASK_TOKENS, store, evaluates=True, **options) as run:
         return single_head_effects(config, run)
 
 
-def evaluate(
-    config: EvaluateConfig,
-    store: str | Path,
-    arms: Sequence[Arm],
-    *,
-    devices: PlacementRequest | None = None,
-    resume_anyway: bool = False,
-    say: Callable[[str], None] = print,
-) -> Verdict:
+def evaluate(config: EvaluateConfig, store: str | Path, arms: Sequence[Arm], **options: Unpack[JobOptions]) -> Verdict:
     """Run a baseline and further arms over the questions of tasks, and judge the arms.
 
     Args:
@@ -193,20 +160,12 @@ def evaluate(
     Raises:
         HeadscanError: An error of the user; answers stored before stay.
     """
-    opened = opener(config.model, TASK_TOKENS, devices, evaluates=True)
-    with Run(config.model, Store(store), opened, resume_anyway=resume_anyway, say=say) as run:
+    with _opened(config.model, TASK_TOKENS, store, evaluates=True, **options) as run:
         run_id = run_evaluation(config, run, [BASELINE, *(arm for arm in arms if arm is not BASELINE)])
         return judge(run.store, run_id)
 
 
-def sweep(
-    config: SweepConfig,
-    store: str | Path,
-    *,
-    devices: PlacementRequest | None = None,
-    resume_anyway: bool = False,
-    say: Callable[[str], None] = print,
-) -> Verdict:
+def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions]) -> Verdict:
     """Evaluate rules and masks of scores at every share, and judge the arms on all questions.
     `headscan.analysis.verdicts.confirmation.judge_sweep` returns the best arms, judged on the questions that did not
     select them.
@@ -214,28 +173,17 @@ def sweep(
     Raises:
         HeadscanError: An error of the user; answers stored before stay.
     """
-    model = config.evaluation.model
-    opened = opener(model, TASK_TOKENS, devices, evaluates=True)
-    with Run(model, Store(store), opened, resume_anyway=resume_anyway, say=say) as run:
+    with _opened(config.evaluation.model, TASK_TOKENS, store, evaluates=True, **options) as run:
         return judge(run.store, run_sweep(config, run).evaluate_run)
 
 
-def referee(
-    config: RefereeConfig,
-    store: str | Path,
-    *,
-    devices: PlacementRequest | None = None,
-    resume_anyway: bool = False,
-    say: Callable[[str], None] = print,
-) -> Verdict:
+def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptions]) -> Verdict:
     """Remove heads by every criterion of ``config.compared``, and judge all choices.
 
     Raises:
         HeadscanError: An error of the user; choices and answers stored before stay.
     """
-    model = config.evaluation.model
-    opened = opener(model, TASK_TOKENS, devices, evaluates=True, here=True)
-    with Run(model, Store(store), opened, resume_anyway=resume_anyway, say=say) as run:
+    with _opened(config.evaluation.model, TASK_TOKENS, store, evaluates=True, here=True, **options) as run:
         return judge(run.store, run_referee(config, run))
 
 
@@ -268,43 +216,43 @@ def plan(
         return measured_plan(config, context, budget)
 
 
-def prune(
-    config: PruneConfig,
-    store: str | Path,
-    *,
-    devices: PlacementRequest | None = None,
-    resume_anyway: bool = False,
-    say: Callable[[str], None] = print,
-) -> PruneResult:
+def prune(config: PruneConfig, store: str | Path, **options: Unpack[JobOptions]) -> PruneResult:
     """Build pruned models, save them, and judge them against the original.
 
     Raises:
         PruningError: The output folder is not empty, or the models cannot be built.
         HeadscanError: The evaluation fails; the models are saved.
     """
-    model = config.evaluation.model
-    opened = opener(model, TASK_TOKENS, devices, evaluates=True, here=True)
-    with Run(model, Store(store), opened, resume_anyway=resume_anyway, say=say) as run:
+    with _opened(config.evaluation.model, TASK_TOKENS, store, evaluates=True, here=True, **options) as run:
         return run_prune(config, run)
 
 
-def study(
-    config: StudyConfig,
-    *,
-    devices: PlacementRequest | None = None,
-    resume_anyway: bool = False,
-    say: Callable[[str], None] = print,
-) -> StudyAnswer:
+def study(config: StudyConfig, **options: Unpack[JobOptions]) -> StudyAnswer:
     """Find the largest safe shares of heads and of KV cache, and write plan, models and report into ``config.out``.
 
     Raises:
         StudyError: Settings out of range, or of another study in the same folder.
         HeadscanError: A step fails; what was stored before stays.
     """
-    store = Store(Path(config.out) / "study.duckdb")
-    opened = opener(config.model, TASK_TOKENS, devices, evaluates=True, here=True)
-    with Run(config.model, store, opened, resume_anyway=resume_anyway, say=say) as run:
+    store = Path(config.out) / "study.duckdb"
+    with _opened(config.model, TASK_TOKENS, store, evaluates=True, here=True, **options) as run:
         return run_study(config, run)
+
+
+def _opened(
+    model: ModelSpec,
+    tokens: int,
+    store: str | Path,
+    *,
+    evaluates: bool = False,
+    here: bool = False,
+    devices: PlacementRequest | None = None,
+    resume_anyway: bool = False,
+    say: Callable[[str], None] = print,
+) -> Run:
+    """Return the run of a job; see `opener` and `JobOptions`."""
+    open_model = opener(model, tokens, devices, evaluates=evaluates, here=here)
+    return Run(model, Store(store), open_model, resume_anyway=resume_anyway, say=say)
 
 
 def opener(
@@ -323,7 +271,7 @@ def opener(
         request = replace(request, replicas=1)
 
     def placement(model: ModelSpec) -> Placement:
-        return place(model.sizes(tokens), (this_machine(),), request).placement
+        return place(model_sizes(model, tokens), (this_machine(),), request).placement
 
     chosen = placement(spec)
     return lambda model: open_pool(model, chosen if model == spec else placement(model))

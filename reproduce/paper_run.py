@@ -21,6 +21,7 @@ from headscan.pipelines.cli.main import main as headscan
 from headscan.pipelines.cli.place import plan_lines
 from headscan.pipelines.runs.text_tables import text_table
 from headscan.sizing.forward_flops import forward_flops
+from headscan.sizing.model_sizes import model_sizes
 
 #: A backward pass takes twice the operations of a forward pass.
 FORWARD, FORWARD_AND_BACKWARD = 1, 3
@@ -102,9 +103,9 @@ def plan_text(options: argparse.Namespace, steps: Sequence[Step]) -> list[str]:
         nodes = imagined(1, options.gpus, options.gpu_memory, 2**40, 64)
     try:
         spec = ModelSpec(options.model)
-        sizes = spec.sizes(longest)
+        sizes = model_sizes(spec, longest)
         plan = place(sizes, nodes, PlacementRequest(evaluates=True))
-        forward = forward_flops(spec.source)
+        forward = forward_flops(spec)
     except (HeadscanError, OSError) as problem:
         return [f"no plan for {options.model}: {problem}", *(f"$ {step.shown}" for step in steps)]
     local = Path(options.model).exists() or options.model == "demo"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -209,6 +209,7 @@ def random_plan(plan: HeadPlan, seed: int) -> HeadPlan:
                     score=draws[unit],
                     evidence=Evidence(removable="random control" if cache.action == "drop" else None),
                 )
+    protected = [note for note in plan.notes if "KV heads are protected: " in note]
     return replace(
         plan,
         method="random",
@@ -217,46 +218,12 @@ def random_plan(plan: HeadPlan, seed: int) -> HeadPlan:
         heads=tuple(dealt.get((head.layer, head.kv_head), replace(head, evidence=Evidence())) for head in plan.heads),
         query_heads=(),
         validation=None,
-        notes=(f"control: the actions of a {plan.method} plan, dealt out at random", *_protected(plan)),
+        notes=(f"control: the actions of a {plan.method} plan, dealt out at random", *protected),
     )
 
 
-def _protected(plan: HeadPlan) -> list[str]:
-    return [note for note in plan.notes if "KV heads are protected: " in note]
-
-
-@dataclass(frozen=True)
-class _Inputs:
-    pattern: HeadPattern | None
-    seed: int
-    granularity: Granularity
-
-
-def _imported(store: Store, run_id: str | None, inputs: _Inputs) -> KeepScores:
-    if inputs.pattern is None:
-        raise PlanError("method imported needs a pattern. Give `pattern`")
-    run = store.resolve_run(run_id, "scan")
-    model, recorded = planned_model(run)
-    return _with_note(imported_scores(model, inputs.pattern, run_id=run["run_id"]), recorded)
-
-
-def _random(store: Store, run_id: str | None, inputs: _Inputs) -> KeepScores:
-    run = store.resolve_run(run_id, "scan")
-    model, recorded = planned_model(run, equal_groups=False)
-    return _with_note(random_scores(model, inputs.seed, run_id=run["run_id"], granularity=inputs.granularity), recorded)
-
-
-def _with_note(scores: KeepScores, recorded: bool) -> KeepScores:
-    return scores if recorded else replace(scores, notes=(DERIVED_NOTE, *scores.notes))
-
-
 #: Methods whose scores follow from a store; ``measured`` needs the model instead.
-STORE_METHODS: dict[PlanMethod, Callable[[Store, str | None, _Inputs], KeepScores]] = {
-    "distant_mass": lambda store, run_id, _: distant_mass_scores(store, run_id),
-    "retrieval_score": lambda store, run_id, _: retrieval_scores(store, run_id),
-    "imported": _imported,
-    "random": _random,
-}
+STORE_METHODS: tuple[PlanMethod, ...] = ("distant_mass", "retrieval_score", "imported", "random")
 
 
 def store_scores(
@@ -271,7 +238,20 @@ def store_scores(
     """Return the keep-scores of a method that reads a store; see `make_plan`."""
     if method not in STORE_METHODS:
         raise PlanError(f"method {method} does not follow from a store. Choose one of {', '.join(STORE_METHODS)}")
-    scores = STORE_METHODS[method](store, run_id, _Inputs(pattern, seed, granularity))
+    if method == "distant_mass":
+        scores = distant_mass_scores(store, run_id)
+    elif method == "retrieval_score":
+        scores = retrieval_scores(store, run_id)
+    else:  # only the model's shape is read
+        run = store.resolve_run(run_id, "scan")
+        model, recorded = planned_model(run, equal_groups=method == "imported")
+        if method == "random":
+            scores = random_scores(model, seed, run_id=run["run_id"], granularity=granularity)
+        elif pattern is None:
+            raise PlanError("method imported needs a pattern. Give `pattern`")
+        else:
+            scores = imported_scores(model, pattern, run_id=run["run_id"])
+        scores = replace(scores, notes=(*(() if recorded else (DERIVED_NOTE,)), *scores.notes))
     return scores if scores.granularity == granularity else by_layer(scores)
 
 

@@ -23,7 +23,6 @@ from headscan.analysis.plans.plan_records import (
     PlanError,
     PlanMethod,
     PlannedHead,
-    PlannedLayer,
     PlannedModel,
     PlanRecord,
     QueryHead,
@@ -259,11 +258,12 @@ def check_model(
         grid: One mapping per attention site, as in ``runs.grid``; only self-attention is compared.
     """
     compared = False
+    shape = [tuple(getattr(layer, name) for name in _SHAPE) for layer in plan.model.layers]
     for what, ours, theirs in (
         ("configuration hash", plan.model.config_hash, config_hash),
         ("weights hash", plan.model.weights_hash, weights_hash),
         ("revision", plan.model.revision, revision),
-        ("head grid", _shape_of_layers(plan.model.layers), None if grid is None else _shape_of_grid(grid)),
+        ("head grid", shape, None if grid is None else _shape_of_grid(grid)),
     ):
         if ours is None or theirs is None:
             continue
@@ -281,10 +281,6 @@ def check_model(
 
 
 _SHAPE = ("layer", "num_attention_heads", "num_key_value_heads", "head_dim", "value_dim", "sliding_window")
-
-
-def _shape_of_layers(layers: Sequence[PlannedLayer]) -> list[tuple[Any, ...]]:
-    return [tuple(getattr(layer, name) for name in _SHAPE) for layer in layers]
 
 
 def _shape_of_grid(grid: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:

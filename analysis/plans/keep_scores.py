@@ -236,11 +236,6 @@ def own_budget(pattern: HeadPattern, scores: KeepScores) -> WindowHeads:
     return WindowHeads(min(count, len(scores.scores)))
 
 
-_DAMAGE_SCORE = (
-    "damage of {windows} on text, clipped at 0, over its sum, plus the same on recall prompts; over the largest of all"
-    " candidates"
-)
-
 _UNMEASURED = "their damage was not measured"
 
 
@@ -254,8 +249,6 @@ def damage_scores(
     confirmed_recall: np.ndarray | None = None,
     chosen: Collection[Place] = (),
     recents: Mapping[Place, int] | None = None,
-    evidence: Mapping[Place, Evidence] | None = None,
-    query_heads: Sequence[QueryHead] = (),
     notes: Sequence[str] = (),
     granularity: Granularity = "kv_head",
 ) -> KeepScores:
@@ -275,8 +268,6 @@ def damage_scores(
         chosen: KV heads that a search gave windows. They take the lowest scores, in their order, and the others the
             rest.
         recents: Last tokens of the window with which each head was measured; None uses the calibration's for all heads.
-        evidence: More evidence, as from a scan; its ``damage`` is replaced.
-        query_heads: Numbers of the query heads of that evidence.
         notes: Limitations of the measurement.
         granularity: ``layer``: the arrays hold the damage of windows on all KV heads of the layer, the same for each of
             them, and each layer counts once. ``chosen`` and ``recents`` name all KV heads of a layer, too.
@@ -325,26 +316,24 @@ def damage_scores(
         unit_of = {place: (layer, 0) for layer, group in groups.items() for place in group}
         scores = {place: scores[unit] for place, unit in unit_of.items()}
         order = list(_spread(groups, [layer for layer, _ in order]))
-    found = {place: (evidence or {}).get(place, Evidence()) for place in full_heads(model)}
+    windows = "a window" if granularity == "kv_head" else "windows on a whole layer"
+    more = "" if recall is None else ", plus the same on recall prompts"
     return KeepScores(
         method="measured",
-        score=_damage_score(recall is not None, granularity),
+        score=f"damage of {windows} on text, clipped at 0, over its sum{more}; over the largest of all candidates",
         model=model,
         scores=scores,
         order=tuple(order),
         evidence={
-            place: replace(
-                held,
+            place: Evidence(
                 damage=HeadDamage(
-                    **{name: tables.get(name, {}).get(unit_of[place]) for name in arrays},
+                    **{name: tables.get(name, {}).get(unit) for name in arrays},
                     recent=calibration.recent if recents is None else recents[place],
                 )
-                if place in unit_of
-                else None,
             )
-            for place, held in found.items()
+            for place, unit in unit_of.items()
         },
-        query_heads=tuple(query_heads),
+        query_heads=(),
         calibration=calibration,
         notes=(*notes, *protected_notes(model, unit_of, _UNMEASURED)),
         sink=calibration.sink,
@@ -363,12 +352,6 @@ def _check_equal_in_layers(tables: Mapping[str, Mapping[Place, float]], groups: 
                     f"{name} has several values for the KV heads of layer {layer} (limit 1 with granularity layer)."
                     " Give the damage of the whole layer for each of them"
                 )
-
-
-def _damage_score(has_recall: bool, granularity: Granularity) -> str:
-    windows = "a window" if granularity == "kv_head" else "windows on a whole layer"
-    words = _DAMAGE_SCORE.format(windows=windows)
-    return words if has_recall else words.replace(", plus the same on recall prompts", "")
 
 
 def _table(model: PlannedModel, name: str, values: np.ndarray) -> dict[Place, float]:

@@ -183,11 +183,13 @@ def arms_section(
     if swept:
         parts += sweep_parts(curves, judge_sweep(store, verdict) if choices is None else choices)
     parts += _recall_parts(verdict)
+    sentences = verdict.sentences()
     # The arms of a sweep are points of its curves; a row for each arm would fill pages.
     arms = [
         *([] if swept else _drawn(verdict)),
         *([pages.paragraph(_NOT_CORRECTED, "note")] if swept else []),
-        *_verdict_parts(verdict),
+        *([pages.heading("Verdicts"), pages.bullets(sentences)] if sentences else []),
+        *(_arm_table(verdict) if verdict.arms else []),
     ]
     if len(verdict.arms) > _MOST_UNFOLDED:
         parts.append(pages.folded(f"All {len(verdict.arms)} arms, one by one", "\n".join(arms)))
@@ -221,12 +223,6 @@ def _drawn(verdict: Verdict) -> list[str]:
     if len(shares) > 2:
         parts.append(pages.figure(share_figure(verdict), "arms-by-share"))
     return parts
-
-
-def _verdict_parts(verdict: Verdict) -> list[str]:
-    sentences = verdict.sentences()
-    verdicts = [pages.heading("Verdicts"), pages.bullets(sentences)] if sentences else []
-    return verdicts + (_arm_table(verdict) if verdict.arms else [])
 
 
 def _arm_table(verdict: Verdict) -> list[str]:

@@ -98,18 +98,15 @@ class Commands:
 
     def on_model(self, verb: str, *options: str) -> str:
         """Return a command that names the model."""
-        return self._command(verb, *self.model, *options)
+        return self.on_store(verb, *self.model, *options)
 
     def on_store(self, verb: str, *options: str) -> str:
         """Return a command that names the store only."""
-        return self._command(verb, *options)
+        return shlex.join(["headscan", verb, *options, "--store", str(self.store)])
 
     def on_model_alone(self, verb: str, *options: str) -> str:
         """Return a command that names the model and reads no store."""
         return shlex.join(["headscan", verb, *self.model, *options])
-
-    def _command(self, *words: str) -> str:
-        return shlex.join(["headscan", *words, "--store", str(self.store)])
 
 
 def _model_words(name: str, spec: Any) -> tuple[str, ...]:
@@ -148,24 +145,22 @@ def cache_answer(
     tokens: int | None,
     plan: HeadPlan | None,
     hint: CacheHint,
-    links: tuple[str, str],
     commands: Commands,
 ) -> Answer:
     """Return the largest saving of a plan that passes, or the state of the evidence instead. ``left`` is the share of
-    the cache that is left at ``tokens`` tokens, by arm; ``hint`` is what the scan says without a plan; ``links`` are
-    the sections of the evaluated plans and of the plan.
+    the cache that is left at ``tokens`` tokens, by arm; ``hint`` is what the scan says without a plan.
     """
     arms = [] if verdict is None else [arm for arm in verdict.arms if arm.name in left and not arm.is_random]
     if not arms:
-        return _unjudged(plan, hint, links[1], commands)
+        return _unjudged(plan, hint, commands)
     at = f" at {tokens:,} tokens" if tokens else ""
     passing = [arm for arm in arms if arm.removable]
     best = min(passing, key=lambda arm: left[arm.name]) if passing else max(arms, key=lambda arm: arm.paired.low)
     cost = _cost(best, f"{1 - left[best.name]:.1%} of the cache less{at} changes")
     if passing:
-        return _shown_safe(CACHE_QUESTION, f"{1 - left[best.name]:.1%}{at}", cost, best, links[0])
+        return _shown_safe(CACHE_QUESTION, f"{1 - left[best.name]:.1%}{at}", cost, best, CACHE)
     headline, lead = _not_shown(best, "plan")
-    return Answer(CACHE_QUESTION, headline, f"{lead} {cost}", "open", links[0], commands.evaluate_plan)
+    return Answer(CACHE_QUESTION, headline, f"{lead} {cost}", "open", CACHE, commands.evaluate_plan)
 
 
 def _shown_safe(question: str, headline: str, detail: str, best: ArmVerdict, link: str) -> Answer:
@@ -190,7 +185,7 @@ def _not_shown(best: ArmVerdict, what: str) -> tuple[str, str]:
     return "None shown", f"No tested {what} is shown to cost at most one point and to keep recall. Closest:"
 
 
-def _unjudged(plan: HeadPlan | None, hint: CacheHint, link: str, commands: Commands) -> Answer:
+def _unjudged(plan: HeadPlan | None, hint: CacheHint, commands: Commands) -> Answer:
     if plan is None:
         return hint.answer(commands)
     longest = max(plan.budget.lengths, key=lambda length: length.tokens)
@@ -198,7 +193,7 @@ def _unjudged(plan: HeadPlan | None, hint: CacheHint, link: str, commands: Comma
         f"The plan (method {plan.method}) saves {longest.saved_share:.1%} at {longest.tokens:,} tokens, but the shown"
         " evaluation does not test what that costs."
     )
-    return Answer(CACHE_QUESTION, "Not tested", detail, "missing", link, commands.evaluate_plan)
+    return Answer(CACHE_QUESTION, "Not tested", detail, "missing", HEAD_PLAN, commands.evaluate_plan)
 
 
 @dataclass(frozen=True)
@@ -286,19 +281,16 @@ def _cost(arm: ArmVerdict, what: str) -> str:
 _INACTIVE_QUESTION = "How many heads are inactive?"
 
 
-def inactive_answer(
-    spreads: Mapping[str, Spread], heads: int, preferred: Sequence[str], link: str, commands: Commands
-) -> Answer:
-    """Return the answer by the first measured score of ``preferred``, with the range of the others."""
-    counts = dict(inactive_counts(spreads))
-    name = _first_score(spreads, preferred)
+def inactive_answer(spreads: Mapping[str, Spread], inactive: InactiveHeads, commands: Commands) -> Answer:
+    """Return the answer by the score of the ``inactive`` heads, with the range of the others."""
+    counts, name = dict(inactive_counts(spreads)), inactive.score
     if name is None:
         command = commands.on_model("scan", *commands.own_texts)
         why = "This scan has no score with an inactive end."
         return Answer(_INACTIVE_QUESTION, "Not measured", why, "missing", None, command)
     found = counts[name]
     detail = (
-        f"By {name}: {found.words(heads)} are among the {INACTIVE_QUANTILE:.0%} most inactive"
+        f"By {name}: {found.words(inactive.total)} are among the {INACTIVE_QUANTILE:.0%} most inactive"
         f" (sequence, head) of the scan in at least {MOSTLY:.0%} of the sequences."
     )
     if found.low is None:
@@ -308,13 +300,7 @@ def inactive_answer(
         detail += f" The {len(others)} other scores give {min(others):,} to {max(others):,} heads."
     detail += " Inactive is not removable: only an ablation shows that."
     state: State = "known" if found.heads else "open"
-    return Answer(_INACTIVE_QUESTION, f"{found.heads:,} of {heads:,}", detail, state, link)
-
-
-def _first_score(spreads: Mapping[str, Spread], preferred: Sequence[str]) -> str | None:
-    """Return the first measured score with an inactive end, one of ``preferred`` if there is one."""
-    counts = dict(inactive_counts(spreads))
-    return next((name for name in (*preferred, *counts) if name in counts), None)
+    return Answer(_INACTIVE_QUESTION, f"{found.heads:,} of {inactive.total:,}", detail, state, INACTIVE)
 
 
 ABLATED_QUESTION = "How many heads can be ablated?"
@@ -325,15 +311,18 @@ _CHOSEN = (ArmKind.MASK, ArmKind.RULE)
 
 @dataclass(frozen=True)
 class InactiveHeads:
-    """The heads ``(layer, head)`` of ``total`` that a scan shows to be inactive by a score; None if it has none."""
+    """The heads ``(layer, head)`` of ``total`` that a scan shows to be inactive by the first measured score with an
+    inactive end, `RANKED_BY` if it is measured; None if there is none.
+    """
 
     score: str | None
     heads: tuple[tuple[int, int], ...]
     total: int
 
     @classmethod
-    def of(cls, site: SiteNumbers, preferred: Sequence[str]) -> InactiveHeads:
-        name = _first_score(site.spreads, preferred)
+    def of(cls, site: SiteNumbers) -> InactiveHeads:
+        counts = dict(inactive_counts(site.spreads))
+        name = next((name for name in (RANKED_BY, *counts) if name in counts), None)
         inactive = None if name is None else site.spreads[name].inactive
         rows = [] if inactive is None else [i for i in np.argsort(-inactive, kind="stable") if inactive[i] >= MOSTLY]
         places = tuple((int(site.heads.layer[i]), int(site.heads.head[i])) for i in rows)
@@ -363,28 +352,23 @@ _MOST_NAMED = 6
 
 
 def ablation_answer(
-    verdict: Verdict | None,
-    choices: Sequence[SweepChoice],
-    tried: int,
-    inactive: InactiveHeads,
-    link: str,
-    commands: Commands,
+    verdict: Verdict | None, choices: Sequence[SweepChoice], inactive: InactiveHeads, commands: Commands
 ) -> Answer:
-    """Return the answer from ``tried`` masks and rules; ``verdict`` is None without an evaluation. The ``choices`` of a
+    """Return the answer from masks and rules; ``verdict`` is None without an evaluation. The ``choices`` of a
     sweep were judged on questions that did not select them, unless it was not confirmed; empty without a sweep. Without
     an arm, the ``inactive`` heads are a suggestion.
     """
     command = commands.on_model("sweep", *commands.tasks)
-    arms: Sequence[ArmVerdict] = [choice.verdict for choice in choices]
-    arms = arms or [arm for arm in (() if verdict is None else verdict.arms) if arm.kind in _CHOSEN]
+    tried = [arm for arm in (() if verdict is None else verdict.arms) if arm.kind in _CHOSEN]
+    arms = [choice.verdict for choice in choices] or tried
     if not arms:
         by = ("--score", inactive.score) if inactive.score else ()
         prove = commands.on_model("evaluate", *commands.tasks, *by, "--share", inactive.share, "--controls", "19")
         detail = f"Not tested. {inactive.words()} The command ablates as many heads and tests what that costs."
         return Answer(ABLATED_QUESTION, inactive.headline, detail, "missing", INACTIVE, prove)
     best = _best(arms)
-    how = _how([choice for choice in choices if choice.verdict is best], tried)
-    return _answer(ABLATED_QUESTION, arms, "ablated", how, link, command)
+    how = _how([choice for choice in choices if choice.verdict is best], len(tried))
+    return _answer(ABLATED_QUESTION, arms, "ablated", how, ABLATION, command)
 
 
 def _how(choices: Sequence[SweepChoice], tried: int) -> str:
@@ -397,7 +381,7 @@ def _how(choices: Sequence[SweepChoice], tried: int) -> str:
     return f" The same questions selected it among {best.candidates} arms, so the interval is too optimistic."
 
 
-def pruning_answer(verdict: Verdict | None, inactive: InactiveHeads, link: str, commands: Commands) -> Answer:
+def pruning_answer(verdict: Verdict | None, inactive: InactiveHeads, commands: Commands) -> Answer:
     """Return the answer from pruned models; without one, the number of ``inactive`` heads is a suggestion."""
     options = ("--share", inactive.share, *commands.own_texts, *commands.tasks, "--out", "smaller")
     command = commands.on_model("prune", *options)
@@ -415,8 +399,8 @@ def pruning_answer(verdict: Verdict | None, inactive: InactiveHeads, link: str, 
         first = min(pruned, key=lambda arm: arm.zeroed_share or 0.0)
         measures = "; ".join(measure.words() for measure in first.measures) or "no measure"
         detail = f"No task has right answers. Fewest removed: {first.name} ({_share(first.zeroed_share)}): {measures}."
-        return Answer(REMOVED_QUESTION, "No verdict", detail, "open", link, command)
-    return _answer(REMOVED_QUESTION, judged, "removed", "", link, command)
+        return Answer(REMOVED_QUESTION, "No verdict", detail, "open", REMOVAL, command)
+    return _answer(REMOVED_QUESTION, judged, "removed", "", REMOVAL, command)
 
 
 def _best(arms: Sequence[ArmVerdict]) -> ArmVerdict:
@@ -454,15 +438,13 @@ def answers_of(
     """Return the answers in the order of the page, missing ones included; those that are ``given`` replace others."""
     commands = Commands.of(scan, store.path, plan_file)
     site = data.sites[0]
-    tried = 0 if verdict is None else sum(arm.kind in (ArmKind.MASK, ArmKind.RULE) for arm in verdict.arms)
     tokens, left = (None, {}) if verdict is None else cache_left(store, verdict)
-    links = (CACHE, HEAD_PLAN)
-    inactive, hint = InactiveHeads.of(site, (RANKED_BY,)), CacheHint.of(store, scan, site)
+    inactive, hint = InactiveHeads.of(site), CacheHint.of(store, scan, site)
     answers = [
-        inactive_answer(site.spreads, len(site.heads), (RANKED_BY,), INACTIVE, commands),
-        ablation_answer(verdict, choices, tried, inactive, ABLATION, commands),
-        pruning_answer(verdict, inactive, REMOVAL, commands),
-        cache_answer(verdict, left, tokens, plan, hint, links, commands),
+        inactive_answer(site.spreads, inactive, commands),
+        ablation_answer(verdict, choices, inactive, commands),
+        pruning_answer(verdict, inactive, commands),
+        cache_answer(verdict, left, tokens, plan, hint, commands),
     ]
     known = {answer.question: answer for answer in given}
     return [*(known.get(answer.question, answer) for answer in answers), *_missing_tables(data, commands)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -37,19 +37,9 @@ INK, FAINT = "#222222", "#8a8a8a"
 FONT = {"family": "system-ui, 'Segoe UI', 'Liberation Sans', sans-serif", "size": 13, "color": INK}
 
 
-class GridSize(NamedTuple):
-    """Height of a cell, width and height of a heatmap, in pixels."""
-
-    cell_height: float
-    width: float
-    height: float
-
-
-def grid_size(rows: int, columns: int) -> GridSize:
-    """Return the largest cells that fit, from 9 to 64 pixels."""
-    cell_height = min(max(640 / rows, 9), 32)
-    cell_width = min(max(880 / columns, 9), 64)
-    return GridSize(cell_height, max(columns * cell_width, 260) + 190, rows * cell_height + 110)
+def cell_height(rows: int) -> float:
+    """Return the height of a heatmap's cells in pixels: the largest that fits, from 9 to 32."""
+    return min(max(640 / rows, 9), 32)
 
 
 def gaps(rows: int, columns: int) -> dict[str, int]:
@@ -113,15 +103,15 @@ def colorbar(ticks: Sequence[float], above: bool) -> dict[str, Any]:
 
 def grid_figure(heatmap: go.Heatmap, rows: int, columns: int, title: str, across: str) -> go.Figure:
     """Return a heatmap figure, sized by its cells. Layers run down, heads across."""
-    size = grid_size(rows, columns)
+    height, width = cell_height(rows), min(max(880 / columns, 9), 64)
     figure = go.Figure(heatmap)
     # Categories leave no gaps for layers without attention; dtick thins the labels, which plotly would rotate.
-    every = max(1, math.ceil(14 / size.cell_height))
+    every = max(1, math.ceil(14 / height))
     figure.update_yaxes(type="category", autorange="reversed", title_text="layer", dtick=every)
     figure.update_xaxes(type="category", title_text=across, dtick=max(1, math.ceil(columns / 32)), tickangle=0)
     figure.update_xaxes(showgrid=False, zeroline=False).update_yaxes(showgrid=False, zeroline=False)
     figure.update_layout(title={"text": escape(title), "x": 0, "xanchor": "left", "xref": "paper"})
-    return styled(figure, size.width, size.height)
+    return styled(figure, max(columns * width, 260) + 190, rows * height + 110)
 
 
 def styled(figure: go.Figure, width: float, height: float) -> go.Figure:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -62,27 +63,6 @@ def _damage(read: Callable[[HeadDamage], float | None], entry: PlannedHead) -> f
     return None if entry.evidence.damage is None else read(entry.evidence.damage)
 
 
-@dataclass(frozen=True)
-class Picks:
-    """The picks of scores: the (sequence, head) beyond the `INACTIVE_QUANTILE` of the pool."""
-
-    spreads: Mapping[str, Spread]
-
-    def overlaps(self) -> pa.Table:
-        """Return all pairs of scores that pick anything, as the SQL macro ``score_overlap`` does."""
-        counts = {name: self.spreads[name].picks for name in SCORES if name in self.spreads}
-        names = [name for name, of_score in counts.items() if of_score[name]]
-        rows = []
-        for i, a in enumerate(names):
-            for b in names[i + 1 :]:
-                picked_a, picked_b, both = counts[a][a], counts[b][b], counts[a][b]
-                rows.append(
-                    {"score_a": a, "score_b": b, "picked_a": picked_a, "picked_b": picked_b}
-                    | {"both": both, "overlap": both / (picked_a + picked_b - both)}
-                )
-        return pa.Table.from_pylist(rows)
-
-
 #: Most sets of heads in the page: a sweep has an arm for each score and share.
 _MOST_SETS = 300
 
@@ -95,10 +75,20 @@ class SiteNumbers:
     numbers: SiteMeasures
     spreads: Mapping[str, Spread]
 
-    @property
-    def picks(self) -> Picks:
-        """The overlaps of the scores' picks."""
-        return Picks(self.spreads)
+    def overlaps(self) -> pa.Table:
+        """Return all pairs of scores that pick any (sequence, head) beyond the `INACTIVE_QUANTILE` of the pool, as the
+        SQL macro ``score_overlap`` does.
+        """
+        counts = {name: self.spreads[name].picks for name in SCORES if name in self.spreads}
+        names = [name for name, of_score in counts.items() if of_score[name]]
+        rows = []
+        for a, b in combinations(names, 2):
+            picked_a, picked_b, both = counts[a][a], counts[b][b], counts[a][b]
+            rows.append(
+                {"score_a": a, "score_b": b, "picked_a": picked_a, "picked_b": picked_b}
+                | {"both": both, "overlap": both / (picked_a + picked_b - both)}
+            )
+        return pa.Table.from_pylist(rows)
 
 
 @dataclass(frozen=True)
@@ -138,13 +128,9 @@ def read_head_data(
 
 def _other_means(heads: SiteHeads, other: SiteSummary | None) -> dict[str, np.ndarray]:
     """Return the means of another scan by measure; empty if its heads differ."""
-    if other is None or len(other.heads) != len(heads) or not _same_places(heads, other.heads):
+    if other is None or not np.array_equal([heads.layer, heads.head], [other.heads.layer, other.heads.head]):
         return {}
     return {name: spread.mean for name, spread in other.spreads.items()}
-
-
-def _same_places(a: SiteHeads, b: SiteHeads) -> bool:
-    return bool(np.array_equal(a.layer, b.layer) and np.array_equal(a.head, b.head))
 
 
 def _ablated_sets(store: Store, run_id: str, heads: SiteHeads) -> dict[str, list[int]]:

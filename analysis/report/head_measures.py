@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 
@@ -167,7 +167,7 @@ class HeadTable:
     """
 
     group: str
-    kind: str
+    kind: RunKind
     table: str
     query: str
     define: Callable[[str], Definition]
@@ -227,19 +227,19 @@ HEAD_TABLES: tuple[HeadTable, ...] = (
 )
 
 
-def finished_runs(store: Store, kind: str, scan: Mapping[str, Any]) -> list[dict[str, Any]]:
+def finished_runs(store: Store, kind: RunKind, scan: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the finished runs of a kind on the scan's model, newest first."""
-    runs = store.runs(cast(RunKind, kind))
+    runs = store.runs(kind)
     return [run for run in runs if run["status"] == "finished" and same_model(run, scan)]
 
 
 def read_head_tables(
-    store: Store, scan: Mapping[str, Any], heads: SiteHeads, tables: Iterable[HeadTable] = HEAD_TABLES
+    store: Store, scan: Mapping[str, Any], heads: SiteHeads
 ) -> tuple[list[HeadMeasure], dict[str, dict[str, Any]]]:
     """Return the measures of all tables for one site, and the run of each group."""
     found: list[HeadMeasure] = []
     runs: dict[str, dict[str, Any]] = {}
-    for table in tables:
+    for table in HEAD_TABLES:
         # A run may have no rows in the table: a comparison of criteria on labelled examples has no effects.
         for run in finished_runs(store, table.kind, scan) if table.known else ():
             if measures := list(_measures(store, run, heads, table)):

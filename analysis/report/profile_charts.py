@@ -13,10 +13,10 @@ from plotly.subplots import make_subplots
 
 from headscan.analysis.report.chart_style import (
     KIND_COLOURS,
+    cell_height,
     colorbar,
     gaps,
     grid_figure,
-    grid_size,
     layer_heatmap,
     round_ticks,
     styled,
@@ -80,12 +80,12 @@ def profiles_figure(store: Store, run_id: str, *, site: str = "self") -> go.Figu
     for column, chart in enumerate(charts, 1):
         figure.add_trace(chart.trace, row=1, col=column)
         figure.update_xaxes(title_text=chart.title, row=1, col=column, **chart.axis)
-    cell_height = grid_size(len(layers), 1).cell_height
+    height = cell_height(len(layers))
     figure.update_yaxes(type="category", categoryorder="array", categoryarray=layers, autorange="reversed")
-    figure.update_yaxes(showgrid=False, zeroline=False, dtick=max(1, math.ceil(14 / cell_height)))
+    figure.update_yaxes(showgrid=False, zeroline=False, dtick=max(1, math.ceil(14 / height)))
     figure.update_yaxes(title_text="layer", row=1, col=1)
     width = sum(chart.width for chart in charts) + 190
-    return styled(figure, width, max(len(layers) * cell_height, 60) + 110)
+    return styled(figure, width, max(len(layers) * height, 60) + 110)
 
 
 class _Chart(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 
 from headscan.analysis.plans import HeadClass, HeadPlan, PlanMethod
 from headscan.analysis.report import page_parts as pages
-from headscan.analysis.report.head_data import HeadData, Picks, SiteNumbers
+from headscan.analysis.report.head_data import HeadData, SiteNumbers
 from headscan.analysis.report.head_measures import HeadMeasure
 from headscan.analysis.report.page_parts import byte_count, number, percent
 from headscan.analysis.report.profile_charts import overlap_figure, profiles_figure
@@ -226,9 +226,9 @@ def _number(value: float) -> str:
     return number(float(value) if np.isfinite(value) else None)
 
 
-def agreement_parts(picks: Picks) -> list[str]:
+def agreement_parts(site: SiteNumbers) -> list[str]:
     """Return the overlap of the heads that rules ablate; empty with fewer than two scores."""
-    pairs = picks.overlaps()
+    pairs = site.overlaps()
     if not pairs.num_rows:
         return []
     chance = INACTIVE_QUANTILE / (2 - INACTIVE_QUANTILE)

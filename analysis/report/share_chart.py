@@ -101,9 +101,9 @@ class Line:
         return [band, line]
 
 
-def _transparent(colour: str, opacity: float = 0.13) -> str:
+def _transparent(colour: str) -> str:
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return f"rgba({red},{green},{blue},{opacity})"
+    return f"rgba({red},{green},{blue},0.13)"
 
 
 class Panel(NamedTuple):

@@ -174,7 +174,7 @@ def _shown_runs(shown: _Shown) -> Iterator[str]:
 
 def _map(shown: _Shown) -> str:
     site = shown.data.sites[0]
-    agreement = agreement_parts(site.picks)
+    agreement = agreement_parts(site)
     sequences = f"{site.heads.sequences:,}"
     return rendered("head_map.html.j2", sequences=sequences, agreement=Markup("\n".join(agreement)))
 

@@ -47,6 +47,7 @@ from headscan.analysis.store.records import ABLATING_KINDS_SQL
 from headscan.analysis.store.scan_tables import Table, comment_statements, literal, table_statements
 from headscan.analysis.store.tables import FORMAT, SCHEMA_VERSION, TABLES, meta_rows, schema_statements
 from headscan.analysis.store.views import ALL_RUNS, VIEWS, view_statements
+from headscan.errors import first_line
 
 #: Settings of a writing connection, which uses the store, its log and its temporary folder.
 WRITING: Mapping[str, str] = {
@@ -88,11 +89,6 @@ _LIMITED_THREADS = 8
 _FULL = re.compile(r"no space left|quota exceeded|file too large", re.IGNORECASE)
 _FULL_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FIRST_WAIT, _LONGEST_WAIT = 0.02, 0.5
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error message, without DuckDB's position marker."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def translated(error: duckdb.Error | OSError, path: Path) -> StoreError:

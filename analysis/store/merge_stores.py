@@ -103,7 +103,6 @@ def _summed(before: MergedRun, after: MergedRun) -> MergedRun:
 
 
 def _add_masks(source: Store, into: Store) -> None:
-    """Add the masks that the store lacks."""
     theirs = source.query("SELECT name, mask_id FROM masks").to_pylist()
     known = {row["name"]: row["mask_id"] for row in into.query("SELECT name, mask_id FROM masks").to_pylist()}
     new = []
@@ -311,7 +310,9 @@ class _RunMerge:
             complete = _is_read(read) and self._shards() == total
             status = "finished" if complete else "part"
         else:
-            complete = "finished" in (ours["status"], theirs["status"]) and not self._unfinished_arms()
+            unfinished = ("run_id = ? AND status <> 'finished'", [self._run_id])
+            complete = "finished" in (ours["status"], theirs["status"])
+            complete = complete and not _count(self._into, TABLES["arms"], unfinished)
             status = "finished" if complete else "running"
         parts = json.loads(theirs["config"]).get("parts", ())
         ends = [run["finished_at"] for run in (ours, theirs) if run["finished_at"] is not None]
@@ -348,9 +349,6 @@ class _RunMerge:
 
     def _shards(self) -> int:
         return _count(self._into, TABLES["shards"], ("run_id = ?", [self._run_id]))
-
-    def _unfinished_arms(self) -> int:
-        return _count(self._into, TABLES["arms"], ("run_id = ? AND status <> 'finished'", [self._run_id]))
 
     def _result(self, shards: int, arms: int) -> MergedRun:
         with self._into.reading():

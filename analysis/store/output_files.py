@@ -23,9 +23,10 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from headscan.analysis.errors import AnalysisError, StoreError
-from headscan.analysis.store.connection import first_line, refusal, translated
+from headscan.analysis.store.connection import refusal, translated
 from headscan.analysis.store.scan_tables import Table
 from headscan.analysis.store.tables import SCHEMA_VERSION, TABLES
+from headscan.errors import first_line
 
 #: Most rows of one row group, and least rows that are collected for one of a partition.
 _GROUP_ROWS, _LEAST_ROWS = 122_880, 16_384
@@ -148,7 +149,6 @@ def _write_partitions(batches: pa.RecordBatchReader, system: AbstractFileSystem,
 
 
 def _schema(connection: duckdb.DuckDBPyConnection) -> dict[str, Any]:
-    """Return the contents of ``schema.json``."""
     tables: dict[str, Any] = {}
     for name in (*TABLES, *_VIEWS):
         found = connection.execute(

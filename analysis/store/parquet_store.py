@@ -18,12 +18,13 @@ import pyarrow.dataset as ds
 from fsspec import AbstractFileSystem
 
 from headscan.analysis.errors import NotAStoreError, StoreError, StoreMissingError, StoreVersionError
-from headscan.analysis.store.connection import READING, confine, first_line
+from headscan.analysis.store.connection import READING, confine
 from headscan.analysis.store.output_files import DATA_SET_FORMAT, PARTITIONS, SCHEMA_FILE, file_system, is_partitioned
 from headscan.analysis.store.scan_tables import Table, comment_statements
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import SCHEMA_VERSION, TABLES
 from headscan.analysis.store.views import view_statements
+from headscan.errors import first_line
 
 
 def store_at(path: str | Path, *, lock_timeout: float = 30.0, on_wait: Callable[[str], None] | None = None) -> Store:

@@ -27,22 +27,20 @@ from headscan.analysis.store.scan_tables import literal
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ALL_TASKS, CONFIRMATION, SELECTION, SPLIT_VERDICTS
 from headscan.analysis.store.verdict_limits import LEAST_RETAINED, few_factor
-from headscan.analysis.verdicts.controls import SelectedRank, Standing, controls_of, judge_controls, least_controls
-from headscan.analysis.verdicts.judge import ArmVerdict, Verdict, arm_outcome, benchmark_differences
-from headscan.analysis.verdicts.paired import Interval, PairedDifference
-from headscan.analysis.verdicts.verdict_rows import (
+from headscan.analysis.verdicts.answer_sheets import (
     BENCHMARK,
     AnswerSheets,
     FinishedArm,
     FinishedArms,
     Scope,
     can_be_judged,
-    compared_by_arm,
-    complete_rows,
     finished_arms,
     read_answers,
-    verdict_rows,
 )
+from headscan.analysis.verdicts.controls import SelectedRank, Standing, controls_of, judge_controls, least_controls
+from headscan.analysis.verdicts.judge import ArmVerdict, Verdict, arm_outcome, benchmark_differences
+from headscan.analysis.verdicts.paired import Interval, PairedDifference
+from headscan.analysis.verdicts.verdict_rows import compared_by_arm, complete_rows, verdict_rows
 
 #: A sweep selects one arm of each kind, because rules and masks are used differently.
 KINDS = (ArmKind.RULE, ArmKind.MASK)

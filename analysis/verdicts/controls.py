@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from headscan.analysis.store.records import ArmKind
+from headscan.analysis.verdicts.answer_sheets import FinishedArm
 from headscan.analysis.verdicts.measures import Increase, Measure
 from headscan.analysis.verdicts.paired import PairedDifference
-from headscan.analysis.verdicts.verdict_rows import FinishedArm
 
 #: Arms have the same size if their measured shares of ablated heads differ by at most this part of the larger one.
 SAME_SIZE = 0.1

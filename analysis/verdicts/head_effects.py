@@ -27,9 +27,9 @@ from headscan.analysis.store.tables import (
     LOSS,
 )
 from headscan.analysis.store.verdict_limits import TAIL
+from headscan.analysis.verdicts.answer_sheets import CLOZE_SUFFIX
 from headscan.analysis.verdicts.measures import RATES, ratio_with_error, studentised
 from headscan.analysis.verdicts.paired import Interval, compare
-from headscan.analysis.verdicts.verdict_rows import CLOZE_SUFFIX
 
 
 def q_values(p_values: np.ndarray) -> np.ndarray:

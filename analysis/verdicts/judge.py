@@ -12,6 +12,7 @@ from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ACCURACY, BITS_PER_BYTE, LOSS
 from headscan.analysis.store.verdict_limits import BENCHMARK_PARTS, LEAST_RETAINED, MARGIN, RECALL_PARTS
+from headscan.analysis.verdicts.answer_sheets import BENCHMARK, FinishedArm, Scope, finished_arms
 from headscan.analysis.verdicts.controls import (
     Controls,
     PrunedControls,
@@ -23,13 +24,9 @@ from headscan.analysis.verdicts.controls import (
 from headscan.analysis.verdicts.measures import Measure, measure_words, read_measures
 from headscan.analysis.verdicts.paired import Interval, PairedDifference, about
 from headscan.analysis.verdicts.verdict_rows import (
-    BENCHMARK,
-    FinishedArm,
     RecallVerdict,
-    Scope,
     TaskVerdict,
     compared_by_arm,
-    finished_arms,
     least_visible_loss,
     read_verdict_rows,
     task_verdicts,

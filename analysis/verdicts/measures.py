@@ -18,8 +18,8 @@ import numpy as np
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ACCURACY, BITS_PER_BYTE, BLEU, LOSS
 from headscan.analysis.store.verdict_limits import TAIL
+from headscan.analysis.verdicts.answer_sheets import FinishedArm
 from headscan.analysis.verdicts.paired import Interval
-from headscan.analysis.verdicts.verdict_rows import FinishedArm
 
 
 class Rate(NamedTuple):

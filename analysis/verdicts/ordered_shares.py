@@ -16,17 +16,12 @@ from dataclasses import dataclass
 
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.answer_sheets import Scope, finished_arms
 from headscan.analysis.verdicts.confirmation import widened
 from headscan.analysis.verdicts.judge import ArmOutcome, ArmVerdict, Outcome, arm_outcome, outcome_label
 from headscan.analysis.verdicts.measures import Increase, read_measures
 from headscan.analysis.verdicts.paired import PairedDifference
-from headscan.analysis.verdicts.verdict_rows import (
-    RecallVerdict,
-    Scope,
-    compared_by_arm,
-    finished_arms,
-    read_verdict_rows,
-)
+from headscan.analysis.verdicts.verdict_rows import RecallVerdict, compared_by_arm, read_verdict_rows
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from headscan.cluster.placement.placement_base import PlacementError
+from headscan.errors import first_line
 
 #: Seconds to wait for the agents to end on their own, and then after a request to end.
 _GRACE = 2.0
@@ -173,11 +174,6 @@ def connect(address: str) -> list[dict[str, float]]:
 def living_nodes(ray: Any) -> list[dict[str, float]]:
     """Return the resources of each living node."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
-
-
-def first_line(problem: BaseException) -> str:
-    """Return the first line of an error's message, without Ray's details."""
-    return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
 
 
 def _check_port(address: str, failure: str) -> None:

@@ -18,9 +18,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headscan.cluster.actors.session import Session, first_line, living_nodes
+from headscan.cluster.actors.session import Session, living_nodes
 from headscan.cluster.placement.placement_base import PlacementError, Timeouts
 from headscan.cluster.tasks.pool import Finished, IncompleteError, Pool, R, T, Task, name_of
+from headscan.errors import first_line
 
 #: Ray's concurrency group (a thread of the actor) that answers heartbeats.
 _HEARTBEAT = "heartbeat"
@@ -250,7 +251,6 @@ class SupervisedPool(Pool):
     def _replace(
         self, replica: Replica, failure: Exception, again: deque[Job], given_up: list[tuple[Any, str]]
     ) -> None:
-        """Replace a failed replica and retry its jobs."""
         _log.warning("worker %s failed and is replaced: %s", ", ".join(replica.workers), first_line(failure))
         failed_starts = 0 if replica.started else replica.failed_starts + 1
         jobs = list(replica.jobs)

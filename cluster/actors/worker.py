@@ -22,13 +22,13 @@ from headscan.cluster.tasks.pool import (
     InspectionTask,
     StagedTask,
     check_ranges,
-    open_layers,
     run_pass,
     run_task,
     working_on,
 )
 from headscan.errors import HeadscanError
-from headscan.layers.layer_ranges import Layers, Stage
+from headscan.layers.layer_ranges import Layers, Stage, open_layers
+from headscan.loading import load_spec
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel, Sharding
 
@@ -63,7 +63,7 @@ class Worker(Heartbeat):
         """
         try:
             if self._lm is None:
-                self._lm = self._spec.load(self._target)
+                self._lm = load_spec(self._spec, self._target)
             return *run_task(self._lm, task, item), self.name
         except HeadscanError as problem:
             return problem, 0.0, self.name

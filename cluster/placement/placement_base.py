@@ -87,7 +87,6 @@ class PlacementRequest:
     """The placement that a user requests; None leaves a choice to `choose.place`.
 
     Attributes:
-        memory: Bytes of its device that streaming may use.
         batch_tokens: Tokens of one forward pass. None uses `BATCH_TOKENS`, or the most that ``memory`` holds.
         evaluates: Tasks are evaluated, which needs memory for logits and a KV cache.
         max_threads: Limit of the CPU threads of a worker. None uses its share of the cores.
@@ -205,10 +204,6 @@ class Places:
         if self.on_gpus:
             return sum(size >= need for size in self.sizes)
         return sum(min(node.cpus, node.memory // need) for node in self.nodes)
-
-    def nodes_with(self, need: int) -> int:
-        """Return the number of nodes with at least ``need`` bytes of RAM."""
-        return sum(node.memory >= need for node in self.nodes)
 
     def threads(self, workers: int, gpus: int = 1) -> int:
         """Return a worker's CPU threads if all workers run."""

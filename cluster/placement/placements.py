@@ -57,7 +57,8 @@ class WholePlacement(ReplicaPlacement):
             where = f"one {places.kind}" if places.on_gpus else "one node"
             raise places.refusal(need, request.replicas, "replica", where)
         # A GPU serves one replica; on a CPU one replica with all threads of a node uses it well.
-        replicas = request.replicas or fit if places.on_gpus else request.replicas or places.nodes_with(need)
+        best = fit if places.on_gpus else sum(node.memory >= need for node in places.nodes)
+        replicas = request.replicas or best
         tokens = demand.most_tokens(room - weights, layers)
         device = demand.on_device(places.kind, layers, weights, tokens, room)
         return PlacementPlan(cls(replicas, places.device, threads), (device,), tokens)

@@ -9,6 +9,7 @@ import torch
 from headscan.cluster.placement.placement_base import Placement, ReplicaPlacement, Timeouts
 from headscan.cluster.placement.placements import PipelinePlacement, StreamedPlacement
 from headscan.cluster.tasks.pool import Finished, Pool, R, T, Task, run_task
+from headscan.loading import load_spec
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 
@@ -39,7 +40,7 @@ class InProcessPool(Pool):
     def _model(self) -> LoadedModel:
         if self._lm is None:
             torch.set_num_threads(self._placement.threads)
-            self._lm = self._spec.load(self._placement.local_target())
+            self._lm = load_spec(self._spec, self._placement.local_target())
         return self._lm
 
 

@@ -35,11 +35,10 @@ from headscan.cluster.tasks.pool import (
     Task,
     check_ranges,
     check_staged,
-    open_layers,
     run_pass,
     working_on,
 )
-from headscan.layers.layer_ranges import Layers, Stage
+from headscan.layers.layer_ranges import Layers, Stage, open_layers
 from headscan.layers.lazy_model import RawTensors, bytes_of, empty_mmap, mmap_copy
 from headscan.model_spec import ModelSpec
 from headscan.models.token_batches import return_freed_memory, trim_heap
@@ -214,7 +213,6 @@ class StreamedPool(Pool):
                         yield Finished(work.item, value, work.seconds, _WORKER)
 
     def _run(self, task: StagedTask[Any, Any, Any, Any], stage: Stage, work: _Work, hidden: HiddenStates) -> None:
-        """Run all passes of an item through one range of layers."""
         started = time.perf_counter()
         with torch.no_grad(), working_on(work.item):
             for key, part, partials in zip(work.keys, work.parts, work.partials, strict=True):
@@ -227,7 +225,6 @@ class StreamedPool(Pool):
         work.seconds += time.perf_counter() - started
 
     def _stages(self, layers: Layers, context: ExitStack) -> Iterator[Stage]:
-        """Load the ranges of layers one after another."""
         ranges = self._placement.ranges
         reader = ThreadPoolExecutor(1, "reader")
         context.callback(reader.shutdown, cancel_futures=True)

@@ -24,9 +24,7 @@ from torch import Tensor
 
 from headscan.cluster.placement.placement_base import LayerRange
 from headscan.errors import HeadscanError
-from headscan.layers import layer_ranges as stages
-from headscan.layers.layer_ranges import Inspection, Layers, Stage
-from headscan.model_spec import ModelSpec
+from headscan.layers.layer_ranges import Layers, Stage
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import is_out_of_memory, one_sequence_too_many, release_memory
 
@@ -235,19 +233,6 @@ def run_pass(
     ]
     left = [leaving for _, leaving in done if leaving is not None]
     return task.join_halves([partial for partial, _ in done]), torch.cat(left) if left else None
-
-
-def open_layers(spec: ModelSpec, device: str, inspection: Inspection | None = None) -> Layers:
-    """Open a model to load its layers range by range; see `layer_ranges.open_layers`."""
-    return stages.open_layers(
-        spec.source,
-        device=device,
-        dtype=spec.dtype,
-        revision=spec.revision,
-        trust_remote_code=spec.trust_remote_code,
-        safetensors=spec.safetensors,
-        inspection=inspection,
-    )
 
 
 def check_ranges(layers: Layers, ranges: Sequence[LayerRange]) -> None:

@@ -34,7 +34,7 @@ from headscan.attention.hooks import (
 from headscan.errors import HeadscanError, InterventionError, UnsupportedModelError
 from headscan.grid import AttentionSite, HeadGrid
 from headscan.models.forward_inputs import input_device, run
-from headscan.models.model_facts import MODEL_ERRORS, first_line, raise_if_out_of_memory
+from headscan.models.model_facts import MODEL_ERRORS, raise_if_out_of_memory, typed_line
 
 #: Tokens of the probe, and of its encoder; the numbers must differ.
 _TOKENS, _ENCODER_TOKENS = 4, 5
@@ -73,7 +73,7 @@ def _read_probe(model: PreTrainedModel) -> None:
     except (*MODEL_ERRORS, ImportError) as problem:
         raise_if_out_of_memory(problem)
         raise UnsupportedModelError(
-            f"{type(model).__name__} fails on a short text: {first_line(problem)}. Load another model"
+            f"{type(model).__name__} fails on a short text: {typed_line(problem)}. Load another model"
         ) from problem
 
 

@@ -250,7 +250,6 @@ def _scored_call(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> ScoredCall:
-    """Return the call for the arguments of ``scaled_dot_product_attention``."""
     if attn_mask is not None:
         corner = attn_mask[..., 0, -1]
         seen = corner if attn_mask.dtype == torch.bool else corner > torch.finfo(attn_mask.dtype).min / 2

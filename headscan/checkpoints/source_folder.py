@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from headscan.errors import ModelLoadError
+from headscan.errors import ModelLoadError, first_line
 
 #: Name of the real model that a package holds, the package, and what installs both it and the reader.
 SMOLLM2 = "smollm2"
@@ -98,7 +98,7 @@ def _quantisation(path: Path) -> str:
         raise ModelLoadError(f"no model at {path}: {problem.strerror or problem}. Check the path") from problem
     except Exception as problem:  # the reader's own checks, and NumPy's of a file that ends too early
         raise ModelLoadError(
-            f"{path} is no GGUF file, or is damaged ({message_line(problem)}). Copy or download it again"
+            f"{path} is no GGUF file, or is damaged ({first_line(problem)}). Copy or download it again"
         ) from problem
 
 
@@ -118,7 +118,7 @@ def _convert(path: Path, folder: Path, record: dict[str, str]) -> None:
         model.load_state_dict(read.state_dict())
     except Exception as problem:
         raise ModelLoadError(
-            f"transformers cannot read {path}: {message_line(problem)}. Give the model as safetensors instead"
+            f"transformers cannot read {path}: {first_line(problem)}. Give the model as safetensors instead"
         ) from problem
     finally:
         if shown:
@@ -127,11 +127,6 @@ def _convert(path: Path, folder: Path, record: dict[str, str]) -> None:
     tokenizer.save_pretrained(folder)
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), _RECORD: record}, indent=2) + "\n")
-
-
-def message_line(problem: Exception) -> str:
-    """Return the first line of an exception's message."""
-    return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
 
 
 #: Name of the bundled model, and its folder.
@@ -152,7 +147,9 @@ def locate(source: str) -> str:
 def check_folder(source: str) -> None:
     """Raise if a source is a path without a model. Names on the hub pass."""
     folder = Path(source)
-    if not folder.exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1 or _is_gguf(folder)):
+    if not folder.exists() and (
+        source.startswith((".", "/", "~")) or source.endswith("/") or source.count("/") > 1 or _is_gguf(folder)
+    ):
         kind = "file" if _is_gguf(folder) else "folder"
         raise ModelLoadError(f"no model at {source}: there is no such {kind}. Check the path")
     if folder.is_dir() and not (folder / "config.json").is_file():

@@ -14,8 +14,8 @@ from transformers.dynamic_module_utils import get_cached_module_file, get_relati
 from transformers.utils import HF_MODULES_CACHE
 
 from headscan.checkpoints.headers import hub_options, hub_problem
-from headscan.checkpoints.source_folder import check_folder, message_line
-from headscan.errors import ModelLoadError
+from headscan.checkpoints.source_folder import check_folder
+from headscan.errors import ModelLoadError, first_line
 
 
 def load_config(source: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -42,7 +42,7 @@ def load_tokenizer(
         if "local_files_only" in options:
             raise ModelLoadError(why_not(source, problem, options)) from problem
         raise ModelLoadError(
-            f"the tokenizer of {source} does not load: {message_line(problem)}. Copy or download it again"
+            f"the tokenizer of {source} does not load: {first_line(problem)}. Copy or download it again"
         ) from problem
 
 
@@ -78,7 +78,7 @@ def why_not(source: str, problem: Exception, options: Mapping[str, Any] | None =
         return f"{source} has no safetensors weights. Convert them, or pass safetensors=False"
     if "trust_remote_code" in text:
         return f"{source} needs Python code from its repository. Read that code, then pass trust_remote_code=True"
-    return f"{source} does not load: {message_line(problem)}"
+    return f"{source} does not load: {first_line(problem)}"
 
 
 #: Keys of a configuration's ``auto_map`` whose code runs when a model is loaded for text.

@@ -32,7 +32,7 @@ from headscan.kv.window_keys import windowed_output
 from headscan.layers.blocks import find_blocks
 from headscan.measure.collect import check_ids
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.token_batches import batches, run_halving
+from headscan.models.token_batches import batches, pass_tokens, run_halving
 from headscan.options import BATCH_TOKENS
 from headscan.sizing.model_sizes import NO_CACHE, LayerCache, find_caches
 
@@ -176,32 +176,6 @@ def _causal(call: ScoredCall) -> Tensor:
 
 _log = logging.getLogger("headscan")
 
-#: Largest number of tokens of one pass on devices where more are slower.
-_PASS_TOKENS = {"cpu": 2048}
-
-
-def pass_tokens(device: str, batch_tokens: int) -> int:
-    """Return the tokens of one pass on a device, such as ``cuda:0``, of at most ``batch_tokens``."""
-    return min(batch_tokens, _PASS_TOKENS.get(device.partition(":")[0], batch_tokens))
-
-
-@dataclass(frozen=True)
-class KvDamage:
-    """Loss increase by sequence and KV head, float32 (B, L, K) in nats per scored token. NaN where a layer lacks the KV
-    head or cannot keep a window, and for sequences that are not longer than the window.
-    """
-
-    by_sequence_BLK: Tensor
-
-    @property
-    def sequences(self) -> int:
-        """Number of sequences that are longer than the window."""
-        return int((~self.by_sequence_BLK.isnan()).flatten(1).any(1).sum())
-
-    @property
-    def mean_LK(self) -> Tensor:
-        return self.by_sequence_BLK.nanmean(0)
-
 
 def kv_damage(
     lm: LoadedModel,
@@ -215,7 +189,8 @@ def kv_damage(
     batch_tokens: int = BATCH_TOKENS,
 ) -> Tensor:
     """Return the mean of `kv_damages` over the sequences: float32 (L, K), in nats per scored token."""
-    return kv_damages(lm, ids, lengths, sink, recent, gates=gates, scored=scored, batch_tokens=batch_tokens).mean_LK
+    found = kv_damages(lm, ids, lengths, sink, recent, gates=gates, scored=scored, batch_tokens=batch_tokens)
+    return found.nanmean(0)
 
 
 def kv_damages(
@@ -229,9 +204,11 @@ def kv_damages(
     scored: Sequence[int] | None = None,
     heads: Sequence[KvHead] | None = None,
     batch_tokens: int = BATCH_TOKENS,
-) -> KvDamage:
-    """Estimate, for all KV heads at once, the loss increase if one KV head keeps only a window. Memory is linear in the
-    length, except for models with soft caps, position biases or learned sinks.
+) -> Tensor:
+    """Estimate, for all KV heads at once, the loss increase if one KV head keeps only a window: float32 (B, L, K) in
+    nats per scored token, NaN where a layer lacks the KV head or cannot keep a window, and for sequences that are not
+    longer than the window. Memory is linear in the length, except for models with soft caps, position biases or learned
+    sinks.
 
     Args:
         lm: A decoder from `headscan.load`, with all its layers.
@@ -269,7 +246,7 @@ def kv_damages(
     if not finite.all():
         wrong = int((~finite).sum())
         raise NotFiniteError(f"NaN or infinite damages: {wrong} of {finite.numel()} (limit 0). Use another `dtype`")
-    return KvDamage(sequences.table(lm.grid, places, measured))
+    return sequences.table(lm.grid, places, measured)
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,6 @@ class PlanStep:
         return found.seen_BNS, found.bias
 
     def _place(self, starts_B: Tensor | None, last_start: int) -> None:
-        """Set where the rows start."""
         layer, before = self._layer, self.tokens - self.queries
         for window in layer.windows:
             if before and window.moves(starts_B, before):
@@ -174,8 +173,6 @@ class PlanStep:
         layer.last_start = last_start
 
     def _in_groups(self, terms: ScoreTerms) -> ScoreTerms:
-        """Return the terms with query heads in the order of the groups."""
-
         def ordered(x: Tensor | None) -> Tensor | None:
             if x is None or x.shape[1] == 1:
                 return x

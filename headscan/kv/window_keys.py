@@ -396,7 +396,6 @@ class WindowKeys:
         return torch.where(slot < self.window.sink, slot, last - (last - slot).remainder(self.window.recent))
 
     def _allocate(self, tokens: int, like: _Pair) -> None:
-        """Get memory for the slots of so many tokens."""
         slots = min(self.window.width, -(-tokens // GROWTH) * GROWTH)
         if slots <= self.slots:
             return

@@ -25,7 +25,7 @@ from headscan.errors import HeadIndexError, InterventionError, UnsupportedModelE
 from headscan.grid import AttentionSite
 from headscan.models.forward_inputs import input_device, run, wide_norm
 from headscan.models.loaded_model import Block, FoundBlocks, LoadedModel
-from headscan.models.model_facts import MODEL_ERRORS, first_line, raise_if_out_of_memory
+from headscan.models.model_facts import MODEL_ERRORS, raise_if_out_of_memory, typed_line
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ class WholePass:
 
 def failure(problem: Exception) -> str:
     raise_if_out_of_memory(problem)
-    return f"fails: {first_line(problem)}"
+    return f"fails: {typed_line(problem)}"
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Stages: models that load one range of layers at a time, and the inspection that shows where a model can be cut.
 
-    layers = headscan.layers.layer_ranges.open_layers("path-or-hub-name", device="cpu")
+    layers = headscan.layers.layer_ranges.open_layers(ModelSpec("path-or-hub-name"), "cpu")
     with layers.at(0, 16) as stage, stage.running_range() as range_pass:
         low = headscan.collect(stage.lm, ids, lengths)
     with layers.at(16, 32) as stage, stage.running_range(range_pass.hidden_out):
@@ -15,7 +15,6 @@ Shapes: B sequences, N tokens, E width of a hidden state.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -28,11 +27,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headscan.ablation.ablation import Ablation
 from headscan.attention.discovery import discover
-from headscan.checkpoints.sources import load_tokenizer
 from headscan.errors import UnsupportedModelError
 from headscan.grid import HeadGrid
 from headscan.layers.blocks import RangePass, WholePass, find_blocks, running_range, short_text
 from headscan.layers.lazy_model import LazyModel, RawTensors
+from headscan.model_spec import ModelSpec
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import Block, LoadedModel
 
@@ -154,7 +153,6 @@ def _random_weights(lazy_model: LazyModel) -> Iterator[None]:
 
 
 def _ran(model: PreTrainedModel, read: Callable[[], object]) -> set[nn.Module]:
-    """Return the modules that run in a pass."""
     ran: set[nn.Module] = set()
     with ExitStack() as hooks:
         for module in model.modules():
@@ -349,32 +347,13 @@ class Layers:
         )
 
 
-def open_layers(
-    source: str | os.PathLike[str],
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    safetensors: bool = True,
-    inspection: Inspection | None = None,
-) -> Layers:
-    """Open a model to load its layers range by range; arguments as for `headscan.load`.
+def open_layers(spec: ModelSpec, device: str = "auto") -> Layers:
+    """Open a model to load its layers range by range; this takes the memory of its two ends and one layer.
 
     Args:
         device: Device of the layers: ``cpu``, ``cuda``, ``cuda:1``, ...; ``auto`` prefers a GPU.
-        inspection: The result of `inspect_model` for this model; None inspects it now, which takes the memory of its
-            two ends and one layer.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    lazy_model = LazyModel(
-        source,
-        device=device,
-        dtype=dtype,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        safetensors=safetensors,
-    )
-    tokenizer = load_tokenizer(lazy_model.source, revision, trust_remote_code)
-    return Layers(lazy_model, inspect_model(lazy_model) if inspection is None else inspection, tokenizer)
+    lazy_model = LazyModel(spec, device)
+    return Layers(lazy_model, inspect_model(lazy_model), spec.tokenizer())

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import mmap
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import FileIO
@@ -33,9 +32,10 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 
 from headscan.checkpoints.headers import FileHeader, read_header
-from headscan.checkpoints.sources import commit_of, load_config, source_options
+from headscan.checkpoints.sources import commit_of, source_options
 from headscan.errors import ModelLoadError
 from headscan.loading import check_device, check_dtype, read_model
+from headscan.model_spec import ModelSpec
 
 #: Smallest tensor in a map of its own, in bytes.
 _LEAST = 1 << 20
@@ -139,44 +139,27 @@ RawTensors = dict[str, Tensor]
 
 
 class LazyModel:
-    """A model on the meta device whose weights are loaded and dropped; arguments as for `headscan.load`.
+    """A model on the meta device whose weights are loaded onto a device and dropped.
 
     Weights are named as in the model's ``state_dict``; a weight with several names (a tied head) by its first one.
     Small tables that no checkpoint contains (rotary frequencies) are always on the device.
     """
 
-    def __init__(
-        self,
-        source: str | os.PathLike[str],
-        *,
-        device: str,
-        dtype: str = "auto",
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-        safetensors: bool = True,
-    ) -> None:
-        self.source = os.fspath(source)
+    def __init__(self, spec: ModelSpec, device: str) -> None:
+        self.source = spec.source
         check_device(device)
-        check_dtype(dtype)
+        check_dtype(spec.dtype)
         self.device = torch.device(device)
-        config = load_config(self.source, revision, trust_remote_code)
+        config = spec.config()
         if getattr(config, "quantization_config", None) is not None:
             raise ModelLoadError(
                 f"{self.source} is quantised and cannot be read layer by layer. Choose placement whole or sharded"
             )
         with _no_progress_bar():
-            self.model = read_model(
-                self.source,
-                config,
-                {"": "meta"},
-                dtype=dtype,
-                revision=revision,
-                trust_remote_code=trust_remote_code,
-                safetensors=safetensors,
-            )
-        self.commit = commit_of(self.source, revision)
+            self.model = read_model(spec, config, {"": "meta"})
+        self.commit = commit_of(self.source, spec.revision)
         self._make_tables()
-        self._files = tensor_files(self.source, revision)
+        self._files = tensor_files(self.source, spec.revision)
         self._aliases = _aliases(self.model)
         self._conversions = get_model_conversion_mapping(self.model)
         self._saved_as = self._find_sources()

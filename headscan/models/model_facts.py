@@ -88,7 +88,7 @@ def raise_if_out_of_memory(problem: Exception) -> None:
         raise problem
 
 
-def first_line(problem: Exception) -> str:
+def typed_line(problem: Exception) -> str:
     """Return an error's type and the first line of its message."""
     lines = str(problem).strip().splitlines()
     return f"{type(problem).__name__}: {lines[0]}" if lines else type(problem).__name__

@@ -61,6 +61,14 @@ def one_sequence_too_many() -> MemoryLimitError:
 
 R = TypeVar("R")
 
+#: Most tokens of one pass on devices where more are slower: on a CPU larger activations exceed its caches.
+_PASS_TOKENS = {"cpu": 2048}
+
+
+def pass_tokens(device: str, batch_tokens: int) -> int:
+    """Return the tokens of one pass on a device, such as ``cuda:0``: ``batch_tokens``, or fewer if those are faster."""
+    return min(batch_tokens, _PASS_TOKENS.get(device.partition(":")[0], batch_tokens))
+
 
 def batches(
     lengths: Sequence[int],

@@ -5,10 +5,8 @@ Shapes: B sequences, L layers, H query heads of the widest layer.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +18,11 @@ from headscan.catalog import (
     IMPORTANCES,
     PROMPT_IMPORTANCE,
     SCORES,
-    CriterionFamily,
     statistics_for,
 )
 from headscan.errors import PruningError
-from headscan.gradients.head_importance import importance
+from headscan.gradients.head_importance import default_loss, entropies, head_gradients
+from headscan.gradients.losses import Loss
 from headscan.grid import Head
 from headscan.measure.collect import collect, score
 from headscan.models.loaded_model import LoadedModel
@@ -50,18 +48,14 @@ def head_values(
     """
     if unknown := [name for name in names if name not in CRITERIA or not CRITERIA[name].by_value]:
         raise PruningError(f"unknown criterion {unknown[0]!r}. Choose a score, an importance or {EFFECT}")
-    found: dict[str, Tensor] = {}
-    for family, measure in FAMILY_MEANS.items():
-        of_family = [name for name in names if CRITERIA[name].family == family]
-        if not of_family:
-            continue
-        means = measure(lm, calibration, of_family, removed)
-        if on_recall := [name for name in of_family if CRITERIA[name].on_recall]:
-            if prompts is None:
-                raise PruningError(f"{on_recall[0]} needs recall prompts: none given. Pass `prompts`")
-            means[PROMPT_IMPORTANCE] = measure(lm, prompts, on_recall, removed)["importance"]
-        found |= {name: criterion_values(name, means) for name in of_family}
-    return found
+    means = _means(lm, calibration, names, removed)
+    if on_recall := [name for name in names if CRITERIA[name].on_recall]:
+        if prompts is None:
+            raise PruningError(f"{on_recall[0]} needs recall prompts: none given. Pass `prompts`")
+        means[PROMPT_IMPORTANCE] = _means(lm, prompts, on_recall, removed)["importance"]
+    if EFFECT in names:
+        means[EFFECT] = _effects(lm, calibration, removed)
+    return {name: criterion_values(name, means) for name in names}
 
 
 def ranked(values: Tensor, without: Sequence[Head] = ()) -> list[Head]:
@@ -71,28 +65,26 @@ def ranked(values: Tensor, without: Sequence[Head] = ()) -> list[Head]:
     return sorted((head for head in heads if head not in gone), key=lambda head: (float(values[head]), head))
 
 
-def _scores(
-    lm: LoadedModel, calibration: Calibration, names: Sequence[str], removed: Sequence[Head]
-) -> dict[str, Tensor]:
-    statistics = statistics_for(names)
+def measured(lm: LoadedModel, loss: Loss, names: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield what scores and importances are computed from, on the sequences of a loss: site, measure and values (B, L,
+    H), NaN where a layer lacks the head.
+    """
+    if scores := [name for name in names if name in SCORES]:
+        for kind in lm.grid.kinds:
+            found = collect(lm.at(kind), **loss.texts, statistics=statistics_for(scores))
+            yield from ((kind, name, score(found, name)) for name in scores)
+    if any(name in IMPORTANCES for name in names):
+        for kind, gradients in head_gradients(lm, loss).items():
+            yield kind, "importance", gradients.tokens
+            yield kind, "sequence_importance", gradients.gates.abs()
+        for kind in lm.grid.kinds if "importance_entropy" in names else ():
+            yield kind, RELATIVE_ENTROPY, entropies(lm.at(kind), loss) / _keys(loss, kind).log()[:, None, None]
 
-    def measure(ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
-        found = collect(lm, ids, lengths, statistics=statistics)
-        return {name: score(found, name) for name in names}
 
-    return _means(lm, calibration, removed, measure)
-
-
-def _importances(
-    lm: LoadedModel, calibration: Calibration, names: Sequence[str], removed: Sequence[Head]
-) -> dict[str, Tensor]:
-    def measure(ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
-        found = importance(lm, ids, lengths)
-        longest = torch.tensor([math.log(length) for length in lengths.tolist()])
-        own = {name: found[name] for name in ("importance", "sequence_importance")}
-        return {**own, RELATIVE_ENTROPY: found["entropy"] / longest[:, None, None]}
-
-    return _means(lm, calibration, removed, measure)
+def _keys(loss: Loss, kind: str) -> Tensor:
+    """Return the number of tokens that the heads of a site attend to (B,), on the CPU."""
+    own = "decoder_lengths" if kind == "self" and "decoder_lengths" in loss.texts else "lengths"
+    return torch.as_tensor(loss.texts[own]).double().cpu()
 
 
 def criterion_values(name: str, means: Mapping[str, Tensor]) -> Tensor:
@@ -130,25 +122,21 @@ def _scaled(values: Tensor) -> Tensor:
 
 
 def _means(
-    lm: LoadedModel,
-    calibration: Calibration,
-    removed: Sequence[Head],
-    measure: Callable[[Tensor, Tensor], dict[str, Tensor]],
+    lm: LoadedModel, calibration: Calibration, names: Sequence[str], removed: Sequence[Head]
 ) -> dict[str, Tensor]:
-    """Return means over the sequences of values (B, L, H), in a model without some heads."""
+    """Return means over the sequences of what `measured` yields at the site of ``lm``, without some heads."""
     parts: dict[str, list[Tensor]] = {}
     for batch in calibration.batches(lm.device):
         with edited(lm, Edits(tuple(removed))):
-            for name, values in measure(batch.ids, batch.lengths).items():
-                parts.setdefault(name, []).append(values.double())
+            for kind, name, values in measured(lm, default_loss(lm, batch.ids, batch.lengths), names):
+                if kind == lm.grid.kind:
+                    parts.setdefault(name, []).append(values.double())
     return {name: torch.cat(values).nanmean(0) for name, values in parts.items()}
 
 
-def _effects(
-    lm: LoadedModel, calibration: Calibration, names: Sequence[str], removed: Sequence[Head]
-) -> dict[str, Tensor]:
+def _effects(lm: LoadedModel, calibration: Calibration, removed: Sequence[Head]) -> Tensor:
     divergence = Divergence(lm, calibration.first(_EFFECT_TOKENS))
-    found: Any = torch.full(lm.grid.shape, float("nan"), dtype=torch.float64)
+    found = torch.full(lm.grid.shape, float("nan"), dtype=torch.float64)
 
     def without(head: Head) -> LayerEdits:
         return LayerEdits((head,), partial(Edits, tuple({*removed, head})))
@@ -160,10 +148,4 @@ def _effects(
     }
     for layer, values in divergence.of_layers(candidates, Edits(tuple(removed))).items():
         found[layer, : len(values)] = torch.tensor(values, dtype=torch.float64)
-    return dict.fromkeys(names, found)
-
-
-#: How the means of each family's criteria are measured, without some heads.
-FAMILY_MEANS: dict[
-    CriterionFamily, Callable[[LoadedModel, Calibration, Sequence[str], Sequence[Head]], dict[str, Tensor]]
-] = {"score": _scores, "importance": _importances, "effect": _effects}
+    return found

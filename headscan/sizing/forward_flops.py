@@ -6,7 +6,6 @@ dimension of key and value.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +13,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from headscan.checkpoints.sources import load_config
 from headscan.loading import empty_model
+from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import find_layout
 
 #: Names of the numbers of routed experts, and of those that a token uses.
@@ -53,13 +52,10 @@ class ForwardFlops:
         return 2 * weights + calls * self.attention(tokens)
 
 
-def forward_flops(
-    source: str | os.PathLike[str], *, revision: str | None = None, trust_remote_code: bool = False
-) -> ForwardFlops:
-    """Return the operations of a model's forward pass without loading a weight; arguments as for `model_sizes`."""
-    source = os.fspath(source)
-    config = load_config(source, revision, trust_remote_code)
-    model = empty_model(config, source, trust_remote_code, torch.float32)
+def forward_flops(spec: ModelSpec) -> ForwardFlops:
+    """Return the operations of a model's forward pass without loading a weight."""
+    config = spec.config()
+    model = empty_model(spec, config, torch.float32)
     layout = find_layout(model)
     words: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,12 +37,12 @@ from headscan.attention.hooks import (
 )
 from headscan.catalog import MassWidths, panel_names
 from headscan.checkpoints.headers import FLOATS, SavedTensor, read_headers
-from headscan.checkpoints.sources import load_config
 from headscan.errors import UnsupportedModelError
 from headscan.loading import check_dtype, empty_model
+from headscan.model_spec import ModelSpec
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import Layout, find_layout
-from headscan.models.model_facts import MODEL_ERRORS, first_line, is_encoder, max_tokens, raise_if_out_of_memory
+from headscan.models.model_facts import MODEL_ERRORS, is_encoder, max_tokens, raise_if_out_of_memory, typed_line
 from headscan.statistics.registry import OUTPUT_STATISTICS, output_statistics
 from headscan.statistics.weight_statistics import AttentionRequest
 
@@ -216,7 +215,7 @@ def _layer(layer: Any) -> LayerCache:
 def _unknown(model: PreTrainedModel, problem: Exception) -> UnsupportedModelError:
     raise_if_out_of_memory(problem)
     return UnsupportedModelError(
-        f"the KV cache of {type(model).__name__} cannot be sized on the meta device: {first_line(problem)}. Load "
+        f"the KV cache of {type(model).__name__} cannot be sized on the meta device: {typed_line(problem)}. Load "
         "another model"
     )
 
@@ -253,7 +252,8 @@ def saved_bytes(
         part = layout.part_of(_renamed(name, prefixes))
         if part == "rest" and any(name.startswith(f"{prefix}.") for prefix in prefixes.values()):
             continue  # a block after the last layer, which predicts a further token and is not loaded
-        sizes[part] += tensor.nbytes if dtype is None else _loaded_bytes(tensor, dtype)
+        converted = dtype if tensor.dtype in FLOATS else None
+        sizes[part] += tensor.nbytes if converted is None else tensor.numel * converted.itemsize
     if not all(sizes[index] for index in range(len(layout.blocks))):
         return None
     for part in ("embedding", "head"):
@@ -282,10 +282,6 @@ def _renamed(name: str, prefixes: Mapping[str, str | None]) -> str:
         if prefix is not None and name.startswith(f"{prefix}."):
             return path + name[len(prefix) :]
     return name
-
-
-def _loaded_bytes(tensor: SavedTensor, dtype: torch.dtype) -> int:
-    return tensor.numel * dtype.itemsize if tensor.dtype in FLOATS else tensor.nbytes
 
 
 def built_bytes(model: PreTrainedModel, layout: Layout, config: PreTrainedConfig) -> Counter[int | str]:
@@ -448,26 +444,19 @@ class ModelSizes:
         return -(-sum(self.cache[first:last]) * tokens // self.tokens)
 
 
-def model_sizes(
-    source: str | os.PathLike[str],
-    *,
-    dtype: str = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    tokens: int = _TOKENS,
-) -> ModelSizes:
-    """Return the sizes of a model without loading a weight; arguments as for `headscan.load`.
+def model_sizes(spec: ModelSpec, tokens: int = _TOKENS) -> ModelSizes:
+    """Return the sizes of a model without loading a weight.
 
     Args:
-        source: A folder with a configuration, with or without weights, a ``config.json`` alone, or a name on the hub.
+        spec: Its source is a folder with a configuration, with or without weights, a ``config.json`` alone, or a name
+            on the hub.
         tokens: Length of the sequences, at most the model's context.
     """
-    source = os.fspath(source)
-    asked = check_dtype(dtype)
-    config = load_config(source, revision, trust_remote_code)
-    saved = read_headers(source, revision)
+    asked = check_dtype(spec.dtype)
+    config = spec.config()
+    saved = read_headers(spec.source, spec.revision)
     wanted = asked if isinstance(asked, torch.dtype) else saved_dtype(config, saved)
-    model = empty_model(config, source, trust_remote_code, wanted)
+    model = empty_model(spec, config, wanted)
     layout = find_layout(model)
     quantised = getattr(config, "quantization_config", None) is not None
     built = built_bytes(model, layout, config)
@@ -478,7 +467,7 @@ def model_sizes(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     ran, cache = _ran(model, layout, tokens)
     return ModelSizes(
-        name=source,
+        name=spec.source,
         parameters=parameters,
         embedding=parts["embedding"],
         blocks=tuple(parts[index] for index in range(len(layout.blocks))),
@@ -514,7 +503,7 @@ def _ran(model: PreTrainedModel, layout: Layout, tokens: int) -> tuple[DryRun, t
         return dry_run(model, tokens), cache
     except MODEL_ERRORS as problem:
         raise_if_out_of_memory(problem)
-        _log.info("activations of %s are estimated, not measured: %s", type(model).__name__, first_line(problem))
+        _log.info("activations of %s are estimated, not measured: %s", type(model).__name__, typed_line(problem))
         ran, estimated = _estimated(tokens, widest, layers, model.dtype)
         return ran, estimated if cache is None else cache
 

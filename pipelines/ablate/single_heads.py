@@ -19,7 +19,8 @@ from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
 from headscan.pipelines.evaluate.run_evaluation import Purpose, check_predicts, evaluate
 from headscan.pipelines.evaluate.tasks import Questions
-from headscan.pipelines.runs.run_records import ModelIdentity, Run
+from headscan.pipelines.runs.model_identity import ModelIdentity
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.runs.text_tables import at_work
 from headscan.pipelines.scoring.arms import BASELINE, ZERO_VALUE, AblationValue, Arm, collect_value
 from headscan.pipelines.settings.corpus_settings import SHORTEST, longest_text

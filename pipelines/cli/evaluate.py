@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from headscan.catalog import RANKED_CRITERIA, SCORES
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, head, model_source
-from headscan.pipelines.cli.results import Result, arm_rows, verdict_text
+from headscan.pipelines.cli.results import Result, arm_row, verdict_text
 from headscan.pipelines.cli.task_options import DemoSize, TaskVerb, evaluation_of, value_config
 from headscan.pipelines.cli.verb_base import quiet_libraries
 from headscan.pipelines.settings.evaluation_settings import (
@@ -166,13 +166,14 @@ class Evaluate(TaskVerb):
         plans = [load_plan(path) for path in self.arms.plan]
         if self.arms.mask or self.arms.uses_score:
             self.store.check_exists()
+        from headscan.analysis.heads.head_roles import find_mask
         from headscan.analysis.verdicts.judge import judge
         from headscan.models.model_facts import check_bounds
         from headscan.pipelines.evaluate.run_evaluation import evaluate
         from headscan.pipelines.evaluate.tasks import Questions
         from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
-        from headscan.pipelines.runs.run_records import identify
-        from headscan.pipelines.scoring.arms import BASELINE, collect_value, controls, find_run, mask_heads, model_arm
+        from headscan.pipelines.runs.model_identity import identify
+        from headscan.pipelines.scoring.arms import BASELINE, collect_value, controls, find_run, model_arm
 
         replaced = value_config(self.arms.replace, self.texts, self)
         quiet_libraries()
@@ -185,7 +186,7 @@ class Evaluate(TaskVerb):
         ):
             config = evaluation_of(self, self.tasks, self.recall, spec, Path(scratch), _DEMO)
             config, store, identity = replace(config, batch_tokens=plan.batch_tokens), run.store, run.identity
-            named = (self.arms.heads, self.arms.mask and mask_heads(store, self.arms.mask, identity))
+            named = (self.arms.heads, self.arms.mask and find_mask(store, self.arms.mask, identity.columns()).heads)
             masks = [heads for heads in named if heads]
             chosen_by = self.arms.chosen_by if self.arms.uses_score else None
             ordering = chosen_by and find_run(store, identity, chosen_by, self.arms.run_id)
@@ -207,7 +208,7 @@ class Evaluate(TaskVerb):
         verdict = judge(store, run_id)
         parts = [title, verdict.progress, verdict_text(verdict.outcomes.values())]
         return Result(
-            arm_rows(verdict.outcomes.values()),
+            [arm_row(arm) for arm in verdict.outcomes.values()],
             lambda: "\n\n".join(filter(None, parts)),
             {**facts, "unfinished": verdict.unfinished},
         )

@@ -121,7 +121,7 @@ class Export(StoreVerb):
     def _plan(self) -> HeadPlan:
         """Return the plan, which is for the model if one is named."""
         from headscan.analysis.plans import check_model, load_plan
-        from headscan.pipelines.runs.run_records import identify
+        from headscan.pipelines.runs.model_identity import identify
 
         plan = load_plan(self.plan or _PLAN)
         if self.model is not None:
@@ -135,9 +135,11 @@ class Export(StoreVerb):
         return plan
 
     def _loaded(self) -> LoadedModel:
+        from headscan.loading import load_spec
+
         assert self.model is not None
         quiet_libraries()
-        return self.loading(self.model).load("cpu")
+        return load_spec(self.loading(self.model), "cpu")
 
     def _gguf(self, lm: LoadedModel) -> Result:
         try:

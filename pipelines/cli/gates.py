@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.options import Group
 from headscan.pipelines.cli.results import Json, Result
-from headscan.pipelines.cli.verb_base import CorpusOptions, RunVerb, quiet_libraries, say
+from headscan.pipelines.cli.verb_base import CorpusOptions, RunVerb, say
 from headscan.pipelines.settings.measure_settings import GatesConfig
 
 if TYPE_CHECKING:
@@ -35,15 +35,10 @@ class FitGates(RunVerb):
     settings: Annotated[partial[GatesConfig], Group("fit")]
 
     def run(self) -> Result:
-        from dataclasses import replace
-
-        from headscan.pipelines.runs.run_records import identify
         from headscan.pipelines.scan.run_gates import run_gates
 
         corpus = self.corpus.required(self)
-        quiet_libraries()
-        spec = self.spec()
-        identity = identify(spec)
+        spec, identity = self.identified()
         config = self.settings(model=spec, corpus=corpus)
         config = replace(config, max_tokens=min(config.max_tokens, identity.max_tokens or config.max_tokens))
         with self.opened(spec, identity, tokens=config.max_tokens) as (run, _):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.options import Group, Option
 from headscan.pipelines.cli.results import Json, Result
-from headscan.pipelines.cli.verb_base import Devices, ModelVerb, quiet_libraries
+from headscan.pipelines.cli.verb_base import Devices, ModelVerb
 
 if TYPE_CHECKING:
     from headscan.pipelines.kv.compare_generation import Generated, GenerationComparison
@@ -56,11 +56,9 @@ class Generate(ModelVerb):
         from headscan.kv.kept_keys import KeptKeys
         from headscan.pipelines.kv.compare_generation import GenerationTask, compare_generation
         from headscan.pipelines.kv.plan_arms import KeptHeads, check_plan, narrowest_window
-        from headscan.pipelines.runs.run_records import ModelContext, identify
+        from headscan.pipelines.runs.run_records import ModelContext
 
-        quiet_libraries()
-        spec = self.spec()
-        identity = identify(spec)
+        spec, identity = self.identified()
         prompt = tuple(identity.tokenizer(text)["input_ids"])
         task = GenerationTask(
             KeptHeads.of(plan.heads), prompt, self.text.max_new_tokens, self.text.prefill_chunk, self.text.rounds

@@ -33,8 +33,10 @@ class Models(OptionalModelVerb):
     def run(self) -> Result:
         import transformers
 
+        from headscan.loading import load_spec
+
         quiet_libraries()
-        rows = _known() if self.model is None else _sites(self.spec().load(self.device))
+        rows = _known() if self.model is None else _sites(load_spec(self.spec(), self.device))
         held = None if self.model is not None else sum(row["fast"] != "refused" for row in rows)
         facts = {"model": self.model, "transformers": transformers.__version__}
         return Result(rows, lambda: _text(rows, held), facts)

@@ -150,11 +150,12 @@ class Place(ModelVerb):
 
     def run(self) -> Result:
         from headscan.cluster.placement.placements import place
+        from headscan.sizing.model_sizes import model_sizes
 
         quiet_libraries()
         request = self.devices.placement_request(evaluates=self.evaluate)
         nodes = self._nodes()
-        sizes = self.spec().sizes(self.max_tokens)
+        sizes = model_sizes(self.spec(), self.max_tokens)
         plan = place(sizes, nodes, request)
         hours = None if self.time.tokens is None else self._hours(self.time.tokens, sizes, plan)
         facts = {
@@ -186,8 +187,7 @@ class Place(ModelVerb):
     def _hours(self, tokens: int, sizes: ModelSizes, plan: PlacementPlan) -> ScanHours:
         from headscan.sizing.forward_flops import forward_flops
 
-        spec = self.spec()
-        forward = forward_flops(spec.source, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+        forward = forward_flops(self.spec())
         flops = self._measured_flops(forward) if self.time.flops is None else self.time.flops
         return ScanHours.of(
             forward, plan.placement, tokens=tokens, sequence=sizes.tokens, flops=flops, evaluates=self.evaluate
@@ -271,7 +271,6 @@ def plan_lines(sizes: ModelSizes, nodes: tuple[Node, ...], plan: PlacementPlan) 
 
 
 def _machine_lines(nodes: tuple[Node, ...]) -> list[str]:
-    """Return one line per kind of machine."""
     from headscan.cluster.placement.placement_base import format_bytes
 
     kinds: dict[tuple[Any, ...], list[str]] = {}

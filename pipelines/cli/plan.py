@@ -10,17 +10,7 @@ from headscan.cluster.placement.placement_base import parse_bytes
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, changed
 from headscan.pipelines.cli.results import Json, Result
-from headscan.pipelines.cli.verb_base import (
-    CORPORA,
-    CorpusOptions,
-    Devices,
-    OptionalModelVerb,
-    StoreVerb,
-    quiet_libraries,
-    say,
-    say_run,
-)
-from headscan.pipelines.settings.evaluation_settings import ResumeAnyway
+from headscan.pipelines.cli.verb_base import CORPORA, CorpusOptions, OptionalModelVerb, RunVerb, say_run
 from headscan.pipelines.settings.saving_settings import MeasureConfig
 
 if TYPE_CHECKING:
@@ -77,7 +67,7 @@ class _Measured(CorpusOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(OptionalModelVerb, StoreVerb):
+class Plan(OptionalModelVerb, RunVerb):
     """write head_plan.json: which KV heads keep the whole cache, and which only a window
 
         headscan plan --store s.duckdb --window-share 0.5
@@ -96,7 +86,6 @@ class Plan(OptionalModelVerb, StoreVerb):
     )
 
     json: Json = False
-    devices: Annotated[Devices, Group("devices")]
     run_id: Annotated[
         str | None,
         Option(
@@ -135,7 +124,6 @@ class Plan(OptionalModelVerb, StoreVerb):
     ] = None
     measured: Annotated[_Measured, Group("method measured")]
     out: Annotated[str, Option("output file")] = "head_plan.json"
-    resume_anyway: ResumeAnyway = False
 
     def __post_init__(self) -> None:
         measured, corpus = self.method == "measured", self.measured.name is not None
@@ -188,14 +176,10 @@ class Plan(OptionalModelVerb, StoreVerb):
 
     def _measured(self) -> HeadPlan:
         from headscan.pipelines.kv.measured_plan import measured_plan
-        from headscan.pipelines.runs.run_records import Run, identify
         from headscan.pipelines.settings.saving_settings import LossLimit
 
         corpus = self.measured.required(self)
-        store = self.store.open(writes=True)
-        quiet_libraries()
-        spec = self.spec()
-        identity = identify(spec)
+        spec, identity = self.identified()
         given = {"sink": self.sink, "recents": self.recent or None, "seed": self.seed}
         config = self.measured.settings(
             corpus=corpus,
@@ -205,11 +189,8 @@ class Plan(OptionalModelVerb, StoreVerb):
         budget = self._budget() if self.budget.max_loss is None else LossLimit(self.budget.max_loss)
         assert budget is not None
         tokens = config.tokens(identity)
-        place = self.devices.plan(spec, tokens=tokens, evaluates=True)
-        config = replace(config, batch_tokens=place.batch_tokens)
-        opener = self.devices.opener(spec, place, tokens=tokens)
-        with Run(spec, store, opener, identity=identity, resume_anyway=self.resume_anyway, say=say) as run:
-            return measured_plan(config, run, budget)
+        with self.opened(spec, identity, tokens=tokens, evaluates=True) as (run, place):
+            return measured_plan(replace(config, batch_tokens=place.batch_tokens), run, budget)
 
     def _budget(self) -> BudgetRequest | None:
         """Return the budget; None for the pattern's own."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from headscan.catalog import BEHAVIOURS
 from headscan.options import BehaviourProbe, Group, Option
 from headscan.pipelines.cli.results import Json, Result
-from headscan.pipelines.cli.verb_base import CorpusOptions, RunVerb, quiet_libraries
+from headscan.pipelines.cli.verb_base import CorpusOptions, RunVerb
 from headscan.pipelines.settings.measure_settings import ProbeConfig
 
 if TYPE_CHECKING:
@@ -56,12 +56,9 @@ class Probe(RunVerb):
     retrieval: Annotated[_Retrieval, Group("retrieval_score")]
 
     def run(self) -> Result:
-        from headscan.pipelines.runs.run_records import identify
         from headscan.pipelines.scan.run_probe import default_lengths, probe
 
-        quiet_libraries()
-        spec = self.spec()
-        identity = identify(spec, need_tokenizer=False)
+        spec, identity = self.identified(need_tokenizer=False)
         lengths = tuple(self.retrieval.lengths or default_lengths(identity))
         config = self.settings(
             model=spec, corpus=self.retrieval.corpus.spec(), settings=self.retrieval.probe(lengths=lengths)

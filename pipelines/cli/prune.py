@@ -100,7 +100,7 @@ class _Choice:
     method: Annotated[
         tuple[str, ...],
         Option(
-            "comma-separated methods: damage (loss that is left after repair), random, layer-drop, or a score or another "
+            "comma-separated methods: damage (loss left after repair), random, layer-drop, or a score or another "
             "criterion of a run in the store",
             kind="method",
             names=METHODS,
@@ -231,17 +231,18 @@ class Prune(WholeModelVerb):
     @contextmanager
     def _config(self, run: Run, texts: TextConfig) -> Iterator[PruneConfig]:
         """Yield the settings; the demo's task exists inside the context."""
+        from headscan.analysis.heads.head_roles import find_mask
         from headscan.models.model_facts import check_bounds
         from headscan.pipelines.pruning.build_models import Repair
         from headscan.pipelines.pruning.run_prune import PruneConfig
-        from headscan.pipelines.scoring.arms import imported_heads, mask_heads, stored_orders
+        from headscan.pipelines.scoring.arms import imported_heads, stored_orders
 
         spec, size, choice = run.model, self.size, self.choice
         named: dict[str, tuple[tuple[int, int], ...]] = {}
         if size.heads:
             named["heads"] = size.heads
         elif size.mask:
-            named["mask"] = mask_heads(run.store, size.mask, run.identity)
+            named["mask"] = find_mask(run.store, size.mask, run.identity.columns()).heads
         elif size.import_heads:
             named["imported"] = tuple(imported_heads(size.import_heads))
         for heads in named.values():

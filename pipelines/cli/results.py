@@ -48,13 +48,10 @@ class Result:
             say(line)
 
 
-def arm_rows(arms: Iterable[ArmOutcome]) -> list[dict[str, Any]]:
-    """Return a row for each arm: its settings, its numbers and its verdict in words."""
-    return [arm_row(arm) for arm in arms]
-
-
 def arm_row(arm: ArmOutcome) -> dict[str, Any]:
-    """Return the row of one arm; accuracy and `removable` are None without tasks that have right answers."""
+    """Return the settings, the numbers and the verdict in words of an arm; accuracy and `removable` are None without
+    tasks that have right answers.
+    """
     from headscan.analysis.verdicts.judge import ArmVerdict
 
     judged = arm if isinstance(arm, ArmVerdict) else None

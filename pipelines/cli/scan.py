@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, TypeVar
 
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, changed
-from headscan.pipelines.cli.verb_base import CORPORA, DEMO_CORPUS, CorpusOptions, RunVerb, quiet_libraries, say
+from headscan.pipelines.cli.verb_base import CORPORA, DEMO_CORPUS, CorpusOptions, RunVerb, say
 from headscan.pipelines.settings.corpus_settings import DataSpec, TokenPlan
 from headscan.pipelines.settings.measure_settings import CorpusRunConfig, ImportanceConfig, ScanConfig
 
@@ -49,13 +49,10 @@ class _CorpusVerb(RunVerb):
 
     def run_measurement(self, config_of: Callable[..., C], measure: Callable[[C, Run], CorpusRunResult]) -> str:
         """Measure the corpus, print the counts, and return the id of the run."""
-        from headscan.pipelines.runs.run_records import identify
         from headscan.pipelines.settings.corpus_settings import longest_text
 
         corpus = self.corpus.required(self, limit_documents=self.corpus.limit_documents)
-        quiet_libraries()
-        spec = self.spec()
-        identity = identify(spec)
+        spec, identity = self.identified()
         tokens = self.tokens.plan(longest_text(identity, self.tokens.max_tokens))
         config = config_of(model=spec, corpus=corpus, tokens=tokens)
         with self.opened(spec, identity, tokens=tokens.max_tokens) as (run, plan):
@@ -156,15 +153,12 @@ class Importance(_CorpusVerb):
         return self.run_measurement(self.settings, run_importance)
 
     def _on_examples(self, data: DataSpec) -> str:
-        from headscan.pipelines.runs.run_records import identify
         from headscan.pipelines.scan.labelled_texts import read_labelled
         from headscan.pipelines.scan.run_importance import run_labelled_importance
         from headscan.pipelines.settings.measure_settings import LabelledImportanceConfig
 
-        quiet_libraries()
-        spec = self.spec()
+        spec, identity = self.identified()
         config = LabelledImportanceConfig(spec, data, self.tokens.max_tokens, **self.settings.keywords)
-        identity = identify(spec)
         texts = read_labelled(data, spec, identity, self.tokens.max_tokens)
         with self.opened(spec, identity, tokens=texts.longest) as (run, plan):
             result = run_labelled_importance(replace(config, batch_tokens=plan.batch_tokens), run, texts=texts)

@@ -53,6 +53,9 @@ def _run_row(store: Store, run: Mapping[str, Any]) -> dict[str, Any]:
     if status == "running" and not is_visible(run["writer"]):
         status = f"running on {host_of(run['writer'])}, when last heard of"
     sharded, has_arms = run["kind"] in SHARDED_KINDS, run["kind"] in ("evaluate", "ablate")
+    units = None
+    if run["kind"] in ("plan", "prune"):
+        units = store.query("select count(*) from measured_units where run_id = ?", [run["run_id"]])[0][0].as_py()
     return {
         "run_id": run["run_id"],
         "kind": run["kind"],
@@ -62,15 +65,10 @@ def _run_row(store: Store, run: Mapping[str, Any]) -> dict[str, Any]:
         "finished_shards": run["finished_shards"] if sharded else None,
         "total_shards": run["total_shards"] if sharded else None,
         **(_arm_counts(store, run) if has_arms else dict.fromkeys(_ARM_COUNTS)),
-        "measured_units": _count_units(store, run) if run["kind"] in ("plan", "prune") else None,
+        "measured_units": units,
         "started_at": run["started_at"],
         "last_written": run["last_written"],
     }
-
-
-def _count_units(store: Store, run: Mapping[str, Any]) -> int:
-    found = store.query("select count(*) as count from measured_units where run_id = ?", [run["run_id"]])
-    return int(found["count"][0].as_py())
 
 
 _ARM_COUNTS = ("arms", "finished_arms", "answered_requests", "open_requests")
@@ -79,19 +77,12 @@ _ARM_COUNTS = ("arms", "finished_arms", "answered_requests", "open_requests")
 def _arm_counts(store: Store, run: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arms of a run, and the requests of the unfinished ones; None if their number is unknown."""
     [found] = store.query(
-        "select count(*) as arms, count(*) filter (status = 'finished') as finished, (select count(*) from responses"
-        " join arms using (arm_id) where run_id = $1) as answered from arms where run_id = $1",
+        "select count(*) as arms, count(*) filter (status = 'finished') as finished_arms, (select count(*) from"
+        " responses join arms using (arm_id) where run_id = $1) as answered_requests from arms where run_id = $1",
         [run["run_id"]],
     ).to_pylist()
-    each = run["config"].get("requests")
-    left = found["arms"] - found["finished"]
-    return dict(
-        zip(
-            _ARM_COUNTS,
-            (found["arms"], found["finished"], found["answered"], None if each is None else each * left),
-            strict=True,
-        )
-    )
+    each, left = run["config"].get("requests"), found["arms"] - found["finished_arms"]
+    return {**found, "open_requests": None if each is None else each * left}
 
 
 def _text(store: str, runs: Sequence[Mapping[str, Any]], arms: Sequence[Mapping[str, Any]]) -> str:

@@ -57,7 +57,6 @@ class Study(OptionalModelVerb):
         return run_study(self._config(), self.devices, resume_anyway=self.resume_anyway)
 
     def _config(self) -> StudyConfig:
-        """Return the settings of the file, with those of the command line in their places."""
         given: dict[str, Any] = dict(self.settings.keywords)
         given |= {name: value for name, value in (("corpus", self.corpus), ("judge", self.judge)) if value is not None}
         if not self.tasks and (self.include_path is not None or self.limit is not None):

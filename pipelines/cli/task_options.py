@@ -153,7 +153,7 @@ class WholeModelVerb(RunVerb):
 
     @contextmanager
     def opened_whole(self, texts: TextConfig) -> Iterator[tuple[Run, PlacementPlan]]:
-        from headscan.pipelines.runs.run_records import identify
+        from headscan.pipelines.runs.model_identity import identify
 
         verb = replace(self, devices=self.devices.in_this_process())
         quiet_libraries()
@@ -244,13 +244,10 @@ def labelled_model(
 ) -> Iterator[tuple[LabelledConfig, LabelledTexts, Run]]:
     """Yield settings, examples, and the run of the model that a command line names."""
     from headscan.pipelines.ablate.labelled_arms import LabelledConfig
-    from headscan.pipelines.runs.run_records import identify
     from headscan.pipelines.scan.labelled_texts import read_labelled
 
-    quiet_libraries()
-    spec = verb.spec()
+    spec, identity = verb.identified()
     config = LabelledConfig(spec, data, metric, max_tokens)
-    identity = identify(spec)
     texts = read_labelled(config.data, spec, identity, max_tokens)
     config.metric_of(texts)
     with verb.opened(spec, identity, tokens=texts.longest) as (run, plan):

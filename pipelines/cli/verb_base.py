@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from headscan.checkpoints.source_folder import DEMO_MODEL
 from headscan.cluster.placement.devices import max_threads
 from headscan.cluster.placement.placement_base import PlacementRequest, Timeouts
-from headscan.errors import ModelLoadError
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, LONGEST_WAIT, Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, model_source, with_flags
@@ -27,7 +26,8 @@ if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
     from headscan.cluster.placement.placement_base import Node, PlacementPlan
     from headscan.cluster.tasks.pool import Pool
-    from headscan.pipelines.runs.run_records import ModelIdentity, OpenModel, Run
+    from headscan.pipelines.runs.model_identity import ModelIdentity
+    from headscan.pipelines.runs.run_records import OpenModel, Run
 
 #: Corpus of the bundled model unless one is named: modules of the standard library that it has not read.
 DEMO_CORPUS = "python-stdlib-heldout"
@@ -94,7 +94,7 @@ class StoreOptions:
 
 
 def check_inputs(settings: Any) -> None:
-    """Raise now, before libraries and models load, which takes seconds, if a corpus, examples or a model's folder that
+    """Raise now, before libraries and models load, which takes seconds, if a corpus or examples that
     a verb names are missing. Names that can be on the hub pass.
     """
     from headscan.pipelines.corpora import check_corpus
@@ -103,9 +103,6 @@ def check_inputs(settings: Any) -> None:
         check_corpus(settings.name or "")
     if isinstance(settings, DataSpec):
         settings.check_file()
-    folder = settings.model if isinstance(settings, ModelVerb) else None
-    if folder is not None and folder.endswith("/") and not Path(folder).exists():
-        raise ModelLoadError(f"no model at {folder}: there is no such folder. Check the path")
     for field in fields(settings):
         part = getattr(settings, field.name)
         if is_dataclass(part):
@@ -144,8 +141,9 @@ class Devices:
         that the same command resumes the run; only `--memory` changes them.
         """
         from headscan.cluster.placement.placements import place
+        from headscan.sizing.model_sizes import model_sizes
 
-        plan = place(spec.sizes(tokens), self.nodes(), self.placement_request(evaluates=evaluates))
+        plan = place(model_sizes(spec, tokens), self.nodes(), self.placement_request(evaluates=evaluates))
         for refusal in plan.why:
             say(with_flags(f"not {refusal}", Devices))
         say(plan.placement.describe())
@@ -217,6 +215,14 @@ class ModelVerb:
 
     def spec(self) -> ModelSpec:
         return self.loading(self.model)
+
+    def identified(self, *, need_tokenizer: bool = True) -> tuple[ModelSpec, ModelIdentity]:
+        """Return the model and its identity, and turn off progress bars and warnings of transformers."""
+        from headscan.pipelines.runs.model_identity import identify
+
+        quiet_libraries()
+        spec = self.spec()
+        return spec, identify(spec, need_tokenizer=need_tokenizer)
 
     def full_precision(self) -> ModelSpec:
         """Return the model; the demo in float32, because half precision is slower on most CPUs, and rounds repairs."""

@@ -14,7 +14,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from headscan.pipelines.runs.run_records import ModelIdentity
+from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request, request_hash
 from headscan.pipelines.settings.evaluation_settings import HarnessError
 

@@ -70,9 +70,6 @@ class HeldOutText:
                     "task": TEXT_TASK,
                     "question": number,
                     "doc_hash": hashlib.sha256(chunk.document.encode()).hexdigest(),
-                    "target": None,
-                    "response": None,
-                    "correct": None,
                     "recall": False,
                     "log_likelihoods": [likelihood.log_likelihood],
                     "metrics": json.dumps(pairs),
@@ -96,7 +93,6 @@ class HeldOutText:
                 "metric": name,
                 "filter": "none",
                 "value": value,
-                "standard_error": None,
                 "questions": len(self.chunks),
             }
             for name, value in values.items()

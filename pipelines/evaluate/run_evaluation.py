@@ -26,7 +26,8 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.answering import AnsweringPlan, ArmAnswers, WorkItem, answer, work_items
 from headscan.pipelines.evaluate.tasks import Questions, TaskResults
 from headscan.pipelines.kv.plan_arms import window_notes
-from headscan.pipelines.runs.run_records import ModelContext, ModelFacts, ModelIdentity, Run, fingerprint, identify
+from headscan.pipelines.runs.model_identity import ModelFacts, ModelIdentity, fingerprint, identify
+from headscan.pipelines.runs.run_records import ModelContext, Run
 from headscan.pipelines.runs.text_tables import at_work
 from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms, check_tokenizer, model_settings
 from headscan.pipelines.scoring.bundles import bundle_size, possible_starts
@@ -56,20 +57,18 @@ def check_scored(pool: Pool, requests: Mapping[str, Request | GenerationRequest]
         refuse_staged(pool, f"generation of {written} texts", instead="tasks with log-likelihoods")
 
 
-def check_not_evicting(pool: Pool, arms: Sequence[Arm]) -> None:
-    """Raise StagingError if an arm evicts keys, which needs the KV cache of all layers, and a pool is staged."""
-    evicting = [arm.name for arm in arms if arm.ablated is not None and arm.ablated.evicts]
-    if evicting:
-        refuse_staged(pool, f"{evicting[0]} evicts keys, which", instead="the mode forward")
-
-
 def check_continues(
     model: ModelContext, arms: Sequence[Arm], requests: Mapping[str, Request | GenerationRequest]
 ) -> None:
-    """Raise UnsupportedModelError if continuations of evicting arms cannot be scored."""
-    scored = any(isinstance(request, Request) for request in requests.values())
+    """Raise StagingError if an arm evicts keys, which needs the KV cache of all layers, and the pool is staged, and
+    UnsupportedModelError if continuations of evicting arms cannot be scored.
+    """
     evicting = [arm.name for arm in arms if arm.ablated is not None and arm.ablated.evicts]
-    if scored and evicting and not model.pool.one(can_share_prefixes, None):
+    if not evicting:
+        return
+    refuse_staged(model.pool, f"{evicting[0]} evicts keys, which", instead="the mode forward")
+    scored = any(isinstance(request, Request) for request in requests.values())
+    if scored and not model.pool.one(can_share_prefixes, None):
         raise UnsupportedModelError(
             f"{evicting[0]} evicts keys, but {model.identity.name} continues a KV cache only token by token. Use the"
             " mode forward, or tasks that generate text"
@@ -146,9 +145,7 @@ def evaluate(
         run.say(note)
     check_resampled(arms, questions.requests)
     check_scored(run.pool, questions.requests)
-    check_not_evicting(run.pool, arms)
-    if not run.pool.staged:
-        check_continues(run, arms, questions.requests)
+    check_continues(run, arms, questions.requests)
     rounding = _rounding(run.facts, [arm.ablated for arm in arms], in_ranges=run.pool.staged)
     record = _record(config, rounding, run, questions, purpose)
     items = work_items(questions.requests, config.batch_tokens)
@@ -305,7 +302,8 @@ def _finish_arm(store: Store, questions: Graded, facts: ModelFacts, done: ArmAns
     if wrong:
         raise NotFiniteError(f"{wrong} of {len(done.answers)} log-likelihoods are NaN, so the arm has no result")
     graded = questions.grade(done.answers)
-    share = _zeroed_share(questions, facts, done)
+    removed = len(done.arm.removed)
+    share = removed / (facts.grid.total_heads + removed) if removed else questions.zeroed_share(done.zeroed)
     store.finish_arm(done.arm_id, graded.answers, results=graded.results, zeroed_share=share)
     families: dict[str, list[float]] = defaultdict(list)
     answers = graded.answers.select(["task", "recall", "correct"]).to_pydict()
@@ -324,10 +322,3 @@ def _finish_arm(store: Store, questions: Graded, facts: ModelFacts, done: ArmAns
     elif done.arm.removed:
         parts.append(f"{share:.1%} of heads removed")
     return f"{done.arm.name}: {', '.join(parts)}"
-
-
-def _zeroed_share(questions: Graded, facts: ModelFacts, done: ArmAnswers) -> float:
-    """Return the share of heads, 0 to 1, that an arm ablated or that its model lacks."""
-    if done.arm.removed:
-        return len(done.arm.removed) / (len(list(facts.grid.heads())) + len(done.arm.removed))
-    return questions.zeroed_share(done.zeroed)

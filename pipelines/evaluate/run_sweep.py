@@ -29,7 +29,8 @@ from headscan.pipelines.corpora.sequences import hash_ids
 from headscan.pipelines.evaluate.run_evaluation import EVALUATE, Purpose, check_predicts, check_scored, evaluate
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.recall.needle_and_copying import IN_ALL
-from headscan.pipelines.runs.run_records import ModelFacts, Run, fingerprint
+from headscan.pipelines.runs.model_identity import ModelFacts, fingerprint
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scan.run_scan import write_shards
 from headscan.pipelines.scan.shard_task import ShardItem
 from headscan.pipelines.scoring.arms import (
@@ -214,7 +215,7 @@ def sweep(config: SweepConfig, run: Run) -> SweepRuns:
 
 def _check_masks(config: SweepConfig, facts: ModelFacts) -> None:
     """Raise InterventionError if a mask would ablate every head."""
-    total = len(list(facts.grid.heads()))
+    total = facts.grid.total_heads
     largest = max(config.shares)
     if config.masks and head_count(largest, total) >= total:
         raise InterventionError(

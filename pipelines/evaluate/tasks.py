@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from headscan.analysis.verdicts.verdict_rows import CLOZE_SUFFIX
-from headscan.errors import HeadscanError
+from headscan.analysis.verdicts.answer_sheets import CLOZE_SUFFIX
+from headscan.errors import HeadscanError, first_line
 from headscan.pipelines.corpora import CorpusError
 from headscan.pipelines.evaluate.harness import HeadscanLM, quiet_harness
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.recall import RecallError, RecallPlan, RecallQuestion, grade, recall_questions
-from headscan.pipelines.runs.run_records import ModelIdentity
+from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.scoring.likelihood import common_tokens
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request, request_hash
 from headscan.pipelines.settings.evaluation_settings import HarnessError, TaskConfig
@@ -340,7 +340,7 @@ def _named_failure(what: str) -> Iterator[None]:
     except HeadscanError:
         raise
     except Exception as problem:
-        raise HarnessError(f"{what}: {_first_line(problem)}") from problem
+        raise HarnessError(f"{what}: {first_line(problem)}") from problem
 
 
 @contextmanager
@@ -366,10 +366,6 @@ def _source(thing: object) -> object:
         return [name, hashlib.sha256(file.read_bytes()).hexdigest()]
     except (OSError, TypeError):
         return name
-
-
-def _first_line(problem: Exception) -> str:
-    return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
 
 
 def _built_already(**options: Any) -> None:

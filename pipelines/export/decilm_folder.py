@@ -90,7 +90,7 @@ def write_decilm(
     served = ServableModel(lm, "DeciLM folders")
     windows = None if plan is None else windows_of(lm, plan)
     target = Path(folder)
-    places = decilm_places(served.own_places(), lm_heads(served))
+    places = decilm_places(served.own_places(), max(each.heads for each in served.heads))
     weights = llama_weights(served, places)
     config = _config(served, places, weights)
     if windows is not None:
@@ -99,11 +99,6 @@ def write_decilm(
     has_mult = "ffn_mult" in config["block_configs"][0]["ffn"]
     sizes = tuple(served.sizes(target.name, places))
     return WrittenDecilm(target, config["num_attention_heads"], nbytes, has_mult, sizes, windows)
-
-
-def lm_heads(served: ServableModel) -> int:
-    """Return the original's number of query heads."""
-    return max(each.heads for each in served.heads)
 
 
 def decilm_places(own: Sequence[Places], most: int) -> tuple[Places, ...]:

@@ -124,7 +124,6 @@ def _add_settings(
 
 
 def _entries(served: ServableModel, places: tuple[Places, ...]) -> Iterator[_Entry]:
-    """Yield the tensors of the file."""
     model = served.model.model
     yield _Entry("token_embd.weight", lambda: model.embed_tokens.weight)
     yield _Entry("output_norm.weight", lambda: model.norm.weight)

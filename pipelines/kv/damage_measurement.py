@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -33,16 +33,19 @@ from headscan.catalog import RECALL_FAMILIES, MassWidths, recall_family
 from headscan.cluster.tasks.pool import Pool, Task
 from headscan.errors import NotFiniteError, SequenceError
 from headscan.kv.kept_keys import KeptKeys, Window
-from headscan.kv.kv_damage import KvHead, candidates_of, kv_damages, pass_tokens
+from headscan.kv.kv_damage import KvHead, candidates_of, kv_damages
 from headscan.kv.kv_windows import KvWindows
 from headscan.long_work import KnownNumbers, Unit, hash_of
 from headscan.measure.collect import collect, score
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
+from headscan.models.token_batches import pass_tokens
 from headscan.options import BATCH_TOKENS
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
 from headscan.pipelines.recall import RecallPlan, recall_questions
-from headscan.pipelines.runs.run_records import ModelContext, ModelIdentity, code_version
+from headscan.pipelines.runs.code_version import code_version
+from headscan.pipelines.runs.model_identity import ModelIdentity
+from headscan.pipelines.runs.run_records import ModelContext
 from headscan.pipelines.runs.text_tables import Progress
 from headscan.pipelines.scoring.bundles import BundleItem, Start, bundle, possible_starts, start_of
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
@@ -68,67 +71,176 @@ class Losses:
     greedy: np.ndarray
 
 
-def masked_losses(
-    pool: Pool,
-    requests: Sequence[Request],
-    sets: Sequence[KeptKeys],
-    *,
-    batch_tokens: int,
-    rope: RopeLengths = UNVARYING,
-    known: KnownNumbers | None = None,
-    progress: Progress | None = None,
-    starts: frozenset[Start] | None = None,
-) -> Losses:
-    """Return the losses of requests under each set of windows; `ALL_KEYS` is the full cache. Items that ``known`` has
-    are not measured. ``progress`` counts (set, request) pairs. ``starts`` is the result of `starts_under_windows`; None
+@dataclass(frozen=True)
+class PromptPool:
+    """A pool that measures prompts, in passes of ``batch_tokens`` tokens. Items that ``known`` has are not measured
+    again. ``progress`` counts prompts, once for each set of windows. ``starts`` comes from `starts_under_windows`; None
     computes it.
     """
-    ablations = [KvWindows(kept, f"windows {index}") if kept.windows else None for index, kept in enumerate(sets)]
-    parts = _parts(requests, range(len(requests)), batch_tokens)
-    possible = starts_under_windows(pool) if starts is None else starts
-    groups = [[index] for index in range(len(sets))] if pool.staged else bundle(ablations, possible)
-    items: dict[str, tuple[list[int], list[int]]] = {}
-    work: list[Any] = []
-    for group in groups:
-        for part in parts:
-            name = f"windows {group[0]}, prompts {part[0]} to {part[-1]}"
-            items[name] = group, part
-            chosen = tuple(requests[row] for row in part)
-            if len(group) > 1:
-                masks = tuple(ablations[index] for index in group)
-                first = tuple(start_of(mask, possible) for mask in masks)
-                work.append(BundleItem(name, chosen, masks, first, batch_tokens, share_prefixes=False))
-            else:
-                alone = ablations[group[0]]
-                work.append(LikelihoodItem(name, chosen, alone, batch_tokens, share_prefixes=False, rope=rope))
-    nats, greedy = np.empty((len(sets), len(requests))), np.empty((len(sets), len(requests)))
-    scored = np.array([request.scored for request in requests])
-    task: Task[Any, Any] = score_in_ranges if pool.staged else _run
 
-    def unit(item: LikelihoodItem | BundleItem) -> Unit:
-        group, _ = items[item.name]
-        windows = [[[layer, head, *astuple(window)] for layer, head, window in sets[index].windows] for index in group]
-        return "losses under window masks", windows, hash_of(item.requests)
+    pool: Pool
+    batch_tokens: int = BATCH_TOKENS
+    rope: RopeLengths = UNVARYING
+    known: KnownNumbers = field(default_factory=KnownNumbers)
+    progress: Progress | None = None
+    starts: frozenset[Start] | None = None
 
-    def numbers(value: Any) -> list[list[list[float]]]:
-        """Return log-likelihoods and numbers of greedy tokens (2, sets, requests)."""
-        results: list[AnswerSet[Likelihood]] = [value] if pool.staged else value
-        return [
-            [[each.log_likelihood for each in result.answers] for result in results],
-            [[each.greedy_tokens for each in result.answers] for result in results],
+    def losses(self, requests: Sequence[Request], sets: Sequence[KeptKeys]) -> Losses:
+        """Return the losses of requests under each set of windows; `ALL_KEYS` is the full cache."""
+        staged = self.pool.staged
+        ablations = [KvWindows(kept, f"windows {index}") if kept.windows else None for index, kept in enumerate(sets)]
+        parts = self._parts(requests, range(len(requests)))
+        possible = starts_under_windows(self.pool) if self.starts is None else self.starts
+        groups = [[index] for index in range(len(sets))] if staged else bundle(ablations, possible)
+        items: dict[str, tuple[list[int], list[int]]] = {}
+        work: list[Any] = []
+        for group in groups:
+            for part in parts:
+                name = f"windows {group[0]}, prompts {part[0]} to {part[-1]}"
+                items[name] = group, part
+                chosen = tuple(requests[row] for row in part)
+                if len(group) > 1:
+                    masks = tuple(ablations[index] for index in group)
+                    starts = tuple(start_of(mask, possible) for mask in masks)
+                    work.append(BundleItem(name, chosen, masks, starts, self.batch_tokens, share_prefixes=False))
+                else:
+                    alone = ablations[group[0]]
+                    work.append(
+                        LikelihoodItem(name, chosen, alone, self.batch_tokens, share_prefixes=False, rope=self.rope)
+                    )
+
+        def unit(item: LikelihoodItem | BundleItem) -> Unit:
+            group, _ = items[item.name]
+            windows = [[[layer, head, *astuple(kept)] for layer, head, kept in sets[index].windows] for index in group]
+            return "losses under window masks", windows, hash_of(item.requests)
+
+        def numbers(value: Any) -> list[list[list[float]]]:
+            """Return log-likelihoods and numbers of greedy tokens (2, sets, requests)."""
+            results: list[AnswerSet[Likelihood]] = [value] if staged else value
+            return [
+                [[each.log_likelihood for each in result.answers] for result in results],
+                [[each.greedy_tokens for each in result.answers] for result in results],
+            ]
+
+        def count(item: LikelihoodItem | BundleItem) -> int:
+            group, part = items[item.name]
+            return len(group) * len(part)
+
+        nats, greedy = np.empty((len(sets), len(requests))), np.empty((len(sets), len(requests)))
+        scored = np.array([request.scored for request in requests])
+        task: Task[Any, Any] = score_in_ranges if staged else _run
+        for item, found in self._measured(task, work, unit, numbers, count):
+            group, part = items[item.name]
+            at = np.ix_(group, part)
+            log_likelihoods, greedy_tokens = found.reshape(2, len(group), len(part))
+            nats[at] = -log_likelihoods / scored[part]
+            greedy[at] = greedy_tokens / scored[part]
+        if wrong := int((~np.isfinite(nats)).sum()):
+            raise NotFiniteError(f"NaN or infinite losses: {wrong} of {nats.size} (limit 0). Use another `dtype`")
+        return Losses(nats, greedy)
+
+    def one_by_one(self, requests: Sequence[Request], window: Window, units: Units) -> np.ndarray:
+        """Return the damage (P, C) by masking one KV head or layer after another; exact, and on every pool."""
+        sets = [ALL_KEYS, *(KeptKeys.of([(*head, window) for head in heads]) for heads in units.values())]
+        nats = self.losses(requests, sets).nats
+        return (nats[1:] - nats[:1]).T.astype(np.float32)
+
+    def damages(
+        self, requests: Sequence[Request], window: Window, heads: Sequence[KvHead], gates: tuple[float, ...]
+    ) -> np.ndarray:
+        """Return the damage (P, C) of a window on each KV head alone, in nats per scored token.
+
+        Replicas with all layers estimate it for all heads at once from derivatives; pools that run range by range of
+        the layers mask the heads one by one.
+        """
+        if self.pool.staged:
+            return self.one_by_one(requests, window, {head: (head,) for head in heads})
+        shortest = min(len(request.ids) for request in requests)
+        if shortest <= window.width:  # its damage is 0, and the derivative cannot estimate it
+            raise SequenceError(
+                f"the shortest prompt has {shortest} tokens (at least {window.width + 1}, one more than the window). "
+                "Give longer prompts, or lower `recent`"
+            )
+
+        def rope_group(row: int) -> tuple[int, int]:
+            return self.rope.group(len(requests[row].ids))
+
+        # Prompts whose rotary frequencies differ never share an item.
+        of_one_rope = [list(rows) for _, rows in groupby(sorted(range(len(requests)), key=rope_group), key=rope_group)]
+        parts = [part for rows in of_one_rope for part in self._parts(requests, rows)]
+        items = {f"damage of prompts {part[0]} to {part[-1]}": part for part in parts}
+        work = [
+            DamageItem(name, tuple(requests[row] for row in part), window, gates, tuple(heads), self.batch_tokens)
+            for name, part in items.items()
         ]
 
-    for item, found, is_new in map_unknown(pool, task, work, known or KnownNumbers(), unit, numbers):
-        group, part = items[item.name]
-        at = np.ix_(group, part)
-        log_likelihoods, greedy_tokens = found.reshape(2, len(group), len(part))
-        nats[at] = -log_likelihoods / scored[part]
-        greedy[at] = greedy_tokens / scored[part]
-        if progress is not None:
-            progress.count(len(group) * len(part), is_new=is_new)
-    if wrong := int((~np.isfinite(nats)).sum()):
-        raise NotFiniteError(f"NaN or infinite losses: {wrong} of {nats.size} (limit 0). Use another `dtype`")
-    return Losses(nats, greedy)
+        def unit(item: DamageItem) -> Unit:
+            return "damage of a window on KV heads", astuple(window), gates, list(heads), hash_of(item.requests)
+
+        damage_PC = np.empty((len(requests), len(heads)), dtype=np.float32)
+        for item, found in self._measured(measure_damages, work, unit, np.asarray):
+            damage_PC[items[item.name]] = found.reshape(-1, len(heads))
+        return damage_PC
+
+    def needs(self, requests: Sequence[Request], window: Window, heads: Sequence[KvHead]) -> np.ndarray:
+        """Return the need (C,) of method ``distant_mass``: distant mass times normalised output norm, largest of a
+        group. NaN marks KV heads with an unmeasured query head. The pool's replicas have all layers.
+        """
+        parts = self._parts(requests, range(len(requests)))
+        work = [
+            NeedItem(f"distant mass of part {at}", tuple(requests[row] for row in part), window)
+            for at, part in enumerate(parts)
+        ]
+
+        def unit(item: NeedItem) -> Unit:
+            return "distant mass and output norm of texts", astuple(window), hash_of(item.requests)
+
+        sums = {item.name: found for item, found in self._measured(measure_needs, work, unit, np.stack)}
+        readers = self.pool.one(_readers, None)
+        # In the order of the texts, so that the sums do not depend on which item finished first.
+        distant, norm = np.sum([sums[item.name] for item in work], axis=0).reshape(2, -1)
+        width = 1 + max(head for heads_of_one in readers.values() for _, head in heads_of_one)
+        need_LH = (distant * norm).reshape(-1, width)
+        return np.array([np.max([need_LH[at] for at in readers[head]]) for head in heads])
+
+    def _parts(self, requests: Sequence[Request], rows: Iterable[int]) -> list[list[int]]:
+        """Return the rows in order, in parts of about one pass, each of which a stopped job measures again."""
+        parts: list[list[int]] = []
+        longest = 0
+        for row in rows:
+            longest = max(longest, len(requests[row].ids))
+            if not parts or len(parts[-1]) == _REQUESTS or (len(parts[-1]) + 1) * longest > self.batch_tokens:
+                parts.append([])
+                longest = len(requests[row].ids)
+            parts[-1].append(row)
+        return parts
+
+    def _measured(
+        self,
+        task: Task[T, Any],
+        items: Sequence[T],
+        unit: Callable[[T], Unit],
+        numbers: Callable[[Any], ArrayLike],
+        count: Callable[[Any], int] = lambda item: len(item.requests),
+    ) -> Iterator[tuple[T, np.ndarray]]:
+        """Yield each item with its numbers, float64 and flat: first those that are known, then the others as the pool
+        finishes them. ``numbers`` returns those of a task's result, ``count`` the prompts of an item.
+        """
+        new = []
+        for item in items:
+            if (known := self.known.get(unit(item))) is None:
+                new.append(item)
+            else:
+                yield item, known
+                self._count(count(item), is_new=False)
+        for done in self.pool.map(task, new) if new else ():
+            self.known.add(unit(done.item), found := np.asarray(numbers(done.value), dtype=np.float64).ravel())
+            yield done.item, found
+            self._count(count(done.item), is_new=True)
+
+    def _count(self, prompts: int, *, is_new: bool) -> None:
+        if self.progress is not None:
+            self.progress.count(prompts, is_new=is_new)
 
 
 def starts_under_windows(pool: Pool) -> frozenset[Start]:
@@ -136,42 +248,6 @@ def starts_under_windows(pool: Pool) -> frozenset[Start]:
     attention itself, so passes never start behind it, and the result is that of the model alone.
     """
     return frozenset() if pool.staged else pool.one(possible_starts, ())
-
-
-def _parts(requests: Sequence[Request], rows: Iterable[int], batch_tokens: int) -> list[list[int]]:
-    """Return the rows in order, in parts of about one pass; a part is lost if the job stops while it is measured."""
-    parts: list[list[int]] = []
-    longest = 0
-    for row in rows:
-        longest = max(longest, len(requests[row].ids))
-        if not parts or len(parts[-1]) == _REQUESTS or (len(parts[-1]) + 1) * longest > batch_tokens:
-            parts.append([])
-            longest = len(requests[row].ids)
-        parts[-1].append(row)
-    return parts
-
-
-def map_unknown(
-    pool: Pool,
-    task: Task[T, Any],
-    items: Sequence[T],
-    known: KnownNumbers,
-    unit: Callable[[T], Unit],
-    numbers: Callable[[Any], ArrayLike],
-) -> Iterator[tuple[T, np.ndarray, bool]]:
-    """Yield each item with its numbers, float64 and flat, and True if the pool measured it now: first those that
-    ``known`` has, then the others as they finish. ``numbers`` returns those of a task's result.
-    """
-    new = []
-    for item in items:
-        if (found := known.get(unit(item))) is None:
-            new.append(item)
-        else:
-            yield item, found, False
-    if new:
-        for done in pool.map(task, new):
-            known.add(unit(done.item), found := np.asarray(numbers(done.value), dtype=np.float64).ravel())
-            yield done.item, found, True
 
 
 def _run(lm: LoadedModel, item: LikelihoodItem | BundleItem) -> list[AnswerSet[Likelihood]]:
@@ -278,61 +354,7 @@ def measure_damages(lm: LoadedModel, item: DamageItem) -> np.ndarray:
         batch_tokens=item.batch_tokens,
     )
     at = [[layer for layer, _ in item.heads], [kv_head for _, kv_head in item.heads]]
-    return found.by_sequence_BLK[:, at[0], at[1]].numpy()
-
-
-def pool_damages(
-    pool: Pool,
-    requests: Sequence[Request],
-    window: Window,
-    heads: Sequence[KvHead],
-    *,
-    gates: tuple[float, ...],
-    batch_tokens: int,
-    rope: RopeLengths = UNVARYING,
-    known: KnownNumbers | None = None,
-    progress: Progress | None = None,
-) -> np.ndarray:
-    """Return the damage (P, C) of a window on each KV head alone, in nats per scored token.
-
-    Replicas with all layers estimate it for all heads at once from derivatives; pools that run range by range of the
-    layers mask the heads one by one.
-
-    Items that ``known`` has are not measured. ``progress`` counts prompts; masks count each prompt once for each head,
-    and once without a mask.
-    """
-    if pool.staged:
-        units = {head: (head,) for head in heads}
-        return one_by_one(
-            pool, requests, window, units, batch_tokens=batch_tokens, rope=rope, known=known, progress=progress
-        )
-    shortest = min(len(request.ids) for request in requests)
-    if shortest <= window.width:  # its damage is 0, and the derivative cannot estimate it
-        raise SequenceError(
-            f"the shortest prompt has {shortest} tokens (at least {window.width + 1}, one more than the window). Give "
-            "longer prompts, or lower `recent`"
-        )
-    # Prompts whose rotary frequencies differ never share an item.
-    rows = sorted(range(len(requests)), key=lambda row: rope.group(len(requests[row].ids)))
-    of_one_rope = [list(each) for _, each in groupby(rows, key=lambda row: rope.group(len(requests[row].ids)))]
-    parts = [part for each in of_one_rope for part in _parts(requests, each, batch_tokens)]
-    items = {f"damage of prompts {part[0]} to {part[-1]}": part for part in parts}
-    work = [
-        DamageItem(name, tuple(requests[row] for row in part), window, gates, tuple(heads), batch_tokens)
-        for name, part in items.items()
-    ]
-
-    def unit(item: DamageItem) -> Unit:
-        return "damage of a window on KV heads", astuple(window), gates, list(heads), hash_of(item.requests)
-
-    damage_PC = np.empty((len(requests), len(heads)), dtype=np.float32)
-    for item, found, is_new in map_unknown(
-        pool, measure_damages, work, known or KnownNumbers(), unit, lambda value: value
-    ):
-        damage_PC[items[item.name]] = found.reshape(-1, len(heads))
-        if progress is not None:
-            progress.count(len(items[item.name]), is_new=is_new)
-    return damage_PC
+    return found[:, at[0], at[1]].numpy()
 
 
 @dataclass(frozen=True)
@@ -355,40 +377,6 @@ def measure_needs(lm: LoadedModel, item: NeedItem) -> tuple[np.ndarray, np.ndarr
     return sums[0], sums[1]
 
 
-def pool_needs(
-    pool: Pool,
-    requests: Sequence[Request],
-    window: Window,
-    heads: Sequence[KvHead],
-    *,
-    batch_tokens: int = BATCH_TOKENS,
-    known: KnownNumbers | None = None,
-    progress: Progress | None = None,
-) -> np.ndarray:
-    """Return the need (C,) of method ``distant_mass``: distant mass times normalised output norm, largest of a group.
-    NaN marks KV heads with an unmeasured query head. The pool's replicas have all layers. Items of ``batch_tokens``
-    tokens that ``known`` has are not measured; ``progress`` counts requests.
-    """
-    parts = _parts(requests, range(len(requests)), batch_tokens)
-    items = {f"distant mass of part {at}": part for at, part in enumerate(parts)}
-    work = [NeedItem(name, tuple(requests[row] for row in part), window) for name, part in items.items()]
-
-    def unit(item: NeedItem) -> Unit:
-        return "distant mass and output norm of texts", astuple(window), hash_of(item.requests)
-
-    sums: dict[str, np.ndarray] = {}
-    for item, found, is_new in map_unknown(pool, measure_needs, work, known or KnownNumbers(), unit, np.stack):
-        sums[item.name] = found
-        if progress is not None:
-            progress.count(len(item.requests), is_new=is_new)
-    readers = pool.one(_readers, None)
-    # In the order of the texts, so that the sums do not depend on which item finished first.
-    distant, norm = np.sum([sums[name] for name in items], axis=0).reshape(2, -1)
-    width = 1 + max(head for heads_of_one in readers.values() for _, head in heads_of_one)
-    need_LH = (distant * norm).reshape(-1, width)
-    return np.array([np.max([need_LH[at] for at in readers[head]]) for head in heads])
-
-
 def _readers(lm: LoadedModel, _: None) -> dict[KvHead, list[tuple[int, int]]]:
     """Pool task: return the query heads that read each KV head, those of layers that share its cache included."""
     found: dict[KvHead, list[tuple[int, int]]] = {}
@@ -397,26 +385,6 @@ def _readers(lm: LoadedModel, _: None) -> dict[KvHead, list[tuple[int, int]]]:
         for head, kv_head in enumerate(site.kv_head_of):
             found.setdefault((layer, kv_head), []).append((site.layer, head))
     return found
-
-
-def one_by_one(
-    pool: Pool,
-    requests: Sequence[Request],
-    window: Window,
-    units: Units,
-    *,
-    batch_tokens: int,
-    rope: RopeLengths = UNVARYING,
-    known: KnownNumbers | None = None,
-    progress: Progress | None = None,
-    starts: frozenset[Start] | None = None,
-) -> np.ndarray:
-    """Return the damage (P, C) by masking one KV head or layer after another; exact, and on every pool."""
-    sets = [ALL_KEYS, *(KeptKeys.of([(*head, window) for head in heads]) for heads in units.values())]
-    nats = masked_losses(
-        pool, requests, sets, batch_tokens=batch_tokens, rope=rope, known=known, progress=progress, starts=starts
-    ).nats
-    return (nats[1:] - nats[:1]).T.astype(np.float32)
 
 
 def read_prompts(config: MeasureConfig, identity: ModelIdentity) -> list[Prompts]:
@@ -495,10 +463,6 @@ class Measurement:
         return replace(self, ranking=ranking, held_out=held_out, notes=tuple(notes))
 
     @property
-    def _pass_tokens(self) -> int:
-        return pass_tokens(self.context.facts.device, self.config.batch_tokens)
-
-    @property
     def heads(self) -> tuple[KvHead, ...]:
         """The units, each by its first KV head."""
         return tuple(self.units)
@@ -519,21 +483,19 @@ class Measurement:
         passes = 1 + len(self.units) if self._one_by_one else 1
         total = passes * sum(len(prompts.requests) for prompts in self.ranking)
         with Progress(f"damage of {window.recent} recent tokens", total, "prompts") as progress:
+            pool = self._pool(progress)
             found = [
-                self._damages(prompts.requests, window, progress).mean(0, dtype=np.float64) for prompts in self.ranking
+                pool.one_by_one(prompts.requests, window, self.units)
+                if self._one_by_one
+                else pool.damages(prompts.requests, window, self.heads, self.config.gates)
+                for prompts in self.ranking
             ]
-        return text_and_recall(found)
+        return text_and_recall([damages.mean(0, dtype=np.float64) for damages in found])
 
-    def _damages(self, requests: Sequence[Request], window: Window, progress: Progress) -> np.ndarray:
-        settings: dict[str, Any] = {
-            "batch_tokens": self._pass_tokens,
-            "rope": self.context.identity.rope_lengths,
-            "known": self.known,
-            "progress": progress,
-        }
-        if self._one_by_one:
-            return one_by_one(self.context.pool, requests, window, self.units, **settings, starts=self.starts)
-        return pool_damages(self.context.pool, requests, window, self.heads, gates=self.config.gates, **settings)
+    def _pool(self, progress: Progress) -> PromptPool:
+        facts, identity = self.context.facts, self.context.identity
+        tokens = pass_tokens(facts.device, self.config.batch_tokens)
+        return PromptPool(self.context.pool, tokens, identity.rope_lengths, self.known, progress, self.starts)
 
     def distant_order(self, window: Window) -> list[KvHead] | None:
         """Return the units in the order of method ``distant_mass`` on the ranking texts, layers by the largest need of
@@ -545,15 +507,7 @@ class Measurement:
         heads = [head for unit in self.units.values() for head in unit]
         texts = self.ranking[0].requests
         with Progress("distant mass of texts", len(texts), "texts") as progress:
-            needs = pool_needs(
-                self.context.pool,
-                texts,
-                window,
-                heads,
-                batch_tokens=self._pass_tokens,
-                known=self.known,
-                progress=progress,
-            )
+            needs = self._pool(progress).needs(texts, window, heads)
         if not np.isfinite(needs).all():
             return None
         of_head = dict(zip(heads, needs.tolist(), strict=True))
@@ -570,16 +524,7 @@ class Measurement:
 
     def _losses(self, prompts: Prompts, sets: Sequence[KeptKeys]) -> tuple[np.ndarray, float]:
         with Progress(f"windows on {prompts.name}", len(sets) * len(prompts.requests), "prompts") as progress:
-            found = masked_losses(
-                self.context.pool,
-                prompts.requests,
-                sets,
-                batch_tokens=self._pass_tokens,
-                rope=self.context.identity.rope_lengths,
-                known=self.known,
-                progress=progress,
-                starts=self.starts,
-            )
+            found = self._pool(progress).losses(prompts.requests, sets)
         return found.nats, float(found.greedy[0].mean())
 
     def scores(

@@ -22,7 +22,8 @@ from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import KvHead
 from headscan.long_work import hash_of
 from headscan.pipelines.kv.damage_measurement import ALL_KEYS, Measurement, Prompts, read_prompts
-from headscan.pipelines.runs.run_records import ModelContext, fingerprint
+from headscan.pipelines.runs.model_identity import fingerprint
+from headscan.pipelines.runs.run_records import ModelContext
 from headscan.pipelines.settings.saving_settings import LossLimit, MeasureConfig
 
 #: Largest loss of a narrower window, over the mean share of damage of a KV head.
@@ -205,13 +206,14 @@ def measured_plans(
         "prompts": [(each.name, hash_of(each.requests)) for each in prompts],
     }
     stored = {"model": asdict(model.model), "corpus": asdict(config.corpus), "batch_tokens": config.batch_tokens}
-    with model.keeping(
+    record = model.record(
         "plan",
         fingerprint(facts),
         config=stored,
         corpus=config.corpus.name,
         corpus_hash=prompts[0].content_hash,
-    ) as known:
+    )
+    with model.keeping(record) as known:
         return _plans(Measurement.of(config, model, prompts, known), budgets)
 
 
@@ -262,12 +264,10 @@ def _allocated(
 
 
 def _order(measurement: Measurement, scores: KeepScores) -> list[KvHead]:
-    """Return the units in the order of the scores."""
     return [head for head in scores.order if head in measurement.units]
 
 
 def _heads_of(measurement: Measurement, scores: KeepScores, count: int) -> WindowHeads:
-    """Return the number of KV heads in the first ``count`` units."""
     return WindowHeads(sum(len(measurement.units[unit]) for unit in _order(measurement, scores)[:count]))
 
 
@@ -342,7 +342,6 @@ def _searched(
 
 
 def _with_loss(measurement: Measurement, plan: HeadPlan, budget: BudgetRequest | LossLimit) -> HeadPlan:
-    """Return the plan with its loss on held-out prompts."""
     kept = KeptKeys.of_plan(plan)
     found: dict[str, float] = {each.task: 0.0 for each in measurement.held_out}
     if kept.windows:

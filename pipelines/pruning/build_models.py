@@ -17,9 +17,9 @@ from torch import Tensor
 from headscan.catalog import LAYER_DROP
 from headscan.errors import PruningError
 from headscan.grid import Head, Unit
-from headscan.kv.kv_damage import pass_tokens
 from headscan.long_work import KnownNumbers, hash_of
 from headscan.models.loaded_model import LoadedModel
+from headscan.models.token_batches import pass_tokens
 from headscan.options import BATCH_TOKENS
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.kv.damage_measurement import Prompts
@@ -42,7 +42,8 @@ from headscan.pipelines.pruning.pruning_units import (
     skipped_by,
 )
 from headscan.pipelines.pruning.work_folder import read_model, write_model
-from headscan.pipelines.runs.run_records import Run, fingerprint
+from headscan.pipelines.runs.model_identity import fingerprint
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.runs.text_tables import Progress, at_work, shown_steps
 from headscan.pipelines.settings.saving_settings import REPAIRS, RecallConfig
 from headscan.pruning.calibration import Calibration
@@ -155,31 +156,24 @@ def build_models(lm: LoadedModel, job: BuildJob) -> list[BuiltModel]:
     return [built for wanted in job.wanted for built in builder.build(wanted)]
 
 
-def kept_damages(
-    run: Run,
-    texts: CalibrationTexts,
-    *,
-    batch_tokens: int,
-    selection: SelectionConfig,
-    prompts: Sequence[Prompts] = (),
-    recall_weight: float = RecallConfig.weight,
-) -> AbstractContextManager[KnownNumbers]:
+def kept_damages(run: Run, job: BuildJob) -> AbstractContextManager[KnownNumbers]:
     """Return the damages of heads that the store has or gets. They depend on neither sizes nor methods."""
-    tokens = {name: getattr(selection, name) for name in ("moment_tokens", "curve_tokens", "judged_tokens")}
+    tokens = {name: getattr(job.selection, name) for name in ("moment_tokens", "curve_tokens", "judged_tokens")}
     facts = {
-        "texts": texts.content_hash,
-        "prompts": [(each.name, hash_of(each.requests)) for each in prompts],
-        "recall_weight": recall_weight if prompts else None,
-        "batch_tokens": batch_tokens,
+        "texts": job.texts.content_hash,
+        "prompts": [(each.name, hash_of(each.requests)) for each in job.prompts],
+        "recall_weight": job.recall_weight if job.prompts else None,
+        "batch_tokens": job.batch_tokens,
         **tokens,
     }
-    return run.keeping(
+    record = run.record(
         "prune",
         fingerprint({"model": run.identity.fingerprint(), "dtype": run.model.dtype, **facts}),
         config={"model": asdict(run.model), **facts},
-        corpus=texts.corpus,
-        corpus_hash=texts.content_hash,
+        corpus=job.texts.corpus,
+        corpus_hash=job.texts.content_hash,
     )
+    return run.keeping(record)
 
 
 class _Builder:
@@ -273,9 +267,6 @@ class _Builder:
     def _choose(self, method: str, count: int, seed: int = 0) -> tuple[Head, ...]:
         if method in self._job.orders:
             return tuple(Head(*head) for head in first_units(self._units, self._job.orders[method], count))
-        return self._select(method, count, seed)
-
-    def _select(self, method: str, count: int, seed: int = 0) -> tuple[Head, ...]:
         return self._selection.choose(method=method, count=count, seed=seed)
 
     def _layers(self, heads: int) -> tuple[Head, ...]:
@@ -288,7 +279,7 @@ class _Builder:
                 f" layers have (limit {len(layers) - 1})"
             )
             return ()
-        return self._select(LAYER_DROP, count)
+        return self._selection.choose(method=LAYER_DROP, count=count, seed=0)
 
     @cached_property
     def _caches(self) -> Sequence[LayerCache]:

@@ -14,8 +14,9 @@ from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.corpora import Sequence as Text
 from headscan.pipelines.corpora.sequences import read_spread, spread
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
-from headscan.pipelines.kv.damage_measurement import ABLE, ALL_KEYS, Prompts, masked_losses, recall_prompts
-from headscan.pipelines.runs.run_records import ModelContext, ModelIdentity
+from headscan.pipelines.kv.damage_measurement import ABLE, ALL_KEYS, PromptPool, Prompts, recall_prompts
+from headscan.pipelines.runs.model_identity import ModelIdentity
+from headscan.pipelines.runs.run_records import ModelContext
 from headscan.pipelines.runs.text_tables import Progress
 from headscan.pipelines.scoring.token_requests import pad
 from headscan.pipelines.settings.corpus_settings import SHORTEST
@@ -86,14 +87,8 @@ def read_recall(
     able = []
     for prompts in recall_prompts(identity, tokens, config.prompts, config.seed):
         with Progress(f"{prompts.name} with all heads", len(prompts.requests), "prompts", brief=True) as progress:
-            losses = masked_losses(
-                model.pool,
-                prompts.requests,
-                [ALL_KEYS],
-                batch_tokens=batch_tokens,
-                rope=identity.rope_lengths,
-                progress=progress,
-            )
+            pool = PromptPool(model.pool, batch_tokens, identity.rope_lengths, progress=progress)
+            losses = pool.losses(prompts.requests, [ALL_KEYS])
         right = float(losses.greedy.mean())
         if right >= ABLE:
             able.append(prompts.halves())

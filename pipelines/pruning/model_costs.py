@@ -95,7 +95,7 @@ def compare_costs(
     """Return the costs of a model and of the same model without some heads; ``timing`` None measures no times."""
     caches = find_layer_caches(before)
     times: list[dict[str, float]] = [{}, {}]
-    if timing is not None and not _is_offloaded(before):
+    if timing is not None and not any(weight.is_meta for weight in before.model.parameters()):  # not offloaded
         times = _times([before, after], timing)
     found = []
     for lm, gone, seconds in zip((before, after), ((), removed), times, strict=True):
@@ -161,10 +161,6 @@ def columns_to_solve(lm: LoadedModel, targets: Iterable[str]) -> int:
             mlp = find_writers(blocks, layer, sites.get(layer)).mlp
             widths.append(0 if mlp is None else mlp.old.shape[1])
     return max(widths)
-
-
-def _is_offloaded(lm: LoadedModel) -> bool:
-    return any(weight.is_meta for weight in lm.model.parameters())
 
 
 def _prompt(lm: LoadedModel, tokens: int) -> Tensor:

@@ -11,7 +11,7 @@ from headscan.grid import Head
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.pruning.held_out_losses import LossChange
 from headscan.pipelines.pruning.model_costs import CostComparison
-from headscan.pipelines.runs.run_records import ModelIdentity, fingerprint, identify
+from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint, identify
 from headscan.pipelines.scoring.arms import Arm, model_arm, model_settings
 
 #: Method that chooses random heads, a control of all others.

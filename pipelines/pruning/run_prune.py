@@ -28,7 +28,9 @@ from headscan.pipelines.pruning.model_costs import Timing
 from headscan.pipelines.pruning.pruned_arms import RANDOM, BuiltModel, pruned_arm
 from headscan.pipelines.pruning.pruning_units import Budget
 from headscan.pipelines.pruning.work_folder import check_place, work_folder
-from headscan.pipelines.runs.run_records import Run, code_version, fingerprint
+from headscan.pipelines.runs.code_version import code_version
+from headscan.pipelines.runs.model_identity import fingerprint
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scoring.arms import BASELINE
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
 from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig
@@ -88,7 +90,6 @@ class PruneConfig:
 
     @property
     def _sizes(self) -> list[tuple[str, Budget | None, tuple[tuple[int, int], ...]]]:
-        """Return method, budget and heads of each model."""
         found: list[tuple[str, Budget | None, tuple[tuple[int, int], ...]]] = [
             (method, budget, ()) for budget in self.budgets for method in self.methods
         ]
@@ -193,14 +194,7 @@ def prune(config: PruneConfig, run: Run) -> PruneResult:
             batch_tokens=evaluation.batch_tokens,
             say=say,
         )
-        with kept_damages(
-            run,
-            texts,
-            batch_tokens=evaluation.batch_tokens,
-            selection=config.selection,
-            prompts=prompts,
-            recall_weight=config.recall.weight,
-        ) as known:
+        with kept_damages(run, job) as known:
             models = run.pool.one(build_models, replace(job, known=known))
         built = work.deliver(models, card, say)
         result = PruneResult(built, is_servable=is_servable, has_code=config.remote_code)

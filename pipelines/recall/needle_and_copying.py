@@ -220,7 +220,7 @@ class TextTokens:
     def full_stop(self) -> Ids:
         return self._after("a", ".")
 
-    def of_one_length(self, words: Sequence[str], least: int) -> list[Ids]:
+    def of_one_length(self, words: Sequence[str]) -> list[Ids]:
         """Return ids of words with equal numbers of tokens, the smallest number that enough words have."""
         by_size: dict[int, set[Ids]] = {}
         for word in words:
@@ -230,9 +230,9 @@ class TextTokens:
         enough = [size for size, found in by_size.items() if len(found) >= _ENOUGH]
         size = min(enough) if enough else max(by_size, key=lambda size: len(by_size[size]), default=0)
         found = sorted(by_size.get(size, ()))
-        if len(found) < least:
+        if len(found) < SHARING:
             raise RecallError(
-                f"words with different tokens among {', '.join(words[:3])}, ...: {len(found)} (at least {least}). "
+                f"words with different tokens among {', '.join(words[:3])}, ...: {len(found)} (at least {SHARING}). "
                 "Disable recall"
             )
         return found
@@ -270,8 +270,8 @@ def needle_questions(
         questions: A multiple of 4.
     """
     tokens = TextTokens(tokenizer)
-    keys = tokens.of_one_length(KEYS, SHARING)
-    values, scored = tokens.distinguished(tokens.of_one_length(VALUES, SHARING))
+    keys = tokens.of_one_length(KEYS)
+    values, scored = tokens.distinguished(tokens.of_one_length(VALUES))
     wordings = [tokens.words(wording) for wording in WORDINGS]
     full_stop = tokens.full_stop()
     asked = max(map(len, wordings)) + len(keys[0])

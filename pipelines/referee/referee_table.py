@@ -86,7 +86,7 @@ def referee_text(losses: Sequence[CriterionLoss]) -> str:
         title += f" {_heads_of(site)}" * (len(sites) > 1)
         table = [
             {"criterion": criterion}
-            | {_percent(share): _cell(at[share], digits) if share in at else "" for share in shares}
+            | {f"{100 * share:g}%": _cell(at[share], digits) if share in at else "" for share in shares}
             for criterion, at in curves.items()
         ]
         parts.append(f"{title}\n\n" + text_table(table))
@@ -124,13 +124,10 @@ def _tau_table(agreements: Sequence[Agreement]) -> str:
 def _measures(points: Sequence[CriterionPoint], controls: Sequence[ArmOutcome]) -> list[_Measure]:
     arms = [*(point.arm for point in points), *controls]
     families = dict.fromkeys(recall.family for arm in arms for recall in arm.families)
-    known = [_Measure(LOSS, _loss_unit(arms)), _Measure(ACCURACY, "points")]
+    unit = next((increase.unit for arm in arms if (increase := loss_increase(arm.measures)) is not None), "")
+    known = [_Measure(LOSS, unit), _Measure(ACCURACY, "points")]
     known += [_Measure(family, "percent left") for family in families]
     return [measure for measure in known if any(arm.value(measure.name) is not None for arm in arms)]
-
-
-def _loss_unit(arms: Sequence[ArmOutcome]) -> str:
-    return next((increase.unit for arm in arms if (increase := loss_increase(arm.measures)) is not None), "")
 
 
 def _of_criteria(points: Sequence[CriterionPoint], measure: _Measure) -> list[CriterionLoss]:
@@ -159,7 +156,9 @@ def _of_random(
     rows = []
     for kind in sorted({arm.kind for arm in controls}):
         for share in sorted({point.share for point in points}):
-            arms = _of_share([arm for arm in controls if arm.kind is kind], share)
+            arms = [
+                arm for arm in controls if arm.kind is kind and arm.share is not None and math.isclose(arm.share, share)
+            ]
             changes = [change.value for arm in arms if (change := arm.value(measure.name)) is not None]
             if changes:
                 mean, name = sum(changes) / len(changes), f"{kind.label}, mean"
@@ -177,10 +176,6 @@ def _name(curve: tuple[str, str], curves: Iterable[tuple[str, str]]) -> str:
     return criterion if sum(other == criterion for other, _ in curves) == 1 else f"{criterion}, {selection}"
 
 
-def _of_share(controls: Sequence[ArmOutcome], share: float) -> list[ArmOutcome]:
-    return [arm for arm in controls if arm.share is not None and math.isclose(arm.share, share)]
-
-
 def _cell(row: CriterionLoss, digits: str) -> str:
     if row.low is None or row.high is None:
         return f"{row.value:{digits}}"
@@ -189,10 +184,6 @@ def _cell(row: CriterionLoss, digits: str) -> str:
 
 def _tau(value: float | None) -> str:
     return "" if value is None or math.isnan(value) else f"{value:.2f}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:g}%"
 
 
 def site_losses(points: Sequence[SitePoint]) -> list[CriterionLoss]:

@@ -28,7 +28,8 @@ from headscan.pipelines.pruning.build_models import BuildJob, Repair, WantedMode
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_texts
 from headscan.pipelines.pruning.pruned_arms import pruned_arm
 from headscan.pipelines.pruning.work_folder import owned_folder
-from headscan.pipelines.runs.run_records import ModelIdentity, Run, fingerprint
+from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.runs.text_tables import at_work, shown_steps
 from headscan.pipelines.scan.run_importance import recall_texts
 from headscan.pipelines.scoring.arms import BASELINE, Arm, random_masks
@@ -259,7 +260,8 @@ def _choices(
         job = ChoiceJob(
             texts, family, counts, config.compared.iterative, config.evaluation.batch_tokens, prompts, run.say
         )
-        with kept_damages(run, texts, batch_tokens=job.batch_tokens, selection=QUICK) as damages:
+        effort = BuildJob(texts, (), selection=QUICK, batch_tokens=job.batch_tokens)
+        with kept_damages(run, effort) as damages:
             chosen = run.pool.one(choose_heads, replace(job, known=damages))
         for criterion, choices in chosen.items():
             stored.write(criterion, choices)

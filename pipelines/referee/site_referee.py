@@ -10,8 +10,9 @@ import json
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -21,13 +22,11 @@ from headscan.ablation.masks import HeadMask, SiteMask
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.criterion_points import ALL_SITES, RANDOM, SitePoint, read_site_points
-from headscan.catalog import CRITERIA, EFFECT, CriterionFamily, head_count, statistics_for
+from headscan.catalog import EFFECT, head_count
 from headscan.cluster.tasks.pool import Pool
 from headscan.errors import unknown_name
-from headscan.gradients.head_importance import entropies, head_gradients
 from headscan.gradients.losses import Loss
 from headscan.grid import Head, HeadGrid
-from headscan.measure.collect import collect, score
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.models.token_batches import run_halving
@@ -38,12 +37,13 @@ from headscan.pipelines.ablate.labelled_arms import (
     SiteArm,
     answer_labelled,
 )
-from headscan.pipelines.runs.run_records import Run, fingerprint
+from headscan.pipelines.runs.model_identity import fingerprint
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scan.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.pipelines.scoring.token_requests import whole_batches
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.evaluation_settings import SITE_CRITERIA, Comparison
-from headscan.pruning.head_values import RELATIVE_ENTROPY, criterion_values
+from headscan.pruning.head_values import criterion_values, measured
 
 #: Examples of one item of a pool.
 _GROUP = 256
@@ -94,7 +94,8 @@ def total_values(lm: LoadedModel, item: ValuesItem) -> Totals:
     def measure(rows: list[int]) -> Totals:
         loss = labelled_loss(lm, item.answers, [item.texts[row] for row in rows])
         sums: Totals = {}
-        for site, name, values_BLH in _measured(lm, loss, item.names):
+        effects = _effects(lm, loss) if EFFECT in item.names else ()
+        for site, name, values_BLH in chain(measured(lm, loss, item.names), effects):
             values = values_BLH.double()
             sums[site, name] = torch.stack([values.nansum(0), values.isfinite().sum(0)])
         return sums
@@ -112,36 +113,9 @@ def _add(total: Totals, part: Totals) -> None:
         total[key] = total[key] + table if key in total else table
 
 
-def _measured(lm: LoadedModel, loss: Loss, names: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield site, measure and its values (B, L, H), NaN where a layer lacks the head."""
-    for family, measure in FAMILY_MEASURES.items():
-        if of_family := [name for name in names if CRITERIA[name].family == family]:
-            yield from measure(lm, loss, of_family)
-
-
-def _scores(lm: LoadedModel, loss: Loss, names: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
-    for kind in lm.grid.kinds:
-        collected = collect(lm.at(kind), **loss.texts, statistics=statistics_for(names))
-        yield from ((kind, name, score(collected, name)) for name in names)
-
-
-def _importances(lm: LoadedModel, loss: Loss, names: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
-    for kind, gradients in head_gradients(lm, loss).items():
-        yield kind, "importance", gradients.tokens
-        yield kind, "sequence_importance", gradients.gates.abs()
-    for kind in lm.grid.kinds if "importance_entropy" in names else ():
-        yield kind, RELATIVE_ENTROPY, entropies(lm.at(kind), loss) / _keys(loss, kind).log()[:, None, None]
-
-
-def _keys(loss: Loss, kind: str) -> Tensor:
-    """Return the number of tokens that the heads of a site attend to (B,), on the CPU."""
-    own = "decoder_lengths" if kind == "self" and "decoder_lengths" in loss.texts else "lengths"
-    return loss.texts[own].double().cpu()
-
-
 @torch.no_grad()
-def _effects(lm: LoadedModel, loss: Loss, names: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield how much the losses grow when each head alone is ablated."""
+def _effects(lm: LoadedModel, loss: Loss) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield how much the losses grow when each head alone is ablated, as `measured` yields other criteria."""
     before = loss.losses(lm).cpu()
     for kind in lm.grid.kinds:
         grid = lm.grid.at(kind)
@@ -150,12 +124,6 @@ def _effects(lm: LoadedModel, loss: Loss, names: Sequence[str]) -> Iterator[tupl
             with intervene(lm.at(kind), HeadMask([Head(*head)])):
                 growth[:, head.layer, head.head] = (loss.losses(lm).cpu() - before).double()
         yield kind, EFFECT, growth
-
-
-#: How the measures of each family's criteria are taken.
-FAMILY_MEASURES: dict[
-    CriterionFamily, Callable[[LoadedModel, Loss, Sequence[str]], Iterator[tuple[str, str, Tensor]]]
-] = {"score": _scores, "importance": _importances, "effect": _effects}
 
 
 #: A head of a site.
@@ -210,7 +178,6 @@ def site_referee(
 
 
 def _stored_heads(store: Store, run_id: str) -> dict[str, tuple[SiteHead, ...]]:
-    """Return the ablated heads of a run's arms by name."""
     rows = store.query("SELECT name, config -> '$.sites' AS sites FROM arms WHERE run_id = ?", [run_id]).to_pylist()
     return {
         row["name"]: tuple((site, Head(*head)) for site, heads in json.loads(row["sites"]).items() for head in heads)

@@ -1,197 +1,28 @@
-"""What every job needs: a model with identity, pool and store, and records with the versions that decide numbers."""
+"""What every job needs: a model with pool and store, and records with the versions that decide numbers."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property
 from importlib import metadata
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-import torch
+import pyarrow as pa
+from numpy.typing import ArrayLike
 
 from headscan.analysis.errors import StoreError
 from headscan.analysis.store.provenance import provenance_changes, provenance_history, same_model
 from headscan.analysis.store.records import SHARDED_KINDS, RunKind, RunRecord, RunState
 from headscan.analysis.store.store import Store, refuse_resume, run_identity
-from headscan.checkpoints.headers import weights_hash
-from headscan.checkpoints.sources import code_files_hash, config_hash, load_tokenizer
-from headscan.cluster.tasks.pool import InspectionTask, Pool
-from headscan.errors import ModelLoadError, UnsupportedModelError
-from headscan.grid import HeadGrid
-from headscan.long_work import KnownNumbers
+from headscan.cluster.tasks.pool import Pool
+from headscan.long_work import KnownNumbers, Unit, hash_of
 from headscan.model_spec import ModelSpec
-from headscan.models.loaded_model import LoadedModel
-from headscan.models.model_facts import UNVARYING, RopeLengths, max_tokens
 from headscan.pipelines.runs.code_version import code_version
-from headscan.pipelines.runs.stored_numbers import StoredNumbers
+from headscan.pipelines.runs.model_identity import ModelFacts, ModelIdentity, identify, model_facts
 from headscan.pipelines.runs.text_tables import at_work
-from headscan.sizing.model_sizes import NO_CACHE, LayerCache, find_caches
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True)
-class ModelIdentity:
-    """Names and hashes of a model, known before any weight is loaded.
-
-    Attributes:
-        name: Folder name or hub name.
-        revision: Commit on the hub; None for a folder.
-        max_tokens: Number of positions; None if the model has no limit.
-        rope_lengths: Sequence lengths at which its rotary frequencies change.
-        code_files_hash: Hash of the Python files that come with it; None if it runs transformers' own code.
-    """
-
-    name: str
-    revision: str | None
-    config_hash: str
-    weights_hash: str | None
-    tokenizer_hash: str | None
-    max_tokens: int | None
-    found_tokenizer: PreTrainedTokenizerBase | None
-    rope_lengths: RopeLengths = UNVARYING
-    code_files_hash: str | None = None
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        if self.found_tokenizer is None:
-            raise _no_tokenizer(self.name)
-        return self.found_tokenizer
-
-    def columns(self) -> dict[str, Any]:
-        """Return its columns of the table ``runs``."""
-        return {
-            "model": self.name,
-            "model_revision": self.revision,
-            "model_config_hash": self.config_hash,
-            "weights_hash": self.weights_hash,
-            "tokenizer_hash": self.tokenizer_hash,
-        }
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return the fields that decide numbers. The name is left out, because a model can be moved. The hash of the
-        model's own code is left out, because a run with changed code may resume with ``resume_anyway``.
-        """
-        return {
-            "revision": self.revision,
-            "config": self.config_hash,
-            "weights": self.weights_hash,
-            "tokenizer": self.tokenizer_hash,
-        }
-
-
-def identify(spec: ModelSpec, *, need_tokenizer: bool = True) -> ModelIdentity:
-    """Return the identity of a model without loading its weights."""
-    config = spec.config()
-    tokenizer = load_tokenizer(spec.source, spec.revision, spec.trust_remote_code)
-    if tokenizer is None and need_tokenizer:
-        raise _no_tokenizer(spec.source)
-    folder = Path(spec.source)
-    revision = None if folder.is_dir() else getattr(config, "_commit_hash", None) or spec.revision
-    return ModelIdentity(
-        name=folder.resolve().name if folder.is_dir() else spec.source,
-        revision=revision,
-        config_hash=config_hash(config),
-        weights_hash=weights_hash(spec.source),
-        tokenizer_hash=None if tokenizer is None else _tokenizer_hash(tokenizer),
-        max_tokens=max_tokens(config),
-        rope_lengths=RopeLengths.of(config),
-        found_tokenizer=tokenizer,
-        code_files_hash=code_files_hash(config, spec.source, revision) if spec.trust_remote_code else None,
-    )
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """Facts that only a loaded model shows. A replica sends them to the driver.
-
-    Attributes:
-        device: Device of its token ids.
-        hardware: Type and name of the devices that hold its weights, such as ``cuda (NVIDIA H200)``.
-        caches: KV cache of each layer, see `headscan.sizing.model_sizes`; None if it cannot be determined.
-        max_tokens: Largest number of tokens with positions; None without a limit.
-    """
-
-    dtype: str
-    device: str
-    hardware: str
-    grid: HeadGrid
-    caches: Mapping[str, Sequence[LayerCache]] | None
-    max_tokens: int | None = None
-
-    @property
-    def sites(self) -> list[dict[str, Any]]:
-        """Attention sites of every kind, their KV cache and their positions, as plain data."""
-        sites = [site for kind in self.grid.kinds for site in self.grid.at(kind).as_dicts()]
-        return [self._with_cache(site) | {"max_tokens": self.max_tokens} for site in sites]
-
-    def _with_cache(self, site: dict[str, Any]) -> dict[str, Any]:
-        if self.caches is None:
-            return site
-        layers = self.caches.get(site["site"], ())
-        cache = layers[site["layer"]] if site["layer"] < len(layers) else NO_CACHE
-        return {
-            **site,
-            # If a model computes its attention weights itself, only the cache shows the width of its keys.
-            "head_dim": site["head_dim"] or cache.key_dim,
-            "cache_heads": cache.heads,
-            "cache_bytes_per_token": cache.bytes_per_token,
-            "cache_tokens": cache.tokens,
-        }
-
-    @property
-    def attention_path(self) -> str:
-        """Hook point of attention: transformers' interface, inside the model (watched), or both."""
-        reached = {site["by_interface"] for site in self.sites}
-        return " and ".join(name for name, seen in (("interface", True), ("watched", False)) if seen in reached)
-
-
-class _ModelFacts(InspectionTask[object, ModelFacts]):
-    def __call__(self, lm: LoadedModel, item: object) -> ModelFacts:
-        return ModelFacts(lm.dtype, str(lm.device), _hardware(lm), lm.grid, _caches(lm), lm.max_tokens)
-
-
-model_facts = _ModelFacts("model_facts")
-
-
-def _caches(lm: LoadedModel) -> dict[str, tuple[LayerCache, ...]] | None:
-    try:
-        return find_caches(lm.model)
-    except UnsupportedModelError:  # plans need the caches and raise for a run without them
-        return None
-
-
-def fingerprint(facts: Mapping[str, Any]) -> str:
-    """Return a hash of plain data, independent of key order."""
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def _hardware(lm: LoadedModel) -> str:
-    # Weights that are offloaded or not loaded yet are on the meta device, which is not where they run.
-    devices = {lm.device, *(weight.device for weight in lm.model.parameters() if not weight.is_meta)}
-    return ", ".join(sorted({_device_name(device) for device in devices}))
-
-
-def _device_name(device: torch.device) -> str:
-    return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
-
-
-def _no_tokenizer(source: str) -> ModelLoadError:
-    return ModelLoadError(f"{source} has no tokenizer. Save one in the model's folder with `save_pretrained`")
-
-
-def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    text = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    specials = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
-    return hashlib.sha256(f"{type(tokenizer).__name__}{specials}{text}".encode()).hexdigest()[:16]
-
 
 _PACKAGES = ("torch", "transformers", "accelerate", "ray", "datasets", "lm-eval", "duckdb", "numpy")
 
@@ -270,6 +101,49 @@ def _options(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in flat.items() if name not in _PLACES}
 
 
+#: Seconds between two writes: a process that is killed loses about as much work, and the unit in progress.
+WRITE_SECONDS = 5.0
+_UNITS = pa.schema({"unit": pa.string(), "what": pa.string(), "numbers": pa.list_(pa.float64())})
+
+
+class StoredNumbers(KnownNumbers):
+    """Numbers by unit of work in the table ``measured_units``; the caller calls `write` at the end.
+
+    ``begin`` begins or resumes the run and returns its id; the first write calls it.
+    """
+
+    def __init__(self, store: Store, begin: Callable[[], str]) -> None:
+        super().__init__()
+        self._store, self._begin = store, begin
+        self.run_id: str | None = None
+        self._waiting: list[Unit] = []
+        self._written = time.monotonic()
+
+    def resume(self) -> None:
+        """Read the numbers of the run, which the store has."""
+        self.run_id = self._begin()
+        self._known |= self._store.measured_units(self.run_id)
+
+    def add(self, unit: Unit, numbers: ArrayLike) -> None:
+        super().add(unit, numbers)
+        self._waiting.append(unit)
+        if time.monotonic() - self._written >= WRITE_SECONDS:
+            self.write()
+
+    def write(self) -> None:
+        """Store what was added since the last write."""
+        if self._waiting:
+            if self.run_id is None:
+                self.run_id = self._begin()
+            rows = [
+                {"unit": (name := hash_of(unit)), "what": str(unit[0]), "numbers": self._known[name]}
+                for unit in self._waiting
+            ]
+            self._store.add_measured_units(self.run_id, pa.Table.from_pylist(rows, schema=_UNITS))
+        self._waiting.clear()
+        self._written = time.monotonic()
+
+
 #: Opens the pool of a model.
 OpenModel = Callable[[ModelSpec], Pool]
 
@@ -310,8 +184,7 @@ class ModelContext:
             self._pool = self.open_model(self.model)
         return self._pool
 
-    @contextmanager
-    def keeping(
+    def record(
         self,
         kind: RunKind,
         fingerprint: str,
@@ -319,12 +192,35 @@ class ModelContext:
         config: Mapping[str, Any],
         corpus: str | None,
         corpus_hash: str | None,
-    ) -> Iterator[KnownNumbers]:
+        bos_policy: str | None = "auto",
+        total_shards: int | None = None,
+    ) -> RunRecord:
+        """Return the record of a run on the model, which is loaded."""
+        facts = self.facts
+        return RunRecord(
+            kind=kind,
+            fingerprint=fingerprint,
+            **self.identity.columns(),
+            bos_policy=bos_policy,
+            corpus=corpus,
+            corpus_hash=corpus_hash,
+            num_layers=facts.grid.num_layers,
+            num_heads=facts.grid.max_heads,
+            dtype=facts.dtype,
+            attention_path=facts.attention_path,
+            grid=facts.sites,
+            config=config,
+            device=facts.hardware,
+            total_shards=total_shards,
+            **_software(self.identity),
+        )
+
+    def keeping(self, record: RunRecord) -> AbstractContextManager[KnownNumbers]:
         """Yield the numbers that a job measures, by unit of work. They are in memory alone, which is reported; those of
         a `Run` are in its store.
         """
         self.say("without a store, a job that stops keeps nothing of what it measured")
-        yield KnownNumbers()
+        return nullcontext(KnownNumbers())
 
     def close(self) -> None:
         if self._pool is not None:
@@ -383,36 +279,6 @@ class Run(ModelContext):
             self.say(_finished_with(run["run_id"], changes))
         return str(run["run_id"])
 
-    def record(
-        self,
-        kind: RunKind,
-        fingerprint: str,
-        *,
-        config: Mapping[str, Any],
-        bos_policy: str | None,
-        corpus: str | None,
-        corpus_hash: str | None,
-        total_shards: int | None = None,
-    ) -> RunRecord:
-        facts = self.facts
-        return RunRecord(
-            kind=kind,
-            fingerprint=fingerprint,
-            **self.identity.columns(),
-            bos_policy=bos_policy,
-            corpus=corpus,
-            corpus_hash=corpus_hash,
-            num_layers=facts.grid.num_layers,
-            num_heads=facts.grid.max_heads,
-            dtype=facts.dtype,
-            attention_path=facts.attention_path,
-            grid=facts.sites,
-            config=config,
-            device=facts.hardware,
-            total_shards=total_shards,
-            **_software(self.identity),
-        )
-
     def begin(self, record: RunRecord, *, extends: bool = False) -> RunState:
         """Begin or resume a run and report changes; see `Store.begin_run`. For a new run, report the unfinished runs of
         the same model and corpus with the differences.
@@ -430,23 +296,12 @@ class Run(ModelContext):
         return state
 
     @contextmanager
-    def keeping(
-        self,
-        kind: RunKind,
-        fingerprint: str,
-        *,
-        config: Mapping[str, Any],
-        corpus: str | None,
-        corpus_hash: str | None,
-    ) -> Iterator[KnownNumbers]:
+    def keeping(self, record: RunRecord) -> Iterator[KnownNumbers]:
         """Yield the numbers of a plan or prune run: those that the store has, and new ones, which are stored within
         seconds. A run that measures nothing leaves no trace. A finished run of other software is measured again, unless
         ``resume_anyway`` is set.
         """
-        record = self.record(
-            kind, fingerprint, config=config, bos_policy="auto", corpus=corpus, corpus_hash=corpus_hash
-        )
-        known = self.known(kind, fingerprint)
+        known = self.known(record.kind, record.fingerprint)
         if known is not None and known["status"] == "finished" and not self.resume_anyway:
             changes = provenance_changes(provenance_history(known)[-1], record.provenance)
             if changes:

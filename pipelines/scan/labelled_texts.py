@@ -16,7 +16,7 @@ from headscan.gradients.losses import ClassificationLoss, Loss, TargetTextLoss
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import is_classifier
-from headscan.pipelines.runs.run_records import ModelIdentity, fingerprint
+from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
 from headscan.pipelines.scoring.token_requests import pad
 from headscan.pipelines.settings.corpus_settings import DataSpec, ExampleError, longest_text
 

@@ -23,7 +23,8 @@ from headscan.grid import HeadGrid
 from headscan.models.loaded_model import LoadedModel
 from headscan.options import GateConfig
 from headscan.pipelines.corpora.sequences import read_spread
-from headscan.pipelines.runs.run_records import ModelIdentity, Run, fingerprint
+from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.runs.text_tables import Progress
 from headscan.pipelines.scoring.token_requests import pad
 from headscan.pipelines.settings.corpus_settings import SHORTEST, longest_text
@@ -83,7 +84,6 @@ def run_gates(config: GatesConfig, run: Run) -> GatesResult:
         "gates",
         run_hash,
         config={"model": asdict(config.model), "corpus": asdict(config.corpus), **facts, **sizes},
-        bos_policy="auto",
         corpus=config.corpus.name,
         corpus_hash=texts,
     )

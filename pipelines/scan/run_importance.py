@@ -24,7 +24,8 @@ from headscan.pipelines import corpora
 from headscan.pipelines.corpora import CorpusReport
 from headscan.pipelines.corpora.sequences import hash_ids, special_tokens
 from headscan.pipelines.kv.damage_measurement import recall_prompts
-from headscan.pipelines.runs.run_records import ModelIdentity, Run, fingerprint
+from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scan.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.pipelines.scan.run_scan import (
     CorpusRunResult,

@@ -32,7 +32,8 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import batches, run_halving
 from headscan.options import BehaviourProbe
 from headscan.pipelines.corpora import Corpus, TokenPlan, open_corpus, sequences
-from headscan.pipelines.runs.run_records import ModelIdentity, Run, fingerprint
+from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.runs.text_tables import Progress
 from headscan.pipelines.settings.measure_settings import ProbeConfig
 
@@ -160,15 +161,13 @@ def probe_heads(lm: LoadedModel, item: ProbeItem) -> dict[str, np.ndarray]:
 
 def behaviour_table(grid: HeadGrid, scores: dict[str, np.ndarray]) -> pa.Table:
     """Return rows by behaviour, layer and head from arrays (L, H), without absent heads."""
-    heads = [(site, head) for site in grid.sites for head in range(site.num_attention_heads)]
-    layer = np.array([site.layer for site, _ in heads], dtype=np.int16)
-    head = np.array([head for _, head in heads], dtype=np.int16)
+    layer, head = np.array(list(grid.heads()), dtype=np.int16).reshape(-1, 2).T
     return pa.table(
         {
-            "site": [site.site for site, _ in heads] * len(scores),
+            "site": [grid.kind] * len(layer) * len(scores),
             "layer": np.tile(layer, len(scores)),
             "head": np.tile(head, len(scores)),
-            "behaviour": [name for name in scores for _ in heads],
+            "behaviour": [name for name in scores for _ in layer],
             "value": np.concatenate([values[layer, head] for values in scores.values()]),
         }
     )

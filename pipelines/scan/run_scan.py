@@ -27,7 +27,8 @@ from headscan.errors import HeadscanError
 from headscan.models.model_facts import RopeLengths
 from headscan.pipelines.corpora import CorpusReport, Shard, open_corpus, sequences, shards
 from headscan.pipelines.corpora import Sequence as TokenSequence
-from headscan.pipelines.runs.run_records import Run, fingerprint
+from headscan.pipelines.runs.model_identity import fingerprint
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.runs.text_tables import Progress, at_work
 from headscan.pipelines.scan.shard_task import Measured, ShardItem, measure_shard
 from headscan.pipelines.settings.corpus_settings import longest_text
@@ -254,8 +255,7 @@ def shard_size_of(run: Run, kind: RunKind, run_hash: str, given: int | None, tok
         return int(known["config"]["shard_size"])
     if given is not None:
         return given
-    spec = run.model
-    flops = forward_flops(spec.source, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+    flops = forward_flops(run.model)
     speed = _SPEEDS.get(run.facts.device.partition(":")[0], _GPU_SPEED)
     seconds = passes * tokens * flops.per_token(tokens, logits=True) / speed
     return max(1, min(_LARGEST_SHARD, int(_SHARD_SECONDS / seconds)))

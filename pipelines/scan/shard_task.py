@@ -65,9 +65,7 @@ class HeadNumbers:
     @classmethod
     def of(cls, grid: HeadGrid, values: Mapping[str, Tensor], nonfinite: Tensor) -> HeadNumbers:
         """Select a grid's heads from arrays (B, L, H) and (B, L, H, bins)."""
-        heads = [(site, head) for site in grid.sites for head in range(site.num_attention_heads)]
-        layer = np.array([site.layer for site, _ in heads], dtype=np.int16)
-        head = np.array([head for _, head in heads], dtype=np.int16)
+        layer, head = np.array(list(grid.heads()), dtype=np.int16).reshape(-1, 2).T
         kv_head = np.array([kv_head for site in grid.sites for kv_head in site.kv_head_of], dtype=np.int16)
         columns = {name: numbers.numpy()[:, layer, head] for name, numbers in values.items()}
         return cls(grid.kind, layer, head, kv_head, columns, nonfinite.numpy()[:, layer, head])

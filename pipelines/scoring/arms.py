@@ -28,7 +28,8 @@ from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.runs.head_orders import finished_runs, head_order, run_kind
-from headscan.pipelines.runs.run_records import ModelContext, ModelIdentity, fingerprint
+from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
+from headscan.pipelines.runs.run_records import ModelContext
 from headscan.pipelines.scoring.token_requests import pad
 from headscan.pipelines.settings.corpus_settings import SHORTEST, longest_text
 from headscan.pipelines.settings.evaluation_settings import MaskOrder, ValueConfig
@@ -238,7 +239,7 @@ def controls(grid: HeadGrid, arms: Sequence[Arm], seeds: int, value: AblationVal
     """Return ``seeds`` random arms of each size in ``arms``: masks for masks, rules for rules, with the same value."""
     if seeds < 0:
         raise InterventionError(f"random controls per arm: {seeds} (limit 0). Set `seeds` to 0 or more")
-    total = len(list(grid.heads()))
+    total = grid.total_heads
     masks = {len(heads): arm.share for arm in arms if (heads := arm.fixed_heads) is not None}
     drawn_arms = []
     for count, share in sorted(masks.items()):
@@ -251,7 +252,7 @@ def controls(grid: HeadGrid, arms: Sequence[Arm], seeds: int, value: AblationVal
 def check_arms(grid: HeadGrid, arms: Sequence[Arm]) -> list[str]:
     """Return warnings about the masks of the arms."""
     notes = []
-    total = len(list(grid.heads()))
+    total = grid.total_heads
     for arm in arms:
         if arm.fixed_heads is None:
             continue
@@ -362,27 +363,6 @@ def stored_orders(
     return {
         name: [(head.layer, head.head) for head in head_order(store, run_id, name)] for name, run_id in runs.items()
     }
-
-
-def mask_heads(store: Store, name: str, identity: ModelIdentity) -> tuple[tuple[int, int], ...]:
-    """Return the heads of a mask in the store, by its name or id, or by the name of its arm if that is unique."""
-    known = store.query("SELECT mask_id FROM masks WHERE name LIKE ? ESCAPE '!'", [f"%: {_escaped(name)}"])
-    mask = store.mask(known["mask_id"][0].as_py() if known.num_rows == 1 else name)
-    runs = store.query(
-        "SELECT DISTINCT run_id FROM (SELECT run_id FROM arms WHERE mask_id = $1 UNION ALL"
-        " SELECT run_id FROM masks WHERE mask_id = $1) WHERE run_id IS NOT NULL",
-        [mask.mask_id],
-    )["run_id"].to_pylist()
-    for run in store.runs():
-        if run["run_id"] in runs and not same_model(identity.columns(), run):
-            raise PruningError(
-                f"mask {name} belongs to {run['model']}, another model than {identity.name}. Choose a mask of it"
-            )
-    return mask.heads
-
-
-def _escaped(name: str) -> str:
-    return name.replace("!", "!!").replace("%", "!%").replace("_", "!_")
 
 
 def imported_heads(path: str | Path) -> list[tuple[int, int]]:

@@ -47,7 +47,7 @@ def generate_texts(lm: LoadedModel, item: GenerationItem) -> AnswerSet[str]:
     texts: dict[int, str] = {}
     shares: dict[int, float] = {}
     static = item.ablated is None or item.ablated.fixed
-    total = len(list(lm.grid.heads()))
+    total = lm.grid.total_heads
     # Prompts of one batch have the same stop sequences. Prompts whose heads depend on them run alone, and so do sampled
     # prompts: drawn in batches by one arm and alone by another, they would be different samples.
     groups: dict[Hashable, list[int]] = {}

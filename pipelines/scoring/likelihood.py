@@ -26,7 +26,7 @@ from headscan.attention.hooks import attention_hook
 from headscan.layers.shared_prefixes import Prefix, read_prefix
 from headscan.models.loaded_model import LoadedModel, logits_at
 from headscan.models.model_facts import UNVARYING, RopeLengths
-from headscan.models.token_batches import batches, run_halving
+from headscan.models.token_batches import batches, pass_tokens, run_halving
 from headscan.pipelines.scoring.token_requests import (
     AnswerSet,
     Likelihood,
@@ -34,7 +34,6 @@ from headscan.pipelines.scoring.token_requests import (
     input_key,
     pad,
     pass_cost,
-    pass_tokens,
 )
 
 

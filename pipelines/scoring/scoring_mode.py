@@ -26,7 +26,7 @@ from headscan.layers.shared_prefixes import SharedRow, can_share_rows, read_shar
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
-from headscan.models.token_batches import batches, run_halving
+from headscan.models.token_batches import batches, pass_tokens, run_halving
 from headscan.pipelines.scoring.likelihood import (
     LikelihoodItem,
     PrefixNode,
@@ -46,7 +46,6 @@ from headscan.pipelines.scoring.token_requests import (
     ScoringItem,
     pad,
     pass_cost,
-    pass_tokens,
 )
 
 #: A row may have at least so many times the tokens of its prefix: reading a prefix again costs more than a longer pass.

@@ -89,18 +89,10 @@ _PADDING = 0
 #: Cost of one more forward pass, in tokens: on a GPU a short pass takes as long as one of hundreds of tokens.
 _PASS_COST = {"cpu": 64, "cuda": 512}
 
-#: Most tokens of one pass on devices where more are slower: on a CPU larger activations exceed its caches.
-_PASS_TOKENS = {"cpu": 2048}
-
 
 def pass_cost(device: str) -> int:
     """Return the cost of one more forward pass on a type of device, in tokens."""
     return _PASS_COST.get(device, max(_PASS_COST.values()))
-
-
-def pass_tokens(device: str, batch_tokens: int) -> int:
-    """Return the tokens of one pass: ``batch_tokens``, or fewer if the type of device is faster with fewer."""
-    return min(batch_tokens, _PASS_TOKENS.get(device, batch_tokens))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from headscan.errors import HeadscanError, SequenceError
 from headscan.options import Count, Limits, Option, check_limits
 
 if TYPE_CHECKING:
-    from headscan.pipelines.runs.run_records import ModelIdentity
+    from headscan.pipelines.runs.model_identity import ModelIdentity
 
 
 TokenMode = Literal["truncate", "chunk", "pack"]

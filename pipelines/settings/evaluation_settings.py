@@ -159,8 +159,6 @@ class EvaluateConfig:
     """Everything that an arm's answers depend on, apart from the arm.
 
     Attributes:
-        model: The model to load.
-        tasks: Tasks and prompts.
         recall: Recall questions; None omits them.
         batch_tokens: Tokens of one forward pass, padding included; the same for all arms.
         share_prefixes: Read common prefixes once. None shares them unless arms would use different kernels in half
@@ -244,7 +242,6 @@ class SweepConfig:
     """Settings of a sweep.
 
     Attributes:
-        scores: Scores with a rule at every quantile.
         quantiles: Nominal shares of heads to ablate; 0 ablates nothing and is left to the baseline.
         masks: Scores, or other names in `RANKED_CRITERIA`, with a fixed mask at every share.
         confirm: Judge the best arm on the questions that did not select it. The arms and their answers are the same; if

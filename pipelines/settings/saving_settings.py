@@ -13,7 +13,7 @@ from headscan.options import BATCH_TOKENS, Count, Limits, Option, Seed, check_li
 from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec, longest_text
 
 if TYPE_CHECKING:
-    from headscan.pipelines.runs.run_records import ModelIdentity
+    from headscan.pipelines.runs.model_identity import ModelIdentity
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -138,34 +138,50 @@ class _Study:
             )
         losses = self._losses([arm for of_kind in arms.values() for arm in of_kind])
         run_id, judged = self._judged(arms, losses)
-        savings = []
+        grid, plan_file, savings = self.run.facts.grid, out / "head_plan.json", list[Saving]()
         for kind, of_kind in arms.items():
             saving = Saving(kind, tuple(judged[kind]), tuple((arm.name, arm.share or 0.0) for arm in of_kind))
+            names = [arm.name for arm in of_kind]
+            safe = None if saving.safe is None else names.index(saving.safe.name)
             if kind == "heads ablated":
-                saving = self._with_heads(replace(saving, criterion=criterion), masks)
+                file = "" if safe is None else self._write_heads(masks[safe])
+                saving = replace(saving, criterion=criterion, units=grid.total_heads, file=file)
             elif kind == "KV cache":
-                saving = self._with_plan(saving, plans, planned)
+                saving = self._with_cache(saving, dict(zip(names, plans, strict=True)))
+                if safe is not None:
+                    saving = replace(saving, file=str(plans[safe].save(plan_file)))
             else:
-                saving = self._with_model(saving, built, pruned)
+                saved = {name: model.costs for name, model in zip(names, built, strict=True)}
+                saving = replace(
+                    saving,
+                    units=grid.total_heads,
+                    cache_saved={name: 1 - costs.cache_left for name, costs in saved.items() if costs.cache_left},
+                    weights_saved={name: 1 - costs.weights_left for name, costs in saved.items()},
+                    file="" if safe is None else str(built[safe].folder),
+                )
             savings.append(saving)
-        plan_file = out / "head_plan.json"
         plan = load_plan(plan_file) if plan_file.exists() else None
+        finished = self._count("SELECT count(*) FROM arms WHERE run_id = ? AND status = 'finished'", run_id)
+        questions = self._count(
+            "SELECT count(*) FROM answers JOIN arms USING (arm_id)"
+            " WHERE run_id = ? AND kind = 'baseline' AND NOT recall",
+            run_id,
+        )
         report = write_report(
             self.run.store,
             out / "report.html",
             scan_run=scan_run,
-            evaluate_run=run_id if any(judged.values()) and self._has_arms(run_id) else None,
+            evaluate_run=run_id if any(judged.values()) and finished > 1 else None,
             plan=plan,
             plan_file=plan_file if plan is not None else None,
             answers=[saving.card() for saving in savings],
         )
-        grid = self.run.facts.grid
         found = StudyAnswer(
             model=self.run.identity.name,
             corpus=config.corpus.name,
             layers=grid.num_layers,
             heads=grid.total_heads,
-            questions=self._asked(run_id),
+            questions=questions,
             texts=len(self._text.chunks),
             tokens=self.tokens,
             max_loss=config.max_loss,
@@ -400,56 +416,23 @@ class _Study:
     def _evaluate(self, config: EvaluateConfig, arms: list[Arm]) -> str:
         return evaluate(config, self.run, [BASELINE, *arms])
 
-    def _has_arms(self, run_id: str) -> bool:
-        return self._count("SELECT count(*) FROM arms WHERE run_id = ? AND status = 'finished'", run_id) > 1
-
-    def _asked(self, run_id: str) -> int:
-        return self._count(
-            "SELECT count(*) FROM answers JOIN arms USING (arm_id)"
-            " WHERE run_id = ? AND kind = 'baseline' AND NOT recall",
-            run_id,
-        )
-
     def _count(self, sql: str, run_id: str) -> int:
         return int(self.run.store.query(sql, [run_id])[0][0].as_py())
 
-    def _with_heads(self, saving: Saving, arms: list[Arm]) -> Saving:
-        """Write the safe heads as a list that `headscan prune --import-heads` reads."""
-        saving = replace(saving, units=self.run.facts.grid.total_heads)
-        for arm in arms:
-            if saving.safe is not None and arm.name == saving.safe.name and isinstance(arm.ablated, HeadMask):
-                path = Path(self.config.out) / "heads.json"
-                write_text(path, json.dumps([list(head) for head in arm.ablated.heads]) + "\n")
-                saving = replace(saving, file=str(path))
-        return saving
+    def _write_heads(self, arm: Arm) -> str:
+        """Write the ablated heads as a list that `headscan prune --import-heads` reads, and return its path."""
+        assert isinstance(arm.ablated, HeadMask)
+        path = Path(self.config.out) / "heads.json"
+        write_text(path, json.dumps([list(head) for head in arm.ablated.heads]) + "\n")
+        return str(path)
 
-    def _with_plan(self, saving: Saving, plans: list[HeadPlan], arms: list[Arm]) -> Saving:
-        """Add the cache that the safe plan leaves, and write it as the study's plan."""
-        layers = plans[0].model.layers
-        saving = replace(saving, units=sum(layer.num_key_value_heads for layer in layers), length=self.tokens)
-        shrunk = {}
-        for plan, arm in zip(plans, arms, strict=True):
-            whole = sum(layer.cache_bytes(self.tokens) for layer in layers)
-            shrunk[arm.name] = 1 - planned_bytes(plan, self.tokens) / whole
-        saving = replace(saving, cache_saved=shrunk)
-        if saving.safe is not None:
-            number = [arm.name for arm in arms].index(saving.safe.name)
-            path = Path(self.config.out) / "head_plan.json"
-            plans[number].save(path)
-            saving = replace(saving, file=str(path))
-        return saving
-
-    def _with_model(self, saving: Saving, built: list[BuiltModel], arms: list[Arm]) -> Saving:
-        """Add what the pruned models save, and the folder of the safe one."""
-        saving = replace(
+    def _with_cache(self, saving: Saving, plans: Mapping[str, HeadPlan]) -> Saving:
+        """Add the KV heads of the model, and the share of the cache that the plan of each arm saves."""
+        layers = next(iter(plans.values())).model.layers
+        whole = sum(layer.cache_bytes(self.tokens) for layer in layers)
+        return replace(
             saving,
-            units=self.run.facts.grid.total_heads,
-            cache_saved={
-                a.name: 1 - b.costs.cache_left for a, b in zip(arms, built, strict=True) if b.costs.cache_left
-            },
-            weights_saved={a.name: 1 - b.costs.weights_left for a, b in zip(arms, built, strict=True)},
+            units=sum(layer.num_key_value_heads for layer in layers),
+            length=self.tokens,
+            cache_saved={name: 1 - planned_bytes(plan, self.tokens) / whole for name, plan in plans.items()},
         )
-        if saving.safe is not None:
-            number = [arm.name for arm in arms].index(saving.safe.name)
-            saving = replace(saving, file=str(built[number].folder))
-        return saving

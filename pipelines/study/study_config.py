@@ -21,8 +21,10 @@ LEAST_TEXTS, MOST_TEXTS = 8, 64
 SHARES = ("shares", "window_shares", "prune_shares")
 
 
-#: The word that leaves a kind of saving out.
-_NONE: dict[str, tuple[float, ...]] = {"none": ()}
+def _shares(of: str, most: float) -> Option:
+    """Return the option of a kind of saving; the word ``none`` leaves it out."""
+    text = f"comma-separated shares of {of}, or `none` (default: up to {most:g}, as the time allows)"
+    return Option(text, above=0, below=1, sets={"none": ()})
 
 
 class StudyError(HeadscanError):
@@ -34,7 +36,6 @@ class StudyConfig:
     """Settings of a study.
 
     Attributes:
-        model: The model.
         corpus: Texts; one part measures, one chooses between criteria, and one judges.
         out: Folder for the store, the plans, the pruned models, the answers and the report.
         tasks: Tasks that judge; None asks which of four passages continues this one, on the judging texts.
@@ -43,7 +44,6 @@ class StudyConfig:
             ``window_shares`` and ``prune_shares``.
         sequences: Texts that measure, and texts that calibrate plans and repairs; None takes as many as the time
             allows, at most `MOST_TEXTS`.
-        judged_texts: Texts whose loss is judged; None takes as many as measure.
         judge: Texts that judge instead of a part of ``corpus``; None uses the part.
         search: Search for better plans with real windows; None does so if the time allows it.
         prune_by: ``damage``, ``criterion`` (the chosen one), or None, which takes damage if the time allows it.
@@ -67,33 +67,9 @@ class StudyConfig:
             names=(*SCORES, *IMPORTANCES),
         ),
     ] = ("output_norm_ln", "importance", "importance_recall")
-    shares: Annotated[
-        tuple[float, ...] | None,
-        Option(
-            "comma-separated shares of heads to ablate, or `none` (default: up to 0.3, as the time allows)",
-            above=0,
-            below=1,
-            sets=_NONE,
-        ),
-    ] = None
-    window_shares: Annotated[
-        tuple[float, ...] | None,
-        Option(
-            "comma-separated shares of KV heads that get a window, or `none` (default: up to 0.75, as the time allows)",
-            above=0,
-            below=1,
-            sets=_NONE,
-        ),
-    ] = None
-    prune_shares: Annotated[
-        tuple[float, ...] | None,
-        Option(
-            "comma-separated shares of heads to remove for good, or `none` (default: up to 0.3, as the time allows)",
-            above=0,
-            below=1,
-            sets=_NONE,
-        ),
-    ] = None
+    shares: Annotated[tuple[float, ...] | None, _shares("heads to ablate", 0.3)] = None
+    window_shares: Annotated[tuple[float, ...] | None, _shares("KV heads that get a window", 0.75)] = None
+    prune_shares: Annotated[tuple[float, ...] | None, _shares("heads to remove for good", 0.3)] = None
     recent: Annotated[int | None, Option("recent tokens of a window (default: 1/8 of a text)", least=1)] = None
     sequences: Annotated[
         int | None, Option(f"texts that measure (default: as the time allows, at most {MOST_TEXTS})", least=LEAST_TEXTS)

@@ -89,7 +89,6 @@ def _documents(corpus: CorpusSpec) -> Iterator[str]:
 
 
 def _assigned(documents: list[str], parts: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return blocks of documents with their parts."""
     if len(documents) >= _WHOLE:
         # 7 has no divisor in common with the numbers of parts, so that neighbours go to different ones.
         return [

@@ -10,9 +10,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from training_files import TRAINING_PACKAGES
+
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import judge
-from headscan.pipelines.corpora.stdlib_files import HELD_OUT_MODULES, TRAINING_PACKAGES
+from headscan.pipelines.corpora.stdlib_files import HELD_OUT_MODULES
 from headscan.pipelines.demo import MODEL_FOLDER
 
 _HEADS = {

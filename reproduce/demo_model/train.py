@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from training_files import training_files
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headscan.pipelines.corpora.stdlib_files import held_out_files, training_files
+from headscan.pipelines.corpora.stdlib_files import held_out_files
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 

@@ -94,7 +94,7 @@ def task_requests(tasks: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> list
     """The log-likelihood requests of real tasks."""
     from headscan.pipelines.evaluate.harness import HeadscanLM
     from headscan.pipelines.evaluate.tasks import Tasks
-    from headscan.pipelines.runs.run_records import ModelIdentity
+    from headscan.pipelines.runs.model_identity import ModelIdentity
 
     identity = ModelIdentity("bench", None, "", None, None, _CONTEXT, tokenizer)
     collector = HeadscanLM(identity)

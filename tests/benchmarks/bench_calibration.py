@@ -26,7 +26,7 @@ from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.evaluate.held_out_text import chunks
 from headscan.pipelines.kv.damage_measurement import recall_prompts
 from headscan.pipelines.pruning.held_out_losses import as_calibration
-from headscan.pipelines.runs.run_records import identify
+from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scoring.token_requests import Request, pad
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import NO_EDITS, Edits, edited, logits

@@ -43,13 +43,14 @@ from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.kv.damage_measurement import (
     ALL_KEYS,
     Measurement,
+    PromptPool,
     Prompts,
-    masked_losses,
     recall_prompts,
     text_prompts,
 )
 from headscan.pipelines.kv.measured_plan import measured_plan
-from headscan.pipelines.runs.run_records import Run, fingerprint
+from headscan.pipelines.runs.model_identity import fingerprint
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scan.run_probe import probe
 from headscan.pipelines.scan.run_scan import scan
 from headscan.pipelines.settings.measure_settings import ProbeConfig, ScanConfig
@@ -100,14 +101,15 @@ def main() -> None:
         table = Table("## Loss increase, nats per token", columns)
         for prompts in judged_prompts(run, config, options):
             sets = [ALL_KEYS, *(kept for named in plans.values() for kept in named.values())]
-            with run.keeping(
+            record = run.record(
                 "plan",
                 fingerprint({"judged": prompts.content_hash, "model": run.identity.fingerprint()}),
                 config={},
                 corpus=prompts.name,
                 corpus_hash=prompts.content_hash,
-            ) as known:
-                nats = masked_losses(pool, prompts.requests, sets, batch_tokens=2048, known=known).nats
+            )
+            with run.keeping(record) as known:
+                nats = PromptPool(pool, 2048, known=known).losses(prompts.requests, sets).nats
             lost = iter(nats[1:] - nats[:1])
             for count, named in plans.items():
                 found = {name: next(lost) for name in named}

@@ -32,7 +32,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.export.decilm_folder import write_decilm
 from headscan.pipelines.export.gguf_file import write_gguf
 from headscan.pipelines.export.layer_types_folder import write_layer_types
-from headscan.pipelines.runs.run_records import model_facts
+from headscan.pipelines.runs.model_identity import model_facts
 from headscan.pruning.save_model import save_pruned
 from tests.benchmarks.measuring import Table
 

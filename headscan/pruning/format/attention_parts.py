@@ -170,7 +170,6 @@ def _fused_layout(attention: nn.Module, part: str) -> Callable[[Choice, int], Te
 
 
 def _concatenated(choice: Choice, size: int) -> Tensor:
-    """Return the rows of all queries, all keys and all values."""
     D = size // (choice.heads + 2 * choice.kv_heads)
     query = _of_heads(choice.kept, choice.heads, choice.heads * D, "queries")
     key = choice.heads * D + _of_heads(choice.kept_kv, choice.kv_heads, choice.kv_heads * D, "keys")

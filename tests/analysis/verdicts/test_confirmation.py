@@ -16,6 +16,7 @@ from scipy import stats
 from headscan.analysis.store.records import ArmKind, ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.verdict_limits import LEAST_QUESTIONS, LEAST_RETAINED, MARGIN, TAIL, identical_questions
+from headscan.analysis.verdicts.answer_sheets import BENCHMARK, Scope
 from headscan.analysis.verdicts.confirmation import (
     Candidate,
     SweepChoice,
@@ -28,7 +29,7 @@ from headscan.analysis.verdicts.confirmation import (
 from headscan.analysis.verdicts.controls import SelectedRank
 from headscan.analysis.verdicts.judge import judge
 from headscan.analysis.verdicts.paired import PairedDifference, about, compare, retained
-from headscan.analysis.verdicts.verdict_rows import BENCHMARK, Scope, record_verdicts
+from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from headscan.catalog import SCORES
 from tests.analysis.sweep_fixtures import write_sweep
 

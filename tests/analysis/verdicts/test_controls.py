@@ -7,9 +7,9 @@ import pytest
 
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.verdict_limits import MARGIN
+from headscan.analysis.verdicts.answer_sheets import FinishedArm
 from headscan.analysis.verdicts.confirmation import Candidate, best_candidate
 from headscan.analysis.verdicts.controls import LEVEL, SelectedRank, Standing, judge_controls, least_controls
-from headscan.analysis.verdicts.verdict_rows import FinishedArm
 
 
 def test_a_random_arm_seldom_beats_the_others() -> None:

@@ -15,10 +15,9 @@ import pytest
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.answer_sheets import BENCHMARK, Scope
 from headscan.analysis.verdicts.paired import PairedDifference, compare, retained
 from headscan.analysis.verdicts.verdict_rows import (
-    BENCHMARK,
-    Scope,
     compared_by_arm,
     least_visible_loss,
     read_verdict_rows,

@@ -22,10 +22,10 @@ from headscan.cluster.placement.placements import StreamedPlacement, WholePlacem
 from headscan.cluster.pools import streamed_pool as streaming
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.pools.streamed_pool import HiddenStates, StreamedPool
-from headscan.cluster.tasks.pool import InspectionTask, StagedTask, StagingError, WorkError, open_layers
+from headscan.cluster.tasks.pool import InspectionTask, StagedTask, StagingError, WorkError
 from headscan.errors import HeadscanError, SequenceError, UnsupportedModelError
 from headscan.layers import lazy_model as lazy_models
-from headscan.layers.layer_ranges import Layers
+from headscan.layers.layer_ranges import Layers, open_layers
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from tests.small_models import make_model

@@ -15,7 +15,8 @@ from headscan.checkpoints.headers import weights_hash
 from headscan.checkpoints.source_folder import DEMO_FOLDER, locate
 from headscan.errors import ModelLoadError
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.runs.run_records import identify
+from headscan.pipelines.runs.model_identity import identify
+from headscan.sizing.model_sizes import model_sizes
 
 gguf = pytest.importorskip("gguf")
 
@@ -123,7 +124,7 @@ def test_a_run_records_the_quantisation_and_other_weights_are_another_model(tmp_
     model = _model()
     spec = ModelSpec(str(_write(tmp_path / "tiny.gguf", model, "Q8_0")))
     assert identify(spec).name == "tiny.Q8_0"
-    assert spec.sizes(16).parameters == sum(weight.numel() for weight in model.parameters())
+    assert model_sizes(spec, 16).parameters == sum(weight.numel() for weight in model.parameters())
     assert json.loads((Path(spec.source) / "config.json").read_text())["gguf_source"] == {
         "file": "tiny.gguf",
         "quantization": "Q8_0",

@@ -22,6 +22,7 @@ from headscan.errors import HeadIndexError, InterventionError, ModelLoadError, U
 from headscan.layers import lazy_model as lazy_models
 from headscan.layers.layer_ranges import Layers, ablation_here, gives_logits, inspect_model, open_layers
 from headscan.layers.lazy_model import LazyModel
+from headscan.model_spec import ModelSpec
 from tests.small_models import make_loaded, make_model
 
 #: Grouped heads; two tables of rotary positions and windows; learned positions and a tied head; experts; a hybrid.
@@ -103,7 +104,7 @@ def test_ranges_measure_and_ablate_like_the_whole_model(
     family: str, saved: Callable[[str], Path], device: torch.device
 ) -> None:
     lm = headscan.load(saved(family), device=str(device))
-    layers = open_layers(saved(family), device=str(device))
+    layers = open_layers(ModelSpec(str(saved(family))), str(device))
     assert layers.inspection.grid == lm.grid
     assert not layers.inspection.uncuttable
     whole = [measured(lm, arm) for arm in ARMS]
@@ -127,7 +128,7 @@ def test_the_last_range_gives_the_logits_of_the_whole(
     family: str, saved: Callable[[str], Path], device: torch.device
 ) -> None:
     lm = headscan.load(saved(family), device=str(device))
-    layers = open_layers(saved(family), device=str(device))
+    layers = open_layers(ModelSpec(str(saved(family))), str(device))
     ids = ids_of().to(device)
     hidden = None
     for first, last in ((0, 2), (2, 3)):
@@ -145,7 +146,7 @@ def test_the_last_range_gives_the_logits_of_the_whole(
 def test_each_tensor_is_read_once_and_only_when_its_layers_are(
     saved: Callable[[str], Path], reads: Counter[str]
 ) -> None:
-    layers = open_layers(saved("mixtral"), device="cpu")
+    layers = open_layers(ModelSpec(str(saved("mixtral"))), "cpu")
     assert set(reads) == {"model.norm.weight"}
     with layers.at(1, 2) as stage:
         assert all(name.startswith(("model.layers.1.", "model.norm")) for name in reads)
@@ -162,7 +163,7 @@ def test_each_tensor_is_read_once_and_only_when_its_layers_are(
 
 
 def test_weights_read_ahead_are_loaded(saved: Callable[[str], Path], reads: Counter[str]) -> None:
-    layers = open_layers(saved("llama"), device="cpu")
+    layers = open_layers(ModelSpec(str(saved("llama"))), "cpu")
     raw = layers.read(0, 2)
     before = reads.copy()
     with layers.at(0, 2, raw) as stage, stage.running_range():
@@ -176,7 +177,7 @@ def test_weights_read_ahead_are_loaded(saved: Callable[[str], Path], reads: Coun
 def test_an_inspection_matches_the_whole_model_and_reads_no_weights(
     saved: Callable[[str], Path], reads: Counter[str]
 ) -> None:
-    lazy_model = LazyModel(saved("gemma3"), device="cpu")
+    lazy_model = LazyModel(ModelSpec(str(saved("gemma3"))), "cpu")
     state = torch.random.get_rng_state()
     hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in lazy_model.model.modules())
     found = inspect_model(lazy_model)
@@ -193,7 +194,7 @@ def test_an_inspection_matches_the_whole_model_and_reads_no_weights(
 def test_a_model_whose_layers_borrow_from_lower_ones_is_not_cut_between_them(
     family: str, saved: Callable[[str], Path]
 ) -> None:
-    layers = open_layers(saved(family), device="cpu")
+    layers = open_layers(ModelSpec(str(saved(family))), "cpu")
     assert layers.inspection.uncuttable.keys() == BORROWERS[family]
     with pytest.raises(UnsupportedModelError, match=r"cannot be cut below layer 2: .*KeyError"):
         layers.load(2, 3)
@@ -206,7 +207,7 @@ def test_a_model_whose_layers_borrow_from_lower_ones_is_not_cut_between_them(
 @pytest.mark.parametrize(("dtype", "larger"), [("float32", 1.0), ("float16", 10_000.0)])
 def test_hidden_state_between_blocks_is_detected(dtype: str, larger: float, saved: Callable[[str], Path]) -> None:
     """It holds even if the norm of all hidden states exceeds float16."""
-    lazy_model = LazyModel(saved("llama"), device="cpu", dtype=dtype)
+    lazy_model = LazyModel(ModelSpec(str(saved("llama")), dtype=dtype), "cpu")
     lazy_model.model.get_submodule("model.norm").register_forward_hook(lambda _, args, out: out * larger)
     told: dict[str, Tensor] = {}
     lower, upper = (lazy_model.model.get_submodule(f"model.layers.{layer}.mlp") for layer in (0, 1))
@@ -218,7 +219,7 @@ def test_hidden_state_between_blocks_is_detected(dtype: str, larger: float, save
 
 
 def test_later_layers_that_read_the_embeddings_get_them(saved: Callable[[str], Path], reads: Counter[str]) -> None:
-    layers = open_layers(saved("gemma4"), device="cpu")
+    layers = open_layers(ModelSpec(str(saved("gemma4"))), "cpu")
     assert layers.inspection.embeds_everywhere
     reads.clear()
     with layers.at(1, 3):
@@ -226,7 +227,7 @@ def test_later_layers_that_read_the_embeddings_get_them(saved: Callable[[str], P
 
 
 def test_stage_errors(saved: Callable[[str], Path]) -> None:
-    stage = open_layers(saved("llama"), device="cpu").load(1, 2)
+    stage = open_layers(ModelSpec(str(saved("llama"))), "cpu").load(1, 2)
     hidden = torch.randn(3, 30, 48)
     assert (stage.first, stage.last, stage.is_last) == (1, 2, False)
     assert stage.lm.vocab_size == VOCABULARY and stage.lm.device.type == "cpu"
@@ -251,41 +252,41 @@ def test_stage_errors(saved: Callable[[str], Path]) -> None:
 @pytest.mark.parametrize("bounds", [(0, 4), (2, 2), (3, 1), (-1, 2)])
 def test_ranges_that_the_model_lacks_are_refused(bounds: tuple[int, int], saved: Callable[[str], Path]) -> None:
     with pytest.raises(UnsupportedModelError, match="cannot be divided at"):
-        open_layers(saved("llama"), device="cpu").load(*bounds)
+        open_layers(ModelSpec(str(saved("llama"))), "cpu").load(*bounds)
 
 
 def test_models_that_cannot_be_read_in_parts_are_refused(saved: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="not a decoder"):
         make_model("bert").save_pretrained(tmp_path / "bert")
-        open_layers(tmp_path / "bert", device="cpu")
+        open_layers(ModelSpec(str(tmp_path / "bert")), "cpu")
     folder = tmp_path / "damaged"
     make_model("llama").save_pretrained(folder, max_shard_size="100KB")
     shard = sorted(folder.glob("*.safetensors"))[0]
     whole = shard.read_bytes()
     shard.unlink()
     with pytest.raises(ModelLoadError, match=str(folder)):
-        open_layers(folder, device="cpu")
+        open_layers(ModelSpec(str(folder)), "cpu")
     shard.write_bytes(whole)
-    layers = open_layers(folder, device="cpu")
+    layers = open_layers(ModelSpec(str(folder)), "cpu")
     shard.write_bytes(whole[:-20])
     with pytest.raises(ModelLoadError, match=rf"{shard.name} cannot be read: it ends in .*Copy or download it again"):
         layers.load(0, 3)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(ModelLoadError, match="is quantised and cannot be read layer by layer"):
-        open_layers(folder, device="cpu")
+        open_layers(ModelSpec(str(folder)), "cpu")
     lm = make_loaded("llama")
     torch.save(lm.model.state_dict(), tmp_path / "pytorch_model.bin")
     lm.model.config.save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match="has no safetensors weights"):
-        open_layers(tmp_path, device="cpu")
+        open_layers(ModelSpec(str(tmp_path)), "cpu")
     with pytest.raises(ModelLoadError, match="others cannot be read layer by layer"):
-        open_layers(tmp_path, device="cpu", safetensors=False)
+        open_layers(ModelSpec(str(tmp_path), safetensors=False), "cpu")
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("mixtral", "bfloat16"), ("llama", "float64")])
 def test_weights_have_the_requested_dtype(family: str, dtype: str, saved: Callable[[str], Path]) -> None:
-    stage = open_layers(saved(family), device="cpu", dtype=dtype).load(0, 1)
+    stage = open_layers(ModelSpec(str(saved(family)), dtype=dtype), "cpu").load(0, 1)
     lm = headscan.load(saved(family), device="cpu", dtype=dtype)
     whole = dict(lm.model.named_parameters())
     assert stage.lm.dtype == dtype

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import headscan
 from headscan.errors import ModelLoadError
+from headscan.model_spec import ModelSpec
 from headscan.sizing.model_sizes import model_sizes
 from tests.headscan.pruning.test_slicing import heads_of_layer
 from tests.small_models import load_saved
@@ -141,7 +142,7 @@ def test_damaged_configurations_name_the_field(name: str, saved: Path, tmp_path:
     config = json.loads((folder / "config.json").read_text())
     change(config)
     (folder / "config.json").write_text(json.dumps(config))
-    for read in (headscan.load, model_sizes):
+    for read in (headscan.load, lambda path: model_sizes(ModelSpec(str(path)))):
         with pytest.raises(ModelLoadError) as caught:
             read(folder)
         assert f"{field} in config.json: " in str(caught.value) and "\n" not in str(caught.value)

@@ -13,6 +13,7 @@ import headscan
 from headscan import HeadMask, LoadedModel
 from headscan.kv.kv_damage import window_candidates
 from headscan.layers.layer_ranges import open_layers
+from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import Sharding
 from headscan.sizing.model_sizes import find_caches, model_sizes
 from tests.headscan.kv.cache_plans import error, greedily, in_chunks, make_cache, oracle, random_plan
@@ -120,7 +121,7 @@ def test_a_mask_of_another_model_is_refused() -> None:
 def test_sizes_come_from_the_folder(tmp_path: Path) -> None:
     _, _, sliced = pruned("llama", without_layer=2)
     headscan.save_pruned(sliced, tmp_path / "model")
-    sizes = model_sizes(tmp_path / "model", tokens=30)
+    sizes = model_sizes(ModelSpec(str(tmp_path / "model")), 30)
     assert sizes.parameters == sum(weight.numel() for weight in sliced.model.parameters())
     assert sum(sizes.blocks) == sum(weight.nbytes for weight in sliced.model.model.layers.parameters())
     kv_heads = {site.layer: site.num_key_value_heads for site in sliced.grid.sites}
@@ -132,7 +133,7 @@ def test_ranges_of_layers_run_alone(name: str, tmp_path: Path) -> None:
     lm = load_saved(name, tmp_path / "whole")
     sliced = headscan.slice_heads(lm, [(0, 0), (0, 1), *heads_of_layer(lm, 1), (2, 5)])
     headscan.save_pruned(sliced, tmp_path / "model")
-    layers = open_layers(tmp_path / "model", device="cpu")
+    layers = open_layers(ModelSpec(str(tmp_path / "model")), "cpu")
     assert layers.inspection.grid == sliced.grid
     hidden = None
     ids = prompts()

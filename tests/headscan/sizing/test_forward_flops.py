@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from headscan.model_spec import ModelSpec
 from headscan.sizing.forward_flops import ForwardFlops, forward_flops
 from tests.small_models import make_model
 
@@ -27,7 +28,7 @@ def test_operations_are_those_that_torch_counts(tied: bool, tmp_path: Path) -> N
     config = LlamaConfig(**SIZES, head_dim=10, tie_word_embeddings=tied, attn_implementation="eager")
     model = LlamaForCausalLM(config).eval()
     config.save_pretrained(tmp_path)
-    found, tokens = forward_flops(tmp_path), 7
+    found, tokens = forward_flops(ModelSpec(str(tmp_path))), 7
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         model(input_ids=torch.ones(1, tokens, dtype=torch.long))
     norms = sum(p.numel() for p in model.parameters() if p.ndim == 1)
@@ -43,7 +44,7 @@ def test_a_token_uses_its_experts(tmp_path: Path) -> None:
     model = MixtralForCausalLM(config)
     words = 2 * SIZES["vocab_size"] * SIZES["hidden_size"]
     every = sum(p.numel() for p in model.parameters())
-    assert forward_flops(tmp_path).parameters == every - words - 3 * 6 * expert
+    assert forward_flops(ModelSpec(str(tmp_path))).parameters == every - words - 3 * 6 * expert
 
 
 def test_attention_sees_earlier_keys_within_the_window() -> None:
@@ -60,5 +61,5 @@ def test_attention_sees_earlier_keys_within_the_window() -> None:
 @pytest.mark.parametrize("family", ["gemma4", "bert", "t5", "bart", "jamba"])
 def test_layers_that_differ_and_encoders_are_counted(family: str, tmp_path: Path) -> None:
     make_model(family).config.save_pretrained(tmp_path)
-    found = forward_flops(tmp_path)
+    found = forward_flops(ModelSpec(str(tmp_path)))
     assert found.per_token(64, logits=True) > found.per_token(8, logits=True) > 0

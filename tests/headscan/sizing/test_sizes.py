@@ -19,6 +19,7 @@ from headscan.architectures import ALL, FAMILIES, VOCABULARY
 from headscan.checkpoints import headers
 from headscan.checkpoints.headers import read_headers
 from headscan.errors import ModelLoadError
+from headscan.model_spec import ModelSpec
 from headscan.models.forward_inputs import run
 from headscan.sizing import model_sizes as sizes
 from headscan.sizing import model_sizes as weight_bytes
@@ -48,10 +49,10 @@ def save(name: str, folder: Path, **changes: Any) -> PreTrainedModel:
 @pytest.mark.parametrize("family", [*SEVERAL, "bert", "t5"])
 def test_bytes_of_parts_equal_those_of_the_loaded_model(family: str, tmp_path: Path) -> None:
     model = save(family, tmp_path)
-    saved = model_sizes(tmp_path, tokens=32)
+    saved = model_sizes(ModelSpec(str(tmp_path)), 32)
     for path in tmp_path.glob("*.safetensors"):
         path.unlink()
-    built = model_sizes(tmp_path, tokens=32)
+    built = model_sizes(ModelSpec(str(tmp_path)), 32)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert built.weights == weights
     # A checkpoint also holds small tables that are no parameters.
@@ -70,18 +71,18 @@ def test_bytes_of_blocks_equal_their_weights(tmp_path: Path) -> None:
     assert blocks[0] != blocks[1]  # the first has no experts
     for path in tmp_path.glob("*.safetensors"):
         path.unlink()
-    assert list(model_sizes(tmp_path / "config.json", tokens=32).blocks) == blocks
+    assert list(model_sizes(ModelSpec(str(tmp_path / "config.json")), 32).blocks) == blocks
 
 
 def test_another_dtype_takes_other_bytes(tmp_path: Path) -> None:
     save("qwen3", tmp_path)
-    whole, half = (model_sizes(tmp_path, dtype=dtype, tokens=32) for dtype in ("auto", "bfloat16"))
+    whole, half = (model_sizes(ModelSpec(str(tmp_path), dtype=dtype), 32) for dtype in ("auto", "bfloat16"))
     assert whole.weights == 2 * half.weights
     assert whole.hidden == 2 * half.hidden == 4 * 48
     assert whole.cache == tuple(2 * size for size in half.cache)
     assert half.plain < whole.plain
     with pytest.raises(ModelLoadError, match="unknown dtype 'int3'"):
-        model_sizes(tmp_path, dtype="int3")
+        model_sizes(ModelSpec(str(tmp_path), dtype="int3"))
 
 
 def test_the_checkpoints_dtype_counts_where_the_configuration_names_none(tmp_path: Path) -> None:
@@ -90,9 +91,9 @@ def test_the_checkpoints_dtype_counts_where_the_configuration_names_none(tmp_pat
     halves = {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
     # A block that predicts a further token is saved beside the layers, and not loaded.
     halves |= {name.replace("layers.2", "layers.3"): w.clone() for name, w in halves.items() if "layers.2" in name}
-    whole = model_sizes(tmp_path, tokens=32)
+    whole = model_sizes(ModelSpec(str(tmp_path)), 32)
     save_file(halves, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert model_sizes(tmp_path, tokens=32).weights == whole.weights // 2
+    assert model_sizes(ModelSpec(str(tmp_path)), 32).weights == whole.weights // 2
 
 
 def test_quantised_weights_keep_their_bytes(tmp_path: Path) -> None:
@@ -102,9 +103,9 @@ def test_quantised_weights_keep_their_bytes(tmp_path: Path) -> None:
     rest = sum(weight.nbytes for name, weight in weights.items() if "_proj" not in name)
     eights = {n: w.to(torch.float8_e4m3fn) if "_proj" in n else w for n, w in weights.items()}
     save_file(eights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert model_sizes(tmp_path, dtype="bfloat16", tokens=32).weights == linear + rest
+    assert model_sizes(ModelSpec(str(tmp_path), dtype="bfloat16"), 32).weights == linear + rest
     (tmp_path / "model.safetensors").unlink()
-    said = model_sizes(tmp_path, tokens=32)
+    said = model_sizes(ModelSpec(str(tmp_path)), 32)
     assert said.weights == pytest.approx(linear + rest, rel=0.001)
     assert said.head == model.lm_head.weight.nbytes
 
@@ -134,7 +135,7 @@ def test_bits_of_quantised_weights(settings: dict[str, Any], bits: float | None)
 def test_bytes_of_the_cache_equal_those_of_a_real_cache(family: str, tmp_path: Path) -> None:
     """GQA, windows, latent keys and borrowed ones: as transformers' own cache holds them."""
     model = save(family, tmp_path)
-    found = model_sizes(tmp_path, tokens=48)
+    found = model_sizes(ModelSpec(str(tmp_path)), 48)
     cache = DynamicCache(config=model.config.get_text_config())
     model(input_ids=torch.full((1, 48), 5), past_key_values=cache, use_cache=True)
     pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
@@ -151,12 +152,12 @@ def test_equal_layers_run_once(tmp_path: Path) -> None:
     for name in ("num_hidden_layers", "layer_types"):
         setattr(config, name, deep[name])
     family.auto.from_config(config).save_pretrained(tmp_path)
-    found = model_sizes(tmp_path, tokens=48)
+    found = model_sizes(ModelSpec(str(tmp_path)), 48)
     assert found.cache == found.cache[:2] * 6
     assert found.cache[0] < found.cache[1]
     shallow = tmp_path / "shallow"
     save("gemma2-softcap", shallow)
-    assert found.measured == model_sizes(shallow, tokens=48).measured
+    assert found.measured == model_sizes(ModelSpec(str(shallow)), 48).measured
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "qwen3_moe", "deepseek_v3"])
@@ -164,7 +165,7 @@ def test_activations_are_those_of_a_measured_peak(family: str, tmp_path: Path) -
     tokens = 600
     save(family, tmp_path)
     lm = make_loaded(family)
-    found = model_sizes(tmp_path, tokens=tokens)
+    found = model_sizes(ModelSpec(str(tmp_path)), tokens)
     ids = torch.randint(5, VOCABULARY, (2, tokens))
     weights = sum(parameter.nbytes for parameter in lm.model.parameters())
     plain = peak_bytes(lm, lambda: run(lm.model, {"input_ids": ids})) - weights
@@ -180,9 +181,9 @@ def test_models_that_the_dry_run_cannot_run_are_estimated(tmp_path: Path, monkey
         raise RuntimeError("asks for the contents of tensors")
 
     save("llama", tmp_path)
-    known = model_sizes(tmp_path, tokens=512)
+    known = model_sizes(ModelSpec(str(tmp_path)), 512)
     monkeypatch.setattr(sizes, "dry_run", breaks_off)
-    guessed = model_sizes(tmp_path, tokens=512)
+    guessed = model_sizes(ModelSpec(str(tmp_path)), 512)
     assert known.measured <= guessed.measured < 4 * known.measured
     assert sum(known.cache) <= sum(guessed.cache)
     assert replace(guessed, plain=0, measured=0, cache=()) == replace(known, plain=0, measured=0, cache=())
@@ -190,7 +191,7 @@ def test_models_that_the_dry_run_cannot_run_are_estimated(tmp_path: Path, monkey
 
 def test_sequences_end_with_the_context(tmp_path: Path) -> None:
     save("llama", tmp_path)
-    assert model_sizes(tmp_path, tokens=9999).tokens == 1024
+    assert model_sizes(ModelSpec(str(tmp_path)), 9999).tokens == 1024
 
 
 def test_headers_list_every_tensor(tmp_path: Path) -> None:
@@ -234,7 +235,7 @@ def test_headers_are_empty_if_the_hub_fails(monkeypatch: pytest.MonkeyPatch, cap
 
 def test_sources_without_a_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="no such folder"):
-        model_sizes(tmp_path / "absent")
+        model_sizes(ModelSpec(str(tmp_path / "absent")))
     with pytest.raises(ModelLoadError, match=r"config\.json"):
-        model_sizes(tmp_path)
+        model_sizes(ModelSpec(str(tmp_path)))
     assert set(ALL) > set(SEVERAL)

@@ -31,7 +31,7 @@ from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.evaluate.tasks import Questions
-from headscan.pipelines.runs.run_records import identify
+from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scoring.arms import BASELINE, mask_arm
 from headscan.pipelines.scoring.token_requests import Likelihood, Request, input_key
 from headscan.pipelines.settings.evaluation_settings import (

@@ -14,8 +14,8 @@ from headscan.architectures import ENCODERS, FAMILIES
 from headscan.errors import UnsupportedModelError
 from headscan.models.loaded_model import LoadedModel, Sharding
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.runs import run_records
-from headscan.pipelines.runs.run_records import model_facts
+from headscan.pipelines.runs import model_identity
+from headscan.pipelines.runs.model_identity import model_facts
 from tests.headscan.sizing.test_kv_cache import real_caches
 from tests.pipelines.conftest import make_tokenizer
 from tests.small_models import distinct_first, make_loaded, make_model
@@ -73,7 +73,7 @@ def test_a_cache_that_cannot_be_found_is_left_out(monkeypatch: pytest.MonkeyPatc
     def fails(_: object) -> None:
         raise UnsupportedModelError("no")
 
-    monkeypatch.setattr(run_records, "find_caches", fails)
+    monkeypatch.setattr(model_identity, "find_caches", fails)
     assert not planned_model(run_row(make_loaded("llama")))[1]
     with pytest.raises(PlanError, match="does not record the KV cache, and it does not follow"):
         planned_model(run_row(make_loaded("deepseek_v3")))

@@ -17,11 +17,11 @@ from headscan.pipelines.corpora.stdlib_files import (
     held_out_files,
     seen_modules,
     standard_library_files,
-    training_files,
 )
 from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.evaluate.continuation_task import make_questions
 from headscan.pipelines.scoring.token_requests import pad
+from reproduce.demo_model.training_files import training_files
 
 
 @pytest.fixture(scope="module")

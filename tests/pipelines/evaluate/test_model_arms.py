@@ -22,7 +22,7 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, TextChunk
 from headscan.pipelines.evaluate.run_evaluation import evaluate
-from headscan.pipelines.runs.run_records import identify
+from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm, model_arm
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood, run_on

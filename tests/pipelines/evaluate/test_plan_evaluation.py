@@ -23,7 +23,7 @@ from headscan.pipelines.evaluate.harness import HeadscanLM
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.evaluate.tasks import Tasks
 from headscan.pipelines.kv.plan_arms import plan_arms
-from headscan.pipelines.runs.run_records import identify
+from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scoring.arms import BASELINE, Arm
 from headscan.pipelines.scoring.scoring_mode import EvictionItem
 from headscan.pipelines.scoring.token_requests import Request

@@ -25,7 +25,7 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.harness import HeadscanLM
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.evaluate.tasks import Questions, Tasks
-from headscan.pipelines.runs.run_records import identify
+from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scoring.arms import BASELINE, mask_arm
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, HarnessError, TaskConfig
 from tests.pipelines.conftest import THREADS, run_on, write_task, zeroed_by_hand

@@ -29,7 +29,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.export.decilm_folder import write_decilm
 from headscan.pipelines.export.layer_types_folder import write_layer_types
-from headscan.pipelines.runs.run_records import model_facts
+from headscan.pipelines.runs.model_identity import model_facts
 from tests.pipelines.export.test_decilm_folder import DecilmModel, ids
 from tests.small_models import make_loaded
 

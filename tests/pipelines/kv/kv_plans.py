@@ -17,7 +17,7 @@ from headscan.kv.kept_keys import DROPPED, KeptKeys
 from headscan.kv.kv_windows import KvWindows
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.runs.run_records import identify, model_facts
+from headscan.pipelines.runs.model_identity import identify, model_facts
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
 
 #: Narrow windows, so that short texts lose keys.

@@ -20,7 +20,7 @@ from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import kv_damages, window_candidates
 from headscan.kv.kv_windows import KvWindows
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.kv.damage_measurement import ALL_KEYS, masked_losses, one_by_one, pool_damages
+from headscan.pipelines.kv.damage_measurement import ALL_KEYS, PromptPool
 from headscan.pipelines.kv.measured_plan import WindowSearch, edge, smallest_windows
 from headscan.pipelines.scoring.token_requests import Request
 from tests.pipelines.conftest import THREADS
@@ -63,7 +63,7 @@ def test_losses_are_those_of_masks_opened_by_hand_in_every_pool(spec: ModelSpec,
     expected = [losses_by_hand(spec, requests, kept) for kept in sets]
     for pool in (InProcessPool(spec, THREADS), StreamedPool(spec, STREAMED)):
         with pool:
-            found = masked_losses(pool, requests, sets, batch_tokens=128)
+            found = PromptPool(pool, 128).losses(requests, sets)
         np.testing.assert_allclose(found.nats, expected, rtol=1e-4, atol=1e-5)
         assert found.greedy.shape == found.nats.shape
 
@@ -73,8 +73,8 @@ def test_one_by_one_is_the_same_in_every_pool_and_streams_replace_the_derivative
 ) -> None:
     with InProcessPool(spec, THREADS) as local, StreamedPool(spec, STREAMED) as streamed:
         heads = window_candidates(headscan.load(spec.source, device="cpu"))
-        exact = one_by_one(local, requests, WINDOW, {head: (head,) for head in heads}, batch_tokens=128)
-        far = pool_damages(streamed, requests, WINDOW, heads, gates=(0.5,), batch_tokens=128)
+        exact = PromptPool(local, 128).one_by_one(requests, WINDOW, {head: (head,) for head in heads})
+        far = PromptPool(streamed, 128).damages(requests, WINDOW, heads, (0.5,))
     np.testing.assert_allclose(far, exact, rtol=1e-3, atol=1e-5)
 
 
@@ -82,9 +82,9 @@ def test_whole_replicas_estimate_damage_from_derivatives(spec: ModelSpec, reques
     lm = headscan.load(spec.source, device="cpu")
     heads = window_candidates(lm)
     with InProcessPool(spec, THREADS) as pool:
-        found = pool_damages(pool, requests, WINDOW, heads, gates=(0.2, 0.8), batch_tokens=128)
+        found = PromptPool(pool, 128).damages(requests, WINDOW, heads, (0.2, 0.8))
     for row, (ids, scored) in enumerate(requests):
-        alone = kv_damages(lm, torch.tensor([ids]), None, 2, 7, gates=(0.2, 0.8), scored=[scored]).by_sequence_BLK
+        alone = kv_damages(lm, torch.tensor([ids]), None, 2, 7, gates=(0.2, 0.8), scored=[scored])
         expected = [float(alone[0, layer, kv_head]) for layer, kv_head in heads]
         np.testing.assert_allclose(found[row], expected, rtol=1e-3, atol=1e-5)
 
@@ -94,9 +94,9 @@ def test_the_mean_of_many_gates_is_the_loss_of_all_windows_together(spec: ModelS
     heads = window_candidates(lm)
     gates = tuple((np.arange(20) + 0.5) / 20)
     with InProcessPool(spec, THREADS) as pool:
-        estimate = pool_damages(pool, requests, WINDOW, heads, gates=gates, batch_tokens=512).sum(1)
+        estimate = PromptPool(pool, 512).damages(requests, WINDOW, heads, gates).sum(1)
         every = KeptKeys.of([(*head, WINDOW) for head in heads])
-        nats = masked_losses(pool, requests, [ALL_KEYS, every], batch_tokens=128).nats
+        nats = PromptPool(pool, 128).losses(requests, [ALL_KEYS, every]).nats
     np.testing.assert_allclose(estimate, nats[1] - nats[0], rtol=0.02, atol=2e-3)
 
 
@@ -106,11 +106,11 @@ def test_losses_and_damages_that_are_not_finite_name_the_dtype(requests: list[Re
     broken.save_pretrained(tmp_path)
     with InProcessPool(ModelSpec(str(tmp_path)), THREADS) as pool:
         with pytest.raises(NotFiniteError, match=r"NaN or infinite losses: 5 of 5 \(limit 0\). Use another `dtype`"):
-            masked_losses(pool, requests, [ALL_KEYS], batch_tokens=128)
+            PromptPool(pool, 128).losses(requests, [ALL_KEYS])
         with pytest.raises(HeadscanError, match=r"NaN or infinite damages: 6 of 6 .*`dtype`"):
-            pool_damages(pool, requests, WINDOW, [(0, 0), (1, 0)], gates=(0.5,), batch_tokens=128)
+            PromptPool(pool, 128).damages(requests, WINDOW, [(0, 0), (1, 0)], (0.5,))
         with pytest.raises(SequenceError, match=r"shortest prompt has 25 tokens \(at least 30"):
-            pool_damages(pool, requests, Window(2, 27), [(0, 0)], gates=(0.5,), batch_tokens=128)
+            PromptPool(pool, 128).damages(requests, Window(2, 27), [(0, 0)], (0.5,))
 
 
 HEADS = [(layer, kv_head) for layer in range(3) for kv_head in range(4)]

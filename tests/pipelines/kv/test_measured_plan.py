@@ -36,8 +36,7 @@ from headscan.pipelines.kv.damage_measurement import (
     ALL_KEYS,
     Losses,
     Measurement,
-    masked_losses,
-    pool_needs,
+    PromptPool,
     recall_prompts,
     text_prompts,
 )
@@ -103,7 +102,7 @@ def test_the_other_methods_order_is_that_of_a_store(context: ModelContext, tmp_p
     plan = make_plan(store, None, method="distant_mass", budget=WindowHeads(12), sink=4, recent=16)
     texts = [each.ids.tolist() for each in sequences(open_corpus(corpus), context.identity.tokenizer, tokens)]
     heads = [(head.layer, head.kv_head) for head in plan.heads]
-    needs = pool_needs(context.pool, [Request(tuple(ids), 1) for ids in texts], Window(4, 16), heads)
+    needs = PromptPool(context.pool).needs([Request(tuple(ids), 1) for ids in texts], Window(4, 16), heads)
     np.testing.assert_allclose(needs / needs.max(), [head.score for head in plan.heads], rtol=1e-3)
 
 
@@ -129,11 +128,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[AddedLoss], None]:
     """Replace the losses of windows; the model gets every answer right."""
 
     def install(added: AddedLoss) -> None:
-        def losses(pool: object, requests: Sequence[Request], sets: Sequence[KeptKeys], **_: object) -> Losses:
+        def losses(_: PromptPool, requests: Sequence[Request], sets: Sequence[KeptKeys]) -> Losses:
             nats = np.array([[len(kept.windows) * added(request) for request in requests] for kept in sets])
             return Losses(nats, np.ones_like(nats))
 
-        monkeypatch.setattr("headscan.pipelines.kv.damage_measurement.masked_losses", losses)
+        monkeypatch.setattr(PromptPool, "losses", losses)
 
     return install
 
@@ -335,7 +334,7 @@ def test_measured_plans_lose_less_than_plans_by_attention_and_random_ones(
     sets = [KeptKeys.of_plan(plan) for plan in plans]
     found = {}
     for each in prompts:
-        nats = masked_losses(context.pool, each.halves()[1].requests, [ALL_KEYS, *sets], batch_tokens=2048).nats
+        nats = PromptPool(context.pool, 2048).losses(each.halves()[1].requests, [ALL_KEYS, *sets]).nats
         found[each.task] = (nats[1:] - nats[:1]).mean(1).reshape(len(counts), len(names))
     for row, count in enumerate(counts):
         for column, name in enumerate(names):

@@ -23,7 +23,7 @@ from headscan.pipelines.evaluate.held_out_text import HeldOutText, TextChunk
 from headscan.pipelines.kv.damage_measurement import Prompts
 from headscan.pipelines.pruning.calibration_texts import check_tokens, read_texts
 from headscan.pipelines.pruning.held_out_losses import HeldOutLosses
-from headscan.pipelines.runs.run_records import identify
+from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig
 from headscan.pruning.edited_model import Edits

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import headscan
+from headscan.analysis.heads.head_roles import find_mask
 from headscan.analysis.store.store import Store
 from headscan.errors import PruningError
 from headscan.grid import Head
@@ -24,8 +25,8 @@ from headscan.pipelines.pruning.pruning_units import (
     rounding_note,
     skipped_by,
 )
-from headscan.pipelines.runs.run_records import identify
-from headscan.pipelines.scoring.arms import imported_heads, mask_heads
+from headscan.pipelines.runs.model_identity import identify
+from headscan.pipelines.scoring.arms import imported_heads
 from tests.analysis.conftest import scan_record
 from tests.small_models import make_loaded, make_model
 
@@ -127,13 +128,13 @@ def test_masks_of_other_models_are_refused(spec: ModelSpec, store: Store) -> Non
     foreign = store.begin_run(scan_record("foreign", model_config_hash="other", weights_hash="w")).run_id
     ours = store.begin_run(scan_record("ours", **{k: v for k, v in identity.columns().items() if k != "model"})).run_id
     store.add_mask("foreign", [(0, 1)], run_id=foreign)
-    store.add_mask(f"{ours}: mask 0:1", [(0, 1), (2, 3)], run_id=ours)
-    assert mask_heads(store, "mask 0:1", identity) == ((0, 1), (2, 3))
-    assert mask_heads(store, f"{ours}: mask 0:1", identity) == ((0, 1), (2, 3))
-    with pytest.raises(PruningError, match="belongs to tiny, another model than tiny-llama"):
-        mask_heads(store, "foreign", identity)
+    store.add_mask("mine", [(0, 1), (2, 3)], run_id=ours)
+    model = identity.columns()
+    assert find_mask(store, "mine", model).heads == ((0, 1), (2, 3))
+    with pytest.raises(headscan.HeadscanError, match="mask foreign is of tiny, another model than tiny-llama"):
+        find_mask(store, "foreign", model)
     with pytest.raises(headscan.HeadscanError, match="no mask absent"):
-        mask_heads(store, "absent", identity)
+        find_mask(store, "absent", model)
 
 
 def test_the_widest_projection_is_read_from_the_weights() -> None:

@@ -35,7 +35,7 @@ from headscan.pipelines.recall.needle_and_copying import (
     questions_per_length,
     sentences,
 )
-from headscan.pipelines.runs.run_records import ModelIdentity
+from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
 from headscan.pipelines.study.study_answer import Saving, StudyAnswer
 from tests.pipelines.conftest import make_tokenizer

@@ -10,10 +10,8 @@ import pytest
 from headscan.catalog import CRITERIA, SCORES
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts
 from headscan.pipelines.referee.run_referee import FAMILY_CHOICES, ChoiceJob, choose_heads, families
-from headscan.pipelines.referee.site_referee import FAMILY_MEASURES
 from headscan.pipelines.runs.head_orders import RUN_ORDERS, run_kind
-from headscan.pipelines.settings.evaluation_settings import SITE_CRITERIA
-from headscan.pruning.head_values import FAMILY_MEANS, head_values
+from headscan.pruning.head_values import head_values
 from tests.headscan.pruning.texts import random_texts
 from tests.small_models import make_loaded
 
@@ -52,8 +50,6 @@ def test_every_criterion_of_a_run_has_an_order() -> None:
 def test_no_family_is_implemented_without_a_criterion() -> None:
     declared = {criterion.family for criterion in CRITERIA.values()}
     assert set(FAMILY_CHOICES) == declared
-    assert set(FAMILY_MEANS) == {each.family for each in CRITERIA.values() if each.by_value}
-    assert set(FAMILY_MEASURES) == {CRITERIA[name].family for name in SITE_CRITERIA}
 
 
 def test_every_criterion_has_a_row() -> None:

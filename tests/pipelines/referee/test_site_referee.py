@@ -19,7 +19,7 @@ from headscan.architectures import ENCODERS, HEADS, LAYERS
 from headscan.errors import InterventionError, UnknownNameError
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.referee.site_referee import SiteRefereeConfig, site_referee
-from headscan.pipelines.runs.run_records import identify
+from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scan.labelled_texts import LabelledText, read_labelled
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.evaluation_settings import Comparison

@@ -13,13 +13,16 @@ import headscan
 from headscan.analysis.errors import ResumeError
 from headscan.analysis.store.store import Store
 from headscan.cluster.pools.open_pool import InProcessPool, open_pool
+from headscan.loading import load_spec
 from headscan.model_spec import ModelSpec
 from headscan.options import BehaviourProbe
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.evaluate.run_sweep import sweep
 from headscan.pipelines.runs import code_version as software
-from headscan.pipelines.runs.run_records import Run, code_version, identify, package_versions
+from headscan.pipelines.runs.code_version import code_version
+from headscan.pipelines.runs.model_identity import identify
+from headscan.pipelines.runs.run_records import Run, package_versions
 from headscan.pipelines.scan.run_probe import probe
 from headscan.pipelines.scan.run_scan import scan
 from headscan.pipelines.scoring.arms import BASELINE, mask_arm
@@ -45,7 +48,7 @@ def other_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def other_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headscan.pipelines.runs.run_records._hardware", lambda lm: "cuda (NVIDIA H200)")
+    monkeypatch.setattr("headscan.pipelines.runs.model_identity._hardware", lambda lm: "cuda (NVIDIA H200)")
 
 
 @pytest.mark.parametrize(
@@ -225,7 +228,7 @@ def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_hash_of_code_files_follows_the_files_that_run(own_code: Path) -> None:
     trusted = ModelSpec(str(own_code), trust_remote_code=True)
-    lm = trusted.load("cpu")
+    lm = load_spec(trusted, "cpu")
     assert type(lm.model).__name__ == "OwnLlama" and type(lm.model).scale == 1.0
     first = identify(trusted)
     assert first.code_files_hash is not None
@@ -237,7 +240,7 @@ def test_the_hash_of_code_files_follows_the_files_that_run(own_code: Path) -> No
     second = identify(trusted)
     assert second.code_files_hash not in (None, first.code_files_hash)
     assert second.fingerprint() == first.fingerprint()
-    assert type(trusted.load("cpu").model).scale == 2.0
+    assert type(load_spec(trusted, "cpu").model).scale == 2.0
 
 
 def test_a_model_with_other_code_files_resumes_only_on_request(

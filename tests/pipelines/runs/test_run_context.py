@@ -10,7 +10,7 @@ import pytest
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.runs import run_records
+from headscan.pipelines.runs import model_identity
 from headscan.pipelines.runs.run_records import ModelContext
 from tests.pipelines.conftest import THREADS
 
@@ -20,13 +20,13 @@ def test_a_command_hashes_the_weights_once(
     model_folder: Path, corpus_folder: Path, task_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed = []
-    weights_hash = run_records.weights_hash
+    weights_hash = model_identity.weights_hash
 
     def counted(source: Any) -> str | None:
         hashed.append(source)
         return weights_hash(source)
 
-    monkeypatch.setattr(run_records, "weights_hash", counted)
+    monkeypatch.setattr(model_identity, "weights_hash", counted)
     common = [model_folder, "--store", tmp_path / "s.duckdb", "--device", "cpu", "--replicas", "1"]
     tasks = ["--tasks", "counting", "--include-path", task_folder, "--no-recall", "--limit", "2"]
     for command in (

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from headscan.catalog import MassWidths
+from headscan.loading import load_spec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora import CorpusReport, CorpusSpec, TokenPlan, open_corpus, sequences, shards
-from headscan.pipelines.runs.run_records import identify
+from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scan.shard_task import ShardItem, measure_shard
 
 
@@ -21,7 +22,7 @@ def item(spec, corpus_folder) -> ShardItem:
 
 
 def test_progress_moves_with_each_pass(spec, item: ShardItem) -> None:
-    lm = spec.load("cpu")
+    lm = load_spec(spec, "cpu")
     counts: list[int] = []
     assert measure_shard.counted(counts.append)(lm, item).heads.equals(measure_shard(lm, item).heads)
     assert len(counts) > 1
@@ -29,7 +30,7 @@ def test_progress_moves_with_each_pass(spec, item: ShardItem) -> None:
 
 
 def test_halves_of_a_pass_count_once(spec, item: ShardItem, monkeypatch: pytest.MonkeyPatch) -> None:
-    lm = spec.load("cpu")
+    lm = load_spec(spec, "cpu")
     counts: list[int] = []
     plain = type(measure_shard).run
 

@@ -19,7 +19,8 @@ from headscan.model_spec import ModelSpec
 from headscan.options import GateConfig
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec
-from headscan.pipelines.runs.run_records import Run, identify
+from headscan.pipelines.runs.model_identity import identify
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scan import run_gates as pipeline
 from headscan.pipelines.scan.run_gates import GatesResult, run_gates
 from headscan.pipelines.settings.measure_settings import GatesConfig

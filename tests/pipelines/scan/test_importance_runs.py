@@ -23,7 +23,8 @@ from headscan.gradients.head_importance import default_loss
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
-from headscan.pipelines.runs.run_records import Run, identify
+from headscan.pipelines.runs.model_identity import identify
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scan import run_importance as importance_task
 from headscan.pipelines.scan.run_importance import run_importance
 from headscan.pipelines.scan.run_scan import CorpusRunResult

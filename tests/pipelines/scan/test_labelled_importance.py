@@ -17,7 +17,8 @@ from headscan.cluster.pools.open_pool import open_pool
 from headscan.cluster.tasks.pool import Pool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.runs.run_records import Run, identify
+from headscan.pipelines.runs.model_identity import identify
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scan.labelled_texts import LabelledText, read_labelled
 from headscan.pipelines.scan.run_importance import run_labelled_importance
 from headscan.pipelines.scan.run_scan import CorpusRunResult

@@ -20,7 +20,8 @@ from headscan.model_spec import ModelSpec
 from headscan.options import BehaviourProbe
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusError, CorpusSpec
-from headscan.pipelines.runs.run_records import Run, identify
+from headscan.pipelines.runs.model_identity import identify
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scan.run_probe import NEEDLES, ProbeResult, default_lengths, probe
 from headscan.pipelines.settings.measure_settings import ProbeConfig, ProbeError
 from tests.pipelines.cli.test_cli import fails

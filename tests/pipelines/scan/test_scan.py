@@ -21,7 +21,8 @@ from headscan.errors import HeadscanError, NotFiniteError, SequenceError, Unknow
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
-from headscan.pipelines.runs.run_records import Run, identify
+from headscan.pipelines.runs.model_identity import identify
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scan.run_scan import CorpusRunResult, ShardWriteError, scan, shard_size_of
 from headscan.pipelines.settings.measure_settings import CorpusRunError, ScanConfig
 from headscan.statistics.registry import POSITIONAL

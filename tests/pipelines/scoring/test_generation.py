@@ -24,7 +24,7 @@ from headscan.pipelines.evaluate.answering import work_items
 from headscan.pipelines.evaluate.harness import HeadscanLM
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.evaluate.tasks import Tasks
-from headscan.pipelines.runs.run_records import identify
+from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scoring import generation
 from headscan.pipelines.scoring.arms import BASELINE, Arm
 from headscan.pipelines.scoring.generation import GenerationItem, generate_texts

@@ -23,7 +23,7 @@ from headscan.cluster.pools.streamed_pool import StreamedPool
 from headscan.cluster.tasks.pool import Pool, StagingError, WorkError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import Sequence, Shard
-from headscan.pipelines.runs.run_records import model_facts
+from headscan.pipelines.runs.model_identity import model_facts
 from headscan.pipelines.scan.shard_task import Measured, ShardItem, measure_shard
 from headscan.pipelines.scoring.generation import generate_texts
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests

@@ -14,7 +14,7 @@ from headscan.ablation.masks import HeadMask
 from headscan.analysis.plans import load_plan
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdicts.ordered_shares import Outcome, ShareVerdict
+from headscan.analysis.verdicts.ordered_shares import Outcome
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.tasks.pool import Pool
 from headscan.errors import HeadscanError
@@ -26,7 +26,7 @@ from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scoring.arms import Arm, imported_heads
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
 from headscan.pipelines.study.run_study import _Study, study
-from headscan.pipelines.study.study_answer import Saving, StudyAnswer
+from headscan.pipelines.study.study_answer import StudyAnswer
 from headscan.pipelines.study.study_config import StudyConfig, StudyError, read_study, study_from, write_study
 from headscan.pipelines.study.study_texts import StudyTexts, split_texts
 from headscan.pipelines.study.study_time import QuestionCosts, decided, limit_per_task, question_costs
@@ -200,15 +200,11 @@ def test_a_short_corpus_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_safe_heads_are_a_file_that_prune_reads(tmp_path: Path) -> None:
-    arms = [Arm(name, ArmKind.MASK, HeadMask(heads)) for name, heads in (("a", [(2, 3)]), ("b", [(2, 3), (0, 1)]))]
-    tried = (("a", 0.02), ("b", 0.05))
+    arm = Arm("b", ArmKind.MASK, HeadMask([(2, 3), (0, 1)]))
     with Run(SPEC, Store(tmp_path / "s.duckdb"), lambda spec: InProcessPool(spec, THREADS)) as study_run:
         a_study = _Study(tiny(tmp_path), study_run, StudyTexts(tmp_path), 128, 0.0)
-        safe = [ShareVerdict(name, share, None, Outcome.SAFE) for name, share in tried]
-        found = a_study._with_heads(Saving("heads ablated", tuple(safe), tried), arms)
-        none = a_study._with_heads(Saving("heads ablated", (), tried), arms)
-    assert (found.units, none.units, none.file) == (48, 48, "")
-    assert list(imported_heads(found.file)) == [(0, 1), (2, 3)]
+        file = a_study._write_heads(arm)
+    assert list(imported_heads(file)) == [(0, 1), (2, 3)]
 
 
 def test_a_file_and_options_become_one_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

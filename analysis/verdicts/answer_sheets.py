@@ -1,0 +1,279 @@
+"""Answers of the finished arms of a run to the same questions, and the scopes of questions that are judged together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from headscan.analysis.errors import VerdictError
+from headscan.analysis.store.records import CONTROL_KINDS_SQL, ArmKind
+from headscan.analysis.store.store import Store
+from headscan.analysis.store.tables import ALL_TASKS
+from headscan.analysis.store.verdict_limits import QUESTIONS_PER_TEXT
+from headscan.analysis.verdicts.paired import PairedDifference, Sampling, compare_sampled, retained
+from headscan.catalog import recall_family
+
+
+class FinishedArm(NamedTuple):
+    """An arm with all answers; see the comments of the table ``arms``.
+
+    Attributes:
+        kv_shares: Share of the KV cache that a plan leaves, by length, as JSON; None for other arms.
+        granularity: ``layer`` for a plan by layer; None for other arms.
+        weights_left: Share of the weights' bytes that a pruned model keeps; None for other arms.
+        replacement: None if the arm ablates no heads.
+    """
+
+    arm_id: str
+    name: str
+    kind: ArmKind
+    score: str | None
+    selection: str | None
+    share: float | None
+    zeroed_share: float | None
+    kv_shares: str | None = None
+    granularity: str | None = None
+    weights_left: float | None = None
+    cache_left: float | None = None
+    layers_dropped: int | None = None
+    replacement: str | None = None
+    seed: int | None = None
+
+
+#: Fields in the arm's settings, and their SQL types.
+_SETTINGS = {
+    "kv_shares": "VARCHAR",
+    "granularity": "VARCHAR",
+    "weights_left": "DOUBLE",
+    "cache_left": "DOUBLE",
+    "layers_dropped": "INTEGER",
+}
+
+
+class FinishedArms(NamedTuple):
+    """The baseline, the other finished arms (controls last) and the number of unfinished arms."""
+
+    baseline: FinishedArm
+    others: tuple[FinishedArm, ...]
+    unfinished: int
+
+
+def can_be_judged(store: Store, run_id: str) -> bool:
+    """Return True if the baseline and another arm of a run are finished."""
+    kinds = store.query("SELECT kind FROM arms WHERE run_id = ? AND status = 'finished'", [run_id])["kind"].to_pylist()
+    return kinds.count(ArmKind.BASELINE) == 1 and len(kinds) > 1
+
+
+def finished_arms(store: Store, run_id: str) -> FinishedArms:
+    """Return the finished arms of a run; raise VerdictError unless exactly one of them is a baseline."""
+    columns = [name for name in FinishedArm._fields if name not in _SETTINGS]
+    columns += [f"(config ->> '$.{name}')::{kind} AS {name}" for name, kind in _SETTINGS.items()]
+    rows = store.query(
+        f"SELECT {', '.join(columns)}, status = 'finished' AS finished FROM arms"
+        f" WHERE run_id = ? ORDER BY kind IN ({CONTROL_KINDS_SQL}), started_at, name",
+        [run_id],
+    ).to_pylist()
+    arms = [FinishedArm(**row | {"kind": ArmKind(row["kind"])}) for row in rows if row.pop("finished")]
+    baselines = [arm for arm in arms if arm.kind is ArmKind.BASELINE]
+    if len(baselines) != 1:
+        raise VerdictError(
+            f"run {run_id} has {len(baselines)} finished baselines (limit 1). Finish the run with `headscan evaluate`"
+        )
+    others = tuple(arm for arm in arms if arm.kind is not ArmKind.BASELINE)
+    return FinishedArms(baselines[0], others, len(rows) - len(arms))
+
+
+#: Suffix of a task that asks the documents of another task in cloze form.
+CLOZE_SUFFIX = "_continuation"
+
+
+class Scope(NamedTuple):
+    """Questions judged together: task, group, recall family or benchmark."""
+
+    task: str
+    recall: bool
+
+    @property
+    def is_recall_family(self) -> bool:
+        """True for a family of recall tasks: needle, but not needle@512."""
+        return self.recall and "@" not in self.task
+
+    @property
+    def is_benchmark_task(self) -> bool:
+        """True for a task of the benchmark or a group of them."""
+        return not self.recall and self.task != ALL_TASKS
+
+
+BENCHMARK = Scope(ALL_TASKS, False)
+
+
+@dataclass(frozen=True)
+class AnswerSheets:
+    """Answers of several arms to the same questions.
+
+    Attributes:
+        tasks: (questions,) number of each question's task; a task and its cloze form share one number.
+        texts: (questions,) number of each question's text within its task; several recall questions share a text, and
+            so do the two forms of a question.
+        chance: (questions,) accuracy of guessing, 0 to 1; NaN if it is unknown.
+        correct: (questions,) 0 to 1, by arm id.
+        scopes: (questions,) bool, whether the question is in the scope, by scope.
+    """
+
+    tasks: np.ndarray
+    texts: np.ndarray
+    chance: np.ndarray
+    correct: Mapping[str, np.ndarray]
+    scopes: Mapping[Scope, np.ndarray]
+    _asked: dict[Scope, _Asked] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def compare(self, scope: Scope, baseline: np.ndarray, arm: np.ndarray) -> PairedDifference:
+        """Return the paired difference in a scope; ``baseline`` and ``arm`` are (questions,)."""
+        if scope not in self._asked:
+            self._asked[scope] = _Asked.of(self, scope)
+        asked = self._asked[scope]
+        ours, theirs = arm[asked.questions], baseline[asked.questions]
+        paired = compare_sampled(theirs, ours, asked.sampling)
+        if not scope.recall:
+            return paired if asked.chance is None else replace(paired, chance=asked.chance)
+        if not scope.is_recall_family:
+            return paired
+        return replace(paired, retained=retained(theirs, ours, asked.texts, recall_family(scope.task).chance))
+
+    def difference(self, scope: Scope, baseline: np.ndarray, arm: np.ndarray) -> float:
+        """Return the mean paired difference in percentage points; `compare` also computes its interval."""
+        counts = self.scopes[scope]
+        return 100 * float((arm[counts] - baseline[counts]).mean())
+
+    def only(self, kept: np.ndarray) -> AnswerSheets:
+        """Return sheets of the questions in ``kept``, (questions,) bool; empty scopes are removed."""
+        return AnswerSheets(
+            tasks=self.tasks[kept],
+            texts=self.texts[kept],
+            chance=self.chance[kept],
+            correct={arm_id: correct[kept] for arm_id, correct in self.correct.items()},
+            scopes={scope: counts[kept] for scope, counts in self.scopes.items() if counts[kept].any()},
+        )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What all arms share in a scope.
+
+    Attributes:
+        questions: Indices of its questions.
+        texts: (questions,) number of each question's text, distinct between tasks.
+        chance: Accuracy of guessing in percent; None if it is unknown.
+    """
+
+    questions: np.ndarray
+    texts: np.ndarray
+    sampling: Sampling
+    chance: float | None
+
+    @classmethod
+    def of(cls, sheets: AnswerSheets, scope: Scope) -> _Asked:
+        questions = np.flatnonzero(sheets.scopes[scope])
+        tasks, texts, guessed = (each[questions] for each in (sheets.tasks, sheets.texts, sheets.chance))
+        unknown = np.isnan(guessed)
+        chance = None if unknown.all() else 100 * float(np.where(unknown, 0, guessed).mean())
+        own_text = tasks * (1 + sheets.texts.max()) + texts
+        return cls(questions, own_text, Sampling(len(questions), tasks, texts), chance)
+
+
+def read_answers(store: Store, baseline: FinishedArm, others: Sequence[FinishedArm]) -> AnswerSheets:
+    """Return the answers of a baseline and of other arms."""
+    table = store.query(
+        "SELECT arm_id, task, question, recall, doc_hash, correct FROM answers"
+        " WHERE correct IS NOT NULL AND list_contains(?, arm_id) ORDER BY arm_id, task, question",
+        [[arm.arm_id for arm in (baseline, *others)]],
+    )
+    sheets = _by_arm(table)
+    empty = table.slice(0, 0)
+    asked = sheets.get(baseline.arm_id, empty)
+    for arm in others:
+        _check_questions(arm, sheets.get(arm.arm_id, empty), asked)
+    tasks = asked["task"].to_numpy()
+    numbers = asked["question"].to_numpy()
+    return AnswerSheets(
+        tasks=_task_numbers(tasks),
+        texts=np.where(asked["recall"].to_numpy(), numbers // QUESTIONS_PER_TEXT, numbers),
+        chance=_chance(store, baseline, tasks),
+        correct={arm_id: sheet["correct"].to_numpy() for arm_id, sheet in sheets.items()},
+        scopes=_scopes(store, baseline, tasks),
+    )
+
+
+def _chance(store: Store, baseline: FinishedArm, tasks: np.ndarray) -> np.ndarray:
+    """Return 1 / choices, the accuracy of guessing, for each question. NaN stands for answers without choices
+    (generated texts, a single likelihood) and for tasks with partial credit, whose grade is not that of the likeliest
+    choice. Choices that differ in frequency can be guessed more often.
+    """
+    found = store.query(
+        "SELECT task, len(log_likelihoods) AS choices, bool_and(correct IN (0, 1)) OVER (PARTITION BY task) AS whole"
+        " FROM answers WHERE arm_id = ? AND correct IS NOT NULL ORDER BY task, question",
+        [baseline.arm_id],
+    )
+    assert found.num_rows == len(tasks)
+    choices = np.array(
+        [
+            n if n is not None and n > 1 and w else np.nan
+            for n, w in zip(found["choices"].to_pylist(), found["whole"].to_pylist(), strict=True)
+        ],
+        dtype=float,
+    )
+    return 1 / choices
+
+
+def _task_numbers(tasks: np.ndarray) -> np.ndarray:
+    """Return task numbers; a task and its cloze form share one, because the bootstrap draws the documents of both."""
+    names, number = np.unique(tasks, return_inverse=True)
+    plain = [name.removesuffix(CLOZE_SUFFIX) for name in names]
+    forms = [base if base in names else name for name, base in zip(names, plain, strict=True)]
+    return np.unique(forms, return_inverse=True)[1][number]
+
+
+def _by_arm(table: pa.Table) -> dict[str, pa.Table]:
+    """Split ``table``, sorted by arm, into one table per arm id."""
+    sheets, start = {}, 0
+    for count in table["arm_id"].value_counts().to_pylist():
+        sheets[count["values"]] = table.slice(start, count["counts"])
+        start += count["counts"]
+    return sheets
+
+
+def _check_questions(arm: FinishedArm, sheet: pa.Table, asked: pa.Table) -> None:
+    if not sheet.drop_columns(["arm_id", "correct"]).equals(asked.drop_columns(["arm_id", "correct"])):
+        other = f"{sheet.num_rows} questions (baseline {asked.num_rows})"
+        if sheet.num_rows == asked.num_rows:
+            other = f"{sheet.num_rows} questions that differ from the baseline's"
+        raise VerdictError(f"arm {arm.name} answered {other}. Evaluate it again")
+
+
+def _scopes(store: Store, baseline: FinishedArm, tasks: np.ndarray) -> dict[Scope, np.ndarray]:
+    rows = store.query(
+        "SELECT scope, recall, list(DISTINCT task) AS tasks FROM"
+        " (SELECT task, recall, unnest(task_scopes(task, recall)) AS scope FROM answers"
+        " WHERE arm_id = ? AND correct IS NOT NULL) GROUP BY scope, recall ORDER BY scope, recall",
+        [baseline.arm_id],
+    ).to_pylist()
+    scopes = {Scope(row["scope"], row["recall"]): np.isin(tasks, row["tasks"]) for row in rows}
+    for group, members in _groups(store, baseline).items():
+        inside = np.isin(tasks, members)
+        # A group equal to the benchmark or to one task would repeat that scope.
+        if inside.any() and not any(np.array_equal(inside, counts) for counts in scopes.values()):
+            scopes[Scope(group, False)] = inside
+    return scopes
+
+
+def _groups(store: Store, baseline: FinishedArm) -> dict[str, list[str]]:
+    """Return the tasks of each requested group; runs of older versions have no groups."""
+    (row,) = store.query(
+        "SELECT runs.config->>'groups' AS groups FROM runs JOIN arms USING (run_id) WHERE arm_id = ?", [baseline.arm_id]
+    ).to_pylist()
+    return json.loads(row["groups"]) if row["groups"] else {}
