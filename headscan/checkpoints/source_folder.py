@@ -147,9 +147,7 @@ def locate(source: str) -> str:
 def check_folder(source: str) -> None:
     """Raise if a source is a path without a model. Names on the hub pass."""
     folder = Path(source)
-    if not folder.exists() and (
-        source.startswith((".", "/", "~")) or source.endswith("/") or source.count("/") > 1 or _is_gguf(folder)
-    ):
+    if not folder.exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1 or _is_gguf(folder)):
         kind = "file" if _is_gguf(folder) else "folder"
         raise ModelLoadError(f"no model at {source}: there is no such {kind}. Check the path")
     if folder.is_dir() and not (folder / "config.json").is_file():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from headscan.checkpoints.source_folder import DEMO_MODEL
 from headscan.cluster.placement.devices import max_threads
 from headscan.cluster.placement.placement_base import PlacementRequest, Timeouts
+from headscan.errors import ModelLoadError
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, LONGEST_WAIT, Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, model_source, with_flags
@@ -94,7 +95,7 @@ class StoreOptions:
 
 
 def check_inputs(settings: Any) -> None:
-    """Raise now, before libraries and models load, which takes seconds, if a corpus or examples that
+    """Raise now, before libraries and models load, which takes seconds, if a corpus, examples or a model's folder that
     a verb names are missing. Names that can be on the hub pass.
     """
     from headscan.pipelines.corpora import check_corpus
@@ -103,6 +104,9 @@ def check_inputs(settings: Any) -> None:
         check_corpus(settings.name or "")
     if isinstance(settings, DataSpec):
         settings.check_file()
+    folder = settings.model if isinstance(settings, ModelVerb) else None
+    if folder is not None and folder.endswith("/") and not Path(folder).exists():
+        raise ModelLoadError(f"no model at {folder}: there is no such folder. Check the path")
     for field in fields(settings):
         part = getattr(settings, field.name)
         if is_dataclass(part):

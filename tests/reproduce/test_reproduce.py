@@ -30,7 +30,8 @@ def test_every_script_is_run() -> None:
     assert all(f"`{name}`" in readme for name in SCRIPTS)
 
 
-def test_the_scripts_of_the_demo_model_find_what_they_import() -> None:
+def test_the_scripts_of_the_demo_model_find_what_they_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER / "demo_model")  # as Python does for a script
     for name, function in (("train.py", "train_tokenizer"), ("card.py", "write_card")):
         assert function in runpy.run_path(str(FOLDER / "demo_model" / name))
 

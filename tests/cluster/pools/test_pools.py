@@ -98,7 +98,7 @@ def test_a_replica_here_takes_the_gpus_by_which_it_was_placed(
     two_gpus: None, spec: ModelSpec, jobs: list[Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[str | Sharding] = []
-    monkeypatch.setattr(ModelSpec, "load", lambda _, target: taken.append(target))
+    monkeypatch.setattr("headscan.cluster.pools.open_pool.load_spec", lambda _, target: taken.append(target))
     ranges = ((0, 2), (2, 3))
     for placement in (
         WholePlacement(1, "cuda", 1),
