@@ -92,7 +92,7 @@ def test_an_interrupt_stops_a_long_query(scan: tuple[Store, str]) -> None:
     command = [sys.executable, "-c", code, "sql", endless, "--store", str(scan[0].path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as query:
         assert query.stdout is not None and query.stdout.readline() == "ready\n"
-        time.sleep(2)  # until the query runs; an earlier interrupt stops the command as well
+        time.sleep(6)  # until the query runs, also on a busy machine
         query.send_signal(signal.SIGINT)
         try:
             _, err = query.communicate(timeout=60)
