@@ -200,7 +200,7 @@ class _RunMerge:
             for row in common:
                 if row["content_hash"] != ours[row["shard"]]["content_hash"]:
                     raise self._contradiction(f"shard {row['shard']} has other text")
-            self._compare_shards([row["shard"] for row in common])
+        self._compare_shards([row["shard"] for row in common])
         new = [row for row in theirs if row["shard"] not in ours]
         for group in _groups(new):
             _copy(self._source, self._into, {table.name: self._of_shards(table, group) for table in _OF_SHARD})
