@@ -107,7 +107,7 @@ def scan(config: ScanConfig, store: str | Path, **options: Unpack[JobOptions]) -
     Raises:
         HeadscanError: An error of the user; shards stored before stay.
     """
-    with _opened(config.model, config.tokens.max_tokens, store, **options) as run:
+    with _opened(config.model, config.tokens.max_tokens, store, options) as run:
         return run_scan(config, run)
 
 
@@ -117,7 +117,7 @@ def importance(config: ImportanceConfig, store: str | Path, **options: Unpack[Jo
     Raises:
         HeadscanError: An error of the user; shards stored before stay.
     """
-    with _opened(config.model, config.tokens.max_tokens, store, **options) as run:
+    with _opened(config.model, config.tokens.max_tokens, store, options) as run:
         return run_importance(config, run)
 
 
@@ -127,7 +127,7 @@ def probe(config: ProbeConfig, store: str | Path, **options: Unpack[JobOptions])
     Raises:
         HeadscanError: An error of the user, such as lengths beyond the model's context.
     """
-    with _opened(config.model, max(config.settings.lengths), store, **options) as run:
+    with _opened(config.model, max(config.settings.lengths), store, options) as run:
         return run_probe(config, run)
 
 
@@ -137,7 +137,7 @@ def gates(config: GatesConfig, store: str | Path, **options: Unpack[JobOptions])
     Raises:
         HeadscanError: An error of the user; the same call again continues the fit.
     """
-    with _opened(config.model, config.max_tokens, store, **options) as run:
+    with _opened(config.model, config.max_tokens, store, options) as run:
         return run_gates(config, run)
 
 
@@ -147,7 +147,7 @@ def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions
     Raises:
         HeadscanError: An error of the user; answers stored before stay.
     """
-    with _opened(config.evaluation.model, TASK_TOKENS, store, evaluates=True, **options) as run:
+    with _opened(config.evaluation.model, TASK_TOKENS, store, options, evaluates=True) as run:
         return single_head_effects(config, run)
 
 
@@ -160,7 +160,7 @@ def evaluate(config: EvaluateConfig, store: str | Path, arms: Sequence[Arm], **o
     Raises:
         HeadscanError: An error of the user; answers stored before stay.
     """
-    with _opened(config.model, TASK_TOKENS, store, evaluates=True, **options) as run:
+    with _opened(config.model, TASK_TOKENS, store, options, evaluates=True) as run:
         run_id = run_evaluation(config, run, [BASELINE, *(arm for arm in arms if arm is not BASELINE)])
         return judge(run.store, run_id)
 
@@ -173,7 +173,7 @@ def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions])
     Raises:
         HeadscanError: An error of the user; answers stored before stay.
     """
-    with _opened(config.evaluation.model, TASK_TOKENS, store, evaluates=True, **options) as run:
+    with _opened(config.evaluation.model, TASK_TOKENS, store, options, evaluates=True) as run:
         return judge(run.store, run_sweep(config, run).evaluate_run)
 
 
@@ -183,7 +183,7 @@ def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptio
     Raises:
         HeadscanError: An error of the user; choices and answers stored before stay.
     """
-    with _opened(config.evaluation.model, TASK_TOKENS, store, evaluates=True, here=True, **options) as run:
+    with _opened(config.evaluation.model, TASK_TOKENS, store, options, evaluates=True, here=True) as run:
         return judge(run.store, run_referee(config, run))
 
 
@@ -223,7 +223,7 @@ def prune(config: PruneConfig, store: str | Path, **options: Unpack[JobOptions])
         PruningError: The output folder is not empty, or the models cannot be built.
         HeadscanError: The evaluation fails; the models are saved.
     """
-    with _opened(config.evaluation.model, TASK_TOKENS, store, evaluates=True, here=True, **options) as run:
+    with _opened(config.evaluation.model, TASK_TOKENS, store, options, evaluates=True, here=True) as run:
         return run_prune(config, run)
 
 
@@ -235,7 +235,7 @@ def study(config: StudyConfig, **options: Unpack[JobOptions]) -> StudyAnswer:
         HeadscanError: A step fails; what was stored before stays.
     """
     store = Path(config.out) / "study.duckdb"
-    with _opened(config.model, TASK_TOKENS, store, evaluates=True, here=True, **options) as run:
+    with _opened(config.model, TASK_TOKENS, store, options, evaluates=True, here=True) as run:
         return run_study(config, run)
 
 
@@ -243,16 +243,17 @@ def _opened(
     model: ModelSpec,
     tokens: int,
     store: str | Path,
+    options: JobOptions,
     *,
     evaluates: bool = False,
     here: bool = False,
-    devices: PlacementRequest | None = None,
-    resume_anyway: bool = False,
-    say: Callable[[str], None] = print,
 ) -> Run:
-    """Return the run of a job; see `opener` and `JobOptions`."""
-    open_model = opener(model, tokens, devices, evaluates=evaluates, here=here)
-    return Run(model, Store(store), open_model, resume_anyway=resume_anyway, say=say)
+    """Return the run of a job; see `opener`."""
+    if unknown := options.keys() - JobOptions.__annotations__.keys():
+        raise TypeError(f"unknown option {min(unknown)!r}. Choose from {', '.join(JobOptions.__annotations__)}")
+    open_model = opener(model, tokens, options.get("devices"), evaluates=evaluates, here=here)
+    anyway, say = options.get("resume_anyway", False), options.get("say", print)
+    return Run(model, Store(store), open_model, resume_anyway=anyway, say=say)
 
 
 def opener(

@@ -235,7 +235,7 @@ class _RunMerge:
                     raise self._contradiction(f"shard {shard} has other rows of {table.name}")
 
     def _add_arms(self) -> int:
-        new, open_arms, added = list[str](), list[str](), 0
+        new, both, open_arms, added = list[str](), list[str](), list[str](), 0
         missing = list[tuple[list[Table], _Where]]()
         with self._reading():
             arms = "SELECT arm_id, name, status FROM arms WHERE run_id = ? ORDER BY started_at, arm_id"
@@ -250,12 +250,15 @@ class _RunMerge:
                     new.append(arm_id)
                     added += ours is None
                 elif states == ("finished", "finished"):
-                    where: _Where = ("arm_id = ?", [arm_id])
-                    if not _equal(self._source, self._into, TABLES["answers"], where):
-                        raise self._contradiction(f"arm {arm['name']} has other answers")
-                    missing.append((self._missing(_OF_ARM, where), where))
+                    both.append(arm_id)
                 elif states == ("running", "running"):
                     open_arms.append(arm_id)
+        for arm_id in both:
+            where: _Where = ("arm_id = ?", [arm_id])
+            with self._reading():  # for one arm, because writers wait
+                if not _equal(self._source, self._into, TABLES["answers"], where):
+                    raise self._contradiction(f"arm {known[arm_id]['name']} has other answers")
+                missing.append((self._missing(_OF_ARM, where), where))
         of_arm = ("arms", *_names(_OF_ARM))
         for first in range(0, len(new), _GROUP_ARMS):
             where = "arm_id IN (SELECT unnest(?))", [new[first : first + _GROUP_ARMS]]

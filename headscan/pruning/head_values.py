@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,15 +66,17 @@ def ranked(values: Tensor, without: Sequence[Head] = ()) -> list[Head]:
     return sorted((head for head in heads if head not in gone), key=lambda head: (float(values[head]), head))
 
 
-def measured(lm: LoadedModel, loss: Loss, names: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield what scores and importances are computed from, on the sequences of a loss: site, measure and values (B, L,
-    H), NaN where a layer lacks the head.
+def measured(
+    lm: LoadedModel, texts: Mapping[str, Any], loss: Loss | None, names: Sequence[str]
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield what scores and importances are computed from: site, measure and values (B, L, H), NaN where a layer lacks
+    the head. Scores are of ``texts``, the arguments of `collect`; importances need a loss of the same sequences.
     """
     if scores := [name for name in names if name in SCORES]:
         for kind in lm.grid.kinds:
-            found = collect(lm.at(kind), **loss.texts, statistics=statistics_for(scores))
+            found = collect(lm.at(kind), **texts, statistics=statistics_for(scores))
             yield from ((kind, name, score(found, name)) for name in scores)
-    if any(name in IMPORTANCES for name in names):
+    if loss is not None:
         for kind, gradients in head_gradients(lm, loss).items():
             yield kind, "importance", gradients.tokens
             yield kind, "sequence_importance", gradients.gates.abs()
@@ -126,9 +129,12 @@ def _means(
 ) -> dict[str, Tensor]:
     """Return means over the sequences of what `measured` yields at the site of ``lm``, without some heads."""
     parts: dict[str, list[Tensor]] = {}
+    has_loss = any(name in IMPORTANCES for name in names)
     for batch in calibration.batches(lm.device):
+        texts: dict[str, Any] = {"input_ids": batch.ids, "lengths": batch.lengths}
         with edited(lm, Edits(tuple(removed))):
-            for kind, name, values in measured(lm, default_loss(lm, batch.ids, batch.lengths), names):
+            loss = default_loss(lm, **texts) if has_loss else None
+            for kind, name, values in measured(lm, texts, loss, names):
                 if kind == lm.grid.kind:
                     parts.setdefault(name, []).append(values.double())
     return {name: torch.cat(values).nanmean(0) for name, values in parts.items()}

@@ -22,7 +22,7 @@ from headscan.ablation.masks import HeadMask, SiteMask
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.criterion_points import ALL_SITES, RANDOM, SitePoint, read_site_points
-from headscan.catalog import EFFECT, head_count
+from headscan.catalog import EFFECT, IMPORTANCES, head_count
 from headscan.cluster.tasks.pool import Pool
 from headscan.errors import unknown_name
 from headscan.gradients.losses import Loss
@@ -90,12 +90,15 @@ def site_values(pool: Pool, item: ValuesItem) -> SiteValues:
 def total_values(lm: LoadedModel, item: ValuesItem) -> Totals:
     """Pool task: sum what the criteria measure over examples."""
     lengths = [text.longest for text in item.texts]
+    has_importance = any(name in IMPORTANCES for name in item.names)
 
     def measure(rows: list[int]) -> Totals:
         loss = labelled_loss(lm, item.answers, [item.texts[row] for row in rows])
         sums: Totals = {}
         effects = _effects(lm, loss) if EFFECT in item.names else ()
-        for site, name, values_BLH in chain(measured(lm, loss, item.names), effects):
+        for site, name, values_BLH in chain(
+            measured(lm, loss.texts, loss if has_importance else None, item.names), effects
+        ):
             values = values_BLH.double()
             sums[site, name] = torch.stack([values.nansum(0), values.isfinite().sum(0)])
         return sums

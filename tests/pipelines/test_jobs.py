@@ -153,3 +153,9 @@ def test_prune_saves_a_model_that_loads(
 def test_a_missing_store_is_named(tmp_path: Path) -> None:
     with pytest.raises(StoreMissingError, match=r"there is no store at .*none.duckdb"):
         headscan.open_store(tmp_path / "none.duckdb")
+
+
+def test_an_option_that_jobs_lack_is_named(spec: ModelSpec, tmp_path: Path) -> None:
+    config = jobs.ScanConfig(spec, CorpusSpec("python-stdlib"), TokenPlan(64))
+    with pytest.raises(TypeError, match=r"unknown option 'here'. Choose from devices, resume_anyway, say"):
+        jobs.scan(config, tmp_path / "s.duckdb", here=True)  # type: ignore[call-arg]
