@@ -381,9 +381,7 @@ CRITERIA: dict[str, Criterion] = {
         ),
         Criterion(EFFECT, "effect", "heads whose ablation, alone, changes the predictions least", "headscan", "ablate"),
         Criterion(GATE, "gate", "the most closed gates of a fit", "arXiv 1905.09418", "gates", by_value=False),
-        Criterion(
-            DAMAGE, "set", "the heads whose loss repair cannot undo is smallest", "headscan", None, by_value=False
-        ),
+        Criterion(DAMAGE, "set", "the heads that leave the least loss after repair", "headscan", None, by_value=False),
         Criterion(LAYER_DROP, "set", "whole attention layers", "arXiv 2406.15786", None, by_value=False),
     )
 }

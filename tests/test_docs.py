@@ -106,10 +106,10 @@ def test_attributes_and_arguments_in_python_blocks_exist() -> None:
 
 
 @pytest.mark.slow
-def test_the_readme_s_python_runs_on_the_demo(tmp_path: Path) -> None:
+def test_the_python_of_readme_and_api_runs_on_the_demo(tmp_path: Path) -> None:
     for command in ("scan demo --store s.duckdb --limit-sequences 4", "plan --store s.duckdb --window-share 0.5"):
         subprocess.run([sys.executable, "-m", "headscan", *command.split()], check=True, cwd=tmp_path, env=OFFLINE)
-    [code] = blocks(README, "python")
+    code = "\n".join(blocks(README, "python") + blocks(PAGES["api.md"], "python"))
     code = code.replace("path-or-hub-name", "demo").replace('device="auto"', 'device="cpu"')
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=OFFLINE)
     assert done.returncode == 0, done.stderr

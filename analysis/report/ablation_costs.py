@@ -171,7 +171,7 @@ def arms_section(
     tasks = evaluation["corpus"]
     what = _DIFFERENCE if verdict.arms else "no task has right answers, so there is no accuracy to compare"
     recall = (
-        f" and it keeps at least {LEAST_RETAINED:.0f} % of the model's recall above chance"
+        f" and it keeps at least {LEAST_RETAINED:.0f} % of what the model recalls beyond guessing"
         if any(arm.recall for arm in verdict.arms)
         else ""
     )
@@ -239,7 +239,7 @@ def _arm_table(verdict: Verdict) -> list[str]:
         ),
         pages.paragraph(
             f"Accuracy in %, baseline {baseline:.2f}; differences in points{progress}. Worst task: the task with the"
-            " clearest loss. Recall left: share of the baseline's accuracy above chance, with its 95 % interval.",
+            " clearest loss. Recall left: share of the baseline's accuracy beyond guessing, with its 95 % interval.",
             "note",
         ),
     ]
@@ -316,7 +316,7 @@ CRITERIA = "criteria"
 _CRITERIA_NOTE = (
     "Every criterion chose heads on the same texts; these heads are ablated, and all arms answer the same questions."
     " Differences to the model without ablation, with 95 % intervals. Random heads of the same number are controls."
-    " Dashed lines: one point of accuracy, and 90 % of the model's recall above chance."
+    " Dashed lines: one point of accuracy, and 90 % of what the model recalls beyond guessing."
 )
 
 

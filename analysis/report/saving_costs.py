@@ -120,7 +120,7 @@ _PRUNING_NOTE = (
     "Heads are removed from the files, and the projections that remain are solved again. Differences to the original"
     " model on the same questions, with 95 % intervals; the loss is paired by document. Controls have about the same"
     " size and the same repair: random heads, and whole attention layers dropped (arXiv 2406.15786). Dashed lines: one"
-    " point of accuracy, and 90 % of the model's recall above chance."
+    " point of accuracy, and 90 % of what the model recalls beyond guessing."
 )
 
 #: Most methods, by unit and repair, with a map of their own.
