@@ -12,21 +12,19 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import duckdb
 import pyarrow as pa
-import pyarrow.dataset as ds
-import pyarrow.parquet as pq
-from fsspec import AbstractFileSystem
-from fsspec.core import url_to_fs
-from fsspec.implementations.local import LocalFileSystem
 
 from headscan.analysis.errors import AnalysisError, StoreError
 from headscan.analysis.store.connection import refusal, translated
 from headscan.analysis.store.scan_tables import Table
 from headscan.analysis.store.tables import SCHEMA_VERSION, TABLES
 from headscan.errors import first_line
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 #: Most rows of one row group, and least rows that are collected for one of a partition.
 _GROUP_ROWS, _LEAST_ROWS = 122_880, 16_384
@@ -77,6 +75,9 @@ def file_system(path: str | Path) -> tuple[AbstractFileSystem, str]:
     Raises:
         StoreError: fsspec has no driver for the URL.
     """
+    from fsspec.core import url_to_fs
+    from fsspec.implementations.local import LocalFileSystem
+
     if "://" not in str(path):
         return LocalFileSystem(), str(Path(path).absolute())
     try:
@@ -102,6 +103,8 @@ def write_data_set(connection: duckdb.DuckDBPyConnection, folder: str | Path) ->
     Raises:
         StoreError: The folder cannot be written.
     """
+    import pyarrow.parquet as pq
+
     system, root = file_system(folder)
     try:
         system.makedirs(root, exist_ok=True)
@@ -129,6 +132,8 @@ def write_data_set(connection: duckdb.DuckDBPyConnection, folder: str | Path) ->
 
 
 def _write_partitions(batches: pa.RecordBatchReader, system: AbstractFileSystem, folder: str) -> None:
+    import pyarrow.dataset as ds  # which imports pandas: 0.3 s that questions to a store do not need
+
     if system.exists(folder):
         others = [
             each for each in system.ls(folder, detail=False) if "run_id=" not in each.rstrip("/").rsplit("/", 1)[-1]

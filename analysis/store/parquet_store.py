@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import duckdb
 import pyarrow as pa
-import pyarrow.dataset as ds
-from fsspec import AbstractFileSystem
 
 from headscan.analysis.errors import NotAStoreError, StoreError, StoreMissingError, StoreVersionError
 from headscan.analysis.store.connection import READING, confine
@@ -25,6 +23,10 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import SCHEMA_VERSION, TABLES
 from headscan.analysis.store.views import view_statements
 from headscan.errors import first_line
+
+if TYPE_CHECKING:
+    import pyarrow.dataset as ds
+    from fsspec import AbstractFileSystem
 
 
 def store_at(path: str | Path, *, lock_timeout: float = 30.0, on_wait: Callable[[str], None] | None = None) -> Store:
@@ -105,6 +107,8 @@ def _read_schema(system: AbstractFileSystem, root: str, shown: str) -> Mapping[s
 
 def _files(system: AbstractFileSystem, root: str, table: Table, declared: Mapping[str, Any]) -> ds.Dataset | pa.Table:
     """Return the files of a table. Tables that the data set lacks, or without rows, are empty."""
+    import pyarrow.dataset as ds  # which imports pandas: 0.3 s that questions to a store file do not need
+
     empty = pa.table({column.name: pa.nulls(0) for column in table.columns})
     if table.name not in declared:
         return empty

@@ -98,9 +98,9 @@ def check_inputs(settings: Any) -> None:
     """Raise now, before libraries and models load, which takes seconds, if a corpus, examples or a model's folder that
     a verb names are missing. Names that can be on the hub pass.
     """
-    from headscan.pipelines.corpora import check_corpus
-
     if isinstance(settings, CorpusOptions) and (settings.name or "").strip():  # `CorpusSpec` refuses an empty name
+        from headscan.pipelines.corpora import check_corpus
+
         check_corpus(settings.name or "")
     if isinstance(settings, DataSpec):
         settings.check_file()

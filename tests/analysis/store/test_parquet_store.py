@@ -206,7 +206,7 @@ def test_an_incomplete_export_is_not_read(scan: Scan, tmp_path: Path, monkeypatc
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("headscan.analysis.store.output_files.ds.write_dataset", broken)
+        patch.setattr("pyarrow.dataset.write_dataset", broken)
         with pytest.raises(StoreError, match="no space left"):
             scan.store.export_parquet(tmp_path)
     with pytest.raises(StoreMissingError, match=r"no schema\.json"):
