@@ -369,7 +369,7 @@ class Criterion:
     on_recall: bool = False
 
 
-EFFECT, GATE, DAMAGE, LAYER_DROP = "effect", "gate", "damage", "layer-drop"
+EFFECT, GATE, DAMAGE, LAYER_DROP, RANDOM = "effect", "gate", "damage", "layer-drop", "random"
 
 CRITERIA: dict[str, Criterion] = {
     c.name: c
@@ -386,6 +386,9 @@ CRITERIA: dict[str, Criterion] = {
     )
 }
 
+
+#: Methods of pruning that choose a set of heads for a model, without a run in a store.
+SET_METHODS: tuple[str, ...] = (RANDOM, *(name for name, declared in CRITERIA.items() if declared.family == "set"))
 
 #: Criteria that runs of a store order heads by.
 RANKED_CRITERIA: tuple[str, ...] = tuple(name for name, declared in CRITERIA.items() if declared.run is not None)

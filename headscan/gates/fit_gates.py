@@ -34,6 +34,7 @@ from torch.nn import functional as F
 
 from headscan.ablation.masks import HeadMask
 from headscan.attention.hooks import output_hook, refuse_compiled, refuse_training
+from headscan.catalog import head_count
 from headscan.checkpoints.headers import weights_hash
 from headscan.checkpoints.sources import config_hash
 from headscan.errors import GateError, NotFiniteError, SequenceError, UnsupportedModelError
@@ -121,10 +122,10 @@ class Gates:
         return tuple(sorted(Head(*head) for head in heads if self.values[head] > _OPEN))
 
     def mask(self, *, count: int | None = None, share: float | None = None) -> HeadMask:
-        """Return the mask of the most closed heads: a ``count``, or a ``share`` of all heads from 0 to 1, rounded."""
+        """Return the mask of the most closed heads: a ``count``, or a ``share`` of all heads (`head_count`)."""
         if (count is None) == (share is None):
             raise GateError(f"count={count} and share={share} (limit one of them). Give exactly one")
-        return HeadMask(self.closed(round((share or 0) * len(self._heads)) if count is None else count))
+        return HeadMask(self.closed(head_count(share or 0, len(self._heads)) if count is None else count))
 
     @cached_property
     def _heads(self) -> tuple[Head, ...]:
@@ -427,7 +428,7 @@ def is_done(config: GateConfig, state: FitState) -> bool:
         return state.step >= config.steps
     # By symmetry, the expectation of a gate is at most a half if its location is at most 0.
     closed = int((state.log_a <= 0).sum())
-    return closed >= round(config.share * len(state.log_a)) or state.step >= _LONGEST * config.steps
+    return closed >= head_count(config.share, len(state.log_a)) or state.step >= _LONGEST * config.steps
 
 
 def fit_gates(

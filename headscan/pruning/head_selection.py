@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import chain, permutations
 from math import isfinite
 
+from headscan.catalog import DAMAGE, LAYER_DROP, RANDOM, SET_METHODS
 from headscan.errors import PruningError
 from headscan.grid import Head, Unit, find_units
 from headscan.long_work import KnownNumbers, Steps, unseen_steps
@@ -183,9 +184,6 @@ def best_nearby(
             return best
 
 
-METHODS = ("damage", "random", "layer-drop")
-
-
 @dataclass(frozen=True)
 class SelectionConfig:
     """Effort of the choice.
@@ -243,18 +241,18 @@ class HeadSelection:
     def total(self) -> int:
         return sum(map(len, self.units.values()))
 
-    def choose(self, *, method: str = "damage", count: int, seed: int = 0) -> tuple[Head, ...]:
+    def choose(self, *, method: str = DAMAGE, count: int, seed: int = 0) -> tuple[Head, ...]:
         """Return the heads of ``count`` units, sorted; ``layer-drop`` counts layers (the control of LLM-Drop)."""
-        if method not in METHODS:
-            raise PruningError(f"unknown method {method!r}. Choose one of {', '.join(METHODS)}")
+        if method not in SET_METHODS:
+            raise PruningError(f"unknown method {method!r}. Choose one of {', '.join(SET_METHODS)}")
         if not 0 <= count < self.total:
             raise PruningError(f"{count} units to remove (limit {self.total - 1} of {self.total}). Remove fewer")
         if count == 0:
             return ()
-        if method == "random":
+        if method == RANDOM:
             every = list(chain.from_iterable(self.units.values()))
             return tuple(sorted(chain.from_iterable(random.Random(seed).sample(every, count))))
-        if method == "layer-drop" and self._unit != "layer":
+        if method == LAYER_DROP and self._unit != "layer":
             return self._layers.choose(count=count)
         if count not in self._chosen:
             self._chosen[count] = self._least_damage(count)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from headscan.catalog import RANKED_CRITERIA, RECALL_NAMES
+from headscan.catalog import RANKED_CRITERIA, RECALL_NAMES, SET_METHODS
 from headscan.cluster.placement.placement_base import parse_bytes
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, changed, head
@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from headscan.pipelines.settings.saving_settings import TextConfig
     from headscan.pruning.head_selection import SelectionConfig
 
-#: Methods that need no run in the store. An imported list is the option --import-heads.
-_OWN_METHODS = ("damage", "random", "layer-drop")
-METHODS = (*_OWN_METHODS, *RANKED_CRITERIA)
+#: An imported list is the option --import-heads.
+METHODS = (*SET_METHODS, *RANKED_CRITERIA)
 #: Four models answer the demo's questions in half a minute on two cores.
 _DEMO = DemoSize(questions=80, recall=40, sequences=128)
 
@@ -216,7 +215,7 @@ class Prune(WholeModelVerb):
     def run(self) -> Result:
         if self.size.import_heads and not Path(self.size.import_heads).is_file():
             raise UsageError(f"no file {self.size.import_heads}: give a JSON list of [layer, head]")
-        if self.size.mask or (not self.size.names_heads and not set(self.choice.method) <= set(_OWN_METHODS)):
+        if self.size.mask or (not self.size.names_heads and not set(self.choice.method) <= set(SET_METHODS)):
             self.store.check_exists()
         from headscan.pipelines.pruning.run_prune import prune
         from headscan.pipelines.pruning.work_folder import check_place

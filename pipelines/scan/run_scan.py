@@ -168,7 +168,9 @@ def run_corpus(
         return CorpusRunResult(done, True)
     if part is not None and (known := run.known(kind, run_hash)) is not None and _has_part(run.store, known, part):
         return CorpusRunResult(known["run_id"], True, part=part)
-    shard_size = shard_size_of(run, kind, run_hash, config.shard_size, config.tokens.max_tokens, measurement.passes)
+    # Parts of one scan may run on different devices, and all need the same shards.
+    given = config.shard_size if part is None else config.shard_size or _PART_SHARD
+    shard_size = shard_size_of(run, kind, run_hash, given, config.tokens.max_tokens, measurement.passes)
 
     report = CorpusReport()
     texts = shards(sequences(corpus, identity.tokenizer, config.tokens, report), shard_size=shard_size)
@@ -236,6 +238,8 @@ def _has_part(store: Store, run: Mapping[str, Any], part: Part) -> bool:
 _PASSES = 1.5
 #: Time of a shard whose size is not given, and the most sequences of one.
 _SHARD_SECONDS, _LARGEST_SHARD = 20, 64
+#: Sequences of a shard of a part.
+_PART_SHARD = 16
 #: Operations per second that this supposes, by type of device.
 _SPEEDS = {"cpu": 1e11}
 _GPU_SPEED = 1e14

@@ -59,9 +59,10 @@ def _value(hint: Any, value: Any, error: type[HeadscanError], place: str) -> Any
         (inner,) = [each for each in options if each is not type(None)]
         return _value(inner, value, error, place)
     if is_dataclass(hint):
-        # A single word names a model, a corpus or a task.
+        # A single word names a model, a corpus or a task, and a list several tasks.
         first = fields(hint)[0].name
-        plain = value if isinstance(value, dict) else {first: [value] if first == "names" else value}
+        named = [value] if first == "names" and isinstance(value, str) else value
+        plain = value if isinstance(value, dict) else {first: named}
         return build_settings(hint, plain, error, f"{place}.")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

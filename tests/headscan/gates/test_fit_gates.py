@@ -125,6 +125,8 @@ def test_the_share_is_reached_and_the_model_is_unchanged() -> None:
     assert all(weight.requires_grad and weight.grad is None for weight in lm.model.parameters())
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in lm.model.modules())
     assert len(found.mask(share=0.5).heads) == len(found.closed(9)) == 9
+    # As everywhere, halves are rounded up, and a share is at least one head.
+    assert [len(found.mask(share=share).heads) for share in (0.25, 0.01)] == [5, 1]
     least = found.log_a.flatten().sort().values[8]
     assert all(found.log_a[head] <= least for head in found.closed(9))
 

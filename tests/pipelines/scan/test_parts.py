@@ -110,6 +110,13 @@ def test_a_part_is_no_finished_scan(parts: list[Path], config: ScanConfig, tmp_p
     assert again.already_done
 
 
+def test_parts_have_the_same_shards_on_any_device(config: ScanConfig, tmp_path: Path) -> None:
+    path = tmp_path / "s.duckdb"
+    run(dataclasses.replace(config, shard_size=None), path, "1/2")
+    [found] = Store(path).runs()
+    assert found["config"]["shard_size"] == 16  # an undivided scan would have shards of 64
+
+
 def test_the_rest_of_a_part_completes_the_run(whole: Path, config: ScanConfig, tmp_path: Path) -> None:
     path = tmp_path / "s.duckdb"
     first = run(config, path, "1/2")

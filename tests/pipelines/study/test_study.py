@@ -215,6 +215,8 @@ def test_a_file_and_options_become_one_study(tmp_path: Path, capsys: pytest.Capt
     assert found.judge is not None and found.judge.name == "others/"
     named = read_command(["study", "demo", "--config", str(file), "--tasks", "mmlu", "--limit", "5"])._config()
     assert named.tasks == TaskConfig(("mmlu",), limit=5) and named.model.dtype == "float32"
+    file.write_text("model: demo\ncorpus: texts/\ntasks: [arc_easy, hellaswag]\n")
+    assert read_command(["study", "--config", str(file)])._config().tasks == TaskConfig(("arc_easy", "hellaswag"))
     alone = read_command(
         ["study", "demo", "--corpus", "texts/", "--window-shares", "none", "--shares", "0.1,0.2"]
     )._config()
