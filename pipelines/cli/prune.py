@@ -7,15 +7,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.catalog import RANKED_CRITERIA, RECALL_NAMES
 from headscan.cluster.placement.placement_base import parse_bytes
+from headscan.grid import Unit
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, changed, head
 from headscan.pipelines.cli.results import Json, Result, arm_row, verdict_notes
 from headscan.pipelines.cli.task_options import DemoSize, WholeModelVerb
-from headscan.pipelines.settings.saving_settings import REPAIRS, RecallConfig
+from headscan.pipelines.settings.saving_settings import REPAIRS, KvCounts, RecallConfig
 
 if TYPE_CHECKING:
     from headscan.pipelines.pruning.pruning_units import Budget
@@ -111,12 +112,19 @@ class _Choice:
         Option("first characters of the id of that run (default: the newest of this model)", flag="--run"),
     ] = None
     unit: Annotated[
-        Literal["head", "group", "layer"] | None,
+        Unit | None,
         Option(
             "head: single query heads; group: KV heads with their query heads, which frees KV cache; layer: whole "
             "attentions (default: head; group with --kv-bytes)"
         ),
     ] = None
+    kv_counts: Annotated[
+        KvCounts,
+        Option(
+            "numbers of KV heads that layers keep, with --unit group; divisors: those that a DeciLM folder for vLLM "
+            "holds without padding, so that the removed share may be less by up to one step of a layer"
+        ),
+    ] = "any"
     tries: Annotated[
         int | None,
         Option(
@@ -201,8 +209,10 @@ class Prune(WholeModelVerb):
             raise UsageError("--kv-bytes and --at go together: give bytes and the length at which they count")
         if size.kv_bytes is not None and choice.unit == "head":
             raise UsageError("--kv-bytes needs --unit group or layer: single query heads free no KV cache")
-        if size.names_heads and (choice.unit is not None or "choice.method" in given):
-            raise UsageError("--method and --unit have no effect on named heads: leave them out")
+        if size.names_heads and (choice.unit is not None or "choice.method" in given or choice.kv_counts != "any"):
+            raise UsageError("--method, --unit and --kv-counts have no effect on named heads: leave them out")
+        if choice.kv_counts != "any" and self.unit != "group":
+            raise UsageError("--kv-counts divisors goes with --unit group: add it, or leave --kv-counts out")
         if choice.tries is not None and not size.names_heads and not {"damage", "layer-drop"} & set(choice.method):
             raise UsageError("--tries has no effect without --method damage or layer-drop: leave it out")
         unused = ("tasks.names", "controls", "recall.plan.lengths", "recall.plan.questions")
@@ -212,6 +222,10 @@ class Prune(WholeModelVerb):
         if choice.run_id is not None and not set(choice.method) & set(RANKED_CRITERIA):
             raise UsageError("--run has no effect without a score as --method: leave it out, or name a score")
         self.check_texts()
+
+    @property
+    def unit(self) -> Unit:
+        return self.choice.unit or ("group" if self.size.kv_bytes is not None else "head")
 
     def run(self) -> Result:
         if self.size.import_heads and not Path(self.size.import_heads).is_file():
@@ -258,7 +272,8 @@ class Prune(WholeModelVerb):
                 orders=stored_orders(run.store, run.identity, choice.method, choice.run_id),
                 texts=texts,
                 recall=RecallConfig(prompts=0) if alone else RecallConfig(weight=choice.recall_weight),
-                unit=choice.unit or ("group" if size.kv_bytes is not None else "head"),
+                unit=self.unit,
+                kv_counts=choice.kv_counts,
                 selection=choice.selection(is_demo=self.is_demo),
                 repair=Repair(choice.repair, choice.distill),
                 controls=PruneConfig.controls if self.controls is None else self.controls,

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from headscan.analysis.plans import HeadPlan, SlidingLayers
+from headscan.grid import HeadGrid
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.export.layer_types_folder import windows_of
 from headscan.pipelines.export.llama_folder import llama_fields, llama_weights, write_folder
@@ -111,6 +112,17 @@ def decilm_places(own: Sequence[Places], most: int) -> tuple[Places, ...]:
         if (fitting := [each for each in rows if each is not None]) and len(fitting) == len(rows):
             found.append((sum(each.kv_heads for each in fitting), heads, tuple(fitting)))
     return min(found)[2]
+
+
+def unpadded_kv_heads(grid: HeadGrid) -> dict[int, tuple[int, ...]]:
+    """Return by layer the numbers of KV heads, at most its own, that a folder holds without KV heads of zeros."""
+    found = {}
+    for site in grid.sites:
+        group = max(site.group_sizes, default=0)
+        numbers = range(0 if site.layer else 1, site.num_key_value_heads + 1)
+        rows = [_divided(grid.max_heads, Places(K, group if K else 0)) for K in numbers]
+        found[site.layer] = tuple(K for K, each in zip(numbers, rows, strict=True) if each and each.kv_heads == K)
+    return found
 
 
 def _divided(heads: int, own: Places) -> Places | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from torch import Tensor
 
 import headscan
 from headscan.errors import ExportError, PruningError
+from headscan.grid import HeadGrid
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.export import llama_folder
-from headscan.pipelines.export.decilm_folder import decilm_places, write_decilm
+from headscan.pipelines.export.decilm_folder import decilm_places, unpadded_kv_heads, write_decilm
 from headscan.pipelines.export.servable_model import Places
 from tests.pipelines.export.test_gguf_export import REMOVED, logits
 from tests.small_models import make_loaded
@@ -154,6 +156,20 @@ def test_places_have_the_smallest_cache_that_one_number_of_query_heads_allows(
 ) -> None:
     most = max(K * G for K, G in places)
     assert decilm_places([Places(*each) for each in own], most) == tuple(Places(*each) for each in places)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "numbers"),
+    [(32, 8, (0, 1, 2, 4, 8)), (9, 3, (0, 1, 3)), (24, 8, (0, 1, 2, 3, 4, 6, 8)), (6, 6, (0, 1, 2, 3, 6))],
+)
+def test_numbers_of_kv_heads_that_need_no_zeros(heads: int, kv_heads: int, numbers: tuple[int, ...]) -> None:
+    site = replace(make_loaded("llama").grid.sites[0], num_attention_heads=heads, num_key_value_heads=kv_heads)
+    grid = HeadGrid(tuple(replace(site, layer=layer) for layer in range(2)), 2, "sdpa")
+    assert unpadded_kv_heads(grid) == {0: numbers[1:], 1: numbers}  # engines cannot skip the first layer
+    own = Places(kv_heads, heads // kv_heads)
+    for number in range(kv_heads + 1):
+        places = decilm_places([own, Places(number, own.group if number else 0)], heads)
+        assert (places[1].kv_heads == number) == (number in numbers)
 
 
 def test_transformers_reads_the_configuration(tmp_path: Path) -> None:
