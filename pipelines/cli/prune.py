@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -284,6 +284,8 @@ class Prune(WholeModelVerb):
 
 def _result(store: str, result: PruneResult) -> Result:
     """Return a row for each pruned model, controls included, with its verdict."""
+    from headscan.pipelines.pruning.form_sizes import FormSize, form_sizes
+
     names = result.names or ("",) * len(result.models)
     verdict = result.verdict
     arms = {} if verdict is None else verdict.outcomes
@@ -293,14 +295,22 @@ def _result(store: str, result: PruneResult) -> Result:
             "folder": None if built.is_control else built.folder,
             "arm": name or None,
             "verdict": arm_row(arms[name]) if name in arms else None,
+            "forms": None
+            if built.is_control
+            else [asdict(each) for each in form_sizes(built.folder, built.costs.after)],
         }
         for built, name in zip(result.models, names, strict=True)
     ]
     facts = {"run_id": None if verdict is None else verdict.run_id, "store": store}
-    return Result(rows, lambda: _text(store, result, names), facts)
+    forms = [
+        {"share": f"{100 * built.share:.3g}%", "method": built.method, **FormSize(**form).row()}
+        for built, row in zip(result.models, rows, strict=True)
+        for form in row["forms"] or ()
+    ]
+    return Result(rows, lambda: _text(store, result, names, forms), facts)
 
 
-def _text(store: str, result: PruneResult, names: Sequence[str]) -> str:
+def _text(store: str, result: PruneResult, names: Sequence[str], forms: Sequence[Mapping[str, str]]) -> str:
     from headscan.pipelines.export.servable_model import serving_commands
     from headscan.pipelines.pruning.held_out_losses import loss_rows
     from headscan.pipelines.pruning.model_card import cost_rows, model_rows
@@ -320,6 +330,7 @@ def _text(store: str, result: PruneResult, names: Sequence[str]) -> str:
     if len(own) == 1:
         rows = [dict(zip(("", "before", "after"), row, strict=True)) for row in cost_rows(own[0].costs)]
         parts.append(text_table(rows))
+    parts.append(text_table(forms))
     if result.verdict is not None:
         outcomes = result.verdict.outcomes
         own_arms = [

@@ -91,15 +91,21 @@ def write_decilm(
     served = ServableModel(lm, "DeciLM folders")
     windows = None if plan is None else windows_of(lm, plan)
     target = Path(folder)
-    places = decilm_places(served.own_places(), max(each.heads for each in served.heads))
-    weights = llama_weights(served, places)
+    places, weights = decilm_weights(served)
     config = _config(served, places, weights)
     if windows is not None:
         config |= {"layer_types": list(windows.layer_types), "sliding_window": windows.sliding_window}
     nbytes = write_folder(lm, target, weights, config, code={_CODE_FILE: _CODE}, max_shard_size=max_shard_size)
     has_mult = "ffn_mult" in config["block_configs"][0]["ffn"]
-    sizes = tuple(served.sizes(target.name, places))
+    parameters = sum(each.numel() for each in weights.values())
+    sizes = tuple(served.sizes(target.name, places, parameters))
     return WrittenDecilm(target, config["num_attention_heads"], nbytes, has_mult, sizes, windows)
+
+
+def decilm_weights(served: ServableModel) -> tuple[tuple[Places, ...], dict[str, Tensor]]:
+    """Return the places of a folder, and its weights by name."""
+    places = decilm_places(served.own_places(), max(each.heads for each in served.heads))
+    return places, llama_weights(served, places)
 
 
 def decilm_places(own: Sequence[Places], most: int) -> tuple[Places, ...]:
