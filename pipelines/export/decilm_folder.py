@@ -7,6 +7,7 @@ attention is skipped (``no_op``), except for the first one, which engines cannot
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from headscan.analysis.plans import HeadPlan, SlidingLayers
+from headscan.checkpoints.decilm_source import RECORD
 from headscan.grid import HeadGrid
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.export.layer_types_folder import windows_of
@@ -139,6 +141,14 @@ def _divided(heads: int, own: Places) -> Places | None:
     return next((Places(K, heads // K) for K in fits), None)
 
 
+def _own_config(served: ServableModel) -> dict[str, Any]:
+    """Return the model's own configuration, from which `headscan.load` reads the folder."""
+    fields: dict[str, Any] = json.loads(served.config.to_json_string())
+    for name in ("auto_map", "_name_or_path"):
+        fields.pop(name, None)
+    return fields | {"dtype": str(served.model.dtype).removeprefix("torch.")}
+
+
 def _config(served: ServableModel, places: tuple[Places, ...], weights: Mapping[str, Tensor]) -> dict[str, Any]:
     config = served.config
     ffn: dict[str, Any] = {
@@ -166,5 +176,6 @@ def _config(served: ServableModel, places: tuple[Places, ...], weights: Mapping[
         "auto_map": {"AutoConfig": f"{_CODE_FILE.removesuffix('.py')}.DeciLMConfig"},
         "model_type": "nemotron-nas",
         "block_configs": blocks,
+        RECORD: _own_config(served),
         "num_key_value_heads": None,
     }

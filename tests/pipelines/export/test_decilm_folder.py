@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import headscan
-from headscan.errors import ExportError, PruningError
+from headscan.errors import ExportError, ModelLoadError, PruningError
 from headscan.grid import HeadGrid
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
@@ -131,6 +131,42 @@ def test_counts_that_do_not_divide_the_query_heads_are_padded(tmp_path: Path) ->
     assert own.parameters == original.parameters - 3 * 4 * 8 * 48 and served.parameters == original.parameters
     stored = sum(each.numel() for each in model.weights.values())
     assert stored == served.parameters
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-mha", "qwen2", "mistral"])
+@pytest.mark.parametrize("case", REMOVED)
+@pytest.mark.parametrize("added", [False, True])
+def test_headscan_reads_a_folder_back(
+    name: str, case: str, added: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADSCAN_CACHE", str(tmp_path / "cache"))
+    layers = {layer for layer, _ in REMOVED[case]} if added else ()
+    biases = {f"model.layers.{layer}.self_attn.o_proj.bias": torch.randn(48) for layer in layers}
+    lm = headscan.slice_heads(make_loaded(name), REMOVED[case], biases)
+    folder = write_decilm(lm, tmp_path / "served").folder
+    again, tokens = headscan.load(folder), ids(lm)
+    assert torch.allclose(logits(lm, tokens), logits(again, tokens), atol=1e-5)
+    assert [site.num_key_value_heads for site in again.grid.sites] == [
+        site.num_key_value_heads for site in lm.grid.sites
+    ]
+
+
+def test_folders_that_cannot_be_read_back_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADSCAN_CACHE", str(tmp_path / "cache"))
+    folder = write_decilm(headscan.slice_heads(make_loaded("llama-mha"), [(1, 0)]), tmp_path / "served").folder
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.self_attn.o_proj.weight"] += 1.0
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"layers.1.*o_proj.weight is not 0 where its model has no head"):
+        headscan.load(folder)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"layer_types": ["sliding_attention"] * 3, "sliding_window": 8}))
+    with pytest.raises(ModelLoadError, match="has windows by layer, which only engines apply"):
+        headscan.load(folder)
+    file.write_text(json.dumps({name: value for name, value in config.items() if name != "headscan_model"}))
+    with pytest.raises(ModelLoadError, match="without the configuration of its model"):
+        headscan.load(folder)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
