@@ -1,5 +1,6 @@
-"""Ask llama.cpp for log-probabilities after each prefix of token ids, and for greedy tokens; or, if the request has
-``requests``, pairs of token ids and a number, for the log-likelihood of so many last tokens of each.
+"""Ask llama.cpp for log-probabilities after each prefix of token ids, and for greedy tokens.
+
+A request with ``requests``, pairs of token ids and a number, asks for the log-likelihood of so many last tokens.
 
     python ask_llama_cpp.py MODEL.gguf REQUEST.json ANSWER.json
 
@@ -21,7 +22,7 @@ def main(model: str, request_file: str, answer_file: str) -> None:
     settings = xllamacpp.CommonParams()
     settings.model.path = model
     settings.n_ctx = request.get("tokens", 512)
-    settings.n_parallel, settings.verbosity = 512, 1, -1
+    settings.n_parallel, settings.verbosity = 1, -1
     settings.warmup = settings.ctx_shift = False
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = os.cpu_count() or 1
     settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32

@@ -1,5 +1,6 @@
-"""Ask vLLM for log-probabilities after each prefix of token ids, for greedy tokens, and for the room in its cache; or, if
-the request has ``requests``, pairs of token ids and a number, for the log-likelihood of so many last tokens of each.
+"""Ask vLLM for log-probabilities after each prefix of token ids, for greedy tokens, and for the room in its cache.
+
+A request with ``requests``, pairs of token ids and a number, asks for the log-likelihood of so many last tokens.
 
     python ask_vllm.py FOLDER REQUEST.json ANSWER.json
 
