@@ -66,6 +66,12 @@ def test_engines_give_the_same_answers(name: str, tmp_path: Path, monkeypatch: p
         f" where kind = 'model' and task = 'needle@{_LENGTH}' order by question"
     )
     ours = rows.to_pylist()
+    whole = Store(store).query(
+        "select log_likelihoods from answers join arms using (arm_id)"
+        f" where kind = 'baseline' and task = 'needle@{_LENGTH}' order by question"
+    )
+    before = [row["log_likelihoods"] for row in whole.to_pylist()]
+    assert max(abs(a[0] - b["log_likelihoods"][0]) for a, b in zip(before, ours, strict=True)) > 0.1
     assert len(ours) == len(questions) == _QUESTIONS
     chosen, at = 0, 0
     for row, question in zip(ours, questions, strict=True):
