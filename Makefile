@@ -65,6 +65,7 @@ $(ENGINES)/.ready:
 
 engines: $(VENV)/.ready $(ENGINES)/.ready
 	$(BIN)/python -m tests.engines.check_engines --engines $(ENGINES)
+	HEADSCAN_ENGINES=$(ENGINES) $(BIN)/pytest tests/engines
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""The folder of a model, checked without importing transformers; a GGUF file is converted to one.
+"""The folder of a model, checked without importing transformers; GGUF files and DeciLM folders are converted.
 
 A GGUF file holds quantised weights. They are dequantised to float32, which represents each of them exactly, and saved
 with the configuration and the tokenizer of the file. The folder lies in the cache of headscan, is named after the file,
@@ -13,10 +13,12 @@ import os
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from headscan.checkpoints.decilm_source import recorded_config, write_pruned_folder
 from headscan.errors import ModelLoadError, first_line
 
 #: Name of the real model that a package holds, the package, and what installs both it and the reader.
@@ -43,13 +45,27 @@ def gguf_folder(path: Path) -> Path:
         raise ModelLoadError(f"{path} needs the package gguf. Run `pip install 'headscan[gguf]'`")
     quantisation = _quantisation(path)
     name = path.stem if quantisation.lower() in path.stem.lower() else f"{path.stem}.{quantisation}"
-    folder = _cache() / _hash(path) / name
+    record = {"file": path.name, "quantization": quantisation}
+    return _converted(path, _cache() / "gguf" / _hash(path) / name, lambda scratch: _convert(path, scratch, record))
+
+
+def decilm_folder(path: Path) -> Path:
+    """Return the folder of the model in a DeciLM folder of headscan; the first call converts it."""
+    from headscan.checkpoints.headers import weights_hash
+
+    config = hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:16]
+    folder = _cache() / "decilm" / f"{config}{weights_hash(path)}" / path.resolve().name
+    return _converted(path, folder, lambda scratch: write_pruned_folder(path, scratch))
+
+
+def _converted(path: Path, folder: Path, convert: Callable[[Path], None]) -> Path:
+    """Return a folder, which ``convert`` fills if it does not exist."""
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=folder.parent))
     try:
-        _convert(path, scratch, {"file": path.name, "quantization": quantisation})
+        convert(scratch)
         try:
             scratch.rename(folder)
         except OSError:
@@ -68,8 +84,7 @@ def gguf_folder(path: Path) -> Path:
 def _cache() -> Path:
     """Return the folder of converted models: that of HEADSCAN_CACHE, or the user's cache."""
     named = os.environ.get("HEADSCAN_CACHE")
-    base = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headscan"
-    return base / "gguf"
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headscan"
 
 
 def _hash(path: Path) -> str:
@@ -135,12 +150,16 @@ DEMO_FOLDER = Path(__file__).parents[1] / "pipelines" / "demo" / "demo-5m"
 
 
 def locate(source: str) -> str:
-    """Return the folder of ``demo``, ``smollm2`` (an installed package) or a GGUF file; others stay as they are."""
+    """Return the folder of ``demo``, ``smollm2`` (an installed package), a GGUF file or a DeciLM folder of headscan;
+    others stay as they are.
+    """
     path = Path(source)
     if source == DEMO_MODEL and not path.exists():
         return str(DEMO_FOLDER)
     if (source == SMOLLM2 and not path.exists()) or _is_gguf(path):
         return str(gguf_folder(packaged_file() if source == SMOLLM2 else path))
+    if recorded_config(path) is not None:
+        return str(decilm_folder(path))
     return source
 
 

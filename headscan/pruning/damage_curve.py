@@ -11,7 +11,7 @@ heads), F = H Dv columns of the output projection's input, E width of its output
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -219,10 +219,12 @@ class DamageCurve:
         moments: Its moments in the repaired model.
         more: Largest number of further units.
         known: Has the best subsets, if they were found before.
+        allowed: Numbers of units that the layer may lose; None allows any.
 
     Attributes:
         now: Number of units that the layer lacks in the repaired model.
         least: The smallest number that can be chosen; `damages` begins with it.
+        counts: The numbers that can be chosen, ascending.
     """
 
     def __init__(
@@ -234,6 +236,7 @@ class DamageCurve:
         before: Repaired,
         more: int,
         known: KnownNumbers | None = None,
+        allowed: Collection[int] | None = None,
     ) -> None:
         self._site, self._units, self._before = site, units, before.edits
         module = lm.module(site.output_projection)
@@ -253,12 +256,17 @@ class DamageCurve:
         if gone:
             self.least = max(0, self.now - _FEWER)
             most = min(len(units), self.now + min(more, max(_LEAST_MORE, len(units) // 5)))
+        if allowed is not None:
+            # The nearest allowed numbers lie within reach.
+            self.least = max((n for n in allowed if n < self.now), default=self.now) if gone else 0
+            most = max(most, min((n for n in allowed if n > self.now), default=most))
         known = known or KnownNumbers()
         unit = ("best subsets of the heads of a layer", site.layer, units, most, self._before.removed)
         if (found := known.get(unit)) is None:
             moments = LayerMoments(self._gram, moments.fisher)
             known.add(unit, found := _as_numbers(best_subsets(moments, self._weight, self._columns, most=most)))
         self._subsets = _as_subsets(found)[self.least :]
+        self.counts = [n for n in range(self.least, most + 1) if allowed is None or n in {*allowed, self.now}]
         self._best: dict[int, tuple[float, Subset]] = {}
         if not gone:
             self._best[0] = 0.0, self._subsets[0][0]  # the original itself
@@ -283,10 +291,14 @@ class DamageCurve:
     def is_measured(self, count: int) -> bool:
         return count in self._best
 
+    def around(self, count: int) -> list[int]:
+        """Return the number that can be chosen before one, that one, and the number after it; at the ends that one."""
+        at = self.counts.index(count)
+        return [self.counts[max(0, at - 1)], count, self.counts[min(len(self.counts) - 1, at + 1)]]
+
     def unmeasured(self, counts: Iterable[int]) -> list[int]:
-        """Return the numbers that exist and were not measured."""
-        there = range(self.least, self.least + len(self._subsets))
-        return sorted(count for count in set(counts) if count in there and not self.is_measured(count))
+        """Return the numbers that were not measured."""
+        return sorted(count for count in set(counts) if not self.is_measured(count))
 
     def candidates(self, counts: Iterable[int]) -> list[Subset]:
         """Return the best subsets of some numbers of units, to be measured."""

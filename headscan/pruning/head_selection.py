@@ -7,10 +7,10 @@ quite add up, so choices near the best one are repaired and compared.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, permutations
+from itertools import chain, pairwise, permutations
 from math import isfinite
 
 from headscan.catalog import DAMAGE, LAYER_DROP, RANDOM, SET_METHODS
@@ -23,10 +23,16 @@ from headscan.pruning.damage_curve import DamageCurve, LayerMoments, layer_momen
 from headscan.pruning.edited_model import NO_EDITS, Divergence
 from headscan.pruning.repair import RepairConfig, Repaired, repaired_model
 
+#: Numbers of removed units that each layer may have; a layer without an entry may have any.
+Allowed = Mapping[int, Collection[int]]
 
-def allocate_units(curves: Mapping[int, Sequence[float]], most: int) -> list[dict[int, int]]:
+
+def allocate_units(
+    curves: Mapping[int, Sequence[float]], most: int, allowed: Allowed | None = None
+) -> list[dict[int, int]]:
     """Return the numbers of removed units by layer with the least summed damage, for every budget from 0 to ``most``
     units. Dynamic programming over layers: exact for damages (of removing 0, 1, 2, ... units of a layer) that add up.
+    A budget that no ``allowed`` numbers, which include 0, add up to has the numbers of the next smaller budget.
     """
     units = sum(len(curve) - 1 for curve in curves.values())
     if most > units:
@@ -41,12 +47,35 @@ def allocate_units(curves: Mapping[int, Sequence[float]], most: int) -> list[dic
         chosen: list[dict[int, int]] = [{} for _ in range(most + 1)]
         for total in range(most + 1):
             for count in range(min(total, len(curve) - 1) + 1):
+                if allowed is not None and count not in allowed.get(layer, (count,)):
+                    continue
                 damage = best[total - count] + curve[count]
                 if damage < extended[total]:
                     extended[total] = damage
                     chosen[total] = choice[total - count] | ({layer: count} if count else {})
         best, choice = extended, chosen
+    for total in range(1, most + 1):
+        if best[total] == infinite:
+            choice[total] = choice[total - 1]
     return choice
+
+
+def allocate_ranked(
+    units: Mapping[int, Sequence[tuple[Head, ...]]],
+    ranks: Mapping[tuple[Head, ...], float],
+    count: int,
+    allowed: Allowed,
+) -> tuple[Head, ...]:
+    """Return the heads of at most ``count`` units, sorted, in allowed numbers by layer: those with the smallest sum of
+    ranks. In each layer the units of the lowest ranks go first.
+    """
+    ordered = {layer: sorted(of_layer, key=ranks.__getitem__) for layer, of_layer in units.items()}
+    curves = {
+        layer: [sum(map(ranks.__getitem__, of_layer[:number])) for number in range(len(of_layer) + 1)]
+        for layer, of_layer in ordered.items()
+    }
+    numbers = allocate_units(curves, count, allowed)[-1]
+    return tuple(sorted(head for layer, number in numbers.items() for unit in ordered[layer][:number] for head in unit))
 
 
 #: Numbers of removed units by layer.
@@ -73,6 +102,7 @@ class Stage:
         more: int,
         known: KnownNumbers | None = None,
         steps: Steps = unseen_steps,
+        allowed: Allowed | None = None,
     ) -> None:
         self._divergence, self._before, self._known = divergence, before.edits, known or KnownNumbers()
         self.curves: dict[int, DamageCurve] = {}
@@ -80,21 +110,31 @@ class Stage:
         with steps("best subsets of heads", len(sites), "layers") as done:
             for site in sites:
                 of_layer = (moments[site.layer], units[site.layer])
-                self.curves[site.layer] = DamageCurve(lm, site, *of_layer, before, more, self._known)
+                numbers = None if allowed is None else allowed[site.layer]
+                self.curves[site.layer] = DamageCurve(lm, site, *of_layer, before, more, self._known, numbers)
                 done()
         self.units = sum(curve.now for curve in self.curves.values())
         self._spare = self.units - sum(curve.least for curve in self.curves.values())
         # A stage adds a few units a layer, so many layers with few units may allow fewer than wanted.
         self.more = min(more, sum(len(curve.damages) - 1 for curve in self.curves.values()) - self._spare)
+        if allowed is not None:
+            self.more = sum(self._allocated(self.more).values()) - self.units
+
+    def _allocated(self, further: int) -> Counts:
+        """Return the numbers of all removed units by layer with the least damage as far as it is known."""
+        damages = {layer: curve.damages for layer, curve in self.curves.items()}
+        allowed = {layer: [count - curve.least for count in curve.counts] for layer, curve in self.curves.items()}
+        added = allocate_units(damages, self._spare + further, allowed)[-1]
+        return {layer: curve.least + added.get(layer, 0) for layer, curve in self.curves.items()}
 
     def choose(self, further: int) -> Counts:
-        """Return the best numbers of all removed units by layer, with so many further ones removed."""
+        """Return the best numbers of all removed units by layer, with so many further ones removed; with slightly fewer
+        if the allowed numbers of the layers do not add up to so many.
+        """
         while True:
-            damages = {layer: curve.damages for layer, curve in self.curves.items()}
-            added = allocate_units(damages, self._spare + further)[-1]
-            counts = {layer: curve.least + added.get(layer, 0) for layer, curve in self.curves.items()}
+            counts = self._allocated(further)
             missing = {
-                layer: curve.candidates(curve.unmeasured(counts[layer] + step for step in (-1, 0, 1)))
+                layer: curve.candidates(curve.unmeasured(curve.around(counts[layer])))
                 for layer, curve in self.curves.items()
             }
             missing = {layer: subsets for layer, subsets in missing.items() if subsets}
@@ -112,11 +152,13 @@ class Stage:
         return tuple(sorted(head for layer, curve in self.curves.items() for head in curve.heads(counts[layer])))
 
     def near(self, counts: Counts) -> list[Counts]:
-        """Return the choices that differ by one unit in two layers, least summed damage first."""
+        """Return the choices that differ by one step of as many units in two layers, least summed damage first."""
         found = []
         for fewer, more in permutations(self.curves, 2):
-            other = {**counts, fewer: counts[fewer] - 1, more: counts[more] + 1}
-            if all(self.curves[layer].is_measured(other[layer]) for layer in (fewer, more)):
+            less = self.curves[fewer].around(counts[fewer])[0]
+            other = {**counts, fewer: less, more: counts[more] + counts[fewer] - less}
+            is_step = other[more] == self.curves[more].around(counts[more])[-1] != counts[more]
+            if is_step and all(self.curves[layer].is_measured(other[layer]) for layer in (fewer, more)):
                 found.append(other)
         return sorted(found, key=self._damage)
 
@@ -217,6 +259,9 @@ class HeadSelection:
 
     Damages that ``known`` has are not measured; all its numbers must be of this model and calibration, and of the same
     numbers of tokens in ``config``. Moments and repairs between the stages are too large to keep.
+
+    ``allowed`` limits the numbers of units that each layer may lose; they include 0. Of the sums of allowed numbers,
+    a choice has the largest one up to what it was asked for.
     """
 
     def __init__(
@@ -225,6 +270,7 @@ class HeadSelection:
         calibration: Calibration,
         *,
         unit: Unit = "head",
+        allowed: Allowed | None = None,
         config: SelectionConfig = SelectionConfig(),
         known: KnownNumbers | None = None,
         say: Callable[[str], None] = lambda line: None,
@@ -234,6 +280,7 @@ class HeadSelection:
         self._known, self._steps = known or KnownNumbers(), steps
         self._unit: Unit = unit
         self.units = find_units(lm.grid, unit)
+        self._allowed = allowed
         self._stages: list[Stage] = []
         self._chosen: dict[int, tuple[Head, ...]] = {}
 
@@ -242,7 +289,9 @@ class HeadSelection:
         return sum(map(len, self.units.values()))
 
     def choose(self, *, method: str = DAMAGE, count: int, seed: int = 0) -> tuple[Head, ...]:
-        """Return the heads of ``count`` units, sorted; ``layer-drop`` counts layers (the control of LLM-Drop)."""
+        """Return the heads of ``count`` units, sorted; ``layer-drop`` counts layers (the control of LLM-Drop). Allowed
+        numbers by layer may leave fewer units, or none.
+        """
         if method not in SET_METHODS:
             raise PruningError(f"unknown method {method!r}. Choose one of {', '.join(SET_METHODS)}")
         if not 0 <= count < self.total:
@@ -251,6 +300,9 @@ class HeadSelection:
             return ()
         if method == RANDOM:
             every = list(chain.from_iterable(self.units.values()))
+            if self._allowed is not None:
+                ranks = {heads: rank for rank, heads in enumerate(random.Random(seed).sample(every, len(every)))}
+                return allocate_ranked(self.units, ranks, count, self._allowed)
             return tuple(sorted(chain.from_iterable(random.Random(seed).sample(every, count))))
         if method == LAYER_DROP and self._unit != "layer":
             return self._layers.choose(count=count)
@@ -260,9 +312,12 @@ class HeadSelection:
 
     def _least_damage(self, count: int) -> tuple[Head, ...]:
         while not self._stages or self._most < count:
-            self._stages.append(self._next_stage())
-        stage = next(each for each in self._stages if each.units + each.more >= count)
-        counts = stage.choose(count - stage.units)
+            stage = self._next_stage()
+            if self._stages and not stage.more:
+                break  # only a step of a layer is left that is larger than the units still allowed
+            self._stages.append(stage)
+        stage = next((each for each in self._stages if each.units + each.more >= count), self._stages[-1])
+        counts = stage.choose(min(count - stage.units, stage.more))
         if not self._config.tries:
             return stage.heads(counts)
         self._say(f"comparing up to {self._config.tries} choices of {count} {self._unit}s near the best one")
@@ -275,6 +330,7 @@ class HeadSelection:
             self._lm,
             self._calibration,
             unit="layer",
+            allowed=self._allowed_layers,
             config=self._config,
             known=self._known,
             say=self._say,
@@ -285,6 +341,15 @@ class HeadSelection:
         if self._config.tries:
             found._repaired_damage = self._repaired_damage
         return found
+
+    @property
+    def _allowed_layers(self) -> Allowed | None:
+        """Layers that may lose all their units."""
+        if self._allowed is None:
+            return None
+        return {
+            layer: (0, 1) if len(of_layer) in self._allowed[layer] else (0,) for layer, of_layer in self.units.items()
+        }
 
     @cached_property
     def _divergence(self) -> Divergence:
@@ -306,11 +371,19 @@ class HeadSelection:
         """Largest number of units that the last stage can choose."""
         return self._stages[-1].units + self._stages[-1].more
 
+    @property
+    def _largest_step(self) -> int:
+        """Largest number of units by which a layer's next allowed number is larger."""
+        if self._allowed is None:
+            return 1
+        steps = (b - a for numbers in self._allowed.values() for a, b in pairwise(sorted(numbers)))
+        return max(steps, default=1)
+
     def _next_stage(self) -> Stage:
         """Measure the damage of further units on the repaired model."""
         units = self._most if self._stages else 0
         share = self._config.next_share if units else self._config.first_share
-        more = min(max(1, round(share * self.total)), self.total - 1 - units)
+        more = min(max(self._largest_step, round(share * self.total)), self.total - 1 - units)
         self._say(f"measuring the damage of {more} {self._unit}s more")
         if not units:
             before, moments = Repaired(NO_EDITS, {}), self._original
@@ -332,4 +405,14 @@ class HeadSelection:
                     progress=done,
                 )
             moments = layer_moments(self._lm, texts, before.edits, self._steps)
-        return Stage(self._lm, moments, self._divergence, self.units, before, more, self._known, self._steps)
+        return Stage(
+            self._lm,
+            moments,
+            self._divergence,
+            self.units,
+            before,
+            more,
+            self._known,
+            self._steps,
+            self._allowed,
+        )

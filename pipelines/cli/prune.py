@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.catalog import RANKED_CRITERIA, RECALL_NAMES, SET_METHODS
 from headscan.cluster.placement.placement_base import parse_bytes
+from headscan.grid import Unit
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, changed, head
 from headscan.pipelines.cli.results import Json, Result, arm_row, verdict_notes
 from headscan.pipelines.cli.task_options import DemoSize, WholeModelVerb
-from headscan.pipelines.settings.saving_settings import REPAIRS, RecallConfig
+from headscan.pipelines.settings.saving_settings import REPAIRS, KvCounts, RecallConfig
 
 if TYPE_CHECKING:
     from headscan.pipelines.pruning.pruning_units import Budget
@@ -110,12 +111,19 @@ class _Choice:
         Option("first characters of the id of that run (default: the newest of this model)", flag="--run"),
     ] = None
     unit: Annotated[
-        Literal["head", "group", "layer"] | None,
+        Unit | None,
         Option(
             "head: single query heads; group: KV heads with their query heads, which frees KV cache; layer: whole "
             "attentions (default: head; group with --kv-bytes)"
         ),
     ] = None
+    kv_counts: Annotated[
+        KvCounts,
+        Option(
+            "numbers of KV heads that layers keep, with --unit group; divisors: those that a DeciLM folder for vLLM "
+            "holds without padding, so that the removed share may be less by up to one step of a layer"
+        ),
+    ] = "any"
     tries: Annotated[
         int | None,
         Option(
@@ -200,8 +208,10 @@ class Prune(WholeModelVerb):
             raise UsageError("--kv-bytes and --at go together: give bytes and the length at which they count")
         if size.kv_bytes is not None and choice.unit == "head":
             raise UsageError("--kv-bytes needs --unit group or layer: single query heads free no KV cache")
-        if size.names_heads and (choice.unit is not None or "choice.method" in given):
-            raise UsageError("--method and --unit have no effect on named heads: leave them out")
+        if size.names_heads and (choice.unit is not None or "choice.method" in given or choice.kv_counts != "any"):
+            raise UsageError("--method, --unit and --kv-counts have no effect on named heads: leave them out")
+        if choice.kv_counts != "any" and self.unit != "group":
+            raise UsageError("--kv-counts divisors goes with --unit group: add it, or leave --kv-counts out")
         if choice.tries is not None and not size.names_heads and not {"damage", "layer-drop"} & set(choice.method):
             raise UsageError("--tries has no effect without --method damage or layer-drop: leave it out")
         unused = ("tasks.names", "controls", "recall.plan.lengths", "recall.plan.questions")
@@ -211,6 +221,10 @@ class Prune(WholeModelVerb):
         if choice.run_id is not None and not set(choice.method) & set(RANKED_CRITERIA):
             raise UsageError("--run has no effect without a score as --method: leave it out, or name a score")
         self.check_texts()
+
+    @property
+    def unit(self) -> Unit:
+        return self.choice.unit or ("group" if self.size.kv_bytes is not None else "head")
 
     def run(self) -> Result:
         if self.size.import_heads and not Path(self.size.import_heads).is_file():
@@ -257,7 +271,8 @@ class Prune(WholeModelVerb):
                 orders=stored_orders(run.store, run.identity, choice.method, choice.run_id),
                 texts=texts,
                 recall=RecallConfig(prompts=0) if alone else RecallConfig(weight=choice.recall_weight),
-                unit=choice.unit or ("group" if size.kv_bytes is not None else "head"),
+                unit=self.unit,
+                kv_counts=choice.kv_counts,
                 selection=choice.selection(is_demo=self.is_demo),
                 repair=Repair(choice.repair, choice.distill),
                 controls=PruneConfig.controls if self.controls is None else self.controls,
@@ -268,6 +283,8 @@ class Prune(WholeModelVerb):
 
 def _result(store: str, result: PruneResult) -> Result:
     """Return a row for each pruned model, controls included, with its verdict."""
+    from headscan.pipelines.pruning.form_sizes import FormSize, form_sizes
+
     names = result.names or ("",) * len(result.models)
     verdict = result.verdict
     arms = {} if verdict is None else verdict.outcomes
@@ -277,14 +294,22 @@ def _result(store: str, result: PruneResult) -> Result:
             "folder": None if built.is_control else built.folder,
             "arm": name or None,
             "verdict": arm_row(arms[name]) if name in arms else None,
+            "forms": None
+            if built.is_control
+            else [asdict(each) for each in form_sizes(built.folder, built.costs.after)],
         }
         for built, name in zip(result.models, names, strict=True)
     ]
     facts = {"run_id": None if verdict is None else verdict.run_id, "store": store}
-    return Result(rows, lambda: _text(store, result, names), facts)
+    forms = [
+        {"share": f"{100 * built.share:.3g}%", "method": built.method, **FormSize(**form).row()}
+        for built, row in zip(result.models, rows, strict=True)
+        for form in row["forms"] or ()
+    ]
+    return Result(rows, lambda: _text(store, result, names, forms), facts)
 
 
-def _text(store: str, result: PruneResult, names: Sequence[str]) -> str:
+def _text(store: str, result: PruneResult, names: Sequence[str], forms: Sequence[Mapping[str, str]]) -> str:
     from headscan.pipelines.export.servable_model import serving_commands
     from headscan.pipelines.pruning.held_out_losses import loss_rows
     from headscan.pipelines.pruning.model_card import cost_rows, model_rows
@@ -304,6 +329,7 @@ def _text(store: str, result: PruneResult, names: Sequence[str]) -> str:
     if len(own) == 1:
         rows = [dict(zip(("", "before", "after"), row, strict=True)) for row in cost_rows(own[0].costs)]
         parts.append(text_table(rows))
+    parts.append(text_table(forms))
     if result.verdict is not None:
         outcomes = result.verdict.outcomes
         own_arms = [

@@ -7,6 +7,7 @@ attention is skipped (``no_op``), except for the first one, which engines cannot
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from headscan.analysis.plans import HeadPlan, SlidingLayers
+from headscan.checkpoints.decilm_source import RECORD
+from headscan.grid import HeadGrid
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.export.layer_types_folder import windows_of
 from headscan.pipelines.export.llama_folder import llama_fields, llama_weights, write_folder
@@ -90,15 +93,21 @@ def write_decilm(
     served = ServableModel(lm, "DeciLM folders")
     windows = None if plan is None else windows_of(lm, plan)
     target = Path(folder)
-    places = decilm_places(served.own_places(), max(each.heads for each in served.heads))
-    weights = llama_weights(served, places)
+    places, weights = decilm_weights(served)
     config = _config(served, places, weights)
     if windows is not None:
         config |= {"layer_types": list(windows.layer_types), "sliding_window": windows.sliding_window}
     nbytes = write_folder(lm, target, weights, config, code={_CODE_FILE: _CODE}, max_shard_size=max_shard_size)
     has_mult = "ffn_mult" in config["block_configs"][0]["ffn"]
-    sizes = tuple(served.sizes(target.name, places))
+    parameters = sum(each.numel() for each in weights.values())
+    sizes = tuple(served.sizes(target.name, places, parameters))
     return WrittenDecilm(target, config["num_attention_heads"], nbytes, has_mult, sizes, windows)
+
+
+def decilm_weights(served: ServableModel) -> tuple[tuple[Places, ...], dict[str, Tensor]]:
+    """Return the places of a folder, and its weights by name."""
+    places = decilm_places(served.own_places(), max(each.heads for each in served.heads))
+    return places, llama_weights(served, places)
 
 
 def decilm_places(own: Sequence[Places], most: int) -> tuple[Places, ...]:
@@ -113,12 +122,31 @@ def decilm_places(own: Sequence[Places], most: int) -> tuple[Places, ...]:
     return min(found)[2]
 
 
+def unpadded_kv_heads(grid: HeadGrid) -> dict[int, tuple[int, ...]]:
+    """Return by layer the numbers of KV heads, at most its own, that a folder holds without KV heads of zeros."""
+    found = {}
+    for site in grid.sites:
+        group = max(site.group_sizes, default=0)
+        numbers = range(0 if site.layer else 1, site.num_key_value_heads + 1)
+        rows = [_divided(grid.max_heads, Places(K, group if K else 0)) for K in numbers]
+        found[site.layer] = tuple(K for K, each in zip(numbers, rows, strict=True) if each and each.kv_heads == K)
+    return found
+
+
 def _divided(heads: int, own: Places) -> Places | None:
     """Return the fewest KV heads that divide a number of query heads and hold a layer; None if there are none."""
     if not own.kv_heads:
         return own
     fits = (K for K in range(own.kv_heads, heads + 1) if heads % K == 0 and heads // K >= own.group)
     return next((Places(K, heads // K) for K in fits), None)
+
+
+def _own_config(served: ServableModel) -> dict[str, Any]:
+    """Return the model's own configuration, from which `headscan.load` reads the folder."""
+    fields: dict[str, Any] = json.loads(served.config.to_json_string())
+    for name in ("auto_map", "_name_or_path"):
+        fields.pop(name, None)
+    return fields | {"dtype": str(served.model.dtype).removeprefix("torch.")}
 
 
 def _config(served: ServableModel, places: tuple[Places, ...], weights: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -148,5 +176,6 @@ def _config(served: ServableModel, places: tuple[Places, ...], weights: Mapping[
         "auto_map": {"AutoConfig": f"{_CODE_FILE.removesuffix('.py')}.DeciLMConfig"},
         "model_type": "nemotron-nas",
         "block_configs": blocks,
+        RECORD: _own_config(served),
         "num_key_value_heads": None,
     }

@@ -9,6 +9,7 @@ GGUF has rotary pairs of neighbours, transformers pairs of halves: the rows of q
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -60,6 +61,31 @@ class _Entry:
     make: Callable[[], Tensor]
 
 
+@dataclass(frozen=True)
+class GgufTensor(_Entry):
+    """A tensor with its shape and its type in the file."""
+
+    shape: tuple[int, ...]
+    type: GGMLQuantizationType
+
+    @property
+    def number(self) -> Any:
+        """The type of the array that holds it."""
+        if self.type is GGMLQuantizationType.Q8_0:
+            return np.uint8
+        return np.float16 if self.type is GGMLQuantizationType.F16 else np.float32
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of that array."""
+        is_block = self.type is GGMLQuantizationType.Q8_0
+        return gguf.quant_shape_to_byte_shape(self.shape, self.type) if is_block else self.shape
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.stored_shape) * np.dtype(self.number).itemsize
+
+
 def write_gguf(
     lm: LoadedModel,
     out: str | os.PathLike[str],
@@ -81,8 +107,7 @@ def write_gguf(
     """
     served = ServableModel(lm, "GGUF files of headscan")
     keys = _tokenizer_keys(served, tokenizer)
-    places = served.own_places()
-    architecture = "llama" if len(set(places)) == 1 else "deci"
+    architecture, places, tensors = gguf_tensors(served, type)
     target = Path(out)
     try:
         with replacing(target) as fresh:
@@ -90,12 +115,25 @@ def write_gguf(
             _add_settings(writer, served, places, _TYPES[type][1])
             for key in keys:
                 writer.add_key_value(key.name, key.value, key.type, key.part)
-            _write(writer, list(_entries(served, places)), _TYPES[type][0])
+            _write(writer, tensors)
     except OSError as problem:
         raise ExportError(
             f"{target} cannot be written: {problem.strerror or problem}. Free space, or choose another file"
         ) from problem
-    return WrittenGguf(target, architecture, target.stat().st_size, tuple(served.sizes(target.name, places)))
+    parameters = sum(math.prod(each.shape) for each in tensors)
+    sizes = tuple(served.sizes(target.name, places, parameters))
+    return WrittenGguf(target, architecture, target.stat().st_size, sizes)
+
+
+def gguf_tensors(served: ServableModel, type: GgufType) -> tuple[str, tuple[Places, ...], list[GgufTensor]]:
+    """Return the architecture of a file, its places, and its tensors."""
+    places = served.own_places()
+    architecture = "llama" if len(set(places)) == 1 else "deci"
+    tensors = []
+    for entry in _entries(served, places):
+        shape = tuple(entry.make().shape)
+        tensors.append(GgufTensor(entry.name, entry.make, shape, _type_of(shape, _TYPES[type][0])))
+    return architecture, places, tensors
 
 
 def _add_settings(
@@ -168,26 +206,20 @@ def _rope_factors(served: ServableModel) -> Tensor | None:
         return None
     D = served.head_dim
     plain = rope["rope_theta"] ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
-    factors: Tensor = (plain / served.model.model.rotary_emb.inv_freq.double().cpu()).float()
+    frequencies = served.model.model.rotary_emb.inv_freq
+    factors: Tensor = (plain.to(frequencies.device) / frequencies.double()).float()
     return factors
 
 
-def _write(writer: GGUFWriter, entries: list[_Entry], kind: GGMLQuantizationType) -> None:
+def _write(writer: GGUFWriter, tensors: list[GgufTensor]) -> None:
     """Write header, keys and tensors; one tensor after the other is in memory in the type of the file."""
-    types = {}
-    for entry in entries:
-        shape = tuple(entry.make().shape)
-        types[entry.name] = own = _type_of(shape, kind)
-        is_block = own is GGMLQuantizationType.Q8_0
-        stored = gguf.quant_shape_to_byte_shape(shape, own) if is_block else shape
-        number: Any = np.uint8 if is_block else np.float16 if own is GGMLQuantizationType.F16 else np.float32
-        nbytes = int(np.prod(stored)) * np.dtype(number).itemsize
-        writer.add_tensor_info(entry.name, stored, np.dtype(number), nbytes, raw_dtype=own)
+    for each in tensors:
+        writer.add_tensor_info(each.name, each.stored_shape, np.dtype(each.number), each.bytes, raw_dtype=each.type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for entry in entries:
-        writer.write_tensor_data(_stored(entry, types[entry.name]))
+    for each in tensors:
+        writer.write_tensor_data(_stored(each))
     writer.close()
 
 
@@ -198,12 +230,13 @@ def _type_of(shape: tuple[int, ...], kind: GGMLQuantizationType) -> GGMLQuantiza
     return GGMLQuantizationType.F16 if shape[-1] % block else kind
 
 
-def _stored(entry: _Entry, kind: GGMLQuantizationType) -> NDArray[Any]:
-    value = entry.make().detach().float().cpu().contiguous().numpy()
+def _stored(tensor: GgufTensor) -> NDArray[Any]:
+    kind = tensor.type
+    value = tensor.make().detach().float().cpu().contiguous().numpy()
     with np.errstate(over="ignore"):
         found: NDArray[Any] = gguf.quants.quantize(value, kind)
     if kind is not GGMLQuantizationType.F32 and not np.isfinite(_numbers(found, kind)).all():
-        raise ExportError(f"{entry.name} has numbers beyond {kind.name} (limit 65504). Write type f32")
+        raise ExportError(f"{tensor.name} has numbers beyond {kind.name} (limit 65504). Write type f32")
     return found
 
 

@@ -10,7 +10,7 @@ Shapes: E width of the hidden states, D width of a head, H query heads, K KV hea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -195,18 +195,18 @@ class ServableModel:
         found = [Places(len(each.kept_kv), max(each.group_sizes, default=0)) for each in self.heads]
         return tuple(Places(1, 1) if at == 0 and not each.kv_heads else each for at, each in enumerate(found))
 
-    def sizes(self, name: str, places: Sequence[Places]) -> list[HeldSize]:
-        """Return what the original, this model and its form with some places hold."""
+    def sizes(self, name: str, places: Sequence[Places], parameters: int) -> list[HeldSize]:
+        """Return what the original, this model and its form with some places and ``parameters`` hold."""
         own = sum(each.numel() for each in self.model.parameters())
         mine = [Places(len(each.kept_kv), 0) for each in self.heads]
         queries = [len(each.kept) for each in self.heads]
         before = [(each.heads, each.kv_heads) for each in self.heads]
         held = [(each.heads, each.kv_heads) for each in places]
         now = list(zip(queries, (each.kv_heads for each in mine), strict=True))
-        return [
-            self._size(label, each, own, now)
-            for label, each in (("original", before), ("this model", now), (name, held))
-        ]
+        original, this = (
+            self._size(label, each, own, now) for label, each in (("original", before), ("this model", now))
+        )
+        return [original, this, replace(self._size(name, held, own, now), parameters=parameters)]
 
     def _size(self, name: str, held: Sequence[tuple[int, int]], own: int, now: Sequence[tuple[int, int]]) -> HeldSize:
         query, kv = (sum(counts) for counts in zip(*held, strict=True))

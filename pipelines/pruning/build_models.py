@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headscan.catalog import LAYER_DROP
 from headscan.errors import PruningError
-from headscan.grid import Head, Unit
+from headscan.grid import Head, Unit, find_units
 from headscan.long_work import KnownNumbers, hash_of
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pass_tokens
@@ -37,7 +37,9 @@ from headscan.pipelines.pruning.pruning_units import (
     Budget,
     BudgetSearch,
     all_units,
+    allowed_groups,
     first_units,
+    mean_ranks,
     rounding_note,
     skipped_by,
 )
@@ -45,10 +47,10 @@ from headscan.pipelines.pruning.work_folder import read_model, write_model
 from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.runs.text_tables import Progress, at_work, shown_steps
-from headscan.pipelines.settings.saving_settings import REPAIRS, RecallConfig
+from headscan.pipelines.settings.saving_settings import REPAIRS, KvCounts, RecallConfig
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import Divergence, Edits
-from headscan.pruning.head_selection import HeadSelection, SelectionConfig
+from headscan.pruning.head_selection import HeadSelection, SelectionConfig, allocate_ranked
 from headscan.pruning.repair import DistillConfig, RepairConfig, Target, distill, mean_outputs, repair
 from headscan.pruning.slice_heads import slice_heads
 from headscan.sizing.model_sizes import LayerCache
@@ -131,6 +133,7 @@ class BuildJob:
     texts: CalibrationTexts
     wanted: tuple[WantedModel, ...]
     unit: Unit = "head"
+    kv_counts: KvCounts = "any"
     selection: SelectionConfig = field(default_factory=SelectionConfig)
     repair: Repair = field(default_factory=Repair)
     orders: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
@@ -180,6 +183,7 @@ class _Builder:
     def __init__(self, lm: LoadedModel, job: BuildJob) -> None:
         self._lm, self._job = lm, job
         self._units = all_units(lm.grid, job.unit)
+        self._allowed = allowed_groups(lm.grid, job.kv_counts)
         self._controls: set[tuple[str, float, tuple[Head, ...]]] = set()
         self._passed_over: list[Callable[[], tuple[Head, ...]]] = []
         ids, lengths = (torch.from_numpy(each) for each in (job.texts.ids, job.texts.lengths))
@@ -195,6 +199,7 @@ class _Builder:
             self._lm,
             self._calibration,
             unit=job.unit,
+            allowed=self._allowed,
             config=job.selection,
             known=job.known,
             say=job.say,
@@ -209,10 +214,10 @@ class _Builder:
         share = len(removed) / self._lm.grid.total_heads
         nominal = getattr(wanted.budget, "share", None)
         share = share if nominal is None else nominal
-        for note in (
-            rounding_note(wanted.budget, job.unit, self._units, removed) if wanted.budget is not None else "",
-            skipped_layers(skipped_by(self._lm.grid, removed)),
-        ):
+        rounding = ""
+        if wanted.budget is not None:
+            rounding = rounding_note(wanted.budget, job.unit, self._units, removed, job.kv_counts)
+        for note in (rounding, skipped_layers(skipped_by(self._lm.grid, removed))):
             if note:
                 job.say(note)
         yield finished or self._one(wanted.folder, wanted.method, share, removed)
@@ -255,7 +260,14 @@ class _Builder:
             lambda count: self._loss(self._choose(wanted.method, count)),
             wanted.method,
         )
-        return self._choose(wanted.method, wanted.budget.count(len(units), search))
+        removed = self._choose(wanted.method, wanted.budget.count(len(units), search))
+        if not removed:
+            least = min((step for numbers in (self._allowed or {}).values() for step in numbers if step), default=0)
+            raise PruningError(
+                f"{wanted.budget.label} with kv_counts={self._job.kv_counts} removes 0 KV groups (limit {least}, the"
+                " smallest step of a layer). Remove more, or allow any KV counts"
+            )
+        return removed
 
     def _count_of(self, removed: Sequence[Head]) -> int:
         """Return the number of units with as many heads as those removed."""
@@ -266,6 +278,9 @@ class _Builder:
 
     def _choose(self, method: str, count: int, seed: int = 0) -> tuple[Head, ...]:
         if method in self._job.orders:
+            if self._allowed is not None:
+                ranks = mean_ranks(self._units, self._job.orders[method])
+                return allocate_ranked(find_units(self._lm.grid, self._job.unit), ranks, count, self._allowed)
             return tuple(Head(*head) for head in first_units(self._units, self._job.orders[method], count))
         return self._selection.choose(method=method, count=count, seed=seed)
 
@@ -297,6 +312,8 @@ class _Builder:
 
     def _loss(self, removed: Sequence[Head]) -> float:
         heads = self._lm.grid.check(removed)
+        if not heads:
+            return 0.0
         unit = ("divergence of a model within a loss limit", self._job.repair.words, heads)
         if (found := self._job.known.get(unit)) is None:
             weights = self._job.repair.weights(self._lm, self._calibration, removed)
@@ -337,6 +354,7 @@ class _Builder:
             method=method,
             share=share,
             unit=job.unit,
+            kv_counts=job.kv_counts,
             repair=job.repair.words,
             removed=tuple(removed),
             skipped=skipped_by(self._lm.grid, removed),

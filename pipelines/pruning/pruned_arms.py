@@ -13,6 +13,7 @@ from headscan.pipelines.pruning.held_out_losses import LossChange
 from headscan.pipelines.pruning.model_costs import CostComparison
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint, identify
 from headscan.pipelines.scoring.arms import Arm, model_arm, model_settings
+from headscan.pipelines.settings.saving_settings import KvCounts
 
 #: Method that chooses random heads, a control of all others.
 RANDOM = "random"
@@ -29,6 +30,7 @@ class BuiltModel:
         seed: Seed of random heads; None for other methods.
         is_control: The model is a control of another one, and is deleted when it is judged.
         losses: Held-out losses by task; empty for controls.
+        kv_counts: Numbers of KV heads that its layers may have.
     """
 
     folder: Path
@@ -42,6 +44,7 @@ class BuiltModel:
     seed: int | None = None
     is_control: bool = False
     losses: Mapping[str, LossChange] = field(default_factory=dict)
+    kv_counts: KvCounts = "any"
 
     @property
     def kind(self) -> ArmKind:
@@ -57,7 +60,8 @@ class BuiltModel:
     @property
     def selection(self) -> str:
         """Unit and repair, the settings that a model shares with its controls."""
-        return f"unit {self.unit}, repair {self.repair}"
+        numbers = "" if self.kv_counts == "any" else f", KV counts {self.kv_counts}"
+        return f"unit {self.unit}{numbers}, repair {self.repair}"
 
 
 def pruned_arm(built: BuiltModel, baseline: ModelSpec, identity: ModelIdentity) -> Arm:

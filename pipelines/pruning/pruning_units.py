@@ -11,6 +11,9 @@ from headscan.catalog import head_count
 from headscan.errors import PruningError
 from headscan.grid import Head, HeadGrid, Unit, find_units
 from headscan.options import Count, Limits, check_limits
+from headscan.pipelines.export.decilm_folder import unpadded_kv_heads
+from headscan.pipelines.settings.saving_settings import KvCounts
+from headscan.pruning.head_selection import Allowed
 
 #: Chooses so many units; returns their heads.
 Choose = Callable[[int], tuple[Head, ...]]
@@ -21,15 +24,27 @@ def all_units(grid: HeadGrid, unit: Unit) -> list[tuple[Head, ...]]:
     return [heads for of_layer in find_units(grid, unit).values() for heads in of_layer]
 
 
+def allowed_groups(grid: HeadGrid, kv_counts: KvCounts) -> Allowed | None:
+    """Return by layer the numbers of KV heads that may go; None if any may. A layer may always stay as it is."""
+    if kv_counts == "any":
+        return None
+    most = {site.layer: site.num_key_value_heads for site in grid.sites}
+    return {
+        layer: sorted({0, *(most[layer] - each for each in numbers)})
+        for layer, numbers in unpadded_kv_heads(grid).items()
+    }
+
+
 def first_units(units: Sequence[tuple[Head, ...]], order: Sequence[tuple[int, int]], count: int) -> tuple[Head, ...]:
-    """Return the heads of the ``count`` units with the lowest mean rank of their heads: the position in ``order`` (the
-    most removable first), or len(``order``) for other heads.
-    """
-    rank = {(layer, head): place for place, (layer, head) in enumerate(order)}
-    by_rank = sorted(
-        units, key=lambda heads: sum(rank.get((layer, head), len(rank)) for layer, head in heads) / len(heads)
-    )
+    """Return the heads of the ``count`` units with the lowest mean rank in ``order``, the most removable head first."""
+    by_rank = sorted(units, key=mean_ranks(units, order).__getitem__)
     return tuple(sorted(head for heads in by_rank[:count] for head in heads))
+
+
+def mean_ranks(units: Sequence[tuple[Head, ...]], order: Sequence[tuple[int, int]]) -> dict[tuple[Head, ...], float]:
+    """Return the mean rank of each unit's heads in ``order``; that of a head that it lacks is its length."""
+    rank = {(layer, head): place for place, (layer, head) in enumerate(order)}
+    return {heads: sum(rank.get((layer, head), len(rank)) for layer, head in heads) / len(heads) for heads in units}
 
 
 def skipped_by(grid: HeadGrid, removed: Sequence[tuple[int, int]]) -> tuple[int, ...]:
@@ -159,7 +174,9 @@ class LossBudget(Budget):
         return low
 
 
-def rounding_note(budget: Budget, unit: Unit, units: Sequence[tuple[Head, ...]], removed: Sequence[Head]) -> str:
+def rounding_note(
+    budget: Budget, unit: Unit, units: Sequence[tuple[Head, ...]], removed: Sequence[Head], kv_counts: KvCounts = "any"
+) -> str:
     """Return a note if a share is not met exactly; empty if it is, or if the budget is no share."""
     share = getattr(budget, "share", None)
     total = sum(map(len, units))
@@ -170,4 +187,9 @@ def rounding_note(budget: Budget, unit: Unit, units: Sequence[tuple[Head, ...]],
     return (
         f"{share:.1%} of {total} heads are {share * total:.1f} heads; {gone} of {len(units)} {names[unit]} with"
         f" {len(removed)} heads ({len(removed) / total:.1%}) are removed"
+        + (
+            "; a layer's KV heads divide its query heads, so the share can be less by up to one step"
+            if kv_counts == "divisors"
+            else ""
+        )
     )

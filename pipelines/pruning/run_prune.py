@@ -33,7 +33,7 @@ from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scoring.arms import BASELINE
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
-from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig
+from headscan.pipelines.settings.saving_settings import KvCounts, RecallConfig, TextConfig
 from headscan.pruning.head_selection import SelectionConfig
 
 
@@ -51,6 +51,9 @@ class PruneConfig:
         texts: Texts that choose, repair and judge.
         recall: Recall prompts that do so, too.
         unit: Unit of removal.
+        kv_counts: ``divisors`` leaves each layer a number of KV heads that a DeciLM folder holds without KV heads of
+            zeros: a divisor of the query heads, or 0 except in the first layer. The share that is reached may fall
+            short by less than one step of a layer.
         selection: Effort of the methods ``damage`` and ``layer-drop``.
         repair: Projections that are solved again.
         controls: Number of random controls of each model; with 0 there is no model without whole layers either.
@@ -71,6 +74,7 @@ class PruneConfig:
     texts: TextConfig = field(default_factory=TextConfig)
     recall: RecallConfig = field(default_factory=RecallConfig)
     unit: Unit = "head"
+    kv_counts: KvCounts = "any"
     selection: SelectionConfig = field(default_factory=SelectionConfig)
     repair: Repair = field(default_factory=Repair)
     controls: Annotated[int, Limits(least=0)] = 1
@@ -81,6 +85,11 @@ class PruneConfig:
     def __post_init__(self) -> None:
         if not (self.budgets and self.methods) and not self.heads:
             raise PruningError("nothing to prune: 0 sizes (limit 1). Set `share`, or name heads")
+        if self.kv_counts != "any" and (self.unit != "group" or self.heads):
+            raise PruningError(
+                f"kv_counts={self.kv_counts} with unit={self.unit} or named heads (limit: unit=group). Choose"
+                " unit=group, or leave it out"
+            )
         check_limits(self, PruningError)
 
     @property
@@ -182,6 +191,7 @@ def prune(config: PruneConfig, run: Run) -> PruneResult:
             texts=texts,
             wanted=config.wanted(work.path),
             unit=config.unit,
+            kv_counts=config.kv_counts,
             selection=config.selection,
             repair=config.repair,
             orders=config.orders,
@@ -218,6 +228,7 @@ def _settings(config: PruneConfig, run: Run, texts: CalibrationTexts) -> str:
         "orders": [(name, *map(tuple, order)) for name, order in config.orders.items()],
         "how": [
             config.unit,
+            config.kv_counts,
             config.selection,
             config.repair,
             config.recall,

@@ -61,6 +61,9 @@ class RecallConfig:
         check_limits(self, PruningError)
 
 
+#: Numbers of KV heads that the layers of a pruned model may have.
+KvCounts = Literal["any", "divisors"]
+
 #: Projections that each repair solves; ``mean`` adds the mean outputs of removed heads instead.
 REPAIRS: Mapping[str, tuple[Literal["o", "v", "down"], ...]] = {
     "none": (),

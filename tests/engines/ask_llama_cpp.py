@@ -1,5 +1,7 @@
 """Ask llama.cpp for log-probabilities after each prefix of token ids, and for greedy tokens.
 
+A request with ``requests``, pairs of token ids and a number, asks for the log-likelihood of so many last tokens.
+
     python ask_llama_cpp.py MODEL.gguf REQUEST.json ANSWER.json
 
 It runs in an environment with xllamacpp and without headscan. The KV cache is float32, as in the model that it is
@@ -19,7 +21,8 @@ def main(model: str, request_file: str, answer_file: str) -> None:
     request = json.loads(Path(request_file).read_text(encoding="utf-8"))
     settings = xllamacpp.CommonParams()
     settings.model.path = model
-    settings.n_ctx, settings.n_parallel, settings.verbosity = 512, 1, -1
+    settings.n_ctx = request.get("tokens", 512)
+    settings.n_parallel, settings.verbosity = 1, -1
     settings.warmup = settings.ctx_shift = False
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = os.cpu_count() or 1
     settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
@@ -40,6 +43,20 @@ def main(model: str, request_file: str, answer_file: str) -> None:
         with urllib.request.urlopen(asked) as answer:
             return json.load(answer)["completion_probabilities"]
 
+    if "requests" in request:
+        rows_by_prefix: dict[tuple[int, ...], dict[int, float]] = {}
+        sums = []
+        for ids, scored in request["requests"]:
+            total = 0.0
+            for end in range(len(ids) - scored, len(ids)):
+                prefix = tuple(ids[:end])
+                if prefix not in rows_by_prefix:
+                    [row] = complete(ids[:end], 1, request["candidates"])
+                    rows_by_prefix[prefix] = {each["id"]: each["logprob"] for each in row["top_logprobs"]}
+                total += rows_by_prefix[prefix][ids[end]]
+            sums.append(total)
+        Path(answer_file).write_text(json.dumps({"log_likelihoods": sums}), encoding="utf-8")
+        return
     ids = request["ids"]
     rows = [complete(ids[:end], 1, request["candidates"])[0]["top_logprobs"] for end in range(1, len(ids) + 1)]
     found = {

@@ -1,5 +1,7 @@
 """Ask vLLM for log-probabilities after each prefix of token ids, for greedy tokens, and for the room in its cache.
 
+A request with ``requests``, pairs of token ids and a number, asks for the log-likelihood of so many last tokens.
+
     python ask_vllm.py FOLDER REQUEST.json ANSWER.json
 
 It runs in an environment with vLLM for CPUs and without headscan.
@@ -30,10 +32,19 @@ def main(folder: str, request_file: str, answer_file: str) -> None:
         trust_remote_code=True,
         dtype="float32",
         enforce_eager=True,
-        max_model_len=256,
+        max_model_len=request.get("tokens", 256),
         max_logprobs=request["candidates"],
         max_num_seqs=4,
     )
+    if "requests" in request:
+        asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        prompts = [{"prompt_token_ids": ids} for ids, _ in request["requests"]]
+        sums = [
+            sum(row[token].logprob for row, token in zip(found.prompt_logprobs[-scored:], ids[-scored:], strict=True))
+            for found, (ids, scored) in zip(engine.generate(prompts, asked), request["requests"], strict=True)
+        ]
+        Path(answer_file).write_text(json.dumps({"log_likelihoods": sums}), encoding="utf-8")
+        return
     asked = SamplingParams(
         temperature=0, max_tokens=request["greedy"], prompt_logprobs=request["candidates"], ignore_eos=True
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 from typing import get_args
@@ -43,6 +44,26 @@ def test_units_are_removed_whole(lm: LoadedModel, unit: Unit) -> None:
             chosen = set(selection.choose(method=method, count=count))
             assert len(chosen) == count * sizes[unit]
             assert sum(each <= chosen for each in units) == count
+
+
+@pytest.mark.parametrize("tries", [0, 6])
+def test_layers_keep_allowed_numbers_at_every_size(tries: int) -> None:
+    """Also where further stages move layers on a repaired model; every size is missed by less than one step."""
+    lm = make_loaded("llama-mha")
+    allowed = {0: (0, 3, 4, 5), 1: (0, 3, 4, 5, 6), 2: (0, 3, 4, 5, 6)}
+    config = SelectionConfig(first_share=0.3, next_share=0.1, tries=tries, judged_tokens=300)
+    selection = HeadSelection(lm, random_texts(lm), allowed=allowed, config=config)
+    for method in ("damage", "random"):
+        reached = []
+        for count in range(18):
+            chosen = selection.choose(method=method, count=count)
+            lost = Counter(layer for layer, _ in chosen)
+            assert all(number in allowed[layer] for layer, number in lost.items())
+            reached.append(len(chosen))
+        assert all(count - 3 < found <= count for count, found in enumerate(reached))
+        assert reached[17] == 17 and reached == sorted(reached)
+    dropped = {layer for layer, _ in selection.choose(method="layer-drop", count=2)}
+    assert dropped == {1, 2}
 
 
 def test_duplicated_and_silent_heads_go_first() -> None:

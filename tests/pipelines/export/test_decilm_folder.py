@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import headscan
-from headscan.errors import ExportError, PruningError
+from headscan.errors import ExportError, ModelLoadError, PruningError
+from headscan.grid import HeadGrid
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.export import llama_folder
-from headscan.pipelines.export.decilm_folder import decilm_places, write_decilm
+from headscan.pipelines.export.decilm_folder import decilm_places, unpadded_kv_heads, write_decilm
 from headscan.pipelines.export.servable_model import Places
 from tests.pipelines.export.test_gguf_export import REMOVED, logits
 from tests.small_models import make_loaded
@@ -131,6 +133,42 @@ def test_counts_that_do_not_divide_the_query_heads_are_padded(tmp_path: Path) ->
     assert stored == served.parameters
 
 
+@pytest.mark.parametrize("name", ["llama", "llama-mha", "qwen2", "mistral"])
+@pytest.mark.parametrize("case", REMOVED)
+@pytest.mark.parametrize("added", [False, True])
+def test_headscan_reads_a_folder_back(
+    name: str, case: str, added: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADSCAN_CACHE", str(tmp_path / "cache"))
+    layers = {layer for layer, _ in REMOVED[case]} if added else ()
+    biases = {f"model.layers.{layer}.self_attn.o_proj.bias": torch.randn(48) for layer in layers}
+    lm = headscan.slice_heads(make_loaded(name), REMOVED[case], biases)
+    folder = write_decilm(lm, tmp_path / "served").folder
+    again, tokens = headscan.load(folder), ids(lm)
+    assert torch.allclose(logits(lm, tokens), logits(again, tokens), atol=1e-5)
+    assert [site.num_key_value_heads for site in again.grid.sites] == [
+        site.num_key_value_heads for site in lm.grid.sites
+    ]
+
+
+def test_folders_that_cannot_be_read_back_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADSCAN_CACHE", str(tmp_path / "cache"))
+    folder = write_decilm(headscan.slice_heads(make_loaded("llama-mha"), [(1, 0)]), tmp_path / "served").folder
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.self_attn.o_proj.weight"] += 1.0
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"layers.1.*o_proj.weight is not 0 where its model has no head"):
+        headscan.load(folder)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"layer_types": ["sliding_attention"] * 3, "sliding_window": 8}))
+    with pytest.raises(ModelLoadError, match="has windows by layer, which only engines apply"):
+        headscan.load(folder)
+    file.write_text(json.dumps({name: value for name, value in config.items() if name != "headscan_model"}))
+    with pytest.raises(ModelLoadError, match="without the configuration of its model"):
+        headscan.load(folder)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_added_biases_are_kept_also_where_attention_is_gone(name: str, tmp_path: Path) -> None:
     removed = [*((0, head) for head in range(6)), *((1, head) for head in range(6)), (2, 4)]
@@ -154,6 +192,20 @@ def test_places_have_the_smallest_cache_that_one_number_of_query_heads_allows(
 ) -> None:
     most = max(K * G for K, G in places)
     assert decilm_places([Places(*each) for each in own], most) == tuple(Places(*each) for each in places)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "numbers"),
+    [(32, 8, (0, 1, 2, 4, 8)), (9, 3, (0, 1, 3)), (24, 8, (0, 1, 2, 3, 4, 6, 8)), (6, 6, (0, 1, 2, 3, 6))],
+)
+def test_numbers_of_kv_heads_that_need_no_zeros(heads: int, kv_heads: int, numbers: tuple[int, ...]) -> None:
+    site = replace(make_loaded("llama").grid.sites[0], num_attention_heads=heads, num_key_value_heads=kv_heads)
+    grid = HeadGrid(tuple(replace(site, layer=layer) for layer in range(2)), 2, "sdpa")
+    assert unpadded_kv_heads(grid) == {0: numbers[1:], 1: numbers}  # engines cannot skip the first layer
+    own = Places(kv_heads, heads // kv_heads)
+    for number in range(kv_heads + 1):
+        places = decilm_places([own, Places(number, own.group if number else 0)], heads)
+        assert (places[1].kv_heads == number) == (number in numbers)
 
 
 def test_transformers_reads_the_configuration(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, TextChunk
+from headscan.pipelines.export.decilm_folder import write_decilm
 from headscan.pipelines.kv.damage_measurement import Prompts
 from headscan.pipelines.pruning.calibration_texts import check_tokens, read_texts
 from headscan.pipelines.pruning.held_out_losses import HeldOutLosses
@@ -29,7 +30,8 @@ from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig
 from headscan.pruning.edited_model import Edits
 from headscan.pruning.repair import repair
 from tests.headscan.pruning.texts import random_texts
-from tests.small_models import make_loaded
+from tests.pipelines.conftest import make_tokenizer
+from tests.small_models import make_loaded, make_model
 
 pytestmark = pytest.mark.usefixtures("own_tasks_alone")
 
@@ -166,6 +168,41 @@ def test_bytes_count_the_layers_that_are_dropped(command: list[str], model_folde
     assert len({head.layer for head in smaller.grid.heads()}) == 1
 
 
+@pytest.fixture(scope="module")
+def many_kv_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model with 6 KV heads in each of 3 layers, which divisors of 6 remove in steps of 3, 1, 1 and 1."""
+    folder = tmp_path_factory.mktemp("many") / "many-kv-heads"
+    make_model("llama-mha", vocabulary=300).save_pretrained(folder)
+    make_tokenizer(300).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("size", [["--share", "0.55"], ["--kv-bytes", "KV", "--at", "100"]])
+def test_counts_that_divide_are_served_without_padding(
+    size: list[str], command: list[str], many_kv_heads: Path, tmp_path: Path
+) -> None:
+    whole = headscan.load(str(many_kv_heads))
+    cache = 100 * cache_bytes(whole.model(IDS, use_cache=True).past_key_values) // IDS.shape[1]
+    words = ["prune", str(many_kv_heads), *without_tasks(command)[2:], *size, "--skip-verdict", "--unit", "group"]
+    words = [f"{cache * 8 // 18}B" if word == "KV" else word for word in words]
+    assert main([*words, "--kv-counts", "divisors"]) == 0
+    lm = headscan.load(str(tmp_path / "smaller"))
+    counts = [site.num_key_value_heads for site in lm.grid.sites]
+    assert sum(counts) == 8 and set(counts) <= {0, 1, 2, 3, 6} and counts[0]
+    _, own, served = write_decilm(lm, tmp_path / "served").sizes
+    assert served.kv_heads == own.kv_heads == 8
+
+
+def test_a_share_below_the_smallest_step_is_refused(
+    command: list[str], many_kv_heads: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["prune", str(many_kv_heads), *without_tasks(command)[2:], "--unit", "group", "--kv-counts", "divisors"]
+    words += ["--method", "random", "--skip-verdict", "--share"]
+    assert main([*words, "0.1"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "10% with --kv-counts divisors removes 0 KV groups (limit 3, the smallest step of a layer)." in error
+
+
 @pytest.mark.slow
 def test_a_pruned_model_is_evaluated_and_pruned_again(
     command: list[str], task_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -196,6 +233,8 @@ def test_a_pruned_model_is_evaluated_and_pruned_again(
         (["--kv-bytes", "1B", "--at", "1000", "--unit", "head"], "single query heads free no KV cache"),
         (["--mask", "absent"], "no mask absent"),
         (["--heads", "0:1", "--unit", "group"], "have no effect on named heads"),
+        (["--heads", "0:1", "--kv-counts", "divisors"], "have no effect on named heads"),
+        (["--share", "0.3", "--kv-counts", "divisors"], "--kv-counts divisors goes with --unit group: add it"),
         (["--share", "0.2", "--method", "entropy"], "has no finished scan"),
         (["--share", "0.2", "--tasks", "contin"], "did you mean counting"),
         (["--share", "0.2", "--run", "abc"], "--run has no effect without a score"),

@@ -70,6 +70,9 @@ def test_shares_are_rounded_to_whole_units(grid: headscan.HeadGrid) -> None:
     removed = groups[0]
     note = rounding_note(budget, "group", groups, removed)
     assert f"1 of {len(groups)} KV groups with {len(removed)} heads ({len(removed) / total:.1%}) are removed" in note
+    assert note.endswith("are removed")
+    short = rounding_note(budget, "group", groups, removed, "divisors")
+    assert short == f"{note}; a layer's KV heads divide its query heads, so the share can be less by up to one step"
     assert rounding_note(ShareBudget(len(removed) / total), "group", groups, removed) == ""
     for share in (0.0, 1.0, 1.2):
         with pytest.raises(PruningError, match=r"share=.* \(limit (above 0|below 1|finite)"):

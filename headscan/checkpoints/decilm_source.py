@@ -1,0 +1,109 @@
+"""DeciLM folders that headscan wrote, read back as the pruned models that they came from.
+
+A folder's ``config.json`` holds the configuration of its model in addition. The weights are those of the folder,
+without the heads of zeros that fill places of the format.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from headscan.errors import ModelLoadError
+
+#: Key of ``config.json`` that holds the configuration of the model.
+RECORD = "headscan_model"
+_MODEL_TYPE = "nemotron-nas"
+
+
+def recorded_config(folder: Path) -> dict[str, Any] | None:
+    """Return the configuration of the model in a DeciLM folder of headscan; None for other models.
+
+    Raises:
+        ModelLoadError: headscan wrote the folder without the configuration, or with windows.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    # Folders of others bring the code of their models, too.
+    if config.get("model_type") != _MODEL_TYPE or set(config.get("auto_map") or ()) != {"AutoConfig"}:
+        return None
+    if RECORD not in config:
+        raise ModelLoadError(f"{folder} is a DeciLM folder without the configuration of its model. Export it again")
+    if "sliding_attention" in (config.get("layer_types") or ()):
+        raise ModelLoadError(
+            f"{folder} has windows by layer, which only engines apply. Evaluate the plan on the model it was made for"
+        )
+    record: dict[str, Any] = config[RECORD]
+    return record
+
+
+def write_pruned_folder(folder: Path, target: Path) -> None:
+    """Write the model of a DeciLM folder with its tokenizer.
+
+    Raises:
+        ModelLoadError: A weight is missing, or a head that fills a place is not zero.
+    """
+    import shutil
+
+    import torch
+    from huggingface_hub import save_torch_state_dict
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from headscan.pruning.format.attention_parts import LayerHeads
+    from headscan.pruning.format.pruned_model import heads_of
+
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for file in folder.iterdir():
+        if file.suffix in (".json", ".txt", ".jinja", ".model") and not file.name.startswith(("config.", "model.")):
+            shutil.copyfile(file, target / file.name)
+    (target / "config.json").write_text(json.dumps(config[RECORD], indent=2) + "\n", encoding="utf-8")
+    own = AutoConfig.from_pretrained(target)
+    with torch.device("meta"):
+        expected = AutoModelForCausalLM.from_config(own).state_dict()
+    held: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        held |= load_file(path)
+
+    whole = LayerHeads.all(own.num_attention_heads, own.num_key_value_heads)
+    pruned = heads_of(own)
+
+    def own_heads(name: str) -> torch.Tensor:
+        """Return a weight or bias of an attention without the heads of zeros."""
+        *_, number, _, projection, leaf = name.split(".")
+        value, heads = held[name], pruned.get(int(number), whole)
+        group = config["block_configs"][int(number)]["attention"]["n_heads_in_group"]
+        places = list(range(len(heads.kept_kv)))
+        if projection in ("q_proj", "o_proj"):
+            index = heads.kv_index
+            places = [kv_head * group + index[:at].count(kv_head) for at, kv_head in enumerate(index)]
+        dim = 1 if projection == "o_proj" else 0
+        if projection == "o_proj" and leaf == "bias":
+            return value
+        by_head = value.unflatten(dim, (-1, config["head_dim"]))
+        others = [at for at in range(by_head.shape[dim]) if at not in places]
+        if projection == "o_proj" and by_head.index_select(dim, torch.tensor(others, dtype=torch.long)).any():
+            raise ModelLoadError(f"{folder}: {name} is not 0 where its model has no head. Export the model again")
+        return by_head.index_select(dim, torch.tensor(places)).flatten(dim, dim + 1)
+
+    found: dict[str, torch.Tensor] = {}
+    for name, like in expected.items():
+        block, _, part = name.partition(".self_attn.")
+        number = int(block.rpartition(".")[2]) if part else -1
+        before = f"model.layers.{number - 1}.mlp.down_proj.bias" if number else f"{block}.self_attn.o_proj.bias"
+        if name == "lm_head.weight" and config["tie_word_embeddings"]:
+            continue
+        if part == "bias":
+            # A layer without attention has its bias in the last one before it.
+            is_own = before not in expected and before in held
+            found[name] = held[before] if is_own else torch.zeros(like.shape, dtype=like.dtype)
+        elif name.endswith("input_layernorm.weight") and name not in held:
+            found[name] = torch.ones(like.shape, dtype=like.dtype)  # nothing reads it without attention
+        elif name not in held:
+            raise ModelLoadError(f"{folder} lacks the weight {name}. Copy or export it again")
+        else:
+            found[name] = own_heads(name) if part else held[name]
+    save_torch_state_dict({name: each.contiguous() for name, each in found.items()}, target, metadata={"format": "pt"})

@@ -1,0 +1,85 @@
+"""The answers of `headscan evaluate` to 100 questions against those of engines that serve the same pruned model.
+
+The folder of the engines' environments (``make engines``) is ``.engines``, or that of the variable HEADSCAN_ENGINES.
+vLLM reads the DeciLM folder that headscan reads back; llama.cpp a GGUF file of the same model. Both get the requests as
+token ids: the answers are the engines' own log-probabilities of the choices, without lm-eval's adapters in between.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import headscan
+from headscan.analysis.store.store import Store
+from headscan.pipelines.cli.main import main
+from headscan.pipelines.recall.needle_and_copying import recall_questions
+from headscan.pipelines.settings.evaluation_settings import RecallPlan
+from tests.engines.check_engines import ENGINES
+
+_ENGINES = Path(os.environ.get("HEADSCAN_ENGINES", ".engines"))
+_QUESTIONS, _LENGTH = 100, 128
+#: Uneven groups, whole groups, and a layer without attention.
+_REMOVED = [(0, 1), (1, 0), (1, 1), (2, 4), (2, 5), (2, 6), (2, 7), *((4, head) for head in range(8))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vLLM", "llama.cpp"])
+def test_engines_give_the_same_answers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ENGINES[name]
+    python = _ENGINES / engine.folder / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"no environment of {name} in {_ENGINES}")
+    monkeypatch.setenv("HEADSCAN_CACHE", str(tmp_path / "cache"))
+    lm = headscan.slice_heads(headscan.load("demo", device="cpu", dtype="float32"), _REMOVED)
+    exported = engine.write(lm, None, tmp_path)
+    model = exported
+    if exported.is_file():  # headscan reads no GGUF file whose layers differ
+        headscan.save_pruned(lm, model := tmp_path / "smaller")
+
+    plan = RecallPlan(lengths=(_LENGTH,), questions=_QUESTIONS)
+    every = recall_questions(lm.require_tokenizer(), plan, lm.max_tokens, bos="auto")
+    questions = [each for each in every if each.task.startswith("needle")]
+    requests = [request for each in questions for request in each.requests]
+    request = {
+        "requests": requests,
+        "candidates": lm.model.config.vocab_size,
+        "tokens": 8 + max(len(each.ids) for each in requests),
+    }
+    (tmp_path / "request.json").write_text(json.dumps(request), encoding="utf-8")
+    words = [str(python), str(Path(__file__).parent / engine.script), str(exported)]
+    files = [str(tmp_path / "request.json"), str(tmp_path / "answer.json")]
+    asked = subprocess.run([*words, *files], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert asked.returncode == 0, asked.stdout[-3000:]
+    answered = json.loads((tmp_path / "answer.json").read_text(encoding="utf-8"))["log_likelihoods"]
+
+    recall = ["--recall-lengths", str(_LENGTH), "--recall-questions", str(_QUESTIONS)]
+    store = tmp_path / "s.duckdb"
+    settings = ["--device", "cpu", "--dtype", "float32", "--limit", "4", "--store", str(store)]
+    assert main(["evaluate", "demo", "--models", str(model), *recall, *settings]) == 0
+    rows = Store(store).query(
+        "select question, response, log_likelihoods from answers join arms using (arm_id)"
+        f" where kind = 'model' and task = 'needle@{_LENGTH}' order by question"
+    )
+    ours = rows.to_pylist()
+    whole = Store(store).query(
+        "select log_likelihoods from answers join arms using (arm_id)"
+        f" where kind = 'baseline' and task = 'needle@{_LENGTH}' order by question"
+    )
+    before = [row["log_likelihoods"] for row in whole.to_pylist()]
+    assert max(abs(a[0] - b["log_likelihoods"][0]) for a, b in zip(before, ours, strict=True)) > 0.1
+    assert len(ours) == len(questions) == _QUESTIONS
+    chosen, at = 0, 0
+    for row, question in zip(ours, questions, strict=True):
+        theirs = answered[at : at + len(question.requests)]
+        at += len(question.requests)
+        assert theirs == pytest.approx(row["log_likelihoods"], abs=engine.limit)
+        best, second = sorted(theirs, reverse=True)[:2]
+        is_tie = best - second < 2 * engine.limit
+        assert is_tie or theirs.index(best) == int(row["response"])
+        chosen += theirs.index(best) == int(row["response"])
+    assert chosen > 0.95 * _QUESTIONS
