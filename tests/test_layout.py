@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 import tomllib
@@ -112,6 +113,19 @@ def test_file_names_are_distinct() -> None:
     assert {stem: count for stem, count in stems.items() if count > 1} == {"__init__": stems["__init__"], "errors": 2}
     tests = Counter(path.stem for path in TESTS if path.stem not in ("__init__", "conftest"))
     assert {stem: count for stem, count in tests.items() if count > 1} == {}
+
+
+def test_names_in_the_docstrings_of_packages_exist() -> None:
+    """A name in backticks is a file or folder of the package, or a name that its `__init__` defines or imports."""
+    for module, path in modules().items():
+        if path.stem != "__init__":
+            continue
+        tree = ast.parse(path.read_text("utf-8"))
+        inside = {other.removeprefix(f"{module}.").partition(".")[0] for other in modules()}
+        inside |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+        inside |= {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        named = re.findall(r"(?<!`)`(\w+)`(?!`)", ast.get_docstring(tree) or "")
+        assert not set(named) - inside, f"{path.relative_to(ROOT)} names {set(named) - inside}"
 
 
 def test_the_folders_of_tests_are_those_of_the_packages() -> None:

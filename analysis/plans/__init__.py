@@ -1,7 +1,7 @@
 """Head plans: which tokens each KV head keeps in the cache, and plan files.
 
-A method gives each KV head a keep-score (`methods`), a budget turns the scores into a plan (`budgets`), and the plan is
-saved (`format`) or exchanged with other tools (`interchange`).
+Methods score the KV heads (`keep_scores`, `scan_scores`). `allocate` turns scores and a budget into a plan
+(`head_plan`). `pattern_files` reads and writes the formats of other tools.
 """
 
 from headscan.analysis.plans.allocate import (
