@@ -222,7 +222,8 @@ class Ablation(ABC):
     """Heads whose output is replaced while a model runs; immutable, hashable and picklable."""
 
     replacement: Replacement = ZERO
-    #: True if heads depend on attention over the full sequence: it uses the rule kernels, never a KV cache.
+    #: True if the choice of heads needs the whole input in one pass. Such an ablation runs in the kernels of rules,
+    #: without a KV cache.
     needs_whole_input: ClassVar[bool] = False
     #: True if continuations are read from a KV cache that has lost keys, see `new_cache`.
     evicts: ClassVar[bool] = False

@@ -157,7 +157,7 @@ class AttentionCall(ABC):
         return replace(self, causal=causal, cross=cross)  # type: ignore[type-var]
 
 
-class Session(Protocol):
+class AttentionSession(Protocol):
     """The recipient of attention calls while a hook is open."""
 
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:

@@ -4,10 +4,10 @@ The *attention hook* shows query, key and value of every layer. The *output hook
 output at the input of the output projection. Both can be nested, and both are removed on any exception.
 
 The attention function is registered with transformers at its first use, and a model uses it while a hook is open.
-`SESSIONS` holds the session of each attention module, so models do not affect each other. It has two names, which
-differ in their masks. Under `IMPLEMENTATION` a sliding window needs no N x N mask, because the call passes
-``sliding_window``, as for FlashAttention. Under `MASKED` the mask encodes the window, for models whose calls do not
-pass it. Discovery decides between the two under a third name, `PROBE`.
+`SESSIONS` holds the session of each attention module, so models do not affect each other. The function
+has three names, which differ in their masks. Under `IMPLEMENTATION` a sliding window needs no N x N mask, because the
+call passes ``sliding_window``, as for FlashAttention. Under `MASKED` the mask encodes the window, for models whose
+calls do not pass it. Discovery decides between the two under the third name, `PROBE`.
 
 A model that does not use this interface calls either ``scaled_dot_product_attention``, which shows query, key and
 value, or a softmax whose result it multiplies with the values, which shows the weights. `Interceptor`, a torch
@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from headscan.attention.calls import AttentionCall, ScoredCall, Session, WeightsCall
+from headscan.attention.calls import AttentionCall, AttentionSession, ScoredCall, WeightsCall
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite, HeadGrid
 from headscan.models.forward_inputs import without_autocast
@@ -37,13 +37,13 @@ from headscan.models.loaded_model import LoadedModel
 
 IMPLEMENTATION, MASKED, PROBE = "headscan", "headscan-masked", "headscan-probe"
 #: The session that answers the calls of an attention module, while a hook is open on it.
-SESSIONS: WeakKeyDictionary[nn.Module, Session] = WeakKeyDictionary()
+SESSIONS: WeakKeyDictionary[nn.Module, AttentionSession] = WeakKeyDictionary()
 #: The window that the model requested, by mask made for `PROBE`; keyed by identity, since tensors compare by element.
 _WINDOWS = WeakIdKeyDictionary()
 
 
 @contextmanager
-def open_session(modules: Iterable[nn.Module], session: Session) -> Iterator[None]:
+def open_session(modules: Iterable[nn.Module], session: AttentionSession) -> Iterator[None]:
     """Let a session answer the attention calls of modules without sessions."""
     modules = list(modules)
     SESSIONS.update(dict.fromkeys(modules, session))

@@ -78,7 +78,7 @@ def expected_gates(log_a: Tensor) -> Tensor:
 
 
 #: Class of a head by its gates in two fits (arXiv 2505.13737).
-HeadClass = Literal["facilitating", "interfering", "irrelevant", "undecided"]
+GateClass = Literal["facilitating", "interfering", "irrelevant", "undecided"]
 #: A gate above this value counts as open.
 _OPEN = 0.5
 
@@ -139,7 +139,7 @@ class TwoSidedGates:
     down: Gates
     up: Gates
 
-    def class_of(self, head: tuple[int, int]) -> HeadClass:
+    def class_of(self, head: tuple[int, int]) -> GateClass:
         """Return the class of a head: facilitating if open in both fits, interfering if closed in both, irrelevant if
         it follows the penalty, undecided if it moves against both.
         """
@@ -148,7 +148,7 @@ class TwoSidedGates:
             return "facilitating" if open_down else "interfering"
         return "irrelevant" if open_up else "undecided"
 
-    def classes(self) -> dict[Head, HeadClass]:
+    def classes(self) -> dict[Head, GateClass]:
         return {head: self.class_of(head) for head in sorted(self.down.ranked)}
 
 
@@ -188,7 +188,7 @@ def fit_mark(lm: LoadedModel, calibration: Calibration, config: GateConfig) -> s
 
 
 @contextmanager
-def gated_heads(lm: LoadedModel, gates: Mapping[int, Tensor]) -> Iterator[None]:
+def gates_applied(lm: LoadedModel, gates: Mapping[int, Tensor]) -> Iterator[None]:
     """Multiply heads' outputs by gates (B, H) by layer, float32 or wider; differentiable in the gates."""
 
     def multiply(site: AttentionSite, heads_BNHD: Tensor) -> Tensor | None:
@@ -381,7 +381,7 @@ class GateFit:
         ids = texts.ids[batch, : int(lengths.max())].long().to(lm.device)
         loss = batch_objective(lm, self._config.objective, ids, lengths.tolist(), batch.tolist())
         gates = {layer: part.clone().requires_grad_() for layer, part in by_layer(lm.grid, sampled_BA).items()}
-        with gated_heads(lm, gates):
+        with gates_applied(lm, gates):
             found = backward(lm, loss, gates=gates, recompute=must_recompute(lm, loss))
         by_gate = torch.cat([found[layer] for layer in gates], 1) / len(batch)
         return by_gate.to(sampled_BA)

@@ -82,7 +82,7 @@ def allocate_ranked(
 Counts = Mapping[int, int]
 
 
-class Stage:
+class SelectionStage:
     """The best choices around a model with some units removed, ``before``, with the sums of all layers. Each layer is
     chosen again, given what the other layers lack. Its damage is measured for the numbers of units that the wanted
     choices use and for their neighbours alone.
@@ -197,7 +197,7 @@ class RepairedDamage:
 
 
 def best_nearby(
-    stage: Stage,
+    stage: SelectionStage,
     counts: Counts,
     damage: Callable[[tuple[Head, ...]], float],
     tries: int,
@@ -281,7 +281,7 @@ class HeadSelection:
         self._unit: Unit = unit
         self.units = find_units(lm.grid, unit)
         self._allowed = allowed
-        self._stages: list[Stage] = []
+        self._stages: list[SelectionStage] = []
         self._chosen: dict[int, tuple[Head, ...]] = {}
 
     @property
@@ -379,7 +379,7 @@ class HeadSelection:
         steps = (b - a for numbers in self._allowed.values() for a, b in pairwise(sorted(numbers)))
         return max(steps, default=1)
 
-    def _next_stage(self) -> Stage:
+    def _next_stage(self) -> SelectionStage:
         """Measure the damage of further units on the repaired model."""
         units = self._most if self._stages else 0
         share = self._config.next_share if units else self._config.first_share
@@ -405,7 +405,7 @@ class HeadSelection:
                     progress=done,
                 )
             moments = layer_moments(self._lm, texts, before.edits, self._steps)
-        return Stage(
+        return SelectionStage(
             self._lm,
             moments,
             self._divergence,

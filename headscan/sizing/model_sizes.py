@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 
-from headscan.attention.calls import AttentionCall, ScoredCall, Session
+from headscan.attention.calls import AttentionCall, AttentionSession, ScoredCall
 from headscan.attention.hooks import (
     IMPLEMENTATION,
     MASKED,
@@ -359,7 +359,7 @@ def dry_run(model: PreTrainedModel, tokens: int) -> DryRun:
 
 
 @contextmanager
-def _answered(model: PreTrainedModel, implementation: str, session: Session) -> Iterator[None]:
+def _answered(model: PreTrainedModel, implementation: str, session: AttentionSession) -> Iterator[None]:
     """Let a session answer all attention calls that use the interface."""
     with attention_implementation(model, implementation), open_session(model.modules(), session):
         yield

@@ -114,8 +114,8 @@ class Ablate(RunVerb):
             evaluation = self.tasks.config(spec, **self._demo_task(Path(scratch)))
             value = value_config(self.heads.replace, self.texts, self)
             config = AblateConfig(evaluation, texts, self.heads.modes, value)
-            with self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, plan):
-                config = replace(config, evaluation=replace(evaluation, batch_tokens=plan.batch_tokens))
+            with self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, placed):
+                config = replace(config, evaluation=replace(evaluation, batch_tokens=placed.batch_tokens))
                 result = single_head_effects(config, run)
         return effects_result(result.run_id, self.store.path, result.effects)
 

@@ -182,10 +182,10 @@ class Evaluate(TaskVerb):
             check_bounds(spec.config(), self.arms.heads)
         with (
             tempfile.TemporaryDirectory() as scratch,
-            self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, plan),
+            self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, placed),
         ):
             config = evaluation_of(self, self.tasks, self.recall, spec, Path(scratch), _DEMO)
-            config, store, identity = replace(config, batch_tokens=plan.batch_tokens), run.store, run.identity
+            config, store, identity = replace(config, batch_tokens=placed.batch_tokens), run.store, run.identity
             named = (self.arms.heads, self.arms.mask and find_mask(store, self.arms.mask, identity.columns()).heads)
             masks = [heads for heads in named if heads]
             chosen_by = self.arms.chosen_by if self.arms.uses_score else None

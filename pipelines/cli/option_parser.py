@@ -19,10 +19,10 @@ A class attribute `common` names the options of the short help page; `--help all
 stand in a file, too (`--config-file`).
 
 `headscan.pipelines.cli.main` lists the verbs. `int`, `float`, `str`, `bool`, a `Literal`, a tuple of these and each of
-them `| None` are read from text; an `Option` narrows the values or has a function of its own. A field of type
-``Annotated[partial[TaskConfig], Group()]`` takes the options of `TaskConfig`, too, but is a function with the options
-that are given: the verb calls it with the fields that are no options. `__post_init__` raises `UsageError` if options do
-not go together; `changed` names those that are given.
+them `| None` are read from text; an `Option` narrows the values or has a function of its own. A field
+``Annotated[partial[TaskConfig], Group()]`` shows the options of `TaskConfig`. Its value is a `partial` that holds the
+given options; the verb calls it with the remaining fields to get the `TaskConfig`. `__post_init__` raises `UsageError`
+if options do not go together; `changed` names those that are given.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ class Probe(RunVerb):
         config = self.settings(
             model=spec, corpus=self.retrieval.corpus.spec(), settings=self.retrieval.probe(lengths=lengths)
         )
-        with self.opened(spec, identity, tokens=max(lengths)) as (run, plan):
-            result = probe(replace(config, batch_tokens=plan.batch_tokens), run)
+        with self.opened(spec, identity, tokens=max(lengths)) as (run, placed):
+            result = probe(replace(config, batch_tokens=placed.batch_tokens), run)
         return _result(run.store, result.run_id, self.store.path, already_done=result.already_done)
 
 

@@ -19,7 +19,7 @@ from headscan.pipelines.cli.task_options import DemoSize, WholeModelVerb
 from headscan.pipelines.settings.saving_settings import REPAIRS, KvCounts, RecallConfig
 
 if TYPE_CHECKING:
-    from headscan.pipelines.pruning.pruning_units import Budget
+    from headscan.pipelines.pruning.pruning_units import PruneBudget
     from headscan.pipelines.pruning.run_prune import PruneConfig, PruneResult
     from headscan.pipelines.runs.run_records import Run
     from headscan.pipelines.settings.saving_settings import TextConfig
@@ -81,7 +81,7 @@ class _Size:
     def names_heads(self) -> bool:
         return bool(self.heads or self.mask or self.import_heads)
 
-    def budgets(self) -> tuple[Budget, ...]:
+    def budgets(self) -> tuple[PruneBudget, ...]:
         """Return the sizes; empty if heads are named."""
         from headscan.pipelines.pruning.pruning_units import BytesBudget, LossBudget, ShareBudget
 
@@ -236,8 +236,8 @@ class Prune(WholeModelVerb):
 
         check_place(Path(self.out))
         texts = self.text_config(_DEMO)
-        with self.opened_whole(texts) as (run, plan), self._config(run, texts) as config:
-            evaluation = replace(config.evaluation, batch_tokens=plan.batch_tokens)
+        with self.opened_whole(texts) as (run, placed), self._config(run, texts) as config:
+            evaluation = replace(config.evaluation, batch_tokens=placed.batch_tokens)
             result = prune(replace(config, evaluation=evaluation), run)
         return _result(self.store.path, result)
 

@@ -98,10 +98,10 @@ class Referee(WholeModelVerb):
         from headscan.pipelines.referee.run_referee import RefereeConfig, referee
 
         texts = self.text_config(_DEMO)
-        with tempfile.TemporaryDirectory() as scratch, self.opened_whole(texts) as (run, plan):
+        with tempfile.TemporaryDirectory() as scratch, self.opened_whole(texts) as (run, placed):
             evaluation = self.evaluation(run.model, Path(scratch), _DEMO)
             config = RefereeConfig(
-                evaluation=replace(evaluation, batch_tokens=plan.batch_tokens),
+                evaluation=replace(evaluation, batch_tokens=placed.batch_tokens),
                 compared=self.criteria.compared(),
                 texts=texts,
                 repair=Repair(self.criteria.repair),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, TypeVar
 
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, changed
-from headscan.pipelines.cli.verb_base import CORPORA, DEMO_CORPUS, CorpusOptions, RunVerb, say
+from headscan.pipelines.cli.verb_base import DEMO_CORPUS, OTHER_CORPORA, CorpusOptions, RunVerb, say
 from headscan.pipelines.settings.corpus_settings import DataSpec, TokenPlan
 from headscan.pipelines.settings.measure_settings import CorpusRunConfig, ImportanceConfig, ScanConfig
 
@@ -27,7 +27,7 @@ class _Corpus(CorpusOptions):
         str | None,
         Option(
             "file or folder (.txt, .py, .jsonl, .parquet, .csv, ...; text and JSON also .gz or .zst), "
-            f"{CORPORA.partition(', folder, ')[2]} (default: required, except for `demo`: {DEMO_CORPUS})",
+            f"{OTHER_CORPORA} (default: required, except for `demo`: {DEMO_CORPUS})",
             flag="--corpus",
         ),
     ] = None
@@ -55,16 +55,16 @@ class _CorpusVerb(RunVerb):
         spec, identity = self.identified()
         tokens = self.tokens.plan(longest_text(identity, self.tokens.max_tokens))
         config = config_of(model=spec, corpus=corpus, tokens=tokens)
-        with self.opened(spec, identity, tokens=tokens.max_tokens) as (run, plan):
-            result = measure(replace(config, batch_tokens=plan.batch_tokens), run)
-        of_run = f"run {result.run_id}" if result.part is None else f"part {result.part} of run {result.run_id}"
+        with self.opened(spec, identity, tokens=tokens.max_tokens) as (run, placed):
+            result = measure(replace(config, batch_tokens=placed.batch_tokens), run)
+        title = f"run {result.run_id}" if result.part is None else f"part {result.part} of run {result.run_id}"
         if result.already_done:
-            print(f"{of_run} is complete in {self.store.path}: nothing to do")
+            print(f"{title} is complete in {self.store.path}: nothing to do")
             return result.run_id
         if result.report is not None:
             _say_counts(tokens, result.report)
         done = f"{result.measured} shards measured, {result.skipped} stored before"
-        print(f"{of_run}: {done}, in {self.store.path}")
+        print(f"{title}: {done}, in {self.store.path}")
         return result.run_id
 
 
@@ -160,8 +160,8 @@ class Importance(_CorpusVerb):
         spec, identity = self.identified()
         config = LabelledImportanceConfig(spec, data, self.tokens.max_tokens, **self.settings.keywords)
         texts = read_labelled(data, spec, identity, self.tokens.max_tokens)
-        with self.opened(spec, identity, tokens=texts.longest) as (run, plan):
-            result = run_labelled_importance(replace(config, batch_tokens=plan.batch_tokens), run, texts=texts)
+        with self.opened(spec, identity, tokens=texts.longest) as (run, placed):
+            result = run_labelled_importance(replace(config, batch_tokens=placed.batch_tokens), run, texts=texts)
         if result.already_done:
             print(f"run {result.run_id} is complete in {self.store.path}: nothing to do")
             return result.run_id

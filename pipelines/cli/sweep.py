@@ -59,9 +59,9 @@ class Sweep(TaskVerb):
         with tempfile.TemporaryDirectory() as scratch:
             evaluation = evaluation_of(self, self.tasks, self.recall, spec, Path(scratch), _DEMO)
             config = self.arms.sweep(evaluation=evaluation, value=value)
-            with self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, plan):
+            with self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, placed):
                 run.say = lambda line: say(with_flags(line, Sweep))
-                runs = sweep(replace(config, evaluation=replace(evaluation, batch_tokens=plan.batch_tokens)), run)
+                runs = sweep(replace(config, evaluation=replace(evaluation, batch_tokens=placed.batch_tokens)), run)
         store = run.store
         curves, verdict = read_curves(store, runs.evaluate_run), judge(store, runs.evaluate_run)
         with at_work("verdicts on the choices"):

@@ -160,10 +160,12 @@ class WholeModelVerb(RunVerb):
         spec = self.full_precision()
         identity = identify(spec)
         tokens = max(TASK_TOKENS, texts.tokens(identity))
-        with verb.opened(spec, identity, tokens=tokens, evaluates=True) as (run, plan):
+        with verb.opened(spec, identity, tokens=tokens, evaluates=True) as (run, placed):
             if run.pool.staged:
-                raise UsageError(f"--placement {plan.placement.name} holds a part of the layers: use whole or sharded")
-            yield run, plan
+                raise UsageError(
+                    f"--placement {placed.placement.name} holds a part of the layers: use whole or sharded"
+                )
+            yield run, placed
 
 
 def evaluation_of(
@@ -250,5 +252,5 @@ def labelled_model(
     config = LabelledConfig(spec, data, metric, max_tokens)
     texts = read_labelled(config.data, spec, identity, max_tokens)
     config.metric_of(texts)
-    with verb.opened(spec, identity, tokens=texts.longest) as (run, plan):
-        yield replace(config, batch_tokens=plan.batch_tokens), texts, run
+    with verb.opened(spec, identity, tokens=texts.longest) as (run, placed):
+        yield replace(config, batch_tokens=placed.batch_tokens), texts, run

@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 #: Corpus of the bundled model unless one is named: modules of the standard library that it has not read.
 DEMO_CORPUS = "python-stdlib-heldout"
-#: What can be a corpus.
-CORPORA = (
-    "file, folder, data set on the hub, or a built-in corpus: python-stdlib, python-stdlib-modules, "
-    "python-stdlib-heldout"
-)
+#: What can be a corpus, apart from a file or a folder.
+OTHER_CORPORA = "data set on the hub, or a built-in corpus: python-stdlib, python-stdlib-modules, python-stdlib-heldout"
+CORPORA = f"file, folder, {OTHER_CORPORA}"
 _MODEL = Option(
-    "folder saved by transformers, name on the hub, or `demo` for the bundled model", flag="MODEL", parse=model_source
+    "folder saved by transformers, name on the hub, GGUF file, `smollm2`, or `demo` for the bundled model",
+    flag="MODEL",
+    parse=model_source,
 )
 
 

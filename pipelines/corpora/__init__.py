@@ -13,7 +13,7 @@ are too short, and files of unknown type. It names the first few of each.
 
 from headscan.pipelines.corpora.corpus import BUILT_IN, Corpus, check_corpus, open_corpus
 from headscan.pipelines.corpora.documents import Document, Problem
-from headscan.pipelines.corpora.sequences import CorpusReport, Sequence, Shard, sequences, shards
+from headscan.pipelines.corpora.sequences import CorpusReport, Shard, TokenSequence, sequences, shards
 from headscan.pipelines.settings.corpus_settings import BosPolicy, CorpusError, CorpusSpec, TokenMode, TokenPlan
 
 __all__ = [
@@ -25,10 +25,10 @@ __all__ = [
     "CorpusSpec",
     "Document",
     "Problem",
-    "Sequence",
     "Shard",
     "TokenMode",
     "TokenPlan",
+    "TokenSequence",
     "check_corpus",
     "open_corpus",
     "sequences",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain, groupby, islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -104,7 +103,7 @@ class CorpusReport:
 
 
 @dataclass(frozen=True, eq=False)
-class Sequence:
+class TokenSequence:
     """One tokenised text.
 
     Attributes:
@@ -156,7 +155,7 @@ class _Piece(NamedTuple):
 
 def sequences(
     corpus: Corpus, tokenizer: PreTrainedTokenizerBase, plan: TokenPlan, report: CorpusReport | None = None
-) -> Iterator[Sequence]:
+) -> Iterator[TokenSequence]:
     """Tokenise a corpus and fill ``report``. The same corpus, tokenizer and plan give the same sequences, and a limit
     does not change the sequences before it.
     """
@@ -189,7 +188,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, plan: TokenPlan) -> Speci
 
 def _sequences(
     corpus: Corpus, tokenizer: PreTrainedTokenizerBase, plan: TokenPlan, special: Special, report: CorpusReport
-) -> Iterator[Sequence]:
+) -> Iterator[TokenSequence]:
     report.add_skipped(corpus.skipped)
     room = plan.max_tokens - special.total
     tokenised = _with_text(tokenise(corpus.documents(), tokenizer), report)
@@ -213,7 +212,9 @@ def _sequences(
         ids = special.around(piece.body)
         report.sequences += 1
         report.tokens += size
-        yield Sequence(index, piece.document.index, piece.document.source, ids, bool(piece.lost), hash_ids(ids)[:16])
+        yield TokenSequence(
+            index, piece.document.index, piece.document.source, ids, bool(piece.lost), hash_ids(ids)[:16]
+        )
         index += 1
         if index == plan.limit_sequences:
             report.stopped_at_limit = True
@@ -300,18 +301,18 @@ class Shard:
     """Consecutive sequences, stored together; ``content_hash`` is the SHA-256 of their lengths and token ids."""
 
     index: int
-    sequences: tuple[Sequence, ...]
+    sequences: tuple[TokenSequence, ...]
     content_hash: str
 
 
-def shards(sequences: Iterable[Sequence], *, shard_size: int) -> Iterator[Shard]:
+def shards(sequences: Iterable[TokenSequence], *, shard_size: int) -> Iterator[Shard]:
     """Cut ``sequences`` into shards of ``shard_size`` sequences (the last may have fewer), in order."""
     if shard_size < 1:
         raise CorpusError(f"shard_size={shard_size} is too small. Give at least 1")
     return _shards(iter(sequences), shard_size)
 
 
-def _shards(stream: Iterator[Sequence], shard_size: int) -> Iterator[Shard]:
+def _shards(stream: Iterator[TokenSequence], shard_size: int) -> Iterator[Shard]:
     index = 0
     while group := tuple(islice(stream, shard_size)):
         digest = hashlib.sha256()
@@ -338,12 +339,12 @@ def read_spread(
     *,
     shortest: int,
     mode: TokenMode = "chunk",
-) -> list[Sequence]:
+) -> list[TokenSequence]:
     """Return ``count`` texts (or all) of ``shortest`` to ``tokens`` tokens, in order, from many documents."""
     plan = TokenPlan(tokens, mode=mode, min_tokens=shortest, limit_sequences=count * _SPREAD)
     each = max(1, count // _DOCUMENTS)
-    chosen: list[Sequence] = []
-    others: list[Sequence] = []
+    chosen: list[TokenSequence] = []
+    others: list[TokenSequence] = []
     for _, members in groupby(sequences(open_corpus(corpus), tokenizer, plan), key=lambda text: text.document):
         of_document = list(members)
         kept = spread(of_document, each)
@@ -354,7 +355,7 @@ def read_spread(
     return sorted([*chosen[:count], *spread(others, max(0, count - len(chosen)))], key=lambda text: text.index)
 
 
-def spread(items: SequenceOf[T], count: int) -> list[T]:
+def spread(items: Sequence[T], count: int) -> list[T]:
     """Return ``count`` items spread evenly over all; all of them if they are fewer."""
     count = min(count, len(items))
     return [items[i * len(items) // count] for i in range(count)]

@@ -24,7 +24,7 @@ from headscan.analysis.verdicts.confirmation import record_confirmation
 from headscan.analysis.verdicts.verdict_rows import least_questions, recall_needed, solves
 from headscan.catalog import RECALL_FAMILIES, SCORES, MassWidths, head_count, statistics_for
 from headscan.errors import InterventionError
-from headscan.pipelines.corpora import CorpusReport, Sequence, shards
+from headscan.pipelines.corpora import CorpusReport, TokenSequence, shards
 from headscan.pipelines.corpora.sequences import hash_ids
 from headscan.pipelines.evaluate.run_evaluation import EVALUATE, Purpose, check_predicts, check_scored, evaluate
 from headscan.pipelines.evaluate.tasks import Questions
@@ -166,13 +166,13 @@ def record_prompts(config: EvaluateConfig, run: Run, questions: Questions) -> st
     ).run_id
 
 
-def _sequences(prompts: Iterable[tuple[int, ...]], source: str, report: CorpusReport) -> Iterator[Sequence]:
+def _sequences(prompts: Iterable[tuple[int, ...]], source: str, report: CorpusReport) -> Iterator[TokenSequence]:
     for index, prompt in enumerate(prompts):
         ids = np.asarray(prompt, dtype=np.int32)
         report.documents += 1
         report.sequences += 1
         report.tokens += len(ids)
-        yield Sequence(index, index, source, ids, False, hash_ids(ids)[:16])
+        yield TokenSequence(index, index, source, ids, False, hash_ids(ids)[:16])
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ from headscan.pipelines.pruning.model_costs import (
 )
 from headscan.pipelines.pruning.pruned_arms import RANDOM, BuiltModel, skipped_layers
 from headscan.pipelines.pruning.pruning_units import (
-    Budget,
     BudgetSearch,
+    PruneBudget,
     all_units,
     allowed_groups,
     first_units,
@@ -109,7 +109,7 @@ class WantedModel:
 
     folder: Path
     method: str
-    budget: Budget | None
+    budget: PruneBudget | None
     heads: tuple[tuple[int, int], ...] = ()
     random_folders: tuple[Path, ...] = ()
     layers_folder: Path | None = None

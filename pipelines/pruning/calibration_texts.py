@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headscan.errors import PruningError
-from headscan.pipelines.corpora import CorpusSpec
-from headscan.pipelines.corpora import Sequence as Text
+from headscan.pipelines.corpora import CorpusSpec, TokenSequence
 from headscan.pipelines.corpora.sequences import read_spread, spread
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
 from headscan.pipelines.kv.damage_measurement import ABLE, ALL_KEYS, PromptPool, Prompts, recall_prompts
@@ -69,7 +68,7 @@ def read_texts(
     return calibration, HeldOutText(name, chunks(identity.tokenizer, held_out))
 
 
-def _size(texts: Sequence[Text]) -> str:
+def _size(texts: Sequence[TokenSequence]) -> str:
     documents = len({text.document for text in texts})
     return f"{len(texts)} text{'s' * (len(texts) != 1)} from {documents} document{'s' * (documents != 1)}"
 
@@ -112,13 +111,13 @@ def check_tokens(texts: CalibrationTexts, columns: int) -> None:
         )
 
 
-def _read(corpus: CorpusSpec, identity: ModelIdentity, tokens: int, count: int) -> list[Text]:
+def _read(corpus: CorpusSpec, identity: ModelIdentity, tokens: int, count: int) -> list[TokenSequence]:
     return read_spread(corpus, identity.tokenizer, tokens, count, shortest=SHORTEST)
 
 
-def _halves(texts: Sequence[Text], corpus: str) -> tuple[list[Text], list[Text]]:
+def _halves(texts: Sequence[TokenSequence], corpus: str) -> tuple[list[TokenSequence], list[TokenSequence]]:
     """Split texts by document into halves of about as many texts; if there is one document, in the middle."""
-    halves: tuple[list[Text], list[Text]] = ([], [])
+    halves: tuple[list[TokenSequence], list[TokenSequence]] = ([], [])
     for _, of_document in groupby(texts, key=lambda text: text.document):
         min(halves, key=len).extend(of_document)
     if halves[1]:

@@ -57,7 +57,7 @@ def skipped_by(grid: HeadGrid, removed: Sequence[tuple[int, int]]) -> tuple[int,
     )
 
 
-class Budget(ABC):
+class PruneBudget(ABC):
     def __post_init__(self) -> None:
         check_limits(self, PruningError)
 
@@ -94,7 +94,7 @@ class BudgetSearch:
 
 
 @dataclass(frozen=True)
-class ShareBudget(Budget):
+class ShareBudget(PruneBudget):
     """A share of the units, above 0 and below 1, rounded to whole units."""
 
     share: Annotated[float, Limits(above=0, below=1)]
@@ -115,7 +115,7 @@ class ShareBudget(Budget):
 
 
 @dataclass(frozen=True)
-class BytesBudget(Budget):
+class BytesBudget(PruneBudget):
     """Most bytes of the KV cache of one sequence at a length in tokens."""
 
     kv_bytes: Count
@@ -151,7 +151,7 @@ class BytesBudget(Budget):
 
 
 @dataclass(frozen=True)
-class LossBudget(Budget):
+class LossBudget(PruneBudget):
     """Largest divergence of the predictions from the original's on the calibration texts, in nats per token."""
 
     max_loss: Annotated[float, Limits(above=0)]
@@ -175,7 +175,11 @@ class LossBudget(Budget):
 
 
 def rounding_note(
-    budget: Budget, unit: Unit, units: Sequence[tuple[Head, ...]], removed: Sequence[Head], kv_counts: KvCounts = "any"
+    budget: PruneBudget,
+    unit: Unit,
+    units: Sequence[tuple[Head, ...]],
+    removed: Sequence[Head],
+    kv_counts: KvCounts = "any",
 ) -> str:
     """Return a note if a share is not met exactly; empty if it is, or if the budget is no share."""
     share = getattr(budget, "share", None)

@@ -26,7 +26,7 @@ from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_
 from headscan.pipelines.pruning.model_card import model_card
 from headscan.pipelines.pruning.model_costs import Timing
 from headscan.pipelines.pruning.pruned_arms import RANDOM, BuiltModel, pruned_arm
-from headscan.pipelines.pruning.pruning_units import Budget
+from headscan.pipelines.pruning.pruning_units import PruneBudget
 from headscan.pipelines.pruning.work_folder import check_place, work_folder
 from headscan.pipelines.runs.code_version import code_version
 from headscan.pipelines.runs.model_identity import fingerprint
@@ -67,7 +67,7 @@ class PruneConfig:
 
     evaluation: EvaluateConfig
     out: Path
-    budgets: tuple[Budget, ...] = ()
+    budgets: tuple[PruneBudget, ...] = ()
     methods: tuple[str, ...] = ("damage",)
     heads: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     orders: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
@@ -98,8 +98,8 @@ class PruneConfig:
         return (self.out,) if len(names) == 1 else tuple(self.out / name for name in names)
 
     @property
-    def _sizes(self) -> list[tuple[str, Budget | None, tuple[tuple[int, int], ...]]]:
-        found: list[tuple[str, Budget | None, tuple[tuple[int, int], ...]]] = [
+    def _sizes(self) -> list[tuple[str, PruneBudget | None, tuple[tuple[int, int], ...]]]:
+        found: list[tuple[str, PruneBudget | None, tuple[tuple[int, int], ...]]] = [
             (method, budget, ()) for budget in self.budgets for method in self.methods
         ]
         return found + [(name, None, heads) for name, heads in self.heads.items()]
@@ -121,7 +121,7 @@ class PruneConfig:
             )
         return tuple(found)
 
-    def _controls(self, method: str, budget: Budget | None) -> tuple[int, bool]:
+    def _controls(self, method: str, budget: PruneBudget | None) -> tuple[int, bool]:
         """Return the number of random controls of a model, and True if it has a control without whole layers."""
         if self.skip_verdict or not self.controls:
             return 0, False
@@ -263,7 +263,7 @@ def _write_verdicts(result: PruneResult, card: Callable[..., str]) -> None:
             write_text(built.folder / "README.md", card(built, outcomes[name].sentence()))
 
 
-def _folder_name(method: str, budget: Budget | None) -> str:
+def _folder_name(method: str, budget: PruneBudget | None) -> str:
     if budget is None:
         return method
     share = getattr(budget, "share", None)

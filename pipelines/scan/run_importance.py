@@ -108,13 +108,13 @@ def measure_losses(
     return Measured(pa.concat_tables(tables), 0)
 
 
-def recall_texts(identity: ModelIdentity, plan: TokenPlan, count: int) -> list[corpora.Sequence]:
+def recall_texts(identity: ModelIdentity, plan: TokenPlan, count: int) -> list[corpora.TokenSequence]:
     """Return the recall prompts with their answers as texts: ``count`` of each family, as long as the plan's longest
     text. They are tokenised again, as a corpus is, and the loss of all their tokens counts. Questions of evaluations
     are others.
     """
     tokenizer, special = identity.tokenizer, special_tokens(identity.tokenizer, plan)
-    texts: list[corpora.Sequence] = []
+    texts: list[corpora.TokenSequence] = []
     for prompts in recall_prompts(identity, plan.max_tokens, count, seed=0):
         for request in prompts.requests:
             text = str(tokenizer.decode(list(request.ids), skip_special_tokens=True))
@@ -122,7 +122,7 @@ def recall_texts(identity: ModelIdentity, plan: TokenPlan, count: int) -> list[c
             body = np.asarray(whole[: plan.max_tokens - special.total], dtype=np.int32)
             ids, number, name = special.around(body), len(texts), prompts.name
             is_cut = len(body) < len(whole)
-            texts.append(corpora.Sequence(number, number, name, ids, is_cut, hash_ids(ids)[:16], name))
+            texts.append(corpora.TokenSequence(number, number, name, ids, is_cut, hash_ids(ids)[:16], name))
     return texts
 
 
@@ -132,7 +132,7 @@ def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
     if config.recall_prompts:
         settings["recall_prompts"] = config.recall_prompts
 
-    def prompts() -> list[corpora.Sequence]:
+    def prompts() -> list[corpora.TokenSequence]:
         if config.recall_prompts and not run.facts.grid.predicts_next_token:
             raise UnsupportedModelError(
                 f"{run.identity.name} does not predict the next token, but recall prompts need a decoder. Set"
@@ -229,7 +229,7 @@ def _shard(index: int, texts: Sequence[LabelledText], source: str, report: Corpu
     for text in texts:
         ids, target = (np.asarray(tokens, dtype=np.int32) for tokens in (text.ids, text.target_ids))
         digest.update(f"{hash_ids(ids)} {hash_ids(target)}\n".encode())
-        sequences.append(corpora.Sequence(text.index, text.index, source, ids, False, hash_ids(ids)[:16]))
+        sequences.append(corpora.TokenSequence(text.index, text.index, source, ids, False, hash_ids(ids)[:16]))
         report.documents += 1
         report.sequences += 1
         report.tokens += len(ids)

@@ -25,8 +25,7 @@ from headscan.analysis.store.store import Store
 from headscan.cluster.tasks.pool import IncompleteError, StagedTask, Task
 from headscan.errors import HeadscanError
 from headscan.models.model_facts import RopeLengths
-from headscan.pipelines.corpora import CorpusReport, Shard, open_corpus, sequences, shards
-from headscan.pipelines.corpora import Sequence as TokenSequence
+from headscan.pipelines.corpora import CorpusReport, Shard, TokenSequence, open_corpus, sequences, shards
 from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.runs.text_tables import Progress, at_work

@@ -135,7 +135,7 @@ class _MeasureShard(StagedTask[ShardItem, Batch, list[HeadNumbers], Measured]):
 measure_shard = _MeasureShard("measure_shard")
 
 
-def _refuse(kind: str, wrong: Mapping[str, Tensor], texts: Sequence[corpora.Sequence]) -> None:
+def _refuse(kind: str, wrong: Mapping[str, Tensor], texts: Sequence[corpora.TokenSequence]) -> None:
     """Raise for the first layer with a wrong value, because later layers follow from it."""
     first = first_nonfinite(wrong)
     if first is None:

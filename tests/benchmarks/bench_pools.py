@@ -27,7 +27,7 @@ from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.pools.ray_pool import PipelinePool, RayPool
 from headscan.cluster.tasks.pool import Pool
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.corpora import Sequence, Shard
+from headscan.pipelines.corpora import Shard, TokenSequence
 from headscan.pipelines.scan.shard_task import ShardItem, measure_shard
 from tests.benchmarks.random_checkpoint import Shape, make_checkpoint
 
@@ -42,7 +42,7 @@ def made_items(count: int) -> list[ShardItem]:
     items = []
     for number in range(count):
         texts = tuple(
-            Sequence(i, i, "made", generator.integers(0, _SHAPE.vocabulary, _TOKENS, dtype=np.int32), False, "")
+            TokenSequence(i, i, "made", generator.integers(0, _SHAPE.vocabulary, _TOKENS, dtype=np.int32), False, "")
             for i in range(number * _SEQUENCES, (number + 1) * _SEQUENCES)
         )
         items.append(ShardItem(Shard(number, texts, ""), statistics, MassWidths(), _BATCH, keep_nonfinite=False))

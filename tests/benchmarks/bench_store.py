@@ -26,7 +26,7 @@ from headscan.cluster.placement.placements import WholePlacement
 from headscan.cluster.pools.ray_pool import RayPool
 from headscan.cluster.tasks.pool import Finished
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.corpora import CorpusReport, Sequence, Shard
+from headscan.pipelines.corpora import CorpusReport, Shard, TokenSequence
 from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scan.run_scan import write_shards
 from headscan.pipelines.scan.shard_task import Measured, ShardItem
@@ -76,7 +76,7 @@ def made_shards(count: int, sequences: int, tokens: int) -> Iterator[Shard]:
     for number in range(count):
         first = number * sequences
         texts = (
-            Sequence(i, i, "made", generator.integers(0, 2**16, tokens, dtype=np.int32), False, f"{i:016x}")
+            TokenSequence(i, i, "made", generator.integers(0, 2**16, tokens, dtype=np.int32), False, f"{i:016x}")
             for i in range(first, first + sequences)
         )
         yield Shard(number, tuple(texts), f"{number:016x}")

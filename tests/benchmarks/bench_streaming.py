@@ -49,7 +49,9 @@ def measure(folder: Path, placement: StreamedPlacement | WholePlacement, options
     pa.chunked_array([[0.0]]).to_numpy()  # imports pandas, 50 MB
     rng = np.random.default_rng(0)
     texts = [
-        corpora.Sequence(i, i, "random", rng.integers(1, options.vocabulary, options.tokens, dtype=np.int32), False, "")
+        corpora.TokenSequence(
+            i, i, "random", rng.integers(1, options.vocabulary, options.tokens, dtype=np.int32), False, ""
+        )
         for i in range(options.sequences)
     ]
     statistics = tuple(sorted(panel_names("fast")))

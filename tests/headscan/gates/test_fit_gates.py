@@ -17,7 +17,7 @@ from headscan.gates.fit_gates import (
     batch_objective,
     fit_gates,
     fit_two_sided,
-    gated_heads,
+    gates_applied,
     gates_of,
     sample_gates,
 )
@@ -80,7 +80,7 @@ def test_derivatives_by_gates_equal_finite_differences(recompute: bool) -> None:
     sampled = sample_gates(log_a, noise)
     gates = {layer: sampled[:, layer].clone().requires_grad_() for layer in range(lm.grid.num_layers)}
     loss = batch_objective(lm, "loss", ids, lengths, [0, 1])
-    with gated_heads(lm, gates):
+    with gates_applied(lm, gates):
         found = backward(lm, loss, gates=gates, recompute=recompute)
     step = 1e-5
     for row, layer, head in [(0, 0, 1), (1, 0, 3), (0, 1, 0), (1, 1, 5), (1, 2, 2)]:

@@ -19,7 +19,7 @@ from headscan.grid import Unit
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.pruning.pruning_units import Budget, BytesBudget, LossBudget, ShareBudget
+from headscan.pipelines.pruning.pruning_units import BytesBudget, LossBudget, PruneBudget, ShareBudget
 from headscan.pipelines.pruning.run_prune import PruneConfig
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
 from headscan.pruning.save_model import save_pruned
@@ -39,7 +39,7 @@ from tests.sources import ROOT
     ],
 )
 def test_every_size_has_its_controls(
-    methods: tuple[str, ...], unit: Unit, budget: Budget, expected: list[tuple[int, bool]], tmp_path: Path
+    methods: tuple[str, ...], unit: Unit, budget: PruneBudget, expected: list[tuple[int, bool]], tmp_path: Path
 ) -> None:
     evaluation = EvaluateConfig(ModelSpec("model"), ())
     config = PruneConfig(evaluation, tmp_path, (budget,), methods, unit=unit, controls=2)

@@ -21,7 +21,7 @@ from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import RopeLengths
 from headscan.models.token_batches import batches
-from headscan.pipelines.corpora import CorpusSpec, Sequence, Shard, TokenPlan
+from headscan.pipelines.corpora import CorpusSpec, Shard, TokenPlan, TokenSequence
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scan.run_scan import scan
@@ -62,7 +62,7 @@ def tokens(count: int, seed: int = 0) -> tuple[int, ...]:
 
 def shard_item(lm: LoadedModel, batch_tokens: int = 1000) -> ShardItem:
     texts = tuple(
-        Sequence(i, i, "text", np.array(tokens(n, i), dtype=np.int32), False, "") for i, n in enumerate(LENGTHS)
+        TokenSequence(i, i, "text", np.array(tokens(n, i), dtype=np.int32), False, "") for i, n in enumerate(LENGTHS)
     )
     names = panel_names("full")
     return ShardItem(Shard(0, texts, ""), names, MassWidths(), batch_tokens, False, lm.rope_lengths)

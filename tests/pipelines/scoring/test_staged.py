@@ -22,7 +22,7 @@ from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.pools.streamed_pool import StreamedPool
 from headscan.cluster.tasks.pool import Pool, StagingError, WorkError
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.corpora import Sequence, Shard
+from headscan.pipelines.corpora import Shard, TokenSequence
 from headscan.pipelines.runs.model_identity import model_facts
 from headscan.pipelines.scan.shard_task import Measured, ShardItem, measure_shard
 from headscan.pipelines.scoring.generation import generate_texts
@@ -60,7 +60,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelSpec
 def shard(index: int, lengths: tuple[int, ...], seed: int = 0) -> ShardItem:
     rng = np.random.default_rng([seed, index])
     texts = tuple(
-        Sequence(10 * index + row, row, "text", rng.integers(5, VOCABULARY, size, dtype=np.int32), False, "")
+        TokenSequence(10 * index + row, row, "text", rng.integers(5, VOCABULARY, size, dtype=np.int32), False, "")
         for row, size in enumerate(lengths)
     )
     return ShardItem(Shard(index, texts, ""), tuple(sorted(panel_names("full"))), MassWidths(), 64, False)
