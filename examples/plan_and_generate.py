@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 
 import headscan
-from headscan.analysis.plans import WindowShare, load_plan, write_pattern
+from headscan.analysis.plans import load_plan, write_pattern
 from headscan.pipelines import jobs
-from headscan.pipelines.corpora import CorpusSpec
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else "headscan-examples")
 folder.mkdir(parents=True, exist_ok=True)
@@ -23,13 +22,13 @@ folder.mkdir(parents=True, exist_ok=True)
 # 1. How much loss does a window of 4 first and 60 last tokens add, for each KV head? Half of the heads get it.
 # With recall_prompts=32, the default, it is measured on copying and needles, too.
 config = jobs.MeasureConfig(
-    CorpusSpec("python-stdlib-heldout", limit_documents=8),
+    jobs.CorpusSpec("python-stdlib-heldout", limit_documents=8),
     recents=(60,),
     max_tokens=192,
     sequences=8,
     recall_prompts=0,
 )
-plan = jobs.plan(jobs.ModelSpec("demo", dtype="float32"), config, WindowShare(0.5), folder / "s.duckdb")
+plan = jobs.plan(jobs.ModelSpec("demo", dtype="float32"), config, jobs.WindowShare(0.5), folder / "s.duckdb")
 plan.save(folder / "head_plan.json")
 write_pattern(plan, folder / "duoattention", "duoattention")
 print("\n".join(plan.summary()))

@@ -14,10 +14,6 @@ from transformers import AutoModelForCausalLM
 
 import headscan
 from headscan.pipelines import jobs
-from headscan.pipelines.corpora import CorpusSpec
-from headscan.pipelines.pruning.pruning_units import ShareBudget
-from headscan.pipelines.settings.evaluation_settings import TaskConfig
-from headscan.pipelines.settings.saving_settings import TextConfig
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else "headscan-examples")
 out = folder / "smaller"
@@ -25,11 +21,11 @@ shutil.rmtree(out, ignore_errors=True)
 
 # 1. Choose a fifth of the heads, repair what is left, and save. `headscan prune` also gives a verdict.
 config = jobs.PruneConfig(
-    evaluation=jobs.EvaluateConfig(jobs.ModelSpec("demo", dtype="float32"), TaskConfig(()), recall=None),
+    evaluation=jobs.EvaluateConfig(jobs.ModelSpec("demo", dtype="float32"), jobs.TaskConfig(()), recall=None),
     out=out,
-    budgets=(ShareBudget(0.2),),
-    texts=TextConfig(
-        CorpusSpec("python-stdlib-modules"), CorpusSpec("python-stdlib-heldout"), sequences=24, max_tokens=128
+    budgets=(jobs.ShareBudget(0.2),),
+    texts=jobs.TextConfig(
+        jobs.CorpusSpec("python-stdlib-modules"), jobs.CorpusSpec("python-stdlib-heldout"), sequences=24, max_tokens=128
     ),
     timing=None,
     skip_verdict=True,

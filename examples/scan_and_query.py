@@ -10,15 +10,14 @@ from pathlib import Path
 
 import headscan
 from headscan.pipelines import jobs
-from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else "headscan-examples")
 folder.mkdir(parents=True, exist_ok=True)
 store = folder / "scan.duckdb"
 
 # 1. One row of statistics per sequence, layer and head. The same call again resumes.
-corpus = CorpusSpec("python-stdlib-heldout", limit_documents=8)
-config = jobs.ScanConfig(jobs.ModelSpec("demo"), corpus, TokenPlan(256, mode="chunk", limit_sequences=64))
+corpus = jobs.CorpusSpec("python-stdlib-heldout", limit_documents=8)
+config = jobs.ScanConfig(jobs.ModelSpec("demo"), corpus, jobs.TokenPlan(256, mode="chunk", limit_sequences=64))
 jobs.scan(config, store)
 
 # 2. SQL, as relations: .df() and .pl() give frames.

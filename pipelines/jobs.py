@@ -1,11 +1,12 @@
 """The command line's jobs as functions.
 
-Each takes the settings object of its verb, chooses a placement, runs with a progress bar and resumes as the verb does:
+Each takes the settings object of its verb, chooses a placement, runs with a progress bar and resumes as the verb does.
+All settings have their names here, too:
 
     from headscan.pipelines import jobs
-    from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 
-    found = jobs.scan(jobs.ScanConfig(jobs.ModelSpec("demo"), CorpusSpec("texts/"), TokenPlan(512)), "s.duckdb")
+    config = jobs.ScanConfig(jobs.ModelSpec("demo"), jobs.CorpusSpec("texts/"), jobs.TokenPlan(512))
+    found = jobs.scan(config, "s.duckdb")
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from headscan.analysis.plans import BudgetRequest, HeadPlan
+from headscan.analysis.plans import BudgetRequest, HeadPlan, KVBytes, WindowHeads, WindowShare
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import Verdict, judge
 from headscan.cluster.placement.devices import max_threads, this_machine
@@ -24,15 +25,18 @@ from headscan.cluster.placement.placements import place
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
+from headscan.options import BehaviourProbe, GateConfig
 from headscan.pipelines.ablate.single_heads import AblateResult, single_head_effects
 from headscan.pipelines.evaluate.run_evaluation import evaluate as run_evaluation
 from headscan.pipelines.evaluate.run_sweep import sweep as run_sweep
 from headscan.pipelines.kv.measured_plan import measured_plan
+from headscan.pipelines.pruning.build_models import Repair
+from headscan.pipelines.pruning.pruning_units import LossBudget, ShareBudget
 from headscan.pipelines.pruning.run_prune import PruneConfig, PruneResult
 from headscan.pipelines.pruning.run_prune import prune as run_prune
 from headscan.pipelines.referee.run_referee import RefereeConfig
 from headscan.pipelines.referee.run_referee import referee as run_referee
-from headscan.pipelines.runs.model_identity import identify
+from headscan.pipelines.runs.model_identity import ModelIdentity, identify
 from headscan.pipelines.runs.run_records import ModelContext, OpenModel, Run
 from headscan.pipelines.scan.run_gates import GatesResult, run_gates
 from headscan.pipelines.scan.run_importance import run_importance
@@ -41,9 +45,18 @@ from headscan.pipelines.scan.run_probe import probe as run_probe
 from headscan.pipelines.scan.run_scan import CorpusRunResult
 from headscan.pipelines.scan.run_scan import scan as run_scan
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
-from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, AblateConfig, EvaluateConfig, SweepConfig
+from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec, TokenPlan
+from headscan.pipelines.settings.evaluation_settings import (
+    TASK_TOKENS,
+    AblateConfig,
+    Comparison,
+    EvaluateConfig,
+    RecallPlan,
+    SweepConfig,
+    TaskConfig,
+)
 from headscan.pipelines.settings.measure_settings import GatesConfig, ImportanceConfig, Part, ProbeConfig, ScanConfig
-from headscan.pipelines.settings.saving_settings import LossLimit, MeasureConfig
+from headscan.pipelines.settings.saving_settings import LossLimit, MeasureConfig, RecallConfig, TextConfig
 from headscan.pipelines.study.run_study import study as run_study
 from headscan.pipelines.study.study_answer import StudyAnswer
 from headscan.pipelines.study.study_config import StudyConfig
@@ -53,10 +66,17 @@ __all__ = [
     "BASELINE",
     "AblateConfig",
     "Arm",
+    "BehaviourProbe",
+    "Comparison",
+    "CorpusSpec",
+    "DataSpec",
     "EvaluateConfig",
+    "GateConfig",
     "GatesConfig",
     "ImportanceConfig",
     "JobOptions",
+    "KVBytes",
+    "LossBudget",
     "LossLimit",
     "MeasureConfig",
     "ModelSpec",
@@ -64,10 +84,19 @@ __all__ = [
     "PlacementRequest",
     "ProbeConfig",
     "PruneConfig",
+    "RecallConfig",
+    "RecallPlan",
     "RefereeConfig",
+    "Repair",
     "ScanConfig",
+    "ShareBudget",
     "StudyConfig",
     "SweepConfig",
+    "TaskConfig",
+    "TextConfig",
+    "TokenPlan",
+    "WindowHeads",
+    "WindowShare",
     "ablate",
     "evaluate",
     "gates",
@@ -192,10 +221,7 @@ def plan(
     config: MeasureConfig,
     budget: BudgetRequest | LossLimit,
     store: str | Path | None = None,
-    *,
-    devices: PlacementRequest | None = None,
-    resume_anyway: bool = False,
-    say: Callable[[str], None] = print,
+    **options: Unpack[JobOptions],
 ) -> HeadPlan:
     """Measure the damage of a window on each KV head, and make a plan; ``make_plan`` makes plans from a store.
 
@@ -206,13 +232,12 @@ def plan(
         PlanError: A budget out of reach, or texts longer than the model's context.
     """
     identity = identify(model)
-    opened = opener(model, config.tokens(identity), devices, evaluates=True)
-    context = (
-        ModelContext(model, opened, identity=identity, say=say)
-        if store is None
-        else Run(model, Store(store), opened, identity=identity, resume_anyway=resume_anyway, say=say)
-    )
-    with context:
+    tokens = config.tokens(identity)
+    if store is not None:
+        with _opened(model, tokens, store, options, identity=identity, evaluates=True) as run:
+            return measured_plan(config, run, budget)
+    open_model = _opener(model, tokens, options, evaluates=True)
+    with ModelContext(model, open_model, identity=identity, say=options.get("say", print)) as context:
         return measured_plan(config, context, budget)
 
 
@@ -245,15 +270,22 @@ def _opened(
     store: str | Path,
     options: JobOptions,
     *,
+    identity: ModelIdentity | None = None,
     evaluates: bool = False,
     here: bool = False,
 ) -> Run:
-    """Return the run of a job; see `opener`."""
+    """Return the run of a job; see `opener`. ``identity`` None computes it."""
+    open_model = _opener(model, tokens, options, evaluates=evaluates, here=here)
+    anyway, say = options.get("resume_anyway", False), options.get("say", print)
+    return Run(model, Store(store), open_model, identity=identity, resume_anyway=anyway, say=say)
+
+
+def _opener(
+    model: ModelSpec, tokens: int, options: JobOptions, *, evaluates: bool = False, here: bool = False
+) -> OpenModel:
     if unknown := options.keys() - JobOptions.__annotations__.keys():
         raise TypeError(f"unknown option {min(unknown)!r}. Choose from {', '.join(JobOptions.__annotations__)}")
-    open_model = opener(model, tokens, options.get("devices"), evaluates=evaluates, here=here)
-    anyway, say = options.get("resume_anyway", False), options.get("say", print)
-    return Run(model, Store(store), open_model, resume_anyway=anyway, say=say)
+    return opener(model, tokens, options.get("devices"), evaluates=evaluates, here=here)
 
 
 def opener(
