@@ -10,7 +10,7 @@ GPU_PYTHON = $(if $(wildcard $(VENV)/.ready),$(BIN)/python,$(PYTHON))
 # Environments of engines, which pin other versions of torch and transformers.
 ENGINES := .engines
 
-.PHONY: demo test test-all bench docs gpu engines lint clean
+.PHONY: demo test fast-tests test-all bench docs gpu engines lint types clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,11 +22,15 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: $(VENV)/.ready
 	$(BIN)/headscan demo
 
-# In the order of the folders: the tests of clusters, few and slow, would otherwise come last and leave a core idle.
+# mypy uses one core for a minute, and tests wait at times, so they run side by side.
 test: lint
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(MAKE) --no-print-directory -j 2 types fast-tests
 
-test-all: lint
+# In the order of the folders: the tests of clusters, few and slow, would otherwise come last and leave a core idle.
+fast-tests:
+	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not slow"
+
+test-all: lint types
 	$(BIN)/pytest
 
 bench: $(VENV)/.ready
@@ -70,6 +74,8 @@ engines: $(VENV)/.ready $(ENGINES)/.ready
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/.ready
 	$(BIN)/mypy
 
 clean:

@@ -37,7 +37,10 @@ def assert_equal_rows(ours: Store, whole: Store) -> None:
 
 @pytest.mark.parametrize(
     ("family", "metric"),
-    [("bert", "loss"), ("bert", "accuracy"), pytest.param("bart", "bleu", marks=pytest.mark.slow)],
+    [
+        ("bert", "loss"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("bert", "accuracy"), ("bart", "bleu"))),
+    ],
 )
 def test_an_arm_that_stops_asks_only_the_rest(family: str, metric: str, tmp_path: Path, store: Store) -> None:
     config = config_of(tmp_path, family, metric)
