@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import filecmp
+import hashlib
 import itertools
 import os
 import re
@@ -324,6 +325,18 @@ def definitions(connection: duckdb.DuckDBPyConnection) -> Definitions:
     return {entry: value for entry, value in found.items() if not (entry.kind == "column" and entry.table in views)}
 
 
+#: By version of DuckDB, the `digest` of `declared`, which takes 0.3 s to make: a store with these definitions is the
+#: schema. Other versions compare the definitions themselves.
+DIGESTS: Mapping[str, str] = {
+    "2.0.0": "5d0c6796a557ba073196796da1be39cd24efa347e16d5948f159888b9cdecd31",
+}
+
+
+def digest(found: Definitions) -> str:
+    """Return the SHA-256 of definitions."""
+    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()
+
+
 @cache
 def declared() -> Definitions:
     """Return this version's definitions as the installed DuckDB writes them."""
@@ -401,7 +414,10 @@ def _meta(connection: duckdb.DuckDBPyConnection) -> dict[str, str | None]:
 
 def verify(connection: duckdb.DuckDBPyConnection, path: Path, kinds: Collection[str] = KINDS) -> None:
     """Raise StoreChangedError unless the definitions of the open file equal the schema."""
-    found = differences(definitions(connection), kinds)
+    own = definitions(connection)
+    if digest(own) == DIGESTS.get(duckdb.__version__):
+        return
+    found = differences(own, kinds)
     if found:
         shown = ", ".join(found[:_SHOWN_DIFFERENCES])
         more = f" and {len(found) - _SHOWN_DIFFERENCES} more" if len(found) > _SHOWN_DIFFERENCES else ""

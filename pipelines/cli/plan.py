@@ -159,18 +159,19 @@ class Plan(OptionalModelVerb, RunVerb):
 
         pattern = None if self.pattern is None else read_pattern(self.pattern, inverted=self.inverted)
         store = self.store.open()
-        run = store.resolve_run(self.run_id, "probe" if self.method == "retrieval_score" else "scan")
-        plan = make_plan(
-            store,
-            run["run_id"],
-            method=self.method,
-            budget=self._budget(),
-            sink=self.sink,
-            recent=self.recent[0] if self.recent else None,
-            pattern=pattern,
-            seed=self.seed or 0,
-            granularity=self._granularity,
-        )
+        with store.reading():
+            run = store.resolve_run(self.run_id, "probe" if self.method == "retrieval_score" else "scan")
+            plan = make_plan(
+                store,
+                run["run_id"],
+                method=self.method,
+                budget=self._budget(),
+                sink=self.sink,
+                recent=self.recent[0] if self.recent else None,
+                pattern=pattern,
+                seed=self.seed or 0,
+                granularity=self._granularity,
+            )
         say_run(run)
         return plan
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from headscan.catalog import BEHAVIOURS, RANKED_CRITERIA, SCORES, STATISTICS
 from headscan.options import Option
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import StoreVerb, say_run
 from headscan.pipelines.settings.measure_settings import Site
+
+if TYPE_CHECKING:
+    from headscan.analysis.store.store import Store
 
 _NAMES = tuple(dict.fromkeys([*SCORES, *STATISTICS, *BEHAVIOURS, *RANKED_CRITERIA]))
 
@@ -49,11 +52,15 @@ class Rank(StoreVerb):
     lowest: Annotated[bool, Option("lowest values first, for any score", one_of="order")] = False
 
     def run(self) -> Result:
+        store = self.store.open()
+        with store.reading():
+            return self._ranked(store)
+
+    def _ranked(self, store: Store) -> Result:
         from headscan.pipelines.runs.head_orders import finished_runs, head_order, run_kind
         from headscan.pipelines.runs.text_tables import table_cells, text_table
 
         kind = run_kind(self.by)
-        store = self.store.open()
         newest = [] if self.run_id else finished_runs(store, self.by)[:1]
         run = store.resolve_run(self.run_id or next((str(each["run_id"]) for each in newest), None), kind)
         say_run(run)

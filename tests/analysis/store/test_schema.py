@@ -9,6 +9,7 @@ import pytest
 
 from headscan.analysis.errors import NotAStoreError, StoreChangedError
 from headscan.analysis.store.arm_views import ARM_VIEWS
+from headscan.analysis.store.connection import DIGESTS, declared, digest, verify
 from headscan.analysis.store.macros import MACROS
 from headscan.analysis.store.tables import TABLES, schema_statements
 from headscan.analysis.store.views import ALL_RUNS, VIEWS, view_statements
@@ -141,6 +142,19 @@ def test_a_changed_definition_is_named(
         out, err = capsys.readouterr()
         assert named in err and "secret words" not in out + err and "Traceback" not in err
     assert path.read_bytes() == before
+
+
+def test_the_digest_of_the_definitions_is_that_of_the_schema() -> None:
+    """Write the digest of the assertion into `DIGESTS` after a change of the schema, and add new versions of DuckDB."""
+    assert DIGESTS[duckdb.__version__] == digest(declared())
+
+
+def test_a_store_with_the_known_digest_is_not_compared_with_a_new_schema(
+    scan: Scan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headscan.analysis.store.connection.declared", lambda: pytest.fail("the schema was made"))
+    with scan.store.connect(read_only=True) as connection:
+        verify(connection, scan.store.path)
 
 
 def test_a_store_that_changes_between_two_queries_is_compared_again(scan: Scan) -> None:
