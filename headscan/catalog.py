@@ -351,7 +351,7 @@ CriterionFamily = Literal["score", "importance", "effect", "gate", "set"]
 
 @dataclass(frozen=True)
 class Criterion:
-    """What chooses the heads to ablate or to remove.
+    """A criterion that chooses the heads to ablate or to remove.
 
     Attributes:
         removed_first: The heads that go first.

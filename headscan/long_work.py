@@ -1,4 +1,4 @@
-"""What long jobs share: numbers that are measured once, and steps that are shown."""
+"""Numbers that a long job measures only once, and the interface that shows its steps."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ class GateConfig:
     Attributes:
         share: Share of heads that the fit closes, above 0 and below 1; the penalty follows. None keeps ``penalty``.
         penalty: Penalty in nats per open gate: the loss is that of the texts plus the penalty times the sum of P(open).
-            A negative one opens gates. With a share, its value at the start.
+            A negative penalty opens gates. With a share, this is the penalty at the start.
         rate: Learning rate; it falls to a tenth in the second half.
         start: Location of all gates at the start; 1.5 means that 91 % of the gates are open.
     """

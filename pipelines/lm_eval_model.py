@@ -51,8 +51,7 @@ class HeadscanModel(HeadscanLM):
         mask: JSON file with a list of ``[layer, head]`` to ablate.
         rule: Score that decides for each input which heads are ablated, with its ``threshold``.
         plan: File of a KV-cache plan. ``plan_mode`` is forward (keys are masked) or decode (keys are evicted).
-        device: ``cpu``, ``cuda:1``, ...; ``auto`` and ``cuda:0``, which lm-eval passes unless told otherwise, choose a
-            placement.
+        device: ``cpu``, ``cuda:1``, ...; ``auto`` and ``cuda:0``, lm-eval's default, choose a placement.
         batch_tokens: Tokens of one forward pass. lm-eval's batch size has no effect.
 
     Raises:
@@ -117,7 +116,7 @@ class HeadscanModel(HeadscanLM):
         return self._answered(partial(super().generate_until, requests))
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return what lm-eval writes next to the results."""
+        """Return the arm and the identity of the model, which lm-eval writes next to the results."""
         return {"headscan_arm": self._arm.name, **self._context.identity.fingerprint()}
 
     def _answered(self, ask: Callable[[], list[R]]) -> list[R]:

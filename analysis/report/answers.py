@@ -198,7 +198,7 @@ def _unjudged(plan: HeadPlan | None, hint: CacheHint, commands: Commands) -> Ans
 
 @dataclass(frozen=True)
 class CacheHint:
-    """What a scan says of the KV cache without a plan.
+    """An estimate from a scan of how many KV heads can do with a window, if there is no plan.
 
     Attributes:
         sink, recent: Widths of the scan's window.

@@ -24,7 +24,7 @@ from headscan.analysis.store.store import Store
 
 
 def number(value: float | None) -> str:
-    """Return a number as text; a dash for None. It has three decimals, or four digits if it is large."""
+    """Return a number as text with three decimals, a large one with four digits; a dash for None."""
     return "–" if value is None else f"{value:.3f}" if abs(value) < 100 else f"{value:.4g}"
 
 

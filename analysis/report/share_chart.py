@@ -200,7 +200,8 @@ def _symbol(place: int) -> str:
 
 def _arm_panels(lines: Mapping[Line, Sequence[ArmPoint]], across: str, what: str, *, start: bool) -> list[Panel]:
     """Return a panel for each measure that an arm has: loss, accuracy, and families of recall that the baseline solves.
-    ``what`` names the whole of the share; ``start`` begins joined lines at the baseline, with the share 0.
+    ``across`` is the title of the axis; ``what`` follows the share in the label of a point. ``start`` begins joined
+    lines at the baseline, with the share 0.
     """
     arms = [point.arm for members in lines.values() for point in members]
     units = {increase.unit for arm in arms if (increase := loss_increase(arm.measures)) is not None}

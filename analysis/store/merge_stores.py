@@ -304,7 +304,7 @@ class _RunMerge:
         self._add_missing(missing, where)
 
     def _finish(self) -> None:
-        """Set the status and what both rows of ``runs`` say of the run."""
+        """Join both rows of ``runs`` into one, and set its status."""
         theirs, ours = self._theirs, self._ours or self._theirs
         read = next((run for run in (ours, theirs) if _is_read(run)), ours)
         total = next((run["total_shards"] for run in (read, ours, theirs) if run["total_shards"] is not None), None)

@@ -37,7 +37,7 @@ class ArmKind(StrEnum):
 
     @property
     def control(self) -> ArmKind | None:
-        """The kind of its random controls; None if it has none."""
+        """The kind of random controls for arms of this kind; None without controls."""
         return _CONTROLS.get(self)
 
     @property

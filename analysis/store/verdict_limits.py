@@ -57,7 +57,7 @@ LEAST_RETAINED = 90.0
 
 
 def limits_words(max_loss: float | None = None) -> str:
-    """Return what the outcomes of verdicts mean; ``max_loss``, in nats per token, is a limit of studies alone."""
+    """Return the meaning of the outcomes of verdicts; ``max_loss``, in nats per token, is a limit of studies alone."""
     text = "" if max_loss is None else f", or a loss above {max_loss:g} nats per token"
     points = f"{MARGIN:.0f} point of accuracy"
     return (

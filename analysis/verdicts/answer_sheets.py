@@ -163,10 +163,10 @@ class AnswerSheets:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What all arms share in a scope.
+    """The questions of a scope, which all arms answer.
 
     Attributes:
-        questions: Indices of its questions.
+        questions: Their indices in the sheets.
         texts: (questions,) number of each question's text, distinct between tasks.
         chance: Accuracy of guessing in percent; None if it is unknown.
     """

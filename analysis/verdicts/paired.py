@@ -144,7 +144,7 @@ class PairedDifference:
 
     @property
     def above_chance(self) -> bool:
-        """True if ``baseline - chance >= LEAST_BASELINE`` and `wilson_low` exceeds ``chance``; an unknown one is 0."""
+        """True if ``baseline - chance >= LEAST_BASELINE`` and `wilson_low` exceeds ``chance``; unknown counts as 0."""
         chance = self.chance or 0.0
         by_chance = 100 * wilson_low(round(self.baseline / 100 * self.questions), self.questions) <= chance
         return self.baseline - chance >= LEAST_BASELINE and not (chance and by_chance)

@@ -98,12 +98,12 @@ class Replica(ABC):
             heartbeat.listen(limit)
 
     def kill(self) -> None:
-        """End its actors. Ray kills a process that does not answer after some seconds."""
+        """End the actors. Ray kills a process that does not answer after some seconds."""
         for actor in self._actors:
             self._ray.kill(actor)
 
     def has_room(self, *, alone: bool) -> bool:
-        """Return True if it can take one more job; a job that runs ``alone`` shares the replica with no other."""
+        """Return True if one more job can run here; a job that runs ``alone`` shares the replica with no other."""
         if not self.started:
             return False
         if alone or any(job.failures for job in self.jobs):
@@ -112,7 +112,7 @@ class Replica(ABC):
 
     @abstractmethod
     def wants_more(self) -> bool:
-        """Return True if it would soon be idle."""
+        """Return True if the replica would soon be idle."""
 
     @abstractmethod
     def hand(self, task: Task[T, R], job: Job) -> None:
@@ -128,8 +128,8 @@ class Replica(ABC):
 
     @abstractmethod
     def drop(self) -> None:
-        """Forget all its jobs and their results. The calls are not cancelled: after Ray cancels a call that was just
-        sent, the actor may wait for that call forever. The few calls that are left run to their end.
+        """Forget all jobs of the replica and their results. The calls are not cancelled: after Ray cancels a call that
+        was just sent, the actor may wait for that call forever. The few calls that are left run to their end.
         """
 
 

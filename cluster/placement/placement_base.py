@@ -408,7 +408,7 @@ class ReplicaPlacement(Placement):
 
 
 def too_large(need: int, has: int, where: str) -> str:
-    """Return a message about bytes that do not fit."""
+    """Return the reason why ``need`` bytes do not fit into ``has`` bytes of a place."""
     return f"{format_bytes(need)} needed on {where} (limit {format_bytes(has)}; {format_bytes(need - has)} missing)"
 
 

@@ -1,4 +1,4 @@
-"""Running a model with heads ablated: the record of it, what replaces an output, and the base class of ablations.
+"""Running a model with heads ablated: records of these heads, replacements of outputs, and the base of ablations.
 
 The whole output of an ablated head is replaced, for all tokens, before the output projection: by zero unless the
 ablation names another value. Nothing is renormalised (arXiv 2504.03889, 1905.10650). "Inactive" (nothing is lost at
@@ -235,7 +235,7 @@ class Ablation(ABC):
 
     @abstractmethod
     def hooks(self, lm: LoadedModel, record: InterventionRecord) -> AbstractContextManager[object]:
-        """Return a context in which the model runs with the heads ablated; it reads and updates the record."""
+        """Return a context in which the model runs with the heads ablated; its passes read and update the record."""
 
     @property
     def replaces_by(self) -> Replacement:

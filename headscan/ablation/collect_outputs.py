@@ -118,8 +118,8 @@ def head_samples(
     seed: int = 0,
     batch_tokens: int = BATCH_TOKENS,
 ) -> HeadSamples:
-    """Return the outputs of every head on texts, cut to the shortest of them. They take the memory of one hidden state
-    for each token and layer.
+    """Return the outputs of every head on texts, cut to the shortest of them. The result takes the memory of one
+    hidden state for each token and layer.
 
     Args:
         lm, input_ids, lengths, batch_tokens: As for `head_means`; the texts must be as long as the sequences on which

@@ -64,7 +64,7 @@ def mask_argument(lm: LoadedModel) -> str:
 
 
 class PaddingWatch:
-    """Counts forward passes and keeps the padding mask of the current one; None if it has none."""
+    """Counts forward passes and keeps the padding mask of the current one: None for a pass without a mask."""
 
     def __init__(self, lm: LoadedModel) -> None:
         self.passes = 0

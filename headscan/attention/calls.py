@@ -64,7 +64,9 @@ def attend(call: ScoredCall, take: Callable[[Tensor, Tensor, int, int], None], p
 
 
 class WeightTally:
-    """An accumulator of explicit weights by block of queries. They are normalised if the call has no learned sink."""
+    """An accumulator of explicit weights, one block of queries after the other; ``normalised`` if the weights of every
+    query are known to sum to 1.
+    """
 
     def __init__(self, request: AttentionRequest, geometry: Geometry, *, normalised: bool = False) -> None:
         self.request, self.geometry, self._normalised = request, geometry, normalised

@@ -348,6 +348,6 @@ def _dot(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _dot_keys(query_BHND: Tensor, key_BKND: Tensor, scale: float) -> Tensor:
-    """Return the score of each query on its own key (B, H, N). If there is only one key, it is that key's score."""
+    """Return the score of each query on its own key (B, H, N); with a single key, the score on it."""
     grouped = query_BHND.unflatten(1, (key_BKND.shape[1], -1))
     return scale * _dot(grouped, key_BKND[:, :, None]).flatten(1, 2)

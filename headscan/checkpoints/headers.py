@@ -1,4 +1,4 @@
-"""The hub's answer, and what checkpoint files show without being read whole: headers of safetensors, and a hash.
+"""Whether the hub answers, headers of safetensors files, and the hash of a model's weights.
 
 A header has the dtype, shape and bytes of each tensor, without its numbers.
 """
@@ -156,7 +156,7 @@ def read_headers(source: str, revision: str | None = None) -> dict[str, SavedTen
 
 
 def read_header(path: Path) -> FileHeader:
-    """Read the header of one file. It consists of its length in eight bytes, followed by JSON."""
+    """Read the header of one file: eight bytes with its length, followed by JSON."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))

@@ -92,7 +92,7 @@ _CODE_CLASSES = (
 
 
 def config_hash(config: PreTrainedConfig) -> str:
-    """Return the hash of a configuration. It does not depend on the path, nor on the version of transformers."""
+    """Return the hash of a configuration, which depends neither on the path nor on the version of transformers."""
     facts = config.to_dict()
     for volatile in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
         facts.pop(volatile, None)

@@ -236,7 +236,7 @@ class StageModel(LoadedModel):
 
 
 def gives_logits(lm: LoadedModel) -> bool:
-    """Return True if passes return logits. They do for a whole model, and for the last range of layers."""
+    """Return True if passes return logits: those of a whole model, and those of its last range of layers."""
     return not isinstance(lm, StageModel) or lm.is_last
 
 
@@ -294,7 +294,7 @@ class Layers:
 
     @property
     def size_outside(self) -> int:
-        """Bytes of the weights that stay loaded. They are norms and tables outside the layers."""
+        """Bytes of the norms and tables outside the layers, which stay loaded."""
         return self.lazy_model.size(self._outside)
 
     @property

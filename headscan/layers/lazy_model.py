@@ -1,9 +1,9 @@
 """A model on the meta device that loads weights by module, each tensor into a memory map of its own.
 
-``from_pretrained`` builds it on the meta device, which reads only the headers of the checkpoint and reports missing
-tensors. Weights are loaded by transformers' own code, with the conversions of the architecture (for example, experts
-that are saved one by one and merged). The heap keeps holes of freed tensors; a map is unmapped as soon as its tensor is
-freed, so that a range of weights can replace another in the same memory.
+``from_pretrained`` builds the model on the meta device, which reads only the headers of the checkpoint and reports
+missing tensors. Weights are loaded by transformers' own code, with the conversions of the architecture (for example,
+experts that are saved one by one and merged). The heap keeps holes of freed tensors; a map is unmapped as soon as its
+tensor is freed, so that a range of weights can replace another in the same memory.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def read_tensors(
 ) -> dict[str, Tensor]:
     """Read tensors of `tensor_files` into memory, and keep what ``keep`` returns of each.
 
-    They are not views of a mapped file: the system may drop and read the pages of a view again at any time. The
+    The tensors are not views of a mapped file: the system may drop and read the pages of a view again at any time. The
     original of a tensor is freed before the next one is read.
     """
     tensors: dict[str, Tensor] = {}

@@ -217,7 +217,7 @@ class SharedRow:
 
     @cached_property
     def places(self) -> Tensor:
-        """Indices of the endings' tokens in the row (R, T). They are padded with the ending's last index."""
+        """Indices of the endings' tokens in the row (R, T), padded with the ending's last index."""
         step = torch.arange(int(self.lengths.max())).expand(len(self.endings), -1)
         return torch.tensor(self.starts)[:, None] + step.minimum(self.lengths[:, None] - 1)
 

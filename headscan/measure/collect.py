@@ -140,7 +140,7 @@ def _check_module(projection: nn.Module, site: AttentionSite, probe_HD: Tensor, 
 
 
 def _checksum(projection: nn.Module) -> Tensor | None:
-    """Return a number that changes with the weight. It is None for offloaded weights and NaN for unsupported ones."""
+    """Return a number that changes with the weight; None for offloaded weights, NaN for unsupported ones."""
     weight: Any = getattr(projection, "weight", None)
     if type(weight) not in (Tensor, nn.Parameter) or weight.dtype not in _PLAIN:
         return torch.tensor(float("nan"))

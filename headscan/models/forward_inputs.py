@@ -36,7 +36,7 @@ def run(model: PreTrainedModel, inputs: dict[str, Any], for_hooks: Mapping[str, 
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Turn ``torch.autocast`` off on a device. It would round operands of matrix products to half precision."""
+    """Turn ``torch.autocast`` off on a device, because it rounds operands of matrix products to half precision."""
     kind = device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return nullcontext()

@@ -128,7 +128,7 @@ class Layout:
 
 
 def find_layout(model: PreTrainedModel) -> Layout:
-    """Find the parts of a model; it needs no weights."""
+    """Find the parts of a model, with or without weights."""
     names = {module: name for name, module in model.named_modules()}
     words: Any = model.get_input_embeddings()
     head = model.get_output_embeddings()

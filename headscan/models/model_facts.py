@@ -83,7 +83,7 @@ MODEL_ERRORS = (
 
 
 def raise_if_out_of_memory(problem: Exception) -> None:
-    """Raise an out-of-memory error again. It must not count as an unsupported call."""
+    """Raise an out-of-memory error again, so that it does not count as an unsupported call."""
     if isinstance(problem, RuntimeError) and is_out_of_memory(problem):
         raise problem
 
@@ -107,7 +107,7 @@ def check_bounds(config: PreTrainedConfig, heads: Iterable[tuple[int, int]]) -> 
 
 
 def _count(value: object) -> int | None:
-    """Return a count, or the largest of a list per layer. It is None if the configuration has neither."""
+    """Return a count, or the largest of a list per layer; None if the configuration has neither."""
     if isinstance(value, list | tuple):
         return max((number for number in value if isinstance(number, int)), default=None)
     return value if isinstance(value, int) else None

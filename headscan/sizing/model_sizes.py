@@ -294,7 +294,7 @@ def built_bytes(model: PreTrainedModel, layout: Layout, config: PreTrainedConfig
 
 
 def _quantised(model: PreTrainedModel, config: PreTrainedConfig) -> dict[str, int]:
-    """Return the bytes of quantised weights. They are the weights of linear layers and experts in blocks."""
+    """Return the bytes of quantised weights, which are those of linear layers and experts in blocks."""
     settings: Any = getattr(config, "quantization_config", None) or {}
     settings = settings if isinstance(settings, dict) else settings.to_dict()
     bits = _bits(settings)

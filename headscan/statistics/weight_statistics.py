@@ -1,7 +1,8 @@
-"""Statistics of attention weights: what a call is asked for, the base classes, and their implementations.
+"""Statistics of attention weights: the request to a call, the base classes, and their implementations.
 
 An attention call yields numbers per query (`QueryNumber`) and sums over queries (`QuerySum`). A `WeightStatistic`
-names those it needs and reduces them to one value per sequence and head. The formulas are in `headscan.catalog`.
+names the numbers and sums that it needs, and reduces them to one value per sequence and head. The formulas are in
+`headscan.catalog`.
 
 Shapes: B sequences, N queries, S keys, R queries and C keys of a block, H query heads.
 """
@@ -164,10 +165,10 @@ class WeightStatistic(ABC):
     queries.
 
     Attributes:
-        positional: It compares positions of queries and keys, so it is undefined in cross attention.
-        undefined_for_one: It is NaN for a sequence of one token.
-        continuable: It can be computed for the last tokens of a sequence alone, with the earlier ones in a KV cache.
-        ignores_sinks: It reads `AttentionRequest.ignored_keys`.
+        positional: The statistic compares positions of queries and keys, so it is undefined in cross attention.
+        undefined_for_one: A sequence of one token gives NaN.
+        continuable: The last tokens of a sequence are enough, with the earlier ones in a KV cache.
+        ignores_sinks: The statistic reads `AttentionRequest.ignored_keys`.
     """
 
     name: ClassVar[str]
@@ -183,7 +184,7 @@ class WeightStatistic(ABC):
 
     @property
     def explicit(self) -> bool:
-        """True if fused calls cannot compute it."""
+        """True if fused calls cannot compute the statistic."""
         return bool(self.query_sums) or not all(number.fused for number in self.query_numbers)
 
     @abstractmethod
@@ -275,7 +276,7 @@ class RecentMass(MeanOverQueries):
 
 
 class WeightSum(QueryNumber):
-    """The weight of a query on all keys. It is 1, or less with a learned sink; NaN where the scores are not finite."""
+    """The weight of a query on all keys: 1, or less with a learned sink; NaN where the scores are not finite."""
 
     name = "weight_sum"
 
@@ -441,7 +442,7 @@ class MassByDistance(WeightStatistic):
 
 
 class ArgmaxOffset(QueryNumber):
-    """Position of the key with the largest weight, minus the query's. It is NaN where the weights are not finite."""
+    """Position of the key with the largest weight, minus the query's; NaN where the weights are not finite."""
 
     name = "argmax_offset"
     fused = False

@@ -29,7 +29,7 @@ from headscan.pipelines.settings.evaluation_settings import AblateConfig, LossTe
 
 def ablated_sets(grid: HeadGrid, mode: str) -> Iterator[tuple[str, list[Head], dict[str, object]]]:
     """Yield the name, the ablated heads and the settings of an arm for each head: that head, or all others of its layer
-    (no arm in layers of one head). They are in the order of the layers: arms of neighbouring layers share their work.
+    (no arm in layers of one head). The arms follow the layers, because arms of neighbouring layers share work.
     """
     for site in grid.sites:
         every = [Head(site.layer, head) for head in range(site.num_attention_heads)]

@@ -75,9 +75,9 @@ def arm_row(arm: ArmOutcome) -> dict[str, Any]:
 
 
 def verdict_text(arms: Iterable[ArmOutcome]) -> str:
-    """Return a table of the arms that are no controls, what their verdicts lack, and the limits of verdicts.
+    """Return a table of the arms that are no controls, the reasons why arms are not safe, and the limits of verdicts.
 
-    The sentences with all numbers are those of ``--json`` and of the report.
+    ``--json`` and the report have sentences with all numbers instead.
     """
     judged = [arm for arm in arms if not arm.is_control]
     rows = [_cells(arm) for arm in judged]
@@ -88,7 +88,7 @@ def verdict_text(arms: Iterable[ArmOutcome]) -> str:
 
 
 def verdict_notes(arms: Sequence[ArmOutcome]) -> str:
-    """Return what each verdict lacks, measures without a column, and the limits of verdicts."""
+    """Return the reasons why arms are not safe, measures without a column, and the limits of verdicts."""
     from headscan.analysis.store.verdict_limits import limits_words
     from headscan.analysis.verdicts.judge import ArmVerdict
 

@@ -28,7 +28,7 @@ class Status(StoreVerb):
 
         headscan status --store s.duckdb
 
-    A run that is still working shows how far it is.
+    A run in progress shows how many of its shards or arms are finished.
     """
 
     json: Json = False
@@ -45,7 +45,7 @@ class Status(StoreVerb):
 
 
 def _run_row(store: Store, run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is shown of a run; counts that its kind lacks are None."""
+    """Return the row of a run; counts that its kind lacks are None."""
     from headscan.analysis.store.provenance import host_of, is_visible
     from headscan.analysis.store.records import SHARDED_KINDS
 

@@ -1,4 +1,4 @@
-"""What verbs share: the model, its devices, the store, texts, and messages."""
+"""Options and methods that verbs share: the model, its devices, the store, texts, and messages."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class KeptHeads:
 
     @property
     def reduced(self) -> int:
-        """KV heads that do not keep all keys."""
+        """Number of KV heads that do not keep all keys."""
         return sum(head.action != "full" for head in self.heads)
 
 

@@ -1,7 +1,7 @@
 """Recall tasks of any length and for any tokenizer: find needles and copy text.
 
 A benchmark with one-letter answers does not notice the loss of retrieval heads (arXiv 2404.15574). These generated
-tasks do. They are answered by log-likelihood, so any causal decoder can take them. A baseline at chance (a quarter of
+tasks do; log-likelihoods answer them, so any causal decoder can take them. A baseline at chance (a quarter of
 the needles, nothing copied) shows that the model cannot do the task. An arm below a baseline that is above chance shows
 that the ablated heads were needed.
 """

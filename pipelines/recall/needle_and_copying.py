@@ -248,7 +248,7 @@ class TextTokens:
         return list(values), len(values[0])
 
     def _after(self, before: str, text: str) -> Ids:
-        """Return ids of ``text`` after ``before``. If the two merge, they are those of ``text`` alone."""
+        """Return ids of ``text`` after ``before``. If a token spans both, the ids are those of ``text`` alone."""
         context, whole = self._encode(before), self._encode(before + text)
         return whole[len(context) :] if whole[: len(context)] == context else self._encode(text)
 

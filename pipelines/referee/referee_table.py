@@ -1,4 +1,4 @@
-"""Results of a referee: what each criterion loses at each share, and how far criteria agree."""
+"""Results of a referee: losses by criterion and share, and how far criteria agree."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class CriterionLoss:
-    """What a criterion loses at a share, on one measure: a row of the result.
+    """The change of one measure if a criterion removes a share of the heads: a row of the result.
 
     Attributes:
         measure: ``loss``, ``accuracy``, ``bleu`` or the name of a recall family.

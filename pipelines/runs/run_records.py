@@ -216,8 +216,8 @@ class ModelContext:
         )
 
     def keeping(self, record: RunRecord) -> AbstractContextManager[KnownNumbers]:
-        """Yield the numbers that a job measures, by unit of work. They are in memory alone, which is reported; those of
-        a `Run` are in its store.
+        """Yield the numbers that a job measures, by unit of work: here in memory alone, which a message reports. A
+        `Run` keeps them in its store.
         """
         self.say("without a store, a job that stops keeps nothing of what it measured")
         return nullcontext(KnownNumbers())

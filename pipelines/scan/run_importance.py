@@ -110,8 +110,8 @@ def measure_losses(
 
 def recall_texts(identity: ModelIdentity, plan: TokenPlan, count: int) -> list[corpora.TokenSequence]:
     """Return the recall prompts with their answers as texts: ``count`` of each family, as long as the plan's longest
-    text. They are tokenised again, as a corpus is, and the loss of all their tokens counts. Questions of evaluations
-    are others.
+    text. The texts are tokenised again, as a corpus is, and the loss of all tokens counts. No evaluation asks the
+    same questions.
     """
     tokenizer, special = identity.tokenizer, special_tokens(identity.tokenizer, plan)
     texts: list[corpora.TokenSequence] = []

@@ -370,7 +370,7 @@ def sequence_table(shard: Shard) -> pa.Table:
 
 
 def scan(config: ScanConfig, run: Run) -> CorpusRunResult:
-    """Measure the statistics of all heads on a corpus, and say how many rows have values that are not finite."""
+    """Measure the statistics of all heads on a corpus, and report how many rows have values that are not finite."""
     settings = {"statistics": config.measured, "keep_nonfinite": config.keep_nonfinite}
     widths = asdict(config.widths)
     measurement = ShardMeasurement(

@@ -242,4 +242,4 @@ class _Bundle:
 
 
 class _Stopped(Exception):
-    """The baseline has computed what a bundle needs."""
+    """Raised to end a pass of the baseline that has computed all that a bundle needs."""

@@ -74,7 +74,7 @@ def generate_texts(lm: LoadedModel, item: GenerationItem) -> AnswerSet[str]:
 
 def _rope_group(lm: LoadedModel, request: GenerationRequest) -> Hashable:
     """Return a key that is equal for equal rotary frequencies at every step of the generation. A prompt whose text may
-    cross a length at which they change shares a batch only with equally long ones.
+    cross a length at which the frequencies change shares a batch only with equally long ones.
     """
     tokens = len(request.ids)
     start, end = (lm.rope_lengths.group(length) for length in (tokens, tokens + request.max_new_tokens))

@@ -1,4 +1,4 @@
-"""Settings of what is judged: tasks, recall questions, ablations and their comparisons."""
+"""Settings of evaluations: tasks, recall questions, ablations and their comparisons."""
 
 from __future__ import annotations
 

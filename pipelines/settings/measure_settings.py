@@ -1,4 +1,4 @@
-"""Settings of what is measured: scans, importances, probes and gates."""
+"""Settings of measurements: scans, importances, probes and gates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of what leaves headscan: pruned models and plans of the KV cache."""
+"""Settings of savings: pruned models and plans of the KV cache."""
 
 from __future__ import annotations
 

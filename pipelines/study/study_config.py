@@ -132,7 +132,8 @@ def write_study(path: Path, config: StudyConfig) -> None:
 
 
 def resumed(path: Path, config: StudyConfig) -> StudyConfig | None:
-    """Return the settings that an earlier call with the same settings wrote, with what it decided; None without one.
+    """Return the settings that an earlier call with the same settings wrote, with its decisions; None
+    without an earlier call.
 
     Raises:
         StudyError: The folder holds a study with other settings.
