@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 #: What was measured, as JSON data: first in words, then everything that distinguishes it within the job.
-Unit = tuple[Any, ...]
+WorkUnit = tuple[Any, ...]
 
 
 class KnownNumbers:
@@ -26,17 +26,17 @@ class KnownNumbers:
         """Number of known units."""
         return len(self._known)
 
-    def get(self, unit: Unit) -> NDArray[np.float64] | None:
+    def get(self, unit: WorkUnit) -> NDArray[np.float64] | None:
         """Return the numbers of a unit, one-dimensional; None if it was not measured."""
         found = self._known.get(hash_of(unit))
         return None if found is None else np.asarray(found, dtype=np.float64)
 
-    def add(self, unit: Unit, numbers: ArrayLike) -> None:
+    def add(self, unit: WorkUnit, numbers: ArrayLike) -> None:
         """Keep the numbers of a unit, in C order; float64 holds them exactly."""
         self._known[hash_of(unit)] = np.asarray(numbers, dtype=np.float64).ravel().tolist()
 
 
-def hash_of(unit: Unit) -> str:
+def hash_of(unit: WorkUnit) -> str:
     """Return 32 hexadecimal digits that stand for a unit."""
     return hashlib.sha256(json.dumps(unit).encode()).hexdigest()[:32]
 

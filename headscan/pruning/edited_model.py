@@ -24,7 +24,7 @@ from headscan.ablation.masks import HeadMask
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite, Head
 from headscan.layers.blocks import Blocks, cannot_resume, find_blocks, resuming_at, running_range, short_text
-from headscan.long_work import KnownNumbers, Steps, Unit, hash_of, unseen_steps
+from headscan.long_work import KnownNumbers, Steps, WorkUnit, hash_of, unseen_steps
 from headscan.models.forward_inputs import run, without_autocast
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Batch, Calibration
@@ -281,7 +281,7 @@ class LayerEdits(NamedTuple):
     edits: Callable[[], Edits]
 
 
-def _unit(batch: str, layer: int, candidate: LayerEdits, below: Edits) -> Unit:
+def _unit(batch: str, layer: int, candidate: LayerEdits, below: Edits) -> WorkUnit:
     return "cross-entropy of a batch without heads", batch, layer, candidate.removed, below.removed
 
 
@@ -361,7 +361,7 @@ class Divergence:
 
     def _measured(
         self, number: int, candidates: Mapping[int, Sequence[LayerEdits]], below: Edits
-    ) -> Iterator[tuple[Unit, float]]:
+    ) -> Iterator[tuple[WorkUnit, float]]:
         """Yield the summed cross-entropy of each candidate on a batch."""
         if not candidates:
             return

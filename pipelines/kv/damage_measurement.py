@@ -35,7 +35,7 @@ from headscan.errors import NotFiniteError, SequenceError
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import KvHead, candidates_of, kv_damages
 from headscan.kv.kv_windows import KvWindows
-from headscan.long_work import KnownNumbers, Unit, hash_of
+from headscan.long_work import KnownNumbers, WorkUnit, hash_of
 from headscan.measure.collect import collect, score
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
@@ -109,7 +109,7 @@ class PromptPool:
                         LikelihoodItem(name, chosen, alone, self.batch_tokens, share_prefixes=False, rope=self.rope)
                     )
 
-        def unit(item: LikelihoodItem | BundleItem) -> Unit:
+        def unit(item: LikelihoodItem | BundleItem) -> WorkUnit:
             group, _ = items[item.name]
             windows = [[[layer, head, *astuple(kept)] for layer, head, kept in sets[index].windows] for index in group]
             return "losses under window masks", windows, hash_of(item.requests)
@@ -174,7 +174,7 @@ class PromptPool:
             for name, part in items.items()
         ]
 
-        def unit(item: DamageItem) -> Unit:
+        def unit(item: DamageItem) -> WorkUnit:
             return "damage of a window on KV heads", astuple(window), gates, list(heads), hash_of(item.requests)
 
         damage_PC = np.empty((len(requests), len(heads)), dtype=np.float32)
@@ -192,7 +192,7 @@ class PromptPool:
             for at, part in enumerate(parts)
         ]
 
-        def unit(item: NeedItem) -> Unit:
+        def unit(item: NeedItem) -> WorkUnit:
             return "distant mass and output norm of texts", astuple(window), hash_of(item.requests)
 
         sums = {item.name: found for item, found in self._measured(measure_needs, work, unit, np.stack)}
@@ -219,7 +219,7 @@ class PromptPool:
         self,
         task: Task[T, Any],
         items: Sequence[T],
-        unit: Callable[[T], Unit],
+        unit: Callable[[T], WorkUnit],
         numbers: Callable[[Any], ArrayLike],
         count: Callable[[Any], int] = lambda item: len(item.requests),
     ) -> Iterator[tuple[T, np.ndarray]]:

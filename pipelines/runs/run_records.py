@@ -18,7 +18,7 @@ from headscan.analysis.store.provenance import provenance_changes, provenance_hi
 from headscan.analysis.store.records import SHARDED_KINDS, RunKind, RunRecord, RunState
 from headscan.analysis.store.store import Store, refuse_resume, run_identity
 from headscan.cluster.tasks.pool import Pool
-from headscan.long_work import KnownNumbers, Unit, hash_of
+from headscan.long_work import KnownNumbers, WorkUnit, hash_of
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.runs.code_version import code_version
 from headscan.pipelines.runs.model_identity import ModelFacts, ModelIdentity, identify, model_facts
@@ -116,7 +116,7 @@ class StoredNumbers(KnownNumbers):
         super().__init__()
         self._store, self._begin = store, begin
         self.run_id: str | None = None
-        self._waiting: list[Unit] = []
+        self._waiting: list[WorkUnit] = []
         self._written = time.monotonic()
 
     def resume(self) -> None:
@@ -124,7 +124,7 @@ class StoredNumbers(KnownNumbers):
         self.run_id = self._begin()
         self._known |= self._store.measured_units(self.run_id)
 
-    def add(self, unit: Unit, numbers: ArrayLike) -> None:
+    def add(self, unit: WorkUnit, numbers: ArrayLike) -> None:
         super().add(unit, numbers)
         self._waiting.append(unit)
         if time.monotonic() - self._written >= WRITE_SECONDS:

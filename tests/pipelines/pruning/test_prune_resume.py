@@ -14,7 +14,7 @@ import pytest
 
 from headscan.analysis.store.store import Store
 from headscan.cluster.pools.open_pool import InProcessPool
-from headscan.long_work import Unit
+from headscan.long_work import WorkUnit
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.pruning.build_models import Repair
@@ -50,7 +50,7 @@ def pruned(
     counts = Counts()
     add, measured = StoredNumbers.add, Divergence._cross_entropy
 
-    def added(self: StoredNumbers, unit: Unit, numbers: object) -> None:
+    def added(self: StoredNumbers, unit: WorkUnit, numbers: object) -> None:
         add(self, unit, numbers)  # type: ignore[arg-type]
         counts.units += 1
         if counts.units == most:
