@@ -325,8 +325,8 @@ def definitions(connection: duckdb.DuckDBPyConnection) -> Definitions:
     return {entry: value for entry, value in found.items() if not (entry.kind == "column" and entry.table in views)}
 
 
-#: By version of DuckDB, the `digest` of `declared`, which takes 0.3 s to make: a store with these definitions is the
-#: schema. Other versions compare the definitions themselves.
+#: The `digest` of `declared`, which takes 0.3 s to compute, by version of DuckDB. A store with this digest can be
+#: trusted. With other versions of DuckDB, the definitions themselves are compared.
 DIGESTS: Mapping[str, str] = {
     "2.0.0": "5d0c6796a557ba073196796da1be39cd24efa347e16d5948f159888b9cdecd31",
 }

@@ -121,7 +121,7 @@ class SelectionStage:
             self.more = sum(self._allocated(self.more).values()) - self.units
 
     def _allocated(self, further: int) -> Counts:
-        """Return the numbers of all removed units by layer with the least damage as far as it is known."""
+        """Return the numbers of all removed units by layer with the least damage, measured or estimated."""
         damages = {layer: curve.damages for layer, curve in self.curves.items()}
         allowed = {layer: [count - curve.least for count in curve.counts] for layer, curve in self.curves.items()}
         added = allocate_units(damages, self._spare + further, allowed)[-1]
