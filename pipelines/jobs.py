@@ -30,6 +30,12 @@ from headscan.pipelines.ablate.single_heads import AblateResult, single_head_eff
 from headscan.pipelines.evaluate.run_evaluation import evaluate as run_evaluation
 from headscan.pipelines.evaluate.run_sweep import sweep as run_sweep
 from headscan.pipelines.kv.measured_plan import measured_plan
+from headscan.pipelines.measure.run_corpus import CorpusRunResult
+from headscan.pipelines.measure.run_gates import GatesResult, run_gates
+from headscan.pipelines.measure.run_importance import run_importance
+from headscan.pipelines.measure.run_probe import ProbeResult
+from headscan.pipelines.measure.run_probe import probe as run_probe
+from headscan.pipelines.measure.run_scan import scan as run_scan
 from headscan.pipelines.pruning.build_models import Repair
 from headscan.pipelines.pruning.pruning_units import LossBudget, ShareBudget
 from headscan.pipelines.pruning.run_prune import PruneConfig, PruneResult
@@ -38,12 +44,6 @@ from headscan.pipelines.referee.run_referee import RefereeConfig
 from headscan.pipelines.referee.run_referee import referee as run_referee
 from headscan.pipelines.runs.model_identity import ModelIdentity, identify
 from headscan.pipelines.runs.run_records import ModelContext, OpenModel, Run
-from headscan.pipelines.scan.run_gates import GatesResult, run_gates
-from headscan.pipelines.scan.run_importance import run_importance
-from headscan.pipelines.scan.run_probe import ProbeResult
-from headscan.pipelines.scan.run_probe import probe as run_probe
-from headscan.pipelines.scan.run_scan import CorpusRunResult
-from headscan.pipelines.scan.run_scan import scan as run_scan
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
 from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec, TokenPlan
 from headscan.pipelines.settings.evaluation_settings import (

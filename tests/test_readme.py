@@ -13,7 +13,7 @@ from headscan.analysis.store.views import ALL_RUNS, VIEWS
 from headscan.catalog import BEHAVIOURS, IMPORTANCES, PROFILES, SCORES, STATISTICS
 from headscan.pipelines.cli.main import VERBS, read_command, verb_class
 from headscan.pipelines.cli.option_parser import UsageError, options_of, verb_parser
-from headscan.pipelines.cli.status import Sql
+from headscan.pipelines.cli.sql import Sql
 from tests.sources import PACKAGES, ROOT, modules
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

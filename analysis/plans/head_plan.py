@@ -18,13 +18,13 @@ from headscan.analysis.plans.plan_records import (
     MOST_INTEGER,
     WHY_PROTECTED,
     Budget,
-    Calibration,
     Granularity,
     PlanError,
     PlanMethod,
     PlannedHead,
     PlannedModel,
     PlanRecord,
+    PlanSource,
     QueryHead,
     Rows,
     plan_error,
@@ -73,7 +73,7 @@ class HeadPlan(PlanRecord):
 
     model: PlannedModel
     method: PlanMethod
-    calibration: Calibration
+    calibration: PlanSource
     granularity: Granularity
     group_reduction: Literal["max"]
     score: str

@@ -13,7 +13,6 @@ import numpy as np
 from headscan.analysis.plans.pattern_files import THRESHOLD, HeadPattern
 from headscan.analysis.plans.plan_records import (
     WHY_PROTECTED,
-    Calibration,
     DamageCalibration,
     Evidence,
     Granularity,
@@ -22,6 +21,7 @@ from headscan.analysis.plans.plan_records import (
     PlanError,
     PlanMethod,
     PlannedModel,
+    PlanSource,
     QueryHead,
     RandomCalibration,
     WindowHeads,
@@ -58,7 +58,7 @@ class KeepScores:
     order: tuple[Place, ...]
     evidence: Mapping[Place, Evidence]
     query_heads: tuple[QueryHead, ...]
-    calibration: Calibration
+    calibration: PlanSource
     notes: tuple[str, ...] = ()
     sink: int | None = None
     recent: int | None = None

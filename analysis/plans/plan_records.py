@@ -428,7 +428,7 @@ class RandomCalibration(PlanRecord):
     kind: Literal["random"] = "random"
 
 
-Calibration = Annotated[
+PlanSource = Annotated[
     ScanCalibration | ProbeCalibration | DamageCalibration | PatternCalibration | RandomCalibration, _BY_KIND
 ]
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitGates(RunVerb):
+class Gates(RunVerb):
     """fit gates on the heads of a frozen model: which heads may close
 
         headscan gates MODEL --corpus texts/ --share 0.4 --store s.duckdb
@@ -35,7 +35,7 @@ class FitGates(RunVerb):
     settings: Annotated[partial[GatesConfig], Group("fit")]
 
     def run(self) -> Result:
-        from headscan.pipelines.scan.run_gates import run_gates
+        from headscan.pipelines.measure.run_gates import run_gates
 
         corpus = self.corpus.required(self)
         spec, identity = self.identified()

@@ -22,50 +22,20 @@ from headscan.pipelines.cli.option_parser import (
 )
 from headscan.pipelines.runs.text_tables import printable
 
-#: File and class of each verb, in the order in which a user needs them.
+#: The verbs by group, in the order in which a user needs them. A verb is a file of this folder and its class.
 _GROUPS = {
-    "start": {
-        "demo": "demo.Demo",
-        "study": "study.Study",
-        "models": "models.Models",
-        "place": "place.Place",
-        "completion": "demo.Completion",
-    },
-    "measure": {
-        "scan": "scan.Scan",
-        "probe": "probe.Probe",
-        "importance": "scan.Importance",
-        "gates": "gates.FitGates",
-    },
-    "query": {
-        "status": "status.Status",
-        "sql": "status.Sql",
-        "merge": "merge.Merge",
-        "rank": "rank.Rank",
-        "roles": "roles.Roles",
-        "compare": "compare.Compare",
-        "report": "report.Report",
-    },
-    "intervene": {
-        "evaluate": "evaluate.Evaluate",
-        "sweep": "sweep.Sweep",
-        "ablate": "ablate.Ablate",
-        "referee": "referee.Referee",
-    },
-    "deliver": {
-        "prune": "prune.Prune",
-        "plan": "plan.Plan",
-        "generate": "generate.Generate",
-        "export": "export.Export",
-    },
+    "start": ("demo", "study", "models", "place", "completion"),
+    "measure": ("scan", "probe", "importance", "gates"),
+    "query": ("status", "sql", "merge", "rank", "roles", "compare", "report"),
+    "intervene": ("evaluate", "sweep", "ablate", "referee"),
+    "deliver": ("prune", "plan", "generate", "export"),
 }
-VERBS = {verb: place for group in _GROUPS.values() for verb, place in group.items()}
+VERBS = tuple(verb for group in _GROUPS.values() for verb in group)
 
 
 def verb_class(verb: str) -> type:
     """Return the class of a verb; only its file is imported."""
-    file, _, name = VERBS[verb].partition(".")
-    found: type = getattr(import_module(f"headscan.pipelines.cli.{file}"), name)
+    found: type = getattr(import_module(f"headscan.pipelines.cli.{verb}"), verb.capitalize())
     return found
 
 

@@ -56,7 +56,7 @@ class Probe(RunVerb):
     retrieval: Annotated[_Retrieval, Group("retrieval_score")]
 
     def run(self) -> Result:
-        from headscan.pipelines.scan.run_probe import default_lengths, probe
+        from headscan.pipelines.measure.run_probe import default_lengths, probe
 
         spec, identity = self.identified(need_tokenizer=False)
         lengths = tuple(self.retrieval.lengths or default_lengths(identity))

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from headscan.catalog import Value
     from headscan.cluster.placement.placement_base import PlacementPlan
     from headscan.pipelines.ablate.labelled_arms import LabelledConfig
+    from headscan.pipelines.measure.labelled_texts import LabelledTexts
     from headscan.pipelines.runs.run_records import Run
-    from headscan.pipelines.scan.labelled_texts import LabelledTexts
 
 #: Of the demo: length of its recall questions, and of its texts.
 _DEMO_RECALL, _DEMO_TOKENS = 256, 512
@@ -246,7 +246,7 @@ def labelled_model(
 ) -> Iterator[tuple[LabelledConfig, LabelledTexts, Run]]:
     """Yield settings, examples, and the run of the model that a command line names."""
     from headscan.pipelines.ablate.labelled_arms import LabelledConfig
-    from headscan.pipelines.scan.labelled_texts import read_labelled
+    from headscan.pipelines.measure.labelled_texts import read_labelled
 
     spec, identity = verb.identified()
     config = LabelledConfig(spec, data, metric, max_tokens)

@@ -28,11 +28,11 @@ from headscan.pipelines.corpora import CorpusReport, TokenSequence, shards
 from headscan.pipelines.corpora.sequences import hash_ids
 from headscan.pipelines.evaluate.run_evaluation import EVALUATE, Purpose, check_predicts, check_scored, evaluate
 from headscan.pipelines.evaluate.tasks import Questions
+from headscan.pipelines.measure.run_corpus import write_shards
+from headscan.pipelines.measure.shard_task import ShardItem
 from headscan.pipelines.recall.needle_and_copying import IN_ALL
 from headscan.pipelines.runs.model_identity import ModelFacts, fingerprint
 from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scan.run_scan import write_shards
-from headscan.pipelines.scan.shard_task import ShardItem
 from headscan.pipelines.scoring.arms import (
     BASELINE,
     ZERO_VALUE,

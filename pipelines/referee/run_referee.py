@@ -24,6 +24,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.options import BATCH_TOKENS, GateConfig
 from headscan.pipelines.evaluate.run_evaluation import check_predicts, evaluate
 from headscan.pipelines.evaluate.tasks import Questions
+from headscan.pipelines.measure.run_importance import recall_texts
 from headscan.pipelines.pruning.build_models import BuildJob, Repair, WantedModel, build_models, kept_damages
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_texts
 from headscan.pipelines.pruning.pruned_arms import pruned_arm
@@ -31,7 +32,6 @@ from headscan.pipelines.pruning.work_folder import owned_folder
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.runs.text_tables import at_work, shown_steps
-from headscan.pipelines.scan.run_importance import recall_texts
 from headscan.pipelines.scoring.arms import BASELINE, Arm, random_masks
 from headscan.pipelines.scoring.token_requests import pad
 from headscan.pipelines.settings.corpus_settings import TokenPlan

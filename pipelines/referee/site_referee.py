@@ -37,9 +37,9 @@ from headscan.pipelines.ablate.labelled_arms import (
     SiteArm,
     answer_labelled,
 )
+from headscan.pipelines.measure.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scan.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.pipelines.scoring.token_requests import whole_batches
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.evaluation_settings import SITE_CRITERIA, Comparison

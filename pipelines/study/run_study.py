@@ -38,6 +38,9 @@ from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.kv.measured_plan import measured_plans
 from headscan.pipelines.kv.plan_arms import plan_arms
+from headscan.pipelines.measure.run_importance import run_importance
+from headscan.pipelines.measure.run_probe import probe
+from headscan.pipelines.measure.run_scan import scan
 from headscan.pipelines.pruning.pruned_arms import BuiltModel, pruned_arm
 from headscan.pipelines.pruning.pruning_units import ShareBudget
 from headscan.pipelines.pruning.run_prune import PruneConfig, prune
@@ -46,9 +49,6 @@ from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.head_orders import head_order, run_kind
 from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.runs.text_tables import time_text
-from headscan.pipelines.scan.run_importance import run_importance
-from headscan.pipelines.scan.run_probe import probe
-from headscan.pipelines.scan.run_scan import scan
 from headscan.pipelines.scoring.arms import BASELINE, Arm
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from headscan.pipelines.settings.measure_settings import ImportanceConfig, ProbeConfig, ScanConfig

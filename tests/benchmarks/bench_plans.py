@@ -49,10 +49,10 @@ from headscan.pipelines.kv.damage_measurement import (
     text_prompts,
 )
 from headscan.pipelines.kv.measured_plan import measured_plan
+from headscan.pipelines.measure.run_probe import probe
+from headscan.pipelines.measure.run_scan import scan
 from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scan.run_probe import probe
-from headscan.pipelines.scan.run_scan import scan
 from headscan.pipelines.settings.measure_settings import ProbeConfig, ScanConfig
 from headscan.pipelines.settings.saving_settings import MeasureConfig
 from tests.benchmarks.measuring import Table, processor, show

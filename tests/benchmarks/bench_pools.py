@@ -28,7 +28,7 @@ from headscan.cluster.pools.ray_pool import PipelinePool, RayPool
 from headscan.cluster.tasks.pool import Pool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import Shard, TokenSequence
-from headscan.pipelines.scan.shard_task import ShardItem, measure_shard
+from headscan.pipelines.measure.shard_task import ShardItem, measure_shard
 from tests.benchmarks.random_checkpoint import Shape, make_checkpoint
 
 _SHAPE = Shape(layers=8, hidden=512, mlp=2048, heads=8, kv_heads=4)

@@ -27,9 +27,9 @@ from headscan.cluster.pools.ray_pool import RayPool
 from headscan.cluster.tasks.pool import Finished
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusReport, Shard, TokenSequence
+from headscan.pipelines.measure.run_corpus import write_shards
+from headscan.pipelines.measure.shard_task import Measured, ShardItem
 from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scan.run_scan import write_shards
-from headscan.pipelines.scan.shard_task import Measured, ShardItem
 
 _GROUP = 8
 

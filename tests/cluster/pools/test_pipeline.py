@@ -15,8 +15,8 @@ from headscan.cluster.pools.open_pool import InProcessPool, open_pool
 from headscan.cluster.pools.ray_pool import PipelinePool, RayPool
 from headscan.cluster.tasks.pool import StagingError, WorkError
 from headscan.model_spec import ModelSpec
+from headscan.pipelines.measure.shard_task import ShardItem, measure_shard
 from headscan.pipelines.runs.model_identity import model_facts
-from headscan.pipelines.scan.shard_task import ShardItem, measure_shard
 from headscan.pipelines.scoring.likelihood import score_requests
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
 from tests.cluster import tasks

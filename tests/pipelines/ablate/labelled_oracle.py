@@ -21,8 +21,8 @@ from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.ablate.labelled_arms import LabelledConfig
 from headscan.pipelines.evaluate.answering import ArmsItem
+from headscan.pipelines.measure.labelled_texts import LabelledText, read_labelled
 from headscan.pipelines.runs.model_identity import identify
-from headscan.pipelines.scan.labelled_texts import LabelledText, read_labelled
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from tests.pipelines.ablate.labelled_models import LABELLED, TRANSLATED, save_classifier, save_translator, write_lines
 from tests.pipelines.conftest import THREADS

@@ -8,8 +8,8 @@ import pytest
 
 from headscan.errors import UnsupportedModelError
 from headscan.model_spec import ModelSpec
+from headscan.pipelines.measure.labelled_texts import LabelledTexts, read_examples, read_labelled
 from headscan.pipelines.runs.model_identity import identify
-from headscan.pipelines.scan.labelled_texts import LabelledTexts, read_examples, read_labelled
 from headscan.pipelines.settings.corpus_settings import DataSpec, ExampleError
 from tests.pipelines.ablate.labelled_models import LABELLED, TRANSLATED, save_classifier, save_translator, write_lines
 

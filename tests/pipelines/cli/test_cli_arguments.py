@@ -187,7 +187,7 @@ def nothing_opens(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("headscan.cluster.pools.open_pool.open_pool", reached)
     monkeypatch.setattr("headscan.pipelines.evaluate.run_evaluation.Questions", reached)
-    monkeypatch.setattr("headscan.pipelines.scan.run_scan.sequences", reached)
+    monkeypatch.setattr("headscan.pipelines.measure.run_corpus.sequences", reached)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.evaluate.harness import HeadscanLM
 from headscan.pipelines.evaluate.run_evaluation import evaluate
+from headscan.pipelines.measure.run_scan import scan
 from headscan.pipelines.runs.model_identity import identify
-from headscan.pipelines.scan.run_scan import scan
 from headscan.pipelines.scoring.arms import (
     BASELINE,
     Ablation,

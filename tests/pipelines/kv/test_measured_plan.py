@@ -41,9 +41,9 @@ from headscan.pipelines.kv.damage_measurement import (
     text_prompts,
 )
 from headscan.pipelines.kv.measured_plan import measured_plan, smallest_windows
+from headscan.pipelines.measure.run_scan import scan
 from headscan.pipelines.recall import RecallPlan, recall_questions
 from headscan.pipelines.runs.run_records import ModelContext, Run
-from headscan.pipelines.scan.run_scan import scan
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.measure_settings import ScanConfig
 from headscan.pipelines.settings.saving_settings import LossLimit, MeasureConfig

@@ -18,9 +18,9 @@ from headscan.analysis.verdicts.criterion_points import SitePoint, read_site_poi
 from headscan.architectures import ENCODERS, HEADS, LAYERS
 from headscan.errors import InterventionError, UnknownNameError
 from headscan.pipelines.cli.main import main
+from headscan.pipelines.measure.labelled_texts import LabelledText, read_labelled
 from headscan.pipelines.referee.site_referee import SiteRefereeConfig, site_referee
 from headscan.pipelines.runs.model_identity import identify
-from headscan.pipelines.scan.labelled_texts import LabelledText, read_labelled
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.evaluation_settings import Comparison
 from tests.pipelines.ablate.labelled_models import LABELLED, save_classifier, save_translator, write_lines

@@ -19,12 +19,12 @@ from headscan.options import BehaviourProbe
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.evaluate.run_sweep import sweep
+from headscan.pipelines.measure.run_probe import probe
+from headscan.pipelines.measure.run_scan import scan
 from headscan.pipelines.runs import code_version as software
 from headscan.pipelines.runs.code_version import code_version
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.runs.run_records import Run, package_versions
-from headscan.pipelines.scan.run_probe import probe
-from headscan.pipelines.scan.run_scan import scan
 from headscan.pipelines.scoring.arms import BASELINE, mask_arm
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, SweepConfig, TaskConfig
 from headscan.pipelines.settings.measure_settings import ProbeConfig, ScanConfig

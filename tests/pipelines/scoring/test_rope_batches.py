@@ -23,9 +23,9 @@ from headscan.models.model_facts import RopeLengths
 from headscan.models.token_batches import batches
 from headscan.pipelines.corpora import CorpusSpec, Shard, TokenPlan, TokenSequence
 from headscan.pipelines.evaluate.run_evaluation import evaluate
+from headscan.pipelines.measure.run_scan import scan
+from headscan.pipelines.measure.shard_task import ShardItem, measure_shard
 from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scan.run_scan import scan
-from headscan.pipelines.scan.shard_task import ShardItem, measure_shard
 from headscan.pipelines.scoring import likelihood, token_requests
 from headscan.pipelines.scoring.arms import BASELINE, Arm
 from headscan.pipelines.scoring.generation import GenerationItem, generate_texts

@@ -23,8 +23,8 @@ from headscan.cluster.pools.streamed_pool import StreamedPool
 from headscan.cluster.tasks.pool import Pool, StagingError, WorkError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import Shard, TokenSequence
+from headscan.pipelines.measure.shard_task import Measured, ShardItem, measure_shard
 from headscan.pipelines.runs.model_identity import model_facts
-from headscan.pipelines.scan.shard_task import Measured, ShardItem, measure_shard
 from headscan.pipelines.scoring.generation import generate_texts
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges

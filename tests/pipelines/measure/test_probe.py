@@ -20,9 +20,9 @@ from headscan.model_spec import ModelSpec
 from headscan.options import BehaviourProbe
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusError, CorpusSpec
+from headscan.pipelines.measure.run_probe import NEEDLES, ProbeResult, default_lengths, probe
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scan.run_probe import NEEDLES, ProbeResult, default_lengths, probe
 from headscan.pipelines.settings.measure_settings import ProbeConfig, ProbeError
 from tests.pipelines.cli.test_cli import fails
 from tests.pipelines.conftest import THREADS
@@ -104,7 +104,7 @@ def test_a_failed_probe_starts_over(config: ProbeConfig, store: Store, monkeypat
         raise SequenceError("made to fail")
 
     with monkeypatch.context() as patch:
-        patch.setattr("headscan.pipelines.scan.run_probe.retrieval_scores", breaks)
+        patch.setattr("headscan.pipelines.measure.run_probe.retrieval_scores", breaks)
         with pytest.raises(WorkError, match="needles in 500 tokens: made to fail"):
             run(config, store)
     assert [r["status"] for r in store.runs("probe")] == ["failed"]

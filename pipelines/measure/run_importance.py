@@ -24,10 +24,8 @@ from headscan.pipelines import corpora
 from headscan.pipelines.corpora import CorpusReport
 from headscan.pipelines.corpora.sequences import hash_ids, special_tokens
 from headscan.pipelines.kv.damage_measurement import recall_prompts
-from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
-from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scan.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
-from headscan.pipelines.scan.run_scan import (
+from headscan.pipelines.measure.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
+from headscan.pipelines.measure.run_corpus import (
     CorpusRunResult,
     ShardMeasurement,
     fingerprinted_sizes,
@@ -35,7 +33,9 @@ from headscan.pipelines.scan.run_scan import (
     shard_size_of,
     write_shards,
 )
-from headscan.pipelines.scan.shard_task import HeadNumbers, Measured, head_table
+from headscan.pipelines.measure.shard_task import HeadNumbers, Measured, head_table
+from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
+from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scoring.token_requests import pad, whole_batches
 from headscan.pipelines.settings.corpus_settings import TokenPlan
 from headscan.pipelines.settings.measure_settings import (

@@ -20,11 +20,11 @@ from headscan.cluster.tasks.pool import IncompleteError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
+from headscan.pipelines.measure.run_scan import scan
 from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scan.run_scan import scan
 from headscan.pipelines.settings.measure_settings import ScanConfig
 from tests.pipelines.conftest import THREADS
-from tests.pipelines.scan.killed_scans import kill_after, stored_shards
+from tests.pipelines.measure.killed_scans import kill_after, stored_shards
 from tests.sources import ROOT
 
 ROWS = "from head_statistics order by sequence, site, layer, head"

@@ -17,11 +17,12 @@ from headscan.cluster.pools.open_pool import open_pool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
+from headscan.pipelines.measure.run_corpus import CorpusRunResult
+from headscan.pipelines.measure.run_scan import scan
 from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scan.run_scan import CorpusRunResult, scan
 from headscan.pipelines.settings.measure_settings import CorpusRunError, Part, ScanConfig
 from tests.pipelines.conftest import THREADS
-from tests.pipelines.scan.killed_scans import kill_after, stored_shards
+from tests.pipelines.measure.killed_scans import kill_after, stored_shards
 
 #: The tables of a scan, and the columns of each that two equal scans may have different.
 SCAN_TABLES = {

@@ -1,4 +1,4 @@
-"""A scan, or another run over a corpus: corpus -> sequences -> pool of replicas -> store.
+"""A run over a corpus, such as a scan: corpus -> sequences -> pool of replicas -> store.
 
 The same command again resumes: shards in the store's ledger are skipped. The rows equal those of an uninterrupted run,
 because a shard's batches depend only on the shard.
@@ -13,7 +13,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any, Protocol, Self
 
@@ -26,73 +26,25 @@ from headscan.cluster.tasks.pool import IncompleteError, StagedTask, Task
 from headscan.errors import HeadscanError
 from headscan.models.model_facts import RopeLengths
 from headscan.pipelines.corpora import CorpusReport, Shard, TokenSequence, open_corpus, sequences, shards
+from headscan.pipelines.measure.shard_task import Measured, measure_shard
 from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.runs.text_tables import Progress, at_work
-from headscan.pipelines.scan.shard_task import Measured, ShardItem, measure_shard
 from headscan.pipelines.settings.corpus_settings import longest_text
-from headscan.pipelines.settings.measure_settings import CorpusRunConfig, Part, ScanConfig
+from headscan.pipelines.settings.measure_settings import CorpusRunConfig, Part
 from headscan.sizing.forward_flops import forward_flops
-
-#: Most shards that wait; then `ShardWriter.add` blocks. A shard of a model with 80 x 64 heads has 25 MB.
-_WAITING = 4
-
-
-class ShardWriter:
-    """A writer of a run's shards; a context manager that writes all of them before it exits."""
-
-    def __init__(self, store: Store, run_id: str) -> None:
-        self._store, self._run_id = store, run_id
-        self._waiting: list[ShardToWrite] = []
-        self._changed = threading.Condition()
-        self._closed = False
-        self._problem: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
-
-    def add(self, shard: ShardToWrite) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._waiting) < _WAITING or self._problem is not None)
-            self._raise()
-            self._waiting.append(shard)
-            self._changed.notify_all()
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *problem: object) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._thread.join()
-        if kind is None:
-            self._raise()
-
-    def _raise(self) -> None:
-        if self._problem is not None:
-            raise self._problem
-
-    def _run(self) -> None:
-        while shards := self._take():
-            try:
-                self._store.add_shards(self._run_id, shards)
-            except BaseException as problem:
-                with self._changed:
-                    self._problem = problem
-                    self._changed.notify_all()
-                return
-
-    def _take(self) -> list[ShardToWrite]:
-        """Wait for shards and return all that are queued, or none if the writer is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
-            shards, self._waiting = self._waiting, []
-            self._changed.notify_all()
-            return shards
-
 
 #: Tokens read before the first shard runs, so that the total of most corpora is known and progress shows a time left.
 _READ_AHEAD = 20_000_000
+#: Most shards that wait; then `ShardWriter.add` blocks. A shard of a model with 80 x 64 heads has 25 MB.
+_WAITING = 4
+#: Time of a shard whose size is not given, and the most sequences of one.
+_SHARD_SECONDS, _LARGEST_SHARD = 20, 64
+#: Sequences of a shard of a part.
+_PART_SHARD = 16
+#: Operations per second that this supposes, by type of device.
+_SPEEDS = {"cpu": 1e11}
+_GPU_SPEED = 1e14
 
 
 class OfShard(Protocol):
@@ -100,6 +52,10 @@ class OfShard(Protocol):
 
     @property
     def shard(self) -> Shard: ...
+
+
+class ShardWriteError(HeadscanError):
+    """A run whose corpus changed."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +167,104 @@ def run_corpus(
     )
 
 
+def write_shards(
+    run: Run,
+    record: RunRecord,
+    shards: Iterable[Shard],
+    item_of: Callable[[Shard], OfShard],
+    report: CorpusReport,
+    *,
+    total: int | None,
+    task: Task[Any, Measured] = measure_shard,
+    part: Part | None = None,
+) -> CorpusRunResult:
+    """Begin or resume a run, measure the missing shards of the corpus or of a part, and close the run. It is finished
+    if the store then has all shards. ``report`` may grow while shards are drawn; ``total`` is the number of all
+    sequences to measure, None if unknown.
+    """
+    store, pool = run.store, run.pool
+    state = run.begin(record)
+    run.say(f"run {state.run_id}: {len(state.shards)} shards stored before" if state.shards else f"run {state.run_id}")
+    ledger = _Ledger(state.run_id, record.corpus, state.shards, part)
+    try:
+        with Progress(record.kind, total, "sequences") as progress, ShardWriter(store, state.run_id) as writer:
+            # In this process progress moves with each pass, elsewhere with each shard.
+            counted = task.counted(progress.update) if pool.local and isinstance(task, StagedTask) else None
+            items = map(item_of, ledger.missing(shards, progress))
+            for finished in pool.map(counted or task, items):
+                shard = finished.item.shard
+                heads, nonfinite_rows = finished.value
+                row = ShardRecord(shard.index, shard.content_hash, finished.seconds, finished.worker, nonfinite_rows)
+                writer.add(ShardToWrite(row, sequence_table(shard), heads))
+                ledger.measured += 1
+                if counted is None:
+                    progress.update(len(shard.sequences))
+    except Exception as problem:
+        lost = len(problem.items) if isinstance(problem, IncompleteError) else None
+        total_shards = None if lost is None else ledger.total + lost
+        with suppress(StoreError):  # a full disk that failed the shard also fails this write
+            store.finish_run(state.run_id, status="failed", report=report.as_dict(), total_shards=total_shards)
+        raise
+    with at_work("summary of all heads"):
+        store.finish_run(
+            state.run_id,
+            status="part" if ledger.others_missing else "finished",
+            report=report.as_dict(),
+            total_shards=ledger.total,
+            corpus_hash=f"{(record.corpus_hash or '')[:16]}-{ledger.content.hexdigest()[:16]}",
+        )
+    left = part if ledger.others_missing else None
+    return CorpusRunResult(state.run_id, False, ledger.measured, ledger.skipped, report, left)
+
+
+@dataclass
+class _Ledger:
+    """The shards of a corpus, counted while they are drawn.
+
+    Attributes:
+        stored: Content hash of each shard that the store has, by index.
+        part: The part to measure; None for all shards.
+        content: Hash over the content hashes of all shards.
+        measured: Shards measured now.
+        skipped: Shards stored before.
+        others_stored: Shards of other parts that are stored.
+        others_missing: Shards of other parts that are not.
+    """
+
+    run_id: str
+    corpus: str | None
+    stored: Mapping[int, str]
+    part: Part | None
+    content: Any = field(default_factory=hashlib.sha256)
+    measured: int = 0
+    skipped: int = 0
+    others_stored: int = 0
+    others_missing: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.measured + self.skipped + self.others_stored + self.others_missing
+
+    def missing(self, shards: Iterable[Shard], progress: Progress) -> Iterator[Shard]:
+        """Yield the shards to measure. Raises ShardWriteError if a stored one has other text."""
+        for shard in shards:
+            self.content.update(shard.content_hash.encode())
+            known = self.stored.get(shard.index)
+            if known is not None and known != shard.content_hash:
+                raise ShardWriteError(
+                    f"corpus {self.corpus} changed since run {self.run_id}: shard {shard.index} has other text. "
+                    "Use another store, or pin a revision"
+                )
+            if self.part is not None and shard.index not in self.part:
+                self.others_stored += known is not None
+                self.others_missing += known is None
+            elif known is None:
+                yield shard
+            else:
+                self.skipped += 1
+                progress.skip(len(shard.sequences))
+
+
 def _followed_by(texts: Iterable[Shard], prompts: Sequence[TokenSequence], shard_size: int) -> Iterator[Shard]:
     """Yield the shards of a corpus, then those of prompts, whose numbers go on from the corpus's."""
     index = sequence = document = 0
@@ -231,17 +285,6 @@ def _has_part(store: Store, run: Mapping[str, Any], part: Part) -> bool:
         return False
     stored = set(store.query("SELECT shard FROM shards WHERE run_id = ?", [run["run_id"]])["shard"].to_pylist())
     return stored.issuperset(shard for shard in range(run["total_shards"]) if shard in part)
-
-
-#: Cost of a sequence of a scan, in forward passes.
-_PASSES = 1.5
-#: Time of a shard whose size is not given, and the most sequences of one.
-_SHARD_SECONDS, _LARGEST_SHARD = 20, 64
-#: Sequences of a shard of a part.
-_PART_SHARD = 16
-#: Operations per second that this supposes, by type of device.
-_SPEEDS = {"cpu": 1e11}
-_GPU_SPEED = 1e14
 
 
 def fingerprinted_sizes(shard_size: int | None, batch_tokens: int) -> dict[str, int]:
@@ -277,83 +320,6 @@ def _read_ahead(source: Iterable[Shard]) -> tuple[list[Shard], Iterator[Shard] |
     return first, None
 
 
-class ShardWriteError(HeadscanError):
-    """A run whose corpus changed."""
-
-
-def write_shards(
-    run: Run,
-    record: RunRecord,
-    shards: Iterable[Shard],
-    item_of: Callable[[Shard], OfShard],
-    report: CorpusReport,
-    *,
-    total: int | None,
-    task: Task[Any, Measured] = measure_shard,
-    part: Part | None = None,
-) -> CorpusRunResult:
-    """Begin or resume a run, measure the missing shards of the corpus or of a part, and close the run. It is finished
-    if the store then has all shards. ``report`` may grow while shards are drawn; ``total`` is the number of all
-    sequences to measure, None if unknown.
-    """
-    store, pool = run.store, run.pool
-    state = run.begin(record)
-    run.say(f"run {state.run_id}: {len(state.shards)} shards stored before" if state.shards else f"run {state.run_id}")
-    measured = skipped = others = missing = 0
-    ledger = hashlib.sha256()
-    try:
-        with Progress(record.kind, total, "sequences") as progress:
-
-            def todo() -> Iterator[OfShard]:
-                nonlocal skipped, others, missing
-                for shard in shards:
-                    ledger.update(shard.content_hash.encode())
-                    mine = part is None or shard.index in part
-                    known = state.shards.get(shard.index)
-                    if known is not None and known != shard.content_hash:
-                        raise ShardWriteError(
-                            f"corpus {record.corpus} changed since run {state.run_id}: shard {shard.index} has other "
-                            "text. Use another store, or pin a revision"
-                        )
-                    if not mine:
-                        others += known is not None
-                        missing += known is None
-                    elif known is None:
-                        yield item_of(shard)
-                    else:
-                        skipped += 1
-                        progress.skip(len(shard.sequences))
-
-            with ShardWriter(store, state.run_id) as writer:
-                # In this process progress moves with each pass, elsewhere with each shard.
-                counted = task.counted(progress.update) if pool.local and isinstance(task, StagedTask) else None
-                for finished in pool.map(counted or task, todo()):
-                    shard = finished.item.shard
-                    heads, nonfinite_rows = finished.value
-                    took, by = finished.seconds, finished.worker
-                    row = ShardRecord(shard.index, shard.content_hash, took, by, nonfinite_rows)
-                    writer.add(ShardToWrite(row, sequence_table(shard), heads))
-                    measured += 1
-                    if counted is None:
-                        progress.update(len(shard.sequences))
-    except Exception as problem:
-        lost = len(problem.items) if isinstance(problem, IncompleteError) else None
-        total_shards = None if lost is None else measured + skipped + others + missing + lost
-        with suppress(StoreError):  # a full disk that failed the shard also fails this write
-            store.finish_run(state.run_id, status="failed", report=report.as_dict(), total_shards=total_shards)
-        raise
-    corpus_hash = f"{(record.corpus_hash or '')[:16]}-{ledger.hexdigest()[:16]}"
-    with at_work("summary of all heads"):
-        store.finish_run(
-            state.run_id,
-            status="part" if missing else "finished",
-            report=report.as_dict(),
-            total_shards=measured + skipped + others + missing,
-            corpus_hash=corpus_hash,
-        )
-    return CorpusRunResult(state.run_id, False, measured, skipped, report, part if missing else None)
-
-
 def sequence_table(shard: Shard) -> pa.Table:
     rows = shard.sequences
     return pa.table(
@@ -369,21 +335,54 @@ def sequence_table(shard: Shard) -> pa.Table:
     )
 
 
-def scan(config: ScanConfig, run: Run) -> CorpusRunResult:
-    """Measure the statistics of all heads on a corpus, and report how many rows have values that are not finite."""
-    settings = {"statistics": config.measured, "keep_nonfinite": config.keep_nonfinite}
-    widths = asdict(config.widths)
-    measurement = ShardMeasurement(
-        "scan",
-        measure_shard,
-        lambda shard, rope: ShardItem(
-            shard, config.measured, config.widths, config.batch_tokens, config.keep_nonfinite, rope
-        ),
-        passes=_PASSES,
-        deciding={**settings, "widths": widths},
-        recorded={**settings, **widths, "panel": None if config.statistics else config.panel},
-    )
-    result = run_corpus(config, run, measurement, part=config.part)
-    if count := int(run.store.resolve_run(result.run_id, "scan")["nonfinite_rows"]):
-        run.say(f"{count} rows of head_statistics hold values that came out as NaN or infinite: NULL there")
-    return result
+class ShardWriter:
+    """A writer of a run's shards; a context manager that writes all of them before it exits."""
+
+    def __init__(self, store: Store, run_id: str) -> None:
+        self._store, self._run_id = store, run_id
+        self._waiting: list[ShardToWrite] = []
+        self._changed = threading.Condition()
+        self._closed = False
+        self._problem: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
+
+    def add(self, shard: ShardToWrite) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._waiting) < _WAITING or self._problem is not None)
+            self._raise()
+            self._waiting.append(shard)
+            self._changed.notify_all()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *problem: object) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        if kind is None:
+            self._raise()
+
+    def _raise(self) -> None:
+        if self._problem is not None:
+            raise self._problem
+
+    def _run(self) -> None:
+        while shards := self._take():
+            try:
+                self._store.add_shards(self._run_id, shards)
+            except BaseException as problem:
+                with self._changed:
+                    self._problem = problem
+                    self._changed.notify_all()
+                return
+
+    def _take(self) -> list[ShardToWrite]:
+        """Wait for shards and return all that are queued, or none if the writer is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            shards, self._waiting = self._waiting, []
+            self._changed.notify_all()
+            return shards

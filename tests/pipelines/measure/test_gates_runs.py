@@ -19,10 +19,10 @@ from headscan.model_spec import ModelSpec
 from headscan.options import GateConfig
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec
+from headscan.pipelines.measure import run_gates as pipeline
+from headscan.pipelines.measure.run_gates import GatesResult, run_gates
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scan import run_gates as pipeline
-from headscan.pipelines.scan.run_gates import GatesResult, run_gates
 from headscan.pipelines.settings.measure_settings import GatesConfig
 from headscan.pruning.calibration import Calibration
 from tests.pipelines.cli.test_cli import fails

@@ -11,7 +11,7 @@ import pytest
 from headscan.analysis.errors import StoreError, StoreFullError
 from headscan.analysis.store.records import ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
-from headscan.pipelines.scan.run_scan import ShardWriter
+from headscan.pipelines.measure.run_corpus import ShardWriter
 
 
 class SlowStore(Store):

@@ -21,14 +21,15 @@ from headscan.errors import HeadscanError, NotFiniteError, SequenceError, Unknow
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
+from headscan.pipelines.measure.run_corpus import CorpusRunResult, ShardWriteError, shard_size_of
+from headscan.pipelines.measure.run_scan import scan
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scan.run_scan import CorpusRunResult, ShardWriteError, scan, shard_size_of
 from headscan.pipelines.settings.measure_settings import CorpusRunError, ScanConfig
 from headscan.statistics.registry import POSITIONAL
 from tests.analysis.all_values import read_sites
 from tests.pipelines.conftest import THREADS, make_tokenizer, run_on
-from tests.pipelines.scan.killed_scans import kill_after, stored_shards
+from tests.pipelines.measure.killed_scans import kill_after, stored_shards
 from tests.small_models import make_model
 
 ROWS = "select * exclude (run_id) from head_statistics order by sequence, layer, head"

@@ -17,11 +17,11 @@ from headscan.cluster.pools.open_pool import open_pool
 from headscan.cluster.tasks.pool import Pool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
+from headscan.pipelines.measure.labelled_texts import LabelledText, read_labelled
+from headscan.pipelines.measure.run_corpus import CorpusRunResult
+from headscan.pipelines.measure.run_importance import run_labelled_importance
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scan.labelled_texts import LabelledText, read_labelled
-from headscan.pipelines.scan.run_importance import run_labelled_importance
-from headscan.pipelines.scan.run_scan import CorpusRunResult
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.measure_settings import CorpusRunError, LabelledImportanceConfig
 from tests.pipelines.ablate.labelled_models import (

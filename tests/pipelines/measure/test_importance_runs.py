@@ -23,11 +23,11 @@ from headscan.gradients.head_importance import default_loss
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
+from headscan.pipelines.measure import run_importance as importance_task
+from headscan.pipelines.measure.run_corpus import CorpusRunResult
+from headscan.pipelines.measure.run_importance import run_importance
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scan import run_importance as importance_task
-from headscan.pipelines.scan.run_importance import run_importance
-from headscan.pipelines.scan.run_scan import CorpusRunResult
 from headscan.pipelines.scoring.arms import find_run, scored_masks, stored_orders
 from headscan.pipelines.settings.measure_settings import CorpusRunError, ImportanceConfig
 from tests.pipelines.cli.test_cli import fails
@@ -168,7 +168,7 @@ def test_a_run_of_other_columns_is_not_taken_for_this_one(
 ) -> None:
     with monkeypatch.context() as patch:
         other_columns = ("token_gradient", "gate_gradient", "entropy")
-        patch.setattr("headscan.pipelines.scan.run_importance.MEASURED", other_columns)
+        patch.setattr("headscan.pipelines.measure.run_importance.MEASURED", other_columns)
         older = run(config, store)
     assert run(config, store).run_id != older.run_id
 

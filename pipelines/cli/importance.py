@@ -1,0 +1,86 @@
+"""The verb importance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, ClassVar
+
+from headscan.options import Group
+from headscan.pipelines.cli.option_parser import UsageError, changed
+from headscan.pipelines.cli.scan import CorpusVerb
+from headscan.pipelines.settings.corpus_settings import DataSpec
+from headscan.pipelines.settings.measure_settings import ImportanceConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Importance(CorpusVerb):
+    """measure the importance of every attention head from derivatives of the loss
+
+        headscan importance MODEL --corpus texts/ --store s.duckdb
+        headscan importance MODEL --corpus texts/ --recall-prompts 16
+        headscan importance CLASSIFIER --data train.tsv
+        headscan rank --by importance --store s.duckdb
+
+    On a corpus, decoders predict the next token, encoders masked tokens, encoder-decoders their own input. On --data,
+    classifiers predict labels and encoder-decoders target texts. The same command again resumes an interrupted run,
+    and does nothing if the run is complete. With recall prompts, importance_recall orders heads by the importance on
+    texts or on the prompts. The last lines show how well two halves of the texts agree on the heads' order.
+    """
+
+    common: ClassVar = (
+        "MODEL --corpus --data --store --max-tokens --limit-sequences --reduction --dtype --device --ray-address"
+    )
+
+    data: Annotated[DataSpec | None, Group("labelled examples")]
+    settings: Annotated[partial[ImportanceConfig], Group("loss")]
+
+    def __post_init__(self) -> None:
+        if self.data is None:
+            if self.corpus.name is None and not self.is_demo:
+                raise UsageError("--corpus or --data is required: name a text, or a file of labelled examples")
+        elif self.corpus.name is not None:
+            raise UsageError("--corpus and --data exclude each other: leave one of them out")
+        else:
+            for name, flag in changed(self).items():
+                if name.startswith(("corpus.", "tokens.plan.", "settings.recall_prompts")):
+                    raise UsageError(f"{flag} has no effect with --data: leave one of them out")
+
+    def run(self) -> None:
+        from headscan.analysis.heads.head_ranking import halves_agreement
+
+        run_id = self._on_corpus() if self.data is None else self._on_examples(self.data)
+        store = self.store.open()
+        sites = store.query("SELECT DISTINCT site FROM head_importance WHERE run_id = ? ORDER BY site", [run_id])
+        for site in sites["site"].to_pylist():
+            for name in ("importance", "sequence_importance", "importance_recall"):
+                if (found := halves_agreement(store, run_id, name, site=site)) is not None:
+                    print(f"{name}, site {site}: {found.line()}")
+
+    def _on_corpus(self) -> str:
+        from headscan.models.model_facts import is_classifier
+        from headscan.pipelines.measure.run_importance import run_importance
+
+        spec = self.spec()
+        if is_classifier(spec.config()):
+            raise UsageError(f"{self.model} is a classifier, and text has no labels. Give --data")
+        return self.run_measurement(self.settings, run_importance)
+
+    def _on_examples(self, data: DataSpec) -> str:
+        from headscan.pipelines.measure.labelled_texts import read_labelled
+        from headscan.pipelines.measure.run_importance import run_labelled_importance
+        from headscan.pipelines.settings.measure_settings import LabelledImportanceConfig
+
+        spec, identity = self.identified()
+        config = LabelledImportanceConfig(spec, data, self.tokens.max_tokens, **self.settings.keywords)
+        texts = read_labelled(data, spec, identity, self.tokens.max_tokens)
+        with self.opened(spec, identity, tokens=texts.longest) as (run, placed):
+            result = run_labelled_importance(replace(config, batch_tokens=placed.batch_tokens), run, texts=texts)
+        if result.already_done:
+            print(f"run {result.run_id} is complete in {self.store.path}: nothing to do")
+            return result.run_id
+        print(
+            f"run {result.run_id}: {len(texts.texts)} examples, {result.measured} shards measured, {result.skipped}"
+            f" stored before, in {self.store.path}"
+        )
+        return result.run_id
