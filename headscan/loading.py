@@ -139,8 +139,8 @@ def read_model(spec: ModelSpec, config: PreTrainedConfig, device_map: str | dict
         )
     model.register_forward_pre_hook(_refuse_head_masks, with_kwargs=True)
     restart_dynamic_frequencies(model)
-    found: PreTrainedModel = model.eval()
-    return found
+    evaluated: PreTrainedModel = model.eval()
+    return evaluated
 
 
 def empty_model(spec: ModelSpec, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -28,8 +28,8 @@ class KnownNumbers:
 
     def get(self, unit: WorkUnit) -> NDArray[np.float64] | None:
         """Return the numbers of a unit, one-dimensional; None if it was not measured."""
-        found = self._known.get(hash_of(unit))
-        return None if found is None else np.asarray(found, dtype=np.float64)
+        numbers = self._known.get(hash_of(unit))
+        return None if numbers is None else np.asarray(numbers, dtype=np.float64)
 
     def add(self, unit: WorkUnit, numbers: ArrayLike) -> None:
         """Keep the numbers of a unit, in C order; float64 holds them exactly."""

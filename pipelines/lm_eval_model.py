@@ -98,9 +98,9 @@ class HeadscanModel(HeadscanLM):
         elif rule and threshold is not None:
             self._arm = Arm(f"rule {rule} {threshold:g}", ArmKind.RULE, HeadRule(rule, float(threshold)))
         elif plan:
-            found = load_plan(plan)
-            check_plan(found, self._context)
-            [self._arm] = plan_arms(found, (plan_mode,), 0)
+            loaded = load_plan(plan)
+            check_plan(loaded, self._context)
+            [self._arm] = plan_arms(loaded, (plan_mode,), 0)
         check_arms(self._context.facts.grid, [self._arm])
         ask, ablated = self._context.pool.one, self._arm.ablated
         reading = choose_reading(ask, self._context.facts.dtype, [ablated], None, lambda line: None)
@@ -126,15 +126,15 @@ class HeadscanModel(HeadscanLM):
         ask()
         new = {mark: request for mark, request in self.requests.items() if mark not in known}
         check_continues(self._context, [self._arm], new)
-        found = dict(known)
+        answers = dict(known)
         items = work_items(new, self._plan.batch_tokens)
         todo = (ArmsItem((0,), item.index, arm_work(self._arm, item, self._plan)) for item in items)
         with Progress(self._arm.name, len(new), "requests") as progress:
             for finished in self._context.pool.map(answer_item, todo):
                 hashes = items[finished.item.item].hashes
-                found |= zip(hashes, finished.value[0].answers, strict=True)
+                answers |= zip(hashes, finished.value[0].answers, strict=True)
                 progress.update(len(hashes))
-        self.answers = found
+        self.answers = answers
         return ask()
 
 

@@ -126,10 +126,10 @@ def thresholds(store: Store, run_id: str, score: str, quantiles: Sequence[float]
     if all(quantile in known for quantile in quantiles):
         return [known[quantile] for quantile in quantiles]
     levels = [float(pool_quantile(SCORES[score], quantile)) for quantile in quantiles]
-    found = store.pool_quantiles(run_id, site, score, levels)
-    if found is None:
+    pool_quantiles = store.pool_quantiles(run_id, site, score, levels)
+    if pool_quantiles is None:
         raise _not_measured(store, run_id, score, site)
-    return found
+    return pool_quantiles
 
 
 def _not_measured(store: Store, run_id: str, score: str, site: str) -> SelectionError:
@@ -301,8 +301,8 @@ class BehavingHead:
 
 def measured_behaviours(store: Store, run_id: str) -> tuple[str, ...]:
     """Return the behaviours that a run probed, in catalogue order."""
-    found = store.query("SELECT DISTINCT behaviour FROM head_behaviours WHERE run_id = ?", [run_id])
-    names = set(found["behaviour"].to_pylist())
+    behaviours = store.query("SELECT DISTINCT behaviour FROM head_behaviours WHERE run_id = ?", [run_id])
+    names = set(behaviours["behaviour"].to_pylist())
     return tuple(name for name in BEHAVIOURS if name in names)
 
 

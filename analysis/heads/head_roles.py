@@ -85,18 +85,18 @@ def read_roles(store: Store, runs: Sequence[str] = (), *, site: str = "self") ->
             )
     candidates = named + [run for run in finished if run not in named and same_model(run, model)]
     with store.reading():
-        found = _found(store, candidates, site)
-    if not found:
+        of_site = _found(store, candidates, site)
+    if not of_site:
         raise SelectionError(
             f"no run of {model['model']} measured a role at site {site}. Choose another site, or run `headscan scan`"
         )
-    used = {verdicts.run_id for verdicts in found}
-    measured = {verdicts.role for verdicts in found}
+    used = {verdicts.run_id for verdicts in of_site}
+    measured = {verdicts.role for verdicts in of_site}
     return HeadRoles(
         site,
         model,
         tuple(run for run in candidates if run["run_id"] in used),
-        tuple(found),
+        tuple(of_site),
         tuple(role for role in ROLES if role not in measured),
     )
 
@@ -145,21 +145,21 @@ def survival(roles: HeadRoles, removed: Collection[tuple[int, int]]) -> list[Sur
 
 
 def _named(known: Sequence[dict[str, Any]], prefix: str) -> dict[str, Any]:
-    found = [run for run in known if run["run_id"].startswith(prefix)]
-    if len(found) != 1:
-        names = ", ".join(f"{run['run_id']} ({run['kind']})" for run in found or known)
+    matching = [run for run in known if run["run_id"].startswith(prefix)]
+    if len(matching) != 1:
+        names = ", ".join(f"{run['run_id']} ({run['kind']})" for run in matching or known)
         raise SelectionError(
-            f"{len(found)} runs that measure roles begin with {prefix!r} (limit 1). Choose one of {names or 'none'}"
+            f"{len(matching)} runs that measure roles begin with {prefix!r} (limit 1). Choose one of {names or 'none'}"
         )
-    return found[0]
+    return matching[0]
 
 
 def _found(store: Store, runs: Sequence[dict[str, Any]], site: str) -> list[RoleVerdicts]:
     """Return the roles of a site, each from the first run that measured it, in the order of `ROLES`."""
-    found: dict[str, RoleVerdicts] = {}
+    verdicts: dict[str, RoleVerdicts] = {}
     for run in runs:
         kind = "scan" if run["kind"] == "recording" else run["kind"]
-        wanted = [name for name, role in ROLES.items() if role.measured_by == kind and name not in found]
+        wanted = [name for name, role in ROLES.items() if role.measured_by == kind and name not in verdicts]
         if not wanted:
             continue
         # The names are literals, because DuckDB leaves out the parts of the view for other roles only then.
@@ -171,5 +171,5 @@ def _found(store: Store, runs: Sequence[dict[str, Any]], site: str) -> list[Role
         for name in {row["role"] for row in rows}:
             own = [row for row in rows if row["role"] == name]
             heads = (RoleHead(r["layer"], r["head"], r["value"], r["key_offset"]) for r in own if r["holds"])
-            found[name] = RoleVerdicts(name, run["run_id"], len(own), tuple(heads))
-    return [found[name] for name in ROLES if name in found]
+            verdicts[name] = RoleVerdicts(name, run["run_id"], len(own), tuple(heads))
+    return [verdicts[name] for name in ROLES if name in verdicts]

@@ -88,8 +88,8 @@ class KeepScores:
         if self.granularity == "layer":
             sizes = {each.layer: each.num_key_value_heads for each in self.model.layers}
             for at, group in groupby(self.order, key=lambda place: place[0]):
-                found = [self.scores[place] for place in group]
-                if len(found) != sizes[at] or len(set(found)) > 1:
+                member_scores = [self.scores[place] for place in group]
+                if len(member_scores) != sizes[at] or len(set(member_scores)) > 1:
                     raise PlanError(
                         f"the KV heads of layer {at} have several scores or places in the order (limit one for a"
                         " layer). Score whole layers with `by_layer`"
@@ -362,7 +362,7 @@ def _table(model: PlannedModel, name: str, values: np.ndarray) -> dict[Place, fl
             f"{name} has shape {values.shape} (limit {shape}, layers and KV heads). Give one value per head"
         )
     full = set(full_heads(model))
-    found: dict[Place, float] = {}
+    score_of: dict[Place, float] = {}
     for layer, kv_head in np.argwhere(~np.isnan(values)).tolist():
         value = float(values[layer, kv_head])
         if (layer, kv_head) not in full:
@@ -372,8 +372,8 @@ def _table(model: PlannedModel, name: str, values: np.ndarray) -> dict[Place, fl
             )
         if not np.isfinite(value):
             raise PlanError(f"{name} of layer {layer}, KV head {kv_head} is {value:g}. Measure it again, or give NaN")
-        found[layer, kv_head] = value
-    return found
+        score_of[layer, kv_head] = value
+    return score_of
 
 
 def _summed_shares(

@@ -89,7 +89,7 @@ def _windows(plan: HeadPlan, form: str) -> dict[int, tuple[int, int]]:
     by_layer: dict[int, list[PlannedHead]] = {}
     for head in plan.heads:
         by_layer.setdefault(head.layer, []).append(head)
-    found: dict[int, tuple[int, int]] = {}
+    window_of: dict[int, tuple[int, int]] = {}
     for layer, heads in by_layer.items():
         if dropped := sum(head.action == "drop" for head in heads):
             raise PlanError(
@@ -107,7 +107,7 @@ def _windows(plan: HeadPlan, form: str) -> dict[int, tuple[int, int]]:
                 f"the KV heads of layer {layer} have {len(windows)} windows (limit 1 with {form}). {_BY_LAYER}"
             )
         for sink, recent in windows:
-            found[layer] = (sink, recent)
-    if not found:
+            window_of[layer] = (sink, recent)
+    if not window_of:
         raise PlanError("the plan has no windows, so there is nothing to export. Serve the model as it is")
-    return found
+    return window_of

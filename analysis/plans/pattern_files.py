@@ -78,11 +78,11 @@ class HeadPattern:
                 f"{self.path} has {rows} layers of {columns} {unit}s, but {model.name} has {model.num_layers} layers,"
                 f" {len(model.layers)} of them with attention of {per_layer}. Import a pattern of this model"
             )
-        found: dict[tuple[int, int], float] = {}
+        value_of: dict[tuple[int, int], float] = {}
         for layer in model.layers:
             groups = self.values[layer.layer].reshape(layer.num_key_value_heads, -1).max(1)
-            found |= {(layer.layer, kv_head): float(value) for kv_head, value in enumerate(groups)}
-        return found
+            value_of |= {(layer.layer, kv_head): float(value) for kv_head, value in enumerate(groups)}
+        return value_of
 
 
 def checked_polarity(pattern: HeadPattern, inverted: bool | None) -> HeadPattern:
@@ -156,10 +156,10 @@ def write_pattern(plan: HeadPlan, folder: str | Path, format: PatternFormat = "d
         raise PlanError(f"the plan drops {dropped} KV heads; {format} has windows only. Use head_plan.json")
     widths = {(head.sink, head.recent) for head in plan.heads if head.action == "window"}
     if len(widths) != 1:
-        found = " and ".join(f"{s} + {r}" for s, r in sorted(widths, key=str)) or "none"
+        shown_widths = " and ".join(f"{s} + {r}" for s, r in sorted(widths, key=str)) or "none"
         raise PlanError(
-            f"the plan has windows of sink + recent {found}; {format} has exactly one width. Give all window heads the"
-            " same width, or use head_plan.json"
+            f"the plan has windows of sink + recent {shown_widths}; {format} has exactly one width. Give all window"
+            " heads the same width, or use head_plan.json"
         )
     (sink, recent) = widths.pop()
     full = np.array([head.action == "full" for head in plan.heads], dtype=np.float64).reshape(-1, counts.pop())
@@ -215,16 +215,16 @@ def _table_file(path: Path) -> Path:
     """Return the file of a pattern, which may be named by its folder."""
     if not path.is_dir():
         return path
-    found = sorted(
+    rows = sorted(
         p for p in path.glob("*.tsv") if p.name in TABLE_FILES.values() or _PRULONG_SPARSITY.fullmatch(p.name)
     )
-    if len(found) != 1:
-        names = ", ".join(p.name for p in found) or "none"
+    if len(rows) != 1:
+        names = ", ".join(p.name for p in rows) or "none"
         raise PlanError(
-            f"{path} has {len(found)} tables of heads ({names}; limit 1 of {', '.join(TABLE_FILES.values())}). Name the"
+            f"{path} has {len(rows)} tables of heads ({names}; limit 1 of {', '.join(TABLE_FILES.values())}). Name the"
             " file"
         )
-    return found[0]
+    return rows[0]
 
 
 def _format_of(source: Path) -> PatternFormat:
@@ -244,19 +244,19 @@ def _settings(source: Path, *, required: bool) -> dict[str, Any]:
         return {"sink_size": None, "recent_size": None, "sparsity": None}
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        found: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         for name in ("sink_size", "recent_size"):
             value = config[name] if required else config.get(name)
-            found[name] = None if value is None else int(value)
+            settings[name] = None if value is None else int(value)
         sparsity = config.get("sparsity")
-        found["sparsity"] = None if sparsity is None else float(sparsity)
+        settings["sparsity"] = None if sparsity is None else float(sparsity)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise PlanError(
             f"{path} does not state sink_size and recent_size ({error}). Complete it, or name another pattern"
         ) from error
-    if found["sparsity"] is not None and not 0 <= found["sparsity"] <= 1:
-        raise PlanError(f"sparsity of {path} out of range: {found['sparsity']:g} (limit 0 to 1). Correct it")
-    return found
+    if settings["sparsity"] is not None and not 0 <= settings["sparsity"] <= 1:
+        raise PlanError(f"sparsity of {path} out of range: {settings['sparsity']:g} (limit 0 to 1). Correct it")
+    return settings
 
 
 def _headkv_scores(source: Path, raw: bytes) -> np.ndarray:

@@ -140,7 +140,7 @@ def group_maxima(
     model: PlannedModel, readers: Mapping[tuple[int, int], Sequence[QueryHead]], name: str
 ) -> dict[tuple[int, int], float]:
     """Return the largest value of the readers of each KV head of full layers; without heads that lack a value."""
-    found: dict[tuple[int, int], float] = {}
+    maxima: dict[tuple[int, int], float] = {}
     for layer in model.layers:
         if layer.type != "full":
             continue
@@ -150,8 +150,8 @@ def group_maxima(
             values = [getattr(head, name) for head in readers.get((layer.layer, k), ())]
             known = [value for value in values if value is not None]
             if known and len(known) == expected:
-                found[layer.layer, k] = max(known)
-    return found
+                maxima[layer.layer, k] = max(known)
+    return maxima
 
 
 def sharing_notes(model: PlannedModel) -> list[str]:
@@ -303,10 +303,10 @@ def _query_heads(store: Store, run_id: str, names: tuple[str, ...], groups: dict
     """Return the query heads of a probe with their behaviours; NaN counts as unmeasured."""
     values: dict[tuple[int, int], dict[str, float]] = {}
     for name in names:
-        for found in behaving_heads(store, run_id, name):
-            row = values.setdefault((found.layer, found.head), {})
-            if found.value is not None and math.isfinite(found.value):
-                row[name] = found.value
+        for behaving in behaving_heads(store, run_id, name):
+            row = values.setdefault((behaving.layer, behaving.head), {})
+            if behaving.value is not None and math.isfinite(behaving.value):
+                row[name] = behaving.value
     return [
         QueryHead(layer, head, head // groups[layer], **values[layer, head])
         for layer, head in sorted(values)

@@ -351,7 +351,11 @@ def _losses(points: Sequence[CriterionPoint], controls: Sequence[ArmOutcome]) ->
 
 def _increase(arms: Sequence[ArmOutcome]) -> str:
     """Return the mean loss increase of arms, with the interval of a single one."""
-    found = [increase for arm in arms if (increase := arm.value(LOSS)) is not None]
-    if not found:
+    increases = [increase for arm in arms if (increase := arm.value(LOSS)) is not None]
+    if not increases:
         return "–"
-    return found[0].words(3) if len(found) == 1 else f"{sum(each.value for each in found) / len(found):+.3f}"
+    return (
+        increases[0].words(3)
+        if len(increases) == 1
+        else f"{sum(each.value for each in increases) / len(increases):+.3f}"
+    )

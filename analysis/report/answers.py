@@ -288,19 +288,19 @@ def inactive_answer(spreads: Mapping[str, Spread], inactive: InactiveHeads, comm
         command = commands.on_model("scan", *commands.own_texts)
         why = "This scan has no score with an inactive end."
         return Answer(_INACTIVE_QUESTION, "Not measured", why, "missing", None, command)
-    found = counts[name]
+    count = counts[name]
     detail = (
-        f"By {name}: {found.words(inactive.total)} are among the {INACTIVE_QUANTILE:.0%} most inactive"
+        f"By {name}: {count.words(inactive.total)} are among the {INACTIVE_QUANTILE:.0%} most inactive"
         f" (sequence, head) of the scan in at least {MOSTLY:.0%} of the sequences."
     )
-    if found.low is None:
+    if count.low is None:
         detail += " One sequence gives no interval."
     others = [other.heads for each, other in counts.items() if each != name]
     if others:
         detail += f" The {len(others)} other scores give {min(others):,} to {max(others):,} heads."
     detail += " Inactive is not removable: only an ablation shows that."
-    state: State = "known" if found.heads else "open"
-    return Answer(_INACTIVE_QUESTION, f"{found.heads:,} of {inactive.total:,}", detail, state, INACTIVE)
+    state: State = "known" if count.heads else "open"
+    return Answer(_INACTIVE_QUESTION, f"{count.heads:,} of {inactive.total:,}", detail, state, INACTIVE)
 
 
 ABLATED_QUESTION = "How many heads can be ablated?"

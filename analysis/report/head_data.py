@@ -37,8 +37,8 @@ def plan_measures(plan: HeadPlan, heads: SiteHeads) -> list[HeadMeasure]:
     entries = [by_place.get(place) for place in places]
 
     def numbers(read: Callable[[PlannedHead], float | None]) -> np.ndarray:
-        found = [None if entry is None else read(entry) for entry in entries]
-        return np.array([np.nan if value is None else value for value in found], dtype=float)
+        column = [None if entry is None else read(entry) for entry in entries]
+        return np.array([np.nan if value is None else value for value in column], dtype=float)
 
     measures = [
         HeadMeasure(
@@ -112,7 +112,7 @@ def read_head_data(
     same model, and ``compared`` is another scan with the same heads; None leaves each out.
     """
     others = {} if compared is None else {site.heads.site: site for site in store.summaries(compared["run_id"])}
-    found = []
+    sites = []
     runs: dict[str, Mapping[str, Any]] = {}
     for heads, spreads in store.summaries(scan["run_id"]):
         means = _other_means(heads, others.get(heads.site))
@@ -122,8 +122,8 @@ def read_head_data(
         planned = [] if plan is None else plan_measures(plan, heads)
         sets = {} if evaluation_id is None else _ablated_sets(store, evaluation_id, heads)
         numbers = SiteMeasures((*scanned, *tables, *planned), sets)
-        found.append(SiteNumbers(heads, numbers, spreads))
-    return HeadData(tuple(found), runs, compared if others else None)
+        sites.append(SiteNumbers(heads, numbers, spreads))
+    return HeadData(tuple(sites), runs, compared if others else None)
 
 
 def _other_means(heads: SiteHeads, other: SiteSummary | None) -> dict[str, np.ndarray]:
@@ -141,11 +141,11 @@ def _ablated_sets(store: Store, run_id: str, heads: SiteHeads) -> dict[str, list
         [run_id, heads.site],
     ).to_pylist()
     index = heads.index
-    found: dict[str, list[int]] = {}
+    heads_of_set: dict[str, list[int]] = {}
     for row in rows:
         if row["layer"] < index.shape[0] and row["head"] < index.shape[1] and index[row["layer"], row["head"]] >= 0:
-            found.setdefault(row["name"], []).append(int(index[row["layer"], row["head"]]))
-    return dict(list(found.items())[:_MOST_SETS])
+            heads_of_set.setdefault(row["name"], []).append(int(index[row["layer"], row["head"]]))
+    return dict(list(heads_of_set.items())[:_MOST_SETS])
 
 
 def page_data(data: HeadData, first: Sequence[str]) -> str:

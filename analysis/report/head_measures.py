@@ -48,7 +48,7 @@ class HeadMeasure:
 
     def payload(self) -> dict[str, Any]:
         """Return the measure for the page's script: numbers as base64 of little-endian float32."""
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "name": self.name,
             "group": self.group,
             "formula": self.formula,
@@ -63,7 +63,7 @@ class HeadMeasure:
         }
         if self.spread is not None:
             spread = self.spread
-            found |= {
+            fields |= {
                 "quantiles": [packed(row) for row in spread.quantiles],
                 "inactive": None if spread.inactive is None else packed(spread.inactive),
                 "histogram": base64.b64encode(spread.histogram.tobytes()).decode(),
@@ -72,7 +72,7 @@ class HeadMeasure:
                 "high": spread.high,
                 "thresholds": [[share, value] for share, value in spread.thresholds.items()],
             }
-        return found
+        return fields
 
 
 def packed(values: np.ndarray) -> str:
@@ -237,16 +237,16 @@ def read_head_tables(
     store: Store, scan: Mapping[str, Any], heads: SiteHeads
 ) -> tuple[list[HeadMeasure], dict[str, dict[str, Any]]]:
     """Return the measures of all tables for one site, and the run of each group."""
-    found: list[HeadMeasure] = []
+    tables: list[HeadMeasure] = []
     runs: dict[str, dict[str, Any]] = {}
     for table in HEAD_TABLES:
         # A run may have no rows in the table: a comparison of criteria on labelled examples has no effects.
         for run in finished_runs(store, table.kind, scan) if table.known else ():
             if measures := list(_measures(store, run, heads, table)):
                 runs[table.group] = run
-                found += measures
+                tables += measures
                 break
-    return found, runs
+    return tables, runs
 
 
 def _measures(store: Store, run: Mapping[str, Any], heads: SiteHeads, table: HeadTable) -> Iterable[HeadMeasure]:

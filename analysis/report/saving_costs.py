@@ -96,13 +96,13 @@ class _PlanDetails(NamedTuple):
 
 
 def _plan_details(store: Store, run_id: str) -> dict[str, _PlanDetails]:
-    found = {}
+    details = {}
     for name, config in _settings(store, run_id, [kind for kind in ArmKind if kind.shrinks_cache]).items():
         shares = {int(tokens): float(share) for tokens, share in config.get("kv_shares") or ()}
         if shares:
             unit = " by layer" if config.get("granularity") == "layer" else ""
-            found[name] = _PlanDetails(f"{config['method']}{unit}", shares)
-    return found
+            details[name] = _PlanDetails(f"{config['method']}{unit}", shares)
+    return details
 
 
 def _settings(store: Store, run_id: str, kinds: Sequence[ArmKind]) -> dict[str, dict[str, Any]]:
@@ -162,10 +162,10 @@ def _removed(store: Store, run_id: str) -> dict[str, tuple[tuple[int, int], ...]
     rows = store.query(
         "SELECT name, layer, head FROM arms JOIN mask_heads USING (mask_id) WHERE run_id = ? ORDER BY ALL", [run_id]
     ).to_pylist()
-    found: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    removed: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for row in rows:
-        found[row["name"]].append((row["layer"], row["head"]))
-    return {name: tuple(heads) for name, heads in found.items()}
+        removed[row["name"]].append((row["layer"], row["head"]))
+    return {name: tuple(heads) for name, heads in removed.items()}
 
 
 def _losses(points: list[ArmPoint]) -> str:
@@ -182,7 +182,7 @@ def _losses(points: list[ArmPoint]) -> str:
         for point in points
     ]
     increases = [loss_increase(point.arm.measures) for point in points]
-    units = sorted({found.unit for found in increases if found is not None})
+    units = sorted({increase.unit for increase in increases if increase is not None})
     loss = f"loss increase, {' or '.join(units)}" if units else "loss increase"
     columns = ["model", "heads removed", loss, "next token, points", "accuracy, points"]
     return pages.table([*columns, *(f"{family} left" for family in families)], rows)
@@ -193,8 +193,8 @@ def _recall(arm: ArmOutcome, family: str) -> str:
 
 
 def _increase(arm: ArmOutcome, metrics: tuple[str, ...]) -> str:
-    found = {each.metric: each.increase for each in arm.measures if each.increase is not None}
-    return next((found[metric].numbers() for metric in metrics if metric in found), "–")
+    increase_of = {each.metric: each.increase for each in arm.measures if each.increase is not None}
+    return next((increase_of[metric].numbers() for metric in metrics if metric in increase_of), "–")
 
 
 def _accuracy(arm: ArmOutcome) -> str:

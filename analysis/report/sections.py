@@ -177,18 +177,18 @@ def _counts(site: SiteNumbers) -> str:
                 name,
                 SCORES[name].inactive,
                 number(site.spreads[name].thresholds[INACTIVE_QUANTILE]),
-                f"{found.heads:,}",
-                _interval(found),
-                percent(found.heads / heads),
+                f"{count.heads:,}",
+                _interval(count),
+                percent(count.heads / heads),
             ]
-            for name, found in inactive_counts(site.spreads)
+            for name, count in inactive_counts(site.spreads)
         ],
         texts=2,
     )
 
 
-def _interval(found: Persistence) -> str:
-    return "–" if found.low is None else f"{found.low:,} to {found.high:,}"
+def _interval(persistence: Persistence) -> str:
+    return "–" if persistence.low is None else f"{persistence.low:,} to {persistence.high:,}"
 
 
 def _lowest(site: SiteNumbers) -> list[str]:
@@ -271,22 +271,22 @@ def _positional_heads(store: Store, run_id: str) -> list[str]:
     measured = "SELECT 1 FROM all_head_profiles WHERE run_id = ? AND profile = 'argmax_offsets' LIMIT 1"
     if store.query(measured, [run_id]).num_rows == 0:
         return []
-    found = store.query(
+    positional = store.query(
         "SELECT site, layer, head, key_offset, share FROM all_positional_heads WHERE run_id = ?"
         " ORDER BY key_offset, share DESC, site, layer, head",
         [run_id],
     ).to_pylist()
-    if not found:
+    if not positional:
         return [pages.paragraph("No head is positional.")]
-    offsets = [row["key_offset"] for row in found]
+    offsets = [row["key_offset"] for row in positional]
     counts = ", ".join(f"{offsets.count(offset)} at offset {offset}" for offset in dict.fromkeys(offsets))
     rows = [
         [row["site"], str(row["layer"]), str(row["head"]), f"{row['key_offset']:+d}", percent(row["share"])]
-        for row in found
+        for row in positional
     ]
     table = pages.table(["site", "layer", "head", "offset of the key", "share of queries"], rows)
-    few = len(found) <= _MOST_UNFOLDED
-    listed = table if few else pages.folded(f"All {len(found)} positional heads", table)
+    few = len(positional) <= _MOST_UNFOLDED
+    listed = table if few else pages.folded(f"All {len(positional)} positional heads", table)
     return [pages.paragraph(f"Positional heads found: {counts}."), listed]
 
 

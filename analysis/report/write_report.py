@@ -183,19 +183,19 @@ def _evidence(shown: _Shown) -> list[str]:
     """Return the sections after the map, provenance last."""
     store, run, data = shown.store, shown.scan, shown.data
     sites = [site.heads.site for site in data.sites]
-    found = [
+    evidence = [
         inactive_heads_section(data.sites),
         looking_section(store, run["run_id"], sites),
         behaving_heads_section(data.sites, data.runs),
     ]
     if shown.evaluation is not None and shown.verdict is not None:
-        found += [
+        evidence += [
             arms_section(store, shown.evaluation, shown.verdict, shown.choices),
             criteria_section(store, shown.verdict),
             pruning_section(store, shown.evaluation, shown.verdict),
             cache_section(store, shown.verdict),
         ]
-    found += [
+    evidence += [
         site_section(store, run),
         None if shown.plan is None else plan_section(shown.plan),
         comparison_section(run, data),
@@ -203,7 +203,7 @@ def _evidence(shown: _Shown) -> list[str]:
         measured_section(run, stored_sequences(store, run["run_id"])),
         provenance_section(_named_runs(shown)),
     ]
-    return [part for part in found if part is not None]
+    return [part for part in evidence if part is not None]
 
 
 def _named_runs(shown: _Shown) -> list[tuple[str, Mapping[str, Any]]]:

@@ -314,15 +314,15 @@ def functions(connection: duckdb.DuckDBPyConnection) -> set[tuple[str, str]]:
 
 def definitions(connection: duckdb.DuckDBPyConnection) -> Definitions:
     """Return all definitions of the main schema."""
-    found: dict[CatalogEntry, tuple[object, ...]] = {}
+    entries: dict[CatalogEntry, tuple[object, ...]] = {}
     for kind, query in _QUERIES.items():
         for name, table, *rest in connection.execute(f"{query} {_OWN}").fetchall():
             entry = CatalogEntry(kind, name, table)
             # One name can have several definitions, such as the overloads of a function; all are compared.
-            found[entry] = (*found.get(entry, ()), *rest)
-    views = {entry.name for entry in found if entry.kind == "view"}
+            entries[entry] = (*entries.get(entry, ()), *rest)
+    views = {entry.name for entry in entries if entry.kind == "view"}
     # The columns of a view follow from its query, so they are not compared.
-    return {entry: value for entry, value in found.items() if not (entry.kind == "column" and entry.table in views)}
+    return {entry: value for entry, value in entries.items() if not (entry.kind == "column" and entry.table in views)}
 
 
 #: The `digest` of `declared`, which takes 0.3 s to compute, by version of DuckDB. A store with this digest can be
@@ -332,9 +332,9 @@ DIGESTS: Mapping[str, str] = {
 }
 
 
-def digest(found: Definitions) -> str:
+def digest(definitions: Definitions) -> str:
     """Return the SHA-256 of definitions."""
-    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()
+    return hashlib.sha256(repr(sorted(definitions.items())).encode()).hexdigest()
 
 
 @cache
@@ -348,15 +348,15 @@ def declared() -> Definitions:
         return definitions(connection)
 
 
-def differences(found: Definitions, kinds: Collection[str] = KINDS) -> list[str]:
+def differences(present: Definitions, kinds: Collection[str] = KINDS) -> list[str]:
     """Return the differences of a store from the schema, as phrases. The list is empty if the store can be trusted."""
     expected = {entry: definition for entry, definition in declared().items() if entry.kind in kinds}
-    lost = {entry.name for entry in expected if entry.kind == "table" and entry not in found}
+    lost = {entry.name for entry in expected if entry.kind == "table" and entry not in present}
     # The columns of a missing table need no phrases of their own.
-    phrases = [f"{entry} is missing" for entry in expected if entry not in found and entry.table not in lost]
-    phrases += [f"{entry} differs" for entry in expected if entry in found and found[entry] != expected[entry]]
+    phrases = [f"{entry} is missing" for entry in expected if entry not in present and entry.table not in lost]
+    phrases += [f"{entry} differs" for entry in expected if entry in present and present[entry] != expected[entry]]
     ours = {entry.name for entry in expected if entry.kind == "table"}
-    for entry in found:
+    for entry in present:
         if (
             entry.kind in kinds
             and entry not in expected
@@ -417,10 +417,10 @@ def verify(connection: duckdb.DuckDBPyConnection, path: Path, kinds: Collection[
     own = definitions(connection)
     if digest(own) == DIGESTS.get(duckdb.__version__):
         return
-    found = differences(own, kinds)
-    if found:
-        shown = ", ".join(found[:_SHOWN_DIFFERENCES])
-        more = f" and {len(found) - _SHOWN_DIFFERENCES} more" if len(found) > _SHOWN_DIFFERENCES else ""
+    problems = differences(own, kinds)
+    if problems:
+        shown = ", ".join(problems[:_SHOWN_DIFFERENCES])
+        more = f" and {len(problems) - _SHOWN_DIFFERENCES} more" if len(problems) > _SHOWN_DIFFERENCES else ""
         raise StoreChangedError(
             f"{path} differs from the schema of a headscan store: {shown}{more}. Use a copy that nobody has changed; do"
             " not use a changed store from an untrusted source"
@@ -456,9 +456,9 @@ def migrate(
     connection: duckdb.DuckDBPyConnection, path: Path, version: int, steps: Mapping[int, Sequence[str]] = STEPS
 ) -> None:
     """Create missing tables and columns, and all views, functions and comments."""
-    found = definitions(connection)
-    statements = _drop_statements(found, functions(connection))
-    statements += [change for table in TABLES.values() for change in _table_changes(table, found)]
+    present = definitions(connection)
+    statements = _drop_statements(present, functions(connection))
+    statements += [change for table in TABLES.values() for change in _table_changes(table, present)]
     for step in range(version, SCHEMA_VERSION):
         statements += steps.get(step, ())
     for statement in statements:
@@ -470,9 +470,9 @@ def migrate(
         connection.execute(statement)
 
 
-def _drop_statements(found: Definitions, functions_found: Iterable[tuple[str, str]]) -> list[str]:
+def _drop_statements(present: Definitions, functions_found: Iterable[tuple[str, str]]) -> list[str]:
     """Return DROP statements of the schema's views and of all functions, which could replace built-in ones."""
-    views = [f"DROP VIEW {entry.name}" for entry in found if entry.kind == "view" and entry.name in VIEWS]
+    views = [f"DROP VIEW {entry.name}" for entry in present if entry.kind == "view" and entry.name in VIEWS]
     macros = []
     for name, kind in functions_found:
         quoted = name.replace('"', '""')
@@ -480,10 +480,10 @@ def _drop_statements(found: Definitions, functions_found: Iterable[tuple[str, st
     return views + macros
 
 
-def _table_changes(table: Table, found: Definitions) -> list[str]:
-    if CatalogEntry("table", table.name) not in found:
+def _table_changes(table: Table, present: Definitions) -> list[str]:
+    if CatalogEntry("table", table.name) not in present:
         return table_statements(table)
-    missing = [c for c in table.columns if c.nullable and CatalogEntry("column", c.name, table.name) not in found]
+    missing = [c for c in table.columns if c.nullable and CatalogEntry("column", c.name, table.name) not in present]
     return [f"ALTER TABLE {table.name} ADD COLUMN {c.name} {c.type}" for c in missing]
 
 
@@ -592,10 +592,10 @@ def checked_file(path: Path) -> Checked:
 def _state(path: Path) -> tuple[tuple[int, ...] | None, ...]:
     def of(file: Path) -> tuple[int, ...] | None:
         try:
-            found = file.stat()
+            status = file.stat()
         except FileNotFoundError:
             return None
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
     return of(path), of(Path(f"{path}.wal"))
 

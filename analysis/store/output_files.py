@@ -156,13 +156,13 @@ def _write_partitions(batches: pa.RecordBatchReader, system: AbstractFileSystem,
 def _schema(connection: duckdb.DuckDBPyConnection) -> dict[str, Any]:
     tables: dict[str, Any] = {}
     for name in (*TABLES, *_VIEWS):
-        found = connection.execute(
+        rows = connection.execute(
             "SELECT column_name, data_type, is_nullable, comment FROM duckdb_columns() WHERE table_name = ?"
             " AND NOT internal AND schema_name = 'main' ORDER BY column_index",
             [name],
         ).fetchall()
         keys = ("name", "type", "nullable", "comment")
-        tables[name] = {"columns": [dict(zip(keys, row, strict=True)) for row in found]}
+        tables[name] = {"columns": [dict(zip(keys, row, strict=True)) for row in rows]}
         if name in TABLES:
             table = TABLES[name]
             tables[name] |= {"comment": table.comment, "keys": [list(key) for key in table.keys]}

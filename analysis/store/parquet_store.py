@@ -60,10 +60,10 @@ class ParquetStore(Store):
         declared = _read_schema(system, root, self._folder)
         connection = duckdb.connect(":memory:", config=dict(READING))
         for table in TABLES.values():
-            found = _files(system, root, table, declared)
-            connection.register(f"files_of_{table.name}", found)
+            files = _files(system, root, table, declared)
+            connection.register(f"files_of_{table.name}", files)
             numbers = ", ".join(
-                f"{c.name if c.name in found.schema.names else 'NULL'}::{c.type} AS {c.name}" for c in table.columns
+                f"{c.name if c.name in files.schema.names else 'NULL'}::{c.type} AS {c.name}" for c in table.columns
             )
             connection.execute(f"CREATE TEMP VIEW {table.name} AS SELECT {numbers} FROM files_of_{table.name}")
         comments = [statement for table in TABLES.values() for statement in comment_statements(table)]

@@ -44,9 +44,9 @@ def provenance_history(run: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def provenance_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the differences of two provenances as ``name old -> new``."""
     before, now = old.get("packages") or {}, new.get("packages") or {}
-    found = [(name, before.get(name), now.get(name)) for name in sorted({*before, *now})]
-    found += [(label, old[key], new[key]) for key, label in _LABELS.items() if key in old and key in new]
-    return tuple(f"{name} {was or 'none'} -> {value or 'none'}" for name, was, value in found if was != value)
+    changes = [(name, before.get(name), now.get(name)) for name in sorted({*before, *now})]
+    changes += [(label, old[key], new[key]) for key, label in _LABELS.items() if key in old and key in new]
+    return tuple(f"{name} {was or 'none'} -> {value or 'none'}" for name, was, value in changes if was != value)
 
 
 _UNKNOWN = "-"

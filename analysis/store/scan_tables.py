@@ -48,11 +48,11 @@ def columns(text: str) -> tuple[Column, ...]:
     """Return columns declared one a line: name, type (with ``?`` if it may be NULL) and meaning, which indented lines
     continue.
     """
-    found = []
+    columns = []
     for line in re.split(r"\n(?! )", dedent(text).strip()):
         name, kind, comment = " ".join(line.split()).split(" ", 2)
-        found.append(Column(name, kind.removesuffix("?"), comment, nullable=kind.endswith("?")))
-    return tuple(found)
+        columns.append(Column(name, kind.removesuffix("?"), comment, nullable=kind.endswith("?")))
+    return tuple(columns)
 
 
 def literal(text: str) -> str:

@@ -413,8 +413,8 @@ class Store:
 
     def measured_units(self, run_id: str) -> dict[str, list[float]]:
         """Return the numbers of every unit that a plan or prune run measured, by the unit's hash."""
-        found = self.query("SELECT unit, numbers FROM measured_units WHERE run_id = ?", [run_id])
-        return dict(zip(found["unit"].to_pylist(), found["numbers"].to_pylist(), strict=True))
+        units = self.query("SELECT unit, numbers FROM measured_units WHERE run_id = ?", [run_id])
+        return dict(zip(units["unit"].to_pylist(), units["numbers"].to_pylist(), strict=True))
 
     def restart_run(self, run: RunRecord) -> None:
         """Delete what a plan or prune run measured, so that it begins again with the software and device of ``run``."""
@@ -450,7 +450,7 @@ class Store:
         ended gets the status ``interrupted``.
         """
         # Times are read as numbers, because pyarrow imports pandas, which takes 0.2 s, to convert those with a zone.
-        found = self.query(
+        rows = self.query(
             "SELECT r.* REPLACE (epoch_us(r.started_at) AS started_at, epoch_us(r.finished_at) AS finished_at),"
             " coalesce(s.finished_shards, 0) AS finished_shards, coalesce(s.nonfinite_rows, 0) AS nonfinite_rows,"
             " epoch_us(last_written) AS last_written FROM runs r LEFT JOIN (SELECT run_id, count(*) AS finished_shards,"
@@ -458,14 +458,14 @@ class Store:
             " run_id) s USING (run_id) WHERE kind = coalesce(?, kind) ORDER BY r.started_at DESC, run_id",
             [kind],
         ).to_pylist()
-        for row in found:
+        for row in rows:
             for name in ("started_at", "finished_at", "last_written"):
                 if row[name] is not None:
                     row[name] = (_EPOCH + timedelta(microseconds=row[name])).astimezone()
             if row["status"] == "running" and has_ended(row["writer"]):
                 row["status"] = "interrupted"
         return [
-            {c: json.loads(v) if c in _JSON_COLUMNS and v is not None else v for c, v in row.items()} for row in found
+            {c: json.loads(v) if c in _JSON_COLUMNS and v is not None else v for c, v in row.items()} for row in rows
         ]
 
     def resolve_run(self, prefix: str | None = None, kind: RunKind = "scan") -> dict[str, Any]:
@@ -480,15 +480,15 @@ class Store:
             raise StoreError(f"{self.path} has no {kind} run{named}. Run `headscan {_MADE_BY.get(kind, kind)}` first")
         if not prefix:
             return next((run for run in runs if run["status"] == "finished"), runs[0])
-        found = [run for run in runs if run["run_id"].startswith(prefix)]
-        if len(found) != 1:
-            names = ", ".join(run["run_id"] for run in found or runs)
+        matching = [run for run in runs if run["run_id"].startswith(prefix)]
+        if len(matching) != 1:
+            names = ", ".join(run["run_id"] for run in matching or runs)
             raise StoreError(
-                f"{len(found)} {kind} runs match {prefix}: {names}. Give more characters of the id"
-                if found
+                f"{len(matching)} {kind} runs match {prefix}: {names}. Give more characters of the id"
+                if matching
                 else f"{self.path} has no {kind} run {prefix}. Choose one of {names}"
             )
-        return found[0]
+        return matching[0]
 
     def export_parquet(self, folder: str | Path) -> list[Path]:
         """Write all tables and ``head_summary`` as a Parquet data set; see `write_data_set`."""
@@ -513,9 +513,9 @@ def _add_summary(connection: duckdb.DuckDBPyConnection, run_id: str, summary: _S
     if _count_shards(connection, run_id) != summary.shards:
         return
     _forget_summary(connection, run_id)
-    for table, found in zip(("head_summaries", "measure_pools"), summary.rows, strict=True):
-        if found:
-            _insert(connection, table, pa.concat_tables(found, promote_options="permissive"), check=False)
+    for table, parts in zip(("head_summaries", "measure_pools"), summary.rows, strict=True):
+        if parts:
+            _insert(connection, table, pa.concat_tables(parts, promote_options="permissive"), check=False)
 
 
 def _forget_summary(connection: duckdb.DuckDBPyConnection, run_id: str) -> None:

@@ -47,11 +47,11 @@ def sites_of(connection: duckdb.DuckDBPyConnection, run_id: str) -> list[SiteHea
     rows = _counted_heads(connection, run_id)
     names = np.array(rows["site"].to_pylist(), dtype=object)
     columns = {name: rows[name].to_numpy().astype(int) for name in ("layer", "head", "kv_head", "sequences")}
-    found = []
+    sites = []
     for site in dict.fromkeys(names.tolist()):
         layer, head, kv_head, counts = (column[names == site] for column in columns.values())
-        found.append(SiteHeads(run_id, site, layer, head, kv_head, int(counts.max()), counts))
-    return found
+        sites.append(SiteHeads(run_id, site, layer, head, kv_head, int(counts.max()), counts))
+    return sites
 
 
 class SummaryRows(NamedTuple):
@@ -64,11 +64,11 @@ class SummaryRows(NamedTuple):
 def summarise_run(connection: duckdb.DuckDBPyConnection, run_id: str) -> SummaryRows:
     """Return the summary of a run; without rows if no head was measured."""
     bounded = bounded_keys(connection, run_id)
-    found = SummaryRows([], [])
+    summarised = SummaryRows([], [])
     for heads in sites_of(connection, run_id):
         summary = summarise_site(connection, heads, bounded)
-        found.heads.extend(_head_rows(heads, name, spread) for name, spread in summary.spreads.items())
-        found.pools.extend(_pool_row(heads, name, spread) for name, spread in summary.spreads.items())
+        summarised.heads.extend(_head_rows(heads, name, spread) for name, spread in summary.spreads.items())
+        summarised.pools.extend(_pool_row(heads, name, spread) for name, spread in summary.spreads.items())
     connection.register("counted_heads", _counted_heads(connection, run_id))
     for profile in PROFILES.values():
         of_run = f"(SELECT * FROM head_statistics WHERE run_id = {literal(run_id)})"
@@ -76,9 +76,9 @@ def summarise_run(connection: duckdb.DuckDBPyConnection, run_id: str) -> Summary
             f"SELECT {literal(profile.name)} AS measure, p.*, sequences FROM"
             f" ({profile_means_sql(profile, of_run)}) p JOIN counted_heads USING (site, layer, head)"
         ).to_arrow_table()
-        found.heads.extend([rows] if rows.num_rows else [])
+        summarised.heads.extend([rows] if rows.num_rows else [])
     connection.unregister("counted_heads")
-    return found
+    return summarised
 
 
 def bounded_keys(connection: duckdb.DuckDBPyConnection, run_id: str) -> int | None:
@@ -133,18 +133,18 @@ def _pool_row(heads: SiteHeads, name: str, spread: Spread) -> pa.Table:
             "inactive_heads_low": persistence.low,
             "inactive_heads_high": persistence.high,
         }
-    found = pa.Table.from_pylist([row])
+    table = pa.Table.from_pylist([row])
     if persistence is None:
-        return found
+        return table
     shares = pa.array([list(spread.thresholds.items())], pa.map_(pa.float64(), pa.float64()))
     picks = pa.array([list(spread.picks.items())], pa.map_(pa.string(), pa.int64()))
-    return found.append_column("thresholds", shares).append_column("picks", picks)
+    return table.append_column("thresholds", shares).append_column("picks", picks)
 
 
 def is_summarised(connection: duckdb.DuckDBPyConnection, run_id: str) -> bool:
     """Return True if the store has the summary of a run."""
-    found = connection.execute("SELECT 1 FROM head_summaries WHERE run_id = ? LIMIT 1", [run_id])
-    return bool(found.fetchall())
+    stored = connection.execute("SELECT 1 FROM head_summaries WHERE run_id = ? LIMIT 1", [run_id])
+    return bool(stored.fetchall())
 
 
 def site_summaries(

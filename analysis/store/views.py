@@ -373,7 +373,7 @@ def _stored_summary_sql() -> str:
     columns = ("mean", "std", "p10", "median", "p90", "inactive")
     # One aggregate per measure, because one per number takes five times as long.
     packed = ", ".join(f"{column} := {column}" for column in columns)
-    found = [f"any_value(struct_pack({packed})) FILTER (measure = '{name}') AS {name}" for name in SUMMARISED]
+    values = [f"any_value(struct_pack({packed})) FILTER (measure = '{name}') AS {name}" for name in SUMMARISED]
     numbers = [f"{name}.mean AS {name}" for name in SUMMARISED]
     for name in SUMMARISED:
         kind = "DOUBLE" if name in SCORES and SCORES[name].normaliser is not None else "REAL"
@@ -382,7 +382,7 @@ def _stored_summary_sql() -> str:
     numbers += [f"{name}.inactive AS {name}_inactive" for name in SCORES]
     return f"""
         SELECT run_id, site, layer, head, kv_head, sequences, {", ".join(numbers)} FROM (
-            SELECT run_id, site, layer, head, kv_head, max(sequences)::BIGINT AS sequences, {", ".join(found)}
+            SELECT run_id, site, layer, head, kv_head, max(sequences)::BIGINT AS sequences, {", ".join(values)}
             FROM head_summaries GROUP BY run_id, site, layer, head, kv_head
         )
     """

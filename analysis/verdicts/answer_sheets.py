@@ -214,16 +214,16 @@ def _chance(store: Store, baseline: FinishedArm, tasks: np.ndarray) -> np.ndarra
     (generated texts, a single likelihood) and for tasks with partial credit, whose grade is not that of the likeliest
     choice. Choices that differ in frequency can be guessed more often.
     """
-    found = store.query(
+    rows = store.query(
         "SELECT task, len(log_likelihoods) AS choices, bool_and(correct IN (0, 1)) OVER (PARTITION BY task) AS whole"
         " FROM answers WHERE arm_id = ? AND correct IS NOT NULL ORDER BY task, question",
         [baseline.arm_id],
     )
-    assert found.num_rows == len(tasks)
+    assert rows.num_rows == len(tasks)
     choices = np.array(
         [
             n if n is not None and n > 1 and w else np.nan
-            for n, w in zip(found["choices"].to_pylist(), found["whole"].to_pylist(), strict=True)
+            for n, w in zip(rows["choices"].to_pylist(), rows["whole"].to_pylist(), strict=True)
         ],
         dtype=float,
     )

@@ -138,7 +138,7 @@ def judge_sweep(store: Store, verdict: Verdict, *, confirm: bool = True) -> tupl
     tried, judged = _tried(arms), {arm.name: arm for arm in verdict.arms}
     curves = _random_curves(tried, arms.others)
     selected = _select(tried, judged, {name: arm.removable for name, arm in judged.items()})
-    found = []
+    choices = []
     for count, best in selected:
         chosen = judged[best.name]
         if chosen.controls is not None:
@@ -149,17 +149,17 @@ def judge_sweep(store: Store, verdict: Verdict, *, confirm: bool = True) -> tupl
             rank = _rank(best, tried, randoms, differences)
             chosen = replace(chosen, controls=replace(chosen.controls, selected=rank))
         asked = chosen.paired.questions
-        found.append(SweepChoice(chosen, candidates=count, passed=best.passes, selected_on=asked, confirmed=False))
-    return tuple(found)
+        choices.append(SweepChoice(chosen, candidates=count, passed=best.passes, selected_on=asked, confirmed=False))
+    return tuple(choices)
 
 
 def record_confirmation(store: Store, run_id: str) -> None:
     """Write the comparisons behind `judge_sweep` that the store lacks. The job that sweeps calls this at its end. A new
     judgement also widens those of earlier sweeps on the same questions.
     """
-    found = _confirmed(store, run_id, finished_arms(store, run_id))
-    if found.rows and not found.recorded:
-        store.replace_split_verdicts(run_id, pa.Table.from_pylist(found.rows))
+    confirmed = _confirmed(store, run_id, finished_arms(store, run_id))
+    if confirmed.rows and not confirmed.recorded:
+        store.replace_split_verdicts(run_id, pa.Table.from_pylist(confirmed.rows))
     for other in sorted(run for run in judged_on_same(store, run_id) if run != run_id and can_be_judged(store, run)):
         recorded, arms = _recorded(store, other), finished_arms(store, other).others
         # Its questions overlap with those of other runs than this run's do.
@@ -208,7 +208,7 @@ def _random_curves(
     tried: Sequence[FinishedArm], others: Sequence[FinishedArm]
 ) -> dict[ArmKind, list[list[FinishedArm]]]:
     """Return each kind's random curves: the controls of one seed, one at each nominal share of the kind's arms."""
-    found: dict[ArmKind, list[list[FinishedArm]]] = {}
+    curves_of: dict[ArmKind, list[list[FinishedArm]]] = {}
     for kind in KINDS:
         of_kind = [arm for arm in tried if arm.kind is kind]
         shares = {None if arm.share is None else round(arm.share, 9) for arm in of_kind}
@@ -219,8 +219,8 @@ def _random_curves(
                 continue
             if arm.replacement in replacements and round(arm.share, 9) in shares:
                 curves[arm.replacement, arm.seed][round(arm.share, 9)] = arm
-        found[kind] = [list(curve.values()) for curve in curves.values() if curve.keys() == shares]
-    return found
+        curves_of[kind] = [list(curve.values()) for curve in curves.values() if curve.keys() == shares]
+    return curves_of
 
 
 def _scores(tried: Sequence[FinishedArm], kind: ArmKind) -> int:
@@ -232,13 +232,13 @@ def _best_of_curves(
     curves: Sequence[Sequence[FinishedArm]], judged: Mapping[str, ArmVerdict], passes: Mapping[str, bool]
 ) -> list[tuple[FinishedArm, Candidate]]:
     """Return the arm that the selection takes of each random curve."""
-    found = []
+    chosen = []
     for curve in curves:
         by_name = {arm.name: arm for arm in curve}
         best = best_candidate(_candidate(arm, judged, passes) for arm in curve if arm.name in judged)
         if best is not None:
-            found.append((by_name[best.name], best))
-    return found
+            chosen.append((by_name[best.name], best))
+    return chosen
 
 
 def _rank(
@@ -311,8 +311,8 @@ def _confirmed(store: Store, run_id: str, arms: FinishedArms) -> _Confirmed:
         return _Confirmed((), [], True)
     recorded = _recorded(store, run_id)
     curves = {
-        kind: found if len(found) >= least_controls(_scores(tried, kind)) else []
-        for kind, found in _random_curves(tried, arms.others).items()
+        kind: of_one_kind if len(of_one_kind) >= least_controls(_scores(tried, kind)) else []
+        for kind, of_one_kind in _random_curves(tried, arms.others).items()
     }
     compared_first = [*tried, *(arm for of_kind in curves.values() for curve in of_kind for arm in curve)]
     first = complete_rows([row for row in recorded if row["part"] == SELECTION])
@@ -328,7 +328,12 @@ def _confirmed(store: Store, run_id: str, arms: FinishedArms) -> _Confirmed:
     selected = _select(tried, judged, passes)
     best = {arm.name: arm for _, candidate in selected for arm in tried if arm.name == candidate.name}
     second, differences = _judge_others(
-        store, run_id, arms, list(best.values()), [arm for found in randoms.values() for arm, _ in found], recorded
+        store,
+        run_id,
+        arms,
+        list(best.values()),
+        [arm for of_one_kind in randoms.values() for arm, _ in of_one_kind],
+        recorded,
     )
     # Arms that were selected before count, too.
     earlier = {row["arm_id"] for row in recorded if row["part"] == CONFIRMATION} - {arm.arm_id for arm in best.values()}
@@ -395,19 +400,19 @@ def widened(scopes: Mapping[Scope, PairedDifference], comparisons: int) -> dict[
     """Return comparisons whose intervals of the benchmark and of recall are widened for so many arms. Intervals of
     tasks stay as they are, because they only show losses.
     """
-    found = dict(scopes)
+    all_widened = dict(scopes)
     for scope, paired in scopes.items() if comparisons > 1 else ():
         rare = few_factor(comparisons)
         if scope == BENCHMARK:
             wide, further = paired.among(comparisons), paired.interval.widened(rare)
             if paired.gained + paired.lost < _FEW_DIFFER:
                 wide = Interval(min(wide.low, further.low), wide.value, max(wide.high, further.high))
-            found[scope] = replace(paired, low=max(-100.0, wide.low), high=min(100.0, wide.high))
+            all_widened[scope] = replace(paired, low=max(-100.0, wide.low), high=min(100.0, wide.high))
         elif scope.is_recall_family and paired.retained is not None:
             wide = paired.retained.widened(rare)
             kept = Interval(max(-100.0, wide.low), wide.value, min(200.0, wide.high))
-            found[scope] = replace(paired, retained=kept)
-    return found
+            all_widened[scope] = replace(paired, retained=kept)
+    return all_widened
 
 
 def _widened_rows(
@@ -416,15 +421,15 @@ def _widened_rows(
     """Return rows of ``split_verdicts`` whose verdicts on the confirmation part count the comparisons."""
     by_id = {arm.arm_id: arm for arm in arms}
     compared = compared_by_arm([row for row in rows if row["part"] == CONFIRMATION])
-    found = []
+    all_widened = []
     for row in rows:
         if row["part"] == CONFIRMATION and row["task"] == ALL_TASKS and row["arm_id"] in by_id:
             outcome = arm_outcome(by_id[row["arm_id"]], widened(compared[row["arm_id"]], comparisons))
             if isinstance(outcome, ArmVerdict):
                 wide = {"passes": outcome.removable, "wide_low": outcome.paired.low / 100}
                 row = row | {"comparisons": comparisons, **wide}
-        found.append(row)
-    return found
+        all_widened.append(row)
+    return all_widened
 
 
 def _sheets(store: Store, run_id: str, baseline: FinishedArm, others: Sequence[FinishedArm], part: str) -> AnswerSheets:

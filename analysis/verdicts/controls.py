@@ -198,15 +198,15 @@ class PrunedControls:
 
     def words(self) -> str:
         """Return the sentence on their losses; empty if nothing was measured."""
-        found = []
+        parts = []
         if self.points and self.layers_dropped is not None:  # random controls are ranked by their points
-            found.append(self.points[0].interval.words(unit=" points"))
+            parts.append(self.points[0].interval.words(unit=" points"))
         if len(self.increases) == 1:
-            found.append(f"loss {self.increases[0].words()}")
+            parts.append(f"loss {self.increases[0].words()}")
         elif self.increases:
             differences = [each.difference for each in self.increases]
-            found.append(f"loss {min(differences):+.4f} to {max(differences):+.4f} {self.increases[0].unit}")
-        if not found:
+            parts.append(f"loss {min(differences):+.4f} to {max(differences):+.4f} {self.increases[0].unit}")
+        if not parts:
             return ""
         if self.layers_dropped is None:
             what = "Random heads"
@@ -214,7 +214,7 @@ class PrunedControls:
             what = f"Dropping {self.layers_dropped} whole attention layer{'s' * (self.layers_dropped > 1)}"
             if self.zeroed_share is not None:
                 what += f" ({self.zeroed_share:.1%} of heads)"
-        return f"{what} with the same repair: {', '.join(found)}"
+        return f"{what} with the same repair: {', '.join(parts)}"
 
 
 def pruned_controls(
@@ -228,12 +228,12 @@ def pruned_controls(
     """
     if arm.kind is not ArmKind.PRUNED:
         return ()
-    found = []
+    controls = []
     for kind in (ArmKind.LAYERS_DROPPED, ArmKind.RANDOM_PRUNED):
         members = [other for other in others if other.kind is kind and _alike(arm, other)]
         if members:
             losses = [loss_increase(measures.get(member.arm_id, ())) for member in members]
-            found.append(
+            controls.append(
                 PrunedControls(
                     members[0].layers_dropped if kind is ArmKind.LAYERS_DROPPED else None,
                     members[0].zeroed_share,
@@ -241,13 +241,13 @@ def pruned_controls(
                     tuple(loss for loss in losses if loss is not None),
                 )
             )
-    return tuple(found)
+    return tuple(controls)
 
 
 def loss_increase(measures: Sequence[Measure]) -> Increase | None:
     """Return the increase of a loss by token, else by byte; None if none was measured."""
-    found = {measure.metric: measure.increase for measure in measures if measure.increase is not None}
-    return found.get("loss") or found.get("bits_per_byte")
+    increase_of = {measure.metric: measure.increase for measure in measures if measure.increase is not None}
+    return increase_of.get("loss") or increase_of.get("bits_per_byte")
 
 
 def _alike(one: FinishedArm, other: FinishedArm) -> bool:
@@ -296,14 +296,14 @@ def _tried(arm: FinishedArm, others: Sequence[FinishedArm]) -> int:
 def _against(
     arm: FinishedArm, controls: Sequence[FinishedArm], differences: Mapping[str, float], tried: int
 ) -> Controls:
-    found = [differences[control.arm_id] for control in controls]
+    of_controls = [differences[control.arm_id] for control in controls]
     shares = [control.zeroed_share for control in controls if control.zeroed_share is not None]
     return Controls(
         arms=tuple(control.name for control in controls),
         zeroed_share=sum(shares) / len(shares) if shares else None,
-        mean=sum(found) / len(found),
-        lowest=min(found),
-        highest=max(found),
-        beaten=sum(differences[arm.arm_id] > difference + _EQUAL for difference in found),
+        mean=sum(of_controls) / len(of_controls),
+        lowest=min(of_controls),
+        highest=max(of_controls),
+        beaten=sum(differences[arm.arm_id] > difference + _EQUAL for difference in of_controls),
         tried=max(1, tried),
     )

@@ -33,10 +33,10 @@ C = TypeVar("C", bound=CurvePoint)
 
 def by_curve(points: Sequence[C]) -> dict[tuple[str, str], list[C]]:
     """Return the points by criterion and selection, each by growing share."""
-    found: dict[tuple[str, str], list[C]] = defaultdict(list)
+    points_of: dict[tuple[str, str], list[C]] = defaultdict(list)
     for point in sorted(points, key=lambda point: point.share):
-        found[point.curve].append(point)
-    return dict(found)
+        points_of[point.curve].append(point)
+    return dict(points_of)
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def agreements(points: Sequence[CurvePoint], heads: Sequence[Hashable], site: st
     from scipy.stats import kendalltau  # slow to import, and the report reads points without it
 
     curves = by_curve(points)
-    found = []
+    agreements = []
     for (first, ours), (second, theirs) in combinations(curves.items(), 2):
         tau = kendalltau([_rank(ours, head) for head in heads], [_rank(theirs, head) for head in heads]).statistic
         others = {point.share: point.heads for point in theirs}
@@ -162,8 +162,8 @@ def agreements(points: Sequence[CurvePoint], heads: Sequence[Hashable], site: st
             for point in ours
             if point.heads and others.get(point.share)
         }
-        found.append(Agreement(site, first, second, float(tau), overlap))
-    return found
+        agreements.append(Agreement(site, first, second, float(tau), overlap))
+    return agreements
 
 
 def _rank(points: Sequence[CurvePoint], head: Hashable) -> float:

@@ -177,14 +177,14 @@ class TableEffect(NamedTuple):
 
 def each_effect(outcomes: Outcomes, arms: Mapping[str, np.ndarray]) -> dict[str, TableEffect]:
     """Return the effects of arms, given as outcomes (rows,), on all rows, and whether halves agree."""
-    found = {name: outcomes.effect(arm) for name, arm in arms.items()}
-    q = q_values(np.array([effect.p_value for effect in found.values()]))
+    effects = {name: outcomes.effect(arm) for name, arm in arms.items()}
+    q = q_values(np.array([effect.p_value for effect in effects.values()]))
     confirmed: dict[str, bool | None] = dict.fromkeys(arms)
     if outcomes.can_split:
         confirmed = dict(_confirmed(outcomes, arms))
     return {
         name: TableEffect(effect, float(adjusted), confirmed[name])
-        for (name, effect), adjusted in zip(found.items(), q, strict=True)
+        for (name, effect), adjusted in zip(effects.items(), q, strict=True)
     }
 
 
@@ -193,13 +193,13 @@ def _confirmed(outcomes: Outcomes, arms: Mapping[str, np.ndarray]) -> dict[str, 
     selecting = outcomes.selecting
     chosen = {name: outcomes.effect(arm, selecting) for name, arm in arms.items()}
     q = q_values(np.array([effect.p_value for effect in chosen.values()]))
-    found = {}
+    confirmed = {}
     for (name, effect), adjusted in zip(chosen.items(), q, strict=True):
-        found[name] = bool(adjusted <= FALSE_DISCOVERY_RATE)
-        if found[name]:
+        confirmed[name] = bool(adjusted <= FALSE_DISCOVERY_RATE)
+        if confirmed[name]:
             other = outcomes.effect(arms[name], ~selecting)
-            found[name] = other.low > 0 if effect.effect > 0 else other.high < 0
-    return found
+            confirmed[name] = other.low > 0 if effect.effect > 0 else other.high < 0
+    return confirmed
 
 
 def best_of_each(
@@ -304,12 +304,12 @@ _ARMS = 64
 
 
 def _baseline_of(store: Store, run_id: str) -> str:
-    found = store.query(
+    rows = store.query(
         "SELECT arm_id FROM arms WHERE run_id = ? AND kind = 'baseline' AND status = 'finished'", [run_id]
     )["arm_id"].to_pylist()
-    if len(found) != 1:
-        raise EffectError(f"run {run_id} has {len(found)} finished baselines (limit 1). Run its command again")
-    return str(found[0])
+    if len(rows) != 1:
+        raise EffectError(f"run {run_id} has {len(rows)} finished baselines (limit 1). Run its command again")
+    return str(rows[0])
 
 
 def read_baseline(store: Store, run_id: str) -> tuple[str, Outcomes]:
@@ -351,13 +351,13 @@ def _read_chunk(
     )
     arm_ids, values = table["arm_id"].to_numpy(), _numbers(table["value"])
     for arm in arms:
-        found = values[arm_ids == arm]
-        if len(found) != len(outcomes.baseline):
+        own = values[arm_ids == arm]
+        if len(own) != len(outcomes.baseline):
             raise EffectError(
-                f"arm {arm} has {len(found)} answers in common with the baseline (limit"
+                f"arm {arm} has {len(own)} answers in common with the baseline (limit"
                 f" {len(outcomes.baseline)}). Use a new store, and run its command again"
             )
-        yield arm, found
+        yield arm, own
 
 
 def _value(metric: str, prefix: str = "") -> str:
@@ -441,12 +441,12 @@ def record_effects(store: Store, run_id: str) -> list[HeadEffect]:
     """Compute the effects of a run's finished modes, replace the stored ones, and return them."""
     arms = _head_arms(store, run_id)
     baseline, outcomes = read_baseline(store, run_id)
-    found: list[HeadEffect] = []
+    effects: list[HeadEffect] = []
     each = [arm for arm in arms if arm.mode == EACH]
     if each:
         values = read_arms(store, baseline, outcomes, [arm.arm_id for arm in each])
         rows = each_effect(outcomes, values)
-        found += [_row(arm, outcomes, rows[arm.arm_id]) for arm in each]
+        effects += [_row(arm, outcomes, rows[arm.arm_id]) for arm in each]
     others = {arm.arm_id: arm for arm in arms if arm.mode == ALL_BUT_ONE}
     if others:
         values = read_arms(store, baseline, outcomes, list(others))
@@ -454,12 +454,12 @@ def record_effects(store: Store, run_id: str) -> list[HeadEffect]:
         for arm_id, arm in others.items():
             layers[arm.site, arm.layer][arm_id] = values[arm_id]
         best = best_of_each(outcomes, layers)
-        found += [_row(others[arm_id], outcomes, effect) for arm_id, effect in best.values()]
-    if not found:
+        effects += [_row(others[arm_id], outcomes, effect) for arm_id, effect in best.values()]
+    if not effects:
         raise EffectError(f"run {run_id} has 0 finished arms of heads (limit 1). Run `headscan ablate`")
-    table = pa.Table.from_pylist([{"run_id": run_id, **asdict(effect)} for effect in found])
+    table = pa.Table.from_pylist([{"run_id": run_id, **asdict(effect)} for effect in effects])
     store.replace_rows("head_effects", run_id, table.select(HEAD_EFFECTS.names))
-    return found
+    return effects
 
 
 def read_effects(store: Store, run_id: str, mode: str = EACH, *, site: str | None = None) -> list[HeadEffect]:
@@ -483,8 +483,8 @@ def rank_effects(store: Store, run_id: str, *, site: str = "self", descending: b
     return ranked if descending is None else sorted(ranked, key=lambda head: head.effect, reverse=descending)
 
 
-def _row(arm: _HeadArm, outcomes: Outcomes, found: TableEffect) -> HeadEffect:
-    effect = found.effect
+def _row(arm: _HeadArm, outcomes: Outcomes, judged: TableEffect) -> HeadEffect:
+    effect = judged.effect
     error, low, high = (
         value if isfinite(value) else None for value in (effect.standard_error, effect.low, effect.high)
     )
@@ -497,9 +497,9 @@ def _row(arm: _HeadArm, outcomes: Outcomes, found: TableEffect) -> HeadEffect:
         low=low,
         high=high,
         p_value=effect.p_value,
-        q_value=found.q_value,
+        q_value=judged.q_value,
         n=effect.n,
-        confirmed=found.confirmed,
+        confirmed=judged.confirmed,
     )
 
 

@@ -155,8 +155,8 @@ class ArmOutcome:
     def _parts(self) -> list[str]:
         """Return the sentences after the arm's name; empty ones are skipped."""
         lost = f"It loses recall ({self.recall_lost})" if self.recall_lost else ""
-        found = ["no task has right answers to count", *measure_words(self.measures)]
-        return [*found, lost, self._recall_words(), *(each.words() for each in self.pruned_controls)]
+        words = ["no task has right answers to count", *measure_words(self.measures)]
+        return [*words, lost, self._recall_words(), *(each.words() for each in self.pruned_controls)]
 
     def _recall_words(self) -> str:
         if not self.recall:

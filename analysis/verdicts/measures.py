@@ -210,7 +210,7 @@ def read_measures(
         measures[row["arm_id"]].append(
             Measure(row["task"], row["metric"], row["baseline"], row["arm"], increase=increase)
         )
-    return {arm_id: tuple(found) for arm_id, found in measures.items()}
+    return {arm_id: tuple(own) for arm_id, own in measures.items()}
 
 
 def _increases(
@@ -234,16 +234,16 @@ def _increases(
         return {}
     return {
         arm_id: rate_increase(
-            RATES[metric], base["sum"], found["sum"], base["size"], base["document"], comparisons=comparisons
+            RATES[metric], base["sum"], of_metric["sum"], base["size"], base["document"], comparisons=comparisons
         )
-        for arm_id, found in of_arm.items()
-        if _is_rate(found) and _same(base, found, ("document", "size"))
+        for arm_id, of_metric in of_arm.items()
+        if _is_rate(of_metric) and _same(base, of_metric, ("document", "size"))
     }
 
 
-def _is_rate(found: Mapping[str, np.ndarray]) -> bool:
+def _is_rate(values: Mapping[str, np.ndarray]) -> bool:
     """Return True if every row has a finite sum, and a size above 0."""
-    sums, sizes = found["sum"].astype(np.float64), found["size"].astype(np.float64)
+    sums, sizes = values["sum"].astype(np.float64), values["size"].astype(np.float64)
     return bool(len(sums) and np.isfinite(sums).all() and np.isfinite(sizes).all() and (sizes > 0).all())
 
 

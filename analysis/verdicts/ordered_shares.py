@@ -56,15 +56,15 @@ def read_losses(store: Store, run_id: str, *, comparisons: int = 1) -> dict[str,
     """Return the increase of the loss of ordinary text by arm name, with intervals widened for the comparisons."""
     arms = finished_arms(store, run_id)
     measures = read_measures(store, run_id, arms.baseline, comparisons=comparisons)
-    found = {
+    losses = {
         arm.name: measure.increase
         for arm in arms.others
         for measure in measures.get(arm.arm_id, ())
         if measure.metric == "loss" and measure.increase is not None
     }
-    if not found:
+    if not losses:
         raise VerdictError(f"run {run_id} has 0 arms with a loss (limit 1). Evaluate held-out text, too")
-    return found
+    return losses
 
 
 def exceeds(loss: Increase | None, max_loss: float) -> bool:
@@ -91,22 +91,22 @@ def judge_shares(
     if by_name:
         rows = read_verdict_rows(store, run_id)
         compared = compared_by_arm([*rows.stored, *rows.computed])
-    found: list[ShareVerdict] = []
+    verdicts: list[ShareVerdict] = []
     for name, share in shares:
         loss = losses.get(name)
         if exceeds(loss, max_loss):
             assert loss is not None
             why = f"{loss.difference:+.3f} nats per token (limit {max_loss:g})"
-            found.append(ShareVerdict(name, share, loss, Outcome.LOSES, why))
+            verdicts.append(ShareVerdict(name, share, loss, Outcome.LOSES, why))
         elif name in by_name:
             arm = by_name[name]
             outcome = arm_outcome(arm, widened(compared.get(arm.arm_id, {}), comparisons), comparisons=comparisons)
-            found.append(share_verdict(outcome, share, loss))
+            verdicts.append(share_verdict(outcome, share, loss))
         else:
-            return found
-        if found[-1].outcome is not Outcome.SAFE:
-            return found
-    return found
+            return verdicts
+        if verdicts[-1].outcome is not Outcome.SAFE:
+            return verdicts
+    return verdicts
 
 
 def largest_safe(verdicts: Sequence[ShareVerdict]) -> ShareVerdict | None:

@@ -275,7 +275,7 @@ def _resampled_interval(strata: list[_Stratum], resamples: int, seed: int) -> tu
     wider. The degrees of freedom are Satterthwaite's. The mean of one text has no interval but -1 to 1.
     """
     count = sum(stratum.questions for stratum in strata)
-    found = sum(stratum.texts[:, 0].sum() for stratum in strata) / count
+    observed = sum(stratum.texts[:, 0].sum() for stratum in strata) / count
     if any(len(stratum.texts) < 2 for stratum in strata):  # there is one text in all
         return -1.0, 1.0
     freedoms = np.array([len(stratum.texts) - 1 for stratum in strata])
@@ -285,8 +285,8 @@ def _resampled_interval(strata: list[_Stratum], resamples: int, seed: int) -> tu
     half = quantile * sqrt(variances.sum()) / count
     low, high = _percentiles(tuple(_kinds(stratum) for stratum in strata), resamples, seed)
     wider = quantile / _Z
-    below, above = max(half, wider * (found - low)), max(half, wider * (high - found))
-    return float(max(-1.0, found - below)), float(min(1.0, found + above))
+    below, above = max(half, wider * (observed - low)), max(half, wider * (high - observed))
+    return float(max(-1.0, observed - below)), float(min(1.0, observed + above))
 
 
 class _Kinds(NamedTuple):
@@ -346,10 +346,10 @@ def _score_interval(gained: int, lost: int, questions: int) -> tuple[float, floa
         variance = questions * (2 * share + difference * (1 - difference))
         return (gained - lost - questions * difference) / sqrt(variance) if variance > 0 else 0.0
 
-    found = (gained - lost) / questions
+    observed = (gained - lost) / questions
     edge = 1 - 1e-9
-    low = brentq(lambda d: statistic(d) - _Z, -edge, found) if found > -edge and statistic(-edge) > _Z else -1.0
-    high = brentq(lambda d: statistic(d) + _Z, found, edge) if found < edge and statistic(edge) < -_Z else 1.0
+    low = brentq(lambda d: statistic(d) - _Z, -edge, observed) if observed > -edge and statistic(-edge) > _Z else -1.0
+    high = brentq(lambda d: statistic(d) + _Z, observed, edge) if observed < edge and statistic(edge) < -_Z else 1.0
     return float(low), float(high)
 
 

@@ -146,11 +146,11 @@ class StoredOutputs(Replacement):
     def __post_init__(self) -> None:
         own = {layer: self.by_layer[layer].detach().cpu().clone() for layer in sorted(self.by_layer)}
         object.__setattr__(self, "by_layer", own)
-        found = hashlib.sha256(repr((type(self).__name__, self._settings())).encode())
+        digest = hashlib.sha256(repr((type(self).__name__, self._settings())).encode())
         for layer, outputs in own.items():
-            found.update(f"{layer} {tuple(outputs.shape)} {outputs.dtype}".encode())
-            found.update(outputs.contiguous().view(torch.uint8).numpy().tobytes())
-        object.__setattr__(self, "digest", found.hexdigest()[:16])
+            digest.update(f"{layer} {tuple(outputs.shape)} {outputs.dtype}".encode())
+            digest.update(outputs.contiguous().view(torch.uint8).numpy().tobytes())
+        object.__setattr__(self, "digest", digest.hexdigest()[:16])
 
     def _settings(self) -> tuple[object, ...]:
         """Return all further fields that decide outputs."""
@@ -175,9 +175,9 @@ class StoredOutputs(Replacement):
                 raise InterventionError(
                     f"no {self.value} outputs of layer {layer}: they were not collected. Collect them on a corpus"
                 )
-            if (found := tuple(self.by_layer[layer].shape[-2:])) != shape:
+            if (given := tuple(self.by_layer[layer].shape[-2:])) != shape:
                 raise InterventionError(
-                    f"{self.value} outputs of layer {layer} have shape {found} (limit {shape}). Collect those of this "
+                    f"{self.value} outputs of layer {layer} have shape {given} (limit {shape}). Collect those of this "
                     "model"
                 )
 

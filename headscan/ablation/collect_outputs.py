@@ -139,14 +139,14 @@ def head_samples(
     for layer in wanted:
         lm.grid.site_of(layer)  # raises for a layer without heads
     shortest = int(real.min())
-    found: dict[int, list[Tensor]] = {layer: [] for layer in sorted(wanted)}
+    samples: dict[int, list[Tensor]] = {layer: [] for layer in sorted(wanted)}
 
     def keep(site: AttentionSite, heads_BNHD: Tensor, _: Tensor) -> None:
         if site.layer in wanted:
-            found[site.layer].append(heads_BNHD[:, :shortest].cpu())
+            samples[site.layer].append(heads_BNHD[:, :shortest].cpu())
 
     _visit(lm, ids, real, batch_tokens, keep)
-    return HeadSamples({layer: torch.cat(parts) for layer, parts in found.items()}, lm.grid.kind, seed)
+    return HeadSamples({layer: torch.cat(parts) for layer, parts in samples.items()}, lm.grid.kind, seed)
 
 
 def _visit(

@@ -221,16 +221,16 @@ class ScoredCall(AttentionCall):
         if kernels is None or explicit or request.path == "blockwise":
             tally = WeightTally(request, self.geometry, normalised=self.sinks_BHN is None)
             out = attend(self._wide(), tally.add, request.past)
-            found = tally.findings()
+            findings = tally.findings()
         else:
             query, key, value = (x.to(kernels.dtype or wide) for x in (self.query_BHND, self.key_BKSD, self.value_BKSD))
             out, fused = identities.attend(
                 kernels, query, key, value, self.scale, request.widths, window=self.window, sinks_BHN=self.sinks_BHN
             )
             per_query = fused_numbers(needed_numbers(request.statistics), fused)
-            found = Findings(per_query, {}, request, self.geometry)
+            findings = Findings(per_query, {}, request, self.geometry)
         own_values = self.value_BKSD[:, :, request.past :]
-        return out.to(self.query_BHND.dtype), _statistics(found, own_values, self.num_attention_heads)
+        return out.to(self.query_BHND.dtype), _statistics(findings, own_values, self.num_attention_heads)
 
     def weights(self, position_BR: Tensor) -> Tensor:
         _check_whole(self.geometry)
@@ -295,10 +295,10 @@ class ScoredCall(AttentionCall):
         return kernels_for(self.query_BHND, width, self.num_attention_heads // self.num_key_value_heads)
 
 
-def _statistics(found: Findings, value_BKSD: Tensor, heads: int) -> dict[str, Tensor]:
+def _statistics(findings: Findings, value_BKSD: Tensor, heads: int) -> dict[str, Tensor]:
     """Return the requested statistics of weights and values, of the real tokens."""
-    request = found.request
-    return weight_statistics(found) | value_statistics(value_BKSD, request.key_lengths, request.statistics, heads)
+    request = findings.request
+    return weight_statistics(findings) | value_statistics(value_BKSD, request.key_lengths, request.statistics, heads)
 
 
 def _check_whole(geometry: Geometry, past: int = 0) -> None:

@@ -83,10 +83,10 @@ def _check_outputs(model: PreTrainedModel, grid: HeadGrid, projections: list[str
     with ExitStack() as hooks:
         for seen in (grid, *grid.others):
             hooks.enter_context(watched_attention(model, seen, lambda *_: None))
-        found = _projected(model, projections)
+        outputs = _projected(model, projections)
     exact = model.dtype in (torch.float32, torch.float64)
     for place, name in enumerate(projections):
-        error = (found[name] - own[name]).norm() / own[name].norm().clamp_min(1e-12)
+        error = (outputs[name] - own[name]).norm() / own[name].norm().clamp_min(1e-12)
         # In half precision the two round differently. The differences grow over the layers, and one can send a token to
         # another expert, so only the first layer has a tight bound.
         bound = 1e-3 if exact else 0.25 if place else 4 * torch.finfo(model.dtype).eps

@@ -195,7 +195,7 @@ def _trusted(device: torch.device, dtype: torch.dtype, width: int, groups: int) 
     in_band = seen & (position > position[:, None] - band) & (position >= skip)
     kernels = CudaKernels(dtype)
     try:
-        found = kernels.causal(query, key, value, scale), kernels.band(query, key, value, scale, band, skip)
+        results = kernels.causal(query, key, value, scale), kernels.band(query, key, value, scale, band, skip)
         late, _ = kernels.causal(query[:, :, band:], key, value, scale)
     except (RuntimeError, TypeError) as problem:
         if isinstance(problem, RuntimeError) and is_out_of_memory(problem):
@@ -208,10 +208,10 @@ def _trusted(device: torch.device, dtype: torch.dtype, width: int, groups: int) 
     out = (full - full.logsumexp(-1, keepdim=True)).exp() @ value.float().repeat_interleave(groups, 1)
     lse_band = scores.masked_fill(~in_band, float("-inf")).logsumexp(-1)
     right = (
-        torch.allclose(found[0][0].flatten(1, 2).float(), out, rtol=bound, atol=bound)
+        torch.allclose(results[0][0].flatten(1, 2).float(), out, rtol=bound, atol=bound)
         and torch.allclose(late.flatten(1, 2).float(), out[:, :, band:], rtol=bound, atol=bound)
-        and torch.allclose(found[0][1].float(), full.logsumexp(-1), rtol=bound, atol=bound)
-        and torch.allclose(found[1][1][..., skip:].float(), lse_band[..., skip:], rtol=bound, atol=bound)
+        and torch.allclose(results[0][1].float(), full.logsumexp(-1), rtol=bound, atol=bound)
+        and torch.allclose(results[1][1][..., skip:].float(), lse_band[..., skip:], rtol=bound, atol=bound)
     )
     if not right:
         _log.warning("fused attention gives wrong numbers on %s; using blockwise attention", device)

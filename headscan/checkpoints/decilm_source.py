@@ -89,7 +89,7 @@ def write_pruned_folder(folder: Path, target: Path) -> None:
             raise ModelLoadError(f"{folder}: {name} is not 0 where its model has no head. Export the model again")
         return by_head.index_select(dim, torch.tensor(places)).flatten(dim, dim + 1)
 
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, like in expected.items():
         block, _, part = name.partition(".self_attn.")
         number = int(block.rpartition(".")[2]) if part else -1
@@ -99,11 +99,13 @@ def write_pruned_folder(folder: Path, target: Path) -> None:
         if part == "bias":
             # A layer without attention has its bias in the last one before it.
             is_own = before not in expected and before in held
-            found[name] = held[before] if is_own else torch.zeros(like.shape, dtype=like.dtype)
+            tensors[name] = held[before] if is_own else torch.zeros(like.shape, dtype=like.dtype)
         elif name.endswith("input_layernorm.weight") and name not in held:
-            found[name] = torch.ones(like.shape, dtype=like.dtype)  # nothing reads it without attention
+            tensors[name] = torch.ones(like.shape, dtype=like.dtype)  # nothing reads it without attention
         elif name not in held:
             raise ModelLoadError(f"{folder} lacks the weight {name}. Copy or export it again")
         else:
-            found[name] = own_heads(name) if part else held[name]
-    save_torch_state_dict({name: each.contiguous() for name, each in found.items()}, target, metadata={"format": "pt"})
+            tensors[name] = own_heads(name) if part else held[name]
+    save_torch_state_dict(
+        {name: each.contiguous() for name, each in tensors.items()}, target, metadata={"format": "pt"}
+    )

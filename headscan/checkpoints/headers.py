@@ -140,11 +140,11 @@ def read_headers(source: str, revision: str | None = None) -> dict[str, SavedTen
     if not folder.exists():
         cached = try_to_load_from_cache(source, "config.json", revision=revision)
         folder = Path(cached).parent if isinstance(cached, str) else folder
-    found: dict[str, SavedTensor] = {}
+    tensors: dict[str, SavedTensor] = {}
     for path in sorted(folder.glob("*.safetensors")) if folder.is_dir() else []:
-        found.update(read_header(path).tensors)
-    if found or Path(source).exists() or not hub_answers():
-        return found
+        tensors.update(read_header(path).tensors)
+    if tensors or Path(source).exists() or not hub_answers():
+        return tensors
     try:
         files = get_safetensors_metadata(source, revision=revision).files_metadata.values()
     except NotASafetensorsRepoError:

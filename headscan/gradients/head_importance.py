@@ -69,13 +69,13 @@ def importance(
     if loss is None:
         loss = default_loss(lm, input_ids, lengths, summed=summed)
     gradients = head_gradients(lm, loss)[lm.grid.kind]
-    found = {
+    scores = {
         "gate_gradient": gradients.gates,
         "importance": gradients.tokens,
         "sequence_importance": gradients.gates.abs(),
         "entropy": entropies(lm, loss),
     }
-    return NamedValues("importance", found)
+    return NamedValues("importance", scores)
 
 
 def default_loss(
@@ -108,22 +108,22 @@ def default_loss(
 
 def head_gradients(lm: LoadedModel, loss: Loss) -> dict[str, HeadGradients]:
     """Return the derivatives of each sequence's loss by the heads, by kind of site. Sums are float32 or wider."""
-    found: dict[AttentionSite, tuple[Tensor, Tensor]] = {}
+    gradients: dict[AttentionSite, tuple[Tensor, Tensor]] = {}
 
     def add(site: AttentionSite, heads_BNHD: Tensor, gradient_BNHD: Tensor) -> None:
         by_token_BNH = torch.linalg.vecdot(heads_BNHD.to(gradient_BNHD.dtype), gradient_BNHD)
-        found[site] = by_token_BNH.sum(1), by_token_BNH.abs().sum(1)
+        gradients[site] = by_token_BNH.sum(1), by_token_BNH.abs().sum(1)
 
     backward(lm, loss, on_heads=add, recompute=must_recompute(lm, loss))
     tables: dict[str, HeadGradients] = {}
     for kind in lm.grid.kinds:
         grid = lm.grid.at(kind)
         for site in grid.sites:
-            if site not in found:
+            if site not in gradients:
                 raise UnsupportedModelError(
                     f"layer {site.layer} did not run, so it has no derivative. Load a model that runs all layers"
                 )
-            gates_BH, tokens_BH = (values.float().cpu() for values in found[site])
+            gates_BH, tokens_BH = (values.float().cpu() for values in gradients[site])
             # A sum over tokens is not finite if its absolute terms are not.
             if wrong := int((~tokens_BH.isfinite()).sum()):
                 raise NotFiniteError(

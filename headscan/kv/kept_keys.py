@@ -100,20 +100,20 @@ class KeptKeys:
     @classmethod
     def of_plan(cls, plan: Plan) -> KeptKeys:
         """Return the windows of a plan; raise PlanMismatchError if an action is unknown or a width is missing."""
-        found = []
+        kept = []
         for head in plan.heads:
             if head.action == "full":
                 continue
             if head.action == "drop":
-                found.append((head.layer, head.kv_head, DROPPED))
+                kept.append((head.layer, head.kv_head, DROPPED))
             elif head.action == "window" and head.sink is not None and head.recent:
-                found.append((head.layer, head.kv_head, Window(head.sink, head.recent)))
+                kept.append((head.layer, head.kv_head, Window(head.sink, head.recent)))
             else:
                 raise PlanMismatchError(
                     f"plan entry of layer {head.layer}, KV head {head.kv_head}: {head.action}, sink {head.sink}, recent"
                     f" {head.recent}. Make the plan again"
                 )
-        return cls.of(found)
+        return cls.of(kept)
 
     @property
     def layers(self) -> tuple[int, ...]:

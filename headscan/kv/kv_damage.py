@@ -49,18 +49,18 @@ def window_candidates(lm: LoadedModel) -> tuple[KvHead, ...]:
 
 def candidates_of(grid: HeadGrid, caches: Sequence[LayerCache], source: str) -> tuple[KvHead, ...]:
     """Return the KV heads of a grid that can keep a window, by the KV cache of each layer."""
-    found: list[KvHead] = []
+    candidates: list[KvHead] = []
     reasons: dict[str, int] = {}
     for site in grid.sites:
         why = _why_not(grid, caches, site.layer)
         if why is None:
-            found += [(site.layer, kv_head) for kv_head in range(site.num_key_value_heads)]
+            candidates += [(site.layer, kv_head) for kv_head in range(site.num_key_value_heads)]
         else:
             reasons[why] = reasons.get(why, 0) + site.num_key_value_heads
-    if not found:
+    if not candidates:
         why = "; ".join(f"{count} {reason}" for reason, count in reasons.items()) or "it has no attention layers"
         raise UnsupportedModelError(f"no KV head of {source} can keep a window: {why}. Keep its full cache")
-    return tuple(found)
+    return tuple(candidates)
 
 
 def _why_not(grid: HeadGrid, caches: Sequence[LayerCache], layer: int) -> str | None:
@@ -107,8 +107,8 @@ def gate_gradients(
         for layer in sorted({layer for layer, _ in heads})
     }
     with gated_attention(lm, gates, window):
-        found = backward(lm, loss, gates=gates)
-    return torch.stack([found[layer][:, kv_head] for layer, kv_head in heads], 1).float()
+        gradients = backward(lm, loss, gates=gates)
+    return torch.stack([gradients[layer][:, kv_head] for layer, kv_head in heads], 1).float()
 
 
 @contextmanager
@@ -189,8 +189,8 @@ def kv_damage(
     batch_tokens: int = BATCH_TOKENS,
 ) -> Tensor:
     """Return the mean of `kv_damages` over the sequences: float32 (L, K), in nats per scored token."""
-    found = kv_damages(lm, ids, lengths, sink, recent, gates=gates, scored=scored, batch_tokens=batch_tokens)
-    return found.nanmean(0)
+    damages = kv_damages(lm, ids, lengths, sink, recent, gates=gates, scored=scored, batch_tokens=batch_tokens)
+    return damages.nanmean(0)
 
 
 def kv_damages(
@@ -235,11 +235,11 @@ def kv_damages(
     sequences = _Sequences.check(lm, ids, lengths, scored)
 
     def measure(part: _Sequences) -> Tensor:
-        found = [
+        damages = [
             -gate_gradients(lm, part.ids, part.lengths, window, candidates, gate=gate, scored=part.scored)
             for gate in gates
         ]
-        return torch.stack(found).mean(0)[:, columns]
+        return torch.stack(damages).mean(0)[:, columns]
 
     measured = sequences.measured(lm, window, batch_tokens, measure)
     finite = torch.stack(list(measured.values())).isfinite()
@@ -291,20 +291,20 @@ class _Sequences:
         batch_tokens = pass_tokens(lm.device.type, batch_tokens)
         long_lengths = [self.lengths[row] for row in long]
         groups = [lm.rope_lengths.group(length) for length in long_lengths]
-        found: dict[int, Tensor] = {}
+        damages: dict[int, Tensor] = {}
         for batch in batches(long_lengths, batch_tokens, groups=groups):
             rows = [long[index] for index in batch]
             for part, values in run_halving(
                 rows, lambda part: measure(self.rows(part)), self.lengths, lm.limits["kv_damage"]
             ):
-                found.update(zip(part, values, strict=True))
-        return found
+                damages.update(zip(part, values, strict=True))
+        return damages
 
-    def table(self, grid: HeadGrid, heads: Sequence[KvHead], found: dict[int, Tensor]) -> Tensor:
+    def table(self, grid: HeadGrid, heads: Sequence[KvHead], damages: dict[int, Tensor]) -> Tensor:
         """Return numbers by sequence, layer and KV head: float32 (B, L, K), NaN where there are none."""
         widest = max(site.num_key_value_heads for site in grid.sites)
         table = torch.full((len(self.lengths), grid.num_layers, widest), float("nan"))
         layers, kv_heads = [layer for layer, _ in heads], [kv_head for _, kv_head in heads]
-        for row, values in found.items():
+        for row, values in damages.items():
             table[row, layers, kv_heads] = values
         return table

@@ -97,8 +97,8 @@ def windowed(call: AttentionCall, groups: tuple[HeadGroup, ...]) -> Tensor:
             continue
         heads = _selection(group.kv_heads, 1, call.device)
         part = _of_kv_heads(call, group.kv_heads)
-        found = output_after(part) if group.window is None else _windowed(part, group)
-        out[:, heads] = found.unflatten(1, (len(group.kv_heads), -1))
+        output = output_after(part) if group.window is None else _windowed(part, group)
+        out[:, heads] = output.unflatten(1, (len(group.kv_heads), -1))
     return out.flatten(1, 2)
 
 

@@ -171,16 +171,16 @@ def _has_freed_states(layer: Any) -> bool:
 
 def _counts(plan: Plan) -> dict[int, int]:
     """Return the number of KV heads by layer."""
-    found: dict[int, list[int]] = {}
+    by_layer: dict[int, list[int]] = {}
     for head in plan.heads:
-        found.setdefault(head.layer, []).append(head.kv_head)
-    for layer, kv_heads in found.items():
+        by_layer.setdefault(head.layer, []).append(head.kv_head)
+    for layer, kv_heads in by_layer.items():
         if sorted(kv_heads) != list(range(len(kv_heads))):
             raise PlanMismatchError(
                 f"plan entries of layer {layer}: KV heads {sorted(kv_heads)} (limit {list(range(len(kv_heads)))}, each"
                 " once). Make the plan again"
             )
-    return {layer: len(kv_heads) for layer, kv_heads in found.items()}
+    return {layer: len(kv_heads) for layer, kv_heads in by_layer.items()}
 
 
 def cache_bytes(cache: Cache) -> int:

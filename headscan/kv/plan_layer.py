@@ -153,13 +153,13 @@ class PlanStep:
             )
         # A single token moves no row, unless some rows are padding so far; its windows look up which keys it sees.
         place = N > 1 or layer.last_start >= self.tokens - N or any(window.pending for window in layer.windows)
-        found = layer.masks.read(mask, place=place)
+        known = layer.masks.read(mask, place=place)
         if place:
-            starts = found.starts_B
-            self._place(starts if starts is None or len(starts) == rows else starts.expand(rows), found.last_start)
+            starts = known.starts_B
+            self._place(starts if starts is None or len(starts) == rows else starts.expand(rows), known.last_start)
             if starts is None:  # the mask is causal in all rows
-                return (None if N in (1, self.tokens) else found.seen_BNS[:1]), found.bias
-        return found.seen_BNS, found.bias
+                return (None if N in (1, self.tokens) else known.seen_BNS[:1]), known.bias
+        return known.seen_BNS, known.bias
 
     def _place(self, starts_B: Tensor | None, last_start: int) -> None:
         layer, before = self._layer, self.tokens - self.queries

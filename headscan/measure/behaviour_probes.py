@@ -84,7 +84,7 @@ def probe(
     wanted = check_behaviours(behaviours)
     scores: dict[str, Tensor] = {}
     if any(BEHAVIOURS[name].probe == "repeats" for name in wanted):
-        scores |= {name: found.mean(0) for name, found in repeat_scores(lm, repeated_tokens(lm, settings)).items()}
+        scores |= {name: score.mean(0) for name, score in repeat_scores(lm, repeated_tokens(lm, settings)).items()}
     if "retrieval_score" in wanted:
         hay = () if haystack is None else haystack
         prompts = [
@@ -209,7 +209,7 @@ def _measured(
 ) -> dict[str, Tensor]:
     """Run the model and score (B, L, H) each layer's weights (B, H, R, S) of the queries at ``position_BR``."""
     _check(lm, ids_BN)
-    found: dict[str, Tensor] = {}
+    measured: dict[str, Tensor] = {}
 
     def observe(site: AttentionSite, call: AttentionCall) -> None:
         weights = call.weights(position_BR)
@@ -218,12 +218,12 @@ def _measured(
                 f"attention weights are not finite in layer {site.layer} of {lm.source}. Load it in another dtype"
             )
         for name, values_BH in scores(weights).items():
-            layers = found.setdefault(name, torch.full((len(ids_BN), *lm.grid.shape), float("nan")))
+            layers = measured.setdefault(name, torch.full((len(ids_BN), *lm.grid.shape), float("nan")))
             layers[:, site.layer, : site.num_attention_heads] = values_BH.cpu()
 
     with torch.no_grad(), attention_hook(lm, observe):
         run(lm.model, {"input_ids": ids_BN.to(lm.device)})
-    return found
+    return measured
 
 
 def _check(lm: LoadedModel, ids_BN: Tensor) -> None:

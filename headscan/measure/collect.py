@@ -444,10 +444,10 @@ class _Collector:
 
 def _on_cpu(measured: Mapping[tuple[str, int], Tensor]) -> dict[tuple[str, int], Tensor]:
     """Copy the numbers to the CPU, with one blocking copy per device."""
-    found: dict[tuple[str, int], Tensor] = {}
+    copies: dict[tuple[str, int], Tensor] = {}
     for device in {values.device for values in measured.values()}:
         here = {key: values for key, values in measured.items() if values.device == device}
         together = torch.cat([values.float().flatten() for values in here.values()]).cpu()
         parts = together.split([values.numel() for values in here.values()])
-        found.update((key, part.view(here[key].shape)) for key, part in zip(here, parts, strict=True))
-    return found
+        copies.update((key, part.view(here[key].shape)) for key, part in zip(here, parts, strict=True))
+    return copies

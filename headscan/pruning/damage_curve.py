@@ -135,7 +135,7 @@ def best_subsets(
     columns = [torch.tensor(list(each), device=moments.gram.device) for each in units]
     precision = torch.linalg.inv(ridge(moments.gram))
     beam = [_State((), 0.0, precision, weight_EF.to(precision))]
-    found = [[Subset((), 0.0)]]
+    by_count = [[Subset((), 0.0)]]
     for _ in range(min(most, len(units))):
         candidates: dict[tuple[int, ...], tuple[float, _State, int]] = {}
         for state in beam:
@@ -145,15 +145,15 @@ def best_subsets(
                 if key not in candidates or damage < candidates[key][0]:
                     candidates[key] = damage, state, unit
         best = sorted(candidates.items(), key=lambda each: each[1][0])[:width]
-        found.append([Subset(key, damage) for key, (damage, _, _) in best])
+        by_count.append([Subset(key, damage) for key, (damage, _, _) in best])
         beam = [state.without(unit, columns[unit], damage) for _, (damage, state, unit) in best]
-    return found
+    return by_count
 
 
-def _as_numbers(found: Sequence[Sequence[Subset]]) -> NDArray[np.float64]:
+def _as_numbers(by_count: Sequence[Sequence[Subset]]) -> NDArray[np.float64]:
     """Return subsets by number of units as numbers: before those of each number, how many there are."""
     numbers: list[float] = []
-    for subsets in found:
+    for subsets in by_count:
         numbers.append(len(subsets))
         for subset in subsets:
             numbers += [*subset.units, subset.damage]
@@ -163,11 +163,11 @@ def _as_numbers(found: Sequence[Sequence[Subset]]) -> NDArray[np.float64]:
 def _as_subsets(numbers: NDArray[np.float64]) -> list[list[Subset]]:
     """Return the subsets of `_as_numbers`."""
     left = iter(numbers.tolist())
-    found: list[list[Subset]] = []
+    subsets: list[list[Subset]] = []
     for count in left:
-        size = len(found)
-        found.append([Subset(tuple(int(next(left)) for _ in range(size)), next(left)) for _ in range(int(count))])
-    return found
+        size = len(subsets)
+        subsets.append([Subset(tuple(int(next(left)) for _ in range(size)), next(left)) for _ in range(int(count))])
+    return subsets
 
 
 @dataclass(frozen=True)
@@ -262,10 +262,10 @@ class DamageCurve:
             most = max(most, min((n for n in allowed if n > self.now), default=most))
         known = known or KnownNumbers()
         unit = ("best subsets of the heads of a layer", site.layer, units, most, self._before.removed)
-        if (found := known.get(unit)) is None:
+        if (numbers := known.get(unit)) is None:
             moments = LayerMoments(self._gram, moments.fisher)
-            known.add(unit, found := _as_numbers(best_subsets(moments, self._weight, self._columns, most=most)))
-        self._subsets = _as_subsets(found)[self.least :]
+            known.add(unit, numbers := _as_numbers(best_subsets(moments, self._weight, self._columns, most=most)))
+        self._subsets = _as_subsets(numbers)[self.least :]
         self.counts = [n for n in range(self.least, most + 1) if allowed is None or n in {*allowed, self.now}]
         self._best: dict[int, tuple[float, Subset]] = {}
         if not gone:
@@ -276,17 +276,17 @@ class DamageCurve:
         """Divergence in nats per token with ``least``, ``least + 1``, ... units removed. Where nothing was measured:
         the estimate, scaled to the measured damage of the next smaller number.
         """
-        found: list[float] = []
+        damages: list[float] = []
         scale = 1.0
         for count, subsets in enumerate(self._subsets, self.least):
             estimate = subsets[0].damage
             if count in self._best:
                 measured = self._best[count][0]
                 scale = measured / estimate if estimate > 0 else scale
-                found.append(measured)
+                damages.append(measured)
             else:
-                found.append(max(scale * estimate, found[-1] if found else 0.0))
-        return tuple(found)
+                damages.append(max(scale * estimate, damages[-1] if damages else 0.0))
+        return tuple(damages)
 
     def is_measured(self, count: int) -> bool:
         return count in self._best

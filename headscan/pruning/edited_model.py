@@ -135,15 +135,15 @@ def into_layer(blocks: Blocks, layer: int, batch: Batch, hidden: Tensor | None) 
 
 def projection_inputs(blocks: Blocks, layer: int, batch: Batch, hidden: Tensor | None, path: str) -> Tensor:
     """Return the input of a projection of one layer (B, N, F); what follows it in the layer does not run."""
-    found: list[Tensor] = []
+    inputs: list[Tensor] = []
 
     def stop(_: nn.Module, args: tuple[Any, ...]) -> None:
-        found[:] = [batch.by_token(args[0])]
+        inputs[:] = [batch.by_token(args[0])]
         raise Reached
 
     with blocks.lm.module(path).register_forward_pre_hook(stop):
         into_layer(blocks, layer, batch, hidden)
-    return found[0]
+    return inputs[0]
 
 
 def entering(blocks: Blocks, batch: Batch, layer: int = 0) -> Tensor:
@@ -156,8 +156,8 @@ def entering(blocks: Blocks, batch: Batch, layer: int = 0) -> Tensor:
 def logits(lm: LoadedModel, batch: Batch) -> Tensor:
     """Return the model's logits (M, V) of the predictions that count, float32."""
     with without_autocast(lm.device):
-        found: Tensor = lm.model(input_ids=batch.ids, use_cache=False).logits
-    return found[batch.scoring_BN.to(found.device)].float()
+        predicted: Tensor = lm.model(input_ids=batch.ids, use_cache=False).logits
+    return predicted[batch.scoring_BN.to(predicted.device)].float()
 
 
 #: Tokens of the short text, and largest relative difference of equal hidden states.
@@ -343,9 +343,9 @@ class Divergence:
                     done()
                 for layer, of_layer in candidates.items():
                     for index, each in enumerate(of_layer):
-                        found = known.get(_unit(batch, layer, each, below))
-                        assert found is not None
-                        totals[layer][index] += float(found[0])
+                        numbers = known.get(_unit(batch, layer, each, below))
+                        assert numbers is not None
+                        totals[layer][index] += float(numbers[0])
         return {layer: [total / self._total for total in of_layer] for layer, of_layer in totals.items()}
 
     @staticmethod
@@ -353,11 +353,11 @@ class Divergence:
         batch: str, candidates: Mapping[int, Sequence[LayerEdits]], below: Edits, known: KnownNumbers
     ) -> dict[int, list[LayerEdits]]:
         """Return the candidates by layer that were not measured on a batch."""
-        found = {
+        missing = {
             layer: [each for each in of_layer if known.get(_unit(batch, layer, each, below)) is None]
             for layer, of_layer in candidates.items()
         }
-        return {layer: of_layer for layer, of_layer in found.items() if of_layer}
+        return {layer: of_layer for layer, of_layer in missing.items() if of_layer}
 
     def _measured(
         self, number: int, candidates: Mapping[int, Sequence[LayerEdits]], below: Edits
@@ -383,9 +383,9 @@ class Divergence:
 
     def _cross_entropy(self, batch: Batch, expected: Tensor) -> float:
         """Return the summed cross-entropy of the model's predictions to those of the original."""
-        found = logits(self._lm, batch)
-        expected = expected.to(found.device)
-        return self._weighted(batch, found.logsumexp(-1) - torch.linalg.vecdot(expected, found))
+        predicted = logits(self._lm, batch)
+        expected = expected.to(predicted.device)
+        return self._weighted(batch, predicted.logsumexp(-1) - torch.linalg.vecdot(expected, predicted))
 
     @staticmethod
     def _weighted(batch: Batch, values_M: Tensor) -> float:

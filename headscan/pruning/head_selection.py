@@ -144,8 +144,8 @@ class SelectionStage:
                 layer: [self.curves[layer].candidate(subset) for subset in subsets]
                 for layer, subsets in missing.items()
             }
-            for layer, found in self._divergence.of_layers(candidates, self._before, self._known).items():
-                self.curves[layer].add(missing[layer], found)
+            for layer, divergences in self._divergence.of_layers(candidates, self._before, self._known).items():
+                self.curves[layer].add(missing[layer], divergences)
 
     def heads(self, counts: Counts) -> tuple[Head, ...]:
         """Return the best heads for measured numbers of units, sorted."""
@@ -153,14 +153,14 @@ class SelectionStage:
 
     def near(self, counts: Counts) -> list[Counts]:
         """Return the choices that differ by one step of as many units in two layers, least summed damage first."""
-        found = []
+        nearby = []
         for fewer, more in permutations(self.curves, 2):
             less = self.curves[fewer].around(counts[fewer])[0]
             other = {**counts, fewer: less, more: counts[more] + counts[fewer] - less}
             is_step = other[more] == self.curves[more].around(counts[more])[-1] != counts[more]
             if is_step and all(self.curves[layer].is_measured(other[layer]) for layer in (fewer, more)):
-                found.append(other)
-        return sorted(found, key=self._damage)
+                nearby.append(other)
+        return sorted(nearby, key=self._damage)
 
     def _damage(self, counts: Counts) -> float:
         return sum(curve.damages[counts[layer] - curve.least] for layer, curve in self.curves.items())
@@ -189,11 +189,11 @@ class RepairedDamage:
     def __call__(self, removed: tuple[Head, ...]) -> float:
         """Return the divergence in nats per token."""
         unit = ("divergence of a repaired choice", removed)
-        if (found := self._known.get(unit)) is None:
+        if (numbers := self._known.get(unit)) is None:
             edits = repaired_model(self._lm, self._repairing, removed, RepairConfig(("o", "down"))).edits
             self._known.add(unit, self._divergence.of(edits))
             return self(removed)
-        return float(found[0])
+        return float(numbers[0])
 
 
 def best_nearby(
@@ -217,10 +217,10 @@ def best_nearby(
             if len(seen) > tries:
                 return best
             seen.add(heads)
-            found = damage(heads)
+            loss = damage(heads)
             done()
-            if found < least:
-                best, least, counts = heads, found, other
+            if loss < least:
+                best, least, counts = heads, loss, other
                 break
         else:
             return best
@@ -326,7 +326,7 @@ class HeadSelection:
 
     @cached_property
     def _layers(self) -> HeadSelection:
-        found = HeadSelection(
+        selection = HeadSelection(
             self._lm,
             self._calibration,
             unit="layer",
@@ -337,10 +337,10 @@ class HeadSelection:
             steps=self._steps,
         )
         # The original's moments and predictions are the same.
-        found._divergence, found._original = self._divergence, self._original
+        selection._divergence, selection._original = self._divergence, self._original
         if self._config.tries:
-            found._repaired_damage = self._repaired_damage
-        return found
+            selection._repaired_damage = self._repaired_damage
+        return selection
 
     @property
     def _allowed_layers(self) -> Allowed | None:

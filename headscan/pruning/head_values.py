@@ -74,8 +74,8 @@ def measured(
     """
     if scores := [name for name in names if name in SCORES]:
         for kind in lm.grid.kinds:
-            found = collect(lm.at(kind), **texts, statistics=statistics_for(scores))
-            yield from ((kind, name, score(found, name)) for name in scores)
+            statistics = collect(lm.at(kind), **texts, statistics=statistics_for(scores))
+            yield from ((kind, name, score(statistics, name)) for name in scores)
     if loss is not None:
         for kind, gradients in head_gradients(lm, loss).items():
             yield kind, "importance", gradients.tokens
@@ -142,7 +142,7 @@ def _means(
 
 def _effects(lm: LoadedModel, calibration: Calibration, removed: Sequence[Head]) -> Tensor:
     divergence = Divergence(lm, calibration.first(_EFFECT_TOKENS))
-    found = torch.full(lm.grid.shape, float("nan"), dtype=torch.float64)
+    effects = torch.full(lm.grid.shape, float("nan"), dtype=torch.float64)
 
     def without(head: Head) -> LayerEdits:
         return LayerEdits((head,), partial(Edits, tuple({*removed, head})))
@@ -153,5 +153,5 @@ def _effects(lm: LoadedModel, calibration: Calibration, removed: Sequence[Head])
         if site.num_attention_heads
     }
     for layer, values in divergence.of_layers(candidates, Edits(tuple(removed))).items():
-        found[layer, : len(values)] = torch.tensor(values, dtype=torch.float64)
-    return found
+        effects[layer, : len(values)] = torch.tensor(values, dtype=torch.float64)
+    return effects

@@ -160,8 +160,8 @@ def divergences(lm: LoadedModel, calibration: Calibration, models: Sequence[Edit
         expected = logits(lm, batch).log_softmax(-1)
         for index, edits in enumerate(models):
             with edited(lm, edits):
-                found = logits(lm, batch).log_softmax(-1)
-            each = torch.linalg.vecdot(expected.exp(), expected - found)
+                log_probabilities = logits(lm, batch).log_softmax(-1)
+            each = torch.linalg.vecdot(expected.exp(), expected - log_probabilities)
             totals[index] += float((each * weights.to(each)).sum(dtype=torch.float64))
     return [total / weight for total in totals]
 
@@ -322,7 +322,7 @@ def mean_outputs(lm: LoadedModel, calibration: Calibration, removed: Iterable[tu
         for path, inputs in seen.inputs.items():
             real = batch.real_BN.to(inputs.device)
             sums[path] = sums[path] + batch.by_token(inputs)[real].sum(0, dtype=torch.float32)
-    found = {}
+    means = {}
     for site in sites:
         module = lm.module(site.output_projection)
         weight = read_weight(module)
@@ -330,8 +330,8 @@ def mean_outputs(lm: LoadedModel, calibration: Calibration, removed: Iterable[tu
         mean = sums[site.output_projection].to(weight.device) / calibration.tokens
         gone = HeadMask(heads).heads_at(site).repeat_interleave(site.value_dim).to(weight.device)
         change = weight[:, gone] @ mean[gone]
-        found[f"{site.output_projection}.bias"] = read_bias(module, change) + change
-    return found
+        means[f"{site.output_projection}.bias"] = read_bias(module, change) + change
+    return means
 
 
 @dataclass(frozen=True)
@@ -370,8 +370,10 @@ def distill(
             with torch.no_grad():
                 expected = logits(lm, batch).log_softmax(-1)
             with torch.enable_grad(), edited(lm, Edits(heads, trained)):
-                found = logits(lm, batch).log_softmax(-1)
-                each = F.kl_div(found, expected.to(found.device), reduction="none", log_target=True).sum(-1)
+                log_probabilities = logits(lm, batch).log_softmax(-1)
+                each = F.kl_div(
+                    log_probabilities, expected.to(log_probabilities.device), reduction="none", log_target=True
+                ).sum(-1)
                 shares = batch.weights.repeat_interleave(batch.scored).to(each)
                 loss = (each * shares).sum() / shares.sum()
                 loss.backward()

@@ -149,8 +149,8 @@ def stock_config(model: Any) -> PreTrainedConfig | None:
             return None
         kind = "mistral"  # the same computation, without llama's limit on the number of heads
         fields |= {"sliding_window": None}
-    found = AutoConfig.for_model(kind, **fields)
-    return found if _fits(found, model) else None
+    stock = AutoConfig.for_model(kind, **fields)
+    return stock if _fits(stock, model) else None
 
 
 _OWN_FIELDS = {
@@ -217,8 +217,8 @@ def check_reload(logits: Mapping[Path, Path]) -> None:
 def _logits(lm: LoadedModel) -> Tensor:
     """Return the logits (B, N, V) of a short text as float32 on the CPU."""
     with torch.no_grad():
-        found: Tensor = lm.model(input_ids=short_text(lm, _TOKENS), use_cache=False).logits
-    return found.detach().float().cpu().contiguous()
+        predicted: Tensor = lm.model(input_ids=short_text(lm, _TOKENS), use_cache=False).logits
+    return predicted.detach().float().cpu().contiguous()
 
 
 def _problem(folder: Path, file: Path) -> str | None:
@@ -229,12 +229,12 @@ def _problem(folder: Path, file: Path) -> str | None:
         lm = load(folder, device="cpu" if 2 * size <= free else Sharding(("cpu",), ((0, 0),), "disk"))
     except HeadscanError as problem:
         return f"{folder} does not load in a fresh process: {problem}"
-    want, found = load_file(file)["logits"], _logits(lm)
-    if found.shape != want.shape:
+    want, got = load_file(file)["logits"], _logits(lm)
+    if got.shape != want.shape:
         return (
-            f"{folder}, loaded in a fresh process, has logits of shape {tuple(found.shape)} (limit {tuple(want.shape)})"
+            f"{folder}, loaded in a fresh process, has logits of shape {tuple(got.shape)} (limit {tuple(want.shape)})"
         )
-    error = float(((found - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-12)).median())
+    error = float(((got - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-12)).median())
     bound = _BOUNDS[lm.model.dtype.itemsize]
     if not error <= bound:
         return f"{folder}, loaded in a fresh process, has other logits: relative error {error:.2g} (limit {bound:g})"

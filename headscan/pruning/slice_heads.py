@@ -39,15 +39,15 @@ def sharing_copy(model: Any, config: Any = None, kind: type | None = None) -> An
         memo |= {id(shared): shared for shared in (hook.weights_map, hook.tied_params_map) if shared is not None}
     if config is not None:
         memo[id(model.config)] = config
-    found = copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
     if kind is not None:
-        found.__class__ = kind
+        copied.__class__ = kind
         # The names that weights have in files belong to the class.
-        vars(found).pop("_weight_conversions", None)
+        vars(copied).pop("_weight_conversions", None)
     if any(hook.offload for hook in hooks):
         # The files of offloaded weights go with the last of the two models.
-        weakref.finalize(found, _forget, model)
-    return found
+        weakref.finalize(copied, _forget, model)
+    return copied
 
 
 def replace_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -160,8 +160,8 @@ def check_slicing(lm: LoadedModel, removed: Iterable[Head], heads: Mapping[int, 
         holder = nn.Module()
         holder.add_module(str(layer), sharing_copy(lm.module(sites[layer].path)))
         shrink_layer(holder, "{}", layer, heads[layer])
-        found = holder.get_submodule(str(layer))(*args, **kwargs)[0]
-        error = float((found - want).float().norm() / want.float().norm().clamp_min(1e-12))
+        got = holder.get_submodule(str(layer))(*args, **kwargs)[0]
+        error = float((got - want).float().norm() / want.float().norm().clamp_min(1e-12))
         if not error <= bound:
             raise UnsupportedModelError(
                 f"heads of {type(lm.model).__name__} cannot be removed: without them the attention of layer {layer} "
@@ -222,13 +222,13 @@ def _take_added_biases(
     lm: LoadedModel, gone: Iterable[Head], weights: dict[str, Tensor]
 ) -> dict[int, tuple[str, Tensor]]:
     """Take from new values the biases that output projections lack: by layer the name and the value."""
-    found: dict[int, tuple[str, Tensor]] = {}
+    biases: dict[int, tuple[str, Tensor]] = {}
     for layer in {head.layer for head in gone}:
         projection = lm.grid.site_of(layer).output_projection
         name, module = f"{projection}.bias", lm.module(projection)
         if name in weights and module.bias is None and weights[name].shape == module.weight.shape[:1]:
-            found[layer] = name, weights.pop(name)
-    return found
+            biases[layer] = name, weights.pop(name)
+    return biases
 
 
 def _remaining(lm: LoadedModel, gone: tuple[Head, ...]) -> dict[int, LayerHeads]:
@@ -237,7 +237,7 @@ def _remaining(lm: LoadedModel, gone: tuple[Head, ...]) -> dict[int, LayerHeads]
     by_layer: dict[int, set[int]] = defaultdict(set)
     for layer, head in gone:
         by_layer[layer].add(head)
-    found = {}
+    remaining = {}
     for layer, positions in by_layer.items():
         site = lm.grid.site_of(layer)
         before = _heads_now(lm, site)
@@ -248,8 +248,8 @@ def _remaining(lm: LoadedModel, gone: tuple[Head, ...]) -> dict[int, LayerHeads]
                 f"itself, and the groups that remain have sizes {left.group_sizes} (limit: one size). Remove equally "
                 "many heads of each group, or whole groups"
             )
-        found[layer] = left
-    return found
+        remaining[layer] = left
+    return remaining
 
 
 def _heads_now(lm: LoadedModel, site: AttentionSite) -> LayerHeads:

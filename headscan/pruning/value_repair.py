@@ -144,9 +144,9 @@ class ValueRepair:
         by_head = output_EF.double().unflatten(1, (self.site.num_attention_heads, self.site.value_dim))
         squares = torch.einsum("ehd,ehc->hdc", by_head, by_head)
         squares[~self.kept.to(squares.device)] = 0.0
-        found = squares.new_zeros(self.site.num_key_value_heads, self.site.value_dim, self.site.value_dim)
-        found.index_add_(0, torch.tensor(self.site.kv_head_of, device=found.device), squares)
-        return torch.stack([torch.linalg.inv(ridge(each)) for each in found])
+        inverses = squares.new_zeros(self.site.num_key_value_heads, self.site.value_dim, self.site.value_dim)
+        inverses.index_add_(0, torch.tensor(self.site.kv_head_of, device=inverses.device), squares)
+        return torch.stack([torch.linalg.inv(ridge(each)) for each in inverses])
 
     def solve(
         self,
@@ -184,15 +184,15 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 def _attention_call(blocks: Blocks, layer: int, site: AttentionSite, batch: Batch, hidden: Tensor) -> _Call:
     """Return the arguments with which a layer calls its attention."""
-    found: list[_Call] = []
+    calls: list[_Call] = []
 
     def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found[:] = [(args, kwargs)]
+        calls[:] = [(args, kwargs)]
         raise Reached
 
     with blocks.lm.module(site.path).register_forward_pre_hook(keep, with_kwargs=True):
         into_layer(blocks, layer, batch, hidden)
-    return found[0]
+    return calls[0]
 
 
 class _Problem:

@@ -106,7 +106,7 @@ def answer_examples(lm: LoadedModel, item: LabelledItem) -> AnswerSet[Likelihood
     """Answer examples: with log-likelihoods of targets for a loss, otherwise with classes or generated texts."""
     lengths = [text.longest for text in item.requests]
     ask = _losses if item.metric == LOSS else _classes if item.answers is Answers.CLASS else _generate
-    found: dict[int, Likelihood | str] = {}
+    answer_of: dict[int, Likelihood | str] = {}
     with ablating(lm, item.ablated, as_rules=False):
         for batch in whole_batches(lengths, item.batch_tokens, item.rope):
             halves = run_halving(
@@ -116,10 +116,10 @@ def answer_examples(lm: LoadedModel, item: LabelledItem) -> AnswerSet[Likelihood
                 lm.limits["labelled"],
             )
             for rows, answers in halves:
-                found.update(zip(rows, answers, strict=True))
+                answer_of.update(zip(rows, answers, strict=True))
     heads = 0 if item.ablated is None else len(item.ablated.fixed_heads or ())
     share = heads / sum(lm.grid.at(kind).total_heads for kind in lm.grid.kinds)
-    return AnswerSet(tuple(found[row] for row in range(len(item.requests))), (share,) * len(item.requests))
+    return AnswerSet(tuple(answer_of[row] for row in range(len(item.requests))), (share,) * len(item.requests))
 
 
 def _losses(lm: LoadedModel, item: LabelledItem, texts: list[LabelledText]) -> list[Likelihood]:
@@ -236,7 +236,7 @@ class LabelledQuestions:
         most = 2 * max(len(text.target_ids) for text in self.judging) + _SPARE_TOKENS
         if (limit := identity.max_tokens) is not None:
             most = min(most, limit - 1)
-        found: list[WorkItem] = []
+        items: list[WorkItem] = []
         for start in range(0, len(self.judging), _GROUP):
             work_of = partial(
                 LabelledItem,
@@ -248,8 +248,8 @@ class LabelledQuestions:
                 batch_tokens=self.config.batch_tokens,
                 rope=identity.rope_lengths,
             )
-            found.append(WorkItem(len(found), tuple(self._hashes[start : start + _GROUP]), work_of=work_of))
-        return found
+            items.append(WorkItem(len(items), tuple(self._hashes[start : start + _GROUP]), work_of=work_of))
+        return items
 
     def grade(self, answers: Mapping[str, Likelihood | str]) -> TaskResults:
         given = [answers[each] for each in self._hashes]

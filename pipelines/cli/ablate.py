@@ -154,11 +154,11 @@ def effects_text(effects: Sequence[HeadEffect]) -> str:
     sites = len({effect.site for effect in effects}) > 1
     single = sorted((e for e in effects if e.mode == EACH), key=lambda e: (-e.harm, e.site, e.layer, e.head))
     if single:
-        first, found = single[0], effect_facts(single)
+        first, facts = single[0], effect_facts(single)
         parts.append(
-            f"{_title(first)}\n{found['significant']} of {found['heads']} heads have a significant effect (q at most"
-            f" {FALSE_DISCOVERY_RATE:g}): {found['harmful']} are needed, {found['helpful']} do harm;"
-            f" {found['confirmed']} of them are confirmed on halves."
+            f"{_title(first)}\n{facts['significant']} of {facts['heads']} heads have a significant effect (q at most"
+            f" {FALSE_DISCOVERY_RATE:g}): {facts['harmful']} are needed, {facts['helpful']} do harm;"
+            f" {facts['confirmed']} of them are confirmed on halves."
         )
         ends = single if len(single) <= 2 * _SHOWN else [*single[:_SHOWN], *single[-_SHOWN:]]
         parts.append(text_table([_cells(effect, sites) for effect in ends]))

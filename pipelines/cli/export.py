@@ -147,10 +147,10 @@ class Export(StoreVerb):
         except ModuleNotFoundError as problem:
             raise ExportError("GGUF files need the package gguf. Run `pip install 'headscan[gguf]'`") from problem
 
-        found = write_gguf(lm, self.out, type=self.type, tokenizer=self._tokenizer())
-        facts = {"file": str(found.file), "architecture": found.architecture, "bytes": found.bytes}
-        line = f"{found.file}: architecture {found.architecture}, {found.bytes / 2**20:,.1f} MiB"
-        return _result(found.sizes, facts, [line])
+        written = write_gguf(lm, self.out, type=self.type, tokenizer=self._tokenizer())
+        facts = {"file": str(written.file), "architecture": written.architecture, "bytes": written.bytes}
+        line = f"{written.file}: architecture {written.architecture}, {written.bytes / 2**20:,.1f} MiB"
+        return _result(written.sizes, facts, [line])
 
     def _layer_types(self) -> Result:
         plan = self._plan()
@@ -158,14 +158,18 @@ class Export(StoreVerb):
             return self._layer_fields(plan)
         from headscan.pipelines.export.layer_types_folder import write_layer_types
 
-        found = write_layer_types(self._loaded(), plan, self.out, architecture=self.architecture)
-        lines = [f"{found.folder}: {found.bytes / 2**20:,.1f} MiB", _windows(found.windows)]
+        written = write_layer_types(self._loaded(), plan, self.out, architecture=self.architecture)
+        lines = [f"{written.folder}: {written.bytes / 2**20:,.1f} MiB", _windows(written.windows)]
         if self.architecture == "llama":
-            lines.append(f"serve it with `vllm serve {found.folder}`; transformers ignores the windows of a Llama")
+            lines.append(f"serve it with `vllm serve {written.folder}`; transformers ignores the windows of a Llama")
         else:
             lines.append("transformers loads it as MinistralForCausalLM, with the windows")
-        facts = {"folder": str(found.folder), "bytes": found.bytes, "sliding_window": found.windows.sliding_window}
-        return Result(_layer_rows(found.windows), lambda: "\n".join(lines), facts)
+        facts = {
+            "folder": str(written.folder),
+            "bytes": written.bytes,
+            "sliding_window": written.windows.sliding_window,
+        }
+        return Result(_layer_rows(written.windows), lambda: "\n".join(lines), facts)
 
     def _layer_fields(self, plan: HeadPlan) -> Result:
         """Write the fields alone, for an engine that reads them in addition to a model's own configuration."""
@@ -185,8 +189,8 @@ class Export(StoreVerb):
         from headscan.analysis.plans import cache_windows
         from headscan.analysis.store.output_files import write_text
 
-        found = cache_windows(self._plan())
-        arguments = {name: value for name, value in asdict(found).items() if value is not None}
+        windows = cache_windows(self._plan())
+        arguments = {name: value for name, value in asdict(windows).items() if value is not None}
         # JSON is YAML, too.
         path = write_text(self.out, json.dumps({"kv_cache_config": arguments}, indent=2) + "\n")
         words = ", ".join(
@@ -196,7 +200,7 @@ class Export(StoreVerb):
             f"KvCacheConfig({words})",
             f"written to {path}, for `trtllm-serve MODEL --extra_llm_api_options {path}`",
         ]
-        if found.sink_token_length:
+        if windows.sink_token_length:
             lines.append("TensorRT-LLM keeps first tokens on its C++ backend alone; the PyTorch backend ignores them")
         return Result([arguments], lambda: "\n".join(lines), {"file": str(path)})
 
@@ -204,18 +208,19 @@ class Export(StoreVerb):
         from headscan.pipelines.export.decilm_folder import write_decilm
 
         plan = None if self.plan is None else self._plan()
-        found = write_decilm(self._loaded(), self.out, plan=plan)
-        facts: dict[str, Any] = {"folder": str(found.folder), "heads": found.heads, "bytes": found.bytes}
+        written = write_decilm(self._loaded(), self.out, plan=plan)
+        facts: dict[str, Any] = {"folder": str(written.folder), "heads": written.heads, "bytes": written.bytes}
         lines = [
-            f"{found.folder}: {found.heads} query heads in each layer with attention, {found.bytes / 2**20:,.1f} MiB",
-            f"serve it with `vllm serve {found.folder} --trust-remote-code` (the code is the configuration's class)",
+            f"{written.folder}: {written.heads} query heads in each layer with attention, "
+            f"{written.bytes / 2**20:,.1f} MiB",
+            f"serve it with `vllm serve {written.folder} --trust-remote-code` (the code is the configuration's class)",
         ]
-        if not found.has_ffn_mult:
+        if not written.has_ffn_mult:
             lines.append("the width of the MLP is no multiple of 256, so SGLang cannot read it; vLLM can")
-        if found.windows is not None:
-            facts["sliding_window"] = found.windows.sliding_window
-            lines.append(f"{_windows(found.windows)}; vLLM reads them, and the table does not count what they save")
-        return _result(found.sizes, facts, lines)
+        if written.windows is not None:
+            facts["sliding_window"] = written.windows.sliding_window
+            lines.append(f"{_windows(written.windows)}; vLLM reads them, and the table does not count what they save")
+        return _result(written.sizes, facts, lines)
 
     def _tokenizer(self) -> str | None:
         """Return the GGUF file whose tokenizer is copied: the one that is named, or the model itself."""

@@ -68,26 +68,28 @@ class Generate(ModelVerb):
         with ModelContext(spec, self.devices.opener(spec, place, tokens=tokens), identity=identity) as model:
             refuse_staged(model.pool, "generation of text")
             check_plan(plan, model)
-            found = model.pool.one(compare_generation, task)
-        texts = {name: str(identity.tokenizer.decode(list(one.tokens))) for name, one in _both(found).items()}
-        rows = [{"cache": name, **asdict(one), "text": texts[name]} for name, one in _both(found).items()]
-        facts = {"plan": self.text.plan, "prompt_tokens": len(prompt), "first_difference": found.first_difference}
+            comparison = model.pool.one(compare_generation, task)
+        texts = {name: str(identity.tokenizer.decode(list(one.tokens))) for name, one in _both(comparison).items()}
+        rows = [{"cache": name, **asdict(one), "text": texts[name]} for name, one in _both(comparison).items()]
+        facts = {"plan": self.text.plan, "prompt_tokens": len(prompt), "first_difference": comparison.first_difference}
         narrowest = narrowest_window(KeptKeys.of_plan(plan))
-        no_gain = narrowest is None or len(prompt) + len(found.full.tokens) <= narrowest
-        return Result(rows, lambda: _text(found, texts, len(prompt), no_gain=no_gain), facts)
+        no_gain = narrowest is None or len(prompt) + len(comparison.full.tokens) <= narrowest
+        return Result(rows, lambda: _text(comparison, texts, len(prompt), no_gain=no_gain), facts)
 
 
-def _both(found: GenerationComparison) -> dict[str, Generated]:
-    return {"full cache": found.full, "plan": found.planned}
+def _both(comparison: GenerationComparison) -> dict[str, Generated]:
+    return {"full cache": comparison.full, "plan": comparison.planned}
 
 
-def _text(found: GenerationComparison, texts: dict[str, str], prompt_tokens: int, *, no_gain: bool) -> str:
-    lines = [f"prompt of {prompt_tokens:,} tokens, {len(found.full.tokens)} new ones", ""]
-    lines += [_costs(name, generated) for name, generated in _both(found).items()]
-    lines.append(f"the plan's cache has {found.planned.cache_bytes / found.full.cache_bytes:.1%} of the bytes")
+def _text(comparison: GenerationComparison, texts: dict[str, str], prompt_tokens: int, *, no_gain: bool) -> str:
+    lines = [f"prompt of {prompt_tokens:,} tokens, {len(comparison.full.tokens)} new ones", ""]
+    lines += [_costs(name, generated) for name, generated in _both(comparison).items()]
+    lines.append(
+        f"the plan's cache has {comparison.planned.cache_bytes / comparison.full.cache_bytes:.1%} of the bytes"
+    )
     if no_gain:
         lines.append("the plan frees nothing here: the text is no longer than its narrowest window")
-    at = found.first_difference
+    at = comparison.first_difference
     lines.append("the texts are equal" if at is None else f"the texts differ from token {at + 1} on")
     for name, text in texts.items():
         lines += ["", f"--- {name}", *text.splitlines()]

@@ -54,8 +54,8 @@ class Importance(CorpusVerb):
         sites = store.query("SELECT DISTINCT site FROM head_importance WHERE run_id = ? ORDER BY site", [run_id])
         for site in sites["site"].to_pylist():
             for name in ("importance", "sequence_importance", "importance_recall"):
-                if (found := halves_agreement(store, run_id, name, site=site)) is not None:
-                    print(f"{name}, site {site}: {found.line()}")
+                if (agreement := halves_agreement(store, run_id, name, site=site)) is not None:
+                    print(f"{name}, site {site}: {agreement.line()}")
 
     def _on_corpus(self) -> str:
         from headscan.models.model_facts import is_classifier

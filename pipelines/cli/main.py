@@ -35,8 +35,8 @@ VERBS = tuple(verb for group in _GROUPS.values() for verb in group)
 
 def verb_class(verb: str) -> type:
     """Return the class of a verb; only its file is imported."""
-    found: type = getattr(import_module(f"headscan.pipelines.cli.{verb}"), verb.capitalize())
-    return found
+    cls: type = getattr(import_module(f"headscan.pipelines.cli.{verb}"), verb.capitalize())
+    return cls
 
 
 def read_command(words: Sequence[str]) -> Any:
@@ -110,12 +110,12 @@ def main(command_line: Sequence[str] | None = None) -> int:
 def _without_verb(words: Sequence[str]) -> int:
     """Answer a command line that does not begin with a verb: help, the version, or an error."""
     parser = build_parser()
-    found = parser.parse_args(words)
-    if found.version:
+    options = parser.parse_args(words)
+    if options.version:
         from headscan.pipelines.runs.code_version import code_version
 
         print(f"headscan {code_version()}")
-        if found.verbose:
+        if options.verbose:
             print("\n".join(_surroundings()))
         return 0
     parser.print_help()

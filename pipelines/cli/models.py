@@ -101,8 +101,8 @@ def _ways(lm: LoadedModel) -> dict[str, str]:
 
     ways: dict[str, str] = {}
     for panel in PANELS:
-        found = [_way(lm.at(kind), panel_names(panel)) for kind in lm.grid.kinds]
-        ways[panel] = " / ".join(dict.fromkeys(found))
+        of_sites = [_way(lm.at(kind), panel_names(panel)) for kind in lm.grid.kinds]
+        ways[panel] = " / ".join(dict.fromkeys(of_sites))
     return ways
 
 
@@ -122,7 +122,7 @@ def _way(lm: LoadedModel, statistics: tuple[str, ...]) -> str:
 
 def _notes(lm: LoadedModel, family: Family) -> list[str]:
     sites = [site for kind in lm.grid.kinds for site in lm.grid.at(kind).sites]
-    found = {
+    notes = {
         "watched": not all(site.by_interface for site in sites),
         "hybrid": bool(lm.grid.layers_without_heads),
         "GQA": any(max(site.group_sizes) > 1 and site.num_key_value_heads > 1 for site in sites),
@@ -133,4 +133,4 @@ def _notes(lm: LoadedModel, family: Family) -> list[str]:
         "gated": family.gated,
         "heads differ by layer": len({site.num_attention_heads for site in sites}) > 1,
     }
-    return [note for note, holds in found.items() if holds]
+    return [note for note, holds in notes.items() if holds]

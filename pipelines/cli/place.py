@@ -179,10 +179,10 @@ class Place(ModelVerb):
     def _nodes(self) -> tuple[Node, ...]:
         from headscan.cluster.placement.devices import imagined
 
-        found = self.machines
-        if found.nodes is None:
+        machines = self.machines
+        if machines.nodes is None:
             return self.devices.nodes()
-        return imagined(found.nodes, found.gpus, found.gpu_memory, found.cpu_memory, found.cpus)
+        return imagined(machines.nodes, machines.gpus, machines.gpu_memory, machines.cpu_memory, machines.cpus)
 
     def _hours(self, tokens: int, sizes: ModelSizes, plan: PlacementPlan) -> ScanHours:
         from headscan.sizing.forward_flops import forward_flops
@@ -212,15 +212,15 @@ def measured_flops(store: Store, run_id: str, forward: ForwardFlops) -> float:
     """Return the operations per second of one worker in a finished scan."""
     from headscan.analysis.errors import StoreError
 
-    [found] = store.query(
+    [row] = store.query(
         "select sum(tokens) as tokens, sum(seconds) as seconds, sum(sequences) as sequences from shards"
         " where run_id = ? and seconds > 0",
         [run_id],
     ).to_pylist()
-    if not found["tokens"]:
+    if not row["tokens"]:
         raise StoreError(f"scan {run_id} has 0 timed shards (limit 1). Scan again, or give `flops`")
-    tokens, seconds = int(found["tokens"]), float(found["seconds"])
-    length = max(1, round(tokens / int(found["sequences"])))
+    tokens, seconds = int(row["tokens"]), float(row["seconds"])
+    length = max(1, round(tokens / int(row["sequences"])))
     return tokens / seconds * forward.per_token(length, calls=SCAN_CALLS)
 
 

@@ -93,7 +93,7 @@ def verdict_notes(arms: Sequence[ArmOutcome]) -> str:
     from headscan.analysis.verdicts.judge import ArmVerdict
 
     notes = [(arm.name, [*([arm.why] if isinstance(arm, ArmVerdict) else []), *arm.other_measures]) for arm in arms]
-    lines = "\n".join(f"{name}: {'; '.join(filter(None, found))}" for name, found in notes if any(found))
+    lines = "\n".join(f"{name}: {'; '.join(filter(None, parts))}" for name, parts in notes if any(parts))
     limits = limits_words() if any(isinstance(arm, ArmVerdict) for arm in arms) else ""
     return "\n\n".join(filter(None, [lines, limits]))
 
@@ -120,17 +120,17 @@ def _cells(arm: ArmOutcome) -> dict[str, str]:
     from headscan.analysis.verdicts.judge import ArmVerdict
 
     size = arm.share if arm.kind.shrinks_cache else None if arm.kind is ArmKind.MODEL else arm.zeroed_share
-    found = {"arm": arm.name, "heads": "" if size is None else f"{size:.1%}"}
+    cells = {"arm": arm.name, "heads": "" if size is None else f"{size:.1%}"}
     if (accuracy := arm.value(ACCURACY)) is not None:
-        found["accuracy"] = accuracy.words(1)
+        cells["accuracy"] = accuracy.words(1)
     if (loss := arm.value(LOSS)) is not None:
-        found["loss"] = loss.words(4)
-    found |= {family.family: family.loss_left() for family in arm.families}
+        cells["loss"] = loss.words(4)
+    cells |= {family.family: family.loss_left() for family in arm.families}
     if not isinstance(arm, ArmVerdict):
-        return found
+        return cells
     if arm.controls is not None:
-        found["random worse"] = arm.controls.standing()
-    return found | {"verdict": arm.label}
+        cells["random worse"] = arm.controls.standing()
+    return cells | {"verdict": arm.label}
 
 
 def _recall(family: RecallVerdict) -> dict[str, Any]:

@@ -83,18 +83,18 @@ def _role_rows(roles: HeadRoles) -> list[dict[str, Any]]:
 
     return [
         {
-            "role": found.role,
-            "rule": ROLES[found.role].rule,
-            "threshold_source": ROLES[found.role].threshold_source,
-            "measured": found.measured,
-            "heads": found.heads,
+            "role": holders.role,
+            "rule": ROLES[holders.role].rule,
+            "threshold_source": ROLES[holders.role].threshold_source,
+            "measured": holders.measured,
+            "heads": holders.heads,
         }
-        for found in roles.found
+        for holders in roles.found
     ]
 
 
 def _head_rows(roles: HeadRoles) -> list[dict[str, Any]]:
-    return [{"role": found.role, **head._asdict()} for found in roles.found for head in found.heads]
+    return [{"role": holders.role, **head._asdict()} for holders in roles.found for head in holders.heads]
 
 
 def _survival_rows(store: Any, roles: HeadRoles, name: str, *, per_head: bool) -> list[dict[str, Any]]:

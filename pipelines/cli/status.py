@@ -67,13 +67,13 @@ _ARM_COUNTS = ("arms", "finished_arms", "answered_requests", "open_requests")
 
 def _arm_counts(store: Store, run: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arms of a run, and the requests of the unfinished ones; None if their number is unknown."""
-    [found] = store.query(
+    [counts] = store.query(
         "select count(*) as arms, count(*) filter (status = 'finished') as finished_arms, (select count(*) from"
         " responses join arms using (arm_id) where run_id = $1) as answered_requests from arms where run_id = $1",
         [run["run_id"]],
     ).to_pylist()
-    each, left = run["config"].get("requests"), found["arms"] - found["finished_arms"]
-    return {**found, "open_requests": None if each is None else each * left}
+    each, left = run["config"].get("requests"), counts["arms"] - counts["finished_arms"]
+    return {**counts, "open_requests": None if each is None else each * left}
 
 
 def _text(store: str, runs: Sequence[Mapping[str, Any]], arms: Sequence[Mapping[str, Any]]) -> str:

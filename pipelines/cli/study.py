@@ -77,8 +77,8 @@ class Study(OptionalModelVerb):
         if self.model is None and self.loading.keywords:
             raise UsageError("options of the model need MODEL: name it, too, or set them in the file")
         known = read_study(self.config_file)
-        found = study_from({"model": known.model.source, "corpus": known.corpus.name} | given)
-        return replace(known, **{name: getattr(found, name) for name in given})
+        config = study_from({"model": known.model.source, "corpus": known.corpus.name} | given)
+        return replace(known, **{name: getattr(config, name) for name in given})
 
 
 def run_study(config: StudyConfig, devices: Devices, *, resume_anyway: bool) -> Result:
@@ -100,5 +100,5 @@ def run_study(config: StudyConfig, devices: Devices, *, resume_anyway: bool) -> 
     opener = here.opener(config.model, place, tokens=TASK_TOKENS)
     with Run(config.model, store, opener, resume_anyway=resume_anyway, say=say) as run:
         asked = here.request.batch_tokens or here.request.memory
-        found = study(replace(config, batch_tokens=place.batch_tokens) if asked else config, run)
-    return Result([found.as_dict()], found.lines, {"out": config.out})
+        answer = study(replace(config, batch_tokens=place.batch_tokens) if asked else config, run)
+    return Result([answer.as_dict()], answer.lines, {"out": config.out})

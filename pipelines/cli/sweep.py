@@ -91,8 +91,8 @@ def choices_text(choices: Sequence[SweepChoice], *, confirm: bool) -> str:
     removable = [choice.verdict.name for choice in choices if choice.verdict.removable]
     how = "confirmed on other questions" if confirm else "not corrected for the selection"
     origins = "\n".join(f"{choice.verdict.name}: {choice.origin()}" for choice in choices)
-    found = f"removable within one point, {how}: {', '.join(removable) or 'no arm'}"
-    return "\n\n".join(filter(None, [origins, verdict_text(choice.verdict for choice in choices), found]))
+    line = f"removable within one point, {how}: {', '.join(removable) or 'no arm'}"
+    return "\n\n".join(filter(None, [origins, verdict_text(choice.verdict for choice in choices), line]))
 
 
 def curves_text(curves: Sequence[Curve]) -> str:
@@ -102,12 +102,12 @@ def curves_text(curves: Sequence[Curve]) -> str:
     rows = []
     shares = sorted({point.share for curve in curves for point in curve.points})
     for curve in curves:
-        found = {point.share: point for point in curve.points}
+        points = {point.share: point for point in curve.points}
         rows.append(
             {"score": curve.name, "kind": curve.kind}
             | {
-                f"{100 * share:g}%": f"{100 * found[share].accuracy:.1f} ({100 * found[share].zeroed_share:.1f})"
-                if share in found
+                f"{100 * share:g}%": f"{100 * points[share].accuracy:.1f} ({100 * points[share].zeroed_share:.1f})"
+                if share in points
                 else ""
                 for share in shares
             }

@@ -136,15 +136,15 @@ class WholeModelVerb(RunVerb):
             raise UsageError("--corpus is required: name a text to calibrate on")
 
     def text_config(self, demo: DemoSize) -> TextConfig:
-        found = self.calibration
-        if found.name is not None:
-            chosen = {} if found.sequences is None else {"sequences": found.sequences}
-            return found.texts(corpus=found.spec(), **chosen)
+        calibration = self.calibration
+        if calibration.name is not None:
+            chosen = {} if calibration.sequences is None else {"sequences": calibration.sequences}
+            return calibration.texts(corpus=calibration.spec(), **chosen)
         # The demo model has read the standard library, but not these modules.
-        config = found.texts(
+        config = calibration.texts(
             corpus=CorpusSpec("python-stdlib-modules"),
             held_out=CorpusSpec("python-stdlib-heldout"),
-            sequences=found.sequences or demo.sequences,
+            sequences=calibration.sequences or demo.sequences,
         )
         return replace(config, max_tokens=config.max_tokens or _DEMO_TOKENS)
 

@@ -88,11 +88,11 @@ class LocalCorpus(Corpus):
 
     def entries(self) -> Iterator[Entry]:
         for file in self.files:
-            found = False
+            any_entry = False
             for entry in _read(file, self.spec.column):
-                found = True
+                any_entry = True
                 yield entry
-            if not found:
+            if not any_entry:
                 yield Entry(file.name, None, "empty", "no records")
 
     def identity(self) -> object:
@@ -164,14 +164,14 @@ def check_corpus(name: str) -> None:
 def _open_folder(spec: CorpusSpec, path: Path) -> Corpus:
     if any((path / marker).is_file() for marker in ("dataset_dict.json", "state.json")):
         raise CorpusError(f"folder {spec.name!r} was written by save_to_disk. Write it with to_parquet instead")
-    found = list_folder(path)
-    if not found.files:
-        kinds = ", ".join(f"{len(names)} {kind}" for kind, names in found.skipped.items()) or "no files"
+    listed = list_folder(path)
+    if not listed.files:
+        kinds = ", ".join(f"{len(names)} {kind}" for kind, names in listed.skipped.items()) or "no files"
         raise CorpusError(
             f"folder {spec.name!r} has no file of a known type (text, source, JSON, parquet, CSV): {kinds}"
         )
-    count = "1 file" if len(found.files) == 1 else f"{len(found.files):,} files"
-    return _local(spec, f"folder {spec.name} ({count})", found.files, found.skipped)
+    count = "1 file" if len(listed.files) == 1 else f"{len(listed.files):,} files"
+    return _local(spec, f"folder {spec.name} ({count})", listed.files, listed.skipped)
 
 
 def _local(

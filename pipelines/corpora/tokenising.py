@@ -143,13 +143,13 @@ class _Tokens(NamedTuple):
 
     def starts(self) -> dict[int, int]:
         """Map positions to the indices of tokens that begin there, without positions inside an earlier token."""
-        found: dict[int, int] = {}
+        starts: dict[int, int] = {}
         reached = -1
         for index, (_, start, end, _) in enumerate(self.facts.tolist()):
             if start >= reached:
-                found.setdefault(start, index)
+                starts.setdefault(start, index)
             reached = max(reached, end)
-        return found
+        return starts
 
 
 def token_pieces(text: _Characters, tokenizer: PreTrainedTokenizerBase, source: str) -> Iterator[Ids]:

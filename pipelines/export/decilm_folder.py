@@ -114,23 +114,23 @@ def decilm_places(own: Sequence[Places], most: int) -> tuple[Places, ...]:
     """Return places that hold ``own`` ones and have one number of query heads, at most ``most``, in all layers with
     attention: those with the fewest KV heads, and then with the fewest query heads.
     """
-    found = []
+    places = []
     for heads in range(1, most + 1):
         rows = [_divided(heads, each) for each in own]
         if (fitting := [each for each in rows if each is not None]) and len(fitting) == len(rows):
-            found.append((sum(each.kv_heads for each in fitting), heads, tuple(fitting)))
-    return min(found)[2]
+            places.append((sum(each.kv_heads for each in fitting), heads, tuple(fitting)))
+    return min(places)[2]
 
 
 def unpadded_kv_heads(grid: HeadGrid) -> dict[int, tuple[int, ...]]:
     """Return by layer the numbers of KV heads, at most its own, that a folder holds without KV heads of zeros."""
-    found = {}
+    unpadded = {}
     for site in grid.sites:
         group = max(site.group_sizes, default=0)
         numbers = range(0 if site.layer else 1, site.num_key_value_heads + 1)
         rows = [_divided(grid.max_heads, Places(K, group if K else 0)) for K in numbers]
-        found[site.layer] = tuple(K for K, each in zip(numbers, rows, strict=True) if each and each.kv_heads == K)
-    return found
+        unpadded[site.layer] = tuple(K for K, each in zip(numbers, rows, strict=True) if each and each.kv_heads == K)
+    return unpadded
 
 
 def _divided(heads: int, own: Places) -> Places | None:

@@ -234,10 +234,10 @@ def _stored(tensor: GgufTensor) -> NDArray[Any]:
     kind = tensor.type
     value = tensor.make().detach().float().cpu().contiguous().numpy()
     with np.errstate(over="ignore"):
-        found: NDArray[Any] = gguf.quants.quantize(value, kind)
-    if kind is not GGMLQuantizationType.F32 and not np.isfinite(_numbers(found, kind)).all():
+        quantised: NDArray[Any] = gguf.quants.quantize(value, kind)
+    if kind is not GGMLQuantizationType.F32 and not np.isfinite(_numbers(quantised, kind)).all():
         raise ExportError(f"{tensor.name} has numbers beyond {kind.name} (limit 65504). Write type f32")
-    return found
+    return quantised
 
 
 def _numbers(stored: NDArray[Any], kind: GGMLQuantizationType) -> NDArray[Any]:

@@ -39,14 +39,14 @@ def copied_keys(path: Path) -> list[Key]:
         fields = GGUFReader(path).fields
     except (OSError, ValueError, IndexError) as problem:
         raise ExportError(f"{path} cannot be read as a GGUF file ({problem}). Name another file") from problem
-    found = [
+    keys = [
         Key(name, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
         for name, field in fields.items()
         if name.startswith("tokenizer.")
     ]
-    if not any(key.name == "tokenizer.ggml.tokens" for key in found):
+    if not any(key.name == "tokenizer.ggml.tokens" for key in keys):
         raise ExportError(f"{path} has no tokenizer. Name another GGUF file")
-    return found
+    return keys
 
 
 def made_keys(tokenizer: Any, vocabulary: int, source: str) -> list[Key]:
@@ -66,7 +66,7 @@ def made_keys(tokenizer: Any, vocabulary: int, source: str) -> list[Key]:
     merges = [each if isinstance(each, str) else " ".join(each) for each in saved["model"]["merges"]]
     text = GGUFValueType.STRING
     ids = tokenizer("a").input_ids
-    found = [
+    keys = [
         Key("tokenizer.ggml.model", "gpt2", text),
         Key("tokenizer.ggml.pre", pre, text),
         Key("tokenizer.ggml.tokens", tokens, GGUFValueType.ARRAY, text),
@@ -83,10 +83,10 @@ def made_keys(tokenizer: Any, vocabulary: int, source: str) -> list[Key]:
         ("padding", tokenizer.pad_token_id),
     ):
         if number is not None:
-            found.append(Key(f"tokenizer.ggml.{name}_token_id", number, GGUFValueType.UINT32))
+            keys.append(Key(f"tokenizer.ggml.{name}_token_id", number, GGUFValueType.UINT32))
     if isinstance(tokenizer.chat_template, str):
-        found.append(Key("tokenizer.chat_template", tokenizer.chat_template, text))
-    return found
+        keys.append(Key("tokenizer.chat_template", tokenizer.chat_template, text))
+    return keys
 
 
 def _tokens(

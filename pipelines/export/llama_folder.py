@@ -79,23 +79,25 @@ def llama_weights(served: ServableModel, places: Sequence[Places]) -> dict[str, 
     engines know one switch for each.
     """
     model = served.model.model
-    found = {"model.embed_tokens.weight": model.embed_tokens.weight, "model.norm.weight": model.norm.weight}
+    weights = {"model.embed_tokens.weight": model.embed_tokens.weight, "model.norm.weight": model.norm.weight}
     if not served.is_tied:
-        found["lm_head.weight"] = served.model.lm_head.weight
+        weights["lm_head.weight"] = served.model.lm_head.weight
     for number, layer in enumerate(served.layers):
         block = f"model.layers.{number}"
         if places[number].kv_heads:
-            found[f"{block}.input_layernorm.weight"] = layer.input_layernorm.weight
-        found[f"{block}.post_attention_layernorm.weight"] = layer.post_attention_layernorm.weight
-        found |= {f"{block}.self_attn.{name}": each for name, each in served.attention(number, places[number]).items()}
-        found |= {f"{block}.mlp.{name}": each for name, each in served.mlp(number, places).items()}
+            weights[f"{block}.input_layernorm.weight"] = layer.input_layernorm.weight
+        weights[f"{block}.post_attention_layernorm.weight"] = layer.post_attention_layernorm.weight
+        weights |= {
+            f"{block}.self_attn.{name}": each for name, each in served.attention(number, places[number]).items()
+        }
+        weights |= {f"{block}.mlp.{name}": each for name, each in served.mlp(number, places).items()}
     for parts in (_ATTENTION, _MLP):
-        if any(_is_bias(name, parts) for name in found):
-            for name in [name for name in found if name.endswith(".weight")]:
+        if any(_is_bias(name, parts) for name in weights):
+            for name in [name for name in weights if name.endswith(".weight")]:
                 module = name.removesuffix(".weight")
                 if module.rpartition(".")[2] in parts:
-                    found.setdefault(f"{module}.bias", served.zeros(found[name].shape[0]))
-    return {name: each.detach().contiguous() for name, each in found.items()}
+                    weights.setdefault(f"{module}.bias", served.zeros(weights[name].shape[0]))
+    return {name: each.detach().contiguous() for name, each in weights.items()}
 
 
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")

@@ -122,10 +122,10 @@ class ServableModel:
 
     @property
     def head_dim(self) -> int:
-        found: int = (
+        width: int = (
             getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
         )
-        return found
+        return width
 
     @property
     def is_tied(self) -> bool:
@@ -143,7 +143,7 @@ class ServableModel:
             [kv_head * places.group + index[:at].count(kv_head) for at, kv_head in enumerate(index)], dtype=torch.long
         )
         keys = torch.arange(len(heads.kept_kv))
-        found: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         for name, at, count, dim in (
             ("q_proj", queries, places.heads, 0),
             ("k_proj", keys, places.kv_heads, 0),
@@ -153,15 +153,15 @@ class ServableModel:
             projection = getattr(module, name, None)
             if projection is None:
                 width, E = count * self.head_dim, self.config.hidden_size
-                found[f"{name}.weight"] = self.zeros(*((E, width) if dim else (width, E)))
+                weights[f"{name}.weight"] = self.zeros(*((E, width) if dim else (width, E)))
                 continue
-            found[f"{name}.weight"] = self._spread(projection.weight, at, count, dim)
+            weights[f"{name}.weight"] = self._spread(projection.weight, at, count, dim)
             if projection.bias is not None:
                 bias = projection.bias.detach()
-                found[f"{name}.bias"] = bias if dim else self._spread(bias, at, count, 0)
+                weights[f"{name}.bias"] = bias if dim else self._spread(bias, at, count, 0)
         if not heads.kept and module.bias is not None:
-            found["o_proj.bias"] = module.bias.detach()
-        return found
+            weights["o_proj.bias"] = module.bias.detach()
+        return weights
 
     def _spread(self, weight: Tensor, at: Tensor, count: int, dim: int) -> Tensor:
         """Return a weight whose heads, neighbours along ``dim``, lie at the places ``at`` of ``count``."""
@@ -177,13 +177,13 @@ class ServableModel:
         The bias that a layer without attention still adds becomes a part of the last bias before it. That leaves the
         model the same, because nothing reads the hidden states in between.
         """
-        found = {name: value.detach() for name, value in self.layers[layer].mlp.named_parameters()}
+        weights = {name: value.detach() for name, value in self.layers[layer].mlp.named_parameters()}
         following = layer + 1
         if following < len(self.heads) and not places[following].kv_heads:
             bias = self.layers[following].self_attn.bias
             if bias is not None:
-                found["down_proj.bias"] = found.get("down_proj.bias", 0) + bias.detach()
-        return found
+                weights["down_proj.bias"] = weights.get("down_proj.bias", 0) + bias.detach()
+        return weights
 
     def zeros(self, *shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=self.model.dtype)
@@ -192,8 +192,8 @@ class ServableModel:
         """Return the smallest places that hold each layer, with groups as wide as the layer's widest. The first layer
         has at least one head, of zeros if need be: engines read the width of heads from it.
         """
-        found = [Places(len(each.kept_kv), max(each.group_sizes, default=0)) for each in self.heads]
-        return tuple(Places(1, 1) if at == 0 and not each.kv_heads else each for at, each in enumerate(found))
+        places = [Places(len(each.kept_kv), max(each.group_sizes, default=0)) for each in self.heads]
+        return tuple(Places(1, 1) if at == 0 and not each.kv_heads else each for at, each in enumerate(places))
 
     def sizes(self, name: str, places: Sequence[Places], parameters: int) -> list[HeldSize]:
         """Return what the original, this model and its form with some places and ``parameters`` hold."""

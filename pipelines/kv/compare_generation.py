@@ -85,13 +85,13 @@ def compare_generation(lm: LoadedModel, task: GenerationTask) -> GenerationCompa
     # The first passes of a process are slow, and would be charged to the full cache.
     short = replace(task, prompt=task.prompt[:_WARM_UP], max_new_tokens=2)
     _generate(lm, short, DynamicCache(config=lm.model.config))
-    found: dict[str, list[Generated]] = {"full": [], "planned": []}
+    generated: dict[str, list[Generated]] = {"full": [], "planned": []}
     for _ in range(task.rounds):
-        found["full"].append(_generate(lm, task, DynamicCache(config=lm.model.config)))
+        generated["full"].append(_generate(lm, task, DynamicCache(config=lm.model.config)))
         planned = PlanCache(task.kept, lm.model.config, max_tokens=total)
         with cache_attention(lm.model):
-            found["planned"].append(_generate(lm, task, planned))
-    return GenerationComparison(_typical(found["full"]), _typical(found["planned"]))
+            generated["planned"].append(_generate(lm, task, planned))
+    return GenerationComparison(_typical(generated["full"]), _typical(generated["planned"]))
 
 
 def _typical(rounds: Sequence[Generated]) -> Generated:

@@ -129,10 +129,10 @@ class PromptPool:
         nats, greedy = np.empty((len(sets), len(requests))), np.empty((len(sets), len(requests)))
         scored = np.array([request.scored for request in requests])
         task: Task[Any, Any] = score_in_ranges if staged else _run
-        for item, found in self._measured(task, work, unit, numbers, count):
+        for item, losses in self._measured(task, work, unit, numbers, count):
             group, part = items[item.name]
             at = np.ix_(group, part)
-            log_likelihoods, greedy_tokens = found.reshape(2, len(group), len(part))
+            log_likelihoods, greedy_tokens = losses.reshape(2, len(group), len(part))
             nats[at] = -log_likelihoods / scored[part]
             greedy[at] = greedy_tokens / scored[part]
         if wrong := int((~np.isfinite(nats)).sum()):
@@ -178,8 +178,8 @@ class PromptPool:
             return "damage of a window on KV heads", astuple(window), gates, list(heads), hash_of(item.requests)
 
         damage_PC = np.empty((len(requests), len(heads)), dtype=np.float32)
-        for item, found in self._measured(measure_damages, work, unit, np.asarray):
-            damage_PC[items[item.name]] = found.reshape(-1, len(heads))
+        for item, damages in self._measured(measure_damages, work, unit, np.asarray):
+            damage_PC[items[item.name]] = damages.reshape(-1, len(heads))
         return damage_PC
 
     def needs(self, requests: Sequence[Request], window: Window, heads: Sequence[KvHead]) -> np.ndarray:
@@ -195,7 +195,7 @@ class PromptPool:
         def unit(item: NeedItem) -> WorkUnit:
             return "distant mass and output norm of texts", astuple(window), hash_of(item.requests)
 
-        sums = {item.name: found for item, found in self._measured(measure_needs, work, unit, np.stack)}
+        sums = {item.name: needs for item, needs in self._measured(measure_needs, work, unit, np.stack)}
         readers = self.pool.one(_readers, None)
         # In the order of the texts, so that the sums do not depend on which item finished first.
         distant, norm = np.sum([sums[item.name] for item in work], axis=0).reshape(2, -1)
@@ -234,8 +234,8 @@ class PromptPool:
                 yield item, known
                 self._count(count(item), is_new=False)
         for done in self.pool.map(task, new) if new else ():
-            self.known.add(unit(done.item), found := np.asarray(numbers(done.value), dtype=np.float64).ravel())
-            yield done.item, found
+            self.known.add(unit(done.item), measured := np.asarray(numbers(done.value), dtype=np.float64).ravel())
+            yield done.item, measured
             self._count(count(done.item), is_new=True)
 
     def _count(self, prompts: int, *, is_new: bool) -> None:
@@ -300,14 +300,14 @@ def text_prompts(corpus: CorpusSpec, identity: ModelIdentity, tokens: int, count
             "lower `recent`"
         )
     plan = TokenPlan(tokens, mode="chunk", min_tokens=longer_than + 1, limit_sequences=count * _SPREAD)
-    found = [each.ids.tolist() for each in sequences(open_corpus(corpus), identity.tokenizer, plan)]
-    if len(found) < 2:
+    rows = [each.ids.tolist() for each in sequences(open_corpus(corpus), identity.tokenizer, plan)]
+    if len(rows) < 2:
         raise SequenceError(
-            f"texts of {corpus.name} longer than {longer_than} tokens of sink and recent: {len(found)} (at least 2). "
+            f"texts of {corpus.name} longer than {longer_than} tokens of sink and recent: {len(rows)} (at least 2). "
             "Choose another corpus, or lower `recent`"
         )
-    count = min(count, len(found))
-    chosen = [found[i * len(found) // count] for i in range(count)]
+    count = min(count, len(rows))
+    chosen = [rows[i * len(rows) // count] for i in range(count)]
     return Prompts("text", corpus.name, tuple(Request(tuple(ids), len(ids) - 1) for ids in chosen))
 
 
@@ -342,7 +342,7 @@ class DamageItem:
 def measure_damages(lm: LoadedModel, item: DamageItem) -> np.ndarray:
     """Pool task: estimate the damages (P, C) of an item from derivatives."""
     ids, lengths = pad([request.ids for request in item.requests])
-    found = kv_damages(
+    damages = kv_damages(
         lm,
         ids,
         lengths,
@@ -354,7 +354,7 @@ def measure_damages(lm: LoadedModel, item: DamageItem) -> np.ndarray:
         batch_tokens=item.batch_tokens,
     )
     at = [[layer for layer, _ in item.heads], [kv_head for _, kv_head in item.heads]]
-    return found[:, at[0], at[1]].numpy()
+    return damages[:, at[0], at[1]].numpy()
 
 
 @dataclass(frozen=True)
@@ -371,20 +371,20 @@ def measure_needs(lm: LoadedModel, item: NeedItem) -> tuple[np.ndarray, np.ndarr
     widths = MassWidths(max(item.window.sink, 1), item.window.recent)
     for request in item.requests:
         ids = torch.tensor([request.ids])
-        found = collect(lm, ids, statistics=("distant_mass", "output_norm"), widths=widths)
-        sums[0] += len(request.ids) * found["distant_mass"][0].numpy()
-        sums[1] += score(found, "output_norm_ln")[0].numpy()
+        statistics = collect(lm, ids, statistics=("distant_mass", "output_norm"), widths=widths)
+        sums[0] += len(request.ids) * statistics["distant_mass"][0].numpy()
+        sums[1] += score(statistics, "output_norm_ln")[0].numpy()
     return sums[0], sums[1]
 
 
 def _readers(lm: LoadedModel, _: None) -> dict[KvHead, list[tuple[int, int]]]:
     """Pool task: return the query heads that read each KV head, those of layers that share its cache included."""
-    found: dict[KvHead, list[tuple[int, int]]] = {}
+    readers: dict[KvHead, list[tuple[int, int]]] = {}
     for site in lm.grid.sites:
         layer = site.layer if site.kv_shared_from is None else site.kv_shared_from
         for head, kv_head in enumerate(site.kv_head_of):
-            found.setdefault((layer, kv_head), []).append((site.layer, head))
-    return found
+            readers.setdefault((layer, kv_head), []).append((site.layer, head))
+    return readers
 
 
 def read_prompts(config: MeasureConfig, identity: ModelIdentity) -> list[Prompts]:
@@ -443,8 +443,8 @@ class Measurement:
         halves = [each.halves() for each in prompts or read_prompts(config, identity)]
         ranking, held_out = tuple(half for half, _ in halves), tuple(half for _, half in halves)
         starts = starts_under_windows(context.pool)
-        found = cls(context, config, model, units, ranking, held_out, (), known or KnownNumbers(), starts)
-        return found._able()
+        measurement = cls(context, config, model, units, ranking, held_out, (), known or KnownNumbers(), starts)
+        return measurement._able()
 
     def _able(self) -> Measurement:
         """Leave out recall tasks that the model cannot do with its full cache."""
@@ -484,13 +484,13 @@ class Measurement:
         total = passes * sum(len(prompts.requests) for prompts in self.ranking)
         with Progress(f"damage of {window.recent} recent tokens", total, "prompts") as progress:
             pool = self._pool(progress)
-            found = [
+            of_texts = [
                 pool.one_by_one(prompts.requests, window, self.units)
                 if self._one_by_one
                 else pool.damages(prompts.requests, window, self.heads, self.config.gates)
                 for prompts in self.ranking
             ]
-        return text_and_recall([damages.mean(0, dtype=np.float64) for damages in found])
+        return text_and_recall([damages.mean(0, dtype=np.float64) for damages in of_texts])
 
     def _pool(self, progress: Progress) -> PromptPool:
         facts, identity = self.context.facts, self.context.identity
@@ -524,8 +524,8 @@ class Measurement:
 
     def _losses(self, prompts: Prompts, sets: Sequence[KeptKeys]) -> tuple[np.ndarray, float]:
         with Progress(f"windows on {prompts.name}", len(sets) * len(prompts.requests), "prompts") as progress:
-            found = self._pool(progress).losses(prompts.requests, sets)
-        return found.nats, float(found.greedy[0].mean())
+            losses = self._pool(progress).losses(prompts.requests, sets)
+        return losses.nats, float(losses.greedy[0].mean())
 
     def scores(
         self,
@@ -578,7 +578,7 @@ class Measurement:
         )
 
 
-def text_and_recall(found: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the values on text, the first in ``found``, and the mean over the recall tasks, if any."""
-    text, *recall = found
+def text_and_recall(arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the values on text, the first in ``arrays``, and the mean over the recall tasks, if any."""
+    text, *recall = arrays
     return {"text": text, "recall": np.mean(recall, 0)} if recall else {"text": text}

@@ -107,8 +107,8 @@ class WindowSearch:
 
     def flips(self, chosen: Heads, heads: Sequence[KvHead]) -> list[tuple[float, ...]]:
         """Return the damage of each head on text, and on recall prompts, with all others as in ``chosen``."""
-        found = self._losses([chosen, *(chosen ^ {head} for head in heads)])
-        before, *after = (means(each) for each in found)
+        losses = self._losses([chosen, *(chosen ^ {head} for head in heads)])
+        before, *after = (means(each) for each in losses)
         return [
             tuple((b - a) if head in chosen else (a - b) for b, a in zip(before, each, strict=True))
             for head, each in zip(heads, after, strict=True)
@@ -135,8 +135,8 @@ class WindowSearch:
 
     def _losses(self, sets: Sequence[Heads]) -> list[Increases]:
         new = [heads for heads in dict.fromkeys(sets) if heads not in self._known]
-        found = self.measure([self.kept(heads) for heads in new]) if new else []
-        self._known |= dict(zip(new, found, strict=True))
+        losses = self.measure([self.kept(heads) for heads in new]) if new else []
+        self._known |= dict(zip(new, losses, strict=True))
         return [self._known[heads] for heads in sets]
 
     def _exchanges(self, chosen: Heads, doubtful: Sequence[KvHead]) -> list[Heads]:
@@ -223,7 +223,7 @@ def _plans(measurement: Measurement, budgets: Sequence[BudgetRequest | LossLimit
     units = "KV heads" if config.granularity == "kv_head" else "layers"
     model.say(f"damage of a window on {len(measurement.units)} {units}, {widths}")
     estimates = {window: measurement.damages(window) for window in config.windows}
-    chosen = smallest_windows({window: list(found.values()) for window, found in estimates.items()})
+    chosen = smallest_windows({window: list(of_heads.values()) for window, of_heads in estimates.items()})
     windows = dict(zip(measurement.heads, chosen, strict=True))
     damage = {
         kind: np.array([estimates[window][kind][index] for index, window in enumerate(chosen)])
@@ -343,14 +343,14 @@ def _searched(
 
 def _with_loss(measurement: Measurement, plan: HeadPlan, budget: BudgetRequest | LossLimit) -> HeadPlan:
     kept = KeptKeys.of_plan(plan)
-    found: dict[str, float] = {each.task: 0.0 for each in measurement.held_out}
+    increases: dict[str, float] = {each.task: 0.0 for each in measurement.held_out}
     if kept.windows:
-        found = _increases(measurement, measurement.held_out, kept)
-    listed = ", ".join(f"{value:+.4f} on {task}" for task, value in found.items())
+        increases = _increases(measurement, measurement.held_out, kept)
+    listed = ", ".join(f"{value:+.4f} on {task}" for task, value in increases.items())
     note = f"loss with the plan's windows, on held-out prompts: {listed} nats per token"
-    if isinstance(budget, LossLimit) and not budget.allows(found):
+    if isinstance(budget, LossLimit) and not budget.allows(increases):
         note += f"; this exceeds the limit of {budget.max_loss:g}, which holds on the prompts that rank the heads"
-    unknown = [family for family in RECALL_FAMILIES if family not in found]
+    unknown = [family for family in RECALL_FAMILIES if family not in increases]
     if unknown:
         why = "their prompts were left out" if measurement.config.recall_prompts else "no recall prompts were asked"
         note += f". Recall is unknown ({', '.join(unknown)}): {why}, so the windows may cost it"
@@ -360,7 +360,7 @@ def _with_loss(measurement: Measurement, plan: HeadPlan, budget: BudgetRequest |
             "mode": "forward",
             "recall_unknown": unknown,
             "held_out": [{"name": each.name, "prompts": len(each.requests)} for each in measurement.held_out],
-            "loss_increase": found,
+            "loss_increase": increases,
             "max_loss": budget.max_loss if isinstance(budget, LossLimit) else None,
         },
         notes=(note, *plan.notes),

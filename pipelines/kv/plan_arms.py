@@ -62,16 +62,16 @@ def plan_arms(plan: HeadPlan, modes: Sequence[PlanMode], seeds: int) -> list[Arm
     share = chosen.reduced / len(chosen.heads)
     unit = " by layer" if plan.granularity == "layer" else ""
     label = f"{plan.method}{unit} {100 * share:g}% {chosen.fingerprint}"
-    found = []
+    arms = []
     for mode in modes:
         name = f"plan {label}, {mode}"
-        found.append(_arm(chosen, mode, name, plan))
+        arms.append(_arm(chosen, mode, name, plan))
         for seed in range(seeds):
             drawn = random_plan(plan, seed)
             dealt = KeptHeads.of(drawn.heads)
             name = f"random plan{unit} {100 * share:g}% {dealt.fingerprint} seed {seed}, {mode}"
-            found.append(replace(_arm(dealt, mode, name, drawn), kind=ArmKind.RANDOM_PLAN, seed=seed))
-    return found
+            arms.append(replace(_arm(dealt, mode, name, drawn), kind=ArmKind.RANDOM_PLAN, seed=seed))
+    return arms
 
 
 def _arm(kept: KeptHeads, mode: PlanMode, name: str, plan: HeadPlan) -> Arm:

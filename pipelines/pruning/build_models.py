@@ -298,10 +298,10 @@ class _Builder:
 
     @cached_property
     def _caches(self) -> Sequence[LayerCache]:
-        found = find_layer_caches(self._lm)
-        if found is None:
+        caches = find_layer_caches(self._lm)
+        if caches is None:
             raise PruningError("kv_bytes: the KV cache of this model cannot be sized. Use `share`")
-        return found
+        return caches
 
     def _unit_bytes(self, units: Sequence[tuple[Head, ...]], tokens: int) -> list[int]:
         whole = self._cache_bytes((), tokens)
@@ -315,12 +315,12 @@ class _Builder:
         if not heads:
             return 0.0
         unit = ("divergence of a model within a loss limit", self._job.repair.words, heads)
-        if (found := self._job.known.get(unit)) is None:
+        if (numbers := self._job.known.get(unit)) is None:
             weights = self._job.repair.weights(self._lm, self._calibration, removed)
             texts = self._texts.first(_LOSS_TOKENS)
             self._job.known.add(unit, Divergence(self._lm, texts, shown_steps).of(Edits(heads, weights)))
             return self._loss(removed)
-        return float(found[0])
+        return float(numbers[0])
 
     @cached_property
     def _held_out(self) -> HeldOutLosses | None:

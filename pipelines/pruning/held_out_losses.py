@@ -58,7 +58,7 @@ class HeldOutLosses:
 
     @torch.no_grad()
     def _losses(self, edits: Edits) -> dict[str, float]:
-        found = {}
+        losses = {}
         for task, texts in self._tasks.items():
             total: Tensor | float = 0.0
             for batch in texts.batches(self._lm.device):
@@ -67,8 +67,8 @@ class HeldOutLosses:
                 next_BN = batch.ids.roll(-1, 1)
                 targets = next_BN[batch.scoring_BN].to(predicted.device)
                 total = total + F.cross_entropy(predicted, targets, reduction="none").sum(dtype=torch.float64)
-            found[task] = float(total) / int(texts.predictions.sum())
-        return found
+            losses[task] = float(total) / int(texts.predictions.sum())
+        return losses
 
 
 def loss_rows(changes: Mapping[str, LossChange]) -> list[dict[str, str]]:

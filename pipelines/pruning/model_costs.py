@@ -97,16 +97,16 @@ def compare_costs(
     times: list[dict[str, float]] = [{}, {}]
     if timing is not None and not any(weight.is_meta for weight in before.model.parameters()):  # not offloaded
         times = _times([before, after], timing)
-    found = []
+    costs = []
     for lm, gone, seconds in zip((before, after), ((), removed), times, strict=True):
         promised = None if caches is None else promised_cache(caches, before.grid, gone)
         measured = None if timing is None else _measured_cache(lm)
-        found.append(
+        costs.append(
             ModelCost(
                 **model_cost(lm).as_dict() | {"cache_bytes": promised, "measured_cache_bytes": measured} | seconds
             )
         )
-    return CostComparison(*found)
+    return CostComparison(*costs)
 
 
 def model_cost(lm: LoadedModel) -> ModelCost:
@@ -182,9 +182,9 @@ def _times(models: Sequence[LoadedModel], timing: Timing) -> list[dict[str, floa
     limit = min((lm.max_tokens for lm in models if lm.max_tokens is not None), default=timing.prompt_tokens)
     tokens = max(1, min(timing.prompt_tokens, limit - timing.new_tokens))
     prompts = [_prompt(lm, tokens) for lm in models]
-    found: list[Mapping[str, list[float]]] = [{"prefill_seconds": [], "token_seconds": []} for _ in models]
+    of_models: list[Mapping[str, list[float]]] = [{"prefill_seconds": [], "token_seconds": []} for _ in models]
     for round_ in range(timing.rounds + 1):
-        for lm, prompt, times in zip(models, prompts, found, strict=True):
+        for lm, prompt, times in zip(models, prompts, of_models, strict=True):
             cache, prefill = _timed_step(lm, prompt, None)
             steps = []
             for _ in range(timing.new_tokens):
@@ -193,7 +193,7 @@ def _times(models: Sequence[LoadedModel], timing: Timing) -> list[dict[str, floa
             if round_:  # the first round warms up
                 times["prefill_seconds"].append(prefill)
                 times["token_seconds"].append(median(steps))
-    return [{name: median(values) for name, values in times.items()} for times in found]
+    return [{name: median(values) for name, values in times.items()} for times in of_models]
 
 
 def _timed_step(lm: LoadedModel, ids: Tensor, cache: Any) -> tuple[Any, float]:

@@ -66,8 +66,8 @@ class BuiltModel:
 
 def pruned_arm(built: BuiltModel, baseline: ModelSpec, identity: ModelIdentity) -> Arm:
     spec = replace(baseline, source=str(built.folder), revision=None, safetensors=True)
-    found = identify(spec)
-    arm = model_arm(spec, found, identity)
+    own = identify(spec)
+    arm = model_arm(spec, own, identity)
     costs = built.costs
     details = {
         "method": built.method,
@@ -81,14 +81,14 @@ def pruned_arm(built: BuiltModel, baseline: ModelSpec, identity: ModelIdentity) 
         details["layers_dropped"] = len(built.skipped)
     return replace(
         arm,
-        name=_name(built, fingerprint(found.fingerprint())[:6]),
+        name=_name(built, fingerprint(own.fingerprint())[:6]),
         kind=built.kind,
         score=built.method,
         share=built.share,
         selection=built.selection,
         seed=built.seed,
         # The name of the folder is no setting: that of a control is random.
-        details=(*model_settings(found), *details.items()),
+        details=(*model_settings(own), *details.items()),
         removed=built.removed,
         measured=(("folder", str(built.folder)), ("before", costs.before.as_dict()), ("after", costs.after.as_dict())),
     )

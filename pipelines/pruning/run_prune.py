@@ -99,17 +99,17 @@ class PruneConfig:
 
     @property
     def _sizes(self) -> list[tuple[str, PruneBudget | None, tuple[tuple[int, int], ...]]]:
-        found: list[tuple[str, PruneBudget | None, tuple[tuple[int, int], ...]]] = [
+        sizes: list[tuple[str, PruneBudget | None, tuple[tuple[int, int], ...]]] = [
             (method, budget, ()) for budget in self.budgets for method in self.methods
         ]
-        return found + [(name, None, heads) for name, heads in self.heads.items()]
+        return sizes + [(name, None, heads) for name, heads in self.heads.items()]
 
     def wanted(self, scratch: Path) -> tuple[WantedModel, ...]:
         """Return the models to build in the folder ``scratch``, in the order of `targets`."""
-        found = []
+        wanted = []
         for number, (method, budget, heads) in enumerate(self._sizes):
             seeds, layers = self._controls(method, budget)
-            found.append(
+            wanted.append(
                 WantedModel(
                     scratch / str(number),
                     method,
@@ -119,7 +119,7 @@ class PruneConfig:
                     scratch / f"{number}-layers" if layers else None,
                 )
             )
-        return tuple(found)
+        return tuple(wanted)
 
     def _controls(self, method: str, budget: PruneBudget | None) -> tuple[int, bool]:
         """Return the number of random controls of a model, and True if it has a control without whole layers."""

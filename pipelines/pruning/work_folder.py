@@ -192,10 +192,10 @@ def _logits_file(folder: Path) -> Path:
 
 def _read(folder: Path, file: Callable[[Path], Path] = lambda folder: folder / _SETTINGS) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(file(folder).read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(file(folder).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found
+    return content
 
 
 def _is_finished(work: Path, number: int, target: Path) -> bool:

@@ -227,24 +227,24 @@ class TextTokens:
             ids = self.words(word)
             if self._tokenizer.unk_token_id not in ids:
                 by_size.setdefault(len(ids), set()).add(ids)
-        enough = [size for size, found in by_size.items() if len(found) >= _ENOUGH]
+        enough = [size for size, tokens in by_size.items() if len(tokens) >= _ENOUGH]
         size = min(enough) if enough else max(by_size, key=lambda size: len(by_size[size]), default=0)
-        found = sorted(by_size.get(size, ()))
-        if len(found) < SHARING:
+        tokens = sorted(by_size.get(size, ()))
+        if len(tokens) < SHARING:
             raise RecallError(
-                f"words with different tokens among {', '.join(words[:3])}, ...: {len(found)} (at least {SHARING}). "
+                f"words with different tokens among {', '.join(words[:3])}, ...: {len(tokens)} (at least {SHARING}). "
                 "Disable recall"
             )
-        return found
+        return tokens
 
     def distinguished(self, values: Sequence[Ids]) -> tuple[list[Ids], int]:
         """Return values that begin differently, and the smallest number of first tokens in which enough of them differ:
         mostly one token, with which one input covers all choices of a question.
         """
         for size in range(1, len(values[0])):
-            found = {value[:size]: value for value in reversed(values)}
-            if len(found) >= min(_ENOUGH, len(values)):
-                return sorted(found.values()), size
+            by_beginning = {value[:size]: value for value in reversed(values)}
+            if len(by_beginning) >= min(_ENOUGH, len(values)):
+                return sorted(by_beginning.values()), size
         return list(values), len(values[0])
 
     def _after(self, before: str, text: str) -> Ids:

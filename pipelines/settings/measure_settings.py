@@ -57,10 +57,10 @@ class Part:
     @classmethod
     def parse(cls, text: str) -> Part:
         """Return the part that a text such as ``3/8`` names."""
-        found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text.strip())
-        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text.strip())
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
             raise CorpusRunError(f"{text!r} is no part of a corpus: write 1/8 to 8/8 for eight parts")
-        return cls(int(found[1]), int(found[2]))
+        return cls(int(match[1]), int(match[2]))
 
 
 @dataclass(frozen=True)

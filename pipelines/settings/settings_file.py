@@ -16,13 +16,13 @@ def settings_file(path: str | Path, error: type[HeadscanError]) -> dict[str, Any
     import yaml
 
     try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as problem:
         what = problem.strerror if isinstance(problem, OSError) else " ".join(str(problem).split())
         raise error(f"{path} cannot be read: {what}. Give a YAML or JSON file") from problem
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise error(f"{path} holds no settings. Write lines such as `model: demo`")
-    return found
+    return content
 
 
 def build_settings(kind: Any, settings: Mapping[str, Any], error: type[HeadscanError], place: str = "") -> Any:

@@ -176,7 +176,7 @@ class _Study:
             plan_file=plan_file if plan is not None else None,
             answers=[saving.card() for saving in savings],
         )
-        found = StudyAnswer(
+        answer = StudyAnswer(
             model=self.run.identity.name,
             corpus=config.corpus.name,
             layers=grid.num_layers,
@@ -191,8 +191,8 @@ class _Study:
             store=str(self.run.store.path),
             seconds=time.monotonic() - self.started,
         )
-        found.save(out / "answers.json")
-        return found
+        answer.save(out / "answers.json")
+        return answer
 
     @cached_property
     def _scan_run(self) -> str:
@@ -203,10 +203,10 @@ class _Study:
         scanning = ScanConfig(
             config.model, self.texts.measure, tokens, shard_size=shard, batch_tokens=config.batch_tokens
         )
-        found = scan(scanning, self.run).run_id
+        run_id = scan(scanning, self.run).run_id
         self._begin_step("2. probe: induction, previous-token and retrieval heads")
         probe(ProbeConfig(config.model, corpus=self.texts.measure, batch_tokens=config.batch_tokens), self.run)
-        return found
+        return run_id
 
     @cached_property
     def _importance_run(self) -> str:
@@ -410,8 +410,8 @@ class _Study:
 
     def _read(self, corpus: Any, count: int, name: str) -> HeldOutText:
         tokenizer = self.run.identity.tokenizer
-        found = read_spread(corpus, tokenizer, self.tokens, count, shortest=_SHORTEST)
-        return HeldOutText(f"texts that {name}", chunks(tokenizer, found))
+        texts = read_spread(corpus, tokenizer, self.tokens, count, shortest=_SHORTEST)
+        return HeldOutText(f"texts that {name}", chunks(tokenizer, texts))
 
     def _evaluate(self, config: EvaluateConfig, arms: list[Arm]) -> str:
         return evaluate(config, self.run, [BASELINE, *arms])

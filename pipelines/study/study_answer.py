@@ -164,10 +164,10 @@ class StudyAnswer:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the answers as JSON can hold them."""
-        found = asdict(self)
-        for saving, row in zip(self.savings, found["savings"], strict=True):
+        fields = asdict(self)
+        for saving, row in zip(self.savings, fields["savings"], strict=True):
             row["answer"], row["safe"] = saving.answer(), None if saving.safe is None else saving.safe.share
-        whole: dict[str, Any] = plain(found)
+        whole: dict[str, Any] = plain(fields)
         return whole
 
     def _rows(self) -> list[dict[str, str]]:

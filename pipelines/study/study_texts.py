@@ -96,12 +96,12 @@ def _assigned(documents: list[str], parts: tuple[str, ...]) -> list[tuple[str, s
             for number, document in enumerate(documents)
             for text in _blocks(document, _BLOCK)
         ]
-    found: list[tuple[str, str]] = []
+    assigned: list[tuple[str, str]] = []
     for document in documents:
         size = min(_BLOCK, len(document) // len(parts))
         blocks = _blocks(document, size) if size >= _LEAST_BLOCK else []
-        found += [(parts[len(parts) * number // len(blocks)], text) for number, text in enumerate(blocks)]
-    return found
+        assigned += [(parts[len(parts) * number // len(blocks)], text) for number, text in enumerate(blocks)]
+    return assigned
 
 
 def _blocks(document: str, size: int) -> list[str]:

@@ -236,8 +236,8 @@ def _number(shares: tuple[float, ...] | None) -> int:
 
 def _with_shares(config: StudyConfig, tried: Mapping[str, tuple[float, ...]]) -> StudyConfig:
     """Return the settings with shares where they are open."""
-    found: dict[str, Any] = {name: shares for name, shares in tried.items() if getattr(config, name) is None}
-    return replace(config, **found)
+    shares_given: dict[str, Any] = {name: shares for name, shares in tried.items() if getattr(config, name) is None}
+    return replace(config, **shares_given)
 
 
 def _step_seconds(config: StudyConfig, sequences: int, judged_texts: int, speed: float) -> dict[str, float]:

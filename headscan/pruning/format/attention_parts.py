@@ -105,12 +105,12 @@ def output_name(attention: nn.Module) -> str:
 
 def kept_rows(attention: nn.Module, choice: Choice) -> dict[str, Rows]:
     """Return what remains of each parameter that shrinks, by its name in the module."""
-    found = {}
+    rows_of = {}
     for name, parameter in attention.named_parameters():
         rows = _rows(attention, name, parameter, choice)
         if rows is not None and len(rows[1]) < parameter.shape[rows[0]]:
-            found[name] = rows
-    return found
+            rows_of[name] = rows
+    return rows_of
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -41,16 +41,16 @@ def _wrong(field: str, value: Any, limit: str) -> ValueError:
 
 def saved_shapes(folder: Any) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors in a folder by name; empty for a name on the hub, or without safetensors."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     if not isinstance(folder, (str, os.PathLike)) or not Path(folder).is_dir():
-        return found
+        return shapes
     try:
         for path in sorted(Path(folder).glob("model*.safetensors")):
             with safe_open(path, "pt") as file:
-                found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError):
         return {}  # transformers reports damaged files
-    return found
+    return shapes
 
 
 #: Sizes that are a dimension of a weight, and others that some architectures do not use, which are bounded.
@@ -110,11 +110,11 @@ def _is_count(value: Any, least: int) -> bool:
 
 def _head_counts(fields: Mapping[str, Any]) -> set[int]:
     """Return the numbers of query heads that a configuration names, for all layers or by layer."""
-    found: set[int] = set()
+    counts: set[int] = set()
     for field, value in fields.items():
         if "head" in field and not any(word in field for word in ("kv", "key", "value", "dim", "per_layer_config")):
-            found |= {each for each in (value if isinstance(value, list) else [value]) if _is_count(each, 1)}
-    return found
+            counts |= {each for each in (value if isinstance(value, list) else [value]) if _is_count(each, 1)}
+    return counts
 
 
 #: Fields of a layer.
@@ -143,8 +143,8 @@ def _wrong_heads(entry: Mapping[str, Any], counts: set[int], most: int) -> Itera
         yield "kept_heads", kept, "the heads that were saved, by kept_heads_crc32"
     if type(entry.get("has_added_bias", False)) is not bool:
         yield "has_added_bias", entry["has_added_bias"], "true or false"
-    found = LayerHeads(tuple(kept), heads, kv_heads)
-    for field, count in (("num_attention_heads", len(kept)), ("num_key_value_heads", len(found.kept_kv))):
+    layer_heads = LayerHeads(tuple(kept), heads, kv_heads)
+    for field, count in (("num_attention_heads", len(kept)), ("num_key_value_heads", len(layer_heads.kept_kv))):
         if entry.get(field, count) != count:
             yield field, entry[field], f"{count}, by kept_heads"
     if entry.get("skip", []) != ([] if kept else ["attention"]):

@@ -108,11 +108,11 @@ def config_class(base: Any) -> Any:
     fields: dict[str, Any] = {"model_type": MODEL_TYPE, "__module__": __name__}
     if isinstance(getattr(base, "head_dim", None), property):
         fields["head_dim"] = _original_head_dim(base.head_dim)
-    found: Any = type("PrunedConfig", (_Fields, base), fields)
+    cls: Any = type("PrunedConfig", (_Fields, base), fields)
     for auto in (modeling_auto.AutoModelForCausalLM, modeling_auto.AutoModel):
         if base in auto._model_mapping:
-            auto.register(found, _make_model_class(found, auto._model_mapping[base]))
-    return found
+            auto.register(cls, _make_model_class(cls, auto._model_mapping[base]))
+    return cls
 
 
 def _original_head_dim(of_base: Any) -> property:
@@ -169,10 +169,10 @@ def pruned_config(config: PreTrainedConfig, attention: str, heads: Mapping[int, 
     fields |= {"model_type": MODEL_TYPE, "pruned_attention": attention, "architectures": None}
     counts_kv_heads = hasattr(config, "num_key_value_heads")
     fields["per_layer_config"] = {layer: _entry(each, counts_kv_heads) for layer, each in heads.items()}
-    found = PrunedConfig.from_dict(fields)
+    pruned = PrunedConfig.from_dict(fields)
     for name in ("_attn_implementation_internal", "_experts_implementation_internal", "_name_or_path"):
-        setattr(found, name, getattr(config, name, None))
-    return found
+        setattr(pruned, name, getattr(config, name, None))
+    return pruned
 
 
 def _entry(heads: LayerHeads, counts_kv_heads: bool) -> dict[str, Any]:
