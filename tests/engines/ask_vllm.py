@@ -12,18 +12,18 @@ import os
 import sys
 from pathlib import Path
 
-#: Space of the KV cache, in GiB.
-_SPACE = "1"
+#: Environment of vLLM's process; its KV cache has 1 GiB.
+SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 def main(folder: str, request_file: str, answer_file: str) -> None:
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": _SPACE,
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    os.environ |= SETTINGS
     from vllm import LLM, SamplingParams
 
     request = json.loads(Path(request_file).read_text(encoding="utf-8"))
