@@ -239,13 +239,14 @@ def read_head_tables(
     """Return the measures of all tables for one site, and the run of each group."""
     tables: list[HeadMeasure] = []
     runs: dict[str, dict[str, Any]] = {}
-    for table in HEAD_TABLES:
-        # A run may have no rows in the table: a comparison of criteria on labelled examples has no effects.
-        for run in finished_runs(store, table.kind, scan) if table.known else ():
-            if measures := list(_measures(store, run, heads, table)):
-                runs[table.group] = run
-                tables += measures
-                break
+    with store.reading():
+        for table in HEAD_TABLES:
+            # A run may have no rows in the table: a comparison of criteria on labelled examples has no effects.
+            for run in finished_runs(store, table.kind, scan) if table.known else ():
+                if measures := list(_measures(store, run, heads, table)):
+                    runs[table.group] = run
+                    tables += measures
+                    break
     return tables, runs
 
 

@@ -87,8 +87,10 @@ def write_report(
     for name in scores:
         if name not in SUMMARISED:
             raise unknown_name("score or statistic", name, SUMMARISED)
-    run = store.resolve_run(scan_run, "scan")
-    evaluation = None if evaluate_run is None else store.resolve_run(evaluate_run, "evaluate")
+    with store.reading():
+        run = store.resolve_run(scan_run, "scan")
+        evaluation = None if evaluate_run is None else store.resolve_run(evaluate_run, "evaluate")
+        compared = None if compare_run is None else store.resolve_run(compare_run, "scan")
     if evaluation is not None and not same_model(run, evaluation):
         raise ReportError(
             f"run {evaluation['run_id']} evaluated another model ({evaluation['model']}) than run {run['run_id']}"
@@ -96,7 +98,6 @@ def write_report(
         )
     if plan is not None:
         check_model(plan, config_hash=run["model_config_hash"], weights_hash=run["weights_hash"], grid=run["grid"])
-    compared = None if compare_run is None else store.resolve_run(compare_run, "scan")
     verdict = None if evaluation is None else judge(store, evaluation["run_id"])
     data = read_head_data(
         store, run, evaluation_id=None if evaluation is None else evaluation["run_id"], plan=plan, compared=compared
@@ -105,8 +106,9 @@ def write_report(
         raise ReportError(f"run {run['run_id']} has no measured heads. Wait for its first shard, or scan again")
     shown = _Shown(store, run, data, evaluation, verdict, _choices(store, verdict, confirm), plan, plan_file, answers)
     title = f"Attention heads of {run['model']}"
-    evidence = [_map(shown), *_evidence(shown)]
-    parts = [_opening(shown, title, contents(evidence)), *evidence]
+    with store.reading():
+        evidence = [_map(shown), *_evidence(shown)]
+        parts = [_opening(shown, title, contents(evidence)), *evidence]
     first = (*scores, RANKED_BY)
     return write_text(path, html_page(title, parts, page_data(data, first)))
 

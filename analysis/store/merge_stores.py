@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import duckdb
 import pyarrow as pa
@@ -86,10 +86,14 @@ def merge_stores(
             raise MergeError(f"store {path} is named twice. Name each store once, and another one for the result")
     merged: dict[str, MergedRun] = {}
     for source in sources:
-        runs = source.query("FROM runs ORDER BY started_at, run_id").to_pylist()  # also checks that the store exists
-        with into.connect(create=True):
-            pass
-        _add_masks(source, into)
+        with source.reading():  # also checks that the store exists
+            runs = source.query("FROM runs ORDER BY started_at, run_id").to_pylist()
+            masks = source.query(_MASKS).to_pylist()
+        if not merged:
+            with into.connect(create=True):
+                pass
+        if masks:
+            _add_masks(source, masks, into)
         for run in runs:
             joined = _RunMerge(source, into, run, say).join()
             before = merged.get(joined.run_id)
@@ -102,9 +106,11 @@ def _summed(before: MergedRun, after: MergedRun) -> MergedRun:
     return MergedRun(**vars(after) | added)
 
 
-def _add_masks(source: Store, into: Store) -> None:
-    theirs = source.query("SELECT name, mask_id FROM masks").to_pylist()
-    known = {row["name"]: row["mask_id"] for row in into.query("SELECT name, mask_id FROM masks").to_pylist()}
+_MASKS = "SELECT name, mask_id FROM masks"
+
+
+def _add_masks(source: Store, theirs: Sequence[Mapping[str, Any]], into: Store) -> None:
+    known = {row["name"]: row["mask_id"] for row in into.query(_MASKS).to_pylist()}
     new = []
     for row in theirs:
         if known.get(row["name"], row["mask_id"]) != row["mask_id"]:
@@ -146,6 +152,13 @@ def _insert(connection: duckdb.DuckDBPyConnection, table: str, rows: pa.Table, c
         connection.unregister("merged_rows")
 
 
+class _Arms(NamedTuple):
+    """The arms of a run in both stores: ``theirs`` in order, ``ours`` by id."""
+
+    theirs: Sequence[Mapping[str, Any]]
+    ours: Mapping[str, Mapping[str, Any]]
+
+
 class _RunMerge:
     """The merge of one run, a row of ``runs`` of the source."""
 
@@ -153,22 +166,43 @@ class _RunMerge:
         self._source, self._into, self._theirs, self._say = source, into, run, say
         self._run_id = str(run["run_id"])
         self._by_shard = run["kind"] in SHARDED_KINDS
-        known = into.query("FROM runs WHERE run_id = ?", [self._run_id]).to_pylist()
-        self._ours: Mapping[str, Any] | None = known[0] if known else None
+        self._ours: Mapping[str, Any] | None = None
 
     def join(self) -> MergedRun:
         """Add what the store lacks of the run."""
+        of_run: _Where = ("run_id = ?", [self._run_id])
+        with self._reading():
+            known = self._into.query("FROM runs WHERE run_id = ?", [self._run_id]).to_pylist()
+            self._ours = known[0] if known else None
+            if self._ours is not None:
+                self._compare_runs(self._ours)
+            common, new_shards = self._read_ledgers()
+            arms = self._read_arms()
+            units = _rows(self._source, "measured_units", of_run)
+            missing = self._missing(_OF_RUN, of_run)
+            if not self._by_shard and not (arms.ours or arms.theirs):
+                self._compare_tables([table for table in _OF_RUN if table not in missing], of_run)
+            schema = _rows(self._source, "runs", ("false", [])).schema
         if self._ours is None:
             begun = {**self._theirs, "status": "running", "writer": this_process(), "finished_at": None}
             with self._into.open_transaction() as connection:
-                _insert(connection, "runs", pa.Table.from_pylist([begun], schema=_schema(self._source, "runs")))
-        else:
-            self._compare_runs(self._ours)
-        shards = self._add_shards()
-        arms = self._add_arms()
-        self._finish()
-        self._add_tables()
-        return self._result(shards, arms)
+                _insert(connection, "runs", pa.Table.from_pylist([begun], schema=schema))
+        self._compare_shards(common)
+        for group in _groups(new_shards):
+            _copy(self._source, self._into, {table.name: self._of_shards(table, group) for table in _OF_SHARD})
+        added_arms = self._add_arms(arms)
+        tables = dict[str, pa.Table]()
+        if missing:
+            with self._source.reading():
+                tables = {table.name: _rows(self._source, table.name, of_run) for table in missing}
+        with self._into.open_transaction() as connection:
+            _insert(connection, "measured_units", units, "OR IGNORE ")
+            for name, rows in tables.items():
+                _insert(connection, name, rows)
+            row = self._finish(connection)
+        if row["status"] == "finished" and self._by_shard and "head_summaries" not in tables:
+            self._into.summarise(self._run_id)
+        return MergedRun(**row, added_shards=len(new_shards), added_arms=added_arms)
 
     def _contradiction(self, what: str) -> MergeError:
         return MergeError(
@@ -191,20 +225,16 @@ class _RunMerge:
                 shown = "" if name == "grid" else f" {other} and {mine}"
                 raise self._contradiction(f"other {name}{shown}")
 
-    def _add_shards(self) -> int:
+    def _read_ledgers(self) -> tuple[list[int], list[dict[str, Any]]]:
+        """Return the shards of both stores, and the ledger rows that only the source has."""
         ledger = "SELECT shard, content_hash, head_rows FROM shards WHERE run_id = ? ORDER BY shard"
-        with self._reading():
-            theirs = self._source.query(ledger, [self._run_id]).to_pylist()
-            ours = {row["shard"]: row for row in self._into.query(ledger, [self._run_id]).to_pylist()}
-            common = [row for row in theirs if row["shard"] in ours]
-            for row in common:
-                if row["content_hash"] != ours[row["shard"]]["content_hash"]:
-                    raise self._contradiction(f"shard {row['shard']} has other text")
-        self._compare_shards([row["shard"] for row in common])
-        new = [row for row in theirs if row["shard"] not in ours]
-        for group in _groups(new):
-            _copy(self._source, self._into, {table.name: self._of_shards(table, group) for table in _OF_SHARD})
-        return len(new)
+        theirs = self._source.query(ledger, [self._run_id]).to_pylist()
+        ours = {row["shard"]: row for row in self._into.query(ledger, [self._run_id]).to_pylist()}
+        common = [row for row in theirs if row["shard"] in ours]
+        for row in common:
+            if row["content_hash"] != ours[row["shard"]]["content_hash"]:
+                raise self._contradiction(f"shard {row['shard']} has other text")
+        return [row["shard"] for row in common], [row for row in theirs if row["shard"] not in ours]
 
     def _of_shards(self, table: Table, shards: Sequence[int]) -> _Where:
         """Return the condition for the rows of shards."""
@@ -217,47 +247,55 @@ class _RunMerge:
         """Raise MergeError if a shard of both stores has other rows; its ledger row may differ in time and place."""
         if not shards:
             return
-        for table in _OF_SHARD:
-            if table.name == "shards":
-                continue
-            joined = "" if "shard" in table.names else "JOIN sequences USING (run_id, sequence)"
-            numbers = ", ".join(f"{table.name}.{name}" for name in table.names)
-            query = (
-                f"SELECT shard, count(*) AS count, sum(hash({numbers}))::VARCHAR AS hash FROM {table.name} {joined}"
-                " WHERE run_id = ? AND shard IN (SELECT unnest(?)) GROUP BY shard ORDER BY shard"
-            )
-            both = [
-                store.query(query, [self._run_id, list(shards)]).to_pylist() for store in (self._source, self._into)
-            ]
-            theirs, ours = ({row["shard"]: row for row in rows} for rows in both)
+        theirs, ours = self._shard_hashes(self._source, shards), self._shard_hashes(self._into, shards)
+        for name, rows in theirs.items():
             for shard in shards:
-                if theirs.get(shard) != ours.get(shard):
-                    raise self._contradiction(f"shard {shard} has other rows of {table.name}")
+                if rows.get(shard) != ours[name].get(shard):
+                    raise self._contradiction(f"shard {shard} has other rows of {name}")
 
-    def _add_arms(self) -> int:
+    def _shard_hashes(self, store: Store, shards: Sequence[int]) -> dict[str, dict[int, dict[str, Any]]]:
+        """Return the number of rows and their hash by table and shard."""
+        hashes = {}
+        with store.reading():
+            for table in _OF_SHARD:
+                if table.name == "shards":
+                    continue
+                joined = "" if "shard" in table.names else "JOIN sequences USING (run_id, sequence)"
+                numbers = ", ".join(f"{table.name}.{name}" for name in table.names)
+                query = (
+                    f"SELECT shard, count(*) AS count, sum(hash({numbers}))::VARCHAR AS hash FROM {table.name} {joined}"
+                    " WHERE run_id = ? AND shard IN (SELECT unnest(?)) GROUP BY shard"
+                )
+                rows = store.query(query, [self._run_id, list(shards)]).to_pylist()
+                hashes[table.name] = {row["shard"]: row for row in rows}
+        return hashes
+
+    def _read_arms(self) -> _Arms:
+        arms = "SELECT arm_id, name, status FROM arms WHERE run_id = ? ORDER BY started_at, arm_id"
+        ours = {row["arm_id"]: row for row in self._into.query(arms, [self._run_id]).to_pylist()}
+        return _Arms(self._source.query(arms, [self._run_id]).to_pylist(), ours)
+
+    def _add_arms(self, arms: _Arms) -> int:
         new, both, open_arms, added = list[str](), list[str](), list[str](), 0
+        names = {row["name"]: arm_id for arm_id, row in arms.ours.items()}
+        for arm in arms.theirs:
+            arm_id, ours = arm["arm_id"], arms.ours.get(arm["arm_id"])
+            if names.get(arm["name"], arm_id) != arm_id:
+                raise self._contradiction(f"arm {arm['name']} has other settings")
+            states = (ours and ours["status"], arm["status"])
+            if ours is None or states == ("running", "finished"):
+                new.append(arm_id)
+                added += ours is None
+            elif states == ("finished", "finished"):
+                both.append(arm_id)
+            elif states == ("running", "running"):
+                open_arms.append(arm_id)
         missing = list[tuple[list[Table], _Where]]()
-        with self._reading():
-            arms = "SELECT arm_id, name, status FROM arms WHERE run_id = ? ORDER BY started_at, arm_id"
-            known = {row["arm_id"]: row for row in self._into.query(arms, [self._run_id]).to_pylist()}
-            names = {row["name"]: arm_id for arm_id, row in known.items()}
-            for arm in self._source.query(arms, [self._run_id]).to_pylist():
-                arm_id, ours = arm["arm_id"], known.get(arm["arm_id"])
-                if names.get(arm["name"], arm_id) != arm_id:
-                    raise self._contradiction(f"arm {arm['name']} has other settings")
-                states = (ours and ours["status"], arm["status"])
-                if ours is None or states == ("running", "finished"):
-                    new.append(arm_id)
-                    added += ours is None
-                elif states == ("finished", "finished"):
-                    both.append(arm_id)
-                elif states == ("running", "running"):
-                    open_arms.append(arm_id)
         for arm_id in both:
             where: _Where = ("arm_id = ?", [arm_id])
             with self._reading():  # for one arm, because writers wait
                 if not _equal(self._source, self._into, TABLES["answers"], where):
-                    raise self._contradiction(f"arm {known[arm_id]['name']} has other answers")
+                    raise self._contradiction(f"arm {arms.ours[arm_id]['name']} has other answers")
                 missing.append((self._missing(_OF_ARM, where), where))
         of_arm = ("arms", *_names(_OF_ARM))
         for first in range(0, len(new), _GROUP_ARMS):
@@ -265,7 +303,8 @@ class _RunMerge:
             emptied = [(f"DELETE FROM {name} WHERE {where[0]}", where[1]) for name in of_arm]
             _copy(self._source, self._into, dict.fromkeys(of_arm, where), first=emptied)
         for tables, where in missing:
-            self._add_missing(tables, where)
+            if tables:
+                _copy(self._source, self._into, {table.name: where for table in tables})
         if open_arms:
             responses = _rows(self._source, "responses", ("arm_id IN (SELECT unnest(?))", [open_arms]))
             with self._into.open_transaction() as connection:
@@ -282,43 +321,26 @@ class _RunMerge:
         """Return the tables of which the source has rows and the store has none."""
         return [t for t in tables if not _count(self._into, t, where) and _count(self._source, t, where)]
 
-    def _add_missing(self, tables: Sequence[Table], where: _Where) -> None:
-        if tables:
-            _copy(self._source, self._into, {table.name: where for table in tables})
+    def _compare_tables(self, tables: Sequence[Table], where: _Where) -> None:
+        """Raise MergeError if results of the whole run differ; those that follow from shards or arms may."""
+        for table in tables:
+            if not _equal(self._source, self._into, table, where):
+                raise self._contradiction(f"other rows of {table.name}")
 
-    def _add_tables(self) -> None:
-        """Add the results of the whole run; those that follow from shards or arms may differ. Either store may have
-        units of a plan or pruning that the other one lacks.
-        """
-        where: _Where = ("run_id = ?", [self._run_id])
-        with self._reading():
-            units = _rows(self._source, "measured_units", where)
-            missing = self._missing(_OF_RUN, where)
-            if not self._by_shard and not _count(self._into, TABLES["arms"], where):
-                for table in _OF_RUN:
-                    if table not in missing and not _equal(self._source, self._into, table, where):
-                        raise self._contradiction(f"other rows of {table.name}")
-        if units.num_rows:
-            with self._into.open_transaction() as connection:
-                _insert(connection, "measured_units", units, "OR IGNORE ")
-        self._add_missing(missing, where)
-
-    def _finish(self) -> None:
-        """Join both rows of ``runs`` into one, and set its status."""
+    def _finish(self, connection: duckdb.DuckDBPyConnection) -> dict[str, Any]:
+        """Join both rows of ``runs`` into one, and set its status; return what `MergedRun` shows of it."""
         theirs, ours = self._theirs, self._ours or self._theirs
         read = next((run for run in (ours, theirs) if _is_read(run)), ours)
         total = next((run["total_shards"] for run in (read, ours, theirs) if run["total_shards"] is not None), None)
+        counted = "(SELECT count(*) FROM shards WHERE run_id = $1)"
+        unfinished = "(SELECT count(*) FROM arms WHERE run_id = $1 AND status <> 'finished')"
+        [(shards, open_arms)] = connection.execute(f"SELECT {counted}, {unfinished}", [self._run_id]).fetchall()
         status: RunStatus
         if self._by_shard:
-            complete = _is_read(read) and self._shards() == total
-            status = "finished" if complete else "part"
+            status = "finished" if _is_read(read) and shards == total else "part"
         else:
-            unfinished = ("run_id = ? AND status <> 'finished'", [self._run_id])
-            complete = "finished" in (ours["status"], theirs["status"])
-            complete = complete and not _count(self._into, TABLES["arms"], unfinished)
-            status = "finished" if complete else "running"
+            status = "finished" if "finished" in (ours["status"], theirs["status"]) and not open_arms else "running"
         parts = json.loads(theirs["config"]).get("parts", ())
-        ends = [run["finished_at"] for run in (ours, theirs) if run["finished_at"] is not None]
         values = {
             "started_at": min(ours["started_at"], theirs["started_at"]),
             "config": to_json(joined_parts(json.loads(ours["config"]), parts)),
@@ -326,14 +348,15 @@ class _RunMerge:
             "writer": this_process(),
         }
         if status != "running":
-            report = None if read["report"] is None else json.loads(read["report"])
-            self._into.finish_run(
-                self._run_id, status=status, report=report, total_shards=total, corpus_hash=read["corpus_hash"]
-            )
-            values["finished_at"] = max(ends, default=None)
-        with self._into.open_transaction() as connection:
-            changes = ", ".join(f"{name} = ?" for name in values)
-            connection.execute(f"UPDATE runs SET {changes} WHERE run_id = ?", [*values.values(), self._run_id])
+            ends = [run["finished_at"] for run in (ours, theirs) if run["finished_at"] is not None]
+            values |= {"status": status, "finished_at": max(ends, default=None), "total_shards": total}
+            values |= {name: read[name] for name in ("report", "corpus_hash") if read[name] is not None}
+        changes = ", ".join(f"{name} = ?" for name in values)
+        connection.execute(f"UPDATE runs SET {changes} WHERE run_id = ?", [*values.values(), self._run_id])
+        shown = ("run_id", "kind", "model", "corpus", "status", "total_shards")
+        row = connection.execute(f"SELECT {', '.join(shown)} FROM runs WHERE run_id = ?", [self._run_id]).fetchone()
+        assert row is not None
+        return dict(zip(shown, row, strict=True)) | {"shards": shards}
 
     def _provenance(self) -> str | None:
         """Return the software and devices of both runs in the order of time, and report changes."""
@@ -350,22 +373,9 @@ class _RunMerge:
             self._say(f"run {self._run_id} in {self._source.path}: {changes}; both are recorded in runs.provenance")
         return to_json(sorted([*ours, *new], key=lambda entry: str(entry.get("since", ""))))
 
-    def _shards(self) -> int:
-        return _count(self._into, TABLES["shards"], ("run_id = ?", [self._run_id]))
-
-    def _result(self, shards: int, arms: int) -> MergedRun:
-        with self._into.reading():
-            [run] = self._into.query("FROM runs WHERE run_id = ?", [self._run_id]).to_pylist()
-            facts = {name: run[name] for name in ("run_id", "kind", "model", "corpus", "status", "total_shards")}
-            return MergedRun(**facts, shards=self._shards(), added_shards=shards, added_arms=arms)
-
 
 def _names(tables: Sequence[Table]) -> list[str]:
     return [table.name for table in tables]
-
-
-def _schema(store: Store, table: str) -> pa.Schema:
-    return _rows(store, table, ("false", [])).schema
 
 
 def _count(store: Store, table: Table, where: _Where) -> int:

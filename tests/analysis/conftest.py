@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from headscan.analysis.store.records import ArmRecord, RunRecord, ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
 from headscan.catalog import PROFILES, STATISTICS
+from tests.stores import copy_store
 
 SEQUENCES, LAYERS, HEADS, GROUP = 23, 3, 4, 2
 
@@ -76,12 +76,13 @@ def scan_record(fingerprint: str = "f0", **changes: object) -> RunRecord:
 
 def write_scan(path: Path, stats: dict[str, np.ndarray], fingerprint: str = "f0", shard_size: int = 15) -> Scan:
     store = Store(path, lock_timeout=5.0)
-    run_id = store.begin_run(scan_record(fingerprint)).run_id
     total = len(next(iter(stats.values())))
-    for shard, first in enumerate(range(0, total, shard_size)):
-        count = min(shard_size, total - first)
-        record = ShardRecord(shard, f"c{shard}", 0.5, "worker")
-        store.add_shards(run_id, [ShardToWrite(record, sequence_table(first, count), head_table(stats, first, count))])
+    with store.one_transaction():
+        run_id = store.begin_run(scan_record(fingerprint)).run_id
+        for shard, first in enumerate(range(0, total, shard_size)):
+            count = min(shard_size, total - first)
+            record, sequences = ShardRecord(shard, f"c{shard}", 0.5, "worker"), sequence_table(first, count)
+            store.add_shards(run_id, [ShardToWrite(record, sequences, head_table(stats, first, count))])
     store.finish_run(run_id, report={"empty": 1}, total_shards=shard + 1, corpus_hash="corpus")
     return Scan(store, run_id, stats)
 
@@ -96,8 +97,7 @@ def _written(tmp_path_factory: pytest.TempPathFactory) -> Scan:
 @pytest.fixture
 def scan(_written: Scan, tmp_path: Path) -> Scan:
     """A scan of its own for each test, in two shards."""
-    path = tmp_path / "scan.duckdb"
-    shutil.copy(_written.store.path, path)
+    path = copy_store(_written.store.path, tmp_path / "scan.duckdb")
     return Scan(Store(path, lock_timeout=5.0), _written.run_id, _written.stats)
 
 
@@ -124,7 +124,7 @@ def evaluate(tmp_path: Path, empty_store: Path) -> Callable[..., tuple[Store, st
     ) -> tuple[Store, str]:
         store = Store(tmp_path / "evaluation.duckdb", lock_timeout=5.0)
         if not store.path.exists():
-            shutil.copy(empty_store, store.path)
+            copy_store(empty_store, store.path)
         config = {"groups": groups} if groups else {}
         # One opening of the file for all arms: the store's own methods open it for each.
         with store.one_transaction():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +13,6 @@ from headscan.analysis.store.store import Store
 from headscan.catalog import PROFILES, STATISTICS
 
 SINK, RECENT = 4, 16
-
-
-@cache
-def _empty_store() -> bytes:
-    """Making the tables takes longer than all the rest of a fixture."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "empty.duckdb"
-        with Store(path).connect(create=True):
-            pass
-        return path.read_bytes()
 
 
 def site(
@@ -63,7 +51,7 @@ def write_scan(
     """A finished scan. ``statistics``: name to (sequences, layers, heads), of profiles with bins behind; the others
     are NaN. ``tokens``: lengths."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(_empty_store())
+    path.unlink(missing_ok=True)
     store = Store(path, lock_timeout=5.0)
     layers, heads = 1 + max(s["layer"] for s in grid), max(s["num_attention_heads"] for s in grid)
     record = {
@@ -78,7 +66,6 @@ def write_scan(
         "packages": {"torch": "2.13", "transformers": "5.23"},
         "code_version": "0.1.0",
     } | changes
-    run_id = store.begin_run(RunRecord("scan", "f0", "tiny", layers, heads, **record)).run_id
     count = len(tokens)
     keys = [(i, s["layer"], h, h // _group(s)) for i in range(count) for s in grid for h in range(_heads(s))]
     sequence, layer, head, kv_head = (np.array(column) for column in zip(*keys, strict=True))
@@ -94,7 +81,9 @@ def write_scan(
         "truncated": [False] * count,
         "content_hash": [f"h{i}" for i in numbers],
     }
-    store.add_shards(run_id, [ShardToWrite(ShardRecord(0, "c0"), pa.table(sequences), pa.table(table))])
+    with store.one_transaction():
+        run_id = store.begin_run(RunRecord("scan", "f0", "tiny", layers, heads, **record)).run_id
+        store.add_shards(run_id, [ShardToWrite(ShardRecord(0, "c0"), pa.table(sequences), pa.table(table))])
     store.finish_run(run_id, total_shards=1, corpus_hash="c0de")
     return store, run_id
 
@@ -138,20 +127,22 @@ def evaluation_record(store: Store, fingerprint: str) -> RunRecord:
 
 def write_evaluation(store: Store, seeds: int = 3, questions: int = 800, prefix: str = "") -> str:
     """An evaluate run of the scanned model: a baseline, two masks, ``seeds`` random controls of each mask's size."""
-    run_id = store.begin_run(evaluation_record(store, "e0")).run_id
+    record = evaluation_record(store, "e0")
     rng = np.random.default_rng(1)
     baseline = rng.random(questions) < 0.7
     arms = [("baseline", "baseline", 0.0, 0)]
     for share, loss in ((0.05, 1), (0.1, 12)):
         arms += [(f"{prefix}output_norm_ln-{share:.0%}", "mask", share, loss)]
         arms += [(f"{prefix}random-{share:.0%}-{s}", "random_mask", share, 80 + 20 * s) for s in range(seeds)]
-    for name, kind, zeroed, loss in arms:
-        correct = baseline.copy()
-        correct[rng.choice(np.flatnonzero(baseline), loss, replace=False)] = False
-        state = store.begin_arm(ArmRecord(run_id, name, kind))  # type: ignore[arg-type]
-        table = {"task": ["sums"] * questions, "question": np.arange(questions), "correct": correct.astype(float)}
-        store.finish_arm(state.arm_id, pa.table(table), zeroed_share=zeroed)
-    store.finish_run(run_id)
+    with store.one_transaction():
+        run_id = store.begin_run(record).run_id
+        for name, kind, zeroed, loss in arms:
+            correct = baseline.copy()
+            correct[rng.choice(np.flatnonzero(baseline), loss, replace=False)] = False
+            state = store.begin_arm(ArmRecord(run_id, name, kind))  # type: ignore[arg-type]
+            table = {"task": ["sums"] * questions, "question": np.arange(questions), "correct": correct.astype(float)}
+            store.finish_arm(state.arm_id, pa.table(table), zeroed_share=zeroed)
+        store.finish_run(run_id)
     return run_id
 
 

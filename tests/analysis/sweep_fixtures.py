@@ -44,22 +44,23 @@ def write_sweep(
     recall: bool = True,
 ) -> str:
     """An evaluate run with one arm per kind, score and share, and ``seeds`` random ones per kind and share."""
-    run_id = store.begin_run(evaluation_record(store, "sweep")).run_id
+    begun = evaluation_record(store, "sweep")
     rng = np.random.default_rng(0)
     tasks = ["sums"] * questions + [task for task in RECALL_TASKS * recall for _ in range(RECALL_QUESTIONS)]
     baseline = rng.random(len(tasks)) < BASELINE
     in_benchmark = np.arange(len(tasks)) < questions
-    records = [ArmRecord(run_id, "baseline", "baseline")]
-    for kind in kinds:
-        for share in shares:
-            for score in scores:
-                name = f"{kind} {score} {share:.0%}"
-                records.append(ArmRecord(run_id, name, kind, score=score, share=share))  # type: ignore[arg-type]
-            for seed in range(seeds):
-                name = f"random {kind} {share:.0%} seed {seed}"
-                records.append(ArmRecord(run_id, name, f"random_{kind}", share=share, seed=seed))  # type: ignore[arg-type]
     # One opening of the file for all arms: the store's own methods open it for each.
     with store.one_transaction():
+        run_id = store.begin_run(begun).run_id
+        records = [ArmRecord(run_id, "baseline", "baseline")]
+        for kind in kinds:
+            for share in shares:
+                for score in scores:
+                    name = f"{kind} {score} {share:.0%}"
+                    records.append(ArmRecord(run_id, name, kind, score=score, share=share))  # type: ignore[arg-type]
+                for seed in range(seeds):
+                    name = f"random {kind} {share:.0%} seed {seed}"
+                    records.append(ArmRecord(run_id, name, f"random_{kind}", share=share, seed=seed))  # type: ignore[arg-type]
         for record in records:
             share = record.share or 0.0
             correct = baseline.copy()
@@ -77,5 +78,5 @@ def write_sweep(
             }
             arm_id = store.begin_arm(record).arm_id
             store.finish_arm(arm_id, pa.table(answers), zeroed_share=realised(record.score, share))
-    store.finish_run(run_id)
+        store.finish_run(run_id)
     return run_id

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -33,6 +32,7 @@ from headscan.pruning import save_model
 from tests import warm_python
 from tests.pipelines.kv.kv_plans import model_of
 from tests.small_models import make_model
+from tests.stores import copy_store
 
 TEXTS = [
     f"{name} counts to {i}: " + " ".join(str(n) for n in range(i)) for i, name in enumerate(("ada", "bo", "cy"), 9)
@@ -136,7 +136,7 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def store(empty_store: Path, tmp_path: Path) -> Store:
     """A store that has been made, for that takes longer than to copy it."""
-    return Store(shutil.copy(empty_store, tmp_path / "s.duckdb"))
+    return Store(copy_store(empty_store, tmp_path / "s.duckdb"))
 
 
 @contextmanager

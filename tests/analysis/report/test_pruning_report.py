@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import Verdict, judge
 from tests.analysis.conftest import HEADS, LAYERS, answer_table
+from tests.stores import copy_store
 
 EVIL = "<script>alert('1')</script>"
 TASKS = np.repeat(["sums", "needle@512"], [400, 200])
@@ -42,7 +42,7 @@ ARMS: dict[str, tuple[str, int, float, tuple[tuple[int, int], ...]]] = {
 
 @pytest.fixture
 def evaluation(tmp_path: Path, empty_store: Path) -> tuple[Store, dict[str, Any], Verdict]:
-    store = Store(shutil.copy(empty_store, tmp_path / "s.duckdb"))
+    store = Store(copy_store(empty_store, tmp_path / "s.duckdb"))
     sites = [{"site": "self", "layer": layer, "num_attention_heads": HEADS} for layer in range(LAYERS)]
     with store.one_transaction():
         record = RunRecord("evaluate", "e", "tiny", LAYERS, HEADS, grid=sites)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from headscan.analysis.verdicts.judge import judge
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from tests.analysis.conftest import HEADS, LAYERS, Scan, answer_table, make_stats, write_scan
 from tests.analysis.sweep_fixtures import write_sweep
+from tests.stores import copy_store
 
 TASKS = np.array(["sums"] * 40 + ["needle@512"] * 40)
 EVALUATION = RunRecord("evaluate", "e", "tiny", LAYERS, HEADS, config={"requests": 80})
@@ -30,7 +30,7 @@ def new(tmp_path: Path, empty_store: Path) -> dict[str, Store]:
     """Three stores: one and two have no rows, all does not exist."""
     paths = {name: tmp_path / f"{name}.duckdb" for name in ("one", "two", "all")}
     for name in ("one", "two"):
-        shutil.copy(empty_store, paths[name])
+        copy_store(empty_store, paths[name])
     return {name: Store(path) for name, path in paths.items()}
 
 
@@ -75,9 +75,10 @@ def test_a_merged_store_equals_its_only_source(scan: Scan, new: dict[str, Store]
     write_sweep(store, scores=("entropy", "output_norm_ln"), shares=(0.1, 0.3), questions=200)
     run_id = write_arms(store, ARMS)
     store.replace_split_verdicts(run_id, _split_rows(store, run_id))
-    probe = store.begin_run(RunRecord("probe", "p", "tiny", LAYERS, HEADS)).run_id
-    store.add_behaviours(probe, _behaviours(0.5))
-    store.finish_run(probe)
+    with store.one_transaction():
+        probe = store.begin_run(RunRecord("probe", "p", "tiny", LAYERS, HEADS)).run_id
+        store.add_behaviours(probe, _behaviours(0.5))
+        store.finish_run(probe)
     merged = merge_stores([store], new["all"])
     assert {run.status for run in merged} == {"finished"}
     with store.reading(), new["all"].reading():
@@ -110,9 +111,10 @@ def test_arms_of_one_evaluation_come_together(new: dict[str, Store]) -> None:
     assert (first[0].added_arms, second[0].added_arms, second[0].status) == (2, 1, "finished")
     whole = Store(new["all"].path.with_name("whole.duckdb"))
     write_arms(whole, ARMS)
-    for table in ("arms", "answers", "arm_verdicts"):
-        assert content(new["all"], table) == content(whole, table), table
-    assert judge(new["all"], run_id) == judge(whole, run_id)
+    with new["all"].reading(), whole.reading():
+        for table in ("arms", "answers", "arm_verdicts"):
+            assert content(new["all"], table) == content(whole, table), table
+        assert judge(new["all"], run_id) == judge(whole, run_id)
 
 
 def test_a_finished_arm_replaces_an_unfinished_one(new: dict[str, Store]) -> None:
@@ -122,8 +124,9 @@ def test_a_finished_arm_replaces_an_unfinished_one(new: dict[str, Store]) -> Non
         into = Store(new["all"].path.with_name(f"{order[0]}-first.duckdb"))
         [merged] = merge_stores([new[name] for name in order], into)
         assert (merged.status, merged.added_arms) == ("finished", 2)
-        assert content(into, "responses") == []
-        assert content(into, "answers") == content(new["two"], "answers")
+        with into.reading():
+            assert content(into, "responses") == []
+            assert content(into, "answers") == content(new["two"], "answers")
 
 
 def test_responses_of_an_unfinished_arm_come_together(new: dict[str, Store]) -> None:
@@ -160,9 +163,10 @@ def test_arms_and_masks_of_one_name_must_be_equal(new: dict[str, Store]) -> None
 
 def test_results_of_a_run_must_be_equal(new: dict[str, Store]) -> None:
     for name, value in (("one", 0.5), ("two", 0.75)):
-        run_id = new[name].begin_run(RunRecord("probe", "p", "tiny", LAYERS, HEADS)).run_id
-        new[name].add_behaviours(run_id, _behaviours(value))
-        new[name].finish_run(run_id)
+        with new[name].one_transaction():
+            run_id = new[name].begin_run(RunRecord("probe", "p", "tiny", LAYERS, HEADS)).run_id
+            new[name].add_behaviours(run_id, _behaviours(value))
+            new[name].finish_run(run_id)
     with pytest.raises(MergeError, match=f"run {run_id}: other rows of head_behaviours"):
         merge_stores([new["one"], new["two"]], new["all"])
 
@@ -199,11 +203,12 @@ def test_every_table_has_an_owner() -> None:
 
 
 def _units(store: Store, numbers: dict[str, list[float]], *, finished: bool) -> str:
-    run_id = store.begin_run(RunRecord("prune", "p", "tiny", LAYERS, HEADS)).run_id
     rows = [{"unit": unit, "what": "damage", "numbers": values} for unit, values in numbers.items()]
-    store.add_measured_units(run_id, pa.Table.from_pylist(rows))
-    if finished:
-        store.finish_run(run_id)
+    with store.one_transaction():
+        run_id = store.begin_run(RunRecord("prune", "p", "tiny", LAYERS, HEADS)).run_id
+        store.add_measured_units(run_id, pa.Table.from_pylist(rows))
+        if finished:
+            store.finish_run(run_id)
     return run_id
 
 

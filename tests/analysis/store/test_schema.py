@@ -133,11 +133,14 @@ def test_a_changed_definition_is_named(
         lambda: scan.store.begin_run(scan_record()),
         lambda: scan.store.export_parquet(tmp_path),
     )
-    for attempt in attempts:
+    verbs = (["status"], ["sql", "FROM head_summary"], ["rank"], ["report", "--out", str(tmp_path / "r.html")])
+    # What reads a file is refused everywhere; for the other changes, writing and one verb say that they are noticed.
+    everywhere = any("{secret}" in statement for statement in statements)
+    for attempt in attempts if everywhere else attempts[1:2]:
         with pytest.raises(StoreChangedError) as caught:
             attempt()
         assert named in str(caught.value) and "\n" not in str(caught.value)
-    for verb in (["status"], ["sql", "FROM head_summary"], ["rank"], ["report", "--out", str(tmp_path / "r.html")]):
+    for verb in verbs if everywhere else verbs[1:2]:
         assert main([*verb, "--store", str(path)]) == 2
         out, err = capsys.readouterr()
         assert named in err and "secret words" not in out + err and "Traceback" not in err

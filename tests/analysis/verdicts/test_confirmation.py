@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +31,7 @@ from headscan.analysis.verdicts.paired import PairedDifference, about, compare, 
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from headscan.catalog import SCORES
 from tests.analysis.sweep_fixtures import write_sweep
+from tests.stores import copy_store
 
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 
@@ -247,7 +247,7 @@ def harmed(written: dict[str, tuple[Path, str]], tmp_path: Path) -> Callable[[st
 
     def copied(part: str) -> tuple[Store, str]:
         path, run_id = written[part]
-        return Store(shutil.copy(path, tmp_path / "s.duckdb"), lock_timeout=5.0), run_id
+        return Store(copy_store(path, tmp_path / "s.duckdb"), lock_timeout=5.0), run_id
 
     return copied
 

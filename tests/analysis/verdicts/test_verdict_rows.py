@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import astuple
@@ -25,6 +24,7 @@ from headscan.analysis.verdicts.verdict_rows import (
     task_verdicts,
 )
 from tests.analysis.conftest import answer_table
+from tests.stores import copy_store
 
 Evaluate = Callable[..., tuple[Store, str]]
 
@@ -285,7 +285,7 @@ def _asked(task: str, documents: list[str | None], recall: bool = False) -> list
 @pytest.fixture(scope="module")
 def several(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Store:
     """A store for runs of several tests."""
-    return Store(shutil.copy(empty_store, tmp_path_factory.mktemp("several") / "s.duckdb"))
+    return Store(copy_store(empty_store, tmp_path_factory.mktemp("several") / "s.duckdb"))
 
 
 def _parts(several: Store, questions: list[dict[str, object]], correct: float = 1.0) -> dict[tuple[str, int], str]:

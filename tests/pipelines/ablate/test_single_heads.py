@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -43,6 +42,7 @@ from headscan.pipelines.settings.evaluation_settings import (
 )
 from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood, run_on
 from tests.small_models import make_model
+from tests.stores import copy_store
 
 LAYERS = 3
 
@@ -215,7 +215,7 @@ class _FailingPool(InProcessPool):
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_and_gives_the_same_rows(on_text: AblateConfig, store: Store, empty_store: Path) -> None:
-    whole = Store(shutil.copy(empty_store, store.path.with_name("whole.duckdb")))
+    whole = Store(copy_store(empty_store, store.path.with_name("whole.duckdb")))
     expected = single_head_effects(on_text, run_on(InProcessPool(on_text.evaluation.model, THREADS), whole))
     with pytest.raises(KeyboardInterrupt):
         single_head_effects(on_text, run_on(_FailingPool(on_text.evaluation.model, 2), store))
@@ -249,7 +249,7 @@ def test_the_table_costs_less_than_065_masked_evaluations_per_head(
     spec = ModelSpec(str(folder))
     evaluation = EvaluateConfig(spec, TaskConfig(("counting",), include_path=str(task_folder)), recall=None)
     table = _work(spec, lambda pool: single_head_effects(AblateConfig(evaluation), run_on(pool, store)))
-    other = Store(shutil.copy(empty_store, tmp_path / "other.duckdb"))
+    other = Store(copy_store(empty_store, tmp_path / "other.duckdb"))
     both = _work(spec, lambda pool: evaluate(evaluation, run_on(pool, other), [BASELINE, mask_arm([(0, 0)])]))
     masked = both / 2  # the mask of a head in the first layer shares nothing with the baseline
     assert table <= 0.65 * layers * heads * masked

@@ -7,7 +7,6 @@ import inspect
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -28,6 +27,7 @@ from headscan.pipelines.cli.option_parser import options_of
 from headscan.pipelines.cli.results import Json, Result
 from tests.pipelines.conftest import make_tokenizer
 from tests.small_models import make_model
+from tests.stores import copy_store
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +209,7 @@ def test_plan_export_and_report(store: Path, tmp_path: Path, capsys: pytest.Capt
 def test_a_report_leaves_out_an_evaluation_that_compares_nothing(
     store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = Store(shutil.copy(store, tmp_path / "s.duckdb"))
+    own = Store(copy_store(store, tmp_path / "s.duckdb"))
     scanned = own.runs("scan")[0]
     same = {name: scanned[name] for name in ("model_config_hash", "weights_hash", "tokenizer_hash")}
     record = RunRecord("evaluate", "alone", scanned["model"], scanned["num_layers"], scanned["num_heads"], **same)

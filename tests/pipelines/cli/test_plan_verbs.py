@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ from headscan.pipelines.cli.main import main, read_command
 from headscan.pipelines.cli.verb_base import DEMO_CORPUS
 from tests.analysis.plan_fixtures import RECENT, SINK, everything, site, write_scan
 from tests.analysis.plans.test_plan_methods import write_probe
+from tests.stores import copy_store
 
 LAYERS, HEADS = 4, 4
 TOKENS = [64, 200]
@@ -84,8 +84,8 @@ def test_probes_and_seeds_make_plans(store: Path, tmp_path: Path) -> None:
     one, two = (plan(store, tmp_path / "p.json", "--method", "random", "--seed", seed) for seed in (1, 2))
     assert one.window_heads != two.window_heads and len(one.window_heads) == len(two.window_heads) == 8
     probe = write_probe(tmp_path, retrieval_score=[[0.5, 0.0, 0.1, 0.0], [0.0, 0.3, 0.2, 0.1]])
-    copied = shutil.copy(probe.path, tmp_path / "copy.duckdb")
-    assert plan(Path(copied), tmp_path / "p.json", "--method", "retrieval_score").window_heads == [(0, 1), (1, 1)]
+    copied = copy_store(probe.path, tmp_path / "copy.duckdb")
+    assert plan(copied, tmp_path / "p.json", "--method", "retrieval_score").window_heads == [(0, 1), (1, 1)]
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from headscan.pipelines.scoring.bundles import LEAST_SIZE
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from tests.pipelines.conftest import THREADS, make_tokenizer, run_on
 from tests.small_models import make_model
+from tests.stores import copy_store
 
 #: The first two are answered together.
 ARMS = [
@@ -188,7 +189,7 @@ def test_a_run_resumes_after_its_process_is_killed(
 
 def test_finished_arms_are_not_run_again(config: EvaluateConfig, tmp_path: Path, undisturbed: Store) -> None:
     store = Store(tmp_path / "s.duckdb")
-    shutil.copy(undisturbed.path, store.path)
+    copy_store(undisturbed.path, store.path)
     said: list[str] = []
     pool = CountingPool(config.model)
     run(config, store, pool, say=said.append)

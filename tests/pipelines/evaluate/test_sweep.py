@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, SweepConfig, TaskConfig
 from tests.pipelines.conftest import THREADS, make_tokenizer, run_on, write_task
 from tests.small_models import make_model
+from tests.stores import copy_store
 
 
 class Swept(NamedTuple):
@@ -55,7 +55,7 @@ def config(spec: ModelSpec, task_folder: Path) -> SweepConfig:
 
 @pytest.fixture(scope="module")
 def swept(config: SweepConfig, empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Swept:
-    store, said = Store(shutil.copy(empty_store, tmp_path_factory.mktemp("swept"))), list[str]()
+    store, said = Store(copy_store(empty_store, tmp_path_factory.mktemp("swept"))), list[str]()
     runs = sweep(config, run_on(InProcessPool(config.evaluation.model, THREADS), store, say=said.append))
     return Swept(store, runs, said)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from headscan.pipelines.runs.run_records import ModelContext, Run
 from tests.pipelines.conftest import THREADS
 from tests.pipelines.kv.test_measured_plan import SMALL as MEASURED
 from tests.pipelines.kv.test_measured_plan import SPEC
+from tests.stores import copy_store
 
 #: Resuming does not depend on how much is measured.
 SMALL = replace(MEASURED, sequences=2)
@@ -95,7 +95,7 @@ def test_a_stopped_plan_resumes_with_the_same_numbers(
 def test_a_finished_plan_is_not_measured_again_and_other_budgets_share_its_damages(
     undisturbed: tuple[str, list[Any]], finished: Path, tmp_path: Path
 ) -> None:
-    store = Path(shutil.copy(finished, tmp_path / "s.duckdb"))
+    store = copy_store(finished, tmp_path / "s.duckdb")
     again, measured = made(store)
     assert (again.to_json(), measured) == (undisturbed[0], [])
     other, measured = made(store, count=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig
 from headscan.pruning.edited_model import Divergence
 from headscan.pruning.head_selection import SelectionConfig
 from tests.pipelines.conftest import THREADS
+from tests.stores import copy_store
 
 #: Two stages, choices nearby, and a search for a size by its loss.
 SELECTION = SelectionConfig(first_share=0.2, next_share=0.2, tries=3, judged_tokens=200)
@@ -134,7 +134,7 @@ def test_a_finished_pruning_leaves_nothing_to_measure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # type: ignore[no-untyped-def]
     heads, weights, _ = undisturbed
-    shutil.copy(finished / "s.duckdb", tmp_path)
+    copy_store(finished / "s.duckdb", tmp_path)
     found, again, rest = pruned(model_folder, corpus_folder, tmp_path, monkeypatch)
     assert (found, again, rest.units, rest.passes) == (heads, weights, 0, 0)
 

@@ -37,8 +37,8 @@ SPEC = ModelSpec("demo", "float32")
 
 def tiny(out: Path, **changes: object) -> StudyConfig:
     settings = {
-        "tokens": 96,
-        "criteria": ("output_norm_ln", "importance", "importance_recall"),
+        "tokens": 72,
+        "criteria": ("output_norm_ln", "importance_recall"),
         "shares": (0.02, 0.5),
         "window_shares": (0.5,),
         "prune_shares": (0.05,),
