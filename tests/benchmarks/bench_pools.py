@@ -83,6 +83,7 @@ def imagine(workers: int, shards: int, killed: int) -> None:
         memory = sum(psutil.Process(pid_of(name)).memory_full_info().uss for name in names) / workers
         print(f"{workers} workers: the pool is open after {opened:.1f} s, all answer after {took:.1f} s; ", end="")
         print(f"{memory / 2**20:.0f} MiB of its own each", flush=True)
+        scan_imagined(pool, Path(folder) / "warm.duckdb", _IMAGINED, 2 * workers)  # imports, and tables in all workers
         for number, times in enumerate((1, 4)):
             count = times * shards * workers
             cost = scan_imagined(pool, Path(folder) / f"{number}.duckdb", _IMAGINED, count)
