@@ -22,7 +22,9 @@ from headscan.errors import first_line
 _CONNECT_TIMEOUT, _ANSWER_TIMEOUT = 10.0, 25.0
 #: What Ray prints on standard output about lost nodes and workers, up to 8 kB long, where the pool logs one line, and
 #: about many workers that start at once.
-_NOISE = r"^Raylet is terminated|^The node with node id|^A worker died or was killed|^WARNING: \d+ PYTHON worker processes"
+_NOISE = (
+    r"^Raylet is terminated|^The node with node id|^A worker died or was killed|^WARNING: \d+ PYTHON worker processes"
+)
 #: Python code that connects to a cluster. Ray retries for minutes, and writes its log to file descriptor 2.
 _PROBE = """
 import logging, sys

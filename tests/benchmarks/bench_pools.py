@@ -42,8 +42,8 @@ from tests.benchmarks.random_checkpoint import Shape, make_checkpoint
 
 _SHAPE = Shape(layers=8, hidden=512, mlp=2048, heads=8, kv_heads=4)
 _SEQUENCES, _TOKENS, _BATCH = 8, 256, 512
-#: Shards of imagined workers, as of an 8B model, and the seconds that each takes while workers are killed.
-_IMAGINED, _SECONDS = ShardShape(layers=32, heads=32, sequences=8, tokens=512), 1.0
+#: Shards of imagined workers, as of an 8B model.
+_IMAGINED = ShardShape(layers=32, heads=32, sequences=8, tokens=512)
 
 
 def made_items(count: int) -> list[ShardItem]:
@@ -73,8 +73,10 @@ def seconds(pools: Mapping[str, Pool], items: list[ShardItem], rounds: int) -> d
     return took
 
 
-def imagine(workers: int, shards: int, killed: int) -> None:
-    """Print what the driver of many workers costs; ``shards`` is the number per worker."""
+def imagine(workers: int, shards: int, killed: int, seconds: float) -> None:
+    """Print what the driver of many workers costs; ``shards`` is the number per worker. A shard takes ``seconds`` while
+    workers are killed, else no time.
+    """
     began = time.perf_counter()
     with ImaginedPool(workers) as pool, tempfile.TemporaryDirectory() as folder:
         opened = time.perf_counter() - began
@@ -90,10 +92,10 @@ def imagine(workers: int, shards: int, killed: int) -> None:
             print(f"{count} shards: {cost}", flush=True)
         killer = Killer(pool, killed, after=shards * workers // 4)
         scan_imagined(
-            pool, Path(folder) / "killed.duckdb", _IMAGINED, shards * workers, seconds=_SECONDS, watch=[killer]
+            pool, Path(folder) / "killed.duckdb", _IMAGINED, shards * workers, seconds=seconds, watch=[killer]
         )
         print(
-            f"{len(killer.killed)} workers killed at once had {killer.held} shards of {_SECONDS:g} s; {killer.again} "
+            f"{len(killer.killed)} workers killed at once had {killer.held} shards of {seconds:g} s; {killer.again} "
             f"were measured again, the last after {killer.recovered:.1f} s; no row is lost or doubled"
         )
         if killer.replaced:
@@ -107,9 +109,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--imagined", type=int, metavar="N", help="workers that give ready-made tables")
     parser.add_argument("--killed", type=int, default=10, help="imagined workers killed at once (default: 10)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of a shard while workers are killed (default: 5)")
     options = parser.parse_args()
     if options.imagined is not None:
-        imagine(options.imagined, options.shards, options.killed)
+        imagine(options.imagined, options.shards, options.killed, options.seconds)
         return
     logging.disable_progress_bar()
     layers, half = _SHAPE.layers, _SHAPE.layers // 2
