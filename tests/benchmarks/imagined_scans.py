@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
@@ -46,7 +46,7 @@ class ImaginedPool(RayPool):
         self.watch: Callable[[Finished[Any, Any]], None] = lambda finished: None
         super().__init__(_MODEL, WholePlacement(workers, "cpu", 1))
 
-    def map(self, task: Any, items: Iterable[Any]) -> Iterator[Finished[Any, Any]]:
+    def map(self, task: Any, items: Iterable[Any]) -> Generator[Finished[Any, Any], None, None]:
         for finished in super().map(task, items):
             self.watch(finished)
             yield finished
@@ -57,7 +57,7 @@ class ImaginedPool(RayPool):
         results = self.map(answer, repeat(_ANSWER))
         while len(names) < self.replicas:
             names.add(next(results).worker)
-        results.close()  # type: ignore[attr-defined]
+        results.close()
         return sorted(names)
 
     def held(self) -> dict[str, set[int]]:

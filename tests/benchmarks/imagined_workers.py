@@ -57,17 +57,17 @@ class ImaginedWorker:
     def beat(self) -> str:
         return self._name
 
-    def run(self, task: Callable[[None, Any], Any], item: Any) -> tuple[Any, float, str]:
+    def run(self, task: Callable[[object, Any], Any], item: Any) -> tuple[Any, float, str]:
         started = time.perf_counter()
         return task(None, item), time.perf_counter() - started, self._name
 
 
-def answer(model: None, seconds: float) -> None:
+def answer(model: object, seconds: float) -> None:
     """A pool task that only takes time."""
     time.sleep(seconds)
 
 
-def imagine_shard(model: None, item: ImaginedItem) -> tuple[pa.Table, int]:
+def imagine_shard(model: object, item: ImaginedItem) -> Any:
     """A pool task with the result of `measure_shard`: a ready-made table for the sequences of this shard."""
     time.sleep(item.seconds)
     indices = np.array([text.index for text in item.shard.sequences], dtype=np.int32)
