@@ -43,6 +43,7 @@ bench: $(VENV)/.ready
 	$(BIN)/python -m tests.benchmarks.bench_store
 	$(BIN)/python -m tests.benchmarks.bench_queries --sequences 5120
 	$(BIN)/python -m tests.benchmarks.bench_pools
+	$(BIN)/python -m tests.benchmarks.bench_pools --imagined 16
 	$(BIN)/python -m tests.benchmarks.bench_streaming
 
 # The site is written to site/; a broken link or an unknown reference is an error.

@@ -20,8 +20,11 @@ from headscan.errors import first_line
 
 #: Timeouts of a connection to a port, and of an answer of a cluster since the connection began, in seconds.
 _CONNECT_TIMEOUT, _ANSWER_TIMEOUT = 10.0, 25.0
-#: Reports of a lost node that Ray prints on standard output, one with 8 kB of its log; the pool logs one line instead.
-_NODE_REPORTS = r"^Raylet is terminated|^The node with node id"
+#: What Ray prints on standard output about lost nodes and workers, up to 8 kB long, where the pool logs one line, and
+#: about many workers that start at once.
+_NOISE = (
+    r"^Raylet is terminated|^The node with node id|^A worker died or was killed|^WARNING: \d+ PYTHON worker processes"
+)
 #: Python code that connects to a cluster. Ray retries for minutes, and writes its log to file descriptor 2.
 _PROBE = """
 import logging, sys
@@ -48,7 +51,7 @@ def import_ray(*, local: bool) -> Any:
         # Ray reads this variable when it is imported. With 0 everything listens on 127.0.0.1; a node address of
         # 127.0.0.1 alone would be replaced by the machine's public one.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _NODE_REPORTS)
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _NOISE)
     try:
         import ray
     except ImportError as problem:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from headscan.cluster.actors.session import Session
 from headscan.cluster.actors.supervision import ACTOR, Job, Replica, SupervisedPool
@@ -55,8 +55,10 @@ class _WholeReplica(Replica):
 
 class RayPool(SupervisedPool):
     """Whole replicas on Ray. The pool starts a local Ray (on the loopback interface, without a dashboard) unless a
-    cluster is already connected (`session.connect`), and ends it when it closes.
+    cluster is already connected (`session.connect`), and ends it when it closes. ``worker`` is the class of its actors.
     """
+
+    worker: ClassVar[type[Any]] = Worker
 
     def __init__(self, spec: ModelSpec, placement: ReplicaPlacement, *, timeouts: Timeouts | None = None) -> None:
         session = Session(placement.replicas * placement.threads)
@@ -64,7 +66,7 @@ class RayPool(SupervisedPool):
         # On a local Ray the placement has already divided the CPUs, so a second pool does not wait for the first.
         cpus = 0 if session.local or gpus else placement.threads
         session.check(placement.replicas, GPU=gpus, CPU=cpus)
-        self._remote = session.ray.remote(num_cpus=cpus, num_gpus=gpus, **ACTOR)(Worker)
+        self._remote = session.ray.remote(num_cpus=cpus, num_gpus=gpus, **ACTOR)(self.worker)
         self._spec, self._placement = spec, placement
         super().__init__(session, placement.replicas, [{"GPU": gpus, "CPU": cpus}], timeouts)
 

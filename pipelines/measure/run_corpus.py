@@ -36,8 +36,9 @@ from headscan.sizing.forward_flops import forward_flops
 
 #: Tokens read before the first shard runs, so that the total of most corpora is known and progress shows a time left.
 _READ_AHEAD = 20_000_000
-#: Most shards that wait; then `ShardWriter.add` blocks. A shard of a model with 80 x 64 heads has 25 MB.
-_WAITING = 4
+#: Most bytes of tables that wait; then `ShardWriter.add` blocks. A shard of a model with 80 x 64 heads has 25 MB. Small
+#: shards wait in large groups: together, 64 shards of 1 MB take a quarter of the CPU that they take one by one.
+_WAITING = 100_000_000
 #: Time of a shard whose size is not given, and the most sequences of one.
 _SHARD_SECONDS, _LARGEST_SHARD = 20, 64
 #: Sequences of a shard of a part.
@@ -341,6 +342,7 @@ class ShardWriter:
     def __init__(self, store: Store, run_id: str) -> None:
         self._store, self._run_id = store, run_id
         self._waiting: list[ShardToWrite] = []
+        self._bytes = 0  # of the waiting tables
         self._changed = threading.Condition()
         self._closed = False
         self._problem: BaseException | None = None
@@ -348,9 +350,10 @@ class ShardWriter:
 
     def add(self, shard: ShardToWrite) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: len(self._waiting) < _WAITING or self._problem is not None)
+            self._changed.wait_for(lambda: self._bytes < _WAITING or self._problem is not None)
             self._raise()
             self._waiting.append(shard)
+            self._bytes += shard.heads.nbytes
             self._changed.notify_all()
 
     def __enter__(self) -> Self:
@@ -383,6 +386,6 @@ class ShardWriter:
         """Wait for shards and return all that are queued, or none if the writer is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
-            shards, self._waiting = self._waiting, []
+            shards, self._waiting, self._bytes = self._waiting, [], 0
             self._changed.notify_all()
             return shards

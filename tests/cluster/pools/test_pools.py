@@ -36,9 +36,13 @@ def test_ray_and_in_process_give_the_same(spec: ModelSpec, ray_pool: Pool, jobs:
     assert all(done.seconds > 0 for done in there)
 
 
-def test_a_dead_workers_items_run_again(ray_pool: Pool, jobs: list[Job]) -> None:
+def test_a_dead_workers_items_run_again(
+    ray_pool: Pool, jobs: list[Job], caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture
+) -> None:
     assert sorted(done.value for done in ray_pool.map(tasks.die_once, jobs)) == list(range(6))
     assert (Path(jobs[0].folder) / "died").exists()
+    assert len([line for line in caplog.messages if "failed and is replaced" in line]) == 1
+    assert "A worker died" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.slow

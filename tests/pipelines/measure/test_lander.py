@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -31,8 +32,8 @@ class SlowStore(Store):
         self.written.append([shard.record.shard for shard in shards])
 
 
-def shard(number: int) -> ShardToWrite:
-    return ShardToWrite(ShardRecord(number, "c"), pa.table({}), pa.table({}))
+def shard(number: int, heads: pa.Table | None = None) -> ShardToWrite:
+    return ShardToWrite(ShardRecord(number, "c"), pa.table({}), pa.table({}) if heads is None else heads)
 
 
 def test_shards_that_arrive_during_a_write_are_written_together() -> None:
@@ -40,19 +41,20 @@ def test_shards_that_arrive_during_a_write_are_written_together() -> None:
     with ShardWriter(store, "run") as writer:
         writer.add(shard(0))
         assert store.began.acquire(timeout=20)
-        for number in (1, 2, 3):
+        for number in range(1, 100):
             writer.add(shard(number))
         store.go_on.release(2)
-    assert store.written == [[0], [1, 2, 3]]
+    assert store.written == [[0], list(range(1, 100))]
 
 
 def test_whoever_brings_too_much_waits() -> None:
     store = SlowStore()
+    large = pa.table({"entropy": np.empty(25_000_000, dtype=np.uint8)})
     with ShardWriter(store, "run") as writer:
         writer.add(shard(0))
         assert store.began.acquire(timeout=20)
         for number in range(1, 5):
-            writer.add(shard(number))
+            writer.add(shard(number, large))
         last = threading.Thread(target=writer.add, args=[shard(5)])
         last.start()
         last.join(0.2)
