@@ -1,6 +1,7 @@
 """Ask vLLM for log-probabilities after each prefix of token ids, for greedy tokens, and for the room in its cache.
 
-A request with ``requests``, pairs of token ids and a number, asks for the log-likelihood of so many last tokens.
+A request with ``requests``, pairs of token ids and a number, asks for the log-likelihood of so many last tokens; one
+with ``rounds`` asks how long the prompt ``ids`` takes, and each of ``greedy`` tokens after it.
 
     python ask_vllm.py FOLDER REQUEST.json ANSWER.json
 
@@ -10,6 +11,7 @@ It runs in an environment with vLLM for CPUs and without headscan.
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 #: Environment of vLLM's process; its KV cache has 1 GiB.
@@ -35,7 +37,23 @@ def main(folder: str, request_file: str, answer_file: str) -> None:
         max_model_len=request.get("tokens", 256),
         max_logprobs=request["candidates"],
         max_num_seqs=4,
+        enable_prefix_caching="rounds" not in request,
     )
+    if "rounds" in request:
+        prompt, new = [{"prompt_token_ids": request["ids"]}], request["greedy"]
+
+        def seconds(tokens: int) -> float:
+            began = time.perf_counter()
+            engine.generate(prompt, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
+            return time.perf_counter() - began
+
+        pairs = [(seconds(1), seconds(1 + new)) for _ in range(1 + request["rounds"])][1:]
+        answer = {
+            "prefill_seconds": [prefill for prefill, _ in pairs],
+            "token_seconds": [(both - prefill) / new for prefill, both in pairs],
+        }
+        Path(answer_file).write_text(json.dumps(answer), encoding="utf-8")
+        return
     if "requests" in request:
         asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
         prompts = [{"prompt_token_ids": ids} for ids, _ in request["requests"]]

