@@ -1,4 +1,4 @@
-"""Measure, ablate and rank the attention heads of a decoder.
+"""Measure, ablate and rank the attention heads of a language model.
 
     lm = headscan.load("path-or-hub-name")
     stats = headscan.collect(lm, input_ids, lengths)

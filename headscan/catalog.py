@@ -20,7 +20,8 @@ from typing import Annotated, Literal
 from headscan.errors import InterventionError, unknown_name
 from headscan.options import Option, check_limits
 
-#: Number of first tokens that form the sink (arXiv 2309.17453), and of last tokens that are recent.
+#: Number of first tokens that form the sink (arXiv 2309.17453), and of last tokens that are recent: the keys of the
+#: mass statistics, and what a window head keeps.
 DEFAULT_SINK = 4
 DEFAULT_RECENT = 256
 
@@ -442,8 +443,8 @@ def check_behaviours(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in BEHAVIOURS if name in wanted)
 
 
-#: Name of the value that an ablation tests.
-Value = Literal["zero", "mean", "resample"]
+#: What replaces the output of an ablated head.
+ReplacementKind = Literal["zero", "mean", "resample"]
 
 
 def head_count(share: float, total: int) -> int:

@@ -78,7 +78,7 @@ def _warn_of_ignored_windows(config: PreTrainedConfig, source: str) -> None:
     if config.model_type == "llama" and "sliding_attention" in types:
         _log.warning(
             "transformers ignores layer_types of a Llama: all layers of %s see all tokens here, but a window in vLLM. "
-            "Load the form of `export layer-types --architecture ministral` for the windows",
+            "Export it as `ministral` with `headscan export layer-types` for the windows",
             source,
         )
 

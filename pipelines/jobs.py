@@ -1,7 +1,7 @@
 """The command line's jobs as functions.
 
 Each takes the settings object of its verb, chooses a placement, runs with a progress bar and resumes as the verb does.
-All settings have their names here, too:
+Their settings have their names here, too:
 
     from headscan.pipelines import jobs
 
@@ -37,7 +37,7 @@ from headscan.pipelines.measure.run_probe import ProbeResult
 from headscan.pipelines.measure.run_probe import probe as run_probe
 from headscan.pipelines.measure.run_scan import scan as run_scan
 from headscan.pipelines.pruning.build_models import Repair
-from headscan.pipelines.pruning.pruning_units import LossBudget, ShareBudget
+from headscan.pipelines.pruning.pruning_units import BytesBudget, LossBudget, ShareBudget
 from headscan.pipelines.pruning.run_prune import PruneConfig, PruneResult
 from headscan.pipelines.pruning.run_prune import prune as run_prune
 from headscan.pipelines.referee.run_referee import RefereeConfig
@@ -51,7 +51,9 @@ from headscan.pipelines.settings.evaluation_settings import (
     AblateConfig,
     Comparison,
     EvaluateConfig,
+    LossTexts,
     RecallPlan,
+    ReplacementConfig,
     SweepConfig,
     TaskConfig,
 )
@@ -60,6 +62,7 @@ from headscan.pipelines.settings.saving_settings import LossLimit, MeasureConfig
 from headscan.pipelines.study.run_study import study as run_study
 from headscan.pipelines.study.study_answer import StudyAnswer
 from headscan.pipelines.study.study_config import StudyConfig
+from headscan.pruning.head_selection import SelectionConfig
 from headscan.sizing.model_sizes import model_sizes
 
 __all__ = [
@@ -67,6 +70,7 @@ __all__ = [
     "AblateConfig",
     "Arm",
     "BehaviourProbe",
+    "BytesBudget",
     "Comparison",
     "CorpusSpec",
     "DataSpec",
@@ -78,6 +82,7 @@ __all__ = [
     "KVBytes",
     "LossBudget",
     "LossLimit",
+    "LossTexts",
     "MeasureConfig",
     "ModelSpec",
     "Part",
@@ -88,7 +93,9 @@ __all__ = [
     "RecallPlan",
     "RefereeConfig",
     "Repair",
+    "ReplacementConfig",
     "ScanConfig",
+    "SelectionConfig",
     "ShareBudget",
     "StudyConfig",
     "SweepConfig",

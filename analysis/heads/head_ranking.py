@@ -215,8 +215,8 @@ def rank_importance(
     if all(row["value"] is None for row in rows):
         if IMPORTANCES[name].on_recall:
             raise SelectionError(
-                f"run {run_id} has no {name}: it measured no recall prompts. Run `headscan importance --recall-prompts"
-                " 16`, or rank by importance"
+                f"run {run_id} has no {name}: it measured no recall prompts. Measure importance with recall"
+                " prompts, or rank by importance"
             )
         raise SelectionError(
             f"run {run_id} has no {name}: an older version measured it. Measure again, or rank by sequence_importance"
@@ -309,12 +309,12 @@ def measured_behaviours(store: Store, run_id: str) -> tuple[str, ...]:
 def behaving_heads(
     store: Store, run_id: str, behaviour: str, *, site: str = "self", descending: bool | None = None
 ) -> list[BehavingHead]:
-    """Return all heads of a site, strongest behaviour first; layer and head break ties. ``descending`` False turns the
-    order round.
+    """Return all heads of a site, strongest behaviour first, or weakest if ``descending`` is False; layer and head
+    break ties.
     """
     rows = store.query(
         "SELECT layer, head, value FROM head_behaviours WHERE run_id = ? AND behaviour = ? AND site = ?"
-        " ORDER BY value DESC, layer, head",
+        f" ORDER BY value {'ASC' if descending is False else 'DESC'}, layer, head",
         [run_id, behaviour, site],
     ).to_pylist()
     if not rows:
@@ -322,5 +322,4 @@ def behaving_heads(
             f"run {run_id} has no {behaviour} at site {site}. Choose another probe run, or probe"
             f" {behaviour} with `headscan probe`"
         )
-    strongest = [BehavingHead(row["layer"], row["head"], row["value"]) for row in rows]
-    return strongest[::-1] if descending is False else strongest
+    return [BehavingHead(row["layer"], row["head"], row["value"]) for row in rows]

@@ -5,8 +5,6 @@ Methods score the KV heads (`keep_scores`, `scan_scores`). `allocate` turns scor
 """
 
 from headscan.analysis.plans.allocate import (
-    DEFAULT_RECENT,
-    DEFAULT_SINK,
     STORE_METHODS,
     allocate,
     make_plan,
@@ -57,8 +55,6 @@ from headscan.analysis.plans.scan_scores import distant_mass_scores, retrieval_s
 
 __all__ = [
     "BUDGET_LENGTHS",
-    "DEFAULT_RECENT",
-    "DEFAULT_SINK",
     "STORE_METHODS",
     "TABLE_FILES",
     "Budget",

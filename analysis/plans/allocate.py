@@ -40,10 +40,7 @@ from headscan.analysis.plans.plan_records import (
 )
 from headscan.analysis.plans.scan_scores import distant_mass_scores, retrieval_scores
 from headscan.analysis.store.store import Store
-
-#: First and last tokens of a window head.
-DEFAULT_SINK = 4
-DEFAULT_RECENT = 256
+from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK
 
 #: Models attend to their first tokens, of any text, so a window that has room for them never evicts them.
 _FIRST_TOKENS = 4

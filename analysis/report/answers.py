@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from headscan.analysis.plans import DEFAULT_RECENT, DEFAULT_SINK, HeadPlan
+from headscan.analysis.plans import HeadPlan
 from headscan.analysis.report.ablation_costs import ABLATION
 from headscan.analysis.report.head_data import HeadData, SiteNumbers
 from headscan.analysis.report.head_measures import HEAD_TABLES
@@ -26,6 +26,7 @@ from headscan.analysis.store.views import INACTIVE_QUANTILE
 from headscan.analysis.verdicts.confirmation import SweepChoice
 from headscan.analysis.verdicts.judge import ArmVerdict, Verdict
 from headscan.analysis.verdicts.paired import about
+from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK
 
 #: ``known``: a verdict. ``open``: measured, but not shown either way. ``missing``: nothing was measured.
 State = Literal["known", "open", "missing"]

@@ -13,7 +13,7 @@ from headscan.analysis.report.profile_charts import removed_map
 from headscan.analysis.report.share_chart import ArmPoint, cache_figure, pruning_figure
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.tables import ACCURACY
+from headscan.analysis.store.tables import ACCURACY, BITS_PER_BYTE, LOSS
 from headscan.analysis.verdicts.controls import loss_increase
 from headscan.analysis.verdicts.judge import ArmOutcome, Verdict
 
@@ -174,7 +174,7 @@ def _losses(points: list[ArmPoint]) -> str:
         [
             point.arm.name,
             percent(point.share),
-            _increase(point.arm, ("loss", "bits_per_byte")),
+            _increase(point.arm, (LOSS, BITS_PER_BYTE)),
             _increase(point.arm, ("next_token_accuracy",)),
             _accuracy(point.arm),
             *(_recall(point.arm, family) for family in families),

@@ -172,7 +172,7 @@ class SiteRows:
         return values
 
 
-class Measure:
+class StoredMeasure:
     """One score or statistic of a site."""
 
     def __init__(self, rows: SiteRows, name: str) -> None:
@@ -616,7 +616,7 @@ def summarise_site(
     spreads: dict[str, Spread] = {}
     bits: dict[str, np.ndarray] = {}
     # Measures of one statistic follow one another, so that it is read once.
-    measures = sorted((Measure(rows, name) for name in names), key=lambda measure: measure.statistics[::-1])
+    measures = sorted((StoredMeasure(rows, name) for name in names), key=lambda measure: measure.statistics[::-1])
     with ThreadPoolExecutor(_THREADS) as threads:
         for measure in measures:
             if not all(rows.measured(name) for name in measure.statistics):
@@ -652,7 +652,7 @@ def site_quantiles(
 ) -> list[float] | None:
     """Return quantiles of a measure over all heads and sequences of a site; None if it was not measured."""
     rows = SiteRows(connection, heads)
-    measure = Measure(rows, name)
+    measure = StoredMeasure(rows, name)
     if not all(rows.measured(statistic) for statistic in measure.statistics):
         return None
     with ThreadPoolExecutor(_THREADS) as threads:

@@ -16,6 +16,9 @@ _Z = NormalDist().inv_cdf(1 - TAIL)
 #: Probability with which a sufficient number of questions shows that an arm without loss is removable.
 POWER = 0.8
 
+#: With fewer differing answers the bootstrap has too few distinct values, and intervals are those of rare events.
+FEW_DIFFER = 50
+
 #: Quantile of the scores of a scan beyond which a head is among the least active of a sequence.
 INACTIVE_QUANTILE = 0.1
 

@@ -26,7 +26,7 @@ from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.scan_tables import literal
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ALL_TASKS, CONFIRMATION, SELECTION, SPLIT_VERDICTS
-from headscan.analysis.store.verdict_limits import LEAST_RETAINED, few_factor
+from headscan.analysis.store.verdict_limits import FEW_DIFFER, LEAST_RETAINED, few_factor
 from headscan.analysis.verdicts.answer_sheets import (
     BENCHMARK,
     AnswerSheets,
@@ -44,9 +44,6 @@ from headscan.analysis.verdicts.verdict_rows import compared_by_arm, complete_ro
 
 #: A sweep selects one arm of each kind, because rules and masks are used differently.
 KINDS = (ArmKind.RULE, ArmKind.MASK)
-
-#: With fewer differing answers, intervals are widened as those of rare events.
-_FEW_DIFFER = 50
 
 
 class Candidate(NamedTuple):
@@ -405,7 +402,7 @@ def widened(scopes: Mapping[Scope, PairedDifference], comparisons: int) -> dict[
         rare = few_factor(comparisons)
         if scope == BENCHMARK:
             wide, further = paired.among(comparisons), paired.interval.widened(rare)
-            if paired.gained + paired.lost < _FEW_DIFFER:
+            if paired.gained + paired.lost < FEW_DIFFER:
                 wide = Interval(min(wide.low, further.low), wide.value, max(wide.high, further.high))
             all_widened[scope] = replace(paired, low=max(-100.0, wide.low), high=min(100.0, wide.high))
         elif scope.is_recall_family and paired.retained is not None:

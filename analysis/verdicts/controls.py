@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from headscan.analysis.store.records import ArmKind
+from headscan.analysis.store.tables import BITS_PER_BYTE, LOSS
 from headscan.analysis.verdicts.answer_sheets import FinishedArm
 from headscan.analysis.verdicts.measures import Increase, Measure
 from headscan.analysis.verdicts.paired import PairedDifference
@@ -247,7 +248,7 @@ def pruned_controls(
 def loss_increase(measures: Sequence[Measure]) -> Increase | None:
     """Return the increase of a loss by token, else by byte; None if none was measured."""
     increase_of = {measure.metric: measure.increase for measure in measures if measure.increase is not None}
-    return increase_of.get("loss") or increase_of.get("bits_per_byte")
+    return increase_of.get(LOSS) or increase_of.get(BITS_PER_BYTE)
 
 
 def _alike(one: FinishedArm, other: FinishedArm) -> bool:

@@ -478,7 +478,9 @@ def rank_effects(store: Store, run_id: str, *, site: str = "self", descending: b
     """
     effects = read_effects(store, run_id, site=site)
     if not effects:
-        raise EffectError(f"run {run_id} has no effects of single heads at site {site}. Run `headscan ablate --each`")
+        raise EffectError(
+            f"run {run_id} has no effects of single heads at site {site}. Ablate each with `headscan ablate`"
+        )
     ranked = sorted(effects, key=lambda head: (head.harm, head.layer, head.head))
     return ranked if descending is None else sorted(ranked, key=lambda head: head.effect, reverse=descending)
 

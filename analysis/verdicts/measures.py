@@ -31,8 +31,8 @@ class Rate(NamedTuple):
 
 #: Metrics whose rows of ``answers`` hold pairs of a sum and its tokens or bytes. Log-likelihoods are in nats.
 RATES: Mapping[str, Rate] = {
-    "loss": Rate("nats per token", -1.0),
-    "bits_per_byte": Rate("bits per byte", -1 / log(2)),
+    LOSS: Rate("nats per token", -1.0),
+    BITS_PER_BYTE: Rate("bits per byte", -1 / log(2)),
     "next_token_accuracy": Rate("points", 100.0),
 }
 
@@ -107,8 +107,8 @@ class Measure:
 
 def measure_words(measures: Sequence[Measure]) -> list[str]:
     """Return the measures in words; bits per byte are left out next to the loss of the same text."""
-    losses = {measure.task for measure in measures if measure.metric == "loss"}
-    return [each.words() for each in measures if not (each.metric == "bits_per_byte" and each.task in losses)]
+    losses = {measure.task for measure in measures if measure.metric == LOSS}
+    return [each.words() for each in measures if not (each.metric == BITS_PER_BYTE and each.task in losses)]
 
 
 def rate_increase(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.tables import LOSS
 from headscan.analysis.verdicts.answer_sheets import Scope, finished_arms
 from headscan.analysis.verdicts.confirmation import widened
 from headscan.analysis.verdicts.judge import ArmOutcome, ArmVerdict, Outcome, arm_outcome, outcome_label
@@ -60,7 +61,7 @@ def read_losses(store: Store, run_id: str, *, comparisons: int = 1) -> dict[str,
         arm.name: measure.increase
         for arm in arms.others
         for measure in measures.get(arm.arm_id, ())
-        if measure.metric == "loss" and measure.increase is not None
+        if measure.metric == LOSS and measure.increase is not None
     }
     if not losses:
         raise VerdictError(f"run {run_id} has 0 arms with a loss (limit 1). Evaluate held-out text, too")

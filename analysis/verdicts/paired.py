@@ -16,6 +16,7 @@ import numpy as np
 
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.verdict_limits import (
+    FEW_DIFFER,
     LEAST_BASELINE,
     LEAST_QUESTIONS,
     LEAST_TEXTS,
@@ -106,9 +107,6 @@ def _shares(ability: np.ndarray, without: float) -> np.ndarray:
 _NORMAL = NormalDist()
 _Z = _NORMAL.inv_cdf(1 - TAIL)
 
-#: With fewer differing answers the bootstrap has too few distinct values for a reliable interval.
-_FEW_DIFFER = 50
-
 
 @dataclass(frozen=True)
 class PairedDifference:
@@ -166,7 +164,7 @@ class PairedDifference:
         that is widened for ``comparisons``, as by `among`.
         """
         changed = self.gained + self.lost
-        if changed < _FEW_DIFFER:
+        if changed < FEW_DIFFER:
             return enough_questions(changed / self.questions, comparisons)
         error = (self.high - self.low) / 2 / t_quantile(TAIL / comparisons, max(1, self.questions - 1))
         return enough_questions(self.questions * (error / 100) ** 2, comparisons)
@@ -186,7 +184,7 @@ def enough_questions(changed: float, comparisons: int = 1) -> int:
     changes, 0 to 1, or the variance of a question's difference.
     """
     questions = ((_NORMAL.inv_cdf(1 - TAIL / comparisons) + _NORMAL.inv_cdf(POWER)) * 100 / MARGIN) ** 2 * changed
-    if changed * questions < _FEW_DIFFER:
+    if changed * questions < FEW_DIFFER:
         questions += identical_questions(comparisons)
     return ceil(questions - 1e-9)
 
@@ -409,7 +407,7 @@ def compare_sampled(
     delta = arm - baseline
     gained, lost = int((delta > 0).sum()), int((delta < 0).sum())
     low, high = _resampled_interval(sampling.strata(delta), resamples, seed)
-    if gained + lost < _FEW_DIFFER and ((delta == 0) | (np.abs(delta) == 1)).all():
+    if gained + lost < FEW_DIFFER and ((delta == 0) | (np.abs(delta) == 1)).all():
         by_score = _score_interval(gained, lost, len(delta))
         low, high = min(low, by_score[0]), max(high, by_score[1])
     return PairedDifference(

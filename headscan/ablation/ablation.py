@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from headscan.catalog import Value
+from headscan.catalog import ReplacementKind
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite, Head, HeadGrid
 from headscan.models.loaded_model import LoadedModel
@@ -101,7 +101,7 @@ class Replacement(ABC):
     """The output of ablated heads; immutable, hashable and picklable."""
 
     #: Name of the value, for verdicts.
-    value: ClassVar[Value]
+    value: ClassVar[ReplacementKind]
     #: True if the output depends neither on the sequence nor on the position of a token.
     position_free: ClassVar[bool] = True
 
@@ -243,7 +243,7 @@ class Ablation(ABC):
         return self.replacement
 
     @property
-    def value(self) -> Value:
+    def value(self) -> ReplacementKind:
         """Name of the tested value: zero tests whether heads are inactive, mean whether they are constant."""
         return self.replaces_by.value
 

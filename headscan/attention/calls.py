@@ -18,8 +18,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from headscan.attention import fused as identities
-from headscan.attention.fused import FusedKernels, kernels_for
+from headscan.attention.fused import FusedKernels, attend_fused, kernels_for
 from headscan.catalog import MassWidths
 from headscan.errors import InterventionError, UnsupportedModelError
 from headscan.statistics.registry import (
@@ -50,7 +49,7 @@ def _rows(mask: Tensor, position_BR: Tensor, keys: slice) -> Tensor:
     return torch.stack([rows[:, at] for rows, at in zip(mask, position_BR, strict=True)])
 
 
-def attend(call: ScoredCall, take: Callable[[Tensor, Tensor, int, int], None], past: int = 0) -> Tensor:
+def attend_blockwise(call: ScoredCall, take: Callable[[Tensor, Tensor, int, int], None], past: int = 0) -> Tensor:
     """Return the output (B, H, N, Dv); ``take`` gets weights, log-weights, first query and first key of each block."""
     K, Dv = call.num_key_value_heads, call.value_dim
     outs: list[Tensor] = []
@@ -220,11 +219,11 @@ class ScoredCall(AttentionCall):
         wide = torch.promote_types(self.query_BHND.dtype, torch.float32)
         if kernels is None or explicit or request.path == "blockwise":
             tally = WeightTally(request, self.geometry, normalised=self.sinks_BHN is None)
-            out = attend(self._wide(), tally.add, request.past)
+            out = attend_blockwise(self._wide(), tally.add, request.past)
             findings = tally.findings()
         else:
             query, key, value = (x.to(kernels.dtype or wide) for x in (self.query_BHND, self.key_BKSD, self.value_BKSD))
-            out, fused = identities.attend(
+            out, fused = attend_fused(
                 kernels, query, key, value, self.scale, request.widths, window=self.window, sinks_BHN=self.sinks_BHN
             )
             per_query = fused_numbers(needed_numbers(request.statistics), fused)

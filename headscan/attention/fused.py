@@ -279,7 +279,7 @@ class FusedPass:
         return torch.where(seen, weights, 0.0).sum(-1)
 
 
-def attend(
+def attend_fused(
     kernels: FusedKernels,
     query_BHND: Tensor,
     key_BKND: Tensor,

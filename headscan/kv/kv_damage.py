@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from headscan.attention.calls import AttentionCall, ScoredCall
 from headscan.attention.hooks import attention_hook
+from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK
 from headscan.errors import NotFiniteError, PlanMismatchError, SequenceError, UnsupportedModelError
 from headscan.gradients.backward import backward
 from headscan.gradients.losses import NextTokenLoss
@@ -181,8 +182,8 @@ def kv_damage(
     lm: LoadedModel,
     ids: Tensor,
     lengths: Tensor | Sequence[int] | None = None,
-    sink: int = 4,
-    recent: int = 256,
+    sink: int = DEFAULT_SINK,
+    recent: int = DEFAULT_RECENT,
     *,
     gates: Sequence[float] = (0.5,),
     scored: Sequence[int] | None = None,
@@ -197,8 +198,8 @@ def kv_damages(
     lm: LoadedModel,
     ids: Tensor,
     lengths: Tensor | Sequence[int] | None = None,
-    sink: int = 4,
-    recent: int = 256,
+    sink: int = DEFAULT_SINK,
+    recent: int = DEFAULT_RECENT,
     *,
     gates: Sequence[float] = (0.5,),
     scored: Sequence[int] | None = None,

@@ -18,7 +18,7 @@ from headscan.options import BATCH_TOKENS
 
 
 @dataclass(frozen=True)
-class Batch:
+class CalibrationBatch:
     """Sequences of one forward pass: ids (B, N), padded on the right, and their real tokens (B,).
 
     Attributes:
@@ -139,7 +139,7 @@ class Calibration:
             None if self.weights is None else self.weights[rows],
         )
 
-    def batches(self, device: torch.device) -> Iterator[Batch]:
+    def batches(self, device: torch.device) -> Iterator[CalibrationBatch]:
         """Yield the batches, each cut to its longest sequence."""
         count = max(1, self.batch_tokens // self.ids.shape[1])
         weights = torch.ones(len(self.ids)) if self.weights is None else self.weights
@@ -147,4 +147,4 @@ class Calibration:
             rows = slice(start, start + count)
             lengths = self.lengths[rows]
             parts = (self.ids[rows, : int(lengths.max())], lengths, self.predictions[rows], weights[rows])
-            yield Batch(*(each.to(device) for each in parts))
+            yield CalibrationBatch(*(each.to(device) for each in parts))

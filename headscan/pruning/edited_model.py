@@ -27,7 +27,7 @@ from headscan.layers.blocks import Blocks, cannot_resume, find_blocks, resuming_
 from headscan.long_work import KnownNumbers, Steps, WorkUnit, hash_of, unseen_steps
 from headscan.models.forward_inputs import run, without_autocast
 from headscan.models.loaded_model import LoadedModel
-from headscan.pruning.calibration import Batch, Calibration
+from headscan.pruning.calibration import Calibration, CalibrationBatch
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def watched_modules(blocks: Blocks, paths: Iterable[str]) -> Iterator[Seen]:
         yield seen
 
 
-def through_layer(blocks: Blocks, layer: int, batch: Batch, hidden: Tensor | None) -> Tensor:
+def through_layer(blocks: Blocks, layer: int, batch: CalibrationBatch, hidden: Tensor | None) -> Tensor:
     """Return the output (B, N, E) of one layer for its input (B, N, E); None uses the embedding, for layer 0."""
     path = f"{blocks.path}.{layer}"
     with watched_modules(blocks, [path]) as seen, running_range(blocks.all, layer, layer + 1, hidden):
@@ -127,13 +127,13 @@ class Reached(Exception):
     """Ends a pass in a hook, because the rest of the layer is not needed."""
 
 
-def into_layer(blocks: Blocks, layer: int, batch: Batch, hidden: Tensor | None) -> None:
+def into_layer(blocks: Blocks, layer: int, batch: CalibrationBatch, hidden: Tensor | None) -> None:
     """Run one layer, at most until a hook raises `Reached`; see `through_layer`."""
     with suppress(Reached), running_range(blocks.all, layer, layer + 1, hidden):
         run(blocks.lm.model, {"input_ids": batch.ids})
 
 
-def projection_inputs(blocks: Blocks, layer: int, batch: Batch, hidden: Tensor | None, path: str) -> Tensor:
+def projection_inputs(blocks: Blocks, layer: int, batch: CalibrationBatch, hidden: Tensor | None, path: str) -> Tensor:
     """Return the input of a projection of one layer (B, N, F); what follows it in the layer does not run."""
     inputs: list[Tensor] = []
 
@@ -146,14 +146,14 @@ def projection_inputs(blocks: Blocks, layer: int, batch: Batch, hidden: Tensor |
     return inputs[0]
 
 
-def entering(blocks: Blocks, batch: Batch, layer: int = 0) -> Tensor:
+def entering(blocks: Blocks, batch: CalibrationBatch, layer: int = 0) -> Tensor:
     """Return the hidden states (B, N, E) that enter a layer."""
     with blocks.keep_inputs([layer]) as kept, running_range(blocks.all, 0, layer + 1):
         run(blocks.lm.model, {"input_ids": batch.ids})
     return kept[layer]
 
 
-def logits(lm: LoadedModel, batch: Batch) -> Tensor:
+def logits(lm: LoadedModel, batch: CalibrationBatch) -> Tensor:
     """Return the model's logits (M, V) of the predictions that count, float32."""
     with without_autocast(lm.device):
         predicted: Tensor = lm.model(input_ids=batch.ids, use_cache=False).logits
@@ -212,7 +212,7 @@ def _writer(blocks: Blocks, path: str, additive: bool) -> Writer:
     return Writer(path, additive, weight.T if isinstance(module, Conv1D) else weight, bias)
 
 
-def _order_of_projections(blocks: Blocks, layer: int, batch: Batch, hidden: Tensor) -> list[tuple[str, int]]:
+def _order_of_projections(blocks: Blocks, layer: int, batch: CalibrationBatch, hidden: Tensor) -> list[tuple[str, int]]:
     """Return the plain projections of a layer in the order in which they run, with the widths of their outputs."""
     ran: list[tuple[str, int]] = []
     with ExitStack() as hooks:
@@ -227,7 +227,7 @@ def _order_of_projections(blocks: Blocks, layer: int, batch: Batch, hidden: Tens
     return ran
 
 
-def _adds_to_residual(blocks: Blocks, layer: int, batch: Batch, hidden: Tensor, path: str) -> bool:
+def _adds_to_residual(blocks: Blocks, layer: int, batch: CalibrationBatch, hidden: Tensor, path: str) -> bool:
     """Return True if the residual stream after the attention is the plain sum of its input and its output."""
     sums: list[Tensor] = []
     module = blocks.all[layer].module
@@ -250,7 +250,7 @@ def _adds_to_residual(blocks: Blocks, layer: int, batch: Batch, hidden: Tensor, 
     return _adds_to_output(blocks, layer, batch, hidden, path)
 
 
-def _adds_to_output(blocks: Blocks, layer: int, batch: Batch, hidden: Tensor, path: str) -> bool:
+def _adds_to_output(blocks: Blocks, layer: int, batch: CalibrationBatch, hidden: Tensor, path: str) -> bool:
     """Return True if a change of a projection's output changes the layer's output as much."""
     before = through_layer(blocks, layer, batch, hidden)
     generator = torch.Generator().manual_seed(0)
@@ -381,14 +381,14 @@ class Divergence:
                         value = self._cross_entropy(batch, expected)
                     yield _unit(self._hashes[number], layer, each, below), value
 
-    def _cross_entropy(self, batch: Batch, expected: Tensor) -> float:
+    def _cross_entropy(self, batch: CalibrationBatch, expected: Tensor) -> float:
         """Return the summed cross-entropy of the model's predictions to those of the original."""
         predicted = logits(self._lm, batch)
         expected = expected.to(predicted.device)
         return self._weighted(batch, predicted.logsumexp(-1) - torch.linalg.vecdot(expected, predicted))
 
     @staticmethod
-    def _weighted(batch: Batch, values_M: Tensor) -> float:
+    def _weighted(batch: CalibrationBatch, values_M: Tensor) -> float:
         """Return the weighted sum of one value for each counted prediction."""
         weights = batch.weights.repeat_interleave(batch.scored).to(values_M.device)
         return float((values_M * weights).sum(dtype=torch.float64))

@@ -32,7 +32,7 @@ from headscan.layers.blocks import Blocks, find_blocks
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.options import Count, Limits, check_limits
-from headscan.pruning.calibration import Batch, Calibration
+from headscan.pruning.calibration import Calibration, CalibrationBatch
 from headscan.pruning.edited_model import (
     Edits,
     Writer,
@@ -190,7 +190,7 @@ class _LayerRepair:
         self.original_out: list[Tensor] = []
         self.pruned_out: list[Tensor] = []
 
-    def run(self, batches: list[Batch], original: list[Tensor], pruned: list[Tensor]) -> None:
+    def run(self, batches: list[CalibrationBatch], original: list[Tensor], pruned: list[Tensor]) -> None:
         """Solve the layer's weights, and pass both models' hidden states through it."""
         attention, mlp = self.writers.attention, self.writers.mlp
         if "down" not in self.config.targets:
@@ -219,7 +219,12 @@ class _LayerRepair:
         return Edits(self.removed, self.weights)
 
     def _repair_attention(
-        self, writer: Writer, site: AttentionSite, batches: list[Batch], pruned: list[Tensor], targets: list[Tensor]
+        self,
+        writer: Writer,
+        site: AttentionSite,
+        batches: list[CalibrationBatch],
+        pruned: list[Tensor],
+        targets: list[Tensor],
     ) -> None:
         kept = ~HeadMask(self.removed).heads_at(site)
         columns = kept.repeat_interleave(site.value_dim)
@@ -241,7 +246,7 @@ class _LayerRepair:
                 self._repair_values(values, batches, pruned, targets)
 
     def _repair_values(
-        self, values: ValueRepair, batches: list[Batch], pruned: list[Tensor], targets: list[Tensor]
+        self, values: ValueRepair, batches: list[CalibrationBatch], pruned: list[Tensor], targets: list[Tensor]
     ) -> None:
         goals = [AttentionGoal(*each) for each in zip(batches, pruned, targets, strict=True)]
         read, fitting = 0, goals[: self.fits]
@@ -256,7 +261,7 @@ class _LayerRepair:
             )
 
     def _repair_mlp(
-        self, writer: Writer, batches: list[Batch], pruned: list[Tensor], outputs: Sequence[Tensor | None]
+        self, writer: Writer, batches: list[CalibrationBatch], pruned: list[Tensor], outputs: Sequence[Tensor | None]
     ) -> None:
         """Solve the projection of the MLP, in the context of the edits of the attention. ``outputs`` are those of the
         projection in the original by batch; None if it adds to the residual stream.
@@ -290,10 +295,10 @@ class _LayerRepair:
             with edited(self.blocks.lm, Edits((), {f"{writer.path}.weight": self.weights[f"{writer.path}.weight"]})):
                 self.pruned_out = self._outputs(batches, pruned)
 
-    def _outputs(self, batches: list[Batch], hidden: list[Tensor]) -> list[Tensor]:
+    def _outputs(self, batches: list[CalibrationBatch], hidden: list[Tensor]) -> list[Tensor]:
         return [through_layer(self.blocks, self.layer, *each) for each in zip(batches, hidden, strict=True)]
 
-    def _add(self, sums: _Sums, index: int, batch: Batch, inputs: Tensor, targets: Tensor) -> None:
+    def _add(self, sums: _Sums, index: int, batch: CalibrationBatch, inputs: Tensor, targets: Tensor) -> None:
         """Add the real tokens of a batch to the sums that fit, or to those that choose."""
         real = batch.real_BN.to(targets.device)
         sums[index >= self.fits].add(inputs[real], targets[real], batch.weights_BN.to(targets.device)[real])

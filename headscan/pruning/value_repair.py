@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from headscan.grid import AttentionSite
 from headscan.layers.blocks import Blocks
 from headscan.models.loaded_model import LoadedModel
-from headscan.pruning.calibration import Batch
+from headscan.pruning.calibration import CalibrationBatch
 from headscan.pruning.edited_model import Reached, into_layer, read_weight
 
 #: Ridge of a regression, as a share of the mean diagonal of its Gram matrix.
@@ -106,7 +106,7 @@ _RIDGE = 1e-3
 class AttentionGoal(NamedTuple):
     """What a layer's attention should compute for a batch: its wanted output for an input, (B, N, E) both."""
 
-    batch: Batch
+    batch: CalibrationBatch
     hidden: Tensor
     target: Tensor
 
@@ -182,7 +182,7 @@ class ValueRepair:
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def _attention_call(blocks: Blocks, layer: int, site: AttentionSite, batch: Batch, hidden: Tensor) -> _Call:
+def _attention_call(blocks: Blocks, layer: int, site: AttentionSite, batch: CalibrationBatch, hidden: Tensor) -> _Call:
     """Return the arguments with which a layer calls its attention."""
     calls: list[_Call] = []
 

@@ -351,7 +351,9 @@ class Entropy(MeanOverQueries):
 
 
 class RelativeEntropy(WeightStatistic):
-    """Entropy divided by its maximum, the ln of visible keys. Queries that see one key are left out."""
+    """Entropy divided by its maximum: ln(q + 1) for query q, from 0, or the ln of all keys in bidirectional attention.
+    A window does not change it. Queries that see one key are left out.
+    """
 
     name = "relative_entropy"
     undefined_for_one = True

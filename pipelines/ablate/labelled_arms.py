@@ -82,7 +82,7 @@ METRICS = {Answers.CLASS: (ACCURACY, LOSS), Answers.TEXT: (BLEU, LOSS, ACCURACY)
 
 
 @dataclass(frozen=True)
-class LabelledItem:
+class LabelledArmItem:
     """Examples for one replica. ``classes`` are empty for target texts; ``new_tokens`` is the length of the longest
     generated text.
     """
@@ -102,7 +102,7 @@ class LabelledItem:
 
 
 @torch.no_grad()
-def answer_examples(lm: LoadedModel, item: LabelledItem) -> AnswerSet[Likelihood | str]:
+def answer_examples(lm: LoadedModel, item: LabelledArmItem) -> AnswerSet[Likelihood | str]:
     """Answer examples: with log-likelihoods of targets for a loss, otherwise with classes or generated texts."""
     lengths = [text.longest for text in item.requests]
     ask = _losses if item.metric == LOSS else _classes if item.answers is Answers.CLASS else _generate
@@ -122,14 +122,14 @@ def answer_examples(lm: LoadedModel, item: LabelledItem) -> AnswerSet[Likelihood
     return AnswerSet(tuple(answer_of[row] for row in range(len(item.requests))), (share,) * len(item.requests))
 
 
-def _losses(lm: LoadedModel, item: LabelledItem, texts: list[LabelledText]) -> list[Likelihood]:
+def _losses(lm: LoadedModel, item: LabelledArmItem, texts: list[LabelledText]) -> list[Likelihood]:
     losses_B = labelled_loss(lm, item.answers, texts, summed=True).losses(lm).double().cpu()
     _check_finite(losses_B)
     # A loss does not show which tokens greedy decoding would choose; the store has NULL.
     return [Likelihood(-loss, None) for loss in losses_B.tolist()]  # type: ignore[arg-type]
 
 
-def _classes(lm: LoadedModel, item: LabelledItem, texts: list[LabelledText]) -> list[str]:
+def _classes(lm: LoadedModel, item: LabelledArmItem, texts: list[LabelledText]) -> list[str]:
     logits_BC = lm.model(**_inputs(lm, texts)).logits.float().cpu()
     _check_finite(logits_BC)
     return [item.classes[number] for number in logits_BC.argmax(-1).tolist()]
@@ -144,7 +144,7 @@ class _FiniteLogits(LogitsProcessor):
         return scores
 
 
-def _generate(lm: LoadedModel, item: LabelledItem, texts: list[LabelledText]) -> list[str]:
+def _generate(lm: LoadedModel, item: LabelledArmItem, texts: list[LabelledText]) -> list[str]:
     model: Any = lm.model
     checks = LogitsProcessorList([_FiniteLogits()])
     ids = model.generate(
@@ -239,7 +239,7 @@ class LabelledQuestions:
         items: list[WorkItem] = []
         for start in range(0, len(self.judging), _GROUP):
             work_of = partial(
-                LabelledItem,
+                LabelledArmItem,
                 requests=tuple(self.judging[start : start + _GROUP]),
                 answers=self.texts.answers,
                 classes=self.texts.classes,

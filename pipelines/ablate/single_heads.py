@@ -22,7 +22,7 @@ from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.runs.text_tables import at_work
-from headscan.pipelines.scoring.arms import BASELINE, ZERO_VALUE, AblationValue, Arm, collect_value
+from headscan.pipelines.scoring.arms import BASELINE, ZERO_REPLACEMENT, Arm, ArmReplacement, collect_replacement
 from headscan.pipelines.settings.corpus_settings import SHORTEST, longest_text
 from headscan.pipelines.settings.evaluation_settings import AblateConfig, LossTexts
 
@@ -39,7 +39,7 @@ def ablated_sets(grid: HeadGrid, mode: str) -> Iterator[tuple[str, list[Head], d
             yield f"{'' if mode == EACH else 'all but '}{site.layer}:{head.head}", ablated, {"mode": mode, **place}
 
 
-def head_arms(grid: HeadGrid, mode: str, value: AblationValue = ZERO_VALUE) -> list[Arm]:
+def head_arms(grid: HeadGrid, mode: str, value: ArmReplacement = ZERO_REPLACEMENT) -> list[Arm]:
     """Return an arm for each head of a decoder, see `ablated_sets`."""
     arms = []
     for place, heads, settings in ablated_sets(grid, mode):
@@ -62,7 +62,7 @@ def single_head_effects(config: AblateConfig, run: Run) -> AblateResult:
     text = None if config.texts is None else read_texts(config.texts, run.identity)
     evaluation = replace(config.evaluation, recall=None, text=text)
     questions = Questions(evaluation.tasks, None, run.identity, text)
-    value = collect_value(config.value, run, questions.longest_input)
+    value = collect_replacement(config.value, run, questions.longest_input)
     arms = [BASELINE]
     for mode in config.modes:
         arms += head_arms(run.facts.grid, mode, value)

@@ -19,11 +19,11 @@ from headscan.pipelines.cli.task_options import (
     check_labelled,
     demo_task,
     labelled_model,
-    value_config,
+    replacement_config,
 )
 from headscan.pipelines.cli.verb_base import CORPORA, CorpusOptions, RunVerb, quiet_libraries
 from headscan.pipelines.settings.corpus_settings import DataSpec
-from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, LossTexts, ReplaceValue
+from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, LossTexts, ReplacementOption
 
 if TYPE_CHECKING:
     from headscan.analysis.verdicts.head_effects import HeadEffect
@@ -42,7 +42,7 @@ class _Heads:
             "judged on the other"
         ),
     ] = False
-    replace: ReplaceValue = "zero"
+    replace: ReplacementOption = "zero"
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -112,7 +112,7 @@ class Ablate(RunVerb):
         spec = self.full_precision()
         with tempfile.TemporaryDirectory() as scratch:
             evaluation = self.tasks.config(spec, **self._demo_task(Path(scratch)))
-            value = value_config(self.heads.replace, self.texts, self)
+            value = replacement_config(self.heads.replace, self.texts, self)
             config = AblateConfig(evaluation, texts, self.heads.modes, value)
             with self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, placed):
                 config = replace(config, evaluation=replace(evaluation, batch_tokens=placed.batch_tokens))

@@ -12,19 +12,19 @@ from headscan.catalog import RANKED_CRITERIA, SCORES
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, head, model_source
 from headscan.pipelines.cli.results import Result, arm_row, verdict_text
-from headscan.pipelines.cli.task_options import DemoSize, TaskVerb, evaluation_of, value_config
+from headscan.pipelines.cli.task_options import DemoSize, TaskVerb, evaluation_of, replacement_config
 from headscan.pipelines.cli.verb_base import quiet_libraries
 from headscan.pipelines.settings.evaluation_settings import (
     PLAN_MODES,
     TASK_TOKENS,
     MaskOrderOption,
     PlanMode,
-    ReplaceValue,
+    ReplacementOption,
 )
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
-    from headscan.pipelines.scoring.arms import AblationValue, Arm
+    from headscan.pipelines.scoring.arms import Arm, ArmReplacement
 
 _DEMO = DemoSize(questions=400, recall=200, sequences=0)
 
@@ -93,7 +93,7 @@ class _Arms:
             least=0,
         ),
     ] = 0
-    replace: ReplaceValue = "zero"
+    replace: ReplacementOption = "zero"
 
     @property
     def chosen_by(self) -> str:
@@ -119,7 +119,7 @@ class _Arms:
             raise UsageError(f"{flag} needs a score of each input, which {self.chosen_by} is not: name a score")
 
     def of_heads(
-        self, masks: Sequence[Sequence[tuple[int, int]]], store: Store, run_id: str | None, value: AblationValue
+        self, masks: Sequence[Sequence[tuple[int, int]]], store: Store, run_id: str | None, value: ArmReplacement
     ) -> list[Arm]:
         """Return the masks and rules; ``run_id`` is the run that orders the heads, None without one."""
         from headscan.pipelines.scoring.arms import mask_arm, scored_masks, scored_rules
@@ -173,9 +173,9 @@ class Evaluate(TaskVerb):
         from headscan.pipelines.evaluate.tasks import Questions
         from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
         from headscan.pipelines.runs.model_identity import identify
-        from headscan.pipelines.scoring.arms import BASELINE, collect_value, controls, find_run, model_arm
+        from headscan.pipelines.scoring.arms import BASELINE, collect_replacement, controls, find_run, model_arm
 
-        replaced = value_config(self.arms.replace, self.texts, self)
+        replaced = replacement_config(self.arms.replace, self.texts, self)
         quiet_libraries()
         spec = self.spec()
         if self.arms.heads:
@@ -193,7 +193,7 @@ class Evaluate(TaskVerb):
             others = [replace(spec, source=source, revision=None) for source in dict.fromkeys(self.arms.models)]
             compared = [model_arm(other, identify(other), identity) for other in others]
             questions = Questions(config.tasks, config.recall, identity) if self.arms.replace != "zero" else None
-            value = collect_value(replaced, run, 0 if questions is None else questions.longest_input)
+            value = collect_replacement(replaced, run, 0 if questions is None else questions.longest_input)
             arms = [BASELINE, *self.arms.of_heads(masks, store, ordering, value)]
             if self.arms.controls:
                 arms += controls(run.facts.grid, arms, self.arms.controls, value)

@@ -4,14 +4,14 @@ A verb is a frozen dataclass with a docstring, which is its help page, and a met
 options, fields with a `Group` are settings classes whose options are shown together:
 
     @dataclass(frozen=True, kw_only=True)
-    class Study(StoreVerb):
-        \"\"\"find the largest share of heads that can go safely
+    class Count(StoreVerb):
+        \"\"\"count the tokens of a corpus
 
-            headscan study MODEL --tasks mmlu --questions 500
+            headscan count texts/ --limit 500
         \"\"\"
 
-        questions: Annotated[int, Option("number of questions", least=1)] = 500
-        tokens: Annotated[TokenPlan, Group("sequences")] = TokenPlan()
+        limit: Annotated[int, Option("number of texts", least=1)] = 500
+        tokens: Annotated[partial[TokenPlan], Group("sequences")]
 
         def run(self) -> Result: ...
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from headscan.options import Group
 from headscan.pipelines.cli.option_parser import with_flags
 from headscan.pipelines.cli.results import Result, arm_row, verdict_text
-from headscan.pipelines.cli.task_options import DemoSize, TaskVerb, evaluation_of, value_config
+from headscan.pipelines.cli.task_options import DemoSize, TaskVerb, evaluation_of, replacement_config
 from headscan.pipelines.cli.verb_base import quiet_libraries, say
-from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, ReplaceValue, SweepConfig
+from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, ReplacementOption, SweepConfig
 
 if TYPE_CHECKING:
     from headscan.analysis.verdicts.confirmation import SweepChoice
@@ -26,7 +26,7 @@ _DEMO = DemoSize(questions=80, recall=40, sequences=0)
 @dataclass(frozen=True, kw_only=True)
 class _Arms:
     sweep: Annotated[partial[SweepConfig], Group()]
-    replace: ReplaceValue = "zero"
+    replace: ReplacementOption = "zero"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Sweep(TaskVerb):
 
         quiet_libraries()
         spec = self.spec()
-        value = value_config(self.arms.replace, self.texts, self)
+        value = replacement_config(self.arms.replace, self.texts, self)
         with tempfile.TemporaryDirectory() as scratch:
             evaluation = evaluation_of(self, self.tasks, self.recall, spec, Path(scratch), _DEMO)
             config = self.arms.sweep(evaluation=evaluation, value=value)

@@ -20,13 +20,13 @@ from headscan.pipelines.settings.evaluation_settings import (
     TASK_TOKENS,
     EvaluateConfig,
     RecallPlan,
+    ReplacementConfig,
     TaskConfig,
-    ValueConfig,
 )
 from headscan.pipelines.settings.saving_settings import TextConfig
 
 if TYPE_CHECKING:
-    from headscan.catalog import Value
+    from headscan.catalog import ReplacementKind
     from headscan.cluster.placement.placement_base import PlacementPlan
     from headscan.pipelines.ablate.labelled_arms import LabelledConfig
     from headscan.pipelines.measure.labelled_texts import LabelledTexts
@@ -209,17 +209,17 @@ class ReplaceTexts(CorpusOptions):
         str | None, Option(f"texts of --replace mean and resample: {CORPORA} (default: none)", flag="--corpus")
     ] = None
 
-    def check(self, value: Value) -> None:
+    def check(self, value: ReplacementKind) -> None:
         """Raise UsageError if the texts have no effect."""
         if self.name is not None and value == "zero":
             raise UsageError("--corpus has no effect with --replace zero: leave it out, or use mean or resample")
 
 
-def value_config(value: Value, texts: CorpusOptions, verb: ModelVerb) -> ValueConfig:
+def replacement_config(value: ReplacementKind, texts: CorpusOptions, verb: ModelVerb) -> ReplacementConfig:
     """Return what replaces the output of ablated heads."""
     if value == "zero":
-        return ValueConfig(value)
-    return ValueConfig(value, texts.required(verb) if verb.is_demo else texts.spec())
+        return ReplacementConfig(value)
+    return ReplacementConfig(value, texts.required(verb) if verb.is_demo else texts.spec())
 
 
 #: Option of verbs on labelled examples.

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headscan.analysis.store.tables import BITS_PER_BYTE, LOSS
 from headscan.pipelines.scoring.token_requests import Likelihood, Request, request_hash
 
 #: Name of the task in the store.
@@ -61,8 +62,8 @@ class HeldOutText:
         for number, chunk in enumerate(self.chunks):
             likelihood, tokens = _likelihood(chunk, answers), len(chunk.ids) - 1
             pairs = {
-                "loss": (likelihood.log_likelihood, tokens),
-                "bits_per_byte": (likelihood.log_likelihood, chunk.size),
+                LOSS: (likelihood.log_likelihood, tokens),
+                BITS_PER_BYTE: (likelihood.log_likelihood, chunk.size),
                 "next_token_accuracy": (likelihood.greedy_tokens, tokens),
             }
             rows.append(
@@ -82,8 +83,8 @@ class HeldOutText:
         likelihoods = [_likelihood(chunk, answers) for chunk in self.chunks]
         nats = -sum(likelihood.log_likelihood for likelihood in likelihoods)
         values = {
-            "loss": nats / self.tokens,
-            "bits_per_byte": nats / math.log(2) / sum(chunk.size for chunk in self.chunks),
+            LOSS: nats / self.tokens,
+            BITS_PER_BYTE: nats / math.log(2) / sum(chunk.size for chunk in self.chunks),
             "next_token_accuracy": sum(likelihood.greedy_tokens for likelihood in likelihoods) / self.tokens,
         }
         return [

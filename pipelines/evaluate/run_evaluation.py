@@ -50,7 +50,7 @@ def check_predicts(model: ModelContext) -> None:
         )
 
 
-def check_scored(pool: Pool, requests: Mapping[str, Request | GenerationRequest]) -> None:
+def check_generates(pool: Pool, requests: Mapping[str, Request | GenerationRequest]) -> None:
     """Raise StagingError if a request generates text, which needs all layers for every token, and a pool is staged."""
     written = sum(isinstance(request, GenerationRequest) for request in requests.values())
     if written:
@@ -144,7 +144,7 @@ def evaluate(
     for note in (*questions.notes, *check_arms(run.facts.grid, arms), *window_notes(arms, questions.requests.values())):
         run.say(note)
     check_resampled(arms, questions.requests)
-    check_scored(run.pool, questions.requests)
+    check_generates(run.pool, questions.requests)
     check_continues(run, arms, questions.requests)
     rounding = _rounding(run.facts, [arm.ablated for arm in arms], in_ranges=run.pool.staged)
     record = _record(config, rounding, run, questions, purpose)
@@ -164,7 +164,7 @@ def _plan(
     """
     pool, facts = run.pool, run.facts
     check_predicts(run)
-    check_scored(pool, questions.requests)
+    check_generates(pool, questions.requests)
     share = False if pool.staged else config.share_prefixes
     reading = choose_reading(pool.one, facts.dtype, ablated, share, run.say)
     reading = reading._replace(rope=run.identity.rope_lengths)

@@ -26,7 +26,7 @@ from headscan.catalog import RECALL_FAMILIES, SCORES, MassWidths, head_count, st
 from headscan.errors import InterventionError
 from headscan.pipelines.corpora import CorpusReport, TokenSequence, shards
 from headscan.pipelines.corpora.sequences import hash_ids
-from headscan.pipelines.evaluate.run_evaluation import EVALUATE, Purpose, check_predicts, check_scored, evaluate
+from headscan.pipelines.evaluate.run_evaluation import EVALUATE, Purpose, check_generates, check_predicts, evaluate
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.measure.run_corpus import write_shards
 from headscan.pipelines.measure.shard_task import ShardItem
@@ -35,10 +35,10 @@ from headscan.pipelines.runs.model_identity import ModelFacts, fingerprint
 from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.scoring.arms import (
     BASELINE,
-    ZERO_VALUE,
-    AblationValue,
+    ZERO_REPLACEMENT,
     Arm,
-    collect_value,
+    ArmReplacement,
+    collect_replacement,
     find_run,
     random_masks,
     random_rules,
@@ -190,7 +190,7 @@ def sweep(config: SweepConfig, run: Run) -> SweepRuns:
             " removable. Raise `limit`, or use confirm=False to judge on all questions"
         )
     check_predicts(run)
-    check_scored(run.pool, questions.requests)
+    check_generates(run.pool, questions.requests)
     _check_masks(config, run.facts)
     others = {name: find_run(run.store, run.identity, name, None) for name in config.masks if name not in SCORES}
     kinds = bool(config.scores) + bool(config.masks) if config.confirm else 1
@@ -198,7 +198,7 @@ def sweep(config: SweepConfig, run: Run) -> SweepRuns:
     evaluation = size_recall(config.evaluation, run, part=part, comparisons=kinds)
     questions.ask_recall(evaluation.recall)
     scan_run = record_prompts(evaluation, run, questions)
-    value = collect_value(config.value, run, questions.longest_input)
+    value = collect_replacement(config.value, run, questions.longest_input)
     arms = sweep_arms(config, run.store, scan_run, run.facts, value, others)
     rules = sum(arm.kind is ArmKind.RULE for arm in arms)
     masks = sum(arm.kind is ArmKind.MASK for arm in arms)
@@ -229,7 +229,7 @@ def sweep_arms(
     store: Store,
     scan_run: str,
     facts: ModelFacts,
-    value: AblationValue = ZERO_VALUE,
+    value: ArmReplacement = ZERO_REPLACEMENT,
     others: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Arm]:
     """Return the baseline, then all other arms share by share: rules, masks and random controls of a share are

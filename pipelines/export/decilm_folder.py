@@ -22,7 +22,7 @@ from headscan.grid import HeadGrid
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.export.layer_types_folder import windows_of
 from headscan.pipelines.export.llama_folder import llama_fields, llama_weights, write_folder
-from headscan.pipelines.export.servable_model import HeldSize, Places, ServableModel
+from headscan.pipelines.export.servable_model import HeadSlots, HeldSize, ServableModel
 
 #: The configuration class: engines read ``block_configs`` as objects, and its model type belongs to no library.
 _CODE = '''"""The configuration of this model."""
@@ -104,13 +104,13 @@ def write_decilm(
     return WrittenDecilm(target, config["num_attention_heads"], nbytes, has_mult, sizes, windows)
 
 
-def decilm_weights(served: ServableModel) -> tuple[tuple[Places, ...], dict[str, Tensor]]:
+def decilm_weights(served: ServableModel) -> tuple[tuple[HeadSlots, ...], dict[str, Tensor]]:
     """Return the places of a folder, and its weights by name."""
     places = decilm_places(served.own_places(), max(each.heads for each in served.heads))
     return places, llama_weights(served, places)
 
 
-def decilm_places(own: Sequence[Places], most: int) -> tuple[Places, ...]:
+def decilm_places(own: Sequence[HeadSlots], most: int) -> tuple[HeadSlots, ...]:
     """Return places that hold ``own`` ones and have one number of query heads, at most ``most``, in all layers with
     attention: those with the fewest KV heads, and then with the fewest query heads.
     """
@@ -128,17 +128,17 @@ def unpadded_kv_heads(grid: HeadGrid) -> dict[int, tuple[int, ...]]:
     for site in grid.sites:
         group = max(site.group_sizes, default=0)
         numbers = range(0 if site.layer else 1, site.num_key_value_heads + 1)
-        rows = [_divided(grid.max_heads, Places(K, group if K else 0)) for K in numbers]
+        rows = [_divided(grid.max_heads, HeadSlots(K, group if K else 0)) for K in numbers]
         unpadded[site.layer] = tuple(K for K, each in zip(numbers, rows, strict=True) if each and each.kv_heads == K)
     return unpadded
 
 
-def _divided(heads: int, own: Places) -> Places | None:
+def _divided(heads: int, own: HeadSlots) -> HeadSlots | None:
     """Return the fewest KV heads that divide a number of query heads and hold a layer; None if there are none."""
     if not own.kv_heads:
         return own
     fits = (K for K in range(own.kv_heads, heads + 1) if heads % K == 0 and heads // K >= own.group)
-    return next((Places(K, heads // K) for K in fits), None)
+    return next((HeadSlots(K, heads // K) for K in fits), None)
 
 
 def _own_config(served: ServableModel) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def _own_config(served: ServableModel) -> dict[str, Any]:
     return fields | {"dtype": str(served.model.dtype).removeprefix("torch.")}
 
 
-def _config(served: ServableModel, places: tuple[Places, ...], weights: Mapping[str, Tensor]) -> dict[str, Any]:
+def _config(served: ServableModel, places: tuple[HeadSlots, ...], weights: Mapping[str, Tensor]) -> dict[str, Any]:
     config = served.config
     ffn: dict[str, Any] = {
         "no_op": False,

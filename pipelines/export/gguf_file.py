@@ -29,7 +29,7 @@ from headscan.checkpoints.source_folder import packaged_file
 from headscan.errors import ExportError, ModelLoadError
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.export.gguf_tokenizer import Key, copied_keys, made_keys
-from headscan.pipelines.export.servable_model import HeldSize, Places, ServableModel
+from headscan.pipelines.export.servable_model import HeadSlots, HeldSize, ServableModel
 
 GgufType = Literal["f16", "f32", "q8_0"]
 _TYPES = {
@@ -125,7 +125,7 @@ def write_gguf(
     return WrittenGguf(target, architecture, target.stat().st_size, sizes)
 
 
-def gguf_tensors(served: ServableModel, type: GgufType) -> tuple[str, tuple[Places, ...], list[GgufTensor]]:
+def gguf_tensors(served: ServableModel, type: GgufType) -> tuple[str, tuple[HeadSlots, ...], list[GgufTensor]]:
     """Return the architecture of a file, its places, and its tensors."""
     places = served.own_places()
     architecture = "llama" if len(set(places)) == 1 else "deci"
@@ -137,7 +137,7 @@ def gguf_tensors(served: ServableModel, type: GgufType) -> tuple[str, tuple[Plac
 
 
 def _add_settings(
-    writer: GGUFWriter, served: ServableModel, places: tuple[Places, ...], file_type: LlamaFileType
+    writer: GGUFWriter, served: ServableModel, places: tuple[HeadSlots, ...], file_type: LlamaFileType
 ) -> None:
     config = served.config
     equal = len(set(places)) == 1
@@ -161,7 +161,7 @@ def _add_settings(
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 
-def _entries(served: ServableModel, places: tuple[Places, ...]) -> Iterator[_Entry]:
+def _entries(served: ServableModel, places: tuple[HeadSlots, ...]) -> Iterator[_Entry]:
     model = served.model.model
     yield _Entry("token_embd.weight", lambda: model.embed_tokens.weight)
     yield _Entry("output_norm.weight", lambda: model.norm.weight)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headscan.errors import ExportError
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.export.servable_model import Places, ServableModel
+from headscan.pipelines.export.servable_model import HeadSlots, ServableModel
 from headscan.pruning.save_model import complete_folder, open_weights
 
 #: Fields of the original's configuration that are the same in a folder.
@@ -59,7 +59,7 @@ def write_folder(
     return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
 
 
-def llama_fields(served: ServableModel, places: Sequence[Places], weights: Mapping[str, Tensor]) -> dict[str, Any]:
+def llama_fields(served: ServableModel, places: Sequence[HeadSlots], weights: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the fields of ``config.json`` that all these folders have, but for KV heads and architecture."""
     config, dtype = served.config, str(served.model.dtype).removeprefix("torch.")
     return {name: getattr(config, name, None) for name in _SAME} | {
@@ -74,7 +74,7 @@ def llama_fields(served: ServableModel, places: Sequence[Places], weights: Mappi
     }
 
 
-def llama_weights(served: ServableModel, places: Sequence[Places]) -> dict[str, Tensor]:
+def llama_weights(served: ServableModel, places: Sequence[HeadSlots]) -> dict[str, Tensor]:
     """Return the weights by their names in Llama. If one attention or MLP has a bias, all their matrices have one:
     engines know one switch for each.
     """

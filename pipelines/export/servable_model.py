@@ -70,7 +70,7 @@ def serving_commands(folder: str, *, serves_itself: bool) -> list[str]:
     return commands
 
 
-class Places(NamedTuple):
+class HeadSlots(NamedTuple):
     """The attention of a layer in an engine: its KV heads, and the query heads of each; 0 and 0 without attention."""
 
     kv_heads: int
@@ -131,7 +131,7 @@ class ServableModel:
     def is_tied(self) -> bool:
         return self.model.lm_head.weight is self.model.model.embed_tokens.weight
 
-    def attention(self, layer: int, places: Places) -> dict[str, Tensor]:
+    def attention(self, layer: int, places: HeadSlots) -> dict[str, Tensor]:
         """Return the weights and biases of a layer's projections by name, such as ``q_proj.weight`` (H * D, E), with
         zeros in the places without a head. A layer without attention whose places are not 0 gets zeros alone.
         """
@@ -171,7 +171,7 @@ class ServableModel:
         shape = [count if each == dim else size for each, size in enumerate(heads.shape)]
         return heads.new_zeros(shape).index_copy(dim, at.to(heads.device), heads).flatten(dim, dim + 1)
 
-    def mlp(self, layer: int, places: Sequence[Places]) -> dict[str, Tensor]:
+    def mlp(self, layer: int, places: Sequence[HeadSlots]) -> dict[str, Tensor]:
         """Return the weights and biases of a layer's MLP by name.
 
         The bias that a layer without attention still adds becomes a part of the last bias before it. That leaves the
@@ -188,17 +188,17 @@ class ServableModel:
     def zeros(self, *shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=self.model.dtype)
 
-    def own_places(self) -> tuple[Places, ...]:
+    def own_places(self) -> tuple[HeadSlots, ...]:
         """Return the smallest places that hold each layer, with groups as wide as the layer's widest. The first layer
         has at least one head, of zeros if need be: engines read the width of heads from it.
         """
-        places = [Places(len(each.kept_kv), max(each.group_sizes, default=0)) for each in self.heads]
-        return tuple(Places(1, 1) if at == 0 and not each.kv_heads else each for at, each in enumerate(places))
+        places = [HeadSlots(len(each.kept_kv), max(each.group_sizes, default=0)) for each in self.heads]
+        return tuple(HeadSlots(1, 1) if at == 0 and not each.kv_heads else each for at, each in enumerate(places))
 
-    def sizes(self, name: str, places: Sequence[Places], parameters: int) -> list[HeldSize]:
+    def sizes(self, name: str, places: Sequence[HeadSlots], parameters: int) -> list[HeldSize]:
         """Return what the original, this model and its form with some places and ``parameters`` hold."""
         own = sum(each.numel() for each in self.model.parameters())
-        mine = [Places(len(each.kept_kv), 0) for each in self.heads]
+        mine = [HeadSlots(len(each.kept_kv), 0) for each in self.heads]
         queries = [len(each.kept) for each in self.heads]
         before = [(each.heads, each.kv_heads) for each in self.heads]
         held = [(each.heads, each.kv_heads) for each in places]

@@ -55,8 +55,8 @@ class OfShard(Protocol):
     def shard(self) -> Shard: ...
 
 
-class ShardWriteError(HeadscanError):
-    """A run whose corpus changed."""
+class CorpusChangedError(HeadscanError):
+    """The text of a stored shard changed."""
 
 
 @dataclass(frozen=True)
@@ -247,12 +247,12 @@ class _Ledger:
         return self.measured + self.skipped + self.others_stored + self.others_missing
 
     def missing(self, shards: Iterable[Shard], progress: Progress) -> Iterator[Shard]:
-        """Yield the shards to measure. Raises ShardWriteError if a stored one has other text."""
+        """Yield the shards to measure. Raises CorpusChangedError if a stored one has other text."""
         for shard in shards:
             self.content.update(shard.content_hash.encode())
             known = self.stored.get(shard.index)
             if known is not None and known != shard.content_hash:
-                raise ShardWriteError(
+                raise CorpusChangedError(
                     f"corpus {self.corpus} changed since run {self.run_id}: shard {shard.index} has other text. "
                     "Use another store, or pin a revision"
                 )

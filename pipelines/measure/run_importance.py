@@ -152,12 +152,12 @@ def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelledItem(ImportanceItem):
+class LabelledImportanceItem(ImportanceItem):
     texts: tuple[LabelledText, ...]
     answers: Answers
 
 
-def measure_labelled(lm: LoadedModel, item: LabelledItem) -> Measured:
+def measure_labelled(lm: LoadedModel, item: LabelledImportanceItem) -> Measured:
     """Pool task: measure the importance of every head on every example of a shard."""
     texts = item.texts
 
@@ -208,7 +208,7 @@ def run_labelled_importance(
         run,
         record,
         shards,
-        lambda shard: LabelledItem(
+        lambda shard: LabelledImportanceItem(
             shard,
             config.reduction,
             config.batch_tokens,

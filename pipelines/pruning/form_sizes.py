@@ -18,7 +18,7 @@ from headscan.loading import empty_model
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.export.decilm_folder import decilm_weights
-from headscan.pipelines.export.servable_model import Places, ServableModel, obstacle
+from headscan.pipelines.export.servable_model import HeadSlots, ServableModel, obstacle
 from headscan.pipelines.pruning.model_costs import ModelCost
 
 
@@ -78,7 +78,7 @@ def form_sizes(folder: str | os.PathLike[str], cost: ModelCost) -> tuple[FormSiz
 
 
 def _exported(served: ServableModel) -> Iterator[FormSize]:
-    def form(name: str, architecture: str, places: tuple[Places, ...], parameters: int, nbytes: int) -> FormSize:
+    def form(name: str, architecture: str, places: tuple[HeadSlots, ...], parameters: int, nbytes: int) -> FormSize:
         size = served.sizes(name, places, parameters)[-1]
         return FormSize(name, architecture, size.query_heads, size.kv_heads, size.kv_bytes, parameters, nbytes)
 

@@ -32,12 +32,12 @@ from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.run_records import ModelContext
 from headscan.pipelines.scoring.token_requests import pad
 from headscan.pipelines.settings.corpus_settings import SHORTEST, longest_text
-from headscan.pipelines.settings.evaluation_settings import MaskOrder, ValueConfig
+from headscan.pipelines.settings.evaluation_settings import MaskOrder, ReplacementConfig
 from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS
 
 
 @dataclass(frozen=True)
-class AblationValue:
+class ArmReplacement:
     """A replacement for the output of ablated heads. ``texts_hash``, the first digits of a hash of the texts that it
     was collected on (empty for zero), identifies it; its numbers do not, because other kernels round them differently.
     """
@@ -57,7 +57,7 @@ class AblationValue:
         return (("replacement_texts", dict(self.source)),) if self.texts_hash else ()
 
 
-ZERO_VALUE = AblationValue()
+ZERO_REPLACEMENT = ArmReplacement()
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Arm:
 BASELINE = Arm("baseline", ArmKind.BASELINE)
 
 
-def mask_arm(heads: Sequence[tuple[int, int]], value: AblationValue = ZERO_VALUE) -> Arm:
+def mask_arm(heads: Sequence[tuple[int, int]], value: ArmReplacement = ZERO_REPLACEMENT) -> Arm:
     """Return an arm that ablates the given heads, replaced by a value."""
     if not heads:
         raise InterventionError("empty mask: 0 heads (limit 1). Give at least one head")
@@ -176,7 +176,7 @@ def scored_masks(
     score: str,
     shares: Sequence[float],
     order: MaskOrder = "mean",
-    value: AblationValue = ZERO_VALUE,
+    value: ArmReplacement = ZERO_REPLACEMENT,
 ) -> list[Arm]:
     """Return a mask for each share, by the order that a run gives; ``score`` is a name in `RANKED_CRITERIA`, and only
     a score has the order ``inactive``.
@@ -197,7 +197,7 @@ def scored_masks(
 
 
 def scored_rules(
-    store: Store, run_id: str, score: str, quantiles: Sequence[float], value: AblationValue = ZERO_VALUE
+    store: Store, run_id: str, score: str, quantiles: Sequence[float], value: ArmReplacement = ZERO_REPLACEMENT
 ) -> list[Arm]:
     """Return the rules whose thresholds are quantiles of a scan's pooled scores."""
     selection = f"scan {run_id[:4]}{value.suffix}"
@@ -210,7 +210,9 @@ def scored_rules(
     ]
 
 
-def random_masks(grid: HeadGrid, share: float, count: int, seeds: int, value: AblationValue = ZERO_VALUE) -> list[Arm]:
+def random_masks(
+    grid: HeadGrid, share: float, count: int, seeds: int, value: ArmReplacement = ZERO_REPLACEMENT
+) -> list[Arm]:
     """Return random masks of ``count`` heads, one per seed; ``share`` is the nominal share of their arms."""
     return [
         Arm(
@@ -225,7 +227,7 @@ def random_masks(grid: HeadGrid, share: float, count: int, seeds: int, value: Ab
     ]
 
 
-def random_rules(share: float, seeds: int, value: AblationValue = ZERO_VALUE) -> list[Arm]:
+def random_rules(share: float, seeds: int, value: ArmReplacement = ZERO_REPLACEMENT) -> list[Arm]:
     """Return random rules (arXiv 2504.03889) that ablate each head of each input with probability ``share``."""
     heads = [RandomHeads(share, seed, value.replacement) for seed in range(seeds)]
     names = [f"random rule {100 * share:g}% seed {seed}{value.suffix}" for seed in range(seeds)]
@@ -235,7 +237,7 @@ def random_rules(share: float, seeds: int, value: AblationValue = ZERO_VALUE) ->
     ]
 
 
-def controls(grid: HeadGrid, arms: Sequence[Arm], seeds: int, value: AblationValue = ZERO_VALUE) -> list[Arm]:
+def controls(grid: HeadGrid, arms: Sequence[Arm], seeds: int, value: ArmReplacement = ZERO_REPLACEMENT) -> list[Arm]:
     """Return ``seeds`` random arms of each size in ``arms``: masks for masks, rules for rules, with the same value."""
     if seeds < 0:
         raise InterventionError(f"random controls per arm: {seeds} (limit 0). Set `seeds` to 0 or more")
@@ -309,12 +311,12 @@ class _ValueItem:
     seed: int | None
 
 
-def collect_value(config: ValueConfig, model: ModelContext, longest: int) -> AblationValue:
+def collect_replacement(config: ReplacementConfig, model: ModelContext, longest: int) -> ArmReplacement:
     """Return the value that replaces the outputs of ablated heads; collect it unless it is zero. ``longest`` is the
     number of tokens of the longest input on which heads will be ablated.
     """
     if config.value == "zero" or config.corpus is None:
-        return ZERO_VALUE
+        return ZERO_REPLACEMENT
     refuse_staged(model.pool, f"replace={config.value}", instead="replace=zero")
     resamples = config.value == "resample"
     tokens = longest if resamples else longest_text(model.identity, None)
@@ -342,7 +344,7 @@ def collect_value(config: ValueConfig, model: ModelContext, longest: int) -> Abl
     }
     name = f"{config.value} outputs of heads on {config.corpus.name}"
     outputs = model.pool.one(collect_outputs, _ValueItem(name, ids, lengths, seed))
-    return AblationValue(outputs, fingerprint({"value": config.value, **source})[:6], tuple(source.items()))
+    return ArmReplacement(outputs, fingerprint({"value": config.value, **source})[:6], tuple(source.items()))
 
 
 def collect_outputs(lm: LoadedModel, item: _ValueItem) -> StoredOutputs:

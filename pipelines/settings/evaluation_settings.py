@@ -18,7 +18,7 @@ from headscan.catalog import (
     RECALL_FAMILIES,
     RECALL_NAMES,
     SCORES,
-    Value,
+    ReplacementKind,
 )
 from headscan.errors import HeadscanError, InterventionError
 from headscan.model_spec import ModelSpec
@@ -183,8 +183,8 @@ class EvaluateConfig:
 
 
 #: Option of every verb that ablates heads.
-ReplaceValue = Annotated[
-    Value,
+ReplacementOption = Annotated[
+    ReplacementKind,
     Option(
         "output of ablated heads: zero (tests whether they are inactive), mean (their mean on --corpus: constant) "
         "or resample (their output on another text of --corpus: independent of the input)",
@@ -194,7 +194,7 @@ ReplaceValue = Annotated[
 
 
 @dataclass(frozen=True)
-class ValueConfig:
+class ReplacementConfig:
     """What replaces the output of ablated heads.
 
     Attributes:
@@ -204,7 +204,7 @@ class ValueConfig:
         samples: Texts of a resampling, each as long as the longest input; they are in memory, in all layers.
     """
 
-    value: ReplaceValue = "zero"
+    value: ReplacementOption = "zero"
     corpus: CorpusSpec | None = None
     texts: Count = 64
     samples: Annotated[int, Limits(least=2)] = 8
@@ -282,7 +282,7 @@ class SweepConfig:
         ),
     ] = 3
     confirm: Confirm = True
-    value: ValueConfig = field(default_factory=ValueConfig)
+    value: ReplacementConfig = field(default_factory=ReplacementConfig)
 
     def __post_init__(self) -> None:
         check_limits(self, InterventionError)
@@ -323,7 +323,7 @@ class AblateConfig:
     evaluation: EvaluateConfig
     texts: LossTexts | None = None
     modes: tuple[str, ...] = (EACH,)
-    value: ValueConfig = field(default_factory=ValueConfig)
+    value: ReplacementConfig = field(default_factory=ReplacementConfig)
 
     def __post_init__(self) -> None:
         unknown = [mode for mode in self.modes if mode not in MODES]

@@ -23,7 +23,7 @@ from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec, Da
 
 #: Attention that is named on the command line.
 Site = Annotated[str, Option("attention of the layer: self, encoder or cross")]
-#: Option of both kinds of importance runs.
+#: Option of every run over a corpus or over labelled examples.
 _ShardSize = Annotated[
     int | None,
     Option(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from headscan.catalog import RECALL_NAMES
+from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK, RECALL_NAMES
 from headscan.errors import PruningError
 from headscan.kv.kept_keys import Window, checked_window
 from headscan.options import BATCH_TOKENS, Count, Limits, Option, Seed, check_limits
@@ -94,8 +94,8 @@ class MeasureConfig:
     """
 
     corpus: CorpusSpec = field(default_factory=lambda: CorpusSpec("python-stdlib"))
-    sink: int = 4
-    recents: tuple[int, ...] = (256,)
+    sink: int = DEFAULT_SINK
+    recents: tuple[int, ...] = (DEFAULT_RECENT,)
     max_tokens: Annotated[
         int | None,
         Option("length of texts and recall prompts in tokens (default: the model's context, at most 2048)", least=1),

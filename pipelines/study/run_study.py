@@ -329,7 +329,7 @@ class _Study:
         """Return the increases of the judged loss by arm name, widened for the kinds of savings."""
         self._begin_step("6. held-out loss of every candidate")
         reading = EvaluateConfig(self.config.model, TaskConfig(()), None, self.config.batch_tokens, text=self._text)
-        return read_losses(self.run.store, self._evaluate(reading, arms), comparisons=self.config.kinds)
+        return read_losses(self.run.store, self._evaluate(reading, arms), comparisons=self.config.kind_count)
 
     def _judged(
         self, arms: dict[str, list[Arm]], losses: dict[str, Increase]
@@ -346,7 +346,7 @@ class _Study:
             for kind, number in list(live.items()):
                 shares = [(arm.name, arm.share or 0.0) for arm in arms[kind]]
                 judged[kind] = judge_shares(
-                    self.run.store, run_id, shares, losses, max_loss=config.max_loss, comparisons=config.kinds
+                    self.run.store, run_id, shares, losses, max_loss=config.max_loss, comparisons=config.kind_count
                 )
                 last = judged[kind][-1]
                 self.run.say(f"{kind}, {last.share:.1%}: {last.label}{f' ({last.why})' if last.why else ''}")

@@ -92,7 +92,8 @@ class Saving:
             return Answer(question, headline, detail, "open" if self.safe.recall_unknown else "known", link)
         too_few = shown is not None and shown.outcome is Outcome.OPEN
         headline = "Too few questions" if too_few else "None shown to be safe"
-        return Answer(question, headline, f"{self.next().capitalize()}.{numbers}", "open", link)
+        following = self.next()
+        return Answer(question, headline, f"{following[0].upper()}{following[1:]}.{numbers}", "open", link)
 
     def _size(self, share: ShareVerdict) -> str:
         unit = "KV heads windowed" if self.kind == "KV cache" else "heads"

@@ -103,11 +103,11 @@ class StudyConfig:
             object.__setattr__(self, name, values)
         if self.shares != () and not self.criteria:
             raise StudyError("criteria are empty (limit 1). Name a score or an importance")
-        if not self.kinds:
+        if not self.kind_count:
             raise StudyError("nothing to study: no shares. Set `shares`, `window_shares` or `prune_shares`")
 
     @property
-    def kinds(self) -> int:
+    def kind_count(self) -> int:
         """Number of kinds of savings; the questions judge all of them, so they divide the error."""
         return sum(getattr(self, name) != () for name in SHARES)
 

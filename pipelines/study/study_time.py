@@ -129,7 +129,7 @@ def question_costs(config: StudyConfig, run: Run, texts: StudyTexts) -> Question
     """Count the tokens of some questions, and ask the whole model recall questions that judge nothing."""
     assert config.tokens is not None
     lengths = (config.tokens - 1,)
-    enough = enough_questions(_CHANGED, config.kinds)
+    enough = enough_questions(_CHANGED, config.kind_count)
     with tempfile.TemporaryDirectory() as folder:
         tasks = config.tasks
         if tasks is None:
@@ -148,7 +148,7 @@ def question_costs(config: StudyConfig, run: Run, texts: StudyTexts) -> Question
         for kind, (right, number) in whole_model_recall(asking, run).items():
             words.append(f"{kind} {right:.0f} %")
             if solves(kind, right, number):
-                needed.append(recall_needed(kind, right, config.kinds))
+                needed.append(recall_needed(kind, right, config.kind_count))
     return QuestionCosts(
         tokens, recall.tokens_to_read() / _ASKED_FIRST, enough, available, max(needed), ", ".join(words)
     )
@@ -192,7 +192,7 @@ def decided(config: StudyConfig, speed: float, costs: QuestionCosts, say: Callab
     if searches:
         steps["4. plans"] += search
     before = sum(steps.values())
-    arms = 1 + _ROUNDS * config.kinds
+    arms = 1 + _ROUNDS * config.kind_count
     tokens = max(0.0, seconds - before) * speed / arms
     recall = config.recall_questions
     if recall is None:

@@ -8,11 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from headscan.analysis.store.head_spread import (
-    Measure,
-    MeasureValues,
     SiteHeads,
     SiteRows,
     Spread,
+    StoredMeasure,
     resampling,
     summarised,
 )
@@ -34,7 +33,7 @@ def read_measures(store: Store, heads: SiteHeads) -> Iterator[tuple[str, np.ndar
     with store.connect(read_only=True) as connection, ThreadPoolExecutor(1) as threads:
         rows = SiteRows(connection, heads)
         for name in SUMMARISED:
-            measure = Measure(rows, name)
+            measure = StoredMeasure(rows, name)
             values = np.full((len(heads), rows.sequences), np.nan, np.float64 if measure.ratio else np.float32)
 
             def keep(layer: slice, found: np.ndarray, values: np.ndarray = values) -> None:
@@ -48,7 +47,7 @@ def read_measures(store: Store, heads: SiteHeads) -> Iterator[tuple[str, np.ndar
 def spread_of(name: str, values: np.ndarray, seed: int = 0) -> Spread:
     """Summarise a measure (H, S), NaN where it was not measured; at least one value is a number."""
     heads, sequences = values.shape
-    given = MeasureValues(
+    given = StoredMeasure(
         heads, sequences, lambda work: work(slice(0, heads), values), lambda step: values.ravel()[::step]
     )
     found = summarised(name, given, resampling(sequences, seed))

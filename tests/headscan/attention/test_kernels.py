@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headscan.attention import fused
-from headscan.attention.calls import ScoredCall, WeightTally, attend
+from headscan.attention.calls import ScoredCall, WeightTally, attend_blockwise
 from headscan.attention.fused import CpuKernels, CudaKernels, FusedKernels, kernels_for
 from headscan.catalog import MassWidths
 from headscan.statistics.registry import fused_numbers, needed_numbers
@@ -66,11 +66,11 @@ def both_ways(
     lengths = torch.full((2,), tokens)
     request = AttentionRequest(NEEDS, lengths, lengths, widths)
     query, key, value = (x.to(dtype) for x in (query, key, value))
-    out, numbers = fused.attend(kernels, query, key, value, scale, widths, window=window, sinks_BHN=sinks)
+    out, numbers = fused.attend_fused(kernels, query, key, value, scale, widths, window=window, sinks_BHN=sinks)
     found = fused_numbers(needed_numbers(NEEDS), numbers)
     tally = WeightTally(request, Geometry(tokens, tokens, True, False))
     call = ScoredCall(query.double(), key.double(), value.double(), scale, True, window=window, sinks_BHN=sinks)
-    expected_out = attend(call, tally.add)
+    expected_out = attend_blockwise(call, tally.add)
     return {**found, "output": out}, {**tally.findings().per_query, "output": expected_out}
 
 
@@ -132,8 +132,8 @@ def test_queries_after_a_prefix_equal_those_of_whole_sequences(window: int | Non
     generator = torch.Generator().manual_seed(past)
     query, key, value = (torch.randn(2, heads, tokens, 8, generator=generator) for heads in (4, 2, 2))
     needs = frozenset({"first_token_weight", "entropy"})
-    whole, whole_pass = fused.attend(CpuKernels(), query, key, value, 0.35, MassWidths(), window=window)
-    out, late_pass = fused.attend(CpuKernels(), query[:, :, past:], key, value, 0.35, MassWidths(), window=window)
+    whole, whole_pass = fused.attend_fused(CpuKernels(), query, key, value, 0.35, MassWidths(), window=window)
+    out, late_pass = fused.attend_fused(CpuKernels(), query[:, :, past:], key, value, 0.35, MassWidths(), window=window)
     of_whole, found = (fused_numbers(needed_numbers(needs), fused) for fused in (whole_pass, late_pass))
     torch.testing.assert_close(out, whole[:, :, past:], rtol=1e-4, atol=1e-5)
     for name in needs:

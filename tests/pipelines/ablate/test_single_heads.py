@@ -37,8 +37,8 @@ from headscan.pipelines.settings.evaluation_settings import (
     AblateConfig,
     EvaluateConfig,
     LossTexts,
+    ReplacementConfig,
     TaskConfig,
-    ValueConfig,
 )
 from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood, run_on
 from tests.small_models import make_model
@@ -103,7 +103,7 @@ def test_losses_equal_a_full_forward_per_head(
     assert on_text.texts is not None
     few = replace(on_text.texts, sequences=5)
     config = replace(
-        on_text, texts=few, value=ValueConfig(value, None if value == "zero" else corpus, texts=5, samples=3)
+        on_text, texts=few, value=ReplacementConfig(value, None if value == "zero" else corpus, texts=5, samples=3)
     )
     result = single_head_effects(config, run_on(pool, store))
     lm, questions = pool._model(), questions_of(config)
@@ -274,7 +274,7 @@ def _work(spec: ModelSpec, run: Any) -> int:
 def test_another_value_is_another_run_with_other_arms(
     on_text: AblateConfig, store: Store, pool: InProcessPool, corpus_folder: Path
 ) -> None:
-    mean = replace(on_text, value=ValueConfig("mean", CorpusSpec(str(corpus_folder)), texts=5))
+    mean = replace(on_text, value=ReplacementConfig("mean", CorpusSpec(str(corpus_folder)), texts=5))
     runs = [single_head_effects(config, run_on(pool, store)) for config in (on_text, mean)]
     assert runs[0].run_id != runs[1].run_id
     assert values_of(runs[0].effects) != values_of(runs[1].effects)
@@ -285,11 +285,11 @@ def test_another_value_is_another_run_with_other_arms(
 
 def test_bad_settings_name_their_fix(on_text: AblateConfig, on_task: AblateConfig, tmp_path: Path) -> None:
     with pytest.raises(InterventionError, match=r"replace=mean needs texts: no corpus\. Set `corpus`"):
-        ValueConfig("mean")
+        ReplacementConfig("mean")
     with pytest.raises(InterventionError, match="unknown value 'median'"):
-        ValueConfig("median")  # type: ignore[arg-type]
+        ReplacementConfig("median")  # type: ignore[arg-type]
     with pytest.raises(InterventionError, match=r"samples=1 \(limit 2\)"):
-        ValueConfig(samples=1)
+        ReplacementConfig(samples=1)
     with pytest.raises(InterventionError, match="neither tasks nor texts"):
         replace(on_text, texts=None)
     with pytest.raises(InterventionError, match="tasks and texts"):

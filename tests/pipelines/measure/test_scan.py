@@ -21,7 +21,7 @@ from headscan.errors import HeadscanError, NotFiniteError, SequenceError, Unknow
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
-from headscan.pipelines.measure.run_corpus import CorpusRunResult, ShardWriteError, shard_size_of
+from headscan.pipelines.measure.run_corpus import CorpusChangedError, CorpusRunResult, shard_size_of
 from headscan.pipelines.measure.run_scan import scan
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.runs.run_records import Run
@@ -235,7 +235,7 @@ def test_a_changed_corpus_is_noticed_on_resume(
     with store.connect() as connection:
         connection.execute("update runs set status = 'failed'")
     (folder / "3.txt").write_text("another text " * 20)
-    with pytest.raises(ShardWriteError, match=r"changed since run .* has other text"):
+    with pytest.raises(CorpusChangedError, match=r"changed since run .* has other text"):
         run(config, store)
     assert store.runs()[0]["finished_shards"] == state.measured
 

@@ -220,7 +220,7 @@ def test_a_file_and_options_become_one_study(tmp_path: Path, capsys: pytest.Capt
     alone = read_command(
         ["study", "demo", "--corpus", "texts/", "--window-shares", "none", "--shares", "0.1,0.2"]
     )._config()
-    assert (alone.shares, alone.window_shares, alone.prune_shares, alone.kinds) == ((0.1, 0.2), (), None, 2)
+    assert (alone.shares, alone.window_shares, alone.prune_shares, alone.kind_count) == ((0.1, 0.2), (), None, 2)
     for words, message in (
         (["--limit", "5"], "belong to --tasks"),
         (["--dtype", "float16"], "options of the model need MODEL"),
