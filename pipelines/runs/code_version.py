@@ -17,6 +17,10 @@ _MEASURING = {
     "pipelines": ("cli", "demo"),
 }
 
+#: Nodes that can have a docstring, and the fields of nodes that hold statements, handlers or cases.
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
+
 
 @cache
 def code_version() -> str:
@@ -34,11 +38,14 @@ def code_version() -> str:
 
 def _statements(source: str) -> str:
     tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        if ast.get_docstring(node, clean=False) is not None:
+    blocks: list[ast.AST] = [tree]
+    # Only statements hold statements, so the expressions, most of a tree, need no visit.
+    while blocks:
+        node = blocks.pop()
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
             del node.body[0]
+        for name in _BLOCKS:
+            blocks += getattr(node, name, ())
     return ast.dump(tree)
 
 

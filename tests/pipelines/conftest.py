@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -29,6 +29,8 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.runs.run_records import OpenModel, Run
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
 from headscan.pruning import save_model
+from headscan.sizing import model_sizes
+from headscan.sizing.model_sizes import ModelSizes
 from tests import warm_python
 from tests.pipelines.kv.kv_plans import model_of
 from tests.small_models import make_model
@@ -85,6 +87,26 @@ def new_python() -> Iterator[Callable[..., CompletedProcess[str]]]:
         started = save_model.run_python
         patch.setattr(save_model, "run_python", warm_python.run_python)
         yield started
+
+
+@pytest.fixture(autouse=True, scope="session")
+def sizes_once() -> Iterator[None]:
+    """Compute the sizes of each model once: commands need them to place it, and the dry run takes 0.3 s."""
+    computed = model_sizes.model_sizes
+
+    @cache
+    def known(spec: ModelSpec, tokens: int, files: tuple[tuple[str, int, int], ...]) -> ModelSizes:
+        return computed(spec, tokens)
+
+    def sizes(spec: ModelSpec, tokens: int = 2048) -> ModelSizes:
+        if not Path(spec.source).is_dir():
+            return computed(spec, tokens)
+        found = ((path.name, path.stat()) for path in sorted(Path(spec.source).iterdir()))
+        return known(spec, tokens, tuple((name, state.st_size, state.st_mtime_ns) for name, state in found))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_sizes, "model_sizes", sizes)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ def quiet(line: str) -> None:
 
 @pytest.fixture
 def evaluation(spec: ModelSpec, task_folder: Path) -> jobs.EvaluateConfig:
-    return jobs.EvaluateConfig(spec, TaskConfig(("counting",), include_path=str(task_folder)), recall=None)
+    return jobs.EvaluateConfig(spec, TaskConfig(("counting",), include_path=str(task_folder), limit=6), recall=None)
 
 
 @pytest.fixture

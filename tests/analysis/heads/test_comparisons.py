@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
@@ -41,13 +42,14 @@ def picked(stats: dict[str, np.ndarray], name: str, quantile: float) -> np.ndarr
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, Scan, Scan]:
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, Scan, Scan]]:
     """A store with two scans of different lengths and levels; the second lacks entropy."""
     path = tmp_path_factory.mktemp("two") / "s.duckdb"
     first = write(path, make_stats(0), "f0")
     stats = {name: 1.3 * values for name, values in make_stats(1, OTHER_SEQUENCES).items() if name != "entropy"}
     second = write(path, stats, "f1")
-    return first.store, first, second
+    with first.store.reading():
+        yield first.store, first, second
 
 
 @pytest.mark.parametrize("quantile", [0.1, 0.35])

@@ -176,17 +176,20 @@ def _random_values(seed: int, sequences: int) -> dict[str, np.ndarray]:
 def write(path: Path, values: dict[str, np.ndarray], prompts: dict[str, np.ndarray] | None = None) -> tuple[Store, str]:
     """Write an importance run; ``prompts`` are the values of recall prompts, which follow the texts."""
     store = Store(path)
-    run_id = store.begin_run(RunRecord("importance", "i0", "tiny", LAYERS, HEADS, corpus="texts")).run_id
+    shards = []
     for shard, first in enumerate((0, 4)):
         count = min(4, SEQUENCES - first)
         record = ShardRecord(shard, f"c{shard}", 0.5, "worker")
-        store.add_shards(run_id, [ShardToWrite(record, sequence_table(first, count), head_table(values, first, count))])
+        shards.append(ShardToWrite(record, sequence_table(first, count), head_table(values, first, count)))
     if prompts is not None:
         heads = head_table(prompts, 0, PROMPTS)
         heads = heads.set_column(0, "sequence", pc.add(heads["sequence"], SEQUENCES).cast(pa.int32()))
         named = sequence_table(SEQUENCES, PROMPTS).append_column("recall_task", pa.array(["copying@9"] * PROMPTS))
-        store.add_shards(run_id, [ShardToWrite(ShardRecord(2, "c2", 0.5, "worker"), named, heads)])
-    store.finish_run(run_id)
+        shards.append(ShardToWrite(ShardRecord(2, "c2", 0.5, "worker"), named, heads))
+    with store.one_transaction():
+        run_id = store.begin_run(RunRecord("importance", "i0", "tiny", LAYERS, HEADS, corpus="texts")).run_id
+        store.add_shards(run_id, shards)
+        store.finish_run(run_id)
     return store, run_id
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -85,7 +86,7 @@ def having(store: Store, role: str, runs: tuple[str, ...] = ()) -> list[tuple[in
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Store:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     """A store with every role: a scan, three probes, two ablate runs, and a mask."""
     path = tmp_path_factory.mktemp("roles") / "s.duckdb"
     stats = {
@@ -105,7 +106,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Store:
     mask = store.add_mask("mine", [(0, 1), (0, 2), (2, 3)])
     run_id = store.begin_run(RunRecord("evaluate", "e", "tiny", LAYERS, HEADS)).run_id
     store.begin_arm(ArmRecord(run_id, "pruned by hand", "pruned", mask_id=mask))
-    return store
+    with store.reading():
+        yield store
 
 
 @pytest.mark.parametrize(

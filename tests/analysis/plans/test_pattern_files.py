@@ -79,7 +79,7 @@ def test_a_head_that_looks_far_is_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
     ("layers", "heads"),
-    [(32, 8), pytest.param(80, 8, marks=pytest.mark.slow), pytest.param(28, 4, marks=pytest.mark.slow)],
+    [(12, 8), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((32, 8), (80, 8), (28, 4)))],
 )
 def test_a_plan_survives_its_consumer_and_its_import(
     tmp_path: Path, layers: int, heads: int, format: PatternFormat

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ def _plan(store: Store, run_id: str, **changes: Any) -> HeadPlan:
 
 
 @pytest.fixture(scope="module")
-def scan(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, str]:
-    return write_scan(tmp_path_factory.mktemp("plan") / "s.duckdb", GRID, masses(NEED, TOKENS), TOKENS)
+def scan(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, str]]:
+    found = write_scan(tmp_path_factory.mktemp("plan") / "s.duckdb", GRID, masses(NEED, TOKENS), TOKENS)
+    with found[0].reading():
+        yield found
 
 
 @pytest.fixture(scope="module")

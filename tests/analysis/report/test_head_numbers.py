@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -95,14 +96,15 @@ def test_overlaps_equal_the_macro(scan: Scan) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, str, HeadData]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, str, HeadData]]:
     store = new_store(tmp_path_factory.mktemp("numbers") / "s.duckdb")
     other = write_large_scan(store, LAYERS, HEADS, 5, fingerprint="other", seed=3, model="other")
     run_id = write_large_scan(store, LAYERS, HEADS, 6)
     write_probe(store, LAYERS, HEADS)
     write_importance(store, LAYERS, HEADS)
-    scan, compared = (store.resolve_run(each) for each in (run_id, other))
-    return store, run_id, read_head_data(store, scan, compared=compared)
+    with store.reading():
+        scan, compared = (store.resolve_run(each) for each in (run_id, other))
+        yield store, run_id, read_head_data(store, scan, compared=compared)
 
 
 def test_tables_of_other_runs_are_measures_in_their_places(whole: tuple[Store, str, HeadData]) -> None:

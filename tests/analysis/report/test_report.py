@@ -4,6 +4,7 @@ import base64
 import gzip
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
@@ -34,7 +35,7 @@ EVIL = "<script>alert('1')</script>"
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, str, str]:
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, str, str]]:
     """A scan and an evaluation whose free texts are all hostile."""
     grid = [site(i, HEADS, KV_HEADS, window=32 if i == 2 else None) for i in range(LAYERS)]
     path = tmp_path_factory.mktemp("report") / "s.duckdb"
@@ -43,7 +44,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, str, str]:
     a_store, run_id = write_scan(
         path, grid, stats, TOKENS, corpus=EVIL, bos_policy=EVIL, model_revision=EVIL, packages={EVIL: EVIL}
     )
-    return a_store, run_id, write_evaluation(a_store, seeds=2, prefix=EVIL)
+    evaluation = write_evaluation(a_store, seeds=2, prefix=EVIL)
+    with a_store.reading():
+        yield a_store, run_id, evaluation
 
 
 class _Reader(HTMLParser):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -37,11 +37,13 @@ PAGE = 1020
 
 
 @pytest.fixture(scope="module")
-def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, str, str]:
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, str, str]]:
     """A scan and a sweep of rules and masks with their random controls and recall tasks."""
     path = tmp_path_factory.mktemp("sweep") / "s.duckdb"
     store, run_id = write_scan(path, [site(i, 8, 4) for i in range(3)], everything(3, 8, TOKENS), TOKENS)
-    return store, run_id, write_sweep(store, scores=NAMES, shares=SHARES, seeds=SEEDS)
+    evaluation = write_sweep(store, scores=NAMES, shares=SHARES, seeds=SEEDS)
+    with store.reading():
+        yield store, run_id, evaluation
 
 
 @pytest.fixture(scope="module")

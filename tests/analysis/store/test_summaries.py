@@ -54,8 +54,9 @@ def hard(tmp_path: Path) -> tuple[Store, str]:
     stats["self_weight"][:] = 0.25
     stats.pop("sink_mass")
     store = Store(tmp_path / "s.duckdb", lock_timeout=5.0)
-    run_id = store.begin_run(scan_record("hard", config={"sink": 4, "recent": BOUNDED - 4})).run_id
-    store.add_shards(run_id, reversed(shards(stats)))
+    with store.one_transaction():
+        run_id = store.begin_run(scan_record("hard", config={"sink": 4, "recent": BOUNDED - 4})).run_id
+        store.add_shards(run_id, reversed(shards(stats)))
     return store, run_id
 
 
@@ -124,7 +125,9 @@ def test_every_number_of_the_pools_equals_plain_numpy(hard: tuple[Store, str]) -
     values = values_of(store, run_id)
     pools = {row["measure"]: row for row in store.query("FROM measure_pools").to_pylist()}
     assert set(pools) == {name for name in SUMMARISED if np.isfinite(values[name]).any()} and "sink_mass" not in pools
-    histograms = store.query("SELECT measure, histogram, measured FROM head_summaries ORDER BY measure, layer, head")
+    histograms = store.query(
+        "SELECT measure, histogram, measured FROM head_summaries ORDER BY measure, layer, head"
+    ).to_pylist()
     for name, pool in pools.items():
         flat = values[name][np.isfinite(values[name])]
         low, high = np.quantile(flat, SPAN)
@@ -133,7 +136,7 @@ def test_every_number_of_the_pools_equals_plain_numpy(hard: tuple[Store, str]) -
         assert (pool["low"], pool["high"]) == pytest.approx((low, high), rel=1e-13)
         bins = np.clip((flat - pool["low"]) * (POOL_BINS / (pool["high"] - pool["low"])), 0, POOL_BINS - 1)
         assert pool["histogram"] == np.bincount(bins.astype(int), minlength=POOL_BINS).tolist()
-        own = [row for row in histograms.to_pylist() if row["measure"] == name]
+        own = [row for row in histograms if row["measure"] == name]
         for row, of_head in zip(own, values[name], strict=True):
             assert row["measured"] == sum(row["histogram"]) == np.isfinite(of_head).sum()
             assert len(row["histogram"]) == HEAD_BINS
@@ -171,12 +174,13 @@ def test_thresholds_of_rules_are_stored_or_computed_alike(hard: tuple[Store, str
             ]
             for score in SCORES
         }
-    for score in SCORES:
-        assert thresholds(store, run_id, score, shares) == pytest.approx(expected[score], rel=1e-13)
+        for score in SCORES:
+            assert thresholds(store, run_id, score, shares) == pytest.approx(expected[score], rel=1e-13)
     store.finish_run(run_id)
-    for score in SCORES:
-        assert thresholds(store, run_id, score, shares) == pytest.approx(expected[score], rel=1e-13)
-        assert thresholds(store, run_id, score, THRESHOLDS) == pytest.approx(expected[score][:-1], rel=1e-13)
+    with store.reading():
+        for score in SCORES:
+            assert thresholds(store, run_id, score, shares) == pytest.approx(expected[score], rel=1e-13)
+            assert thresholds(store, run_id, score, THRESHOLDS) == pytest.approx(expected[score][:-1], rel=1e-13)
 
 
 def test_evidence_of_plans_is_the_mean_over_long_sequences(hard: tuple[Store, str]) -> None:

@@ -394,14 +394,16 @@ def test_later_sweeps_on_the_same_questions_widen_all_judgements(tmp_path: Path)
     store = Store(tmp_path / "s.duckdb", lock_timeout=5.0)
 
     def swept(mark: str, model: str = "tiny", asked: int = 2400) -> str:
-        run_id = store.begin_run(RunRecord("evaluate", mark, model, 3, 8)).run_id
         right = np.arange(asked) % 4 > 0
-        store.finish_arm(store.begin_arm(ArmRecord(run_id, "baseline", "baseline")).arm_id, _table(right))
+        with store.one_transaction():
+            run_id = store.begin_run(RunRecord("evaluate", mark, model, 3, 8)).run_id
+            store.finish_arm(store.begin_arm(ArmRecord(run_id, "baseline", "baseline")).arm_id, _table(right))
         parts = store.query("SELECT part FROM all_question_split WHERE run_id = ? ORDER BY question", [run_id])
         wrong = right & (parts["part"].to_numpy() == "confirmation")
         wrong &= np.cumsum(wrong) <= 5  # few enough for one arm, too many for four
-        arm_id = store.begin_arm(ArmRecord(run_id, "mask", "mask", score="entropy", share=0.1)).arm_id
-        store.finish_arm(arm_id, _table(right & ~wrong), zeroed_share=0.1)
+        with store.one_transaction():
+            arm_id = store.begin_arm(ArmRecord(run_id, "mask", "mask", score="entropy", share=0.1)).arm_id
+            store.finish_arm(arm_id, _table(right & ~wrong), zeroed_share=0.1)
         record_confirmation(store, run_id)
         return run_id
 

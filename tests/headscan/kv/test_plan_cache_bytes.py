@@ -113,12 +113,13 @@ def test_the_peak_is_the_plan_and_one_layers_chunk() -> None:
     )
     model = LlamaForCausalLM(config).eval()
     lm = LoadedModel(model, None, discover(model), "peak")
-    tokens, chunk, token_bytes = 2048, 64, 4 * 2 * 64
+    steps, chunk, token_bytes = 16, 64, 4 * 2 * 64
+    tokens = 15 * chunk + steps
     ids = torch.randint(0, 16, (1, tokens))
 
     def peak(plan: PlainPlan) -> int:
         cache = PlanCache(plan, max_tokens=tokens)
-        sizes = (*[chunk] * (tokens // chunk - 1), *[1] * chunk)
+        sizes = (*[chunk] * 15, *[1] * steps)
         return peak_bytes(lm, lambda: [in_chunks(lm, cache, *pair) for pair in pairs(ids, sizes)])
 
     def pairs(ids: torch.Tensor, sizes: tuple[int, ...]) -> Iterator[tuple[torch.Tensor, tuple[int]]]:

@@ -91,7 +91,7 @@ def test_few_calibration_tokens_do_no_harm(texts: int) -> None:
     """On texts that neither fit the weights nor chose their strength, the repair is not worse than none."""
     lm = headscan.load(MODEL_FOLDER, device="cpu", dtype="float32")
     calibration = _beginnings(lm, sorted(seen_modules())[::3], texts, 128)
-    others = Divergence(lm, _beginnings(lm, sorted(held_out_files()), 8, 256))
+    others = Divergence(lm, _beginnings(lm, sorted(held_out_files()), 6, 128))
     removed = tuple(sorted(Random(0).sample(list(lm.grid.heads()), 12)))
     weights = repair(lm, calibration, removed)
     assert weights
@@ -150,7 +150,7 @@ def test_more_repair_leaves_less_damage() -> None:
 def test_the_value_projection_is_the_least_squares_solution() -> None:
     """Enough steps of conjugate gradients give the solution of the explicit problem, shortened for other texts."""
     lm = make_loaded("llama")
-    texts = replace(random_texts(lm, sequences=16, tokens=24), batch_tokens=400)
+    texts = replace(random_texts(lm, sequences=12, tokens=20), batch_tokens=400)
     fitting, judging = texts.split(texts.tokens // 4)
     site = lm.grid.sites[2]
     config = RepairConfig(("v",), rounds=1, value_steps=200)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,11 @@ from tests.analysis.conftest import LAYERS, make_stats, write_scan
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, str, str]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, str, str]]:
     path = tmp_path_factory.mktemp("compare") / "s.duckdb"
     first, second = (write_scan(path, make_stats(seed), f"f{seed}") for seed in (0, 1))
-    return first.store, first.run_id, second.run_id
+    with first.store.reading():
+        yield first.store, first.run_id, second.run_id
 
 
 def table(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[list[str], list[list[str]]]:

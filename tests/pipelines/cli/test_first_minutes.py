@@ -92,7 +92,12 @@ def test_an_interrupt_stops_a_long_query(scan: tuple[Store, str]) -> None:
     command = [sys.executable, "-c", code, "sql", endless, "--store", str(scan[0].path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as query:
         assert query.stdout is not None and query.stdout.readline() == "ready\n"
-        time.sleep(6)  # until the query runs, also on a busy machine
+        descriptors = Path(f"/proc/{query.pid}/fd")
+        opened = descriptors.exists()
+        while opened and scan[0].path not in [path.resolve() for path in descriptors.iterdir()]:
+            assert query.poll() is None
+            time.sleep(0.05)
+        time.sleep(1 if opened else 6)  # until the query runs, also on a busy machine
         query.send_signal(signal.SIGINT)
         try:
             _, err = query.communicate(timeout=60)

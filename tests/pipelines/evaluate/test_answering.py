@@ -253,7 +253,7 @@ class PacedPool(InProcessPool):
 
 def test_slow_arms_are_answered_in_small_bundles(spec: ModelSpec, task_folder: Path, tmp_path: Path) -> None:
     """A stop loses one bundle, and progress is printed when one ends; the size of bundles changes no digit."""
-    tasks = TaskConfig(("counting",), include_path=str(task_folder))
+    tasks = TaskConfig(("counting",), include_path=str(task_folder), limit=6)
     config = EvaluateConfig(spec, tasks, recall=None, batch_tokens=50)
     arms = [BASELINE, *(mask_arm([(2, head), (1, other)]) for head in range(6) for other in range(2))]
     sizes, stores = [], []

@@ -113,8 +113,23 @@ class GgufModel:
         return self.linear(self.norm(x, "output_norm"), words)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral", "llama-mqa-wide"])
-@pytest.mark.parametrize("case", REMOVED)
+#: Families whose files are read in every case in the fast suite, or in the cases that are named.
+FAST = {
+    "llama": (*REMOVED,),
+    "qwen2": ("none", "uneven"),
+    "mistral": ("no attention", "group"),
+    "llama-mqa-wide": ("equal", "first layer without attention"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        pytest.param(name, case, marks=() if case in fast else pytest.mark.slow)
+        for name, fast in FAST.items()
+        for case in REMOVED
+    ],
+)
 def test_a_file_computes_the_logits_of_the_model(name: str, case: str, demo: LoadedModel, tmp_path: Path) -> None:
     lm = headscan.slice_heads(small(name, demo), REMOVED[case])
     tokens = ids(len(demo.tokenizer))

@@ -37,8 +37,8 @@ from tests.small_models import make_model
 
 @pytest.fixture
 def config(spec: ModelSpec, corpus_folder: Path) -> ImportanceConfig:
-    plan = TokenPlan(40, mode="chunk")
-    return ImportanceConfig(spec, CorpusSpec(str(corpus_folder)), plan, shard_size=3, batch_tokens=200)
+    plan = TokenPlan(40, mode="chunk", limit_sequences=12)
+    return ImportanceConfig(spec, CorpusSpec(str(corpus_folder)), plan, shard_size=6, batch_tokens=200)
 
 
 def run(config: ImportanceConfig, store: Store, placement: WholePlacement = THREADS) -> CorpusRunResult:
@@ -122,7 +122,7 @@ def test_recall_prompts_follow_the_texts_and_leave_their_numbers(
     config: ImportanceConfig, store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The texts' rows and scores are those of a run without prompts; importance_recall takes the prompts in."""
-    config = replace(config, tokens=TokenPlan(200, mode="chunk"), shard_size=4)
+    config = replace(config, tokens=TokenPlan(200, mode="chunk", limit_sequences=6), shard_size=4)
     alone = run(config, store).run_id
     with pytest.raises(SelectionError, match="it measured no recall prompts"):
         rank_importance(store, alone, "importance_recall")

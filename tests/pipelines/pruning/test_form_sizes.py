@@ -42,8 +42,18 @@ def stored(folder: Path) -> tuple[int, int]:
     return numbers, nbytes
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-mha", "qwen2"])
-@pytest.mark.parametrize("case", REMOVED)
+#: Families whose sizes follow from every case in the fast suite, or from the cases that are named.
+FAST = {"llama": (*REMOVED,), "llama-mha": ("equal", "no attention"), "qwen2": ("none", "uneven")}
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        pytest.param(name, case, marks=() if case in fast else pytest.mark.slow)
+        for name, fast in FAST.items()
+        for case in REMOVED
+    ],
+)
 def test_sizes_are_those_of_the_exported_files(name: str, case: str, demo: LoadedModel, tmp_path: Path) -> None:
     lm, [own, decilm, gguf] = saved(small(name, demo), REMOVED[case], tmp_path / "smaller")
     assert (own.parameters, own.bytes) == stored(tmp_path / "smaller")

@@ -37,14 +37,14 @@ SPEC = ModelSpec("demo", "float32")
 
 def tiny(out: Path, **changes: object) -> StudyConfig:
     settings = {
-        "tokens": 72,
+        "tokens": 88,
         "criteria": ("output_norm_ln", "importance_recall"),
         "shares": (0.02, 0.5),
         "window_shares": (0.5,),
         "prune_shares": (0.05,),
         "sequences": 8,
         "judged_texts": 8,
-        "questions": 12,
+        "questions": 8,
         "recall_questions": 8,
         "search": False,
         "prune_by": "criterion",
@@ -77,13 +77,13 @@ def test_a_study_ends_with_answers_and_files(found: tuple[StudyConfig, StudyAnsw
     for saving in answer.savings:
         assert all(each.outcome is Outcome.SAFE for each in saving.judged[:-1])
         assert (saving.safe is None) == (not saving.file)
-    # With 12 questions nothing can be shown.
+    # With 8 questions nothing can be shown.
     assert all(each.safe is None for each in answer.savings)
     assert {each.judged[-1].outcome for each in answer.savings} <= {Outcome.OPEN, Outcome.LOSES}
     text = answer.lines()
     assert "none shown to be safe" in text and "too few questions" in text and "loses (loss)" in text
     written = json.loads((out / "answers.json").read_text())
-    assert written["questions"] == 12 and len(written["savings"]) == 3
+    assert written["questions"] == 8 and len(written["savings"]) == 3
     assert "<html" in (out / "report.html").read_text()[:200].lower()
     plan = load_plan(out / "plans" / "0.5.json")
     assert len(plan.window_heads) == 12
@@ -277,8 +277,8 @@ def test_costs_follow_from_the_questions_and_the_recall_of_the_whole_model(tmp_p
         given = question_costs(replace(config, recall_questions=8), run_, texts)
     # A context of 400 characters, and four passages of 80 with and without it.
     assert 400 / 5 < costs.tokens < (400 + 8 * 80) / 1.5
-    # A needle and a copy; four of each share a text of 127 tokens.
-    assert 127 / 2 <= costs.recall_tokens <= 2 * 127
+    # A needle and a copy; four of each share a text of 87 tokens.
+    assert 87 / 2 <= costs.recall_tokens <= 2 * 87
     assert "copying" in costs.recalls and costs.enough_recall % 4 == 0
     assert (given.enough_recall, given.recalls) == (0, "")
 
