@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from headscan.pruning.save_model import save_pruned
     from headscan.pruning.slice_heads import slice_heads
 
+    # Not `open_store`: type checkers would follow it to the packages above this one, which need duckdb.
+
 __version__ = "1.0.0rc1"
 
 _HOMES = {

@@ -155,7 +155,9 @@ class _Study:
                 saving = replace(
                     saving,
                     units=grid.total_heads,
-                    cache_saved={name: 1 - costs.cache_left for name, costs in saved.items() if costs.cache_left},
+                    cache_saved={
+                        name: 1 - costs.cache_left for name, costs in saved.items() if costs.cache_left is not None
+                    },
                     weights_saved={name: 1 - costs.weights_left for name, costs in saved.items()},
                     file="" if safe is None else str(built[safe].folder),
                 )
