@@ -10,7 +10,6 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from headscan.analysis.plans import HeadDamage, HeadPlan, PlannedHead
 from headscan.analysis.report.head_measures import HeadMeasure, SiteMeasures, read_head_tables, scanned_measure
@@ -75,7 +74,7 @@ class SiteNumbers:
     numbers: SiteMeasures
     spreads: Mapping[str, Spread]
 
-    def overlaps(self) -> pa.Table:
+    def overlaps(self) -> list[dict[str, Any]]:
         """Return all pairs of scores that pick any (sequence, head) beyond the `INACTIVE_QUANTILE` of the pool, as the
         SQL macro ``score_overlap`` does.
         """
@@ -88,7 +87,7 @@ class SiteNumbers:
                 {"score_a": a, "score_b": b, "picked_a": picked_a, "picked_b": picked_b}
                 | {"both": both, "overlap": both / (picked_a + picked_b - both)}
             )
-        return pa.Table.from_pylist(rows)
+        return rows
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from headscan.analysis.store.head_spread import SiteHeads, Spread
+from headscan.analysis.store.head_spread import SiteHeads, Spread, column_values
 from headscan.analysis.store.provenance import same_model
 from headscan.analysis.store.records import RunKind
 from headscan.analysis.store.store import Store
@@ -254,7 +254,7 @@ def _measures(store: Store, run: Mapping[str, Any], heads: SiteHeads, table: Hea
     rows = store.query(f"SELECT * FROM ({table.query}) WHERE site = ?", [run["run_id"], heads.site])
     names = np.array(rows["name"].to_pylist(), dtype=object)
     index = heads.index
-    layer, head = (rows[name].to_numpy().astype(int) for name in ("layer", "head"))
+    layer, head = (column_values(rows[name]).astype(int) for name in ("layer", "head"))
     known = (layer < index.shape[0]) & (head < index.shape[1])
     for name in dict.fromkeys(names.tolist()):
         of_name = known & (names == name)
@@ -262,8 +262,8 @@ def _measures(store: Store, run: Mapping[str, Any], heads: SiteHeads, table: Hea
         columns = {}
         for column in ("value", "std"):
             columns[column] = np.full(len(heads), np.nan)
-            numbers = rows[column].to_numpy(zero_copy_only=False).astype(np.float64)[of_name]
-            columns[column][row[row >= 0]] = numbers[row >= 0]
+            values = column_values(rows[column]).astype(np.float64)[of_name]
+            columns[column][row[row >= 0]] = values[row >= 0]
         meaning = table.define(name)
         yield HeadMeasure(
             name,

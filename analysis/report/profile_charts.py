@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
-import pyarrow as pa
 from plotly.subplots import make_subplots
 
 from headscan.analysis.report.chart_style import (
@@ -28,11 +27,10 @@ from headscan.analysis.store.store import Store
 _CELL = 36
 
 
-def overlap_figure(pairs: pa.Table) -> go.Figure:
-    """Draw the intersection over union of all pairs of ``comparisons.score_overlap`` or ``mask_overlap``, in percent.
-    Columns show the numbers of the scores.
+def overlap_figure(rows: Sequence[Mapping[str, Any]]) -> go.Figure:
+    """Draw the intersection over union of all pairs, rows of ``comparisons.score_overlap`` or ``mask_overlap``, in
+    percent. Columns show the numbers of the scores.
     """
-    rows = pairs.to_pylist()
     names = list(dict.fromkeys(row[side] for side in ("score_a", "score_b") for row in rows))
     places = {name: place for place, name in enumerate(names)}
     values = np.full((len(names), len(names)), np.nan)

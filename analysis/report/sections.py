@@ -229,7 +229,7 @@ def _number(value: float) -> str:
 def agreement_parts(site: SiteNumbers) -> list[str]:
     """Return the overlap of the heads that rules ablate; empty with fewer than two scores."""
     pairs = site.overlaps()
-    if not pairs.num_rows:
+    if not pairs:
         return []
     chance = INACTIVE_QUANTILE / (2 - INACTIVE_QUANTILE)
     note = pages.paragraph(

@@ -19,6 +19,7 @@ from headscan.analysis.store.head_spread import (
     SiteHeads,
     SiteSummary,
     Spread,
+    column_values,
     site_quantiles,
     summarise_site,
 )
@@ -46,7 +47,7 @@ def sites_of(connection: duckdb.DuckDBPyConnection, run_id: str) -> list[SiteHea
     """Return the heads of each site of a scan, self-attention first."""
     rows = _counted_heads(connection, run_id)
     names = np.array(rows["site"].to_pylist(), dtype=object)
-    columns = {name: rows[name].to_numpy().astype(int) for name in ("layer", "head", "kv_head", "sequences")}
+    columns = {name: column_values(rows[name]).astype(int) for name in ("layer", "head", "kv_head", "sequences")}
     sites = []
     for site in dict.fromkeys(names.tolist()):
         layer, head, kv_head, counts = (column[names == site] for column in columns.values())
@@ -167,7 +168,7 @@ def _stored(connection: duckdb.DuckDBPyConnection, heads: SiteHeads, names: Sequ
         " ORDER BY measure, layer, head",
         params=key,
     ).to_arrow_table()
-    kinds = rows["measure"].to_numpy(zero_copy_only=False)
+    kinds = np.array(rows["measure"].to_pylist(), dtype=object)
     spreads = {}
     for pool in pools:
         start = int(np.searchsorted(kinds, pool["measure"]))
@@ -177,12 +178,12 @@ def _stored(connection: duckdb.DuckDBPyConnection, heads: SiteHeads, names: Sequ
 
 def _stored_spread(pool: Mapping[str, Any], rows: pa.Table) -> Spread:
     def column(name: str) -> np.ndarray:
-        return rows[name].to_numpy(zero_copy_only=False).astype(np.float64)
+        return column_values(rows[name]).astype(np.float64)
 
     persistence = None
     if pool["inactive_heads"] is not None:
         persistence = Persistence(*(pool[f"inactive_heads{end}"] for end in ("", "_low", "_high")))
-    counts = rows["histogram"].combine_chunks().flatten().to_numpy().reshape(rows.num_rows, HEAD_BINS)
+    counts = np.from_dlpack(rows["histogram"].combine_chunks().flatten()).reshape(rows.num_rows, HEAD_BINS)
     return Spread(
         measured=column("measured").astype(np.int64),
         mean=column("mean"),

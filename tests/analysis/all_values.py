@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from headscan.analysis.store.head_spread import (
+    MeasureValues,
     SiteHeads,
     SiteRows,
     Spread,
@@ -47,7 +48,7 @@ def read_measures(store: Store, heads: SiteHeads) -> Iterator[tuple[str, np.ndar
 def spread_of(name: str, values: np.ndarray, seed: int = 0) -> Spread:
     """Summarise a measure (H, S), NaN where it was not measured; at least one value is a number."""
     heads, sequences = values.shape
-    given = StoredMeasure(
+    given = MeasureValues(
         heads, sequences, lambda work: work(slice(0, heads), values), lambda step: values.ravel()[::step]
     )
     found = summarised(name, given, resampling(sequences, seed))

@@ -92,7 +92,7 @@ def test_overlaps_equal_the_macro(scan: Scan) -> None:
     run = scan.store.resolve_run(scan.run_id)
     data = read_head_data(scan.store, run)
     expected = score_overlap(scan.store, scan.run_id, 0.1).to_pylist()
-    assert data.sites[0].overlaps().to_pylist() == expected and expected
+    assert data.sites[0].overlaps() == expected and expected
 
 
 @pytest.fixture(scope="module")

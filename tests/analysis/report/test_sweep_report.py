@@ -207,13 +207,13 @@ def test_recall_is_drawn_over_the_benchmark(verdict: Verdict) -> None:
 
 def test_the_overlap_is_a_map_of_all_pairs(sweep: tuple[Store, str, str]) -> None:
     store, run_id, _ = sweep
-    pairs = score_overlap(store, run_id)
+    pairs = score_overlap(store, run_id).to_pylist()
     figure = overlap_figure(pairs)
     (heatmap,) = figure.data
     values = np.array(heatmap.z, dtype=float)
     names = [label.split()[0] for label in heatmap.y]
     assert [label.split()[1] for label in heatmap.y] == list(heatmap.x)
-    for row in pairs.to_pylist():
+    for row in pairs:
         a, b = names.index(row["score_a"]), names.index(row["score_b"])
         assert values[a, b] == values[b, a] == pytest.approx(100 * row["overlap"])
         assert f"both {row['both']:,}" in heatmap.hovertext[a][b]
