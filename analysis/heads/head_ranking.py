@@ -173,7 +173,7 @@ class GatedHead:
         }
 
 
-def gated_heads(store: Store, run_id: str, *, site: str = "self", descending: bool | None = None) -> list[GatedHead]:
+def rank_gates(store: Store, run_id: str, *, site: str = "self", descending: bool | None = None) -> list[GatedHead]:
     """Return all heads of a site, the most closed first; layer and head break ties."""
     # p_open orders like the location of the gate.
     rows = store.query(
@@ -306,7 +306,7 @@ def measured_behaviours(store: Store, run_id: str) -> tuple[str, ...]:
     return tuple(name for name in BEHAVIOURS if name in names)
 
 
-def behaving_heads(
+def rank_behaviours(
     store: Store, run_id: str, behaviour: str, *, site: str = "self", descending: bool | None = None
 ) -> list[BehavingHead]:
     """Return all heads of a site, strongest behaviour first, or weakest if ``descending`` is False; layer and head

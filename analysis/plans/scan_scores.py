@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from headscan.analysis.heads.head_ranking import behaving_heads, measured_behaviours
+from headscan.analysis.heads.head_ranking import measured_behaviours, rank_behaviours
 from headscan.analysis.plans.keep_scores import KeepScores, protected_notes, require_candidates
 from headscan.analysis.plans.plan_records import (
     DERIVED_NOTE,
@@ -303,7 +303,7 @@ def _query_heads(store: Store, run_id: str, names: tuple[str, ...], groups: dict
     """Return the query heads of a probe with their behaviours; NaN counts as unmeasured."""
     values: dict[tuple[int, int], dict[str, float]] = {}
     for name in names:
-        for behaving in behaving_heads(store, run_id, name):
+        for behaving in rank_behaviours(store, run_id, name):
             row = values.setdefault((behaving.layer, behaving.head), {})
             if behaving.value is not None and math.isfinite(behaving.value):
                 row[name] = behaving.value

@@ -35,7 +35,7 @@ _GROUP_ARMS = 8
 
 @dataclass(frozen=True)
 class MergedRun:
-    """A run of the merged store, and what one source added to it.
+    """A run of the merged store, and what the sources added to it.
 
     Attributes:
         added_shards, added_arms: Number of shards and arms that the store did not have before.
@@ -134,7 +134,7 @@ def _copy(
     """Copy the rows of tables in one transaction, after the statements ``first``."""
     with source.reading():
         tables = {name: _rows(source, name, where) for name, where in wheres.items()}
-    with into.open_transaction() as connection:
+    with into.merge_transaction() as connection:
         for statement, parameters in first:
             connection.execute(statement, parameters)
         for name, rows in tables.items():
@@ -185,7 +185,7 @@ class _RunMerge:
             schema = _rows(self._source, "runs", ("false", [])).schema
         if self._ours is None:
             begun = {**self._theirs, "status": "running", "writer": this_process(), "finished_at": None}
-            with self._into.open_transaction() as connection:
+            with self._into.merge_transaction() as connection:
                 _insert(connection, "runs", pa.Table.from_pylist([begun], schema=schema))
         self._compare_shards(common)
         for group in _groups(new_shards):
@@ -195,7 +195,7 @@ class _RunMerge:
         if missing:
             with self._source.reading():
                 tables = {table.name: _rows(self._source, table.name, of_run) for table in missing}
-        with self._into.open_transaction() as connection:
+        with self._into.merge_transaction() as connection:
             _insert(connection, "measured_units", units, "OR IGNORE ")
             for name, rows in tables.items():
                 _insert(connection, name, rows)
@@ -307,7 +307,7 @@ class _RunMerge:
                 _copy(self._source, self._into, {table.name: where for table in tables})
         if open_arms:
             responses = _rows(self._source, "responses", ("arm_id IN (SELECT unnest(?))", [open_arms]))
-            with self._into.open_transaction() as connection:
+            with self._into.merge_transaction() as connection:
                 _insert(connection, "responses", responses, "OR IGNORE ")
         return added
 
@@ -347,7 +347,9 @@ class _RunMerge:
             "provenance": self._provenance(),
             "writer": this_process(),
         }
-        if status != "running":
+        if status == "running":
+            values |= {"status": status, "finished_at": None}
+        else:
             ends = [run["finished_at"] for run in (ours, theirs) if run["finished_at"] is not None]
             values |= {"status": status, "finished_at": max(ends, default=None), "total_shards": total}
             values |= {name: read[name] for name in ("report", "corpus_hash") if read[name] is not None}

@@ -167,7 +167,8 @@ class ShardToWrite(NamedTuple):
     """A shard and its tables. NaN and infinity become NULL, and so does a profile with such a bin.
 
     Attributes:
-        sequences: One row per sequence: ``sequence, document, source, tokens, truncated, content_hash``.
+        sequences: One row per sequence: ``sequence, document, source, tokens, truncated, content_hash``, and
+            ``recall_task`` of prompts.
         heads: One row per sequence, site, layer and query head: ``sequence, site, layer, head, kv_head`` and any of the
             catalogue's statistics and profiles (lists with one number per bin); of an importance run ``gate_gradient``,
             ``token_gradient`` and ``entropy`` instead.

@@ -101,7 +101,7 @@ RUNS = Table(
         tokenizer_hash VARCHAR? hash of the tokenizer
         bos_policy VARCHAR? rule for the BOS token at the start of a sequence: auto, always or never
         corpus VARCHAR? name of the corpus, or names of the tasks of an evaluation
-        corpus_hash VARCHAR? hash of the text that was read; NULL until the run ends
+        corpus_hash VARCHAR? hash of the text that was read; NULL until the corpus was read to its end
         num_layers INTEGER number of layers of the model
         num_heads INTEGER number of query heads of the widest layer
         dtype VARCHAR? dtype of the weights during the run
@@ -118,7 +118,7 @@ RUNS = Table(
         status VARCHAR running (also after its process was killed), part (the requested part of the corpus is
             complete, other shards are missing), finished or failed
         writer VARCHAR last process that wrote the run: host, boot, namespace, process id, start time
-        total_shards INTEGER? number of shards of the whole run; NULL until the run ends
+        total_shards INTEGER? number of shards of the whole run; NULL until the corpus was read to its end
         report JSON? counts of empty, undecodable and truncated documents
         provenance JSON? packages, code version, device and hash of the model's own code files; one entry per
             change, with its time (since); NULL in runs from before schema 6

@@ -153,7 +153,7 @@ class Store:
             finally:
                 self._transaction = None
 
-    def open_transaction(self) -> AbstractContextManager[duckdb.DuckDBPyConnection]:
+    def merge_transaction(self) -> AbstractContextManager[duckdb.DuckDBPyConnection]:
         """Open a connection for one transaction of `merge_stores`; all other code writes with the methods below."""
         return self._writing()
 

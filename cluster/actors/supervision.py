@@ -115,7 +115,7 @@ class Replica(ABC):
         """Return True if the replica would soon be idle."""
 
     @abstractmethod
-    def hand(self, task: Task[T, R], job: Job) -> None:
+    def submit(self, task: Task[T, R], job: Job) -> None:
         """Start a job."""
 
     @abstractmethod
@@ -184,7 +184,7 @@ class SupervisedPool(Pool):
                     if job is None:
                         drained = True
                         break
-                    replica.hand(task, job)
+                    replica.submit(task, job)
                 pending = {reference: replica for replica in self._replicas for reference in replica.references()}
                 if drained and not again and not pending:
                     break

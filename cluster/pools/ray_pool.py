@@ -22,7 +22,7 @@ from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 
 #: Items sent to a replica ahead of time, so that it never waits for the driver.
-_IN_FLIGHT = 2
+_ITEMS_PER_REPLICA = 2
 
 
 class _WholeReplica(Replica):
@@ -31,9 +31,9 @@ class _WholeReplica(Replica):
         self._results: dict[Any, Job] = {}
 
     def wants_more(self) -> bool:
-        return len(self.jobs) < _IN_FLIGHT
+        return len(self.jobs) < _ITEMS_PER_REPLICA
 
-    def hand(self, task: Task[T, R], job: Job) -> None:
+    def submit(self, task: Task[T, R], job: Job) -> None:
         self.jobs.append(job)
         self._results[self._actors[0].run.remote(task, job.item)] = job
 
@@ -53,6 +53,13 @@ class _WholeReplica(Replica):
         self.jobs.clear()
 
 
+def _cpus(session: Session, placement: ReplicaPlacement | PipelinePlacement) -> int:
+    """Return the CPUs that Ray reserves for an actor: none beside GPUs, and none on a local Ray. There the placement
+    has divided the CPUs, and a second pool would wait for the first.
+    """
+    return 0 if session.local or placement.gpus else placement.threads
+
+
 class RayPool(SupervisedPool):
     """Whole replicas on Ray. The pool starts a local Ray (on the loopback interface, without a dashboard) unless a
     cluster is already connected (`session.connect`), and ends it when it closes. ``worker`` is the class of its actors.
@@ -62,9 +69,7 @@ class RayPool(SupervisedPool):
 
     def __init__(self, spec: ModelSpec, placement: ReplicaPlacement, *, timeouts: Timeouts | None = None) -> None:
         session = Session(placement.replicas * placement.threads)
-        gpus = placement.gpus
-        # On a local Ray the placement has already divided the CPUs, so a second pool does not wait for the first.
-        cpus = 0 if session.local or gpus else placement.threads
+        gpus, cpus = placement.gpus, _cpus(session, placement)
         session.check(placement.replicas, GPU=gpus, CPU=cpus)
         self._remote = session.ray.remote(num_cpus=cpus, num_gpus=gpus, **ACTOR)(self.worker)
         self._spec, self._placement = spec, placement
@@ -77,75 +82,75 @@ class RayPool(SupervisedPool):
 
 
 #: Passes in flight per stage: one runs, one waits.
-_AHEAD = 2
+_PASSES_PER_STAGE = 2
 
 
 @dataclass(eq=False)
-class _Work:
+class _ItemInProgress:
     """An item that passes through the stages, with the number of its passes in flight, and Ray references to it and to
     the partial result of each pass in each stage, pass by pass (``partials``).
     """
 
     job: Job
     task: Any
-    item: Any
+    reference: Any
     waiting: deque[Any]
-    flying: int = 0
+    passes_running: int = 0
     partials: list[Any] = field(default_factory=list)
     seconds: float = 0.0
 
 
-class _Chain(Replica):
+class _PipelineReplica(Replica):
     """The actors of all stages, in the order of their layers; ``release`` is called after they are killed."""
 
     def __init__(self, ray: Any, stages: Sequence[Any], release: Callable[[], None]) -> None:
         super().__init__(ray, stages)
         self._release = release
-        self._works: dict[Job, _Work] = {}
-        self._flights: dict[Any, tuple[_Work, list[Any]]] = {}  # by the last stage's seconds
-        self._joins: dict[Any, _Work] = {}
+        self._items: dict[Job, _ItemInProgress] = {}
+        self._passes: dict[Any, tuple[_ItemInProgress, list[Any]]] = {}  # by the last stage's seconds
+        self._joins: dict[Any, _ItemInProgress] = {}
 
     def kill(self) -> None:
         super().kill()
         self._release()
 
     def wants_more(self) -> bool:
-        busy = len(self._flights) + len(self._joins)
-        return busy < self._most and not any(work.waiting for work in self._works.values())
+        busy = len(self._passes) + len(self._joins)
+        return busy < self._most and not any(item.waiting for item in self._items.values())
 
-    def hand(self, task: Task[T, R], job: Job) -> None:
+    def submit(self, task: Task[T, R], job: Job) -> None:
         self.jobs.append(job)
         if isinstance(task, InspectionTask):
-            self._joins[self._actors[0].ask.remote(task, job.item)] = _Work(job, task, None, deque())
+            self._joins[self._actors[0].ask.remote(task, job.item)] = _ItemInProgress(job, task, None, deque())
             return
         assert isinstance(task, StagedTask)
         with working_on(job.item):
             passes = task.passes(job.item)
-        self._works[job] = _Work(job, task, self._ray.put(job.item), deque(passes))
+        self._items[job] = _ItemInProgress(job, task, self._ray.put(job.item), deque(passes))
         self._send()
 
     def references(self) -> list[Any]:
-        return [*self._flights, *self._joins]
+        return [*self._passes, *self._joins]
 
     def take(self, reference: Any) -> Finished[Any, Any] | None:
-        if reference in self._flights:
-            work, seconds = self._flights[reference]
+        if reference in self._passes:
+            item, seconds = self._passes[reference]
             # In the order of the stages, so that the first failure is raised, not one that follows from it.
-            work.seconds += sum(self._get(seconds))
-            del self._flights[reference]
-            work.flying -= 1
+            item.seconds += sum(self._get(seconds))
+            del self._passes[reference]
+            item.passes_running -= 1
             self._send()
             return None
-        work = self._joins[reference]
+        item = self._joins[reference]
         value, name = self._get(reference)
         del self._joins[reference]
-        self.jobs.remove(work.job)
+        self.jobs.remove(item.job)
         if isinstance(value, HeadscanError):
             raise value
-        return Finished(work.job.item, value, work.seconds, name)
+        return Finished(item.job.item, value, item.seconds, name)
 
     def drop(self) -> None:
-        for part in (self._works, self._flights, self._joins):
+        for part in (self._items, self._passes, self._joins):
             part.clear()
         self.jobs.clear()
 
@@ -160,28 +165,28 @@ class _Chain(Replica):
 
     @property
     def _most(self) -> int:
-        return _AHEAD * len(self._actors)
+        return _PASSES_PER_STAGE * len(self._actors)
 
     def _send(self) -> None:
         """Start passes while there is room, and join finished items. Passes of the oldest item start first."""
-        for work in list(self._works.values()):
-            while work.waiting and len(self._flights) < self._most:
-                self._fly(work)
-            if not work.waiting and not work.flying:
-                join = self._actors[-1].join.remote(work.task, work.item, *work.partials)
-                self._joins[join] = work
-                del self._works[work.job]
+        for item in list(self._items.values()):
+            while item.waiting and len(self._passes) < self._most:
+                self._start_pass(item)
+            if not item.waiting and not item.passes_running:
+                join = self._actors[-1].join.remote(item.task, item.reference, *item.partials)
+                self._joins[join] = item
+                del self._items[item.job]
 
-    def _fly(self, work: _Work) -> None:
+    def _start_pass(self, item: _ItemInProgress) -> None:
         """Start one pass in all stages. Each stage waits for the hidden states of the previous one."""
-        part = work.waiting.popleft()
+        part = item.waiting.popleft()
         hidden, seconds = None, []
         for actor in self._actors:
-            hidden, partial, took = actor.run.options(num_returns=3).remote(work.task, work.item, part, hidden)
-            work.partials.append(partial)
+            hidden, partial, took = actor.run.options(num_returns=3).remote(item.task, item.reference, part, hidden)
+            item.partials.append(partial)
             seconds.append(took)
-        work.flying += 1
-        self._flights[seconds[-1]] = (work, seconds)
+        item.passes_running += 1
+        self._passes[seconds[-1]] = (item, seconds)
 
 
 class PipelinePool(SupervisedPool):
@@ -193,9 +198,7 @@ class PipelinePool(SupervisedPool):
     def __init__(self, spec: ModelSpec, placement: PipelinePlacement, *, timeouts: Timeouts | None = None) -> None:
         stages = len(placement.stages)
         session = Session(placement.replicas * stages * placement.threads)
-        gpus = placement.gpus
-        # On a local Ray the placement has already divided the CPUs, so a second pool does not wait for the first.
-        cpus = 0 if session.local or gpus else placement.threads
+        gpus, cpus = placement.gpus, _cpus(session, placement)
         session.check(placement.replicas, GPU=gpus * stages, CPU=cpus * stages)
         self._remote = session.ray.remote(num_cpus=cpus, num_gpus=gpus, **ACTOR)(StageWorker)
         self._spec, self._placement = spec, placement
@@ -217,7 +220,7 @@ class PipelinePool(SupervisedPool):
             self._remote.options(**(where(index))).remote(self._spec, place.stages, index, place.device, place.threads)
             for index in range(len(place.stages))
         ]
-        return _Chain(self._ray, actors, release)
+        return _PipelineReplica(self._ray, actors, release)
 
     def _room(self) -> tuple[Callable[[int], dict[str, Any]], Callable[[], None]]:
         """Reserve the resources of all stages of a replica together, or none: two replicas that each lack a stage would

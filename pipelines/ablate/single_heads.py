@@ -39,12 +39,12 @@ def ablated_sets(grid: HeadGrid, mode: str) -> Iterator[tuple[str, list[Head], d
             yield f"{'' if mode == EACH else 'all but '}{site.layer}:{head.head}", ablated, {"mode": mode, **place}
 
 
-def head_arms(grid: HeadGrid, mode: str, value: ArmReplacement = ZERO_REPLACEMENT) -> list[Arm]:
+def head_arms(grid: HeadGrid, mode: str, replacement: ArmReplacement = ZERO_REPLACEMENT) -> list[Arm]:
     """Return an arm for each head of a decoder, see `ablated_sets`."""
     arms = []
     for place, heads, settings in ablated_sets(grid, mode):
-        name = f"{'head ' if mode == EACH else ''}{place}{value.suffix}"
-        mask, details = HeadMask(heads, value.replacement), (*settings.items(), *value.details)
+        name = f"{'head ' if mode == EACH else ''}{place}{replacement.suffix}"
+        mask, details = HeadMask(heads, replacement.outputs), (*settings.items(), *replacement.details)
         arms.append(Arm(name, ArmKind.MASK, mask, details=details))
     return arms
 
@@ -62,13 +62,13 @@ def single_head_effects(config: AblateConfig, run: Run) -> AblateResult:
     text = None if config.texts is None else read_texts(config.texts, run.identity)
     evaluation = replace(config.evaluation, recall=None, text=text)
     questions = Questions(evaluation.tasks, None, run.identity, text)
-    value = collect_replacement(config.value, run, questions.longest_input)
+    replacement = collect_replacement(config.value, run, questions.longest_input)
     arms = [BASELINE]
     for mode in config.modes:
-        arms += head_arms(run.facts.grid, mode, value)
+        arms += head_arms(run.facts.grid, mode, replacement)
     asked = f"{questions.benchmark_size} questions" if text is None else f"{len(text.chunks)} texts"
     run.say(f"{len(arms)} arms: the baseline and {len(arms) - 1} sets of heads, on {asked}")
-    purpose = Purpose("ablate", {"replace": config.value.value, **dict(value.details)}, judges_arms=False)
+    purpose = Purpose("ablate", {"replace": config.value.value, **dict(replacement.details)}, judges_arms=False)
     run_id = evaluate(evaluation, run, arms, questions=questions, purpose=purpose)
     with at_work("effects and their intervals"):
         return AblateResult(run_id, tuple(record_effects(run.store, run_id)))

@@ -112,8 +112,8 @@ class Ablate(RunVerb):
         spec = self.full_precision()
         with tempfile.TemporaryDirectory() as scratch:
             evaluation = self.tasks.config(spec, **self._demo_task(Path(scratch)))
-            value = replacement_config(self.heads.replace, self.texts, self)
-            config = AblateConfig(evaluation, texts, self.heads.modes, value)
+            replacement = replacement_config(self.heads.replace, self.texts, self)
+            config = AblateConfig(evaluation, texts, self.heads.modes, replacement)
             with self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, placed):
                 config = replace(config, evaluation=replace(evaluation, batch_tokens=placed.batch_tokens))
                 result = single_head_effects(config, run)

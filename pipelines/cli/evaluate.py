@@ -119,17 +119,17 @@ class _Arms:
             raise UsageError(f"{flag} needs a score of each input, which {self.chosen_by} is not: name a score")
 
     def of_heads(
-        self, masks: Sequence[Sequence[tuple[int, int]]], store: Store, run_id: str | None, value: ArmReplacement
+        self, masks: Sequence[Sequence[tuple[int, int]]], store: Store, run_id: str | None, replacement: ArmReplacement
     ) -> list[Arm]:
         """Return the masks and rules; ``run_id`` is the run that orders the heads, None without one."""
         from headscan.pipelines.scoring.arms import mask_arm, scored_masks, scored_rules
 
-        arms = [mask_arm(heads, value) for heads in masks]
+        arms = [mask_arm(heads, replacement) for heads in masks]
         if run_id is not None:
             score, share = self.chosen_by, 0.1 if self.share is None else self.share
-            arms += scored_masks(store, run_id, score, [share], self.mask_order, value)
+            arms += scored_masks(store, run_id, score, [share], self.mask_order, replacement)
             if self.rule:
-                arms += scored_rules(store, run_id, score, [share], value)
+                arms += scored_rules(store, run_id, score, [share], replacement)
         return arms
 
 
@@ -193,10 +193,10 @@ class Evaluate(TaskVerb):
             others = [replace(spec, source=source, revision=None) for source in dict.fromkeys(self.arms.models)]
             compared = [model_arm(other, identify(other), identity) for other in others]
             questions = Questions(config.tasks, config.recall, identity) if self.arms.replace != "zero" else None
-            value = collect_replacement(replaced, run, 0 if questions is None else questions.longest_input)
-            arms = [BASELINE, *self.arms.of_heads(masks, store, ordering, value)]
+            replacement = collect_replacement(replaced, run, 0 if questions is None else questions.longest_input)
+            arms = [BASELINE, *self.arms.of_heads(masks, store, ordering, replacement)]
             if self.arms.controls:
-                arms += controls(run.facts.grid, arms, self.arms.controls, value)
+                arms += controls(run.facts.grid, arms, self.arms.controls, replacement)
             for head_plan in plans:
                 check_plan(head_plan, run)
                 arms += plan_arms(head_plan, self.arms.plan_mode, self.arms.controls)

@@ -50,10 +50,10 @@ class Gates(RunVerb):
 
 def _result(store: Store, run_id: str, path: str, site: str, mask: str) -> Result:
     """Return the gates, the most closed first, and the number of heads of each class."""
-    from headscan.analysis.heads.head_ranking import gated_heads
+    from headscan.analysis.heads.head_ranking import rank_gates
     from headscan.pipelines.runs.text_tables import text_table
 
-    heads = gated_heads(store, run_id, site=site)
+    heads = rank_gates(store, run_id, site=site)
     closed = sorted((head.layer, head.head) for head in heads if head.closed)
     still_open = sum(head.closed and head.gate > 0.5 for head in heads)
     classes = dict(Counter(head.head_class for head in heads if head.head_class is not None).most_common())

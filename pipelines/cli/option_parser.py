@@ -378,7 +378,7 @@ def read_settings(verb: str, cls: type[S], words: Sequence[str]) -> S:
     Raises:
         UsageError: The words or the file are wrong; errors of settings classes name the options.
     """
-    preset = _preset(cls, words)
+    preset = _preset(verb, cls, words)
     given = vars(verb_parser(verb, cls, preset).parse_args(words))
     groups = {bound.key: bound.option.one_of for bound in options_of(cls)}
     chosen = {groups.get(key) for key in given} - {None}
@@ -396,11 +396,11 @@ def _has_config_file(options: Sequence[BoundOption]) -> bool:
     return any(_CONFIG_FILE in bound.flags for bound in options)
 
 
-def _preset(cls: type, words: Sequence[str]) -> dict[str, Any]:
+def _preset(verb: str, cls: type, words: Sequence[str]) -> dict[str, Any]:
     """Return the values of the file of options by the names of their fields with dots; empty without a file."""
     if _has_config_file(options_of(cls)):
         return {}
-    reader = Parser(add_help=False)
+    reader = Parser(prog=f"headscan {verb}", add_help=False)
     reader.add_argument(_CONFIG_FILE)
     file = reader.parse_known_args(list(words))[0].config_file
     if file is None:

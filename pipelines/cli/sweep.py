@@ -55,10 +55,10 @@ class Sweep(TaskVerb):
 
         quiet_libraries()
         spec = self.spec()
-        value = replacement_config(self.arms.replace, self.texts, self)
+        replacement = replacement_config(self.arms.replace, self.texts, self)
         with tempfile.TemporaryDirectory() as scratch:
             evaluation = evaluation_of(self, self.tasks, self.recall, spec, Path(scratch), _DEMO)
-            config = self.arms.sweep(evaluation=evaluation, value=value)
+            config = self.arms.sweep(evaluation=evaluation, value=replacement)
             with self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, placed):
                 run.say = lambda line: say(with_flags(line, Sweep))
                 runs = sweep(replace(config, evaluation=replace(evaluation, batch_tokens=placed.batch_tokens)), run)

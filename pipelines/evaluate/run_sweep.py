@@ -198,15 +198,17 @@ def sweep(config: SweepConfig, run: Run) -> SweepRuns:
     evaluation = size_recall(config.evaluation, run, part=part, comparisons=kinds)
     questions.ask_recall(evaluation.recall)
     scan_run = record_prompts(evaluation, run, questions)
-    value = collect_replacement(config.value, run, questions.longest_input)
-    arms = sweep_arms(config, run.store, scan_run, run.facts, value, others)
+    replacement = collect_replacement(config.value, run, questions.longest_input)
+    arms = sweep_arms(config, run.store, scan_run, run.facts, replacement, others)
     rules = sum(arm.kind is ArmKind.RULE for arm in arms)
     masks = sum(arm.kind is ArmKind.MASK for arm in arms)
     counts = {"rule": rules, "mask": masks, "random control": len(arms) - rules - masks - 1}
     parts = [f"{count} {name}{'s' * (count != 1)}" for name, count in counts.items()]
     run.say(f"{len(arms)} arms: the baseline, {', '.join(parts)}")
-    # Each value is a run of its own: whether heads are inactive and whether they are constant is chosen separately.
-    purpose = Purpose(settings={"replace": config.value.value, **dict(value.details)}) if value.texts_hash else EVALUATE
+    # Each replacement is a run of its own: whether heads are inactive and whether they are constant is chosen apart.
+    purpose = EVALUATE
+    if replacement.texts_hash:
+        purpose = Purpose(settings={"replace": config.value.value, **dict(replacement.details)})
     evaluate_run = evaluate(evaluation, run, arms, questions=questions, purpose=purpose)
     if config.confirm:
         record_confirmation(run.store, evaluate_run)
@@ -229,24 +231,24 @@ def sweep_arms(
     store: Store,
     scan_run: str,
     facts: ModelFacts,
-    value: ArmReplacement = ZERO_REPLACEMENT,
+    replacement: ArmReplacement = ZERO_REPLACEMENT,
     others: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Arm]:
     """Return the baseline, then all other arms share by share: rules, masks and random controls of a share are
     together, so that all curves grow together. ``others`` are the runs of masks that are no scores of the scan.
     """
-    rules = [scored_rules(store, scan_run, score, config.shares, value) for score in config.scores]
+    rules = [scored_rules(store, scan_run, score, config.shares, replacement) for score in config.scores]
     masks = [
-        scored_masks(store, others.get(name, scan_run), name, config.shares, config.mask_order, value)
+        scored_masks(store, others.get(name, scan_run), name, config.shares, config.mask_order, replacement)
         for name in config.masks
     ]
     arms = [BASELINE]
     for number, share in enumerate(config.shares):
         arms += [of_score[number] for of_score in rules]
         if rules:
-            arms += random_rules(share, config.seeds, value)
+            arms += random_rules(share, config.seeds, replacement)
         of_share = [of_score[number] for of_score in masks]
         arms += of_share
         if of_share:
-            arms += random_masks(facts.grid, share, len(of_share[0].fixed_heads or ()), config.seeds, value)
+            arms += random_masks(facts.grid, share, len(of_share[0].fixed_heads or ()), config.seeds, replacement)
     return arms

@@ -36,16 +36,16 @@ from headscan.sizing.forward_flops import forward_flops
 
 #: Tokens read before the first shard runs, so that the total of most corpora is known and progress shows a time left.
 _READ_AHEAD = 20_000_000
-#: Most bytes of tables that wait; then `ShardWriter.add` blocks. A shard of a model with 80 x 64 heads has 25 MB. Small
-#: shards wait in large groups: together, 64 shards of 1 MB take a quarter of the CPU that they take one by one.
+#: Most bytes of tables that wait, next to those that are being written; then `ShardWriter.add` blocks. A shard of 80 x
+#: 64 heads has 25 MB. Small shards are written in large groups: together, 64 shards of 1 MB take a quarter of
+#: the CPU that they take one by one.
 _WAITING = 100_000_000
 #: Time of a shard whose size is not given, and the most sequences of one.
 _SHARD_SECONDS, _LARGEST_SHARD = 20, 64
 #: Sequences of a shard of a part.
 _PART_SHARD = 16
 #: Operations per second that this supposes, by type of device.
-_SPEEDS = {"cpu": 1e11}
-_GPU_SPEED = 1e14
+_CPU_SPEED, _GPU_SPEED = 1e11, 1e14
 
 
 class OfShard(Protocol):
@@ -171,7 +171,7 @@ def run_corpus(
 def write_shards(
     run: Run,
     record: RunRecord,
-    shards: Iterable[Shard],
+    drawn: Iterable[Shard],
     item_of: Callable[[Shard], OfShard],
     report: CorpusReport,
     *,
@@ -180,7 +180,7 @@ def write_shards(
     part: Part | None = None,
 ) -> CorpusRunResult:
     """Begin or resume a run, measure the missing shards of the corpus or of a part, and close the run. It is finished
-    if the store then has all shards. ``report`` may grow while shards are drawn; ``total`` is the number of all
+    if the store then has all shards. ``report`` may grow while shards are ``drawn``; ``total`` is the number of all
     sequences to measure, None if unknown.
     """
     store, pool = run.store, run.pool
@@ -191,7 +191,7 @@ def write_shards(
         with Progress(record.kind, total, "sequences") as progress, ShardWriter(store, state.run_id) as writer:
             # In this process progress moves with each pass, elsewhere with each shard.
             counted = task.counted(progress.update) if pool.local and isinstance(task, StagedTask) else None
-            items = map(item_of, ledger.missing(shards, progress))
+            items = map(item_of, ledger.missing(drawn, progress))
             for finished in pool.map(counted or task, items):
                 shard = finished.item.shard
                 heads, nonfinite_rows = finished.value
@@ -246,9 +246,9 @@ class _Ledger:
     def total(self) -> int:
         return self.measured + self.skipped + self.others_stored + self.others_missing
 
-    def missing(self, shards: Iterable[Shard], progress: Progress) -> Iterator[Shard]:
+    def missing(self, drawn: Iterable[Shard], progress: Progress) -> Iterator[Shard]:
         """Yield the shards to measure. Raises CorpusChangedError if a stored one has other text."""
-        for shard in shards:
+        for shard in drawn:
             self.content.update(shard.content_hash.encode())
             known = self.stored.get(shard.index)
             if known is not None and known != shard.content_hash:
@@ -282,7 +282,7 @@ def _followed_by(texts: Iterable[Shard], prompts: Sequence[TokenSequence], shard
 
 def _has_part(store: Store, run: Mapping[str, Any], part: Part) -> bool:
     """Return True if the corpus of a run was read to its end, and all shards of the part are stored."""
-    if run["status"] != "part":
+    if run["status"] != "part" or run["total_shards"] is None:
         return False
     stored = set(store.query("SELECT shard FROM shards WHERE run_id = ?", [run["run_id"]])["shard"].to_pylist())
     return stored.issuperset(shard for shard in range(run["total_shards"]) if shard in part)
@@ -303,7 +303,7 @@ def shard_size_of(run: Run, kind: RunKind, run_hash: str, given: int | None, tok
     if given is not None:
         return given
     flops = forward_flops(run.model)
-    speed = _SPEEDS.get(run.facts.device.partition(":")[0], _GPU_SPEED)
+    speed = _CPU_SPEED if run.facts.device.startswith("cpu") else _GPU_SPEED
     seconds = passes * tokens * flops.per_token(tokens, logits=True) / speed
     return max(1, min(_LARGEST_SHARD, int(_SHARD_SECONDS / seconds)))
 

@@ -1,6 +1,6 @@
 """The pool task of a scan: measure all heads on a shard.
 
-Shapes: B sequences, N tokens, L layers, H query heads of the widest layer, K existing heads.
+Shapes: B sequences, N tokens, L layers, H query heads of the widest layer, A existing heads.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadNumbers:
-    """The statistics (B, K) and profiles (B, K, bins) of a batch for K heads of one site: ``self``, ``encoder`` or
-    ``cross``. ``nonfinite`` (B, K) marks values that are unexpectedly NaN or infinite.
+    """The statistics (B, A) and profiles (B, A, bins) of a batch for A heads of one site: ``self``, ``encoder`` or
+    ``cross``. ``nonfinite`` (B, A) marks values that are unexpectedly NaN or infinite.
     """
 
     site: str

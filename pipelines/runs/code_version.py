@@ -10,7 +10,7 @@ from pathlib import Path
 
 import headscan
 
-#: Folders with measuring code, by their path in the package, and their subfolders that decide no stored number.
+#: Folders with measuring code, by their path in the package, and what they hold that decides no stored number.
 _MEASURING = {
     ".": ("analysis", "cluster", "pipelines", "architectures.py"),
     "cluster": (),

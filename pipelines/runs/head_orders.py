@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from headscan.analysis.heads.head_ranking import behaving_heads, gated_heads, rank_heads, rank_importance
+from headscan.analysis.heads.head_ranking import rank_behaviours, rank_gates, rank_heads, rank_importance
 from headscan.analysis.store.records import RunKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.head_effects import rank_effects
@@ -44,8 +44,8 @@ def head_order(
 #: How the runs of each kind order heads by the name of a criterion; runs of gates and of effects have one criterion.
 RUN_ORDERS: Mapping[str, Callable[..., Sequence[Any]]] = {
     "scan": rank_heads,
-    "probe": behaving_heads,
+    "probe": rank_behaviours,
     "importance": rank_importance,
-    "gates": lambda store, run_id, _, **order: gated_heads(store, run_id, **order),
+    "gates": lambda store, run_id, _, **order: rank_gates(store, run_id, **order),
     "ablate": lambda store, run_id, _, **order: rank_effects(store, run_id, **order),
 }

@@ -38,18 +38,18 @@ from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS
 
 @dataclass(frozen=True)
 class ArmReplacement:
-    """A replacement for the output of ablated heads. ``texts_hash``, the first digits of a hash of the texts that it
+    """What replaces the ``outputs`` of ablated heads. ``texts_hash``, the first digits of a hash of the texts that it
     was collected on (empty for zero), identifies it; its numbers do not, because other kernels round them differently.
     """
 
-    replacement: Replacement = ZERO
+    outputs: Replacement = ZERO
     texts_hash: str = ""
     source: tuple[tuple[str, object], ...] = field(default=())
 
     @property
     def suffix(self) -> str:
         """The end of an arm's name; empty for zero."""
-        return f" by {self.replacement.value} {self.texts_hash}" if self.texts_hash else ""
+        return f" by {self.outputs.value} {self.texts_hash}" if self.texts_hash else ""
 
     @property
     def details(self) -> tuple[tuple[str, object], ...]:
@@ -129,15 +129,15 @@ class Arm:
 BASELINE = Arm("baseline", ArmKind.BASELINE)
 
 
-def mask_arm(heads: Sequence[tuple[int, int]], value: ArmReplacement = ZERO_REPLACEMENT) -> Arm:
-    """Return an arm that ablates the given heads, replaced by a value."""
+def mask_arm(heads: Sequence[tuple[int, int]], replacement: ArmReplacement = ZERO_REPLACEMENT) -> Arm:
+    """Return an arm that ablates the given heads, replaced by ``replacement``."""
     if not heads:
         raise InterventionError("empty mask: 0 heads (limit 1). Give at least one head")
-    mask = HeadMask(heads, value.replacement)
+    mask = HeadMask(heads, replacement.outputs)
     text = " ".join(f"{layer}:{head}" for layer, head in mask.heads)
     if len(text) > 40:
         text = f"of {len(mask.heads)} heads {hashlib.sha256(text.encode()).hexdigest()[:6]}"
-    return Arm(f"mask {text}{value.suffix}", ArmKind.MASK, mask, details=value.details)
+    return Arm(f"mask {text}{replacement.suffix}", ArmKind.MASK, mask, details=replacement.details)
 
 
 def model_arm(spec: ModelSpec, identity: ModelIdentity, baseline: ModelIdentity) -> Arm:
@@ -176,7 +176,7 @@ def scored_masks(
     score: str,
     shares: Sequence[float],
     order: MaskOrder = "mean",
-    value: ArmReplacement = ZERO_REPLACEMENT,
+    replacement: ArmReplacement = ZERO_REPLACEMENT,
 ) -> list[Arm]:
     """Return a mask for each share, by the order that a run gives; ``score`` is a name in `RANKED_CRITERIA`, and only
     a score has the order ``inactive``.
@@ -187,67 +187,69 @@ def scored_masks(
             raise unknown_name("score of masks by inactivity", score, SCORES)
         # The sort is stable: the mean score decides between heads that are inactive equally often.
         ranked = sorted(ranked, key=lambda head: -(head.inactive_share or 0.0))
-    selection = f"{run_kind(score)} {run_id[:4]}{'' if order == 'mean' else ' by inactivity'}{value.suffix}"
-    masks = [HeadMask(select_heads(ranked, share=share), value.replacement) for share in shares]
+    selection = f"{run_kind(score)} {run_id[:4]}{'' if order == 'mean' else ' by inactivity'}{replacement.suffix}"
+    masks = [HeadMask(select_heads(ranked, share=share), replacement.outputs) for share in shares]
     names = [f"mask {score} {100 * share:g}% of {selection}" for share in shares]
     return [
-        Arm(name, ArmKind.MASK, mask, score, share, run_id, selection, details=value.details)
+        Arm(name, ArmKind.MASK, mask, score, share, run_id, selection, details=replacement.details)
         for name, share, mask in zip(names, shares, masks, strict=True)
     ]
 
 
 def scored_rules(
-    store: Store, run_id: str, score: str, quantiles: Sequence[float], value: ArmReplacement = ZERO_REPLACEMENT
+    store: Store, run_id: str, score: str, quantiles: Sequence[float], replacement: ArmReplacement = ZERO_REPLACEMENT
 ) -> list[Arm]:
     """Return the rules whose thresholds are quantiles of a scan's pooled scores."""
-    selection = f"scan {run_id[:4]}{value.suffix}"
+    selection = f"scan {run_id[:4]}{replacement.suffix}"
     limits = thresholds(store, run_id, score, quantiles)
-    rules = [HeadRule(score, limit, value.replacement) for limit in limits]
+    rules = [HeadRule(score, limit, replacement.outputs) for limit in limits]
     names = [f"rule {score} {100 * quantile:g}% of {selection}" for quantile in quantiles]
     return [
-        Arm(name, ArmKind.RULE, rule, score, quantile, run_id, selection, details=value.details)
+        Arm(name, ArmKind.RULE, rule, score, quantile, run_id, selection, details=replacement.details)
         for name, quantile, rule in zip(names, quantiles, rules, strict=True)
     ]
 
 
 def random_masks(
-    grid: HeadGrid, share: float, count: int, seeds: int, value: ArmReplacement = ZERO_REPLACEMENT
+    grid: HeadGrid, share: float, count: int, seeds: int, replacement: ArmReplacement = ZERO_REPLACEMENT
 ) -> list[Arm]:
     """Return random masks of ``count`` heads, one per seed; ``share`` is the nominal share of their arms."""
     return [
         Arm(
-            f"random mask {100 * share:g}% seed {seed}{value.suffix}",
+            f"random mask {100 * share:g}% seed {seed}{replacement.suffix}",
             ArmKind.RANDOM_MASK,
-            HeadMask(random_heads(grid.heads(), count, seed), value.replacement),
+            HeadMask(random_heads(grid.heads(), count, seed), replacement.outputs),
             share=share,
             seed=seed,
-            details=value.details,
+            details=replacement.details,
         )
         for seed in range(seeds)
     ]
 
 
-def random_rules(share: float, seeds: int, value: ArmReplacement = ZERO_REPLACEMENT) -> list[Arm]:
+def random_rules(share: float, seeds: int, replacement: ArmReplacement = ZERO_REPLACEMENT) -> list[Arm]:
     """Return random rules (arXiv 2504.03889) that ablate each head of each input with probability ``share``."""
-    heads = [RandomHeads(share, seed, value.replacement) for seed in range(seeds)]
-    names = [f"random rule {100 * share:g}% seed {seed}{value.suffix}" for seed in range(seeds)]
+    heads = [RandomHeads(share, seed, replacement.outputs) for seed in range(seeds)]
+    names = [f"random rule {100 * share:g}% seed {seed}{replacement.suffix}" for seed in range(seeds)]
     return [
-        Arm(name, ArmKind.RANDOM_RULE, drawn, share=share, seed=drawn.seed, details=value.details)
+        Arm(name, ArmKind.RANDOM_RULE, drawn, share=share, seed=drawn.seed, details=replacement.details)
         for name, drawn in zip(names, heads, strict=True)
     ]
 
 
-def controls(grid: HeadGrid, arms: Sequence[Arm], seeds: int, value: ArmReplacement = ZERO_REPLACEMENT) -> list[Arm]:
-    """Return ``seeds`` random arms of each size in ``arms``: masks for masks, rules for rules, with the same value."""
+def controls(
+    grid: HeadGrid, arms: Sequence[Arm], seeds: int, replacement: ArmReplacement = ZERO_REPLACEMENT
+) -> list[Arm]:
+    """Return ``seeds`` random arms of each size in ``arms``: masks for masks, rules for rules."""
     if seeds < 0:
         raise InterventionError(f"random controls per arm: {seeds} (limit 0). Set `seeds` to 0 or more")
     total = grid.total_heads
     masks = {len(heads): arm.share for arm in arms if (heads := arm.fixed_heads) is not None}
     drawn_arms = []
     for count, share in sorted(masks.items()):
-        drawn_arms += random_masks(grid, count / total if share is None else share, count, seeds, value)
+        drawn_arms += random_masks(grid, count / total if share is None else share, count, seeds, replacement)
     for share in sorted({arm.share for arm in arms if arm.kind is ArmKind.RULE and arm.share}):
-        drawn_arms += random_rules(share, seeds, value)
+        drawn_arms += random_rules(share, seeds, replacement)
     return drawn_arms
 
 
@@ -302,7 +304,7 @@ def find_run(store: Store, identity: ModelIdentity, criterion: str, prefix: str 
 
 
 @dataclass(frozen=True)
-class _ValueItem:
+class _OutputsItem:
     """Texts for one replica; a resampling has a seed."""
 
     name: str
@@ -312,7 +314,7 @@ class _ValueItem:
 
 
 def collect_replacement(config: ReplacementConfig, model: ModelContext, longest: int) -> ArmReplacement:
-    """Return the value that replaces the outputs of ablated heads; collect it unless it is zero. ``longest`` is the
+    """Return what replaces the outputs of ablated heads; collect it unless it is zero. ``longest`` is the
     number of tokens of the longest input on which heads will be ablated.
     """
     if config.value == "zero" or config.corpus is None:
@@ -343,11 +345,11 @@ def collect_replacement(config: ReplacementConfig, model: ModelContext, longest:
         "hash": fingerprint({"texts": [text.content_hash for text in texts]})[:16],
     }
     name = f"{config.value} outputs of heads on {config.corpus.name}"
-    outputs = model.pool.one(collect_outputs, _ValueItem(name, ids, lengths, seed))
+    outputs = model.pool.one(collect_outputs, _OutputsItem(name, ids, lengths, seed))
     return ArmReplacement(outputs, fingerprint({"value": config.value, **source})[:6], tuple(source.items()))
 
 
-def collect_outputs(lm: LoadedModel, item: _ValueItem) -> StoredOutputs:
+def collect_outputs(lm: LoadedModel, item: _OutputsItem) -> StoredOutputs:
     """Pool task: collect the outputs of all heads on texts."""
     with torch.no_grad():
         if item.seed is None:

@@ -15,10 +15,10 @@ from scipy.stats import kendalltau, spearmanr
 from headscan.analysis.errors import SelectionError, StoreError
 from headscan.analysis.heads.head_ranking import (
     RankedHead,
-    behaving_heads,
     halves_agreement,
     measured_behaviours,
     random_heads,
+    rank_behaviours,
     rank_heads,
     rank_importance,
     select_heads,
@@ -272,7 +272,7 @@ def test_mistakes_are_named(values: dict[str, np.ndarray], tmp_path: Path) -> No
     store, run_id = write(tmp_path / "s.duckdb", values)
     with pytest.raises(UnknownNameError, match="importance_ln"):
         rank_importance(store, run_id, "importance_layer")
-    with pytest.raises(SelectionError, match=r"no importance_recall: it measured no recall prompts\. Run `headscan"):
+    with pytest.raises(SelectionError, match=r"no importance_recall: it measured no recall prompts\."):
         rank_importance(store, run_id, "importance_recall")
     assert halves_agreement(store, run_id, "importance_recall") is None
     with pytest.raises(SelectionError, match="no importance at site encoder"):
@@ -349,7 +349,7 @@ def test_rows_take_the_place_of_earlier_ones_and_come_back_ranked(tmp_path: Path
     store.add_behaviours(run_id, rows(0.1, 0.2, 0.3, 0.4))
     both = pa.concat_tables([rows(0.5, 0.25, 0.75, 0.5), rows(0.0, 1.0, behaviour="retrieval_score")])
     store.add_behaviours(run_id, both)
-    found = [(head.layer, head.head, head.value) for head in behaving_heads(store, run_id, "induction_score")]
+    found = [(head.layer, head.head, head.value) for head in rank_behaviours(store, run_id, "induction_score")]
     assert found == [(1, 0, 0.75), (0, 0, 0.5), (1, 1, 0.5), (0, 1, 0.25)]
     assert measured_behaviours(store, run_id) == ("induction_score", "retrieval_score")
     assert store.query("from behaviour_summary").num_rows == 0, "the probe is not finished"
@@ -365,7 +365,7 @@ def test_missing_behaviours_are_named(tmp_path: Path) -> None:
     store = Store(tmp_path / "s.duckdb")
     run_id = store.begin_run(RunRecord("probe", "p0", "tiny", 2, 2)).run_id
     with pytest.raises(SelectionError, match="has no retrieval_score"):
-        behaving_heads(store, run_id, "retrieval_score")
+        rank_behaviours(store, run_id, "retrieval_score")
     with pytest.raises(StoreError, match="no run 0000"):
         store.add_behaviours("0000", rows(0.5))
     with pytest.raises(StoreError, match="Add or remove layer"):

@@ -129,6 +129,16 @@ def test_a_finished_arm_replaces_an_unfinished_one(new: dict[str, Store]) -> Non
             assert content(into, "answers") == content(new["two"], "answers")
 
 
+@pytest.mark.parametrize("order", [("one", "two"), ("two", "one")])
+def test_an_evaluation_with_an_open_arm_is_running(new: dict[str, Store], order: tuple[str, str]) -> None:
+    write_arms(new["one"], ("baseline",))
+    write_arms(new["two"], ("baseline",), open_arms=("mask",), judged=False)
+    [merged] = merge_stores([new[name] for name in order], new["all"])
+    [run] = new["all"].runs()
+    assert merged.status == "running"
+    assert run["finished_at"] is None and run["status"] in ("running", "interrupted")
+
+
 def test_responses_of_an_unfinished_arm_come_together(new: dict[str, Store]) -> None:
     for name in ("one", "two"):
         write_arms(new[name], ("baseline",), open_arms=("mask",), judged=False)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import headscan
-from headscan.analysis.heads.head_ranking import gated_heads
+from headscan.analysis.heads.head_ranking import rank_gates
 from headscan.analysis.store.store import Store
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.errors import GateError
@@ -59,7 +59,7 @@ def test_rows_and_mask_equal_the_librarys_gates(config: GatesConfig, store: Stor
     assert mask.heads == expected.down.mask(share=0.4).heads
     assert {(row["layer"], row["head"]) for row in found if row["closed"]} == set(mask.heads)
     assert (mask.run_id, mask.score, mask.share) == (result.run_id, "gate", 0.4)
-    ranked = gated_heads(store, result.run_id)
+    ranked = rank_gates(store, result.run_id)
     assert [head.p_open for head in ranked] == sorted(row["p_open"] for row in found)
     assert run(config, store) == replace(result, already_done=True)
     assert not list(store.path.parent.glob("*.gates/*"))

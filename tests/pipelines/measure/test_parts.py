@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,20 @@ def test_two_parts_in_one_store_complete_the_run(whole: Path, config: ScanConfig
     assert row_differences(path, whole) == dict.fromkeys(SCAN_TABLES, 0)
 
 
+def test_a_part_continues_a_merge_of_which_no_source_read_all(
+    parts: list[Path], whole: Path, config: ScanConfig, tmp_path: Path
+) -> None:
+    cut, merged = tmp_path / "cut.duckdb", tmp_path / "merged.duckdb"
+    shutil.copy(parts[0], cut)
+    with Store(cut).connect() as connection:
+        connection.execute("UPDATE runs SET status = 'running', total_shards = NULL, report = NULL")
+    merge_stores(stores([cut]), Store(merged))
+    assert run(config, merged, "1/3").measured == 0
+    run(config, merged, "2/3")
+    run(config, merged, "3/3")
+    assert row_differences(merged, whole) == dict.fromkeys(SCAN_TABLES, 0)
+
+
 def test_more_parts_than_shards_are_empty(config: ScanConfig, tmp_path: Path) -> None:
     result = run(config, tmp_path / "s.duckdb", "500/500")
     assert result.measured == 0
@@ -163,7 +178,7 @@ def test_a_killed_merge_resumes(
     """The merge stops after each number of transactions in turn; what landed is whole shards."""
     monkeypatch.setattr("headscan.analysis.store.merge_stores._GROUP_ROWS", 1)
     into = tmp_path / "all.duckdb"
-    opened = Store.open_transaction
+    opened = Store.merge_transaction
     left: Iterator[int] = iter(())
 
     class Killed(BaseException):
@@ -176,7 +191,7 @@ def test_a_killed_merge_resumes(
 
     stops = 0
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "open_transaction", transaction)
+        patch.setattr(Store, "merge_transaction", transaction)
         for allowed in (1, 2, 4, 7, 100):
             left = iter(range(allowed))
             try:
