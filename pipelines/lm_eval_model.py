@@ -28,8 +28,8 @@ from headscan.pipelines.evaluate.answering import AnsweringPlan, ArmsItem, answe
 from headscan.pipelines.evaluate.harness import HeadscanLM
 from headscan.pipelines.evaluate.run_evaluation import check_continues, check_predicts
 from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
+from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.run_records import ModelContext
-from headscan.pipelines.runs.text_tables import Progress
 from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms, imported_heads, mask_arm
 from headscan.pipelines.scoring.scoring_mode import choose_reading
 from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, HarnessError, PlanMode

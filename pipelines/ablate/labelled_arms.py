@@ -38,8 +38,8 @@ from headscan.pipelines.evaluate.run_evaluation import answer_arms
 from headscan.pipelines.evaluate.tasks import ANSWERS, RESULTS, TaskResults
 from headscan.pipelines.measure.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
+from headscan.pipelines.runs.progress import at_work
 from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.runs.text_tables import at_work
 from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.scoring.likelihood import ablating
 from headscan.pipelines.scoring.scoring_mode import Reading

@@ -50,7 +50,7 @@ class Report(StoreVerb):
         from headscan.analysis.report.write_report import comparable_scan, write_report
         from headscan.analysis.store.provenance import same_model
         from headscan.analysis.verdicts.answer_sheets import can_be_judged
-        from headscan.pipelines.runs.text_tables import at_work
+        from headscan.pipelines.runs.progress import at_work
 
         store = self.store.open()
         scan_run = store.resolve_run(self.run_id, "scan")

@@ -51,7 +51,7 @@ class Sweep(TaskVerb):
         from headscan.analysis.verdicts.curves import read_curves
         from headscan.analysis.verdicts.judge import judge
         from headscan.pipelines.evaluate.run_sweep import sweep
-        from headscan.pipelines.runs.text_tables import at_work
+        from headscan.pipelines.runs.progress import at_work
 
         quiet_libraries()
         spec = self.spec()

@@ -15,7 +15,7 @@ from headscan.analysis.errors import FinishedArmError
 from headscan.analysis.store.store import Store
 from headscan.cluster.tasks.pool import Pool
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.runs.text_tables import Progress
+from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.scoring.bundles import LEAST_SIZE, BundleItem, Start, bundle, start_of
 from headscan.pipelines.scoring.generation import GenerationItem

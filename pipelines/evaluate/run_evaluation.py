@@ -27,8 +27,8 @@ from headscan.pipelines.evaluate.answering import AnsweringPlan, ArmAnswers, Wor
 from headscan.pipelines.evaluate.tasks import Questions, TaskResults
 from headscan.pipelines.kv.plan_arms import window_notes
 from headscan.pipelines.runs.model_identity import ModelFacts, ModelIdentity, fingerprint, identify
+from headscan.pipelines.runs.progress import at_work
 from headscan.pipelines.runs.run_records import ModelContext, Run
-from headscan.pipelines.runs.text_tables import at_work
 from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms, check_tokenizer, model_settings
 from headscan.pipelines.scoring.bundles import bundle_size, possible_starts
 from headscan.pipelines.scoring.likelihood import grouped_tokens

@@ -24,8 +24,8 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.options import GateConfig
 from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
+from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.runs.text_tables import Progress
 from headscan.pipelines.scoring.token_requests import pad
 from headscan.pipelines.settings.corpus_settings import SHORTEST, longest_text
 from headscan.pipelines.settings.measure_settings import GatesConfig

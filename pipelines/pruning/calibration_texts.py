@@ -15,8 +15,8 @@ from headscan.pipelines.corpora.sequences import read_spread, spread
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
 from headscan.pipelines.kv.damage_measurement import ABLE, ALL_KEYS, PromptPool, Prompts, recall_prompts
 from headscan.pipelines.runs.model_identity import ModelIdentity
+from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.run_records import ModelContext
-from headscan.pipelines.runs.text_tables import Progress
 from headscan.pipelines.scoring.token_requests import pad
 from headscan.pipelines.settings.corpus_settings import SHORTEST
 from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig

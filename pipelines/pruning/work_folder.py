@@ -24,7 +24,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.pruning.held_out_losses import LossChange
 from headscan.pipelines.pruning.model_costs import CostComparison, ModelCost
 from headscan.pipelines.pruning.pruned_arms import BuiltModel
-from headscan.pipelines.runs.text_tables import at_work
+from headscan.pipelines.runs.progress import at_work
 from headscan.pruning.save_model import check_output_folder, check_reload, save_logits, save_pruned
 
 _OWNER = "owner"

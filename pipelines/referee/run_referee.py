@@ -30,8 +30,8 @@ from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_
 from headscan.pipelines.pruning.pruned_arms import pruned_arm
 from headscan.pipelines.pruning.work_folder import owned_folder
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
+from headscan.pipelines.runs.progress import at_work, shown_steps
 from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.runs.text_tables import at_work, shown_steps
 from headscan.pipelines.scoring.arms import BASELINE, Arm, random_masks
 from headscan.pipelines.scoring.token_requests import pad
 from headscan.pipelines.settings.corpus_settings import TokenPlan

@@ -22,7 +22,7 @@ from headscan.long_work import KnownNumbers, WorkUnit, hash_of
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.runs.code_version import code_version
 from headscan.pipelines.runs.model_identity import ModelFacts, ModelIdentity, identify, model_facts
-from headscan.pipelines.runs.text_tables import at_work
+from headscan.pipelines.runs.progress import at_work
 
 _PACKAGES = ("torch", "transformers", "accelerate", "ray", "datasets", "lm-eval", "duckdb", "numpy")
 

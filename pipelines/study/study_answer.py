@@ -17,7 +17,8 @@ from headscan.analysis.verdicts.judge import Outcome
 from headscan.analysis.verdicts.measures import Increase
 from headscan.analysis.verdicts.ordered_shares import ShareVerdict, exceeds, largest_safe
 from headscan.catalog import RECALL_FAMILIES, head_count
-from headscan.pipelines.runs.text_tables import plain, text_table, time_text
+from headscan.pipelines.runs.progress import time_text
+from headscan.pipelines.runs.text_tables import plain, text_table
 
 #: Question and section of the report, by kind of saving.
 _QUESTIONS = {

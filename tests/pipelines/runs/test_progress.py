@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from headscan.pipelines.runs.text_tables import Progress, time_text
+from headscan.pipelines.runs.progress import Progress, time_text
 
 
 def test_nothing_is_foretold_before_something_is_done() -> None:
