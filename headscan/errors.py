@@ -25,7 +25,7 @@ class UnsupportedModelError(HeadscanError):
 
 
 class UnknownNameError(HeadscanError):
-    """The catalogue has no score or statistic of this name."""
+    """No known name of its kind, such as a score, a statistic or an option."""
 
 
 class HeadIndexError(HeadscanError):

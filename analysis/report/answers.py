@@ -21,8 +21,7 @@ from headscan.analysis.report.sections import HEAD_PLAN, INACTIVE, RANKED_BY
 from headscan.analysis.store.head_spread import Spread, inactive_counts
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.verdict_limits import MOSTLY
-from headscan.analysis.store.views import INACTIVE_QUANTILE
+from headscan.analysis.store.verdict_limits import INACTIVE_QUANTILE, MOSTLY
 from headscan.analysis.verdicts.confirmation import SweepChoice
 from headscan.analysis.verdicts.judge import ArmVerdict, Verdict
 from headscan.analysis.verdicts.paired import about

@@ -351,7 +351,7 @@ class Store:
             _insert(connection, "responses", responses, "OR IGNORE ", arm_id=arm_id)
 
     def responses(self, arm_ids: Sequence[str]) -> pa.Table:
-        """Return the rows of ``responses`` of unfinished writers."""
+        """Return the stored responses of unfinished arms."""
         return self.query("SELECT * FROM responses WHERE arm_id IN (SELECT unnest(?))", [list(arm_ids)])
 
     def finish_arm(

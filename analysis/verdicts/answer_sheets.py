@@ -193,18 +193,18 @@ def read_answers(store: Store, baseline: FinishedArm, others: Sequence[FinishedA
         " WHERE correct IS NOT NULL AND list_contains(?, arm_id) ORDER BY arm_id, task, question",
         [[arm.arm_id for arm in (baseline, *others)]],
     )
-    sheets = _by_arm(table)
+    tables = _by_arm(table)
     empty = table.slice(0, 0)
-    asked = sheets.get(baseline.arm_id, empty)
+    asked = tables.get(baseline.arm_id, empty)
     for arm in others:
-        _check_questions(arm, sheets.get(arm.arm_id, empty), asked)
+        _check_questions(arm, tables.get(arm.arm_id, empty), asked)
     tasks = asked["task"].to_numpy()
     numbers = asked["question"].to_numpy()
     return AnswerSheets(
         tasks=_task_numbers(tasks),
         texts=np.where(asked["recall"].to_numpy(), numbers // QUESTIONS_PER_TEXT, numbers),
         chance=_chance(store, baseline, tasks),
-        correct={arm_id: sheet["correct"].to_numpy() for arm_id, sheet in sheets.items()},
+        correct={arm_id: own["correct"].to_numpy() for arm_id, own in tables.items()},
         scopes=_scopes(store, baseline, tasks),
     )
 

@@ -84,7 +84,7 @@ DEVICE = Option("device: auto, cpu, cuda or cuda:N", parse=device_name)
 
 @dataclass(frozen=True)
 class PlacementRequest:
-    """The placement that a user requests; None leaves a choice to `choose.place`.
+    """The placement that a user requests; None leaves a choice to `placements.place`.
 
     Attributes:
         batch_tokens: Tokens of one forward pass. None uses `BATCH_TOKENS`, or the most that ``memory`` holds.

@@ -3,7 +3,8 @@
 The whole output of an ablated head is replaced, for all tokens, before the output projection: by zero unless the
 ablation names another value. Nothing is renormalised (arXiv 2504.03889, 1905.10650). "Inactive" (nothing is lost at
 zero) and "constant" (nothing is lost at the mean) are different findings, so every ablation names the value that it
-tests. Another ablation is a subclass in a file of this folder, and an entry in ``headscan.__init__``.
+tests. Another ablation is a subclass (`HeadMask` here, `KvWindows` in ``headscan.kv``) and an entry in
+``headscan.__init__``.
 
 Shapes: B sequences, N tokens, L layers, H query heads, D width of a head's output.
 """
@@ -318,7 +319,7 @@ def intervene(
 
     Args:
         lm: A model from `headscan.load`.
-        what: A `HeadMask`, `SiteMask`, `HeadRule` or `RandomHeads`.
+        what: A `HeadMask`, `SiteMask`, `HeadRule`, `RandomHeads` or `KvWindows`.
         lengths: Real tokens (B,) of each sequence of the next batch, read by rules only. None takes them from the
             padding mask of the pass, or from `collect` if that runs it; without either all tokens are real.
         keys: Integers (B,) of 0 or more that seed random heads and samples of each sequence; None uses the row numbers.

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 _DEMO = DemoSize(questions=400, recall=200, sequences=0)
 
 
+#: Criterion and share of the arms that options of scores ask for, if they are not named.
+_SCORE, _SHARE = "output_norm_ln", 0.1
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Arms:
     heads: Annotated[
@@ -42,13 +46,13 @@ class _Arms:
         str | None,
         Option(
             "score or other criterion that chooses the heads, from a scan, importance, ablate or gates run in the "
-            "store (default: output_norm_ln)",
+            f"store (default: {_SCORE})",
             kind="score",
             names=RANKED_CRITERIA,
         ),
     ] = None
     share: Annotated[
-        float | None, Option("share of heads to ablate, chosen by the score (default: 0.1)", above=0, below=1)
+        float | None, Option(f"share of heads to ablate, chosen by the score (default: {_SHARE})", above=0, below=1)
     ] = None
     mask_order: MaskOrderOption = "mean"
     run_id: Annotated[
@@ -98,7 +102,7 @@ class _Arms:
     @property
     def chosen_by(self) -> str:
         """Criterion of the masks and rules."""
-        return self.score or "output_norm_ln"
+        return self.score or _SCORE
 
     @property
     def uses_score(self) -> bool:
@@ -126,7 +130,7 @@ class _Arms:
 
         arms = [mask_arm(heads, replacement) for heads in masks]
         if run_id is not None:
-            score, share = self.chosen_by, 0.1 if self.share is None else self.share
+            score, share = self.chosen_by, _SHARE if self.share is None else self.share
             arms += scored_masks(store, run_id, score, [share], self.mask_order, replacement)
             if self.rule:
                 arms += scored_rules(store, run_id, score, [share], replacement)

@@ -89,6 +89,7 @@ def check_resampled(arms: Sequence[Arm], requests: Mapping[str, Request | Genera
 def check_models(
     arms: Sequence[Arm], baseline: ModelIdentity, requests: Mapping[str, Request | GenerationRequest]
 ) -> dict[ModelSpec, ModelIdentity]:
+    """Return the identities of the arms' other models; raise if one has changed, or cannot answer the questions."""
     identities: dict[ModelSpec, ModelIdentity] = {}
     longest = max((len(request.ids) for request in requests.values()), default=0)
     for arm in arms:
@@ -177,7 +178,7 @@ def _plan(
     return AnsweringPlan(config.batch_tokens, reading, starts, size)
 
 
-class Graded(Protocol):
+class GradableQuestions(Protocol):
     """Questions of an evaluation; methods take answers and ablated shares by the request's hash."""
 
     def grade(self, answers: Mapping[str, Likelihood | str]) -> TaskResults:
@@ -191,7 +192,7 @@ def answer_arms(
     run: Run,
     run_id: str,
     arms: Sequence[Arm],
-    questions: Graded,
+    questions: GradableQuestions,
     items: Sequence[WorkItem],
     plan: Callable[[Run, int], AnsweringPlan],
     *,
@@ -296,8 +297,12 @@ def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:
     return store.begin_arm(arm.record(run_id, mask_id))
 
 
-def _finish_arm(store: Store, questions: Graded, facts: ModelFacts, done: ArmAnswers) -> str:
-    """Grade and store an arm; return a line about it."""
+def _finish_arm(store: Store, questions: GradableQuestions, facts: ModelFacts, done: ArmAnswers) -> str:
+    """Grade and store an arm; return a line about it.
+
+    Raises:
+        NotFiniteError: A log-likelihood is NaN.
+    """
     wrong = sum(isinstance(answer, Likelihood) and isnan(answer.log_likelihood) for answer in done.answers.values())
     if wrong:
         raise NotFiniteError(f"{wrong} of {len(done.answers)} log-likelihoods are NaN, so the arm has no result")

@@ -45,7 +45,7 @@ from headscan.pipelines.scoring.arms import (
     scored_masks,
     scored_rules,
 )
-from headscan.pipelines.settings.evaluation_settings import SHARING, EvaluateConfig, SweepConfig, TaskConfig
+from headscan.pipelines.settings.evaluation_settings import QUESTIONS_PER_TEXT, EvaluateConfig, SweepConfig, TaskConfig
 
 
 def size_recall(config: EvaluateConfig, run: Run, *, part: float, comparisons: int = 1) -> EvaluateConfig:
@@ -100,7 +100,7 @@ def _size(kind: str, right: float, asked: int, part: float, comparisons: int, *,
     if not solves(kind, right, asked):
         return IN_ALL, f"{does}: too few to judge {kind} recall, so no arm is judged by it"
     numbers = (recall_needed(kind, right, comparisons), least_questions(right, family.chance, comparisons))
-    needed, least = (SHARING * ceil(number / part / SHARING) for number in numbers)
+    needed, least = (QUESTIONS_PER_TEXT * ceil(number / part / QUESTIONS_PER_TEXT) for number in numbers)
     if not fixed:
         if needed <= IN_ALL:
             return IN_ALL, f"{does}: {IN_ALL} {kind} questions can show that an arm keeps that"

@@ -48,7 +48,7 @@ _PART_SHARD = 16
 _CPU_SPEED, _GPU_SPEED = 1e11, 1e14
 
 
-class OfShard(Protocol):
+class HasShard(Protocol):
     """An item of a pool that measures one shard."""
 
     @property
@@ -86,7 +86,7 @@ class ShardMeasurement:
 
     kind: RunKind
     task: Task[Any, Measured]
-    item_of: Callable[[Shard, RopeLengths], OfShard]
+    item_of: Callable[[Shard, RopeLengths], HasShard]
     passes: float
     deciding: Mapping[str, Any]
     recorded: Mapping[str, Any]
@@ -172,7 +172,7 @@ def write_shards(
     run: Run,
     record: RunRecord,
     drawn: Iterable[Shard],
-    item_of: Callable[[Shard], OfShard],
+    item_of: Callable[[Shard], HasShard],
     report: CorpusReport,
     *,
     total: int | None,

@@ -147,6 +147,7 @@ def _fit(
 ) -> tuple[Gates, Gates | None]:
     """Fit once or twice; states that were saved in the folder are resumed."""
 
+    # As `fit_two_sided`, but each group of steps is a task of the pool, which may be another process.
     def fitted(name: str, fit: GateConfig, advanced: Callable[[int], None]) -> Gates:
         path, of_fit = folder / f"{name}.safetensors", f"{run_hash} {name}"
         state = FitState.read(path, of_fit)

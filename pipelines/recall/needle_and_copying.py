@@ -22,12 +22,13 @@ from math import ceil, isnan
 from random import Random
 from typing import TYPE_CHECKING, Any, cast
 
+from headscan.analysis.store.verdict_limits import QUESTIONS_PER_TEXT
 from headscan.catalog import RECALL_FAMILIES
 from headscan.errors import NotFiniteError
 from headscan.pipelines.corpora.sequences import special_tokens
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
 from headscan.pipelines.settings.corpus_settings import BosPolicy, TokenPlan
-from headscan.pipelines.settings.evaluation_settings import SHARING, RecallError, RecallPlan
+from headscan.pipelines.settings.evaluation_settings import RecallError, RecallPlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,7 +64,9 @@ def questions_per_length(plan: RecallPlan, lengths: int) -> dict[str, int]:
     numbers = dict(zip(RECALL_FAMILIES, plan.in_all or [IN_ALL] * len(RECALL_FAMILIES), strict=True))
     if plan.questions is not None:
         return dict.fromkeys(numbers, plan.questions)
-    return {kind: SHARING * ceil(number / (SHARING * lengths)) for kind, number in numbers.items()}
+    return {
+        kind: QUESTIONS_PER_TEXT * ceil(number / (QUESTIONS_PER_TEXT * lengths)) for kind, number in numbers.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -230,10 +233,10 @@ class TextTokens:
         enough = [size for size, tokens in by_size.items() if len(tokens) >= _ENOUGH]
         size = min(enough) if enough else max(by_size, key=lambda size: len(by_size[size]), default=0)
         tokens = sorted(by_size.get(size, ()))
-        if len(tokens) < SHARING:
+        if len(tokens) < QUESTIONS_PER_TEXT:
             raise RecallError(
-                f"words with different tokens among {', '.join(words[:3])}, ...: {len(tokens)} (at least {SHARING}). "
-                "Disable recall"
+                f"words with different tokens among {', '.join(words[:3])}, ...: {len(tokens)} (at least "
+                f"{QUESTIONS_PER_TEXT}). Disable recall"
             )
         return tokens
 
@@ -277,29 +280,29 @@ def needle_questions(
     asked = max(map(len, wordings)) + len(keys[0])
     _check_room(length, beginning, asked + len(values[0]) + len(full_stop), asked + scored)
     task = f"needle@{length}"
-    for text in range(questions // SHARING):
+    for text in range(questions // QUESTIONS_PER_TEXT):
         rng = Random(f"{seed} {task} {text}")
         wording = rng.choice(wordings)
-        cues = [wording + key for key in rng.sample(keys, SHARING)]
-        choices = rng.sample(values, SHARING)
+        cues = [wording + key for key in rng.sample(keys, QUESTIONS_PER_TEXT)]
+        choices = rng.sample(values, QUESTIONS_PER_TEXT)
         needles = [cue + value + full_stop for cue, value in zip(cues, choices, strict=True)]
         # The last token is predicted, not read.
         room = length + 1 - len(beginning) - sum(map(len, (*needles, cues[0]))) - scored
         haystack = beginning + _hide(needles, _filler(tokens, room, rng), rng)
         for answer, cue in enumerate(cues):
             requests = tuple(Request(haystack + cue + value[:scored], scored) for value in choices)
-            yield RecallQuestion(task, text * SHARING + answer, requests, answer, str(answer))
+            yield RecallQuestion(task, text * QUESTIONS_PER_TEXT + answer, requests, answer, str(answer))
 
 
 def _check_room(length: int, beginning: Ids, needle: int, asked: int) -> None:
     """Raise unless ``length`` tokens hold the needles (``needle`` tokens each), a question (``asked`` tokens with its
     scored ones) and as much filler as one needle.
     """
-    least = len(beginning) + (SHARING + 1) * needle + asked - 1
+    least = len(beginning) + (QUESTIONS_PER_TEXT + 1) * needle + asked - 1
     if length < least:
         raise RecallError(
-            f"recall length of {length} tokens (at least {least} for {SHARING} needles of {needle} tokens). Raise the "
-            "recall lengths, or disable recall"
+            f"recall length of {length} tokens (at least {least} for {QUESTIONS_PER_TEXT} needles of {needle} tokens). "
+            "Raise the recall lengths, or disable recall"
         )
 
 
@@ -353,13 +356,15 @@ def copying_questions(
             f"printable tokens of the tokenizer: {len(common)} (at least {_SPAN} for copying). Disable recall"
         )
     task = f"copying@{length}"
-    for text in range(questions // SHARING):
+    for text in range(questions // QUESTIONS_PER_TEXT):
         rng = Random(f"{seed} {task} {text}")
         passage = _passage(common, size, rng)
-        for quarter in range(SHARING):
-            start = int((quarter + rng.random()) / SHARING * (size - _SPAN + 1))
+        for quarter in range(QUESTIONS_PER_TEXT):
+            start = int((quarter + rng.random()) / QUESTIONS_PER_TEXT * (size - _SPAN + 1))
             ids = (*beginning, *passage, *passage[start : start + _SPAN])
-            yield RecallQuestion(task, text * SHARING + quarter, (Request(ids, _COPIED),), None, str(_COPIED))
+            yield RecallQuestion(
+                task, text * QUESTIONS_PER_TEXT + quarter, (Request(ids, _COPIED),), None, str(_COPIED)
+            )
 
 
 def _passage(tokens: list[int], size: int, rng: Random) -> tuple[int, ...]:

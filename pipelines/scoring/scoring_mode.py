@@ -1,32 +1,26 @@
-"""Choice of how all arms read prompts, so they stay comparable; prompts of rules in shared rows; evicting caches.
+"""How all arms read prompts, so that they stay comparable, and prompts of rules in shared rows.
 
 Rules need whole inputs, but ablate the same heads in most inputs with a common prefix. A row contains the prefix once,
 and it is read for all of them up to the layer at which their ablated heads differ (`layers.shared_prefixes`). Answers
 equal those of whole inputs.
-
-With an evicting cache the model reads all tokens before the first prediction with full attention, the cache evicts
-keys, and the rest is read from it. A pass over the whole input would not show the loss, since its queries see every
-key. A text that is scored from its first token on has no context; its tokens see the whole text.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-import headscan
 from headscan.ablation.ablation import Ablation
 from headscan.ablation.masks import HeadMask
 from headscan.layers.blocks import Blocks, find_blocks
 from headscan.layers.shared_prefixes import SharedRow, can_share_rows, read_shared_row, shares_prefixes
-from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
-from headscan.models.token_batches import batches, pass_tokens, run_halving
+from headscan.models.token_batches import pass_tokens, run_halving
+from headscan.pipelines.scoring.eviction import EvictionItem
 from headscan.pipelines.scoring.likelihood import (
     LikelihoodItem,
     PrefixNode,
@@ -44,7 +38,6 @@ from headscan.pipelines.scoring.token_requests import (
     Likelihood,
     Request,
     ScoringItem,
-    pad,
     pass_cost,
 )
 
@@ -173,67 +166,10 @@ def _read_row(blocks: Blocks, ablated: Ablation | None, reads: Sequence[Read], p
         ]
         return likelihoods_at(lm, here, inputs.pop("input_ids"), places, use_cache=False, **inputs)
 
-    for reading in read_shared_row(blocks, ablated or HeadMask([]), row, forward):
-        for member, likelihoods in zip(reading.sequences, reading.value, strict=True):
-            answers[member] = ReadAnswer(likelihoods, reading.zeroed_share)
+    for part in read_shared_row(blocks, ablated or HeadMask([]), row, forward):
+        for member, likelihoods in zip(part.sequences, part.value, strict=True):
+            answers[member] = ReadAnswer(likelihoods, part.zeroed_share)
     return [answers[member] for member in range(len(reads))]
-
-
-@dataclass(frozen=True)
-class EvictionItem:
-    """Requests for one replica under an ablation that evicts keys."""
-
-    name: str
-    requests: tuple[Request, ...]
-    ablated: Ablation
-    batch_tokens: int
-
-    def run(self, lm: LoadedModel) -> list[AnswerSet[Likelihood]]:
-        return [score_evicted(lm, self)]
-
-
-def score_evicted(lm: LoadedModel, item: EvictionItem) -> AnswerSet[Likelihood]:
-    """Pool task: answer requests from caches that evict keys after the context."""
-    # Keys are evicted at the end of each request's own context.
-    reads = distinct_reads(item.requests, same_context=True)
-    lengths = [len(read.ids) for read in reads]
-    # Contexts of one batch have the same length, so that none is padded and all evict at the same token.
-    groups: dict[tuple[int, Hashable], list[int]] = defaultdict(list)
-    for row, read in enumerate(reads):
-        groups[read.first_place, lm.rope_lengths.group(len(read.ids))].append(row)
-    answered: dict[int, ReadAnswer] = {}
-
-    def answer(rows: list[int]) -> list[ReadAnswer]:
-        return _answer(lm, item.ablated, [reads[row] for row in rows])
-
-    with torch.no_grad(), headscan.intervene(lm, item.ablated):
-        for members in groups.values():
-            for batch in batches([lengths[row] for row in members], pass_tokens(lm.device.type, item.batch_tokens)):
-                rows = [members[i] for i in batch]
-                for chosen, answers in run_halving(rows, answer, lengths, lm.limits["evictions"]):
-                    answered.update(zip(chosen, answers, strict=True))
-    return by_request(reads, answered)
-
-
-def _answer(lm: LoadedModel, ablated: Ablation, reads: list[Read]) -> list[ReadAnswer]:
-    """Return the answers of reads whose contexts have the same length."""
-    start = reads[0].first_place
-    if start:
-        # The context is read alone, so it needs the rotary frequencies of the whole text.
-        lm.rope_lengths.check(max(len(read.ids) for read in reads), [start])
-    cache = ablated.new_cache(lm, context=start > 0)
-    if start:
-        contexts = list(dict.fromkeys(read.ids[:start] for read in reads))
-        ids = torch.tensor(contexts, device=lm.device)
-        run(lm.model, {"input_ids": ids, "past_key_values": cache, "use_cache": True})
-        if len(contexts) < len(reads):
-            row_of = {context: row for row, context in enumerate(contexts)}
-            # Selecting rows as beam search does also works for recurrent states, and for layers on other devices.
-            cache.reorder_cache(torch.tensor([row_of[read.ids[:start]] for read in reads]))  # type: ignore[arg-type]
-    ids, _ = pad([read.ids[start:] for read in reads])
-    places = [(row, place - start) for row, read in enumerate(reads) for place in read.places]
-    likelihoods = likelihoods_at(lm, reads, ids, places, past_key_values=cache, use_cache=True)
-    return [ReadAnswer(of_read, 0.0) for of_read in likelihoods]
 
 
 #: Dtypes in which the order of summation changes answers.

@@ -45,10 +45,6 @@ class HarnessError(HeadscanError):
     """Raised if a task cannot be evaluated."""
 
 
-#: Questions that share one haystack or one passage.
-SHARING = QUESTIONS_PER_TEXT
-
-
 class RecallError(HeadscanError):
     """Recall questions that cannot be made with these settings."""
 
@@ -88,8 +84,8 @@ class RecallPlan:
             "more in a sweep if the model recalls little)",
             flag="--recall-questions",
             metavar="N",
-            least=SHARING,
-            multiple=SHARING,
+            least=QUESTIONS_PER_TEXT,
+            multiple=QUESTIONS_PER_TEXT,
         ),
     ] = None
     seed: Seed = 0

@@ -55,7 +55,7 @@ from headscan.pipelines.settings.measure_settings import ImportanceConfig, Probe
 from headscan.pipelines.settings.saving_settings import MeasureConfig, RecallConfig, TextConfig
 from headscan.pipelines.study.study_answer import Saving, StudyAnswer
 from headscan.pipelines.study.study_config import (
-    LEAST_TEXTS,
+    FEWEST_STUDY_TEXTS,
     StudyConfig,
     StudyError,
     resumed,
@@ -250,7 +250,7 @@ class _Study:
         least mean loss breaks ties.
         """
         config = self.config
-        text = self._read(self.texts.choose, max(LEAST_TEXTS, self._judged_texts // 2), "choose")
+        text = self._read(self.texts.choose, max(FEWEST_STUDY_TEXTS, self._judged_texts // 2), "choose")
         plan = RecallPlan(lengths=(self._recall_tokens,), questions=PROMPTS, seed=1)
         choosing = EvaluateConfig(config.model, TaskConfig(()), plan, config.batch_tokens, text=text)
         run_id = self._evaluate(choosing, [arm for of_one in arms.values() for arm in of_one])

@@ -16,7 +16,7 @@ from headscan.pipelines.settings.evaluation_settings import TaskConfig
 from headscan.pipelines.settings.settings_file import build_settings, settings_file
 
 #: Fewest texts that measure or judge, and most if the time decides.
-LEAST_TEXTS, MOST_TEXTS = 8, 64
+FEWEST_STUDY_TEXTS, MOST_STUDY_TEXTS = 8, 64
 #: Settings with the shares of each kind of saving.
 SHARES = ("shares", "window_shares", "prune_shares")
 
@@ -43,7 +43,7 @@ class StudyConfig:
         shares: Shares of ablated heads; None tries those that the time allows, an empty tuple none. The same holds for
             ``window_shares`` and ``prune_shares``.
         sequences: Texts that measure, and texts that calibrate plans and repairs; None takes as many as the time
-            allows, at most `MOST_TEXTS`.
+            allows, at most `MOST_STUDY_TEXTS`.
         judge: Texts that judge instead of a part of ``corpus``; None uses the part.
         search: Search for better plans with real windows; None does so if the time allows it.
         prune_by: ``damage``, ``criterion`` (the chosen one), or None, which takes damage if the time allows it.
@@ -72,10 +72,13 @@ class StudyConfig:
     prune_shares: Annotated[tuple[float, ...] | None, _shares("heads to remove for good", 0.3)] = None
     recent: Annotated[int | None, Option("recent tokens of a window (default: 1/8 of a text)", least=1)] = None
     sequences: Annotated[
-        int | None, Option(f"texts that measure (default: as the time allows, at most {MOST_TEXTS})", least=LEAST_TEXTS)
+        int | None,
+        Option(
+            f"texts that measure (default: as the time allows, at most {MOST_STUDY_TEXTS})", least=FEWEST_STUDY_TEXTS
+        ),
     ] = None
     judged_texts: Annotated[
-        int | None, Option("texts whose loss is judged (default: as many as measure)", least=LEAST_TEXTS)
+        int | None, Option("texts whose loss is judged (default: as many as measure)", least=FEWEST_STUDY_TEXTS)
     ] = None
     questions: Annotated[int | None, Option("number of questions (default: as the time allows)", least=1)] = None
     recall_questions: Annotated[

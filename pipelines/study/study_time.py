@@ -28,7 +28,7 @@ from headscan.pipelines.runs.progress import time_text
 from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS
-from headscan.pipelines.study.study_config import LEAST_TEXTS, MOST_TEXTS, SHARES, StudyConfig
+from headscan.pipelines.study.study_config import FEWEST_STUDY_TEXTS, MOST_STUDY_TEXTS, SHARES, StudyConfig
 from headscan.pipelines.study.study_texts import StudyTexts
 
 #: Recall prompts of each kind that measure plans and repairs, and that choose the criterion.
@@ -45,14 +45,14 @@ _ALL_SHARES = {
 _SOME_SHARES = {"shares": (0.02, 0.05, 0.1), "window_shares": (0.1, 0.25), "prune_shares": (0.05, 0.1)}
 _LEAST_SHARES = {"shares": (0.02, 0.05), "window_shares": (0.1,), "prune_shares": (0.05,)}
 _EFFORTS = (
-    (MOST_TEXTS, _ALL_SHARES),
+    (MOST_STUDY_TEXTS, _ALL_SHARES),
     (48, _ALL_SHARES),
     (32, _ALL_SHARES),
     (32, _SOME_SHARES),
     (24, _SOME_SHARES),
     (16, _SOME_SHARES),
     (16, _LEAST_SHARES),
-    (LEAST_TEXTS, _LEAST_SHARES),
+    (FEWEST_STUDY_TEXTS, _LEAST_SHARES),
 )
 #: Questions of which the tokens are counted, of each task or kind.
 _SAMPLE = 16

@@ -5,7 +5,7 @@ It runs one unpadded sequence at a time, is slow and simple, and shares no code 
 KV cache or, if it does not hold them, from the module that computes them. Without a gate between ``A V`` and the
 projection, both are asserted to be equal.
 
-Letters: B sequences, L layers, H heads, G KV heads, Q queries, K keys, D width of a value.
+Letters, unlike the library's: B sequences, L layers, H heads, G KV heads, Q queries, K keys, D width of a value.
 """
 
 from __future__ import annotations

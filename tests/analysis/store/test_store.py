@@ -106,15 +106,17 @@ def test_a_shard_that_does_not_fit_leaves_nothing(scan: Scan, fault: str) -> Non
 
 
 def test_shards_are_written_together_or_not_at_all(scan: Scan) -> None:
-    def landing(number: int, heads: pa.Table) -> ShardToWrite:
+    def shard_to_write(number: int, heads: pa.Table) -> ShardToWrite:
         return ShardToWrite(ShardRecord(number, f"c{number}"), sequence_table(90 + number, 1), heads)
 
     heads = head_table(scan.stats, 0, 1)
     with pytest.raises(StoreError, match="Add or remove kv_head"):
-        scan.store.add_shards(scan.run_id, [landing(5, heads), landing(6, heads.drop_columns(["kv_head"]))])
+        scan.store.add_shards(
+            scan.run_id, [shard_to_write(5, heads), shard_to_write(6, heads.drop_columns(["kv_head"]))]
+        )
     assert list(scan.store.begin_run(scan_record()).shards) == [0, 1]
     assert _rows(scan.store, "head_statistics") == SEQUENCES * LAYERS * HEADS
-    scan.store.add_shards(scan.run_id, [landing(5, heads), landing(5, heads), landing(6, heads)])
+    scan.store.add_shards(scan.run_id, [shard_to_write(5, heads), shard_to_write(5, heads), shard_to_write(6, heads)])
     assert list(scan.store.begin_run(scan_record()).shards) == [0, 1, 5, 6]
     assert _rows(scan.store, "head_statistics") == (SEQUENCES + 2) * LAYERS * HEADS
 

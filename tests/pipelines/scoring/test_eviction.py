@@ -19,9 +19,10 @@ from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.kv.plan_arms import plan_arms
 from headscan.pipelines.scoring import scoring_mode as eviction_likelihood
+from headscan.pipelines.scoring.eviction import EvictionItem, score_evicted
 from headscan.pipelines.scoring.generation import GenerationItem, generate_texts
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
-from headscan.pipelines.scoring.scoring_mode import EvictionItem, Reading, score_evicted
+from headscan.pipelines.scoring.scoring_mode import Reading
 from headscan.pipelines.scoring.token_requests import AnswerSet, GenerationRequest, Likelihood, Request
 from headscan.pipelines.settings.evaluation_settings import PLAN_MODES, PlanMode
 from tests.headscan.kv.cache_plans import NARROW, random_plan
