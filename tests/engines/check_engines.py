@@ -249,7 +249,7 @@ def fifths(grid: HeadGrid) -> dict[str, tuple[tuple[int, int], ...]]:
 
 
 def time_engines(name: str, whole: LoadedModel, engines: Path, prompt: int, cycles: int) -> None:
-    """Print seconds of a prompt and of a token after it, and their medians over cycles relative to unpruned."""
+    """Print seconds of a prompt and of a token after it, and their ratios to unpruned: median (lowest to highest)."""
     vocabulary = whole.model.config.vocab_size
     ids = torch.randint(vocabulary, (prompt,), generator=torch.Generator().manual_seed(0)).tolist()
     request = {"ids": ids, "candidates": 1, "greedy": _TIMED, "rounds": _ROUNDS, "tokens": prompt + _TIMED + 16}
@@ -268,10 +268,11 @@ def time_engines(name: str, whole: LoadedModel, engines: Path, prompt: int, cycl
                     answer = asked(engine, engines, file, request)
                     times[model].append((median(answer["prefill_seconds"]), median(answer["token_seconds"])))
         for model, pairs in times.items():
-            own = [median(each) for each in zip(*pairs, strict=True)]
-            turns = zip(times["unpruned"], pairs, strict=True)
-            ratios = [median(each) for each in zip(*((b[0] / a[0], b[1] / a[1]) for a, b in turns), strict=True)]
-            table.row(title, model, f"{own[0]:.2f}", f"{1000 * own[1]:.1f}", *(f"{each:.2f}" for each in ratios))
+            prefill, token = (median(each) for each in zip(*pairs, strict=True))
+            turns = list(zip(times["unpruned"], pairs, strict=True))
+            ratios = [sorted(pruned[at] / unpruned[at] for unpruned, pruned in turns) for at in (0, 1)]
+            shown = [f"{median(each):.2f} ({each[0]:.2f} to {each[-1]:.2f})" for each in ratios]
+            table.row(title, model, f"{prefill:.2f}", f"{1000 * token:.1f}", *shown)
 
 
 def main() -> int:

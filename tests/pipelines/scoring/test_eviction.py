@@ -18,7 +18,7 @@ from headscan.kv.kv_windows import KvEviction
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.kv.plan_arms import plan_arms
-from headscan.pipelines.scoring import scoring_mode as eviction_likelihood
+from headscan.pipelines.scoring import eviction
 from headscan.pipelines.scoring.eviction import EvictionItem, score_evicted
 from headscan.pipelines.scoring.generation import GenerationItem, generate_texts
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
@@ -118,7 +118,7 @@ def test_batches_without_enough_memory_are_halved(
     lm: LoadedModel, plan: HeadPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = evicted(lm, plan, REQUESTS).answers
-    answer, sizes = eviction_likelihood._answer, []
+    answer, sizes = eviction._answer, []
 
     def scarce(lm: LoadedModel, ablated: Ablation, reads: list) -> list:  # type: ignore[type-arg]
         sizes.append(len(reads))
@@ -126,7 +126,7 @@ def test_batches_without_enough_memory_are_halved(
             raise torch.OutOfMemoryError("as if")
         return answer(lm, ablated, reads)
 
-    monkeypatch.setattr(eviction_likelihood, "_answer", scarce)
+    monkeypatch.setattr(eviction, "_answer", scarce)
     fresh = headscan.load(lm.source)  # limits belong to a loaded model
     most = 1
     assert_close(evicted(fresh, plan, REQUESTS).answers, expected)
