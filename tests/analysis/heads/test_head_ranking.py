@@ -351,6 +351,8 @@ def test_rows_take_the_place_of_earlier_ones_and_come_back_ranked(tmp_path: Path
     store.add_behaviours(run_id, both)
     found = [(head.layer, head.head, head.value) for head in rank_behaviours(store, run_id, "induction_score")]
     assert found == [(1, 0, 0.75), (0, 0, 0.5), (1, 1, 0.5), (0, 1, 0.25)]
+    weakest = rank_behaviours(store, run_id, "induction_score", descending=False)
+    assert [(head.layer, head.head) for head in weakest] == [(0, 1), (0, 0), (1, 1), (1, 0)]  # ties in the same order
     assert measured_behaviours(store, run_id) == ("induction_score", "retrieval_score")
     assert store.query("from behaviour_summary").num_rows == 0, "the probe is not finished"
     store.finish_run(run_id)
