@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from scipy import stats
 
 from headscan.analysis.plans import (
@@ -55,7 +56,7 @@ from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.run_records import Run
 from headscan.pipelines.settings.measure_settings import ProbeConfig, ScanConfig
 from headscan.pipelines.settings.saving_settings import MeasureConfig
-from tests.benchmarks.measuring import Table, processor, show
+from tests.benchmarks.measuring import Table, machine, show
 
 #: The plan that all others are compared with.
 _REFERENCE: PlanMethod = "distant_mass"
@@ -78,9 +79,9 @@ def main() -> None:
         recall_prompts=options.recall_prompts,
         batch_tokens=2048,
     )
-    print(f"{processor('cpu')}, {vars(options)}\n", flush=True)
+    print(f"{machine(torch.device(options.device))}, {vars(options)}\n", flush=True)
     with (
-        InProcessPool(spec, WholePlacement(1, "cpu", options.threads)) as pool,
+        InProcessPool(spec, WholePlacement(1, options.device, options.threads)) as pool,
         tempfile.TemporaryDirectory() as folder,
     ):
         run = Run(spec, Store(options.store or Path(folder) / "s.duckdb"), lambda _: pool)
@@ -155,6 +156,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--recall-prompts", type=int, default=32, help="prompts of each recall task, half held out")
     parser.add_argument("--judged-texts", type=int, default=96)
     parser.add_argument("--judged-prompts", type=int, default=32, help="prompts of each recall task, a multiple of 8")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 (default: cpu)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--store", type=Path, help="keeps what is measured, and resumes")
     return parser.parse_args()

@@ -36,7 +36,7 @@ from headscan.pruning.edited_model import NO_EDITS, Edits, edited
 from headscan.pruning.head_selection import HeadSelection, SelectionConfig
 from headscan.pruning.head_values import head_values, ranked
 from headscan.pruning.repair import DistillConfig, RepairConfig, distill, repair
-from tests.benchmarks.measuring import Table, processor, show
+from tests.benchmarks.measuring import Table, machine, show, wait
 
 TOKENS = 512
 #: Scores that rank heads from few passes. ``importance`` is the gate gradient.
@@ -66,10 +66,11 @@ def main() -> None:
     parser.add_argument("--tries", type=int, default=0, help="choices compared with each best one (default: 0)")
     parser.add_argument("--distill", type=int, default=0, help="gradient steps for the compared heads (default: none)")
     parser.add_argument("--no-time", action="store_true", help="skip the timing of prefill")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 (default: cpu)")
     options = parser.parse_args()
-    lm = headscan.load(options.model, device="cpu", dtype="float32")
+    lm = headscan.load(options.model, device=options.device, dtype="float32")
     total = lm.grid.total_heads
-    print(f"torch {torch.__version__}, {processor('cpu')}, float32, settings:")
+    show(f"{machine(lm.device)}, float32, settings:")
     print(", ".join(f"{name} {value}" for name, value in vars(options).items() if value is not None) + "\n", flush=True)
     effort = SelectionConfig(options.moment_tokens, options.curve_tokens, tries=options.tries)
     sources = options.corpus or seen_modules(), options.held_out or sorted(held_out_files())
@@ -121,7 +122,7 @@ class Comparison:
         every = [(number, ids) for number, of_document in enumerate(documents) for ids in of_document]
         chosen = random.Random(99).sample(every, judging) if len(documents) > judging else spread(every, judging)
         self._documents = np.array([number for number, _ in chosen])
-        self._held_out = torch.tensor([ids for _, ids in chosen])
+        self._held_out = torch.tensor([ids for _, ids in chosen], device=lm.device)
         self._loss, self._right = self._measure(NO_EDITS)
         show(f"held out: {len(chosen)} texts of {len(set(self._documents))} documents, loss {self._loss.mean():.4f}\n")
         self._table = Table(
@@ -230,14 +231,14 @@ class Comparison:
                 loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
                 losses.append(loss.view(len(ids), -1).mean(1))
                 right.append((logits.argmax(-1) == ids[:, 1:]).float().mean(1))
-        return torch.cat(losses), torch.cat(right)
+        return torch.cat(losses).cpu(), torch.cat(right).cpu()
 
 
 @torch.no_grad()
 def time_prefill(lm: headscan.LoadedModel, edits: Edits, rounds: int = 15) -> None:
     """Print the time of attention in prefill, of the original and of the sliced model in turn."""
     smaller = headscan.slice_heads(lm, edits.removed, edits.weights)
-    ids = torch.randint(5, lm.vocab_size, (16, TOKENS), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(5, lm.vocab_size, (16, TOKENS), generator=torch.Generator().manual_seed(0)).to(lm.device)
     models = {"original": lm, "pruned": smaller}
     whole: dict[str, list[float]] = {name: [] for name in models}
     attention: dict[str, list[float]] = {name: [] for name in models}
@@ -247,6 +248,7 @@ def time_prefill(lm: headscan.LoadedModel, edits: Edits, rounds: int = 15) -> No
             begun = time.perf_counter()
             with seconds:
                 model.model.base_model(input_ids=ids, use_cache=False)
+                wait(lm.device)
             if turn:  # the first round warms up
                 whole[name].append(time.perf_counter() - begun)
                 attention[name].append(seconds.total)
@@ -265,6 +267,7 @@ class _Stopwatch:
     """The time inside all attention modules, as a context manager."""
 
     def __init__(self, lm: headscan.LoadedModel) -> None:
+        self._device = lm.device
         self._modules = [lm.module(site.path) for site in lm.grid.sites]
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._begun = 0.0
@@ -280,9 +283,11 @@ class _Stopwatch:
             handle.remove()
 
     def _begin(self, _: nn.Module, __: object) -> None:
+        wait(self._device)
         self._begun = time.perf_counter()
 
     def _end(self, _: nn.Module, __: object, ___: object) -> None:
+        wait(self._device)
         self.total += time.perf_counter() - self._begun
 
 

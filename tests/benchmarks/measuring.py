@@ -98,7 +98,7 @@ def medians(
     """
     for way in ways.values():
         way()
-    _wait(device)
+    wait(device)
     times: dict[str, list[float]] = {name: [] for name in ways}
     began = time.perf_counter()
     for turn in range(_MOST):
@@ -107,12 +107,12 @@ def medians(
         for name, way in ways.items():
             started = time.perf_counter()
             way()
-            _wait(device)
+            wait(device)
             times[name].append(time.perf_counter() - started)
     return {name: median(of_way) for name, of_way in times.items()}
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
     """Wait until a GPU has finished its queue."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
