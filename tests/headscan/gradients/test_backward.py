@@ -45,7 +45,7 @@ def visited(lm: LoadedModel, *, summed: bool = False, on: tuple[str, ...] = ("he
 
         return visit
 
-    loss = NextTokenLoss.of(some_ids(), LENGTHS, summed=summed)
+    loss = NextTokenLoss.of(some_ids().to(lm.device), LENGTHS, summed=summed)
     backward(lm, loss, **{f"on_{name}": keep(name) for name in on})
     return found
 

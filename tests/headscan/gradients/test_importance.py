@@ -69,7 +69,7 @@ def by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", distinct_first(FAMILIES))
 def test_decoders(family: str, by_blocks: None, device: torch.device) -> None:
     lm, ids = on(device, exact(family)), some_ids().to(device)
-    check(lm, NextTokenLoss.of(some_ids(), LENGTHS), lambda row: next_token_loss(lm, ids[row, : LENGTHS[row]]))
+    check(lm, NextTokenLoss.of(ids, LENGTHS), lambda row: next_token_loss(lm, ids[row, : LENGTHS[row]]))
 
 
 @pytest.mark.parametrize("family", distinct_first(FAMILIES))
