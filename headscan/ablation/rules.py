@@ -24,7 +24,7 @@ from headscan.catalog import MassWidths, statistics_for
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite
 from headscan.measure.collect import ProjectionFactors, find_score, score
-from headscan.models.forward_inputs import real_tokens
+from headscan.models.forward_inputs import TokenMeans, real_tokens
 from headscan.models.loaded_model import LoadedModel
 from headscan.statistics.registry import OUTPUT_STATISTICS, needs_projection, output_statistics
 from headscan.statistics.weight_statistics import AttentionRequest
@@ -54,7 +54,7 @@ class RuleStatistics:
     def visited(self, site: AttentionSite, heads_BNHD: Tensor, lengths: Tensor) -> dict[str, Tensor]:
         """Add the statistics of the heads' outputs and return all of the layer, float32 (B, H) each."""
         factor = None if self._factors is None else self._factors.of(site).to(heads_BNHD.device)
-        from_outputs = output_statistics(heads_BNHD, lengths, self.wanted, factor)
+        from_outputs = output_statistics(heads_BNHD, TokenMeans(lengths), self.wanted, factor)
         return {**self._from_attention, **from_outputs}
 
 

@@ -297,7 +297,7 @@ class ScoredCall(AttentionCall):
 def _statistics(findings: Findings, value_BKSD: Tensor, heads: int) -> dict[str, Tensor]:
     """Return the requested statistics of weights and values, of the real tokens."""
     request = findings.request
-    return weight_statistics(findings) | value_statistics(value_BKSD, request.key_lengths, request.statistics, heads)
+    return weight_statistics(findings) | value_statistics(value_BKSD, request.over_keys, request.statistics, heads)
 
 
 def _check_whole(geometry: Geometry, past: int = 0) -> None:

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
 
 from headscan.catalog import MassWidths
 from headscan.models.token_batches import is_out_of_memory
@@ -44,12 +45,8 @@ class FusedKernels(Protocol):
         """Return output (B, K, G, N, D) and log-sum-exp (B, H, N). D is the same for query, key and value."""
         ...
 
-    def band(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, width: int, skip: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        """Return `causal` over each query's last ``width`` keys, without the first ``skip`` keys of all. A query that
-        is left without keys has a meaningless output.
-        """
+    def band(self, query: Tensor, key: Tensor, value: Tensor, scale: float, width: int) -> tuple[Tensor, Tensor]:
+        """Return `causal` over each query's last ``width`` keys."""
         ...
 
 
@@ -61,11 +58,9 @@ class CpuKernels:
     def causal(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         keys = key.shape[2]
         past = keys - query.shape[2]
-        return self._call(query, key, value, scale, _band_mask(query, past, keys, 0, keys, 0) if past else None)
+        return self._call(query, key, value, scale, _band_mask(query, past, keys, 0, keys) if past else None)
 
-    def band(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, width: int, skip: int = 0
-    ) -> tuple[Tensor, Tensor]:
+    def band(self, query: Tensor, key: Tensor, value: Tensor, scale: float, width: int) -> tuple[Tensor, Tensor]:
         keys_there = key.shape[2]
         past = keys_there - query.shape[2]
         outs, lses = [], []
@@ -73,9 +68,9 @@ class CpuKernels:
         for start in range(past, keys_there, _BAND_QUERIES):
             stop = min(start + _BAND_QUERIES, keys_there)
             first = max(0, start - width + 1)
-            whole = first >= max(skip, 1) and stop - start == _BAND_QUERIES
+            whole = first > 0 and stop - start == _BAND_QUERIES
             if not whole or inner is None:
-                mask = _band_mask(query, start, stop, first, width, skip)
+                mask = _band_mask(query, start, stop, first, width)
                 if whole:
                     inner = mask
             else:
@@ -102,35 +97,42 @@ class CpuKernels:
 
 
 class CudaKernels:
-    """FlashAttention 2 from torch (half precision, GQA, windows), as ``aten::_flash_attention_forward`` has it."""
+    """FlashAttention 2 from torch (half precision, GQA, windows), as ``aten::_flash_attention_forward`` has it.
+
+    For whole sequences, cuDNN's kernel takes its place where torch would choose it for the model itself: on Hopper it
+    takes about half the time. It builds a plan for every new shape, as it does for the plain model.
+
+    Args:
+        forward: FlashAttention's operator.
+        cudnn: cuDNN's operator; None uses FlashAttention alone.
+        prefers_cudnn: Whether torch would choose cuDNN for query, key and value.
+    """
 
     def __init__(
-        self, dtype: torch.dtype, forward: Callable[..., Any] = torch.ops.aten._flash_attention_forward
+        self,
+        dtype: torch.dtype,
+        forward: Callable[..., Any] = torch.ops.aten._flash_attention_forward,
+        cudnn: Callable[..., Any] | None = torch.ops.aten._scaled_dot_product_cudnn_attention,
+        prefers_cudnn: Callable[[Tensor, Tensor, Tensor], bool] | None = None,
     ) -> None:
         self.dtype: torch.dtype | None = dtype
-        self._forward = forward
+        self._forward, self._cudnn, self._prefers_cudnn = forward, cudnn, prefers_cudnn or _torch_prefers_cudnn
+
+    def __str__(self) -> str:
+        return "FlashAttention 2" if self._cudnn is None else "cuDNN's attention beside FlashAttention 2"
 
     def causal(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        return self._call(query, key, value, scale, None)
+        # cuDNN aligns causality to the first key, which differs where keys precede the first query.
+        whole = query.shape[2] == key.shape[2]
+        if self._cudnn is None or not whole or not self._prefers_cudnn(query, key, value):
+            return self._call(query, key, value, scale, None)
+        D = query.shape[-1]
+        query, key, value = (_loadable(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value))
+        out, lse, *_ = self._cudnn(query, key, value, None, True, 0.0, True, False, scale=scale)
+        return _checked(out[..., :D], lse.view(out.shape[:3]), key.shape[1])
 
-    def band(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, width: int, skip: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = self._call(query, key, value, scale, width)
-        if not skip:
-            return out, lse
-        # The kernel cannot skip keys, so their weight is subtracted from the log-sum-exp of the few rows that see them.
-        rows = min(query.shape[2], width + skip - 1)
-        groups = query.shape[1] // key.shape[1]
-        first = key[:, :, :skip].float().repeat_interleave(groups, 1)
-        scores = scale * (query[:, :, :rows].float() @ first.mT)
-        position = torch.arange(rows, device=query.device)[:, None]
-        skipped = torch.arange(first.shape[2], device=query.device)
-        seen = (skipped <= position) & (skipped > position - width)
-        taken = scores.masked_fill(~seen, float("-inf")).logsumexp(-1)
-        lse = lse.clone()
-        lse[..., :rows] += torch.log1p(-(taken - lse[..., :rows]).exp().clamp_max(1.0))
-        return out, lse
+    def band(self, query: Tensor, key: Tensor, value: Tensor, scale: float, width: int) -> tuple[Tensor, Tensor]:
+        return self._call(query, key, value, scale, width)
 
     def _call(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, width: int | None
@@ -149,11 +151,22 @@ class CudaKernels:
             window_size_left=None if width is None else width - 1,
             window_size_right=None if width is None else 0,
         )
-        out, lse = out[..., :D].transpose(1, 2), lse[..., :tokens]
-        # Of a row whose sum is NaN the kernel returns +inf, so that every weight would be exp(-inf), a finite 0. Where
-        # it splits the keys among blocks, it leaves the NaN block out of the log-sum-exp, and only the output is NaN.
-        lse = lse.masked_fill((lse == float("inf")) | out[..., 0].isnan(), float("nan"))
-        return out.unflatten(1, (key.shape[1], -1)), lse
+        return _checked(out[..., :D].transpose(1, 2), lse[..., :tokens], key.shape[1])
+
+
+def _checked(out_BHND: Tensor, lse_BHN: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Return a kernel's output (B, K, G, N, D) and log-sum-exp, NaN where the scores were."""
+    # Of a row whose sum is NaN FlashAttention returns +inf, so that every weight would be exp(-inf), a finite 0. Where
+    # it splits the keys among blocks, it leaves the NaN block out of the log-sum-exp. The output is NaN in both cases.
+    return out_BHND.unflatten(1, (kv_heads, -1)), lse_BHN.add(out_BHND[..., 0], alpha=0)
+
+
+def _torch_prefers_cudnn(query_BHND: Tensor, key_BKND: Tensor, value_BKND: Tensor) -> bool:
+    """Return True if torch would run this causal call with cuDNN."""
+    if any(0 in x.stride() for x in (query_BHND, key_BKND, value_BKND)):
+        return False  # expanded tensors: cuDNN wants keys of every row in memory
+    choice = torch._fused_sdp_choice(query_BHND, key_BKND, value_BKND, is_causal=True, enable_gqa=True)
+    return bool(choice == SDPBackend.CUDNN_ATTENTION.value)
 
 
 def _loadable(x_BNHD: Tensor) -> Tensor:
@@ -175,16 +188,22 @@ def kernels_for(query: Tensor, width: int, groups: int) -> FusedKernels | None:
     if query.device.type in ("cpu", "meta"):
         return CpuKernels()
     if query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
-        kernels = CudaKernels(query.dtype)
-        if _trusted(query.device, query.dtype, width, groups):
-            return kernels
+        return _cuda_kernels(query.device, query.dtype, width, groups)
     return None
 
 
 @lru_cache
-def _trusted(device: torch.device, dtype: torch.dtype, width: int, groups: int) -> bool:
-    """Return True if the kernels agree with plain arithmetic on a small input; builds and drivers differ."""
-    tokens, band, skip = 160, 32, 3
+def _cuda_kernels(device: torch.device, dtype: torch.dtype, width: int, groups: int) -> CudaKernels | None:
+    """Return the kernels that agree with plain arithmetic on a small input; builds and drivers differ."""
+    for kernels in (CudaKernels(dtype), CudaKernels(dtype, cudnn=None)):
+        if _agree(kernels, device, width, groups):
+            return kernels
+    return None
+
+
+def _agree(kernels: CudaKernels, device: torch.device, width: int, groups: int) -> bool:
+    tokens, band = 160, 32
+    dtype = kernels.dtype or torch.float32
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(1, heads, tokens, width, generator=generator).to(device, dtype) for heads in (2 * groups, 2, 2)
@@ -192,15 +211,14 @@ def _trusted(device: torch.device, dtype: torch.dtype, width: int, groups: int) 
     scale = width**-0.5
     position = torch.arange(tokens, device=device)
     seen = position <= position[:, None]
-    in_band = seen & (position > position[:, None] - band) & (position >= skip)
-    kernels = CudaKernels(dtype)
+    in_band = seen & (position > position[:, None] - band)
     try:
-        results = kernels.causal(query, key, value, scale), kernels.band(query, key, value, scale, band, skip)
+        results = kernels.causal(query, key, value, scale), kernels.band(query, key, value, scale, band)
         late, _ = kernels.causal(query[:, :, band:], key, value, scale)
     except (RuntimeError, TypeError) as problem:
         if isinstance(problem, RuntimeError) and is_out_of_memory(problem):
             raise  # running out of memory is temporary and no evidence against the kernels
-        _log.warning("fused attention does not run on %s; using blockwise attention: %s", device, problem)
+        _log.warning("%s does not run on %s and is not used: %s", kernels, device, problem)
         return False
     scores = scale * query.float() @ key.float().repeat_interleave(groups, 1).mT
     bound = 8 * torch.finfo(dtype).eps
@@ -211,18 +229,18 @@ def _trusted(device: torch.device, dtype: torch.dtype, width: int, groups: int) 
         torch.allclose(results[0][0].flatten(1, 2).float(), out, rtol=bound, atol=bound)
         and torch.allclose(late.flatten(1, 2).float(), out[:, :, band:], rtol=bound, atol=bound)
         and torch.allclose(results[0][1].float(), full.logsumexp(-1), rtol=bound, atol=bound)
-        and torch.allclose(results[1][1][..., skip:].float(), lse_band[..., skip:], rtol=bound, atol=bound)
+        and torch.allclose(results[1][1].float(), lse_band, rtol=bound, atol=bound)
     )
     if not right:
-        _log.warning("fused attention gives wrong numbers on %s; using blockwise attention", device)
+        _log.warning("%s gives wrong numbers on %s and is not used", kernels, device)
     return right
 
 
-def _band_mask(like: Tensor, start: int, stop: int, first: int, width: int, skip: int) -> Tensor:
+def _band_mask(like: Tensor, start: int, stop: int, first: int, width: int) -> Tensor:
     """Return the additive mask (stop - start, stop - first) of queries from ``start`` on keys from ``first``."""
     query = torch.arange(start, stop, device=like.device)[:, None]
     key = torch.arange(first, stop, device=like.device)
-    seen = (key <= query) & (key > query - width) & (key >= skip)
+    seen = (key <= query) & (key > query - width)
     return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill(~seen, float("-inf"))
 
 
@@ -233,7 +251,6 @@ class FusedPass:
     Attributes:
         centred_BKND: The keys minus the first key.
         lse_BHN: Log-sum-exp of the scores on `key_BKND`.
-        centred_lse_BHN: Log-sum-exp of the scores on `centred_BKND`.
         window: Number of keys that a query sees; None means all up to its own.
         past: Number of keys before the first query's own.
         log_share_BHN: Logarithm of the weight that a learned sink leaves the keys; None without a learned sink.
@@ -244,39 +261,66 @@ class FusedPass:
     key_BKND: Tensor
     centred_BKND: Tensor
     lse_BHN: Tensor
-    centred_lse_BHN: Tensor
     scale: float
     widths: MassWidths
     window: int | None
     past: int
     log_share_BHN: Tensor | None
 
-    def scores_on(self, key_BKND: Tensor) -> Tensor:
-        """Return the score of each query on its own key (B, H, N)."""
-        return _dot_keys(self.query_BHND, key_BKND, self.scale)
+    @cached_property
+    def _wide_query_BKGND(self) -> Tensor:
+        return _wide(self.query_BHND).unflatten(1, (self.key_BKND.shape[1], -1))
+
+    @cached_property
+    def _first_scores_BHNF(self) -> Tensor:
+        """Scores on the first keys: those of the sink, at least one."""
+        query = self._wide_query_BKGND
+        first = _wide(self.key_BKND[:, :, : max(self.widths.sink, 1)])
+        return self.scale * (query.flatten(2, 3) @ first.mT).unflatten(2, query.shape[2:4]).flatten(1, 2)
+
+    @cached_property
+    def centred_lse_BHN(self) -> Tensor:
+        """Log-sum-exp of the scores on `centred_BKND`."""
+        # In half precision centred keys would round the model's own scores; the first key's is subtracted afterwards.
+        return self.lse_BHN if self.kernels.dtype is None else self.lse_BHN - self._first_scores_BHNF[..., 0]
+
+    def scores_before(self, distance: int) -> Tensor:
+        """Return the score of each query on the key ``distance`` tokens before its own (B, H, N), 0 without one."""
+        query = self._wide_query_BKGND[..., distance:, :]
+        key = _wide(self.key_BKND[:, :, None, : query.shape[3]])
+        return F.pad(self.scale * (query * key).sum(-1), (distance, 0)).flatten(1, 2)
 
     def mean_centred_score(self) -> Tensor:
         """Return the weighted mean score of each query (B, H, N). The scores are those on the centred keys."""
         mean_key, _ = _call(self.kernels, self.query_BHND, self.key_BKND, self.centred_BKND, self.scale, self.window)
-        return self.scale * _dot(self.query_BHND.unflatten(1, mean_key.shape[1:3]), mean_key).flatten(1, 2)
+        return self.scale * (self._wide_query_BKGND * _wide(mean_key)).sum(-1).flatten(1, 2)
 
-    def band_lse(self, width: int, *, skip: int) -> Tensor:
-        """Return the log-sum-exp (B, H, N) over the last ``width`` keys without the first ``skip``."""
-        return self.kernels.band(self.query_BHND, self.key_BKND, self.key_BKND, self.scale, width, skip)[1]
+    @cached_property
+    def _sink_weights_BHNF(self) -> Tensor:
+        """Weights on the first ``widths.sink`` keys."""
+        weights = (self._first_scores_BHNF[..., : self.widths.sink] - self.lse_BHN[..., None]).exp()
+        return torch.where(self._within(weights, self.window), weights, 0.0)
 
     @cached_property
     def sink_mass_BHN(self) -> Tensor:
         """The weight on the first ``widths.sink`` keys."""
-        B, H, N, D = self.query_BHND.shape
-        K = self.key_BKND.shape[1]
-        first = self.key_BKND[:, :, : self.widths.sink].to(self.lse_BHN.dtype)
-        scores = self.query_BHND.reshape(B, K, (H // K) * N, D).to(self.lse_BHN.dtype) @ first.mT
-        weights = (self.scale * scores.reshape(B, H, N, -1) - self.lse_BHN[..., None]).exp()
-        position = torch.arange(N, device=weights.device)[:, None]
-        seen = position >= position[: first.shape[2], 0]
-        if self.window is not None:
-            seen = seen & (position < position[: first.shape[2], 0] + self.window)
-        return torch.where(seen, weights, 0.0).sum(-1)
+        return self._sink_weights_BHNF.sum(-1)
+
+    @cached_property
+    def recent_mass_BHN(self) -> Tensor:
+        """The weight on the last ``widths.recent`` keys that are not of the sink."""
+        recent, weights = self.widths.recent, self._sink_weights_BHNF
+        if recent + self.widths.sink >= weights.shape[2] or (self.window is not None and recent >= self.window):
+            return (1.0 - self.sink_mass_BHN).clamp_min(0.0)  # every key outside the sink is recent
+        lse = self.kernels.band(self.query_BHND, self.key_BKND, self.key_BKND, self.scale, recent)[1]
+        of_sink = torch.where(self._within(weights, recent), weights, 0.0).sum(-1)
+        return ((lse - self.lse_BHN).exp() - of_sink).clamp_min(0.0)
+
+    def _within(self, like_BHNF: Tensor, width: int | None) -> Tensor:
+        """Return which of the first keys are among a query's last ``width`` keys, bool (N, F); None means all keys."""
+        N, F = like_BHNF.shape[2:]
+        distance = torch.arange(N, device=like_BHNF.device)[:, None] - torch.arange(F, device=like_BHNF.device)
+        return distance >= 0 if width is None else (distance >= 0) & (distance < width)
 
 
 def attend_fused(
@@ -304,19 +348,16 @@ def attend_fused(
         window = None
     first_key = key_BKND[:, :, :1]
     centred = key_BKND - first_key
-    # Centred keys in half precision would round the model's own scores; there the first key's score is subtracted
-    # afterwards.
     exact = kernels.dtype is None
     key = centred if exact else key_BKND
     grouped_out, lse = _call(kernels, query_BHND, key, value_BKND, scale, window)
     out = _ungrouped(grouped_out)
-    centred_lse = lse if exact else lse - _dot_keys(query_BHND, first_key, scale)
     log_share = None
     if sinks_BHN is not None:
-        true_lse = lse + _dot_keys(query_BHND, first_key, scale) if exact else lse
+        true_lse = lse + _scores_on_one(query_BHND, first_key, scale) if exact else lse
         log_share = F.logsigmoid(true_lse - sinks_BHN.to(lse.dtype))
         out = (out * log_share.exp()[..., None]).to(out.dtype)
-    fused = FusedPass(kernels, query_BHND, key, centred, lse, centred_lse, scale, widths, window, past, log_share)
+    fused = FusedPass(kernels, query_BHND, key, centred, lse, scale, widths, window, past, log_share)
     return out, fused
 
 
@@ -341,13 +382,11 @@ def _ungrouped(out_BKGND: Tensor) -> Tensor:
     return out_BKGND.permute(0, 3, 1, 2, 4).flatten(2, 3).transpose(1, 2)
 
 
-def _dot(left: Tensor, right: Tensor) -> Tensor:
-    """Return the row-wise dot product in float32 or wider: (..., D) x (..., D) to (...)."""
-    dtype = torch.promote_types(left.dtype, torch.float32)
-    return (left.to(dtype) * right.to(dtype)).sum(-1)
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _dot_keys(query_BHND: Tensor, key_BKND: Tensor, scale: float) -> Tensor:
-    """Return the score of each query on its own key (B, H, N); with a single key, the score on it."""
-    grouped = query_BHND.unflatten(1, (key_BKND.shape[1], -1))
-    return scale * _dot(grouped, key_BKND[:, :, None]).flatten(1, 2)
+def _scores_on_one(query_BHND: Tensor, key_BK1D: Tensor, scale: float) -> Tensor:
+    """Return the score of each query on one key (B, H, N)."""
+    grouped = _wide(query_BHND).unflatten(1, (key_BK1D.shape[1], -1))
+    return scale * (grouped * _wide(key_BK1D)[:, :, None]).sum(-1).flatten(1, 2)

@@ -8,10 +8,11 @@ output, M width of a hidden state. Leading axes of scores are free; the last axi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -59,9 +60,11 @@ class ProjectionFactors:
 
     def __init__(self, lm: LoadedModel) -> None:
         self._lm, self._kept = lm, lm.projection_factors
-        # Queue all sums before reading the first, so that the GPU synchronises once.
-        sums = {site.output_projection: _checksum(lm.module(site.output_projection)) for site in lm.grid.sites}
-        self._sums = {path: None if total is None else float(total) for path, total in sums.items()}
+        factors: dict[object, Tensor] = {}
+        sums = {site.output_projection: _checksum(lm.module(site.output_projection), factors) for site in lm.grid.sites}
+        self._sums: dict[str, float | None] = dict.fromkeys(sums)
+        known = {path: total for path, total in sums.items() if total is not None}
+        self._sums |= {path: float(total) for path, total in _on_cpu(known).items()}
         for path, total in self._sums.items():
             if path in self._kept and self._kept[path][0] != total:
                 del self._kept[path]
@@ -139,8 +142,12 @@ def _check_module(projection: nn.Module, site: AttentionSite, probe_HD: Tensor, 
         )
 
 
-def _checksum(projection: nn.Module) -> Tensor | None:
-    """Return a number that changes with the weight; None for offloaded weights, NaN for unsupported ones."""
+def _checksum(projection: nn.Module, factors: dict[object, Tensor]) -> Tensor | None:
+    """Return a number that changes with the weight; None for offloaded weights, NaN for unsupported ones.
+
+    Args:
+        factors: Keeps what layers of one width share.
+    """
     weight: Any = getattr(projection, "weight", None)
     if type(weight) not in (Tensor, nn.Parameter) or weight.dtype not in _PLAIN:
         return torch.tensor(float("nan"))
@@ -148,9 +155,11 @@ def _checksum(projection: nn.Module) -> Tensor | None:
         return None
     outputs = 0 if isinstance(projection, nn.Linear) else 1
     by_input = weight.detach().sum(outputs, dtype=torch.promote_types(weight.dtype, torch.float32))
-    # Unequal factors, so that swapping two heads changes the sum.
-    total: Tensor = by_input @ torch.arange(1, len(by_input) + 1, device=weight.device).to(by_input).cos()
-    return total
+    width = (len(by_input), by_input.dtype, by_input.device)
+    if width not in factors:
+        # Unequal factors, so that swapping two heads changes the sum.
+        factors[width] = torch.arange(1, len(by_input) + 1, device=weight.device).to(by_input).cos()
+    return by_input @ factors[width]
 
 
 def find_score(name: str) -> Score:
@@ -392,23 +401,24 @@ class _Collector:
     ) -> None:
         self.lm, self.batch, self.wanted, self.keep_nonfinite = lm, batch, wanted, keep_nonfinite
         ignored = lm.sink_tokens(batch.key_ids) if needs_sink_tokens(wanted) else None
-        self.request = AttentionRequest(
+        request = AttentionRequest(
             wanted - OUTPUT_STATISTICS.keys(), batch.lengths, batch.key_lengths, widths, path, ignored
         )
+        self._requests = {request.lengths.device: request}
         self.lengths = batch.lengths.cpu(), batch.key_lengths.cpu()
         self.undefined = undefined(wanted, *self.lengths, cross=lm.grid.kind == "cross")
         self.factors = ProjectionFactors(lm) if needs_projection(wanted) else None
         self.measured: dict[tuple[str, int], Tensor] = {}
 
     def attended(self, site: AttentionSite, call: AttentionCall) -> Tensor:
-        out, numbers = call.measure(self.request.on(call.device))
+        out, numbers = call.measure(self._request(call.device))
         self._keep(site, numbers)
         return out
 
     def visited(self, site: AttentionSite, heads_BNHD: Tensor) -> None:
-        factor = None if self.factors is None else self.factors.of(site).to(heads_BNHD.device)
-        lengths = self.batch.lengths.to(heads_BNHD.device)
-        self._keep(site, output_statistics(heads_BNHD, lengths, self.wanted, factor))
+        device = heads_BNHD.device
+        factor = None if self.factors is None else self.factors.of(site).to(device)
+        self._keep(site, output_statistics(heads_BNHD, self._request(device).over_queries, self.wanted, factor))
 
     def stacked(self) -> dict[str, Tensor]:
         """Return all statistics as (B, L, H) or (B, L, H, bins)."""
@@ -417,19 +427,23 @@ class _Collector:
         nowhere = torch.zeros(shape[0], dtype=torch.bool)
         stacked: dict[str, Tensor] = {}
         for name in (*STATISTICS, *PROFILES):
-            if name in self.wanted:
-                bins = (len(PROFILES[name].bins),) if name in PROFILES else ()
-                stacked[name] = torch.full((*shape, *bins), float("nan"))
-        for name, table in stacked.items():
+            if name not in self.wanted:
+                continue
+            bins = (len(PROFILES[name].bins),) if name in PROFILES else ()
+            absent = torch.full((shape[0], shape[2], *bins), float("nan"))
             exempt = self.undefined.get(name, nowhere)
+            layers = [absent] * shape[1]
             for site in self.lm.grid.sites:
-                if (name, site.layer) in measured:
-                    table[:, site.layer, : site.num_attention_heads] = measured[name, site.layer]
+                if (values := measured.get((name, site.layer))) is not None:
+                    missing = absent[:, site.num_attention_heads :]
+                    layers[site.layer] = torch.cat([values, missing], 1) if missing.numel() else values
                 elif not exempt.all():
                     raise UnsupportedModelError(
                         f"layer {site.layer} did not run, so it has no {name}. Load a model that runs all layers"
                     )
-        wrong = {} if self.keep_nonfinite else nonfinite(self.lm.grid, stacked, *self.lengths)
+            stacked[name] = torch.stack(layers, 1)
+        finite = all(math.isfinite(float(values.sum())) for values in stacked.values())
+        wrong = {} if self.keep_nonfinite or finite else nonfinite(self.lm.grid, stacked, *self.lengths)
         if first := first_nonfinite(wrong):
             name, layer, row = first
             raise NotFiniteError(
@@ -438,16 +452,25 @@ class _Collector:
             )
         return stacked
 
+    def _request(self, device: torch.device) -> AttentionRequest:
+        """Return the request on a device; its masks are made once for all layers there."""
+        if device not in self._requests:
+            self._requests[device] = next(iter(self._requests.values())).on(device)
+        return self._requests[device]
+
     def _keep(self, site: AttentionSite, numbers: dict[str, Tensor]) -> None:
         self.measured.update({(name, site.layer): values for name, values in numbers.items()})
 
 
-def _on_cpu(measured: Mapping[tuple[str, int], Tensor]) -> dict[tuple[str, int], Tensor]:
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def _on_cpu(measured: Mapping[_Key, Tensor]) -> dict[_Key, Tensor]:
     """Copy the numbers to the CPU, with one blocking copy per device."""
-    copies: dict[tuple[str, int], Tensor] = {}
-    for device in {values.device for values in measured.values()}:
-        here = {key: values for key, values in measured.items() if values.device == device}
-        together = torch.cat([values.float().flatten() for values in here.values()]).cpu()
+    copies: dict[_Key, Tensor] = {}
+    for kind in {(values.device, values.dtype) for values in measured.values()}:
+        here = {key: values for key, values in measured.items() if (values.device, values.dtype) == kind}
+        together = torch.cat([values.flatten() for values in here.values()]).cpu()
         parts = together.split([values.numel() for values in here.values()])
         copies.update((key, part.view(here[key].shape)) for key, part in zip(here, parts, strict=True))
     return copies

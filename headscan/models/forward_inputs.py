@@ -6,7 +6,7 @@ Shapes: B sequences, N tokens (padded on the right), H heads.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -68,14 +68,41 @@ def real_tokens(lengths: Tensor, tokens: int) -> Tensor:
     return torch.arange(tokens, device=lengths.device) < lengths[:, None]
 
 
-def mean_over_tokens(values_BHN: Tensor, lengths: Tensor, *, skip_first: bool = False) -> Tensor:
-    """Return the mean over real tokens (B, H), in float32; without the first, a sequence of one token gives NaN."""
-    real = real_tokens(lengths, values_BHN.shape[-1])[:, None]
-    if skip_first:
-        real = real & (torch.arange(values_BHN.shape[-1], device=lengths.device) > 0)
-    # `where` instead of a product, since numbers at padding may be NaN.
-    total = torch.where(real, values_BHN.float(), 0.0).sum(-1)
-    return total / (lengths - int(skip_first))[:, None]
+class TokenMeans:
+    """Means over the real tokens of padded sequences, whose numbers are ``lengths`` (B,).
+
+    Masks are made once for all layers, and several means in one pass: on a GPU, starting an operator takes longer than
+    adding a few numbers.
+    """
+
+    def __init__(self, lengths: Tensor) -> None:
+        self.lengths = lengths
+        self._masks: dict[tuple[int, tuple[bool, ...]], tuple[Tensor, Tensor]] = {}
+
+    def mean(self, values_BHN: Tensor, *, skip_first: bool = False) -> Tensor:
+        """Return the mean over real tokens (B, H), in float32; without the first, one token gives NaN."""
+        return self.means([values_BHN], [skip_first])[0]
+
+    def means(self, values: Sequence[Tensor], skip_first: Sequence[bool]) -> Tensor:
+        """Return the means of several numbers, (B, H, N) each: (numbers, B, H)."""
+        together = values[0][None] if len(values) == 1 else torch.stack([each.float() for each in values])
+        real, counts = self._real(together.shape[-1], tuple(skip_first))
+        # `where` instead of a product, since numbers at padding may be NaN.
+        return torch.where(real, together.float(), 0.0).sum(-1) / counts
+
+    def real(self, tokens: int) -> Tensor:
+        """Return which tokens are real, bool (B, N)."""
+        return self._real(tokens, (False,))[0][0, :, 0]
+
+    def _real(self, tokens: int, skip_first: tuple[bool, ...]) -> tuple[Tensor, Tensor]:
+        """Return the tokens that count for each mean (means, B, 1, N), and their numbers (means, B, 1)."""
+        if (tokens, skip_first) not in self._masks:
+            real = real_tokens(self.lengths, tokens)
+            rest = real & (torch.arange(tokens, device=real.device) > 0)
+            masks = torch.stack([rest if skip else real for skip in skip_first])[:, :, None]
+            counts = torch.stack([self.lengths - int(skip) for skip in skip_first])[..., None]
+            self._masks[tokens, skip_first] = masks, counts
+        return self._masks[tokens, skip_first]
 
 
 def wide_norm(values: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ from headscan.checkpoints.headers import FLOATS, SavedTensor, read_headers
 from headscan.errors import UnsupportedModelError
 from headscan.loading import check_dtype, empty_model
 from headscan.model_spec import ModelSpec
-from headscan.models.forward_inputs import run
+from headscan.models.forward_inputs import TokenMeans, run
 from headscan.models.loaded_model import Layout, find_layout
 from headscan.models.model_facts import MODEL_ERRORS, is_encoder, max_tokens, raise_if_out_of_memory, typed_line
 from headscan.statistics.registry import OUTPUT_STATISTICS, output_statistics
@@ -383,7 +383,7 @@ class _Measuring:
         wanted = frozenset(panel_names("fast"))
         out, _ = call.measure(AttentionRequest(wanted - OUTPUT_STATISTICS.keys(), lengths, lengths, MassWidths()))
         factor = torch.empty(call.num_attention_heads, call.value_dim, call.value_dim, device="meta")
-        output_statistics(out.transpose(1, 2), lengths, wanted, factor)
+        output_statistics(out.transpose(1, 2), TokenMeans(lengths), wanted, factor)
         return out
 
 

@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from headscan.models.forward_inputs import at_last_token, mean_over_tokens, real_tokens
+from headscan.models.forward_inputs import TokenMeans, at_last_token
 from headscan.statistics.weight_statistics import (
     ENTROPIES,
     PROFILES_AND_RECEIVED,
     SHARES,
     Findings,
+    QueryMean,
     QueryNumber,
+    Reduction,
     WeightStatistic,
 )
 
@@ -33,10 +35,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ValueVectors:
-    """The value vectors of one attention call, in any floating dtype, and the real keys of each sequence (B,)."""
+    """The value vectors of one attention call, in any floating dtype, and means over the real keys."""
 
     value_BKSD: Tensor
-    lengths: Tensor
+    over_keys: TokenMeans
 
     @cached_property
     def norm_BKS(self) -> Tensor:
@@ -64,8 +66,7 @@ class ValueNorm(ValueStatistic):
     name = "value_norm"
 
     def reduce(self, values: ValueVectors) -> Tensor:
-        real = real_tokens(values.lengths, values.norm_BKS.shape[-1])[:, None]
-        return torch.where(real, values.norm_BKS, 0.0).sum(-1) / values.lengths[:, None]
+        return values.over_keys.mean(values.norm_BKS)
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class HeadOutputs:
     """
 
     heads_BNHD: Tensor
-    lengths: Tensor
+    over_tokens: TokenMeans
     factor_HDD: Tensor | None
 
     @cached_property
@@ -98,14 +99,14 @@ class OutputNorm(OutputStatistic):
     name = "output_norm"
 
     def reduce(self, outputs: HeadOutputs) -> Tensor:
-        return mean_over_tokens(outputs.norm_BHN, outputs.lengths)
+        return outputs.over_tokens.mean(outputs.norm_BHN)
 
 
 class LastOutputNorm(OutputStatistic):
     name = "last_output_norm"
 
     def reduce(self, outputs: HeadOutputs) -> Tensor:
-        return at_last_token(outputs.norm_BHN, outputs.lengths)
+        return at_last_token(outputs.norm_BHN, outputs.over_tokens.lengths)
 
 
 class ProjectedOutputNorm(OutputStatistic):
@@ -116,15 +117,16 @@ class ProjectedOutputNorm(OutputStatistic):
         assert outputs.factor_HDD is not None, "projected_output_norm needs the projection's factor"
         factor = outputs.factor_HDD.to(outputs.heads_BNHD)
         norm_BHN = torch.einsum("bnhd,hde->bhne", outputs.heads_BNHD, factor).norm(dim=-1)
-        return mean_over_tokens(norm_BHN, outputs.lengths)
+        return outputs.over_tokens.mean(norm_BHN)
 
 
 class OutputMeanNorm(OutputStatistic):
     name = "output_mean_norm"
 
     def reduce(self, outputs: HeadOutputs) -> Tensor:
-        real = real_tokens(outputs.lengths, outputs.heads_BNHD.shape[1])[..., None, None]
-        mean_BHD = torch.where(real, outputs.heads_BNHD, 0.0).sum(1) / outputs.lengths[:, None, None]
+        real = outputs.over_tokens.real(outputs.heads_BNHD.shape[1])[..., None, None]
+        total_BHD = torch.where(real, outputs.heads_BNHD, 0.0).sum(1)
+        mean_BHD = total_BHD / outputs.over_tokens.lengths[:, None, None]
         return mean_BHD.norm(dim=-1)
 
 
@@ -173,12 +175,19 @@ def fused_numbers(numbers: Iterable[QueryNumber], fused: FusedPass) -> dict[str,
 def weight_statistics(findings: Findings) -> dict[str, Tensor]:
     """Return the requested weight statistics (B, H) and profiles (B, H, bins) of the real tokens, float32."""
     names = findings.request.statistics - POSITIONAL if findings.geometry.cross else findings.request.statistics
-    return {name: WEIGHT_STATISTICS[name].reduce(findings).float() for name in names & WEIGHT_STATISTICS.keys()}
+    chosen = [statistic for name, statistic in WEIGHT_STATISTICS.items() if name in names]
+    found = {each.name: each.reduce(findings).float() for each in chosen if isinstance(each, Reduction)}
+    if means := [each for each in chosen if isinstance(each, QueryMean)]:
+        values = [each.of_queries(findings) for each in means]
+        skip_first = [each.skips_first(findings.geometry) for each in means]
+        together = findings.request.over_queries.means(values, skip_first)
+        found |= {each.name: mean_BH for each, mean_BH in zip(means, together, strict=True)}
+    return found
 
 
-def value_statistics(value_BKSD: Tensor, key_lengths: Tensor, names: Set[str], heads: int) -> dict[str, Tensor]:
+def value_statistics(value_BKSD: Tensor, over_keys: TokenMeans, names: Set[str], heads: int) -> dict[str, Tensor]:
     """Return the named statistics (B, H) of the real value vectors, in any floating dtype, for all query heads."""
-    values = ValueVectors(value_BKSD, key_lengths)
+    values = ValueVectors(value_BKSD, over_keys)
     group = heads // value_BKSD.shape[1]
     return {
         name: statistic.reduce(values).float().repeat_interleave(group, 1)
@@ -188,11 +197,11 @@ def value_statistics(value_BKSD: Tensor, key_lengths: Tensor, names: Set[str], h
 
 
 def output_statistics(
-    heads_BNHD: Tensor, lengths: Tensor, names: Set[str], factor_HDD: Tensor | None
+    heads_BNHD: Tensor, over_tokens: TokenMeans, names: Set[str], factor_HDD: Tensor | None
 ) -> dict[str, Tensor]:
     """Return the named statistics of the heads' outputs, float32 (B, H); see `HeadOutputs`."""
     wide = heads_BNHD.to(torch.promote_types(heads_BNHD.dtype, torch.float32))
-    outputs = HeadOutputs(wide, lengths, factor_HDD)
+    outputs = HeadOutputs(wide, over_tokens, factor_HDD)
     return {name: statistic.reduce(outputs) for name, statistic in OUTPUT_STATISTICS.items() if name in names}
 
 

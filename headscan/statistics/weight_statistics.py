@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from headscan.catalog import DISTANCE_BINS, MAX_OFFSET, MassWidths
 from headscan.errors import InterventionError, UnsupportedModelError
-from headscan.models.forward_inputs import mean_over_tokens, real_tokens
+from headscan.models.forward_inputs import TokenMeans, real_tokens
 
 if TYPE_CHECKING:
     from headscan.attention.fused import FusedPass
@@ -65,6 +65,14 @@ class AttentionRequest:
     def __post_init__(self) -> None:
         if self.path not in PATHS:
             raise InterventionError(f"unknown attention path {self.path!r}. Choose one of {', '.join(PATHS)}")
+
+    @cached_property
+    def over_queries(self) -> TokenMeans:
+        return TokenMeans(self.lengths)
+
+    @cached_property
+    def over_keys(self) -> TokenMeans:
+        return self.over_queries if self.key_lengths is self.lengths else TokenMeans(self.key_lengths)
 
     def on(self, device: torch.device) -> AttentionRequest:
         if self.lengths.device == device:
@@ -121,10 +129,6 @@ class Findings:
     def received_BHS(self) -> Tensor:
         """Mean weight that each key receives from the real queries."""
         return self.sums["received"] / self.request.lengths[:, None, None]
-
-    def mean(self, values_BHN: Tensor, *, skip_first: bool = False) -> Tensor:
-        """Return the mean over real queries: (B, H)."""
-        return mean_over_tokens(values_BHN, self.request.lengths, skip_first=skip_first)
 
 
 class QueryNumber(ABC):
@@ -187,25 +191,40 @@ class WeightStatistic(ABC):
         """True if fused calls cannot compute the statistic."""
         return bool(self.query_sums) or not all(number.fused for number in self.query_numbers)
 
+
+class QueryMean(WeightStatistic):
+    """A statistic that is a mean over real queries, without the first if ``skip_first``."""
+
+    skip_first: ClassVar[bool] = False
+
+    @abstractmethod
+    def of_queries(self, findings: Findings) -> Tensor:
+        """Return what is averaged: (B, H, N)."""
+
+    def skips_first(self, geometry: Geometry) -> bool:
+        return self.skip_first
+
+
+class Reduction(WeightStatistic):
+    """A statistic that is computed from the findings as a whole."""
+
     @abstractmethod
     def reduce(self, findings: Findings) -> Tensor:
         """Return the statistic of the real tokens."""
 
 
-class MeanOverQueries(WeightStatistic, QueryNumber):
-    """A statistic that is a mean over real queries, without the first if ``skip_first``."""
-
-    skip_first: ClassVar[bool] = False
+class MeanNumber(QueryMean, QueryNumber):
+    """A statistic that is the mean of its own number per query."""
 
     @property
     def query_numbers(self) -> tuple[QueryNumber, ...]:
         return (self,)
 
-    def reduce(self, findings: Findings) -> Tensor:
-        return findings.mean(findings.per_query[self.name], skip_first=self.skip_first)
+    def of_queries(self, findings: Findings) -> Tensor:
+        return findings.per_query[self.name]
 
 
-class FirstTokenWeight(MeanOverQueries):
+class FirstTokenWeight(MeanNumber):
     name = "first_token_weight"
     continuable = True
 
@@ -219,7 +238,7 @@ class FirstTokenWeight(MeanOverQueries):
         return weight
 
 
-class SelfWeight(MeanOverQueries):
+class SelfWeight(MeanNumber):
     name = "self_weight"
     positional = True
 
@@ -227,10 +246,10 @@ class SelfWeight(MeanOverQueries):
         return block.weight_on(block.key_C == block.query_R1)
 
     def of_fused(self, fused: FusedPass) -> Tensor:
-        return (fused.scores_on(fused.key_BKND) - fused.lse_BHN).exp()
+        return (fused.scores_before(0) - fused.lse_BHN).exp()
 
 
-class PreviousTokenWeight(MeanOverQueries):
+class PreviousTokenWeight(MeanNumber):
     name = "previous_token_weight"
     positional = True
     undefined_for_one = True
@@ -240,13 +259,12 @@ class PreviousTokenWeight(MeanOverQueries):
         return block.weight_on(block.key_C == block.query_R1 - 1)
 
     def of_fused(self, fused: FusedPass) -> Tensor:
-        previous_key = F.pad(fused.key_BKND, (0, 0, 1, 0))[:, :, :-1]
-        weight = (fused.scores_on(previous_key) - fused.lse_BHN).exp()
+        weight = (fused.scores_before(1) - fused.lse_BHN).exp()
         weight[..., 0] = 0.0
         return weight if fused.window != 1 else torch.zeros_like(weight)
 
 
-class SinkMass(MeanOverQueries):
+class SinkMass(MeanNumber):
     name = "sink_mass"
 
     def of_block(self, block: WeightBlock) -> Tensor:
@@ -256,7 +274,7 @@ class SinkMass(MeanOverQueries):
         return fused.sink_mass_BHN
 
 
-class RecentMass(MeanOverQueries):
+class RecentMass(MeanNumber):
     name = "recent_mass"
     positional = True
 
@@ -266,13 +284,7 @@ class RecentMass(MeanOverQueries):
         return block.weight_on(near & (block.key_C >= widths.sink))
 
     def of_fused(self, fused: FusedPass) -> Tensor:
-        sink, recent = fused.widths.sink, fused.widths.recent
-        tokens = fused.query_BHND.shape[2]
-        if recent + sink >= tokens or (fused.window is not None and recent >= fused.window):
-            return (1.0 - fused.sink_mass_BHN).clamp_min(0.0)  # every key outside the sink is recent
-        mass = (fused.band_lse(recent, skip=sink) - fused.lse_BHN).exp()
-        mass[..., :sink] = 0.0  # these queries see only keys of the sink
-        return mass
+        return fused.recent_mass_BHN
 
 
 class WeightSum(QueryNumber):
@@ -285,30 +297,30 @@ class WeightSum(QueryNumber):
         return torch.where(total.isfinite(), 1.0, total) if block.normalised else total
 
     def of_fused(self, fused: FusedPass) -> Tensor:
-        return torch.where(fused.lse_BHN.isfinite(), 1.0, float("nan"))
+        return 1.0 + 0.0 * fused.lse_BHN
 
 
-class DistantMass(WeightStatistic):
+class DistantMass(QueryMean):
     name = "distant_mass"
     positional = True
 
     query_numbers = (WeightSum(), SinkMass(), RecentMass())
 
-    def reduce(self, findings: Findings) -> Tensor:
+    def of_queries(self, findings: Findings) -> Tensor:
         near = findings.per_query["sink_mass"] + findings.per_query["recent_mass"]
-        return findings.mean((findings.per_query["weight_sum"] - near).clamp_min(0.0))
+        return (findings.per_query["weight_sum"] - near).clamp_min(0.0)
 
 
-class LearnedSinkMass(WeightStatistic):
+class LearnedSinkMass(QueryMean):
     name = "learned_sink_mass"
 
     query_numbers = (WeightSum(),)
 
-    def reduce(self, findings: Findings) -> Tensor:
-        return findings.mean((1.0 - findings.per_query["weight_sum"]).clamp_min(0.0))
+    def of_queries(self, findings: Findings) -> Tensor:
+        return (1.0 - findings.per_query["weight_sum"]).clamp_min(0.0)
 
 
-class Confidence(MeanOverQueries):
+class Confidence(MeanNumber):
     name = "confidence"
     fused = False
     ignores_sinks = True
@@ -333,7 +345,7 @@ SHARES: tuple[WeightStatistic, ...] = (
 )
 
 
-class Entropy(MeanOverQueries):
+class Entropy(MeanNumber):
     name = "entropy"
     continuable = True
 
@@ -350,7 +362,7 @@ class Entropy(MeanOverQueries):
         return values_BHN * share_BHN - share_BHN * log_share_BHN
 
 
-class RelativeEntropy(WeightStatistic):
+class RelativeEntropy(QueryMean):
     """Entropy divided by its maximum: ln(q + 1) for query q, from 0, or the ln of all keys in bidirectional attention.
     A window does not change it. Queries that see one key are left out.
     """
@@ -360,15 +372,15 @@ class RelativeEntropy(WeightStatistic):
 
     query_numbers = (Entropy(),)
 
-    def reduce(self, findings: Findings) -> Tensor:
+    def skips_first(self, geometry: Geometry) -> bool:
+        return geometry.causal
+
+    def of_queries(self, findings: Findings) -> Tensor:
         entropy_BHN = findings.per_query["entropy"]
         if findings.geometry.causal:
-            queries = findings.geometry.queries
-            bound = torch.arange(1, queries + 1, device=entropy_BHN.device, dtype=entropy_BHN.dtype).log()
-            bound[:1] = 1.0
-            return findings.mean(entropy_BHN / bound, skip_first=True)
-        bound = findings.request.key_lengths.to(entropy_BHN.dtype).log()[:, None, None]
-        return findings.mean(entropy_BHN / bound)
+            seen = torch.arange(1, findings.geometry.queries + 1, device=entropy_BHN.device, dtype=entropy_BHN.dtype)
+            return entropy_BHN / seen.log()
+        return entropy_BHN / findings.request.key_lengths.to(entropy_BHN.dtype).log()[:, None, None]
 
 
 ENTROPIES: tuple[WeightStatistic, ...] = (Entropy(), RelativeEntropy())
@@ -402,7 +414,7 @@ class WeightByDistance(QuerySum):
         total.index_add_(-1, doubling_bin(offset.abs()), by_offset)
 
 
-class ReceivedMax(WeightStatistic):
+class ReceivedMax(Reduction):
     name = "received_max"
     query_sums = (Received(),)
 
@@ -410,7 +422,7 @@ class ReceivedMax(WeightStatistic):
         return findings.received_BHS.amax(-1)
 
 
-class ReceivedConcentration(WeightStatistic):
+class ReceivedConcentration(Reduction):
     name = "received_concentration"
     undefined_for_one = True
     query_sums = (Received(),)
@@ -423,7 +435,7 @@ class ReceivedConcentration(WeightStatistic):
         return concentration
 
 
-class ReceivedByPosition(WeightStatistic):
+class ReceivedByPosition(Reduction):
     name = "received_by_position"
     query_sums = (Received(),)
 
@@ -434,7 +446,7 @@ class ReceivedByPosition(WeightStatistic):
         return wide.new_zeros(*wide.shape[:2], DISTANCE_BINS).index_add_(-1, bins, wide)
 
 
-class MassByDistance(WeightStatistic):
+class MassByDistance(Reduction):
     name = "mass_by_distance"
     positional = True
     query_sums = (WeightByDistance(),)
@@ -455,7 +467,7 @@ class ArgmaxOffset(QueryNumber):
         return torch.where(weights.sum(-1).isfinite(), offset, float("nan"))
 
 
-class ArgmaxOffsets(WeightStatistic):
+class ArgmaxOffsets(Reduction):
     name = "argmax_offsets"
     positional = True
 

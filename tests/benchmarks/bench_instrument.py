@@ -146,7 +146,7 @@ def call_rows(load: Load, device: torch.device, dtype: torch.dtype, seconds: flo
     if kernels is not None:
         calls["identities: output and log-sum-exp"] = lambda: kernels.causal(query, key, value, scale)
         calls["identities: second call of the entropy"] = lambda: kernels.causal(query, key, key - key[:, :, :1], scale)
-        calls["identities: band of the recent mass"] = lambda: kernels.band(query, key, key, scale, 256, 4)
+        calls["identities: band of the recent mass"] = lambda: kernels.band(query, key, key, scale, 256)
     about = (load.shape, load.tokens)
     running: dict[str, Callable[[], object]] = {}
     for name, call in calls.items():

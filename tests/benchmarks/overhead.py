@@ -102,7 +102,7 @@ def eager_statistics(lm: headscan.LoadedModel, ids: Tensor) -> dict[tuple[str, i
         heads = outputs[site.layer]
         value = getattr(cache.layers[site.layer], "values")  # noqa: B009 - the cache's layers are of several types
         _, numbers = WeightsCall(weights, value, heads.transpose(1, 2)).measure(request)
-        numbers |= output_statistics(heads, lengths, wanted, factors.of(site))
+        numbers |= output_statistics(heads, request.over_queries, wanted, factors.of(site))
         found.update({(name, site.layer): values for name, values in numbers.items()})
     return found
 

@@ -1,4 +1,4 @@
-"""An emulation of `aten::_flash_attention_forward` on the CPU.
+"""Emulations of `aten::_flash_attention_forward` and `aten::_scaled_dot_product_cudnn_attention` on the CPU.
 
 Read off torch's `mha_fwd`: half-precision inputs, float32 scores and sums, weights rounded before they meet the values,
 causality and windows aligned to the last key, widths up to 256 that are multiples of 8, rows that begin at 16 bytes.
@@ -46,6 +46,29 @@ def flash_attention_forward(
     out = torch.einsum("bkgns,bskd->bnkgd", weights, value.float()).flatten(2, 3)
     found = torch.empty_like(query).copy_(out)
     return found, _as_reported(scores, lse.squeeze(-1)).flatten(1, 2), query, query, query
+
+
+def cudnn_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: None,
+    compute_log_sumexp: bool,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """Take (B, H, N, D), give the output (B, H, N, D) and the log-sum-exp (B, H, N, 1), among others."""
+    assert attn_bias is None and compute_log_sumexp
+    assert query.shape[2] == key.shape[2], "cuDNN places the first query at the first key"
+    places = (x.transpose(1, 2) for x in (query, key, value))
+    sizes = query.shape[2], key.shape[2]
+    out, lse, *rest = flash_attention_forward(
+        *places, None, None, *sizes, dropout_p, is_causal, return_debug_mask, scale=scale
+    )
+    return out.transpose(1, 2), lse[..., None], *rest
 
 
 def _check(tensor: Tensor, width: int, dtype: torch.dtype) -> None:

@@ -29,7 +29,7 @@ from headscan.statistics.registry import (
 )
 from headscan.statistics.weight_statistics import AttentionRequest
 from tests.devices import assert_near
-from tests.headscan.attention.emulated_flash import flash_attention_forward
+from tests.headscan.attention.emulated_flash import cudnn_attention, flash_attention_forward
 
 HALF = (torch.bfloat16, torch.float16)
 #: Largest error of a share (a weight, a mass), of a log-sum-exp, and of a norm: float32 sums in any order.
@@ -67,13 +67,16 @@ CPU = Kernels(torch.device("cpu"), torch.float32)
 
 
 EMULATED = Kernels(CPU.device, torch.bfloat16, lambda query, *_: CudaKernels(query.dtype, flash_attention_forward))
+WITH_CUDNN = EMULATED._replace(
+    choose=lambda query, *_: CudaKernels(query.dtype, flash_attention_forward, cudnn_attention, lambda *_: True)
+)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run on a CPU's own kernels and on emulated ones, or on a GPU's own in both half precisions."""
     if "kernels" in metafunc.fixturenames:
         device = torch.device(metafunc.config.getoption("--device"))
-        tried = {"own": CPU, "emulated": EMULATED}
+        tried = {"own": CPU, "emulated": EMULATED, "emulated cuDNN": WITH_CUDNN}
         if device.type != "cpu":
             tried = {str(dtype): Kernels(device, dtype) for dtype in HALF}
         metafunc.parametrize("kernels", list(tried.values()), ids=list(tried))
@@ -271,9 +274,7 @@ def test_statistics_of_a_padded_batch(kernels: Kernels) -> None:
 class NoWindow(CpuKernels):
     """Sees all keys."""
 
-    def band(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, width: int, skip: int = 0
-    ) -> tuple[Tensor, Tensor]:
+    def band(self, query: Tensor, key: Tensor, value: Tensor, scale: float, width: int) -> tuple[Tensor, Tensor]:
         return self.causal(query, key, value, scale)
 
 

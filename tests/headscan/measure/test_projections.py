@@ -15,6 +15,7 @@ from headscan.architectures import VOCABULARY
 from headscan.errors import NotFiniteError, UnsupportedModelError
 from headscan.grid import AttentionSite
 from headscan.measure.collect import projection_factor
+from headscan.models.forward_inputs import TokenMeans
 from headscan.models.loaded_model import Sharding
 from headscan.statistics.registry import output_statistics
 from tests.small_models import make_loaded, make_model
@@ -55,7 +56,7 @@ def test_heads_that_write_into_small_singular_values(condition: float, bound: fl
     factor = projection_factor(module, SITE)
     assert factor.shape == (H, D, D) and factor.dtype == torch.float32
     lengths = torch.tensor([TOKENS])
-    found = output_statistics(heads, lengths, frozenset({NAME}), factor)[NAME].double()
+    found = output_statistics(heads, TokenMeans(lengths), frozenset({NAME}), factor)[NAME].double()
     expected = truth(module, heads)
     assert (found / expected - 1).abs().max() < bound
     # As it was: the square of the matrix, in float32.
@@ -73,7 +74,9 @@ def test_singular_projections_and_zero_ones() -> None:
         module.weight[:, :D] = 0.0  # head 0 writes nothing
         module.weight[:, D : 2 * D] = module.weight[:, D : D + 1]  # head 1 has rank 1
     lengths = torch.tensor([TOKENS])
-    found = output_statistics(heads, lengths, frozenset({NAME}), projection_factor(module, SITE))[NAME].double()
+    found = output_statistics(heads, TokenMeans(lengths), frozenset({NAME}), projection_factor(module, SITE))[
+        NAME
+    ].double()
     expected = truth(module, heads)
     assert found[0, 0] < 1e-6
     assert (found[0, 1:] / expected[0, 1:] - 1).abs().max() < 1e-4
