@@ -15,15 +15,22 @@ most), K KV heads, G query heads per KV head, D and Dv widths of a key and of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from headscan.attention.cache_attention import PLAIN, ScoreTerms, scored_output
+from headscan.attention.fused import cache_kernels
 from headscan.kv.kept_keys import Window
+from headscan.models.token_batches import is_out_of_memory
+
+_log = logging.getLogger("headscan")
 
 #: Queries in one block; a GPU runs few large blocks faster, a CPU small ones.
 _BLOCK = {"cpu": 128}
@@ -100,20 +107,22 @@ def grouped_attention(
     terms: ScoreTerms = PLAIN,
 ) -> Tensor:
     """Return attention (B, K, G, N, Dv) over the keys that ``seen_BNS`` (B or 1, N, S) marks; None marks all. A KV head
-    serves its group by a stride of zero. ``causal`` needs as many queries as keys and no ``seen_BNS``; the bias of
-    ``terms`` covers these keys.
+    serves its group by a stride of zero. ``causal`` needs no ``seen_BNS``: the queries are those of the last keys, and
+    see no later ones. The bias of ``terms`` covers these keys.
     """
     B, K, G, N, D = query_BKGND.shape
+    S = key_BKSD.shape[2]
+    if N == 1 and not terms.any:
+        return one_query_attention(query_BKGND[:, :, :, 0], key_BKSD, value_BKSD, scale, seen_BNS).unsqueeze(3)
     if terms.any:
         mask = None if seen_BNS is None else seen_BNS[:, None]
         return scored_output(query_BKGND.flatten(1, 2), key_BKSD, value_BKSD, scale, mask, terms).unflatten(1, (K, G))
-    S = key_BKSD.shape[2]
-    if N == 1:  # the queries of a group are rows of one product
-        mask = None if seen_BNS is None else seen_BNS[:, None]
-        out = F.scaled_dot_product_attention(
-            query_BKGND.flatten(2, 3), key_BKSD, value_BKSD, attn_mask=mask, scale=scale
-        )
-        return out.unflatten(2, (G, N))
+    if causal and N < S:
+        out = _flash(query_BKGND, key_BKSD, value_BKSD, scale)
+        if out is not None:
+            return out
+        at, causal = torch.arange(S, device=query_BKGND.device), False
+        seen_BNS = (at <= at[S - N :, None])[None]
     if seen_BNS is not None and len(seen_BNS) > 1 and B * K * N * S > _MOST_MASK:
         rows = zip(*(x.split(1) for x in (query_BKGND, key_BKSD, value_BKSD, seen_BNS)), strict=True)
         return torch.cat([grouped_attention(query, key, value, scale, seen) for query, key, value, seen in rows])
@@ -125,6 +134,147 @@ def grouped_attention(
         mask = mask[:, None]
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=scale)
     return out.unflatten(0, (B, K))
+
+
+def one_query_attention(
+    query_BKGD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, scale: float, seen_BNS: Tensor | None = None
+) -> Tensor:
+    """Return attention (B, K, G, Dv) of one query per head over the keys that ``seen_BNS`` (B or 1, 1, S) marks; None
+    marks all.
+
+    On a GPU in half precision, ``scaled_dot_product_attention`` may choose cuDNN, which plans for tens of milliseconds
+    whenever the number of keys changes, and that is at every step.
+    """
+    if seen_BNS is None:
+        out = _flash(query_BKGD[:, :, :, None], key_BKSD, value_BKSD, scale)
+        if out is not None:
+            return out[:, :, :, 0]
+    if _on_gpu_in_half(query_BKGD) and not _differentiated(query_BKGD):
+        widths = query_BKGD.shape[-1], value_BKSD.shape[-1]
+        if _efficient_serves(query_BKGD.device, query_BKGD.dtype, *widths, query_BKGD.shape[2]):
+            return _efficient(query_BKGD, key_BKSD, value_BKSD, scale, seen_BNS)
+    mask = None if seen_BNS is None else seen_BNS[:, None]
+    return F.scaled_dot_product_attention(query_BKGD, key_BKSD, value_BKSD, attn_mask=mask, scale=scale)
+
+
+def _on_gpu_in_half(x: Tensor) -> bool:
+    return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def _differentiated(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def _flash(query_BKGND: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, scale: float) -> Tensor | None:
+    """Return causal attention (B, K, G, N, D) of the last queries from FlashAttention, or None if it does not serve
+    these tensors.
+    """
+    B, K, G, N, D = query_BKGND.shape
+    if value_BKSD.shape[-1] != D or _differentiated(query_BKGND):
+        return None
+    kernels = cache_kernels(query_BKGND.device, query_BKGND.dtype, D, G)
+    if kernels is None:
+        return None
+    query_BNHD = query_BKGND.reshape(B, 1, K * G, D) if N == 1 else query_BKGND.flatten(1, 2).transpose(1, 2)
+    out = kernels.output(query_BNHD, key_BKSD.transpose(1, 2), value_BKSD.transpose(1, 2), scale)
+    return out.view(B, K, G, 1, D) if N == 1 else out.transpose(1, 2).unflatten(1, (K, G))
+
+
+#: Numbers in a row of a bias must be a multiple of this, so that rows begin at 16 bytes.
+_BIAS_ROW = 16
+
+
+def _efficient(
+    query_BKGD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, scale: float, seen_BNS: Tensor | None
+) -> Tensor:
+    """Return `one_query_attention` from torch's memory-efficient kernel, whose speed does not depend on earlier
+    shapes.
+    """
+    bias = None
+    if seen_BNS is not None:
+        B, K, G, _ = query_BKGD.shape
+        rows, S = len(seen_BNS), seen_BNS.shape[2]
+        # A finite number, so that a row of padding alone gets finite outputs.
+        lowest = torch.finfo(query_BKGD.dtype).min / 2
+        bias = query_BKGD.new_zeros(rows, 1, 1, S + -S % _BIAS_ROW)[..., :S]
+        bias = bias.masked_fill_(~seen_BNS[:, None], lowest).expand(B, K, G, S)
+    out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query_BKGD, key_BKSD, value_BKSD, bias, False, scale=scale
+    )[0]
+    return out
+
+
+@lru_cache
+def _efficient_serves(device: torch.device, dtype: torch.dtype, width: int, value_width: int, groups: int) -> bool:
+    """Return True if `_efficient` agrees with plain arithmetic on a small input; builds and drivers differ."""
+    tokens, generator = 75, torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(2, 2, *shape, generator=generator).to(device, dtype)
+        for shape in ((groups, width), (tokens, width), (tokens, value_width))
+    )
+    seen = torch.arange(tokens, device=device) >= torch.tensor([[[0]], [[40]]], device=device)
+    scale, bound = width**-0.5, 8 * torch.finfo(dtype).eps
+    for mask in (None, seen):
+        try:
+            found = _efficient(query, key, value, scale, mask)
+        except RuntimeError as problem:
+            if is_out_of_memory(problem):
+                raise  # running out of memory is temporary and no evidence against the kernel
+            _log.warning("memory-efficient attention does not run on %s: %s", device, problem)
+            return False
+        scores = scale * query.float() @ key.float().mT
+        scores = scores if mask is None else scores.masked_fill(~mask[:, None], float("-inf"))
+        if not torch.allclose(found.float(), scores.softmax(-1) @ value.float(), rtol=bound, atol=bound):
+            _log.warning("memory-efficient attention gives wrong numbers on %s", device)
+            return False
+    return True
+
+
+class OneQueryKeys(Tensor):
+    """Keys or values that a single token reads: ordinary numbers, but ``scaled_dot_product_attention`` on them is
+    `one_query_attention`.
+    """
+
+    @staticmethod
+    def of(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys (B, K, S, D) and values (B, K, S, Dv), without a copy; as they are if nothing is gained."""
+        if not _on_gpu_in_half(keys) or torch.compiler.is_compiling():
+            return keys, values
+        return keys.as_subclass(OneQueryKeys), values.as_subclass(OneQueryKeys)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return (_attend_once if func is F.scaled_dot_product_attention else func)(*args, **(kwargs or {}))
+
+
+def _attend_once(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute ``scaled_dot_product_attention`` for a query (B, H, 1, D), or (B, K, H / K, D) of the same token."""
+    masked = attn_mask is not None
+    ours = isinstance(key, OneQueryKeys) and isinstance(value, OneQueryKeys) and query.shape[0] == key.shape[0]
+    if masked:
+        ours = ours and attn_mask.dtype == torch.bool and attn_mask.shape[1:3] == (1, 1)  # type: ignore[union-attr]
+    if not ours or dropout_p or is_causal:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    B, K = key.shape[:2]
+    out = one_query_attention(
+        query.reshape(B, K, -1, query.shape[-1]), key, value, scale, attn_mask[:, 0] if attn_mask is not None else None
+    )
+    return out.reshape(*query.shape[:-1], value.shape[-1])
 
 
 def terms_at(terms: ScoreTerms, position_BS: Tensor, queries: slice = slice(None)) -> ScoreTerms:
@@ -194,13 +344,13 @@ class FullKeys:
     def keys(self) -> Tensor:
         """Keys (B, K, S, D)."""
         assert self._buffers is not None
-        return self._buffers[0][:, :, : self.tokens]
+        return self._buffers[0].narrow(2, 0, self.tokens)
 
     @property
     def values(self) -> Tensor:
         """Values (B, K, S, Dv)."""
         assert self._buffers is not None
-        return self._buffers[1][:, :, : self.tokens]
+        return self._buffers[1].narrow(2, 0, self.tokens)
 
     @property
     def nbytes(self) -> int:
@@ -211,17 +361,19 @@ class FullKeys:
     def allocated_bytes(self) -> int:
         return 0 if self._buffers is None else sum(buffer.nbytes for buffer in self._buffers)
 
-    def add(self, key_BKND: Tensor, value_BKND: Tensor) -> None:
+    def add(self, key_BKND: Tensor, value_BKND: Tensor, heads: Tensor | None = None) -> None:
+        """Add new tokens; ``heads`` (K,) selects KV heads of the tensors, and None takes all."""
         end = self.tokens + key_BKND.shape[2]
         room = 0 if self._buffers is None else self._buffers[0].shape[2]
         if room < end:
             size = -(-end // GROWTH) * GROWTH
             if self._max_tokens is not None and end <= self._max_tokens:
                 size = self._max_tokens
-            self._buffers = (self._grown(0, key_BKND, size), self._grown(1, value_BKND, size))
+            kv_heads = key_BKND.shape[1] if heads is None else len(heads)
+            self._buffers = (self._grown(0, key_BKND, kv_heads, size), self._grown(1, value_BKND, kv_heads, size))
         assert self._buffers is not None
         for buffer, new in zip(self._buffers, (key_BKND, value_BKND), strict=True):
-            buffer[:, :, self.tokens : end] = new
+            _write(buffer.narrow(2, self.tokens, end - self.tokens), new, heads)
         self.tokens = end
 
     def crop(self, tokens: int) -> None:
@@ -233,9 +385,8 @@ class FullKeys:
             key, value = self._buffers
             self._buffers = (change(key), change(value))
 
-    def _grown(self, which: int, like: Tensor, size: int) -> Tensor:
-        B, K, _, D = like.shape
-        buffer = like.new_empty(B, K, size, D)
+    def _grown(self, which: int, like: Tensor, kv_heads: int, size: int) -> Tensor:
+        buffer = like.new_empty(len(like), kv_heads, size, like.shape[3])
         if self._buffers is not None:
             buffer[:, :, : self.tokens] = self._buffers[which][:, :, : self.tokens]
         return buffer
@@ -280,15 +431,43 @@ class WindowKeys:
         """Bytes of all slots and of pending tokens."""
         return sum(x.nbytes for pair in (self._buffers, self._pending) if pair for x in pair)
 
+    @property
+    def aligned(self) -> bool:
+        """True if no token is pending, and all rows start at position 0, so that a single query sees all `keys`."""
+        return self._pending is None and self._starts_B is None
+
+    @property
+    def keys(self) -> Tensor:
+        """Keys (B, K, W, D) in the slots in use."""
+        assert self._buffers is not None
+        key = self._buffers[0]
+        return key.narrow(2, 0, self.tokens) if self.tokens < key.shape[2] else key
+
+    @property
+    def values(self) -> Tensor:
+        """Values (B, K, W, Dv) in the slots in use."""
+        assert self._buffers is not None
+        value = self._buffers[1]
+        return value.narrow(2, 0, self.tokens) if self.tokens < value.shape[2] else value
+
     def set_starts(self, starts_B: Tensor | None, last_start: int) -> None:
         """Set the position of each row's first real token; ``last_start`` is the largest, None means 0 in all."""
         self._starts_B, self._last_start = starts_B, last_start
 
-    def add(self, key_BKND: Tensor, value_BKND: Tensor, *, wait: bool) -> None:
-        """Add new tokens; with ``wait`` they stay pending until `commit`, so that `crop` can remove them again."""
-        self._allocate(self.tokens + self.pending + key_BKND.shape[2], (key_BKND, value_BKND))
-        if key_BKND.shape[2] == 1 and not wait and self._pending is None:
-            self._store_one(key_BKND, value_BKND)
+    def add(self, key_BKND: Tensor, value_BKND: Tensor, heads: Tensor | None = None, *, wait: bool) -> None:
+        """Add new tokens; ``heads`` (K,) selects KV heads of the tensors, and None takes all. With ``wait`` they stay
+        pending until `commit`, so that `crop` can remove them again.
+        """
+        kv_heads = key_BKND.shape[1] if heads is None else len(heads)
+        self._allocate(self.tokens + self.pending + key_BKND.shape[2], (key_BKND, value_BKND), kv_heads)
+        at_once = key_BKND.shape[2] == 1 and not wait and self._pending is None
+        if at_once and self._starts_B is None:
+            self._store_one(key_BKND, value_BKND, heads)
+            return
+        if heads is not None:
+            key_BKND, value_BKND = key_BKND.index_select(1, heads), value_BKND.index_select(1, heads)
+        if at_once:
+            self._store_in_rows(key_BKND, value_BKND)
         elif self._pending is None:
             self._pending = (key_BKND, value_BKND)
         else:
@@ -322,10 +501,8 @@ class WindowKeys:
                 starts_B=self._starts_B,
                 terms=terms,
             )
-        key, value = self._buffers
+        key, value = self.keys, self.values
         seen, width = None, self.slots
-        if self.tokens < width:
-            key, value = key[:, :, : self.tokens], value[:, :, : self.tokens]
         if self._starts_B is not None and self.tokens < self._last_start + width:
             seen = (torch.arange(key.shape[2], device=key.device) < (self.tokens - self._starts_B)[:, None])[:, None]
         if terms.bias is not None or seen_BNS is not None:
@@ -395,28 +572,31 @@ class WindowKeys:
         last = tokens - 1 - (0 if self._starts_B is None else self._starts_B[:, None])
         return torch.where(slot < self.window.sink, slot, last - (last - slot).remainder(self.window.recent))
 
-    def _allocate(self, tokens: int, like: _Pair) -> None:
+    def _allocate(self, tokens: int, like: _Pair, kv_heads: int) -> None:
         slots = min(self.window.width, -(-tokens // GROWTH) * GROWTH)
         if slots <= self.slots:
             return
         # Zeros, because masked slots take part in products, where old NaN would spread.
-        more = _both(lambda x: x.new_zeros(*x.shape[:2], slots - self.slots, x.shape[-1]), like)
+        more = _both(lambda x: x.new_zeros(len(x), kv_heads, slots - self.slots, x.shape[-1]), like)
         self._buffers = more if self._buffers is None else _both(lambda *x: torch.cat(x, 2), self._buffers, more)
 
-    def _store_one(self, key_BK1D: Tensor, value_BK1D: Tensor) -> None:
+    def _store_one(self, key_BK1D: Tensor, value_BK1D: Tensor, heads: Tensor | None) -> None:
         assert self._buffers is not None
+        r, sink = self.tokens, self.window.sink
+        slot = r if r < sink else sink + (r - sink) % self.window.recent
+        for buffer, new in zip(self._buffers, (key_BK1D, value_BK1D), strict=True):
+            _write(buffer.narrow(2, slot, 1), new, heads)
+        self.tokens += 1
+
+    def _store_in_rows(self, key_BK1D: Tensor, value_BK1D: Tensor) -> None:
+        """Store a token of rows that start at different positions."""
+        assert self._buffers is not None and self._starts_B is not None
         sink, recent = self.window.sink, self.window.recent
-        if self._starts_B is None:
-            r = self.tokens
-            slot = r if r < sink else sink + (r - sink) % recent
-            for buffer, new in zip(self._buffers, (key_BK1D, value_BK1D), strict=True):
-                buffer[:, :, slot] = new[:, :, 0]
-        else:
-            # After `crop`, the text of a row may start later than this token, which is padding then.
-            index = (self.tokens - self._starts_B).clamp_min(0)
-            slots = torch.where(index < sink, index, sink + (index - sink).remainder(recent))[:, None, None, None]
-            for buffer, new in zip(self._buffers, (key_BK1D, value_BK1D), strict=True):
-                buffer.scatter_(2, slots.expand(new.shape), new)
+        # After `crop`, the text of a row may start later than this token, which is padding then.
+        index = (self.tokens - self._starts_B).clamp_min(0)
+        slots = torch.where(index < sink, index, sink + (index - sink).remainder(recent))[:, None, None, None]
+        for buffer, new in zip(self._buffers, (key_BK1D, value_BK1D), strict=True):
+            buffer.scatter_(2, slots.expand(new.shape), new)
         self.tokens += 1
 
     def _sink(self) -> _Pair:
@@ -446,6 +626,16 @@ class WindowKeys:
         # Tokens of the sink are masked in the tail, and so is padding, whose index is negative.
         slots = torch.where(at < sink, at.clamp_min(0), sink + (at - sink).remainder(recent))
         return C - known, _both(lambda b, x: torch.cat([_rows(b, slots), x], 2), self._buffers, self._pending)
+
+
+def _write(place_BKND: Tensor, new_BKND: Tensor, heads: Tensor | None) -> None:
+    """Copy tokens into a buffer, by one operator; ``heads`` (K,) selects their KV heads, and None takes all."""
+    if heads is None:
+        place_BKND.copy_(new_BKND)
+    elif new_BKND.dtype != place_BKND.dtype or _differentiated(new_BKND) or _differentiated(place_BKND):
+        place_BKND.copy_(new_BKND.index_select(1, heads))
+    else:
+        torch.index_select(new_BKND, 1, heads, out=place_BKND)
 
 
 def _both(change: Callable[..., Tensor], *pairs: _Pair) -> _Pair:
