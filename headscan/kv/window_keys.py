@@ -118,9 +118,9 @@ def grouped_attention(
         mask = None if seen_BNS is None else seen_BNS[:, None]
         return scored_output(query_BKGND.flatten(1, 2), key_BKSD, value_BKSD, scale, mask, terms).unflatten(1, (K, G))
     if causal and N < S:
-        out = _flash(query_BKGND, key_BKSD, value_BKSD, scale)
+        out = _flash(query_BKGND.flatten(1, 2).transpose(1, 2), key_BKSD, value_BKSD, scale)
         if out is not None:
-            return out
+            return out.transpose(1, 2).unflatten(1, (K, G))
         at, causal = torch.arange(S, device=query_BKGND.device), False
         seen_BNS = (at <= at[S - N :, None])[None]
     if seen_BNS is not None and len(seen_BNS) > 1 and B * K * N * S > _MOST_MASK:
@@ -145,13 +145,13 @@ def one_query_attention(
     On a GPU in half precision, ``scaled_dot_product_attention`` may choose cuDNN, which plans for tens of milliseconds
     whenever the number of keys changes, and that is at every step.
     """
+    B, K, G, D = query_BKGD.shape
     if seen_BNS is None:
-        out = _flash(query_BKGD[:, :, :, None], key_BKSD, value_BKSD, scale)
+        out = _flash(query_BKGD.reshape(B, 1, K * G, D), key_BKSD, value_BKSD, scale)
         if out is not None:
-            return out[:, :, :, 0]
+            return out.view(B, K, G, D)
     if _on_gpu_in_half(query_BKGD) and not _differentiated(query_BKGD):
-        widths = query_BKGD.shape[-1], value_BKSD.shape[-1]
-        if _efficient_serves(query_BKGD.device, query_BKGD.dtype, *widths, query_BKGD.shape[2]):
+        if _efficient_serves(query_BKGD.device, query_BKGD.dtype, D, value_BKSD.shape[-1], G):
             return _efficient(query_BKGD, key_BKSD, value_BKSD, scale, seen_BNS)
     mask = None if seen_BNS is None else seen_BNS[:, None]
     return F.scaled_dot_product_attention(query_BKGD, key_BKSD, value_BKSD, attn_mask=mask, scale=scale)
@@ -165,23 +165,20 @@ def _differentiated(x: Tensor) -> bool:
     return x.requires_grad and torch.is_grad_enabled()
 
 
-def _flash(query_BKGND: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, scale: float) -> Tensor | None:
-    """Return causal attention (B, K, G, N, D) of the last queries from FlashAttention, or None if it does not serve
-    these tensors.
+def _flash(query_BNHD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, scale: float) -> Tensor | None:
+    """Return causal attention (B, N, H, D) of the last queries from FlashAttention, or None if it does not serve these
+    tensors.
     """
-    B, K, G, N, D = query_BKGND.shape
-    if value_BKSD.shape[-1] != D or _differentiated(query_BKGND):
+    H, D = query_BNHD.shape[2:]
+    if value_BKSD.shape[-1] != D or _differentiated(query_BNHD):
         return None
-    kernels = cache_kernels(query_BKGND.device, query_BKGND.dtype, D, G)
-    if kernels is None:
-        return None
-    query_BNHD = query_BKGND.reshape(B, 1, K * G, D) if N == 1 else query_BKGND.flatten(1, 2).transpose(1, 2)
-    out = kernels.output(query_BNHD, key_BKSD.transpose(1, 2), value_BKSD.transpose(1, 2), scale)
-    return out.view(B, K, G, 1, D) if N == 1 else out.transpose(1, 2).unflatten(1, (K, G))
+    kernels = cache_kernels(query_BNHD.device, query_BNHD.dtype, D, H // key_BKSD.shape[1])
+    return kernels and kernels.output(query_BNHD, key_BKSD.transpose(1, 2), value_BKSD.transpose(1, 2), scale)
 
 
 #: Numbers in a row of a bias must be a multiple of this, so that rows begin at 16 bytes.
 _BIAS_ROW = 16
+_efficient_kernel = torch.ops.aten._scaled_dot_product_efficient_attention
 
 
 def _efficient(
@@ -198,9 +195,7 @@ def _efficient(
         lowest = torch.finfo(query_BKGD.dtype).min / 2
         bias = query_BKGD.new_zeros(rows, 1, 1, S + -S % _BIAS_ROW)[..., :S]
         bias = bias.masked_fill_(~seen_BNS[:, None], lowest).expand(B, K, G, S)
-    out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query_BKGD, key_BKSD, value_BKSD, bias, False, scale=scale
-    )[0]
+    out: Tensor = _efficient_kernel(query_BKGD, key_BKSD, value_BKSD, bias, False, scale=scale)[0]
     return out
 
 
