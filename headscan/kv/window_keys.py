@@ -173,7 +173,9 @@ def _flash(query_BNHD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, scale: floa
     if value_BKSD.shape[-1] != D or _differentiated(query_BNHD):
         return None
     kernels = cache_kernels(query_BNHD.device, query_BNHD.dtype, D, H // key_BKSD.shape[1])
-    return kernels and kernels.output(query_BNHD, key_BKSD.transpose(1, 2), value_BKSD.transpose(1, 2), scale)
+    if kernels is None:
+        return None
+    return kernels.output(query_BNHD, key_BKSD.transpose(1, 2), value_BKSD.transpose(1, 2), scale)
 
 
 #: Numbers in a row of a bias must be a multiple of this, so that rows begin at 16 bytes.
