@@ -17,8 +17,9 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionAndFullAtte
 
 from headscan.attention.cache_attention import PLAIN, CachedHeads, ScoreTerms
 from headscan.errors import PlanMismatchError, UnsupportedModelError
+from headscan.kv.decode_attention import OneQueryKeys, one_query_attention
 from headscan.kv.kept_keys import DROPPED, HeadGroup
-from headscan.kv.window_keys import FullKeys, OneQueryKeys, WindowKeys, grouped_attention, one_query_attention
+from headscan.kv.window_keys import FullKeys, WindowKeys, grouped_attention
 
 
 @dataclass(frozen=True)

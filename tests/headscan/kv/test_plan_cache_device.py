@@ -17,16 +17,20 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headscan.architectures import VOCABULARY
 from headscan.attention.cache_attention import CachedHeads
 from headscan.attention.calls import ScoredCall
 from headscan.attention.fused import CudaKernels
-from headscan.kv import window_keys
+from headscan.kv import decode_attention
+from headscan.kv.decode_attention import OneQueryKeys
 from headscan.kv.kept_keys import DROPPED, HeadGroup, Window
 from headscan.kv.kv_windows import windowed
+from headscan.kv.plan_cache import PlanCache
 from headscan.kv.plan_layer import MaskReader, PlanLayer
-from headscan.kv.window_keys import OneQueryKeys
-from tests.devices import assert_near
+from tests.devices import assert_near, on
 from tests.headscan.attention.emulated_flash import flash_attention_forward
+from tests.headscan.kv.cache_plans import FULL, Kind, in_chunks, oracle, random_plan
+from tests.small_models import make_loaded
 
 HALF = (torch.bfloat16, torch.float16)
 #: Largest error of an output, in units of the dtype's epsilon, as for the fused kernels.
@@ -95,9 +99,9 @@ def operators(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Operator
         def kernels(_: torch.device, dtype: torch.dtype, width: int, groups: int) -> CudaKernels | None:
             return CudaKernels(dtype, flash) if dtype in HALF and width % 8 == 0 else None
 
-        monkeypatch.setattr(window_keys, "cache_kernels", kernels)
-        monkeypatch.setattr(window_keys, "_on_gpu_in_half", lambda x: x.dtype in HALF)
-        monkeypatch.setattr(window_keys, "_efficient_kernel", seen.emulated(EFFICIENT, efficient_attention))
+        monkeypatch.setattr(decode_attention, "cache_kernels", kernels)
+        monkeypatch.setattr(decode_attention, "_on_gpu_in_half", lambda x: x.dtype in HALF)
+        monkeypatch.setattr(decode_attention, "_efficient_kernel", seen.emulated(EFFICIENT, efficient_attention))
     return seen
 
 
@@ -225,6 +229,30 @@ def test_values_narrower_than_keys(name: str, operators: Operators, device: torc
             outs.append(run.step(1))
         assert EFFICIENT in operators.names and FLASH not in operators.names
     check(torch.cat(outs, 2)[:1], run.expected(), name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pad", [0, 9])
+@pytest.mark.parametrize("kinds", [(FULL,), (FULL, ("window", 2, 7))])
+def test_a_model_decodes_with_these_kernels(
+    kinds: tuple[Kind, ...], pad: int, operators: Operators, device: torch.device
+) -> None:
+    lm, exact = on(device, make_loaded("qwen3", dtype=torch.bfloat16)), make_loaded("qwen3")
+    plan, ids = random_plan(exact, kinds, seed=2), torch.randint(2, VOCABULARY, (2, 60))
+    mask = torch.ones_like(ids)
+    mask[1, :pad] = 0
+    more = {"attention_mask": mask.to(device), "position_ids": (mask.cumsum(-1) - 1).clamp_min(0).to(device)}
+    cache = PlanCache(plan, config=lm.model.config)
+    with operators:
+        found = in_chunks(lm, cache, ids.to(device), (40, *[1] * 20), **more).cpu()
+    layers = [layer for layer in cache.layers if isinstance(layer, PlanLayer)]
+    assert operators.names.count(EFFICIENT if pad else FLASH) >= 20 * sum(len(layer.held) for layer in layers)
+    assert not any("cudnn" in name for name in operators.names[-1000:])
+    for row, first in enumerate((0, pad)):
+        expected = oracle(exact, plan, ids[row : row + 1, first:])[0]
+        rounded = oracle(lm, plan, ids[row : row + 1, first:].to(device))[0].cpu()
+        # Both round; the cache may not be further from float32 than one pass with masks is.
+        assert (found[row, first:] - expected).abs().mean() <= 1.2 * (rounded - expected).abs().mean() + 1e-3
 
 
 def test_new_tokens_need_one_operator_per_buffer(operators: Operators, device: torch.device) -> None:
