@@ -34,20 +34,21 @@ def one_query_attention(
     """Return attention (B, K, G, Dv) of one query per head over the keys that ``seen_BNS`` (B or 1, 1, S) marks; None
     marks all.
     """
-    B, K, G, D = query_BKGD.shape
-    if seen_BNS is None:
-        out = flash_output(query_BKGD.reshape(B, 1, K * G, D), key_BKSD, value_BKSD, scale)
-        if out is not None:
-            return out.view(B, K, G, D)
-    if (
-        _on_gpu_in_half(query_BKGD)
-        and key_BKSD.dtype == query_BKGD.dtype
-        and not differentiated(query_BKGD, key_BKSD, value_BKSD)
-        and _efficient_serves(query_BKGD.device, query_BKGD.dtype, D, value_BKSD.shape[-1], G)
-    ):
-        return _efficient(query_BKGD, key_BKSD, value_BKSD, scale, seen_BNS)
+    if _served(query_BKGD, key_BKSD, value_BKSD):
+        B, K, G, D = query_BKGD.shape
+        if seen_BNS is None:
+            out = flash_output(query_BKGD.reshape(B, 1, K * G, D), key_BKSD, value_BKSD, scale)
+            if out is not None:
+                return out.view(B, K, G, D)
+        if _efficient_serves(query_BKGD.device, query_BKGD.dtype, D, value_BKSD.shape[-1], G):
+            return _efficient(query_BKGD, key_BKSD, value_BKSD, scale, seen_BNS)
     mask = None if seen_BNS is None else seen_BNS[:, None]
     return F.scaled_dot_product_attention(query_BKGD, key_BKSD, value_BKSD, attn_mask=mask, scale=scale)
+
+
+def _served(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return True if the kernels of a GPU may serve these tensors."""
+    return _on_gpu_in_half(query) and key.dtype == query.dtype and not differentiated(query, key, value)
 
 
 def _on_gpu_in_half(x: Tensor) -> bool:
@@ -63,9 +64,7 @@ def flash_output(query_BNHD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, scale
     tensors.
     """
     H, D = query_BNHD.shape[2:]
-    if value_BKSD.shape[-1] != D or key_BKSD.dtype != query_BNHD.dtype:
-        return None
-    if differentiated(query_BNHD, key_BKSD, value_BKSD):
+    if value_BKSD.shape[-1] != D or not _served(query_BNHD, key_BKSD, value_BKSD):
         return None
     kernels = cache_kernels(query_BNHD.device, query_BNHD.dtype, D, H // key_BKSD.shape[1])
     if kernels is None:
