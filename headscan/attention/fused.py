@@ -34,6 +34,8 @@ _log = logging.getLogger("headscan")
 _BAND_QUERIES = 128
 #: FlashAttention loads 16 bytes at a time, which are this many half-precision numbers.
 _LOAD = 8
+#: Largest width of a head in FlashAttention.
+_WIDEST = 256
 
 
 class FusedKernels(Protocol):
@@ -134,6 +136,13 @@ class CudaKernels:
     def band(self, query: Tensor, key: Tensor, value: Tensor, scale: float, width: int) -> tuple[Tensor, Tensor]:
         return self._call(query, key, value, scale, width)
 
+    def output(self, query_BNHD: Tensor, key_BSKD: Tensor, value_BSKD: Tensor, scale: float) -> Tensor:
+        """Return only the output (B, N, H, D) of `causal`, by one operator. The width must be a multiple of 8."""
+        tensors = (_loadable(x) for x in (query_BNHD, key_BSKD, value_BSKD))
+        queries, keys = query_BNHD.shape[1], key_BSKD.shape[1]
+        out: Tensor = self._forward(*tensors, None, None, queries, keys, 0.0, True, False, scale=scale)[0]
+        return out
+
     def _call(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, width: int | None
     ) -> tuple[Tensor, Tensor]:
@@ -190,6 +199,15 @@ def kernels_for(query: Tensor, width: int, groups: int) -> FusedKernels | None:
     if query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
         return _cuda_kernels(query.device, query.dtype, width, groups)
     return None
+
+
+def cache_kernels(device: torch.device, dtype: torch.dtype, width: int, groups: int) -> CudaKernels | None:
+    """Return FlashAttention for few queries on the keys of a cache, or None if it does not serve them. A width that it
+    would have to pad is left out, because padding copies the cache.
+    """
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or width % _LOAD or width > _WIDEST:
+        return None
+    return CudaKernels(dtype) if _trusted(device, dtype, width, groups) else None
 
 
 @lru_cache

@@ -17,6 +17,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionAndFullAtte
 
 from headscan.attention.cache_attention import PLAIN, CachedHeads, ScoreTerms
 from headscan.errors import PlanMismatchError, UnsupportedModelError
+from headscan.kv.decode_attention import OneQueryKeys, one_query_attention
 from headscan.kv.kept_keys import DROPPED, HeadGroup
 from headscan.kv.window_keys import FullKeys, WindowKeys, grouped_attention
 
@@ -125,12 +126,14 @@ class PlanStep:
                 " whose keys other layers read"
             )
         self._attended = True
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        if N == 1 and mask is None and not terms.any and layer.aligned:
+            return self._attend_once(query, scale)
         K = layer.kv_heads
         packed = N == 1 and query.shape[1] == K
         query_BKGND = query[:, :, :, None] if packed else query.unflatten(1, (K, -1))
         if packed and mask is not None and mask.shape[1] > 1:
             mask = mask.flatten(1, 2)[:, :, None]
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
         seen_BNS, bias = self._read_mask(mask, len(query))
         if bias is not None:
             terms = replace(terms, bias=bias if terms.bias is None else terms.bias + bias)
@@ -138,6 +141,20 @@ class PlanStep:
         outs = [self._attend(heads, held, query_BKGND, scale, seen_BNS, terms) for heads, held in layer.parts]
         out = layer.in_order(outs[0] if len(outs) == 1 else torch.cat(outs, 1))
         return out[:, :, :, 0] if packed else out.flatten(1, 2)
+
+    def _attend_once(self, query: Tensor, scale: float) -> Tensor:
+        """Return the output of one query that sees all keys held, with as few operators as possible."""
+        layer = self._layer
+        query_BKGD = layer.in_groups(query.reshape(len(query), layer.kv_heads, -1, query.shape[-1]))
+        outs = []
+        for heads, held in layer.parts:
+            part = query_BKGD[:, heads]
+            if held is None:
+                outs.append(part.new_zeros(*part.shape[:3], self._value_dim))
+            else:
+                outs.append(one_query_attention(part, held.keys, held.values, scale))
+        out = layer.in_order(outs[0] if len(outs) == 1 else torch.cat(outs, 1))
+        return out.reshape(*query.shape[:3], self._value_dim)
 
     def _read_mask(self, mask: Tensor | None, rows: int) -> tuple[Tensor | None, Tensor | None]:
         """Return which keys are seen (B or 1, N, S) and the mask's bias, and place the rows of the windows."""
@@ -158,7 +175,7 @@ class PlanStep:
             starts = known.starts_B
             self._place(starts if starts is None or len(starts) == rows else starts.expand(rows), known.last_start)
             if starts is None:  # the mask is causal in all rows
-                return (None if N in (1, self.tokens) else known.seen_BNS[:1]), known.bias
+                return None, known.bias
         return known.seen_BNS, known.bias
 
     def _place(self, starts_B: Tensor | None, last_start: int) -> None:
@@ -213,11 +230,7 @@ class PlanStep:
     def _attend_full(
         self, query_BKGND: Tensor, held: FullKeys, scale: float, seen_BNS: Tensor | None, terms: ScoreTerms
     ) -> Tensor:
-        N, S = self.queries, held.tokens
-        causal = seen_BNS is None and N == S
-        if seen_BNS is None and 1 < N < S:
-            at = torch.arange(S, device=query_BKGND.device)
-            seen_BNS = (at <= at[S - N :, None])[None]
+        causal = seen_BNS is None
         return grouped_attention(query_BKGND, held.keys, held.values, scale, seen_BNS, causal=causal, terms=terms)
 
 
@@ -252,6 +265,7 @@ class PlanLayer(CacheLayerMixin):
         self.kv_heads = len(order)
         self._order = None if order == sorted(order) else order
         self._indices: tuple[Tensor, Tensor] | None = None
+        self._heads: list[Tensor] = []  # by group: indices of its KV heads, if the order changes
         self._empty()
 
     @property
@@ -273,6 +287,11 @@ class PlanLayer(CacheLayerMixin):
         """Keys and values of the groups with a window."""
         return [held for held in self.held if isinstance(held, WindowKeys)]
 
+    @property
+    def aligned(self) -> bool:
+        """True if all rows start at position 0 and no token is pending."""
+        return not self.last_start and all(window.aligned for window in self.windows)
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Check the number of KV heads; memory is allocated when tokens come."""
         if key_states.shape[1] != self.kv_heads:
@@ -283,6 +302,7 @@ class PlanLayer(CacheLayerMixin):
         if self._order is not None:
             order = torch.tensor(self._order, device=key_states.device)
             self._indices = (order, order.argsort())
+            self._heads = [order[heads] for heads, _ in self.parts]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -298,19 +318,24 @@ class PlanLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         dtype, device = key_states.dtype, key_states.device
-        if self._indices is not None:
-            key_states, value_states = (x.index_select(1, self._indices[0]) for x in (key_states, value_states))
-        for heads, held in self.parts:
+        for at, (heads, held) in enumerate(self.parts):
+            if held is None:
+                continue
+            key, value, index = key_states, value_states, None
+            if self._indices is not None:
+                index = self._heads[at]
+            elif len(self.parts) > 1:
+                key, value = key[:, heads], value[:, heads]
             if isinstance(held, WindowKeys):
-                held.add(key_states[:, heads], value_states[:, heads], wait=self.record_past)
-            elif held is not None:
-                held.add(key_states[:, heads], value_states[:, heads])
+                held.add(key, value, index, wait=self.record_past)
+            else:
+                held.add(key, value, index)
         self.tokens += N
         if len(self.parts) == 1 and isinstance(held := self.parts[0][1], FullKeys):
-            return held.keys, held.values
+            return OneQueryKeys.of(held.keys, held.values) if N == 1 else (held.keys, held.values)
         step = PlanStep(self, N, Dv)
-        key, value = (CachedHeads.of(step, (B, K, self.tokens, width), dtype, device) for width in (D, Dv))
-        return key, value
+        keys, values = (CachedHeads.of(step, (B, K, self.tokens, width), dtype, device) for width in (D, Dv))
+        return keys, values
 
     def in_groups(self, x: Tensor) -> Tensor:
         """Return a tensor with KV heads in dimension 1 in the order of the groups."""

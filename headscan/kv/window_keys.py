@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headscan.attention.cache_attention import PLAIN, ScoreTerms, scored_output
+from headscan.kv.decode_attention import differentiated, flash_output, one_query_attention
 from headscan.kv.kept_keys import Window
 
 #: Queries in one block; a GPU runs few large blocks faster, a CPU small ones.
@@ -100,20 +101,22 @@ def grouped_attention(
     terms: ScoreTerms = PLAIN,
 ) -> Tensor:
     """Return attention (B, K, G, N, Dv) over the keys that ``seen_BNS`` (B or 1, N, S) marks; None marks all. A KV head
-    serves its group by a stride of zero. ``causal`` needs as many queries as keys and no ``seen_BNS``; the bias of
-    ``terms`` covers these keys.
+    serves its group by a stride of zero. ``causal`` needs no ``seen_BNS``: the queries are those of the last keys, and
+    see no later ones. The bias of ``terms`` covers these keys.
     """
     B, K, G, N, D = query_BKGND.shape
+    S = key_BKSD.shape[2]
+    if N == 1 and not terms.any:
+        return one_query_attention(query_BKGND[:, :, :, 0], key_BKSD, value_BKSD, scale, seen_BNS).unsqueeze(3)
     if terms.any:
         mask = None if seen_BNS is None else seen_BNS[:, None]
         return scored_output(query_BKGND.flatten(1, 2), key_BKSD, value_BKSD, scale, mask, terms).unflatten(1, (K, G))
-    S = key_BKSD.shape[2]
-    if N == 1:  # the queries of a group are rows of one product
-        mask = None if seen_BNS is None else seen_BNS[:, None]
-        out = F.scaled_dot_product_attention(
-            query_BKGND.flatten(2, 3), key_BKSD, value_BKSD, attn_mask=mask, scale=scale
-        )
-        return out.unflatten(2, (G, N))
+    if causal and N < S:
+        out = flash_output(query_BKGND.flatten(1, 2).transpose(1, 2), key_BKSD, value_BKSD, scale)
+        if out is not None:
+            return out.transpose(1, 2).unflatten(1, (K, G))
+        at, causal = torch.arange(S, device=query_BKGND.device), False
+        seen_BNS = (at <= at[S - N :, None])[None]
     if seen_BNS is not None and len(seen_BNS) > 1 and B * K * N * S > _MOST_MASK:
         rows = zip(*(x.split(1) for x in (query_BKGND, key_BKSD, value_BKSD, seen_BNS)), strict=True)
         return torch.cat([grouped_attention(query, key, value, scale, seen) for query, key, value, seen in rows])
@@ -194,13 +197,13 @@ class FullKeys:
     def keys(self) -> Tensor:
         """Keys (B, K, S, D)."""
         assert self._buffers is not None
-        return self._buffers[0][:, :, : self.tokens]
+        return self._buffers[0].narrow(2, 0, self.tokens)
 
     @property
     def values(self) -> Tensor:
         """Values (B, K, S, Dv)."""
         assert self._buffers is not None
-        return self._buffers[1][:, :, : self.tokens]
+        return self._buffers[1].narrow(2, 0, self.tokens)
 
     @property
     def nbytes(self) -> int:
@@ -211,17 +214,19 @@ class FullKeys:
     def allocated_bytes(self) -> int:
         return 0 if self._buffers is None else sum(buffer.nbytes for buffer in self._buffers)
 
-    def add(self, key_BKND: Tensor, value_BKND: Tensor) -> None:
+    def add(self, key_BKND: Tensor, value_BKND: Tensor, heads: Tensor | None = None) -> None:
+        """Add new tokens; ``heads`` (K,) selects KV heads of the tensors, and None takes all."""
         end = self.tokens + key_BKND.shape[2]
         room = 0 if self._buffers is None else self._buffers[0].shape[2]
         if room < end:
             size = -(-end // GROWTH) * GROWTH
             if self._max_tokens is not None and end <= self._max_tokens:
                 size = self._max_tokens
-            self._buffers = (self._grown(0, key_BKND, size), self._grown(1, value_BKND, size))
+            kv_heads = key_BKND.shape[1] if heads is None else len(heads)
+            self._buffers = (self._grown(0, key_BKND, kv_heads, size), self._grown(1, value_BKND, kv_heads, size))
         assert self._buffers is not None
         for buffer, new in zip(self._buffers, (key_BKND, value_BKND), strict=True):
-            buffer[:, :, self.tokens : end] = new
+            _write(buffer.narrow(2, self.tokens, end - self.tokens), new, heads)
         self.tokens = end
 
     def crop(self, tokens: int) -> None:
@@ -233,9 +238,8 @@ class FullKeys:
             key, value = self._buffers
             self._buffers = (change(key), change(value))
 
-    def _grown(self, which: int, like: Tensor, size: int) -> Tensor:
-        B, K, _, D = like.shape
-        buffer = like.new_empty(B, K, size, D)
+    def _grown(self, which: int, like: Tensor, kv_heads: int, size: int) -> Tensor:
+        buffer = like.new_empty(len(like), kv_heads, size, like.shape[3])
         if self._buffers is not None:
             buffer[:, :, : self.tokens] = self._buffers[which][:, :, : self.tokens]
         return buffer
@@ -280,15 +284,43 @@ class WindowKeys:
         """Bytes of all slots and of pending tokens."""
         return sum(x.nbytes for pair in (self._buffers, self._pending) if pair for x in pair)
 
+    @property
+    def aligned(self) -> bool:
+        """True if no token is pending, and all rows start at position 0, so that a single query sees all `keys`."""
+        return self._pending is None and self._starts_B is None
+
+    @property
+    def keys(self) -> Tensor:
+        """Keys (B, K, W, D) in the slots in use."""
+        assert self._buffers is not None
+        key = self._buffers[0]
+        return key.narrow(2, 0, self.tokens) if self.tokens < key.shape[2] else key
+
+    @property
+    def values(self) -> Tensor:
+        """Values (B, K, W, Dv) in the slots in use."""
+        assert self._buffers is not None
+        value = self._buffers[1]
+        return value.narrow(2, 0, self.tokens) if self.tokens < value.shape[2] else value
+
     def set_starts(self, starts_B: Tensor | None, last_start: int) -> None:
         """Set the position of each row's first real token; ``last_start`` is the largest, None means 0 in all."""
         self._starts_B, self._last_start = starts_B, last_start
 
-    def add(self, key_BKND: Tensor, value_BKND: Tensor, *, wait: bool) -> None:
-        """Add new tokens; with ``wait`` they stay pending until `commit`, so that `crop` can remove them again."""
-        self._allocate(self.tokens + self.pending + key_BKND.shape[2], (key_BKND, value_BKND))
-        if key_BKND.shape[2] == 1 and not wait and self._pending is None:
-            self._store_one(key_BKND, value_BKND)
+    def add(self, key_BKND: Tensor, value_BKND: Tensor, heads: Tensor | None = None, *, wait: bool) -> None:
+        """Add new tokens; ``heads`` (K,) selects KV heads of the tensors, and None takes all. With ``wait`` they stay
+        pending until `commit`, so that `crop` can remove them again.
+        """
+        kv_heads = key_BKND.shape[1] if heads is None else len(heads)
+        self._allocate(self.tokens + self.pending + key_BKND.shape[2], (key_BKND, value_BKND), kv_heads)
+        at_once = key_BKND.shape[2] == 1 and not wait and self._pending is None
+        if at_once and self._starts_B is None:
+            self._store_one(key_BKND, value_BKND, heads)
+            return
+        if heads is not None:
+            key_BKND, value_BKND = key_BKND.index_select(1, heads), value_BKND.index_select(1, heads)
+        if at_once:
+            self._store_in_rows(key_BKND, value_BKND)
         elif self._pending is None:
             self._pending = (key_BKND, value_BKND)
         else:
@@ -322,10 +354,8 @@ class WindowKeys:
                 starts_B=self._starts_B,
                 terms=terms,
             )
-        key, value = self._buffers
+        key, value = self.keys, self.values
         seen, width = None, self.slots
-        if self.tokens < width:
-            key, value = key[:, :, : self.tokens], value[:, :, : self.tokens]
         if self._starts_B is not None and self.tokens < self._last_start + width:
             seen = (torch.arange(key.shape[2], device=key.device) < (self.tokens - self._starts_B)[:, None])[:, None]
         if terms.bias is not None or seen_BNS is not None:
@@ -395,28 +425,31 @@ class WindowKeys:
         last = tokens - 1 - (0 if self._starts_B is None else self._starts_B[:, None])
         return torch.where(slot < self.window.sink, slot, last - (last - slot).remainder(self.window.recent))
 
-    def _allocate(self, tokens: int, like: _Pair) -> None:
+    def _allocate(self, tokens: int, like: _Pair, kv_heads: int) -> None:
         slots = min(self.window.width, -(-tokens // GROWTH) * GROWTH)
         if slots <= self.slots:
             return
         # Zeros, because masked slots take part in products, where old NaN would spread.
-        more = _both(lambda x: x.new_zeros(*x.shape[:2], slots - self.slots, x.shape[-1]), like)
+        more = _both(lambda x: x.new_zeros(len(x), kv_heads, slots - self.slots, x.shape[-1]), like)
         self._buffers = more if self._buffers is None else _both(lambda *x: torch.cat(x, 2), self._buffers, more)
 
-    def _store_one(self, key_BK1D: Tensor, value_BK1D: Tensor) -> None:
+    def _store_one(self, key_BK1D: Tensor, value_BK1D: Tensor, heads: Tensor | None) -> None:
         assert self._buffers is not None
+        r, sink = self.tokens, self.window.sink
+        slot = r if r < sink else sink + (r - sink) % self.window.recent
+        for buffer, new in zip(self._buffers, (key_BK1D, value_BK1D), strict=True):
+            _write(buffer.narrow(2, slot, 1), new, heads)
+        self.tokens += 1
+
+    def _store_in_rows(self, key_BK1D: Tensor, value_BK1D: Tensor) -> None:
+        """Store a token of rows that start at different positions."""
+        assert self._buffers is not None and self._starts_B is not None
         sink, recent = self.window.sink, self.window.recent
-        if self._starts_B is None:
-            r = self.tokens
-            slot = r if r < sink else sink + (r - sink) % recent
-            for buffer, new in zip(self._buffers, (key_BK1D, value_BK1D), strict=True):
-                buffer[:, :, slot] = new[:, :, 0]
-        else:
-            # After `crop`, the text of a row may start later than this token, which is padding then.
-            index = (self.tokens - self._starts_B).clamp_min(0)
-            slots = torch.where(index < sink, index, sink + (index - sink).remainder(recent))[:, None, None, None]
-            for buffer, new in zip(self._buffers, (key_BK1D, value_BK1D), strict=True):
-                buffer.scatter_(2, slots.expand(new.shape), new)
+        # After `crop`, the text of a row may start later than this token, which is padding then.
+        index = (self.tokens - self._starts_B).clamp_min(0)
+        slots = torch.where(index < sink, index, sink + (index - sink).remainder(recent))[:, None, None, None]
+        for buffer, new in zip(self._buffers, (key_BK1D, value_BK1D), strict=True):
+            buffer.scatter_(2, slots.expand(new.shape), new)
         self.tokens += 1
 
     def _sink(self) -> _Pair:
@@ -446,6 +479,16 @@ class WindowKeys:
         # Tokens of the sink are masked in the tail, and so is padding, whose index is negative.
         slots = torch.where(at < sink, at.clamp_min(0), sink + (at - sink).remainder(recent))
         return C - known, _both(lambda b, x: torch.cat([_rows(b, slots), x], 2), self._buffers, self._pending)
+
+
+def _write(place_BKND: Tensor, new_BKND: Tensor, heads: Tensor | None) -> None:
+    """Copy tokens into a buffer, by one operator; ``heads`` (K,) selects their KV heads, and None takes all."""
+    if heads is None:
+        place_BKND.copy_(new_BKND)
+    elif new_BKND.dtype != place_BKND.dtype or differentiated(new_BKND, place_BKND):
+        place_BKND.copy_(new_BKND.index_select(1, heads))
+    else:
+        torch.index_select(new_BKND, 1, heads, out=place_BKND)
 
 
 def _both(change: Callable[..., Tensor], *pairs: _Pair) -> _Pair:

@@ -52,11 +52,16 @@ def test_the_goal_is_judged_by_its_worst_load() -> None:
 
 def test_the_goal_of_caches_is_judged_by_the_last_load() -> None:
     few, many = {"1 row": (0.5, 0.9, 1.1)}, {"1 row": (0.5, 0.9, 1.1), "8 rows": (0.51, 0.5, 0.75)}
-    assert "faster steps: not met (0.500 x" in verdict_on_cache(few, torch.device("cuda"))
+    assert "1.0 x the time of StaticCache: not met (0.500 x" in verdict_on_cache(few, torch.device("cuda"))
     met = verdict_on_cache(many, torch.device("cuda"))
-    assert "faster steps: met (0.510 x the bytes, 0.500 x the time, 2.00 x faster than DynamicCache" in met
+    assert "1.5 x faster steps, and at most 1.0 x the time of StaticCache: met (0.510 x the bytes, 0.500 x" in met
+    assert "the time, 2.00 x faster than DynamicCache" in met
     assert "0.750 x the time of StaticCache: 8 rows" in met
-    assert "of a step: not met" in verdict_on_cache({"": (0.53, 0.7, 0.8)}, CPU)
+    assert "of a step, and at most 1.0 x the time of StaticCache: not met" in verdict_on_cache(
+        {"": (0.53, 0.7, 0.8)}, CPU
+    )
+    assert "StaticCache: met" in verdict_on_cache({"": (0.5, 0.7, 0.8)}, CPU)
+    assert "StaticCache: not met" in verdict_on_cache({"": (0.5, 0.7, 1.1)}, CPU)
     rows = list(cache_rows(CacheLoad("1B", 1, 64, 1, 1, "float32"), CPU, ratios := {}))
     assert [row[1] for row in rows] == ["DynamicCache", "StaticCache", "PlanCache, no windows", "PlanCache"]
     assert [len(row) for row in rows] == [len(COLUMNS)] * 4 and len(next(iter(ratios.values()))) == 3
