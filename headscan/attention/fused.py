@@ -207,7 +207,7 @@ def cache_kernels(device: torch.device, dtype: torch.dtype, width: int, groups: 
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or width % _LOAD or width > _WIDEST:
         return None
-    return CudaKernels(dtype) if _trusted(device, dtype, width, groups) else None
+    return _cuda_kernels(device, dtype, width, groups)
 
 
 @lru_cache
