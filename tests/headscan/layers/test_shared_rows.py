@@ -60,8 +60,8 @@ def read_apart(lm: LoadedModel, ablated: Ablation, row: SharedRow) -> list[tuple
 
 
 def check(lm: LoadedModel, ablated: Ablation, row: SharedRow) -> int:
-    """Hold a shared row against whole sequences; returns in how many rows it ended. Half precision rounds on the way:
-    there the mean error is compared.
+    """Hold a shared row against whole sequences; returns how many copies of the prefix it ended with. Half precision
+    rounds on the way: there the mean error is compared.
     """
     whole = read_apart(lm, ablated, row)
 
@@ -70,21 +70,21 @@ def check(lm: LoadedModel, ablated: Ablation, row: SharedRow) -> int:
         return run(lm.model, part.inputs(lm.device))[0][0]
 
     seen: list[int] = []
-    rows = 0
+    copies = 0
     for reading in read_shared_row(find_blocks(lm), ablated, row, forward):
-        rows += 1
-        part, _ = row.subset(reading.sequences)
-        for index, start in zip(reading.sequences, part.starts, strict=True):
+        copies += len(reading.row.groups)
+        parts = zip(reading.sequences, reading.row.starts, reading.zeroed_shares, strict=True)
+        for index, start, zeroed in parts:
             hidden, share = whole[index]
             found = reading.value[start : start + len(hidden)]
             if hidden.dtype == torch.float32:
                 assert_close(found, hidden, rtol=1e-4, atol=1e-5)
             else:
                 assert_near(found, hidden, 2 * torch.finfo(hidden.dtype).eps, f"ending {index}", mean=True)
-            assert reading.zeroed_share == pytest.approx(share)
+            assert zeroed == pytest.approx(share)
         seen += reading.sequences
     assert sorted(seen) == list(range(len(row.endings)))
-    return rows
+    return copies
 
 
 def middle(lm: LoadedModel, score: str, row: SharedRow) -> float:
