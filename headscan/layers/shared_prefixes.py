@@ -574,7 +574,7 @@ def read_shared_row(
                 groups = branch.parted(split.ablated, pass_cost / left)
                 branches += branch.split(split.layer, groups, inputs["last"], visitor.zeroed_R, most_tokens)
                 continue
-        shares = ((branch.zeroed_R + visitor.zeroed_R) / lm.grid.total_heads).tolist()
+        shares = ((branch.zeroed_R + visitor.zeroed_R).double() / lm.grid.total_heads).tolist()
         yield SharedRowReading(branch.sequences, branch.row, shares, value)
 
 
