@@ -235,8 +235,8 @@ def main() -> None:
     device_of(options)
     dtype = getattr(torch, options.dtype)
     print(
-        f"\n| shape | arm | questions | {options.beside} | headscan | ratio | peak memory | other heads | difference of the"
-        " others | largest difference |"
+        f"\n| shape | arm | questions | {options.beside} | headscan | ratio | peak memory | other heads | "
+        "difference of the others | largest difference |"
     )
     print("|---|---|---:|---:|---:|---:|---:|---:|---:|---:|", flush=True)
     for shape in options.shapes:
