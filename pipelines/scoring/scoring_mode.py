@@ -77,7 +77,7 @@ class _Packer:
     def _cut(self, prefix: int, members: Sequence[int]) -> list[Row]:
         if not prefix:
             return [Row(0, (member,)) for member in members]
-        room = min(max(self.best_tokens, _PREFIXES * prefix), self.most_tokens) - prefix
+        room = _row_tokens(prefix, self.best_tokens, self.most_tokens) - prefix
         cut: list[Row] = []
         row: list[int] = []
         used = 0
@@ -94,6 +94,11 @@ class _Packer:
 
     def _tokens(self, rows: Sequence[Row]) -> int:
         return sum(row.prefix + sum(self.lengths[m] - row.prefix for m in row.members) for row in rows)
+
+
+def _row_tokens(prefix: int, best_tokens: int, most_tokens: int) -> int:
+    """Return the most tokens of a row."""
+    return min(max(best_tokens, _PREFIXES * prefix), most_tokens)
 
 
 def _members(node: PrefixNode) -> Iterator[int]:
@@ -140,20 +145,24 @@ def _in_rows(
     lengths = [len(read.ids) for read in reads]
     tree = prefix_tree([read.ids for read in reads], shareable_tokens(lm, reads), pass_cost(lm.device.type))
     blocks, limit = find_blocks(lm), lm.limits["shared rows"]
+    best_tokens = pass_tokens(lm.device.type, batch_tokens)
     answered: dict[int, ReadAnswer] = {}
     with torch.no_grad():
-        for row in rows(tree, lengths, pass_tokens(lm.device.type, batch_tokens), batch_tokens):
+        for row in rows(tree, lengths, best_tokens, batch_tokens):
             if row.prefix:
 
                 def answer(members: list[int], prefix: int = row.prefix) -> list[ReadAnswer]:
-                    return _read_row(blocks, ablated, [reads[member] for member in members], prefix)
+                    most = _row_tokens(prefix, best_tokens, batch_tokens)
+                    return _read_row(blocks, ablated, [reads[member] for member in members], prefix, most)
 
                 for members, answers in run_halving(list(row.members), answer, lengths, limit):
                     answered.update(zip(members, answers, strict=True))
     return answered
 
 
-def _read_row(blocks: Blocks, ablated: Ablation | None, reads: Sequence[Read], prefix: int) -> list[ReadAnswer]:
+def _read_row(
+    blocks: Blocks, ablated: Ablation | None, reads: Sequence[Read], prefix: int, most_tokens: int
+) -> list[ReadAnswer]:
     lm = blocks.lm
     row = SharedRow(reads[0].ids[:prefix], tuple(read.ids[prefix:] for read in reads))
     answers: dict[int, ReadAnswer] = {}
@@ -166,9 +175,11 @@ def _read_row(blocks: Blocks, ablated: Ablation | None, reads: Sequence[Read], p
         ]
         return likelihoods_at(lm, here, inputs.pop("input_ids"), places, use_cache=False, **inputs)
 
-    for part in read_shared_row(blocks, ablated or HeadMask([]), row, forward):
-        for member, likelihoods in zip(part.sequences, part.value, strict=True):
-            answers[member] = ReadAnswer(likelihoods, part.zeroed_share)
+    cost = pass_cost(lm.device.type)
+    parts = read_shared_row(blocks, ablated or HeadMask([]), row, forward, most_tokens=most_tokens, pass_cost=cost)
+    for part in parts:
+        for member, likelihoods, share in zip(part.sequences, part.value, part.zeroed_shares, strict=True):
+            answers[member] = ReadAnswer(likelihoods, share)
     return [answers[member] for member in range(len(reads))]
 
 

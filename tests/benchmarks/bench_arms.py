@@ -7,7 +7,8 @@
 Both answer the same tokens with the same heads ablated and the same batch budget, in turn, in one process. Models are
 Llama shapes with random weights. Without ``--tasks`` the requests are random tokens as long as MMLU's with five
 examples: a prefix for each subject, four one-token answers to each question. With ``--beside whole``, arms are compared
-with whole prompts instead of lm-eval; then the benchmark needs torch, transformers and accelerate alone.
+with whole prompts instead of lm-eval; then the benchmark needs torch, transformers and accelerate alone, and counts the
+requests in which rounding led a rule to ablate another number of heads.
 """
 
 from __future__ import annotations
@@ -186,9 +187,12 @@ def compared(
         for share in (None, False)
     )
 
+    shares: dict[Reading, tuple[float, ...]] = {}
+
     def ours(reading: Reading, ablated: HeadMask | HeadRule, asked: Sequence[Request]) -> list[float]:
         item = reading.item("all", tuple(asked), ablated, budget)
         result = score_shared_rows(lm, item) if isinstance(item, SharedRowItem) else score_requests(lm, item)
+        shares[reading] = result.zeroed_shares
         return [answer.log_likelihood for answer in result.answers]
 
     def ways(ablated: HeadMask | HeadRule, asked: Sequence[Request]) -> dict[str, Callable[[], list[float]]]:
@@ -199,11 +203,17 @@ def compared(
     longest = sorted(requests, key=lambda request: -len(request.ids))[: 4 * _ANSWERS * batch]
     for name, ablated in ablates.items():
         took, values = timed(ways(ablated, requests), rounds)
+        differences = [abs(a - b) for a, b in zip(values[beside], values["headscan"], strict=True)]
+        others = "- | -"
+        if not theirs:
+            same = [a == b for a, b in zip(shares[whole], shares[shared], strict=True)]
+            of_same = max((d for d, alike in zip(differences, same, strict=True) if alike), default=0.0)
+            others = f"{same.count(False)} | {of_same:.0e}"
         peaks = {way: peak_bytes(lm, run) for way, run in ways(ablated, longest).items()}
-        difference = max(abs(a - b) for a, b in zip(values[beside], values["headscan"], strict=True))
         yield (
             f"{name} | {questions} | {questions / took[beside]:.2f}/s | {questions / took['headscan']:.2f}/s | "
-            f"{took[beside] / took['headscan']:.2f} | {peaks['headscan'] / peaks[beside]:.2f} | {difference:.0e}"
+            f"{took[beside] / took['headscan']:.2f} | {peaks['headscan'] / peaks[beside]:.2f} | "
+            f"{others} | {max(differences):.0e}"
         )
 
 
@@ -224,8 +234,11 @@ def main() -> None:
     logging.set_verbosity_error()
     device_of(options)
     dtype = getattr(torch, options.dtype)
-    print(f"\n| shape | arm | questions | {options.beside} | headscan | ratio | peak memory | largest difference |")
-    print("|---|---|---:|---:|---:|---:|---:|---:|", flush=True)
+    print(
+        f"\n| shape | arm | questions | {options.beside} | headscan | ratio | peak memory | other heads | "
+        "difference of the others | largest difference |"
+    )
+    print("|---|---|---:|---:|---:|---:|---:|---:|---:|---:|", flush=True)
     for shape in options.shapes:
         lm = make_model(shape, options.device, dtype)
         if options.tasks:

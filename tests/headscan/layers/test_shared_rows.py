@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,8 +61,8 @@ def read_apart(lm: LoadedModel, ablated: Ablation, row: SharedRow) -> list[tuple
 
 
 def check(lm: LoadedModel, ablated: Ablation, row: SharedRow) -> int:
-    """Hold a shared row against whole sequences; returns in how many rows it ended. Half precision rounds on the way:
-    there the mean error is compared.
+    """Hold a shared row against whole sequences; returns how many copies of the prefix it ended with. Half precision
+    rounds on the way: there the mean error is compared.
     """
     whole = read_apart(lm, ablated, row)
 
@@ -70,21 +71,21 @@ def check(lm: LoadedModel, ablated: Ablation, row: SharedRow) -> int:
         return run(lm.model, part.inputs(lm.device))[0][0]
 
     seen: list[int] = []
-    rows = 0
+    copies = 0
     for reading in read_shared_row(find_blocks(lm), ablated, row, forward):
-        rows += 1
-        part, _ = row.subset(reading.sequences)
-        for index, start in zip(reading.sequences, part.starts, strict=True):
+        copies += len(reading.row.groups)
+        parts = zip(reading.sequences, reading.row.starts, reading.zeroed_shares, strict=True)
+        for index, start, zeroed in parts:
             hidden, share = whole[index]
             found = reading.value[start : start + len(hidden)]
             if hidden.dtype == torch.float32:
                 assert_close(found, hidden, rtol=1e-4, atol=1e-5)
             else:
                 assert_near(found, hidden, 2 * torch.finfo(hidden.dtype).eps, f"ending {index}", mean=True)
-            assert reading.zeroed_share == pytest.approx(share)
+            assert zeroed == pytest.approx(share)
         seen += reading.sequences
     assert sorted(seen) == list(range(len(row.endings)))
-    return rows
+    return copies
 
 
 def middle(lm: LoadedModel, score: str, row: SharedRow) -> float:
@@ -195,13 +196,81 @@ def test_an_empty_part_of_a_row_is_refused(prefix: tuple[int, ...], endings: tup
         SharedRow(prefix, endings)
 
 
-def test_no_layer_looks_for_the_endings_in_a_mask() -> None:
+@pytest.mark.parametrize("groups", [(), ((0, 1), (2,), (3,)), ((0,), (1,), (2,), (3,))])
+def test_no_layer_looks_for_the_endings_in_a_mask(groups: tuple[tuple[int, ...], ...]) -> None:
     """A GPU would be waited for; on the meta device nothing can be found."""
-    lm, row = make_loaded("llama"), make_row()
+    lm, row = make_loaded("llama"), replace(make_row(), groups=groups)
     heads = torch.empty(1, 6, len(row), 8, device="meta")
     call = ScoredCall(heads, heads, heads, 0.35, causal=True, softcap=30.0)
     visitor = SharedRowHooks(lm, [headscan.HeadMask([])] * len(ENDINGS), row)
     assert visitor.attended(lm.grid.sites[0], call).shape == heads.shape
+
+
+def test_sequences_alone_are_judged_without_waiting_for_the_device() -> None:
+    """Numbers on the meta device cannot be copied to the CPU."""
+    lm, rule = make_loaded("llama"), headscan.HeadRule("output_norm_ln", 0.9)
+    alone = replace(make_row(), groups=((0,), (1,), (2,), (3,)))
+    for row in (alone, make_row()):
+        heads = torch.empty(1, len(row), 6, 8, device="meta")
+        visitor = SharedRowHooks(lm, [rule] * len(ENDINGS), row)
+        if row is alone:
+            assert visitor.visited(lm.grid.sites[0], heads).shape == heads.shape
+        else:  # They may part, which is decided on the CPU.
+            with pytest.raises(NotImplementedError, match="meta"):
+                visitor.visited(lm.grid.sites[0], heads)
+
+
+class Passes:
+    """Tokens of each pass that reaches the last layer's MLP, and whether the model made a mask."""
+
+    def __init__(self, lm: LoadedModel) -> None:
+        self.tokens: list[int] = []
+        self.masked = False
+        layers: Any = lm.model.base_model.layers
+        layers[-1].mlp.register_forward_pre_hook(lambda _, args: self.tokens.append(args[0].shape[1]))
+        layers[0].self_attn.register_forward_pre_hook(self._look, with_kwargs=True)
+
+    def _look(self, _: torch.nn.Module, args: object, kwargs: dict[str, Any]) -> None:
+        self.masked |= kwargs["attention_mask"] is not None
+
+
+def test_sequences_that_part_stay_in_one_pass_of_limited_tokens() -> None:
+    lm, row = make_loaded("llama"), make_row()
+    blocks, passes = find_blocks(lm), Passes(lm)
+    masks = [headscan.HeadMask([(layer, head)]) for layer, head in ((0, 0), (0, 1), (1, 0), (2, 0))]
+    whole = 4 * PREFIX + sum(ENDINGS)
+
+    def copies(**limits: int) -> list[int]:
+        passes.tokens.clear()
+        readings = [*read_shared_row(blocks, masks, row, forward, **limits)]
+        assert sorted(i for reading in readings for i in reading.sequences) == [0, 1, 2, 3]
+        return [len(reading.row.groups) for reading in readings]
+
+    def forward(part: SharedRow, sequences: Sequence[int]) -> None:
+        run(lm.model, part.inputs(lm.device))
+
+    assert copies() == [4] and passes.tokens == [whole]
+    limited = copies(most_tokens=70)
+    assert len(limited) > 1 and sum(limited) == 4
+    assert max(passes.tokens) <= 70 and sum(passes.tokens) == whole
+    assert not passes.masked
+
+
+@pytest.mark.parametrize(("pass_cost", "expected"), [(0, 3), (PREFIX // 2, 3), (PREFIX, 4)])
+def test_prefixes_go_on_being_shared_if_that_saves_more_than_a_pass(pass_cost: int, expected: int) -> None:
+    lm, row = make_loaded("llama"), make_row()
+    masks = [headscan.HeadMask(heads) for heads in ([], [(0, 0)], [(0, 1)], [(0, 0)])]
+    [reading] = read_shared_row(
+        find_blocks(lm), masks, row, lambda part, _: run(lm.model, part.inputs(lm.device)), pass_cost=pass_cost
+    )
+    assert len(reading.row.groups) == expected
+    assert check(lm, masks, row) == 3
+
+
+@pytest.mark.parametrize("groups", [((0, 1), (2,)), ((0, 1), (1, 2, 3)), ((0, 1, 2, 4),)])
+def test_groups_without_each_ending_once_are_refused(groups: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(InterventionError, match="each of the 4 endings once"):
+        replace(make_row(), groups=groups)
 
 
 def test_heads_at_their_mean_share_rows() -> None:

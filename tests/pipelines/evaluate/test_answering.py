@@ -298,7 +298,11 @@ def test_in_half_precision_a_rule_that_ablates_nothing_changes_no_digit(
     tasks = dataclasses.replace(config.tasks, num_fewshot=4)
     half = dataclasses.replace(config, model=spec, tasks=tasks, batch_tokens=2000, share_prefixes=share)
     rows = []
-    monkeypatch.setattr(packed_likelihood, "read_shared_row", lambda *args: rows.append(args) or read_shared_row(*args))
+    monkeypatch.setattr(
+        packed_likelihood,
+        "read_shared_row",
+        lambda *args, **limits: rows.append(args) or read_shared_row(*args, **limits),
+    )
     evaluate(half, run_on(CountingPool(spec), store), [BASELINE, idle])
     assert bool(rows) == (share is None)
     of_baseline, of_rule = (

@@ -81,6 +81,18 @@ def test_shared_rows_are_fewer_tokens(ablated: Ablation | None) -> None:
     assert tokens.take() < 0.75 * of_whole
 
 
+@pytest.mark.parametrize(
+    "rule", [headscan.HeadRule("last_output_norm_ln", 1.0), headscan.HeadRule("output_norm_ln", 1.0)]
+)
+def test_sequences_that_part_early_are_few_tokens_more_than_whole_inputs(rule: headscan.HeadRule) -> None:
+    lm = make_loaded("llama")
+    tokens = Tokens(lm)
+    expected = whole(lm, rule)
+    of_whole = tokens.take()
+    assert close(read_in_rows(lm, rule).answers, expected.answers)
+    assert tokens.take() < 1.1 * of_whole
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
