@@ -18,7 +18,7 @@ from headscan.catalog import DISTANCE_BINS, PROFILES, SCORES, STATISTICS, panel_
 from headscan.errors import NotFiniteError, UnsupportedModelError
 from headscan.models.loaded_model import LoadedModel
 from headscan.statistics.registry import EXPLICIT, weight_statistics
-from headscan.statistics.weight_statistics import AttentionRequest, Findings, Geometry, doubling_bin
+from headscan.statistics.weight_statistics import AttentionRequest, Findings, Geometry, doubling_sums
 from tests.devices import assert_near, on
 from tests.headscan.reference import reference
 from tests.small_models import distinct_first, make_loaded, make_model
@@ -260,13 +260,12 @@ def test_nonfinite_statistics_are_named_and_never_returned(family: str) -> None:
         assert values[1].flatten(2).isnan().any(2).all() if name in PROFILES else not values[1].isfinite().any(), name
 
 
-@pytest.mark.parametrize("where", ["cpu", "meta"])
-def test_distances_fall_into_doubling_bins(where: str) -> None:
-    distances = [*range(70), *(2**power + step for power in range(7, 40) for step in (-1, 0, 1))]
-    found = doubling_bin(torch.tensor(distances, device=where))
-    assert found.shape == (len(distances),) and found.dtype == torch.long
-    if where == "cpu":
-        assert found.tolist() == [min(distance.bit_length(), DISTANCE_BINS - 1) for distance in distances]
+@pytest.mark.parametrize("size", [1, 2, 3, 64, 65, 2 ** (DISTANCE_BINS - 2) + 3])
+def test_distances_fall_into_doubling_bins(size: int) -> None:
+    expected = torch.zeros(DISTANCE_BINS, dtype=torch.float64)
+    for distance in range(size):
+        expected[min(distance.bit_length(), DISTANCE_BINS - 1)] += distance + 1
+    assert torch.equal(doubling_sums(torch.arange(1, size + 1).double()), expected)
 
 
 def test_received_weight_is_summed_in_a_wider_dtype() -> None:
@@ -291,7 +290,7 @@ def test_explicit_weights_are_taken_without_a_look_at_a_number() -> None:
     tally = WeightTally(request, Geometry(6, 6, True, False))
     for first_query, first_key in ((0, 0), (3, 1)):
         weights = torch.empty(2, 3, 3, 3 + first_query - first_key, device="meta")
-        tally.add(weights, weights, first_query, first_key)
+        tally.add(weights, first_query, first_key)
     found = tally.findings()
     assert found.per_query["confidence"].shape == (2, 3, 6)
-    assert found.sums["weight_by_distance"].shape == (2, 3, DISTANCE_BINS)
+    assert found.sums["weight_by_offset"].shape == (2, 3, 11)
