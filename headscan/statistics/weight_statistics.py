@@ -369,7 +369,7 @@ class Entropy(MeanOverQueries):
     continuable = True
 
     def of_block(self, block: WeightBlock) -> Tensor:
-        return torch.special.entr(block.weights_BHRC).sum(-1)
+        return -torch.special.xlogy(block.weights_BHRC, block.weights_BHRC).sum(-1)
 
     def of_fused(self, fused: FusedPass) -> Tensor:
         return (fused.centred_lse_BHN - fused.mean_centred_score()).clamp_min(0.0)
@@ -513,8 +513,8 @@ def doubling_sums(values: Tensor) -> Tensor:
 def _sums_by_offset(weights_BHRC: Tensor) -> Tensor:
     """Sum each diagonal, (B, H, R + C - 1), from the last row's first column to the first row's last.
 
-    Reading a matrix as if its rows were longer by one turns diagonals into columns. Those that cross all rows are summed
-    without a copy; the triangles at both ends are copied with zeros in place of what surrounds them.
+    Reading a matrix as if its rows were longer by one turns diagonals into columns. Diagonals that cross all rows are
+    summed without a copy. The triangles at both ends are copied first, with zeros around them.
     """
     R, C = weights_BHRC.shape[-2:]
     if C < R:
