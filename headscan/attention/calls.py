@@ -304,7 +304,8 @@ class ScoredCall(AttentionCall):
     def _normalise(self, scores_BHRC: Tensor, position_BR: Tensor) -> Tensor:
         """Return the weights; the scores may be overwritten."""
         if self.mask is None and self.bias is None and self.sinks_BHN is None:
-            return scores_BHRC.softmax(-1)  # every query sees a key
+            # Every query sees a key. `Interceptor` would take the result of `torch.softmax` for a model's own weights.
+            return torch.special.softmax(scores_BHRC, -1)
         lse = scores_BHRC.logsumexp(-1, keepdim=True)
         # A padding query may see no key. Its weights are set to 0, because NaN would spread through later layers.
         lse = lse.masked_fill(lse == float("-inf"), 0.0)

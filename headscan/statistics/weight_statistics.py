@@ -369,6 +369,7 @@ class Entropy(MeanOverQueries):
     continuable = True
 
     def of_block(self, block: WeightBlock) -> Tensor:
+        # `torch.special.entr` would be compiled on a GPU at its first use.
         return -torch.special.xlogy(block.weights_BHRC, block.weights_BHRC).sum(-1)
 
     def of_fused(self, fused: FusedPass) -> Tensor:
