@@ -36,7 +36,7 @@ from headscan.statistics.weight_statistics import AttentionRequest, Findings, Ge
 
 #: Largest number of queries, and of weights, in one block.
 BLOCK, MAX_WEIGHTS = 128, 1 << 23
-#: On a GPU, which reads 128 MiB of float32 weights about as fast as it launches an operation.
+#: On a GPU, where the operations of a smaller block take longer to launch than to run. A float32 block has 128 MiB.
 GPU_BLOCK, GPU_MAX_WEIGHTS = 512, 1 << 25
 
 
