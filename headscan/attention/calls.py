@@ -36,6 +36,14 @@ from headscan.statistics.weight_statistics import AttentionRequest, Findings, Ge
 
 #: Largest number of queries, and of weights, in one block.
 BLOCK, MAX_WEIGHTS = 128, 1 << 23
+#: On a GPU, where the operations of a smaller block take longer to launch than to run. A float32 block has 128 MiB.
+GPU_BLOCK, GPU_MAX_WEIGHTS = 512, 1 << 25
+
+
+def block_rows(sequences: int, heads: int, keys: int, device: torch.device) -> int:
+    """Return the number of queries in one block of explicit weights."""
+    rows, weights = (BLOCK, MAX_WEIGHTS) if device.type == "cpu" else (GPU_BLOCK, GPU_MAX_WEIGHTS)
+    return max(16, min(rows, weights // (sequences * heads * keys)))
 
 
 def _rows(mask: Tensor, position_BR: Tensor, keys: slice) -> Tensor:
@@ -49,16 +57,16 @@ def _rows(mask: Tensor, position_BR: Tensor, keys: slice) -> Tensor:
     return torch.stack([rows[:, at] for rows, at in zip(mask, position_BR, strict=True)])
 
 
-def attend_blockwise(call: ScoredCall, take: Callable[[Tensor, Tensor, int, int], None], past: int = 0) -> Tensor:
-    """Return the output (B, H, N, Dv); ``take`` gets weights, log-weights, first query and first key of each block."""
+def attend_blockwise(call: ScoredCall, take: Callable[[Tensor, int, int], None], past: int = 0) -> Tensor:
+    """Return the output (B, H, N, Dv); ``take`` gets weights, first query and first key of each block."""
     K, Dv = call.num_key_value_heads, call.value_dim
     outs: list[Tensor] = []
-    for rows, keys, log_weights in call.blocks(past):
-        weights = log_weights.exp()
+    for rows, keys, weights in call.blocks(past):
         B, H, R, C = weights.shape
         value = call.value_BKSD[:, :, keys]
         outs.append((weights.reshape(B, K, (H // K) * R, C) @ value).reshape(B, H, R, Dv))
-        take(weights, log_weights, past + rows.start, keys.start)
+        take(weights, past + rows.start, keys.start)
+        del weights  # frees the block before the next one is computed
     return torch.cat(outs, 2)
 
 
@@ -77,10 +85,12 @@ class WeightTally:
             for of_queries in WEIGHT_STATISTICS[name].query_sums
         }
         self._sums: dict[str, Tensor] = {}
+        self._unpadded = request.unpadded_queries
 
-    def add(self, weights_BHRC: Tensor, log_weights_BHRC: Tensor, first_query: int, first_key: int) -> None:
+    def add(self, weights_BHRC: Tensor, first_query: int, first_key: int) -> None:
         """Add the weights of one block, from its first query and key on; blocks come in order."""
-        block = WeightBlock(weights_BHRC, log_weights_BHRC, first_query, first_key, self.request, self._normalised)
+        unpadded = first_query + weights_BHRC.shape[-2] <= self._unpadded
+        block = WeightBlock(weights_BHRC, first_query, first_key, self.request, self._normalised, unpadded)
         for name, blocks in self._numbers.items():
             blocks.append(QUERY_NUMBERS[name].of_block(block))
         for name, of_queries in self._to_sum.items():
@@ -235,49 +245,73 @@ class ScoredCall(AttentionCall):
         _check_whole(self.geometry)
         wide, at = self._wide(), position_BR.to(self.device)
         index = at[:, None, :, None].expand(-1, self.num_attention_heads, -1, self.head_dim)
-        return wide.log_weights(wide.query_BHND.gather(2, index), at, slice(0, self.geometry.keys)).exp()
+        scores, key_at = wide._scores(wide.query_BHND.gather(2, index), at, slice(None))
+        wide._hide_by_position(scores, at, key_at)
+        return wide._normalise(scores, at)
 
-    def log_weights(self, query_BHRD: Tensor, position_BR: Tensor, keys: slice, past: int = 0) -> Tensor:
-        """Return log-weights (B, H, R, C) of the queries at ``position_BR`` (B or 1, R) on a slice that has all keys
-        they see; ``past`` keys come before the first query's own.
+    def blocks(self, past: int = 0) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield blocks of queries, the keys that they may see, and weights (B, H, R, C); ``past`` keys come before the
+        first query's own.
+        """
+        B, H, N, S = self.shape_BHNS
+        size = block_rows(B, H, S, self.device)
+        for start in range(0, N, size):
+            rows = slice(start, min(start + size, N))
+            first = 0 if self.window is None else max(0, past + start - self.window + 1)
+            keys = slice(first, past + rows.stop if self.causal else S)
+            yield rows, keys, self._block(rows, keys, past)
+
+    def _block(self, rows: slice, keys: slice, past: int) -> Tensor:
+        position = torch.arange(rows.start, rows.stop, device=self.device)[None]
+        scores, key_at = self._scores(self.query_BHND[:, :, rows], position, keys)
+        R, C = scores.shape[-2:]
+        if self.causal:
+            # Later keys are among the last R columns, and keys that have left the window among the first R.
+            ends = {C - R, 0} if self.window is not None else {C - R}
+            for column in ends:
+                end = slice(column, column + R)
+                self._hide_by_position(scores[..., end], position + past, key_at[end])
+        else:
+            self._hide_by_position(scores, position + past, key_at)
+        return self._normalise(scores, position)
+
+    def _scores(self, query_BHRD: Tensor, position_BR: Tensor, keys: slice) -> tuple[Tensor, Tensor]:
+        """Return new scores (B, H, R, C) of the queries at ``position_BR`` (B or 1, R), before any key is hidden, and
+        the positions of the keys (C,).
         """
         key = self.key_BKSD[:, :, keys]
         B, H, R, D = query_BHRD.shape
         K, C = key.shape[1:3]
-        grouped = query_BHRD.reshape(B, K, (H // K) * R, D)
-        scores = (self.scale * (grouped @ key.mT)).reshape(B, H, R, C)
+        scale = self.scale if self.softcap is None else self.scale / self.softcap
+        scores = (scale * query_BHRD.reshape(B, K, (H // K) * R, D) @ key.mT).reshape(B, H, R, C)
         if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
+            scores = self.softcap * torch.tanh(scores)
         if self.bias is not None:
             scores = scores + _rows(self.bias, position_BR, keys)
-        query_at = position_BR[:, :, None] + past
-        key_at = torch.arange(self.key_BKSD.shape[2], device=key.device)[keys]
-        if self.causal:
-            scores = scores.masked_fill((key_at > query_at)[:, None], float("-inf"))
-        if self.window is not None:
-            far = (query_at - key_at).abs() >= self.window
-            scores = scores.masked_fill(far[:, None], float("-inf"))
         if self.mask is not None:
             mask = _rows(self.mask, position_BR, keys)
-            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-        lse = scores.logsumexp(-1, keepdim=True)
+            scores = scores.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        return scores, torch.arange(self.key_BKSD.shape[2], device=key.device)[keys]
+
+    def _hide_by_position(self, scores_BHRC: Tensor, query_at_BR: Tensor, key_at_C: Tensor) -> None:
+        """Set scores to -inf where causality or the window hides the key."""
+        if self.causal:
+            scores_BHRC.masked_fill_((key_at_C > query_at_BR[..., None])[:, None], float("-inf"))
+        if self.window is not None:
+            far = (query_at_BR[..., None] - key_at_C).abs() >= self.window
+            scores_BHRC.masked_fill_(far[:, None], float("-inf"))
+
+    def _normalise(self, scores_BHRC: Tensor, position_BR: Tensor) -> Tensor:
+        """Return the weights; the scores may be overwritten."""
+        if self.mask is None and self.bias is None and self.sinks_BHN is None:
+            # Every query sees a key. `Interceptor` would take the result of `torch.softmax` for a model's own weights.
+            return torch.special.softmax(scores_BHRC, -1)
+        lse = scores_BHRC.logsumexp(-1, keepdim=True)
         # A padding query may see no key. Its weights are set to 0, because NaN would spread through later layers.
         lse = lse.masked_fill(lse == float("-inf"), 0.0)
         if self.sinks_BHN is not None:
             lse = torch.logaddexp(lse, _rows(self.sinks_BHN[..., None], position_BR, slice(None)).to(lse.dtype))
-        return scores - lse if torch.is_grad_enabled() else scores.sub_(lse)
-
-    def blocks(self, past: int = 0) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield blocks of queries with their keys and log-weights (B, H, R, C)."""
-        B, H, N, _ = self.query_BHND.shape
-        S = self.key_BKSD.shape[2]
-        rows = max(16, min(BLOCK, MAX_WEIGHTS // (B * H * S)))
-        for start in range(0, N, rows):
-            stop = min(start + rows, N)
-            first = 0 if self.window is None else max(0, past + start - self.window + 1)
-            keys = slice(first, past + stop if self.causal else S)
-            position = torch.arange(start, stop, device=self.query_BHND.device)[None]
-            yield slice(start, stop), keys, self.log_weights(self.query_BHND[:, :, start:stop], position, keys, past)
+        return (scores_BHRC - lse).exp() if torch.is_grad_enabled() else scores_BHRC.sub_(lse).exp_()
 
     def _wide(self) -> ScoredCall:
         """Return the call in float32 or wider; a mask replaces causality."""
@@ -335,10 +369,11 @@ class WeightsCall(AttentionCall):
                 "fused attention does not support a model that computes its own weights. Use path='auto'"
             )
         tally = WeightTally(request, self.geometry)
-        for start in range(0, self.geometry.queries, BLOCK):
-            weights = self.weights_BHNS[:, :, start : start + BLOCK]
-            weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
-            tally.add(weights, weights.log(), start, 0)
+        B, H, N, S = self.shape_BHNS
+        size = block_rows(B, H, S, self.device)
+        for start in range(0, N, size):
+            weights = self.weights_BHNS[:, :, start : start + size]
+            tally.add(weights.to(torch.promote_types(weights.dtype, torch.float32)), start, 0)
         return self.out_BHND, _statistics(tally.findings(), self.value_BKSD, self.num_attention_heads)
 
     def weights(self, position_BR: Tensor) -> Tensor:

@@ -400,12 +400,18 @@ class _Collector:
         keep_nonfinite: bool,
     ) -> None:
         self.lm, self.batch, self.wanted, self.keep_nonfinite = lm, batch, wanted, keep_nonfinite
+        self.lengths = batch.lengths.cpu(), batch.key_lengths.cpu()
         ignored = lm.sink_tokens(batch.key_ids) if needs_sink_tokens(wanted) else None
         request = AttentionRequest(
-            wanted - OUTPUT_STATISTICS.keys(), batch.lengths, batch.key_lengths, widths, path, ignored
+            wanted - OUTPUT_STATISTICS.keys(),
+            batch.lengths,
+            batch.key_lengths,
+            widths,
+            path,
+            ignored,
+            shortest=int(self.lengths[0].min()),
         )
         self._requests = {request.lengths.device: request}
-        self.lengths = batch.lengths.cpu(), batch.key_lengths.cpu()
         self.undefined = undefined(wanted, *self.lengths, cross=lm.grid.kind == "cross")
         self.factors = ProjectionFactors(lm) if needs_projection(wanted) else None
         self.measured: dict[tuple[str, int], Tensor] = {}

@@ -52,6 +52,8 @@ class AttentionRequest:
         ignored_keys: bool (B, S), keys that ``confidence`` leaves out; None leaves out none.
         past: Number of keys before the first query's own, from a KV cache. With a past only the statistics in
             `registry.CONTINUABLE` can be measured, over the queries of the call.
+        shortest: The smallest of ``lengths``, which spares a mask on a GPU. None reads it from ``lengths`` if they are
+            on the CPU.
     """
 
     statistics: frozenset[str]
@@ -61,6 +63,7 @@ class AttentionRequest:
     path: str = "auto"
     ignored_keys: Tensor | None = None
     past: int = 0
+    shortest: int | None = None
 
     def __post_init__(self) -> None:
         if self.path not in PATHS:
@@ -74,25 +77,40 @@ class AttentionRequest:
     def over_keys(self) -> TokenMeans:
         return self.over_queries if self.key_lengths is self.lengths else TokenMeans(self.key_lengths)
 
+    @property
+    def unpadded_queries(self) -> int:
+        """Number of first queries that are real in every sequence, or 0 if a GPU would have to be waited for."""
+        if self.shortest is None:
+            return int(self.lengths.min()) if self.lengths.device.type == "cpu" else 0
+        return self.shortest
+
     def on(self, device: torch.device) -> AttentionRequest:
         if self.lengths.device == device:
             return self
         ignored = None if self.ignored_keys is None else self.ignored_keys.to(device)
         return replace(
-            self, lengths=self.lengths.to(device), key_lengths=self.key_lengths.to(device), ignored_keys=ignored
+            self,
+            lengths=self.lengths.to(device),
+            key_lengths=self.key_lengths.to(device),
+            ignored_keys=ignored,
+            shortest=self.unpadded_queries,
         )
 
 
 @dataclass(frozen=True)
 class WeightBlock:
-    """Explicit weights of a block of queries, float32 or wider, with their logarithms; -inf for a masked key."""
+    """Explicit weights of a block of queries, float32 or wider; ``unpadded`` if all queries are known to be real.
+
+    On a GPU a number costs as many reads and writes of the weights as its operations make, so numbers read slices where
+    their keys are contiguous.
+    """
 
     weights_BHRC: Tensor
-    log_weights_BHRC: Tensor
     first_query: int
     first_key: int
     request: AttentionRequest
     normalised: bool
+    unpadded: bool
 
     @cached_property
     def query_R1(self) -> Tensor:
@@ -108,12 +126,22 @@ class WeightBlock:
     @cached_property
     def real_weights_BHRC(self) -> Tensor:
         """The weights, with zero for queries that are padding."""
+        if self.unpadded:
+            return self.weights_BHRC
         real = (self.query_R1[:, 0] < self.request.lengths[:, None])[:, None, :, None]
         return torch.where(real, self.weights_BHRC, 0.0)
 
-    def weight_on(self, keys_RC: Tensor) -> Tensor:
-        """Return the weight of every query on its selected keys: (B, H, R)."""
-        return torch.where(keys_RC, self.weights_BHRC, 0.0).sum(-1)
+    def weight_below(self, key: int) -> Tensor:
+        """Return the weight of every query on the first keys, up to ``key``: (B, H, R)."""
+        return self.weights_BHRC[..., : max(0, key - self.first_key)].sum(-1)
+
+    def weight_at(self, offset: int) -> Tensor:
+        """Return the weight of every query on the key at this offset from its own position, or 0: (B, H, R)."""
+        rows = self.weights_BHRC.shape[-2]
+        column = self.first_query + offset - self.first_key
+        weight = self.weights_BHRC.diagonal(column, -2, -1)
+        before = min(max(0, -column), rows)
+        return F.pad(weight, (before, rows - before - weight.shape[-1]))
 
 
 @dataclass(frozen=True)
@@ -229,7 +257,7 @@ class FirstTokenWeight(MeanNumber):
     continuable = True
 
     def of_block(self, block: WeightBlock) -> Tensor:
-        return block.weight_on(block.key_C == 0)
+        return block.weight_below(1)
 
     def of_fused(self, fused: FusedPass) -> Tensor:
         weight = (-fused.centred_lse_BHN).exp()
@@ -243,7 +271,7 @@ class SelfWeight(MeanNumber):
     positional = True
 
     def of_block(self, block: WeightBlock) -> Tensor:
-        return block.weight_on(block.key_C == block.query_R1)
+        return block.weight_at(0)
 
     def of_fused(self, fused: FusedPass) -> Tensor:
         return (fused.scores_before(0) - fused.lse_BHN).exp()
@@ -256,7 +284,7 @@ class PreviousTokenWeight(MeanNumber):
     skip_first = True
 
     def of_block(self, block: WeightBlock) -> Tensor:
-        return block.weight_on(block.key_C == block.query_R1 - 1)
+        return block.weight_at(-1)
 
     def of_fused(self, fused: FusedPass) -> Tensor:
         weight = (fused.scores_before(1) - fused.lse_BHN).exp()
@@ -268,7 +296,7 @@ class SinkMass(MeanNumber):
     name = "sink_mass"
 
     def of_block(self, block: WeightBlock) -> Tensor:
-        return block.weight_on(block.key_C < block.request.widths.sink)
+        return block.weight_below(block.request.widths.sink)
 
     def of_fused(self, fused: FusedPass) -> Tensor:
         return fused.sink_mass_BHN
@@ -279,9 +307,12 @@ class RecentMass(MeanNumber):
     positional = True
 
     def of_block(self, block: WeightBlock) -> Tensor:
-        widths = block.request.widths
-        near = (block.query_R1 - block.key_C).abs() < widths.recent
-        return block.weight_on(near & (block.key_C >= widths.sink))
+        widths, rows = block.request.widths, block.weights_BHRC.shape[-2]
+        first = max(block.first_key, widths.sink, block.first_query - widths.recent + 1)
+        last = max(first, block.first_query + rows + widths.recent - 1)
+        keys = slice(first - block.first_key, last - block.first_key)
+        near = (block.query_R1 - block.key_C[keys]).abs() < widths.recent
+        return torch.where(near, block.weights_BHRC[..., keys], 0.0).sum(-1)
 
     def of_fused(self, fused: FusedPass) -> Tensor:
         return fused.recent_mass_BHN
@@ -329,7 +360,7 @@ class Confidence(MeanNumber):
         weights = block.weights_BHRC
         if block.request.ignored_keys is not None:
             keys = slice(block.first_key, block.first_key + weights.shape[-1])
-            weights = weights.masked_fill(block.request.ignored_keys[:, None, None, keys], 0.0)
+            weights = weights * ~block.request.ignored_keys[:, None, None, keys]
         return weights.amax(-1)
 
 
@@ -350,9 +381,8 @@ class Entropy(MeanNumber):
     continuable = True
 
     def of_block(self, block: WeightBlock) -> Tensor:
-        # A masked key has weight 0 and log-weight -inf; their product would be NaN.
-        weights = block.weights_BHRC
-        return -(weights * block.log_weights_BHRC.masked_fill(weights == 0, 0.0)).sum(-1)
+        # `torch.special.entr` would be compiled on a GPU at its first use.
+        return -torch.special.xlogy(block.weights_BHRC, block.weights_BHRC).sum(-1)
 
     def of_fused(self, fused: FusedPass) -> Tensor:
         return (fused.centred_lse_BHN - fused.mean_centred_score()).clamp_min(0.0)
@@ -399,19 +429,20 @@ class Received(QuerySum):
         total[..., block.first_key : block.first_key + columns] += block.real_weights_BHRC.sum(-2)
 
 
-class WeightByDistance(QuerySum):
-    """The weight by distance bin: (B, H, bins), float64. The bins double in width; only real queries count."""
+class WeightByOffset(QuerySum):
+    """The weight by offset k - q, from -(S - 1) to S - 1, float64: (B, H, 2S - 1). Only real queries count."""
 
-    name = "weight_by_distance"
+    name = "weight_by_offset"
 
     def zeros(self, block: WeightBlock, geometry: Geometry) -> Tensor:
-        return block.weights_BHRC.new_zeros(*block.weights_BHRC.shape[:2], DISTANCE_BINS, dtype=torch.float64)
+        shape = (*block.weights_BHRC.shape[:2], 2 * geometry.keys - 1)
+        return block.weights_BHRC.new_zeros(shape, dtype=torch.float64)
 
     def add(self, total: Tensor, block: WeightBlock) -> None:
-        by_offset = _sums_by_offset(block.real_weights_BHRC).double()
-        last_key = block.first_key + block.weights_BHRC.shape[-1] - 1
-        offset = torch.arange(by_offset.shape[-1], device=total.device) + (block.first_query - last_key)
-        total.index_add_(-1, doubling_bin(offset.abs()), by_offset)
+        by_offset = _sums_by_offset(block.real_weights_BHRC)
+        last_query = block.first_query + block.weights_BHRC.shape[-2] - 1
+        first = total.shape[-1] // 2 + block.first_key - last_query
+        total[..., first : first + by_offset.shape[-1]] += by_offset
 
 
 class ReceivedMax(Reduction):
@@ -440,19 +471,19 @@ class ReceivedByPosition(Reduction):
     query_sums = (Received(),)
 
     def reduce(self, findings: Findings) -> Tensor:
-        bins = doubling_bin(torch.arange(findings.received_BHS.shape[-1], device=findings.received_BHS.device))
-        # A GPU adds in no fixed order; float64 keeps the last float32 digits equal between runs.
-        wide = findings.received_BHS.double()
-        return wide.new_zeros(*wide.shape[:2], DISTANCE_BINS).index_add_(-1, bins, wide)
+        return doubling_sums(findings.received_BHS.double())
 
 
 class MassByDistance(Reduction):
     name = "mass_by_distance"
     positional = True
-    query_sums = (WeightByDistance(),)
+    query_sums = (WeightByOffset(),)
 
     def reduce(self, findings: Findings) -> Tensor:
-        return findings.sums["weight_by_distance"] / findings.request.lengths[:, None, None]
+        by_offset = findings.sums["weight_by_offset"]
+        keys = by_offset.shape[-1] // 2 + 1
+        earlier_and_own, later = by_offset[..., :keys].flip(-1), by_offset[..., keys:]
+        return doubling_sums(earlier_and_own + F.pad(later, (1, 0))) / findings.request.lengths[:, None, None]
 
 
 class ArgmaxOffset(QueryNumber):
@@ -462,9 +493,9 @@ class ArgmaxOffset(QueryNumber):
     fused = False
 
     def of_block(self, block: WeightBlock) -> Tensor:
-        weights = block.weights_BHRC
-        offset = (block.key_C[weights.argmax(-1)] - block.query_R1[:, 0]).to(weights.dtype)
-        return torch.where(weights.sum(-1).isfinite(), offset, float("nan"))
+        largest, column = block.weights_BHRC.max(-1)
+        offset = column + block.first_key - block.query_R1[:, 0]
+        return torch.where(largest.isfinite(), offset.to(largest.dtype), float("nan"))
 
 
 class ArgmaxOffsets(Reduction):
@@ -483,21 +514,39 @@ class ArgmaxOffsets(Reduction):
         return shares.masked_fill(broken, float("nan"))
 
 
-def doubling_bin(distance: Tensor) -> Tensor:
-    """Return the bin of each distance: 0, 1, 2-3, 4-7, ... The last bin is open."""
-    # Comparing with powers of two is exact; on a GPU the base-2 logarithm of 8 is a little less than 3.
-    lower_ends = 2 ** torch.arange(DISTANCE_BINS - 1, device=distance.device)
-    return torch.bucketize(distance, lower_ends, right=True)
+def doubling_sums(values: Tensor) -> Tensor:
+    """Sum values by index (..., S) into bins of indices 0, 1, 2-3, 4-7, ... (..., bins). The last bin is open."""
+    starts = [0, *(2**power for power in range(DISTANCE_BINS - 1))]
+    ends = [*starts[1:], None]
+    # Slices have a fixed order of addition, and a GPU adds them without atomic operations.
+    sums = [values[..., start:end].sum(-1) for start, end in zip(starts, ends, strict=True) if start < values.shape[-1]]
+    return F.pad(torch.stack(sums, -1), (0, DISTANCE_BINS - len(sums)))
 
 
 def _sums_by_offset(weights_BHRC: Tensor) -> Tensor:
-    """Sum each diagonal, (B, H, R + C - 1), from the first row's last column to the last row's first.
+    """Sum each diagonal, (B, H, R + C - 1), from the last row's first column to the first row's last.
 
-    Reading rows that are padded to length R + C as if their length were R + C - 1 turns diagonals into columns.
+    Reading a matrix as if its rows were longer by one turns diagonals into columns. Diagonals that cross all rows are
+    summed without a copy. The triangles at both ends are copied first, with zeros around them.
     """
     R, C = weights_BHRC.shape[-2:]
-    longer = F.pad(weights_BHRC.flip(-1), (0, R)).flatten(-2)
-    return longer[..., : R * (R + C - 1)].unflatten(-1, (R, R + C - 1)).sum(-2)
+    if C < R:
+        return _sums_by_offset(F.pad(weights_BHRC, (0, R - C)))[..., : R + C - 1]
+    below = weights_BHRC[..., :R].tril(-1).contiguous()
+    above = weights_BHRC[..., C - R :].triu(1).contiguous()
+    sums = (
+        _diagonals(below, R - 1, R - 1, 2),
+        _diagonals(weights_BHRC, R, C - R + 1, 0),
+        _diagonals(above, R - 1, R - 1, 1),
+    )
+    return torch.cat([diagonals.sum(-2) for diagonals in sums], -1)
+
+
+def _diagonals(weights_BHRC: Tensor, rows: int, columns: int, first: int) -> Tensor:
+    """View diagonals as columns, from the ``first`` element on: (B, H, rows, columns)."""
+    *batch, down, right = weights_BHRC.stride()
+    size = (*weights_BHRC.shape[:2], rows, columns)
+    return weights_BHRC.as_strided(size, (*batch, down + right, right), weights_BHRC.storage_offset() + first)
 
 
 PROFILES_AND_RECEIVED: tuple[WeightStatistic, ...] = (

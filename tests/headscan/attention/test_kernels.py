@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from headscan.attention import fused
+from headscan.attention import calls, fused
 from headscan.attention.calls import ScoredCall, WeightTally, attend_blockwise
 from headscan.attention.fused import CpuKernels, CudaKernels, FusedKernels, kernels_for
 from headscan.catalog import MassWidths
@@ -239,3 +240,80 @@ def test_kernels_that_were_tried_without_memory_are_tried_again(monkeypatch: pyt
         fused._cuda_kernels(*asked)
     monkeypatch.setattr(fused, "CudaKernels", lambda dtype, **_: emulated(dtype))
     assert fused._cuda_kernels(*asked)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(60))
+def test_weights_of_blocks_equal_their_definition(
+    seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows, a past, masks of either kind, biases, soft caps, learned sinks, cross and bidirectional attention."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*choices: Any) -> Any:
+        return choices[int(torch.randint(len(choices), (), generator=generator))]
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    for name in ("BLOCK", "GPU_BLOCK"):
+        monkeypatch.setattr(calls, name, draw(16, 23, 40))
+    B, K, G, N, D = draw(1, 2), draw(1, 2), draw(1, 3), draw(1, 17, 50, 83), 8
+    H, causal, past = K * G, draw(True, True, False), draw(0, 0, 1, 30)
+    S = past + N if causal else draw(N, 37)
+    past = past if causal else 0
+    window = draw(None, 1, 5, 20, 60) if causal or S == N else None
+    masked, biased, softcap = draw(None, None, "bool", "additive"), draw(False, False, True), draw(None, None, 2.0)
+    sinks = draw(None, None, numbers(1, H, 1), numbers(B, H, N))
+    query, key, value = numbers(B, H, N, D), numbers(B, K, S, D), numbers(B, K, S, 6)
+    q, k = torch.arange(past, past + N)[:, None], torch.arange(S)
+    seen = (k <= q) | (not causal)
+    if window is not None:
+        seen = seen & ((q - k).abs() < window)
+    bias = numbers(1, H, draw(1, N), S) if biased else None
+    mask = None
+    if masked is not None:
+        seen = seen & (torch.rand(B, 1, N, S, generator=generator) < 0.7)
+        seen[:, :, N // 2] = False  # a padding query that sees no key
+        mask = seen if masked == "bool" else torch.where(seen, 0.0, float("-inf")).double()
+
+    scores = 0.5 * query @ key.repeat_interleave(G, 1).mT
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = (scores if bias is None else scores + bias).masked_fill(~seen, float("-inf"))
+    parts = scores.exp()
+    total = parts.sum(-1, keepdim=True) + (0.0 if sinks is None else sinks[..., None].exp())
+    expected = torch.where(parts > 0, parts / total, 0.0)
+
+    to = {"device": device}
+    call = ScoredCall(
+        query.to(**to),
+        key.to(**to),
+        value.to(**to),
+        0.5,
+        causal,
+        cross=past + N != S,
+        window=None if masked else window,
+        mask=None if mask is None else mask.to(**to),
+        bias=None if bias is None else bias.to(**to),
+        softcap=softcap,
+        sinks_BHN=None if sinks is None else sinks.to(**to),
+    )
+    found = torch.zeros(B, H, N, S, **to).double()
+    taken = 0
+
+    def take(weights: Tensor, first_query: int, first_key: int) -> None:
+        nonlocal taken
+        assert first_query == past + taken
+        found[:, :, taken : taken + weights.shape[2], first_key : first_key + weights.shape[3]] = weights
+        taken += weights.shape[2]
+
+    with torch.no_grad():
+        out = attend_blockwise(call._wide(), take, past)
+    assert taken == N
+    torch.testing.assert_close(found.cpu(), expected)
+    torch.testing.assert_close(out.cpu(), expected @ value.repeat_interleave(G, 1))
+    torch.testing.assert_close(attend_blockwise(call._wide(), lambda *_: None, past), out)
+    if past == 0 and not call.cross:
+        at = torch.randint(N, (B, 7), generator=generator)
+        chosen = expected.gather(2, at[:, None, :, None].expand(-1, H, -1, S))
+        torch.testing.assert_close(call.weights(at.to(**to)).cpu(), chosen)

@@ -17,8 +17,16 @@ from headscan.attention.hooks import SESSIONS, attention_hook
 from headscan.catalog import DISTANCE_BINS, PROFILES, SCORES, STATISTICS, panel_names
 from headscan.errors import NotFiniteError, UnsupportedModelError
 from headscan.models.loaded_model import LoadedModel
-from headscan.statistics.registry import EXPLICIT, weight_statistics
-from headscan.statistics.weight_statistics import AttentionRequest, Findings, Geometry, doubling_bin
+from headscan.statistics.registry import EXPLICIT, QUERY_NUMBERS, weight_statistics
+from headscan.statistics.weight_statistics import (
+    AttentionRequest,
+    Findings,
+    Geometry,
+    Received,
+    WeightBlock,
+    WeightByOffset,
+    doubling_sums,
+)
 from tests.devices import assert_near, on
 from tests.headscan.reference import reference
 from tests.small_models import distinct_first, make_loaded, make_model
@@ -260,13 +268,12 @@ def test_nonfinite_statistics_are_named_and_never_returned(family: str) -> None:
         assert values[1].flatten(2).isnan().any(2).all() if name in PROFILES else not values[1].isfinite().any(), name
 
 
-@pytest.mark.parametrize("where", ["cpu", "meta"])
-def test_distances_fall_into_doubling_bins(where: str) -> None:
-    distances = [*range(70), *(2**power + step for power in range(7, 40) for step in (-1, 0, 1))]
-    found = doubling_bin(torch.tensor(distances, device=where))
-    assert found.shape == (len(distances),) and found.dtype == torch.long
-    if where == "cpu":
-        assert found.tolist() == [min(distance.bit_length(), DISTANCE_BINS - 1) for distance in distances]
+@pytest.mark.parametrize("size", [1, 2, 3, 64, 65, 2 ** (DISTANCE_BINS - 2) + 3])
+def test_distances_fall_into_doubling_bins(size: int) -> None:
+    expected = torch.zeros(DISTANCE_BINS, dtype=torch.float64)
+    for distance in range(size):
+        expected[min(distance.bit_length(), DISTANCE_BINS - 1)] += distance + 1
+    assert torch.equal(doubling_sums(torch.arange(1, size + 1).double()), expected)
 
 
 def test_received_weight_is_summed_in_a_wider_dtype() -> None:
@@ -291,7 +298,68 @@ def test_explicit_weights_are_taken_without_a_look_at_a_number() -> None:
     tally = WeightTally(request, Geometry(6, 6, True, False))
     for first_query, first_key in ((0, 0), (3, 1)):
         weights = torch.empty(2, 3, 3, 3 + first_query - first_key, device="meta")
-        tally.add(weights, weights, first_query, first_key)
+        tally.add(weights, first_query, first_key)
     found = tally.findings()
     assert found.per_query["confidence"].shape == (2, 3, 6)
-    assert found.sums["weight_by_distance"].shape == (2, 3, DISTANCE_BINS)
+    assert found.sums["weight_by_offset"].shape == (2, 3, 11)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(60))
+def test_numbers_of_a_block_equal_their_definitions(seed: int, device: torch.device) -> None:
+    """Any position of a block, more queries than keys included; rows that are NaN, and padding."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(least: int, most: int) -> int:
+        return int(torch.randint(least, most + 1, (), generator=generator))
+
+    S = draw(1, 40)
+    first_query, first_key = draw(0, S - 1), draw(0, S - 1)
+    R, C = draw(1, S - first_query), draw(1, S - first_key)
+    widths = headscan.MassWidths(sink=draw(1, 6), recent=draw(1, 12))
+    wide = torch.rand(2, 3, R + 3, C + 2, generator=generator, dtype=torch.float64)
+    if seed % 3 == 0:
+        wide[0, 1, draw(0, R - 1)] = float("nan")
+    weights = wide[:, :, 1 : R + 1, :C] if seed % 2 else wide[:, :, 1 : R + 1, :C].contiguous()
+    lengths = torch.tensor([draw(1, S), S])
+    ignored = torch.rand(2, S, generator=generator) < 0.3
+    normalised = seed % 5 == 0
+    request = AttentionRequest(frozenset(), lengths, lengths, widths, ignored_keys=ignored).on(device)
+    unpadded = first_query + R <= request.unpadded_queries
+    assert unpadded == (first_query + R <= int(lengths.min()))
+    block = WeightBlock(weights.to(device), first_query, first_key, request, normalised, unpadded)
+
+    q, k = torch.arange(first_query, first_query + R)[:, None], torch.arange(first_key, first_key + C)
+
+    def weight_on(keys: Tensor) -> Tensor:
+        return torch.where(keys, weights, 0.0).sum(-1)
+
+    finite = weights.sum(-1).isfinite()
+    terms = torch.where(weights == 0, 0.0, -weights * weights.log())
+    expected = {
+        "first_token_weight": weight_on(k == 0),
+        "self_weight": weight_on(k == q),
+        "previous_token_weight": weight_on(k == q - 1),
+        "sink_mass": weight_on(k < widths.sink),
+        "recent_mass": weight_on(((q - k).abs() < widths.recent) & (k >= widths.sink)),
+        "weight_sum": torch.where(finite, 1.0, float("nan")) if normalised else weights.sum(-1),
+        "confidence": torch.where(ignored[:, None, None, k] & ~weights.isnan(), 0.0, weights).amax(-1),
+        "entropy": terms.sum(-1),
+        "argmax_offset": torch.where(finite, k[weights.argmax(-1)] - q[:, 0], float("nan")),
+    }
+    assert expected.keys() == QUERY_NUMBERS.keys()
+    for name, values in expected.items():
+        found = QUERY_NUMBERS[name].of_block(block)
+        torch.testing.assert_close(found.cpu(), values.double(), equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
+        assert found.untyped_storage().data_ptr() != block.weights_BHRC.untyped_storage().data_ptr(), name
+
+    real = torch.where((q[:, 0] < lengths[:, None])[:, None, :, None], weights, 0.0)
+    by_key, by_offset = torch.zeros(2, 3, S).double(), torch.zeros(2, 3, 2 * S - 1).double()
+    for column in range(C):
+        by_key[..., first_key + column] = real[..., column].sum(-1)
+        for row in range(R):
+            by_offset[..., first_key + column - (first_query + row) + S - 1] += real[..., row, column]
+    for of_queries, values in ((Received(), by_key), (WeightByOffset(), by_offset)):
+        total = of_queries.zeros(block, Geometry(S, S, False, False))
+        of_queries.add(total, block)
+        torch.testing.assert_close(total.cpu(), values, equal_nan=True, msg=lambda m, n=of_queries.name: f"{n}: {m}")
