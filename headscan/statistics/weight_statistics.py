@@ -241,7 +241,7 @@ class Reduction(WeightStatistic):
         """Return the statistic of the real tokens."""
 
 
-class MeanNumber(QueryMean, QueryNumber):
+class MeanOverQueries(QueryMean, QueryNumber):
     """A statistic that is the mean of its own number per query."""
 
     @property
@@ -252,7 +252,7 @@ class MeanNumber(QueryMean, QueryNumber):
         return findings.per_query[self.name]
 
 
-class FirstTokenWeight(MeanNumber):
+class FirstTokenWeight(MeanOverQueries):
     name = "first_token_weight"
     continuable = True
 
@@ -266,7 +266,7 @@ class FirstTokenWeight(MeanNumber):
         return weight
 
 
-class SelfWeight(MeanNumber):
+class SelfWeight(MeanOverQueries):
     name = "self_weight"
     positional = True
 
@@ -277,7 +277,7 @@ class SelfWeight(MeanNumber):
         return (fused.scores_before(0) - fused.lse_BHN).exp()
 
 
-class PreviousTokenWeight(MeanNumber):
+class PreviousTokenWeight(MeanOverQueries):
     name = "previous_token_weight"
     positional = True
     undefined_for_one = True
@@ -292,7 +292,7 @@ class PreviousTokenWeight(MeanNumber):
         return weight if fused.window != 1 else torch.zeros_like(weight)
 
 
-class SinkMass(MeanNumber):
+class SinkMass(MeanOverQueries):
     name = "sink_mass"
 
     def of_block(self, block: WeightBlock) -> Tensor:
@@ -302,7 +302,7 @@ class SinkMass(MeanNumber):
         return fused.sink_mass_BHN
 
 
-class RecentMass(MeanNumber):
+class RecentMass(MeanOverQueries):
     name = "recent_mass"
     positional = True
 
@@ -351,7 +351,7 @@ class LearnedSinkMass(QueryMean):
         return (1.0 - findings.per_query["weight_sum"]).clamp_min(0.0)
 
 
-class Confidence(MeanNumber):
+class Confidence(MeanOverQueries):
     name = "confidence"
     fused = False
     ignores_sinks = True
@@ -376,7 +376,7 @@ SHARES: tuple[WeightStatistic, ...] = (
 )
 
 
-class Entropy(MeanNumber):
+class Entropy(MeanOverQueries):
     name = "entropy"
     continuable = True
 

@@ -21,7 +21,9 @@ from headscan.statistics.weight_statistics import (
     PROFILES_AND_RECEIVED,
     SHARES,
     MeanOverQueries,
+    QueryMean,
     QueryNumber,
+    Reduction,
     WeightStatistic,
 )
 from tests.headscan.reference import reference
@@ -43,7 +45,7 @@ def test_no_name_is_implemented_twice() -> None:
 
 def test_every_implementation_is_registered() -> None:
     """A class that its family does not list would never run."""
-    bases = (WeightStatistic, QueryNumber, MeanOverQueries, ValueStatistic, OutputStatistic)
+    bases = (WeightStatistic, Reduction, QueryMean, QueryNumber, MeanOverQueries, ValueStatistic, OutputStatistic)
     written = {kind.name for base in bases for kind in base.__subclasses__() if kind not in bases}
     registered = {*WEIGHT_STATISTICS, *VALUE_STATISTICS, *OUTPUT_STATISTICS, *QUERY_NUMBERS}
     assert written == registered
