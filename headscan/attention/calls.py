@@ -85,7 +85,7 @@ class WeightTally:
             for of_queries in WEIGHT_STATISTICS[name].query_sums
         }
         self._sums: dict[str, Tensor] = {}
-        self._unpadded = request.unpadded_queries
+        self._unpadded = request.unpadded_queries if self._to_sum else 0
 
     def add(self, weights_BHRC: Tensor, first_query: int, first_key: int) -> None:
         """Add the weights of one block, from its first query and key on; blocks come in order."""
