@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-# The proof on a GPU needs torch, transformers, accelerate and pytest alone, so it does without .venv where there is none.
+# The proof on a GPU needs torch, transformers, accelerate, pytest and pytest-xdist alone, so it does without .venv where there is none.
 GPU_PYTHON = $(if $(wildcard $(VENV)/.ready),$(BIN)/python,$(PYTHON))
 
 # Environments of engines, which pin other versions of torch and transformers.
@@ -52,10 +52,10 @@ docs: $(VENV)/.ready
 	$(BIN)/mkdocs build --strict
 
 gpu:
-	$(GPU_PYTHON) -m pytest tests/headscan -m gpu --device cuda --minutes 5
-	$(GPU_PYTHON) -m tests.benchmarks.bench_instrument --device cuda --dtype bfloat16 --parts --seconds 8 --loads 8B:8:4096,8B:4:32768,1B:8:4096
-	$(GPU_PYTHON) -m tests.benchmarks.bench_cache --device cuda --dtype bfloat16 --shape 8B --layers 4 --tokens 32768 --rows 1,8 --steps 32
-	$(GPU_PYTHON) -m tests.benchmarks.bench_arms --device cuda --dtype bfloat16 --beside whole --shapes 8B --questions 12 --batch 32 --rounds 2
+	$(GPU_PYTHON) -m pytest tests/headscan -m gpu --device cuda --minutes 5 -n 8 --dist loadfile
+	$(GPU_PYTHON) -m tests.benchmarks.bench_instrument --device cuda --dtype bfloat16 --parts --seconds 6 --loads 8B:8:4096,8B:4:32768,1B:8:4096
+	$(GPU_PYTHON) -m tests.benchmarks.bench_cache --device cuda --dtype bfloat16 --shape 8B --layers 4 --tokens 32768 --rows 1,8,32 --steps 8
+	$(GPU_PYTHON) -m tests.benchmarks.bench_arms --device cuda --dtype bfloat16 --beside whole --shapes 8B --questions 40 --batch 32 --rounds 1
 
 # Exported models in llama.cpp and vLLM against our own numbers; the environments take a few minutes and 3 GB.
 $(ENGINES)/.ready:

@@ -271,7 +271,7 @@ class LoadedModel:
         """Name of the weights' dtype."""
         return str(self.model.dtype).removeprefix("torch.")
 
-    @property
+    @cached_property
     def max_tokens(self) -> int | None:
         """Largest number of tokens with positions; None without a limit."""
         return usable_positions(self.model)
