@@ -240,7 +240,7 @@ Objective = Literal["loss", "divergence"]
 
 
 @dataclass(frozen=True)
-class GateConfig:
+class GateFitConfig:
     """Settings of a fit of gates.
 
     Attributes:

@@ -25,7 +25,7 @@ from headscan.cluster.placement.placements import place
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
-from headscan.options import BehaviourProbe, GateConfig
+from headscan.options import BehaviourProbe, GateFitConfig
 from headscan.pipelines.ablate.single_heads import AblateResult, single_head_effects
 from headscan.pipelines.evaluate.run_evaluation import evaluate as run_evaluation
 from headscan.pipelines.evaluate.run_sweep import sweep as run_sweep
@@ -43,7 +43,7 @@ from headscan.pipelines.pruning.run_prune import prune as run_prune
 from headscan.pipelines.referee.run_referee import RefereeConfig
 from headscan.pipelines.referee.run_referee import referee as run_referee
 from headscan.pipelines.runs.model_identity import ModelIdentity, identify
-from headscan.pipelines.runs.run_records import ModelContext, OpenModel, Run
+from headscan.pipelines.runs.run_context import ModelContext, OpenModel, Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
 from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec, TokenPlan
 from headscan.pipelines.settings.evaluation_settings import (
@@ -75,7 +75,7 @@ __all__ = [
     "CorpusSpec",
     "DataSpec",
     "EvaluateConfig",
-    "GateConfig",
+    "GateFitConfig",
     "GatesConfig",
     "ImportanceConfig",
     "JobOptions",

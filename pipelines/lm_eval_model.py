@@ -24,14 +24,15 @@ from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS
 from headscan.pipelines import jobs
-from headscan.pipelines.evaluate.answering import AnsweringPlan, ArmsItem, answer_item, arm_work, work_items
+from headscan.pipelines.evaluate.answering import AnsweringSettings, ArmsItem, answer_item, arm_work, work_items
 from headscan.pipelines.evaluate.harness import HeadscanLM
 from headscan.pipelines.evaluate.run_evaluation import check_continues, check_predicts
 from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
+from headscan.pipelines.runs.head_orders import imported_heads
 from headscan.pipelines.runs.progress import Progress
-from headscan.pipelines.runs.run_records import ModelContext
-from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms, imported_heads, mask_arm
-from headscan.pipelines.scoring.scoring_mode import choose_reading
+from headscan.pipelines.runs.run_context import ModelContext
+from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms, mask_arm
+from headscan.pipelines.scoring.reading import choose_reading
 from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, HarnessError, PlanMode
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class HeadscanModel(HeadscanLM):
         check_arms(self._context.facts.grid, [self._arm])
         ask, ablated = self._context.pool.one, self._arm.ablated
         reading = choose_reading(ask, self._context.facts.dtype, [ablated], None, lambda line: None)
-        self._plan = AnsweringPlan(batch_tokens, reading._replace(rope=self._context.identity.rope_lengths))
+        self._plan = AnsweringSettings(batch_tokens, reading._replace(rope=self._context.identity.rope_lengths))
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         return self._answered(partial(super().loglikelihood, requests))

@@ -23,7 +23,8 @@ from headscan.attention.hooks import attention_hook, output_hook
 from headscan.catalog import MassWidths, statistics_for
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite
-from headscan.measure.collect import ProjectionFactors, find_score, score
+from headscan.measure.collect import find_score, score
+from headscan.measure.projection_factors import ProjectionFactors
 from headscan.models.forward_inputs import TokenMeans, real_tokens
 from headscan.models.loaded_model import LoadedModel
 from headscan.statistics.registry import OUTPUT_STATISTICS, needs_projection, output_statistics

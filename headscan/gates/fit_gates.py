@@ -45,7 +45,7 @@ from headscan.grid import AttentionSite, Head, HeadGrid
 from headscan.layers.blocks import find_blocks
 from headscan.models.forward_inputs import without_autocast
 from headscan.models.loaded_model import LoadedModel, logits_at
-from headscan.options import GateConfig, Objective
+from headscan.options import GateFitConfig, Objective
 from headscan.pruning.calibration import Calibration
 
 #: Temperature of the concrete variable.
@@ -153,7 +153,7 @@ class TwoSidedGates:
 
 
 #: The settings of a fit by default.
-DEFAULTS = GateConfig()
+DEFAULTS = GateFitConfig()
 #: Numbers of each weight that its fingerprint reads.
 _SAMPLES = 256
 
@@ -171,7 +171,7 @@ def check_model(lm: LoadedModel) -> None:
     refuse_training(lm.model)
 
 
-def fit_mark(lm: LoadedModel, calibration: Calibration, config: GateConfig) -> str:
+def fit_mark(lm: LoadedModel, calibration: Calibration, config: GateFitConfig) -> str:
     """Return the fingerprint of a fit: model, site, texts and settings; spaced samples stand for large weights."""
     digest = hashlib.sha256(config_hash(lm.model.config).encode())
     digest.update(json.dumps([asdict(config), lm.grid.kind, lm.dtype], sort_keys=True).encode())
@@ -319,7 +319,7 @@ _LEAST_PENALTY = 1e-4
 class GateFit:
     """A fit of gates on one model and its texts, step by step."""
 
-    def __init__(self, lm: LoadedModel, calibration: Calibration, config: GateConfig) -> None:
+    def __init__(self, lm: LoadedModel, calibration: Calibration, config: GateFitConfig) -> None:
         check_model(lm)
         if not 0 <= int(calibration.ids.min()) <= int(calibration.ids.max()) < lm.vocab_size:
             raise SequenceError(
@@ -422,7 +422,7 @@ class GateFit:
         return torch.Generator().manual_seed(int(entropy >> np.uint64(1)))
 
 
-def is_done(config: GateConfig, state: FitState) -> bool:
+def is_done(config: GateFitConfig, state: FitState) -> bool:
     """Return True if the schedule is over and the share is closed, or four times as many steps have not closed it."""
     if state.step < config.steps or config.share is None:
         return state.step >= config.steps
@@ -434,7 +434,7 @@ def is_done(config: GateConfig, state: FitState) -> bool:
 def fit_gates(
     lm: LoadedModel,
     calibration: Calibration,
-    config: GateConfig = DEFAULTS,
+    config: GateFitConfig = DEFAULTS,
     *,
     state: Path | None = None,
     every: int = 10,
@@ -480,7 +480,7 @@ def by_layer(grid: HeadGrid, values: Tensor) -> dict[int, Tensor]:
 def fit_two_sided(
     lm: LoadedModel,
     calibration: Calibration,
-    config: GateConfig = DEFAULTS,
+    config: GateFitConfig = DEFAULTS,
     *,
     state: Path | None = None,
     every: int = 10,
@@ -495,6 +495,6 @@ def fit_two_sided(
     return TwoSidedGates(down, up)
 
 
-def opposite(config: GateConfig, down: Gates) -> GateConfig:
+def opposite(config: GateFitConfig, down: Gates) -> GateFitConfig:
     """Return the settings of the fit that opens gates, after the one that closed them."""
     return replace(config, share=None, penalty=-max(abs(down.penalty), _LEAST_PENALTY))

@@ -72,7 +72,7 @@ class ValueNorm(ValueStatistic):
 @dataclass(frozen=True)
 class HeadOutputs:
     """The heads' outputs at the input of the output projection, float32 or wider. ``factor_HDD`` is that of
-    `collect.projection_factor`, with norm(O W) = norm(O L); None if no statistic needs it.
+    `projection_factors.projection_factor`, with norm(O W) = norm(O L); None if no statistic needs it.
     """
 
     heads_BNHD: Tensor

@@ -33,16 +33,16 @@ from headscan.models.model_facts import RopeLengths
 from headscan.models.token_batches import run_halving
 from headscan.options import BATCH_TOKENS, Count, check_limits
 from headscan.pipelines.ablate.single_heads import ablated_sets
-from headscan.pipelines.evaluate.answering import AnsweringPlan, WorkItem
+from headscan.pipelines.evaluate.answering import AnsweringSettings, WorkItem
 from headscan.pipelines.evaluate.run_evaluation import answer_arms
 from headscan.pipelines.evaluate.tasks import ANSWERS, RESULTS, TaskResults
 from headscan.pipelines.measure.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.progress import at_work
-from headscan.pipelines.runs.run_records import Run
+from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.scoring.likelihood import ablating
-from headscan.pipelines.scoring.scoring_mode import Reading
+from headscan.pipelines.scoring.reading import Reading
 from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, pad, whole_batches
 from headscan.pipelines.settings.corpus_settings import DataSpec, ExampleError
 
@@ -308,7 +308,7 @@ def _level(metric: str, numbers: np.ndarray) -> float:
 def answer_labelled(questions: LabelledQuestions, run: Run, run_id: str, arms: Sequence[SiteArm]) -> None:
     """Answer the examples with every arm of a run that has begun, and finish the run."""
     refuse_staged(run.pool, "an answer to a labelled example")
-    plan = AnsweringPlan(questions.config.batch_tokens, Reading(share_prefixes=False))
+    plan = AnsweringSettings(questions.config.batch_tokens, Reading(share_prefixes=False))
     answer_arms(run, run_id, arms, questions, questions.items(run.identity), lambda *_: plan)
 
 

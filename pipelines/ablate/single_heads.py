@@ -21,8 +21,9 @@ from headscan.pipelines.evaluate.run_evaluation import Purpose, check_predicts, 
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.runs.progress import at_work
-from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scoring.arms import BASELINE, ZERO_REPLACEMENT, Arm, ArmReplacement, collect_replacement
+from headscan.pipelines.runs.run_context import Run
+from headscan.pipelines.scoring.arms import BASELINE, Arm
+from headscan.pipelines.scoring.replacements import ZERO_REPLACEMENT, ArmReplacement, collect_replacement
 from headscan.pipelines.settings.corpus_settings import SHORTEST, longest_text
 from headscan.pipelines.settings.evaluation_settings import AblateConfig, LossTexts
 

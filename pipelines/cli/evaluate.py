@@ -24,7 +24,8 @@ from headscan.pipelines.settings.evaluation_settings import (
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
-    from headscan.pipelines.scoring.arms import Arm, ArmReplacement
+    from headscan.pipelines.scoring.arms import Arm
+    from headscan.pipelines.scoring.replacements import ArmReplacement
 
 _DEMO = DemoSize(questions=400, recall=200, sequences=0)
 
@@ -176,8 +177,10 @@ class Evaluate(TaskVerb):
         from headscan.pipelines.evaluate.run_evaluation import evaluate
         from headscan.pipelines.evaluate.tasks import Questions
         from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
+        from headscan.pipelines.runs.head_orders import find_run
         from headscan.pipelines.runs.model_identity import identify
-        from headscan.pipelines.scoring.arms import BASELINE, collect_replacement, controls, find_run, model_arm
+        from headscan.pipelines.scoring.arms import BASELINE, controls, model_arm
+        from headscan.pipelines.scoring.replacements import collect_replacement
 
         replaced = replacement_config(self.arms.replace, self.texts, self)
         quiet_libraries()

@@ -56,7 +56,7 @@ class Generate(ModelVerb):
         from headscan.kv.kept_keys import KeptKeys
         from headscan.pipelines.kv.compare_generation import GenerationTask, compare_generation
         from headscan.pipelines.kv.plan_arms import KeptHeads, check_plan, narrowest_window
-        from headscan.pipelines.runs.run_records import ModelContext
+        from headscan.pipelines.runs.run_context import ModelContext
 
         spec, identity = self.identified()
         prompt = tuple(identity.tokenizer(text)["input_ids"])

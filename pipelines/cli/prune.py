@@ -21,7 +21,7 @@ from headscan.pipelines.settings.saving_settings import REPAIRS, KvCounts, Recal
 if TYPE_CHECKING:
     from headscan.pipelines.pruning.pruning_units import PruneBudget
     from headscan.pipelines.pruning.run_prune import PruneConfig, PruneResult
-    from headscan.pipelines.runs.run_records import Run
+    from headscan.pipelines.runs.run_context import Run
     from headscan.pipelines.settings.saving_settings import TextConfig
     from headscan.pruning.head_selection import SelectionConfig
 
@@ -248,7 +248,7 @@ class Prune(WholeModelVerb):
         from headscan.models.model_facts import check_bounds
         from headscan.pipelines.pruning.build_models import Repair
         from headscan.pipelines.pruning.run_prune import PruneConfig
-        from headscan.pipelines.scoring.arms import imported_heads, stored_orders
+        from headscan.pipelines.runs.head_orders import imported_heads, stored_orders
 
         spec, size, choice = run.model, self.size, self.choice
         named: dict[str, tuple[tuple[int, int], ...]] = {}

@@ -15,7 +15,7 @@ from headscan.pipelines.settings.measure_settings import CorpusRunConfig, ScanCo
 if TYPE_CHECKING:
     from headscan.pipelines.corpora import CorpusReport
     from headscan.pipelines.measure.run_corpus import CorpusRunResult
-    from headscan.pipelines.runs.run_records import Run
+    from headscan.pipelines.runs.run_context import Run
 
 C = TypeVar("C", bound=CorpusRunConfig)
 

@@ -90,7 +90,7 @@ def run_study(config: StudyConfig, devices: Devices, *, resume_anyway: bool) -> 
             check_corpus(corpus.name)
     # These imports load torch, which takes seconds.
     from headscan.analysis.store.store import Store
-    from headscan.pipelines.runs.run_records import Run
+    from headscan.pipelines.runs.run_context import Run
     from headscan.pipelines.study.run_study import study
 
     here = devices.in_this_process()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from headscan.cluster.placement.placement_base import PlacementPlan
     from headscan.pipelines.ablate.labelled_arms import LabelledConfig
     from headscan.pipelines.measure.labelled_texts import LabelledTexts
-    from headscan.pipelines.runs.run_records import Run
+    from headscan.pipelines.runs.run_context import Run
 
 #: Of the demo: length of its recall questions, and of its texts.
 _DEMO_RECALL, _DEMO_TOKENS = 256, 512

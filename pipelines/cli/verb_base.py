@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headscan.cluster.placement.placement_base import Node, PlacementPlan
     from headscan.cluster.tasks.pool import Pool
     from headscan.pipelines.runs.model_identity import ModelIdentity
-    from headscan.pipelines.runs.run_records import OpenModel, Run
+    from headscan.pipelines.runs.run_context import OpenModel, Run
 
 #: Corpus of the bundled model unless one is named: modules of the standard library that it has not read.
 DEMO_CORPUS = "python-stdlib-heldout"
@@ -253,7 +253,7 @@ class RunVerb(ModelVerb, StoreVerb):
         self, spec: ModelSpec, identity: ModelIdentity | None, *, tokens: int, evaluates: bool = False
     ) -> Iterator[tuple[Run, PlacementPlan]]:
         """Yield a run of a model on the devices, and its plan, which is printed; ``identity`` None computes it."""
-        from headscan.pipelines.runs.run_records import Run
+        from headscan.pipelines.runs.run_context import Run
 
         store = self.store.open(writes=True)
         plan = self.devices.plan(spec, tokens=tokens, evaluates=evaluates)

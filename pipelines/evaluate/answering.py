@@ -20,7 +20,7 @@ from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.scoring.bundles import LEAST_SIZE, BundleItem, Start, bundle, start_of
 from headscan.pipelines.scoring.generation import GenerationItem
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, common_tokens
-from headscan.pipelines.scoring.scoring_mode import Reading
+from headscan.pipelines.scoring.reading import Reading
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
 from headscan.pipelines.scoring.token_requests import AnswerSet, GenerationRequest, Likelihood, Request, ScoringItem
 
@@ -96,7 +96,7 @@ _RESPONSES = pa.schema(
 
 
 @dataclass(frozen=True)
-class AnsweringPlan:
+class AnsweringSettings:
     """Settings that all arms of a run share. A forward pass can start at ``starts``, so that up to ``bundle_size``
     masks at a time share what runs before their first head.
     """
@@ -150,7 +150,7 @@ def answer(
     pool: Pool,
     arms: Sequence[tuple[Arm, str]],
     items: Sequence[WorkItem],
-    plan: AnsweringPlan,
+    plan: AnsweringSettings,
     *,
     title: str,
 ) -> Iterator[ArmAnswers]:
@@ -232,7 +232,7 @@ class _StagedItem(LikelihoodItem):
 
 
 def _todo(
-    sheets: Sequence[ArmAnswers], items: Sequence[WorkItem], plan: AnsweringPlan, pace: _Pace
+    sheets: Sequence[ArmAnswers], items: Sequence[WorkItem], plan: AnsweringSettings, pace: _Pace
 ) -> Iterator[ArmsItem]:
     for group in bundle([sheet.arm.ablated for sheet in sheets], plan.starts, plan.bundle_size):
         for item in items:
@@ -245,7 +245,7 @@ def _todo(
                 yield ArmsItem(part, item.index, work)
 
 
-def arm_work(arm: Arm, item: WorkItem, plan: AnsweringPlan) -> ScoringItem:
+def arm_work(arm: Arm, item: WorkItem, plan: AnsweringSettings) -> ScoringItem:
     """Return the work of one arm on one item."""
     name = f"{arm.name}, requests {item.index}"
     if item.work_of is not None:
@@ -255,7 +255,7 @@ def arm_work(arm: Arm, item: WorkItem, plan: AnsweringPlan) -> ScoringItem:
     return GenerationItem(name, item.written, arm.ablated, plan.batch_tokens, one_by_one=plan.reading.as_rules)
 
 
-def _together(arms: Sequence[Arm], item: WorkItem, plan: AnsweringPlan) -> BundleItem:
+def _together(arms: Sequence[Arm], item: WorkItem, plan: AnsweringSettings) -> BundleItem:
     masks = tuple(arm.ablated for arm in arms)
     starts = tuple(start_of(mask, plan.starts) for mask in masks)
     name = f"{arms[0].name} and {len(arms) - 1} more, requests {item.index}"

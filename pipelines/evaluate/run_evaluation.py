@@ -23,16 +23,16 @@ from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from headscan.cluster.tasks.pool import Pool, refuse_staged
 from headscan.errors import InterventionError, NotFiniteError, UnsupportedModelError
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.evaluate.answering import AnsweringPlan, ArmAnswers, WorkItem, answer, work_items
+from headscan.pipelines.evaluate.answering import AnsweringSettings, ArmAnswers, WorkItem, answer, work_items
 from headscan.pipelines.evaluate.tasks import Questions, TaskResults
 from headscan.pipelines.kv.plan_arms import window_notes
 from headscan.pipelines.runs.model_identity import ModelFacts, ModelIdentity, fingerprint, identify
 from headscan.pipelines.runs.progress import at_work
-from headscan.pipelines.runs.run_records import ModelContext, Run
+from headscan.pipelines.runs.run_context import ModelContext, Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms, check_tokenizer, model_settings
 from headscan.pipelines.scoring.bundles import bundle_size, possible_starts
 from headscan.pipelines.scoring.likelihood import grouped_tokens
-from headscan.pipelines.scoring.scoring_mode import (
+from headscan.pipelines.scoring.reading import (
     HALF,
     can_share_prefixes,
     choose_reading,
@@ -159,7 +159,7 @@ def evaluate(
 
 def _plan(
     config: EvaluateConfig, questions: Questions, ablated: Sequence[Ablation | None], run: Run, open_arms: int
-) -> AnsweringPlan:
+) -> AnsweringSettings:
     """Return how a model answers. ``ablated`` are the ablations of all arms, because they read prompts in the same way;
     ``open_arms`` is the number of unfinished arms of this model.
     """
@@ -175,7 +175,7 @@ def _plan(
     longest = max((len(request.ids) for request in questions.requests.values()), default=0)
     cached = max(longest, grouped_tokens(facts.device.split(":")[0]))
     size = bundle_size(facts.caches if reading.share_prefixes else {}, cached)
-    return AnsweringPlan(config.batch_tokens, reading, starts, size)
+    return AnsweringSettings(config.batch_tokens, reading, starts, size)
 
 
 class GradableQuestions(Protocol):
@@ -194,7 +194,7 @@ def answer_arms(
     arms: Sequence[Arm],
     questions: GradableQuestions,
     items: Sequence[WorkItem],
-    plan: Callable[[Run, int], AnsweringPlan],
+    plan: Callable[[Run, int], AnsweringSettings],
     *,
     models: Mapping[ModelSpec, ModelIdentity] | None = None,
     judges_arms: bool = False,

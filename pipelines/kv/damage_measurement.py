@@ -46,7 +46,7 @@ from headscan.pipelines.recall import RecallPlan, recall_questions
 from headscan.pipelines.runs.code_version import code_version
 from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.runs.progress import Progress
-from headscan.pipelines.runs.run_records import ModelContext
+from headscan.pipelines.runs.run_context import ModelContext
 from headscan.pipelines.scoring.bundles import BundleItem, Start, bundle, possible_starts, start_of
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges

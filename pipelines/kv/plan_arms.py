@@ -16,7 +16,7 @@ from headscan.analysis.plans import HeadPlan, budget_lengths, check_model, plann
 from headscan.analysis.store.records import ArmKind
 from headscan.kv.kept_keys import KeptKeys, PlannedKvHead
 from headscan.kv.kv_windows import KvEviction, KvWindows
-from headscan.pipelines.runs.run_records import ModelContext
+from headscan.pipelines.runs.run_context import ModelContext
 from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Request
 from headscan.pipelines.settings.evaluation_settings import PlanMode

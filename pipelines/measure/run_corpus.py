@@ -29,7 +29,7 @@ from headscan.pipelines.corpora import CorpusReport, Shard, TokenSequence, open_
 from headscan.pipelines.measure.shard_task import Measured, measure_shard
 from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.progress import Progress, at_work
-from headscan.pipelines.runs.run_records import Run
+from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.corpus_settings import longest_text
 from headscan.pipelines.settings.measure_settings import CorpusRunConfig, Part
 from headscan.sizing.forward_flops import forward_flops

@@ -21,11 +21,11 @@ from headscan.errors import GateError
 from headscan.gates.fit_gates import FitState, GateFit, Gates, TwoSidedGates, gates_of, is_done, opposite
 from headscan.grid import HeadGrid
 from headscan.models.loaded_model import LoadedModel
-from headscan.options import GateConfig
+from headscan.options import GateFitConfig
 from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.progress import Progress
-from headscan.pipelines.runs.run_records import Run
+from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.token_requests import pad
 from headscan.pipelines.settings.corpus_settings import SHORTEST, longest_text
 from headscan.pipelines.settings.measure_settings import GatesConfig
@@ -42,7 +42,7 @@ class GateItem:
     site: str
     ids: np.ndarray
     lengths: np.ndarray
-    config: GateConfig
+    config: GateFitConfig
     state: FitState | None
     steps: int
 
@@ -148,7 +148,7 @@ def _fit(
     """Fit once or twice; states that were saved in the folder are resumed."""
 
     # As `fit_two_sided`, but each group of steps is a task of the pool, which may be another process.
-    def fitted(name: str, fit: GateConfig, advanced: Callable[[int], None]) -> Gates:
+    def fitted(name: str, fit: GateFitConfig, advanced: Callable[[int], None]) -> Gates:
         path, of_fit = folder / f"{name}.safetensors", f"{run_hash} {name}"
         state = FitState.read(path, of_fit)
         advanced(0 if state is None else state.step)

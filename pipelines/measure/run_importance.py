@@ -35,7 +35,7 @@ from headscan.pipelines.measure.run_corpus import (
 )
 from headscan.pipelines.measure.shard_task import HeadNumbers, Measured, head_table
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
-from headscan.pipelines.runs.run_records import Run
+from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.token_requests import pad, whole_batches
 from headscan.pipelines.settings.corpus_settings import TokenPlan
 from headscan.pipelines.settings.measure_settings import (

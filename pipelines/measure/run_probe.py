@@ -34,7 +34,7 @@ from headscan.options import BehaviourProbe
 from headscan.pipelines.corpora import Corpus, TokenPlan, open_corpus, sequences
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.progress import Progress
-from headscan.pipelines.runs.run_records import Run
+from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.measure_settings import ProbeConfig
 
 #: Hidden sentences and their questions. No sentence's end follows from its beginning or from a haystack.

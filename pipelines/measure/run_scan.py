@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from headscan.pipelines.measure.run_corpus import CorpusRunResult, ShardMeasurement, run_corpus
 from headscan.pipelines.measure.shard_task import ShardItem, measure_shard
-from headscan.pipelines.runs.run_records import Run
+from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.measure_settings import ScanConfig
 
 #: Cost of a sequence of a scan, in forward passes.

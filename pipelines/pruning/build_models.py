@@ -46,7 +46,7 @@ from headscan.pipelines.pruning.pruning_units import (
 from headscan.pipelines.pruning.work_folder import read_model, write_model
 from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.progress import Progress, at_work, shown_steps
-from headscan.pipelines.runs.run_records import Run
+from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.saving_settings import REPAIRS, KvCounts, RecallConfig
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import Divergence, Edits

@@ -30,7 +30,7 @@ from headscan.pipelines.pruning.pruning_units import PruneBudget
 from headscan.pipelines.pruning.work_folder import check_place, work_folder
 from headscan.pipelines.runs.code_version import code_version
 from headscan.pipelines.runs.model_identity import fingerprint
-from headscan.pipelines.runs.run_records import Run
+from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
 from headscan.pipelines.settings.saving_settings import KvCounts, RecallConfig, TextConfig

@@ -21,7 +21,7 @@ from headscan.gates.fit_gates import fit_gates
 from headscan.grid import Head, HeadGrid
 from headscan.long_work import KnownNumbers
 from headscan.models.loaded_model import LoadedModel
-from headscan.options import BATCH_TOKENS, GateConfig
+from headscan.options import BATCH_TOKENS, GateFitConfig
 from headscan.pipelines.evaluate.run_evaluation import check_predicts, evaluate
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.measure.run_importance import recall_texts
@@ -31,7 +31,7 @@ from headscan.pipelines.pruning.pruned_arms import pruned_arm
 from headscan.pipelines.pruning.work_folder import owned_folder
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.progress import at_work, shown_steps
-from headscan.pipelines.runs.run_records import Run
+from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm, random_masks
 from headscan.pipelines.scoring.token_requests import pad
 from headscan.pipelines.settings.corpus_settings import TokenPlan
@@ -118,7 +118,7 @@ def _by_gate(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mappi
     job.say("fitting gates")
     share = job.counts[len(job.counts) // 2] / lm.grid.total_heads
     with at_work("fitting gates"):
-        gates = fit_gates(lm, calibration, GateConfig(share=share))
+        gates = fit_gates(lm, calibration, GateFitConfig(share=share))
     return {GATE: {count: gates.closed(count) for count in job.counts}}
 
 

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from headscan.analysis.heads.head_ranking import rank_behaviours, rank_gates, rank_heads, rank_importance
+from headscan.analysis.heads.head_ranking import (
+    rank_behaviours,
+    rank_gates,
+    rank_heads,
+    rank_importance,
+)
+from headscan.analysis.store.provenance import same_model
 from headscan.analysis.store.records import RunKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.head_effects import rank_effects
-from headscan.catalog import BEHAVIOURS, CRITERIA, EFFECT
+from headscan.catalog import BEHAVIOURS, CRITERIA, EFFECT, RANKED_CRITERIA
+from headscan.errors import InterventionError, PruningError
+from headscan.pipelines.runs.model_identity import ModelIdentity
+from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS
 
 
 def run_kind(name: str) -> RunKind:
@@ -49,3 +60,60 @@ RUN_ORDERS: Mapping[str, Callable[..., Sequence[Any]]] = {
     "gates": lambda store, run_id, _, **order: rank_gates(store, run_id, **order),
     "ablate": lambda store, run_id, _, **order: rank_effects(store, run_id, **order),
 }
+
+
+#: Options of the verb that measures a criterion, where the verb alone does not.
+_MEASURED_BY = {"ablate": "ablate --each"}
+
+
+def find_run(store: Store, identity: ModelIdentity, criterion: str, prefix: str | None) -> str:
+    """Return the id of the run whose numbers order heads by a criterion: the newest finished one of this model, or the
+    one whose id begins with ``prefix``.
+    """
+    kind = run_kind(criterion)
+    if prefix:
+        run = store.resolve_run(prefix, kind)
+        if not same_model(identity.columns(), run):
+            raise InterventionError(
+                f"run {run['run_id']} measured {run['model']}, another model than {identity.name}. Choose a run of it"
+            )
+        if run["status"] != "finished":
+            # The numbers of an unfinished run select other heads and thresholds than those of the finished one.
+            raise InterventionError(f"run {run['run_id']} is {run['status']}. Run its command again to finish it")
+        return str(run["run_id"])
+    for run in finished_runs(store, criterion):
+        if same_model(identity.columns(), run):
+            return str(run["run_id"])
+    verb = _MEASURED_BY.get(kind, kind)
+    if CRITERIA[criterion].on_recall:
+        verb = f"{verb} --recall-prompts {RECALL_PROMPTS}"
+    raise InterventionError(
+        f"{store.path} has no finished {kind} of {identity.name} for {criterion}. Run `headscan {verb}` on it first"
+    )
+
+
+def stored_orders(
+    store: Store, identity: ModelIdentity, methods: Sequence[str], prefix: str | None
+) -> dict[str, list[tuple[int, int]]]:
+    """Return the heads in the order in which they are removed, for the methods that are in `RANKED_CRITERIA`. The ids
+    of the runs start with ``prefix``; None uses the newest runs of the model.
+    """
+    runs = {name: find_run(store, identity, name, prefix) for name in methods if name in RANKED_CRITERIA}
+    return {
+        name: [(head.layer, head.head) for head in head_order(store, run_id, name)] for name, run_id in runs.items()
+    }
+
+
+def imported_heads(path: str | Path) -> list[tuple[int, int]]:
+    """Return the heads of a JSON file in order: ``[layer, head]`` pairs in a list, alone or under ``heads``."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise PruningError(f"cannot read the heads of {path}: {problem}. Give a JSON list of [layer, head]") from None
+    pairs = content.get("heads") if isinstance(content, dict) else content
+    if not isinstance(pairs, list) or not pairs:
+        raise PruningError(f"{path} names 0 heads (limit 1). Give a JSON list of [layer, head]")
+    for pair in pairs:
+        if not (isinstance(pair, list) and len(pair) == 2 and all(type(n) is int and n >= 0 for n in pair)):
+            raise PruningError(f"{path}: {json.dumps(pair)[:60]} is no head. Give a JSON list of [layer, head]")
+    return [(layer, head) for layer, head in pairs]

@@ -3,61 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from headscan.ablation.ablation import ZERO, Ablation, Replacement, StoredOutputs
-from headscan.ablation.collect_outputs import head_means, head_samples
+from headscan.ablation.ablation import Ablation
 from headscan.ablation.masks import HeadMask, RandomHeads
 from headscan.ablation.rules import HeadRule
 from headscan.analysis.heads.head_ranking import random_heads, select_heads, thresholds
-from headscan.analysis.store.provenance import same_model
 from headscan.analysis.store.records import ArmKind, ArmRecord
 from headscan.analysis.store.store import Store
-from headscan.catalog import CRITERIA, RANKED_CRITERIA, SCORES
-from headscan.cluster.tasks.pool import refuse_staged
-from headscan.errors import InterventionError, PruningError, unknown_name
+from headscan.catalog import SCORES
+from headscan.errors import InterventionError, unknown_name
 from headscan.grid import Head, HeadGrid
 from headscan.model_spec import ModelSpec
-from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.corpora.sequences import read_spread
-from headscan.pipelines.runs.head_orders import finished_runs, head_order, run_kind
+from headscan.pipelines.runs.head_orders import head_order, run_kind
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
-from headscan.pipelines.runs.run_records import ModelContext
-from headscan.pipelines.scoring.token_requests import pad
-from headscan.pipelines.settings.corpus_settings import SHORTEST, longest_text
-from headscan.pipelines.settings.evaluation_settings import MaskOrder, ReplacementConfig
-from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS
-
-
-@dataclass(frozen=True)
-class ArmReplacement:
-    """What replaces the ``outputs`` of ablated heads. ``texts_hash``, the first digits of a hash of the texts that it
-    was collected on (empty for zero), identifies it; its numbers do not, because other kernels round them differently.
-    """
-
-    outputs: Replacement = ZERO
-    texts_hash: str = ""
-    source: tuple[tuple[str, object], ...] = field(default=())
-
-    @property
-    def suffix(self) -> str:
-        """The end of an arm's name; empty for zero."""
-        return f" by {self.outputs.value} {self.texts_hash}" if self.texts_hash else ""
-
-    @property
-    def details(self) -> tuple[tuple[str, object], ...]:
-        """Settings of an arm; empty for zero."""
-        return (("replacement_texts", dict(self.source)),) if self.texts_hash else ()
-
-
-ZERO_REPLACEMENT = ArmReplacement()
+from headscan.pipelines.scoring.replacements import ZERO_REPLACEMENT, ArmReplacement
+from headscan.pipelines.settings.evaluation_settings import MaskOrder
 
 
 @dataclass(frozen=True)
@@ -271,114 +234,3 @@ def check_arms(grid: HeadGrid, arms: Sequence[Arm]) -> list[str]:
             plural = "s" if len(whole) > 1 else ""
             notes.append(f"{arm.name} ablates every head of layer{plural} {', '.join(map(str, whole))}")
     return notes
-
-
-#: Options of the verb that measures a criterion, where the verb alone does not.
-_MEASURED_BY = {"ablate": "ablate --each"}
-
-
-def find_run(store: Store, identity: ModelIdentity, criterion: str, prefix: str | None) -> str:
-    """Return the id of the run whose numbers order heads by a criterion: the newest finished one of this model, or the
-    one whose id begins with ``prefix``.
-    """
-    kind = run_kind(criterion)
-    if prefix:
-        run = store.resolve_run(prefix, kind)
-        if not same_model(identity.columns(), run):
-            raise InterventionError(
-                f"run {run['run_id']} measured {run['model']}, another model than {identity.name}. Choose a run of it"
-            )
-        if run["status"] != "finished":
-            # The numbers of an unfinished run select other heads and thresholds than those of the finished one.
-            raise InterventionError(f"run {run['run_id']} is {run['status']}. Run its command again to finish it")
-        return str(run["run_id"])
-    for run in finished_runs(store, criterion):
-        if same_model(identity.columns(), run):
-            return str(run["run_id"])
-    verb = _MEASURED_BY.get(kind, kind)
-    if CRITERIA[criterion].on_recall:
-        verb = f"{verb} --recall-prompts {RECALL_PROMPTS}"
-    raise InterventionError(
-        f"{store.path} has no finished {kind} of {identity.name} for {criterion}. Run `headscan {verb}` on it first"
-    )
-
-
-@dataclass(frozen=True)
-class _OutputsItem:
-    """Texts for one replica; a resampling has a seed."""
-
-    name: str
-    ids: Tensor
-    lengths: Tensor
-    seed: int | None
-
-
-def collect_replacement(config: ReplacementConfig, model: ModelContext, longest: int) -> ArmReplacement:
-    """Return what replaces the outputs of ablated heads; collect it unless it is zero. ``longest`` is the
-    number of tokens of the longest input on which heads will be ablated.
-    """
-    if config.value == "zero" or config.corpus is None:
-        return ZERO_REPLACEMENT
-    refuse_staged(model.pool, f"replace={config.value}", instead="replace=zero")
-    resamples = config.value == "resample"
-    tokens = longest if resamples else longest_text(model.identity, None)
-    shortest, count = (tokens, config.samples) if resamples else (min(SHORTEST, tokens), config.texts)
-    texts = read_spread(
-        config.corpus,
-        model.identity.tokenizer,
-        tokens,
-        count,
-        shortest=shortest,
-        mode="pack" if resamples else "chunk",  # samples are all as long as the longest input
-    )
-    if resamples and len(texts) < 2:
-        raise InterventionError(
-            f"{config.corpus.name} has {len(texts)} text of {shortest} tokens or more (limit 2). Choose another corpus"
-        )
-    ids, lengths = pad([text.ids for text in texts])
-    seed = config.seed if resamples else None
-    source = {
-        "corpus": config.corpus.name,
-        "texts": len(texts),
-        "tokens": int(lengths.sum()),
-        "seed": seed,
-        "hash": fingerprint({"texts": [text.content_hash for text in texts]})[:16],
-    }
-    name = f"{config.value} outputs of heads on {config.corpus.name}"
-    outputs = model.pool.one(collect_outputs, _OutputsItem(name, ids, lengths, seed))
-    return ArmReplacement(outputs, fingerprint({"value": config.value, **source})[:6], tuple(source.items()))
-
-
-def collect_outputs(lm: LoadedModel, item: _OutputsItem) -> StoredOutputs:
-    """Pool task: collect the outputs of all heads on texts."""
-    with torch.no_grad():
-        if item.seed is None:
-            return head_means(lm, item.ids, item.lengths)
-        return head_samples(lm, item.ids, item.lengths, seed=item.seed)
-
-
-def stored_orders(
-    store: Store, identity: ModelIdentity, methods: Sequence[str], prefix: str | None
-) -> dict[str, list[tuple[int, int]]]:
-    """Return the heads in the order in which they are removed, for the methods that are in `RANKED_CRITERIA`. The ids
-    of the runs start with ``prefix``; None uses the newest runs of the model.
-    """
-    runs = {name: find_run(store, identity, name, prefix) for name in methods if name in RANKED_CRITERIA}
-    return {
-        name: [(head.layer, head.head) for head in head_order(store, run_id, name)] for name, run_id in runs.items()
-    }
-
-
-def imported_heads(path: str | Path) -> list[tuple[int, int]]:
-    """Return the heads of a JSON file in order: ``[layer, head]`` pairs in a list, alone or under ``heads``."""
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
-        raise PruningError(f"cannot read the heads of {path}: {problem}. Give a JSON list of [layer, head]") from None
-    pairs = content.get("heads") if isinstance(content, dict) else content
-    if not isinstance(pairs, list) or not pairs:
-        raise PruningError(f"{path} names 0 heads (limit 1). Give a JSON list of [layer, head]")
-    for pair in pairs:
-        if not (isinstance(pair, list) and len(pair) == 2 and all(type(n) is int and n >= 0 for n in pair)):
-            raise PruningError(f"{path}: {json.dumps(pair)[:60]} is no head. Give a JSON list of [layer, head]")
-    return [(layer, head) for layer, head in pairs]

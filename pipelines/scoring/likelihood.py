@@ -2,7 +2,7 @@
 
 Distinct inputs are read in batches, common prefixes first: those of one length as the sequences of one batch, before
 what follows them. Logits are computed only at scored tokens. Rules and random heads need whole inputs, so they share
-equal inputs only; `scoring_mode.SharedRowItem` shares prefixes for rules.
+equal inputs only; `reading.SharedRowItem` shares prefixes for rules.
 
 Shapes: B sequences, N tokens (padded on the right), M scored positions, V vocabulary.
 """

@@ -18,7 +18,7 @@ from headscan.catalog import (
 )
 from headscan.errors import GateError, HeadscanError
 from headscan.model_spec import ModelSpec
-from headscan.options import BATCH_TOKENS, BehaviourProbe, Count, GateConfig, Group, Limits, Option, check_limits
+from headscan.options import BATCH_TOKENS, BehaviourProbe, Count, GateFitConfig, Group, Limits, Option, check_limits
 from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec, DataSpec, TokenPlan
 
 #: Attention that is named on the command line.
@@ -207,7 +207,7 @@ class GatesConfig:
 
     model: ModelSpec
     corpus: CorpusSpec
-    fit: Annotated[GateConfig, Group("fit")] = field(default_factory=GateConfig)
+    fit: Annotated[GateFitConfig, Group("fit")] = field(default_factory=GateFitConfig)
     two_sided: Annotated[
         bool, Option("second fit that opens gates with the same penalty, and the class of every head")
     ] = False

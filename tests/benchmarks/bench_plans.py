@@ -53,7 +53,7 @@ from headscan.pipelines.kv.measured_plan import measured_plan
 from headscan.pipelines.measure.run_probe import probe
 from headscan.pipelines.measure.run_scan import scan
 from headscan.pipelines.runs.model_identity import fingerprint
-from headscan.pipelines.runs.run_records import Run
+from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.measure_settings import ProbeConfig, ScanConfig
 from headscan.pipelines.settings.saving_settings import MeasureConfig
 from tests.benchmarks.measuring import Table, machine, show

@@ -21,7 +21,7 @@ from headscan.cluster.tasks.pool import Finished
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusReport
 from headscan.pipelines.measure.run_corpus import write_shards
-from headscan.pipelines.runs.run_records import Run
+from headscan.pipelines.runs.run_context import Run
 from tests.benchmarks.imagined_workers import (
     ImaginedItem,
     ImaginedWorker,

@@ -26,7 +26,7 @@ from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.tasks.pool import Pool
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.runs.run_records import OpenModel, Run
+from headscan.pipelines.runs.run_context import OpenModel, Run
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
 from headscan.pruning import save_model
 from headscan.sizing import model_sizes

@@ -12,7 +12,7 @@ from headscan.analysis.errors import StoreMissingError
 from headscan.analysis.plans import WindowShare
 from headscan.analysis.store.store import Store
 from headscan.model_spec import ModelSpec
-from headscan.options import BehaviourProbe, GateConfig
+from headscan.options import BehaviourProbe, GateFitConfig
 from headscan.pipelines import jobs
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.pruning.pruning_units import ShareBudget
@@ -89,7 +89,7 @@ def test_every_measuring_job_fills_its_table(
     store, texts = tmp_path / "s.duckdb", CorpusSpec(str(corpus_folder))
     measuring = jobs.ImportanceConfig(spec, texts, TokenPlan(64))
     probing = jobs.ProbeConfig(spec, ("induction_score",), settings=BehaviourProbe(sequences=2, tokens=8))
-    fitting = jobs.GatesConfig(spec, texts, GateConfig(share=0.3, steps=4), sequences=8, max_tokens=32)
+    fitting = jobs.GatesConfig(spec, texts, GateFitConfig(share=0.3, steps=4), sequences=8, max_tokens=32)
     found = [
         jobs.importance(measuring, store, devices=cpu, say=quiet),
         jobs.probe(probing, store, devices=cpu, say=quiet),

@@ -24,7 +24,7 @@ from headscan.gates.fit_gates import (
 from headscan.gradients.backward import backward
 from headscan.grid import Head
 from headscan.models.loaded_model import LoadedModel
-from headscan.options import GateConfig
+from headscan.options import GateFitConfig
 from headscan.pruning.calibration import Calibration
 from tests.small_models import make_loaded
 
@@ -39,8 +39,8 @@ def some_texts(seed: int = 0) -> Calibration:
     return Calibration(ids, torch.tensor([TOKENS] * (TEXTS - 1) + [7]))
 
 
-def quick(**settings: object) -> GateConfig:
-    return replace(GateConfig(steps=6, batch_tokens=36), **settings)
+def quick(**settings: object) -> GateFitConfig:
+    return replace(GateFitConfig(steps=6, batch_tokens=36), **settings)
 
 
 def columns(lm: LoadedModel, head: Head) -> Tensor:
@@ -109,7 +109,7 @@ def test_a_useless_head_and_a_harmful_one_are_found() -> None:
     texts = own_texts(lm)
     weight = columns(lm, HARMFUL)
     weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)))
-    found = fit_two_sided(lm, texts, GateConfig(share=0.25, steps=60, batch_tokens=TEXTS * TOKENS, rate=0.3))
+    found = fit_two_sided(lm, texts, GateFitConfig(share=0.25, steps=60, batch_tokens=TEXTS * TOKENS, rate=0.3))
     assert found.class_of(HARMFUL) == "interfering" and found.class_of(USELESS) == "irrelevant"
     assert {USELESS, HARMFUL} <= set(found.down.closed(4))
     assert list(found.classes().values()).count("facilitating") > 9

@@ -14,7 +14,7 @@ import headscan
 from headscan.architectures import VOCABULARY
 from headscan.errors import NotFiniteError, UnsupportedModelError
 from headscan.grid import AttentionSite
-from headscan.measure.collect import projection_factor
+from headscan.measure.projection_factors import projection_factor
 from headscan.models.forward_inputs import TokenMeans
 from headscan.models.loaded_model import Sharding
 from headscan.statistics.registry import output_statistics

@@ -26,7 +26,7 @@ from headscan.layers.shared_prefixes import read_shared_row
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.answering import ArmsItem
 from headscan.pipelines.evaluate.run_evaluation import evaluate
-from headscan.pipelines.scoring import scoring_mode as packed_likelihood
+from headscan.pipelines.scoring import reading as packed_likelihood
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
 from headscan.pipelines.scoring.bundles import LEAST_SIZE
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig

@@ -22,17 +22,9 @@ from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.evaluate.harness import HeadscanLM
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.measure.run_scan import scan
+from headscan.pipelines.runs.head_orders import find_run
 from headscan.pipelines.runs.model_identity import identify
-from headscan.pipelines.scoring.arms import (
-    BASELINE,
-    Ablation,
-    Arm,
-    controls,
-    find_run,
-    mask_arm,
-    scored_masks,
-    scored_rules,
-)
+from headscan.pipelines.scoring.arms import BASELINE, Ablation, Arm, controls, mask_arm, scored_masks, scored_rules
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
 from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request, input_key
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, HarnessError, TaskConfig

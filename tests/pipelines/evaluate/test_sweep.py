@@ -25,8 +25,9 @@ from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.evaluate.run_sweep import SweepRuns, _size, size_recall, sweep
 from headscan.pipelines.evaluate.tasks import Tasks
 from headscan.pipelines.recall import RecallPlan
+from headscan.pipelines.runs.head_orders import find_run
 from headscan.pipelines.runs.model_identity import identify
-from headscan.pipelines.scoring.arms import BASELINE, find_run, mask_arm
+from headscan.pipelines.scoring.arms import BASELINE, mask_arm
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, SweepConfig, TaskConfig
 from tests.pipelines.conftest import THREADS, make_tokenizer, run_on, write_task

@@ -43,7 +43,7 @@ from headscan.pipelines.kv.damage_measurement import (
 from headscan.pipelines.kv.measured_plan import measured_plan, smallest_windows
 from headscan.pipelines.measure.run_scan import scan
 from headscan.pipelines.recall import RecallPlan, recall_questions
-from headscan.pipelines.runs.run_records import ModelContext, Run
+from headscan.pipelines.runs.run_context import ModelContext, Run
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.measure_settings import ScanConfig
 from headscan.pipelines.settings.saving_settings import LossLimit, MeasureConfig

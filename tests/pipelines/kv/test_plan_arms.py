@@ -23,9 +23,9 @@ from headscan.kv.kv_windows import KvEviction, KvWindows
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.kv.plan_arms import KeptHeads, check_plan, plan_arms, window_notes
-from headscan.pipelines.runs.run_records import ModelContext
+from headscan.pipelines.runs.run_context import ModelContext
 from headscan.pipelines.scoring.arms import Arm
-from headscan.pipelines.scoring.scoring_mode import computed_as_rules
+from headscan.pipelines.scoring.reading import computed_as_rules
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.evaluation_settings import PLAN_MODES
 from tests.pipelines.conftest import THREADS

@@ -16,13 +16,13 @@ from headscan.cluster.pools.open_pool import open_pool
 from headscan.errors import GateError
 from headscan.gates.fit_gates import fit_two_sided
 from headscan.model_spec import ModelSpec
-from headscan.options import GateConfig
+from headscan.options import GateFitConfig
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.measure import run_gates as pipeline
 from headscan.pipelines.measure.run_gates import GatesResult, run_gates
 from headscan.pipelines.runs.model_identity import identify
-from headscan.pipelines.runs.run_records import Run
+from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.measure_settings import GatesConfig
 from headscan.pruning.calibration import Calibration
 from tests.pipelines.cli.test_cli import fails
@@ -31,7 +31,7 @@ from tests.pipelines.conftest import THREADS
 
 @pytest.fixture
 def config(spec: ModelSpec, corpus_folder: Path) -> GatesConfig:
-    fit = GateConfig(steps=25, batch_tokens=200)
+    fit = GateFitConfig(steps=25, batch_tokens=200)
     return GatesConfig(spec, CorpusSpec(str(corpus_folder)), fit, two_sided=True, sequences=12, max_tokens=40)
 
 
@@ -134,11 +134,11 @@ def test_from_the_command_line(spec: ModelSpec, corpus_folder: Path, tmp_path: P
 
 def test_settings_out_of_range(config: GatesConfig, store: Store) -> None:
     for settings, message in (
-        ({"fit": GateConfig(share=None, penalty=0.1)}, "share=None"),
+        ({"fit": GateFitConfig(share=None, penalty=0.1)}, "share=None"),
         ({"sequences": 0}, "sequences=0"),
         ({"max_tokens": 15}, "max_tokens=15"),
     ):
         with pytest.raises(GateError, match=message):
             replace(config, **settings)
     with pytest.raises(GateError, match=r"share=0\.999 closes \d+ of"):
-        run(replace(config, fit=GateConfig(share=0.999)), store)
+        run(replace(config, fit=GateFitConfig(share=0.999)), store)

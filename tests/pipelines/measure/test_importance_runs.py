@@ -26,9 +26,10 @@ from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, seque
 from headscan.pipelines.measure import run_importance as importance_task
 from headscan.pipelines.measure.run_corpus import CorpusRunResult
 from headscan.pipelines.measure.run_importance import run_importance
+from headscan.pipelines.runs.head_orders import find_run, stored_orders
 from headscan.pipelines.runs.model_identity import identify
-from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scoring.arms import find_run, scored_masks, stored_orders
+from headscan.pipelines.runs.run_context import Run
+from headscan.pipelines.scoring.arms import scored_masks
 from headscan.pipelines.settings.measure_settings import CorpusRunError, ImportanceConfig
 from tests.pipelines.cli.test_cli import fails
 from tests.pipelines.conftest import THREADS, make_tokenizer

@@ -21,7 +21,7 @@ from headscan.pipelines.measure.labelled_texts import LabelledText, read_labelle
 from headscan.pipelines.measure.run_corpus import CorpusRunResult
 from headscan.pipelines.measure.run_importance import run_labelled_importance
 from headscan.pipelines.runs.model_identity import identify
-from headscan.pipelines.runs.run_records import Run
+from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.measure_settings import CorpusRunError, LabelledImportanceConfig
 from tests.pipelines.ablate.labelled_models import (

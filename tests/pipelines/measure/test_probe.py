@@ -22,7 +22,7 @@ from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusError, CorpusSpec
 from headscan.pipelines.measure.run_probe import NEEDLES, ProbeResult, default_lengths, probe
 from headscan.pipelines.runs.model_identity import identify
-from headscan.pipelines.runs.run_records import Run
+from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.measure_settings import ProbeConfig, ProbeError
 from tests.pipelines.cli.test_cli import fails
 from tests.pipelines.conftest import THREADS

@@ -24,7 +24,7 @@ from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.measure.run_corpus import CorpusChangedError, CorpusRunResult, shard_size_of
 from headscan.pipelines.measure.run_scan import scan
 from headscan.pipelines.runs.model_identity import identify
-from headscan.pipelines.runs.run_records import Run
+from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.measure_settings import CorpusRunError, ScanConfig
 from headscan.statistics.registry import POSITIONAL
 from tests.analysis.all_values import read_sites

@@ -264,7 +264,7 @@ def test_a_folder_in_use_is_refused_before_any_work(
 ) -> None:
     (tmp_path / "smaller").mkdir()
     (tmp_path / "smaller" / "mine.txt").write_text("kept")
-    monkeypatch.setattr("headscan.pipelines.runs.run_records.identify", None)
+    monkeypatch.setattr("headscan.pipelines.runs.run_context.identify", None)
     assert main([*command, "--share", "0.2"]) == 2
     assert "smaller is not empty. Choose a new folder" in capsys.readouterr().err
     assert (tmp_path / "smaller" / "mine.txt").read_text() == "kept"

@@ -19,7 +19,7 @@ from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.pruning.build_models import Repair
 from headscan.pipelines.pruning.pruning_units import LossBudget, ShareBudget
 from headscan.pipelines.pruning.run_prune import PruneConfig, prune
-from headscan.pipelines.runs.run_records import Run, StoredNumbers
+from headscan.pipelines.runs.run_context import Run, StoredNumbers
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig
 from headscan.pruning.edited_model import Divergence
@@ -143,14 +143,14 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import pytest
-from headscan.pipelines.runs import run_records
+from headscan.pipelines.runs import run_context
 from tests.pipelines.pruning import test_prune_resume as resume
 
 class Killed(Exception):
     def __init__(self):
         os.kill(os.getpid(), signal.SIGKILL)
 
-run_records.WRITE_SECONDS = 0.0
+run_context.WRITE_SECONDS = 0.0
 resume.Stopped = Killed
 model, corpus, folder, most = sys.argv[1:]
 with pytest.MonkeyPatch.context() as monkeypatch:

@@ -161,7 +161,7 @@ MOMENTS = {
     "controls": (f"{_PRUNING}.build_models", "write_model", "control"),
     "before the rename": (f"{_PRUNING}.work_folder", "check_reload", "after"),
     "after the rename": (f"{_PRUNING}.run_prune", "pruned_arm", "before"),
-    "evaluation": ("headscan.pipelines.runs.run_records", "Run.on", "before"),
+    "evaluation": ("headscan.pipelines.runs.run_context", "Run.on", "before"),
 }
 
 

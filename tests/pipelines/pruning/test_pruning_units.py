@@ -25,8 +25,8 @@ from headscan.pipelines.pruning.pruning_units import (
     rounding_note,
     skipped_by,
 )
+from headscan.pipelines.runs.head_orders import imported_heads
 from headscan.pipelines.runs.model_identity import identify
-from headscan.pipelines.scoring.arms import imported_heads
 from tests.analysis.conftest import scan_record
 from tests.small_models import make_loaded, make_model
 

@@ -11,7 +11,7 @@ from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.runs import model_identity
-from headscan.pipelines.runs.run_records import ModelContext
+from headscan.pipelines.runs.run_context import ModelContext
 from tests.pipelines.conftest import THREADS
 
 

@@ -22,7 +22,7 @@ from headscan.pipelines.scoring import eviction
 from headscan.pipelines.scoring.eviction import EvictionItem, score_evicted
 from headscan.pipelines.scoring.generation import GenerationItem, generate_texts
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
-from headscan.pipelines.scoring.scoring_mode import Reading
+from headscan.pipelines.scoring.reading import Reading
 from headscan.pipelines.scoring.token_requests import AnswerSet, GenerationRequest, Likelihood, Request
 from headscan.pipelines.settings.evaluation_settings import PLAN_MODES, PlanMode
 from tests.headscan.kv.cache_plans import NARROW, random_plan

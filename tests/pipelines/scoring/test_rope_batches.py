@@ -25,12 +25,12 @@ from headscan.pipelines.corpora import CorpusSpec, Shard, TokenPlan, TokenSequen
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.measure.run_scan import scan
 from headscan.pipelines.measure.shard_task import ShardItem, measure_shard
-from headscan.pipelines.runs.run_records import Run
+from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring import likelihood, token_requests
 from headscan.pipelines.scoring.arms import BASELINE, Arm
 from headscan.pipelines.scoring.generation import GenerationItem, generate_texts
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
-from headscan.pipelines.scoring.scoring_mode import SharedRowItem, score_shared_rows
+from headscan.pipelines.scoring.reading import SharedRowItem, score_shared_rows
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Request, whole_batches
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig

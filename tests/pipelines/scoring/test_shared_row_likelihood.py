@@ -13,7 +13,7 @@ import headscan
 from headscan.ablation.ablation import Ablation
 from headscan.pipelines.evaluate.answering import ArmsItem, answer_item
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, prefix_tree, score_requests
-from headscan.pipelines.scoring.scoring_mode import (
+from headscan.pipelines.scoring.reading import (
     SharedRowItem,
     can_read_shared_rows,
     rows,

@@ -22,8 +22,9 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main, read_command
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.evaluate.continuation_task import write_task
-from headscan.pipelines.runs.run_records import Run
-from headscan.pipelines.scoring.arms import Arm, imported_heads
+from headscan.pipelines.runs.head_orders import imported_heads
+from headscan.pipelines.runs.run_context import Run
+from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
 from headscan.pipelines.study.run_study import _Study, study
 from headscan.pipelines.study.study_answer import StudyAnswer
