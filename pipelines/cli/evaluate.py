@@ -149,9 +149,9 @@ class Evaluate(TaskVerb):
         headscan evaluate MODEL --tasks mmlu --plan head_plan.json --controls 19
         headscan evaluate MODEL --tasks mmlu --models pruned/,finetuned/
 
-    Heads are listed by hand, or chosen by a score or another criterion that a run in the store measured on the same
-    model, or keep the KV cache of a plan. Other models, such as pruned ones, can answer the same questions. Without any
-    of these only the baseline runs. The same command again resumes.
+    An arm's heads are listed by hand, or chosen by a score or another criterion that a run in the store measured on
+    the same model. A plan ablates no heads and shortens the KV cache. Other models, such as pruned ones, can answer the
+    same questions. Without any of these only the baseline runs. The same command again resumes.
     """
 
     common: ClassVar = "MODEL --tasks --limit --heads --score --share --rule --plan --models --controls --store --json"

@@ -134,7 +134,7 @@ def bundle(arms: Sequence[Ablation | None], possible: frozenset[Start], size: in
 
 
 def score_bundle(lm: LoadedModel, item: BundleItem) -> list[AnswerSet[Likelihood]]:
-    """Pool task: answer requests under each of the masks."""
+    """Answer requests under each of the masks."""
     bundled = _Bundle(lm, item)
     reads = distinct_reads(item.requests)
     with torch.no_grad():

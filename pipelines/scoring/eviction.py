@@ -36,7 +36,7 @@ class EvictionItem:
 
 
 def score_evicted(lm: LoadedModel, item: EvictionItem) -> AnswerSet[Likelihood]:
-    """Pool task: answer requests from caches that evict keys after the context."""
+    """Answer requests from caches that evict keys after the context."""
     # Keys are evicted at the end of each request's own context.
     reads = distinct_reads(item.requests, same_context=True)
     lengths = [len(read.ids) for read in reads]

@@ -43,7 +43,7 @@ class GenerationItem:
 
 
 def generate_texts(lm: LoadedModel, item: GenerationItem) -> AnswerSet[str]:
-    """Pool task: generate the texts with the item's heads ablated."""
+    """Generate the texts with the item's heads ablated."""
     texts: dict[int, str] = {}
     shares: dict[int, float] = {}
     static = item.ablated is None or item.ablated.fixed

@@ -312,7 +312,7 @@ class LikelihoodItem:
 
 
 def score_requests(lm: LoadedModel, item: LikelihoodItem) -> AnswerSet[Likelihood]:
-    """Pool task: answer requests with the item's heads ablated."""
+    """Answer requests with the item's heads ablated."""
     reads = distinct_reads(item.requests)
     share = item.share_prefixes and (item.ablated is None or item.ablated.may_share_prefix)
     answers = answers_to(lm, reads, item.ablated, item.batch_tokens, share_prefixes=share, as_rules=item.as_rules)

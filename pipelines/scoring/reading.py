@@ -128,7 +128,7 @@ def can_read_shared_rows(lm: LoadedModel, item: object) -> bool:
 
 
 def score_shared_rows(lm: LoadedModel, item: SharedRowItem) -> AnswerSet[Likelihood]:
-    """Pool task: answer requests with the item's heads ablated, with the kernels of rules for every arm."""
+    """Answer requests with the item's heads ablated, with the kernels of rules for every arm."""
     reads = distinct_reads(item.requests)
     answered: dict[int, ReadAnswer] = {}
     if item.ablated is None or item.ablated.may_share_rows:
