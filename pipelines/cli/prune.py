@@ -246,7 +246,7 @@ class Prune(WholeModelVerb):
         """Yield the settings; the demo's task exists inside the context."""
         from headscan.analysis.heads.head_roles import find_mask
         from headscan.models.model_facts import check_bounds
-        from headscan.pipelines.pruning.build_models import Repair
+        from headscan.pipelines.pruning.build_models import RepairChoice
         from headscan.pipelines.pruning.run_prune import PruneConfig
         from headscan.pipelines.runs.head_orders import imported_heads, stored_orders
 
@@ -274,7 +274,7 @@ class Prune(WholeModelVerb):
                 unit=self.unit,
                 kv_counts=choice.kv_counts,
                 selection=choice.selection(is_demo=self.is_demo),
-                repair=Repair(choice.repair, choice.distill),
+                repair=RepairChoice(choice.repair, choice.distill),
                 controls=PruneConfig.controls if self.controls is None else self.controls,
                 remote_code=self.remote_code,
                 skip_verdict=self.skip_verdict,

@@ -94,7 +94,7 @@ class Referee(WholeModelVerb):
         return site_result(run.store, run_id, points)
 
     def _on_tasks(self) -> Result:
-        from headscan.pipelines.pruning.build_models import Repair
+        from headscan.pipelines.pruning.build_models import RepairChoice
         from headscan.pipelines.referee.run_referee import RefereeConfig, referee
 
         texts = self.text_config(_DEMO)
@@ -104,7 +104,7 @@ class Referee(WholeModelVerb):
                 evaluation=replace(evaluation, batch_tokens=placed.batch_tokens),
                 compared=self.criteria.compared(),
                 texts=texts,
-                repair=Repair(self.criteria.repair),
+                repair=RepairChoice(self.criteria.repair),
             )
             run_id = referee(config, run)
         return referee_result(run.store, run_id)

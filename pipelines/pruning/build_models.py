@@ -57,7 +57,7 @@ from headscan.sizing.model_sizes import LayerCache
 
 
 @dataclass(frozen=True)
-class Repair:
+class RepairChoice:
     """A repair by its name in `REPAIRS`, and gradient steps after it; 0 omits them."""
 
     name: str = "o+down"
@@ -135,7 +135,7 @@ class BuildJob:
     unit: Unit = "head"
     kv_counts: KvCounts = "any"
     selection: SelectionConfig = field(default_factory=SelectionConfig)
-    repair: Repair = field(default_factory=Repair)
+    repair: RepairChoice = field(default_factory=RepairChoice)
     orders: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
     remote_code: bool = False
     timing: Timing | None = field(default_factory=Timing)

@@ -21,7 +21,7 @@ from headscan.options import Limits, check_limits
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.export.servable_model import obstacle
-from headscan.pipelines.pruning.build_models import BuildJob, Repair, WantedModel, build_models, kept_damages
+from headscan.pipelines.pruning.build_models import BuildJob, RepairChoice, WantedModel, build_models, kept_damages
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_recall, read_texts
 from headscan.pipelines.pruning.model_card import model_card
 from headscan.pipelines.pruning.model_costs import Timing
@@ -76,7 +76,7 @@ class PruneConfig:
     unit: Unit = "head"
     kv_counts: KvCounts = "any"
     selection: SelectionConfig = field(default_factory=SelectionConfig)
-    repair: Repair = field(default_factory=Repair)
+    repair: RepairChoice = field(default_factory=RepairChoice)
     controls: Annotated[int, Limits(least=0)] = 1
     remote_code: bool = False
     timing: Timing | None = field(default_factory=Timing)

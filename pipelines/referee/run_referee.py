@@ -25,7 +25,7 @@ from headscan.options import BATCH_TOKENS, GateFitConfig
 from headscan.pipelines.evaluate.run_evaluation import check_predicts, evaluate
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.measure.run_importance import recall_texts
-from headscan.pipelines.pruning.build_models import BuildJob, Repair, WantedModel, build_models, kept_damages
+from headscan.pipelines.pruning.build_models import BuildJob, RepairChoice, WantedModel, build_models, kept_damages
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_texts
 from headscan.pipelines.pruning.pruned_arms import pruned_arm
 from headscan.pipelines.pruning.work_folder import owned_folder
@@ -187,7 +187,7 @@ class RefereeConfig:
     evaluation: EvaluateConfig
     compared: Comparison = field(default_factory=Comparison)
     texts: TextConfig = field(default_factory=TextConfig)
-    repair: Repair = field(default_factory=lambda: Repair("none"))
+    repair: RepairChoice = field(default_factory=lambda: RepairChoice("none"))
 
 
 def referee(config: RefereeConfig, run: Run) -> str:

@@ -16,7 +16,7 @@ from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.long_work import WorkUnit
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec
-from headscan.pipelines.pruning.build_models import Repair
+from headscan.pipelines.pruning.build_models import RepairChoice
 from headscan.pipelines.pruning.pruning_units import LossBudget, ShareBudget
 from headscan.pipelines.pruning.run_prune import PruneConfig, prune
 from headscan.pipelines.runs.run_context import Run, StoredNumbers
@@ -80,7 +80,7 @@ def config(spec: ModelSpec, corpus: Path, folder: Path) -> PruneConfig:
         texts=TextConfig(CorpusSpec(str(corpus)), sequences=16, max_tokens=64),
         recall=RecallConfig(prompts=0),
         selection=SELECTION,
-        repair=Repair("o"),
+        repair=RepairChoice("o"),
         timing=None,
         skip_verdict=True,
     )
