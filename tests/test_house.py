@@ -61,12 +61,14 @@ def test_help_imports_no_library() -> None:
 OTHERS = ("ray", "duckdb", "datasets", "lm_eval", "pyarrow", "pandas", "scipy", "plotly", "psutil", "sacrebleu")
 
 
-def test_headscan_needs_torch_transformers_and_accelerate_and_make_gpu_pytest() -> None:
+def test_headscan_needs_torch_transformers_and_accelerate_and_make_gpu_pytest_with_xdist() -> None:
     """Its tests are collected, and its benchmarks imported, where the other libraries are missing."""
     targets = (ROOT / "Makefile").read_text("utf-8").partition("\ngpu:")[2].partition("\n\n")[0].strip().splitlines()
     tests, *benches = (target.partition("(GPU_PYTHON) -m ")[2].split() for target in targets)
     assert tests[0] == "pytest" and len(benches) == 3
-    tried = [*tests[1:], "--collect-only", "--device", "cpu"]
+    parallel = ["-n", "8", "--dist", "loadfile"]
+    assert tests[-4:] == parallel
+    tried = [*tests[1:-4], "--collect-only", "--device", "cpu"]
     use = "".join(f"import {bench[0]}\n" for bench in benches) + f"import pytest\nprint(pytest.main({tried}))"
     library = "from headscan import load, collect, intervene, HeadMask, HeadRule, score\nprint('library')\n"
     without_these = f"hides = lambda name: name.partition('.')[0] in {OTHERS!r}\n"
