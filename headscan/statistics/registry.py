@@ -23,6 +23,7 @@ from headscan.statistics.weight_statistics import (
     PROFILES_AND_RECEIVED,
     SHARES,
     Findings,
+    Joins,
     QueryMean,
     QueryNumber,
     Reduction,
@@ -49,6 +50,7 @@ class ValueStatistic(ABC):
     """A statistic of the value vectors, equal within a group; its name is that of the catalogue."""
 
     name: ClassVar[str]
+    joins: ClassVar[Joins | None] = None
 
     @abstractmethod
     def reduce(self, values: ValueVectors) -> Tensor:
@@ -57,6 +59,7 @@ class ValueStatistic(ABC):
 
 class FirstValueNorm(ValueStatistic):
     name = "first_value_norm"
+    joins = "first"
 
     def reduce(self, values: ValueVectors) -> Tensor:
         return values.norm_BKS[..., 0]
@@ -64,6 +67,7 @@ class FirstValueNorm(ValueStatistic):
 
 class ValueNorm(ValueStatistic):
     name = "value_norm"
+    joins = "mean"
 
     def reduce(self, values: ValueVectors) -> Tensor:
         return values.over_keys.mean(values.norm_BKS)
@@ -88,6 +92,7 @@ class OutputStatistic(ABC):
     """A statistic of the heads' outputs; its name is that of the catalogue."""
 
     name: ClassVar[str]
+    joins: ClassVar[Joins | None] = None
     needs_projection: ClassVar[bool] = False
 
     @abstractmethod
@@ -97,6 +102,7 @@ class OutputStatistic(ABC):
 
 class OutputNorm(OutputStatistic):
     name = "output_norm"
+    joins = "mean"
 
     def reduce(self, outputs: HeadOutputs) -> Tensor:
         return outputs.over_tokens.mean(outputs.norm_BHN)
@@ -104,6 +110,7 @@ class OutputNorm(OutputStatistic):
 
 class LastOutputNorm(OutputStatistic):
     name = "last_output_norm"
+    joins = "last"
 
     def reduce(self, outputs: HeadOutputs) -> Tensor:
         return at_last_token(outputs.norm_BHN, outputs.over_tokens.lengths)
@@ -111,6 +118,7 @@ class LastOutputNorm(OutputStatistic):
 
 class ProjectedOutputNorm(OutputStatistic):
     name = "projected_output_norm"
+    joins = "mean"
     needs_projection = True
 
     def reduce(self, outputs: HeadOutputs) -> Tensor:
@@ -151,6 +159,14 @@ EXPLICIT = frozenset(s.name for s in WEIGHT_STATISTICS.values() if s.explicit)
 POSITIONAL = frozenset(s.name for s in WEIGHT_STATISTICS.values() if s.positional)
 #: Computable for the last tokens of a sequence alone, with the earlier ones in a KV cache.
 CONTINUABLE = frozenset(s.name for s in WEIGHT_STATISTICS.values() if s.continuable) | VALUE_STATISTICS.keys()
+#: How the numbers of a prefix and of an ending join, by name.
+JOINS: dict[str, Joins | None] = {
+    **{name: statistic.joins for name, statistic in WEIGHT_STATISTICS.items()},
+    **{name: statistic.joins for name, statistic in VALUE_STATISTICS.items()},
+    **{name: statistic.joins for name, statistic in OUTPUT_STATISTICS.items()},
+}
+#: Of whole sequences, computable from a prefix that is measured once and from each of its endings.
+JOINABLE = frozenset(name for name, joins in JOINS.items() if joins) & (CONTINUABLE | OUTPUT_STATISTICS.keys())
 
 
 def needed_numbers(names: Set[str]) -> tuple[QueryNumber, ...]:

@@ -20,7 +20,7 @@ from headscan.analysis.heads.head_ranking import random_heads, select_heads, thr
 from headscan.analysis.store.provenance import same_model
 from headscan.analysis.store.records import ArmKind, ArmRecord
 from headscan.analysis.store.store import Store
-from headscan.catalog import CRITERIA, RANKED_CRITERIA, SCORES
+from headscan.catalog import CRITERIA, RANKED_CRITERIA, SCORES, MassWidths
 from headscan.cluster.tasks.pool import refuse_staged
 from headscan.errors import InterventionError, PruningError, unknown_name
 from headscan.grid import Head, HeadGrid
@@ -199,15 +199,23 @@ def scored_masks(
 def scored_rules(
     store: Store, run_id: str, score: str, quantiles: Sequence[float], replacement: ArmReplacement = ZERO_REPLACEMENT
 ) -> list[Arm]:
-    """Return the rules whose thresholds are quantiles of a scan's pooled scores."""
+    """Return the rules whose thresholds are quantiles of a scan's pooled scores; they measure the scan's widths."""
     selection = f"scan {run_id[:4]}{replacement.suffix}"
     limits = thresholds(store, run_id, score, quantiles)
-    rules = [HeadRule(score, limit, replacement.outputs) for limit in limits]
+    widths = _measured_widths(store, run_id)
+    rules = [HeadRule(score, limit, replacement.outputs, widths) for limit in limits]
     names = [f"rule {score} {100 * quantile:g}% of {selection}" for quantile in quantiles]
     return [
         Arm(name, ArmKind.RULE, rule, score, quantile, run_id, selection, details=replacement.details)
         for name, quantile, rule in zip(names, quantiles, rules, strict=True)
     ]
+
+
+def _measured_widths(store: Store, run_id: str) -> MassWidths:
+    """Return the widths of sink and recent mass in a scan or a recording."""
+    [run] = store.query("SELECT config FROM runs WHERE run_id = ?", [run_id]).to_pylist()
+    config = json.loads(run["config"])
+    return MassWidths(config["sink"], config["recent"])
 
 
 def random_masks(
