@@ -213,7 +213,7 @@ def test_rules_on_any_statistic_are_refused_or_measure_what_scans_do(
 
 
 def test_rules_share_rows_if_all_their_statistics_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert all(headscan.HeadRule(score, 0.5).may_share_rows for score in SCORES)
+    assert all(rule.may_share_rows for rule in RULES)
     for statistic in ("self_weight", "output_mean_norm"):
         rule = headscan.HeadRule(add_score(monkeypatch, statistic), 0.5)
         assert not rule.may_share_rows
