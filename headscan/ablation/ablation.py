@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from headscan.catalog import ReplacementKind
+from headscan.catalog import MassWidths, ReplacementKind
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite, Head, HeadGrid
 from headscan.models.loaded_model import LoadedModel
@@ -292,6 +292,11 @@ class Ablation(ABC):
     def score_name(self) -> str | None:
         """The score that decides which heads are ablated; None if no score does."""
         return None
+
+    @property
+    def score_widths(self) -> MassWidths:
+        """Widths of the sink and recent mass that the score may read."""
+        return MassWidths()
 
     @property
     def score_threshold(self) -> float | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,16 +27,23 @@ from headscan.measure.collect import find_score, score
 from headscan.measure.projection_factors import ProjectionFactors
 from headscan.models.forward_inputs import TokenMeans, real_tokens
 from headscan.models.loaded_model import LoadedModel
-from headscan.statistics.registry import OUTPUT_STATISTICS, needs_projection, output_statistics
+from headscan.statistics.registry import (
+    JOINABLE,
+    OUTPUT_STATISTICS,
+    needs_projection,
+    needs_sink_tokens,
+    output_statistics,
+)
 from headscan.statistics.weight_statistics import AttentionRequest
 
 
 class RuleStatistics:
     """The statistics ``wanted`` of one score, measured layer by layer; None measures nothing."""
 
-    def __init__(self, lm: LoadedModel, score: str | None) -> None:
+    def __init__(self, lm: LoadedModel, score: str | None, widths: MassWidths | None = None) -> None:
         if score is not None and lm.grid.kind == "cross":
             raise InterventionError(f"a rule cannot score cross attention: {score}. Use a HeadMask, or another site")
+        self.score, self._widths = score, widths or MassWidths()
         self.wanted = statistics_for([] if score is None else [score])
         self._factors = ProjectionFactors(lm) if needs_projection(self.wanted) else None
         self._from_attention: dict[str, Tensor] = {}
@@ -48,7 +55,7 @@ class RuleStatistics:
 
     def attended(self, call: AttentionCall, lengths: Tensor, past: int = 0) -> Tensor:
         """Measure an attention call and return its output; ``past`` counts the cached tokens before it."""
-        request = AttentionRequest(self.of_attention, lengths, lengths, MassWidths(), past=past)
+        request = AttentionRequest(self.of_attention, lengths, lengths, self._widths, past=past)
         out, self._from_attention = call.measure(request)
         return out
 
@@ -143,23 +150,34 @@ class HeadRule(Ablation):
     """Ablates, for each input, the heads whose score is beyond a threshold. Each layer scores its heads on activations
     that the rule has already changed in the layers below (arXiv 2504.03889).
 
+    A rule measures what `collect` measures. It refuses scores on statistics that leave out sink tokens
+    (``confidence``), because rules see no token ids.
+
     Attributes:
         score: Name of a score; the catalogue defines which end is inactive.
         threshold: A head is ablated if its score is strictly below it, or strictly above it if high is inactive.
         replacement: What takes the place of its output: zero, `HeadMeans` or `HeadSamples`.
+        widths: Widths of sink and recent mass, for scores on them; those of the scan that gave the threshold.
 
     Raises:
         UnknownNameError: The catalogue has no such score.
-        InterventionError: The threshold is NaN.
+        InterventionError: The threshold is NaN, or the score needs token ids.
     """
 
     score: str
     threshold: float
     replacement: Replacement = ZERO
+    widths: MassWidths = field(default_factory=MassWidths)
     needs_whole_input = True
 
     def __post_init__(self) -> None:
         find_score(self.score)
+        for name in sorted(statistics_for([self.score])):
+            if needs_sink_tokens({name}):
+                raise InterventionError(
+                    f"rules measure no score on {name}, which leaves out sink tokens, because rules see no token ids: "
+                    f"{self.score}. Use another score, or a mask of the heads that a scan ranks by it"
+                )
         if not self.threshold == self.threshold:
             raise InterventionError(f"threshold of {self.score}: NaN. Set `threshold` to a number")
 
@@ -169,11 +187,15 @@ class HeadRule(Ablation):
 
     @property
     def may_share_rows(self) -> bool:
-        return self.replacement.position_free
+        return self.replacement.position_free and statistics_for([self.score]) <= JOINABLE
 
     @property
     def score_name(self) -> str:
         return self.score
+
+    @property
+    def score_widths(self) -> MassWidths:
+        return self.widths
 
     @property
     def score_threshold(self) -> float:
@@ -206,7 +228,7 @@ class _RuleHook:
         self._fill = Filler(rule.replacement, record)
         self.padding = PaddingWatch(lm)
         self._lm = lm
-        self._statistics = RuleStatistics(lm, rule.score)
+        self._statistics = RuleStatistics(lm, rule.score, rule.widths)
         self._pass = (-1, -1)
         self._given: Tensor | None = None
         self._lengths: dict[tuple[int, int, torch.device], Tensor] = {}

@@ -2,11 +2,11 @@
 
 Only attention mixes tokens, so a row of a prefix and several endings runs through everything else unchanged; the
 attention hook lets each ending attend to the prefix and itself. Masks are known before the pass. A rule needs
-statistics of whole sequences: those of the prefix are joined with those of each ending, which is exact for causal
-attention and means over tokens. Sequences share a copy of the prefix while their ablated heads agree. In the first
-layer in which they differ the pass stops and resumes at that layer, with a copy of the prefix for each group of
-sequences. All groups stay in one pass, because a pass for each would leave a GPU idle. A pass waits for the GPU once a
-layer to compare ablated heads, and no longer once every sequence has a copy of its own.
+statistics of whole sequences: those of the prefix are joined with those of each ending, as each statistic declares
+(`registry.JOINS`), which is exact for causal attention. Sequences share a copy of the prefix while their ablated heads
+agree. In the first layer in which they differ the pass stops and resumes at that layer, with a copy of the prefix for
+each group of sequences. All groups stay in one pass, because a pass for each would leave a GPU idle. A pass waits for
+the GPU once a layer to compare ablated heads, and no longer once every sequence has a copy of its own.
 
 Shapes: B sequences, N tokens or tokens of a row, P of the prefix, R prefixes or endings, T tokens of the longest, G
 copies of the prefix that several endings share, M tokens with padding; E width of a hidden state, H query heads, K KV
@@ -34,6 +34,7 @@ from headscan.ablation.masks import HeadMask
 from headscan.ablation.rules import HeadRule, RuleStatistics
 from headscan.attention.calls import AttentionCall, ScoredCall
 from headscan.attention.hooks import IMPLEMENTATION, attention_hook, output_hook
+from headscan.catalog import MassWidths
 from headscan.errors import InterventionError, UnsupportedModelError
 from headscan.grid import AttentionSite
 from headscan.layers.blocks import Blocks, cannot_resume, find_blocks, resuming_at
@@ -41,6 +42,7 @@ from headscan.measure.collect import score
 from headscan.models.forward_inputs import input_device, run, wide_norm
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import MODEL_ERRORS, raise_if_out_of_memory
+from headscan.statistics.registry import JOINS
 
 #: Tokens of the prefix and of its continuation in the check of `shares_prefixes`.
 _CHECKED = (9, 5)
@@ -270,10 +272,6 @@ class SharedRow:
         return SharedRow(self.prefix, endings, tuple(tuple(new[i] for i in group) for group in groups)), torch.cat(runs)
 
 
-#: Statistics that are not a mean over tokens.
-_OF_FIRST, _OF_LAST = frozenset({"first_value_norm"}), frozenset({"last_output_norm"})
-
-
 class RowSplit(Exception):
     """Raised when the ablated heads of a layer, bool (R, H) on the CPU, differ between sequences of a group."""
 
@@ -294,8 +292,11 @@ class SharedRowHooks:
         kinds = {ablation: number for number, ablation in enumerate(dict.fromkeys(ablated))}
         self._ablations = list(kinds)
         self._kind_R = torch.tensor([kinds[ablation] for ablation in ablated])
-        self._score = _score_of(kinds)
         for ablation in kinds:
+            if not ablation.may_share_rows:
+                raise InterventionError(
+                    f"{ablation.label} needs whole inputs, not shared rows. Run each input in a row of its own"
+                )
             ablation.check_values(lm.grid)
         replacements = {ablation.replaces_by for ablation in ablated}
         if len(replacements) > 1:
@@ -305,7 +306,8 @@ class SharedRowHooks:
             )
         (replacement,) = replacements
         self._fill = Filler(replacement, InterventionRecord(lm, None))
-        statistics = RuleStatistics(lm, self._score) if statistics is None else statistics
+        statistics = _statistics_of(lm, kinds) if statistics is None else statistics
+        self._score = statistics.score
         self._prefix, self._endings, self._alone = (copy.copy(statistics) for _ in range(3))
         self._layouts: dict[torch.device, _Layout] = {}
         self._zeroed: dict[torch.device, Tensor] = {}
@@ -374,12 +376,13 @@ class SharedRowHooks:
         return self._layouts[device]
 
 
-def _score_of(ablated: Iterable[Ablation]) -> str | None:
-    """Return the score of the rules, if any; raise if there are several."""
-    scores = sorted({ablation.score_name for ablation in ablated if ablation.score_name is not None})
+def _statistics_of(lm: LoadedModel, ablated: Iterable[Ablation]) -> RuleStatistics:
+    """Return the statistics of the rules' score, none without rules; raise if there are several scores."""
+    scores = {(each.score_name, each.score_widths) for each in ablated if each.score_name is not None}
     if len(scores) > 1:
-        raise InterventionError(f"scores of the rules in a shared row: {', '.join(scores)} (limit 1). Use one score")
-    return scores[0] if scores else None
+        names = sorted(f"{name}{'' if widths == MassWidths() else f' with {widths}'}" for name, widths in scores)
+        raise InterventionError(f"scores of the rules in a shared row: {', '.join(names)} (limit 1). Use one score")
+    return RuleStatistics(lm, *scores.pop()) if scores else RuleStatistics(lm, None)
 
 
 class _Shared(NamedTuple):
@@ -496,11 +499,12 @@ def _joined(before: Mapping[str, Tensor], past: int, after: Mapping[str, Tensor]
     share = (past / (past + lengths.double()))[:, None]
     joined = {}
     for name, values in after.items():
-        if name in _OF_LAST:
+        if JOINS[name] == "last":
             joined[name] = values
-        elif name in _OF_FIRST:
+        elif JOINS[name] == "first":
             joined[name] = before[name]
         else:
+            assert JOINS[name] == "mean", f"{name} of a whole sequence needs the whole sequence"
             joined[name] = (share * before[name].double() + (1.0 - share) * values.double()).float()
     return joined
 
@@ -548,7 +552,7 @@ def read_shared_row(
         raise InterventionError(f"{len(ablations)} ablations for {len(row.endings)} sequences. Pass one for each")
     for ablation in set(ablations):
         lm.grid.check(ablation.fixed_heads or ())
-    statistics = RuleStatistics(lm, _score_of(ablations))
+    statistics = _statistics_of(lm, ablations)
     none_yet = torch.zeros(len(row.endings), dtype=torch.long)
     branches = [_Branch(list(range(len(row.endings))), row, 0, None, none_yet)]
     while branches:

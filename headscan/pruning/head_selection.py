@@ -306,6 +306,11 @@ class HeadSelection:
             return tuple(sorted(chain.from_iterable(random.Random(seed).sample(every, count))))
         if method == LAYER_DROP and self._unit != "layer":
             return self._layers.choose(count=count)
+        if method not in (DAMAGE, LAYER_DROP):
+            raise PruningError(
+                f"no choice of heads for the criterion {method!r}, which the catalogue declares. Add it to "
+                "HeadSelection.choose"
+            )
         if count not in self._chosen:
             self._chosen[count] = self._least_damage(count)
         return self._chosen[count]

@@ -1,4 +1,4 @@
-"""Statistics that are norms of values and outputs, all statistics by name, and the functions that run them.
+"""All statistics by name, and the functions that run them.
 
 To add a statistic, declare it in `headscan.catalog`, implement it in one file of this folder, and compute its reference
 in ``tests/headscan/reference.py``; ``tests/headscan/test_completeness.py`` fails if one of the three is missing.
@@ -8,21 +8,27 @@ Shapes: B sequences, N tokens, S keys, H query heads, K KV heads, D width of a h
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Set
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from headscan.models.forward_inputs import TokenMeans, at_last_token
+from headscan.models.forward_inputs import TokenMeans
+from headscan.statistics.norm_statistics import (
+    OUTPUT_NORMS,
+    VALUE_NORMS,
+    HeadOutputs,
+    OutputStatistic,
+    ValueStatistic,
+    ValueVectors,
+)
 from headscan.statistics.weight_statistics import (
     ENTROPIES,
     PROFILES_AND_RECEIVED,
     SHARES,
     Findings,
+    Joins,
     QueryMean,
     QueryNumber,
     Reduction,
@@ -31,107 +37,6 @@ from headscan.statistics.weight_statistics import (
 
 if TYPE_CHECKING:
     from headscan.attention.fused import FusedPass
-
-
-@dataclass(frozen=True)
-class ValueVectors:
-    """The value vectors of one attention call, in any floating dtype, and means over the real keys."""
-
-    value_BKSD: Tensor
-    over_keys: TokenMeans
-
-    @cached_property
-    def norm_BKS(self) -> Tensor:
-        return self.value_BKSD.to(torch.promote_types(self.value_BKSD.dtype, torch.float32)).norm(dim=-1)
-
-
-class ValueStatistic(ABC):
-    """A statistic of the value vectors, equal within a group; its name is that of the catalogue."""
-
-    name: ClassVar[str]
-
-    @abstractmethod
-    def reduce(self, values: ValueVectors) -> Tensor:
-        """Return the statistic of the real keys: (B, K)."""
-
-
-class FirstValueNorm(ValueStatistic):
-    name = "first_value_norm"
-
-    def reduce(self, values: ValueVectors) -> Tensor:
-        return values.norm_BKS[..., 0]
-
-
-class ValueNorm(ValueStatistic):
-    name = "value_norm"
-
-    def reduce(self, values: ValueVectors) -> Tensor:
-        return values.over_keys.mean(values.norm_BKS)
-
-
-@dataclass(frozen=True)
-class HeadOutputs:
-    """The heads' outputs at the input of the output projection, float32 or wider. ``factor_HDD`` is that of
-    `projection_factors.projection_factor`, with norm(O W) = norm(O L); None if no statistic needs it.
-    """
-
-    heads_BNHD: Tensor
-    over_tokens: TokenMeans
-    factor_HDD: Tensor | None
-
-    @cached_property
-    def norm_BHN(self) -> Tensor:
-        return self.heads_BNHD.norm(dim=-1).transpose(1, 2)
-
-
-class OutputStatistic(ABC):
-    """A statistic of the heads' outputs; its name is that of the catalogue."""
-
-    name: ClassVar[str]
-    needs_projection: ClassVar[bool] = False
-
-    @abstractmethod
-    def reduce(self, outputs: HeadOutputs) -> Tensor:
-        """Return the statistic of the real tokens: (B, H)."""
-
-
-class OutputNorm(OutputStatistic):
-    name = "output_norm"
-
-    def reduce(self, outputs: HeadOutputs) -> Tensor:
-        return outputs.over_tokens.mean(outputs.norm_BHN)
-
-
-class LastOutputNorm(OutputStatistic):
-    name = "last_output_norm"
-
-    def reduce(self, outputs: HeadOutputs) -> Tensor:
-        return at_last_token(outputs.norm_BHN, outputs.over_tokens.lengths)
-
-
-class ProjectedOutputNorm(OutputStatistic):
-    name = "projected_output_norm"
-    needs_projection = True
-
-    def reduce(self, outputs: HeadOutputs) -> Tensor:
-        assert outputs.factor_HDD is not None, "projected_output_norm needs the projection's factor"
-        factor = outputs.factor_HDD.to(outputs.heads_BNHD)
-        norm_BHN = torch.einsum("bnhd,hde->bhne", outputs.heads_BNHD, factor).norm(dim=-1)
-        return outputs.over_tokens.mean(norm_BHN)
-
-
-class OutputMeanNorm(OutputStatistic):
-    name = "output_mean_norm"
-
-    def reduce(self, outputs: HeadOutputs) -> Tensor:
-        real = outputs.over_tokens.real(outputs.heads_BNHD.shape[1])[..., None, None]
-        total_BHD = torch.where(real, outputs.heads_BNHD, 0.0).sum(1)
-        mean_BHD = total_BHD / outputs.over_tokens.lengths[:, None, None]
-        return mean_BHD.norm(dim=-1)
-
-
-VALUE_NORMS: tuple[ValueStatistic, ...] = (FirstValueNorm(), ValueNorm())
-OUTPUT_NORMS: tuple[OutputStatistic, ...] = (OutputNorm(), LastOutputNorm(), ProjectedOutputNorm(), OutputMeanNorm())
 
 
 #: Measured from attention weights, at the attention hook.
@@ -151,6 +56,14 @@ EXPLICIT = frozenset(s.name for s in WEIGHT_STATISTICS.values() if s.explicit)
 POSITIONAL = frozenset(s.name for s in WEIGHT_STATISTICS.values() if s.positional)
 #: Computable for the last tokens of a sequence alone, with the earlier ones in a KV cache.
 CONTINUABLE = frozenset(s.name for s in WEIGHT_STATISTICS.values() if s.continuable) | VALUE_STATISTICS.keys()
+#: How the numbers of a prefix and of an ending join, by name.
+JOINS: dict[str, Joins | None] = {
+    **{name: statistic.joins for name, statistic in WEIGHT_STATISTICS.items()},
+    **{name: statistic.joins for name, statistic in VALUE_STATISTICS.items()},
+    **{name: statistic.joins for name, statistic in OUTPUT_STATISTICS.items()},
+}
+#: Of whole sequences, computable from a prefix that is measured once and from each of its endings.
+JOINABLE = frozenset(name for name, joins in JOINS.items() if joins) & (CONTINUABLE | OUTPUT_STATISTICS.keys())
 
 
 def needed_numbers(names: Set[str]) -> tuple[QueryNumber, ...]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 
 PATHS = ("auto", "fused", "blockwise")
+
+#: How the statistic of a sequence follows from that of its first and that of its last tokens: it is one of the two, or
+#: their mean, weighted by the numbers of tokens.
+Joins = Literal["mean", "first", "last"]
 
 
 @dataclass(frozen=True)
@@ -201,9 +205,11 @@ class WeightStatistic(ABC):
         undefined_for_one: A sequence of one token gives NaN.
         continuable: The last tokens of a sequence are enough, with the earlier ones in a KV cache.
         ignores_sinks: The statistic reads `AttentionRequest.ignored_keys`.
+        joins: How the numbers of a prefix and of an ending join; None: the whole sequence must be measured.
     """
 
     name: ClassVar[str]
+    joins: ClassVar[Joins | None] = None
     positional: ClassVar[bool] = False
     undefined_for_one: ClassVar[bool] = False
     continuable: ClassVar[bool] = False
@@ -223,6 +229,7 @@ class WeightStatistic(ABC):
 class QueryMean(WeightStatistic):
     """A statistic that is a mean over real queries, without the first if ``skip_first``."""
 
+    joins: ClassVar[Joins | None] = "mean"
     skip_first: ClassVar[bool] = False
 
     @abstractmethod
@@ -282,6 +289,7 @@ class PreviousTokenWeight(MeanOverQueries):
     positional = True
     undefined_for_one = True
     skip_first = True
+    joins = None  # the prefix has one query fewer than tokens
 
     def of_block(self, block: WeightBlock) -> Tensor:
         return block.weight_at(-1)
@@ -399,6 +407,7 @@ class RelativeEntropy(QueryMean):
 
     name = "relative_entropy"
     undefined_for_one = True
+    joins = None  # in causal attention the prefix has one query fewer than tokens
 
     query_numbers = (Entropy(),)
 

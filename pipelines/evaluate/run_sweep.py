@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from headscan.ablation.rules import HeadRule
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.verdict_limits import RECALL_PARTS, identical_questions
@@ -182,6 +183,8 @@ def sweep(config: SweepConfig, run: Run) -> SweepRuns:
         )
     check_predicts(run)
     check_generates(run.pool, questions.requests)
+    for score in config.scores:
+        HeadRule(score, 0.0)  # raises if rules cannot measure it, before the prompts are recorded
     _check_masks(config, run.facts)
     others = {name: find_run(run.store, run.identity, name, None) for name in config.masks if name not in SCORES}
     kinds = bool(config.scores) + bool(config.masks) if config.confirm else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from headscan.ablation.rules import HeadRule
 from headscan.analysis.heads.head_ranking import random_heads, select_heads, thresholds
 from headscan.analysis.store.records import ArmKind, ArmRecord
 from headscan.analysis.store.store import Store
-from headscan.catalog import SCORES
+from headscan.catalog import SCORES, MassWidths
 from headscan.errors import InterventionError, unknown_name
 from headscan.grid import Head, HeadGrid
 from headscan.model_spec import ModelSpec
@@ -162,15 +163,23 @@ def scored_masks(
 def scored_rules(
     store: Store, run_id: str, score: str, quantiles: Sequence[float], replacement: ArmReplacement = ZERO_REPLACEMENT
 ) -> list[Arm]:
-    """Return the rules whose thresholds are quantiles of a scan's pooled scores."""
+    """Return the rules whose thresholds are quantiles of a scan's pooled scores; they measure the scan's widths."""
     selection = f"scan {run_id[:4]}{replacement.suffix}"
     limits = thresholds(store, run_id, score, quantiles)
-    rules = [HeadRule(score, limit, replacement.outputs) for limit in limits]
+    widths = _measured_widths(store, run_id)
+    rules = [HeadRule(score, limit, replacement.outputs, widths) for limit in limits]
     names = [f"rule {score} {100 * quantile:g}% of {selection}" for quantile in quantiles]
     return [
         Arm(name, ArmKind.RULE, rule, score, quantile, run_id, selection, details=replacement.details)
         for name, quantile, rule in zip(names, quantiles, rules, strict=True)
     ]
+
+
+def _measured_widths(store: Store, run_id: str) -> MassWidths:
+    """Return the widths of sink and recent mass in a scan or a recording."""
+    [run] = store.query("SELECT config FROM runs WHERE run_id = ?", [run_id]).to_pylist()
+    config = json.loads(run["config"])
+    return MassWidths(**{width: config[width] for width in ("sink", "recent") if width in config})
 
 
 def random_masks(

@@ -5,17 +5,8 @@ from __future__ import annotations
 import torch
 
 from headscan.catalog import PROFILES, STATISTICS, panel_names
-from headscan.statistics.registry import (
-    EXPLICIT,
-    OUTPUT_NORMS,
-    OUTPUT_STATISTICS,
-    QUERY_NUMBERS,
-    VALUE_NORMS,
-    VALUE_STATISTICS,
-    WEIGHT_STATISTICS,
-    OutputStatistic,
-    ValueStatistic,
-)
+from headscan.statistics.norm_statistics import OUTPUT_NORMS, VALUE_NORMS, OutputStatistic, ValueStatistic
+from headscan.statistics.registry import EXPLICIT, OUTPUT_STATISTICS, QUERY_NUMBERS, VALUE_STATISTICS, WEIGHT_STATISTICS
 from headscan.statistics.weight_statistics import (
     ENTROPIES,
     PROFILES_AND_RECEIVED,

@@ -114,7 +114,7 @@ def test_a_model_reads_shared_rows_rightly_or_is_found_out(family: str, device: 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("score", [name for name in SCORES if headscan.HeadRule(name, 0.0).may_share_rows])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 def test_every_score_judges_a_shared_row_as_whole_sequences(family: str, score: str, device: torch.device) -> None:
     lm, row = on(device, make_loaded(family)), make_row(1)

@@ -13,6 +13,7 @@ import torch
 from headscan.errors import PruningError
 from headscan.grid import Head, Unit, find_units
 from headscan.models.loaded_model import LoadedModel
+from headscan.pruning import head_selection
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.damage_curve import layer_moments
 from headscan.pruning.edited_model import NO_EDITS, Divergence, Edits
@@ -104,6 +105,14 @@ def test_wrong_choices_are_refused(lm: LoadedModel) -> None:
         selection.choose(method="best", count=1)
     layers = {layer for layer, _ in selection.choose(method="layer-drop", count=1)}
     assert len(layers) == 1
+
+
+def test_a_criterion_without_a_choice_is_not_answered_by_another_one(
+    lm: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_selection, "SET_METHODS", (*head_selection.SET_METHODS, "newest"))
+    with pytest.raises(PruningError, match="no choice of heads for the criterion 'newest'"):
+        HeadSelection(lm, random_texts(lm)).choose(method="newest", count=1)
 
 
 def test_no_choice_nearby_is_better(lm: LoadedModel) -> None:

@@ -151,7 +151,8 @@ def test_arms_are_chosen_from_a_scan_of_this_model(
     spec: ModelSpec, pool: InProcessPool, corpus_folder: Path, tmp_path: Path
 ) -> None:
     store = Store(tmp_path / "s.duckdb")
-    scanned = scan(ScanConfig(spec, CorpusSpec(str(corpus_folder)), TokenPlan(64)), run_on(pool, store))
+    config = ScanConfig(spec, CorpusSpec(str(corpus_folder)), TokenPlan(64))
+    scanned = scan(config, run_on(pool, store))
     identity = identify(spec)
     assert find_run(store, identity, "output_norm_ln", None) == scanned.run_id
     arms = scored_masks(store, scanned.run_id, "output_norm_ln", [0.2])
@@ -172,6 +173,10 @@ def test_arms_are_chosen_from_a_scan_of_this_model(
         find_run(
             store, dataclasses.replace(identity, name="other", config_hash="other"), "output_norm_ln", scanned.run_id
         )
+    assert isinstance(arms[1].ablated, headscan.HeadRule) and arms[1].ablated.widths == headscan.MassWidths()
+    narrow = dataclasses.replace(config, widths=headscan.MassWidths(2, 9))
+    [rule] = scored_rules(store, scan(narrow, run_on(pool, store)).run_id, "output_norm_ln", [0.2])
+    assert isinstance(rule.ablated, headscan.HeadRule) and rule.ablated.widths == narrow.widths
     store.finish_run(scanned.run_id, status="failed")
     with pytest.raises(InterventionError, match=f"run {scanned.run_id} is failed. Run its command again"):
         find_run(store, identity, "output_norm_ln", scanned.run_id)

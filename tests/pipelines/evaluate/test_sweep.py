@@ -14,7 +14,7 @@ import torch
 import headscan
 from headscan.analysis.heads.head_ranking import rank_heads
 from headscan.analysis.store.store import Store
-from headscan.catalog import SCORES, statistics_for
+from headscan.catalog import SCORES, Score, statistics_for
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.errors import HeadscanError, InterventionError, UnknownNameError, UnsupportedModelError
 from headscan.model_spec import ModelSpec
@@ -123,6 +123,16 @@ def test_rules_ablate_the_same_heads_when_every_prompt_runs_alone(
                 shares.append(done.zeroed_share)
             assert arm["zeroed_share"] == pytest.approx(np.mean(shares), abs=1e-9)
             assert arm["zeroed_share"] == pytest.approx(arm["share"], abs=0.15)
+
+
+def test_a_score_that_rules_cannot_measure_is_refused_before_prompts_are_recorded(
+    config: SweepConfig, pool: InProcessPool, empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SCORES, "added", Score("added", "-", "confidence", None, "none", "low", "test"))
+    store = Store(copy_store(empty_store, tmp_path / "s.duckdb"))
+    with pytest.raises(InterventionError, match="rules measure no score on confidence"):
+        sweep(dataclasses.replace(config, scores=("added",)), run_on(pool, store))
+    assert not store.runs()
 
 
 def test_masks_are_the_first_heads_of_the_recordings_ranking(swept: Swept) -> None:

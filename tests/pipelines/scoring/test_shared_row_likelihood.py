@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from random import Random
+from typing import Literal
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor
 
 import headscan
 from headscan.ablation.ablation import Ablation
+from headscan.catalog import SCORES, STATISTICS, Score, statistics_for
+from headscan.errors import InterventionError
+from headscan.layers.shared_prefixes import SharedRow, SharedRowHooks
 from headscan.pipelines.evaluate.answering import ArmsItem, answer_item
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, prefix_tree, score_requests
 from headscan.pipelines.scoring.reading import (
@@ -20,6 +24,7 @@ from headscan.pipelines.scoring.reading import (
     score_shared_rows,
 )
 from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood
+from headscan.statistics.registry import needs_sink_tokens
 from tests.pipelines.scoring.test_bundles import BATCH_TOKENS, REQUESTS, close
 from tests.pipelines.scoring.test_prefix_tree import random_sequences
 from tests.small_models import make_loaded
@@ -153,3 +158,74 @@ def test_long_questions_on_one_text_share_the_text_and_not_each_a_copy_of_it() -
     tree = prefix_tree(sequences, [1049] * 16, pass_cost=10)
     [row] = rows(tree, list(map(len, sequences)), best_tokens=500, most_tokens=4000)
     assert row.prefix == 1000 and len(row.members) == 16
+
+
+#: Narrow enough that short sequences have keys in the sink, recent ones and distant ones.
+WIDTHS = headscan.MassWidths(2, 5)
+
+
+def add_score(patch: pytest.MonkeyPatch, statistic: str, over: Literal["none", "layer"] = "none") -> str:
+    """Declare a score, as a user would in the catalogue; with a denominator it is the layer's mean."""
+    normaliser = None if over == "none" else statistic
+    patch.setitem(SCORES, "added", Score("added", "-", statistic, normaliser, over, "low", "test"))
+    return "added"
+
+
+def widest_gap(values: Tensor) -> float:
+    """Return a threshold in the middle third of all values, far from each of them."""
+    ordered = values.unique()
+    central = ordered[len(ordered) // 3 : 2 * len(ordered) // 3 + 2]
+    return float(central[int(central.diff().argmax()) :][:2].mean()) if len(central) > 1 else float(central[0])
+
+
+@pytest.mark.parametrize("over", ["none", "layer"])
+@pytest.mark.parametrize("statistic", STATISTICS)
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_rules_on_any_statistic_are_refused_or_measure_what_scans_do(
+    family: str, statistic: str, over: Literal["none", "layer"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rule on a score that nobody has declared yet ablates the heads that `collect` names, in shared rows too."""
+    lm, added = make_loaded(family), add_score(monkeypatch, statistic, over)
+    assert can_read_shared_rows(lm, None)
+    longest = sorted({request.ids for request in REQUESTS}, key=len)[-8:]
+    lengths = torch.tensor([len(ids) for ids in longest])
+    ids = torch.zeros(len(longest), int(lengths.max()), dtype=torch.long)
+    for row, sequence in zip(ids, longest, strict=True):
+        row[: len(sequence)] = torch.tensor(sequence)
+    needed = statistics_for([added])
+    scores_BLH = headscan.score(headscan.collect(lm, ids, lengths, statistics=needed, widths=WIDTHS), added)
+    finite = scores_BLH[scores_BLH.isfinite()]
+    threshold = widest_gap(finite) if len(finite) else 0.0
+    try:
+        rule = headscan.HeadRule(added, threshold, widths=WIDTHS)
+    except InterventionError as refusal:
+        assert statistic in str(refusal) and needs_sink_tokens(needed)
+        return
+    with torch.no_grad(), headscan.intervene(lm, rule, lengths=lengths) as record:
+        lm.model(input_ids=ids)
+    assert record.zeroed is not None
+    assert torch.equal(record.zeroed[:, 0], rule.ablates(scores_BLH[:, 0]))
+    expected, ours = whole(lm, rule), read_in_rows(lm, rule)
+    assert close(ours.answers, expected.answers)
+    assert ours.zeroed_shares == pytest.approx(expected.zeroed_shares)
+    varies = len(finite.unique()) > 1
+    assert not varies or 0 < sum(ours.zeroed_shares) < len(ours.zeroed_shares)
+
+
+def test_rules_share_rows_if_all_their_statistics_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(rule.may_share_rows for rule in RULES)
+    for statistic in ("self_weight", "output_mean_norm"):
+        rule = headscan.HeadRule(add_score(monkeypatch, statistic), 0.5)
+        assert not rule.may_share_rows
+        row = SharedRow((2, 3, 4), ((5, 6), (7, 8)))
+        with pytest.raises(InterventionError, match=r"rule by added needs whole inputs.* Run each input"):
+            SharedRowHooks(make_loaded("llama"), [rule] * 2, row)
+    denominator = Score("added", "-", "output_norm", "output_mean_norm", "head", "low", "test")
+    monkeypatch.setitem(SCORES, "added", denominator)
+    assert not headscan.HeadRule("added", 0.5).may_share_rows
+
+
+def test_a_rule_that_needs_token_ids_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    added = add_score(monkeypatch, "confidence")
+    with pytest.raises(InterventionError, match=r"no score on confidence.*: added\. Use another score, or a mask"):
+        headscan.HeadRule(added, 0.5)
