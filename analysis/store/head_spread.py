@@ -32,7 +32,7 @@ from headscan.catalog import SCORES
 #: Most values (float32) of statistics in memory at one time.
 _MOST_VALUES = 1 << 27
 #: Most values of a block, which fit in the cache of a thread.
-_TASK_VALUES = 1 << 15
+_TASK_VALUES = 1 << 16
 #: Most threads, each of which holds the values of a layer.
 _THREADS = min(8, os.cpu_count() or 1)
 #: Heads whose values are transposed at one time, so that they stay in the cache.
