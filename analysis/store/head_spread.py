@@ -190,8 +190,8 @@ class SiteRows:
             block, rest = rest[: whole * count].reshape(whole, count), rest[whole * count :]
             stored = self._stored[done : done + whole]
             done += whole
-            starts = [0, *(np.flatnonzero(np.diff(stored) != 1) + 1).tolist(), whole]
-            for start, stop in pairwise(starts if whole else []):
+            ends = np.flatnonzero(np.diff(stored, append=-1) != 1) + 1  # of runs of neighbouring columns
+            for start, stop in pairwise([0, *ends.tolist()]):
                 to = slice(stored[start], stored[stop - 1] + 1)
                 for head in range(0, count, _TILE):
                     values[head : head + _TILE, to] = block[start:stop, head : head + _TILE].T
