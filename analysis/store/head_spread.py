@@ -484,6 +484,7 @@ class Resampling(NamedTuple):
 
 
 def resampling(sequences: int, seed: int = 0) -> Resampling:
+    """Return resamples of as many sequences, the same for the same seed."""
     rng = np.random.default_rng(seed)
     weights = rng.multinomial(sequences, np.full(sequences, 1 / sequences), _RESAMPLES).astype(np.float32)
     heaviest = np.sort(weights, axis=1)[:, ::-1].cumsum(axis=1).max(axis=0)
@@ -596,8 +597,8 @@ def _count_bins(spread: Spread, pools: np.ndarray, rows: slice, values: np.ndarr
     spread.counts[rows] = pools[rows].reshape(heads, HEAD_BINS, -1).sum(axis=2)
     if sequences <= _SORTED:
         near = np.sort(values, axis=1)[np.arange(heads), np.concatenate([below, after])]  # NaN last
-    found = between(*np.split(near, 2), part)
-    spread.quantiles[:, rows] = np.where(counts > 0, found, np.nan)
+    first, second = np.split(near, 2)
+    spread.quantiles[:, rows] = np.where(counts > 0, between(first, second, part), np.nan)
 
 
 def _quantile_ranks(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -637,11 +638,10 @@ def _count_inactive(spread: Spread, bits: np.ndarray, measured: np.ndarray | Non
     if sequences == 1:
         spread.persistence = Persistence(mostly, None, None)
         return
-    # Of a head whose every value was measured, the extreme resamples often decide.
-    always = sequences - most[sequences - beyond] >= MOSTLY * sequences
-    unsure = ~always & (most[beyond] >= MOSTLY * sequences)
-    if measured is not None:
-        always, unsure = np.zeros_like(always), np.ones_like(unsure)
+    # If all values of a head were measured, the extreme resamples often decide.
+    complete = spread.measured == sequences
+    always = complete & (sequences - most[sequences - beyond] >= MOSTLY * sequences)
+    unsure = ~complete | (~always & (most[beyond] >= MOSTLY * sequences))
     heads = np.full(weights.shape[1], np.count_nonzero(always))
     for rows in np.array_split(np.flatnonzero(unsure), len(bits) // _TILE + 1):
         hits = _unpacked(bits[rows], sequences) @ weights
@@ -707,7 +707,7 @@ _SET_BITS = np.array([pair.bit_count() for pair in range(1 << 16)], dtype=np.uin
 def _count_set(bits: np.ndarray) -> np.ndarray:
     """Return the number of set bits of each row (r,)."""
     pairs = np.pad(bits, ((0, 0), (0, bits.shape[1] % 2))).view(np.uint16)
-    return np.array([_SET_BITS[of_row].sum(dtype=np.int64) for of_row in pairs])
+    return _SET_BITS[pairs].sum(axis=1, dtype=np.int64)
 
 
 def site_quantiles(
