@@ -31,16 +31,20 @@ from headscan.catalog import SCORES
 
 #: Most values (float32) of statistics in memory at one time.
 _MOST_VALUES = 1 << 27
-#: Most values of a task of one thread, which fit in its cache.
-_TASK_VALUES = 1 << 15
+#: Most values of a block, which fit in the cache of a thread.
+_TASK_VALUES = 1 << 16
 #: Most threads, each of which holds the values of a layer.
 _THREADS = min(8, os.cpu_count() or 1)
+#: Heads whose values are transposed at one time, so that they stay in the cache.
+_TILE = 64
 #: Rows of a batch that DuckDB returns.
 _BATCH = 1 << 20
 #: Most values of a pool's sample. A smaller pool is its own sample.
 _SAMPLE = 1 << 18
 #: Sequences up to which it is faster to sort all values of a head than to look into the bins of its quantiles.
-_SORTED = 4096
+_SORTED = 1024
+#: Bins in which quantiles of a head are looked up, for each bin of the pool.
+_FINER = 32
 
 #: Quantiles over the sequences of a head.
 QUANTILES = (0.1, 0.5, 0.9)
@@ -94,18 +98,24 @@ class SiteRows:
     def __init__(self, connection: duckdb.DuckDBPyConnection, heads: SiteHeads) -> None:
         self.heads = heads
         self._connection = connection
+        place = f"rowid - {heads.index.ravel().tolist()}[layer::INTEGER * {heads.index.shape[1]} + head + 1]"
         rows = connection.sql(
-            "SELECT h.sequence, max(s.tokens) AS tokens FROM (SELECT DISTINCT sequence FROM head_statistics"
-            " WHERE run_id = $1 AND site = $2) h LEFT JOIN (FROM sequences WHERE run_id = $1) s USING (sequence)"
-            " GROUP BY h.sequence ORDER BY h.sequence",
-            params=[heads.run_id, heads.site],
+            "SELECT h.sequence, any_value(first) AS first, bool_and(ordered) AS ordered, max(s.tokens) AS tokens FROM"
+            f" (SELECT sequence, min({place}) AS first, first = max({place}) AND count(*) = $3 AS ordered"
+            " FROM head_statistics WHERE run_id = $1 AND site = $2 GROUP BY sequence) h"
+            " LEFT JOIN (FROM sequences WHERE run_id = $1) s USING (sequence) GROUP BY h.sequence ORDER BY h.sequence",
+            params=[heads.run_id, heads.site, len(heads)],
         ).to_arrow_table()
         numbers = rows["sequence"].to_numpy()
+        #: Columns of the sequences in the order of their rows (S,) if the rows of each are those of all heads in order,
+        #: as scans write them; otherwise None.
+        self._stored = np.argsort(rows["first"].to_numpy()) if all(rows["ordered"].to_pylist()) else None
         #: Number of tokens of each sequence (S,), 0 if unknown.
         self.tokens = np.nan_to_num(rows["tokens"].to_numpy(zero_copy_only=False).astype(np.float64))
         self._column = np.zeros(int(numbers.max()) + 1, dtype=np.int64)
         self._column[numbers] = np.arange(len(numbers))
         self._held: dict[tuple[str, int, int], np.ndarray] = {}
+        self._layer_means: dict[str, np.ndarray] = {}
 
     @property
     def sequences(self) -> int:
@@ -146,36 +156,45 @@ class SiteRows:
             self._held[key] = self._read(name, rows)
         return self._held[key]
 
+    def layer_means(self, name: str) -> np.ndarray:
+        """Return the mean of a statistic over the heads of each of the `layers`, float64 (layers, S)."""
+        if name not in self._layer_means:
+            means = []
+            for part in self.parts(1):
+                values = self.read(name, part)
+                of_layers = (values[layer.start - part[0].start : layer.stop - part[0].start] for layer in part)
+                means += [layer_mean(of_layer.astype(np.float64)) for of_layer in of_layers]
+            self._layer_means = {name: np.array(means)}
+        return self._layer_means[name]
+
     def _read(self, name: str, rows: slice) -> np.ndarray:
         heads = self.heads
-        first, last = int(heads.layer[rows][0]), int(heads.layer[rows][-1])
-        width = heads.index.shape[1]
-        place = heads.index.ravel() - rows.start
-        count = rows.stop - rows.start
+        count, width = rows.stop - rows.start, heads.index.shape[1]
         values = np.full((count, self.sequences), np.nan, dtype=np.float32)
-        limits = "" if count == len(heads) else f" AND layer BETWEEN {first} AND {last}"
-        result = self._connection.sql(
-            f"SELECT sequence, layer::INTEGER * {width} + head AS place, {name} AS value FROM head_statistics"
-            f" WHERE run_id = ? AND site = ? AND {name} IS NOT NULL{limits}",
+        columns = [name] if self._stored is not None else [name, "sequence", f"layer::INTEGER * {width} + head"]
+        limits = f"layer BETWEEN {heads.layer[rows][0]} AND {heads.layer[rows][-1]}" if count < len(heads) else "true"
+        batches = self._connection.sql(
+            f"SELECT {', '.join(columns)} FROM head_statistics WHERE run_id = ? AND site = ? AND {limits}",
             params=[heads.run_id, heads.site],
-        )
-        for batch in result.to_arrow_reader(_BATCH):
-            sequence, cell, value = (batch.column(i).to_numpy() for i in range(3))
-            if not len(sequence):
-                continue
-            column = self._column[sequence]
-            low, high = int(column.min()), int(column.max()) + 1
-            if (high - low) * count > 4 * _BATCH:  # shards in another order, or few heads
-                values[place[cell], column] = value
-                continue
-            # Written a sequence after the other and turned round in the cache; fmax skips what is not in this batch.
-            held = np.full((high - low) * count, np.nan, dtype=np.float32)
-            column -= low
-            column *= count
-            column += place[cell]
-            held[column] = value
-            part = values[:, low:high]
-            np.fmax(part, held.reshape(high - low, count).T, out=part)
+        ).to_arrow_reader(_BATCH)
+        arrays = ([column.to_numpy(zero_copy_only=False) for column in batch.columns] for batch in batches)
+        if self._stored is None:
+            place = heads.index.ravel() - rows.start
+            for value, sequence, cell in arrays:
+                values[place[cell], self._column[sequence]] = value
+            return values
+        done, rest = 0, np.zeros(0, dtype=np.float32)
+        for (value,) in arrays:
+            rest = np.concatenate([rest, value])
+            whole = len(rest) // count
+            block, rest = rest[: whole * count].reshape(whole, count), rest[whole * count :]
+            stored = self._stored[done : done + whole]
+            done += whole
+            ends = np.flatnonzero(np.diff(stored, append=-1) != 1) + 1  # of runs of neighbouring columns
+            for start, stop in pairwise([0, *ends.tolist()]):
+                to = slice(stored[start], stored[stop - 1] + 1)
+                for head in range(0, count, _TILE):
+                    values[head : head + _TILE, to] = block[start:stop, head : head + _TILE].T
         return values
 
 
@@ -193,47 +212,70 @@ class StoredMeasure:
         self.statistics = (own,) if below in (None, own) else (own, below)
         #: A ratio is DOUBLE in the store, a plain number REAL.
         self.ratio = below is not None
+        #: The statistics whose values are in memory together.
+        self._read = self.statistics[:1] if score is not None and score.over == "layer" else self.statistics
 
     def values(self, threads: ThreadPoolExecutor) -> MeasureValues:
-        """Return the values, which ``threads`` read."""
+        """Return the values, which ``threads`` compute."""
+        sequences = self._rows.sequences
+        step = max(1, _TASK_VALUES // sequences)
 
-        def for_layers(work: Callable[[slice, np.ndarray], None]) -> None:
-            for part, columns in self._parts():
+        def for_blocks(work: Callable[[slice, np.ndarray], None]) -> None:
+            for layers in self._layers():
 
-                def of_layer(layer: slice, first: int = part[0].start, columns: list[np.ndarray] = columns) -> None:
-                    cut = slice(layer.start - first, layer.stop - first)
-                    work(layer, self._of_columns([column[cut] for column in columns]))
+                def of_layer(layer: _LayerColumns) -> None:
+                    for start in range(0, layer.rows.stop - layer.rows.start, step):
+                        columns = [column[start : start + step] for column in layer.columns]
+                        first = layer.rows.start + start
+                        work(slice(first, first + len(columns[0])), self._of_columns(columns, layer.mean))
 
-                list(threads.map(of_layer, part))
+                list(threads.map(of_layer, layers))
 
         def sample(step: int) -> np.ndarray:
             sampled = []
-            for part, columns in self._parts():
-                for i, layer in enumerate(part):
-                    cut = slice(layer.start - part[0].start, layer.stop - part[0].start)
-                    sampled.append(self._of_columns([column[cut, i % step :: step] for column in columns]).ravel())
+            for layers in self._layers():
+                for i, layer in enumerate(layers):
+                    at = np.arange(i % step, layer.columns[0].size, step)
+                    mean = None if layer.mean is None else layer.mean[at % sequences]
+                    sampled.append(self._of_columns([column.ravel()[at] for column in layer.columns], mean))
             return np.concatenate(sampled)
 
-        return MeasureValues(len(self._rows.heads), self._rows.sequences, for_layers, sample)
+        return MeasureValues(len(self._rows.heads), sequences, for_blocks, sample)
 
-    def _parts(self) -> Iterator[tuple[list[slice], list[np.ndarray]]]:
-        for part in self._rows.parts(len(self.statistics)):
-            yield part, [self._rows.read(name, part, self.statistics) for name in self.statistics]
+    def _layers(self) -> Iterator[list[_LayerColumns]]:
+        """Yield the layers that are in memory together."""
+        means = None
+        if self._score is not None and self._score.over == "layer":
+            means = iter(self._rows.layer_means(self.statistics[-1]))
+        for part in self._rows.parts(len(self._read)):
+            columns = [self._rows.read(name, part, self._read) for name in self._read]
+            layers = []
+            for layer in part:
+                cut = slice(layer.start - part[0].start, layer.stop - part[0].start)
+                mean = None if means is None else next(means)
+                layers.append(_LayerColumns(layer, [column[cut] for column in columns], mean))
+            yield layers
 
-    def _of_columns(self, columns: list[np.ndarray]) -> np.ndarray:
-        """Return the values of a layer from its statistics (h, S)."""
+    def _of_columns(self, columns: list[np.ndarray], mean: np.ndarray | None) -> np.ndarray:
+        """Return the values of sequences (..., S) from statistics (..., S) and the mean over the layer (S,)."""
         if not self.ratio:
             return columns[0]
-        assert self._score is not None
         exact = columns[0].astype(np.float64)
-        below = exact if len(columns) == 1 else columns[1].astype(np.float64)
-        denominator = below if self._score.over == "head" else layer_mean(below)
-        zero = denominator == 0
+        denominator = columns[-1].astype(np.float64) if mean is None else mean
         with np.errstate(divide="ignore", invalid="ignore"):
             exact /= denominator
+        zero = denominator == 0
         if zero.any():
             exact[np.broadcast_to(zero, exact.shape)] = np.nan
         return exact
+
+
+class _LayerColumns(NamedTuple):
+    """The rows of a layer, its statistics (h, S), and its mean (S,) of the normaliser of a score over the layer."""
+
+    rows: slice
+    columns: list[np.ndarray]
+    mean: np.ndarray | None
 
 
 def layer_mean(values: np.ndarray) -> np.ndarray:
@@ -325,16 +367,16 @@ def inactive_counts(spreads: Mapping[str, Spread]) -> list[tuple[str, Persistenc
     return [(name, spread.persistence) for name, spread in spreads.items() if spread.persistence is not None]
 
 
-#: Calls a function with the rows and the values, float32 or float64 (h, S), of every layer, in several threads.
-ForLayers = Callable[[Callable[[slice, np.ndarray], None]], None]
+#: Calls a function with the rows and the values, float32 or float64 (r, S), of every few heads, in several threads.
+ForBlocks = Callable[[Callable[[slice, np.ndarray], None]], None]
 
 
 class MeasureValues(NamedTuple):
-    """The values (H, S) of a measure, layer by layer; ``sample`` returns one in so many, in any order."""
+    """The values (H, S) of a measure, block by block; ``sample`` returns one in so many, in any order."""
 
     heads: int
     sequences: int
-    for_layers: ForLayers
+    for_blocks: ForBlocks
     sample: Callable[[int], np.ndarray]
 
 
@@ -373,19 +415,22 @@ class _PoolQuantiles:
     def __init__(self, values: MeasureValues, levels: Sequence[float]) -> None:
         self._values, self._levels = values, levels
         step = max(1, values.heads * values.sequences // _SAMPLE)
+        while math.gcd(step, values.sequences) > 1:  # so that the heads are sampled in different sequences
+            step += 1
         sample = values.sample(step)
         self._sample = np.sort(sample[np.isfinite(sample)])
         #: True if the sample holds every value.
         self.whole = step == 1
-        # A layer's heads are alike in a sequence, so the sample is less certain than its size suggests.
-        self._apart = 8 * math.isqrt(len(self._sample)) + 8
+        # In standard errors of the rank, wide because heads are alike in a sequence.
+        self._apart = 8
         self._bracket()
 
     def _bracket(self) -> None:
         last = len(self._sample) - 1
         self._brackets: list[tuple[Any, Any]] = []
         for level in self._levels:
-            low, high = int(level * last) - self._apart, int(level * last) + self._apart
+            apart = self._apart * (math.isqrt(int(level * (1 - level) * len(self._sample))) + 1)
+            low, high = int(level * last) - apart, int(level * last) + apart
             self._brackets.append(
                 (self._sample[low] if low >= 0 else -np.inf, self._sample[high] if high <= last else np.inf)
             )
@@ -409,7 +454,7 @@ class _PoolQuantiles:
         while None in pairs:  # a bracket missed its values
             self._apart *= 8
             self._bracket()
-            self._values.for_layers(lambda _, values: self.collect(values))
+            self._values.for_blocks(lambda _, values: self.collect(values))
             pairs = [self._pair(i, level * (count - 1), count) for i, level in enumerate(self._levels)]
         return [pair for pair in pairs if pair is not None]
 
@@ -417,25 +462,39 @@ class _PoolQuantiles:
         rank, after = int(place), min(int(place) + 1, count - 1)
         near, skipped = self._sample, 0
         if not self.whole:
-            near, skipped = np.sort(np.concatenate(self._inside[index])), sum(self._below[index])
+            near, skipped = np.concatenate(self._inside[index]), sum(self._below[index])
         if rank < skipped or after >= skipped + len(near):
             return None
-        a, b = near[rank - skipped], near[after - skipped]
-        low, high, part = np.asarray(a), np.asarray(b), place - rank
+        ranks, part = [rank - skipped, after - skipped], place - rank
+        low, high = np.partition(near, ranks)[ranks]
         exact = between(low.astype(np.float64), high.astype(np.float64), part)
         return float(exact), float(between(low, high, part))
 
 
-def resampling(sequences: int, seed: int = 0) -> np.ndarray:
-    """Return how often each sequence is in each resample, float32 (S, resamples)."""
+class Resampling(NamedTuple):
+    """Resamples of the sequences.
+
+    Attributes:
+        weights: How often each sequence is in each resample, float32 (S, resamples).
+        most: Largest number of times that 0 to S sequences are in a resample together (S + 1,).
+    """
+
+    weights: np.ndarray
+    most: np.ndarray
+
+
+def resampling(sequences: int, seed: int = 0) -> Resampling:
+    """Return resamples of as many sequences, the same for the same seed."""
     rng = np.random.default_rng(seed)
-    return rng.multinomial(sequences, np.full(sequences, 1 / sequences), _RESAMPLES).T.astype(np.float32)
+    weights = rng.multinomial(sequences, np.full(sequences, 1 / sequences), _RESAMPLES).astype(np.float32)
+    heaviest = np.sort(weights, axis=1)[:, ::-1].cumsum(axis=1).max(axis=0)
+    return Resampling(weights.T, np.append(0, heaviest))
 
 
 def summarised(
     name: str,
     values: MeasureValues,
-    weights: np.ndarray,
+    resamples: Resampling,
     *,
     long: np.ndarray | None = None,
     far: tuple[np.ndarray, np.ndarray] | None = None,
@@ -443,7 +502,6 @@ def summarised(
     """Return the summary of a measure and the bits of the (head, sequence) beyond its threshold; None without values.
 
     Args:
-        weights: See `resampling`.
         long: Which sequences ``long_mean`` averages; None averages none.
         far: Tokens of the sequences, and those that have distant keys, for ``far_mean``; None leaves it out.
     """
@@ -454,12 +512,11 @@ def summarised(
     levels = [*SPAN] if score is None else [*SPAN, *(pool_quantile(score, share) for share in THRESHOLDS)]
     pool = _PoolQuantiles(values, levels)
 
-    def first(rows: slice, of_layer: np.ndarray) -> None:
-        for own, block in _blocks(rows, of_layer):
-            pool.collect(block)
-            _moments(spread, own, block, long, far)
+    def first(rows: slice, of_rows: np.ndarray) -> None:
+        pool.collect(of_rows)
+        _moments(spread, rows, of_rows, long, far)
 
-    values.for_layers(first)
+    values.for_blocks(first)
     count = int(spread.measured.sum())
     if not count:
         return None
@@ -469,35 +526,22 @@ def summarised(
     if score is not None:
         spread.thresholds = dict(zip(THRESHOLDS, (exact for exact, _ in ordered[2:]), strict=True))
     limit = None if score is None else ordered[2 + THRESHOLDS.index(INACTIVE_QUANTILE)][1]
-    resampled: list[np.ndarray] = []
+    complete = count == values.heads * values.sequences
+    measured = None if complete or score is None else np.zeros_like(bits)
 
-    def second(rows: slice, of_layer: np.ndarray) -> None:
-        for own, block in _blocks(rows, of_layer):
-            _count_bins(spread, pools, own, block)
+    def second(rows: slice, of_rows: np.ndarray) -> None:
+        _count_bins(spread, pools, rows, of_rows)
         if score is not None:
             assert limit is not None
-            beyond = of_layer < limit if score.inactive == "low" else of_layer > limit
-            bits[rows] = np.packbits(beyond, axis=1)
-            resampled.append(_inactive_heads_of(spread, rows, of_layer, beyond, weights))
+            bits[rows] = np.packbits(of_rows < limit if score.inactive == "low" else of_rows > limit, axis=1)
+        if measured is not None:
+            measured[rows] = np.packbits(np.isfinite(of_rows), axis=1)
 
-    values.for_layers(second)
+    values.for_blocks(second)
     spread.pool = pools.sum(axis=0)
-    if spread.inactive is not None:
-        mostly = int((spread.inactive >= MOSTLY).sum())
-        low_count, high_count = np.quantile(np.sum(resampled, axis=0), [0.025, 0.975], method="nearest")
-        several = values.sequences > 1
-        spread.persistence = Persistence(
-            mostly, int(min(low_count, mostly)) if several else None, int(max(high_count, mostly)) if several else None
-        )
+    if score is not None:
+        _count_inactive(spread, bits, measured, resamples)
     return spread, bits
-
-
-def _blocks(rows: slice, values: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yield parts of the rows of a layer, with their values, that fit in the cache of a thread."""
-    step = max(1, _TASK_VALUES // values.shape[1])
-    for start in range(0, len(values), step):
-        block = values[start : start + step]
-        yield slice(rows.start + start, rows.start + start + len(block)), block
 
 
 def _moments(
@@ -518,86 +562,98 @@ def _moments(
     with np.errstate(divide="ignore", invalid="ignore"):
         mean = total / counts
         if long is not None:
-            of_long = mean
-            if not long.all():
-                of_long = exact[:, long].sum(axis=1) / np.count_nonzero(finite[:, long], axis=1)
-            spread.long_mean[rows] = of_long
+            spread.long_mean[rows] = mean if long.all() else (exact @ long) / (finite @ long.astype(np.float64))
         if spread.far_mean is not None and far is not None and long is not None:
             tokens, queries = far
-            spread.far_mean[rows] = exact[:, long] @ tokens[long] / (finite[:, long] @ queries[long])
-        apart = exact - mean[:, None]
+            spread.far_mean[rows] = exact @ (tokens * long) / (finite @ (queries * long))
+        exact -= mean[:, None]
         if not complete:
-            apart[~finite] = 0
-        squares = np.einsum("rs,rs->r", apart, apart)
+            exact[~finite] = 0
+        squares = np.einsum("rs,rs->r", exact, exact)
         spread.std[rows] = np.where(counts > 1, np.sqrt(squares / (counts - 1)), np.nan)
     spread.measured[rows], spread.mean[rows] = counts, mean
 
 
 def _count_bins(spread: Spread, pools: np.ndarray, rows: slice, values: np.ndarray) -> None:
-    """Count the bins of each row, the finer ones in ``pools`` (H, POOL_BINS); find its quantiles among the values of
-    the bins that hold them.
-    """
+    """Count the bins of each row, those of the pool in ``pools`` (H, POOL_BINS), and find its quantiles."""
+    counts, (heads, sequences) = spread.measured[rows], values.shape
+    # Finer bins, so that few values share one with a quantile; a power of two keeps the ends of the pool's bins.
+    bins = POOL_BINS * _FINER
     places = values.astype(np.float64)
     places -= spread.low
-    places *= POOL_BINS / (spread.high - spread.low)
-    counts = spread.measured[rows]
-    complete = bool((counts == values.shape[1]).all())
-    if not complete:
-        missing = np.isnan(places)
-        places[missing] = 0
-    np.clip(places, 0, POOL_BINS - 1, out=places)
-    bins = places.astype(np.uint8)
-    if not complete:
-        bins[missing] = POOL_BINS
-    for row, of_row in enumerate(bins):
-        pools[rows.start + row] = np.bincount(of_row, minlength=POOL_BINS + 1)[:POOL_BINS]
-    spread.counts[rows] = pools[rows].reshape(len(values), HEAD_BINS, -1).sum(axis=2)
-    if values.shape[1] <= _SORTED or not complete:
-        spread.quantiles[:, rows] = row_quantiles(values, counts)
-        return
-    for row in range(len(values)):
-        ends = np.cumsum(pools[rows.start + row])
-        for i, quantile in enumerate(QUANTILES):
-            place = quantile * (values.shape[1] - 1)
-            rank = int(place)
-            first, last = (int(np.searchsorted(ends, number, "right")) for number in (rank, rank + 1))
-            near = values[row][bins[row] == first]
-            if last != first:
-                near = np.concatenate([near, values[row][bins[row] == last]])
-            near.sort()
-            skipped = int(ends[first - 1]) if first else 0
-            low, high = near[rank - skipped], near[rank + 1 - skipped]
-            spread.quantiles[i, rows.start + row] = between(low, high, place - rank)
+    places *= bins / (spread.high - spread.low)
+    np.clip(places, 0, bins - 1, out=places)
+    if (counts < sequences).any():
+        places[np.isnan(places)] = bins
+    of_values = places.astype(np.intp)
+    below, after, part = _quantile_ranks(counts)
+    near = np.zeros((2 * len(QUANTILES), heads), dtype=values.dtype)
+    for row in range(heads):
+        found = np.bincount(of_values[row], minlength=bins + 1)
+        pools[rows.start + row] = found[:bins].reshape(POOL_BINS, -1).sum(axis=1)
+        if sequences > _SORTED:
+            ranks = np.concatenate([below[:, row], after[:, row]])
+            near[:, row] = _ordered(values[row], of_values[row], found, ranks)
+    spread.counts[rows] = pools[rows].reshape(heads, HEAD_BINS, -1).sum(axis=2)
+    if sequences <= _SORTED:
+        near = np.sort(values, axis=1)[np.arange(heads), np.concatenate([below, after])]  # NaN last
+    first, second = np.split(near, 2)
+    spread.quantiles[:, rows] = np.where(counts > 0, between(first, second, part), np.nan)
 
 
-def row_quantiles(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the `QUANTILES` of each row (3, r) of values (r, S) with ``counts`` numbers each; NaN without any."""
-    ordered = np.sort(values, axis=1)  # NaN last
+def _quantile_ranks(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the ranks next to the `QUANTILES` of rows of ``counts`` numbers (r,), and the part of the way between the
+    two; (3, r) each.
+    """
     last = np.maximum(counts - 1, 0)
-    rows = np.arange(len(values))
-    quantiles = []
-    for quantile in QUANTILES:
-        place = quantile * last
-        below = np.floor(place).astype(int)
-        first, second = ordered[rows, below], ordered[rows, np.minimum(below + 1, last)]
-        quantiles.append(np.where(counts > 0, between(first, second, place - below), np.nan))
-    return np.array(quantiles)
+    place = np.array(QUANTILES)[:, None] * last
+    below = np.floor(place).astype(int)
+    return below, np.minimum(below + 1, last), place - below
 
 
-def _inactive_heads_of(
-    spread: Spread, rows: slice, values: np.ndarray, beyond: np.ndarray, weights: np.ndarray
-) -> np.ndarray:
-    """Fill in the share of values ``beyond`` the threshold; return the number of mostly inactive heads by resample."""
-    assert spread.inactive is not None
-    counts = spread.measured[rows]
+def _ordered(values: np.ndarray, bins: np.ndarray, counts: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+    """Return the values of ``ranks`` (n,) among the values (S,) of ``bins`` (S,), in which ``counts`` values are; only
+    the values of the bins that hold them are sorted.
+    """
+    holding = np.searchsorted(counts.cumsum(), ranks, "right")
+    wanted = np.zeros(len(counts), dtype=bool)
+    wanted[holding] = True
+    skipped = np.where(wanted, 0, counts).cumsum()[holding]
+    return np.sort(values[wanted[bins]])[ranks - skipped]
+
+
+def _count_inactive(spread: Spread, bits: np.ndarray, measured: np.ndarray | None, resamples: Resampling) -> None:
+    """Fill in the share of the sequences beyond the threshold and the number of mostly inactive heads.
+
+    Args:
+        bits: Bits of the (head, sequence) beyond the threshold, uint8 (H, S / 8).
+        measured: Bits of those with a value; None if all have one.
+    """
+    weights, most = resamples
+    sequences = len(weights)
+    beyond = _count_set(bits)
     with np.errstate(invalid="ignore", divide="ignore"):
-        spread.inactive[rows] = np.count_nonzero(beyond, axis=1) / counts
-    hits = beyond.astype(np.float32) @ weights
-    if (counts == values.shape[1]).all():
-        asked = np.full_like(hits, values.shape[1])
-    else:
-        asked = np.isfinite(values).astype(np.float32) @ weights
-    return ((hits >= MOSTLY * asked) & (asked > 0)).sum(axis=0)
+        spread.inactive = beyond / spread.measured
+    mostly = int((spread.inactive >= MOSTLY).sum())
+    if sequences == 1:
+        spread.persistence = Persistence(mostly, None, None)
+        return
+    # If all values of a head were measured, the extreme resamples often decide.
+    complete = spread.measured == sequences
+    always = complete & (sequences - most[sequences - beyond] >= MOSTLY * sequences)
+    unsure = ~complete | (~always & (most[beyond] >= MOSTLY * sequences))
+    heads = np.full(weights.shape[1], np.count_nonzero(always))
+    for rows in np.array_split(np.flatnonzero(unsure), len(bits) // _TILE + 1):
+        hits = _unpacked(bits[rows], sequences) @ weights
+        asked = np.full_like(hits, sequences) if measured is None else _unpacked(measured[rows], sequences) @ weights
+        heads += ((hits >= MOSTLY * asked) & (asked > 0)).sum(axis=0)
+    low, high = np.quantile(heads, [0.025, 0.975], method="nearest")
+    spread.persistence = Persistence(mostly, int(min(low, mostly)), int(max(high, mostly)))
+
+
+def _unpacked(bits: np.ndarray, sequences: int) -> np.ndarray:
+    """Return float32 (r, S) of the bits (r, S / 8)."""
+    return np.unpackbits(bits, axis=1, count=sequences).astype(np.float32)
 
 
 class SiteSummary(NamedTuple):
@@ -617,7 +673,7 @@ def summarise_site(
     together; without it no long sequences are averaged.
     """
     rows = SiteRows(connection, heads)
-    weights = resampling(rows.sequences)
+    resamples = resampling(rows.sequences)
     long = None if bounded is None else rows.tokens > bounded
     far = None if bounded is None else (rows.tokens, rows.tokens - bounded)
     spreads: dict[str, Spread] = {}
@@ -631,14 +687,14 @@ def summarise_site(
             summary = summarised(
                 measure.name,
                 measure.values(threads),
-                weights,
+                resamples,
                 long=long,
                 far=far if measure.name == "distant_mass" else None,
             )
             if summary is not None:
                 spreads[measure.name], bits[measure.name] = summary
     scores = [name for name in SCORES if name in spreads]
-    common = {(a, b): _in_common(bits[a], bits[b]) for i, a in enumerate(scores) for b in scores[i:]}
+    common = {(a, b): int(_count_set(bits[a] & bits[b]).sum()) for i, a in enumerate(scores) for b in scores[i:]}
     for name in scores:
         spreads[name].picks = {other: common.get((name, other), common.get((other, name), 0)) for other in scores}
     return SiteSummary(heads, {name: spreads[name] for name in names if name in spreads})
@@ -648,10 +704,10 @@ def summarise_site(
 _SET_BITS = np.array([pair.bit_count() for pair in range(1 << 16)], dtype=np.uint8)
 
 
-def _in_common(a: np.ndarray, b: np.ndarray) -> int:
-    both = (a & b).ravel()
-    even = np.append(both, np.uint8(0)) if len(both) % 2 else both
-    return int(_SET_BITS[even.view(np.uint16)].sum(dtype=np.int64))
+def _count_set(bits: np.ndarray) -> np.ndarray:
+    """Return the number of set bits of each row (r,)."""
+    pairs = np.pad(bits, ((0, 0), (0, bits.shape[1] % 2))).view(np.uint16)
+    return _SET_BITS[pairs].sum(axis=1, dtype=np.int64)
 
 
 def site_quantiles(
@@ -671,5 +727,5 @@ def site_quantiles(
             pool.collect(of_layer)
             counts.append(int(np.count_nonzero(np.isfinite(of_layer))))
 
-        values.for_layers(collect)
+        values.for_blocks(collect)
         return [exact for exact, _ in pool.quantiles(sum(counts))] if sum(counts) else None

@@ -45,7 +45,10 @@ def _counted_heads(connection: duckdb.DuckDBPyConnection, run_id: str) -> pa.Tab
 
 def sites_of(connection: duckdb.DuckDBPyConnection, run_id: str) -> list[SiteHeads]:
     """Return the heads of each site of a scan, self-attention first."""
-    rows = _counted_heads(connection, run_id)
+    return _sites(run_id, _counted_heads(connection, run_id))
+
+
+def _sites(run_id: str, rows: pa.Table) -> list[SiteHeads]:
     names = np.array(rows["site"].to_pylist(), dtype=object)
     columns = {name: column_values(rows[name]).astype(int) for name in ("layer", "head", "kv_head", "sequences")}
     sites = []
@@ -65,12 +68,13 @@ class SummaryRows(NamedTuple):
 def summarise_run(connection: duckdb.DuckDBPyConnection, run_id: str) -> SummaryRows:
     """Return the summary of a run; without rows if no head was measured."""
     bounded = bounded_keys(connection, run_id)
+    counted = _counted_heads(connection, run_id)
     summarised = SummaryRows([], [])
-    for heads in sites_of(connection, run_id):
+    for heads in _sites(run_id, counted):
         summary = summarise_site(connection, heads, bounded)
         summarised.heads.extend(_head_rows(heads, name, spread) for name, spread in summary.spreads.items())
         summarised.pools.extend(_pool_row(heads, name, spread) for name, spread in summary.spreads.items())
-    connection.register("counted_heads", _counted_heads(connection, run_id))
+    connection.register("counted_heads", counted)
     for profile in PROFILES.values():
         of_run = f"(SELECT * FROM head_statistics WHERE run_id = {literal(run_id)})"
         rows = connection.sql(

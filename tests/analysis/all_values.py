@@ -40,7 +40,7 @@ def read_measures(store: Store, heads: SiteHeads) -> Iterator[tuple[str, np.ndar
             def keep(layer: slice, found: np.ndarray, values: np.ndarray = values) -> None:
                 values[layer] = found
 
-            measure.values(threads).for_layers(keep)
+            measure.values(threads).for_blocks(keep)
             if not np.isnan(values).all():
                 yield name, values
 

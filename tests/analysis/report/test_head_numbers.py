@@ -12,7 +12,7 @@ import pytest
 from headscan.analysis.heads.comparisons import score_overlap
 from headscan.analysis.report.head_data import HeadData, read_head_data
 from headscan.analysis.report.head_measures import HEAD_TABLES, packed
-from headscan.analysis.store.head_spread import SiteHeads, Spread
+from headscan.analysis.store.head_spread import SiteHeads, Spread, resampling
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.verdict_limits import HEAD_BINS, MOSTLY, POOL_BINS, THRESHOLDS
 from headscan.analysis.store.views import SUMMARISED
@@ -86,6 +86,22 @@ def test_the_interval_covers_the_true_count() -> None:
     assert found.words(100).endswith("[10, 11]")
     single = spread_of("output_norm", values[:, :1]).persistence
     assert single is not None and single.low is None and "[" not in single.words(100)
+
+
+@pytest.mark.parametrize("measured", [1.0, 0.8])
+def test_the_interval_equals_the_counts_of_all_resamples(measured: float) -> None:
+    """Few heads are inactive in about half of the sequences; for the others the extreme resample decides."""
+    rng = np.random.default_rng(1)
+    share = np.linspace(0, 1, 300)[:, None] ** 9
+    values = np.where(rng.random((300, 61)) < share, 0.1, 1.0) + 0.01 * rng.random((300, 61))
+    values[rng.random(values.shape) > measured] = np.nan
+    spread, weights = spread_of("output_norm", values), resampling(61).weights
+    beyond, asked = (values < spread.thresholds[0.1]) @ weights, np.isfinite(values) @ weights
+    counts = ((beyond >= MOSTLY * asked) & (asked > 0)).sum(axis=0)
+    assert spread.persistence is not None and len(set(counts)) > 3
+    assert (spread.persistence.low, spread.persistence.high) == tuple(
+        np.quantile(counts, [0.025, 0.975], method="nearest")
+    )
 
 
 def test_overlaps_equal_the_macro(scan: Scan) -> None:

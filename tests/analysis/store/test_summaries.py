@@ -102,6 +102,22 @@ def test_every_stored_number_equals_the_view_on_all_rows(
         close(finished[name], computed[name], name, 0 if finished[name].type == pa.float32() else 3e-16)
 
 
+def test_the_order_of_the_rows_changes_no_number(hard: tuple[Store, str]) -> None:
+    """A column is read as stored only if the rows of each sequence are in order."""
+    store, run_id = hard
+    tables = ("head_summaries", "measure_pools")
+    store.finish_run(run_id)
+    before = [rows_of(store, table, run_id) for table in tables]
+    with store.connect() as connection:
+        connection.execute("CREATE TABLE shuffled AS FROM head_statistics ORDER BY hash(sequence, layer, head)")
+        for table in ("head_statistics", *tables):
+            connection.execute(f"DELETE FROM {table}")
+        connection.execute("INSERT INTO head_statistics FROM shuffled; DROP TABLE shuffled")
+    store.summarise(run_id)
+    for table, rows in zip(tables, before, strict=True):
+        same(rows_of(store, table, run_id), rows)
+
+
 def values_of(store: Store, run_id: str) -> dict[str, np.ndarray]:
     """Return every measure (H, S) as SQL gives it, NaN for NULL."""
     rows = store.query(
