@@ -98,7 +98,9 @@ class SiteRows:
     def __init__(self, connection: duckdb.DuckDBPyConnection, heads: SiteHeads) -> None:
         self.heads = heads
         self._connection = connection
-        place = f"rowid - {heads.index.ravel().tolist()}[layer::INTEGER * {heads.index.shape[1]} + head + 1]"
+        place = "NULL"  # the rows of a view, as in a Parquet data set, have no order
+        if connection.execute("SELECT 1 FROM duckdb_tables() WHERE table_name = 'head_statistics'").fetchall():
+            place = f"rowid - {heads.index.ravel().tolist()}[layer::INTEGER * {heads.index.shape[1]} + head + 1]"
         rows = connection.sql(
             "SELECT h.sequence, any_value(first) AS first, bool_and(ordered) AS ordered, max(s.tokens) AS tokens FROM"
             f" (SELECT sequence, min({place}) AS first, first = max({place}) AND count(*) = $3 AS ordered"

@@ -94,6 +94,23 @@ def test_notebooks_get_the_same_tables(filled: tuple[Store, str], folder: Path) 
     assert judge(ParquetStore(folder), sweep) == judge(store, sweep)
 
 
+def test_an_unfinished_run_is_summarised_from_its_rows(tmp_path: Path) -> None:
+    scan = write_scan(tmp_path / "s.duckdb", make_stats())
+    (stored,) = scan.store.summaries(scan.run_id)
+    with scan.store.connect() as connection:
+        for table in ("head_summaries", "measure_pools"):
+            connection.execute(f"DELETE FROM {table}")
+    scan.store.export_parquet(tmp_path / "tables")
+    (computed,) = ParquetStore(tmp_path / "tables").summaries(scan.run_id)
+    assert computed.spreads.keys() == stored.spreads.keys()
+    for name, spread in computed.spreads.items():
+        np.testing.assert_array_equal(spread.quantiles, stored.spreads[name].quantiles)
+        assert (
+            spread.thresholds == stored.spreads[name].thresholds
+            and spread.persistence == stored.spreads[name].persistence
+        )
+
+
 def test_macros_work(filled: tuple[Store, str], folder: Path) -> None:
     run = filled[0].runs("scan")[0]["run_id"]
     query = f"FROM score_overlap('{run}', 0.1) ORDER BY ALL"
