@@ -97,7 +97,7 @@ def test_reading_verbs_need_no_torch(tmp_path: Path) -> None:
     run_id = write_sweep(store, scores=("entropy",), shares=(0.05, 0.1), seeds=1, questions=400)
     record_verdicts(store, run_id)
     record_confirmation(store, run_id)
-    verbs = (["status"], ["sql", "select 1"], ["report", "--out", str(tmp_path / "r.html")])
+    verbs = (["status"], ["rank"], ["roles"], ["sql", "select 1"], ["report", "--out", str(tmp_path / "r.html")])
     code = f"""
 import sys
 from headscan.pipelines.cli.main import main

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headscan.analysis.heads.head_ranking import (
     rank_behaviours,
@@ -19,8 +19,10 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.head_effects import rank_effects
 from headscan.catalog import BEHAVIOURS, CRITERIA, EFFECT, RANKED_CRITERIA
 from headscan.errors import InterventionError, PruningError
-from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS
+
+if TYPE_CHECKING:
+    from headscan.pipelines.runs.model_identity import ModelIdentity
 
 
 def run_kind(name: str) -> RunKind:
