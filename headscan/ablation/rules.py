@@ -24,9 +24,9 @@ from headscan.catalog import MassWidths, statistics_for
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite
 from headscan.measure.collect import find_score, score
-from headscan.measure.projection_factors import ProjectionFactors
 from headscan.models.forward_inputs import TokenMeans, real_tokens
 from headscan.models.loaded_model import LoadedModel
+from headscan.statistics.norm_statistics import ProjectionFactors
 from headscan.statistics.registry import (
     JOINABLE,
     OUTPUT_STATISTICS,

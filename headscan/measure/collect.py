@@ -29,9 +29,9 @@ from headscan.errors import (
     unknown_name,
 )
 from headscan.grid import AttentionSite, HeadGrid
-from headscan.measure.projection_factors import ProjectionFactors, on_cpu
-from headscan.models.forward_inputs import batch_kwargs, real_tokens, run
+from headscan.models.forward_inputs import batch_kwargs, on_cpu, real_tokens, run
 from headscan.models.loaded_model import LoadedModel
+from headscan.statistics.norm_statistics import ProjectionFactors
 from headscan.statistics.registry import (
     OUTPUT_STATISTICS,
     needs_projection,

@@ -6,9 +6,9 @@ Shapes: B sequences, N tokens (padded on the right), H heads.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -114,3 +114,17 @@ def at_last_token(values_BHN: Tensor, lengths: Tensor) -> Tensor:
     """Return the values at the last real token (B, H)."""
     index = (lengths - 1)[:, None, None].expand(-1, values_BHN.shape[1], 1)
     return values_BHN.gather(-1, index).squeeze(-1)
+
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def on_cpu(measured: Mapping[_Key, Tensor]) -> dict[_Key, Tensor]:
+    """Copy the numbers to the CPU, with one blocking copy per device."""
+    copies: dict[_Key, Tensor] = {}
+    for kind in {(values.device, values.dtype) for values in measured.values()}:
+        here = {key: values for key, values in measured.items() if (values.device, values.dtype) == kind}
+        together = torch.cat([values.flatten() for values in here.values()]).cpu()
+        parts = together.split([values.numel() for values in here.values()])
+        copies.update((key, part.view(here[key].shape)) for key, part in zip(here, parts, strict=True))
+    return copies

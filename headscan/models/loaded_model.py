@@ -239,7 +239,7 @@ class LoadedModel:
         limits: By kind of work, the sizes that ran out of memory on this model's devices.
         blocks: By name of a list of blocks, the result of `blocks.find_blocks`.
         projection_factors: By name of an output projection, the checksum of its weight and its factor
-            (`headscan.measure.projection_factors`).
+            (`headscan.statistics.norm_statistics`).
     """
 
     model: PreTrainedModel

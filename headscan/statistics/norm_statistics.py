@@ -1,6 +1,7 @@
-"""Statistics that are norms of value vectors and of heads' outputs.
+"""Statistics that are norms of value vectors and of heads' outputs, and the factors of output projections, with which
+norms of heads' contributions need no full matrix.
 
-Shapes: B sequences, N tokens, S keys, H query heads, K KV heads, D width of a head's output.
+Shapes: B sequences, N tokens, S keys, H query heads, K KV heads, D width of a head's output, M width of a hidden state.
 """
 
 from __future__ import annotations
@@ -8,13 +9,25 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from accelerate.utils import align_module_device
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
-from headscan.models.forward_inputs import TokenMeans, at_last_token
+from headscan.errors import UnsupportedModelError
+from headscan.grid import AttentionSite
+from headscan.models.forward_inputs import TokenMeans, at_last_token, on_cpu
+from headscan.models.loaded_model import LoadedModel
 from headscan.statistics.weight_statistics import Joins
+
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+#: Largest relative difference between a module and its matrix, and in half precision its multiple of the dtype's eps.
+#: TF32 stays below the first; 8-bit quantisation of a float32 input does not.
+_TOLERANCE, _HALF_EPSILONS = 2e-3, 4
+#: Bytes of float64 copies that exist at one time.
+_COPY_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,7 @@ class ValueNorm(ValueStatistic):
 @dataclass(frozen=True)
 class HeadOutputs:
     """The heads' outputs at the input of the output projection, float32 or wider. ``factor_HDD`` is that of
-    `projection_factors.projection_factor`, with norm(O W) = norm(O L); None if no statistic needs it.
+    `projection_factor`, with norm(O W) = norm(O L); None if no statistic needs it.
     """
 
     heads_BNHD: Tensor
@@ -123,3 +136,114 @@ class OutputMeanNorm(OutputStatistic):
 
 VALUE_NORMS: tuple[ValueStatistic, ...] = (FirstValueNorm(), ValueNorm())
 OUTPUT_NORMS: tuple[OutputStatistic, ...] = (OutputNorm(), LastOutputNorm(), ProjectedOutputNorm(), OutputMeanNorm())
+
+
+class ProjectionFactors:
+    """The factors of a model's output projections, kept in ``LoadedModel.projection_factors`` until a weight changes.
+
+    A checksum detects that, because writing to ``.data`` leaves no other trace. Weights that accelerate offloads cannot
+    be changed in place and have none.
+    """
+
+    def __init__(self, lm: LoadedModel) -> None:
+        self._lm, self._kept = lm, lm.projection_factors
+        factors: dict[object, Tensor] = {}
+        sums = {site.output_projection: _checksum(lm.module(site.output_projection), factors) for site in lm.grid.sites}
+        self._sums: dict[str, float | None] = dict.fromkeys(sums)
+        known = {path: total for path, total in sums.items() if total is not None}
+        self._sums |= {path: float(total) for path, total in on_cpu(known).items()}
+        for path, total in self._sums.items():
+            if path in self._kept and self._kept[path][0] != total:
+                del self._kept[path]
+
+    def of(self, site: AttentionSite) -> Tensor:
+        """Return the factor of a site's projection (H, D, D), see `projection_factor`."""
+        path = site.output_projection
+        if path not in self._kept:
+            # A factor made in inference mode could not be used in a later pass that takes gradients.
+            with torch.inference_mode(False), torch.no_grad():
+                self._kept[path] = (self._sums[path], projection_factor(self._lm.module(path), site))
+        return self._kept[path][1]
+
+
+def projection_factor(projection: nn.Module, site: AttentionSite) -> Tensor:
+    """Return L (H, D, D) with ``norm(o @ L) == norm(o @ W)`` for each head's rows W of the matrix, offloaded or not.
+
+    L is the Cholesky factor of ``W W^T`` in float64: in float32 that square loses singular values below 3e-4 of the
+    largest. L itself is stored as float32 (float64 for a float64 weight); ``o @ L`` is as exact as ``o @ W``.
+    """
+    with align_module_device(projection):
+        rows_HDM = _rows(projection, site)
+        wide = torch.promote_types(rows_HDM.dtype, torch.float32)
+        heads = max(1, _COPY_BYTES // (8 * rows_HDM[0].numel()))
+        probe_HD = torch.randn(rows_HDM.shape[:2], generator=torch.Generator().manual_seed(0)).to(rows_HDM)
+        with torch.autocast(rows_HDM.device.type, enabled=False):
+            factor = torch.cat([_factor(part.double()) for part in rows_HDM.split(heads)]).to(wide)
+            expected_HM = torch.einsum("hd,hdm->hm", probe_HD.to(wide), rows_HDM.to(wide))
+    _check_module(projection, site, probe_HD, expected_HM)
+    return factor
+
+
+def _factor(rows_HDM: Tensor) -> Tensor:
+    gram_HDD = rows_HDM @ rows_HDM.mT
+    factor_HDD, failed = torch.linalg.cholesky_ex(gram_HDD)
+    if failed.any():
+        # The matrix is singular. QR works there too, but is slow on a GPU.
+        factor_HDD = torch.linalg.qr(rows_HDM.mT, mode="r").R.mT
+    return factor_HDD
+
+
+def _rows(projection: nn.Module, site: AttentionSite) -> Tensor:
+    """Return a view of each head's rows of the matrix, (H, D, M)."""
+    weight = projection.get_parameter("weight").detach()
+    if weight.dtype not in _PLAIN or not isinstance(projection, (nn.Linear, Conv1D)):
+        raise UnsupportedModelError(
+            f"projected_output_norm does not support the output projection: layer {site.layer} is a "
+            f"{type(projection).__name__} of {weight.dtype}. Merge adapters (merge_and_unload), or measure the other "
+            "statistics"
+        )
+    # A Linear keeps (out, in); GPT-2's Conv1D keeps (in, out).
+    rows = weight.T if isinstance(projection, nn.Linear) else weight
+    return rows.unflatten(0, (site.num_attention_heads, site.value_dim))
+
+
+def _check_module(projection: nn.Module, site: AttentionSite, probe_HD: Tensor, expected_HM: Tensor) -> None:
+    """Raise if the module differs from its matrix on one random vector per head, as a quantised Linear does."""
+    heads = len(probe_HD)
+    inputs = torch.block_diag(*probe_HD)  # row h: head h alone
+    inputs = torch.cat([inputs, torch.zeros_like(inputs[:1])])[None]
+    with torch.autocast(inputs.device.type, enabled=False):
+        # Calling the module itself would run hooks, which may be those of an open measurement.
+        out = projection.forward(inputs)[0].to(expected_HM)
+    given_HM, bias = out[:heads] - out[heads], out[heads]
+    bound = _HALF_EPSILONS * torch.finfo(probe_HD.dtype).eps if probe_HD.dtype.itemsize < 4 else _TOLERANCE
+    error = (given_HM - expected_HM).norm(dim=-1)
+    off = error / (expected_HM.norm(dim=-1) + bias.norm()).clamp_min(torch.finfo(expected_HM.dtype).tiny)
+    worst = int(off.argmax())
+    # A zero matrix gives a zero error; NaN weights make the statistic itself NaN.
+    if off[worst] > bound:
+        raise UnsupportedModelError(
+            f"projected_output_norm needs an output projection that multiplies by its weight: "
+            f"{site.output_projection}, a {type(projection).__name__}, differs from it by {float(off[worst]):.1%} on "
+            f"head {worst} (limit {bound:.2%}). Measure the other statistics, or load the model without quantisation"
+        )
+
+
+def _checksum(projection: nn.Module, factors: dict[object, Tensor]) -> Tensor | None:
+    """Return a number that changes with the weight; None for offloaded weights, NaN for unsupported ones.
+
+    Args:
+        factors: Keeps what layers of one width share.
+    """
+    weight: Any = getattr(projection, "weight", None)
+    if type(weight) not in (Tensor, nn.Parameter) or weight.dtype not in _PLAIN:
+        return torch.tensor(float("nan"))
+    if weight.is_meta:
+        return None
+    outputs = 0 if isinstance(projection, nn.Linear) else 1
+    by_input = weight.detach().sum(outputs, dtype=torch.promote_types(weight.dtype, torch.float32))
+    width = (len(by_input), by_input.dtype, by_input.device)
+    if width not in factors:
+        # Unequal factors, so that swapping two heads changes the sum.
+        factors[width] = torch.arange(1, len(by_input) + 1, device=weight.device).to(by_input).cos()
+    return by_input @ factors[width]

@@ -23,8 +23,8 @@ from headscan.attention.discovery import discover
 from headscan.attention.hooks import output_hook
 from headscan.catalog import SCORES, MassWidths, panel_names, statistics_for
 from headscan.grid import AttentionSite
-from headscan.measure.projection_factors import ProjectionFactors
 from headscan.models.forward_inputs import run
+from headscan.statistics.norm_statistics import ProjectionFactors
 from headscan.statistics.registry import OUTPUT_STATISTICS, output_statistics
 from headscan.statistics.weight_statistics import AttentionRequest
 

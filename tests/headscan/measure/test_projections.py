@@ -14,9 +14,9 @@ import headscan
 from headscan.architectures import VOCABULARY
 from headscan.errors import NotFiniteError, UnsupportedModelError
 from headscan.grid import AttentionSite
-from headscan.measure.projection_factors import projection_factor
 from headscan.models.forward_inputs import TokenMeans
 from headscan.models.loaded_model import Sharding
+from headscan.statistics.norm_statistics import projection_factor
 from headscan.statistics.registry import output_statistics
 from tests.small_models import make_loaded, make_model
 
