@@ -648,8 +648,8 @@ class _Branch:
     zeroed_R: Tensor
 
     def parted(self, ablated_RH: Tensor, least_saved: float) -> list[list[int]]:
-        """Return groups of sequences with equal ablated heads. A group is kept together if sharing the prefix saves more
-        than ``least_saved`` tokens; otherwise each of its sequences is a group.
+        """Return groups of sequences with equal ablated heads. A group is kept together if sharing the prefix saves
+        more than ``least_saved`` tokens; otherwise each of its sequences is a group.
         """
         groups: list[list[int]] = []
         for group in self.row.groups:
