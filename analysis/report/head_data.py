@@ -14,7 +14,8 @@ import numpy as np
 from headscan.analysis.plans import HeadDamage, HeadPlan, PlannedHead
 from headscan.analysis.report.head_measures import HeadMeasure, SiteMeasures, read_head_tables, scanned_measure
 from headscan.analysis.report.page_parts import compressed
-from headscan.analysis.store.head_spread import QUANTILES, SiteHeads, SiteSummary, Spread
+from headscan.analysis.store.head_spread import QUANTILES, SiteSummary, Spread
+from headscan.analysis.store.site_rows import SiteHeads
 from headscan.analysis.store.store import Store
 from headscan.catalog import SCORES
 

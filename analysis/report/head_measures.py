@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from headscan.analysis.store.head_spread import SiteHeads, Spread, column_values
+from headscan.analysis.store.head_spread import Spread
 from headscan.analysis.store.provenance import same_model
 from headscan.analysis.store.records import RunKind
+from headscan.analysis.store.site_rows import SiteHeads, column_values
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import TABLES
 from headscan.catalog import BEHAVIOURS, IMPORTANCES, SCORES, STATISTICS

@@ -57,7 +57,7 @@ WRITING: Mapping[str, str] = {
     "autoload_known_extensions": "false",
     "allow_community_extensions": "false",
     "allow_persistent_secrets": "false",
-    "preserve_insertion_order": "true",  # `head_spread.SiteRows` reads rows in the order in which they were written
+    "preserve_insertion_order": "true",  # `site_rows.SiteRows` reads rows in the order in which they were written
 }
 
 #: Settings of a read-only connection; `confine` disables files once the store is open.

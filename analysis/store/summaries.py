@@ -14,16 +14,9 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from headscan.analysis.store.head_spread import (
-    Persistence,
-    SiteHeads,
-    SiteSummary,
-    Spread,
-    column_values,
-    site_quantiles,
-    summarise_site,
-)
+from headscan.analysis.store.head_spread import Persistence, SiteSummary, Spread, site_quantiles, summarise_site
 from headscan.analysis.store.scan_tables import literal
+from headscan.analysis.store.site_rows import SiteHeads, column_values
 from headscan.analysis.store.verdict_limits import (
     HEAD_BINS,
 )

@@ -7,15 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from headscan.analysis.store.head_spread import (
-    MeasureValues,
-    SiteHeads,
-    SiteRows,
-    Spread,
-    StoredMeasure,
-    resampling,
-    summarised,
-)
+from headscan.analysis.store.head_spread import Spread, resampling, summarised
+from headscan.analysis.store.site_rows import MeasureValues, SiteHeads, SiteRows, StoredMeasure
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.summaries import sites_of
 from headscan.analysis.store.views import SUMMARISED

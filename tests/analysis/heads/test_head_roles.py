@@ -13,8 +13,8 @@ import pytest
 from headscan.analysis.errors import SelectionError, StoreError
 from headscan.analysis.heads.head_roles import RoleHead, find_mask, read_roles, survival
 from headscan.analysis.report.head_measures import read_head_tables
-from headscan.analysis.store.head_spread import SiteHeads
 from headscan.analysis.store.records import ArmRecord, RunRecord
+from headscan.analysis.store.site_rows import SiteHeads
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.views import ROLES
 from headscan.analysis.verdicts.head_effects import HeadEffect

@@ -14,7 +14,7 @@ from headscan.analysis.report.arm_chart import recall_figure
 from headscan.analysis.report.head_data import plan_measures
 from headscan.analysis.report.saving_costs import cache_section
 from headscan.analysis.report.share_chart import ArmPoint, cache_figure
-from headscan.analysis.store.head_spread import SiteHeads
+from headscan.analysis.store.site_rows import SiteHeads
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.verdict_limits import LEAST_RETAINED, MARGIN
 from headscan.analysis.verdicts.judge import ArmVerdict, judge

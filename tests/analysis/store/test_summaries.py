@@ -12,7 +12,7 @@ import pytest
 from headscan.analysis.heads.comparisons import score_overlap
 from headscan.analysis.heads.head_ranking import thresholds
 from headscan.analysis.plans.scan_scores import measure_query_heads
-from headscan.analysis.store import head_spread, summaries
+from headscan.analysis.store import head_spread, site_rows, summaries
 from headscan.analysis.store.records import ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.verdict_limits import HEAD_BINS, MOSTLY, POOL_BINS, SPAN, THRESHOLDS
@@ -85,7 +85,9 @@ def test_every_stored_number_equals_the_view_on_all_rows(
     """Also if a layer alone fits in memory, a sample is not the pool, and quantiles are looked up in bins."""
     store, run_id = hard
     if in_parts:
-        for name, value in (("_MOST_VALUES", 1), ("_SAMPLE", 16), ("_SORTED", 0), ("_BATCH", 7), ("_TASK_VALUES", 1)):
+        for name, value in (("_MOST_VALUES", 1), ("_BATCH", 7), ("_TASK_VALUES", 1)):
+            monkeypatch.setattr(site_rows, name, value)
+        for name, value in (("_SAMPLE", 16), ("_SORTED", 0)):
             monkeypatch.setattr(head_spread, name, value)
     views = ("all_head_summary", "all_head_profiles", "all_positional_heads", "all_head_roles")
     before = {view: rows_of(store, view, run_id) for view in views if view != "all_positional_heads"}
