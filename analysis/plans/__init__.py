@@ -29,26 +29,28 @@ from headscan.analysis.plans.keep_scores import (
 )
 from headscan.analysis.plans.layer_windows import CacheWindows, SlidingLayers, cache_windows, sliding_layers
 from headscan.analysis.plans.pattern_files import TABLE_FILES, HeadPattern, read_pattern, write_pattern
-from headscan.analysis.plans.plan_records import (
+from headscan.analysis.plans.plan_budgets import (
     BUDGET_LENGTHS,
     Budget,
     BudgetRequest,
+    KVBytes,
+    LengthBudget,
+    WindowHeads,
+    WindowShare,
+    budget_lengths,
+)
+from headscan.analysis.plans.plan_records import (
     DamageCalibration,
     DamageTexts,
     Evidence,
     Granularity,
     HeadClass,
     HeadDamage,
-    KVBytes,
-    LengthBudget,
     PlanError,
     PlanMethod,
     PlannedHead,
     PlannedModel,
     PlanSource,
-    WindowHeads,
-    WindowShare,
-    budget_lengths,
     planned_model,
 )
 from headscan.analysis.plans.scan_scores import distant_mass_scores, retrieval_scores

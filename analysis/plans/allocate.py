@@ -21,21 +21,23 @@ from headscan.analysis.plans.keep_scores import (
     random_scores,
 )
 from headscan.analysis.plans.pattern_files import HeadPattern
-from headscan.analysis.plans.plan_records import (
-    DERIVED_NOTE,
+from headscan.analysis.plans.plan_budgets import (
     Budget,
     BudgetRequest,
+    LengthBudget,
+    WindowShare,
+    WindowSteps,
+    budget_lengths,
+)
+from headscan.analysis.plans.plan_records import (
+    DERIVED_NOTE,
     Evidence,
     Granularity,
-    LengthBudget,
     PlanError,
     PlanMethod,
     PlannedHead,
     PlannedModel,
     RandomCalibration,
-    Steps,
-    WindowShare,
-    budget_lengths,
     planned_model,
 )
 from headscan.analysis.plans.scan_scores import distant_mass_scores, retrieval_scores
@@ -100,7 +102,7 @@ def allocate(
             )
     order = [place for place in scores.order if place not in dropped]
     widths = {place: (windows or {}).get(place, (sink, recent)) for place in order}
-    steps = Steps(model, order, widths, dropped, scores.granularity)
+    steps = WindowSteps(model, order, widths, dropped, scores.granularity)
     count = budget.window_count(steps)
     heads = _planned_heads(scores, set(order[:count]), widths, dropped)
     more = () if count or dropped else ("no head gets a window: the full cache fits the budget",)

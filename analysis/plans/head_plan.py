@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from headscan.analysis.plans.plan_budgets import Budget
 from headscan.analysis.plans.plan_records import (
     CHECKED,
     MOST_INTEGER,
     WHY_PROTECTED,
-    Budget,
     Granularity,
     PlanError,
     PlanMethod,

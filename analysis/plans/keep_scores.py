@@ -11,6 +11,7 @@ from itertools import groupby
 import numpy as np
 
 from headscan.analysis.plans.pattern_files import THRESHOLD, HeadPattern
+from headscan.analysis.plans.plan_budgets import WindowHeads
 from headscan.analysis.plans.plan_records import (
     WHY_PROTECTED,
     DamageCalibration,
@@ -24,7 +25,6 @@ from headscan.analysis.plans.plan_records import (
     PlanSource,
     QueryHead,
     RandomCalibration,
-    WindowHeads,
 )
 
 #: (layer, KV head).
