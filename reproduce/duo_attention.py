@@ -40,7 +40,8 @@ def steps(options: argparse.Namespace) -> list[Step]:
             Step((*again, "--out", str(options.out / "again.json")), 12 * 256 * PASSES),
         ]
     widths = ("--corpus", options.corpus, "--sink", "128", "--recent", "256")
-    return [Step((*words, *widths), TOKENS * PASSES)]
+    prompts = ("--max-tokens", "2048", "--sequences", "64", "--recall-prompts", "32")
+    return [Step((*words, *widths, *prompts), TOKENS * PASSES)]
 
 
 def agreement(plan: HeadPlan, values: np.ndarray) -> dict[str, float]:

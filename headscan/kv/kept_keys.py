@@ -120,6 +120,10 @@ class KeptKeys:
         """Layers with windows, ascending."""
         return tuple(sorted({layer for layer, _, _ in self.windows}))
 
+    def differs(self, other: KeptKeys) -> int:
+        """Return the first layer in which the windows are not those of another set, which must not be equal."""
+        return min(layer for layer, _, _ in set(self.windows) ^ set(other.windows))
+
     def groups(self, layer: int, num_key_value_heads: int) -> tuple[HeadGroup, ...]:
         """Return the KV heads of a layer by what they keep, first those that keep all; raise if one does not exist."""
         of_head = {kv_head: window for at, kv_head, window in self.windows if at == layer}

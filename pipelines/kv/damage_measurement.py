@@ -1,8 +1,8 @@
 """Measurements for a plan: the damage of a window on each KV head or layer, and the loss under window masks.
 
 The first half of the texts and recall prompts ranks the KV heads; the second half is held out. Losses under window
-masks are forward passes over every prompt, on every pool: on whole models, sets with few windows share the layers
-below their first window, and on ranges of layers, all sets pass through a range while it is loaded.
+masks are forward passes over every prompt, on every pool: on whole models, sets that are alike share the layers
+below the first window that differs, and on ranges of layers, all sets pass through a range while it is loaded.
 
 A *unit* is what gets a window as a whole: a KV head, or all KV heads of a layer. Its first KV head names it.
 
@@ -47,7 +47,14 @@ from headscan.pipelines.runs.code_version import code_version
 from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.run_context import ModelContext
-from headscan.pipelines.scoring.bundles import BundleItem, Start, bundle, possible_starts, start_of
+from headscan.pipelines.scoring.bundles import (
+    FROM_TOKENS,
+    BundleItem,
+    Start,
+    bundle_starts,
+    last_start,
+    possible_starts,
+)
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
 from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request, pad
@@ -59,6 +66,9 @@ Units = Mapping[KvHead, tuple[KvHead, ...]]
 
 #: Most requests of one item of work.
 _REQUESTS = 16
+
+#: Most sets of windows of one item.
+_SETS = 16
 
 ALL_KEYS = KeptKeys(())
 
@@ -85,13 +95,16 @@ class PromptPool:
     progress: Progress | None = None
     starts: frozenset[Start] | None = None
 
-    def losses(self, requests: Sequence[Request], sets: Sequence[KeptKeys]) -> Losses:
-        """Return the losses of requests under each set of windows; `ALL_KEYS` is the full cache."""
+    def losses(self, requests: Sequence[Request], sets: Sequence[KeptKeys], base: KeptKeys = ALL_KEYS) -> Losses:
+        """Return the losses of requests under each set of windows; `ALL_KEYS` is the full cache. A pass goes on from
+        that of ``base`` at the first layer in which the windows differ, which changes no number.
+        """
         staged = self.pool.staged
-        ablations = [KvWindows(kept, f"windows {index}") if kept.windows else None for index, kept in enumerate(sets)]
+        *ablations, under = [KvWindows(kept, "windows") if kept.windows else None for kept in (*sets, base)]
         parts = self._parts(requests, range(len(requests)))
         possible = starts_under_windows(self.pool) if self.starts is None else self.starts
-        groups = [[index] for index in range(len(sets))] if staged else bundle(ablations, possible)
+        starts = [None if kept == base else last_start(Start(kept.differs(base), False), possible) for kept in sets]
+        groups = [[index] for index in range(len(sets))] if staged else bundle_starts(starts, _SETS)
         items: dict[str, tuple[list[int], list[int]]] = {}
         work: list[Any] = []
         for group in groups:
@@ -101,8 +114,10 @@ class PromptPool:
                 chosen = tuple(requests[row] for row in part)
                 if len(group) > 1:
                     masks = tuple(ablations[index] for index in group)
-                    starts = tuple(start_of(mask, possible) for mask in masks)
-                    work.append(BundleItem(name, chosen, masks, starts, self.batch_tokens, share_prefixes=False))
+                    of_group = tuple(starts[index] or FROM_TOKENS for index in group)
+                    work.append(
+                        BundleItem(name, chosen, masks, of_group, self.batch_tokens, share_prefixes=False, base=under)
+                    )
                 else:
                     alone = ablations[group[0]]
                     work.append(
@@ -283,6 +298,10 @@ class Prompts:
         for request in self.requests:
             digest.update(np.asarray(request.ids, dtype="<i4").tobytes())
         return digest.hexdigest()[:16]
+
+    def first(self, share: int) -> Prompts:
+        """Return the first of ``share`` parts, of at least two prompts."""
+        return replace(self, requests=self.requests[: max(2, len(self.requests) // share)])
 
     def halves(self) -> tuple[Prompts, Prompts]:
         """Return the first and the second half, which share no text."""
@@ -518,13 +537,17 @@ class Measurement:
         """Return the mean loss under each set of windows by task."""
         return {task: nats.mean(1) for task, nats in self.nats(prompts, sets).items()}
 
-    def nats(self, prompts: Sequence[Prompts], sets: Sequence[KeptKeys]) -> dict[str, np.ndarray]:
-        """Return the loss of each prompt under each set of windows (sets, prompts) by task."""
-        return {each.task: self._losses(each, sets)[0] for each in prompts}
+    def nats(
+        self, prompts: Sequence[Prompts], sets: Sequence[KeptKeys], base: KeptKeys = ALL_KEYS
+    ) -> dict[str, np.ndarray]:
+        """Return the loss of each prompt under each set of windows (sets, prompts) by task; see `PromptPool.losses`."""
+        return {each.task: self._losses(each, sets, base)[0] for each in prompts}
 
-    def _losses(self, prompts: Prompts, sets: Sequence[KeptKeys]) -> tuple[np.ndarray, float]:
+    def _losses(
+        self, prompts: Prompts, sets: Sequence[KeptKeys], base: KeptKeys = ALL_KEYS
+    ) -> tuple[np.ndarray, float]:
         with Progress(f"windows on {prompts.name}", len(sets) * len(prompts.requests), "prompts") as progress:
-            losses = self._pool(progress).losses(prompts.requests, sets)
+            losses = self._pool(progress).losses(prompts.requests, sets, base)
         return losses.nats, float(losses.greedy[0].mean())
 
     def scores(

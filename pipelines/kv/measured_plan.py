@@ -1,9 +1,10 @@
 """Plans by measured damage: damage of each KV head or layer -> budget -> real window masks.
 
 An estimate at one head at a time may rank neighbours wrongly, and the losses of several windows do not add up. So
-each head near the budget's edge is flipped, with all others as they are; the best exchanges are measured, and the
-best one of them is made, as long as that lowers the loss by more than its standard error. The loss of the plan is
-measured on held-out prompts. In a plan by layer, a "head" below is a layer, named by its first KV head.
+each head near the budget's edge is flipped, with all others as they are, on a few of the prompts; the exchanges that
+promise most are measured on all of them, and the best one is made, as long as that lowers the loss by more than its
+standard error. The loss of the plan is measured on held-out prompts. In a plan by layer, a "head" below is a layer,
+named by its first KV head.
 
 Shapes: C candidate KV heads, or layers.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -54,18 +56,24 @@ def smallest_windows(damages: Mapping[Window, Sequence[np.ndarray]]) -> list[Win
 _SHARE, _FEWEST, _MOST = 0.15, 4, 16
 #: Most exchanges that are made one after another, and most that are measured for each.
 _ROUNDS, _TRIES = 3, 6
+#: Single heads are flipped on one in so many prompts of a task.
+_SCREENED = 4
 
 #: KV heads with a window, or layers by their first KV head.
 Heads = frozenset[KvHead]
 #: Loss increase of each prompt by task, text first.
 Increases = dict[str, np.ndarray]
+#: Returns the increases under each set of windows; passes under them go on from those of a set that is alike.
+MeasureSets = Callable[[Sequence[KeptKeys], KeptKeys], list[Increases]]
 
 
 @dataclass
 class WindowSearch:
-    """A search among sets of windows; each set is measured once.
+    """A search among sets of windows; each set is measured once on the same prompts.
 
     Attributes:
+        measure: Measures on all prompts.
+        screen: Measures on a few of them.
         totals: Sums of all candidates' damage on text and on recall prompts; increases count as shares of them.
         kept: Windows of a set's heads; in a plan by layer, of all KV heads of its layers.
         kinds: What a candidate's cache costs; only heads of one kind are exchanged, so bytes stay the same.
@@ -73,16 +81,22 @@ class WindowSearch:
             task. None sets no such limit.
     """
 
-    measure: Callable[[Sequence[KeptKeys]], list[Increases]]
+    measure: MeasureSets
+    screen: MeasureSets
     kept: Callable[[Heads], KeptKeys]
     totals: tuple[float, float]
     kinds: Mapping[KvHead, object]
     reference: Heads | None = None
     _known: dict[Heads, Increases] = field(default_factory=dict)
+    _screened: dict[Heads, Increases] = field(default_factory=dict)
 
     @property
     def measured(self) -> int:
         return len(self._known)
+
+    @property
+    def screened(self) -> int:
+        return len(self._screened)
 
     def best(self, order: Sequence[KvHead], count: int) -> Heads:
         """Return the best set of ``count`` heads found, with the candidates in the order of their estimates."""
@@ -91,11 +105,11 @@ class WindowSearch:
             starts.append(self.reference)
         else:
             self.reference = None
-        self._losses(starts)
+        self._losses(starts, starts[0])
         chosen = min(starts, key=self.value)
         for _ in range(_ROUNDS):
             exchanged = self._exchanges(chosen, edge(order, chosen))
-            self._losses(exchanged)
+            self._losses(exchanged, chosen)
             better = [heads for heads in exchanged if self._clearly_better(heads, chosen)]
             if not better:
                 break
@@ -106,9 +120,10 @@ class WindowSearch:
         return min(sets, key=self.value, default=self.reference)
 
     def flips(self, chosen: Heads, heads: Sequence[KvHead]) -> list[tuple[float, ...]]:
-        """Return the damage of each head on text, and on recall prompts, with all others as in ``chosen``."""
-        losses = self._losses([chosen, *(chosen ^ {head} for head in heads)])
-        before, *after = (means(each) for each in losses)
+        """Return the damage of each head on text, and on recall prompts, with all others as in ``chosen``; on the
+        prompts of ``screen``.
+        """
+        before, *after = (means(each) for each in self._flipped(chosen, heads))
         return [
             tuple((b - a) if head in chosen else (a - b) for b, a in zip(before, each, strict=True))
             for head, each in zip(heads, after, strict=True)
@@ -116,7 +131,10 @@ class WindowSearch:
 
     def value(self, heads: Heads) -> float:
         """Return the loss increase of a measured set, as a share of all damage, text and recall prompts together."""
-        return sum(each / total for each, total in zip(means(self._known[heads]), self.totals, strict=False))
+        return self._share(self._known[heads])
+
+    def _share(self, increases: Increases) -> float:
+        return sum(each / total for each, total in zip(means(increases), self.totals, strict=False))
 
     def excess(self, heads: Heads) -> float:
         """Return by how much a measured set loses more than the reference on single tasks, in the same shares."""
@@ -133,16 +151,26 @@ class WindowSearch:
     def _rank(self, heads: Heads) -> tuple[float, float]:
         return self.excess(heads), self.value(heads)
 
-    def _losses(self, sets: Sequence[Heads]) -> list[Increases]:
-        new = [heads for heads in dict.fromkeys(sets) if heads not in self._known]
-        losses = self.measure([self.kept(heads) for heads in new]) if new else []
-        self._known |= dict(zip(new, losses, strict=True))
-        return [self._known[heads] for heads in sets]
+    def _losses(self, sets: Sequence[Heads], base: Heads) -> None:
+        """Measure those sets that are not known."""
+        self._measure_new(self.measure, self._known, sets, base)
+
+    def _flipped(self, chosen: Heads, heads: Sequence[KvHead]) -> list[Increases]:
+        """Return the increases of a set, and of it with each of the heads flipped, on the prompts of ``screen``."""
+        sets = [chosen, *(chosen ^ {head} for head in heads)]
+        self._measure_new(self.screen, self._screened, sets, chosen)
+        return [self._screened[each] for each in sets]
+
+    def _measure_new(
+        self, measure: MeasureSets, known: dict[Heads, Increases], sets: Sequence[Heads], base: Heads
+    ) -> None:
+        new = [heads for heads in dict.fromkeys(sets) if heads not in known]
+        if new:
+            known |= dict(zip(new, measure([self.kept(heads) for heads in new], self.kept(base)), strict=True))
 
     def _exchanges(self, chosen: Heads, doubtful: Sequence[KvHead]) -> list[Heads]:
         """Return sets in which heads have changed sides, the most promising ones by the flips of single heads."""
-        self._losses([chosen, *(chosen ^ {head} for head in doubtful)])
-        value = {head: self.value(chosen ^ {head}) for head in doubtful}
+        value = dict(zip(doubtful, map(self._share, self._flipped(chosen, doubtful)[1:]), strict=True))
         pairs = sorted(
             (value[out] + value[new], out, new)
             for out in doubtful
@@ -311,15 +339,17 @@ def _searched(
     """Return scores in whose order the best set of windows comes first, and a note about the search."""
     full = measurement.nats(measurement.ranking, [ALL_KEYS])
 
-    def increases(sets: Sequence[KeptKeys]) -> list[dict[str, np.ndarray]]:
-        nats = measurement.nats(measurement.ranking, sets)
-        return [{task: nats[task][at] - full[task][0] for task in nats} for at in range(len(sets))]
+    def increases(sets: Sequence[KeptKeys], base: KeptKeys, share: int = 1) -> list[Increases]:
+        nats = measurement.nats([prompts.first(share) for prompts in measurement.ranking], sets, base)
+        more = {task: of_sets - full[task][0, : of_sets.shape[1]] for task, of_sets in nats.items()}
+        return [{task: of_sets[at] for task, of_sets in more.items()} for at in range(len(sets))]
 
     totals = [float(np.clip(values, 0, None).sum()) or 1.0 for values in damage.values()]
     bytes_of = {layer.layer: layer.kv_bytes for layer in measurement.model.layers}
     distant = measurement.distant_order(measurement.config.windows[0])
     search = WindowSearch(
         increases,
+        partial(increases, share=_SCREENED),
         lambda heads: measurement.kept({head: windows[head] for head in heads}),
         (totals[0], totals[-1]),
         {head: (bytes_of[head[0]], len(measurement.units[head]), windows[head]) for head in windows},
@@ -335,8 +365,8 @@ def _searched(
     moved = len(chosen - set(order[:count]))
     units = "windows" if measurement.config.granularity == "kv_head" else "layers with windows"
     note = (
-        f"{search.measured} sets of windows were measured with window masks; {moved} of {count} {units} are not among"
-        " the lowest estimates"
+        f"{search.measured} sets of windows were measured with window masks, and {search.screened} on a part of the"
+        f" prompts; {moved} of {count} {units} are not among the lowest estimates"
     )
     return measurement.scores(damage, windows, confirmed, chosen), note
 

@@ -64,7 +64,11 @@ FROM_TOKENS = Start(0, False)
 
 @dataclass(frozen=True)
 class BundleItem:
-    """Requests for one replica under several masks (None is the baseline), and where the pass of each mask starts."""
+    """Requests for one replica under several masks (None is the whole model), and where the pass of each mask starts.
+
+    Attributes:
+        base: The ablation from whose pass the others go on, here called the baseline; None is the whole model.
+    """
 
     name: str
     requests: tuple[Request, ...]
@@ -72,6 +76,7 @@ class BundleItem:
     starts: tuple[Start, ...]
     batch_tokens: int
     share_prefixes: bool
+    base: Ablation | None = None
 
     def run(self, lm: LoadedModel) -> list[AnswerSet[Likelihood]]:
         return score_bundle(lm, self)
@@ -97,8 +102,12 @@ def start_of(ablated: Ablation | None, possible: frozenset[Start]) -> Start:
     first = None if ablated is None else ablated.first_layer
     if ablated is None or first is None:
         return FROM_TOKENS
-    # Everything below `limit` is as in the baseline.
-    limit = Start(first, not ablated.replaces_attention)
+    # Everything below is as in the baseline.
+    return last_start(Start(first, not ablated.replaces_attention), possible)
+
+
+def last_start(limit: Start, possible: frozenset[Start]) -> Start:
+    """Return the last possible place up to ``limit``."""
     return max((start for start in possible if start <= limit), default=FROM_TOKENS)
 
 
@@ -114,10 +123,15 @@ def bundle_size(caches: Mapping[str, Sequence[LayerCache]] | None, longest: int)
 
 def bundle(arms: Sequence[Ablation | None], possible: frozenset[Start], size: int = LEAST_SIZE) -> list[list[int]]:
     """Group arms (indices) that are answered together, at most ``size``; arms that save no layers stay alone."""
+    return bundle_starts([None if ablated is None else start_of(ablated, possible) for ablated in arms], size)
+
+
+def bundle_starts(starts: Sequence[Start | None], size: int = LEAST_SIZE) -> list[list[int]]:
+    """Group passes (indices) by where they start; None is the baseline, from which the others go on."""
     groups: list[list[int]] = []
     filling: list[int] | None = None
-    for index, ablated in enumerate(arms):
-        if ablated is not None and start_of(ablated, possible) == FROM_TOKENS:
+    for index, start in enumerate(starts):
+        if start == FROM_TOKENS:
             groups.append([index])
         elif filling is None or len(filling) == size:
             filling = [index]
@@ -127,8 +141,8 @@ def bundle(arms: Sequence[Ablation | None], possible: frozenset[Start], size: in
 
     def pays(group: list[int]) -> bool:
         # If the group lacks the baseline, the baseline's pass up to the last mask is an extra cost.
-        saved = [start_of(arms[index], possible).layers for index in group]
-        return sum(saved) > (0 if any(arms[index] is None for index in group) else max(saved))
+        saved = [0.0 if start is None else start.layers for start in (starts[index] for index in group)]
+        return sum(saved) > (0 if any(starts[index] is None for index in group) else max(saved))
 
     return [part for group in groups for part in ([group] if pays(group) else [[index] for index in group])]
 
@@ -163,12 +177,12 @@ class _Bundle:
         self._lm, self._item = lm, item
         self._blocks = find_blocks(lm)
         self._arms = list(zip(item.masks, item.starts, strict=True))
-        self._starts = {start for mask, start in self._arms if mask is not None}
+        self._starts = {start for mask, start in self._arms if mask != item.base}
 
     def read_on(self, tokens: Sequence[Sequence[int]], parent: _Prefixes | None) -> _Prefixes:
         before = None if parent is None else parent.baseline
         with self._keeping() as kept:
-            baseline_read, cache = self._baseline(lambda: read_prefix(self._lm, tokens, before))
+            baseline_read, cache = self._baseline(lambda _: read_prefix(self._lm, tokens, before))
         baseline, arms = baseline_read, []
         if baseline is None:
             assert cache is not None
@@ -176,7 +190,7 @@ class _Bundle:
         last = len(self._blocks.all) - 1
         for arm, (mask, start) in enumerate(self._arms):
             # A head changes the keys of higher layers only.
-            if mask is None or start == Start(last, True):
+            if mask == self._item.base or start == Start(last, True):
                 arms.append(baseline)
                 continue
             with self._ablated(mask, start, kept):
@@ -192,10 +206,10 @@ class _Bundle:
 
         with self._keeping() as kept:
             whole = continued(None if prefixes is None else prefixes.baseline)
-            baseline, _ = self._baseline(lambda: answer_reads(self._lm, reads, whole, None))
+            baseline, _ = self._baseline(lambda record: answer_reads(self._lm, reads, whole, record))
         of_arms: list[list[ReadAnswer]] = []
         for arm, (mask, start) in enumerate(self._arms):
-            if mask is None:
+            if mask == self._item.base:
                 assert baseline is not None
                 of_arms.append(baseline)
                 continue
@@ -213,32 +227,37 @@ class _Bundle:
         ):
             yield _Kept(hidden, heads)
 
-    def _baseline(self, run: Callable[[], T]) -> tuple[T | None, Cache | None]:
+    def _baseline(self, run: Callable[[InterventionRecord | None], T]) -> tuple[T | None, Cache | None]:
         """Run the baseline up to the heads of the last layer that a mask needs, and return the KV cache alone; or run
         all of it and return its result if an arm needs that.
         """
-        if None in self._item.masks:
-            return run(), None
-        last = max(self._starts).layer
-        caches: list[Cache | None] = []
+        with ExitStack() as contexts:
+            base, record = self._item.base, None
+            if base is not None:
+                record = contexts.enter_context(headscan.intervene(self._lm, base))
+            if base in self._item.masks:
+                return run(record), None
+            last = max(self._starts).layer
+            caches: list[Cache | None] = []
 
-        def stop(site: AttentionSite, _: Tensor) -> None:
-            if site.layer >= last:
-                raise _Stopped
+            def stop(site: AttentionSite, _: Tensor) -> None:
+                if site.layer >= last:
+                    raise _Stopped
 
-        with self._blocks.at(last).watched(lambda _, cache: caches.append(cache)), output_hook(self._lm, stop):
+            contexts.enter_context(self._blocks.at(last).watched(lambda _, cache: caches.append(cache)))
+            contexts.enter_context(output_hook(self._lm, stop))
             try:
-                return run(), None
+                return run(record), None
             except _Stopped:
                 return None, caches[-1]
 
     @contextmanager
-    def _ablated(self, mask: Ablation, start: Start, kept: _Kept) -> Iterator[InterventionRecord]:
+    def _ablated(self, mask: Ablation | None, start: Start, kept: _Kept) -> Iterator[InterventionRecord | None]:
         with ExitStack() as contexts:
             contexts.enter_context(resuming_at(self._blocks, start.layer, kept.hidden[start.layer]))
             if start.behind_attention:
                 contexts.enter_context(self._blocks.with_heads(start.layer, kept.heads[start.layer]))
-            yield contexts.enter_context(headscan.intervene(self._lm, mask))
+            yield None if mask is None else contexts.enter_context(headscan.intervene(self._lm, mask))
 
 
 class _Stopped(Exception):

@@ -75,6 +75,10 @@ REPAIRS: Mapping[str, tuple[Literal["o", "v", "down"], ...]] = {
 }
 
 
+#: Longest prompts of a damage measurement by default, in tokens.
+_PLAN_TOKENS = 1024
+
+
 @dataclass(frozen=True)
 class MeasureConfig:
     """Settings of a damage measurement.
@@ -98,9 +102,9 @@ class MeasureConfig:
     recents: tuple[int, ...] = (DEFAULT_RECENT,)
     max_tokens: Annotated[
         int | None,
-        Option("length of texts and recall prompts in tokens (default: the model's context, at most 2048)", least=1),
+        Option("length of texts and recall prompts in tokens (default: the model's context, at most 1024)", least=1),
     ] = None
-    sequences: Annotated[int, Option("number of texts; one half is held out to measure the plan", least=2)] = 64
+    sequences: Annotated[int, Option("number of texts; one half is held out to measure the plan", least=2)] = 16
     recall_prompts: Annotated[
         int,
         Option(
@@ -109,7 +113,7 @@ class MeasureConfig:
             least=0,
             multiple=8,
         ),
-    ] = 32
+    ] = 8
     gates: tuple[float, ...] = (0.5,)
     confirm: Annotated[
         bool, Option("choose the KV heads or layers near the budget's edge by their loss with real window masks")
@@ -133,7 +137,8 @@ class MeasureConfig:
         return tuple(Window(self.sink, recent) for recent in sorted(set(self.recents)))
 
     def tokens(self, identity: ModelIdentity) -> int:
-        return longest_text(identity, self.max_tokens)
+        tokens = longest_text(identity, self.max_tokens)
+        return tokens if self.max_tokens is not None else min(tokens, _PLAN_TOKENS)
 
 
 @dataclass(frozen=True)

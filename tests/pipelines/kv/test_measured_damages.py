@@ -20,7 +20,8 @@ from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import kv_damages, window_candidates
 from headscan.kv.kv_windows import KvWindows
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.kv.damage_measurement import ALL_KEYS, PromptPool
+from headscan.models.loaded_model import LoadedModel
+from headscan.pipelines.kv.damage_measurement import ALL_KEYS, PromptPool, Prompts, starts_under_windows
 from headscan.pipelines.kv.measured_plan import WindowSearch, edge, smallest_windows
 from headscan.pipelines.scoring.token_requests import Request
 from tests.pipelines.conftest import THREADS
@@ -68,6 +69,40 @@ def test_losses_are_those_of_masks_opened_by_hand_in_every_pool(spec: ModelSpec,
         assert found.greedy.shape == found.nats.shape
 
 
+def test_passes_that_go_on_from_another_sets_give_the_same_losses(spec: ModelSpec, requests: list[Request]) -> None:
+    """Also if the base is not among them; the layers below the first difference do not run again."""
+    base = KeptKeys.of([(0, 0, WINDOW), (1, 1, WINDOW)])
+    sets = [
+        KeptKeys.of([*base.windows, (2, 0, WINDOW)]),
+        KeptKeys.of([*base.windows, (1, 0, Window(1, 4))]),
+        KeptKeys.of([(0, 0, WINDOW), (2, 1, WINDOW)]),
+        KeptKeys.of([(0, 1, WINDOW)]),
+        ALL_KEYS,
+    ]
+    assert [kept.differs(base) for kept in sets] == [2, 1, 1, 0, 0]
+    with InProcessPool(spec, THREADS) as pool:
+        starts = starts_under_windows(pool)
+        ran: list[int] = []
+
+        def losses(asked: Sequence[KeptKeys], base: KeptKeys = ALL_KEYS) -> np.ndarray:
+            return PromptPool(pool, 128, starts=starts).losses(requests, asked, base).nats
+
+        def watch(lm: LoadedModel, _: None) -> None:
+            for layer in range(3):
+                queries = lm.module(f"model.layers.{layer}.self_attn.q_proj")
+                queries.register_forward_hook(lambda *_, layer=layer: ran.append(layer))
+
+        pool.one(watch, None)
+        losses([ALL_KEYS])
+        passes = ran.count(2)
+        for asked in (sets, [base, *sets]):
+            alone = np.concatenate([losses([kept]) for kept in asked])
+            ran.clear()
+            np.testing.assert_allclose(losses(asked, base), alone, rtol=1e-5, atol=1e-6)
+            # The base and the two that differ from layer 0 on; two from layer 1, one from layer 2 on.
+            assert ran.count(0) == 3 * passes and ran.count(1) == 5 * passes
+
+
 def test_one_by_one_is_the_same_in_every_pool_and_streams_replace_the_derivative(
     spec: ModelSpec, requests: list[Request]
 ) -> None:
@@ -113,6 +148,12 @@ def test_losses_and_damages_that_are_not_finite_name_the_dtype(requests: list[Re
             PromptPool(pool, 128).damages(requests, Window(2, 27), [(0, 0)], (0.5,))
 
 
+@pytest.mark.parametrize(("count", "first"), [(16, 4), (11, 2), (4, 2), (2, 2), (1, 1)])
+def test_the_first_part_of_prompts_has_at_least_two(requests: list[Request], count: int, first: int) -> None:
+    prompts = Prompts("text", "texts", tuple(requests[at % 5] for at in range(count)))
+    assert prompts.first(4).requests == prompts.requests[:first] and prompts.first(1) == prompts
+
+
 HEADS = [(layer, kv_head) for layer in range(3) for kv_head in range(4)]
 KINDS = {head: head[0] == 2 for head in HEADS}
 
@@ -134,8 +175,12 @@ class Pretended:
         at = np.isin(np.arange(len(HEADS)), [HEADS.index(head) for head in heads]).astype(float)
         return self.single @ at + np.einsum("tij,i,j->t", self.pair, at, at)
 
-    def measure(self, sets: Sequence[KeptKeys]) -> list[dict[str, np.ndarray]]:
-        self.asked += len(sets)
+    def screen(self, sets: Sequence[KeptKeys], base: KeptKeys) -> list[dict[str, np.ndarray]]:
+        """The first of four parts of the prompts."""
+        return [{task: nats[:2] for task, nats in each.items()} for each in self.measure(sets, base, counted=False)]
+
+    def measure(self, sets: Sequence[KeptKeys], base: KeptKeys, *, counted: bool = True) -> list[dict[str, np.ndarray]]:
+        self.asked += len(sets) * counted
         found = []
         for kept in sets:
             text, copying = self.means((layer, kv_head) for layer, kv_head, _ in kept.windows)
@@ -154,7 +199,7 @@ class Pretended:
     def search(self, reference: Iterable[tuple[int, int]] | None = None) -> WindowSearch:
         totals = tuple(self.single.sum(1))
         other = None if reference is None else frozenset(reference)
-        return WindowSearch(self.measure, kept, totals, KINDS, other)  # type: ignore[arg-type]
+        return WindowSearch(self.measure, self.screen, kept, totals, KINDS, other)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("count", [1, 3, 6, 9, 11])

@@ -128,7 +128,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[AddedLoss], None]:
     """Replace the losses of windows; the model gets every answer right."""
 
     def install(added: AddedLoss) -> None:
-        def losses(_: PromptPool, requests: Sequence[Request], sets: Sequence[KeptKeys]) -> Losses:
+        def losses(_: PromptPool, requests: Sequence[Request], sets: Sequence[KeptKeys], __: KeptKeys) -> Losses:
             nats = np.array([[len(kept.windows) * added(request) for request in requests] for kept in sets])
             return Losses(nats, np.ones_like(nats))
 
@@ -236,10 +236,10 @@ def test_lengths_above_the_context_are_refused(context: ModelContext) -> None:
     assert limit is not None
     with pytest.raises(SequenceError, match=rf"max_tokens={limit + 1} \(limit {limit} positions of .*\). Lower"):
         replace(SMALL, max_tokens=limit + 1).tokens(context.identity)
-    assert replace(SMALL, max_tokens=None).tokens(context.identity) == min(limit, 2048)
+    assert replace(SMALL, max_tokens=None).tokens(context.identity) == min(limit, 1024)
     unlimited = replace(context.identity, max_tokens=None)
     assert replace(SMALL, max_tokens=5000).tokens(unlimited) == 5000
-    assert replace(SMALL, max_tokens=None).tokens(unlimited) == 2048
+    assert replace(SMALL, max_tokens=None).tokens(unlimited) == 1024
 
 
 def test_recall_prompts_are_no_questions_of_an_evaluation(context: ModelContext) -> None:
