@@ -191,8 +191,8 @@ class HeadDamage(PlanRecord):
         text: On ordinary text with all other heads full, estimated from the derivative by a gate; of a layer measured
             with real window masks.
         recall: On recall prompts, likewise.
-        confirmed_text: On text, with all other heads as planned, measured with real window masks, as
-            ``confirmed_recall`` on recall prompts.
+        confirmed_text: On text, with all other heads as planned, measured with real window masks on a part of the
+            prompts, as ``confirmed_recall`` on recall prompts.
         recent: Last tokens of the measured window.
     """
 

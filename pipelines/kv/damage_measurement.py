@@ -67,9 +67,6 @@ Units = Mapping[KvHead, tuple[KvHead, ...]]
 #: Most requests of one item of work.
 _REQUESTS = 16
 
-#: Most sets of windows of one item.
-_SETS = 16
-
 ALL_KEYS = KeptKeys(())
 
 
@@ -104,7 +101,7 @@ class PromptPool:
         parts = self._parts(requests, range(len(requests)))
         possible = starts_under_windows(self.pool) if self.starts is None else self.starts
         starts = [None if kept == base else last_start(Start(kept.differs(base), False), possible) for kept in sets]
-        groups = [[index] for index in range(len(sets))] if staged else bundle_starts(starts, _SETS)
+        groups = [[index] for index in range(len(sets))] if staged else bundle_starts(starts)
         items: dict[str, tuple[list[int], list[int]]] = {}
         work: list[Any] = []
         for group in groups:
