@@ -24,7 +24,7 @@ from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS
 from headscan.pipelines import jobs
-from headscan.pipelines.evaluate.answering import AnsweringSettings, ArmsItem, answer_item, arm_work, work_items
+from headscan.pipelines.evaluate.answering import AnsweringSettings, ArmsWork, answer_item, arm_work, work_items
 from headscan.pipelines.evaluate.harness import HeadscanLM
 from headscan.pipelines.evaluate.run_evaluation import check_continues, check_predicts
 from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
@@ -129,7 +129,7 @@ class HeadscanModel(HeadscanLM):
         check_continues(self._context, [self._arm], new)
         answers = dict(known)
         items = work_items(new, self._plan.batch_tokens)
-        todo = (ArmsItem((0,), item.index, arm_work(self._arm, item, self._plan)) for item in items)
+        todo = (ArmsWork((0,), item.index, arm_work(self._arm, item, self._plan)) for item in items)
         with Progress(self._arm.name, len(new), "requests") as progress:
             for finished in self._context.pool.map(answer_item, todo):
                 hashes = items[finished.item.item].hashes

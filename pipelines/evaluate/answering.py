@@ -128,7 +128,7 @@ class ArmAnswers:
 
 
 @dataclass(frozen=True)
-class ArmsItem:
+class ArmsWork:
     """One item of work for some arms; arms and item are indices."""
 
     arms: tuple[int, ...]
@@ -140,7 +140,7 @@ class ArmsItem:
         return self.work.name
 
 
-def answer_item(lm: LoadedModel, item: ArmsItem) -> Sequence[AnswerSet[Likelihood | str]]:
+def answer_item(lm: LoadedModel, item: ArmsWork) -> Sequence[AnswerSet[Likelihood | str]]:
     """Pool task: answer one item for each of its arms."""
     return item.work.run(lm)
 
@@ -209,7 +209,7 @@ def _tokens(requests: Sequence[Request]) -> int:
 
 
 def _answered(
-    pool: Pool, todo: Iterator[ArmsItem], pace: _Pace
+    pool: Pool, todo: Iterator[ArmsWork], pace: _Pace
 ) -> Iterator[tuple[tuple[int, ...], int, Sequence[AnswerSet[Likelihood | str]]]]:
     """Yield indices of arms, the index of an item, and each arm's answers to the item."""
     if pool.staged:
@@ -233,7 +233,7 @@ class _StagedItem(LikelihoodItem):
 
 def _todo(
     sheets: Sequence[ArmAnswers], items: Sequence[WorkItem], plan: AnsweringSettings, pace: _Pace
-) -> Iterator[ArmsItem]:
+) -> Iterator[ArmsWork]:
     for group in bundle([sheet.arm.ablated for sheet in sheets], plan.starts, plan.bundle_size):
         for item in items:
             lacking = tuple(index for index in group if item.index in sheets[index].missing)
@@ -242,7 +242,7 @@ def _todo(
                 part, lacking = lacking[:most], lacking[most:]
                 arms = [sheets[index].arm for index in part]
                 work = _together(arms, item, plan) if len(part) > 1 else arm_work(arms[0], item, plan)
-                yield ArmsItem(part, item.index, work)
+                yield ArmsWork(part, item.index, work)
 
 
 def arm_work(arm: Arm, item: WorkItem, plan: AnsweringSettings) -> ScoringItem:

@@ -22,7 +22,7 @@ from headscan.attention.hooks import output_hook
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite
 from headscan.layers.blocks import cannot_resume, find_blocks, resuming_at
-from headscan.layers.shared_prefixes import Prefix, read_prefix
+from headscan.layers.prefix_cache import Prefix, read_prefix
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.scoring.likelihood import (
     Continued,

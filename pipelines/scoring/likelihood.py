@@ -2,7 +2,7 @@
 
 Distinct inputs are read in batches, common prefixes first: those of one length as the sequences of one batch, before
 what follows them. Logits are computed only at scored tokens. Rules and random heads need whole inputs, so they share
-equal inputs only; `reading.SharedRowItem` shares prefixes for rules.
+equal inputs only; `shared_row_likelihood.SharedRowItem` shares prefixes for rules.
 
 Shapes: B sequences, N tokens (padded on the right), M scored positions, V vocabulary.
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 import headscan
 from headscan.ablation.ablation import Ablation, InterventionRecord
 from headscan.attention.hooks import attention_hook
-from headscan.layers.shared_prefixes import Prefix, read_prefix
+from headscan.layers.prefix_cache import Prefix, read_prefix
 from headscan.models.loaded_model import LoadedModel, logits_at
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.models.token_batches import batches, pass_tokens, run_halving
