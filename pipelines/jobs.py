@@ -243,7 +243,7 @@ def plan(
     if store is not None:
         with _opened(model, tokens, store, options, identity=identity, evaluates=True) as run:
             return measured_plan(config, run, budget)
-    open_model = _opener(model, tokens, options, evaluates=True)
+    open_model = _job_opener(model, tokens, options, evaluates=True)
     with ModelContext(model, open_model, identity=identity, say=options.get("say", print)) as context:
         return measured_plan(config, context, budget)
 
@@ -281,24 +281,25 @@ def _opened(
     evaluates: bool = False,
     here: bool = False,
 ) -> Run:
-    """Return the run of a job; see `opener`. ``identity`` None computes it."""
-    open_model = _opener(model, tokens, options, evaluates=evaluates, here=here)
+    """Return the run of a job; see `local_opener`. ``identity`` None computes it."""
+    open_model = _job_opener(model, tokens, options, evaluates=evaluates, here=here)
     anyway, say = options.get("resume_anyway", False), options.get("say", print)
     return Run(model, Store(store), open_model, identity=identity, resume_anyway=anyway, say=say)
 
 
-def _opener(
+def _job_opener(
     model: ModelSpec, tokens: int, options: JobOptions, *, evaluates: bool = False, here: bool = False
 ) -> OpenModel:
     if unknown := options.keys() - JobOptions.__annotations__.keys():
         raise TypeError(f"unknown option {min(unknown)!r}. Choose from {', '.join(JobOptions.__annotations__)}")
-    return opener(model, tokens, options.get("devices"), evaluates=evaluates, here=here)
+    return local_opener(model, tokens, options.get("devices"), evaluates=evaluates, here=here)
 
 
-def opener(
+def local_opener(
     spec: ModelSpec, tokens: int, devices: PlacementRequest | None, *, evaluates: bool = False, here: bool = False
 ) -> OpenModel:
-    """Return a function that opens the pool of a model, whose placement is chosen now, and pools of other models.
+    """Return a function that opens the pool of a model on this machine, whose placement is chosen now, and pools of
+    other models.
 
     Args:
         evaluates: The job answers tasks, which needs logits and a KV cache.

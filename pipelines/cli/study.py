@@ -96,7 +96,7 @@ def run_study(config: StudyConfig, devices: Devices, *, resume_anyway: bool) -> 
     here = devices.in_this_process()
     quiet_libraries()
     store = Store(Path(config.out) / "study.duckdb", on_wait=say)
-    place = here.plan(config.model, tokens=TASK_TOKENS, evaluates=True)
+    place = here.place(config.model, tokens=TASK_TOKENS, evaluates=True)
     opener = here.opener(config.model, place, tokens=TASK_TOKENS)
     with Run(config.model, store, opener, resume_anyway=resume_anyway, say=say) as run:
         asked = here.request.batch_tokens or here.request.memory

@@ -27,7 +27,7 @@ from headscan.pipelines.settings.saving_settings import TextConfig
 
 if TYPE_CHECKING:
     from headscan.catalog import ReplacementKind
-    from headscan.cluster.placement.placement_base import PlacementPlan
+    from headscan.cluster.placement.placement_base import ChosenPlacement
     from headscan.pipelines.ablate.labelled_arms import LabelledConfig
     from headscan.pipelines.measure.labelled_texts import LabelledTexts
     from headscan.pipelines.runs.run_context import Run
@@ -152,7 +152,7 @@ class WholeModelVerb(RunVerb):
         return evaluation_of(self, self.tasks, self.recall, spec, scratch, demo)
 
     @contextmanager
-    def opened_whole(self, texts: TextConfig) -> Iterator[tuple[Run, PlacementPlan]]:
+    def opened_whole(self, texts: TextConfig) -> Iterator[tuple[Run, ChosenPlacement]]:
         from headscan.pipelines.runs.model_identity import identify
 
         verb = replace(self, devices=self.devices.in_this_process())

@@ -42,16 +42,16 @@ from headscan.pipelines.settings.evaluation_settings import QUESTIONS_PER_TEXT, 
 
 def size_recall(config: EvaluateConfig, run: Run, *, part: float, comparisons: int = 1) -> EvaluateConfig:
     """Ask the whole model, and return the settings with as many recall questions as its recall needs. The number stays
-    if the plan states one; a line then warns if no arm could be shown to keep recall. A share ``part`` of the recall
+    if the settings state one; a line then warns if no arm could be shown to keep recall. A share ``part`` of the recall
     texts, 0 to 1, judges ``comparisons`` arms.
     """
-    plan = config.recall
-    if plan is None:
+    recall = config.recall
+    if recall is None:
         return config
     whole_model = whole_model_recall(config, run)
     if not whole_model:  # the questions are omitted, which the sweep reports
         return config
-    fixed = plan.questions is not None or plan.in_all is not None
+    fixed = recall.questions is not None or recall.in_all is not None
     sizes = {}
     for kind in RECALL_FAMILIES:
         right, asked = whole_model[kind]
@@ -59,7 +59,7 @@ def size_recall(config: EvaluateConfig, run: Run, *, part: float, comparisons: i
         run.say(line)
     if fixed or max(sizes.values()) <= IN_ALL:
         return config
-    return replace(config, recall=replace(plan, in_all=tuple(sizes[kind] for kind in RECALL_FAMILIES)))
+    return replace(config, recall=replace(recall, in_all=tuple(sizes[kind] for kind in RECALL_FAMILIES)))
 
 
 def whole_model_recall(config: EvaluateConfig, run: Run) -> dict[str, tuple[float, int]]:

@@ -216,9 +216,9 @@ def _beginning(identity: ModelIdentity) -> tuple[int, ...]:
 
 def _read(corpus: Corpus, identity: ModelIdentity, tokens: int) -> np.ndarray:
     """Return the first ``tokens`` tokens of the documents, or all."""
-    plan = TokenPlan(max(tokens, 2), mode="chunk", bos="never", min_tokens=1)
+    cutting = TokenPlan(max(tokens, 2), mode="chunk", bos="never", min_tokens=1)
     pieces: list[np.ndarray] = []
-    for piece in sequences(corpus, identity.tokenizer, plan):
+    for piece in sequences(corpus, identity.tokenizer, cutting):
         pieces.append(piece.ids)
         if sum(map(len, pieces)) >= tokens:
             break
