@@ -90,6 +90,7 @@ class Option(Limits):
         negated: The option sets False.
         one_of: Name of a group of options that exclude each other.
         required: The option, or one of its group, is required.
+        only: Methods or formats of the verb that use the option; empty: all of them.
     """
 
     help: str
@@ -105,15 +106,17 @@ class Option(Limits):
     repeated: bool = False
     one_of: str | None = None
     required: bool = False
+    only: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Group:
     """A settings class inside another one, as a titled group of the help page; without a title, part of the group
-    around.
+    around. Its options without an ``only`` of their own have that of the group.
     """
 
     title: str = ""
+    only: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

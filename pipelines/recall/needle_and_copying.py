@@ -41,8 +41,8 @@ _SHORTEST, _LONGEST = 256, 4096
 
 
 def recall_lengths(recall: RecallPlan, max_tokens: int | None) -> tuple[int, ...]:
-    """Return the lengths of the settings. Their default is the powers of two from 256 to 4,096 up to the model's limit, and the
-    limit itself if it is below 4,096; ``max_tokens`` None means no limit.
+    """Return the lengths of the settings. Their default is the powers of two from 256 to 4,096 up to the model's limit,
+    and the limit itself if it is below 4,096; ``max_tokens`` None means no limit.
     """
     if recall.lengths is not None:
         longest = max(recall.lengths)
