@@ -24,8 +24,9 @@ from headscan.cluster.placement.placement_base import Placement, PlacementReques
 from headscan.cluster.placement.placements import place
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.errors import HeadscanError
+from headscan.gates.gate_settings import GateFitConfig
+from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
-from headscan.options import BehaviourProbe, GateFitConfig
 from headscan.pipelines.ablate.single_heads import AblateResult, single_head_effects
 from headscan.pipelines.evaluate.run_evaluation import evaluate as run_evaluation
 from headscan.pipelines.evaluate.run_sweep import sweep as run_sweep

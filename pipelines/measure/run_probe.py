@@ -28,9 +28,9 @@ from headscan.measure.behaviour_probes import (
     repeated_tokens,
     retrieval_scores,
 )
+from headscan.measure.probe_settings import BehaviourProbe
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import batches, run_halving
-from headscan.options import BehaviourProbe
 from headscan.pipelines.corpora import Corpus, TokenPlan, open_corpus, sequences
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.progress import Progress
