@@ -179,10 +179,10 @@ class _PipelineReplica(Replica):
 
     def _start_pass(self, item: _ItemInProgress) -> None:
         """Start one pass in all stages. Each stage waits for the hidden states of the previous one."""
-        part = item.waiting.popleft()
+        batch = item.waiting.popleft()
         hidden, seconds = None, []
         for actor in self._actors:
-            hidden, partial, took = actor.run.options(num_returns=3).remote(item.task, item.reference, part, hidden)
+            hidden, partial, took = actor.run.options(num_returns=3).remote(item.task, item.reference, batch, hidden)
             item.partials.append(partial)
             seconds.append(took)
         item.passes_running += 1
