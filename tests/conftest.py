@@ -13,7 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 # The models are tiny: a second thread would only wait for the first, and `make test` runs several processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Clusters that tests start themselves would give their workers a low priority, Ray's default; `Session` sets this, too.
+# Clusters that tests start would give their workers a low priority, Ray's default. `RaySession` sets this, too.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 import pytest

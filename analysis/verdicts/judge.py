@@ -172,7 +172,7 @@ class ArmOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmVerdict(ArmOutcome):
-    """Results of one arm with its accuracy and verdict; ``judging_share`` and ``comparisons`` are as in `RecallVerdict`.
+    """Results of one arm with its accuracy and verdict; `RecallVerdict` explains ``judging_share`` and ``comparisons``.
 
     Attributes:
         paired: Comparison of all benchmark questions that have a right answer.

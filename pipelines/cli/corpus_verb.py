@@ -21,7 +21,7 @@ C = TypeVar("C", bound=CorpusRunConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Corpus(CorpusOptions):
+class _LimitedCorpusOptions(CorpusOptions):
     name: Annotated[
         str | None,
         Option(
@@ -34,7 +34,7 @@ class _Corpus(CorpusOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sequences:
+class _SequenceOptions:
     max_tokens: Annotated[
         int | None, Option("maximum sequence length (default: the model's context, at most 2048)", least=1)
     ] = None
@@ -45,8 +45,8 @@ class _Sequences:
 class CorpusVerb(RunVerb):
     """A verb that measures the sequences of a corpus."""
 
-    corpus: Annotated[_Corpus, Group("corpus")]
-    tokens: Annotated[_Sequences, Group("sequences")]
+    corpus: Annotated[_LimitedCorpusOptions, Group("corpus")]
+    tokens: Annotated[_SequenceOptions, Group("sequences")]
 
     def run_measurement(self, config_of: Callable[..., C], measure: Callable[[C, Run], CorpusRunResult]) -> str:
         """Measure the corpus, print the counts, and return the id of the run."""

@@ -35,7 +35,7 @@ _SCORE, _SHARE = "output_norm_ln", 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Arms:
+class _ArmOptions:
     heads: Annotated[
         tuple[tuple[int, int], ...],
         Option("comma-separated heads of a mask (default: none)", metavar="LAYER:HEAD", parse=head, spaces=True),
@@ -156,7 +156,7 @@ class Evaluate(TaskVerb):
 
     common: ClassVar = "MODEL --tasks --limit --heads --score --share --rule --plan --models --controls --store --json"
 
-    arms: Annotated[_Arms, Group("arms")]
+    arms: Annotated[_ArmOptions, Group("arms")]
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -24,7 +24,7 @@ _MEASURED = ("measured",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Budget:
+class _BudgetOptions:
     window_share: Annotated[
         float | None,
         Option(
@@ -56,7 +56,7 @@ class _Budget:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Measured(CorpusOptions):
+class _MeasuredOptions(CorpusOptions):
     name: Annotated[str | None, Option(CORPORA, flag="--corpus")] = None
     settings: Annotated[partial[MeasureConfig], Group()]
 
@@ -97,7 +97,7 @@ class Plan(OptionalModelVerb, RunVerb):
         Literal["head", "layer"],
         Option("what gets a window as a whole: one KV head, or all KV heads of a layer, as serving engines hold them"),
     ] = "head"
-    budget: Annotated[_Budget, Group("budget")]
+    budget: Annotated[_BudgetOptions, Group("budget")]
     at: Annotated[int | None, Option("sequence length of --kv-bytes, in tokens", metavar="TOKENS", least=1)] = None
     sink: Annotated[
         int | None, Option("number of first tokens that a window head keeps (default: 4, or the pattern's)", least=0)
@@ -129,7 +129,7 @@ class Plan(OptionalModelVerb, RunVerb):
             only=("measured", "random"),
         ),
     ] = None
-    measured: Annotated[_Measured, Group("method measured", _MEASURED)]
+    measured: Annotated[_MeasuredOptions, Group("method measured", _MEASURED)]
     out: Annotated[str, Option("output file")] = "head_plan.json"
 
     def __post_init__(self) -> None:

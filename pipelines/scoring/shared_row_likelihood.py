@@ -20,8 +20,8 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pass_tokens, run_halving
 from headscan.pipelines.scoring.likelihood import (
     PrefixNode,
-    Read,
     ReadAnswer,
+    ReadInput,
     answers_to,
     by_request,
     distinct_reads,
@@ -130,7 +130,7 @@ def score_shared_rows(lm: LoadedModel, item: SharedRowItem) -> AnswerSet[Likelih
 
 
 def _in_rows(
-    lm: LoadedModel, ablated: Ablation | None, reads: Sequence[Read], batch_tokens: int
+    lm: LoadedModel, ablated: Ablation | None, reads: Sequence[ReadInput], batch_tokens: int
 ) -> dict[int, ReadAnswer]:
     lengths = [len(read.ids) for read in reads]
     tree = prefix_tree([read.ids for read in reads], shareable_tokens(lm, reads), pass_cost(lm.device.type))
@@ -151,7 +151,7 @@ def _in_rows(
 
 
 def _read_row(
-    blocks: Blocks, ablated: Ablation | None, reads: Sequence[Read], prefix: int, most_tokens: int
+    blocks: Blocks, ablated: Ablation | None, reads: Sequence[ReadInput], prefix: int, most_tokens: int
 ) -> list[ReadAnswer]:
     lm = blocks.lm
     row = SharedRow(reads[0].ids[:prefix], tuple(read.ids[prefix:] for read in reads))

@@ -21,8 +21,8 @@ from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.scoring.likelihood import (
     LikelihoodItem,
-    Read,
     ReadAnswer,
+    ReadInput,
     ablating,
     by_request,
     distinct_reads,
@@ -84,7 +84,7 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, PartialAnswers, AnswerSet
         return PartialAnswers(tuple(chain.from_iterable(scored)) if scored else None, zeroed, halves[0].heads)
 
     def join(self, item: LikelihoodItem, partials: Sequence[Sequence[PartialAnswers]]) -> AnswerSet[Likelihood]:
-        reads: list[Read] = distinct_reads(item.requests)
+        reads: list[ReadInput] = distinct_reads(item.requests)
         answered: dict[int, ReadAnswer] = {}
         for batch, ranges in zip(self.passes(item), partials, strict=True):
             likelihoods = ranges[-1].likelihoods
