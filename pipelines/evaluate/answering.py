@@ -17,7 +17,7 @@ from headscan.cluster.tasks.pool import Pool
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.scoring.arms import Arm
-from headscan.pipelines.scoring.bundles import LEAST_SIZE, BundleItem, PassStart, bundle, start_of
+from headscan.pipelines.scoring.bundles import LEAST_SIZE, BundleItem, Start, bundle, start_of
 from headscan.pipelines.scoring.generation import GenerationItem
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, common_tokens
 from headscan.pipelines.scoring.reading import Reading
@@ -103,7 +103,7 @@ class AnsweringSettings:
 
     batch_tokens: int
     reading: Reading
-    starts: frozenset[PassStart] = frozenset()
+    starts: frozenset[Start] = frozenset()
     bundle_size: int = LEAST_SIZE
 
 

@@ -46,7 +46,7 @@ _MOST_SIZE = 64
 _PREFIX_BYTES = 1 << 30
 
 
-class PassStart(NamedTuple):
+class Start(NamedTuple):
     """Where a pass starts: the first layer, and True if only the output projection of its attention runs."""
 
     layer: int
@@ -59,7 +59,7 @@ class PassStart(NamedTuple):
 
 
 #: A whole pass.
-FROM_TOKENS = PassStart(0, False)
+FROM_TOKENS = Start(0, False)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class BundleItem:
     name: str
     requests: tuple[Request, ...]
     masks: tuple[Ablation | None, ...]
-    starts: tuple[PassStart, ...]
+    starts: tuple[Start, ...]
     batch_tokens: int
     share_prefixes: bool
 
@@ -77,7 +77,7 @@ class BundleItem:
         return score_bundle(lm, self)
 
 
-def possible_starts(lm: LoadedModel, ablated: Sequence[Ablation | None]) -> frozenset[PassStart]:
+def possible_starts(lm: LoadedModel, ablated: Sequence[Ablation | None]) -> frozenset[Start]:
     """Pool task: return where passes with these ablations can start; empty for models without separable blocks."""
     try:
         blocks = find_blocks(lm)
@@ -88,17 +88,17 @@ def possible_starts(lm: LoadedModel, ablated: Sequence[Ablation | None]) -> froz
         wrong = cannot_resume(blocks), cannot_resume(blocks, behind, behind_attention=True)
     except UnsupportedModelError:
         return frozenset()
-    starts = {PassStart(layer, False) for layer in range(1, len(blocks.all)) if layer not in wrong[0]}
-    return frozenset(starts | {PassStart(layer, True) for layer in behind if layer not in wrong[1]})
+    starts = {Start(layer, False) for layer in range(1, len(blocks.all)) if layer not in wrong[0]}
+    return frozenset(starts | {Start(layer, True) for layer in behind if layer not in wrong[1]})
 
 
-def start_of(ablated: Ablation | None, possible: frozenset[PassStart]) -> PassStart:
+def start_of(ablated: Ablation | None, possible: frozenset[Start]) -> Start:
     """Return the last place at which an arm's pass can start."""
     first = None if ablated is None else ablated.first_layer
     if ablated is None or first is None:
         return FROM_TOKENS
     # Everything below `limit` is as in the baseline.
-    limit = PassStart(first, not ablated.replaces_attention)
+    limit = Start(first, not ablated.replaces_attention)
     return max((start for start in possible if start <= limit), default=FROM_TOKENS)
 
 
@@ -112,7 +112,7 @@ def bundle_size(caches: Mapping[str, Sequence[LayerCache]] | None, longest: int)
     return max(LEAST_SIZE, min(_MOST_SIZE, _PREFIX_BYTES // max(1, of_prefix)))
 
 
-def bundle(arms: Sequence[Ablation | None], possible: frozenset[PassStart], size: int = LEAST_SIZE) -> list[list[int]]:
+def bundle(arms: Sequence[Ablation | None], possible: frozenset[Start], size: int = LEAST_SIZE) -> list[list[int]]:
     """Group arms (indices) that are answered together, at most ``size``; arms that save no layers stay alone."""
     groups: list[list[int]] = []
     filling: list[int] | None = None
@@ -176,7 +176,7 @@ class _Bundle:
         last = len(self._blocks.all) - 1
         for arm, (mask, start) in enumerate(self._arms):
             # A head changes the keys of higher layers only.
-            if mask is None or start == PassStart(last, True):
+            if mask is None or start == Start(last, True):
                 arms.append(baseline)
                 continue
             with self._ablated(mask, start, kept):
@@ -233,7 +233,7 @@ class _Bundle:
                 return None, caches[-1]
 
     @contextmanager
-    def _ablated(self, mask: Ablation, start: PassStart, kept: _Kept) -> Iterator[InterventionRecord]:
+    def _ablated(self, mask: Ablation, start: Start, kept: _Kept) -> Iterator[InterventionRecord]:
         with ExitStack() as contexts:
             contexts.enter_context(resuming_at(self._blocks, start.layer, kept.hidden[start.layer]))
             if start.behind_attention:
