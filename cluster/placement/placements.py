@@ -354,11 +354,11 @@ def place(sizes: ModelSizes, nodes: Sequence[Node], request: PlacementRequest) -
     refusals: list[str] = []
     for kind in kinds:
         try:
-            chosen = kind.plan(demand, places, request)
+            plan = kind.plan(demand, places, request)
         except PlacementError as problem:
             refusals.append(f"{kind.name}: {problem}")
         else:
-            return replace(chosen, why=tuple(refusals))
+            return replace(plan, why=tuple(refusals))
     fix = "Set placement=auto to use what fits" if len(kinds) == 1 else "Use larger devices, or more of them"
     raise PlacementError(f"{sizes.name} cannot be placed. {'. '.join(refusals)}. {fix}")
 

@@ -127,7 +127,7 @@ class TokenSequence:
         return len(self.ids)
 
 
-class SpecialTokens(NamedTuple):
+class Special(NamedTuple):
     """Special tokens before and after the text of every sequence."""
 
     prefix: tuple[int, ...]
@@ -168,26 +168,26 @@ def sequences(
     return _sequences(corpus, tokenizer, plan, special, CorpusReport() if report is None else report)
 
 
-def special_tokens(tokenizer: PreTrainedTokenizerBase, plan: TokenPlan) -> SpecialTokens:
+def special_tokens(tokenizer: PreTrainedTokenizerBase, plan: TokenPlan) -> Special:
     """Return the special tokens around a text under a BOS policy."""
     if plan.bos == "never":
-        return SpecialTokens((), ())
+        return Special((), ())
     if plan.bos == "always":
         if tokenizer.bos_token_id is None:
             raise CorpusError("bos=always: the tokenizer has no BOS token. Use bos=auto or bos=never")
-        return SpecialTokens((tokenizer.bos_token_id,), ())
+        return Special((tokenizer.bos_token_id,), ())
     # Measured on a text, because the tokenizer's post-processor decides and no attribute shows it reliably.
     probe = "a b"
     bare = list(tokenizer(probe, add_special_tokens=False, verbose=False)["input_ids"])
     full = list(tokenizer(probe, add_special_tokens=True, verbose=False)["input_ids"])
     for start in range(len(full) - len(bare) + 1):
         if full[start : start + len(bare)] == bare:
-            return SpecialTokens(tuple(full[:start]), tuple(full[start + len(bare) :]))
+            return Special(tuple(full[:start]), tuple(full[start + len(bare) :]))
     raise CorpusError("the tokenizer puts special tokens inside the text, not around it. Use bos=always or bos=never")
 
 
 def _sequences(
-    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, plan: TokenPlan, special: SpecialTokens, report: CorpusReport
+    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, plan: TokenPlan, special: Special, report: CorpusReport
 ) -> Iterator[TokenSequence]:
     report.add_skipped(corpus.skipped)
     room = plan.max_tokens - special.total

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from headscan.analysis.heads.head_roles import find_mask
 from headscan.analysis.plans import HeadPlan
-from headscan.grid import Head
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
@@ -32,7 +31,7 @@ class ChosenArms:
         replacement: What takes the place of the outputs of ablated heads.
     """
 
-    heads: tuple[Head, ...]
+    heads: tuple[tuple[int, int], ...]
     mask: str | None
     score: str | None
     share: float
