@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from headscan.loading import load
     from headscan.measure.behaviour_probes import Needle, probe
     from headscan.measure.collect import collect, score
+    from headscan.measure.probe_settings import BehaviourProbe
     from headscan.models.loaded_model import LoadedModel, Sharding
-    from headscan.options import BehaviourProbe
     from headscan.pruning.save_model import save_pruned
     from headscan.pruning.slice_heads import slice_heads
 
@@ -49,7 +49,7 @@ __version__ = "1.0.0rc1"
 
 _HOMES = {
     "AttentionSite": "grid",
-    "BehaviourProbe": "options",
+    "BehaviourProbe": "measure.probe_settings",
     "Head": "grid",
     "HeadGrid": "grid",
     "HeadMask": "ablation.masks",

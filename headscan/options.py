@@ -1,4 +1,4 @@
-"""Options: what the command line shows of a settings class, its limits, and the settings of probes and gates.
+"""Options: what the command line shows of a settings class, and its limits.
 
     @dataclass(frozen=True)
     class TokenPlan:
@@ -22,7 +22,7 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from headscan.errors import GateError, HeadscanError, SequenceError, unknown_name
+from headscan.errors import HeadscanError, unknown_name
 
 #: Tokens of one forward pass, with padding, unless the user sets another number.
 BATCH_TOKENS = 8192
@@ -90,6 +90,7 @@ class Option(Limits):
         negated: The option sets False.
         one_of: Name of a group of options that exclude each other.
         required: The option, or one of its group, is required.
+        only: Methods or formats of the verb that use the option; empty: all of them.
     """
 
     help: str
@@ -105,15 +106,17 @@ class Option(Limits):
     repeated: bool = False
     one_of: str | None = None
     required: bool = False
+    only: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Group:
     """A settings class inside another one, as a titled group of the help page; without a title, part of the group
-    around.
+    around. Its options without an ``only`` of their own have that of the group.
     """
 
     title: str = ""
+    only: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -199,71 +202,3 @@ def _problem(
         if choices is not None and value not in choices:
             return error(f"unknown {name} {value!r}. Choose {' or '.join(choices)}")
     return None
-
-
-@dataclass(frozen=True)
-class BehaviourProbe:
-    """The sequences of a probe. The defaults of tokens and repeats are those of arXiv 2209.11895.
-
-    All tokens except special ones are equally likely, because a model does not list which tokens are common.
-
-    Attributes:
-        sequences: Number of sequences of repeats.
-        tokens: Number of different random tokens in such a sequence.
-        repeats: Number of times they occur.
-        lengths: Lengths of the prompts with a needle, in tokens, with question and answer.
-
-    Raises:
-        SequenceError: A value out of range.
-    """
-
-    seed: Annotated[int, Option("seed of the random tokens", least=0, most=2**63 - 1)] = 0
-    sequences: Count = 8
-    tokens: Annotated[int, Limits(least=2)] = 25
-    repeats: Annotated[int, Limits(least=2)] = 4
-    lengths: Annotated[tuple[int, ...], Limits(least=1)] = (512,)
-    depths: Annotated[
-        tuple[float, ...],
-        Option(
-            "comma-separated positions of the sentence, from 0 (beginning) to 1 (end)", least=0, most=1, spaces=True
-        ),
-    ] = (0.0, 0.25, 0.5, 0.75, 1.0)
-
-    def __post_init__(self) -> None:
-        check_limits(self, SequenceError)
-        if not self.lengths or not self.depths:
-            raise SequenceError("lengths or depths of a probe are empty. Pass at least one of each")
-
-
-#: What the gates preserve: the model's loss on the texts, or the predictions of the model without gates.
-Objective = Literal["loss", "divergence"]
-
-
-@dataclass(frozen=True)
-class GateFitConfig:
-    """Settings of a fit of gates.
-
-    Attributes:
-        share: Share of heads that the fit closes, above 0 and below 1; the penalty follows. None keeps ``penalty``.
-        penalty: Penalty in nats per open gate: the loss is that of the texts plus the penalty times the sum of P(open).
-            A negative penalty opens gates. With a share, this is the penalty at the start.
-        rate: Learning rate; it falls to a tenth in the second half.
-        start: Location of all gates at the start; 1.5 means that 91 % of the gates are open.
-    """
-
-    share: Annotated[float | None, Option("share of heads to close", above=0, below=1)] = 0.4
-    penalty: Annotated[float, Limits()] = 0.0
-    objective: Annotated[
-        Objective, Option("loss: that of the texts; divergence: from the predictions without gates")
-    ] = "loss"
-    steps: Annotated[
-        int,
-        Option("number of steps of each fit; up to four times as many follow until the share is closed", least=1),
-    ] = 120
-    rate: Annotated[float, Limits(above=0)] = 0.15
-    start: Annotated[float, Limits()] = 1.5
-    batch_tokens: Annotated[int, Option("tokens of a step, with padding", flag="--step-tokens", least=1)] = 1024
-    seed: Annotated[int, Option("seed of the noise", least=0)] = 0
-
-    def __post_init__(self) -> None:
-        check_limits(self, GateError)

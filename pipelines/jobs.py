@@ -24,8 +24,9 @@ from headscan.cluster.placement.placement_base import Placement, PlacementReques
 from headscan.cluster.placement.placements import place
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.errors import HeadscanError
+from headscan.gates.gate_settings import GateFitConfig
+from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
-from headscan.options import BehaviourProbe, GateFitConfig
 from headscan.pipelines.ablate.single_heads import AblateResult, single_head_effects
 from headscan.pipelines.evaluate.run_evaluation import evaluate as run_evaluation
 from headscan.pipelines.evaluate.run_sweep import sweep as run_sweep
@@ -243,7 +244,7 @@ def plan(
     if store is not None:
         with _opened(model, tokens, store, options, identity=identity, evaluates=True) as run:
             return measured_plan(config, run, budget)
-    open_model = _opener(model, tokens, options, evaluates=True)
+    open_model = _job_opener(model, tokens, options, evaluates=True)
     with ModelContext(model, open_model, identity=identity, say=options.get("say", print)) as context:
         return measured_plan(config, context, budget)
 
@@ -281,24 +282,25 @@ def _opened(
     evaluates: bool = False,
     here: bool = False,
 ) -> Run:
-    """Return the run of a job; see `opener`. ``identity`` None computes it."""
-    open_model = _opener(model, tokens, options, evaluates=evaluates, here=here)
+    """Return the run of a job; see `local_opener`. ``identity`` None computes it."""
+    open_model = _job_opener(model, tokens, options, evaluates=evaluates, here=here)
     anyway, say = options.get("resume_anyway", False), options.get("say", print)
     return Run(model, Store(store), open_model, identity=identity, resume_anyway=anyway, say=say)
 
 
-def _opener(
+def _job_opener(
     model: ModelSpec, tokens: int, options: JobOptions, *, evaluates: bool = False, here: bool = False
 ) -> OpenModel:
     if unknown := options.keys() - JobOptions.__annotations__.keys():
         raise TypeError(f"unknown option {min(unknown)!r}. Choose from {', '.join(JobOptions.__annotations__)}")
-    return opener(model, tokens, options.get("devices"), evaluates=evaluates, here=here)
+    return local_opener(model, tokens, options.get("devices"), evaluates=evaluates, here=here)
 
 
-def opener(
+def local_opener(
     spec: ModelSpec, tokens: int, devices: PlacementRequest | None, *, evaluates: bool = False, here: bool = False
 ) -> OpenModel:
-    """Return a function that opens the pool of a model, whose placement is chosen now, and pools of other models.
+    """Return a function that opens the pool of a model on this machine, whose placement is chosen now, and pools of
+    other models.
 
     Args:
         evaluates: The job answers tasks, which needs logits and a KV cache.

@@ -24,7 +24,7 @@ from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS
 from headscan.pipelines import jobs
-from headscan.pipelines.evaluate.answering import AnsweringSettings, ArmsItem, answer_item, arm_work, work_items
+from headscan.pipelines.evaluate.answering import AnsweringSettings, ArmsWork, answer_item, arm_work, work_items
 from headscan.pipelines.evaluate.harness import HeadscanLM
 from headscan.pipelines.evaluate.run_evaluation import check_continues, check_predicts
 from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
@@ -87,7 +87,7 @@ class HeadscanModel(HeadscanLM):
             raise HarnessError(f"plan_mode={plan_mode!r}. Choose {' or '.join(get_args(PlanMode))}")
         spec = ModelSpec(pretrained, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
         where = "auto" if device in (None, "cuda", "cuda:0") else device
-        opener = jobs.opener(spec, TASK_TOKENS, PlacementRequest(device=where), evaluates=True)
+        opener = jobs.local_opener(spec, TASK_TOKENS, PlacementRequest(device=where), evaluates=True)
         self._context = ModelContext(spec, opener)
         super().__init__(self._context.identity, bos=bos)
         check_predicts(self._context)
@@ -105,7 +105,7 @@ class HeadscanModel(HeadscanLM):
         check_arms(self._context.facts.grid, [self._arm])
         ask, ablated = self._context.pool.one, self._arm.ablated
         reading = choose_reading(ask, self._context.facts.dtype, [ablated], None, lambda line: None)
-        self._plan = AnsweringSettings(batch_tokens, reading._replace(rope=self._context.identity.rope_lengths))
+        self._settings = AnsweringSettings(batch_tokens, reading._replace(rope=self._context.identity.rope_lengths))
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         return self._answered(partial(super().loglikelihood, requests))
@@ -128,11 +128,11 @@ class HeadscanModel(HeadscanLM):
         new = {mark: request for mark, request in self.requests.items() if mark not in known}
         check_continues(self._context, [self._arm], new)
         answers = dict(known)
-        items = work_items(new, self._plan.batch_tokens)
-        todo = (ArmsItem((0,), item.index, arm_work(self._arm, item, self._plan)) for item in items)
+        items = work_items(new, self._settings.batch_tokens)
+        todo = (ArmsWork((0,), item.index, arm_work(self._arm, item, self._settings)) for item in items)
         with Progress(self._arm.name, len(new), "requests") as progress:
             for finished in self._context.pool.map(answer_item, todo):
-                hashes = items[finished.item.item].hashes
+                hashes = items[finished.item.index].hashes
                 answers |= zip(hashes, finished.value[0].answers, strict=True)
                 progress.update(len(hashes))
         self.answers = answers

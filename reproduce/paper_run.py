@@ -18,7 +18,7 @@ from headscan.cluster.placement.placements import place
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main as headscan
-from headscan.pipelines.cli.place import plan_lines
+from headscan.pipelines.cli.place import placement_lines
 from headscan.pipelines.runs.text_tables import text_table
 from headscan.sizing.forward_flops import forward_flops
 from headscan.sizing.model_sizes import model_sizes
@@ -104,14 +104,14 @@ def plan_text(options: argparse.Namespace, steps: Sequence[Step]) -> list[str]:
     try:
         spec = ModelSpec(options.model)
         sizes = model_sizes(spec, longest)
-        plan = place(sizes, nodes, PlacementRequest(evaluates=True))
+        placed = place(sizes, nodes, PlacementRequest(evaluates=True))
         forward = forward_flops(spec)
     except (HeadscanError, OSError) as problem:
         return [f"no plan for {options.model}: {problem}", *(f"$ {step.shown}" for step in steps)]
     local = Path(options.model).exists() or options.model == "demo"
     downloads = [] if local else [f"{options.model}: {format_bytes(sizes.weights)}"]
     downloads += [step.downloads for step in steps if step.downloads]
-    at_work = plan.placement.replicas * plan.placement.devices_at_once
+    at_work = placed.placement.replicas * placed.placement.devices_at_once
     rate = options.teraflops * 1e12 * at_work
     each = forward.per_token(sizes.tokens, logits=True)
     hours = [step.tokens * step.passes * each / rate / 3600 for step in steps]
@@ -124,7 +124,7 @@ def plan_text(options: argparse.Namespace, steps: Sequence[Step]) -> list[str]:
     speed = f"{devices}, each with {options.teraflops:g} x 10^12 operations per second"
     return [
         f"downloads: {'; '.join(downloads) or 'none'}",
-        *plan_lines(sizes, nodes, plan),
+        *placement_lines(sizes, nodes, placed),
         "",
         f"Time on {speed}, if questions shared no prefix and arms no layer: {sum(hours):.3g} hours",
         "",

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 # Nothing in the suite may reach for the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
-# The models are tiny: a second thread would only wait for the first, and the suite runs on all cores by processes.
+# The models are tiny: a second thread would only wait for the first, and `make test` runs several processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Ray would run its workers behind the suite's other process, and they would hardly come to anything.
+# Clusters that tests start would give their workers a low priority, Ray's default. `RaySession` sets this, too.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 import pytest

@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+#: Files next to the repository that are no part of it; tests that need them are skipped where they are missing.
+SHARED = ROOT.parent / "shared"
 
 #: Folder at the top of the repository: the package that it is.
 PACKAGES = {

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from headscan.analysis.report.chart_style import FAINT, INK, KIND_COLOURS, LEGEND_ABOVE, shortened, styled, whiskers
-from headscan.analysis.report.share_chart import Line, Mark, Panel, share_chart
+from headscan.analysis.report.share_chart import ChartPanel, Line, Mark, share_chart
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.verdict_limits import MARGIN
 from headscan.analysis.verdicts.curves import Curve
@@ -60,7 +60,7 @@ def share_figure(verdict: Verdict) -> go.Figure:
         )
         for kind, members in _by_kind([arm for arm in verdict.arms if arm.zeroed_share is not None])
     ]
-    figure = share_chart([Panel("heads ablated, %", "difference to the baseline, percentage points", lines)])
+    figure = share_chart([ChartPanel("heads ablated, %", "difference to the baseline, percentage points", lines)])
     _reference_lines(figure.add_hline, "y", verdict.arms)
     return figure.update_yaxes(zeroline=False).update_layout(width=940, height=420)
 

@@ -106,7 +106,7 @@ def _transparent(colour: str) -> str:
     return f"rgba({red},{green},{blue},0.13)"
 
 
-class Panel(NamedTuple):
+class ChartPanel(NamedTuple):
     """A panel with the titles of its axes, its lines in the order of drawing, and a limit as a dashed line."""
 
     across: str
@@ -115,7 +115,7 @@ class Panel(NamedTuple):
     limit: float | None = None
 
 
-def share_chart(panels: Sequence[Panel]) -> go.Figure:
+def share_chart(panels: Sequence[ChartPanel]) -> go.Figure:
     """Draw panels side by side; more than three form rows of two."""
     columns = len(panels) if len(panels) < 4 else 2
     rows = math.ceil(len(panels) / columns)
@@ -198,7 +198,7 @@ def _symbol(place: int) -> str:
     return _SYMBOLS[place // len(_COLOURS) % len(_SYMBOLS)]
 
 
-def _arm_panels(lines: Mapping[Line, Sequence[ArmPoint]], across: str, what: str, *, start: bool) -> list[Panel]:
+def _arm_panels(lines: Mapping[Line, Sequence[ArmPoint]], across: str, what: str, *, start: bool) -> list[ChartPanel]:
     """Return a panel for each measure that an arm has: loss, accuracy, and families of recall that the baseline solves.
     ``across`` is the title of the axis; ``what`` follows the share in the label of a point. ``start`` begins joined
     lines at the baseline, with the share 0.
@@ -226,7 +226,7 @@ def _arm_panels(lines: Mapping[Line, Sequence[ArmPoint]], across: str, what: str
                 marks.insert(0, Mark(0.0, Interval(baseline, baseline, baseline), "baseline", line.symbol))
             drawn.append(replace(line, marks=tuple(marks)))
         if any(arm.value(measure) is not None for arm in arms):
-            panels.append(Panel(across, title, drawn, limit))
+            panels.append(ChartPanel(across, title, drawn, limit))
     return panels
 
 
@@ -259,7 +259,7 @@ def site_figure(points: Sequence[SitePoint]) -> go.Figure:
                 marks.append(Mark(point.share, value, text, line.symbol))
             lines.append(replace(line, marks=tuple(marks)))
         where = "all sites" if site == ALL_SITES else f"{site} attention"
-        panels.append(Panel(f"heads of {where} removed, %", title, lines))
+        panels.append(ChartPanel(f"heads of {where} removed, %", title, lines))
     return share_chart(panels)
 
 
@@ -277,7 +277,7 @@ def curves_figure(curves: Sequence[Curve]) -> go.Figure:
     for colour, curve in [*zip(BEST_COLOURS, scored, strict=False), *((INK, c) for c in curves if c.is_random)]:
         dash = "dot" if curve.is_random else "solid"
         lines.append(Line(curve.name, colour, dash, width=2.5, interval="band", marks=_sweep_marks(curve)))
-    figure = share_chart([Panel("ablated heads (measured), %", "accuracy, %", lines)])
+    figure = share_chart([ChartPanel("ablated heads (measured), %", "accuracy, %", lines)])
     baseline = 100 * curves[0].points[0].baseline
     line = {"color": FAINT, "width": 1}
     figure.add_hline(y=baseline, line=line, name=f"baseline, {baseline:.1f} %", showlegend=True)

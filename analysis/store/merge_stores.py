@@ -152,7 +152,7 @@ def _insert(connection: duckdb.DuckDBPyConnection, table: str, rows: pa.Table, c
         connection.unregister("merged_rows")
 
 
-class _Arms(NamedTuple):
+class _ArmsOfRun(NamedTuple):
     """The arms of a run in both stores: ``theirs`` in order, ``ours`` by id."""
 
     theirs: Sequence[Mapping[str, Any]]
@@ -270,12 +270,12 @@ class _RunMerge:
                 hashes[table.name] = {row["shard"]: row for row in rows}
         return hashes
 
-    def _read_arms(self) -> _Arms:
+    def _read_arms(self) -> _ArmsOfRun:
         arms = "SELECT arm_id, name, status FROM arms WHERE run_id = ? ORDER BY started_at, arm_id"
         ours = {row["arm_id"]: row for row in self._into.query(arms, [self._run_id]).to_pylist()}
-        return _Arms(self._source.query(arms, [self._run_id]).to_pylist(), ours)
+        return _ArmsOfRun(self._source.query(arms, [self._run_id]).to_pylist(), ours)
 
-    def _add_arms(self, arms: _Arms) -> int:
+    def _add_arms(self, arms: _ArmsOfRun) -> int:
         new, both, open_arms, added = list[str](), list[str](), list[str](), 0
         names = {row["name"]: arm_id for arm_id, row in arms.ours.items()}
         for arm in arms.theirs:

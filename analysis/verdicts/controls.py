@@ -47,6 +47,10 @@ def rank_p_value(controls: int, beaten: int, tried: int = 1) -> float:
     return min(1.0, tried * (1 + controls - beaten) / (1 + controls))
 
 
+def _reaches_level(p_value: float | None) -> bool:
+    return p_value is not None and p_value <= LEVEL
+
+
 class Standing(NamedTuple):
     """Result of the arm that a curve's selection takes: whether it passes on the questions that select, the nominal
     share of its heads, and its difference to the baseline on the questions that judge, in percentage points.
@@ -87,9 +91,9 @@ class SelectedRank:
         return None if self.beaten is None else rank_p_value(self.curves, self.beaten, self.scores)
 
     @property
-    def better(self) -> bool:
+    def beats_chance(self) -> bool:
         """True if the choice is better than chance at `LEVEL`."""
-        return self.p_value is not None and self.p_value <= LEVEL
+        return _reaches_level(self.p_value)
 
     def words(self) -> str:
         scores = f"{self.scores} score{'s' * (self.scores > 1)}"
@@ -98,7 +102,7 @@ class SelectedRank:
                 f"at least {least_controls(self.scores):,} random controls of every share are needed to show a better"
                 f" choice of heads than chance, because the arm was selected from the shares of {scores}"
             )
-        shown = "a better" if self.better else "not shown to be a better"
+        shown = "a better" if self.beats_chance else "not shown to be a better"
         return (
             f"it gets further than {self.beaten:,} of {self.curves:,} random curves, each at its own best share:"
             f" p = {self.p_value:.2g} for the best of {scores}, {shown} choice of heads than chance"
@@ -134,9 +138,9 @@ class Controls:
         return rank_p_value(len(self.arms), self.beaten, self.tried)
 
     @property
-    def better(self) -> bool:
+    def beats_chance(self) -> bool:
         """True if the arm is better than chance at `LEVEL`."""
-        return self.p_value is not None and self.p_value <= LEVEL
+        return _reaches_level(self.p_value)
 
     def sentence(self, kind: ArmKind, zeroed_share: float | None) -> str:
         """Return the sentence on an arm that ablates or removes ``zeroed_share`` of the heads."""
@@ -165,7 +169,7 @@ class Controls:
             return self.selected.words()
         if len(self.arms) < LEAST_CONTROLS:
             return f"at least {LEAST_CONTROLS} are needed to show a better choice of heads than chance"
-        if self.better:
+        if self.beats_chance:
             among = f" for the best of {self.tried} arms" if self.tried > 1 else ""
             return f"p = {self.p_value:.2g}{among}, a better choice of heads than chance"
         alone = rank_p_value(len(self.arms), self.beaten)

@@ -72,7 +72,7 @@ class Effect(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Outcomes:
+class PairedOutcomes:
     """Outcomes of a baseline, and the numbers that pair them with those of other arms, by row (rows,).
 
     Attributes:
@@ -93,7 +93,7 @@ class Outcomes:
     @classmethod
     def of(
         cls, metric: str, baseline: np.ndarray, sizes: np.ndarray, tasks: Sequence[str], documents: Sequence[str]
-    ) -> Outcomes:
+    ) -> PairedOutcomes:
         """Return outcomes of tasks and documents with names (rows,)."""
         strata, numbers = (np.unique(names, return_inverse=True)[1] for names in (tasks, documents))
         return cls(metric, baseline, sizes, strata, numbers, halves(documents, tasks))
@@ -175,7 +175,7 @@ class TableEffect(NamedTuple):
     confirmed: bool | None
 
 
-def each_effect(outcomes: Outcomes, arms: Mapping[str, np.ndarray]) -> dict[str, TableEffect]:
+def each_effect(outcomes: PairedOutcomes, arms: Mapping[str, np.ndarray]) -> dict[str, TableEffect]:
     """Return the effects of arms, given as outcomes (rows,), on all rows, and whether halves agree."""
     effects = {name: outcomes.effect(arm) for name, arm in arms.items()}
     q = q_values(np.array([effect.p_value for effect in effects.values()]))
@@ -188,7 +188,7 @@ def each_effect(outcomes: Outcomes, arms: Mapping[str, np.ndarray]) -> dict[str,
     }
 
 
-def _confirmed(outcomes: Outcomes, arms: Mapping[str, np.ndarray]) -> dict[str, bool]:
+def _confirmed(outcomes: PairedOutcomes, arms: Mapping[str, np.ndarray]) -> dict[str, bool]:
     """Return which arms are significant in one half and judged alike by the other."""
     selecting = outcomes.selecting
     chosen = {name: outcomes.effect(arm, selecting) for name, arm in arms.items()}
@@ -203,7 +203,7 @@ def _confirmed(outcomes: Outcomes, arms: Mapping[str, np.ndarray]) -> dict[str, 
 
 
 def best_of_each(
-    outcomes: Outcomes, groups: Mapping[object, Mapping[str, np.ndarray]]
+    outcomes: PairedOutcomes, groups: Mapping[object, Mapping[str, np.ndarray]]
 ) -> dict[object, tuple[str, TableEffect]]:
     """Return the best arm of each group, chosen by one half and judged by the other, from outcomes (rows,) by arm. If
     there are too few documents to split, all rows do both and the result is not confirmed. The first arm wins ties.
@@ -245,8 +245,8 @@ def bleu(counts: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class BleuOutcomes(Outcomes):
-    """Outputs of a baseline as counts of sentences (rows, 10), paired as in `Outcomes`."""
+class BleuOutcomes(PairedOutcomes):
+    """Outputs of a baseline as counts of sentences (rows, 10), paired as in `PairedOutcomes`."""
 
     @property
     def better(self) -> int:
@@ -312,7 +312,7 @@ def _baseline_of(store: Store, run_id: str) -> str:
     return str(rows[0])
 
 
-def read_baseline(store: Store, run_id: str) -> tuple[str, Outcomes]:
+def read_baseline(store: Store, run_id: str) -> tuple[str, PairedOutcomes]:
     """Return the id and the outcomes of a run's baseline, of the first metric that it has."""
     arm_id = _baseline_of(store, run_id)
     for metric in (ACCURACY, LOSS, BITS_PER_BYTE, BLEU):
@@ -328,19 +328,19 @@ def read_baseline(store: Store, run_id: str) -> tuple[str, Outcomes]:
         documents = table["document"].to_pylist()
         if len(set(documents)) == 1:  # texts of one document are the only units
             documents = [f"{documents[0]} {number}" for number in table["question"].to_pylist()]
-        kind = BleuOutcomes if metric == BLEU else Outcomes
+        kind = BleuOutcomes if metric == BLEU else PairedOutcomes
         return arm_id, kind.of(metric, _numbers(table["value"]), _numbers(table["size"]), tasks, documents)
     raise EffectError(f"run {run_id} has neither right answers nor losses by text. Use other tasks, or a corpus")
 
 
-def read_arms(store: Store, baseline: str, outcomes: Outcomes, arms: Sequence[str]) -> Mapping[str, np.ndarray]:
+def read_arms(store: Store, baseline: str, outcomes: PairedOutcomes, arms: Sequence[str]) -> Mapping[str, np.ndarray]:
     """Return the outcomes (rows, ...) of arms by id."""
     chunks = (arms[start : start + _ARMS] for start in range(0, len(arms), _ARMS))
     return dict(pair for chunk in chunks for pair in _read_chunk(store, baseline, outcomes, chunk))
 
 
 def _read_chunk(
-    store: Store, baseline: str, outcomes: Outcomes, arms: Sequence[str]
+    store: Store, baseline: str, outcomes: PairedOutcomes, arms: Sequence[str]
 ) -> Iterator[tuple[str, np.ndarray]]:
     metric = outcomes.metric
     table = store.query(
@@ -485,7 +485,7 @@ def rank_effects(store: Store, run_id: str, *, site: str = "self", descending: b
     return ranked if descending is None else sorted(ranked, key=lambda head: head.effect, reverse=descending)
 
 
-def _row(arm: _HeadArm, outcomes: Outcomes, judged: TableEffect) -> HeadEffect:
+def _row(arm: _HeadArm, outcomes: PairedOutcomes, judged: TableEffect) -> HeadEffect:
     effect = judged.effect
     error, low, high = (
         value if isfinite(value) else None for value in (effect.standard_error, effect.low, effect.high)

@@ -172,7 +172,7 @@ class ArmOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmVerdict(ArmOutcome):
-    """Results of one arm with its accuracy and verdict; ``part`` and ``comparisons`` are as in `RecallVerdict`.
+    """Results of one arm with its accuracy and verdict; `RecallVerdict` explains ``judging_share`` and ``comparisons``.
 
     Attributes:
         paired: Comparison of all benchmark questions that have a right answer.
@@ -183,7 +183,7 @@ class ArmVerdict(ArmOutcome):
     paired: PairedDifference
     tasks: tuple[TaskVerdict, ...] = ()
     controls: Controls | None = None
-    part: float = 1.0
+    judging_share: float = 1.0
     comparisons: int = 1
 
     def value(self, measure: str) -> Interval | None:
@@ -203,7 +203,7 @@ class ArmVerdict(ArmOutcome):
     def questions_needed(self) -> int:
         """Number of questions that would judge an arm like this without loss; 0 if these are enough or show a loss."""
         needed = self.paired.questions_needed(self.comparisons)
-        return 0 if self.paired.questions >= needed or self.paired.high < 0 else round(needed / self.part)
+        return 0 if self.paired.questions >= needed or self.paired.high < 0 else round(needed / self.judging_share)
 
     @property
     def removable(self) -> bool:
@@ -318,7 +318,7 @@ class ArmVerdict(ArmOutcome):
         """Return the number of questions that an arm without loss needs; empty if they are enough."""
         if not self.questions_needed:
             return ""
-        paired, half = self.paired, " in a sweep, where half of them judge" if self.part < 1 else ""
+        paired, half = self.paired, " in a sweep, where half of them judge" if self.judging_share < 1 else ""
         changed = 100 * (paired.gained + paired.lost) / paired.questions
         return (
             f"not enough questions ({paired.questions:,}): an arm that loses nothing and changes {changed:.1f} % of the"
@@ -457,14 +457,16 @@ def arm_outcome(
         paired=scopes[BENCHMARK],
         tasks=task_verdicts(scopes),
         controls=controls,
-        part=1 - 1 / BENCHMARK_PARTS if confirmation else 1.0,
+        judging_share=1 - 1 / BENCHMARK_PARTS if confirmation else 1.0,
         comparisons=comparisons,
     )
 
 
-def _families(scopes: Mapping[Scope, PairedDifference], part: float, comparisons: int) -> tuple[RecallVerdict, ...]:
+def _families(
+    scopes: Mapping[Scope, PairedDifference], judging_share: float, comparisons: int
+) -> tuple[RecallVerdict, ...]:
     return tuple(
-        RecallVerdict(scope.task, paired, part, comparisons)
+        RecallVerdict(scope.task, paired, judging_share, comparisons)
         for scope, paired in scopes.items()
         if scope.is_recall_family
     )

@@ -59,13 +59,13 @@ class RecallVerdict:
     """Comparison of an arm with the baseline in a recall family.
 
     Attributes:
-        part: Share of the run's recall questions that judge; the others select the best arm of a sweep.
+        judging_share: Share of the run's recall questions that judge; the others select the best arm of a sweep.
         comparisons: Number of arms for which the intervals are widened.
     """
 
     family: str
     paired: PairedDifference
-    part: float = 1.0
+    judging_share: float = 1.0
     comparisons: int = 1
 
     @property
@@ -118,7 +118,9 @@ class RecallVerdict:
     def wanting(self) -> str:
         """Return the required number of questions in words; empty if there are enough."""
         needed = recall_needed(self.family, self.paired.baseline, self.comparisons)
-        return "" if self.paired.questions >= needed else f"about {ceil(needed / self.part):,} {self.family} questions"
+        if self.paired.questions >= needed:
+            return ""
+        return f"about {ceil(needed / self.judging_share):,} {self.family} questions"
 
 
 def solves(family: str, baseline: float, questions: int) -> bool:

@@ -62,7 +62,7 @@ def import_ray(*, local: bool) -> Any:
     return ray
 
 
-class Session:
+class RaySession:
     """The connected cluster, or a ``local`` Ray that ends with the session, listens on the loopback interface and has
     no dashboard.
     """

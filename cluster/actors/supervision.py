@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headscan.cluster.actors.session import Session, living_nodes
+from headscan.cluster.actors.session import RaySession, living_nodes
 from headscan.cluster.placement.placement_base import PlacementError, Timeouts
 from headscan.cluster.tasks.pool import Finished, IncompleteError, Pool, R, T, Task, name_of
 from headscan.errors import first_line
@@ -155,7 +155,7 @@ class SupervisedPool(Pool):
     """
 
     def __init__(
-        self, session: Session, count: int, needs: Sequence[dict[str, float]], timeouts: Timeouts | None
+        self, session: RaySession, count: int, needs: Sequence[dict[str, float]], timeouts: Timeouts | None
     ) -> None:
         self._session, self._ray, self._needs, self._timeouts = session, session.ray, needs, timeouts or Timeouts()
         self._restarts = 0

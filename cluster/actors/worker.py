@@ -102,7 +102,7 @@ class StageWorker(Heartbeat):
         self._stage: Stage | None = None
 
     def run(
-        self, task: StagedTask[Any, Any, Any, Any], item: Any, part: Any, hidden_in: HiddenState | HeadscanError | None
+        self, task: StagedTask[Any, Any, Any, Any], item: Any, batch: Any, hidden_in: HiddenState | HeadscanError | None
     ) -> tuple[HiddenState | HeadscanError | None, Any, float]:
         """Run a pass; return hidden states, partial result and seconds."""
         if isinstance(hidden_in, HeadscanError):
@@ -111,7 +111,7 @@ class StageWorker(Heartbeat):
             stage = self._loaded()
             started = time.perf_counter()
             with torch.no_grad(), working_on(item):
-                partial, hidden = run_pass(task, stage, item, part, None if hidden_in is None else hidden_in.tensor())
+                partial, hidden = run_pass(task, stage, item, batch, None if hidden_in is None else hidden_in.tensor())
         except HeadscanError as problem:
             return problem, problem, 0.0
         left = None if hidden is None else HiddenState.of(hidden)
@@ -119,7 +119,7 @@ class StageWorker(Heartbeat):
 
     def join(self, task: StagedTask[Any, Any, Any, Any], item: Any, *partials: Any) -> tuple[Any, str]:
         """Join the partial results, pass by pass and stage by stage; return the result and this worker's name."""
-        wrong = next((part for part in partials if isinstance(part, HeadscanError)), None)
+        wrong = next((partial for partial in partials if isinstance(partial, HeadscanError)), None)
         if wrong is not None:
             return wrong, self.name
         stages = len(self._ranges)

@@ -262,7 +262,7 @@ class DeviceBytes:
 
 
 @dataclass(frozen=True)
-class PlacementPlan:
+class ChosenPlacement:
     """A placement with the memory use of each device of one replica.
 
     Attributes:
@@ -371,7 +371,7 @@ class Placement(ABC):
 
     @classmethod
     @abstractmethod
-    def plan(cls, demand: Demand, places: Places, request: PlacementRequest) -> PlacementPlan:
+    def plan(cls, demand: Demand, places: Places, request: PlacementRequest) -> ChosenPlacement:
         """Lay the model out on devices."""
 
     @property

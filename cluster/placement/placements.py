@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from headscan.cluster.placement.devices import roomiest, roomiest_gpus
 from headscan.cluster.placement.placement_base import (
+    ChosenPlacement,
     Demand,
     DeviceBytes,
     LayerRange,
@@ -17,7 +18,6 @@ from headscan.cluster.placement.placement_base import (
     Offload,
     Placement,
     PlacementError,
-    PlacementPlan,
     PlacementRequest,
     Places,
     ReplicaPlacement,
@@ -49,7 +49,7 @@ class WholePlacement(ReplicaPlacement):
     threads: int
 
     @classmethod
-    def plan(cls, demand: Demand, places: Places, request: PlacementRequest) -> PlacementPlan:
+    def plan(cls, demand: Demand, places: Places, request: PlacementRequest) -> ChosenPlacement:
         layers, weights = (0, demand.sizes.num_layers), demand.sizes.weights
         need = weights + demand.least(layers)
         fit, threads, room = places.workers(need, request.replicas)
@@ -61,7 +61,7 @@ class WholePlacement(ReplicaPlacement):
         replicas = request.replicas or best
         tokens = demand.most_tokens(room - weights, layers)
         device = demand.on_device(places.kind, layers, weights, tokens, room)
-        return PlacementPlan(cls(replicas, places.device, threads), (device,), tokens)
+        return ChosenPlacement(cls(replicas, places.device, threads), (device,), tokens)
 
     @property
     def gpus(self) -> int:
@@ -99,7 +99,7 @@ class ShardedPlacement(ReplicaPlacement):
     offload: Offload | None = None
 
     @classmethod
-    def plan(cls, demand: Demand, places: Places, request: PlacementRequest) -> PlacementPlan:
+    def plan(cls, demand: Demand, places: Places, request: PlacementRequest) -> ChosenPlacement:
         """Use the fewest GPUs of one node that fit; see `Placement.plan`."""
         layers = demand.divisible_layers()
         if not places.on_gpus:
@@ -124,7 +124,7 @@ class ShardedPlacement(ReplicaPlacement):
                 room = min(min(gpus) for gpus in fitting if len(gpus) >= count)
                 tokens = min(demand.most_tokens(room - demand.weights(part), part) for part in ranges)
                 placement = cls(replicas, count, ranges, places.threads(replicas, count))
-                return PlacementPlan(placement, demand.on_devices("GPU", ranges, tokens, room), tokens)
+                return ChosenPlacement(placement, demand.on_devices("GPU", ranges, tokens, room), tokens)
             best = max(sorted(node.gpus)[-count] for node in places.nodes if len(node.gpus) >= count)
             refusal = too_large(need, best, f"each of {count} GPUs of a node")
             if need <= best:
@@ -135,7 +135,7 @@ class ShardedPlacement(ReplicaPlacement):
         raise PlacementError(refusal or "the model has one layer, which is never split")
 
     @classmethod
-    def _offloaded(cls, demand: Demand, places: Places, request: PlacementRequest, gpus: int) -> PlacementPlan:
+    def _offloaded(cls, demand: Demand, places: Places, request: PlacementRequest, gpus: int) -> ChosenPlacement:
         """Keep as many of the first layers as fit on devices, and the rest in RAM or on disk."""
         sizes, count, replicas = demand.sizes, max(1, gpus), request.replicas or 1
         nodes = [node for node in places.nodes if len(node.gpus) >= gpus]
@@ -174,7 +174,7 @@ class ShardedPlacement(ReplicaPlacement):
         share = max(1, min(node.cpus for node in nodes) // replicas)
         threads = places.threads(replicas, gpus) if gpus else places.allowed(share)
         offload = request.offload if elsewhere else None
-        return PlacementPlan(cls(replicas, gpus, tuple(ranges), threads, offload), tuple(devices), tokens)
+        return ChosenPlacement(cls(replicas, gpus, tuple(ranges), threads, offload), tuple(devices), tokens)
 
     @property
     def device(self) -> str:
@@ -220,7 +220,7 @@ class PipelinePlacement(Placement):
     threads: int
 
     @classmethod
-    def plan(cls, demand: Demand, places: Places, request: PlacementRequest) -> PlacementPlan:
+    def plan(cls, demand: Demand, places: Places, request: PlacementRequest) -> ChosenPlacement:
         """Use the fewest stages that fit; see `Placement.plan`. Each is on a GPU, or on a share of a node's CPU."""
         demand = replace(demand, staged=True)
         layers = demand.divisible_layers()
@@ -241,7 +241,7 @@ class PipelinePlacement(Placement):
                     fit, threads, room = places.workers(need, count * replicas)
                 tokens = min(demand.most_tokens(room - demand.weights(part), part) for part in ranges)
                 placement = cls(replicas, ranges, places.device, threads)
-                return PlacementPlan(placement, demand.on_devices("stage", ranges, tokens, room), tokens)
+                return ChosenPlacement(placement, demand.on_devices("stage", ranges, tokens, room), tokens)
             refusal = str(places.refusal(need, count * copies, "stage", f"each of {count} stages"))
         raise PlacementError(refusal)
 
@@ -278,7 +278,7 @@ class StreamedPlacement(Placement):
     replicas: int = field(default=1, init=False)
 
     @classmethod
-    def plan(cls, demand: Demand, places: Places, request: PlacementRequest) -> PlacementPlan:
+    def plan(cls, demand: Demand, places: Places, request: PlacementRequest) -> ChosenPlacement:
         """Use the largest device. The batch is chosen first, then the fewest ranges that leave room for it, so more
         memory never gives a smaller batch: fewer ranges would take memory from it. Without a requested batch size the
         batch gets at most half of the memory, unless the whole model leaves more.
@@ -326,7 +326,7 @@ class StreamedPlacement(Placement):
         placement = cls(places.device, places.allowed(node.cpus), memory, ranges)
         device = demand.on_device(places.kind, every, weights, tokens, memory)
         waiting = (shares - 1) * demand.without_weights(tokens, every)
-        return PlacementPlan(placement, (replace(device, activations=device.activations + waiting),), tokens)
+        return ChosenPlacement(placement, (replace(device, activations=device.activations + waiting),), tokens)
 
     @property
     def gpus(self) -> int:
@@ -346,7 +346,7 @@ PLACEMENTS: dict[str, type[Placement]] = {
 }
 
 
-def place(sizes: ModelSizes, nodes: Sequence[Node], request: PlacementRequest) -> PlacementPlan:
+def place(sizes: ModelSizes, nodes: Sequence[Node], request: PlacementRequest) -> ChosenPlacement:
     """Choose a placement; ``sizes`` are the model's bytes for the longest sequence."""
     kinds = kinds_to_try(request)
     places = Places(nodes, request)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from headscan.cluster.actors.session import Session
+from headscan.cluster.actors.session import RaySession
 from headscan.cluster.actors.supervision import ACTOR, Job, Replica, SupervisedPool
 from headscan.cluster.actors.worker import StageWorker, Worker
 from headscan.cluster.placement.placement_base import ReplicaPlacement, Timeouts
@@ -53,7 +53,7 @@ class _WholeReplica(Replica):
         self.jobs.clear()
 
 
-def _cpus(session: Session, placement: ReplicaPlacement | PipelinePlacement) -> int:
+def _cpus(session: RaySession, placement: ReplicaPlacement | PipelinePlacement) -> int:
     """Return the CPUs that Ray reserves for an actor: none beside GPUs, and none on a local Ray. There the placement
     has divided the CPUs, and a second pool would wait for the first.
     """
@@ -68,7 +68,7 @@ class RayPool(SupervisedPool):
     worker: ClassVar[type[Any]] = Worker
 
     def __init__(self, spec: ModelSpec, placement: ReplicaPlacement, *, timeouts: Timeouts | None = None) -> None:
-        session = Session(placement.replicas * placement.threads)
+        session = RaySession(placement.replicas * placement.threads)
         gpus, cpus = placement.gpus, _cpus(session, placement)
         session.check(placement.replicas, GPU=gpus, CPU=cpus)
         self._remote = session.ray.remote(num_cpus=cpus, num_gpus=gpus, **ACTOR)(self.worker)
@@ -179,10 +179,10 @@ class _PipelineReplica(Replica):
 
     def _start_pass(self, item: _ItemInProgress) -> None:
         """Start one pass in all stages. Each stage waits for the hidden states of the previous one."""
-        part = item.waiting.popleft()
+        batch = item.waiting.popleft()
         hidden, seconds = None, []
         for actor in self._actors:
-            hidden, partial, took = actor.run.options(num_returns=3).remote(item.task, item.reference, part, hidden)
+            hidden, partial, took = actor.run.options(num_returns=3).remote(item.task, item.reference, batch, hidden)
             item.partials.append(partial)
             seconds.append(took)
         item.passes_running += 1
@@ -197,7 +197,7 @@ class PipelinePool(SupervisedPool):
 
     def __init__(self, spec: ModelSpec, placement: PipelinePlacement, *, timeouts: Timeouts | None = None) -> None:
         stages = len(placement.stages)
-        session = Session(placement.replicas * stages * placement.threads)
+        session = RaySession(placement.replicas * stages * placement.threads)
         gpus, cpus = placement.gpus, _cpus(session, placement)
         session.check(placement.replicas, GPU=gpus * stages, CPU=cpus * stages)
         self._remote = session.ray.remote(num_cpus=cpus, num_gpus=gpus, **ACTOR)(StageWorker)

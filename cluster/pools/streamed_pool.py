@@ -143,13 +143,13 @@ _WORKER = "streamed"
 
 
 @dataclass
-class _Work:
+class _StreamedItem:
     """An item that passes through the model, with the keys of its passes' hidden states and the partial results of each
     pass, range by range.
     """
 
     item: Any
-    parts: Sequence[Any]
+    batches: Sequence[Any]
     keys: range
     partials: list[list[Any]] = field(default_factory=list)
     seconds: float = 0.0
@@ -212,12 +212,14 @@ class StreamedPool(Pool):
                         work.partials = []
                         yield Finished(work.item, value, work.seconds, _WORKER)
 
-    def _run(self, task: StagedTask[Any, Any, Any, Any], stage: Stage, work: _Work, hidden: HiddenStates) -> None:
+    def _run(
+        self, task: StagedTask[Any, Any, Any, Any], stage: Stage, work: _StreamedItem, hidden: HiddenStates
+    ) -> None:
         started = time.perf_counter()
         with torch.no_grad(), working_on(work.item):
-            for key, part, partials in zip(work.keys, work.parts, work.partials, strict=True):
+            for key, batch, partials in zip(work.keys, work.batches, work.partials, strict=True):
                 hidden_in = hidden.take(key) if stage.first else None
-                partial, left = run_pass(task, stage, work.item, part, hidden_in)
+                partial, left = run_pass(task, stage, work.item, batch, hidden_in)
                 partials.append(partial)
                 if left is not None:
                     hidden.put(key, left)
@@ -250,14 +252,14 @@ class StreamedPool(Pool):
         return max(0, self._weights_limit(layers) - largest) // 2
 
 
-def _prepared(task: StagedTask[Any, Any, Any, Any], items: Iterable[Any]) -> Iterator[_Work]:
+def _prepared(task: StagedTask[Any, Any, Any, Any], items: Iterable[Any]) -> Iterator[_StreamedItem]:
     end = 0
     for item in items:
         with working_on(item):
-            parts = task.passes(item)
-        keys = range(end, end + len(parts))
+            batches = task.passes(item)
+        keys = range(end, end + len(batches))
         end = keys.stop
-        yield _Work(item, parts, keys, [[] for _ in parts])
+        yield _StreamedItem(item, batches, keys, [[] for _ in batches])
 
 
 def _available_memory() -> int:

@@ -145,7 +145,7 @@ class StagedTask(ABC, Generic[T, B, P, R]):
         """Return the forward passes of an item, equal in every process."""
 
     @abstractmethod
-    def run(self, lm: LoadedModel, item: T, part: B) -> P:
+    def run(self, lm: LoadedModel, item: T, batch: B) -> P:
         """Run one of `passes`, or one of its `halves`, over the loaded layers, in one call of the model without a KV
         cache. ``lm`` is the whole model, or a `layer_ranges.StageModel` inside `Stage.running_range`.
         """
@@ -154,12 +154,12 @@ class StagedTask(ABC, Generic[T, B, P, R]):
     def join(self, item: T, partials: Sequence[Sequence[P]]) -> R:
         """Join an item's partial results, by pass and then by range."""
 
-    def size(self, part: B) -> int:
+    def size(self, batch: B) -> int:
         """Return the memory of a pass, in any unit, for comparison with passes that ran out of memory."""
-        return len(part)
+        return len(batch)
 
     @abstractmethod
-    def halves(self, part: B) -> Sequence[B]:
+    def halves(self, batch: B) -> Sequence[B]:
         """Return the two halves of a pass; empty for one sequence."""
 
     @abstractmethod
@@ -168,7 +168,7 @@ class StagedTask(ABC, Generic[T, B, P, R]):
 
     def __call__(self, lm: LoadedModel, item: T, *, on_pass: Callable[[int], None] | None = None) -> R:
         """Run an item with a whole model; call ``on_pass`` with the number of sequences of each finished pass."""
-        return self.join(item, [[run_pass(self, lm, item, part, on_pass=on_pass)[0]] for part in self.passes(item)])
+        return self.join(item, [[run_pass(self, lm, item, batch, on_pass=on_pass)[0]] for batch in self.passes(item)])
 
     def counted(self, on_pass: Callable[[int], None]) -> Task[T, R]:
         """Return the task with ``on_pass``, for pools of this process: the function cannot be sent to others."""
@@ -195,7 +195,7 @@ def run_pass(
     task: StagedTask[T, B, P, R],
     model: LoadedModel | Stage,
     item: T,
-    part: B,
+    batch: B,
     hidden: Tensor | None = None,
     *,
     on_pass: Callable[[int], None] | None = None,
@@ -208,16 +208,16 @@ def run_pass(
     model calls ``on_pass`` with its number of sequences.
     """
     lm = model.lm if isinstance(model, Stage) else model
-    limit, size, halves = lm.limits[task.__name__], task.size(part), task.halves(part)
+    limit, size, halves = lm.limits[task.__name__], task.size(batch), task.halves(batch)
     if not halves or limit.allows(size):
         try:
             if not isinstance(model, Stage):
-                partial = task.run(lm, item, part)
+                partial = task.run(lm, item, batch)
                 if on_pass is not None:
-                    on_pass(len(part))
+                    on_pass(len(batch))
                 return partial, None
             with model.running_range(hidden) as range_pass:
-                partial = task.run(lm, item, part)
+                partial = task.run(lm, item, batch)
             return partial, range_pass.hidden_out
         except RuntimeError as problem:
             if not is_out_of_memory(problem):
@@ -226,10 +226,10 @@ def run_pass(
                 raise one_sequence_too_many() from problem
             limit.ran_out(size)
         release_memory()
-    parts = [None] * len(halves) if hidden is None else hidden.split([len(half) for half in halves])
+    entering = [None] * len(halves) if hidden is None else hidden.split([len(half) for half in halves])
     done = [
         run_pass(task, model, item, half, hidden_in, on_pass=on_pass)
-        for half, hidden_in in zip(halves, parts, strict=True)
+        for half, hidden_in in zip(halves, entering, strict=True)
     ]
     left = [leaving for _, leaving in done if leaving is not None]
     return task.join_halves([partial for partial, _ in done]), torch.cat(left) if left else None

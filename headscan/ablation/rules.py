@@ -8,6 +8,7 @@ Shapes: B sequences, N tokens, H query heads, D and Dv width of a head's output.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -47,6 +48,12 @@ class RuleStatistics:
         self.wanted = statistics_for([] if score is None else [score])
         self._factors = ProjectionFactors(lm) if needs_projection(self.wanted) else None
         self._from_attention: dict[str, Tensor] = {}
+
+    def fresh(self) -> RuleStatistics:
+        """Return statistics of the same score that have measured nothing yet, and share what follows from the model."""
+        statistics = copy.copy(self)
+        statistics._from_attention = {}
+        return statistics
 
     @property
     def of_attention(self) -> frozenset[str]:

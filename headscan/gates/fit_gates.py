@@ -38,6 +38,7 @@ from headscan.catalog import head_count
 from headscan.checkpoints.headers import weights_hash
 from headscan.checkpoints.sources import config_hash
 from headscan.errors import GateError, NotFiniteError, SequenceError, UnsupportedModelError
+from headscan.gates.gate_settings import GateFitConfig, Objective
 from headscan.gradients.backward import backward
 from headscan.gradients.head_importance import default_loss, must_recompute
 from headscan.gradients.losses import Loss
@@ -45,7 +46,6 @@ from headscan.grid import AttentionSite, Head, HeadGrid
 from headscan.layers.blocks import find_blocks
 from headscan.models.forward_inputs import without_autocast
 from headscan.models.loaded_model import LoadedModel, logits_at
-from headscan.options import GateFitConfig, Objective
 from headscan.pruning.calibration import Calibration
 
 #: Temperature of the concrete variable.

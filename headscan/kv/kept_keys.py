@@ -29,7 +29,7 @@ class PlannedKvHead(Protocol):
     def recent(self) -> int | None: ...
 
 
-class Plan(Protocol):
+class KvHeadPlan(Protocol):
     """A plan with an entry for every KV head, such as ``headscan.analysis.plans.HeadPlan``."""
 
     @property
@@ -98,7 +98,7 @@ class KeptKeys:
         return cls(ordered)
 
     @classmethod
-    def of_plan(cls, plan: Plan) -> KeptKeys:
+    def of_plan(cls, plan: KvHeadPlan) -> KeptKeys:
         """Return the windows of a plan; raise PlanMismatchError if an action is unknown or a width is missing."""
         kept = []
         for head in plan.heads:

@@ -21,7 +21,7 @@ from headscan.attention.calls import AttentionCall, ScoredCall
 from headscan.attention.hooks import attention_hook
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite
-from headscan.kv.kept_keys import DROPPED, HeadGroup, KeptKeys, Plan
+from headscan.kv.kept_keys import DROPPED, HeadGroup, KeptKeys, KvHeadPlan
 from headscan.kv.plan_cache import PlanCache
 from headscan.kv.window_keys import seen_by_window, windowed_output
 from headscan.models.loaded_model import LoadedModel
@@ -175,7 +175,7 @@ class KvEviction(Ablation):
     other keys, so only tokens read after that see the loss of windows.
     """
 
-    plan: Plan
+    plan: KvHeadPlan
     name: str = "plan"
     fixed = True
     # The cache calls the model's own kernel, for each group of heads; the kernels of rules would be no nearer.

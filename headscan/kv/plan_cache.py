@@ -25,7 +25,7 @@ from transformers.cache_utils import (
 
 from headscan.attention.cache_attention import register
 from headscan.errors import PlanMismatchError
-from headscan.kv.kept_keys import KeptKeys, Plan
+from headscan.kv.kept_keys import KeptKeys, KvHeadPlan
 from headscan.kv.plan_layer import MaskReader, PlanLayer, PlanMixedLayer, Prefill
 
 
@@ -59,7 +59,7 @@ class PlanCache(Cache):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: KvHeadPlan,
         config: PreTrainedConfig | None = None,
         *,
         prefill: Prefill = "window",
@@ -169,7 +169,7 @@ def _has_freed_states(layer: Any) -> bool:
     return freed and not layer.record_past
 
 
-def _counts(plan: Plan) -> dict[int, int]:
+def _counts(plan: KvHeadPlan) -> dict[int, int]:
     """Return the number of KV heads by layer."""
     by_layer: dict[int, list[int]] = {}
     for head in plan.heads:

@@ -24,9 +24,9 @@ from headscan.attention.hooks import attention_hook
 from headscan.catalog import BEHAVIOURS, check_behaviours
 from headscan.errors import NamedValues, NotFiniteError, SequenceError, UnsupportedModelError
 from headscan.grid import AttentionSite
+from headscan.measure.probe_settings import BehaviourProbe
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
-from headscan.options import BehaviourProbe
 
 
 @dataclass(frozen=True)

@@ -308,8 +308,8 @@ def _level(metric: str, numbers: np.ndarray) -> float:
 def answer_labelled(questions: LabelledQuestions, run: Run, run_id: str, arms: Sequence[SiteArm]) -> None:
     """Answer the examples with every arm of a run that has begun, and finish the run."""
     refuse_staged(run.pool, "an answer to a labelled example")
-    plan = AnsweringSettings(questions.config.batch_tokens, Reading(share_prefixes=False))
-    answer_arms(run, run_id, arms, questions, questions.items(run.identity), lambda *_: plan)
+    settings = AnsweringSettings(questions.config.batch_tokens, Reading(share_prefixes=False))
+    answer_arms(run, run_id, arms, questions, questions.items(run.identity), lambda *_: settings)
 
 
 def labelled_effects(

@@ -15,7 +15,7 @@ from headscan.pipelines.cli.option_parser import UsageError, changed
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.task_options import (
     Metric,
-    OptionalTasks,
+    OptionalTaskOptions,
     check_labelled,
     demo_task,
     labelled_model,
@@ -83,7 +83,7 @@ class Ablate(RunVerb):
     heads: Annotated[_Heads, Group("heads")]
     data: Annotated[DataSpec | None, Group("labelled examples")]
     metric: Metric = None
-    tasks: Annotated[OptionalTasks, Group("tasks")]
+    tasks: Annotated[OptionalTaskOptions, Group("tasks")]
     texts: Annotated[_Texts, Group("texts")]
 
     def __post_init__(self) -> None:

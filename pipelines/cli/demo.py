@@ -9,7 +9,7 @@ from headscan.cluster.placement.placement_base import PlacementRequest, Timeouts
 from headscan.model_spec import ModelSpec
 from headscan.options import Option
 from headscan.pipelines.cli.results import Json, Result
-from headscan.pipelines.cli.study import run_study
+from headscan.pipelines.cli.study import study_result
 from headscan.pipelines.cli.verb_base import DEMO_CORPUS, Devices
 from headscan.pipelines.settings.corpus_settings import CorpusSpec
 from headscan.pipelines.settings.evaluation_settings import ResumeAnyway
@@ -34,7 +34,7 @@ class Demo:
     resume_anyway: ResumeAnyway = False
 
     def run(self) -> Result:
-        return run_study(
+        return study_result(
             self.study(), Devices(request=PlacementRequest(), timeouts=Timeouts()), resume_anyway=self.resume_anyway
         )
 

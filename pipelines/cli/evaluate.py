@@ -23,9 +23,9 @@ from headscan.pipelines.settings.evaluation_settings import (
 )
 
 if TYPE_CHECKING:
-    from headscan.analysis.store.store import Store
-    from headscan.pipelines.scoring.arms import Arm
-    from headscan.pipelines.scoring.replacements import ArmReplacement
+    from headscan.analysis.plans import HeadPlan
+    from headscan.pipelines.evaluate.chosen_arms import ChosenArms
+    from headscan.pipelines.settings.evaluation_settings import ReplacementConfig
 
 _DEMO = DemoSize(questions=400, recall=200, sequences=0)
 
@@ -35,7 +35,7 @@ _SCORE, _SHARE = "output_norm_ln", 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Arms:
+class _ArmOptions:
     heads: Annotated[
         tuple[tuple[int, int], ...],
         Option("comma-separated heads of a mask (default: none)", metavar="LAYER:HEAD", parse=head, spaces=True),
@@ -123,19 +123,24 @@ class _Arms:
             flag = "--rule" if self.rule else "--mask-order"
             raise UsageError(f"{flag} needs a score of each input, which {self.chosen_by} is not: name a score")
 
-    def of_heads(
-        self, masks: Sequence[Sequence[tuple[int, int]]], store: Store, run_id: str | None, replacement: ArmReplacement
-    ) -> list[Arm]:
-        """Return the masks and rules; ``run_id`` is the run that orders the heads, None without one."""
-        from headscan.pipelines.scoring.arms import mask_arm, scored_masks, scored_rules
+    def chosen(self, plans: Sequence[HeadPlan], replacement: ReplacementConfig) -> ChosenArms:
+        """Return the arms; ``plans`` are those that the command line names."""
+        from headscan.pipelines.evaluate.chosen_arms import ChosenArms
 
-        arms = [mask_arm(heads, replacement) for heads in masks]
-        if run_id is not None:
-            score, share = self.chosen_by, _SHARE if self.share is None else self.share
-            arms += scored_masks(store, run_id, score, [share], self.mask_order, replacement)
-            if self.rule:
-                arms += scored_rules(store, run_id, score, [share], replacement)
-        return arms
+        return ChosenArms(
+            heads=self.heads,
+            mask=self.mask or None,
+            score=self.chosen_by if self.uses_score else None,
+            share=_SHARE if self.share is None else self.share,
+            order=self.mask_order,
+            run_id=self.run_id,
+            rule=self.rule,
+            plans=tuple(plans),
+            plan_modes=self.plan_mode,
+            models=self.models,
+            controls=self.controls,
+            replacement=replacement,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +161,7 @@ class Evaluate(TaskVerb):
 
     common: ClassVar = "MODEL --tasks --limit --heads --score --share --rule --plan --models --controls --store --json"
 
-    arms: Annotated[_Arms, Group("arms")]
+    arms: Annotated[_ArmOptions, Group("arms")]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -171,18 +176,11 @@ class Evaluate(TaskVerb):
         plans = [load_plan(path) for path in self.arms.plan]
         if self.arms.mask or self.arms.uses_score:
             self.store.check_exists()
-        from headscan.analysis.heads.head_roles import find_mask
         from headscan.analysis.verdicts.judge import judge
         from headscan.models.model_facts import check_bounds
-        from headscan.pipelines.evaluate.run_evaluation import evaluate
-        from headscan.pipelines.evaluate.tasks import Questions
-        from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
-        from headscan.pipelines.runs.head_orders import find_run
-        from headscan.pipelines.runs.model_identity import identify
-        from headscan.pipelines.scoring.arms import BASELINE, controls, model_arm
-        from headscan.pipelines.scoring.replacements import collect_replacement
+        from headscan.pipelines.evaluate.chosen_arms import evaluate_chosen
 
-        replaced = replacement_config(self.arms.replace, self.texts, self)
+        chosen = self.arms.chosen(plans, replacement_config(self.arms.replace, self.texts, self))
         quiet_libraries()
         spec = self.spec()
         if self.arms.heads:
@@ -192,27 +190,12 @@ class Evaluate(TaskVerb):
             self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, placed),
         ):
             config = evaluation_of(self, self.tasks, self.recall, spec, Path(scratch), _DEMO)
-            config, store, identity = replace(config, batch_tokens=placed.batch_tokens), run.store, run.identity
-            named = (self.arms.heads, self.arms.mask and find_mask(store, self.arms.mask, identity.columns()).heads)
-            masks = [heads for heads in named if heads]
-            chosen_by = self.arms.chosen_by if self.arms.uses_score else None
-            ordering = chosen_by and find_run(store, identity, chosen_by, self.arms.run_id)
-            others = [replace(spec, source=source, revision=None) for source in dict.fromkeys(self.arms.models)]
-            compared = [model_arm(other, identify(other), identity) for other in others]
-            questions = Questions(config.tasks, config.recall, identity) if self.arms.replace != "zero" else None
-            replacement = collect_replacement(replaced, run, 0 if questions is None else questions.longest_input)
-            arms = [BASELINE, *self.arms.of_heads(masks, store, ordering, replacement)]
-            if self.arms.controls:
-                arms += controls(run.facts.grid, arms, self.arms.controls, replacement)
-            for head_plan in plans:
-                check_plan(head_plan, run)
-                arms += plan_arms(head_plan, self.arms.plan_mode, self.arms.controls)
-            run_id = evaluate(config, run, arms + compared, questions=questions)
+            run_id, arms = evaluate_chosen(replace(config, batch_tokens=placed.batch_tokens), chosen, run)
         title = f"run {run_id} in {self.store.path}"
         facts: dict[str, Any] = {"run_id": run_id, "store": self.store.path}
-        if len(arms + compared) == 1:
+        if arms == 1:
             return Result([], lambda: title, facts)
-        verdict = judge(store, run_id)
+        verdict = judge(run.store, run_id)
         parts = [title, verdict.progress, verdict_text(verdict.outcomes.values())]
         return Result(
             [arm_row(arm) for arm in verdict.outcomes.values()],

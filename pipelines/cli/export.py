@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from headscan.errors import ExportError
 from headscan.model_spec import ModelSpec
 from headscan.options import Group, Option
-from headscan.pipelines.cli.option_parser import UsageError, changed, model_source
+from headscan.pipelines.cli.option_parser import UsageError, check_used, model_source
 from headscan.pipelines.cli.results import Json, Result
-from headscan.pipelines.cli.verb_base import StoreVerb, quiet_libraries
+from headscan.pipelines.cli.verb_base import StoreOptions, StoreVerb, quiet_libraries
 from headscan.pipelines.runs.text_tables import text_table
 
 if TYPE_CHECKING:
@@ -27,16 +27,6 @@ _NEED_MODEL = ("gguf", "decilm")
 _OF_PLAN = ("decilm", "layer-types", "tensorrt-llm", "duoattention", "rlkv", "prulong")
 #: File of a plan unless another is named; of decilm none.
 _PLAN = "head_plan.json"
-#: By beginning of an option's name, the formats that use it.
-_USED_BY = {
-    "model": _OF_MODEL,
-    "loading.": _OF_MODEL,
-    "type": ("gguf",),
-    "tokenizer": ("gguf",),
-    "architecture": ("layer-types",),
-    "plan": _OF_PLAN,
-    "store.": ("parquet",),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +54,7 @@ class Export(StoreVerb):
             "model of gguf, decilm or layer-types: folder, name on the hub, `demo` or `smollm2`",
             flag="MODEL",
             parse=model_source,
+            only=_OF_MODEL,
         ),
     ] = None
     out: Annotated[
@@ -74,31 +65,37 @@ class Export(StoreVerb):
         ),
     ]
     json: Json = False
-    type: Annotated[Literal["f16", "f32", "q8_0"], Option("type of the matrices in a GGUF file")] = "f16"
+    type: Annotated[Literal["f16", "f32", "q8_0"], Option("type of the matrices in a GGUF file", only=("gguf",))] = (
+        "f16"
+    )
     tokenizer: Annotated[
         str | None,
         Option(
             "GGUF file whose tokenizer is copied (default: that of `smollm2` for models from there, else the model's "
             "tokenizer.json)",
             metavar="FILE",
+            only=("gguf",),
         ),
     ] = None
     architecture: Annotated[
         Literal["llama", "ministral"],
-        Option("architecture of layer-types: llama for vLLM, ministral for transformers, whose Llama has no windows"),
+        Option(
+            "architecture of layer-types: llama for vLLM, ministral for transformers, whose Llama has no windows",
+            only=("layer-types",),
+        ),
     ] = "llama"
-    plan: Annotated[str | None, Option(f"plan to export (default: {_PLAN}; of decilm none)", metavar="FILE")] = None
-    loading: Annotated[partial[ModelSpec], Group("model")]
+    plan: Annotated[
+        str | None, Option(f"plan to export (default: {_PLAN}; of decilm none)", metavar="FILE", only=_OF_PLAN)
+    ] = None
+    loading: Annotated[partial[ModelSpec], Group("model", _OF_MODEL)]
+    store: Annotated[StoreOptions, Group(only=("parquet",))]
 
     def __post_init__(self) -> None:
         if (self.model is None and self.format in _NEED_MODEL) or (self.model and self.format not in _OF_MODEL):
             raise UsageError("MODEL goes with a format of models: give both or neither")
         if self.model is None and self.architecture != "llama":
             raise UsageError("--architecture has no effect without MODEL: leave it out")
-        for name, flag in changed(self).items():
-            formats = next((used for part, used in _USED_BY.items() if name.startswith(part)), None)
-            if formats is not None and self.format not in formats:
-                raise UsageError(f"{flag} has no effect on {self.format} (only on {', '.join(formats)}): leave it out")
+        check_used(self, self.format, self.format)
 
     def run(self) -> Result:
         if self.format == "gguf":

@@ -64,7 +64,7 @@ class Generate(ModelVerb):
             KeptHeads.of(plan.heads), prompt, self.text.max_new_tokens, self.text.prefill_chunk, self.text.rounds
         )
         tokens = len(prompt) + self.text.max_new_tokens
-        place = self.devices.plan(spec, tokens=tokens, evaluates=True)
+        place = self.devices.place(spec, tokens=tokens, evaluates=True)
         with ModelContext(spec, self.devices.opener(spec, place, tokens=tokens), identity=identity) as model:
             refuse_staged(model.pool, "generation of text")
             check_plan(plan, model)

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Annotated, ClassVar
 
 from headscan.options import Group
+from headscan.pipelines.cli.corpus_verb import CorpusVerb
 from headscan.pipelines.cli.option_parser import UsageError, changed
-from headscan.pipelines.cli.scan import CorpusVerb
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.measure_settings import ImportanceConfig
 

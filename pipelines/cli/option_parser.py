@@ -22,7 +22,8 @@ stand in a file, too (`--config-file`).
 them `| None` are read from text; an `Option` narrows the values or has a function of its own. A field
 ``Annotated[partial[TaskConfig], Group()]`` shows the options of `TaskConfig`. Its value is a `partial` that holds the
 given options; the verb calls it with the remaining fields to get the `TaskConfig`. `__post_init__` raises `UsageError`
-if options do not go together; `changed` names those that are given.
+if options do not go together; `changed` names those that are given, and `check_used` refuses those that a method does
+not use (``only``).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import partial
-from typing import Annotated, Any, NoReturn, TypeVar, cast, get_args, get_origin
+from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin
 
 from headscan.checkpoints.source_folder import check_folder
 from headscan.errors import HeadscanError, unknown_name
@@ -185,6 +186,7 @@ class BoundOption:
         kind: Type of one value: int, float, str or bool; ``many`` are a tuple.
         choices: Permitted values; None permits all.
         default: Value without the option; MISSING if it is required.
+        only: Methods or formats of the verb that use it; empty: all of them.
     """
 
     path: tuple[str, ...]
@@ -194,6 +196,7 @@ class BoundOption:
     choices: tuple[str, ...] | None
     default: Any
     group: str
+    only: tuple[str, ...] = ()
 
     @property
     def flag(self) -> str:
@@ -292,7 +295,13 @@ class _Joined(argparse.Action):
             setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), values))
 
 
-def options_of(cls: type, default: Any = MISSING, path: tuple[str, ...] = (), group: str = "") -> list[BoundOption]:
+#: Of options that are in no group.
+_NO_GROUP = Group()
+
+
+def options_of(
+    cls: type, default: Any = MISSING, path: tuple[str, ...] = (), group: Group = _NO_GROUP
+) -> list[BoundOption]:
     """Return the options of a settings class, with those of the settings classes in it. ``default`` holds settings
     whose values are the defaults; MISSING uses those of the fields.
     """
@@ -301,7 +310,8 @@ def options_of(cls: type, default: Any = MISSING, path: tuple[str, ...] = (), gr
         value = own if default is MISSING or default is None else getattr(default, name)
         if isinstance(declared, Group):
             inner, optional, function = _settings_class(hint)
-            below = options_of(inner, MISSING if function else value, (*path, name), declared.title or group)
+            within = Group(declared.title or group.title, declared.only or group.only)
+            below = options_of(inner, MISSING if function else value, (*path, name), within)
             options += [
                 replace(option, default=None) if optional and option.default is MISSING else option for option in below
             ]
@@ -310,7 +320,8 @@ def options_of(cls: type, default: Any = MISSING, path: tuple[str, ...] = (), gr
         if declared.one_of is not None and value is MISSING:
             raise TypeError(f"{cls.__name__}.{name} excludes others and has no default")
         permitted = None if declared.names is not None else declared.choices or value_type.choices
-        options.append(BoundOption((*path, name), declared, value_type.kind, value_type.many, permitted, value, group))
+        kind, many, only = value_type.kind, value_type.many, declared.only or group.only
+        options.append(BoundOption((*path, name), declared, kind, many, permitted, value, group.title, only))
     return options
 
 
@@ -384,7 +395,7 @@ def read_settings(verb: str, cls: type[S], words: Sequence[str]) -> S:
     chosen = {groups.get(key) for key in given} - {None}
     kept = {key: value for key, value in preset.items() if groups[key] not in chosen}
     try:
-        return cast("S", _made(cls, kept | given))
+        return cls(**_arguments(cls, kept | given))
     except UsageError:
         raise
     except HeadscanError as problem:
@@ -420,8 +431,10 @@ def _preset(verb: str, cls: type, words: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def _made(cls: type, values: Mapping[str, Any], path: str = "") -> Any:
-    """Return settings, or the arguments of a group, from the given values by their fields' names with dots."""
+def _arguments(cls: type, values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return the arguments of a settings class, by field, from the given values by their fields' names with dots. A
+    group is an object of its class, or a `partial` of it where the verb adds fields.
+    """
     given: dict[str, Any] = {}
     for name, hint, declared, default in _declared_fields(cls):
         key = f"{path}{name}"
@@ -432,12 +445,12 @@ def _made(cls: type, values: Mapping[str, Any], path: str = "") -> Any:
         if optional and _is_absent(options_of(inner), values, f"{key}."):
             given[name] = None
             continue
-        made = _made(inner, values, f"{key}.")
+        own = _arguments(inner, values, f"{key}.")
         if function:
-            given[name] = partial(inner, **made)
+            given[name] = partial(inner, **own)
         else:
-            given[name] = inner(**made) if default is MISSING or default is None else replace(default, **made)
-    return given if path else cls(**given)
+            given[name] = inner(**own) if default is MISSING or default is None else replace(default, **own)
+    return given
 
 
 def _is_absent(options: Sequence[BoundOption], values: Mapping[str, Any], path: str) -> bool:
@@ -460,6 +473,17 @@ def changed(settings: Any) -> dict[str, str]:
         if bound.default is not MISSING and _is_changed(settings, bound.path, bound.default):
             flags[bound.key] = bound.flag
     return flags
+
+
+def check_used(settings: Any, chosen: str, name: str) -> None:
+    """Raise UsageError if an option is given that ``chosen``, the method or format of a verb, does not use; ``name`` is
+    how the command line names it.
+    """
+    given = changed(settings)
+    for bound in options_of(type(settings)):
+        if bound.only and chosen not in bound.only and bound.key in given:
+            only = ", ".join(bound.only)
+            raise UsageError(f"{bound.flag} has no effect on {name} (only on {only}): leave it out")
 
 
 def _is_changed(value: Any, path: Sequence[str], default: Any) -> bool:

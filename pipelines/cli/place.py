@@ -13,7 +13,7 @@ from headscan.pipelines.cli.verb_base import Devices, ModelVerb, StoreOptions, q
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
-    from headscan.cluster.placement.placement_base import Node, Placement, PlacementPlan
+    from headscan.cluster.placement.placement_base import ChosenPlacement, Node, Placement
     from headscan.sizing.forward_flops import ForwardFlops
     from headscan.sizing.model_sizes import ModelSizes
 
@@ -156,25 +156,25 @@ class Place(ModelVerb):
         request = self.devices.placement_request(evaluates=self.evaluate)
         nodes = self._nodes()
         sizes = model_sizes(self.spec(), self.max_tokens)
-        plan = place(sizes, nodes, request)
-        hours = None if self.time.tokens is None else self._hours(self.time.tokens, sizes, plan)
+        placed = place(sizes, nodes, request)
+        hours = None if self.time.tokens is None else self._hours(self.time.tokens, sizes, placed)
         facts = {
             "model": {"name": sizes.name, "parameters": sizes.parameters, "weights": sizes.weights},
             "layers": sizes.num_layers,
             "machines": nodes,
-            "placement": plan.placement.name,
-            "replicas": plan.placement.replicas,
-            "batch_tokens": plan.batch_tokens,
+            "placement": placed.placement.name,
+            "replicas": placed.placement.replicas,
+            "batch_tokens": placed.batch_tokens,
             "sequence_tokens": sizes.tokens,
-            "rejected": [with_flags(line, Place) for line in plan.why],
+            "rejected": [with_flags(line, Place) for line in placed.why],
             "time": None if hours is None else {**asdict(hours), "hours": hours.hours},
         }
 
         def text() -> str:
-            lines = [*plan_lines(sizes, nodes, plan), *(["", *hours.lines()] if hours is not None else [])]
+            lines = [*placement_lines(sizes, nodes, placed), *(["", *hours.lines()] if hours is not None else [])]
             return "\n".join(with_flags(line, Place) for line in lines)
 
-        return Result([{**asdict(device), "total": device.total} for device in plan.devices], text, facts)
+        return Result([{**asdict(device), "total": device.total} for device in placed.devices], text, facts)
 
     def _nodes(self) -> tuple[Node, ...]:
         from headscan.cluster.placement.devices import imagined
@@ -184,13 +184,13 @@ class Place(ModelVerb):
             return self.devices.nodes()
         return imagined(machines.nodes, machines.gpus, machines.gpu_memory, machines.cpu_memory, machines.cpus)
 
-    def _hours(self, tokens: int, sizes: ModelSizes, plan: PlacementPlan) -> ScanHours:
+    def _hours(self, tokens: int, sizes: ModelSizes, placed: ChosenPlacement) -> ScanHours:
         from headscan.sizing.forward_flops import forward_flops
 
         forward = forward_flops(self.spec())
         flops = self._measured_flops(forward) if self.time.flops is None else self.time.flops
         return ScanHours.of(
-            forward, plan.placement, tokens=tokens, sequence=sizes.tokens, flops=flops, evaluates=self.evaluate
+            forward, placed.placement, tokens=tokens, sequence=sizes.tokens, flops=flops, evaluates=self.evaluate
         )
 
     def _measured_flops(self, forward: ForwardFlops) -> float:
@@ -232,8 +232,8 @@ def _amount(value: float) -> str:
     return f"{value:,.4g} "
 
 
-def plan_lines(sizes: ModelSizes, nodes: tuple[Node, ...], plan: PlacementPlan) -> list[str]:
-    """Return the plan as text: model, machines, placement, devices, rejected placements."""
+def placement_lines(sizes: ModelSizes, nodes: tuple[Node, ...], placed: ChosenPlacement) -> list[str]:
+    """Return a chosen placement as text: model, machines, placement, devices, rejected placements."""
     from headscan.cluster.placement.placement_base import format_bytes
     from headscan.pipelines.runs.text_tables import text_table
 
@@ -241,7 +241,7 @@ def plan_lines(sizes: ModelSizes, nodes: tuple[Node, ...], plan: PlacementPlan) 
         return "" if count is None else format_bytes(count)
 
     rows: list[dict[str, Any]] = []
-    for device in plan.devices:
+    for device in placed.devices:
         first, last = device.layers
         rows.append(
             {
@@ -260,13 +260,13 @@ def plan_lines(sizes: ModelSizes, nodes: tuple[Node, ...], plan: PlacementPlan) 
         f"model: {sizes.parameters / 1e6:,.1f} million parameters, {size(sizes.weights)}; {layers}, embedding "
         f"{size(sizes.embedding)}, head {'tied to it' if sizes.tied else size(sizes.head)}",
         *_machine_lines(nodes),
-        plan.placement.describe(),
-        f"batches: {plan.batch_tokens} tokens, sequences of up to {sizes.tokens}",
+        placed.placement.describe(),
+        f"batches: {placed.batch_tokens} tokens, sequences of up to {sizes.tokens}",
         "",
         "One replica, while a batch runs:",
         "",
         text_table(rows),
-        *(["", "Rejected:", *(f"  {line}" for line in plan.why)] if plan.why else []),
+        *(["", "Rejected:", *(f"  {line}" for line in placed.why)] if placed.why else []),
     ]
 
 

@@ -7,10 +7,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from headscan.cluster.placement.placement_base import parse_bytes
+from headscan.model_spec import ModelSpec
 from headscan.options import Group, Option
-from headscan.pipelines.cli.option_parser import UsageError, changed
+from headscan.pipelines.cli.option_parser import UsageError, check_used
 from headscan.pipelines.cli.results import Json, Result
-from headscan.pipelines.cli.verb_base import CORPORA, CorpusOptions, OptionalModelVerb, RunVerb, say_run
+from headscan.pipelines.cli.verb_base import CORPORA, CorpusOptions, Devices, OptionalModelVerb, RunVerb, say_run
+from headscan.pipelines.settings.evaluation_settings import RESUME_ANYWAY
 from headscan.pipelines.settings.saving_settings import MeasureConfig
 
 if TYPE_CHECKING:
@@ -18,19 +20,11 @@ if TYPE_CHECKING:
 
 Method = Literal["measured", "distant_mass", "retrieval_score", "imported", "random"]
 _OF_STORE = ("distant_mass", "retrieval_score", "imported", "random")
-#: By beginning of an option's name, the methods that use it. All methods use the other options.
-_USED_BY = {
-    **dict.fromkeys(("loading.", "devices.", "measured.data_set.", "measured.settings."), ("measured",)),
-    "budget.max_loss": ("measured",),
-    "resume_anyway": ("measured",),
-    "run_id": _OF_STORE,
-    "inverted": ("imported",),
-    "seed": ("measured", "random"),
-}
+_MEASURED = ("measured",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Budget:
+class _BudgetOptions:
     window_share: Annotated[
         float | None,
         Option(
@@ -56,12 +50,13 @@ class _Budget:
             above=0,
             most=1e3,
             one_of="budget",
+            only=_MEASURED,
         ),
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Measured(CorpusOptions):
+class _MeasuredOptions(CorpusOptions):
     name: Annotated[str | None, Option(CORPORA, flag="--corpus")] = None
     settings: Annotated[partial[MeasureConfig], Group()]
 
@@ -85,12 +80,16 @@ class Plan(OptionalModelVerb, RunVerb):
         "MODEL --method --unit --window-share --kv-bytes --at --recent --corpus --sequences --confirm --out --store"
     )
 
+    loading: Annotated[partial[ModelSpec], Group("model", _MEASURED)]
+    devices: Annotated[Devices, Group("devices", _MEASURED)]
+    resume_anyway: Annotated[bool, replace(RESUME_ANYWAY, only=_MEASURED)] = False
     json: Json = False
     run_id: Annotated[
         str | None,
         Option(
             "first characters of the id of a scan, or of a probe for retrieval_score (default: the newest one)",
             flag="--run",
+            only=_OF_STORE,
         ),
     ] = None
     method: Annotated[Method, Option("method that orders the KV heads")] = "distant_mass"
@@ -98,7 +97,7 @@ class Plan(OptionalModelVerb, RunVerb):
         Literal["head", "layer"],
         Option("what gets a window as a whole: one KV head, or all KV heads of a layer, as serving engines hold them"),
     ] = "head"
-    budget: Annotated[_Budget, Group("budget")]
+    budget: Annotated[_BudgetOptions, Group("budget")]
     at: Annotated[int | None, Option("sequence length of --kv-bytes, in tokens", metavar="TOKENS", least=1)] = None
     sink: Annotated[
         int | None, Option("number of first tokens that a window head keeps (default: 4, or the pattern's)", least=0)
@@ -117,12 +116,20 @@ class Plan(OptionalModelVerb, RunVerb):
     ] = None
     inverted: Annotated[
         bool | None,
-        Option("low numbers of the pattern keep the full cache (default: checked against its stated sparsity)"),
+        Option(
+            "low numbers of the pattern keep the full cache (default: checked against its stated sparsity)",
+            only=("imported",),
+        ),
     ] = None
     seed: Annotated[
-        int | None, Option("seed of method random, and of the recall prompts of method measured (default: 0)", least=0)
+        int | None,
+        Option(
+            "seed of method random, and of the recall prompts of method measured (default: 0)",
+            least=0,
+            only=("measured", "random"),
+        ),
     ] = None
-    measured: Annotated[_Measured, Group("method measured")]
+    measured: Annotated[_MeasuredOptions, Group("method measured", _MEASURED)]
     out: Annotated[str, Option("output file")] = "head_plan.json"
 
     def __post_init__(self) -> None:
@@ -137,12 +144,7 @@ class Plan(OptionalModelVerb, RunVerb):
             raise UsageError("--kv-bytes and --at go together: give bytes and the length at which they count")
         if (self.method == "imported") != (self.pattern is not None):
             raise UsageError("--method imported and --pattern go together: give both or neither")
-        given = changed(self)
-        for part, methods in _USED_BY.items():
-            for name, flag in given.items():
-                if name.startswith(part) and self.method not in methods:
-                    only = ", ".join(methods)
-                    raise UsageError(f"{flag} has no effect on --method {self.method} (only on {only}): leave it out")
+        check_used(self, self.method, f"--method {self.method}")
 
     def run(self) -> Result:
         plan = self._measured() if self.method == "measured" else self._from_store()

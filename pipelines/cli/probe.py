@@ -7,7 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.catalog import BEHAVIOURS
-from headscan.options import BehaviourProbe, Group, Option
+from headscan.measure.probe_settings import BehaviourProbe
+from headscan.options import Group, Option
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import CorpusOptions, RunVerb
 from headscan.pipelines.settings.measure_settings import ProbeConfig

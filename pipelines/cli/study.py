@@ -54,7 +54,7 @@ class Study(OptionalModelVerb):
     resume_anyway: ResumeAnyway = False
 
     def run(self) -> Result:
-        return run_study(self._config(), self.devices, resume_anyway=self.resume_anyway)
+        return study_result(self._config(), self.devices, resume_anyway=self.resume_anyway)
 
     def _config(self) -> StudyConfig:
         given: dict[str, Any] = dict(self.settings.keywords)
@@ -81,7 +81,7 @@ class Study(OptionalModelVerb):
         return replace(known, **{name: getattr(config, name) for name in given})
 
 
-def run_study(config: StudyConfig, devices: Devices, *, resume_anyway: bool) -> Result:
+def study_result(config: StudyConfig, devices: Devices, *, resume_anyway: bool) -> Result:
     """Run a study in this process, and return its answers."""
     from headscan.pipelines.corpora import check_corpus
 
@@ -96,7 +96,7 @@ def run_study(config: StudyConfig, devices: Devices, *, resume_anyway: bool) -> 
     here = devices.in_this_process()
     quiet_libraries()
     store = Store(Path(config.out) / "study.duckdb", on_wait=say)
-    place = here.plan(config.model, tokens=TASK_TOKENS, evaluates=True)
+    place = here.place(config.model, tokens=TASK_TOKENS, evaluates=True)
     opener = here.opener(config.model, place, tokens=TASK_TOKENS)
     with Run(config.model, store, opener, resume_anyway=resume_anyway, say=say) as run:
         asked = here.request.batch_tokens or here.request.memory

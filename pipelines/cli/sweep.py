@@ -24,7 +24,7 @@ _DEMO = DemoSize(questions=80, recall=40, sequences=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Arms:
+class _SweepOptions:
     sweep: Annotated[partial[SweepConfig], Group()]
     replace: ReplacementOption = "zero"
 
@@ -44,7 +44,7 @@ class Sweep(TaskVerb):
 
     common: ClassVar = "MODEL --tasks --limit --scores --quantiles --masks --confirm --recall --store --json"
 
-    arms: Annotated[_Arms, Group("arms")]
+    arms: Annotated[_SweepOptions, Group("arms")]
 
     def run(self) -> Result:
         from headscan.analysis.verdicts.confirmation import judge_sweep

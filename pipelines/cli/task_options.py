@@ -27,7 +27,7 @@ from headscan.pipelines.settings.saving_settings import TextConfig
 
 if TYPE_CHECKING:
     from headscan.catalog import ReplacementKind
-    from headscan.cluster.placement.placement_base import PlacementPlan
+    from headscan.cluster.placement.placement_base import ChosenPlacement
     from headscan.pipelines.ablate.labelled_arms import LabelledConfig
     from headscan.pipelines.measure.labelled_texts import LabelledTexts
     from headscan.pipelines.runs.run_context import Run
@@ -37,7 +37,7 @@ _DEMO_RECALL, _DEMO_TOKENS = 256, 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tasks:
+class TaskOptions:
     """Tasks of a verb that needs some."""
 
     names: Annotated[
@@ -68,7 +68,7 @@ class Tasks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptionalTasks(Tasks):
+class OptionalTaskOptions(TaskOptions):
     """Tasks of a verb that can do without."""
 
     names: Annotated[
@@ -124,7 +124,7 @@ class CalibrationOptions(CorpusOptions):
 class WholeModelVerb(RunVerb):
     """A verb that removes heads: one replica in this process holds the model whole."""
 
-    tasks: Annotated[OptionalTasks, Group("tasks")]
+    tasks: Annotated[OptionalTaskOptions, Group("tasks")]
     recall: Annotated[RecallOptions, Group("tasks")]
     calibration: Annotated[CalibrationOptions, Group("calibration")]
 
@@ -152,7 +152,7 @@ class WholeModelVerb(RunVerb):
         return evaluation_of(self, self.tasks, self.recall, spec, scratch, demo)
 
     @contextmanager
-    def opened_whole(self, texts: TextConfig) -> Iterator[tuple[Run, PlacementPlan]]:
+    def opened_whole(self, texts: TextConfig) -> Iterator[tuple[Run, ChosenPlacement]]:
         from headscan.pipelines.runs.model_identity import identify
 
         verb = replace(self, devices=self.devices.in_this_process())
@@ -169,7 +169,7 @@ class WholeModelVerb(RunVerb):
 
 
 def evaluation_of(
-    verb: ModelVerb, tasks: Tasks, recall: RecallOptions, spec: ModelSpec, scratch: Path, demo: DemoSize
+    verb: ModelVerb, tasks: TaskOptions, recall: RecallOptions, spec: ModelSpec, scratch: Path, demo: DemoSize
 ) -> EvaluateConfig:
     """Return the settings of an evaluation; the demo has its own recall questions, and its task in ``scratch``."""
     if tasks.names or not verb.is_demo:
@@ -183,7 +183,7 @@ class TaskVerb(RunVerb):
     """A verb that ablates heads while tasks run; its ``arms`` have the option ``replace``."""
 
     json: Json = False
-    tasks: Annotated[Tasks, Group("tasks")]
+    tasks: Annotated[TaskOptions, Group("tasks")]
     recall: Annotated[RecallOptions, Group("tasks")]
     arms: Any
     texts: Annotated[ReplaceTexts, Group("texts")]

@@ -25,7 +25,7 @@ from headscan.pipelines.settings.evaluation_settings import ResumeAnyway
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
-    from headscan.cluster.placement.placement_base import Node, PlacementPlan
+    from headscan.cluster.placement.placement_base import ChosenPlacement, Node
     from headscan.cluster.tasks.pool import Pool
     from headscan.pipelines.runs.model_identity import ModelIdentity
     from headscan.pipelines.runs.run_context import OpenModel, Run
@@ -138,8 +138,8 @@ class Devices:
         """Return the placement request of a run; one that answers tasks needs logits and a KV cache."""
         return replace(self.request, evaluates=evaluates, max_threads=max_threads())
 
-    def plan(self, spec: ModelSpec, *, tokens: int, evaluates: bool = False) -> PlacementPlan:
-        """Return and print the plan of a run with sequences of up to ``tokens`` tokens, before anything loads.
+    def place(self, spec: ModelSpec, *, tokens: int, evaluates: bool = False) -> ChosenPlacement:
+        """Return and print the placement of a run with sequences of up to ``tokens`` tokens, before anything loads.
 
         The tokens of a forward pass are part of a run's identity. They do not depend on the memory that is free now, so
         that the same command resumes the run; only `--memory` changes them.
@@ -147,26 +147,26 @@ class Devices:
         from headscan.cluster.placement.placements import place
         from headscan.sizing.model_sizes import model_sizes
 
-        plan = place(model_sizes(spec, tokens), self.nodes(), self.placement_request(evaluates=evaluates))
-        for refusal in plan.why:
+        placed = place(model_sizes(spec, tokens), self.nodes(), self.placement_request(evaluates=evaluates))
+        for refusal in placed.why:
             say(with_flags(f"not {refusal}", Devices))
-        say(plan.placement.describe())
+        say(placed.placement.describe())
         if self.request.batch_tokens is None and self.request.memory is not None:
-            return plan
+            return placed
         asked = self.request.batch_tokens or BATCH_TOKENS
-        if plan.batch_tokens < asked:
-            say(f"batches of {plan.batch_tokens} tokens fit; larger ones are halved when memory runs out")
-        return replace(plan, batch_tokens=asked)
+        if placed.batch_tokens < asked:
+            say(f"batches of {placed.batch_tokens} tokens fit; larger ones are halved when memory runs out")
+        return replace(placed, batch_tokens=asked)
 
-    def opener(self, spec: ModelSpec, plan: PlacementPlan, *, tokens: int) -> OpenModel:
-        """Return a function that opens the pool of a model as planned, and pools of other models that answer tasks with
+    def opener(self, spec: ModelSpec, placed: ChosenPlacement, *, tokens: int) -> OpenModel:
+        """Return a function that opens the pool of a model as placed, and pools of other models that answer tasks with
         up to ``tokens`` tokens, whose placement it prints.
         """
         from headscan.cluster.pools.open_pool import open_pool
 
         def opened(model: ModelSpec) -> Pool:
-            planned = plan if model == spec else self.plan(model, tokens=tokens, evaluates=True)
-            return open_pool(model, planned.placement, on_cluster=bool(self.ray_address), timeouts=self.timeouts)
+            chosen = placed if model == spec else self.place(model, tokens=tokens, evaluates=True)
+            return open_pool(model, chosen.placement, on_cluster=bool(self.ray_address), timeouts=self.timeouts)
 
         return opened
 
@@ -251,12 +251,12 @@ class RunVerb(ModelVerb, StoreVerb):
     @contextmanager
     def opened(
         self, spec: ModelSpec, identity: ModelIdentity | None, *, tokens: int, evaluates: bool = False
-    ) -> Iterator[tuple[Run, PlacementPlan]]:
-        """Yield a run of a model on the devices, and its plan, which is printed; ``identity`` None computes it."""
+    ) -> Iterator[tuple[Run, ChosenPlacement]]:
+        """Yield a run of a model on the devices, and its placement, which is printed; ``identity`` None computes it."""
         from headscan.pipelines.runs.run_context import Run
 
         store = self.store.open(writes=True)
-        plan = self.devices.plan(spec, tokens=tokens, evaluates=evaluates)
-        opener = self.devices.opener(spec, plan, tokens=tokens)
+        placed = self.devices.place(spec, tokens=tokens, evaluates=evaluates)
+        opener = self.devices.opener(spec, placed, tokens=tokens)
         with Run(spec, store, opener, identity=identity, resume_anyway=self.resume_anyway, say=say) as run:
-            yield run, plan
+            yield run, placed

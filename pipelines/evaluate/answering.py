@@ -128,11 +128,11 @@ class ArmAnswers:
 
 
 @dataclass(frozen=True)
-class ArmsItem:
-    """One item of work for some arms; arms and item are indices."""
+class ArmsWork:
+    """The work of some arms on the requests of one item, with the indices of the arms and of the item."""
 
     arms: tuple[int, ...]
-    item: int
+    index: int
     work: ScoringItem
 
     @property
@@ -140,7 +140,7 @@ class ArmsItem:
         return self.work.name
 
 
-def answer_item(lm: LoadedModel, item: ArmsItem) -> Sequence[AnswerSet[Likelihood | str]]:
+def answer_item(lm: LoadedModel, item: ArmsWork) -> Sequence[AnswerSet[Likelihood | str]]:
     """Pool task: answer one item for each of its arms."""
     return item.work.run(lm)
 
@@ -150,7 +150,7 @@ def answer(
     pool: Pool,
     arms: Sequence[tuple[Arm, str]],
     items: Sequence[WorkItem],
-    plan: AnsweringSettings,
+    settings: AnsweringSettings,
     *,
     title: str,
 ) -> Iterator[ArmAnswers]:
@@ -159,29 +159,29 @@ def answer(
     Stored answers are not computed again. An item is answered completely or not at all, so that a resumed run has the
     same batches, and the same digits, as an undisturbed one.
     """
-    sheets = _stored(store, arms, items)
+    by_arm = _stored(store, arms, items)
     total = sum(len(item.hashes) for item in items)
-    left = sum(len(items[index].hashes) for sheet in sheets for index in sheet.missing)
+    left = sum(len(items[index].hashes) for of_arm in by_arm for index in of_arm.missing)
     writer = _AnswerWriter(store)
     with Progress(title, total * len(arms), "requests") as progress:
         progress.skip(total * len(arms) - left)
-        for sheet in sheets:
-            if not sheet.missing:
-                yield sheet
-                sheet.forget()
+        for of_arm in by_arm:
+            if not of_arm.missing:
+                yield of_arm
+                of_arm.forget()
         try:
             pace = _Pace()
-            for indices, item, results in _answered(pool, _todo(sheets, items, plan, pace), pace):
+            for indices, item, results in _answered(pool, _todo(by_arm, items, settings, pace), pace):
                 progress.update(len(items[item].hashes) * len(indices))  # at once, or the rate would be that of one arm
                 for index, result in zip(indices, results, strict=True):
-                    sheet = sheets[index]
-                    sheet.take(items[item], result)
-                    if sheet.missing:
-                        writer.add(sheet, items[item])
+                    of_arm = by_arm[index]
+                    of_arm.take(items[item], result)
+                    if of_arm.missing:
+                        writer.add(of_arm, items[item])
                     else:
-                        writer.drop(sheet)  # a finished arm is stored as a whole
-                        yield sheet
-                        sheet.forget()
+                        writer.drop(of_arm)  # a finished arm is stored as a whole
+                        yield of_arm
+                        of_arm.forget()
                 writer.write(at_least_after=_SECONDS_BETWEEN_WRITES)
         finally:
             writer.write()
@@ -209,58 +209,58 @@ def _tokens(requests: Sequence[Request]) -> int:
 
 
 def _answered(
-    pool: Pool, todo: Iterator[ArmsItem], pace: _Pace
+    pool: Pool, todo: Iterator[ArmsWork], pace: _Pace
 ) -> Iterator[tuple[tuple[int, ...], int, Sequence[AnswerSet[Likelihood | str]]]]:
     """Yield indices of arms, the index of an item, and each arm's answers to the item."""
     if pool.staged:
-        alone = (_StagedItem(**vars(group.work), arms=group.arms, item=group.item) for group in todo)
+        alone = (_StagedItem(**vars(group.work), arms=group.arms, index=group.index) for group in todo)
         for scored in pool.map(score_in_ranges, alone):
             assert isinstance(scored.item, _StagedItem)
-            yield scored.item.arms, scored.item.item, [scored.value]
+            yield scored.item.arms, scored.item.index, [scored.value]
     else:
         for finished in pool.map(answer_item, todo):
             pace.add(finished.seconds, finished.item.work)
-            yield finished.item.arms, finished.item.item, finished.value
+            yield finished.item.arms, finished.item.index, finished.value
 
 
 @dataclass(frozen=True, kw_only=True)
 class _StagedItem(LikelihoodItem):
-    """One item of one arm, for models run by layer ranges."""
+    """The requests of one item under one arm, for models run by layer ranges."""
 
     arms: tuple[int, ...]
-    item: int
+    index: int
 
 
 def _todo(
-    sheets: Sequence[ArmAnswers], items: Sequence[WorkItem], plan: AnsweringSettings, pace: _Pace
-) -> Iterator[ArmsItem]:
-    for group in bundle([sheet.arm.ablated for sheet in sheets], plan.starts, plan.bundle_size):
+    by_arm: Sequence[ArmAnswers], items: Sequence[WorkItem], settings: AnsweringSettings, pace: _Pace
+) -> Iterator[ArmsWork]:
+    for group in bundle([of_arm.arm.ablated for of_arm in by_arm], settings.starts, settings.bundle_size):
         for item in items:
-            lacking = tuple(index for index in group if item.index in sheets[index].missing)
+            lacking = tuple(index for index in group if item.index in by_arm[index].missing)
             while lacking:
                 most = pace.most_arms(item) if item.scored else 1
                 part, lacking = lacking[:most], lacking[most:]
-                arms = [sheets[index].arm for index in part]
-                work = _together(arms, item, plan) if len(part) > 1 else arm_work(arms[0], item, plan)
-                yield ArmsItem(part, item.index, work)
+                arms = [by_arm[index].arm for index in part]
+                work = _together(arms, item, settings) if len(part) > 1 else arm_work(arms[0], item, settings)
+                yield ArmsWork(part, item.index, work)
 
 
-def arm_work(arm: Arm, item: WorkItem, plan: AnsweringSettings) -> ScoringItem:
+def arm_work(arm: Arm, item: WorkItem, settings: AnsweringSettings) -> ScoringItem:
     """Return the work of one arm on one item."""
     name = f"{arm.name}, requests {item.index}"
     if item.work_of is not None:
         return item.work_of(name, arm.ablated)
     if item.scored:
-        return plan.reading.item(name, item.scored, arm.ablated, plan.batch_tokens)
-    return GenerationItem(name, item.written, arm.ablated, plan.batch_tokens, one_by_one=plan.reading.as_rules)
+        return settings.reading.item(name, item.scored, arm.ablated, settings.batch_tokens)
+    return GenerationItem(name, item.written, arm.ablated, settings.batch_tokens, one_by_one=settings.reading.as_rules)
 
 
-def _together(arms: Sequence[Arm], item: WorkItem, plan: AnsweringSettings) -> BundleItem:
+def _together(arms: Sequence[Arm], item: WorkItem, settings: AnsweringSettings) -> BundleItem:
     masks = tuple(arm.ablated for arm in arms)
-    starts = tuple(start_of(mask, plan.starts) for mask in masks)
+    starts = tuple(start_of(mask, settings.starts) for mask in masks)
     name = f"{arms[0].name} and {len(arms) - 1} more, requests {item.index}"
-    share = plan.reading.share_prefixes and all(mask is None or mask.may_share_prefix for mask in masks)
-    return BundleItem(name, item.scored, masks, starts, plan.batch_tokens, share)
+    share = settings.reading.share_prefixes and all(mask is None or mask.may_share_prefix for mask in masks)
+    return BundleItem(name, item.scored, masks, starts, settings.batch_tokens, share)
 
 
 class _AnswerWriter:
@@ -269,19 +269,19 @@ class _AnswerWriter:
         self._waiting: dict[str, tuple[ArmAnswers, list[str]]] = {}
         self._written = time.monotonic()
 
-    def add(self, sheet: ArmAnswers, item: WorkItem) -> None:
-        self._waiting.setdefault(sheet.arm_id, (sheet, []))[1].extend(item.hashes)
+    def add(self, of_arm: ArmAnswers, item: WorkItem) -> None:
+        self._waiting.setdefault(of_arm.arm_id, (of_arm, []))[1].extend(item.hashes)
 
-    def drop(self, sheet: ArmAnswers) -> None:
-        self._waiting.pop(sheet.arm_id, None)
+    def drop(self, of_arm: ArmAnswers) -> None:
+        self._waiting.pop(of_arm.arm_id, None)
 
     def write(self, *, at_least_after: float = 0.0) -> None:
         if time.monotonic() - self._written < at_least_after:
             return
-        for sheet, hashes in self._waiting.values():
+        for of_arm, hashes in self._waiting.values():
             # Another process may have finished the arm with the same answers.
             with suppress(FinishedArmError):
-                self._store.add_responses(sheet.arm_id, _response_table(sheet, hashes))
+                self._store.add_responses(of_arm.arm_id, _response_table(of_arm, hashes))
         self._waiting.clear()
         self._written = time.monotonic()
 
@@ -296,14 +296,14 @@ def _response_table(done: ArmAnswers, hashes: Sequence[str]) -> pa.Table:
 
 
 def _stored(store: Store, arms: Sequence[tuple[Arm, str]], items: Sequence[WorkItem]) -> list[ArmAnswers]:
-    sheets = {arm_id: ArmAnswers(arm, arm_id) for arm, arm_id in arms}
-    for row in store.responses(list(sheets)).to_pylist():
-        sheet = sheets[row["arm_id"]]
-        sheet.answers[row["request"]] = _answer(row)
-        sheet.zeroed[row["request"]] = row["zeroed_share"]
-    for sheet in sheets.values():
-        sheet.missing = {item.index for item in items if not sheet.answers.keys() >= set(item.hashes)}
-    return list(sheets.values())
+    by_arm = {arm_id: ArmAnswers(arm, arm_id) for arm, arm_id in arms}
+    for row in store.responses(list(by_arm)).to_pylist():
+        of_arm = by_arm[row["arm_id"]]
+        of_arm.answers[row["request"]] = _answer(row)
+        of_arm.zeroed[row["request"]] = row["zeroed_share"]
+    for of_arm in by_arm.values():
+        of_arm.missing = {item.index for item in items if not of_arm.answers.keys() >= set(item.hashes)}
+    return list(by_arm.values())
 
 
 def _answer(row: Mapping[str, object]) -> Likelihood | str:

@@ -150,14 +150,14 @@ def evaluate(
     rounding = _rounding(run.facts, [arm.ablated for arm in arms], in_ranges=run.pool.staged)
     record = _record(config, rounding, run, questions, purpose)
     items = work_items(questions.requests, config.batch_tokens)
-    plan = partial(_plan, config, questions, [arm.ablated for arm in arms])
+    settings_of = partial(_answering_settings, config, questions, [arm.ablated for arm in arms])
     with run.recording(record, arms=[arm.name for arm in arms]) as state:
         run_id = state.run_id
-        answer_arms(run, run_id, arms, questions, items, plan, models=models, judges_arms=purpose.judges_arms)
+        answer_arms(run, run_id, arms, questions, items, settings_of, models=models, judges_arms=purpose.judges_arms)
     return run_id
 
 
-def _plan(
+def _answering_settings(
     config: EvaluateConfig, questions: Questions, ablated: Sequence[Ablation | None], run: Run, open_arms: int
 ) -> AnsweringSettings:
     """Return how a model answers. ``ablated`` are the ablations of all arms, because they read prompts in the same way;
@@ -194,7 +194,7 @@ def answer_arms(
     arms: Sequence[Arm],
     questions: GradableQuestions,
     items: Sequence[WorkItem],
-    plan: Callable[[Run, int], AnsweringSettings],
+    settings_of: Callable[[Run, int], AnsweringSettings],
     *,
     models: Mapping[ModelSpec, ModelIdentity] | None = None,
     judges_arms: bool = False,
@@ -202,7 +202,7 @@ def answer_arms(
     """Answer all items with every arm of a run that has begun, and finish the run.
 
     Args:
-        plan: Returns how a model answers, from its run and the number of its unfinished arms.
+        settings_of: Returns how a model answers, from its run and the number of its unfinished arms.
         models: The models of arms that have their own.
         judges_arms: Gives each arm a line and a verdict.
     """
@@ -221,7 +221,7 @@ def answer_arms(
         with ExitStack() as opened:
             own = run if spec is None else opened.enter_context(run.on(spec, (models or {})[spec]))
             title = f"{len(open_arms)} arm{'s' * (len(open_arms) > 1)}"
-            for done in answer(store, own.pool, open_arms, items, plan(own, len(open_arms)), title=title):
+            for done in answer(store, own.pool, open_arms, items, settings_of(own, len(open_arms)), title=title):
                 try:
                     line = _finish_arm(store, questions, own.facts, done)
                     if judges_arms:
@@ -289,7 +289,7 @@ def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:
             f"{run_id}: {arm.name}",
             heads,
             site=site,
-            run_id=arm.scan_run,
+            run_id=arm.ranking_run,
             score=arm.score,
             share=arm.share,
             config={"heads": [list(head) for head in heads]},

@@ -40,26 +40,26 @@ from headscan.pipelines.scoring.replacements import ZERO_REPLACEMENT, ArmReplace
 from headscan.pipelines.settings.evaluation_settings import QUESTIONS_PER_TEXT, EvaluateConfig, SweepConfig, TaskConfig
 
 
-def size_recall(config: EvaluateConfig, run: Run, *, part: float, comparisons: int = 1) -> EvaluateConfig:
+def size_recall(config: EvaluateConfig, run: Run, *, judging_share: float, comparisons: int = 1) -> EvaluateConfig:
     """Ask the whole model, and return the settings with as many recall questions as its recall needs. The number stays
-    if the plan states one; a line then warns if no arm could be shown to keep recall. A share ``part`` of the recall
-    texts, 0 to 1, judges ``comparisons`` arms.
+    if the settings state one; a line then warns if no arm could be shown to keep recall. The share ``judging_share`` of
+    the recall texts, 0 to 1, judges ``comparisons`` arms.
     """
-    plan = config.recall
-    if plan is None:
+    recall = config.recall
+    if recall is None:
         return config
     whole_model = whole_model_recall(config, run)
     if not whole_model:  # the questions are omitted, which the sweep reports
         return config
-    fixed = plan.questions is not None or plan.in_all is not None
+    fixed = recall.questions is not None or recall.in_all is not None
     sizes = {}
     for kind in RECALL_FAMILIES:
         right, asked = whole_model[kind]
-        sizes[kind], line = _size(kind, right, asked, part, comparisons, fixed=fixed)
+        sizes[kind], line = _size(kind, right, asked, judging_share, comparisons, fixed=fixed)
         run.say(line)
     if fixed or max(sizes.values()) <= IN_ALL:
         return config
-    return replace(config, recall=replace(plan, in_all=tuple(sizes[kind] for kind in RECALL_FAMILIES)))
+    return replace(config, recall=replace(recall, in_all=tuple(sizes[kind] for kind in RECALL_FAMILIES)))
 
 
 def whole_model_recall(config: EvaluateConfig, run: Run) -> dict[str, tuple[float, int]]:
@@ -85,14 +85,16 @@ def whole_model_recall(config: EvaluateConfig, run: Run) -> dict[str, tuple[floa
     return {row["kind"]: (row["right_share"], row["asked"]) for row in rows}
 
 
-def _size(kind: str, right: float, asked: int, part: float, comparisons: int, *, fixed: bool) -> tuple[int, str]:
+def _size(
+    kind: str, right: float, asked: int, judging_share: float, comparisons: int, *, fixed: bool
+) -> tuple[int, str]:
     """Return the number of questions of a kind, and a line about it."""
     family = RECALL_FAMILIES[kind]
     does = f"the whole model {family.does.format(right)}"
     if not solves(kind, right, asked):
         return IN_ALL, f"{does}: too few to judge {kind} recall, so no arm is judged by it"
     numbers = (recall_needed(kind, right, comparisons), least_questions(right, family.chance, comparisons))
-    needed, least = (QUESTIONS_PER_TEXT * ceil(number / part / QUESTIONS_PER_TEXT) for number in numbers)
+    needed, least = (QUESTIONS_PER_TEXT * ceil(number / judging_share / QUESTIONS_PER_TEXT) for number in numbers)
     if not fixed:
         if needed <= IN_ALL:
             return IN_ALL, f"{does}: {IN_ALL} {kind} questions can show that an arm keeps that"
@@ -188,8 +190,8 @@ def sweep(config: SweepConfig, run: Run) -> SweepRuns:
     _check_masks(config, run.facts)
     others = {name: find_run(run.store, run.identity, name, None) for name in config.masks if name not in SCORES}
     kinds = bool(config.scores) + bool(config.masks) if config.confirm else 1
-    part = 1 - 1 / RECALL_PARTS if config.confirm else 1.0
-    evaluation = size_recall(config.evaluation, run, part=part, comparisons=kinds)
+    judging_share = 1 - 1 / RECALL_PARTS if config.confirm else 1.0
+    evaluation = size_recall(config.evaluation, run, judging_share=judging_share, comparisons=kinds)
     questions.ask_recall(evaluation.recall)
     scan_run = record_prompts(evaluation, run, questions)
     replacement = collect_replacement(config.value, run, questions.longest_input)

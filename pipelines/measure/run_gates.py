@@ -19,9 +19,9 @@ from headscan.catalog import head_count
 from headscan.cluster.tasks.pool import refuse_staged
 from headscan.errors import GateError
 from headscan.gates.fit_gates import FitState, GateFit, Gates, TwoSidedGates, gates_of, is_done, opposite
+from headscan.gates.gate_settings import GateFitConfig
 from headscan.grid import HeadGrid
 from headscan.models.loaded_model import LoadedModel
-from headscan.options import GateFitConfig
 from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.progress import Progress

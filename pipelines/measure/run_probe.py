@@ -28,9 +28,9 @@ from headscan.measure.behaviour_probes import (
     repeated_tokens,
     retrieval_scores,
 )
+from headscan.measure.probe_settings import BehaviourProbe
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import batches, run_halving
-from headscan.options import BehaviourProbe
 from headscan.pipelines.corpora import Corpus, TokenPlan, open_corpus, sequences
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.progress import Progress
@@ -216,9 +216,9 @@ def _beginning(identity: ModelIdentity) -> tuple[int, ...]:
 
 def _read(corpus: Corpus, identity: ModelIdentity, tokens: int) -> np.ndarray:
     """Return the first ``tokens`` tokens of the documents, or all."""
-    plan = TokenPlan(max(tokens, 2), mode="chunk", bos="never", min_tokens=1)
+    cutting = TokenPlan(max(tokens, 2), mode="chunk", bos="never", min_tokens=1)
     pieces: list[np.ndarray] = []
-    for piece in sequences(corpus, identity.tokenizer, plan):
+    for piece in sequences(corpus, identity.tokenizer, cutting):
         pieces.append(piece.ids)
         if sum(map(len, pieces)) >= tokens:
             break

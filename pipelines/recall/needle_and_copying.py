@@ -40,18 +40,18 @@ IN_ALL = 400
 _SHORTEST, _LONGEST = 256, 4096
 
 
-def recall_lengths(plan: RecallPlan, max_tokens: int | None) -> tuple[int, ...]:
-    """Return the plan's lengths. Their default is the powers of two from 256 to 4,096 up to the model's limit, and the
-    limit itself if it is below 4,096; ``max_tokens`` None means no limit.
+def recall_lengths(recall: RecallPlan, max_tokens: int | None) -> tuple[int, ...]:
+    """Return the lengths of the settings. Their default is the powers of two from 256 to 4,096 up to the model's limit,
+    and the limit itself if it is below 4,096; ``max_tokens`` None means no limit.
     """
-    if plan.lengths is not None:
-        longest = max(plan.lengths)
+    if recall.lengths is not None:
+        longest = max(recall.lengths)
         if max_tokens is not None and longest > max_tokens:
             raise RecallError(
                 f"recall length of {longest} tokens (limit {max_tokens} positions of the model). Lower the "
                 "recall lengths"
             )
-        return plan.lengths
+        return recall.lengths
     limit = _LONGEST if max_tokens is None else min(max_tokens, _LONGEST)
     lengths = [_SHORTEST]
     while lengths[-1] < limit:
@@ -59,11 +59,11 @@ def recall_lengths(plan: RecallPlan, max_tokens: int | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(min(length, limit) for length in lengths))
 
 
-def questions_per_length(plan: RecallPlan, lengths: int) -> dict[str, int]:
+def questions_per_length(recall: RecallPlan, lengths: int) -> dict[str, int]:
     """Return the number of questions per length, by kind, for ``lengths`` lengths."""
-    numbers = dict(zip(RECALL_FAMILIES, plan.in_all or [IN_ALL] * len(RECALL_FAMILIES), strict=True))
-    if plan.questions is not None:
-        return dict.fromkeys(numbers, plan.questions)
+    numbers = dict(zip(RECALL_FAMILIES, recall.in_all or [IN_ALL] * len(RECALL_FAMILIES), strict=True))
+    if recall.questions is not None:
+        return dict.fromkeys(numbers, recall.questions)
     return {
         kind: QUESTIONS_PER_TEXT * ceil(number / (QUESTIONS_PER_TEXT * lengths)) for kind, number in numbers.items()
     }
@@ -401,20 +401,20 @@ GENERATORS: dict[str, Generator] = {"needle": needle_questions, "copying": copyi
 
 
 def recall_questions(
-    tokenizer: PreTrainedTokenizerBase, plan: RecallPlan, max_tokens: int | None, *, bos: str
+    tokenizer: PreTrainedTokenizerBase, recall: RecallPlan, max_tokens: int | None, *, bos: str
 ) -> list[RecallQuestion]:
     """Return the questions, by length and then by task, whose requests make the model read exactly the length in the
     task's name. The first questions of a length do not depend on other lengths. ``max_tokens`` None means no limit;
     ``bos`` is ``auto`` (as the tokenizer does), ``always`` or ``never``.
     """
     beginning = _beginning(tokenizer, bos)
-    lengths = recall_lengths(plan, max_tokens)
-    count = questions_per_length(plan, len(lengths))
+    lengths = recall_lengths(recall, max_tokens)
+    count = questions_per_length(recall, len(lengths))
     return [
         question
         for length in lengths
         for kind in RECALL_FAMILIES
-        for question in GENERATORS[kind](tokenizer, beginning, length, count[kind], plan.seed)
+        for question in GENERATORS[kind](tokenizer, beginning, length, count[kind], recall.seed)
     ]
 
 

@@ -56,7 +56,7 @@ class CriterionLoss:
 
 
 @dataclass(frozen=True)
-class _Measure:
+class _ComparedMeasure:
     """A number of an arm, with its 95 % interval."""
 
     name: str
@@ -121,16 +121,16 @@ def _tau_table(agreements: Sequence[Agreement]) -> str:
     return text_table(rows)
 
 
-def _measures(points: Sequence[CriterionPoint], controls: Sequence[ArmOutcome]) -> list[_Measure]:
+def _measures(points: Sequence[CriterionPoint], controls: Sequence[ArmOutcome]) -> list[_ComparedMeasure]:
     arms = [*(point.arm for point in points), *controls]
     families = dict.fromkeys(recall.family for arm in arms for recall in arm.families)
     unit = next((increase.unit for arm in arms if (increase := loss_increase(arm.measures)) is not None), "")
-    known = [_Measure(LOSS, unit), _Measure(ACCURACY, "points")]
-    known += [_Measure(family, "percent left") for family in families]
+    known = [_ComparedMeasure(LOSS, unit), _ComparedMeasure(ACCURACY, "points")]
+    known += [_ComparedMeasure(family, "percent left") for family in families]
     return [measure for measure in known if any(arm.value(measure.name) is not None for arm in arms)]
 
 
-def _of_criteria(points: Sequence[CriterionPoint], measure: _Measure) -> list[CriterionLoss]:
+def _of_criteria(points: Sequence[CriterionPoint], measure: _ComparedMeasure) -> list[CriterionLoss]:
     curves = by_curve(points)
     return [
         CriterionLoss(
@@ -151,7 +151,7 @@ def _of_criteria(points: Sequence[CriterionPoint], measure: _Measure) -> list[Cr
 
 
 def _of_random(
-    points: Sequence[CriterionPoint], controls: Sequence[ArmOutcome], measure: _Measure
+    points: Sequence[CriterionPoint], controls: Sequence[ArmOutcome], measure: _ComparedMeasure
 ) -> list[CriterionLoss]:
     rows = []
     for kind in sorted({arm.kind for arm in controls}):

@@ -18,10 +18,11 @@ from headscan.analysis.store.store import Store
 from headscan.catalog import CRITERIA, GATE, LAYER_DROP, CriterionFamily, head_count
 from headscan.errors import InterventionError
 from headscan.gates.fit_gates import fit_gates
+from headscan.gates.gate_settings import GateFitConfig
 from headscan.grid import Head, HeadGrid
 from headscan.long_work import KnownNumbers
 from headscan.models.loaded_model import LoadedModel
-from headscan.options import BATCH_TOKENS, GateFitConfig
+from headscan.options import BATCH_TOKENS
 from headscan.pipelines.evaluate.run_evaluation import check_predicts, evaluate
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.measure.run_importance import recall_texts

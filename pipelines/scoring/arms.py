@@ -43,7 +43,7 @@ class Arm:
     ablated: Ablation | None = None
     score: str | None = None
     share: float | None = None
-    scan_run: str | None = None
+    ranking_run: str | None = None
     selection: str | None = None
     seed: int | None = None
     details: tuple[tuple[str, object], ...] = ()
@@ -70,7 +70,7 @@ class Arm:
     @property
     def settings(self) -> dict[str, object]:
         """Settings that identify the arm in its run, as JSON data."""
-        return {"scan_run": self.scan_run, **dict(self.details)}
+        return {"scan_run": self.ranking_run, **dict(self.details)}
 
     def record(self, run_id: str, mask_id: str | None) -> ArmRecord:
         """Return the arm's row in a run, with the mask of its heads."""

@@ -22,12 +22,12 @@ from headscan.attention.hooks import output_hook
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite
 from headscan.layers.blocks import cannot_resume, find_blocks, resuming_at
-from headscan.layers.shared_prefixes import Prefix, read_prefix
+from headscan.layers.prefix_cache import Prefix, read_prefix
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.scoring.likelihood import (
     Continued,
-    Read,
     ReadAnswer,
+    ReadInput,
     answer_reads,
     by_request,
     distinct_reads,
@@ -198,7 +198,7 @@ class _Bundle:
             arms.append(own.above(start.layer + start.behind_attention, baseline))
         return _Prefixes(baseline, tuple(arms))
 
-    def answer(self, reads: list[Read], after: Continued[_Prefixes]) -> list[list[ReadAnswer]]:
+    def answer(self, reads: list[ReadInput], after: Continued[_Prefixes]) -> list[list[ReadAnswer]]:
         prefixes = after.prefix
 
         def continued(prefix: Prefix | None) -> Continued[Prefix]:

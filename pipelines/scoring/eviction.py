@@ -18,7 +18,7 @@ from headscan.ablation.ablation import Ablation
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import batches, pass_tokens, run_halving
-from headscan.pipelines.scoring.likelihood import Read, ReadAnswer, by_request, distinct_reads, likelihoods_at
+from headscan.pipelines.scoring.likelihood import ReadAnswer, ReadInput, by_request, distinct_reads, likelihoods_at
 from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request, pad
 
 
@@ -58,7 +58,7 @@ def score_evicted(lm: LoadedModel, item: EvictionItem) -> AnswerSet[Likelihood]:
     return by_request(reads, answered)
 
 
-def _answer(lm: LoadedModel, ablated: Ablation, reads: list[Read]) -> list[ReadAnswer]:
+def _answer(lm: LoadedModel, ablated: Ablation, reads: list[ReadInput]) -> list[ReadAnswer]:
     """Return the answers of reads whose contexts have the same length."""
     start = reads[0].first_place
     if start:

@@ -2,7 +2,7 @@
 
 Distinct inputs are read in batches, common prefixes first: those of one length as the sequences of one batch, before
 what follows them. Logits are computed only at scored tokens. Rules and random heads need whole inputs, so they share
-equal inputs only; `reading.SharedRowItem` shares prefixes for rules.
+equal inputs only; `shared_row_likelihood.SharedRowItem` shares prefixes for rules.
 
 Shapes: B sequences, N tokens (padded on the right), M scored positions, V vocabulary.
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 import headscan
 from headscan.ablation.ablation import Ablation, InterventionRecord
 from headscan.attention.hooks import attention_hook
-from headscan.layers.shared_prefixes import Prefix, read_prefix
+from headscan.layers.prefix_cache import Prefix, read_prefix
 from headscan.models.loaded_model import LoadedModel, logits_at
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.models.token_batches import batches, pass_tokens, run_halving
@@ -37,7 +37,7 @@ from headscan.pipelines.scoring.token_requests import (
 )
 
 
-class Read(NamedTuple):
+class ReadInput(NamedTuple):
     """An input of the model, and the requests it answers by index and scored tokens. The last token of a continuation
     is predicted, never read, so the choices of a question are often one read.
     """
@@ -61,18 +61,18 @@ class ReadAnswer(NamedTuple):
     zeroed_share: float
 
 
-def distinct_reads(requests: Sequence[Request], *, same_context: bool = False) -> list[Read]:
+def distinct_reads(requests: Sequence[Request], *, same_context: bool = False) -> list[ReadInput]:
     """Return the distinct inputs of the requests. With ``same_context``, requests of one read also score equally many
     tokens, so their contexts are equal.
     """
-    reads: dict[tuple[tuple[int, ...], int], Read] = {}
+    reads: dict[tuple[tuple[int, ...], int], ReadInput] = {}
     for index, (ids, scored) in enumerate(requests):
         key = (ids[:-1], scored if same_context else 0)
-        reads.setdefault(key, Read(ids[:-1], [])).requests.append((index, ids[-scored:]))
+        reads.setdefault(key, ReadInput(ids[:-1], [])).requests.append((index, ids[-scored:]))
     return list(reads.values())
 
 
-def by_request(reads: Sequence[Read], answered: Mapping[int, ReadAnswer]) -> AnswerSet[Likelihood]:
+def by_request(reads: Sequence[ReadInput], answered: Mapping[int, ReadAnswer]) -> AnswerSet[Likelihood]:
     """Return the answers of the reads, given by index, in the order of the requests."""
     answers: dict[int, Likelihood] = {}
     shares: dict[int, float] = {}
@@ -217,7 +217,7 @@ def grouped_tokens(device: str) -> int:
     return _GROUPED_COSTS * pass_cost(device)
 
 
-def shareable_tokens(lm: LoadedModel, reads: Sequence[Read]) -> list[int]:
+def shareable_tokens(lm: LoadedModel, reads: Sequence[ReadInput]) -> list[int]:
     """Return how many tokens of each read may be shared: those before its first scored logit, or none if its rotary
     frequencies are not those of short inputs.
     """
@@ -227,11 +227,11 @@ def shareable_tokens(lm: LoadedModel, reads: Sequence[Read]) -> list[int]:
 
 def walk(
     lm: LoadedModel,
-    reads: Sequence[Read],
+    reads: Sequence[ReadInput],
     batch_tokens: int,
     share_prefixes: bool,
     read_on: Callable[[Sequence[Sequence[int]], P | None], P],
-    answer: Callable[[list[Read], Continued[P]], list[A]],
+    answer: Callable[[list[ReadInput], Continued[P]], list[A]],
 ) -> Iterator[tuple[int, A]]:
     """Run all reads in batches, common prefixes first; yield each read's index and its result of ``answer``.
 
@@ -264,12 +264,12 @@ def walk(
 
 def _answered(
     lm: LoadedModel,
-    reads: Sequence[Read],
+    reads: Sequence[ReadInput],
     group: PrefixGroup,
     chosen: Sequence[int],
     prefix: P | None,
     batch_tokens: int,
-    answer: Callable[[list[Read], Continued[P]], list[A]],
+    answer: Callable[[list[ReadInput], Continued[P]], list[A]],
 ) -> Iterator[tuple[int, A]]:
     place = {index: row for row, index in enumerate(chosen)}
     rows = [(read, place[index]) for read, index in group.rows if index in place]
@@ -334,7 +334,7 @@ def ablating(
 
 def answers_to(
     lm: LoadedModel,
-    reads: Sequence[Read],
+    reads: Sequence[ReadInput],
     ablated: Ablation | None,
     batch_tokens: int,
     *,
@@ -345,14 +345,14 @@ def answers_to(
     with torch.no_grad(), ExitStack() as context:
         record = context.enter_context(ablating(lm, ablated, as_rules=as_rules))
 
-        def answer(chosen: list[Read], after: Continued[Prefix]) -> list[ReadAnswer]:
+        def answer(chosen: list[ReadInput], after: Continued[Prefix]) -> list[ReadAnswer]:
             return answer_reads(lm, chosen, after, record)
 
         return dict(walk(lm, reads, batch_tokens, share_prefixes, partial(read_prefix, lm), answer))
 
 
 def answer_reads(
-    lm: LoadedModel, reads: Sequence[Read], after: Continued[Prefix], record: InterventionRecord | None
+    lm: LoadedModel, reads: Sequence[ReadInput], after: Continued[Prefix], record: InterventionRecord | None
 ) -> list[ReadAnswer]:
     ids, lengths = pad([read.ids[after.start :] for read in reads])
     if record is not None:
@@ -368,7 +368,7 @@ def answer_reads(
 
 
 def likelihoods_at(
-    lm: LoadedModel, reads: Sequence[Read], ids: Tensor, places: Sequence[tuple[int, int]], **kwargs: Any
+    lm: LoadedModel, reads: Sequence[ReadInput], ids: Tensor, places: Sequence[tuple[int, int]], **kwargs: Any
 ) -> list[list[Likelihood]]:
     """Return likelihoods by read from one pass over ids (B, N); ``places`` are the (row, column) of `Read.places`."""
     rows, columns = ([place[axis] for place in places] for axis in (0, 1))
@@ -376,7 +376,7 @@ def likelihoods_at(
     return [[next(likelihoods) for _ in read.requests] for read in reads]
 
 
-def _likelihoods(logits_MV: Tensor, reads: Sequence[Read]) -> list[Likelihood]:
+def _likelihoods(logits_MV: Tensor, reads: Sequence[ReadInput]) -> list[Likelihood]:
     places: list[int] = []
     targets: list[int] = []
     owners: list[int] = []

@@ -21,8 +21,8 @@ from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.scoring.likelihood import (
     LikelihoodItem,
-    Read,
     ReadAnswer,
+    ReadInput,
     ablating,
     by_request,
     distinct_reads,
@@ -52,10 +52,10 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, PartialAnswers, AnswerSet
         lengths = [len(read.ids) for read in distinct_reads(item.requests)]
         return whole_batches(lengths, item.batch_tokens, item.rope, pass_cost=_PASS_COST)
 
-    def run(self, lm: LoadedModel, item: LikelihoodItem, part: Batch) -> PartialAnswers:
+    def run(self, lm: LoadedModel, item: LikelihoodItem, batch: Batch) -> PartialAnswers:
         every = distinct_reads(item.requests)
-        reads = [every[row] for row in part.rows]
-        ids, lengths = pad([read.ids for read in reads], part.width)
+        reads = [every[row] for row in batch.rows]
+        ids, lengths = pad([read.ids for read in reads], batch.width)
         here = None if item.ablated is None else ablation_here(lm, item.ablated)
         zeroed = (0,) * len(reads)
         with torch.no_grad(), ExitStack() as context:
@@ -72,11 +72,11 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, PartialAnswers, AnswerSet
                 zeroed = tuple(zeroed_BLH.sum((1, 2)).tolist())
         return PartialAnswers(likelihoods, zeroed, sum(1 for _ in lm.grid.heads()))
 
-    def size(self, part: Batch) -> int:
-        return part.tokens
+    def size(self, batch: Batch) -> int:
+        return batch.tokens
 
-    def halves(self, part: Batch) -> tuple[Batch, ...]:
-        return part.halves()
+    def halves(self, batch: Batch) -> tuple[Batch, ...]:
+        return batch.halves()
 
     def join_halves(self, halves: Sequence[PartialAnswers]) -> PartialAnswers:
         scored = [half.likelihoods for half in halves if half.likelihoods is not None]
@@ -84,14 +84,14 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, PartialAnswers, AnswerSet
         return PartialAnswers(tuple(chain.from_iterable(scored)) if scored else None, zeroed, halves[0].heads)
 
     def join(self, item: LikelihoodItem, partials: Sequence[Sequence[PartialAnswers]]) -> AnswerSet[Likelihood]:
-        reads: list[Read] = distinct_reads(item.requests)
+        reads: list[ReadInput] = distinct_reads(item.requests)
         answered: dict[int, ReadAnswer] = {}
-        for part, ranges in zip(self.passes(item), partials, strict=True):
+        for batch, ranges in zip(self.passes(item), partials, strict=True):
             likelihoods = ranges[-1].likelihoods
             assert likelihoods is not None
             heads = sum(partial.heads for partial in ranges)
             for row, scored, *zeroed in zip(
-                part.rows, likelihoods, *(partial.zeroed for partial in ranges), strict=True
+                batch.rows, likelihoods, *(partial.zeroed for partial in ranges), strict=True
             ):
                 answered[row] = ReadAnswer(scored, sum(zeroed) / heads)
         return by_request(reads, answered)

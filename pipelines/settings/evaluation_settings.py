@@ -32,13 +32,11 @@ if TYPE_CHECKING:
 TASK_TOKENS = 2048
 
 #: Option of every verb that writes runs.
-ResumeAnyway = Annotated[
-    bool,
-    Option(
-        "resume an unfinished run although packages, headscan, the device or the model's code changed; the store "
-        "records both (default: an error names the changes)"
-    ),
-]
+RESUME_ANYWAY = Option(
+    "resume an unfinished run although packages, headscan, the device or the model's code changed; the store records "
+    "both (default: an error names the changes)"
+)
+ResumeAnyway = Annotated[bool, RESUME_ANYWAY]
 
 
 class HarnessError(HeadscanError):

@@ -17,8 +17,10 @@ from headscan.catalog import (
     panel_names,
 )
 from headscan.errors import GateError, HeadscanError
+from headscan.gates.gate_settings import GateFitConfig
+from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
-from headscan.options import BATCH_TOKENS, BehaviourProbe, Count, GateFitConfig, Group, Limits, Option, check_limits
+from headscan.options import BATCH_TOKENS, Count, Group, Limits, Option, check_limits
 from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec, DataSpec, TokenPlan
 
 #: Attention that is named on the command line.

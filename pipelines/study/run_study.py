@@ -251,8 +251,8 @@ class _Study:
         """
         config = self.config
         text = self._read(self.texts.choose, max(FEWEST_STUDY_TEXTS, self._judged_texts // 2), "choose")
-        plan = RecallPlan(lengths=(self._recall_tokens,), questions=PROMPTS, seed=1)
-        choosing = EvaluateConfig(config.model, TaskConfig(()), plan, config.batch_tokens, text=text)
+        recall_plan = RecallPlan(lengths=(self._recall_tokens,), questions=PROMPTS, seed=1)
+        choosing = EvaluateConfig(config.model, TaskConfig(()), recall_plan, config.batch_tokens, text=text)
         run_id = self._evaluate(choosing, [arm for of_one in arms.values() for arm in of_one])
         verdict = judge(self.run.store, run_id)
         outcomes = verdict.outcomes

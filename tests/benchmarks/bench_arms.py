@@ -32,7 +32,8 @@ from headscan.attention.discovery import discover
 from headscan.checkpoints.sources import load_tokenizer
 from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.scoring.likelihood import score_requests
-from headscan.pipelines.scoring.reading import Reading, SharedRowItem, choose_reading, score_shared_rows
+from headscan.pipelines.scoring.reading import Reading, choose_reading
+from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, score_shared_rows
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
 from tests.benchmarks.measuring import device_of, parser_of

@@ -28,7 +28,7 @@ import psutil
 from transformers.utils import logging
 
 from headscan.catalog import MassWidths, panel_names
-from headscan.cluster.actors.session import Session
+from headscan.cluster.actors.session import RaySession
 from headscan.cluster.placement.placements import PipelinePlacement, WholePlacement
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.pools.ray_pool import PipelinePool, RayPool
@@ -119,7 +119,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as pools_open:
         make_checkpoint(Path(folder), _SHAPE)
         spec = ModelSpec(folder)
-        session = Session(8)
+        session = RaySession(8)
         pools_open.callback(session.close)
         pools: dict[str, Pool] = {
             "in-process": InProcessPool(spec, WholePlacement(1, "cpu", 1)),

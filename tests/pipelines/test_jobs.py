@@ -11,8 +11,9 @@ import headscan
 from headscan.analysis.errors import StoreMissingError
 from headscan.analysis.plans import WindowShare
 from headscan.analysis.store.store import Store
+from headscan.gates.gate_settings import GateFitConfig
+from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
-from headscan.options import BehaviourProbe, GateFitConfig
 from headscan.pipelines import jobs
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.pruning.pruning_units import ShareBudget

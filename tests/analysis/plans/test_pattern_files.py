@@ -26,10 +26,10 @@ from headscan.analysis.store.store import Store
 from headscan.pipelines.cli.main import verb_class
 from headscan.pipelines.cli.option_parser import options_of
 from tests.analysis.plan_fixtures import RECENT, SINK, everything, masses, site, write_scan
-from tests.sources import ROOT
+from tests.sources import SHARED
 
 TOKENS = [64, 200]
-SAMPLES = ROOT.parent / "shared" / "reference"
+SAMPLES = SHARED / "reference"
 FORMATS = list(TABLE_FILES)
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from headscan.analysis.store.macros import macro_statements
-from tests.sources import ROOT
+from tests.sources import ROOT, SHARED
 
-PUBLISHED = ROOT.parent / "shared/reference/inactive-heads/accuracy_vs_heads_zeroed.tsv"
+PUBLISHED = SHARED / "reference/inactive-heads/accuracy_vs_heads_zeroed.tsv"
 
 
 @pytest.fixture(scope="module")

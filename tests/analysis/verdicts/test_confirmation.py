@@ -364,7 +364,7 @@ def test_random_curves_go_through_the_same_selection(tmp_path: Path) -> None:
     run_id = write_sweep(store, **settings, seeds=19, questions=1000)  # type: ignore[arg-type]
     for confirm in (True, False):
         controls = _choices(store, run_id, confirm=confirm)["mask"].verdict.controls
-        assert controls is not None and controls.selected == SelectedRank(1, 19, 19) and controls.better
+        assert controls is not None and controls.selected == SelectedRank(1, 19, 19) and controls.beats_chance
         says = "further than 19 of 19 random curves, each at its own best share: p = 0.05 for the best of 1 score, a"
         assert says in controls.sentence(ArmKind.MASK, 0.1)
     record_confirmation(store, run_id)
@@ -384,7 +384,7 @@ def test_random_curves_go_through_the_same_selection(tmp_path: Path) -> None:
         connection.execute("UPDATE arms SET status = 'running' WHERE seed = 18 AND share < 0.06")
     for confirm in (True, False):
         controls = _choices(store, run_id, confirm=confirm)["mask"].verdict.controls
-        assert controls is not None and not controls.better and controls.p_value is None
+        assert controls is not None and not controls.beats_chance and controls.p_value is None
         says = "; at least 19 random controls of every share are needed to show a better choice of heads than chance"
         assert says in controls.sentence(ArmKind.MASK, 0.1) and "p =" not in controls.sentence(ArmKind.MASK, 0.1)
 

@@ -24,7 +24,7 @@ def test_a_random_arm_seldom_beats_the_others() -> None:
             others = tuple(FinishedArm(i, i, kind, None, None, 0.1, 0.1) for i, kind in zip(ids, kinds, strict=True))
             # Skewed: some random masks hit a head that matters.
             found = {i: -float(rng.exponential(5) + rng.normal(0, 0.5)) for i in ids}
-            claims += judge_controls(others, found)["0"].better
+            claims += judge_controls(others, found)["0"].beats_chance
         assert claims <= most * 2000
         assert count < 19 or claims > 0.03 * 2000
 
@@ -75,7 +75,7 @@ def _claims(scores: int, controls: int, sweeps: int, gain: float = 1.0) -> tuple
         # 19 controls of the same share, on the questions that did not select.
         naive += (second[scores : scores + 19, place] < standing.difference).sum() >= 19
         curves = [_standing(_best(first, range(c, c + 1)), second) for c in range(scores, scores + controls)]
-        ranked += SelectedRank.of(standing, curves, scores).better
+        ranked += SelectedRank.of(standing, curves, scores).beats_chance
     return naive / sweeps, ranked / sweeps
 
 
@@ -99,11 +99,11 @@ def test_a_better_score_is_found() -> None:
 def test_fewer_curves_show_nothing(scores: int) -> None:
     best, worse = Standing(True, 0.3, 0.0), Standing(True, 0.25, 0.0)
     enough = SelectedRank.of(best, [worse] * least_controls(scores), scores)
-    assert enough.better and enough.p_value == pytest.approx(LEVEL)
+    assert enough.beats_chance and enough.p_value == pytest.approx(LEVEL)
     few = SelectedRank.of(best, [worse] * (least_controls(scores) - 1), scores)
-    assert not few.better and "not shown to be a better choice of heads than chance" in few.words()
+    assert not few.beats_chance and "not shown to be a better choice of heads than chance" in few.words()
     none = SelectedRank(scores, 3, None)
-    assert not none.better and none.p_value is None
+    assert not none.beats_chance and none.p_value is None
     assert f"at least {20 * scores - 1} random controls of every share are needed" in none.words()
 
 
@@ -125,8 +125,8 @@ def test_one_of_many_arms_is_no_proof_by_itself() -> None:
     ]
     differences = {arm.arm_id: -1.0 for arm in others} | {arm.arm_id: -3.0 for arm in controls}
     for found in (judge_controls([*others, *controls], differences)[arm.arm_id] for arm in others):
-        assert found.tried == 6 and not found.better
+        assert found.tried == 6 and not found.beats_chance
         says = "p = 0.05 if the arm was chosen in advance, and no proof for the best of 6 arms"
         assert says in found.sentence(ArmKind.MASK, found.zeroed_share)
     alone = judge_controls([others[0], *controls], differences)["m1"]
-    assert alone.better and "p = 0.05, a better choice" in alone.sentence(ArmKind.MASK, 0.05)
+    assert alone.beats_chance and "p = 0.05, a better choice" in alone.sentence(ArmKind.MASK, 0.05)

@@ -13,7 +13,7 @@ from headscan.analysis.store.tables import ACCURACY, FALSE_DISCOVERY_RATE, LOSS
 from headscan.analysis.verdicts.head_effects import (
     BleuOutcomes,
     HeadEffect,
-    Outcomes,
+    PairedOutcomes,
     _tail,
     best_of_each,
     bleu,
@@ -24,10 +24,10 @@ from headscan.analysis.verdicts.head_effects import (
 from headscan.analysis.verdicts.measures import _weights, ratio_with_error, studentised
 
 
-def outcomes(metric: str, baseline: np.ndarray, sizes: np.ndarray | None = None) -> Outcomes:
+def outcomes(metric: str, baseline: np.ndarray, sizes: np.ndarray | None = None) -> PairedOutcomes:
     rows = len(baseline)
     own = np.ones(rows) if sizes is None else sizes
-    return Outcomes.of(metric, baseline, own, ["t"] * rows, [f"d{n}" for n in range(rows)])
+    return PairedOutcomes.of(metric, baseline, own, ["t"] * rows, [f"d{n}" for n in range(rows)])
 
 
 def test_of_texts_of_one_length_it_is_near_the_paired_t_test() -> None:
@@ -88,7 +88,9 @@ def test_of_accuracy_it_is_mcnemars_test() -> None:
 
 
 def test_one_document_has_no_interval_and_equal_arms_no_effect() -> None:
-    alone = Outcomes.of(LOSS, np.array([3.0, 4.0]), np.ones(2), ["t", "t"], ["d", "d"]).effect(np.array([4.0, 4.0]))
+    alone = PairedOutcomes.of(LOSS, np.array([3.0, 4.0]), np.ones(2), ["t", "t"], ["d", "d"]).effect(
+        np.array([4.0, 4.0])
+    )
     assert (alone.effect, alone.n, alone.p_value) == (0.5, 1, 1.0)
     assert (alone.low, alone.high, alone.standard_error) == (-np.inf, np.inf, np.inf)
     same = outcomes(LOSS, np.arange(5.0)).effect(np.arange(5.0))
@@ -212,7 +214,7 @@ def test_few_discoveries_are_null_heads(metric: str) -> None:
                 str(h): baseline + sizes * ((0.03 if h >= null else 0.0) + 0.05 * rng.standard_t(5, rows))
                 for h in range(heads)
             }
-        outcomes = Outcomes.of(metric, baseline, sizes, ["t"] * rows, [f"d{n}" for n in range(rows)])
+        outcomes = PairedOutcomes.of(metric, baseline, sizes, ["t"] * rows, [f"d{n}" for n in range(rows)])
         found = [int(h) for h, row in each_effect(outcomes, arms).items() if row.q_value <= FALSE_DISCOVERY_RATE]
         shares.append(sum(h < null for h in found) / max(1, len(found)))
         powers.append(sum(h >= null for h in found) / (heads - null))
@@ -244,7 +246,7 @@ def test_few_discoveries_are_null_heads_of_skewed_losses(kind: str, documents: i
     rng = np.random.default_rng(2)
     heads, null = 40, 30
     names = [f"d{n}" for n in range(documents)]
-    base = Outcomes.of(LOSS, np.zeros(documents), np.ones(documents), ["t"] * documents, names)
+    base = PairedOutcomes.of(LOSS, np.zeros(documents), np.ones(documents), ["t"] * documents, names)
     shares, powers, of_t, helped = [], [], [], 0
     for _ in range(tables):
         arms = DRAWS[kind](rng, (heads, documents))

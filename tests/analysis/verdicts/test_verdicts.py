@@ -53,7 +53,7 @@ def test_a_verdict_follows_the_interval_and_the_controls(evaluate: Evaluate) -> 
     assert controls is not None and controls.arms == ("random-0", "random-1")
     assert controls.zeroed_share == pytest.approx(0.101)
     assert (controls.mean, controls.lowest, controls.highest) == pytest.approx((-8.0, -10.0, -6.0))
-    assert controls.beaten == 2 and not controls.better
+    assert controls.beaten == 2 and not controls.beats_chance
     costly = arms["costly"].controls
     assert costly is not None and costly.arms == ("random-rule",)
     assert costly.beaten == 0
@@ -150,7 +150,7 @@ def _ranked(evaluate: Evaluate, lost: int, controls: Sequence[int]) -> ArmVerdic
 
 def test_an_arm_is_better_than_chance_if_it_beats_19_random_ones(evaluate: Evaluate) -> None:
     best = _ranked(evaluate, 10, range(11, 30))
-    assert best.controls is not None and best.controls.better and best.controls.p_value == pytest.approx(0.05)
+    assert best.controls is not None and best.controls.beats_chance and best.controls.p_value == pytest.approx(0.05)
     assert "Of 19 random choices with as many heads, 19 lose more accuracy (-2.90 to -1.10 points); p = 0.05" in (
         best.sentence()
     )
@@ -171,7 +171,7 @@ def test_an_arm_is_better_than_chance_if_it_beats_19_random_ones(evaluate: Evalu
 )
 def test_a_tie_or_too_few_controls_show_nothing(evaluate: Evaluate, controls: Sequence[int], says: str) -> None:
     arm = _ranked(evaluate, 10, controls)
-    assert arm.controls is not None and not arm.controls.better
+    assert arm.controls is not None and not arm.controls.beats_chance
     assert says in arm.sentence()
 
 

@@ -92,7 +92,7 @@ def test_timeouts_are_positive(name: str, seconds: float) -> None:
 
 
 def test_ray_ends_with_a_killed_command() -> None:
-    code = "from headscan.cluster.actors.session import Session; import time; s = Session(1); "
+    code = "from headscan.cluster.actors.session import RaySession; import time; s = RaySession(1); "
     code += "print('up', flush=True); time.sleep(600)"
     command = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert command.stdout is not None

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from headscan.cluster.placement.placement_base import (
+    ChosenPlacement,
     Node,
     PlacementError,
-    PlacementPlan,
     PlacementRequest,
     balanced_ranges,
     fewest_ranges,
@@ -61,7 +61,7 @@ def cpu(memory: int = 1 << 40, cpus: int = 8) -> Node:
     return Node("n", (), memory, cpus)
 
 
-def plan(*nodes: Node, sizes: ModelSizes = SIZES, **wishes: Any) -> PlacementPlan:
+def plan(*nodes: Node, sizes: ModelSizes = SIZES, **wishes: Any) -> ChosenPlacement:
     return place(sizes, nodes, PlacementRequest(**{"batch_tokens": 10, **wishes}))
 
 
@@ -277,7 +277,7 @@ def test_more_memory_never_streams_smaller_batches(on_gpu: bool, batch_tokens: i
     for _ in range(40):
         sizes, evaluates = _shape(rng), rng.random() < 0.5
         most = 3 * (sizes.weights + 2 * sizes.measured)
-        before: PlacementPlan | None = None
+        before: ChosenPlacement | None = None
         for memory in sorted(rng.randrange(1, most) for _ in range(120)):
             request = PlacementRequest("streamed", batch_tokens=batch_tokens, evaluates=evaluates)
             try:

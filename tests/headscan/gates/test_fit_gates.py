@@ -21,10 +21,10 @@ from headscan.gates.fit_gates import (
     gates_of,
     sample_gates,
 )
+from headscan.gates.gate_settings import GateFitConfig
 from headscan.gradients.backward import backward
 from headscan.grid import Head
 from headscan.models.loaded_model import LoadedModel
-from headscan.options import GateFitConfig
 from headscan.pruning.calibration import Calibration
 from tests.small_models import make_loaded
 

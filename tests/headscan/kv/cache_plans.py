@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import headscan
+from headscan.architectures import VOCABULARY
 from headscan.kv.kept_keys import KeptKeys
 from headscan.kv.kv_windows import KvWindows
 from headscan.kv.plan_cache import PlanCache
@@ -69,6 +70,11 @@ def random_plan(lm: LoadedModel, kinds: Sequence[Kind] = MIXED, seed: int = 0) -
         for kv_head in range(site.num_key_value_heads):
             heads.append(PlainHead(site.layer, kv_head, *(FULL if fixed else choose(kinds))))
     return PlainPlan(tuple(heads))
+
+
+def some_ids(rows: int, tokens: int) -> Tensor:
+    """Return random token ids (rows, tokens), the same for each number of tokens."""
+    return torch.randint(2, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(tokens))
 
 
 def make_cache(lm: LoadedModel, plan: PlainPlan, **options: object) -> PlanCache:

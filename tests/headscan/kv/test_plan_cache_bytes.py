@@ -11,7 +11,6 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from headscan.analysis.plans.head_plan import layer_bytes
 from headscan.analysis.plans.plan_records import PlannedLayer, PlannedModel
-from headscan.architectures import VOCABULARY
 from headscan.attention import cache_attention
 from headscan.attention.cache_attention import CachedHeads
 from headscan.attention.discovery import discover
@@ -31,12 +30,9 @@ from tests.headscan.kv.cache_plans import (
     make_cache,
     plan_of,
     random_plan,
+    some_ids,
 )
 from tests.small_models import make_loaded
-
-
-def some_ids(rows: int, tokens: int) -> torch.Tensor:
-    return torch.randint(2, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(tokens))
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 24, 60, 300])

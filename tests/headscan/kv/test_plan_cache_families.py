@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from headscan.architectures import FAMILIES, VOCABULARY
+from headscan.architectures import FAMILIES
 from headscan.errors import HeadscanError, PlanMismatchError, UnsupportedModelError
 from headscan.kv.plan_cache import PlanCache
 from tests.benchmarks.bench_cache import CacheLoad, fill, half_windows, held_bytes
 from tests.benchmarks.overhead import make_model
 from tests.devices import assert_near, on
-from tests.headscan.kv.cache_plans import FULL, error, greedily, in_chunks, make_cache, oracle, random_plan
+from tests.headscan.kv.cache_plans import FULL, error, greedily, in_chunks, make_cache, oracle, random_plan, some_ids
 from tests.small_models import make_loaded
 
 #: Largest error of the logits, relative to the largest one.
@@ -46,10 +46,6 @@ FEW = (
     " mimo_v2_flash falcon-alibi gemma3n llava"
 ).split()
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in WORKING if name not in FEW]
-
-
-def some_ids(rows: int, tokens: int) -> torch.Tensor:
-    return torch.randint(2, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(tokens))
 
 
 @pytest.mark.parametrize("family", [*FEW, *SLOW])

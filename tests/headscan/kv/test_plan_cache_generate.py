@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, DynamicCache
 
 import headscan
-from headscan.architectures import VOCABULARY
 from headscan.attention.cache_attention import PLAIN, ScoreTerms
 from headscan.attention.hooks import attention_hook
 from headscan.errors import PlanMismatchError, UnsupportedModelError
@@ -33,6 +32,7 @@ from tests.headscan.kv.cache_plans import (
     oracle,
     plan_of,
     random_plan,
+    some_ids,
 )
 from tests.small_models import make_loaded
 
@@ -50,10 +50,6 @@ PLANS = {
     "neighbours": plan_of([[FULL, NARROW], [FULL, FULL], [WIDE, WIDE]]),
     "scattered": plan_of([[NARROW, FULL], [DROP, FULL], [DROP, DROP]]),
 }
-
-
-def some_ids(rows: int, tokens: int) -> torch.Tensor:
-    return torch.randint(2, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(tokens))
 
 
 def generate(lm: LoadedModel, cache: Cache | None, way: str, tokens: int = 24, **more: Any) -> torch.Tensor:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from headscan.architectures import VOCABULARY
 from headscan.errors import PlanMismatchError, UnsupportedModelError
 from headscan.kv.kept_keys import HeadGroup, Window
 from headscan.kv.plan_cache import PlanCache
@@ -26,15 +25,12 @@ from tests.headscan.kv.cache_plans import (
     oracle,
     plan_of,
     random_plan,
+    some_ids,
 )
 from tests.small_models import make_loaded
 
 LATE = plan_of([[FULL, FULL], [NARROW, FULL], [FULL, NARROW]])
 GROUPS = (HeadGroup((0,), None), HeadGroup((1,), Window(2, 7)))
-
-
-def some_ids(rows: int, tokens: int) -> torch.Tensor:
-    return torch.randint(2, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(tokens))
 
 
 def test_a_crop_that_a_later_layer_refuses_leaves_all_layers_as_they_were() -> None:

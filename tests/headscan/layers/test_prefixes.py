@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import headscan
 from headscan.architectures import FAMILIES, VOCABULARY
-from headscan.layers.shared_prefixes import Prefix, nearly_equal, read_prefix, shares_prefixes
+from headscan.layers.prefix_cache import Prefix, nearly_equal, read_prefix, shares_prefixes
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from tests.devices import assert_close, on

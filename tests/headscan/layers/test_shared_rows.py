@@ -18,7 +18,7 @@ from headscan.attention.discovery import discover
 from headscan.catalog import SCORES
 from headscan.errors import HeadIndexError, InterventionError
 from headscan.layers.blocks import find_blocks
-from headscan.layers.shared_prefixes import SharedRow, SharedRowHooks, can_share_rows, read_shared_row
+from headscan.layers.shared_rows import SharedRow, SharedRowHooks, can_share_rows, read_shared_row
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from tests.devices import assert_close, assert_near, on

@@ -25,8 +25,8 @@ from headscan.measure.behaviour_probes import (
     retrieval_scores,
     share_of_hits,
 )
+from headscan.measure.probe_settings import BehaviourProbe
 from headscan.models.loaded_model import LoadedModel
-from headscan.options import BehaviourProbe
 from tests.devices import on
 from tests.small_models import make_loaded
 

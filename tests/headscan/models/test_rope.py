@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig, Lla
 import headscan
 from headscan.errors import SequenceError
 from headscan.layers.blocks import find_blocks
-from headscan.layers.shared_prefixes import SharedRow, can_share_rows, read_prefix, read_shared_row, shares_prefixes
+from headscan.layers.prefix_cache import read_prefix, shares_prefixes
+from headscan.layers.shared_rows import SharedRow, can_share_rows, read_shared_row
 from headscan.measure.behaviour_probes import NeedlePrompt, retrieval_scores
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import RopeLengths, restart_dynamic_frequencies

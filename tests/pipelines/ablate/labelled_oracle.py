@@ -20,7 +20,7 @@ from headscan.architectures import ALL, ENCODERS, HEADS, LAYERS
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.ablate.labelled_arms import LabelledConfig
-from headscan.pipelines.evaluate.answering import ArmsItem
+from headscan.pipelines.evaluate.answering import ArmsWork
 from headscan.pipelines.measure.labelled_texts import LabelledText, read_labelled
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.settings.corpus_settings import DataSpec
@@ -119,7 +119,7 @@ def pool_of(config: LabelledConfig) -> InProcessPool:
 class Refusing(InProcessPool):
     def map(self, task: Any, items: Any) -> Any:
         items = list(items)
-        assert not any(isinstance(item, ArmsItem) for item in items), "an arm runs again"
+        assert not any(isinstance(item, ArmsWork) for item in items), "an arm runs again"
         return super().map(task, items)
 
 

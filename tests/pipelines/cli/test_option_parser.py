@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Literal
@@ -15,6 +16,7 @@ from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import (
     UsageError,
     changed,
+    check_used,
     options_of,
     read_settings,
     verb_parser,
@@ -122,3 +124,43 @@ def test_messages_of_settings_that_a_verb_makes_later() -> None:
 def test_placements_are_those_that_can_be_chosen() -> None:
     [placement] = [each for each in options_of(PlacementRequest) if each.flag == "--placement"]
     assert placement.choices == ("auto", *PLACEMENTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Both:
+    own: Annotated[int, Option("of method b", only=("b",))] = 0
+    free: Annotated[int, Option("of all methods")] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Methods:
+    """use a method"""
+
+    method: Annotated[Literal["a", "b", "c"], Option("method")] = "a"
+    seed: Annotated[int | None, Option("seed", only=("a", "c"))] = None
+    retries: Annotated[Retries, Group(only=("c",))]
+    both: Annotated[partial[Both], Group("both", only=("a", "b"))]
+
+    def __post_init__(self) -> None:
+        check_used(self, self.method, f"--method {self.method}")
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        ("--method b --seed 0", "--seed has no effect on --method b (only on a, c): leave it out"),
+        ("--times 4", "--times has no effect on --method a (only on c): leave it out"),
+        ("--method c --free 0", "--free has no effect on --method c (only on a, b): leave it out"),
+        ("--own 0", "--own has no effect on --method a (only on b): leave it out"),
+    ],
+)
+def test_an_option_that_the_method_does_not_use_is_refused(words: str, refusal: str) -> None:
+    """Options of a group have its methods, unless they have methods of their own."""
+    with pytest.raises(UsageError, match=f"^{re.escape(refusal)}$"):
+        read_settings("methods", Methods, words.split())
+
+
+def test_options_that_the_method_uses_are_taken() -> None:
+    assert read_settings("methods", Methods, "--method b --own 1 --free 2".split()).both() == Both(own=1, free=2)
+    assert read_settings("methods", Methods, "--method c --times 4 --seed 1".split()).retries.times == 4
+    assert read_settings("methods", Methods, ["--times", "3"]).retries == Retries(3)

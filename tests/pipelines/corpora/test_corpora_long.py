@@ -23,9 +23,9 @@ from headscan.pipelines.corpora import (
     tokenising,
 )
 from headscan.pipelines.corpora.documents import PIECE_BYTES, StringText
-from tests.sources import ROOT
+from tests.sources import ROOT, SHARED
 
-STORIES = ROOT.parent / "shared" / "models" / "stories260K"
+STORIES = SHARED / "models" / "stories260K"
 SENTENCES = [
     "It's the quick brown fox, isn't it? The lazy dogs jumped over 12 345 fences -- and 2024's 6789 walls.\n",
     "日本語のテキスト。中文文本没有空格的长句子，测试测试。",

@@ -12,10 +12,10 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from headscan.pipelines.corpora import CorpusError, CorpusReport, CorpusSpec, TokenPlan, open_corpus, sequences, shards
-from tests.sources import ROOT
+from tests.sources import SHARED
 
 BOS, EOS = 0, 1
-STORIES = ROOT.parent / "shared" / "models" / "stories260K"
+STORIES = SHARED / "models" / "stories260K"
 
 
 def make_tokenizer(template: str | None, *, bos: bool = True, eos: bool = True) -> PreTrainedTokenizerFast:

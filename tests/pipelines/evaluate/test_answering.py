@@ -22,11 +22,11 @@ from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.pools.ray_pool import RayPool
 from headscan.cluster.tasks.pool import IncompleteError
 from headscan.errors import NotFiniteError
-from headscan.layers.shared_prefixes import read_shared_row
+from headscan.layers.shared_rows import read_shared_row
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.evaluate.answering import ArmsItem
+from headscan.pipelines.evaluate.answering import ArmsWork
 from headscan.pipelines.evaluate.run_evaluation import evaluate
-from headscan.pipelines.scoring import reading as packed_likelihood
+from headscan.pipelines.scoring import shared_row_likelihood
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
 from headscan.pipelines.scoring.bundles import LEAST_SIZE
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
@@ -64,7 +64,7 @@ class CountingPool(InProcessPool):
 
     def map(self, task, items):  # type: ignore[no-untyped-def]
         for finished in super().map(task, items):
-            if isinstance(finished.item, ArmsItem):
+            if isinstance(finished.item, ArmsWork):
                 self._before(self.items)
                 self.items += 1
                 self.asked += len(finished.item.arms) * len(finished.item.work.requests)
@@ -139,7 +139,7 @@ class LosingPool(CountingPool):
     def map(self, task, items):  # type: ignore[no-untyped-def]
         lost = []
         for finished in super().map(task, items):
-            if isinstance(finished.item, ArmsItem) and self.items == 4:
+            if isinstance(finished.item, ArmsWork) and self.items == 4:
                 self.asked -= len(finished.item.arms) * len(finished.item.work.requests)
                 lost.append(finished.item)
             else:
@@ -246,7 +246,7 @@ class PacedPool(InProcessPool):
 
     def map(self, task, items):  # type: ignore[no-untyped-def]
         for finished in super().map(task, items):
-            if isinstance(finished.item, ArmsItem):
+            if isinstance(finished.item, ArmsWork):
                 self.arms.append(len(finished.item.arms))
             yield dataclasses.replace(finished, seconds=self._seconds)
 
@@ -299,7 +299,7 @@ def test_in_half_precision_a_rule_that_ablates_nothing_changes_no_digit(
     half = dataclasses.replace(config, model=spec, tasks=tasks, batch_tokens=2000, share_prefixes=share)
     rows = []
     monkeypatch.setattr(
-        packed_likelihood,
+        shared_row_likelihood,
         "read_shared_row",
         lambda *args, **limits: rows.append(args) or read_shared_row(*args, **limits),
     )

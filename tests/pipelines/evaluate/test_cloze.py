@@ -18,6 +18,7 @@ from headscan.pipelines.evaluate.tasks import Tasks
 from headscan.pipelines.scoring.arms import BASELINE, mask_arm
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, HarnessError, TaskConfig
 from tests.pipelines.conftest import THREADS, run_on, write_task
+from tests.sources import SHARED
 
 LETTERS = {
     "output_type": "multiple_choice",
@@ -107,7 +108,7 @@ def test_the_form_is_that_of_lm_eval() -> None:
 
 
 def test_a_subject_of_mmlu_has_its_examples_in_the_cloze_form() -> None:
-    folder = Path("../shared/mmlu/tasks")
+    folder = SHARED / "mmlu/tasks"
     if not folder.is_dir():
         pytest.skip("needs MMLU beside the repository")
     tasks = _loaded(folder, "mmlu_local_anatomy", num_fewshot=1, limit=1)

@@ -48,12 +48,13 @@ from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.measure_settings import ScanConfig
 from headscan.pipelines.settings.saving_settings import LossLimit, MeasureConfig
 from tests.pipelines.conftest import THREADS
+from tests.sources import SHARED
 
 SPEC = ModelSpec(str(MODEL_FOLDER), "float32")
 SMALL = MeasureConfig(
     CorpusSpec("python-stdlib-heldout"), recents=(16,), max_tokens=72, sequences=4, recall_prompts=8, batch_tokens=2048
 )
-BOOKS = Path(__file__).parents[4] / "shared/corpora/gutenberg"
+BOOKS = SHARED / "corpora/gutenberg"
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from headscan.analysis.store.store import Store
 from headscan.cluster.pools.open_pool import open_pool
 from headscan.errors import GateError
 from headscan.gates.fit_gates import fit_two_sided
+from headscan.gates.gate_settings import GateFitConfig
 from headscan.model_spec import ModelSpec
-from headscan.options import GateFitConfig
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.measure import run_gates as pipeline

@@ -16,8 +16,8 @@ from headscan.cluster.pools.open_pool import open_pool
 from headscan.cluster.tasks.pool import Pool, WorkError
 from headscan.errors import ModelLoadError, SequenceError, UnknownNameError
 from headscan.measure.behaviour_probes import Needle
+from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
-from headscan.options import BehaviourProbe
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusError, CorpusSpec
 from headscan.pipelines.measure.run_probe import NEEDLES, ProbeResult, default_lengths, probe

@@ -14,8 +14,8 @@ from headscan.analysis.errors import ResumeError
 from headscan.analysis.store.store import Store
 from headscan.cluster.pools.open_pool import InProcessPool, open_pool
 from headscan.loading import load_spec
+from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
-from headscan.options import BehaviourProbe
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.evaluate.run_sweep import sweep

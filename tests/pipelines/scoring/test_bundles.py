@@ -14,7 +14,7 @@ import headscan
 from headscan.ablation.ablation import Ablation
 from headscan.architectures import VOCABULARY
 from headscan.kv.kept_keys import KeptKeys, Window
-from headscan.layers.shared_prefixes import shares_prefixes
+from headscan.layers.prefix_cache import shares_prefixes
 from headscan.pipelines.scoring.bundles import (
     FROM_TOKENS,
     BundleItem,

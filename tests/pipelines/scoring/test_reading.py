@@ -10,7 +10,8 @@ import torch
 import headscan
 from headscan.ablation.ablation import Ablation
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
-from headscan.pipelines.scoring.reading import Ask, Reading, SharedRowItem, choose_reading
+from headscan.pipelines.scoring.reading import Ask, Reading, choose_reading
+from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem
 from tests.small_models import make_loaded
 
 MASK, RULE, RANDOM = headscan.HeadMask([(0, 0)]), headscan.HeadRule("entropy", 1.0), headscan.RandomHeads(0.1, 0)

@@ -30,7 +30,7 @@ from headscan.pipelines.scoring import likelihood, token_requests
 from headscan.pipelines.scoring.arms import BASELINE, Arm
 from headscan.pipelines.scoring.generation import GenerationItem, generate_texts
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
-from headscan.pipelines.scoring.reading import SharedRowItem, score_shared_rows
+from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, score_shared_rows
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Request, whole_batches
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig

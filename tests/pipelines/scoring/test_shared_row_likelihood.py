@@ -14,13 +14,13 @@ import headscan
 from headscan.ablation.ablation import Ablation
 from headscan.catalog import SCORES, STATISTICS, Score, statistics_for
 from headscan.errors import InterventionError
-from headscan.layers.shared_prefixes import SharedRow, SharedRowHooks
-from headscan.pipelines.evaluate.answering import ArmsItem, answer_item
+from headscan.layers.shared_rows import SharedRow, SharedRowHooks
+from headscan.pipelines.evaluate.answering import ArmsWork, answer_item
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, prefix_tree, score_requests
-from headscan.pipelines.scoring.reading import (
+from headscan.pipelines.scoring.shared_row_likelihood import (
     SharedRowItem,
     can_read_shared_rows,
-    rows,
+    pack_rows,
     score_shared_rows,
 )
 from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood
@@ -128,7 +128,7 @@ def test_a_row_for_which_memory_is_short_is_cut_in_half() -> None:
 def test_an_arm_of_the_pool_is_answered_in_shared_rows() -> None:
     lm = make_loaded("llama")
     item = SharedRowItem("rule", REQUESTS, RULES[0], BATCH_TOKENS)
-    [found] = answer_item(lm, ArmsItem((0,), 0, item))
+    [found] = answer_item(lm, ArmsWork((0,), 0, item))
     assert isinstance(found, AnswerSet)
     assert found.answers == score_shared_rows(lm, item).answers
 
@@ -141,7 +141,7 @@ def test_every_sequence_has_a_place_in_one_row(seed: int) -> None:
     lengths = [len(sequence) for sequence in sequences]
     best = random.randint(1, 40)
     most = best + random.randint(0, 40)
-    found = rows(prefix_tree(sequences, shareable, random.randint(0, 6)), lengths, best, most)
+    found = pack_rows(prefix_tree(sequences, shareable, random.randint(0, 6)), lengths, best, most)
     assert Counter(member for row in found for member in row.members) == Counter(range(len(sequences)))
     for row in found:
         tokens = row.prefix + sum(lengths[member] - row.prefix for member in row.members)
@@ -156,7 +156,7 @@ def test_long_questions_on_one_text_share_the_text_and_not_each_a_copy_of_it() -
     text = tuple(range(1000))
     sequences = [text + (2000 + question,) * 50 + (choice,) for question in range(4) for choice in range(4)]
     tree = prefix_tree(sequences, [1049] * 16, pass_cost=10)
-    [row] = rows(tree, list(map(len, sequences)), best_tokens=500, most_tokens=4000)
+    [row] = pack_rows(tree, list(map(len, sequences)), best_tokens=500, most_tokens=4000)
     assert row.prefix == 1000 and len(row.members) == 16
 
 

@@ -1,4 +1,4 @@
-"""Prefixes that many sequences continue: their KV caches, and rows that hold one once, with ablated heads.
+"""Shared rows: a row holds a prefix once, then each ending that continues it, and heads are ablated in all of them.
 
 Only attention mixes tokens, so a row of a prefix and several endings runs through everything else unchanged; the
 attention hook lets each ending attend to the prefix and itself. Masks are known before the pass. A rule needs
@@ -8,18 +8,16 @@ agree. In the first layer in which they differ the pass stops and resumes at tha
 each group of sequences. All groups stay in one pass, because a pass for each would leave a GPU idle. A pass waits for
 the GPU once a layer to compare ablated heads, and no longer once every sequence has a copy of its own.
 
-Shapes: B sequences, N tokens or tokens of a row, P of the prefix, R prefixes or endings, T tokens of the longest, G
-copies of the prefix that several endings share, M tokens with padding; E width of a hidden state, H query heads, K KV
-heads, D width of a head.
+Shapes: B sequences, N tokens of a row, P of the prefix, R endings, T tokens of the longest, G copies of the prefix that
+several endings share, M tokens with padding; E width of a hidden state, H query heads, K KV heads, D width of a head.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -27,7 +25,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from headscan.ablation.ablation import Ablation, Filler, InterventionRecord, intervene
 from headscan.ablation.masks import HeadMask
@@ -38,153 +35,11 @@ from headscan.catalog import MassWidths
 from headscan.errors import InterventionError, UnsupportedModelError
 from headscan.grid import AttentionSite
 from headscan.layers.blocks import Blocks, cannot_resume, find_blocks, resuming_at
+from headscan.layers.prefix_cache import nearly_equal, shares_prefixes
 from headscan.measure.collect import score
-from headscan.models.forward_inputs import input_device, run, wide_norm
+from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.model_facts import MODEL_ERRORS, raise_if_out_of_memory
 from headscan.statistics.registry import JOINS
-
-#: Tokens of the prefix and of its continuation in the check of `shares_prefixes`.
-_CHECKED = (9, 5)
-
-
-class Prefix:
-    """The KV cache of one or several prefixes with equally many tokens."""
-
-    def __init__(self, cache: Cache, tokens: int) -> None:
-        self._cache = cache
-        self.tokens = tokens
-
-    def above(self, layer: int, lower: Prefix) -> Prefix:
-        """Return this prefix from ``layer`` on, and another one below it. Both have the same tokens."""
-        return Prefix(Cache(layers=[*lower._cache.layers[:layer], *self._cache.layers[layer:]]), lower.tokens)
-
-    def continued(self, rows: Sequence[int]) -> Cache:
-        """Return a cache for one pass over sequences that continue the prefixes ``rows``; it keeps none of them."""
-        return _Continuation(self._cache.layers, rows)
-
-
-def read_prefix(lm: LoadedModel, ids: Sequence[Sequence[int]], parent: Prefix | None = None) -> Prefix:
-    """Read the first tokens (R, N), or those after one parent, which all continue, with all open interventions."""
-    if parent is not None:
-        lm.rope_lengths.check(parent.tokens + len(ids[0]), [parent.tokens])
-    if parent is None:
-        cache = _Filling(DynamicCache(config=lm.model.config).layers)
-    else:
-        cache = _Filling([_fork(layer, [0] * len(ids)) for layer in parent._cache.layers])
-    inputs = {"input_ids": torch.tensor(ids, device=input_device(lm.model))}
-    with suppress(_Filled):
-        run(lm.model, {**inputs, "past_key_values": cache, "use_cache": True})
-    return Prefix(cache, len(ids[0]) + (0 if parent is None else parent.tokens))
-
-
-@torch.no_grad()
-def shares_prefixes(lm: LoadedModel) -> bool:
-    """Return True if a cached prefix of a short text reproduces the full-sequence hidden states.
-
-    Models that cache other states than keys and values, or share them between layers, may fail. If the rotary
-    frequencies depend on the length (`LoadedModel.rope_lengths`), the result holds for sequences with those of their
-    prefix.
-    """
-    prefix, rest = _CHECKED
-    vocabulary = lm.model.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(min(vocabulary, 1000), (3, prefix + rest), generator=generator)
-    half = prefix // 2
-    ids[1:, :half] = ids[0, :half]
-    ids[2, :prefix] = ids[0, :prefix]
-    ids = ids.to(input_device(lm.model))
-    # Outside the handler: a model that cannot read whole sequences must raise.
-    whole = _hidden(run(lm.model, {"input_ids": ids}))[:, prefix:]
-    try:
-        first = read_prefix(lm, ids[:1, :half].tolist())
-        shared = read_prefix(lm, ids[:2, half:prefix].tolist(), first)
-        for _ in range(2):  # the second pass shows whether the first one changed the prefix
-            out = run(
-                lm.model,
-                {"input_ids": ids[:, prefix:], "past_key_values": shared.continued([0, 1, 0]), "use_cache": True},
-            )
-            if not nearly_equal(_hidden(out), whole):
-                return False
-    except MODEL_ERRORS as problem:
-        raise_if_out_of_memory(problem)
-        return False
-    return True
-
-
-def _hidden(output: Any) -> Tensor:
-    hidden: Tensor = output[0]
-    return hidden
-
-
-def nearly_equal(ours: Tensor, whole: Tensor) -> bool:
-    """Return True if hidden states equal those of whole sequences."""
-    # Kernels sum in another order for another shape, which costs a few roundings through all layers.
-    tolerance = max(1e-4, 8 * torch.finfo(whole.dtype).eps)
-    return bool(wide_norm(ours - whole) <= tolerance * wide_norm(whole))
-
-
-class _Filled(Exception):
-    """A cache has all its keys."""
-
-
-class _Filling(Cache):
-    """A cache that ends the pass with its last keys: nothing reads the hidden states of a prefix."""
-
-    def __init__(self, layers: list[Any]) -> None:
-        super().__init__(layers=layers)
-        # A recurrent layer may still change its states.
-        self._last = None if isinstance(layers[-1], LinearAttentionCacheLayerMixin) else len(layers) - 1
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        full: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if layer_idx == self._last:
-            raise _Filled
-        return full
-
-
-class _Continuation(Cache):
-    """A cache that reads prefixes and new tokens, but keeps the prefixes, spread over the batch one layer at a time."""
-
-    def __init__(self, layers: Sequence[Any], rows: Sequence[int]) -> None:
-        super().__init__(layers=[_fork(layer, rows, spread=False) for layer in layers])
-        self._rows = rows
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        layer: Any = self.layers[layer_idx]
-        before = (layer.keys, layer.values)
-        _spread(layer, self._rows)
-        full: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        layer.keys, layer.values = before
-        return full
-
-
-def _fork(layer: Any, rows: Sequence[int], *, spread: bool = True) -> Any:
-    """Return a layer's cache for sequences that continue the prefixes ``rows``, with keys and values if ``spread``."""
-    fork = copy.copy(layer)
-    if spread:
-        _spread(fork, rows)
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
-        # Recurrent states are updated in place.
-        for name in ("conv_states", "recurrent_states"):
-            states = getattr(layer, name)
-            copies = {i: None if s is None else s[list(rows)] for i, s in states.items()}
-            setattr(fork, name, copies)
-        for name in ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state"):
-            setattr(fork, name, dict(getattr(layer, name)))
-    return fork
-
-
-def _spread(layer: Any, rows: Sequence[int]) -> None:
-    """Give every sequence the keys and values (R, K, N, D) of its prefix, maybe as views: new tokens go to copies."""
-    if isinstance(layer, DynamicLayer) and layer.is_initialized:
-        for name in ("keys", "values"):
-            cached = getattr(layer, name)
-            setattr(layer, name, cached.expand(len(rows), -1, -1, -1) if len(cached) == 1 else cached[list(rows)])
 
 
 @dataclass(frozen=True)
@@ -308,7 +163,7 @@ class SharedRowHooks:
         self._fill = Filler(replacement, InterventionRecord(lm, None))
         statistics = _statistics_of(lm, kinds) if statistics is None else statistics
         self._score = statistics.score
-        self._prefix, self._endings, self._alone = (copy.copy(statistics) for _ in range(3))
+        self._prefix, self._endings, self._alone = (statistics.fresh() for _ in range(3))
         self._layouts: dict[torch.device, _Layout] = {}
         self._zeroed: dict[torch.device, Tensor] = {}
 

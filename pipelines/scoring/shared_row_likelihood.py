@@ -1,0 +1,173 @@
+"""Likelihoods of prompts that share prefixes in rows, for rules.
+
+Rules need whole inputs, but ablate the same heads in most inputs with a common prefix. A row contains the prefix once,
+and it is read for all of them up to the layer at which their ablated heads differ (`layers.shared_rows`). Answers equal
+those of whole inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from headscan.ablation.ablation import Ablation
+from headscan.ablation.masks import HeadMask
+from headscan.layers.blocks import Blocks, find_blocks
+from headscan.layers.shared_rows import SharedRow, can_share_rows, read_shared_row
+from headscan.models.loaded_model import LoadedModel
+from headscan.models.token_batches import pass_tokens, run_halving
+from headscan.pipelines.scoring.likelihood import (
+    PrefixNode,
+    ReadAnswer,
+    ReadInput,
+    answers_to,
+    by_request,
+    distinct_reads,
+    likelihoods_at,
+    prefix_tree,
+    shareable_tokens,
+)
+from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request, pass_cost
+
+#: A row may have at least so many times the tokens of its prefix: reading a prefix again costs more than a longer pass.
+_PREFIXES = 3
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """Sequences (indices) that share their first ``prefix`` tokens; 0 for a single sequence."""
+
+    prefix: int
+    members: tuple[int, ...]
+
+
+def pack_rows(root: PrefixNode, lengths: Sequence[int], best_tokens: int, most_tokens: int) -> list[PackedRow]:
+    """Return rows of few tokens in total with all sequences of a prefix tree. ``best_tokens`` is the fastest length of
+    a row for the model; only a single sequence exceeds ``most_tokens``.
+    """
+    packer = _Packer(lengths, best_tokens, most_tokens)
+    return packer.below(root)
+
+
+@dataclass(frozen=True)
+class _Packer:
+    lengths: Sequence[int]
+    best_tokens: int
+    most_tokens: int
+
+    def below(self, node: PrefixNode) -> list[PackedRow]:
+        """Return the rows of a node: one group per child, or one for all, whichever has fewer tokens."""
+        apart = [row for child in node.children for row in self.below(child)]
+        apart += self._cut(node.end, node.rows)
+        together = self._cut(node.end, sorted(_members(node)))
+        return min(apart, together, key=self._tokens)
+
+    def _cut(self, prefix: int, members: Sequence[int]) -> list[PackedRow]:
+        if not prefix:
+            return [PackedRow(0, (member,)) for member in members]
+        room = _row_tokens(prefix, self.best_tokens, self.most_tokens) - prefix
+        cut: list[PackedRow] = []
+        row: list[int] = []
+        used = 0
+        for member in sorted(members, key=lambda m: (-self.lengths[m], m)):
+            ending = self.lengths[member] - prefix
+            if row and used + ending > room:
+                cut.append(PackedRow(prefix, tuple(row)))
+                row, used = [], 0
+            row.append(member)
+            used += ending
+        if row:
+            cut.append(PackedRow(prefix, tuple(row)))
+        return [row if len(row.members) > 1 else PackedRow(0, row.members) for row in cut]
+
+    def _tokens(self, rows: Sequence[PackedRow]) -> int:
+        return sum(row.prefix + sum(self.lengths[m] - row.prefix for m in row.members) for row in rows)
+
+
+def _row_tokens(prefix: int, best_tokens: int, most_tokens: int) -> int:
+    """Return the most tokens of a row."""
+    return min(max(best_tokens, _PREFIXES * prefix), most_tokens)
+
+
+def _members(node: PrefixNode) -> Iterator[int]:
+    yield from node.rows
+    for child in node.children:
+        yield from _members(child)
+
+
+@dataclass(frozen=True)
+class SharedRowItem:
+    """Requests for one replica whose model can read shared rows. Ablations that differ for every input (those without
+    `Ablation.may_share_rows`) are read whole.
+    """
+
+    name: str
+    requests: tuple[Request, ...]
+    ablated: Ablation | None
+    batch_tokens: int
+
+    def run(self, lm: LoadedModel) -> list[AnswerSet[Likelihood]]:
+        return [score_shared_rows(lm, self)]
+
+
+def can_read_shared_rows(lm: LoadedModel, item: object) -> bool:
+    """Pool task: return True if inputs can share their prefixes in rows."""
+    return can_share_rows(lm)
+
+
+def score_shared_rows(lm: LoadedModel, item: SharedRowItem) -> AnswerSet[Likelihood]:
+    """Answer requests with the item's heads ablated, with the kernels of rules for every arm."""
+    reads = distinct_reads(item.requests)
+    answered: dict[int, ReadAnswer] = {}
+    if item.ablated is None or item.ablated.may_share_rows:
+        answered = _in_rows(lm, item.ablated, reads, item.batch_tokens)
+    alone = [index for index in range(len(reads)) if index not in answered]
+    answers = answers_to(lm, [reads[index] for index in alone], item.ablated, item.batch_tokens, as_rules=True)
+    answered.update((alone[place], answer) for place, answer in answers.items())
+    return by_request(reads, answered)
+
+
+def _in_rows(
+    lm: LoadedModel, ablated: Ablation | None, reads: Sequence[ReadInput], batch_tokens: int
+) -> dict[int, ReadAnswer]:
+    lengths = [len(read.ids) for read in reads]
+    tree = prefix_tree([read.ids for read in reads], shareable_tokens(lm, reads), pass_cost(lm.device.type))
+    blocks, limit = find_blocks(lm), lm.limits["shared rows"]
+    best_tokens = pass_tokens(lm.device.type, batch_tokens)
+    answered: dict[int, ReadAnswer] = {}
+    with torch.no_grad():
+        for row in pack_rows(tree, lengths, best_tokens, batch_tokens):
+            if row.prefix:
+
+                def answer(members: list[int], prefix: int = row.prefix) -> list[ReadAnswer]:
+                    most = _row_tokens(prefix, best_tokens, batch_tokens)
+                    return _read_row(blocks, ablated, [reads[member] for member in members], prefix, most)
+
+                for members, answers in run_halving(list(row.members), answer, lengths, limit):
+                    answered.update(zip(members, answers, strict=True))
+    return answered
+
+
+def _read_row(
+    blocks: Blocks, ablated: Ablation | None, reads: Sequence[ReadInput], prefix: int, most_tokens: int
+) -> list[ReadAnswer]:
+    lm = blocks.lm
+    row = SharedRow(reads[0].ids[:prefix], tuple(read.ids[prefix:] for read in reads))
+    answers: dict[int, ReadAnswer] = {}
+
+    def forward(part: SharedRow, members: Sequence[int]) -> list[list[Likelihood]]:
+        inputs = part.inputs(lm.device)
+        here = [reads[member] for member in members]
+        places = [
+            (0, start + place - prefix) for read, start in zip(here, part.starts, strict=True) for place in read.places
+        ]
+        return likelihoods_at(lm, here, inputs.pop("input_ids"), places, use_cache=False, **inputs)
+
+    cost = pass_cost(lm.device.type)
+    parts = read_shared_row(blocks, ablated or HeadMask([]), row, forward, most_tokens=most_tokens, pass_cost=cost)
+    for part in parts:
+        for member, likelihoods, share in zip(part.sequences, part.value, part.zeroed_shares, strict=True):
+            answers[member] = ReadAnswer(likelihoods, share)
+    return [answers[member] for member in range(len(reads))]
