@@ -90,7 +90,7 @@ def refuse_resume(run_id: str, changes: Sequence[str]) -> ResumeError:
     """Return the error for a run whose software or device changed."""
     return ResumeError(
         f"cannot resume run {run_id}, which used other software or another device: {', '.join(changes)}. Restore them,"
-        " or give resume_anyway=True, which records both in runs.provenance"
+        " or give `resume_anyway=True`, which records both in runs.provenance"
     )
 
 

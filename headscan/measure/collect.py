@@ -334,7 +334,7 @@ class _Collector:
             name, layer, row = first
             raise NotFiniteError(
                 f"{name} is not finite: NaN or infinite in layer {layer}, sequence {row} of the batch. Load the model "
-                "in another dtype, or pass keep_nonfinite=True"
+                "in another dtype, or pass `keep_nonfinite=True`"
             )
         return stacked
 

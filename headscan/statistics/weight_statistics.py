@@ -175,7 +175,7 @@ class QueryNumber(ABC):
 
     def of_fused(self, fused: FusedPass) -> Tensor:
         """Return the number from fused calls, without explicit weights: (B, H, N)."""
-        raise UnsupportedModelError(f"fused attention does not measure {self.name}. Use path='blockwise'")
+        raise UnsupportedModelError(f"fused attention does not measure {self.name}. Use `path='blockwise'`")
 
     def with_learned_sink(self, values_BHN: Tensor, share_BHN: Tensor, log_share_BHN: Tensor) -> Tensor:
         """Correct the fused number of a call whose learned sink leaves the keys only ``share_BHN`` of the weight."""

@@ -182,7 +182,7 @@ def sweep(config: SweepConfig, run: Run) -> SweepRuns:
     if config.confirm and 0 < half < least:
         run.say(
             f"each half of the questions has about {half} (limit {least}), too few to confirm any arm as"
-            " removable. Raise `limit`, or use confirm=False to judge on all questions"
+            " removable. Raise `limit`, or use `confirm=False` to judge on all questions"
         )
     check_predicts(run)
     check_generates(run.pool, questions.requests)

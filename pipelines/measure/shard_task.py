@@ -145,7 +145,7 @@ def _refuse(kind: str, wrong: Mapping[str, Tensor], texts: Sequence[corpora.Toke
     raise NotFiniteError(
         f"{name} is not finite in layer {layer}, {kind} attention, of sequence {text.index} (document {text.document}, "
         f"{text.source}), because the model's activations are NaN or infinite. Load it in another `dtype`, or set "
-        "keep_nonfinite=True to store such values as NULL"
+        "`keep_nonfinite=True` to store such values as NULL"
     )
 
 

@@ -73,7 +73,9 @@ class TokenPlan:
     def __post_init__(self) -> None:
         check_limits(self, CorpusError)
         if self.max_tokens < self.min_tokens:
-            raise CorpusError(f"max_tokens={self.max_tokens} is below min_tokens={self.min_tokens}. Raise `max_tokens`")
+            raise CorpusError(
+                f"`max_tokens={self.max_tokens}` is below `min_tokens={self.min_tokens}`. Raise `max_tokens`"
+            )
 
     @property
     def attention_across_documents(self) -> bool:
@@ -93,7 +95,9 @@ def longest_text(identity: ModelIdentity, max_tokens: int | None) -> int:
     if max_tokens is None:
         return min(limit or _LONGEST, _LONGEST)
     if limit is not None and max_tokens > limit:
-        raise SequenceError(f"max_tokens={max_tokens} (limit {limit} positions of {identity.name}). Lower `max_tokens`")
+        raise SequenceError(
+            f"`max_tokens={max_tokens}` (limit {limit} positions of {identity.name}). Lower `max_tokens`"
+        )
     return max_tokens
 
 

@@ -366,7 +366,7 @@ def test_tokenizers_that_cannot_write_the_questions_are_refused() -> None:
     few = word_tokenizer([*KEYS[:4], *VALUES[:4]])
     with pytest.raises(RecallError, match="printable tokens of the tokenizer: 8"):
         recall_questions(few, SMALL, 512, bos="auto")
-    with pytest.raises(RecallError, match=r"neither BOS nor EOS. Use bos=auto"):
+    with pytest.raises(RecallError, match=r"neither BOS nor EOS. Use `bos=auto`"):
         recall_questions(few, SMALL, 512, bos="always")
     with pytest.raises(CorpusError, match="unknown bos 'sometimes'"):
         recall_questions(few, SMALL, 512, bos="sometimes")

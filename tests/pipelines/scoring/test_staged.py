@@ -196,7 +196,7 @@ def test_tasks_travel_and_generation_is_refused(saved: Callable[[str], ModelSpec
     with (
         StreamedPool(saved("llama"), PLACEMENT) as pool,
         pytest.raises(
-            StagingError, match=r"generate texts needs all layers of the model at once.*=whole or placement=sharded"
+            StagingError, match=r"generate texts needs all layers of the model at once.*=whole` or `placement=sharded`"
         ),
     ):
         pool.one(generate_texts, None)
