@@ -179,7 +179,7 @@ def check_limits(settings: Any, error: type[HeadscanError]) -> None:
         if given is None and kind.optional:
             continue
         if kind.many and not isinstance(given, (tuple, list)):
-            raise error(f"{name}={given!r} is no tuple. Change `{name}`")
+            raise error(f"`{name}={given!r}` is no tuple. Change `{name}`")
         for value in given if kind.many else (given,):
             if problem := _problem(name, value, kind, limits, error):
                 raise problem
@@ -192,9 +192,9 @@ def _problem(
     if kind.kind in (int, float):
         noun, numbers = ("a whole number", Integral) if kind.kind is int else ("a number", Real)
         if isinstance(value, bool) or not isinstance(value, numbers):
-            return error(f"{name}={value!r} is not {noun}. Change `{name}`")
+            return error(f"`{name}={value!r}` is not {noun}. Change `{name}`")
         if broken := limits.problem(value):
-            return error(f"{name}={_short(value)} (limit {broken[0]}). {broken[1]} `{name}`")
+            return error(f"`{name}={_short(value)}` (limit {broken[0]}). {broken[1]} `{name}`")
     elif isinstance(limits, Option):
         if limits.names is not None and value not in limits.names:
             return unknown_name(limits.kind, value, limits.names)

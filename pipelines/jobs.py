@@ -309,7 +309,7 @@ def local_opener(
     request = replace(devices or PlacementRequest(), evaluates=evaluates, max_threads=max_threads())
     if here:
         if (request.replicas or 1) > 1:
-            raise HeadscanError(f"replicas={request.replicas} (limit 1 for this job). Set `replicas` to 1")
+            raise HeadscanError(f"`replicas={request.replicas}` (limit 1 for this job). Set `replicas` to 1")
         request = replace(request, replicas=1)
 
     def placement(model: ModelSpec) -> Placement:

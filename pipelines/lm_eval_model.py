@@ -84,7 +84,7 @@ class HeadscanModel(HeadscanLM):
         if (rule is None) != (threshold is None):
             raise HarnessError("rule and threshold go together. Set both, or none")
         if plan_mode not in get_args(PlanMode):
-            raise HarnessError(f"plan_mode={plan_mode!r}. Choose {' or '.join(get_args(PlanMode))}")
+            raise HarnessError(f"`plan_mode={plan_mode!r}`. Choose {' or '.join(get_args(PlanMode))}")
         spec = ModelSpec(pretrained, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
         where = "auto" if device in (None, "cuda", "cuda:0") else device
         opener = jobs.local_opener(spec, TASK_TOKENS, PlacementRequest(device=where), evaluates=True)
@@ -144,7 +144,9 @@ def _heads(text: str) -> list[tuple[int, int]]:
     try:
         return [(int(layer), int(head)) for layer, head in (each.split(":") for each in text.split("+"))]
     except ValueError:
-        raise HarnessError(f"heads={text!r} names no heads. Write LAYER:HEAD+LAYER:HEAD, for example 3:5+7:0") from None
+        raise HarnessError(
+            f"`heads={text!r}` names no heads. Write LAYER:HEAD+LAYER:HEAD, for example 3:5+7:0"
+        ) from None
 
 
 if __name__ == "__main__":

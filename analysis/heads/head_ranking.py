@@ -12,7 +12,7 @@ import numpy as np
 from headscan.analysis.errors import SelectionError
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.views import PLAIN_STATISTICS, importance_sql, pool_quantile
-from headscan.catalog import BEHAVIOURS, IMPORTANCES, SCORES, head_count
+from headscan.catalog import BEHAVIOURS, IMPORTANCES, SCORES, head_count, statistics_for
 from headscan.errors import unknown_name
 
 
@@ -122,7 +122,7 @@ def thresholds(store: Store, run_id: str, score: str, quantiles: Sequence[float]
     stored = store.query(
         "SELECT thresholds FROM measure_pools WHERE run_id = ? AND site = ? AND measure = ?", [run_id, site, score]
     ).to_pylist()
-    known = dict(stored[0]["thresholds"]) if stored else {}
+    known = dict(stored[0]["thresholds"] or ()) if stored else {}
     if all(quantile in known for quantile in quantiles):
         return [known[quantile] for quantile in quantiles]
     levels = [float(pool_quantile(SCORES[score], quantile)) for quantile in quantiles]
@@ -138,7 +138,10 @@ def _not_measured(store: Store, run_id: str, score: str, site: str) -> Selection
     ].to_pylist()
     if sites and site not in sites:
         return SelectionError(f"run {run_id} has no site {site!r}. Choose from {', '.join(sites)}")
-    return SelectionError(f"run {run_id} has no {score} at site {site}. Choose a measured score, or scan again")
+    needed = ", ".join(sorted(statistics_for([score]))) if score in SCORES else score
+    return SelectionError(
+        f"run {run_id} has no {score} at site {site}. Choose a measured score, or scan with the statistics {needed}"
+    )
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ from headscan.analysis.errors import (
 )
 from headscan.analysis.store.records import ABLATING_KINDS_SQL
 from headscan.analysis.store.scan_tables import Table, comment_statements, literal, table_statements
+from headscan.analysis.store.summaries import incomplete_summaries_sql
 from headscan.analysis.store.tables import FORMAT, SCHEMA_VERSION, TABLES, meta_rows, schema_statements
 from headscan.analysis.store.views import ALL_RUNS, VIEWS, view_statements
 from headscan.errors import first_line
@@ -456,7 +457,9 @@ def upgrade(
 def migrate(
     connection: duckdb.DuckDBPyConnection, path: Path, version: int, steps: Mapping[int, Sequence[str]] = STEPS
 ) -> None:
-    """Create missing tables and columns, and all views, functions and comments."""
+    """Create missing tables and columns, and all views, functions and comments; delete summaries without a score that
+    is new.
+    """
     present = definitions(connection)
     statements = _drop_statements(present, functions(connection))
     statements += [change for table in TABLES.values() for change in _table_changes(table, present)]
@@ -465,6 +468,10 @@ def migrate(
     for statement in statements:
         connection.execute(statement)
     verify(connection, path, ("table", "column", "constraint"))
+    if version < SCHEMA_VERSION:
+        incomplete = [run_id for (run_id,) in connection.execute(incomplete_summaries_sql()).fetchall()]
+        for table in ("head_summaries", "measure_pools"):
+            connection.execute(f"DELETE FROM {table} WHERE list_contains(?, run_id)", [incomplete])
     comments = [comment for table in TABLES.values() for comment in comment_statements(table)]
     rows = (f"({literal(key)}, {literal(value)})" for key, value in meta_rows().items())
     for statement in (*view_statements(), *comments, f"INSERT OR REPLACE INTO meta VALUES {', '.join(rows)}"):

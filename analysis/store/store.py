@@ -90,7 +90,7 @@ def refuse_resume(run_id: str, changes: Sequence[str]) -> ResumeError:
     """Return the error for a run whose software or device changed."""
     return ResumeError(
         f"cannot resume run {run_id}, which used other software or another device: {', '.join(changes)}. Restore them,"
-        " or give resume_anyway=True, which records both in runs.provenance"
+        " or give `resume_anyway=True`, which records both in runs.provenance"
     )
 
 
@@ -450,7 +450,7 @@ class Store:
         ended gets the status ``interrupted``.
         """
         # Times are read as numbers, because pyarrow imports pandas, which takes 0.2 s, to convert those with a zone.
-        rows = self.query(
+        found = self.query(
             "SELECT r.* REPLACE (epoch_us(r.started_at) AS started_at, epoch_us(r.finished_at) AS finished_at),"
             " coalesce(s.finished_shards, 0) AS finished_shards, coalesce(s.nonfinite_rows, 0) AS nonfinite_rows,"
             " epoch_us(last_written) AS last_written FROM runs r LEFT JOIN (SELECT run_id, count(*) AS finished_shards,"
@@ -458,14 +458,14 @@ class Store:
             " run_id) s USING (run_id) WHERE kind = coalesce(?, kind) ORDER BY r.started_at DESC, run_id",
             [kind],
         ).to_pylist()
-        for row in rows:
+        for row in found:
             for name in ("started_at", "finished_at", "last_written"):
                 if row[name] is not None:
                     row[name] = (_EPOCH + timedelta(microseconds=row[name])).astimezone()
             if row["status"] == "running" and has_ended(row["writer"]):
                 row["status"] = "interrupted"
         return [
-            {c: json.loads(v) if c in _JSON_COLUMNS and v is not None else v for c, v in row.items()} for row in rows
+            {c: json.loads(v) if c in _JSON_COLUMNS and v is not None else v for c, v in row.items()} for row in found
         ]
 
     def resolve_run(self, prefix: str | None = None, kind: RunKind = "scan") -> dict[str, Any]:
@@ -638,12 +638,19 @@ def _add_shard(
         f"INSERT INTO {table} BY NAME SELECT ? AS run_id, {', '.join((*_HEAD_KEYS, *finite))} FROM incoming_heads",
         [run_id],
     )
-    connection.execute(
-        "INSERT INTO shards BY NAME SELECT ? AS run_id, ? AS shard, ? AS content_hash, count(*) AS sequences,"
-        " ? AS head_rows, ? AS nonfinite_rows, coalesce(sum(tokens), 0) AS tokens, ? AS seconds, ? AS worker,"
-        " now() AS finished_at FROM incoming_sequences",
-        [run_id, shard.shard, shard.content_hash, heads.num_rows, shard.nonfinite_rows, shard.seconds, shard.worker],
-    )
+    ledger = {
+        "run_id": run_id,
+        "shard": shard.shard,
+        "content_hash": shard.content_hash,
+        "sequences": sequences.num_rows,
+        "head_rows": heads.num_rows,
+        "nonfinite_rows": shard.nonfinite_rows,
+        "tokens": sum(sequences["tokens"].to_pylist()),
+        "seconds": shard.seconds,
+        "worker": shard.worker,
+        "finished_at": datetime.now(UTC),
+    }
+    _insert_record(connection, "shards", ledger)
 
 
 def _finite(name: str) -> str:

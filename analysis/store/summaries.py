@@ -2,6 +2,7 @@
 
 A finished scan stores these rows (tables ``head_summaries`` and ``measure_pools``), so that no question reads all rows
 of ``head_statistics``. For an unfinished run the same numbers are computed by `headscan.analysis.store.head_spread`.
+The upgrade of a store deletes summaries that lack a new score, and the next `Store.summarise` stores them again.
 """
 
 from __future__ import annotations
@@ -17,11 +18,9 @@ import pyarrow as pa
 from headscan.analysis.store.head_spread import Persistence, SiteSummary, Spread, site_quantiles, summarise_site
 from headscan.analysis.store.scan_tables import literal
 from headscan.analysis.store.site_rows import SiteHeads, column_values
-from headscan.analysis.store.verdict_limits import (
-    HEAD_BINS,
-)
+from headscan.analysis.store.verdict_limits import HEAD_BINS
 from headscan.analysis.store.views import SUMMARISED, profile_means_sql
-from headscan.catalog import PROFILES
+from headscan.catalog import PROFILES, SCORES
 
 
 def _counted_heads(connection: duckdb.DuckDBPyConnection, run_id: str) -> pa.Table:
@@ -137,6 +136,22 @@ def _pool_row(heads: SiteHeads, name: str, spread: Spread) -> pa.Table:
     shares = pa.array([list(spread.thresholds.items())], pa.map_(pa.float64(), pa.float64()))
     picks = pa.array([list(spread.picks.items())], pa.map_(pa.string(), pa.int64()))
     return table.append_column("thresholds", shares).append_column("picks", picks)
+
+
+def incomplete_summaries_sql() -> str:
+    """Return SQL for the runs whose summary lacks a score that follows from their statistics, because it was stored
+    before the catalogue declared the score.
+    """
+    scores = ", ".join(
+        f"({', '.join(map(literal, (score.name, score.statistic, score.normaliser or score.statistic)))})"
+        for score in SCORES.values()
+    )
+    return f"""
+        SELECT run_id FROM (VALUES {scores}) AS declared(score, statistic, normaliser)
+        JOIN (SELECT run_id, site, list(measure) AS measured, list(measure) FILTER (thresholds IS NOT NULL) AS scored
+            FROM measure_pools GROUP BY run_id, site) ON list_has_all(measured, [statistic, normaliser])
+        WHERE NOT coalesce(list_contains(scored, score), false)
+    """
 
 
 def is_summarised(connection: duckdb.DuckDBPyConnection, run_id: str) -> bool:

@@ -50,7 +50,7 @@ MASKS = Table(
     "one row per fixed set of heads",
     columns("""
         mask_id VARCHAR 12 hexadecimal digits, computed from the mask
-        run_id VARCHAR? id of the scan that ranked the heads
+        run_id VARCHAR? id of the run that ranked the heads
         name VARCHAR name of the mask, unique in the store
         score VARCHAR? score that ranked the heads
         share DOUBLE? requested share of all heads, 0 to 1

@@ -74,11 +74,15 @@ def finished_arms(store: Store, run_id: str) -> FinishedArms:
     columns = [name for name in FinishedArm._fields if name not in _SETTINGS]
     columns += [f"(config ->> '$.{name}')::{kind} AS {name}" for name, kind in _SETTINGS.items()]
     rows = store.query(
-        f"SELECT {', '.join(columns)}, status = 'finished' AS finished FROM arms"
-        f" WHERE run_id = ? ORDER BY kind IN ({CONTROL_KINDS_SQL}), started_at, name",
+        f"SELECT {', '.join(columns)}, status FROM arms WHERE run_id = ?"
+        f" ORDER BY kind IN ({CONTROL_KINDS_SQL}), started_at, name",
         [run_id],
     ).to_pylist()
-    arms = [FinishedArm(**row | {"kind": ArmKind(row["kind"])}) for row in rows if row.pop("finished")]
+    arms = [
+        FinishedArm(kind=ArmKind(row["kind"]), **{name: row[name] for name in FinishedArm._fields if name != "kind"})
+        for row in rows
+        if row["status"] == "finished"
+    ]
     baselines = [arm for arm in arms if arm.kind is ArmKind.BASELINE]
     if len(baselines) != 1:
         raise VerdictError(

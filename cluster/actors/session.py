@@ -103,8 +103,8 @@ class RaySession:
             if amount * replicas > total.get(kind, 0):
                 self.close()
                 raise PlacementError(
-                    f"replicas={replicas} need {amount * replicas:g} {kind}s (limit {total.get(kind, 0):g} of the Ray "
-                    "cluster). Lower `replicas`" + (", or use device=cpu" if kind == "GPU" else "")
+                    f"`replicas={replicas}` need {amount * replicas:g} {kind}s (limit {total.get(kind, 0):g} of the "
+                    "Ray cluster). Lower `replicas`" + (", or use `device=cpu`" if kind == "GPU" else "")
                 )
 
     def close(self) -> None:

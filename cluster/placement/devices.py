@@ -133,10 +133,12 @@ def _lines(path: Path) -> list[str]:
 def imagined(nodes: int, gpus: int, gpu_memory: int, cpu_memory: int, cpus: int) -> tuple[Node, ...]:
     """Return identical imagined nodes; the memories are bytes of one GPU, and of a node's RAM."""
     if nodes < 1 or gpus < 0 or cpus < 1:
-        raise PlacementError(f"nodes={nodes}, gpus={gpus}, cpus={cpus}: too few. Imagine at least one node and one CPU")
+        raise PlacementError(
+            f"`nodes={nodes}`, `gpus={gpus}`, `cpus={cpus}`: too few. Imagine at least one node and one CPU"
+        )
     if nodes * max(1, gpus) > MOST_IMAGINED:
         raise PlacementError(
-            f"nodes={nodes} with gpus={gpus} are {nodes * max(1, gpus):,} devices (limit {MOST_IMAGINED:,}). "
+            f"`nodes={nodes}` with `gpus={gpus}` are {nodes * max(1, gpus):,} devices (limit {MOST_IMAGINED:,}). "
             "Imagine fewer nodes"
         )
     usable = (int(_GPU_SHARE * gpu_memory),) * gpus

@@ -158,7 +158,7 @@ class Places:
         self.nodes = [node for node in nodes if (node.gpus if self.on_gpus else node.cpus)]
         if not self.nodes:
             raise PlacementError(
-                f"device={self.device}: {machine} has no GPU. Use device=cpu"
+                f"`device={self.device}`: {machine} has no GPU. Use `device=cpu`"
                 if self.on_gpus
                 else f"{machine} has no CPU. Start its nodes with `ray start --num-cpus=N`"
             )
@@ -227,9 +227,9 @@ class Places:
         count = len(self.sizes) if self.on_gpus else sum(node.cpus for node in self.nodes)
         if replicas is None or replicas <= count:
             return
-        instead = ", or use device=cpu" if self.on_gpus else ""
+        instead = ", or use `device=cpu`" if self.on_gpus else ""
         raise PlacementError(
-            f"replicas={replicas} on {self.device} (limit {count} on {machine}: one {self.kind} per replica). "
+            f"`replicas={replicas}` on {self.device} (limit {count} on {machine}: one {self.kind} per replica). "
             f"Lower `replicas`{instead}"
         )
 
@@ -237,10 +237,10 @@ class Places:
 def _with_one_gpu(nodes: Sequence[Node], device: str) -> Node:
     here, index = nodes[0], int(device.partition(":")[2])
     if len(nodes) > 1:
-        raise PlacementError(f"device={device}: a cluster chooses the GPU itself. Use device=cuda")
+        raise PlacementError(f"`device={device}`: a cluster chooses the GPU itself. Use `device=cuda`")
     if index >= len(here.gpus):
         last = f"the last GPU is cuda:{len(here.gpus) - 1}" if here.gpus else "there is no GPU"
-        raise PlacementError(f"device={device}: on {here.name} {last}")
+        raise PlacementError(f"`device={device}`: on {here.name} {last}")
     return Node(here.name, here.gpus[index : index + 1], here.memory, here.cpus)
 
 

@@ -104,15 +104,15 @@ class ShardedPlacement(ReplicaPlacement):
         layers = demand.divisible_layers()
         if not places.on_gpus:
             if request.offload != "disk":
-                raise PlacementError("device=cpu holds all layers in RAM. Use GPUs, or set offload=disk")
+                raise PlacementError("`device=cpu` holds all layers in RAM. Use GPUs, or set `offload=disk`")
             return cls._offloaded(demand, places, request, 0)
         most, wanted = max(len(node.gpus) for node in places.nodes), request.gpus_per_replica
         if wanted is not None and wanted > most:
-            raise PlacementError(f"gpus_per_replica={wanted} (limit {most} GPUs of a node). Lower `gpus_per_replica`")
+            raise PlacementError(f"`gpus_per_replica={wanted}` (limit {most} GPUs of a node). Lower `gpus_per_replica`")
         if wanted is not None and wanted > len(layers):
-            raise PlacementError(f"gpus_per_replica={wanted} (limit {len(layers)} layers). Lower `gpus_per_replica`")
+            raise PlacementError(f"`gpus_per_replica={wanted}` (limit {len(layers)} layers). Lower `gpus_per_replica`")
         if most < 2 and request.offload is None:
-            raise PlacementError("no node has two GPUs; offload=cpu keeps layers in RAM")
+            raise PlacementError("no node has two GPUs; `offload=cpu` keeps layers in RAM")
         refusal = None
         for count in (wanted,) if wanted else range(2, min(most, len(layers)) + 1):
             ranges = balanced_ranges(layers, count)
@@ -141,7 +141,7 @@ class ShardedPlacement(ReplicaPlacement):
         nodes = [node for node in places.nodes if len(node.gpus) >= gpus]
         if gpus and (fit := sum(len(node.gpus) // gpus for node in nodes)) < replicas:
             raise PlacementError(
-                f"replicas={replicas} over {gpus} GPUs of one node each (limit {fit}). Set `gpus_per_replica`"
+                f"`replicas={replicas}` over {gpus} GPUs of one node each (limit {fit}). Set `gpus_per_replica`"
             )
         room = min(min(node.gpus) for node in nodes) if gpus else places.sizes[-1] // replicas
         # accelerate copies an offloaded block to the first device while it runs.
@@ -164,7 +164,7 @@ class ShardedPlacement(ReplicaPlacement):
         elsewhere = sum(sizes.blocks[slice(*rest)])
         memory = min(node.memory for node in nodes) // replicas if request.offload == "cpu" else None
         if memory is not None and elsewhere > memory:
-            raise PlacementError(f"{too_large(elsewhere, memory, 'RAM')}. Set offload=disk")
+            raise PlacementError(f"{too_large(elsewhere, memory, 'RAM')}. Set `offload=disk`")
         parts = [end + sum(sizes.blocks[slice(*part)]) for part, end in zip(ranges, ends, strict=True)]
         tokens = demand.most_tokens(room - max(sizes.blocks) - max(parts), (0, sizes.num_layers))
         names = [f"GPU {i}" for i in range(gpus)] or ["CPU"]
@@ -226,7 +226,7 @@ class PipelinePlacement(Placement):
         layers = demand.divisible_layers()
         wanted, copies = request.stages, request.replicas or 1
         if wanted is not None and wanted > len(layers):
-            raise PlacementError(f"stages={wanted} (limit {len(layers)} layers). Lower `stages`")
+            raise PlacementError(f"`stages={wanted}` (limit {len(layers)} layers). Lower `stages`")
         devices = len(places.sizes) if places.on_gpus else sum(node.cpus for node in places.nodes)
         most = min(devices // copies, len(layers))
         needed = copies * (wanted or 2)
@@ -286,12 +286,12 @@ class StreamedPlacement(Placement):
         demand = replace(demand, staged=True)
         layers = demand.divisible_layers()
         if (request.replicas or 1) > 1:
-            raise PlacementError(f"replicas={request.replicas} (limit 1: each weight is read once). Set replicas=1")
+            raise PlacementError(f"`replicas={request.replicas}` (limit 1: each weight is read once). Set `replicas=1`")
         room = places.sizes[0]
         memory = request.memory or room
         if memory > room:
             raise PlacementError(
-                f"memory={format_bytes(memory)} (limit {format_bytes(room)} of the {places.kind}; "
+                f"`memory={format_bytes(memory)}` (limit {format_bytes(room)} of the {places.kind}; "
                 f"{format_bytes(memory - room)} missing). Lower `memory`"
             )
         every = (0, len(layers))
@@ -319,8 +319,8 @@ class StreamedPlacement(Placement):
             weights = demand.sizes.rest + 2 * max(sum(layers[slice(*part)]) for part in ranges)
         if request.memory is not None and request.batch_tokens is not None and tokens < request.batch_tokens:
             raise PlacementError(
-                f"batch_tokens={request.batch_tokens} in {format_bytes(memory)} (limit {tokens}). "
-                f"Set batch_tokens={tokens}, or raise `memory`"
+                f"`batch_tokens={request.batch_tokens}` in {format_bytes(memory)} (limit {tokens}). "
+                f"Set `batch_tokens={tokens}`, or raise `memory`"
             )
         node = max(places.nodes, key=lambda node: max(node.gpus) if places.on_gpus else node.memory)
         placement = cls(places.device, places.allowed(node.cpus), memory, ranges)
@@ -359,7 +359,7 @@ def place(sizes: ModelSizes, nodes: Sequence[Node], request: PlacementRequest) -
             refusals.append(f"{kind.name}: {problem}")
         else:
             return replace(plan, why=tuple(refusals))
-    fix = "Set placement=auto to use what fits" if len(kinds) == 1 else "Use larger devices, or more of them"
+    fix = "Set `placement=auto` to use what fits" if len(kinds) == 1 else "Use larger devices, or more of them"
     raise PlacementError(f"{sizes.name} cannot be placed. {'. '.join(refusals)}. {fix}")
 
 
@@ -373,5 +373,5 @@ def kinds_to_try(request: PlacementRequest) -> tuple[type[Placement], ...]:
     for kind in PLACEMENTS.values():
         if kind not in kinds:
             for name in request.given(kind.options):
-                raise PlacementError(f"`{name}` is only for placement={kind.name}. Leave out one of the two")
+                raise PlacementError(f"`{name}` is only for `placement={kind.name}`. Leave out one of the two")
     return kinds

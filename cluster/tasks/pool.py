@@ -262,6 +262,6 @@ def refuse_staged(pool: Pool, what: str, *, instead: str | None = None) -> None:
 def _needs_all_layers(what: str, instead: str | None = None) -> StagingError:
     remedy = "" if instead is None else f"{instead}, or "
     return StagingError(
-        f"{what} needs all layers of the model at once, not range by range. Use {remedy}placement=whole or"
-        " placement=sharded"
+        f"{what} needs all layers of the model at once, not range by range. Use {remedy}`placement=whole` or"
+        " `placement=sharded`"
     )

@@ -3,7 +3,7 @@
 The whole output of an ablated head is replaced, for all tokens, before the output projection: by zero unless the
 ablation names another value. Nothing is renormalised (arXiv 2504.03889, 1905.10650). "Inactive" (nothing is lost at
 zero) and "constant" (nothing is lost at the mean) are different findings, so every ablation names the value that it
-tests. Another ablation is a subclass (`HeadMask` here, `KvWindows` in ``headscan.kv``) and an entry in
+tests. Another ablation is a subclass (`HeadMask` in ``masks.py``, `KvWindows` in ``headscan.kv``) and an entry in
 ``headscan.__init__``.
 
 Shapes: B sequences, N tokens, L layers, H query heads, D width of a head's output.

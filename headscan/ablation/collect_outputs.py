@@ -67,7 +67,7 @@ class HeadSamples(StoredOutputs):
                 if isinstance(value, Cache) and value.get_seq_length() > 0:
                     raise InterventionError(
                         f"resample ablation needs whole inputs: {value.get_seq_length()} tokens are in a KV cache "
-                        "(limit 0). Use no KV cache (use_cache=False)"
+                        "(limit 0). Use no KV cache (`use_cache=False`)"
                     )
 
         with lm.model.base_model.register_forward_pre_hook(refuse, with_kwargs=True):

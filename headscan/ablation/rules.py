@@ -122,7 +122,7 @@ def lengths_in_mask(mask: Any, tokens: int) -> Tensor:
     if mask.shape[1] != tokens:
         raise InterventionError(
             f"the attention mask covers {mask.shape[1]} tokens (limit {tokens}, those of the pass), but rules "
-            "need whole inputs. Use no KV cache (use_cache=False)"
+            "need whole inputs. Use no KV cache (`use_cache=False`)"
         )
     real = mask.detach().cpu().bool()
     lengths = real.sum(1)

@@ -225,7 +225,7 @@ class ScoredCall(AttentionCall):
         kernels, explicit = self._kernels(), bool(request.statistics & EXPLICIT)
         if request.path == "fused" and (kernels is None or explicit):
             why = "statistics that need explicit weights" if explicit else "this model or device"
-            raise UnsupportedModelError(f"fused attention does not support {why}. Use path='auto'")
+            raise UnsupportedModelError(f"fused attention does not support {why}. Use `path='auto'`")
         wide = torch.promote_types(self.query_BHND.dtype, torch.float32)
         if kernels is None or explicit or request.path == "blockwise":
             tally = WeightTally(request, self.geometry, normalised=self.sinks_BHN is None)
@@ -338,7 +338,7 @@ def _check_whole(geometry: Geometry, past: int = 0) -> None:
     if past + geometry.queries != geometry.keys and not geometry.cross:
         raise UnsupportedModelError(
             f"heads are measured on whole sequences, without a KV cache: {geometry.queries} queries, {geometry.keys} "
-            "keys. Pass use_cache=False"
+            "keys. Pass `use_cache=False`"
         )
 
 
@@ -366,7 +366,7 @@ class WeightsCall(AttentionCall):
         _check_whole(self.geometry)
         if request.path == "fused":
             raise UnsupportedModelError(
-                "fused attention does not support a model that computes its own weights. Use path='auto'"
+                "fused attention does not support a model that computes its own weights. Use `path='auto'`"
             )
         tally = WeightTally(request, self.geometry)
         B, H, N, S = self.shape_BHNS

@@ -204,7 +204,7 @@ class _Probe:
             self.named_windows &= window_is_named(call)
         kind = "cross" if call.geometry.cross else "encoder" if call.geometry.queries == _ENCODER_TOKENS else "self"
         layer = _layer(path, module, sum(site.site == kind for site in self.sites))
-        heads = getattr(module, "pruned_heads", None)
+        heads = getattr(module, "headscan_heads", None)
         # Where groups differ in size, the call shows each key once per query head, and the module holds the index.
         index = None if heads is None or heads.groups_are_equal else heads.kv_index
         self.sites.append(

@@ -356,7 +356,7 @@ def attend_fused(
 
     Args:
         query_BHND, key_BKND, value_BKND: In the dtype of the kernels. With fewer queries than keys the queries belong
-            to the last tokens, and only ``first_token_weight`` and ``entropy`` can be computed.
+            to the last tokens, and only statistics that continue (`registry.CONTINUABLE`) can be computed.
         window: Number of keys that a query sees; None means all up to its own.
         sinks_BHN: Learned sink logits (B or 1, H, N or 1); None without a learned sink.
     """

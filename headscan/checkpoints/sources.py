@@ -75,9 +75,9 @@ def why_not(source: str, problem: Exception, options: Mapping[str, Any] | None =
     ):
         return f"no model {source!r}: not a folder, not on the hub. Check the name, or run `hf auth login`"
     if "safetensors" in text and "no file named" in text.lower():
-        return f"{source} has no safetensors weights. Convert them, or pass safetensors=False"
+        return f"{source} has no safetensors weights. Convert them, or pass `safetensors=False`"
     if "trust_remote_code" in text:
-        return f"{source} needs Python code from its repository. Read that code, then pass trust_remote_code=True"
+        return f"{source} needs Python code from its repository. Read that code, then pass `trust_remote_code=True`"
     return f"{source} does not load: {first_line(problem)}"
 
 

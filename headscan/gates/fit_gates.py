@@ -124,7 +124,7 @@ class Gates:
     def mask(self, *, count: int | None = None, share: float | None = None) -> HeadMask:
         """Return the mask of the most closed heads: a ``count``, or a ``share`` of all heads (`head_count`)."""
         if (count is None) == (share is None):
-            raise GateError(f"count={count} and share={share} (limit one of them). Give exactly one")
+            raise GateError(f"`count={count}` and `share={share}` (limit one of them). Give exactly one")
         return HeadMask(self.closed(head_count(share or 0, len(self._heads)) if count is None else count))
 
     @cached_property
@@ -214,7 +214,7 @@ class DivergenceLoss(Loss):
     def of(cls, lm: LoadedModel, ids: Tensor, lengths: Sequence[int]) -> DivergenceLoss:
         """Take the predictions of the model as it is now."""
         if not lm.grid.predicts_next_token:
-            raise UnsupportedModelError(f"{lm.source} is no decoder, so it has no predictions. Use objective='loss'")
+            raise UnsupportedModelError(f"{lm.source} is no decoder, so it has no predictions. Use `objective='loss'`")
         with torch.no_grad(), without_autocast(lm.device):
             return cls(ids, tuple(lengths), _log_probabilities(lm, ids, lengths))
 
@@ -452,7 +452,7 @@ def fit_gates(
         every: Steps between two writes and calls of ``progress``.
     """
     if every < 1:
-        raise GateError(f"every={every} (limit 1). Raise `every`")
+        raise GateError(f"`every={every}` (limit 1). Raise `every`")
     fit = GateFit(lm, calibration, config)
     mark = "" if state is None else fit_mark(lm, calibration, config)
     now = (FitState.read(state, mark) if state is not None else None) or fit.start()

@@ -93,7 +93,7 @@ def default_loss(
     counts = real.tolist()
     if "ForSequenceClassification" in type(lm.model).__name__:
         raise UnsupportedModelError(
-            f"{lm.source} is a classifier, and text has no labels. Pass loss=ClassificationLoss"
+            f"{lm.source} is a classifier, and text has no labels. Pass `loss=ClassificationLoss`"
         )
     if lm.is_encoder_decoder:
         return TargetTextLoss.of(lm, ids, counts, ids, counts, summed=summed)
@@ -101,7 +101,9 @@ def default_loss(
         return NextTokenLoss.of(ids, counts, summed=summed)
     mask_id = getattr(lm.tokenizer, "mask_token_id", None)
     if mask_id is None:
-        raise UnsupportedModelError(f"{lm.source} has no mask token. Save its tokenizer, or pass loss=MaskedTokenLoss")
+        raise UnsupportedModelError(
+            f"{lm.source} has no mask token. Save its tokenizer, or pass `loss=MaskedTokenLoss`"
+        )
     special = tuple(lm.require_tokenizer().all_special_ids)
     return MaskedTokenLoss.of(ids, counts, int(mask_id), never=special, keys=keys, summed=summed)
 

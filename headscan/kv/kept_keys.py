@@ -166,5 +166,5 @@ class KeptKeys:
 
 def checked_window(sink: int, recent: int) -> Window:
     if recent < 1 or sink < 0:
-        raise PlanMismatchError(f"window of sink={sink}, recent={recent} (limit sink 0, recent 1). Widen it")
+        raise PlanMismatchError(f"window of `sink={sink}`, `recent={recent}` (limit sink 0, recent 1). Widen it")
     return Window(sink, recent)

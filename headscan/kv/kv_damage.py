@@ -121,7 +121,7 @@ def gated_attention(lm: LoadedModel, gates: Mapping[int, Tensor], window: Window
             if site.layer in gates:
                 raise UnsupportedModelError(
                     f"{lm.source} computes its own attention weights in layer {site.layer}, so windows have no "
-                    "gradient. Load it with attn_implementation='sdpa'"
+                    "gradient. Load it with `attn_implementation='sdpa'`"
                 )
             return call.output()
         full = _output(call)
@@ -226,7 +226,7 @@ def kv_damages(
     """
     window = checked_window(sink, recent)
     if not gates or not all(0 <= gate <= 1 for gate in gates):
-        raise PlanMismatchError(f"gates={tuple(gates)} (limit 0 to 1, at least one). Change them")
+        raise PlanMismatchError(f"`gates={tuple(gates)}` (limit 0 to 1, at least one). Change them")
     candidates = window_candidates(lm)
     places = candidates if heads is None else tuple(heads)
     unknown = sorted(set(places) - set(candidates))

@@ -85,7 +85,7 @@ def windowed(call: AttentionCall, groups: tuple[HeadGroup, ...]) -> Tensor:
     if not isinstance(call, ScoredCall):
         raise UnsupportedModelError(
             "windows need a model whose attention shows its keys; this one computes its own weights. Load it with "
-            "attn_implementation='sdpa'"
+            "`attn_implementation='sdpa'`"
         )
     if len(groups) == 1 and groups[0].window is None:
         return output_after(call)

@@ -312,8 +312,8 @@ class PlanLayer(CacheLayerMixin):
         if first and self.record_past and self.prefill == "full" and self.windows:
             # In assisted decoding the first pass holds the prompt and candidates, which see their windows.
             raise UnsupportedModelError(
-                f"assisted decoding with prefill={self.prefill!r}: its first pass cannot tell the prompt from candidate"
-                " tokens (limit 'window'). Pass prefill='window' to PlanCache"
+                f"assisted decoding with `prefill={self.prefill!r}`: its first pass cannot tell the prompt from"
+                " candidate tokens (limit 'window'). Pass `prefill='window'` to PlanCache"
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -393,7 +393,7 @@ class PlanLayer(CacheLayerMixin):
         self._change_rows(lambda x: x[indices.to(x.device)])
 
     def offload(self) -> None:
-        raise UnsupportedModelError("a cache with windows is not offloaded. Use offloading=False")
+        raise UnsupportedModelError("a cache with windows is not offloaded. Use `offloading=False`")
 
     prefetch = offload
 

@@ -208,7 +208,7 @@ def running_range(
     """
 
     def refuse(_: Cache) -> None:
-        raise InterventionError(f"layers {first} to {last - 1} cannot use a KV cache. Call them with use_cache=False")
+        raise InterventionError(f"layers {first} to {last - 1} cannot use a KV cache. Call them with `use_cache=False`")
 
     return _running(blocks, first, last, hidden_in, refuse)
 

@@ -1,9 +1,7 @@
 """Every statistic of every head, from one pass over a batch, and the scores computed from them.
 
-Norms of heads' contributions use a factor of the output projection instead of its matrix.
-
 Shapes: B sequences, N tokens (padded on the right), L layers, H query heads of the widest layer, D width of a head's
-output, M width of a hidden state. Leading axes of scores are free; the last axis is the heads of one layer.
+output. Leading axes of scores are free; the last axis is the heads of one layer.
 """
 
 from __future__ import annotations
@@ -334,7 +332,7 @@ class _Collector:
             name, layer, row = first
             raise NotFiniteError(
                 f"{name} is not finite: NaN or infinite in layer {layer}, sequence {row} of the batch. Load the model "
-                "in another dtype, or pass keep_nonfinite=True"
+                "in another dtype, or pass `keep_nonfinite=True`"
             )
         return stacked
 

@@ -251,6 +251,33 @@ class SelectionConfig:
 QUICK = SelectionConfig(curve_tokens=4096, tries=0)
 
 
+class _Original:
+    """Measurements of the original model on calibration texts, which choices of any unit share; each is made when it is
+    first needed.
+    """
+
+    def __init__(
+        self, lm: LoadedModel, calibration: Calibration, config: SelectionConfig, known: KnownNumbers, steps: Steps
+    ) -> None:
+        self._lm, self._calibration, self._config = lm, calibration, config
+        self._known, self._steps = known, steps
+
+    @cached_property
+    def divergence(self) -> Divergence:
+        return Divergence(self._lm, self._calibration.first(self._config.curve_tokens), self._steps)
+
+    @cached_property
+    def moments(self) -> dict[int, LayerMoments]:
+        return layer_moments(self._lm, self._calibration.first(self._config.moment_tokens), steps=self._steps)
+
+    @cached_property
+    def repaired_damage(self) -> RepairedDamage:
+        judged = min(self._config.judged_tokens, self._calibration.tokens // 2)
+        repairing, judging = self._calibration.split(judged)
+        repairing = repairing.first(self._config.moment_tokens)
+        return RepairedDamage(self._lm, repairing, judging, self._known, self._steps)
+
+
 class HeadSelection:
     """Heads, groups that share a KV head, or layers to remove from a model, for any budget.
 
@@ -275,9 +302,11 @@ class HeadSelection:
         known: KnownNumbers | None = None,
         say: Callable[[str], None] = lambda line: None,
         steps: Steps = unseen_steps,
+        _original: _Original | None = None,
     ) -> None:
         self._lm, self._calibration, self._config, self._say = lm, calibration, config, say
         self._known, self._steps = known or KnownNumbers(), steps
+        self._original = _original or _Original(lm, calibration, config, self._known, steps)
         self._unit: Unit = unit
         self.units = find_units(lm.grid, unit)
         self._allowed = allowed
@@ -327,11 +356,11 @@ class HeadSelection:
             return stage.heads(counts)
         self._say(f"comparing up to {self._config.tries} choices of {count} {self._unit}s near the best one")
         with self._steps("choices near the best one", 1 + self._config.tries, "choices") as done:
-            return best_nearby(stage, counts, self._repaired_damage, self._config.tries, done)
+            return best_nearby(stage, counts, self._original.repaired_damage, self._config.tries, done)
 
     @cached_property
     def _layers(self) -> HeadSelection:
-        selection = HeadSelection(
+        return HeadSelection(
             self._lm,
             self._calibration,
             unit="layer",
@@ -340,12 +369,8 @@ class HeadSelection:
             known=self._known,
             say=self._say,
             steps=self._steps,
+            _original=self._original,
         )
-        # The original's moments and predictions are the same.
-        selection._divergence, selection._original = self._divergence, self._original
-        if self._config.tries:
-            selection._repaired_damage = self._repaired_damage
-        return selection
 
     @property
     def _allowed_layers(self) -> Allowed | None:
@@ -355,21 +380,6 @@ class HeadSelection:
         return {
             layer: (0, 1) if len(of_layer) in self._allowed[layer] else (0,) for layer, of_layer in self.units.items()
         }
-
-    @cached_property
-    def _divergence(self) -> Divergence:
-        return Divergence(self._lm, self._calibration.first(self._config.curve_tokens), self._steps)
-
-    @cached_property
-    def _repaired_damage(self) -> RepairedDamage:
-        judged = min(self._config.judged_tokens, self._calibration.tokens // 2)
-        repairing, judging = self._calibration.split(judged)
-        repairing = repairing.first(self._config.moment_tokens)
-        return RepairedDamage(self._lm, repairing, judging, self._known, self._steps)
-
-    @cached_property
-    def _original(self) -> dict[int, LayerMoments]:
-        return layer_moments(self._lm, self._calibration.first(self._config.moment_tokens), steps=self._steps)
 
     @property
     def _most(self) -> int:
@@ -391,7 +401,7 @@ class HeadSelection:
         more = min(max(self._largest_step, round(share * self.total)), self.total - 1 - units)
         self._say(f"measuring the damage of {more} {self._unit}s more")
         if not units:
-            before, moments = Repaired(NO_EDITS, {}), self._original
+            before, moments = Repaired(NO_EDITS, {}), self._original.moments
         else:
             last = self._stages[-1]
             texts = self._calibration.first(self._config.moment_tokens)
@@ -413,7 +423,7 @@ class HeadSelection:
         return SelectionStage(
             self._lm,
             moments,
-            self._divergence,
+            self._original.divergence,
             self.units,
             before,
             more,

@@ -253,7 +253,7 @@ def _remaining(lm: LoadedModel, gone: tuple[Head, ...]) -> dict[int, LayerHeads]
 
 
 def _heads_now(lm: LoadedModel, site: AttentionSite) -> LayerHeads:
-    heads: LayerHeads | None = getattr(lm.module(site.path), "pruned_heads", None)
+    heads: LayerHeads | None = getattr(lm.module(site.path), "headscan_heads", None)
     return heads or LayerHeads.all(site.num_attention_heads, site.num_key_value_heads)
 
 

@@ -54,8 +54,6 @@ QUERY_NUMBERS: dict[str, QueryNumber] = {
 EXPLICIT = frozenset(s.name for s in WEIGHT_STATISTICS.values() if s.explicit)
 #: Undefined in cross attention, whose keys are another sequence's.
 POSITIONAL = frozenset(s.name for s in WEIGHT_STATISTICS.values() if s.positional)
-#: Computable for the last tokens of a sequence alone, with the earlier ones in a KV cache.
-CONTINUABLE = frozenset(s.name for s in WEIGHT_STATISTICS.values() if s.continuable) | VALUE_STATISTICS.keys()
 #: How the numbers of a prefix and of an ending join, by name.
 JOINS: dict[str, Joins | None] = {
     **{name: statistic.joins for name, statistic in WEIGHT_STATISTICS.items()},
@@ -63,7 +61,9 @@ JOINS: dict[str, Joins | None] = {
     **{name: statistic.joins for name, statistic in OUTPUT_STATISTICS.items()},
 }
 #: Of whole sequences, computable from a prefix that is measured once and from each of its endings.
-JOINABLE = frozenset(name for name, joins in JOINS.items() if joins) & (CONTINUABLE | OUTPUT_STATISTICS.keys())
+JOINABLE = frozenset(name for name, joins in JOINS.items() if joins)
+#: Computable at the attention hook for the last tokens of a sequence alone, with the earlier ones in a KV cache.
+CONTINUABLE = JOINABLE - OUTPUT_STATISTICS.keys()
 
 
 def needed_numbers(names: Set[str]) -> tuple[QueryNumber, ...]:

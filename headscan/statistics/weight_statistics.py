@@ -175,7 +175,7 @@ class QueryNumber(ABC):
 
     def of_fused(self, fused: FusedPass) -> Tensor:
         """Return the number from fused calls, without explicit weights: (B, H, N)."""
-        raise UnsupportedModelError(f"fused attention does not measure {self.name}. Use path='blockwise'")
+        raise UnsupportedModelError(f"fused attention does not measure {self.name}. Use `path='blockwise'`")
 
     def with_learned_sink(self, values_BHN: Tensor, share_BHN: Tensor, log_share_BHN: Tensor) -> Tensor:
         """Correct the fused number of a call whose learned sink leaves the keys only ``share_BHN`` of the weight."""
@@ -203,16 +203,15 @@ class WeightStatistic(ABC):
     Attributes:
         positional: The statistic compares positions of queries and keys, so it is undefined in cross attention.
         undefined_for_one: A sequence of one token gives NaN.
-        continuable: The last tokens of a sequence are enough, with the earlier ones in a KV cache.
         ignores_sinks: The statistic reads `AttentionRequest.ignored_keys`.
-        joins: How the numbers of a prefix and of an ending join; None: the whole sequence must be measured.
+        joins: How the numbers of a prefix and of an ending, measured with the prefix in a KV cache, join; None: the
+            whole sequence must be measured.
     """
 
     name: ClassVar[str]
     joins: ClassVar[Joins | None] = None
     positional: ClassVar[bool] = False
     undefined_for_one: ClassVar[bool] = False
-    continuable: ClassVar[bool] = False
     ignores_sinks: ClassVar[bool] = False
     query_sums: ClassVar[tuple[QuerySum, ...]] = ()
 
@@ -229,7 +228,6 @@ class WeightStatistic(ABC):
 class QueryMean(WeightStatistic):
     """A statistic that is a mean over real queries, without the first if ``skip_first``."""
 
-    joins: ClassVar[Joins | None] = "mean"
     skip_first: ClassVar[bool] = False
 
     @abstractmethod
@@ -261,7 +259,7 @@ class MeanOverQueries(QueryMean, QueryNumber):
 
 class FirstTokenWeight(MeanOverQueries):
     name = "first_token_weight"
-    continuable = True
+    joins = "mean"
 
     def of_block(self, block: WeightBlock) -> Tensor:
         return block.weight_below(1)
@@ -289,7 +287,6 @@ class PreviousTokenWeight(MeanOverQueries):
     positional = True
     undefined_for_one = True
     skip_first = True
-    joins = None  # the prefix has one query fewer than tokens
 
     def of_block(self, block: WeightBlock) -> Tensor:
         return block.weight_at(-1)
@@ -386,7 +383,7 @@ SHARES: tuple[WeightStatistic, ...] = (
 
 class Entropy(MeanOverQueries):
     name = "entropy"
-    continuable = True
+    joins = "mean"
 
     def of_block(self, block: WeightBlock) -> Tensor:
         # `torch.special.entr` would be compiled on a GPU at its first use.
@@ -407,7 +404,6 @@ class RelativeEntropy(QueryMean):
 
     name = "relative_entropy"
     undefined_for_one = True
-    joins = None  # in causal attention the prefix has one query fewer than tokens
 
     query_numbers = (Entropy(),)
 

@@ -497,30 +497,23 @@ def _is_changed(value: Any, path: Sequence[str], default: Any) -> bool:
 
 
 def with_flags(message: str, cls: type) -> str:
-    """Return a message of the library with the options of a verb instead of the names of fields.
+    """Return a message of the library with the options of a verb instead of the names of fields in backticks.
 
-    ``replicas=3`` becomes ``--replicas 3``, ``confirm=True`` and ``confirm=False`` become ``--confirm`` and
-    ``--no-confirm``, and a name in backticks becomes its flag.
+    ``replicas`` in backticks becomes ``--replicas``, ``replicas=3`` becomes ``--replicas 3``, and ``confirm=True`` and
+    ``confirm=False`` become ``--confirm`` and ``--no-confirm``. All other words, such as paths, stay as they are.
     """
     bound = [option for option in options_of(cls) if option.flag.startswith("--")]
     flags = {option.path[-1]: option for option in bound}
     flags |= {option.flag[2:].replace("-", "_"): option for option in bound}
-    parts = message.split("`")
-    if len(parts) % 2:
-        for i in range(1, len(parts), 2):
-            parts[i] = flags[parts[i]].flag if parts[i] in flags else f"`{_renamed(parts[i], flags)}`"
-    return " ".join(_renamed(word, flags) for word in "".join(parts).split(" "))
+    return re.sub(r"`([a-z_]+)(?:=([^`]*))?`", lambda found: _renamed(found, flags), message)
 
 
-def _renamed(word: str, flags: Mapping[str, BoundOption]) -> str:
-    """Return a word of a message; ``name=value`` as a flag with its value."""
-    name, equals, value = word.partition("=")
-    bare = name.lstrip("(")
-    if not equals or bare not in flags:
-        return word
-    opened, flag = name[: len(name) - len(bare)], flags[bare].flag
-    for text in ("True", "False"):
-        if value.startswith(text):
-            unset = text == "False" and not flags[bare].option.negated
-            return f"{opened}{f'--no-{flag[2:]}' if unset else flag}{value[len(text) :]}"
-    return f"{opened}{flag} {value}"
+def _renamed(marked: re.Match[str], flags: Mapping[str, BoundOption]) -> str:
+    """Return a name in backticks, which may have a value, as a flag; other names stay in backticks."""
+    name, value = marked.groups()
+    if name not in flags:
+        return marked[0]
+    flag = flags[name].flag
+    if value is None or value == "True" or (value == "False" and flags[name].option.negated):
+        return flag
+    return f"--no-{flag[2:]}" if value == "False" else f"{flag} {value}"

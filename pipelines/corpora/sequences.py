@@ -162,8 +162,8 @@ def sequences(
     special = special_tokens(tokenizer, plan)
     if plan.max_tokens <= special.total:
         raise CorpusError(
-            f"max_tokens={plan.max_tokens} leaves no room for text: the tokenizer adds {special.total} special tokens."
-            " Raise `max_tokens`"
+            f"`max_tokens={plan.max_tokens}` leaves no room for text: the tokenizer adds {special.total} special"
+            " tokens. Raise `max_tokens`"
         )
     return _sequences(corpus, tokenizer, plan, special, CorpusReport() if report is None else report)
 
@@ -174,7 +174,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, plan: TokenPlan) -> Speci
         return Special((), ())
     if plan.bos == "always":
         if tokenizer.bos_token_id is None:
-            raise CorpusError("bos=always: the tokenizer has no BOS token. Use bos=auto or bos=never")
+            raise CorpusError("`bos=always`: the tokenizer has no BOS token. Use `bos=auto` or `bos=never`")
         return Special((tokenizer.bos_token_id,), ())
     # Measured on a text, because the tokenizer's post-processor decides and no attribute shows it reliably.
     probe = "a b"
@@ -183,7 +183,9 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, plan: TokenPlan) -> Speci
     for start in range(len(full) - len(bare) + 1):
         if full[start : start + len(bare)] == bare:
             return Special(tuple(full[:start]), tuple(full[start + len(bare) :]))
-    raise CorpusError("the tokenizer puts special tokens inside the text, not around it. Use bos=always or bos=never")
+    raise CorpusError(
+        "the tokenizer puts special tokens inside the text, not around it. Use `bos=always` or `bos=never`"
+    )
 
 
 def _sequences(
@@ -308,7 +310,7 @@ class Shard:
 def shards(sequences: Iterable[TokenSequence], *, shard_size: int) -> Iterator[Shard]:
     """Cut ``sequences`` into shards of ``shard_size`` sequences (the last may have fewer), in order."""
     if shard_size < 1:
-        raise CorpusError(f"shard_size={shard_size} is too small. Give at least 1")
+        raise CorpusError(f"`shard_size={shard_size}` is too small. Give at least 1")
     return _shards(iter(sequences), shard_size)
 
 

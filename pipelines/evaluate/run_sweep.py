@@ -34,6 +34,7 @@ from headscan.pipelines.measure.shard_task import ShardItem
 from headscan.pipelines.recall.needle_and_copying import IN_ALL
 from headscan.pipelines.runs.head_orders import find_run
 from headscan.pipelines.runs.model_identity import ModelFacts, fingerprint
+from headscan.pipelines.runs.progress import at_work
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm, random_masks, random_rules, scored_masks, scored_rules
 from headscan.pipelines.scoring.replacements import ZERO_REPLACEMENT, ArmReplacement, collect_replacement
@@ -133,6 +134,8 @@ def record_prompts(config: EvaluateConfig, run: Run, questions: Questions) -> st
         }
     )
     if (done := run.finished("recording", run_hash)) is not None:
+        with at_work("summary of all heads"):
+            run.store.summarise(done)
         run.say(f"run {done}: the prompts of {names} were recorded before")
         return done
     report = CorpusReport()
@@ -181,7 +184,7 @@ def sweep(config: SweepConfig, run: Run) -> SweepRuns:
     if config.confirm and 0 < half < least:
         run.say(
             f"each half of the questions has about {half} (limit {least}), too few to confirm any arm as"
-            " removable. Raise `limit`, or use confirm=False to judge on all questions"
+            " removable. Raise `limit`, or use `confirm=False` to judge on all questions"
         )
     check_predicts(run)
     check_generates(run.pool, questions.requests)

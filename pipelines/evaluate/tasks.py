@@ -161,8 +161,8 @@ def cloze_tasks(tasks: Mapping[str, Any]) -> dict[str, Any]:
             variants[name + CLOZE_SUFFIX] = ConfigurableTask(config=config)
     if not variants:
         raise HarnessError(
-            f"mmlu_cloze=True needs a task with the letters of MMLU, not only {', '.join(list(tasks)[:3])}. Add mmlu or"
-            " a subject of it to `tasks`, or omit `mmlu_cloze`"
+            f"`mmlu_cloze=True` needs a task with the letters of MMLU, not only {', '.join(list(tasks)[:3])}. Add mmlu"
+            " or a subject of it to `tasks`, or omit `mmlu_cloze`"
         )
     return {name: task for name, task in variants.items() if name not in tasks}
 

@@ -113,7 +113,7 @@ class ServableModel:
     def heads(self) -> tuple[LayerHeads, ...]:
         """The heads of each layer, also those of layers that lost none."""
         whole = LayerHeads.all(self.config.num_attention_heads, self.config.num_key_value_heads)
-        return tuple(getattr(layer.self_attn, "pruned_heads", None) or whole for layer in self.layers)
+        return tuple(getattr(layer.self_attn, "headscan_heads", None) or whole for layer in self.layers)
 
     @property
     def layers(self) -> Any:

@@ -312,8 +312,8 @@ def text_prompts(corpus: CorpusSpec, identity: ModelIdentity, tokens: int, count
     """
     if tokens <= longer_than:
         raise SequenceError(
-            f"max_tokens={tokens} (at least {longer_than + 1}, one more than sink and recent). Raise `max_tokens`, or "
-            "lower `recent`"
+            f"`max_tokens={tokens}` (at least {longer_than + 1}, one more than sink and recent). Raise `max_tokens`, "
+            "or lower `recent`"
         )
     plan = TokenPlan(tokens, mode="chunk", min_tokens=longer_than + 1, limit_sequences=count * _SPREAD)
     rows = [each.ids.tolist() for each in sequences(open_corpus(corpus), identity.tokenizer, plan)]

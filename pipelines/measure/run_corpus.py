@@ -26,11 +26,11 @@ from headscan.cluster.tasks.pool import IncompleteError, StagedTask, Task
 from headscan.errors import HeadscanError
 from headscan.models.model_facts import RopeLengths
 from headscan.pipelines.corpora import CorpusReport, Shard, TokenSequence, open_corpus, sequences, shards
-from headscan.pipelines.measure.shard_task import Measured, measure_shard
+from headscan.pipelines.measure.shard_task import ShardTable, measure_shard
 from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.progress import Progress, at_work
 from headscan.pipelines.runs.run_context import Run
-from headscan.pipelines.settings.corpus_settings import longest_text
+from headscan.pipelines.settings.corpus_settings import check_length
 from headscan.pipelines.settings.measure_settings import CorpusRunConfig, Part
 from headscan.sizing.forward_flops import forward_flops
 
@@ -85,7 +85,7 @@ class ShardMeasurement:
     """
 
     kind: RunKind
-    task: Task[Any, Measured]
+    task: Task[Any, ShardTable]
     item_of: Callable[[Shard, RopeLengths], HasShard]
     passes: float
     deciding: Mapping[str, Any]
@@ -105,7 +105,7 @@ def run_corpus(
     """
     kind = measurement.kind
     identity = run.identity
-    longest_text(identity, config.tokens.max_tokens)
+    check_length(identity, config.tokens.max_tokens)
     corpus = open_corpus(config.corpus)
     corpus_fingerprint = corpus.fingerprint()
     run_hash = fingerprint(
@@ -121,9 +121,9 @@ def run_corpus(
     if (done := run.finished(kind, run_hash)) is not None:
         with at_work("summary of all heads"):
             run.store.summarise(done)
-        return CorpusRunResult(done, True)
+        return CorpusRunResult(done, already_done=True)
     if part is not None and (known := run.known(kind, run_hash)) is not None and _has_part(run.store, known, part):
-        return CorpusRunResult(known["run_id"], True, part=part)
+        return CorpusRunResult(known["run_id"], already_done=True, part=part)
     # Parts of one scan may run on different devices, and all need the same shards.
     given = config.shard_size if part is None else config.shard_size or _PART_SHARD
     shard_size = shard_size_of(run, kind, run_hash, given, config.tokens.max_tokens, measurement.passes)
@@ -176,7 +176,7 @@ def write_shards(
     report: CorpusReport,
     *,
     total: int | None,
-    task: Task[Any, Measured] = measure_shard,
+    task: Task[Any, ShardTable] = measure_shard,
     part: Part | None = None,
 ) -> CorpusRunResult:
     """Begin or resume a run, measure the missing shards of the corpus or of a part, and close the run. It is finished
@@ -215,7 +215,14 @@ def write_shards(
             corpus_hash=f"{(record.corpus_hash or '')[:16]}-{ledger.content.hexdigest()[:16]}",
         )
     left = part if ledger.others_missing else None
-    return CorpusRunResult(state.run_id, False, ledger.measured, ledger.skipped, report, left)
+    return CorpusRunResult(
+        state.run_id,
+        already_done=False,
+        measured=ledger.measured,
+        skipped=ledger.skipped,
+        report=report,
+        part=left,
+    )
 
 
 @dataclass

@@ -180,7 +180,7 @@ def _closed_count(config: GatesConfig, grid: HeadGrid) -> int:
     count = head_count(share, grid.total_heads)
     if not share or count >= grid.total_heads:
         raise GateError(
-            f"share={share:g} closes {count} of {grid.total_heads} heads (limit 1 to {grid.total_heads - 1}). Change"
+            f"`share={share:g}` closes {count} of {grid.total_heads} heads (limit 1 to {grid.total_heads - 1}). Change"
             " `share`"
         )
     return count

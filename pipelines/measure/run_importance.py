@@ -33,7 +33,7 @@ from headscan.pipelines.measure.run_corpus import (
     shard_size_of,
     write_shards,
 )
-from headscan.pipelines.measure.shard_task import HeadNumbers, Measured, head_table
+from headscan.pipelines.measure.shard_task import HeadNumbers, ShardTable, head_table
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.token_requests import pad, whole_batches
@@ -62,7 +62,7 @@ class ImportanceItem:
         return f"shard {self.shard.index}"
 
 
-def measure_importance(lm: LoadedModel, item: ImportanceItem) -> Measured:
+def measure_importance(lm: LoadedModel, item: ImportanceItem) -> ShardTable:
     """Pool task: measure the importance of every head on every sequence of a shard."""
     texts = item.shard.sequences
 
@@ -82,7 +82,7 @@ def measure_losses(
     indices: list[int],
     batch_tokens: int,
     rope: RopeLengths,
-) -> Measured:
+) -> ShardTable:
     """Return the derivatives of the losses of sequences by a gate on every head, at every site. ``loss_of`` makes the
     loss of a batch from row numbers; ``indices`` are those of the sequences in their corpus or file.
     """
@@ -105,7 +105,7 @@ def measure_losses(
     tables = [
         head_table(HeadNumbers.of_batches(of_site), np.argsort(order), indices) for of_site in zip(*parts, strict=True)
     ]
-    return Measured(pa.concat_tables(tables), 0)
+    return ShardTable(pa.concat_tables(tables), 0)
 
 
 def recall_texts(identity: ModelIdentity, plan: TokenPlan, count: int) -> list[corpora.TokenSequence]:
@@ -157,7 +157,7 @@ class LabelledImportanceItem(ImportanceItem):
     answers: Answers
 
 
-def measure_labelled(lm: LoadedModel, item: LabelledImportanceItem) -> Measured:
+def measure_labelled(lm: LoadedModel, item: LabelledImportanceItem) -> ShardTable:
     """Pool task: measure the importance of every head on every example of a shard."""
     texts = item.texts
 
@@ -188,7 +188,7 @@ def run_labelled_importance(
         {"model": identity.fingerprint(), "dtype": config.model.dtype, "examples": data_hash, **settings}
     )
     if (done := run.finished("importance", run_hash)) is not None:
-        return CorpusRunResult(done, True)
+        return CorpusRunResult(done, already_done=True)
     report = CorpusReport()
     longest = max((text.longest for text in texts.texts), default=1)
     size = shard_size_of(run, "importance", run_hash, config.shard_size, longest, _PASSES)

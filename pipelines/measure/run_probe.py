@@ -188,7 +188,7 @@ def _check_lengths(settings: BehaviourProbe, identity: ModelIdentity) -> None:
     longest = max(settings.lengths)
     if identity.max_tokens is not None and longest > identity.max_tokens:
         raise SequenceError(
-            f"lengths={longest} (limit {identity.max_tokens} positions of {identity.name}). Lower `lengths`"
+            f"`lengths={longest}` (limit {identity.max_tokens} positions of {identity.name}). Lower `lengths`"
         )
 
 

@@ -14,12 +14,11 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-import headscan
 from headscan.catalog import MassWidths
 from headscan.cluster.tasks.pool import StagedTask
 from headscan.errors import NotFiniteError
 from headscan.grid import HeadGrid
-from headscan.measure.collect import first_nonfinite, nonfinite
+from headscan.measure.collect import collect, first_nonfinite, nonfinite
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.pipelines import corpora
@@ -42,7 +41,7 @@ class ShardItem:
         return f"shard {self.shard.index}"
 
 
-class Measured(NamedTuple):
+class ShardTable(NamedTuple):
     """A shard's rows by site, sequence, layer and head, and the number of non-finite rows."""
 
     heads: pa.Table
@@ -89,7 +88,7 @@ class HeadNumbers:
         )
 
 
-class _MeasureShard(StagedTask[ShardItem, Batch, list[HeadNumbers], Measured]):
+class _MeasureShard(StagedTask[ShardItem, Batch, list[HeadNumbers], ShardTable]):
     """Pool task: measure every head on every sequence of a shard."""
 
     def passes(self, item: ShardItem) -> list[Batch]:
@@ -102,9 +101,7 @@ class _MeasureShard(StagedTask[ShardItem, Batch, list[HeadNumbers], Measured]):
         for kind in lm.grid.kinds:
             site = lm.at(kind)
             # `_refuse` checks the values instead, because its message names the document.
-            values = headscan.collect(
-                site, ids, lengths, statistics=item.statistics, widths=item.widths, keep_nonfinite=True
-            )
+            values = collect(site, ids, lengths, statistics=item.statistics, widths=item.widths, keep_nonfinite=True)
             wrong = nonfinite(site.grid, values, lengths, lengths)
             if not item.keep_nonfinite:
                 _refuse(kind, wrong, texts)
@@ -120,7 +117,7 @@ class _MeasureShard(StagedTask[ShardItem, Batch, list[HeadNumbers], Measured]):
     def join_halves(self, halves: Sequence[list[HeadNumbers]]) -> list[HeadNumbers]:
         return [HeadNumbers.of_batches(of_site) for of_site in zip(*halves, strict=True)]
 
-    def join(self, item: ShardItem, partials: Sequence[Sequence[list[HeadNumbers]]]) -> Measured:
+    def join(self, item: ShardItem, partials: Sequence[Sequence[list[HeadNumbers]]]) -> ShardTable:
         batches = [[HeadNumbers.of_ranges(of_site) for of_site in zip(*ranges, strict=True)] for ranges in partials]
         order = np.argsort([row for part in self.passes(item) for row in part.rows])
         indices = [text.index for text in item.shard.sequences]
@@ -129,7 +126,7 @@ class _MeasureShard(StagedTask[ShardItem, Batch, list[HeadNumbers], Measured]):
             numbers = HeadNumbers.of_batches(of_site)
             nonfinite_rows += int(numbers.nonfinite.sum())
             tables.append(head_table(numbers, order, indices))
-        return Measured(pa.concat_tables(tables), nonfinite_rows)
+        return ShardTable(pa.concat_tables(tables), nonfinite_rows)
 
 
 measure_shard = _MeasureShard("measure_shard")
@@ -145,7 +142,7 @@ def _refuse(kind: str, wrong: Mapping[str, Tensor], texts: Sequence[corpora.Toke
     raise NotFiniteError(
         f"{name} is not finite in layer {layer}, {kind} attention, of sequence {text.index} (document {text.document}, "
         f"{text.source}), because the model's activations are NaN or infinite. Load it in another `dtype`, or set "
-        "keep_nonfinite=True to store such values as NULL"
+        "`keep_nonfinite=True` to store such values as NULL"
     )
 
 

@@ -67,7 +67,7 @@ class RepairChoice:
         if self.name not in REPAIRS:
             raise PruningError(f"unknown repair {self.name!r}. Choose one of {', '.join(REPAIRS)}")
         if self.distill_steps and not self.targets:
-            raise PruningError(f"distill={self.distill_steps} without a repair (limit 0). Repair a projection, too")
+            raise PruningError(f"`distill={self.distill_steps}` without a repair (limit 0). Repair a projection, too")
 
     @property
     def targets(self) -> tuple[Target, ...]:
@@ -264,7 +264,7 @@ class _Builder:
         if not removed:
             least = min((step for numbers in (self._allowed or {}).values() for step in numbers if step), default=0)
             raise PruningError(
-                f"{wanted.budget.label} with kv_counts={self._job.kv_counts} removes 0 KV groups (limit {least}, the"
+                f"{wanted.budget.label} with `kv_counts={self._job.kv_counts}` removes 0 KV groups (limit {least}, the"
                 " smallest step of a layer). Remove more, or allow any KV counts"
             )
         return removed

@@ -110,7 +110,7 @@ class ShareBudget(PruneBudget):
     def count(self, units: int, search: BudgetSearch) -> int:
         count = head_count(self.share, units)
         if count >= units:
-            raise PruningError(f"share={self.share:g} removes all {units} units (limit {units - 1}). Lower `share`")
+            raise PruningError(f"`share={self.share:g}` removes all {units} units (limit {units - 1}). Lower `share`")
         return count
 
 
@@ -129,12 +129,12 @@ class BytesBudget(PruneBudget):
         sizes = sorted(search.unit_bytes(self.at), reverse=True)
         if sum(sizes) <= self.kv_bytes:
             raise PruningError(
-                f"kv_bytes={self.kv_bytes} at {self.at} tokens: the KV cache has {sum(sizes)} bytes already. Lower"
+                f"`kv_bytes={self.kv_bytes}` at {self.at} tokens: the KV cache has {sum(sizes)} bytes already. Lower"
                 " `kv_bytes`"
             )
         if sizes[-1] > self.kv_bytes:
             raise PruningError(
-                f"kv_bytes={self.kv_bytes} at {self.at} tokens (limit {sizes[-1]}, with one unit left). Raise"
+                f"`kv_bytes={self.kv_bytes}` at {self.at} tokens (limit {sizes[-1]}, with one unit left). Raise"
                 " `kv_bytes`"
             )
         # No fewer units can be enough; the chosen ones may be smaller than the largest.
@@ -168,8 +168,8 @@ class LossBudget(PruneBudget):
             low, high = (middle, high) if search.loss(middle) <= self.max_loss else (low, middle)
         if not low:
             raise PruningError(
-                f"max_loss={self.max_loss:g} nats per token (limit {search.loss(1):.3g}, with one unit removed). Raise"
-                " `max_loss`"
+                f"`max_loss={self.max_loss:g}` nats per token (limit {search.loss(1):.3g}, with one unit removed)."
+                " Raise `max_loss`"
             )
         return low
 

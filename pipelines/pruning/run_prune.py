@@ -87,8 +87,8 @@ class PruneConfig:
             raise PruningError("nothing to prune: 0 sizes (limit 1). Set `share`, or name heads")
         if self.kv_counts != "any" and (self.unit != "group" or self.heads):
             raise PruningError(
-                f"kv_counts={self.kv_counts} with unit={self.unit} or named heads (limit: unit=group). Choose"
-                " unit=group, or leave it out"
+                f"`kv_counts={self.kv_counts}` with `unit={self.unit}` or named heads (limit: `unit=group`). Choose"
+                " `unit=group`, or leave it out"
             )
         check_limits(self, PruningError)
 

@@ -425,4 +425,4 @@ def _beginning(tokenizer: PreTrainedTokenizerBase, bos: str) -> tuple[int, ...]:
     for first in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if first is not None:
             return (int(first),)
-    raise RecallError("bos=always: the tokenizer has neither BOS nor EOS. Use bos=auto or bos=never")
+    raise RecallError("`bos=always`: the tokenizer has neither BOS nor EOS. Use `bos=auto` or `bos=never`")

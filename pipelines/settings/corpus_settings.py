@@ -73,7 +73,9 @@ class TokenPlan:
     def __post_init__(self) -> None:
         check_limits(self, CorpusError)
         if self.max_tokens < self.min_tokens:
-            raise CorpusError(f"max_tokens={self.max_tokens} is below min_tokens={self.min_tokens}. Raise `max_tokens`")
+            raise CorpusError(
+                f"`max_tokens={self.max_tokens}` is below `min_tokens={self.min_tokens}`. Raise `max_tokens`"
+            )
 
     @property
     def attention_across_documents(self) -> bool:
@@ -87,13 +89,20 @@ SHORTEST = 16
 _LONGEST = 2048
 
 
+def check_length(identity: ModelIdentity, max_tokens: int) -> None:
+    """Raise SequenceError if texts of so many tokens exceed the context of a model."""
+    limit = identity.max_tokens
+    if limit is not None and max_tokens > limit:
+        raise SequenceError(
+            f"`max_tokens={max_tokens}` (limit {limit} positions of {identity.name}). Lower `max_tokens`"
+        )
+
+
 def longest_text(identity: ModelIdentity, max_tokens: int | None) -> int:
     """Return the tokens of the longest text; ``max_tokens`` None uses the model's context, at most 2,048 tokens."""
-    limit = identity.max_tokens
     if max_tokens is None:
-        return min(limit or _LONGEST, _LONGEST)
-    if limit is not None and max_tokens > limit:
-        raise SequenceError(f"max_tokens={max_tokens} (limit {limit} positions of {identity.name}). Lower `max_tokens`")
+        return min(identity.max_tokens or _LONGEST, _LONGEST)
+    check_length(identity, max_tokens)
     return max_tokens
 
 

@@ -138,9 +138,9 @@ class TaskConfig:
     def __post_init__(self) -> None:
         check_limits(self, HarnessError)
         if self.include_path is not None and not Path(self.include_path).is_dir():
-            raise HarnessError(f"include_path={self.include_path} is no folder. Use a folder with task files")
+            raise HarnessError(f"`include_path={self.include_path}` is no folder. Use a folder with task files")
         if self.fewshot_as_multiturn and not self.apply_chat_template:
-            raise HarnessError("fewshot_as_multiturn=True needs a chat template. Set `apply_chat_template`, too")
+            raise HarnessError("`fewshot_as_multiturn=True` needs a chat template. Set `apply_chat_template`, too")
 
     @property
     def multiturn(self) -> bool:
@@ -207,7 +207,7 @@ class ReplacementConfig:
     def __post_init__(self) -> None:
         check_limits(self, InterventionError)
         if self.value != "zero" and self.corpus is None:
-            raise InterventionError(f"replace={self.value} needs texts: no corpus. Set `corpus`")
+            raise InterventionError(f"`replace={self.value}` needs texts: no corpus. Set `corpus`")
 
 
 #: How a mask ranks heads: by mean score, or by the share of inputs in which they are inactive.

@@ -48,7 +48,7 @@ class Part:
 
     def __post_init__(self) -> None:
         if not 1 <= self.number <= self.of:
-            raise CorpusRunError(f"part={self} (limit 1/{self.of} to {self.of}/{self.of}). Change `part`")
+            raise CorpusRunError(f"`part={self}` (limit 1/{self.of} to {self.of}/{self.of}). Change `part`")
 
     def __str__(self) -> str:
         return f"{self.number}/{self.of}"
@@ -157,7 +157,7 @@ class ImportanceConfig(CorpusRunConfig):
         super().__post_init__()
         if self.tokens.min_tokens < 2:
             raise CorpusRunError(
-                f"min_tokens={self.tokens.min_tokens} (limit 2, the last one is predicted). Raise `min_tokens`"
+                f"`min_tokens={self.tokens.min_tokens}` (limit 2, the last one is predicted). Raise `min_tokens`"
             )
 
 
@@ -219,5 +219,5 @@ class GatesConfig:
 
     def __post_init__(self) -> None:
         if self.fit.share is None:
-            raise GateError("share=None (limit above 0, below 1). Set the share of heads to close")
+            raise GateError("`share=None` (limit above 0, below 1). Set the share of heads to close")
         check_limits(self, GateError)

@@ -106,7 +106,7 @@ class _Study:
         limit = run.identity.max_tokens
         tokens = config.tokens or min(limit or _TOKENS, _TOKENS)
         if limit is not None and tokens > limit:
-            raise StudyError(f"tokens={tokens} (limit {limit} positions of the model). Lower `tokens`")
+            raise StudyError(f"`tokens={tokens}` (limit {limit} positions of the model). Lower `tokens`")
         if known is None:
             speed = run.pool.one(time_pass, TimedPass(max(1, min(4, 2048 // tokens)), tokens))
             open_config = replace(config, tokens=tokens)
@@ -134,7 +134,7 @@ class _Study:
         arms = {kind: of_kind for kind, of_kind in arms.items() if of_kind}
         if not arms:
             raise StudyError(
-                f"hours={config.hours:g} were used up before anything could be tried. Run the same command again"
+                f"`hours={config.hours:g}` were used up before anything could be tried. Run the same command again"
             )
         losses = self._losses([arm for of_kind in arms.values() for arm in of_kind])
         run_id, judged = self._judged(arms, losses)

@@ -71,7 +71,7 @@ def _gguf(lm: LoadedModel, plan: HeadPlan | None, out: Path) -> Path:
 
 def _served(lm: LoadedModel, plan: HeadPlan | None, out: Path) -> Path:
     """Write a Llama with layer types if no heads are removed and a plan is given, else a DeciLM folder."""
-    pruned = any(getattr(layer.self_attn, "pruned_heads", None) for layer in lm.model.model.layers)
+    pruned = any(getattr(layer.self_attn, "headscan_heads", None) for layer in lm.model.model.layers)
     if plan is not None and not pruned:
         return write_layer_types(lm, plan, out / "served").folder
     return write_decilm(lm, out / "served", plan=plan).folder

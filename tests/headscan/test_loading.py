@@ -57,6 +57,20 @@ def test_repeated_key_heads_count_once() -> None:
     assert make_loaded("falcon-gqa").grid.sites[0].num_key_value_heads == 2
 
 
+def test_a_set_of_pruned_heads_as_in_transformers_4_is_no_choice_of_headscan() -> None:
+    """Attention modules of remote code often have it."""
+    model = make_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.pruned_heads = {1}
+    lm = headscan.load(model)
+    whole = make_loaded("llama")
+    assert lm.grid == whole.grid
+    smaller, expected = (headscan.slice_heads(each, [(0, 0), (0, 1), (1, 3)]) for each in (lm, whole))
+    ids = torch.arange(5, 15)[None]
+    assert smaller.grid == expected.grid
+    torch.testing.assert_close(smaller.model(ids).logits, expected.model(ids).logits)
+
+
 @pytest.mark.parametrize(
     ("family", "reason"),
     [

@@ -41,7 +41,7 @@ def shrink_attention(model: nn.Module, name: str, layer: int, after: LayerHeads)
     """
     path = name.format(layer)
     attention: Any = model.get_submodule(path)
-    before = getattr(attention, "pruned_heads", None) or LayerHeads.all(after.heads, after.kv_heads)
+    before = getattr(attention, "headscan_heads", None) or LayerHeads.all(after.heads, after.kv_heads)
     if before == after:
         return {}
     if after.has_added_bias and not before.has_added_bias:
@@ -57,7 +57,7 @@ def shrink_attention(model: nn.Module, name: str, layer: int, after: LayerHeads)
         owner, _, leaf = parameter.rpartition(".")
         _shrink(attention.get_submodule(owner), leaf, dim, index)
     _set_counts(attention, before, after)
-    attention.pruned_heads = after
+    attention.headscan_heads = after
     config = getattr(attention, "config", None)
     config = config.whole if isinstance(config, LayerConfig) else config
     if config is not None:
@@ -105,7 +105,7 @@ def _reads_biases(attention: nn.Module) -> bool:
 
 def _keep_biases(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Leave the removed heads out of biases that the model computes for all original heads."""
-    heads: LayerHeads = module.pruned_heads
+    heads: LayerHeads = module.headscan_heads
     names = tuple(inspect.signature(type(module).forward).parameters)[1:]
     given = dict(zip(names, args, strict=False)) | kwargs
     for name in _BIASES:
@@ -195,7 +195,7 @@ class NoAttention(nn.Module):
 
     def __init__(self, attention: Any, layer: int, heads: LayerHeads) -> None:
         super().__init__()
-        self.pruned_heads, self.layer_idx = heads, layer
+        self.headscan_heads, self.layer_idx = heads, layer
         self.head_dim: int = getattr(attention, "head_dim", 0)
         self.value_dim: int = getattr(attention, "v_head_dim", self.head_dim)
         self._names = tuple(inspect.signature(type(attention).forward).parameters)[1:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import numpy as np
 import pytest
 
 import headscan.analysis.store.connection
@@ -19,7 +21,7 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import SCHEMA_VERSION, TABLES
 from headscan.analysis.store.views import VIEWS
 from headscan.pipelines.cli.main import main
-from tests.analysis.conftest import scan_record
+from tests.analysis.conftest import Scan, scan_record
 from tests.sources import ROOT
 
 DATA = ROOT / "tests/analysis/data"
@@ -111,6 +113,46 @@ def test_all_tables_views_and_commands_work_on_an_upgraded_store(old: Path, tmp_
         ["export", "parquet", "--out", out],
     ):
         assert main([*verb, "--store", str(old)]) == 0
+
+
+def test_a_score_that_is_new_is_computed_for_finished_scans(scan: Scan) -> None:
+    """In a process whose catalogue has two more scores: one of a statistic of the same name, one over the layer's mean.
+    A scan that has all scores of the old version keeps its summary if the schema changes otherwise.
+    """
+    code = """if True:
+        import json, sys
+        from headscan import catalog
+        if sys.argv[2] == "added":
+            for name, normaliser, over in (("self_weight", None, "none"), ("self_weight_ln", "self_weight", "layer")):
+                catalog.SCORES[name] = catalog.Score(name, "-", "self_weight", normaliser, over, "high", "test")
+        from headscan.analysis.store import tables
+        tables.SCHEMA_VERSION += int(sys.argv[3])
+        from headscan.analysis.heads.head_ranking import rank_heads, thresholds
+        from headscan.analysis.store.store import Store
+        store = Store(sys.argv[1])
+        def count(): return store.query("FROM head_summaries WHERE measure <> 'self_weight_ln'").num_rows
+        answers, counts = [], []
+        for step in ("before", "after"):
+            counts.append(count())
+            for name in ("self_weight", "self_weight_ln") if sys.argv[2] == "added" else ():
+                heads = [head.value for head in rank_heads(store, "RUN", name)]
+                answers.append([heads, thresholds(store, "RUN", name, [0.05, 0.33])])
+            store.summarise("RUN")
+        print(json.dumps([counts, answers]))
+    """.replace("RUN", scan.run_id)
+
+    def run(scores: str, newer: int) -> Any:
+        words = [sys.executable, "-c", code, str(scan.store.path), scores, str(newer)]
+        return json.loads(subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+
+    stored = scan.store.query("FROM head_summaries").num_rows
+    assert run("unchanged", 1) == [[stored, stored], []]
+    counts, answers = run("added", 2)
+    assert counts == [0, stored]
+    values = scan.stats["self_weight"].astype(np.float64)
+    for (heads, limits), score in zip(answers, [values, values / values.mean(axis=2, keepdims=True)] * 2, strict=True):
+        assert heads == pytest.approx(np.sort(score.mean(axis=0), axis=None)[::-1])
+        assert limits == pytest.approx(np.quantile(score, [0.95, 0.67]))
 
 
 def test_an_upgraded_store_is_opened_like_a_new_one(old: Path) -> None:

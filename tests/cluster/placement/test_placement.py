@@ -89,14 +89,14 @@ def test_workers_use_no_more_threads_than_the_user_allows() -> None:
 
 
 def test_more_replicas_than_devices_are_refused() -> None:
-    with pytest.raises(PlacementError, match=r"replicas=0 \(limit 1\). Raise `replicas`"):
+    with pytest.raises(PlacementError, match=r"`replicas=0` \(limit 1\). Raise `replicas`"):
         plan(cpu(), replicas=0, device="cpu")
     with pytest.raises(PlacementError, match="limit 2 on this machine: one CPU per replica"):
         plan(cpu(cpus=2), replicas=5, device="cpu")
     four = gpus(9999, 9999, 9999, 9999)
     assert whole(four).replicas == 4
     assert whole(four, replicas=1) == WholePlacement(1, "cuda", 16)
-    with pytest.raises(PlacementError, match=r"limit 4 on this machine: .* or use device=cpu"):
+    with pytest.raises(PlacementError, match=r"limit 4 on this machine: .* or use `device=cpu`"):
         plan(four, replicas=5, device="cuda")
     with pytest.raises(PlacementError, match=r"on cuda:1 .limit 1 on this machine: one GPU per replica"):
         plan(four, replicas=2, device="cuda:1")
@@ -108,7 +108,7 @@ def test_more_replicas_than_devices_are_refused() -> None:
 def test_devices_that_are_not_there_are_named() -> None:
     with pytest.raises(PlacementError, match="unknown device 'toaster'"):
         plan(cpu(), device="toaster")
-    with pytest.raises(PlacementError, match=r"device=cuda: this machine has no GPU. Use device=cpu"):
+    with pytest.raises(PlacementError, match=r"`device=cuda`: this machine has no GPU. Use `device=cpu`"):
         plan(cpu(), device="cuda")
     with pytest.raises(PlacementError, match="cluster chooses the GPU itself"):
         plan(gpus(9999), gpus(9999), device="cuda:0")
@@ -174,7 +174,7 @@ def test_sharded_over_the_requested_number_of_gpus() -> None:
     assert found.target == Sharding((0, 1, 2, 3), found.layers)
     assert "sharded, 2 replicas over 4 GPUs each, layers 0-1 2-4 5-7 8-9" in found.describe()
     assert plan(eight, gpus_per_replica=4).placement == found
-    with pytest.raises(PlacementError, match=r"gpus_per_replica=9 .limit 8 GPUs of a node"):
+    with pytest.raises(PlacementError, match=r"`gpus_per_replica=9` .limit 8 GPUs of a node"):
         plan(eight, gpus_per_replica=9)
     with pytest.raises(PlacementError, match="3 replicas over 4 GPUs of one node each do not fit; at most 2 do"):
         plan(eight, gpus_per_replica=4, replicas=3)
@@ -189,13 +189,13 @@ def test_layers_beyond_the_devices_are_offloaded() -> None:
     assert found.placement.target == Sharding((0,), ((0, 3),), "cpu")
     assert found.devices[-1].name == "RAM"
     assert found.devices[-1].weights == 700
-    with pytest.raises(PlacementError, match=r"needed on RAM .limit 699 B; 1 B missing.. Set offload=disk"):
+    with pytest.raises(PlacementError, match=r"needed on RAM .limit 699 B; 1 B missing.. Set `offload=disk`"):
         plan(gpus(700, memory=699), offload="cpu")
     on_disk = plan(cpu(700), offload="disk")
     assert on_disk.placement == ShardedPlacement(1, 0, ((0, 3),), 8, "disk")
     assert on_disk.placement.target == Sharding(("cpu",), ((0, 3),), "disk")
     assert "the other layers on disk" in on_disk.placement.describe()
-    with pytest.raises(PlacementError, match="Use GPUs, or set offload=disk"):
+    with pytest.raises(PlacementError, match="Use GPUs, or set `offload=disk`"):
         plan(cpu(), offload="cpu")
 
 
@@ -204,7 +204,7 @@ def test_a_pipeline_of_the_requested_number_of_stages() -> None:
     nodes = [gpus(9999, 9999)] * 3
     found = plan(*nodes, placement="pipeline", stages=3).placement
     assert found == PipelinePlacement(2, ((0, 3), (3, 7), (7, 10)), "cuda", 8)
-    with pytest.raises(PlacementError, match=r"stages=11 .limit 10 layers"):
+    with pytest.raises(PlacementError, match=r"`stages=11` .limit 10 layers"):
         plan(*nodes, stages=11)
     with pytest.raises(PlacementError, match=r"2 replicas of 4 stages need 8 GPUs .limit 6"):
         plan(*nodes, stages=4, replicas=2)
@@ -240,11 +240,11 @@ def test_streaming_keeps_within_its_memory() -> None:
 def test_streaming_that_would_not_keep_within_it_is_refused() -> None:
     with pytest.raises(PlacementError, match=r"for two layers and a pass .limit 400 B; .*Raise `memory`"):
         plan(cpu(), memory=400)
-    with pytest.raises(PlacementError, match=r"memory=700 B .limit 500 B of the CPU; 200 B missing"):
+    with pytest.raises(PlacementError, match=r"`memory=700 B` .limit 500 B of the CPU; 200 B missing"):
         plan(cpu(500), memory=700)
-    with pytest.raises(PlacementError, match=r"replicas=2 .limit 1"):
+    with pytest.raises(PlacementError, match=r"`replicas=2` .limit 1"):
         plan(cpu(), memory=700, replicas=2)
-    with pytest.raises(PlacementError, match=r"batch_tokens=100 .* .limit 18.. Set batch_tokens=18"):
+    with pytest.raises(PlacementError, match=r"`batch_tokens=100` .* .limit 18.. Set `batch_tokens=18`"):
         plan(gpus(9999), memory=700, batch_tokens=100)
     # Half of the memory, where no batch is asked for: 350 bytes at 20.5 a token.
     assert plan(gpus(9999), memory=700, batch_tokens=None).batch_tokens == 17
@@ -299,7 +299,7 @@ def test_more_memory_never_offers_smaller_batches() -> None:
     for memory in range(450, 4000, 10):
         with pytest.raises(PlacementError) as refused:
             plan(gpus(9999), memory=memory, batch_tokens=1000)
-        if found := re.search(r"Set batch_tokens=(\d+),", str(refused.value)):
+        if found := re.search(r"Set `batch_tokens=(\d+)`,", str(refused.value)):
             offered.append(int(found[1]))
     assert len(offered) > 300
     assert offered == sorted(offered)
@@ -317,11 +317,11 @@ def test_models_that_cannot_be_divided_stay_whole() -> None:
 
 
 def test_wishes_that_exclude_each_other_are_refused() -> None:
-    with pytest.raises(PlacementError, match="`stages` is only for placement=pipeline"):
+    with pytest.raises(PlacementError, match="`stages` is only for `placement=pipeline`"):
         plan(cpu(), placement="whole", stages=2)
-    with pytest.raises(PlacementError, match="`memory` is only for placement=streamed"):
+    with pytest.raises(PlacementError, match="`memory` is only for `placement=streamed`"):
         plan(cpu(), stages=2, memory=10)
-    with pytest.raises(PlacementError, match=r"stages=0 \(limit 1\)"):
+    with pytest.raises(PlacementError, match=r"`stages=0` \(limit 1\)"):
         PlacementRequest(stages=0)
 
 

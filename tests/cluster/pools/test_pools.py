@@ -94,7 +94,7 @@ def test_a_model_that_does_not_load_is_the_users_error(ray_pool: Pool, tmp_path:
 
 
 def test_gpus_that_a_cluster_lacks_are_refused(ray_pool: Pool, spec: ModelSpec) -> None:
-    with pytest.raises(PlacementError, match=r"replicas=2 need 2 GPUs .limit 0 of the Ray cluster"):
+    with pytest.raises(PlacementError, match=r"`replicas=2` need 2 GPUs .limit 0 of the Ray cluster"):
         RayPool(spec, WholePlacement(2, "cuda", 1))
 
 

@@ -224,8 +224,8 @@ def test_models_without_gates_are_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"share": 0.0}, "share=0 "),
-        ({"share": 1.0}, "share=1 "),
+        ({"share": 0.0}, "`share=0` "),
+        ({"share": 1.0}, "`share=1` "),
         ({"objective": "accuracy"}, "unknown objective"),
         ({"steps": 0}, "steps=0"),
         ({"batch_tokens": 0}, "batch_tokens=0"),

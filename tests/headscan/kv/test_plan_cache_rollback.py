@@ -72,7 +72,7 @@ def test_reset_ends_the_recording_of_assisted_decoding() -> None:
 
 def test_a_first_pass_with_full_keys_refuses_candidates() -> None:
     lm, ids = make_loaded("llama"), some_ids(1, 10).repeat(1, 3)
-    with pytest.raises(UnsupportedModelError, match="assisted decoding with prefill='full'"):
+    with pytest.raises(UnsupportedModelError, match="assisted decoding with `prefill='full'`"):
         assisted(lm, PlanCache(plan_of([[NARROW, FULL]] * 3), prefill="full"), ids)
     full = assisted(lm, PlanCache(plan_of([[FULL, FULL]] * 3), prefill="full"), ids)
     assert torch.equal(full, assisted(lm, DynamicCache(config=lm.model.config), ids))

@@ -238,7 +238,7 @@ def test_stage_errors(saved: Callable[[str], Path]) -> None:
         stage.running_range(hidden[:2]),
     ):
         headscan.collect(stage.lm, ids_of())
-    with pytest.raises(InterventionError, match="with use_cache=False"), stage.running_range(hidden):
+    with pytest.raises(InterventionError, match="with `use_cache=False`"), stage.running_range(hidden):
         stage.lm.model.base_model(input_ids=ids_of(), use_cache=True)
     with pytest.raises(HeadIndexError, match="layer with heads: 1 to 1"):
         stage.lm.grid.check([(2, 0)])

@@ -249,7 +249,7 @@ def test_models_that_were_pruned_before_are_repaired_again() -> None:
 def test_wrong_settings_are_refused() -> None:
     with pytest.raises(PruningError, match="unknown target 'q'"):
         RepairConfig(("q",))  # type: ignore[arg-type]
-    with pytest.raises(PruningError, match=r"rounds=0 \(limit 1\)"):
+    with pytest.raises(PruningError, match=r"`rounds=0` \(limit 1\)"):
         RepairConfig(rounds=0)
     lm = make_loaded("llama")
     lm.model.train()

@@ -284,11 +284,11 @@ def test_another_value_is_another_run_with_other_arms(
 
 
 def test_bad_settings_name_their_fix(on_text: AblateConfig, on_task: AblateConfig, tmp_path: Path) -> None:
-    with pytest.raises(InterventionError, match=r"replace=mean needs texts: no corpus\. Set `corpus`"):
+    with pytest.raises(InterventionError, match=r"`replace=mean` needs texts: no corpus\. Set `corpus`"):
         ReplacementConfig("mean")
     with pytest.raises(InterventionError, match="unknown value 'median'"):
         ReplacementConfig("median")  # type: ignore[arg-type]
-    with pytest.raises(InterventionError, match=r"samples=1 \(limit 2\)"):
+    with pytest.raises(InterventionError, match=r"`samples=1` \(limit 2\)"):
         ReplacementConfig(samples=1)
     with pytest.raises(InterventionError, match="neither tasks nor texts"):
         replace(on_text, texts=None)
@@ -296,7 +296,7 @@ def test_bad_settings_name_their_fix(on_text: AblateConfig, on_task: AblateConfi
         replace(on_task, texts=on_text.texts)
     with pytest.raises(InterventionError, match="unknown mode 'some'"):
         replace(on_text, modes=("some",))
-    with pytest.raises(SequenceError, match=r"max_tokens=5000 \(limit \d+ positions of"):
+    with pytest.raises(SequenceError, match=r"`max_tokens=5000` \(limit \d+ positions of"):
         read_texts(replace(on_text.texts, max_tokens=5000), identify(on_text.evaluation.model))  # type: ignore[type-var]
 
 

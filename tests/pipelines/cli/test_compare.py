@@ -35,7 +35,7 @@ def test_one_scan_gives_the_overlap_of_every_two_scores(
 ) -> None:
     store, run_id, _ = runs
     head, rows = table(capsys, run_id[:5], "--quantile", "0.3", "--store", str(store.path), *flags)
-    assert head == ["score", "picked", *map(str, range(1, 16))]
+    assert head == ["score", "picked", *map(str, range(1, len(SCORES) + 1))]
     assert [row[1] for row in rows] == list(SCORES)
     shown = {(a[1], b[1]): int(a[2 + int(b[0])]) for a in rows for b in rows}
     for pair in overlap(store, run_id, 0.3).to_pylist():  # type: ignore[operator]

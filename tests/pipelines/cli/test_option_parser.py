@@ -32,7 +32,7 @@ class Tokens:
 
     def __post_init__(self) -> None:
         if self.most < self.least:
-            raise HeadscanError(f"least={self.least} is above {self.most}. Lower `least`")
+            raise HeadscanError(f"`least={self.least}` is above {self.most}. Lower `least`")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Retries:
 
     def __post_init__(self) -> None:
         if self.times == 7:
-            raise HeadscanError("times=7 is unlucky. Change `times`")
+            raise HeadscanError("`times=7` is unlucky. Change `times`")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ def test_messages_of_settings_that_a_verb_makes_later() -> None:
     with pytest.raises(HeadscanError) as found:
         read("m", "--min-tokens", "9").tokens(most=4)
     assert with_flags(str(found.value), Verb) == "--min-tokens 9 is above 4. Lower --min-tokens"
-    assert with_flags("(safe=False), confirm=False", Verb) == "(--unsafe), --no-confirm"
+    assert with_flags("(`safe=False`), `confirm=False`", Verb) == "(--unsafe), --no-confirm"
 
 
 def test_placements_are_those_that_can_be_chosen() -> None:

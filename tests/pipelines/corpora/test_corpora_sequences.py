@@ -166,7 +166,7 @@ def test_always_needs_a_bos_token(corpus_of):
 
 
 def test_special_tokens_leave_no_room(corpus_of):
-    with pytest.raises(CorpusError, match=r"max_tokens=2 .*2 special tokens"):
+    with pytest.raises(CorpusError, match=r"max_tokens=2` .*2 special tokens"):
         sequences(corpus_of("abc"), make_tokenizer("<bos> $A <eos>"), TokenPlan(2))
 
 

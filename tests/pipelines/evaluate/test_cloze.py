@@ -125,6 +125,6 @@ def test_a_subject_of_mmlu_has_its_examples_in_the_cloze_form() -> None:
 @pytest.mark.usefixtures("own_tasks_alone")
 def test_tasks_that_ask_for_no_letters_are_refused(task_folder: Path) -> None:
     with pytest.raises(
-        HarnessError, match=r"^mmlu_cloze=True needs a task with the letters of MMLU, not only counting. Add "
+        HarnessError, match=r"^`mmlu_cloze=True` needs a task with the letters of MMLU, not only counting. Add "
     ):
         _loaded(task_folder, "counting")

@@ -167,7 +167,7 @@ def test_forward_runs_range_by_range_and_decode_does_not(
     evaluate(asked, run_on(pool, store), arms)
     with open_pool(spec, StreamedPlacement("cpu", 1, 1 << 30, ((0, 1), (1, 3)))) as staged:
         with pytest.raises(
-            StagingError, match=r"decode evicts keys.*Use the mode forward, or placement=whole"
+            StagingError, match=r"decode evicts keys.*Use the mode forward, or `placement=whole`"
         ) as caught:
             evaluate(asked, run_on(staged, apart), [BASELINE, *plan_arms(plan, ["decode"], 0)])
         assert "\n" not in str(caught.value) and not apart.path.exists()

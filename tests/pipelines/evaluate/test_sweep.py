@@ -303,9 +303,9 @@ def test_a_model_that_recalls_little_is_asked_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "says"),
     [
-        ({"quantiles": (0.1, 1.5)}, InterventionError, r"quantiles=1\.5 \(limit below 1\)"),
-        ({"quantiles": (-0.1,)}, InterventionError, r"quantiles=-0\.1 \(limit 0\)"),
-        ({"quantiles": (1.0,)}, InterventionError, r"quantiles=1 \(limit below 1\)"),
+        ({"quantiles": (0.1, 1.5)}, InterventionError, r"`quantiles=1\.5` \(limit below 1\)"),
+        ({"quantiles": (-0.1,)}, InterventionError, r"`quantiles=-0\.1` \(limit 0\)"),
+        ({"quantiles": (1.0,)}, InterventionError, r"`quantiles=1` \(limit below 1\)"),
         ({"quantiles": (0.0,)}, InterventionError, "nothing to sweep: no score, or no quantile above 0"),
         ({"scores": (), "masks": ()}, InterventionError, "nothing to sweep"),
         ({"scores": ("output_nrom",)}, UnknownNameError, "output_norm"),

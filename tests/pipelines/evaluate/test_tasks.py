@@ -290,10 +290,10 @@ def test_tasks_that_cannot_be_put_are_refused(spec: ModelSpec, task_folder: Path
             evaluate(config(spec, task_folder, *names, **options), run_on(pool, store), [BASELINE])
         assert "\n" not in str(problem.value)
 
-    refused("fewshot_as_multiturn=True needs a chat template", "counting", fewshot_as_multiturn=True)
+    refused("`fewshot_as_multiturn=True` needs a chat template", "counting", fewshot_as_multiturn=True)
     refused("has no chat template. Omit `apply_chat_template`", "counting", apply_chat_template=True)
     refused("generates up to 1024 tokens, and tiny-llama has 1024 positions", "endless")
-    refused(r"num_fewshot=-1 \(limit 0\)", "counting", num_fewshot=-1)
+    refused(r"`num_fewshot=-1` \(limit 0\)", "counting", num_fewshot=-1)
     refused("unknown task 'contin': did you mean counting", "contin")
     refused("no tasks. Name at least one in `tasks`")
     (tmp_path / "broken.yaml").write_text((task_folder / "few.yaml").read_text().replace("few", "broken"))

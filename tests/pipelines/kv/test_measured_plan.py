@@ -235,7 +235,7 @@ def test_a_plan_by_layer_is_searched_and_limited_in_whole_layers(context: ModelC
 def test_lengths_above_the_context_are_refused(context: ModelContext) -> None:
     limit = context.identity.max_tokens
     assert limit is not None
-    with pytest.raises(SequenceError, match=rf"max_tokens={limit + 1} \(limit {limit} positions of .*\). Lower"):
+    with pytest.raises(SequenceError, match=rf"`max_tokens={limit + 1}` \(limit {limit} positions of .*\). Lower"):
         replace(SMALL, max_tokens=limit + 1).tokens(context.identity)
     assert replace(SMALL, max_tokens=None).tokens(context.identity) == min(limit, 1024)
     unlimited = replace(context.identity, max_tokens=None)
@@ -266,7 +266,7 @@ def test_settings_out_of_range_are_refused(changes: dict[str, object], words: st
 
 
 def test_texts_shorter_than_the_window_are_refused(context: ModelContext) -> None:
-    with pytest.raises(HeadscanError, match=r"max_tokens=72 \(at least 261"):
+    with pytest.raises(HeadscanError, match=r"`max_tokens=72` \(at least 261"):
         measured_plan(MeasureConfig(**{**vars(SMALL), "recents": (256,)}), context, WindowShare(0.5))
 
 

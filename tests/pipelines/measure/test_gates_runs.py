@@ -140,5 +140,5 @@ def test_settings_out_of_range(config: GatesConfig, store: Store) -> None:
     ):
         with pytest.raises(GateError, match=message):
             replace(config, **settings)
-    with pytest.raises(GateError, match=r"share=0\.999 closes \d+ of"):
+    with pytest.raises(GateError, match=r"`share=0\.999` closes \d+ of"):
         run(replace(config, fit=GateFitConfig(share=0.999)), store)

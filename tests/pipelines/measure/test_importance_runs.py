@@ -193,9 +193,9 @@ def test_memory_that_runs_out_halves_batches(
 
 
 def test_settings_out_of_range_are_named(config: ImportanceConfig) -> None:
-    with pytest.raises(CorpusRunError, match=r"min_tokens=1 \(limit 2"):
+    with pytest.raises(CorpusRunError, match=r"`min_tokens=1` \(limit 2"):
         replace(config, tokens=TokenPlan(40, min_tokens=1))
-    with pytest.raises(CorpusRunError, match=r"shard_size=0 \(limit 1\)"):
+    with pytest.raises(CorpusRunError, match=r"`shard_size=0` \(limit 1\)"):
         replace(config, shard_size=0)
     with pytest.raises(CorpusRunError, match="Choose mean or sum"):
         replace(config, reduction="max")  # type: ignore[arg-type]

@@ -126,7 +126,7 @@ def test_other_labels_are_another_run_and_the_same_ones_are_done(tmp_path: Path,
 def test_settings_out_of_range_are_named(tmp_path: Path) -> None:
     for wrong, message in (
         ({"reduction": "max"}, "Choose mean or sum"),
-        ({"batch_tokens": 0}, r"batch_tokens=0 \(limit"),
+        ({"batch_tokens": 0}, r"`batch_tokens=0` \(limit"),
     ):
         with pytest.raises(CorpusRunError, match=message):
             LabelledImportanceConfig(ModelSpec("m"), DataSpec("d"), **wrong)  # type: ignore[arg-type]

@@ -242,7 +242,7 @@ def test_a_changed_corpus_is_noticed_on_resume(
 
 def test_what_a_user_can_get_wrong(config: ScanConfig, spec: ModelSpec, tmp_path: Path) -> None:
     store = Store(tmp_path / "s.duckdb")
-    with pytest.raises(SequenceError, match=r"max_tokens=5000 .limit 1024 positions"):
+    with pytest.raises(SequenceError, match=r"max_tokens=5000` .limit 1024 positions"):
         run(dataclasses.replace(config, tokens=TokenPlan(5000)), store)
     with pytest.raises(UnknownNameError, match="entrop"):
         dataclasses.replace(config, statistics=("entrop",))

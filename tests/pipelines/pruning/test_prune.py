@@ -253,9 +253,9 @@ def test_bad_input_leaves_nothing_behind(
 
 
 def test_wrong_recall_settings_are_refused() -> None:
-    with pytest.raises(PruningError, match=r"^prompts=12 \(limit a multiple of 8\)"):
+    with pytest.raises(PruningError, match=r"^`prompts=12` \(limit a multiple of 8\)"):
         RecallConfig(prompts=12)
-    with pytest.raises(PruningError, match=r"^weight=0 \(limit above 0\)"):
+    with pytest.raises(PruningError, match=r"^`weight=0` \(limit above 0\)"):
         RecallConfig(weight=0.0)
 
 

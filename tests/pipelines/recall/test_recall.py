@@ -334,13 +334,13 @@ def test_a_third_family_costs_an_entry_and_a_generator(monkeypatch: pytest.Monke
     ("wrong", "says"),
     [
         ({"lengths": ()}, r"recall lengths are empty. Give at least one"),
-        ({"lengths": (0,)}, r"lengths=0 \(limit 1\)\. Raise `lengths`"),
+        ({"lengths": (0,)}, r"`lengths=0` \(limit 1\)\. Raise `lengths`"),
         ({"lengths": (64, 64)}, "recall lengths 64, 64 repeat. Give each once"),
-        ({"questions": 10}, r"questions=10 \(limit a multiple of 4\)"),
-        ({"questions": 0}, r"questions=0 \(limit 4, a multiple of 4\)"),
-        ({"in_all": (0, 4)}, r"in_all=0 \(limit 1\)"),
+        ({"questions": 10}, r"`questions=10` \(limit a multiple of 4\)"),
+        ({"questions": 0}, r"`questions=0` \(limit 4, a multiple of 4\)"),
+        ({"in_all": (0, 4)}, r"`in_all=0` \(limit 1\)"),
         ({"in_all": (4,)}, "in_all has 1 numbers. Give one each for needle, copying"),
-        ({"seed": -1}, r"seed=-1 \(limit 0\)"),
+        ({"seed": -1}, r"`seed=-1` \(limit 0\)"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(wrong: dict[str, object], says: str) -> None:
@@ -366,7 +366,7 @@ def test_tokenizers_that_cannot_write_the_questions_are_refused() -> None:
     few = word_tokenizer([*KEYS[:4], *VALUES[:4]])
     with pytest.raises(RecallError, match="printable tokens of the tokenizer: 8"):
         recall_questions(few, SMALL, 512, bos="auto")
-    with pytest.raises(RecallError, match=r"neither BOS nor EOS. Use bos=auto"):
+    with pytest.raises(RecallError, match=r"neither BOS nor EOS. Use `bos=auto`"):
         recall_questions(few, SMALL, 512, bos="always")
     with pytest.raises(CorpusError, match="unknown bos 'sometimes'"):
         recall_questions(few, SMALL, 512, bos="sometimes")

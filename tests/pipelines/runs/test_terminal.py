@@ -99,12 +99,19 @@ def test_log_lines_and_progress_are_safe(capsys: pytest.CaptureFixture[str]) -> 
     assert r"\x1b[31m\x07title" in terminal.getvalue() and "\x07" not in terminal.getvalue()
 
 
+def test_paths_that_look_like_options_stay_in_messages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = f"{tmp_path}/of store=1.duckdb"
+    for verb in ("plan", "rank", "status"):
+        assert main([verb, "--store", path]) == 2
+        assert f"there is no store at {path}. " in capsys.readouterr().err
+
+
 def test_messages_of_the_library_name_the_flags_of_the_command_line() -> None:
-    assert (
-        with_flags("max_tokens=5 (limit 4). Lower `max_tokens`", Plan) == "--max-tokens 5 (limit 4). Lower --max-tokens"
-    )
-    assert with_flags("set confirm=False or confirm=True", Plan) == "set --no-confirm or --confirm"
-    assert with_flags("offload=cpu keeps layers in RAM", Plan) == "--offload cpu keeps layers in RAM"
-    assert with_flags("safetensors=False", Plan) == "--pickled-weights"
-    untouched = "model=x, wait=3, memory, /data/memory=1 and `ray start`"
+    limited = "`max_tokens=5` (limit 4). Lower `max_tokens`"
+    assert with_flags(limited, Plan) == "--max-tokens 5 (limit 4). Lower --max-tokens"
+    assert with_flags("set `confirm=False` or `confirm=True`", Plan) == "set --no-confirm or --confirm"
+    assert with_flags("`offload=cpu` keeps layers in RAM", Plan) == "--offload cpu keeps layers in RAM"
+    assert with_flags("`memory=700 B` (limit 500 B)", Plan) == "--memory 700 B (limit 500 B)"
+    assert with_flags("`safetensors=False`", Plan) == "--pickled-weights"
+    untouched = "`model=x`, `wait=3`, memory, /data/memory=1, memory=1.json and `ray start`"
     assert with_flags(untouched, Plan) == untouched

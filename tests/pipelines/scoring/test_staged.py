@@ -23,7 +23,7 @@ from headscan.cluster.pools.streamed_pool import StreamedPool
 from headscan.cluster.tasks.pool import Pool, StagingError, WorkError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import Shard, TokenSequence
-from headscan.pipelines.measure.shard_task import Measured, ShardItem, measure_shard
+from headscan.pipelines.measure.shard_task import ShardItem, ShardTable, measure_shard
 from headscan.pipelines.runs.model_identity import model_facts
 from headscan.pipelines.scoring.generation import generate_texts
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
@@ -69,11 +69,11 @@ def shard(index: int, lengths: tuple[int, ...], seed: int = 0) -> ShardItem:
 SHARDS = [shard(0, (30, 5, 17, 40, 8)), shard(1, (12,)), shard(2, (20, 21, 22))]
 
 
-def measured(pool: Pool, items: list[ShardItem] = SHARDS) -> dict[int, Measured]:
+def measured(pool: Pool, items: list[ShardItem] = SHARDS) -> dict[int, ShardTable]:
     return {done.item.shard.index: done.value for done in pool.map(measure_shard, items)}
 
 
-def assert_same_rows(ours: Measured, theirs: Measured, tolerance: float = 1e-6) -> None:
+def assert_same_rows(ours: ShardTable, theirs: ShardTable, tolerance: float = 1e-6) -> None:
     assert ours.nonfinite_rows == theirs.nonfinite_rows
     assert ours.heads.schema == theirs.heads.schema
     for name in theirs.heads.column_names:
@@ -196,7 +196,7 @@ def test_tasks_travel_and_generation_is_refused(saved: Callable[[str], ModelSpec
     with (
         StreamedPool(saved("llama"), PLACEMENT) as pool,
         pytest.raises(
-            StagingError, match=r"generate texts needs all layers of the model at once.*=whole or placement=sharded"
+            StagingError, match=r"generate texts needs all layers of the model at once.*=whole` or `placement=sharded`"
         ),
     ):
         pool.one(generate_texts, None)
