@@ -233,10 +233,19 @@ class ScoredCall(AttentionCall):
             findings = tally.findings()
         else:
             query, key, value = (x.to(kernels.dtype or wide) for x in (self.query_BHND, self.key_BKSD, self.value_BKSD))
+            numbers = needed_numbers(request.statistics)
             out, fused = attend_fused(
-                kernels, query, key, value, self.scale, request.widths, window=self.window, sinks_BHN=self.sinks_BHN
+                kernels,
+                query,
+                key,
+                value,
+                self.scale,
+                request.widths,
+                window=self.window,
+                sinks_BHN=self.sinks_BHN,
+                entropy=any(number.name == "entropy" for number in numbers),
             )
-            per_query = fused_numbers(needed_numbers(request.statistics), fused)
+            per_query = fused_numbers(numbers, fused)
             findings = Findings(per_query, {}, request, self.geometry)
         own_values = self.value_BKSD[:, :, request.past :]
         return out.to(self.query_BHND.dtype), _statistics(findings, own_values, self.num_attention_heads)

@@ -390,7 +390,7 @@ class Entropy(MeanOverQueries):
         return -torch.special.xlogy(block.weights_BHRC, block.weights_BHRC).sum(-1)
 
     def of_fused(self, fused: FusedPass) -> Tensor:
-        return (fused.centred_lse_BHN - fused.mean_centred_score()).clamp_min(0.0)
+        return fused.entropy()
 
     def with_learned_sink(self, values_BHN: Tensor, share_BHN: Tensor, log_share_BHN: Tensor) -> Tensor:
         # With r the share of the keys: -sum rA ln rA = r (-sum A ln A) - r ln r.

@@ -219,12 +219,15 @@ def test_views_expanded_and_misaligned_tensors(kernels: Kernels) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [40, 300, 1500])
-def test_a_key_that_is_not_a_number_shows_in_the_queries_that_see_it(tokens: int, kernels: Kernels) -> None:
+@pytest.mark.parametrize("entropy", [False, True])
+def test_a_key_that_is_not_a_number_shows_in_the_queries_that_see_it(
+    tokens: int, entropy: bool, kernels: Kernels
+) -> None:
     query, key, value = square(4, 2, tokens, 64).tensors(kernels)
     key[1, 0, tokens // 2] = float("nan")
     chosen = kernels.of(query, 64, 2)
     q, k, v = (x.to(chosen.dtype or torch.float32) for x in (query, key, value))
-    _, fused = identities.attend_fused(chosen, q, k, v, 0.125, WIDTHS)
+    _, fused = identities.attend_fused(chosen, q, k, v, 0.125, WIDTHS, entropy=entropy)
     broken = torch.zeros(2, 4, tokens, dtype=torch.bool)
     broken[1, :2, tokens // 2 :] = True
     for name in ("first_token_weight", "weight_sum"):
@@ -302,7 +305,7 @@ def test_kernels_with_a_fault_are_found() -> None:
     with pytest.raises(AssertionError, match="error"):
         test_numbers_of_fused_kernels("one query on many keys", faulty(FromTheStart()))
     with pytest.raises(AssertionError, match="first_token_weight"):
-        test_a_key_that_is_not_a_number_shows_in_the_queries_that_see_it(40, faulty(Finite()))
+        test_a_key_that_is_not_a_number_shows_in_the_queries_that_see_it(40, False, faulty(Finite()))
     with pytest.raises(AssertionError, match="no fused kernel serves width 8"):
         test_fused_kernels_serve_every_width(CPU._replace(choose=lambda *_: None))
     one = torch.tensor([1.0, 2.0])
@@ -326,7 +329,9 @@ def check(
     chosen = kernels.of(query, max(query.shape[-1], value.shape[-1]), query.shape[1] // key.shape[1])
     needs = WHOLE if query.shape[2] == key.shape[2] else AFTER_PAST
     q, k, v = (x.to(chosen.dtype or torch.float32) for x in (query, key, value))
-    out, fused = identities.attend_fused(chosen, q, k, v, scale, WIDTHS, window=window, sinks_BHN=sinks_BHN)
+    out, fused = identities.attend_fused(
+        chosen, q, k, v, scale, WIDTHS, window=window, sinks_BHN=sinks_BHN, entropy=True
+    )
     found = fused_numbers([QUERY_NUMBERS[name] for name in needs], fused)
     _, found["log-sum-exp"] = chosen.causal(q, k, k, scale) if window is None else chosen.band(q, k, k, scale, window)
     found["output"] = out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,7 +68,9 @@ def both_ways(
     lengths = torch.full((2,), tokens)
     request = AttentionRequest(NEEDS, lengths, lengths, widths)
     query, key, value = (x.to(dtype) for x in (query, key, value))
-    out, numbers = fused.attend_fused(kernels, query, key, value, scale, widths, window=window, sinks_BHN=sinks)
+    out, numbers = fused.attend_fused(
+        kernels, query, key, value, scale, widths, window=window, sinks_BHN=sinks, entropy=True
+    )
     found = fused_numbers(needed_numbers(NEEDS), numbers)
     tally = WeightTally(request, Geometry(tokens, tokens, True, False))
     call = ScoredCall(query.double(), key.double(), value.double(), scale, True, window=window, sinks_BHN=sinks)
@@ -99,6 +102,59 @@ def test_cpu_identities(
             )
 
 
+@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("size", [1.0, 30.0])
+@pytest.mark.parametrize(
+    ("sequences", "heads", "kv_heads", "queries", "keys", "width", "value_width"),
+    [
+        (1, 1, 1, 1, 1, 4, 4),
+        (3, 4, 2, 64, 64, 8, 12),
+        (2, 6, 1, 65, 65, 16, 8),
+        (1, 3, 3, 200, 200, 8, 8),
+        (2, 2, 2, 70, 90, 8, 8),
+    ],
+)
+def test_blocks_on_a_cpu_give_output_and_entropy(
+    sequences: int,
+    heads: int,
+    kv_heads: int,
+    queries: int,
+    keys: int,
+    width: int,
+    value_width: int,
+    size: float,
+    in_parts: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where scores lie hundreds apart, and where a block holds a part of the heads. Models show their queries
+    with transposed strides.
+    """
+    if in_parts:
+        monkeypatch.setattr(fused, "_BLOCK_SCORES", 1)
+        monkeypatch.setattr(fused, "_BLOCK_QUERIES", 16)
+    generator = torch.Generator().manual_seed(keys + width)
+    query, key, value = (
+        torch.randn(sequences, tokens, count, D, generator=generator).transpose(1, 2)
+        for count, tokens, D in ((heads, queries, width), (kv_heads, keys, width), (kv_heads, keys, value_width))
+    )
+    query, value = query * size, value * size
+    before = [x.clone() for x in (query, key, value)]
+    out, lse, entropy = CpuKernels.causal_with_entropy(query, key, value, 0.5)
+    assert all(torch.equal(x, y) for x, y in zip((query, key, value), before, strict=True))
+    wide_key, wide_value = (x.double().repeat_interleave(heads // kv_heads, 1) for x in (key, value))
+    later = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
+    scores = (0.5 * query.double() @ wide_key.mT).masked_fill(later, float("-inf"))
+    log_weights = scores.log_softmax(-1)
+    weights = log_weights.exp()
+    expected = torch.special.entr(weights).sum(-1)
+    # A rounding of large scores changes the weights by as much.
+    close = functools.partial(torch.testing.assert_close, rtol=1e-5 * size, atol=1e-5 * size, check_dtype=False)
+    close(out.flatten(1, 2), weights @ wide_value)
+    close(lse, scores.logsumexp(-1))
+    close(entropy, expected)
+    assert (entropy >= 0).all() and (entropy[:, :, 0] < 1e-30).all() == (keys == queries)
+
+
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("peaked", [0.0, 8.0])
 @pytest.mark.parametrize(("width", "value_width"), [(32, 32), (12, 10)])
@@ -128,13 +184,16 @@ def test_a_device_without_a_fused_kernel_has_none() -> None:
 
 @pytest.mark.parametrize("past", [1, 5, 150])
 @pytest.mark.parametrize("window", [None, 7, 200])
-def test_queries_after_a_prefix_equal_those_of_whole_sequences(window: int | None, past: int) -> None:
+@pytest.mark.parametrize("entropy", [False, True])
+def test_queries_after_a_prefix_equal_those_of_whole_sequences(window: int | None, past: int, entropy: bool) -> None:
     tokens = past + 140  # more than one band of queries
     generator = torch.Generator().manual_seed(past)
     query, key, value = (torch.randn(2, heads, tokens, 8, generator=generator) for heads in (4, 2, 2))
     needs = frozenset({"first_token_weight", "entropy"})
-    whole, whole_pass = fused.attend_fused(CpuKernels(), query, key, value, 0.35, MassWidths(), window=window)
-    out, late_pass = fused.attend_fused(CpuKernels(), query[:, :, past:], key, value, 0.35, MassWidths(), window=window)
+    (whole, whole_pass), (out, late_pass) = (
+        fused.attend_fused(CpuKernels(), q, key, value, 0.35, MassWidths(), window=window, entropy=entropy)
+        for q in (query, query[:, :, past:])
+    )
     of_whole, found = (fused_numbers(needed_numbers(needs), fused) for fused in (whole_pass, late_pass))
     torch.testing.assert_close(out, whole[:, :, past:], rtol=1e-4, atol=1e-5)
     for name in needs:
