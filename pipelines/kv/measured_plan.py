@@ -1,10 +1,10 @@
 """Plans by measured damage: damage of each KV head or layer -> budget -> real window masks.
 
 An estimate at one head at a time may rank neighbours wrongly, and the losses of several windows do not add up. So
-each head near the budget's edge is flipped, with all others as they are, on a few of the prompts; the exchanges that
-promise most are measured on all of them, and the best one is made, as long as that lowers the loss by more than its
-standard error. The loss of the plan is measured on held-out prompts. In a plan by layer, a "head" below is a layer,
-named by its first KV head.
+each head near the budget's edge is flipped, with all others as they are, and exchanges are tried, on a few of the
+prompts. The best exchanges are measured on all prompts, and the best one is made, as long as that lowers the loss by
+more than its standard error. The loss of the plan is measured on held-out prompts. In a plan by layer, a "head" below
+is a layer, named by its first KV head.
 
 Shapes: C candidate KV heads, or layers.
 """
@@ -53,10 +53,11 @@ def smallest_windows(damages: Mapping[Window, Sequence[np.ndarray]]) -> list[Win
 
 
 #: Share of the candidates on each side of the edge, and the fewest and the most heads on each side.
-_SHARE, _FEWEST, _MOST = 0.15, 4, 16
-#: Most exchanges that are made one after another, and most that are measured for each.
-_ROUNDS, _TRIES = 3, 6
-#: Single heads are flipped on one in so many prompts of a task.
+_SHARE, _FEWEST, _MOST = 0.1, 4, 16
+#: Most exchanges that are made one after another, most that are tried for each on a few prompts, and how many of these
+#: are measured on all.
+_ROUNDS, _TRIES, _MEASURED = 3, 6, 2
+#: Heads are flipped, and exchanges tried, on one in so many prompts of a task.
 _SCREENED = 4
 
 #: KV heads with a window, or layers by their first KV head.
@@ -123,7 +124,7 @@ class WindowSearch:
         """Return the damage of each head on text, and on recall prompts, with all others as in ``chosen``; on the
         prompts of ``screen``.
         """
-        before, *after = (means(each) for each in self._flipped(chosen, heads))
+        before, *after = map(means, self._tried([chosen, *(chosen ^ {head} for head in heads)], chosen))
         return [
             tuple((b - a) if head in chosen else (a - b) for b, a in zip(before, each, strict=True))
             for head, each in zip(heads, after, strict=True)
@@ -155,11 +156,10 @@ class WindowSearch:
         """Measure those sets that are not known."""
         self._measure_new(self.measure, self._known, sets, base)
 
-    def _flipped(self, chosen: Heads, heads: Sequence[KvHead]) -> list[Increases]:
-        """Return the increases of a set, and of it with each of the heads flipped, on the prompts of ``screen``."""
-        sets = [chosen, *(chosen ^ {head} for head in heads)]
-        self._measure_new(self.screen, self._screened, sets, chosen)
-        return [self._screened[each] for each in sets]
+    def _tried(self, sets: Sequence[Heads], base: Heads) -> list[Increases]:
+        """Return the increases on the prompts of ``screen``."""
+        self._measure_new(self.screen, self._screened, sets, base)
+        return [self._screened[heads] for heads in sets]
 
     def _measure_new(
         self, measure: MeasureSets, known: dict[Heads, Increases], sets: Sequence[Heads], base: Heads
@@ -169,8 +169,11 @@ class WindowSearch:
             known |= dict(zip(new, measure([self.kept(heads) for heads in new], self.kept(base)), strict=True))
 
     def _exchanges(self, chosen: Heads, doubtful: Sequence[KvHead]) -> list[Heads]:
-        """Return sets in which heads have changed sides, the most promising ones by the flips of single heads."""
-        value = dict(zip(doubtful, map(self._share, self._flipped(chosen, doubtful)[1:]), strict=True))
+        """Return sets in which heads have changed sides: the best on a few prompts of those that promise most by the
+        flips of single heads.
+        """
+        flipped = self._tried([chosen, *(chosen ^ {head} for head in doubtful)], chosen)[1:]
+        value = dict(zip(doubtful, map(self._share, flipped), strict=True))
         pairs = sorted(
             (value[out] + value[new], out, new)
             for out in doubtful
@@ -184,7 +187,9 @@ class WindowSearch:
         # The best pairs together, then single pairs.
         sets = [chosen.symmetric_difference(head for pair in apart[:n] for head in pair) for n in (1, 2, 3)]
         sets += [chosen ^ {out, new} for _, out, new in pairs]
-        return list(dict.fromkeys(sets))[:_TRIES] if pairs else []
+        tried = list(dict.fromkeys(sets))[:_TRIES] if pairs else []
+        shares = dict(zip(tried, map(self._share, self._tried(tried, chosen)), strict=True))
+        return sorted(tried, key=shares.__getitem__)[:_MEASURED]
 
     def _clearly_better(self, heads: Heads, chosen: Heads) -> bool:
         """Return True if a set's loss is lower by more than the standard error over the prompts."""

@@ -272,7 +272,7 @@ def test_flips_are_the_damage_of_single_heads() -> None:
 
 def test_the_edge_has_heads_of_both_sides() -> None:
     order = [(0, index) for index in range(100)]
-    assert edge(order, frozenset(order[:50])) == tuple(order[35:65])
+    assert edge(order, frozenset(order[:50])) == tuple(order[40:60])
     assert len(edge([(0, index) for index in range(1000)], frozenset((0, index) for index in range(500)))) == 32
     assert edge(order[:6], frozenset(order[:1])) == tuple(order[:5])
     assert edge(order[:6], frozenset(order[:6])) == tuple(order[2:6])
