@@ -382,9 +382,12 @@ def compare(
             questions are correlated. None gives each question its own text.
     """
     groupings = [grouping for grouping in (strata, texts) if grouping is not None]
-    if any(len(grouping) != len(arm_correct) for grouping in groupings):
-        sizes = f"{np.size(baseline_correct)} and {np.size(arm_correct)}"
-        raise VerdictError(f"cannot pair arms with {sizes} answers. Answer the same questions")
+    for grouping in groupings:
+        if len(grouping) != len(arm_correct):
+            raise VerdictError(
+                f"cannot pair {len(arm_correct)} answers with the tasks or texts of {len(grouping)} questions. Name one"
+                " for each question"
+            )
     sampling = Sampling(len(arm_correct), strata, texts)
     return compare_sampled(baseline_correct, arm_correct, sampling, resamples=resamples, seed=seed)
 

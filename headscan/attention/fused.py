@@ -34,8 +34,10 @@ _log = logging.getLogger("headscan")
 
 #: Queries in one block of a band; larger blocks would score more keys outside the band.
 _BAND_QUERIES = 128
-#: Queries of a block of explicit scores, and scores of a block for each thread, which fit in its cache.
-_BLOCK_QUERIES, _BLOCK_SCORES = 64, 1 << 18
+#: Queries and keys of a block of explicit scores, and scores of a block for each thread, which fit in its cache.
+_BLOCK_QUERIES, _BLOCK_KEYS, _BLOCK_SCORES = 256, 1024, 1 << 19
+#: Blocks of queries in a short sequence: half of a block on the diagonal is computed in vain.
+_BLOCKS = 8
 #: Lowest difference of a score from its query's largest. Its weight, 2e-38, is lost in any sum; the exponential of
 #: lower ones, which is no normal float32, takes a CPU many times as long.
 _LOWEST = -87.0
@@ -105,26 +107,45 @@ class CpuKernels:
         key, value = key.reshape(B * K, S, D), value.reshape(B * K, S, Dv)
         out = query.new_empty(B * K, G, N, Dv)
         largest, sums, means = query.new_empty(3, B * K, G, N)
-        least = G * min(_BLOCK_QUERIES, N) * S
+        block = min(_BLOCK_QUERIES, max(64, N // _BLOCKS), N)
+        least = G * block * min(_BLOCK_KEYS, S)
         most = max(least, _BLOCK_SCORES * torch.get_num_threads())
         # Two buffers: memory from the system for every block would cost more than a product.
-        of_scores, of_weights = query.new_empty(2, min(most, B * K * least))
-        later = torch.ones(_BLOCK_QUERIES, _BLOCK_QUERIES, dtype=torch.bool, device=query.device).triu(1)
-        for first in range(0, N, _BLOCK_QUERIES):
-            R = min(_BLOCK_QUERIES, N - first)
-            rows, C = slice(first, first + R), past + first + R
-            size = max(1, most // (G * R * C))
+        buffers = query.new_empty(2, min(most, B * K * least))
+        later = torch.ones(block, block, dtype=torch.bool, device=query.device).triu(1)
+        for first in range(0, N, block):
+            R = min(block, N - first)
+            rows, seen = slice(first, first + R), past + first + R
+            size = max(1, most // (G * R * min(_BLOCK_KEYS, seen)))
             for heads in (slice(at, min(at + size, B * K)) for at in range(0, B * K, size)):
-                shape = heads.stop - heads.start, G * R, C
-                scores, weights = (x[: math.prod(shape)].view(shape) for x in (of_scores, of_weights))
-                torch.bmm(query[heads, :, rows].reshape(-1, G * R, D), key[heads, :C].mT, out=scores)
-                scores.unflatten(1, (G, R))[..., C - R :].masked_fill_(later[:R, :R], float("-inf"))
-                top = scores.amax(-1, keepdim=True)
-                torch.exp(scores.sub_(top).clamp_(min=_LOWEST), out=weights)
-                out[heads, :, rows] = torch.bmm(weights, value[heads, :C]).unflatten(1, (G, R))
-                found = top[..., 0], weights.sum(-1), scores.mul_(weights).sum(-1)
-                for numbers, values in zip((largest, sums, means), found, strict=True):
-                    numbers[heads, :, rows] = values.unflatten(1, (G, R))
+                for start in range(0, seen, _BLOCK_KEYS):
+                    keys = slice(start, min(start + _BLOCK_KEYS, seen))
+                    shape = heads.stop - heads.start, G * R, keys.stop - keys.start
+                    scores, weights = (x[: math.prod(shape)].view(shape) for x in buffers)
+                    torch.bmm(query[heads, :, rows].reshape(-1, G * R, D), key[heads, keys].mT, out=scores)
+                    if keys.stop > seen - R:
+                        own = max(keys.start, seen - R)
+                        hidden = later[:R, own - (seen - R) : keys.stop - (seen - R)]
+                        scores.unflatten(1, (G, R))[..., own - keys.start :].masked_fill_(hidden, float("-inf"))
+                    top = scores.amax(-1, keepdim=True)
+                    if start:
+                        top = torch.maximum(top, largest[heads, :, rows].reshape(top.shape))
+                    torch.exp(scores.sub_(top).clamp_(min=_LOWEST), out=weights)
+                    found_out = torch.bmm(weights, value[heads, keys])
+                    found = weights.sum(-1), scores.mul_(weights).sum(-1)
+                    if start:  # what the earlier keys gave is of another largest score
+                        before = [x[heads, :, rows].reshape(top.shape[:2]) for x in (largest, sums, means)]
+                        lower = before[0] - top[..., 0]
+                        share = lower.exp()
+                        earlier_out = out[heads, :, rows].reshape(found_out.shape)
+                        found_out.add_(earlier_out * share[..., None])
+                        found = (
+                            found[0] + share * before[1],
+                            found[1] + share * (before[2] + lower * before[1]),
+                        )
+                    out[heads, :, rows] = found_out.unflatten(1, (G, R))
+                    for numbers, values in zip((largest, sums, means), (top[..., 0], *found), strict=True):
+                        numbers[heads, :, rows] = values.unflatten(1, (G, R))
         log_sums = sums.log()
         entropy = log_sums.sub(means.div_(sums)).clamp_min_(0.0)
         out.div_(sums[..., None])

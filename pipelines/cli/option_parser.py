@@ -271,7 +271,8 @@ class BoundOption:
 
     def _help(self) -> str:
         shown = self.default
-        if "(default" in self.option.help or shown in (MISSING, None, False, ()) or self.option.negated:
+        nothing = shown is MISSING or shown is None or shown is False or shown == ()  # 0 is a default to show
+        if "(default" in self.option.help or nothing or self.option.negated:
             return self.option.help.replace("%", "%%")
         if shown is True:
             shown = "yes"

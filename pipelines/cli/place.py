@@ -109,7 +109,7 @@ class _Hours:
 @dataclass(frozen=True, kw_only=True)
 class _Machines:
     nodes: Annotated[int | None, Option("number of imagined machines (default: the real ones)", least=1)] = None
-    gpus: Annotated[int, Option("number of GPUs per machine (default: 0)", least=0)] = 0
+    gpus: Annotated[int, Option("number of GPUs per machine", least=0)] = 0
     gpu_memory: Annotated[int, Option("memory per GPU (default: 80GiB)", parse=parse_bytes)] = 80 << 30
     cpu_memory: Annotated[int, Option("RAM per machine (default: 1TiB)", parse=parse_bytes)] = 1 << 40
     cpus: Annotated[int, Option("number of CPU cores per machine", least=1)] = 64

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
+from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK
 from headscan.cluster.placement.placement_base import parse_bytes
 from headscan.model_spec import ModelSpec
 from headscan.options import Group, Option
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from headscan.analysis.plans import BudgetRequest, HeadPlan
 
 Method = Literal["measured", "distant_mass", "retrieval_score", "imported", "random"]
+#: Share of the candidates that get a window if no budget is given.
+_WINDOW_SHARE = 0.5
 _OF_STORE = ("distant_mass", "retrieval_score", "imported", "random")
 _MEASURED = ("measured",)
 
@@ -28,8 +31,8 @@ class _BudgetOptions:
     window_share: Annotated[
         float | None,
         Option(
-            "share of the candidates (KV heads that may get a window) that keep only a window (default: 0.5, or the "
-            "pattern's own number)",
+            "share of the candidates (KV heads that may get a window) that keep only a window (default: "
+            f"{_WINDOW_SHARE:g}, or the pattern's own number)",
             above=0,
             most=1,
             one_of="budget",
@@ -100,13 +103,14 @@ class Plan(OptionalModelVerb, RunVerb):
     budget: Annotated[_BudgetOptions, Group("budget")]
     at: Annotated[int | None, Option("sequence length of --kv-bytes, in tokens", metavar="TOKENS", least=1)] = None
     sink: Annotated[
-        int | None, Option("number of first tokens that a window head keeps (default: 4, or the pattern's)", least=0)
+        int | None,
+        Option(f"number of first tokens that a window head keeps (default: {DEFAULT_SINK}, or the pattern's)", least=0),
     ] = None
     recent: Annotated[
         tuple[int, ...],
         Option(
             "number of last tokens that a window head keeps; of comma-separated widths, method measured chooses one "
-            "for each head (default: 256, or the pattern's)",
+            f"for each head (default: {DEFAULT_RECENT}, or the pattern's)",
             least=1,
         ),
     ] = ()
@@ -204,4 +208,4 @@ class Plan(OptionalModelVerb, RunVerb):
         share = self.budget.window_share
         if share is None and self.pattern is not None:
             return None
-        return WindowShare(0.5 if share is None else share)
+        return WindowShare(_WINDOW_SHARE if share is None else share)

@@ -115,7 +115,7 @@ class CalibrationOptions(CorpusOptions):
         Option(
             "number of texts; one half chooses and repairs, the other is held out to measure the loss (default: "
             f"{TextConfig.sequences}, fewer of the demo)",
-            least=1,
+            least=2,
         ),
     ] = None
 

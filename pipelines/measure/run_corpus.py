@@ -296,7 +296,7 @@ def _has_part(store: Store, run: Mapping[str, Any], part: Part) -> bool:
 
 
 def fingerprinted_sizes(shard_size: int | None, batch_tokens: int) -> dict[str, int]:
-    """Return the sizes that identify a run: the given ones, not those that the run chooses itself."""
+    """Return the sizes that identify a run. A size of shards that the run chooses itself counts as the largest one."""
     return {"shard_size": shard_size or _LARGEST_SHARD, "batch_tokens": batch_tokens}
 
 

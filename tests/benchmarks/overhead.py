@@ -31,7 +31,7 @@ from headscan.statistics.weight_statistics import AttentionRequest
 #: By name: hidden size, query heads, KV heads, MLP width, number of layers.
 SHAPES = {"135M": (576, 9, 3, 1536, 4), "1B": (2048, 32, 8, 8192, 2), "8B": (4096, 32, 8, 14336, 2)}
 VOCABULARY = 1024
-_MMAP_THRESHOLD = -3  # in malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # in malloc.h
 
 Way = Callable[[], object]
 
@@ -137,7 +137,9 @@ def _large_blocks_unmapped() -> Iterator[None]:
         yield
     finally:
         if mallopt is not None:
+            # A threshold that was set no longer grows, nor does the other one, which glibc keeps at twice as much.
             mallopt(_MMAP_THRESHOLD, usual)
+            mallopt(_TRIM_THRESHOLD, 2 * usual)
 
 
 def eager_bytes(shape: str, tokens: int, dtype: torch.dtype, layers: int | None = None) -> int:

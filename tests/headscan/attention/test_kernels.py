@@ -132,6 +132,7 @@ def test_blocks_on_a_cpu_give_output_and_entropy(
     if in_parts:
         monkeypatch.setattr(fused, "_BLOCK_SCORES", 1)
         monkeypatch.setattr(fused, "_BLOCK_QUERIES", 16)
+        monkeypatch.setattr(fused, "_BLOCK_KEYS", 23)
     generator = torch.Generator().manual_seed(keys + width)
     query, key, value = (
         torch.randn(sequences, tokens, count, D, generator=generator).transpose(1, 2)

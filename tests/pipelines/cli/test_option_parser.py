@@ -64,6 +64,7 @@ class Verb:
     ] = ()
     sizes: Annotated[tuple[int, ...], Option("sizes", least=1, spaces=True)] = (1, 2)
     fast: Annotated[bool, Option("fast")] = False
+    skipped: Annotated[int, Option("skipped heads", least=0)] = 0
     confirm: Annotated[bool, Option("confirm")] = True
     safe: Annotated[bool, Option("unsafe", flag="--unsafe", negated=True)] = True
     tokens: Annotated[partial[Tokens], Group("tokens")]
@@ -82,6 +83,7 @@ def test_defaults_stand_in_the_settings_alone() -> None:
     assert changed(verb) == {}
     text = " ".join(verb_parser("verb", Verb).format_help().split())
     assert "(default: 0.5)" in text and "(default: 1,2)" in text and "(default: yes)" in text
+    assert "skipped heads (default: 0)" in text and "fast (default" not in text
     assert text.count("(default: all)") == 1 and "number of retries (default: 5)" in text
 
 
