@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -106,7 +106,7 @@ class CpuKernels:
         query = (query * scale).reshape(B * K, G, N, D)
         key, value = key.reshape(B * K, S, D), value.reshape(B * K, S, Dv)
         out = query.new_empty(B * K, G, N, Dv)
-        largest, sums, means = query.new_empty(3, B * K, G, N)
+        numbers = query.new_empty(3, B * K, G, N)
         block = min(_BLOCK_QUERIES, max(64, N // _BLOCKS), N)
         least = G * block * min(_BLOCK_KEYS, S)
         most = max(least, _BLOCK_SCORES * torch.get_num_threads())
@@ -114,40 +114,24 @@ class CpuKernels:
         buffers = query.new_empty(2, min(most, B * K * least))
         later = torch.ones(block, block, dtype=torch.bool, device=query.device).triu(1)
         for first in range(0, N, block):
-            R = min(block, N - first)
-            rows, seen = slice(first, first + R), past + first + R
-            size = max(1, most // (G * R * min(_BLOCK_KEYS, seen)))
+            rows = slice(first, min(first + block, N))
+            own, seen = past + rows.start, past + rows.stop  # the first row's own key, and the last one's
+            size = max(1, most // (G * block * min(_BLOCK_KEYS, seen)))
             for heads in (slice(at, min(at + size, B * K)) for at in range(0, B * K, size)):
-                for start in range(0, seen, _BLOCK_KEYS):
-                    keys = slice(start, min(start + _BLOCK_KEYS, seen))
-                    shape = heads.stop - heads.start, G * R, keys.stop - keys.start
-                    scores, weights = (x[: math.prod(shape)].view(shape) for x in buffers)
-                    torch.bmm(query[heads, :, rows].reshape(-1, G * R, D), key[heads, keys].mT, out=scores)
-                    if keys.stop > seen - R:
-                        own = max(keys.start, seen - R)
-                        hidden = later[:R, own - (seen - R) : keys.stop - (seen - R)]
-                        scores.unflatten(1, (G, R))[..., own - keys.start :].masked_fill_(hidden, float("-inf"))
-                    top = scores.amax(-1, keepdim=True)
-                    if start:
-                        top = torch.maximum(top, largest[heads, :, rows].reshape(top.shape))
-                    torch.exp(scores.sub_(top).clamp_(min=_LOWEST), out=weights)
-                    found_out = torch.bmm(weights, value[heads, keys])
-                    found = weights.sum(-1), scores.mul_(weights).sum(-1)
-                    if start:  # what the earlier keys gave is of another largest score
-                        before = [x[heads, :, rows].reshape(top.shape[:2]) for x in (largest, sums, means)]
-                        lower = before[0] - top[..., 0]
-                        share = lower.exp()
-                        earlier_out = out[heads, :, rows].reshape(found_out.shape)
-                        found_out.add_(earlier_out * share[..., None])
-                        found = (
-                            found[0] + share * before[1],
-                            found[1] + share * (before[2] + lower * before[1]),
-                        )
-                    out[heads, :, rows] = found_out.unflatten(1, (G, R))
-                    for numbers, values in zip((largest, sums, means), (top[..., 0], *found), strict=True):
-                        numbers[heads, :, rows] = values.unflatten(1, (G, R))
+                query_part = query[heads, :, rows].flatten(1, 2)
+                found: _FromKeys | None = None
+                for stop in range(seen, 0, -_BLOCK_KEYS):  # the first of these blocks holds every row's own key
+                    keys = slice(max(0, stop - _BLOCK_KEYS), stop)
+                    hidden = later[: rows.stop - rows.start, : max(0, stop - own)]
+                    part = _from_keys(query_part, key[heads, keys], value[heads, keys], hidden, buffers)
+                    found = part if found is None else found.joined(part)
+                assert found is not None
+                out[heads, :, rows] = found.out.unflatten(1, (G, -1))
+                for of_all, of_part in zip(numbers, found[1:], strict=True):
+                    of_all[heads, :, rows] = of_part.unflatten(1, (G, -1))
+        largest, sums, products = numbers
         log_sums = sums.log()
-        entropy = log_sums.sub(means.div_(sums)).clamp_min_(0.0)
+        entropy = log_sums.sub(products.div_(sums)).clamp_min_(0.0)
         out.div_(sums[..., None])
         return out.unflatten(0, (B, K)), largest.add_(log_sums).view(B, H, N), entropy.view(B, H, N)
 
@@ -164,6 +148,44 @@ class CpuKernels:
             query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale
         )
         return out.unflatten(0, (B, K)), lse.reshape(B, H, N)
+
+
+class _FromKeys(NamedTuple):
+    """What queries (K, GN) have from some keys, at least one for each. With ``x`` a score minus the largest one,
+    ``out`` is the sum of ``exp(x) v`` (K, GN, Dv), ``sums`` that of ``exp(x)``, and ``products`` that of ``exp(x) x``.
+    """
+
+    out: Tensor
+    largest: Tensor
+    sums: Tensor
+    products: Tensor
+
+    def joined(self, other: _FromKeys) -> _FromKeys:
+        """Return the same from the keys of both."""
+        largest = torch.maximum(self.largest, other.largest)
+        parts = []
+        for part in (self, other):
+            lower = part.largest - largest
+            share = lower.exp()
+            products = share * (part.products + lower * part.sums)
+            parts.append((share[..., None] * part.out, share * part.sums, products))
+        out, sums, products = (ours + theirs for ours, theirs in zip(*parts, strict=True))
+        return _FromKeys(out, largest, sums, products)
+
+
+def _from_keys(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, buffers: Tensor) -> _FromKeys:
+    """Return what queries (K, GN, D) have from keys (K, C, D), of whose last ones ``hidden`` (N, n) hides some. The
+    scores and weights are written to ``buffers``.
+    """
+    shape = *query.shape[:2], key.shape[1]
+    scores, weights = (x[: math.prod(shape)].view(shape) for x in buffers)
+    torch.bmm(query, key.mT, out=scores)
+    R, last = hidden.shape
+    scores.unflatten(1, (-1, R))[..., shape[2] - last :].masked_fill_(hidden, float("-inf"))
+    largest = scores.amax(-1, keepdim=True)
+    torch.exp(scores.sub_(largest).clamp_(min=_LOWEST), out=weights)
+    out = torch.bmm(weights, value)
+    return _FromKeys(out, largest[..., 0], weights.sum(-1), scores.mul_(weights).sum(-1))
 
 
 class CudaKernels:
