@@ -87,7 +87,7 @@ def test_a_full_temporary_folder_is_named(monkeypatch: pytest.MonkeyPatch, tmp_p
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
 @pytest.mark.parametrize("name", ["heartbeat", "start"])
 def test_timeouts_are_positive(name: str, seconds: float) -> None:
-    with pytest.raises(PlacementError, match=rf"^{name}=\S+ \(limit "):
+    with pytest.raises(PlacementError, match=rf"^`{name}=\S+` \(limit "):
         Timeouts(**{name: seconds})
 
 
