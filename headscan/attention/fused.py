@@ -94,8 +94,8 @@ class CpuKernels:
 
     @staticmethod
     def causal_with_entropy(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `causal` and the entropy of the weights (B, H, N), in about 0.7 of the time of two fused calls. The
-        value may be of another width.
+        """Return `causal` and the entropy of the weights (B, H, N), in less time than two fused calls. The value may be
+        of another width. Nothing is differentiable.
 
         With ``x_ij`` the score minus the largest of its query and ``Z_i = sum_j exp(x_ij)``, the entropy is ``ln Z_i -
         sum_j exp(x_ij) x_ij / Z_i``.
@@ -361,7 +361,7 @@ class FusedPass:
         lse_BHN: Log-sum-exp of the scores on `key_BKND`.
         window: Number of keys that a query sees; None means all up to its own.
         past: Number of keys before the first query's own.
-        own_entropy_BHN: Entropy of the weights on the keys, if the kernels have computed it.
+        own_entropy_BHN: Entropy of the weights on the keys; None if the output came without it.
         log_share_BHN: Logarithm of the weight that a learned sink leaves the keys; None without a learned sink.
     """
 
@@ -436,6 +436,11 @@ class FusedPass:
         return distance >= 0 if width is None else (distance >= 0) & (distance < width)
 
 
+def differentiated(*tensors: Tensor) -> bool:
+    """Return True if a gradient of one of these tensors will be taken."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
 def attend_fused(
     kernels: FusedKernels,
     query_BHND: Tensor,
@@ -466,8 +471,9 @@ def attend_fused(
     exact = kernels.dtype is None
     key = centred if exact else key_BKND
     own_entropy = None
-    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (query_BHND, key, value_BKND))
-    if entropy and window is None and not differentiated and isinstance(kernels, CpuKernels):
+    # The blocks are written in place, so gradients need the fused calls.
+    plain = window is None and not differentiated(query_BHND, key, value_BKND)
+    if entropy and plain and isinstance(kernels, CpuKernels):
         grouped_out, lse, own_entropy = kernels.causal_with_entropy(query_BHND, key, value_BKND, scale)
     else:
         grouped_out, lse = _call(kernels, query_BHND, key, value_BKND, scale, window)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headscan.attention.fused import cache_kernels
+from headscan.attention.fused import cache_kernels, differentiated
 from headscan.models.token_batches import is_out_of_memory
 
 _log = logging.getLogger("headscan")
@@ -53,10 +53,6 @@ def _served(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 def _on_gpu_in_half(x: Tensor) -> bool:
     return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16)
-
-
-def differentiated(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def flash_output(query_BNHD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, scale: float) -> Tensor | None:

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headscan.attention.cache_attention import PLAIN, ScoreTerms, scored_output
-from headscan.kv.decode_attention import differentiated, flash_output, one_query_attention
+from headscan.attention.fused import differentiated
+from headscan.kv.decode_attention import flash_output, one_query_attention
 from headscan.kv.kept_keys import Window
 
 #: Queries in one block; a GPU runs few large blocks faster, a CPU small ones.
