@@ -69,7 +69,9 @@ class Referee(WholeModelVerb):
 
     def __post_init__(self) -> None:
         without_effect = ("tasks.names", "tasks.prompts.include_path", "tasks.prompts.limit", "criteria.repair")
-        check_labelled(self, self.data, self.metric, (*without_effect, "calibration.name", "calibration.sequences"))
+        check_labelled(
+            self, self.data, self.metric, (*without_effect, "calibration.name", "calibration.texts.sequences")
+        )
         if self.data is None:
             if self.rank_data is not None:
                 raise UsageError("--rank-data has no effect without --data: leave it out")

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from headscan.pipelines.measure.labelled_texts import LabelledTexts
     from headscan.pipelines.runs.run_context import Run
 
-#: Of the demo: length of its recall questions, and of its texts.
-_DEMO_RECALL, _DEMO_TOKENS = 256, 512
+#: Length of the demo's recall questions.
+_DEMO_RECALL = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,14 +110,6 @@ class CalibrationOptions(CorpusOptions):
 
     name: Annotated[str | None, Option(f"{CORPORA} (default: required, except for `demo`)", flag="--corpus")] = None
     texts: Annotated[partial[TextConfig], Group()]
-    sequences: Annotated[
-        int | None,
-        Option(
-            "number of texts; one half chooses and repairs, the other is held out to measure the loss (default: "
-            f"{TextConfig.sequences}, fewer of the demo)",
-            least=2,
-        ),
-    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,15 +130,12 @@ class WholeModelVerb(RunVerb):
     def text_config(self, demo: DemoSize) -> TextConfig:
         calibration = self.calibration
         if calibration.name is not None:
-            chosen = {} if calibration.sequences is None else {"sequences": calibration.sequences}
-            return calibration.texts(corpus=calibration.spec(), **chosen)
+            return calibration.texts(corpus=calibration.spec())
         # The demo model has read the standard library, but not these modules.
         config = calibration.texts(
-            corpus=CorpusSpec("python-stdlib-modules"),
-            held_out=CorpusSpec("python-stdlib-heldout"),
-            sequences=calibration.sequences or demo.sequences,
+            corpus=CorpusSpec("python-stdlib-modules"), held_out=CorpusSpec("python-stdlib-heldout")
         )
-        return replace(config, max_tokens=config.max_tokens or _DEMO_TOKENS)
+        return replace(config, sequences=config.sequences or demo.sequences)
 
     def evaluation(self, spec: ModelSpec, scratch: Path, demo: DemoSize) -> EvaluateConfig:
         return evaluation_of(self, self.tasks, self.recall, spec, scratch, demo)

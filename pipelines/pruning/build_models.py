@@ -23,11 +23,10 @@ from headscan.models.token_batches import pass_tokens
 from headscan.options import BATCH_TOKENS
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.kv.damage_measurement import Prompts
-from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, check_tokens
+from headscan.pipelines.pruning.calibration_texts import CalibrationTexts
 from headscan.pipelines.pruning.held_out_losses import HeldOutLosses, as_calibration
 from headscan.pipelines.pruning.model_costs import (
     Timing,
-    columns_to_solve,
     compare_costs,
     find_layer_caches,
     promised_cache,
@@ -152,7 +151,6 @@ class BuildJob:
 
 def build_models(lm: LoadedModel, job: BuildJob) -> list[BuiltModel]:
     """Pool task: build every wanted model and its controls, one after the other; those that are finished stay."""
-    check_tokens(job.texts, columns_to_solve(lm, job.repair.targets))
     # Refuses models whose heads cannot be removed before anything is measured.
     slice_heads(lm, all_units(lm.grid, "head")[0])
     builder = _Builder(lm, job)

@@ -43,12 +43,14 @@ class CalibrationTexts(NamedTuple):
 
 
 def read_texts(
-    config: TextConfig, identity: ModelIdentity, say: Callable[[str], None] = lambda line: None
+    config: TextConfig, identity: ModelIdentity, columns: int, say: Callable[[str], None] = lambda line: None
 ) -> tuple[CalibrationTexts, HeldOutText]:
     """Return the texts that choose and repair, and those that judge. They share no document, except if the corpus has
-    one only, which is split in the middle. ``say`` receives the number of texts and documents of each half.
+    one only, which is split in the middle. ``columns`` are those of the widest projection that a repair solves, 0
+    without a repair. ``say`` receives the number of texts and documents of each half.
     """
-    tokens, half = config.tokens(identity), config.sequences // 2
+    tokens = config.tokens(identity)
+    half = config.half(tokens, columns)
     if config.held_out is None:
         # More than needed, because the halves of the documents can differ in texts.
         calibrating, judging = _halves(_read(config.corpus, identity, tokens, 4 * half), config.corpus.name)
@@ -65,6 +67,7 @@ def read_texts(
     say(f"{_size(chosen)} of {config.corpus.name} choose and repair, {_size(held_out)} of {name} judge")
     ids, lengths = pad([text.ids for text in chosen])
     calibration = CalibrationTexts(config.corpus.name, ids.numpy(), lengths.numpy(), half)
+    _check_tokens(calibration, columns)
     return calibration, HeldOutText(name, chunks(identity.tokenizer, held_out))
 
 
@@ -99,7 +102,7 @@ def read_recall(
     return tuple(first for first, _ in able), tuple(second for _, second in able)
 
 
-def check_tokens(texts: CalibrationTexts, columns: int) -> None:
+def _check_tokens(texts: CalibrationTexts, columns: int) -> None:
     """Raise PruningError if the widest repaired projection has more columns than the texts have tokens."""
     if texts.tokens < columns:
         needed = 2 * -(-columns * len(texts.lengths) // texts.tokens)

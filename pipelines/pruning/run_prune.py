@@ -24,7 +24,7 @@ from headscan.pipelines.export.servable_model import obstacle
 from headscan.pipelines.pruning.build_models import BuildJob, RepairChoice, WantedModel, build_models, kept_damages
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_recall, read_texts
 from headscan.pipelines.pruning.model_card import model_card
-from headscan.pipelines.pruning.model_costs import Timing
+from headscan.pipelines.pruning.model_costs import Timing, columns_to_solve
 from headscan.pipelines.pruning.pruned_arms import RANDOM, BuiltModel, pruned_arm
 from headscan.pipelines.pruning.pruning_units import PruneBudget
 from headscan.pipelines.pruning.work_folder import check_place, work_folder
@@ -159,7 +159,8 @@ def prune(config: PruneConfig, run: Run) -> PruneResult:
     """
     check_place(config.out)
     identity, say = run.identity, run.say
-    texts, held_out = read_texts(config.texts, identity, say)
+    columns = run.pool.one(columns_to_solve, config.repair.targets)
+    texts, held_out = read_texts(config.texts, identity, columns, say)
     evaluation = replace(config.evaluation, text=held_out)
     questions = None
     if not config.skip_verdict:

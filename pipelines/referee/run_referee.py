@@ -28,6 +28,7 @@ from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.measure.run_importance import recall_texts
 from headscan.pipelines.pruning.build_models import BuildJob, RepairChoice, WantedModel, build_models, kept_damages
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_texts
+from headscan.pipelines.pruning.model_costs import columns_to_solve
 from headscan.pipelines.pruning.pruned_arms import pruned_arm
 from headscan.pipelines.pruning.work_folder import owned_folder
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
@@ -196,7 +197,8 @@ def referee(config: RefereeConfig, run: Run) -> str:
     process.
     """
     check_predicts(run)
-    texts, held_out = read_texts(config.texts, run.identity, run.say)
+    columns = run.pool.one(columns_to_solve, config.repair.targets)
+    texts, held_out = read_texts(config.texts, run.identity, columns, run.say)
     evaluation = replace(config.evaluation, text=held_out)
     questions = Questions(evaluation.tasks, evaluation.recall, run.identity, held_out)
     sizes = _sizes(config.compared.shares, run.facts.grid.total_heads)

@@ -86,7 +86,7 @@ class TokenPlan:
 #: Shortest text whose loss is measured or minimised, in tokens: predictions after few tokens say little.
 SHORTEST = 16
 #: Longest text by default, in tokens.
-_LONGEST = 2048
+LONGEST = 2048
 
 
 def check_length(identity: ModelIdentity, max_tokens: int) -> None:
@@ -98,10 +98,10 @@ def check_length(identity: ModelIdentity, max_tokens: int) -> None:
         )
 
 
-def longest_text(identity: ModelIdentity, max_tokens: int | None) -> int:
-    """Return the tokens of the longest text; ``max_tokens`` None uses the model's context, at most 2,048 tokens."""
+def longest_text(identity: ModelIdentity, max_tokens: int | None, longest: int = LONGEST) -> int:
+    """Return the tokens of the longest text; ``max_tokens`` None uses the model's context, at most ``longest``."""
     if max_tokens is None:
-        return min(identity.max_tokens or _LONGEST, _LONGEST)
+        return min(identity.max_tokens or longest, longest)
     check_length(identity, max_tokens)
     return max_tokens
 

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from headscan.pipelines.runs.model_identity import ModelIdentity
 
 
+#: Longest texts of a pruning by default, in tokens; their least number; and the tokens for each column of the widest
+#: repaired projection, because least squares need many more tokens than columns.
+_PRUNE_TOKENS, _LEAST_TEXTS, _PER_COLUMN = 512, 128, 8
+
+
 @dataclass(frozen=True)
 class TextConfig:
     """Texts of a pruning.
@@ -23,21 +28,39 @@ class TextConfig:
     Attributes:
         held_out: Text that judges the result; None splits the documents of ``corpus`` into halves with about as many
             texts. A corpus of one document is split in the middle.
-        sequences: Number of texts; one half chooses and repairs, the other judges.
+        sequences: Number of texts; one half chooses and repairs, the other judges. None takes 128, or as many as give
+            the repair 8 tokens for each column of the widest projection that is solved.
     """
 
     corpus: CorpusSpec = field(default_factory=lambda: CorpusSpec("python-stdlib"))
     held_out: CorpusSpec | None = None
-    sequences: Annotated[int, Limits(least=2)] = 256
+    sequences: Annotated[
+        int | None,
+        Option(
+            "number of texts; one half chooses and repairs, the other is held out to measure the loss (default: "
+            f"{_LEAST_TEXTS}, or as many as give {_PER_COLUMN} tokens to each column of a repaired projection; fewer "
+            "of the demo)",
+            least=2,
+        ),
+    ] = None
     max_tokens: Annotated[
-        int | None, Option("length of texts in tokens (default: the model's context, at most 2048)", least=SHORTEST)
+        int | None,
+        Option(f"length of texts in tokens (default: the model's context, at most {_PRUNE_TOKENS})", least=SHORTEST),
     ] = None
 
     def __post_init__(self) -> None:
         check_limits(self, PruningError)
 
     def tokens(self, identity: ModelIdentity) -> int:
-        return longest_text(identity, self.max_tokens)
+        return longest_text(identity, self.max_tokens, _PRUNE_TOKENS)
+
+    def half(self, tokens: int, columns: int) -> int:
+        """Return the number of texts of ``tokens`` tokens in one half, if a repair solves projections with at most so
+        many columns.
+        """
+        if self.sequences is not None:
+            return self.sequences // 2
+        return max(_LEAST_TEXTS // 2, -(-_PER_COLUMN * columns // tokens))
 
 
 @dataclass(frozen=True)
@@ -102,7 +125,10 @@ class MeasureConfig:
     recents: tuple[int, ...] = (DEFAULT_RECENT,)
     max_tokens: Annotated[
         int | None,
-        Option("length of texts and recall prompts in tokens (default: the model's context, at most 1024)", least=1),
+        Option(
+            f"length of texts and recall prompts in tokens (default: the model's context, at most {_PLAN_TOKENS})",
+            least=1,
+        ),
     ] = None
     sequences: Annotated[int, Option("number of texts; one half is held out to measure the plan", least=2)] = 16
     recall_prompts: Annotated[
@@ -137,8 +163,7 @@ class MeasureConfig:
         return tuple(Window(self.sink, recent) for recent in sorted(set(self.recents)))
 
     def tokens(self, identity: ModelIdentity) -> int:
-        tokens = longest_text(identity, self.max_tokens)
-        return tokens if self.max_tokens is not None else min(tokens, _PLAN_TOKENS)
+        return longest_text(identity, self.max_tokens, _PLAN_TOKENS)
 
 
 @dataclass(frozen=True)

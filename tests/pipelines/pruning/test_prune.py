@@ -22,7 +22,7 @@ from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, TextChunk
 from headscan.pipelines.export.decilm_folder import write_decilm
 from headscan.pipelines.kv.damage_measurement import Prompts
-from headscan.pipelines.pruning.calibration_texts import check_tokens, read_texts
+from headscan.pipelines.pruning.calibration_texts import read_texts
 from headscan.pipelines.pruning.held_out_losses import HeldOutLosses
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scoring.token_requests import Request
@@ -273,7 +273,7 @@ def test_a_folder_in_use_is_refused_before_any_work(
 def test_texts_that_choose_and_texts_that_judge_share_no_document(spec: ModelSpec, corpus_folder: Path) -> None:
     identity = identify(spec)
     config = TextConfig(CorpusSpec(str(corpus_folder)), sequences=12, max_tokens=32)
-    texts, held_out = read_texts(config, identity)
+    texts, held_out = read_texts(config, identity, 0)
     assert len(texts.lengths) == 6 and len(held_out.chunks) == 6
     chosen = {tuple(row[:n].tolist()) for row, n in zip(texts.ids, texts.lengths, strict=True)}
     judging = {chunk.ids for chunk in held_out.chunks}
@@ -281,13 +281,21 @@ def test_texts_that_choose_and_texts_that_judge_share_no_document(spec: ModelSpe
     names = {chunk.document for chunk in held_out.chunks}
     assert 1 < len(names) < len(list(corpus_folder.iterdir()))
     one = TextConfig(CorpusSpec(str(corpus_folder / "09.txt")), sequences=4, max_tokens=16)
-    texts, held_out = read_texts(one, identity)
+    texts, held_out = read_texts(one, identity, 32)
     assert len(texts.lengths) == len(held_out.chunks) == 2
     with pytest.raises(
         PruningError, match=r"32 calibration tokens of .* \(limit 100, .* Set `sequences` to 14 or more"
     ):
-        check_tokens(texts, 100)
-    check_tokens(texts, 32)
+        read_texts(one, identity, 100)
+
+
+def test_the_default_number_of_texts_follows_from_the_widest_repaired_projection(spec: ModelSpec) -> None:
+    identity = identify(spec)
+    config = TextConfig()
+    tokens = config.tokens(identity)
+    assert config.half(tokens, 0) == config.half(tokens, 8 * tokens) == 64
+    assert config.half(tokens, 14336) == -(-8 * 14336 // tokens) > 64
+    assert TextConfig(sequences=20).half(tokens, 14336) == 10
 
 
 def test_a_long_document_leaves_the_next_ones_to_the_other_half(spec: ModelSpec, tmp_path: Path) -> None:
@@ -297,8 +305,8 @@ def test_a_long_document_leaves_the_next_ones_to_the_other_half(spec: ModelSpec,
         (folder / f"{number}.txt").write_text(" ".join(f"{number}word{i}" for i in range(words)))
     lines: list[str] = []
     config = TextConfig(CorpusSpec(str(folder)), sequences=2000, max_tokens=32)
-    texts, held_out = read_texts(config, identify(spec), lines.append)
+    texts, held_out = read_texts(config, identify(spec), 0, lines.append)
     assert {chunk.document for chunk in held_out.chunks} == {f"{number}.txt" for number in range(1, 6)}
     assert f"{len(texts.lengths)} texts from 1 document of" in lines[0] and "from 5 documents of" in lines[0]
     with pytest.raises(PruningError, match="Choose a larger corpus"):
-        check_tokens(texts, texts.tokens + 1)
+        read_texts(config, identify(spec), texts.tokens + 1)
