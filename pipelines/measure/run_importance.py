@@ -19,7 +19,7 @@ from headscan.gradients.head_importance import default_loss, entropies, head_gra
 from headscan.gradients.losses import Loss
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
-from headscan.models.token_batches import run_halving
+from headscan.models.token_batches import pad, run_halving, whole_batches
 from headscan.pipelines import corpora
 from headscan.pipelines.corpora import CorpusReport
 from headscan.pipelines.corpora.sequences import hash_ids, special_tokens
@@ -36,7 +36,6 @@ from headscan.pipelines.measure.run_corpus import (
 from headscan.pipelines.measure.shard_task import HeadNumbers, ShardTable, head_table
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.run_context import Run
-from headscan.pipelines.scoring.token_requests import pad, whole_batches
 from headscan.pipelines.settings.corpus_settings import TokenPlan
 from headscan.pipelines.settings.measure_settings import (
     ImportanceConfig,
@@ -98,7 +97,7 @@ def measure_losses(
 
     order: list[int] = []
     parts: list[list[HeadNumbers]] = []
-    for batch in whole_batches(lengths, batch_tokens, rope):
+    for batch in whole_batches(lengths, batch_tokens, rope.group):
         for rows, numbers in run_halving(list(batch.rows), measure, lengths, lm.limits["importance"]):
             order += rows
             parts.append(numbers)

@@ -21,8 +21,8 @@ from headscan.grid import HeadGrid
 from headscan.measure.collect import collect, first_nonfinite, nonfinite
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
+from headscan.models.token_batches import Batch, pad, whole_batches
 from headscan.pipelines import corpora
-from headscan.pipelines.scoring.token_requests import Batch, pad, whole_batches
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class _MeasureShard(StagedTask[ShardItem, Batch, list[HeadNumbers], ShardTable])
     """Pool task: measure every head on every sequence of a shard."""
 
     def passes(self, item: ShardItem) -> list[Batch]:
-        return whole_batches(list(map(len, item.shard.sequences)), item.batch_tokens, item.rope)
+        return whole_batches(list(map(len, item.shard.sequences)), item.batch_tokens, item.rope.group)
 
     def run(self, lm: LoadedModel, item: ShardItem, part: Batch) -> list[HeadNumbers]:
         texts = [item.shard.sequences[row] for row in part.rows]
