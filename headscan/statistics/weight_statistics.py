@@ -238,7 +238,7 @@ class QueryMean(WeightStatistic):
         return self.skip_first
 
 
-class Reduction(WeightStatistic):
+class WholeCallStatistic(WeightStatistic):
     """A statistic that is computed from the findings as a whole."""
 
     @abstractmethod
@@ -450,7 +450,7 @@ class WeightByOffset(QuerySum):
         total[..., first : first + by_offset.shape[-1]] += by_offset
 
 
-class ReceivedMax(Reduction):
+class ReceivedMax(WholeCallStatistic):
     name = "received_max"
     query_sums = (Received(),)
 
@@ -458,7 +458,7 @@ class ReceivedMax(Reduction):
         return findings.received_BHS.amax(-1)
 
 
-class ReceivedConcentration(Reduction):
+class ReceivedConcentration(WholeCallStatistic):
     name = "received_concentration"
     undefined_for_one = True
     query_sums = (Received(),)
@@ -471,7 +471,7 @@ class ReceivedConcentration(Reduction):
         return concentration
 
 
-class ReceivedByPosition(Reduction):
+class ReceivedByPosition(WholeCallStatistic):
     name = "received_by_position"
     query_sums = (Received(),)
 
@@ -479,7 +479,7 @@ class ReceivedByPosition(Reduction):
         return doubling_sums(findings.received_BHS.double())
 
 
-class MassByDistance(Reduction):
+class MassByDistance(WholeCallStatistic):
     name = "mass_by_distance"
     positional = True
     query_sums = (WeightByOffset(),)
@@ -503,7 +503,7 @@ class ArgmaxOffset(QueryNumber):
         return torch.where(largest.isfinite(), offset.to(largest.dtype), float("nan"))
 
 
-class ArgmaxOffsets(Reduction):
+class ArgmaxOffsets(WholeCallStatistic):
     name = "argmax_offsets"
     positional = True
 

@@ -40,7 +40,7 @@ from headscan.pipelines.settings.corpus_settings import TokenPlan
 from headscan.pipelines.settings.measure_settings import (
     ImportanceConfig,
     LabelledImportanceConfig,
-    Reduction,
+    LossReduction,
 )
 
 #: Cost of a sequence, in forward passes: a forward and a backward pass, each block run again.
@@ -52,7 +52,7 @@ MEASURED = ("gate_gradient", "token_gradient", "entropy")
 @dataclass(frozen=True)
 class ImportanceItem:
     shard: corpora.Shard
-    reduction: Reduction
+    reduction: LossReduction
     batch_tokens: int
     rope: RopeLengths = UNVARYING
 
@@ -90,9 +90,9 @@ def measure_losses(
         loss = loss_of(rows)
         numbers = []
         for kind, gradients in head_gradients(lm, loss).items():
-            site = lm.at(kind)
-            values = dict(zip(MEASURED, (gradients.gates, gradients.tokens, entropies(site, loss)), strict=True))
-            numbers.append(HeadNumbers.of(site.grid, values, torch.zeros(gradients.gates.shape, dtype=torch.bool)))
+            lm_at = lm.at(kind)
+            values = dict(zip(MEASURED, (gradients.gates, gradients.tokens, entropies(lm_at, loss)), strict=True))
+            numbers.append(HeadNumbers.of(lm_at.grid, values, torch.zeros(gradients.gates.shape, dtype=torch.bool)))
         return numbers
 
     order: list[int] = []

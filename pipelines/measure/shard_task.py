@@ -99,13 +99,13 @@ class _MeasureShard(StagedTask[ShardItem, Batch, list[HeadNumbers], ShardTable])
         ids, lengths = pad([text.ids for text in texts], part.width)
         of_sites = []
         for kind in lm.grid.kinds:
-            site = lm.at(kind)
+            lm_at = lm.at(kind)
             # `_refuse` checks the values instead, because its message names the document.
-            values = collect(site, ids, lengths, statistics=item.statistics, widths=item.widths, keep_nonfinite=True)
-            wrong = nonfinite(site.grid, values, lengths, lengths)
+            values = collect(lm_at, ids, lengths, statistics=item.statistics, widths=item.widths, keep_nonfinite=True)
+            wrong = nonfinite(lm_at.grid, values, lengths, lengths)
             if not item.keep_nonfinite:
                 _refuse(kind, wrong, texts)
-            of_sites.append(HeadNumbers.of(site.grid, values, torch.stack(list(wrong.values())).any(0)))
+            of_sites.append(HeadNumbers.of(lm_at.grid, values, torch.stack(list(wrong.values())).any(0)))
         return of_sites
 
     def size(self, part: Batch) -> int:

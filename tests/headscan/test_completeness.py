@@ -18,8 +18,8 @@ from headscan.statistics.weight_statistics import (
     MeanOverQueries,
     QueryMean,
     QueryNumber,
-    Reduction,
     WeightStatistic,
+    WholeCallStatistic,
 )
 from tests.headscan.reference import reference
 from tests.small_models import make_model
@@ -40,7 +40,15 @@ def test_no_name_is_implemented_twice() -> None:
 
 def test_every_implementation_is_registered() -> None:
     """A class that its family does not list would never run."""
-    bases = (WeightStatistic, Reduction, QueryMean, QueryNumber, MeanOverQueries, ValueStatistic, OutputStatistic)
+    bases = (
+        WeightStatistic,
+        WholeCallStatistic,
+        QueryMean,
+        QueryNumber,
+        MeanOverQueries,
+        ValueStatistic,
+        OutputStatistic,
+    )
     written = {kind.name for base in bases for kind in base.__subclasses__() if kind not in bases}
     registered = {*WEIGHT_STATISTICS, *VALUE_STATISTICS, *OUTPUT_STATISTICS, *QUERY_NUMBERS}
     assert written == registered
