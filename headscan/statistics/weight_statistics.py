@@ -164,10 +164,16 @@ class Findings:
 
 
 class QueryNumber(ABC):
-    """One number per query and head; if it is not ``fused``, it needs explicit weights."""
+    """One number per query and head.
+
+    Attributes:
+        fused: Fused calls give the number; without them it needs explicit weights.
+        with_output: Some fused kernels give the number in the same pass as the output, if it is asked for beforehand.
+    """
 
     name: ClassVar[str]
     fused: ClassVar[bool] = True
+    with_output: ClassVar[bool] = False
 
     @abstractmethod
     def of_block(self, block: WeightBlock) -> Tensor:
@@ -384,6 +390,7 @@ SHARES: tuple[WeightStatistic, ...] = (
 class Entropy(MeanOverQueries):
     name = "entropy"
     joins = "mean"
+    with_output = True
 
     def of_block(self, block: WeightBlock) -> Tensor:
         # `torch.special.entr` would be compiled on a GPU at its first use.
