@@ -42,11 +42,18 @@ def _catalogue() -> Iterator[str]:
         yield from _declarations(declared)
 
 
+#: Text of None in a column; it is empty in the others.
+_NONE = {"over": "none"}
+
+
 def _declarations(declared: Mapping[str, Any]) -> Iterator[str]:
     columns = [field.name for field in fields(next(iter(declared.values())))]
     if "formula" not in columns:
         columns.insert(1, "formula")
-    rows = [[f"`{d.name}`", *(_text(getattr(d, c)) for c in columns if c != "name")] for d in declared.values()]
+    rows = [
+        [f"`{d.name}`", *(_text(getattr(d, c), _NONE.get(c, "")) for c in columns if c != "name")]
+        for d in declared.values()
+    ]
     yield from _table(["name", *(column.replace("_", " ") for column in columns if column != "name")], rows)
 
 
@@ -91,9 +98,9 @@ def _table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str
     yield ""
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, none: str = "") -> str:
     """Return a value as the text of a table's cell."""
-    shown = ", ".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
+    shown = ", ".join(map(str, value)) if isinstance(value, tuple) else none if value is None else str(value)
     return shown.replace("|", "\\|").replace("[", "\\[").replace("<", "&lt;").replace("*", "\\*")
 
 

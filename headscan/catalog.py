@@ -13,7 +13,7 @@ Statistics of positions are undefined (NaN) in cross attention.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from math import floor
 from typing import Annotated, Literal
 
@@ -60,17 +60,30 @@ class Score:
     Attributes:
         normaliser: The statistic in the denominator; None divides by nothing.
         over: ``layer``: the denominator is the mean of ``normaliser`` over all query heads of the layer, this head
-            included; ``head``: the head's own ``normaliser``; ``none``: no denominator.
+            included; ``head``: the head's own ``normaliser``. None without a normaliser.
         inactive: The end of the score at which a head contributes little.
+
+    Raises:
+        UnknownNameError: No such statistic.
+        ValueError: One of ``normaliser`` and ``over`` without the other.
     """
 
     name: str
+    _: KW_ONLY
     paper_name: str
     statistic: str
-    normaliser: str | None
-    over: Literal["none", "layer", "head"]
+    normaliser: str | None = None
+    over: Literal["layer", "head"] | None = None
     inactive: Literal["high", "low"]
     source: str
+
+    def __post_init__(self) -> None:
+        for name in (self.statistic, self.normaliser):
+            if name is not None and name not in STATISTICS:
+                raise unknown_name("statistic", name, STATISTICS)
+        if (self.normaliser is None) != (self.over is None):
+            given, missing = ("`over`", "`normaliser`") if self.normaliser is None else ("`normaliser`", "`over`")
+            raise ValueError(f"score {self.name!r} has {given} and no {missing}. Pass both or neither")
 
     @property
     def formula(self) -> str:
@@ -184,30 +197,90 @@ PROFILES: dict[str, Profile] = {
 SCORES: dict[str, Score] = {
     s.name: s
     for s in (
-        Score("first_token_weight", "AWFT", "first_token_weight", None, "none", "high", _PAPER),
+        Score("first_token_weight", paper_name="AWFT", statistic="first_token_weight", inactive="high", source=_PAPER),
         Score(
-            "first_token_weight_ln", "AWFT (LN)", "first_token_weight", "first_token_weight", "layer", "high", _PAPER
+            "first_token_weight_ln",
+            paper_name="AWFT (LN)",
+            statistic="first_token_weight",
+            normaliser="first_token_weight",
+            over="layer",
+            inactive="high",
+            source=_PAPER,
         ),
-        Score("entropy", "AEQD", "entropy", None, "none", "low", _PAPER),
-        Score("entropy_ln", "AEQD (LN)", "entropy", "entropy", "layer", "low", _PAPER),
-        Score("first_value_norm", "FTVVN", "first_value_norm", None, "none", "low", _PAPER),
-        Score("first_value_norm_ln", "FTVVN (LN)", "first_value_norm", "first_value_norm", "layer", "low", _PAPER),
-        Score("value_norm", "AVVN", "value_norm", None, "none", "low", _PAPER),
-        Score("value_norm_ln", "AVVN (LN)", "value_norm", "value_norm", "layer", "low", _PAPER),
-        Score("last_output_norm", "LTHON", "last_output_norm", None, "none", "low", _PAPER),
-        Score("last_output_norm_ln", "LTHON (LN)", "last_output_norm", "output_norm", "layer", "low", _PAPER),
-        Score("last_output_norm_hn", "LTHON (HN)", "last_output_norm", "output_norm", "head", "low", _PAPER),
-        Score("output_norm", "AHON", "output_norm", None, "none", "low", _PAPER),
-        Score("output_norm_ln", "AHON (LN)", "output_norm", "output_norm", "layer", "low", _PAPER),
-        Score("projected_output_norm", "A1", "projected_output_norm", None, "none", "low", f"{_PAPER}, appendix"),
+        Score("entropy", paper_name="AEQD", statistic="entropy", inactive="low", source=_PAPER),
+        Score(
+            "entropy_ln",
+            paper_name="AEQD (LN)",
+            statistic="entropy",
+            normaliser="entropy",
+            over="layer",
+            inactive="low",
+            source=_PAPER,
+        ),
+        Score("first_value_norm", paper_name="FTVVN", statistic="first_value_norm", inactive="low", source=_PAPER),
+        Score(
+            "first_value_norm_ln",
+            paper_name="FTVVN (LN)",
+            statistic="first_value_norm",
+            normaliser="first_value_norm",
+            over="layer",
+            inactive="low",
+            source=_PAPER,
+        ),
+        Score("value_norm", paper_name="AVVN", statistic="value_norm", inactive="low", source=_PAPER),
+        Score(
+            "value_norm_ln",
+            paper_name="AVVN (LN)",
+            statistic="value_norm",
+            normaliser="value_norm",
+            over="layer",
+            inactive="low",
+            source=_PAPER,
+        ),
+        Score("last_output_norm", paper_name="LTHON", statistic="last_output_norm", inactive="low", source=_PAPER),
+        Score(
+            "last_output_norm_ln",
+            paper_name="LTHON (LN)",
+            statistic="last_output_norm",
+            normaliser="output_norm",
+            over="layer",
+            inactive="low",
+            source=_PAPER,
+        ),
+        Score(
+            "last_output_norm_hn",
+            paper_name="LTHON (HN)",
+            statistic="last_output_norm",
+            normaliser="output_norm",
+            over="head",
+            inactive="low",
+            source=_PAPER,
+        ),
+        Score("output_norm", paper_name="AHON", statistic="output_norm", inactive="low", source=_PAPER),
+        Score(
+            "output_norm_ln",
+            paper_name="AHON (LN)",
+            statistic="output_norm",
+            normaliser="output_norm",
+            over="layer",
+            inactive="low",
+            source=_PAPER,
+        ),
+        Score(
+            "projected_output_norm",
+            paper_name="A1",
+            statistic="projected_output_norm",
+            inactive="low",
+            source=f"{_PAPER}, appendix",
+        ),
         Score(
             "projected_output_norm_ln",
-            "A2",
-            "projected_output_norm",
-            "projected_output_norm",
-            "layer",
-            "low",
-            f"{_PAPER}, appendix",
+            paper_name="A2",
+            statistic="projected_output_norm",
+            normaliser="projected_output_norm",
+            over="layer",
+            inactive="low",
+            source=f"{_PAPER}, appendix",
         ),
     )
 }

@@ -103,9 +103,9 @@ class HeadscanModel(HeadscanLM):
             check_plan(loaded, self._context)
             [self._arm] = plan_arms(loaded, (plan_mode,), 0)
         check_arms(self._context.facts.grid, [self._arm])
-        ask, ablated = self._context.pool.one, self._arm.ablated
-        reading = choose_reading(ask, self._context.facts.dtype, [ablated], None, lambda line: None)
-        self._settings = AnsweringSettings(batch_tokens, reading._replace(rope=self._context.identity.rope_lengths))
+        ask, dtype, rope = self._context.pool.one, self._context.facts.dtype, self._context.identity.rope_lengths
+        reading = choose_reading(ask, dtype, rope, [self._arm.ablated], None, lambda line: None)
+        self._settings = AnsweringSettings(batch_tokens, reading)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         return self._answered(partial(super().loglikelihood, requests))

@@ -20,8 +20,8 @@ from headscan.analysis.report.saving_costs import CACHE, REMOVAL, cache_left
 from headscan.analysis.report.sections import HEAD_PLAN, INACTIVE, RANKED_BY
 from headscan.analysis.store.head_spread import Spread, inactive_counts
 from headscan.analysis.store.records import ArmKind
+from headscan.analysis.store.scan_tables import INACTIVE_QUANTILE, MOSTLY
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.verdict_limits import INACTIVE_QUANTILE, MOSTLY
 from headscan.analysis.verdicts.confirmation import SweepChoice
 from headscan.analysis.verdicts.judge import ArmVerdict, Verdict
 from headscan.analysis.verdicts.paired import about

@@ -15,9 +15,9 @@ from headscan.analysis.report.head_measures import HeadMeasure
 from headscan.analysis.report.page_parts import byte_count, number, percent
 from headscan.analysis.report.profile_charts import overlap_figure, profiles_figure
 from headscan.analysis.store.head_spread import Persistence, Spread, inactive_counts
+from headscan.analysis.store.scan_tables import INACTIVE_QUANTILE, MOSTLY
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.verdict_limits import MOSTLY
-from headscan.analysis.store.views import INACTIVE_QUANTILE, POSITIONAL_SHARE
+from headscan.analysis.store.views import POSITIONAL_SHARE
 from headscan.catalog import SCORES, STATISTICS
 
 

@@ -15,15 +15,8 @@ from typing import Any, NamedTuple
 import duckdb
 import numpy as np
 
+from headscan.analysis.store.scan_tables import HEAD_BINS, INACTIVE_QUANTILE, MOSTLY, POOL_BINS, SPAN, THRESHOLDS
 from headscan.analysis.store.site_rows import MeasureValues, SiteHeads, SiteRows, StoredMeasure
-from headscan.analysis.store.verdict_limits import (
-    HEAD_BINS,
-    INACTIVE_QUANTILE,
-    MOSTLY,
-    POOL_BINS,
-    SPAN,
-    THRESHOLDS,
-)
 from headscan.analysis.store.views import SUMMARISED, pool_quantile
 from headscan.catalog import SCORES
 

@@ -1,4 +1,4 @@
-"""Tables declared as data, and the tables of scans."""
+"""Tables declared as data, the tables of scans, and the limits of their summaries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from textwrap import dedent
 
-from headscan.analysis.store.verdict_limits import HEAD_BINS, INACTIVE_QUANTILE, MOSTLY, POOL_BINS, SPAN, THRESHOLDS
 from headscan.catalog import PROFILES, STATISTICS
 
 
@@ -185,6 +184,21 @@ HEAD_STATISTICS = Table(
         ),
     ),
 )
+
+#: Quantile of the scores of a scan beyond which a head is among the least active of a sequence.
+INACTIVE_QUANTILE = 0.1
+
+#: Shares of the pool of (sequence, head) whose thresholds are stored.
+THRESHOLDS = (0.05, INACTIVE_QUANTILE, 0.2)
+
+#: A head is inactive by a score if it is so in at least this share of the sequences.
+MOSTLY = 0.5
+
+#: Bins of the histogram of a head, and of all heads and sequences together; each of the former has several of these.
+HEAD_BINS, POOL_BINS = 16, 80
+
+#: A histogram spans these quantiles of the pool, because a few extreme values would hide the others.
+SPAN = (0.002, 0.998)
 
 HEAD_SUMMARIES = Table(
     "head_summaries",

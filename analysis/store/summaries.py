@@ -16,9 +16,8 @@ import numpy as np
 import pyarrow as pa
 
 from headscan.analysis.store.head_spread import Persistence, SiteSummary, Spread, site_quantiles, summarise_site
-from headscan.analysis.store.scan_tables import literal
+from headscan.analysis.store.scan_tables import HEAD_BINS, literal
 from headscan.analysis.store.site_rows import SiteHeads, column_values
-from headscan.analysis.store.verdict_limits import HEAD_BINS
 from headscan.analysis.store.views import SUMMARISED, profile_means_sql
 from headscan.catalog import PROFILES, SCORES
 

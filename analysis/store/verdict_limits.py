@@ -19,9 +19,6 @@ POWER = 0.8
 #: With fewer differing answers the bootstrap has too few distinct values, and intervals are those of rare events.
 FEW_DIFFER = 50
 
-#: Quantile of the scores of a scan beyond which a head is among the least active of a sequence.
-INACTIVE_QUANTILE = 0.1
-
 
 def few_factor(comparisons: int) -> float:
     """Return the factor ``log(TAIL / comparisons) / log(TAIL)``, which widens an interval of rare events. The chance to
@@ -67,16 +64,3 @@ def limits_words(max_loss: float | None = None) -> str:
         f"safe: no more than {points} lost, and {LEAST_RETAINED:.0f} % of recall kept. Loses: more than {points} or of"
         f" recall, less than {LEAST_RETAINED:.0f} % of recall{text} is shown"
     )
-
-
-#: Shares of the pool of (sequence, head) whose thresholds are stored.
-THRESHOLDS = (0.05, INACTIVE_QUANTILE, 0.2)
-
-#: A head is inactive by a score if it is so in at least this share of the sequences.
-MOSTLY = 0.5
-
-#: Bins of the histogram of a head, and of all heads and sequences together; each of the former has several of these.
-HEAD_BINS, POOL_BINS = 16, 80
-
-#: A histogram spans these quantiles of the pool, because a few extreme values would hide the others.
-SPAN = (0.002, 0.998)

@@ -19,13 +19,13 @@ from typing import Literal
 
 from headscan.analysis.store.arm_views import ARM_VIEWS
 from headscan.analysis.store.macros import comparison_statements, macro_statements
-from headscan.analysis.store.scan_tables import HEAD, LAYER, RUN, SITE, View, literal
+from headscan.analysis.store.scan_tables import HEAD, INACTIVE_QUANTILE, LAYER, RUN, SITE, View, literal
 from headscan.analysis.store.tables import (
     ACCURACY,
     EACH,
     EFFECT_VIEWS,
 )
-from headscan.analysis.store.verdict_limits import INACTIVE_QUANTILE, MARGIN
+from headscan.analysis.store.verdict_limits import MARGIN
 from headscan.catalog import (
     BEHAVIOURS,
     IMPORTANCE_WEIGHT,

@@ -125,7 +125,7 @@ def name_of(item: Any) -> str:
 
 
 #: A forward pass of an item; its length is its number of sequences.
-B = TypeVar("B", bound=Sized)
+Pass = TypeVar("Pass", bound=Sized)
 #: The partial result of a forward pass in one range of layers.
 P = TypeVar("P")
 
@@ -134,18 +134,18 @@ class StagingError(HeadscanError):
     """A task that cannot run range by range of the layers."""
 
 
-class StagedTask(ABC, Generic[T, B, P, R]):
+class StagedTask(ABC, Generic[T, Pass, P, R]):
     """A picklable task whose passes can run by layer ranges."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
 
     @abstractmethod
-    def passes(self, item: T) -> Sequence[B]:
+    def passes(self, item: T) -> Sequence[Pass]:
         """Return the forward passes of an item, equal in every process."""
 
     @abstractmethod
-    def run(self, lm: LoadedModel, item: T, batch: B) -> P:
+    def run(self, lm: LoadedModel, item: T, batch: Pass) -> P:
         """Run one of `passes`, or one of its `halves`, over the loaded layers, in one call of the model without a KV
         cache. ``lm`` is the whole model, or a `layer_ranges.StageModel` inside `Stage.running_range`.
         """
@@ -154,12 +154,12 @@ class StagedTask(ABC, Generic[T, B, P, R]):
     def join(self, item: T, partials: Sequence[Sequence[P]]) -> R:
         """Join an item's partial results, by pass and then by range."""
 
-    def size(self, batch: B) -> int:
+    def size(self, batch: Pass) -> int:
         """Return the memory of a pass, in any unit, for comparison with passes that ran out of memory."""
         return len(batch)
 
     @abstractmethod
-    def halves(self, batch: B) -> Sequence[B]:
+    def halves(self, batch: Pass) -> Sequence[Pass]:
         """Return the two halves of a pass; empty for one sequence."""
 
     @abstractmethod
@@ -192,10 +192,10 @@ class InspectionTask(ABC, Generic[T, R]):
 
 
 def run_pass(
-    task: StagedTask[T, B, P, R],
+    task: StagedTask[T, Pass, P, R],
     model: LoadedModel | Stage,
     item: T,
-    batch: B,
+    batch: Pass,
     hidden: Tensor | None = None,
     *,
     on_pass: Callable[[int], None] | None = None,

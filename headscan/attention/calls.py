@@ -243,7 +243,7 @@ class ScoredCall(AttentionCall):
                 request.widths,
                 window=self.window,
                 sinks_BHN=self.sinks_BHN,
-                entropy=any(number.name == "entropy" for number in numbers),
+                numbers_with_output=any(number.with_output for number in numbers),
             )
             per_query = fused_numbers(numbers, fused)
             findings = Findings(per_query, {}, request, self.geometry)

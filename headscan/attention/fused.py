@@ -451,7 +451,7 @@ def attend_fused(
     *,
     window: int | None = None,
     sinks_BHN: Tensor | None = None,
-    entropy: bool = False,
+    numbers_with_output: bool = False,
 ) -> tuple[Tensor, FusedPass]:
     """Return the output (B, H, N, Dv) of causal attention, and the call from which numbers per query follow.
 
@@ -460,7 +460,7 @@ def attend_fused(
             to the last tokens, and only statistics that continue (`registry.CONTINUABLE`) can be computed.
         window: Number of keys that a query sees; None means all up to its own.
         sinks_BHN: Learned sink logits (B or 1, H, N or 1); None without a learned sink.
-        entropy: The entropy will be asked for.
+        numbers_with_output: Compute the numbers that come with the output (`QueryNumber.with_output`), the entropy.
     """
     keys = key_BKND.shape[2]
     past = keys - query_BHND.shape[2]
@@ -473,7 +473,7 @@ def attend_fused(
     own_entropy = None
     # The blocks are written in place, so gradients need the fused calls.
     plain = window is None and not differentiated(query_BHND, key, value_BKND)
-    if entropy and plain and isinstance(kernels, CpuKernels):
+    if numbers_with_output and plain and isinstance(kernels, CpuKernels):
         grouped_out, lse, own_entropy = kernels.causal_with_entropy(query_BHND, key, value_BKND, scale)
     else:
         grouped_out, lse = _call(kernels, query_BHND, key, value_BKND, scale, window)

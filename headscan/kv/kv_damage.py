@@ -33,7 +33,7 @@ from headscan.kv.window_keys import windowed_output
 from headscan.layers.blocks import find_blocks
 from headscan.measure.collect import check_ids
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.token_batches import batches, pass_tokens, run_halving
+from headscan.models.token_batches import pass_tokens, run_halving, whole_batches
 from headscan.options import BATCH_TOKENS
 from headscan.sizing.model_sizes import NO_CACHE, LayerCache, find_caches
 
@@ -291,10 +291,9 @@ class _Sequences:
             )
         batch_tokens = pass_tokens(lm.device.type, batch_tokens)
         long_lengths = [self.lengths[row] for row in long]
-        groups = [lm.rope_lengths.group(length) for length in long_lengths]
         damages: dict[int, Tensor] = {}
-        for batch in batches(long_lengths, batch_tokens, groups=groups):
-            rows = [long[index] for index in batch]
+        for batch in whole_batches(long_lengths, batch_tokens, lm.rope_lengths.group):
+            rows = [long[index] for index in batch.rows]
             for part, values in run_halving(
                 rows, lambda part: measure(self.rows(part)), self.lengths, lm.limits["kv_damage"]
             ):

@@ -27,6 +27,7 @@ from headscan.grid import AttentionSite
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
+from headscan.models.token_batches import pad
 
 
 @dataclass(frozen=True)
@@ -191,9 +192,8 @@ def needle_prompts(
 
 def retrieval_scores(lm: LoadedModel, prompts: Sequence[NeedlePrompt]) -> Tensor:
     """Return `retrieval_score` of each prompt, float32 (B, L, H); the query before an answer's token predicts it."""
-    lengths = [len(prompt.ids) for prompt in prompts]
-    lm.rope_lengths.check(max(lengths), lengths)
-    ids_BN = pad_sequence([torch.tensor(prompt.ids) for prompt in prompts], batch_first=True)
+    ids_BN, length_B = pad([prompt.ids for prompt in prompts])
+    lm.rope_lengths.check(ids_BN.shape[1], length_B.tolist())
     targets = [torch.arange(prompt.start, prompt.start + prompt.size) for prompt in prompts]
     queries = [torch.arange(len(prompt.ids) - prompt.size, len(prompt.ids)) for prompt in prompts]
     target_BR = pad_sequence(targets, batch_first=True, padding_value=-1)

@@ -29,6 +29,7 @@ from headscan.errors import (
 from headscan.grid import AttentionSite, HeadGrid
 from headscan.models.forward_inputs import batch_kwargs, on_cpu, real_tokens, run
 from headscan.models.loaded_model import LoadedModel
+from headscan.models.token_batches import pad
 from headscan.statistics.norm_statistics import ProjectionFactors
 from headscan.statistics.registry import (
     OUTPUT_STATISTICS,
@@ -91,10 +92,7 @@ def token_ids(
     for place, (text, row) in enumerate(zip(given, rows, strict=True)):
         if not row or (isinstance(text, str) and _only_special(lm, text, len(row))):
             raise SequenceError(f"sequence {place} has no token of its own: {text!r}. Leave it out")
-    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
-    for i, row in enumerate(rows):
-        ids[i, : len(row)] = torch.as_tensor(row)
-    return ids, list(map(len, rows))
+    return pad(rows)
 
 
 def _only_special(lm: LoadedModel, text: str, tokens: int) -> bool:

@@ -1,4 +1,7 @@
-"""Batches of sequences with little padding, halved when memory runs out."""
+"""Batches of sequences with little padding, halved when memory runs out.
+
+Shapes: B sequences, N tokens of the longest.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,12 @@ import gc
 import math
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from headscan.errors import MemoryLimitError
 
@@ -70,6 +76,28 @@ def pass_tokens(device: str, batch_tokens: int) -> int:
     return min(batch_tokens, _PASS_TOKENS.get(device.partition(":")[0], batch_tokens))
 
 
+#: Cost of one more forward pass, in tokens: on a GPU a short pass takes as long as one of hundreds of tokens.
+_PASS_COST = {"cpu": 64, "cuda": 512}
+
+
+def pass_cost(device: str) -> int:
+    """Return the cost of one more forward pass on a type of device, in tokens."""
+    return _PASS_COST.get(device, max(_PASS_COST.values()))
+
+
+#: The one id that every vocabulary has; padding changes no number.
+_PADDING = 0
+
+
+def pad(sequences: Sequence[Sequence[int] | np.ndarray], width: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return token ids (B, N), padded on the right to ``width`` (None: to the longest), and lengths (B,)."""
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    ids = torch.full((len(sequences), width or int(lengths.max())), _PADDING, dtype=torch.long)
+    for row, sequence in enumerate(sequences):
+        ids[row, : len(sequence)] = torch.as_tensor(np.asarray(sequence, dtype=np.int64))
+    return ids, lengths
+
+
 def batches(
     lengths: Sequence[int],
     batch_tokens: int,
@@ -97,6 +125,43 @@ def batches(
         batch.append(index)
     if batch:
         yield batch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of one batch, in one or several passes, padded to ``width`` tokens (N). A half keeps the width of the
+    whole batch, since its hidden states have it.
+    """
+
+    rows: tuple[int, ...]
+    width: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.rows) * self.width
+
+    def halves(self) -> tuple[Batch, ...]:
+        """Return two smaller batches; none for a single sequence."""
+        middle = len(self.rows) // 2
+        return (Batch(self.rows[:middle], self.width), Batch(self.rows[middle:], self.width)) if middle else ()
+
+
+def whole_batches(
+    lengths: Sequence[int],
+    batch_tokens: int,
+    rope_group: Callable[[int], Hashable],
+    *,
+    pass_cost: float = math.inf,
+) -> list[Batch]:
+    """Return `batches` that keep each sequence's own rotary frequencies: lengths with different ``rope_group``, such as
+    `RopeLengths.group`, never share one.
+    """
+    groups = [rope_group(tokens) for tokens in lengths]
+    of_rows = batches(lengths, batch_tokens, pass_cost=pass_cost, groups=groups)
+    return [Batch(tuple(rows), lengths[rows[0]]) for rows in of_rows]
 
 
 def run_halving(

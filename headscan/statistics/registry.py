@@ -31,8 +31,8 @@ from headscan.statistics.weight_statistics import (
     Joins,
     QueryMean,
     QueryNumber,
-    Reduction,
     WeightStatistic,
+    WholeCallStatistic,
 )
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def weight_statistics(findings: Findings) -> dict[str, Tensor]:
     """Return the requested weight statistics (B, H) and profiles (B, H, bins) of the real tokens, float32."""
     names = findings.request.statistics - POSITIONAL if findings.geometry.cross else findings.request.statistics
     chosen = [statistic for name, statistic in WEIGHT_STATISTICS.items() if name in names]
-    found = {each.name: each.reduce(findings).float() for each in chosen if isinstance(each, Reduction)}
+    found = {each.name: each.reduce(findings).float() for each in chosen if isinstance(each, WholeCallStatistic)}
     if means := [each for each in chosen if isinstance(each, QueryMean)]:
         values = [each.of_queries(findings) for each in means]
         skip_first = [each.skips_first(findings.geometry) for each in means]

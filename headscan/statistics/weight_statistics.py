@@ -164,10 +164,16 @@ class Findings:
 
 
 class QueryNumber(ABC):
-    """One number per query and head; if it is not ``fused``, it needs explicit weights."""
+    """One number per query and head.
+
+    Attributes:
+        fused: Fused calls give the number; without them it needs explicit weights.
+        with_output: Some fused kernels give the number in the same pass as the output, if it is asked for beforehand.
+    """
 
     name: ClassVar[str]
     fused: ClassVar[bool] = True
+    with_output: ClassVar[bool] = False
 
     @abstractmethod
     def of_block(self, block: WeightBlock) -> Tensor:
@@ -238,7 +244,7 @@ class QueryMean(WeightStatistic):
         return self.skip_first
 
 
-class Reduction(WeightStatistic):
+class WholeCallStatistic(WeightStatistic):
     """A statistic that is computed from the findings as a whole."""
 
     @abstractmethod
@@ -384,6 +390,7 @@ SHARES: tuple[WeightStatistic, ...] = (
 class Entropy(MeanOverQueries):
     name = "entropy"
     joins = "mean"
+    with_output = True
 
     def of_block(self, block: WeightBlock) -> Tensor:
         # `torch.special.entr` would be compiled on a GPU at its first use.
@@ -450,7 +457,7 @@ class WeightByOffset(QuerySum):
         total[..., first : first + by_offset.shape[-1]] += by_offset
 
 
-class ReceivedMax(Reduction):
+class ReceivedMax(WholeCallStatistic):
     name = "received_max"
     query_sums = (Received(),)
 
@@ -458,7 +465,7 @@ class ReceivedMax(Reduction):
         return findings.received_BHS.amax(-1)
 
 
-class ReceivedConcentration(Reduction):
+class ReceivedConcentration(WholeCallStatistic):
     name = "received_concentration"
     undefined_for_one = True
     query_sums = (Received(),)
@@ -471,7 +478,7 @@ class ReceivedConcentration(Reduction):
         return concentration
 
 
-class ReceivedByPosition(Reduction):
+class ReceivedByPosition(WholeCallStatistic):
     name = "received_by_position"
     query_sums = (Received(),)
 
@@ -479,7 +486,7 @@ class ReceivedByPosition(Reduction):
         return doubling_sums(findings.received_BHS.double())
 
 
-class MassByDistance(Reduction):
+class MassByDistance(WholeCallStatistic):
     name = "mass_by_distance"
     positional = True
     query_sums = (WeightByOffset(),)
@@ -503,7 +510,7 @@ class ArgmaxOffset(QueryNumber):
         return torch.where(largest.isfinite(), offset.to(largest.dtype), float("nan"))
 
 
-class ArgmaxOffsets(Reduction):
+class ArgmaxOffsets(WholeCallStatistic):
     name = "argmax_offsets"
     positional = True
 

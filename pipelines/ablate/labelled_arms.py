@@ -30,7 +30,7 @@ from headscan.model_spec import ModelSpec
 from headscan.models.forward_inputs import batch_kwargs
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import RopeLengths
-from headscan.models.token_batches import run_halving
+from headscan.models.token_batches import pad, run_halving, whole_batches
 from headscan.options import BATCH_TOKENS, Count, check_limits
 from headscan.pipelines.ablate.single_heads import ablated_sets
 from headscan.pipelines.evaluate.answering import AnsweringSettings, WorkItem
@@ -43,7 +43,7 @@ from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.scoring.likelihood import ablating
 from headscan.pipelines.scoring.reading import Reading
-from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, pad, whole_batches
+from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood
 from headscan.pipelines.settings.corpus_settings import DataSpec, ExampleError
 
 
@@ -108,7 +108,7 @@ def answer_examples(lm: LoadedModel, item: LabelledArmItem) -> AnswerSet[Likelih
     ask = _losses if item.metric == LOSS else _classes if item.answers is Answers.CLASS else _generate
     answer_of: dict[int, Likelihood | str] = {}
     with ablating(lm, item.ablated, as_rules=False):
-        for batch in whole_batches(lengths, item.batch_tokens, item.rope):
+        for batch in whole_batches(lengths, item.batch_tokens, item.rope.group):
             halves = run_halving(
                 list(batch.rows),
                 lambda rows: ask(lm, item, [item.requests[row] for row in rows]),

@@ -167,8 +167,7 @@ def _answering_settings(
     check_predicts(run)
     check_generates(pool, questions.requests)
     share = False if pool.staged else config.share_prefixes
-    reading = choose_reading(pool.one, facts.dtype, ablated, share, run.say)
-    reading = reading._replace(rope=run.identity.rope_lengths)
+    reading = choose_reading(pool.one, facts.dtype, run.identity.rope_lengths, ablated, share, run.say)
     # Arms that use the kernels of rules always start from token ids, never from a cached layer.
     bundled = open_arms > 1 and not (pool.staged or reading.as_rules)
     starts = pool.one(possible_starts, ablated) if bundled else frozenset()

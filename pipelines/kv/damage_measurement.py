@@ -39,7 +39,7 @@ from headscan.long_work import KnownNumbers, WorkUnit, hash_of
 from headscan.measure.collect import collect, score
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
-from headscan.models.token_batches import pass_tokens
+from headscan.models.token_batches import pad, pass_tokens
 from headscan.options import BATCH_TOKENS
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
 from headscan.pipelines.recall import RecallPlan, recall_questions
@@ -57,7 +57,7 @@ from headscan.pipelines.scoring.bundles import (
 )
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
-from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request, pad
+from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request
 from headscan.pipelines.settings.saving_settings import MeasureConfig
 
 T = TypeVar("T")

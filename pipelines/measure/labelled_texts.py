@@ -16,8 +16,8 @@ from headscan.gradients.losses import ClassificationLoss, Loss, TargetTextLoss
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import is_classifier
+from headscan.models.token_batches import pad
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
-from headscan.pipelines.scoring.token_requests import pad
 from headscan.pipelines.settings.corpus_settings import DataSpec, ExampleError, longest_text
 
 #: Names of the two columns in headers and JSON objects; the first that exists is read.

@@ -22,11 +22,11 @@ from headscan.gates.fit_gates import FitState, GateFit, Gates, TwoSidedGates, ga
 from headscan.gates.gate_settings import GateFitConfig
 from headscan.grid import HeadGrid
 from headscan.models.loaded_model import LoadedModel
+from headscan.models.token_batches import pad
 from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.run_context import Run
-from headscan.pipelines.scoring.token_requests import pad
 from headscan.pipelines.settings.corpus_settings import SHORTEST, longest_text
 from headscan.pipelines.settings.measure_settings import GatesConfig
 from headscan.pruning.calibration import Calibration

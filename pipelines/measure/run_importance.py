@@ -19,7 +19,7 @@ from headscan.gradients.head_importance import default_loss, entropies, head_gra
 from headscan.gradients.losses import Loss
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
-from headscan.models.token_batches import run_halving
+from headscan.models.token_batches import pad, run_halving, whole_batches
 from headscan.pipelines import corpora
 from headscan.pipelines.corpora import CorpusReport
 from headscan.pipelines.corpora.sequences import hash_ids, special_tokens
@@ -36,12 +36,11 @@ from headscan.pipelines.measure.run_corpus import (
 from headscan.pipelines.measure.shard_task import HeadNumbers, ShardTable, head_table
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.run_context import Run
-from headscan.pipelines.scoring.token_requests import pad, whole_batches
 from headscan.pipelines.settings.corpus_settings import TokenPlan
 from headscan.pipelines.settings.measure_settings import (
     ImportanceConfig,
     LabelledImportanceConfig,
-    Reduction,
+    LossReduction,
 )
 
 #: Cost of a sequence, in forward passes: a forward and a backward pass, each block run again.
@@ -53,7 +52,7 @@ MEASURED = ("gate_gradient", "token_gradient", "entropy")
 @dataclass(frozen=True)
 class ImportanceItem:
     shard: corpora.Shard
-    reduction: Reduction
+    reduction: LossReduction
     batch_tokens: int
     rope: RopeLengths = UNVARYING
 
@@ -91,14 +90,14 @@ def measure_losses(
         loss = loss_of(rows)
         numbers = []
         for kind, gradients in head_gradients(lm, loss).items():
-            site = lm.at(kind)
-            values = dict(zip(MEASURED, (gradients.gates, gradients.tokens, entropies(site, loss)), strict=True))
-            numbers.append(HeadNumbers.of(site.grid, values, torch.zeros(gradients.gates.shape, dtype=torch.bool)))
+            lm_at = lm.at(kind)
+            values = dict(zip(MEASURED, (gradients.gates, gradients.tokens, entropies(lm_at, loss)), strict=True))
+            numbers.append(HeadNumbers.of(lm_at.grid, values, torch.zeros(gradients.gates.shape, dtype=torch.bool)))
         return numbers
 
     order: list[int] = []
     parts: list[list[HeadNumbers]] = []
-    for batch in whole_batches(lengths, batch_tokens, rope):
+    for batch in whole_batches(lengths, batch_tokens, rope.group):
         for rows, numbers in run_halving(list(batch.rows), measure, lengths, lm.limits["importance"]):
             order += rows
             parts.append(numbers)

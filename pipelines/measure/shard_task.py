@@ -21,8 +21,8 @@ from headscan.grid import HeadGrid
 from headscan.measure.collect import collect, first_nonfinite, nonfinite
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
+from headscan.models.token_batches import Batch, pad, whole_batches
 from headscan.pipelines import corpora
-from headscan.pipelines.scoring.token_requests import Batch, pad, whole_batches
 
 
 @dataclass(frozen=True)
@@ -92,20 +92,20 @@ class _MeasureShard(StagedTask[ShardItem, Batch, list[HeadNumbers], ShardTable])
     """Pool task: measure every head on every sequence of a shard."""
 
     def passes(self, item: ShardItem) -> list[Batch]:
-        return whole_batches(list(map(len, item.shard.sequences)), item.batch_tokens, item.rope)
+        return whole_batches(list(map(len, item.shard.sequences)), item.batch_tokens, item.rope.group)
 
     def run(self, lm: LoadedModel, item: ShardItem, part: Batch) -> list[HeadNumbers]:
         texts = [item.shard.sequences[row] for row in part.rows]
         ids, lengths = pad([text.ids for text in texts], part.width)
         of_sites = []
         for kind in lm.grid.kinds:
-            site = lm.at(kind)
+            lm_at = lm.at(kind)
             # `_refuse` checks the values instead, because its message names the document.
-            values = collect(site, ids, lengths, statistics=item.statistics, widths=item.widths, keep_nonfinite=True)
-            wrong = nonfinite(site.grid, values, lengths, lengths)
+            values = collect(lm_at, ids, lengths, statistics=item.statistics, widths=item.widths, keep_nonfinite=True)
+            wrong = nonfinite(lm_at.grid, values, lengths, lengths)
             if not item.keep_nonfinite:
                 _refuse(kind, wrong, texts)
-            of_sites.append(HeadNumbers.of(site.grid, values, torch.stack(list(wrong.values())).any(0)))
+            of_sites.append(HeadNumbers.of(lm_at.grid, values, torch.stack(list(wrong.values())).any(0)))
         return of_sites
 
     def size(self, part: Batch) -> int:

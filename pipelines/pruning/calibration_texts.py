@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headscan.errors import PruningError
+from headscan.models.token_batches import pad
 from headscan.pipelines.corpora import CorpusSpec, TokenSequence
 from headscan.pipelines.corpora.sequences import read_spread, spread
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
@@ -17,7 +18,6 @@ from headscan.pipelines.kv.damage_measurement import ABLE, ALL_KEYS, PromptPool,
 from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.run_context import ModelContext
-from headscan.pipelines.scoring.token_requests import pad
 from headscan.pipelines.settings.corpus_settings import SHORTEST
 from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig
 

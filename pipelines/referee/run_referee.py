@@ -22,6 +22,7 @@ from headscan.gates.gate_settings import GateFitConfig
 from headscan.grid import Head, HeadGrid
 from headscan.long_work import KnownNumbers
 from headscan.models.loaded_model import LoadedModel
+from headscan.models.token_batches import pad
 from headscan.options import BATCH_TOKENS
 from headscan.pipelines.evaluate.run_evaluation import check_predicts, evaluate
 from headscan.pipelines.evaluate.tasks import Questions
@@ -35,7 +36,6 @@ from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.progress import at_work, shown_steps
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm, random_masks
-from headscan.pipelines.scoring.token_requests import pad
 from headscan.pipelines.settings.corpus_settings import TokenPlan
 from headscan.pipelines.settings.evaluation_settings import Comparison, EvaluateConfig
 from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS

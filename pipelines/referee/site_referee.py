@@ -29,7 +29,7 @@ from headscan.gradients.losses import Loss
 from headscan.grid import Head, HeadGrid
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
-from headscan.models.token_batches import run_halving
+from headscan.models.token_batches import run_halving, whole_batches
 from headscan.pipelines.ablate.labelled_arms import (
     WITHOUT_ABLATION,
     LabelledConfig,
@@ -40,7 +40,6 @@ from headscan.pipelines.ablate.labelled_arms import (
 from headscan.pipelines.measure.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.run_context import Run
-from headscan.pipelines.scoring.token_requests import whole_batches
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.evaluation_settings import SITE_CRITERIA, Comparison
 from headscan.pruning.head_values import criterion_values, measured
@@ -105,7 +104,7 @@ def total_values(lm: LoadedModel, item: ValuesItem) -> Totals:
 
     total: Totals = {}
     with intervene(lm, item.ablated):
-        for batch in whole_batches(lengths, item.batch_tokens, item.rope):
+        for batch in whole_batches(lengths, item.batch_tokens, item.rope.group):
             for _, sums in run_halving(list(batch.rows), measure, lengths, lm.limits["importance"]):
                 _add(total, sums)
     return total

@@ -17,9 +17,9 @@ import headscan
 from headscan.ablation.ablation import Ablation
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.token_batches import batches, pass_tokens, run_halving
+from headscan.models.token_batches import batches, pad, pass_tokens, run_halving
 from headscan.pipelines.scoring.likelihood import ReadAnswer, ReadInput, by_request, distinct_reads, likelihoods_at
-from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request, pad
+from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request
 
 
 @dataclass(frozen=True)

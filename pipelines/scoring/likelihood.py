@@ -26,15 +26,8 @@ from headscan.attention.hooks import attention_hook
 from headscan.layers.prefix_cache import Prefix, read_prefix
 from headscan.models.loaded_model import LoadedModel, logits_at
 from headscan.models.model_facts import UNVARYING, RopeLengths
-from headscan.models.token_batches import batches, pass_tokens, run_halving
-from headscan.pipelines.scoring.token_requests import (
-    AnswerSet,
-    Likelihood,
-    Request,
-    input_key,
-    pad,
-    pass_cost,
-)
+from headscan.models.token_batches import batches, pad, pass_cost, pass_tokens, run_halving
+from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request, input_key
 
 
 class ReadInput(NamedTuple):

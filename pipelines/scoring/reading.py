@@ -60,13 +60,19 @@ def reads_whole(dtype: str, ablated: Sequence[Ablation | None]) -> bool:
 
 
 def choose_reading(
-    ask: Ask, dtype: str, ablated: Sequence[Ablation | None], share: bool | None, say: Callable[[str], None]
+    ask: Ask,
+    dtype: str,
+    rope: RopeLengths,
+    ablated: Sequence[Ablation | None],
+    share: bool | None,
+    say: Callable[[str], None],
 ) -> Reading:
-    """Return the fastest way of reading under which all arms are comparable. ``share`` False shares no prefixes, and
-    None only if all arms use the same kernels; ``say`` receives the reason if they are not shared.
+    """Return the fastest way of reading under which all arms are comparable; ``dtype`` and ``rope`` are the model's.
+    ``share`` False shares no prefixes, and None only if all arms use the same kernels; ``say`` receives the reason if
+    they are not shared.
     """
     as_rules = computed_as_rules(dtype, ablated)
-    whole = Reading(False, as_rules=as_rules)
+    whole = Reading(False, as_rules=as_rules, rope=rope)
     if share is False:
         return whole
     if share is None and reads_whole(dtype, ablated):
@@ -74,14 +80,14 @@ def choose_reading(
         return whole
     rules = any(ablation is not None and ablation.needs_whole_input for ablation in ablated)
     if (rules or as_rules) and ask(can_read_shared_rows, None):
-        return Reading(True, shared_rows=True, as_rules=as_rules)
+        return Reading(True, shared_rows=True, as_rules=as_rules, rope=rope)
     if as_rules and share is None:
         say(f"prompts are read whole: in {dtype} all arms need the same kernels, and this model cannot share rows")
         return whole
     if not ask(can_share_prefixes, None):
         say("prompts are read whole: continuing from a cached prefix changes the hidden states of this model")
         return whole
-    return Reading(True)
+    return Reading(True, rope=rope)
 
 
 def can_share_prefixes(lm: LoadedModel, item: object) -> bool:

@@ -12,10 +12,10 @@ from headscan.ablation.collect_outputs import head_means, head_samples
 from headscan.cluster.tasks.pool import refuse_staged
 from headscan.errors import InterventionError
 from headscan.models.loaded_model import LoadedModel
+from headscan.models.token_batches import pad
 from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.run_context import ModelContext
-from headscan.pipelines.scoring.token_requests import pad
 from headscan.pipelines.settings.corpus_settings import SHORTEST, longest_text
 from headscan.pipelines.settings.evaluation_settings import ReplacementConfig
 

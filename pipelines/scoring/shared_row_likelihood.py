@@ -17,7 +17,7 @@ from headscan.ablation.masks import HeadMask
 from headscan.layers.blocks import Blocks, find_blocks
 from headscan.layers.shared_rows import SharedRow, can_share_rows, read_shared_row
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.token_batches import pass_tokens, run_halving
+from headscan.models.token_batches import pass_cost, pass_tokens, run_halving
 from headscan.pipelines.scoring.likelihood import (
     PrefixNode,
     ReadAnswer,
@@ -29,7 +29,7 @@ from headscan.pipelines.scoring.likelihood import (
     prefix_tree,
     shareable_tokens,
 )
-from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request, pass_cost
+from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request
 
 #: A row may have at least so many times the tokens of its prefix: reading a prefix again costs more than a longer pass.
 _PREFIXES = 3

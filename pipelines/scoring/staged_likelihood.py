@@ -19,6 +19,7 @@ from headscan.cluster.tasks.pool import StagedTask
 from headscan.layers.layer_ranges import ablation_here, gives_logits
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
+from headscan.models.token_batches import Batch, pad, whole_batches
 from headscan.pipelines.scoring.likelihood import (
     LikelihoodItem,
     ReadAnswer,
@@ -28,7 +29,7 @@ from headscan.pipelines.scoring.likelihood import (
     distinct_reads,
     likelihoods_at,
 )
-from headscan.pipelines.scoring.token_requests import AnswerSet, Batch, Likelihood, input_key, pad, whole_batches
+from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, input_key
 
 #: Cost of one more forward pass, in tokens: a batch ends before its padding costs more.
 _PASS_COST = 64
@@ -50,7 +51,7 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, PartialAnswers, AnswerSet
 
     def passes(self, item: LikelihoodItem) -> list[Batch]:
         lengths = [len(read.ids) for read in distinct_reads(item.requests)]
-        return whole_batches(lengths, item.batch_tokens, item.rope, pass_cost=_PASS_COST)
+        return whole_batches(lengths, item.batch_tokens, item.rope.group, pass_cost=_PASS_COST)
 
     def run(self, lm: LoadedModel, item: LikelihoodItem, batch: Batch) -> PartialAnswers:
         every = distinct_reads(item.requests)

@@ -134,8 +134,8 @@ class ScanConfig(CorpusRunConfig):
 #: Prompts of each recall task that measure ``importance_recall`` where no setting states another number.
 RECALL_PROMPTS = 16
 #: Loss of a sequence: the mean or the sum of the losses of its tokens.
-Reduction = Literal["mean", "sum"]
-_Reduced = Annotated[Reduction, Option("loss of a sequence: mean or sum of the losses of its tokens")]
+LossReduction = Literal["mean", "sum"]
+_Reduced = Annotated[LossReduction, Option("loss of a sequence: mean or sum of the losses of its tokens")]
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,9 @@ def compared(
     theirs = Theirs(lm, batch) if beside == "lm-eval" else None
     ablates = {name: _SILENCED[name](lm) for name in arms}
     shared, whole = (
-        choose_reading(lambda task, item: task(lm, item), lm.dtype, list(ablates.values()), share, print)
+        choose_reading(
+            lambda task, item: task(lm, item), lm.dtype, lm.rope_lengths, list(ablates.values()), share, print
+        )
         for share in (None, False)
     )
 

@@ -21,13 +21,14 @@ from headscan.cluster.placement.placements import WholePlacement
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
+from headscan.models.token_batches import pad
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.evaluate.held_out_text import chunks
 from headscan.pipelines.kv.damage_measurement import recall_prompts
 from headscan.pipelines.pruning.held_out_losses import as_calibration
 from headscan.pipelines.runs.model_identity import identify
-from headscan.pipelines.scoring.token_requests import Request, pad
+from headscan.pipelines.scoring.token_requests import Request
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import NO_EDITS, Edits, edited, logits
 from headscan.pruning.head_selection import HeadSelection, SelectionConfig

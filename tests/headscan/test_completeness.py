@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 
-from headscan.catalog import PROFILES, STATISTICS, panel_names
+from headscan.catalog import PROFILES, SCORES, STATISTICS, panel_names
+from headscan.errors import UnknownNameError
 from headscan.statistics.norm_statistics import OUTPUT_NORMS, VALUE_NORMS, OutputStatistic, ValueStatistic
 from headscan.statistics.registry import EXPLICIT, OUTPUT_STATISTICS, QUERY_NUMBERS, VALUE_STATISTICS, WEIGHT_STATISTICS
 from headscan.statistics.weight_statistics import (
@@ -14,8 +18,8 @@ from headscan.statistics.weight_statistics import (
     MeanOverQueries,
     QueryMean,
     QueryNumber,
-    Reduction,
     WeightStatistic,
+    WholeCallStatistic,
 )
 from tests.headscan.reference import reference
 from tests.small_models import make_model
@@ -36,7 +40,15 @@ def test_no_name_is_implemented_twice() -> None:
 
 def test_every_implementation_is_registered() -> None:
     """A class that its family does not list would never run."""
-    bases = (WeightStatistic, Reduction, QueryMean, QueryNumber, MeanOverQueries, ValueStatistic, OutputStatistic)
+    bases = (
+        WeightStatistic,
+        WholeCallStatistic,
+        QueryMean,
+        QueryNumber,
+        MeanOverQueries,
+        ValueStatistic,
+        OutputStatistic,
+    )
     written = {kind.name for base in bases for kind in base.__subclasses__() if kind not in bases}
     registered = {*WEIGHT_STATISTICS, *VALUE_STATISTICS, *OUTPUT_STATISTICS, *QUERY_NUMBERS}
     assert written == registered
@@ -52,3 +64,13 @@ def test_every_statistic_has_a_reference() -> None:
     assert set(found) == {*STATISTICS, *PROFILES}
     for name, profile in PROFILES.items():
         assert found[name].shape[-1] == len(profile.bins), name
+
+
+def test_a_score_names_statistics_and_has_a_denominator_and_its_kind_or_neither() -> None:
+    score = SCORES["output_norm_ln"]
+    for wrong in ({"statistic": "output_nrom"}, {"normaliser": "output_nrom"}):
+        with pytest.raises(UnknownNameError, match="unknown statistic 'output_nrom'; did you mean output_norm"):
+            replace(score, **wrong)
+    for absent in ("normaliser", "over"):
+        with pytest.raises(ValueError, match=f"score 'output_norm_ln' has .* and no `{absent}`. Pass both or neither"):
+            replace(score, **{absent: None})

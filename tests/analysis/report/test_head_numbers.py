@@ -13,9 +13,9 @@ from headscan.analysis.heads.comparisons import score_overlap
 from headscan.analysis.report.head_data import HeadData, read_head_data
 from headscan.analysis.report.head_measures import HEAD_TABLES, packed
 from headscan.analysis.store.head_spread import Spread, resampling
+from headscan.analysis.store.scan_tables import HEAD_BINS, MOSTLY, POOL_BINS, THRESHOLDS
 from headscan.analysis.store.site_rows import SiteHeads
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.verdict_limits import HEAD_BINS, MOSTLY, POOL_BINS, THRESHOLDS
 from headscan.analysis.store.views import SUMMARISED
 from headscan.catalog import BEHAVIOURS, IMPORTANCES, SCORES
 from tests.analysis.all_values import read_measures, read_sites, spread_of

@@ -14,8 +14,8 @@ from headscan.analysis.heads.head_ranking import thresholds
 from headscan.analysis.plans.scan_scores import measure_query_heads
 from headscan.analysis.store import head_spread, site_rows, summaries
 from headscan.analysis.store.records import ShardRecord, ShardToWrite
+from headscan.analysis.store.scan_tables import HEAD_BINS, MOSTLY, POOL_BINS, SPAN, THRESHOLDS
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.verdict_limits import HEAD_BINS, MOSTLY, POOL_BINS, SPAN, THRESHOLDS
 from headscan.analysis.store.views import SUMMARISED, VIEWS
 from headscan.catalog import SCORES
 from headscan.pipelines.cli.main import main

@@ -123,8 +123,12 @@ def test_a_score_that_is_new_is_computed_for_finished_scans(scan: Scan) -> None:
         import json, sys
         from headscan import catalog
         if sys.argv[2] == "added":
-            for name, normaliser, over in (("self_weight", None, "none"), ("self_weight_ln", "self_weight", "layer")):
-                catalog.SCORES[name] = catalog.Score(name, "-", "self_weight", normaliser, over, "high", "test")
+            for name, denominator in (
+                ("self_weight", {}), ("self_weight_ln", {"normaliser": "self_weight", "over": "layer"})
+            ):
+                catalog.SCORES[name] = catalog.Score(
+                    name, paper_name="-", statistic="self_weight", **denominator, inactive="high", source="test"
+                )
         from headscan.analysis.store import tables
         tables.SCHEMA_VERSION += int(sys.argv[3])
         from headscan.analysis.heads.head_ranking import rank_heads, thresholds

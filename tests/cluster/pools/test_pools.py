@@ -1,23 +1,27 @@
-"""Both pools give the same results, and handle failing tasks and workers."""
+"""Both pools give the same results, and handle failing tasks and workers. Passes that run out of memory are halved."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from headscan.cluster.actors.supervision import MAX_ATTEMPTS
 from headscan.cluster.placement.placement_base import PlacementError
 from headscan.cluster.placement.placements import ShardedPlacement, WholePlacement
 from headscan.cluster.pools.open_pool import InProcessPool, open_pool
 from headscan.cluster.pools.ray_pool import RayPool
-from headscan.cluster.tasks.pool import IncompleteError, Pool, WorkError
+from headscan.cluster.tasks.pool import IncompleteError, Pool, StagedTask, WorkError, run_pass
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
-from headscan.models.loaded_model import Sharding
+from headscan.models.loaded_model import LoadedModel, Sharding
+from headscan.models.token_batches import Batch
 from tests.cluster import tasks
 from tests.cluster.tasks import Job
+from tests.small_models import make_loaded
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +123,39 @@ def test_a_replica_here_takes_the_gpus_by_which_it_was_placed(
         Sharding((0, 1), ranges),
         Sharding(("cpu",), ((0, 2),), "disk"),
     ]
+
+
+class _Count(StagedTask[None, Batch, int, int]):
+    """Adds up sequences; 16 tokens fit."""
+
+    def passes(self, item: None) -> list[Batch]:
+        return [Batch((0, 1, 2, 3), 8)]
+
+    def size(self, part: Batch) -> int:
+        return part.tokens
+
+    def run(self, lm: LoadedModel, item: None, part: Batch) -> int:
+        self.tried.append(len(part))  # type: ignore[attr-defined]
+        if part.tokens > 16:
+            raise torch.OutOfMemoryError("as if")
+        return len(part)
+
+    def halves(self, part: Batch) -> tuple[Batch, ...]:
+        return part.halves()
+
+    def join_halves(self, halves):  # type: ignore[no-untyped-def]
+        return sum(halves)
+
+    def join(self, item, partials):  # type: ignore[no-untyped-def]
+        return sum(sum(ranges) for ranges in partials)
+
+
+def test_a_loaded_model_remembers_for_all_its_sites() -> None:
+    lm, task = make_loaded("llama"), _Count("count")
+    task.tried = []  # type: ignore[attr-defined]
+    assert task(lm, None) == 4
+    assert run_pass(task, lm.at("self"), None, Batch((0, 1, 2, 3), 8)) == (4, None)
+    assert task.tried == [4, 2, 2, 2, 2]  # type: ignore[attr-defined]
+    other = replace(lm, limits=make_loaded("llama").limits)
+    task(other, None)
+    assert task.tried[5:] == [4, 2, 2]  # type: ignore[attr-defined]

@@ -227,7 +227,7 @@ def test_a_key_that_is_not_a_number_shows_in_the_queries_that_see_it(
     key[1, 0, tokens // 2] = float("nan")
     chosen = kernels.of(query, 64, 2)
     q, k, v = (x.to(chosen.dtype or torch.float32) for x in (query, key, value))
-    _, fused = identities.attend_fused(chosen, q, k, v, 0.125, WIDTHS, entropy=entropy)
+    _, fused = identities.attend_fused(chosen, q, k, v, 0.125, WIDTHS, numbers_with_output=entropy)
     broken = torch.zeros(2, 4, tokens, dtype=torch.bool)
     broken[1, :2, tokens // 2 :] = True
     for name in ("first_token_weight", "weight_sum"):
@@ -330,7 +330,7 @@ def check(
     needs = WHOLE if query.shape[2] == key.shape[2] else AFTER_PAST
     q, k, v = (x.to(chosen.dtype or torch.float32) for x in (query, key, value))
     out, fused = identities.attend_fused(
-        chosen, q, k, v, scale, WIDTHS, window=window, sinks_BHN=sinks_BHN, entropy=True
+        chosen, q, k, v, scale, WIDTHS, window=window, sinks_BHN=sinks_BHN, numbers_with_output=True
     )
     found = fused_numbers([QUERY_NUMBERS[name] for name in needs], fused)
     _, found["log-sum-exp"] = chosen.causal(q, k, k, scale) if window is None else chosen.band(q, k, k, scale, window)

@@ -69,7 +69,7 @@ def both_ways(
     request = AttentionRequest(NEEDS, lengths, lengths, widths)
     query, key, value = (x.to(dtype) for x in (query, key, value))
     out, numbers = fused.attend_fused(
-        kernels, query, key, value, scale, widths, window=window, sinks_BHN=sinks, entropy=True
+        kernels, query, key, value, scale, widths, window=window, sinks_BHN=sinks, numbers_with_output=True
     )
     found = fused_numbers(needed_numbers(NEEDS), numbers)
     tally = WeightTally(request, Geometry(tokens, tokens, True, False))
@@ -192,7 +192,7 @@ def test_queries_after_a_prefix_equal_those_of_whole_sequences(window: int | Non
     query, key, value = (torch.randn(2, heads, tokens, 8, generator=generator) for heads in (4, 2, 2))
     needs = frozenset({"first_token_weight", "entropy"})
     (whole, whole_pass), (out, late_pass) = (
-        fused.attend_fused(CpuKernels(), q, key, value, 0.35, MassWidths(), window=window, entropy=entropy)
+        fused.attend_fused(CpuKernels(), q, key, value, 0.35, MassWidths(), window=window, numbers_with_output=entropy)
         for q in (query, query[:, :, past:])
     )
     of_whole, found = (fused_numbers(needed_numbers(needs), fused) for fused in (whole_pass, late_pass))

@@ -10,6 +10,7 @@ import torch
 
 import headscan
 from headscan.analysis.store.store import Store
+from headscan.models.token_batches import pad
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
 from headscan.pipelines.corpora.stdlib_files import (
@@ -20,7 +21,6 @@ from headscan.pipelines.corpora.stdlib_files import (
 )
 from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.evaluate.continuation_task import make_questions
-from headscan.pipelines.scoring.token_requests import pad
 from reproduce.demo_model.training_files import training_files
 
 

@@ -128,7 +128,8 @@ def test_rules_ablate_the_same_heads_when_every_prompt_runs_alone(
 def test_a_score_that_rules_cannot_measure_is_refused_before_prompts_are_recorded(
     config: SweepConfig, pool: InProcessPool, empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(SCORES, "added", Score("added", "-", "confidence", None, "none", "low", "test"))
+    added = Score("added", paper_name="-", statistic="confidence", inactive="low", source="test")
+    monkeypatch.setitem(SCORES, "added", added)
     store = Store(copy_store(empty_store, tmp_path / "s.duckdb"))
     with pytest.raises(InterventionError, match="rules measure no score on confidence"):
         sweep(dataclasses.replace(config, scores=("added",)), run_on(pool, store))

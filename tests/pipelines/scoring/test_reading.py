@@ -9,6 +9,7 @@ import torch
 
 import headscan
 from headscan.ablation.ablation import Ablation
+from headscan.models.model_facts import RopeLengths
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.reading import Ask, Reading, choose_reading
 from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem
@@ -16,6 +17,7 @@ from tests.small_models import make_loaded
 
 MASK, RULE, RANDOM = headscan.HeadMask([(0, 0)]), headscan.HeadRule("entropy", 1.0), headscan.RandomHeads(0.1, 0)
 
+ROPE = RopeLengths(switches=(4,))
 MASKS: list[Ablation | None] = [None, MASK]
 RULES: list[Ablation | None] = [None, MASK, RULE]
 CONTROLS: list[Ablation | None] = [None, MASK, RANDOM]
@@ -57,7 +59,8 @@ def test_prefixes_are_shared_where_arms_stay_comparable(
     family: str, dtype: str, ablated: Sequence[Ablation | None], share: bool | None, expected: Reading
 ) -> None:
     said: list[str] = []
-    assert choose_reading(asked_of(family, dtype), dtype, ablated, share, said.append) == expected
+    found = choose_reading(asked_of(family, dtype), dtype, ROPE, ablated, share, said.append)
+    assert found == expected._replace(rope=ROPE)
     assert len(said) == (not expected.share_prefixes and share is not False)
 
 

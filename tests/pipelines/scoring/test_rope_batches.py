@@ -18,21 +18,20 @@ from headscan.cluster.placement.placements import StreamedPlacement
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.pools.streamed_pool import StreamedPool
 from headscan.model_spec import ModelSpec
+from headscan.models import token_batches
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.model_facts import RopeLengths
-from headscan.models.token_batches import batches
 from headscan.pipelines.corpora import CorpusSpec, Shard, TokenPlan, TokenSequence
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.measure.run_scan import scan
 from headscan.pipelines.measure.shard_task import ShardItem, measure_shard
 from headscan.pipelines.runs.run_context import Run
-from headscan.pipelines.scoring import likelihood, token_requests
+from headscan.pipelines.scoring import likelihood
 from headscan.pipelines.scoring.arms import BASELINE, Arm
 from headscan.pipelines.scoring.generation import GenerationItem, generate_texts
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
 from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, score_shared_rows
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
-from headscan.pipelines.scoring.token_requests import GenerationRequest, Request, whole_batches
+from headscan.pipelines.scoring.token_requests import GenerationRequest, Request
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from headscan.pipelines.settings.measure_settings import ScanConfig
 from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood, run_on, write_task
@@ -66,17 +65,6 @@ def shard_item(lm: LoadedModel, batch_tokens: int = 1000) -> ShardItem:
     )
     names = panel_names("full")
     return ShardItem(Shard(0, texts, ""), names, MassWidths(), batch_tokens, False, lm.rope_lengths)
-
-
-def test_batches_keep_groups_apart() -> None:
-    rope = RopeLengths(switches=(LIMIT,))
-    found = whole_batches(LENGTHS, 10_000, rope)
-    sides = [sorted(LENGTHS[row] for row in batch.rows) for batch in found]
-    assert sides == [[65, 66, 90, 90, 120, 120], [3, 10, 63, 64]]
-    dynamic = whole_batches(LENGTHS, 10_000, RopeLengths(scaled_above=LIMIT))
-    assert sorted(len(batch) for batch in dynamic) == [1, 1, 2, 2, 4]
-    assert whole_batches(LENGTHS, 10_000, RopeLengths()) == [replace(found[0], rows=(0, 4, 6, 9, 8, 3, 2, 5, 1, 7))]
-    assert list(batches([4, 4, 4], 100, groups=["a", "b", "b"])) == [[0], [1, 2]]
 
 
 def test_a_shard_has_the_numbers_of_each_sequence_alone(lm: LoadedModel) -> None:
@@ -113,7 +101,7 @@ def test_likelihoods_are_those_of_each_request_alone(
 ) -> None:
     asked = requests()
     item = LikelihoodItem("all", asked, ablated, 2000, True, rope=lm.rope_lengths)
-    monkeypatch.setattr(token_requests, "_PASS_COST", {"cpu": 8})  # so that short prefixes are shared, too
+    monkeypatch.setattr(token_batches, "_PASS_COST", {"cpu": 8})  # so that short prefixes are shared, too
     prefixes: list[int] = []
     read = likelihood.read_prefix
     monkeypatch.setattr(likelihood, "read_prefix", lambda *a: prefixes.extend(map(len, a[1])) or read(*a))

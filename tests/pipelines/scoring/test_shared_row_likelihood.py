@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from random import Random
 from typing import Literal
 
@@ -164,10 +165,13 @@ def test_long_questions_on_one_text_share_the_text_and_not_each_a_copy_of_it() -
 WIDTHS = headscan.MassWidths(2, 5)
 
 
-def add_score(patch: pytest.MonkeyPatch, statistic: str, over: Literal["none", "layer"] = "none") -> str:
+def add_score(patch: pytest.MonkeyPatch, statistic: str, over: Literal["layer"] | None = None) -> str:
     """Declare a score, as a user would in the catalogue; with a denominator it is the layer's mean."""
-    normaliser = None if over == "none" else statistic
-    patch.setitem(SCORES, "added", Score("added", "-", statistic, normaliser, over, "low", "test"))
+    normaliser = statistic if over else None
+    added = Score(
+        "added", paper_name="-", statistic=statistic, normaliser=normaliser, over=over, inactive="low", source="test"
+    )
+    patch.setitem(SCORES, "added", added)
     return "added"
 
 
@@ -178,11 +182,11 @@ def widest_gap(values: Tensor) -> float:
     return float(central[int(central.diff().argmax()) :][:2].mean()) if len(central) > 1 else float(central[0])
 
 
-@pytest.mark.parametrize("over", ["none", "layer"])
+@pytest.mark.parametrize("over", [None, "layer"])
 @pytest.mark.parametrize("statistic", STATISTICS)
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_rules_on_any_statistic_are_refused_or_measure_what_scans_do(
-    family: str, statistic: str, over: Literal["none", "layer"], monkeypatch: pytest.MonkeyPatch
+    family: str, statistic: str, over: Literal["layer"] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rule on a score that nobody has declared yet ablates the heads that `collect` names, in shared rows too."""
     lm, added = make_loaded(family), add_score(monkeypatch, statistic, over)
@@ -220,8 +224,8 @@ def test_rules_share_rows_if_all_their_statistics_join(monkeypatch: pytest.Monke
         row = SharedRow((2, 3, 4), ((5, 6), (7, 8)))
         with pytest.raises(InterventionError, match=r"rule by added needs whole inputs.* Run each input"):
             SharedRowHooks(make_loaded("llama"), [rule] * 2, row)
-    denominator = Score("added", "-", "output_norm", "output_mean_norm", "head", "low", "test")
-    monkeypatch.setitem(SCORES, "added", denominator)
+    divided = replace(SCORES["added"], statistic="output_norm", normaliser="output_mean_norm", over="head")
+    monkeypatch.setitem(SCORES, "added", divided)
     assert not headscan.HeadRule("added", 0.5).may_share_rows
 
 
