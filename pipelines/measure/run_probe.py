@@ -30,7 +30,7 @@ from headscan.measure.behaviour_probes import (
 )
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.token_batches import batches, run_halving
+from headscan.models.token_batches import run_halving, whole_batches
 from headscan.pipelines.corpora import Corpus, TokenPlan, open_corpus, sequences
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.progress import Progress
@@ -151,8 +151,8 @@ def probe_heads(lm: LoadedModel, item: ProbeItem) -> dict[str, np.ndarray]:
             return repeat_scores(lm, ids[rows])
 
     values: dict[str, np.ndarray] = {}
-    for batch in batches(lengths, item.batch_tokens):
-        for rows, scores in run_halving(batch, measure, lengths, lm.limits["probe"]):
+    for batch in whole_batches(lengths, item.batch_tokens, lm.rope_lengths.group):
+        for rows, scores in run_halving(list(batch.rows), measure, lengths, lm.limits["probe"]):
             for name, scores_BLH in scores.items():
                 kept = values.setdefault(name, np.empty((len(lengths), *lm.grid.shape), dtype=np.float32))
                 kept[rows] = scores_BLH.numpy()

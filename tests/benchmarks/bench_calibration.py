@@ -1,16 +1,19 @@
-"""Losses of a pruned model by what its calibration saw: texts alone, or texts and recall prompts.
+"""Losses of a pruned model by its calibration: with and without recall prompts, by effort, and by number of texts.
 
     python -m tests.benchmarks.bench_calibration [--model demo --corpus A --held-out B --heads 19 --weights 0,0.3]
+    python -m tests.benchmarks.bench_calibration --weights 0.3 --curve-tokens 1024,3072 --tries 0,4 --repair-texts 12,48
 
 Heads are chosen by damage and the projections repaired on the same texts, with each weight of the recall prompts (0:
-texts alone). The losses are those of texts and prompts that neither chose nor repaired, and of a random block that is
-repeated. Intervals are 95 % (t, over texts or prompts) of the increase.
+texts alone) and each effort, and repaired on each number of texts. The losses are those of texts and prompts that
+neither chose nor repaired, and of a random block that is repeated. Intervals are 95 % (t, over texts or prompts) of the
+increase.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from itertools import product
 
 import numpy as np
 import torch
@@ -19,11 +22,12 @@ from torch.nn import functional as F
 
 from headscan.cluster.placement.placements import WholePlacement
 from headscan.cluster.pools.open_pool import InProcessPool
+from headscan.long_work import KnownNumbers
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pad
 from headscan.pipelines.corpora import CorpusSpec
-from headscan.pipelines.corpora.sequences import read_spread
+from headscan.pipelines.corpora.sequences import read_spread, spread
 from headscan.pipelines.evaluate.held_out_text import chunks
 from headscan.pipelines.kv.damage_measurement import recall_prompts
 from headscan.pipelines.pruning.held_out_losses import as_calibration
@@ -54,34 +58,46 @@ def compare(lm: LoadedModel, options: argparse.Namespace) -> None:
         CorpusSpec(options.corpus), identity.tokenizer, options.tokens, options.texts, shortest=64
     )
     judging = read_spread(CorpusSpec(options.held_out), identity.tokenizer, options.tokens, options.judged, shortest=64)
-    texts = Calibration(*pad([text.ids for text in calibrating]))
     halves = [each.halves() for each in recall_prompts(identity, options.tokens, 2 * options.prompts, 0)]
     seen = [as_calibration(first.requests, 8192) for first, _ in halves]
     judged = {"text": as_calibration([chunk.request for chunk in chunks(identity.tokenizer, judging)], 8192)}
     judged |= {second.name: as_calibration(second.requests, 8192) for _, second in halves}
     judged["repeated block"] = _repeated(lm.vocab_size, options.prompts)
     original = _losses(lm, judged, NO_EDITS)
-    columns = ("calibration", "heads", "judged on", "original", "heads zeroed", "repaired", "increase [95 %]")
-    table = Table("## Loss, nats per scored token", columns)
-    for weight in options.weights:
-        calibration = texts.with_prompts(seen, weight) if weight else texts
-        effort = SelectionConfig(options.moment_tokens, options.curve_tokens, tries=0)
-        removed = HeadSelection(lm, calibration, config=effort, say=show).choose(count=options.heads)
-        weights = repair(lm, calibration, removed, RepairConfig(("o", "down")))
-        masked, repaired = _losses(lm, judged, Edits(removed)), _losses(lm, judged, Edits(removed, weights))
-        for name, values in original.items():
-            changed = repaired[name] - values
-            half = stats.t.ppf(0.975, len(values) - 1) * changed.std(ddof=1) / len(values) ** 0.5
-            mean = changed.mean()
-            table.row(
-                f"recall weight {weight:g}" if weight else "texts alone",
-                len(removed),
-                f"{name} ({len(values)})",
-                f"{values.mean():.3f}",
-                f"{masked[name].mean():.3f}",
-                f"{repaired[name].mean():.3f}",
-                f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]",
-            )
+
+    def calibration(count: int, weight: float) -> Calibration:
+        texts = Calibration(*pad([text.ids for text in spread(calibrating, count)]))
+        share = min(1.0, count / len(calibrating))
+        prompts = [each.first(max(1, round(share * each.tokens))) for each in seen]
+        return texts.with_prompts(prompts, weight) if weight else texts
+
+    columns = ("recall weight", "curve tokens", "tries", "texts of the repair", "judged on", "original", "heads zeroed")
+    table = Table("## Loss, nats per scored token", (*columns, "repaired", "increase [95 %]"))
+    for weight, curve_tokens in product(options.weights, options.curve_tokens):
+        known = KnownNumbers()
+        for tries in options.tries:
+            effort = SelectionConfig(options.moment_tokens, curve_tokens, tries=tries)
+            everything = calibration(len(calibrating), weight)
+            removed = HeadSelection(lm, everything, config=effort, known=known, say=show).choose(count=options.heads)
+            masked = _losses(lm, judged, Edits(removed))
+            for count in options.repair_texts or [len(calibrating)]:
+                weights = repair(lm, calibration(count, weight), removed, RepairConfig(("o", "down")))
+                repaired = _losses(lm, judged, Edits(removed, weights))
+                for name, values in original.items():
+                    changed = repaired[name] - values
+                    half = stats.t.ppf(0.975, len(values) - 1) * changed.std(ddof=1) / len(values) ** 0.5
+                    mean = changed.mean()
+                    table.row(
+                        f"{weight:g}",
+                        curve_tokens,
+                        tries,
+                        count,
+                        f"{name} ({len(values)})",
+                        f"{values.mean():.3f}",
+                        f"{masked[name].mean():.3f}",
+                        f"{repaired[name].mean():.3f}",
+                        f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]",
+                    )
 
 
 def _repeated(vocabulary: int, count: int) -> Calibration:
@@ -109,6 +125,10 @@ def _losses(lm: LoadedModel, judged: Mapping[str, Calibration], edits: Edits) ->
     return found
 
 
+def _numbers(text: str) -> list[int]:
+    return [int(each) for each in text.split(",")]
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
@@ -121,7 +141,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--judged", type=int, default=24, help="texts that judge")
     parser.add_argument("--prompts", type=int, default=16, help="prompts of each recall task in each half")
     parser.add_argument("--moment-tokens", type=int, default=8192)
-    parser.add_argument("--curve-tokens", type=int, default=3072)
+    parser.add_argument("--curve-tokens", type=_numbers, default=[3072], help="comma-separated")
+    parser.add_argument(
+        "--tries", type=_numbers, default=[0], help="choices compared with the best one, comma-separated"
+    )
+    parser.add_argument("--repair-texts", type=_numbers, help="numbers of repairing texts (default: all)")
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args()
 

@@ -17,11 +17,14 @@ from headscan.catalog import MassWidths, panel_names
 from headscan.cluster.placement.placements import StreamedPlacement
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.pools.streamed_pool import StreamedPool
+from headscan.measure.behaviour_probes import NeedlePrompt
+from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
 from headscan.models import token_batches
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora import CorpusSpec, Shard, TokenPlan, TokenSequence
 from headscan.pipelines.evaluate.run_evaluation import evaluate
+from headscan.pipelines.measure.run_probe import ProbeItem, probe_heads
 from headscan.pipelines.measure.run_scan import scan
 from headscan.pipelines.measure.shard_task import ShardItem, measure_shard
 from headscan.pipelines.runs.run_context import Run
@@ -76,6 +79,15 @@ def test_a_shard_has_the_numbers_of_each_sequence_alone(lm: LoadedModel) -> None
         for name, values in alone.items():
             found = torch.tensor(mine[name].to_numpy()).reshape(3, 6)
             torch.testing.assert_close(found, values[0], rtol=1e-4, atol=1e-5)
+
+
+def test_needle_prompts_on_both_sides_of_a_switch_have_the_scores_of_each_alone(lm: LoadedModel) -> None:
+    prompts = tuple(NeedlePrompt(tokens(length), 3, 6) for length in (LIMIT - 2, LIMIT + 8, LIMIT - 9, LIMIT + 5))
+    together = probe_heads(lm, ProbeItem("needles", BehaviourProbe(), prompts, 1000))["retrieval_score"]
+    alone = [
+        probe_heads(lm, ProbeItem("needle", BehaviourProbe(), (each,), 1000))["retrieval_score"] for each in prompts
+    ]
+    np.testing.assert_array_equal(together, np.concatenate(alone))
 
 
 def test_a_shard_is_the_same_range_by_range(lm: LoadedModel) -> None:
