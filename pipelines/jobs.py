@@ -41,7 +41,7 @@ from headscan.pipelines.pruning.run_prune import PruneConfig, PruneResult
 from headscan.pipelines.pruning.run_prune import prune as run_prune
 from headscan.pipelines.referee.run_referee import RefereeConfig
 from headscan.pipelines.referee.run_referee import referee as run_referee
-from headscan.pipelines.runs.model_identity import identify
+from headscan.pipelines.runs.model_identity import ModelIdentity, identify
 from headscan.pipelines.runs.run_context import ModelContext, ModelOpener, Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
 from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec, TokenPlan
@@ -222,7 +222,9 @@ def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptio
     Raises:
         HeadscanError: An error of the user; choices and answers stored before stay.
     """
-    with _opened(config, TASK_TOKENS, store, options, evaluates=True, here=True) as (run, sized):
+    identity = identify(config.evaluation.model)
+    tokens = config.texts.placed_tokens(identity)
+    with _opened(config, tokens, store, options, identity=identity, evaluates=True, here=True) as (run, sized):
         return judge(run.store, run_referee(sized, run))
 
 
@@ -260,7 +262,9 @@ def prune(config: PruneConfig, store: str | Path, **options: Unpack[JobOptions])
         PruningError: The output folder is not empty, or the models cannot be built.
         HeadscanError: The evaluation fails; the models are saved.
     """
-    with _opened(config, TASK_TOKENS, store, options, evaluates=True, here=True) as (run, sized):
+    identity = identify(config.evaluation.model)
+    tokens = config.texts.placed_tokens(identity)
+    with _opened(config, tokens, store, options, identity=identity, evaluates=True, here=True) as (run, sized):
         return run_prune(sized, run)
 
 
@@ -278,13 +282,22 @@ def study(config: StudyConfig, **options: Unpack[JobOptions]) -> StudyAnswer:
 
 @contextmanager
 def _opened(
-    config: C, tokens: int, store: str | Path, options: JobOptions, *, evaluates: bool = False, here: bool = False
+    config: C,
+    tokens: int,
+    store: str | Path,
+    options: JobOptions,
+    *,
+    identity: ModelIdentity | None = None,
+    evaluates: bool = False,
+    here: bool = False,
 ) -> Iterator[tuple[Run, C]]:
-    """Yield the run of a job, and its settings with the batch size of the placement; see `_opener`."""
+    """Yield the run of a job, and its settings with the batch size of the placement; see `_opener`. ``identity`` None
+    computes it.
+    """
     settings: Any = getattr(config, "evaluation", config)
     opener = _opener(settings, settings.model, tokens, options, evaluates=evaluates, here=here)
     anyway, say = options.get("resume_anyway", False), options.get("say", print)
-    with Run(settings.model, Store(store), opener, resume_anyway=anyway, say=say) as run:
+    with Run(settings.model, Store(store), opener, identity=identity, resume_anyway=anyway, say=say) as run:
         yield run, opener.sized(config)
 
 

@@ -17,7 +17,6 @@ from headscan.pipelines.cli.results import Json
 from headscan.pipelines.cli.verb_base import CORPORA, CorpusOptions, ModelVerb, RunVerb, quiet_libraries
 from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec
 from headscan.pipelines.settings.evaluation_settings import (
-    TASK_TOKENS,
     EvaluateConfig,
     RecallPlan,
     ReplacementConfig,
@@ -158,8 +157,7 @@ class WholeModelVerb(RunVerb):
         quiet_libraries()
         spec = self.full_precision()
         identity = identify(spec)
-        tokens = max(TASK_TOKENS, texts.tokens(identity))
-        with verb.opened(spec, identity, tokens=tokens, evaluates=True) as opened:
+        with verb.opened(spec, identity, tokens=texts.placed_tokens(identity), evaluates=True) as opened:
             yield opened
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import duckdb
@@ -20,7 +21,8 @@ from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.pruning.pruning_units import ShareBudget
 from headscan.pipelines.runs.head_orders import head_order
-from headscan.pipelines.settings.evaluation_settings import Comparison, TaskConfig
+from headscan.pipelines.runs.model_identity import identify
+from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, Comparison, TaskConfig
 from headscan.pipelines.settings.saving_settings import TextConfig
 
 
@@ -177,6 +179,22 @@ def test_jobs_that_remove_heads_need_one_whole_replica(evaluation: jobs.Evaluate
     ):
         with pytest.raises(HeadscanError, match=message):
             jobs.prune(config, tmp_path / "s.duckdb", devices=devices, say=quiet)
+
+
+@pytest.mark.parametrize(("longest", "placed"), [(4096, 4096), (64, TASK_TOKENS)])
+def test_pruning_has_memory_for_its_longest_text(
+    longest: int, placed: int, evaluation: jobs.EvaluateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opener(model: ModelSpec, tokens: int, *_: object, **__: object) -> None:
+        raise HeadscanError(f"placed for {tokens} tokens")
+
+    identity = replace(identify(evaluation.model), max_tokens=8192)
+    monkeypatch.setattr(jobs, "identify", lambda model: identity)
+    monkeypatch.setattr(jobs, "ModelOpener", opener)
+    texts = TextConfig(CorpusSpec("python-stdlib"), max_tokens=longest)
+    config = jobs.PruneConfig(evaluation, tmp_path / "smaller", budgets=(ShareBudget(0.3),), texts=texts)
+    with pytest.raises(HeadscanError, match=f"placed for {placed} tokens"):
+        jobs.prune(config, tmp_path / "s.duckdb", say=quiet)
 
 
 def test_a_missing_store_is_named(tmp_path: Path) -> None:
