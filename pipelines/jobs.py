@@ -11,22 +11,20 @@ Their settings have their names here, too:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from headscan.analysis.plans import BudgetRequest, HeadPlan, KVBytes, WindowHeads, WindowShare
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import Verdict, judge
-from headscan.cluster.placement.devices import max_threads, this_machine
-from headscan.cluster.placement.placement_base import Placement, PlacementRequest
-from headscan.cluster.placement.placements import place
-from headscan.cluster.pools.open_pool import open_pool
-from headscan.errors import HeadscanError
+from headscan.cluster.placement.placement_base import PlacementRequest
 from headscan.gates.gate_settings import GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
+from headscan.options import BATCH_TOKENS
 from headscan.pipelines.ablate.single_heads import AblateResult, single_head_effects
 from headscan.pipelines.evaluate.run_evaluation import evaluate as run_evaluation
 from headscan.pipelines.evaluate.run_sweep import sweep as run_sweep
@@ -44,7 +42,7 @@ from headscan.pipelines.pruning.run_prune import prune as run_prune
 from headscan.pipelines.referee.run_referee import RefereeConfig
 from headscan.pipelines.referee.run_referee import referee as run_referee
 from headscan.pipelines.runs.model_identity import ModelIdentity, identify
-from headscan.pipelines.runs.run_context import ModelContext, OpenModel, Run
+from headscan.pipelines.runs.run_context import ModelContext, ModelOpener, Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
 from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec, TokenPlan
 from headscan.pipelines.settings.evaluation_settings import (
@@ -64,7 +62,6 @@ from headscan.pipelines.study.run_study import study as run_study
 from headscan.pipelines.study.study_answer import StudyAnswer
 from headscan.pipelines.study.study_config import StudyConfig
 from headscan.pruning.head_selection import SelectionConfig
-from headscan.sizing.model_sizes import model_sizes
 
 __all__ = [
     "BASELINE",
@@ -120,11 +117,15 @@ __all__ = [
 ]
 
 
+C = TypeVar("C")
+
+
 class JobOptions(TypedDict, total=False):
     """Options of every job.
 
     Attributes:
-        devices: Placement and devices; None, the default, chooses them.
+        devices: Placement and devices; None, the default, chooses them. Its ``batch_tokens`` replaces that of the
+            settings, if given.
         resume_anyway: Resume although software, device or the model's code changed; the store records both.
         say: Called with lines for the user; the default prints them.
     """
@@ -139,13 +140,14 @@ def scan(config: ScanConfig, store: str | Path, **options: Unpack[JobOptions]) -
 
     Args:
         store: DuckDB file; a missing one is created.
-        options: See `JobOptions`. Batches have ``config.batch_tokens``.
+        options: See `JobOptions`. Batches have ``config.batch_tokens``; with ``devices.memory`` its default is lowered
+            to what fits.
 
     Raises:
         HeadscanError: An error of the user; shards stored before stay.
     """
-    with _opened(config.model, config.tokens.max_tokens, store, options) as run:
-        return run_scan(config, run)
+    with _opened(config, config.tokens.max_tokens, store, options) as (run, sized):
+        return run_scan(sized, run)
 
 
 def importance(config: ImportanceConfig, store: str | Path, **options: Unpack[JobOptions]) -> CorpusRunResult:
@@ -154,8 +156,8 @@ def importance(config: ImportanceConfig, store: str | Path, **options: Unpack[Jo
     Raises:
         HeadscanError: An error of the user; shards stored before stay.
     """
-    with _opened(config.model, config.tokens.max_tokens, store, options) as run:
-        return run_importance(config, run)
+    with _opened(config, config.tokens.max_tokens, store, options) as (run, sized):
+        return run_importance(sized, run)
 
 
 def probe(config: ProbeConfig, store: str | Path, **options: Unpack[JobOptions]) -> ProbeResult:
@@ -164,8 +166,8 @@ def probe(config: ProbeConfig, store: str | Path, **options: Unpack[JobOptions])
     Raises:
         HeadscanError: An error of the user, such as lengths beyond the model's context.
     """
-    with _opened(config.model, max(config.settings.lengths), store, options) as run:
-        return run_probe(config, run)
+    with _opened(config, max(config.settings.lengths), store, options) as (run, sized):
+        return run_probe(sized, run)
 
 
 def gates(config: GatesConfig, store: str | Path, **options: Unpack[JobOptions]) -> GatesResult:
@@ -174,8 +176,8 @@ def gates(config: GatesConfig, store: str | Path, **options: Unpack[JobOptions])
     Raises:
         HeadscanError: An error of the user; the same call again continues the fit.
     """
-    with _opened(config.model, config.max_tokens, store, options) as run:
-        return run_gates(config, run)
+    with _opened(config, config.max_tokens, store, options) as (run, sized):
+        return run_gates(sized, run)
 
 
 def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions]) -> AblateResult:
@@ -184,8 +186,8 @@ def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions
     Raises:
         HeadscanError: An error of the user; answers stored before stay.
     """
-    with _opened(config.evaluation.model, TASK_TOKENS, store, options, evaluates=True) as run:
-        return single_head_effects(config, run)
+    with _opened(config, TASK_TOKENS, store, options, evaluates=True) as (run, sized):
+        return single_head_effects(sized, run)
 
 
 def evaluate(config: EvaluateConfig, store: str | Path, arms: Sequence[Arm], **options: Unpack[JobOptions]) -> Verdict:
@@ -197,8 +199,8 @@ def evaluate(config: EvaluateConfig, store: str | Path, arms: Sequence[Arm], **o
     Raises:
         HeadscanError: An error of the user; answers stored before stay.
     """
-    with _opened(config.model, TASK_TOKENS, store, options, evaluates=True) as run:
-        run_id = run_evaluation(config, run, [BASELINE, *(arm for arm in arms if arm is not BASELINE)])
+    with _opened(config, TASK_TOKENS, store, options, evaluates=True) as (run, sized):
+        run_id = run_evaluation(sized, run, [BASELINE, *(arm for arm in arms if arm is not BASELINE)])
         return judge(run.store, run_id)
 
 
@@ -210,8 +212,8 @@ def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions])
     Raises:
         HeadscanError: An error of the user; answers stored before stay.
     """
-    with _opened(config.evaluation.model, TASK_TOKENS, store, options, evaluates=True) as run:
-        return judge(run.store, run_sweep(config, run).evaluate_run)
+    with _opened(config, TASK_TOKENS, store, options, evaluates=True) as (run, sized):
+        return judge(run.store, run_sweep(sized, run).evaluate_run)
 
 
 def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptions]) -> Verdict:
@@ -220,8 +222,10 @@ def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptio
     Raises:
         HeadscanError: An error of the user; choices and answers stored before stay.
     """
-    with _opened(config.evaluation.model, TASK_TOKENS, store, options, evaluates=True, here=True) as run:
-        return judge(run.store, run_referee(config, run))
+    identity = identify(config.evaluation.model)
+    tokens = config.texts.placed_tokens(identity)
+    with _opened(config, tokens, store, options, identity=identity, evaluates=True, here=True) as (run, sized):
+        return judge(run.store, run_referee(sized, run))
 
 
 def plan(
@@ -240,13 +244,15 @@ def plan(
         PlanError: A budget out of reach, or texts longer than the model's context.
     """
     identity = identify(model)
-    tokens = config.tokens(identity)
-    if store is not None:
-        with _opened(model, tokens, store, options, identity=identity, evaluates=True) as run:
-            return measured_plan(config, run, budget)
-    open_model = _job_opener(model, tokens, options, evaluates=True)
-    with ModelContext(model, open_model, identity=identity, say=options.get("say", print)) as context:
-        return measured_plan(config, context, budget)
+    opener = _opener(config, model, config.tokens(identity), options, evaluates=True)
+    anyway, say = options.get("resume_anyway", False), options.get("say", print)
+    context = (
+        ModelContext(model, opener, identity=identity, say=say)
+        if store is None
+        else Run(model, Store(store), opener, identity=identity, resume_anyway=anyway, say=say)
+    )
+    with context:
+        return measured_plan(opener.sized(config), context, budget)
 
 
 def prune(config: PruneConfig, store: str | Path, **options: Unpack[JobOptions]) -> PruneResult:
@@ -256,8 +262,10 @@ def prune(config: PruneConfig, store: str | Path, **options: Unpack[JobOptions])
         PruningError: The output folder is not empty, or the models cannot be built.
         HeadscanError: The evaluation fails; the models are saved.
     """
-    with _opened(config.evaluation.model, TASK_TOKENS, store, options, evaluates=True, here=True) as run:
-        return run_prune(config, run)
+    identity = identify(config.evaluation.model)
+    tokens = config.texts.placed_tokens(identity)
+    with _opened(config, tokens, store, options, identity=identity, evaluates=True, here=True) as (run, sized):
+        return run_prune(sized, run)
 
 
 def study(config: StudyConfig, **options: Unpack[JobOptions]) -> StudyAnswer:
@@ -268,12 +276,13 @@ def study(config: StudyConfig, **options: Unpack[JobOptions]) -> StudyAnswer:
         HeadscanError: A step fails; what was stored before stays.
     """
     store = Path(config.out) / "study.duckdb"
-    with _opened(config.model, TASK_TOKENS, store, options, evaluates=True, here=True) as run:
-        return run_study(config, run)
+    with _opened(config, TASK_TOKENS, store, options, evaluates=True, here=True) as (run, sized):
+        return run_study(sized, run)
 
 
+@contextmanager
 def _opened(
-    model: ModelSpec,
+    config: C,
     tokens: int,
     store: str | Path,
     options: JobOptions,
@@ -281,39 +290,34 @@ def _opened(
     identity: ModelIdentity | None = None,
     evaluates: bool = False,
     here: bool = False,
-) -> Run:
-    """Return the run of a job; see `local_opener`. ``identity`` None computes it."""
-    open_model = _job_opener(model, tokens, options, evaluates=evaluates, here=here)
+) -> Iterator[tuple[Run, C]]:
+    """Yield the run of a job, and its settings with the batch size of the placement; see `_opener`. ``identity`` None
+    computes it.
+    """
+    settings: Any = getattr(config, "evaluation", config)
+    opener = _opener(settings, settings.model, tokens, options, evaluates=evaluates, here=here)
     anyway, say = options.get("resume_anyway", False), options.get("say", print)
-    return Run(model, Store(store), open_model, identity=identity, resume_anyway=anyway, say=say)
+    with Run(settings.model, Store(store), opener, identity=identity, resume_anyway=anyway, say=say) as run:
+        yield run, opener.sized(config)
 
 
-def _job_opener(
-    model: ModelSpec, tokens: int, options: JobOptions, *, evaluates: bool = False, here: bool = False
-) -> OpenModel:
+def _opener(
+    settings: object,
+    model: ModelSpec,
+    tokens: int,
+    options: JobOptions,
+    *,
+    evaluates: bool = False,
+    here: bool = False,
+) -> ModelOpener:
+    """Return the opener of a model; a job that runs ``here`` needs one replica, in this process."""
     if unknown := options.keys() - JobOptions.__annotations__.keys():
         raise TypeError(f"unknown option {min(unknown)!r}. Choose from {', '.join(JobOptions.__annotations__)}")
-    return local_opener(model, tokens, options.get("devices"), evaluates=evaluates, here=here)
-
-
-def local_opener(
-    spec: ModelSpec, tokens: int, devices: PlacementRequest | None, *, evaluates: bool = False, here: bool = False
-) -> OpenModel:
-    """Return a function that opens the pool of a model on this machine, whose placement is chosen now, and pools of
-    other models.
-
-    Args:
-        evaluates: The job answers tasks, which needs logits and a KV cache.
-        here: The job needs one replica, in this process.
-    """
-    request = replace(devices or PlacementRequest(), evaluates=evaluates, max_threads=max_threads())
-    if here:
-        if (request.replicas or 1) > 1:
-            raise HeadscanError(f"`replicas={request.replicas}` (limit 1 for this job). Set `replicas` to 1")
-        request = replace(request, replicas=1)
-
-    def placement(model: ModelSpec) -> Placement:
-        return place(model_sizes(model, tokens), (this_machine(),), request).placement
-
-    chosen = placement(spec)
-    return lambda model: open_pool(model, chosen if model == spec else placement(model))
+    devices = options.get("devices") or PlacementRequest()
+    return ModelOpener(
+        model,
+        tokens,
+        replace(devices.in_this_process() if here else devices, evaluates=evaluates),
+        getattr(settings, "batch_tokens", BATCH_TOKENS),
+        say=options.get("say", print),
+    )

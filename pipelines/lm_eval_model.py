@@ -23,14 +23,13 @@ from headscan.cluster.placement.placement_base import PlacementRequest
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS
-from headscan.pipelines import jobs
 from headscan.pipelines.evaluate.answering import AnsweringSettings, ArmsWork, answer_item, arm_work, work_items
 from headscan.pipelines.evaluate.harness import HeadscanLM
 from headscan.pipelines.evaluate.run_evaluation import check_continues, check_predicts
 from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
 from headscan.pipelines.runs.head_orders import imported_heads
 from headscan.pipelines.runs.progress import Progress
-from headscan.pipelines.runs.run_context import ModelContext
+from headscan.pipelines.runs.run_context import ModelContext, ModelOpener
 from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms, mask_arm
 from headscan.pipelines.scoring.reading import choose_reading
 from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, HarnessError, PlanMode
@@ -87,8 +86,8 @@ class HeadscanModel(HeadscanLM):
             raise HarnessError(f"`plan_mode={plan_mode!r}`. Choose {' or '.join(get_args(PlanMode))}")
         spec = ModelSpec(pretrained, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
         where = "auto" if device in (None, "cuda", "cuda:0") else device
-        opener = jobs.local_opener(spec, TASK_TOKENS, PlacementRequest(device=where), evaluates=True)
-        self._context = ModelContext(spec, opener)
+        request = PlacementRequest(device=where, evaluates=True)
+        self._context = ModelContext(spec, ModelOpener(spec, TASK_TOKENS, request, batch_tokens))
         super().__init__(self._context.identity, bos=bos)
         check_predicts(self._context)
         self._arm = BASELINE

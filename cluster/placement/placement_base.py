@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -128,6 +128,12 @@ class PlacementRequest:
     def __post_init__(self) -> None:
         check_limits(self, PlacementError)
         device_name(self.device)
+
+    def in_this_process(self) -> PlacementRequest:
+        """Return the request with one replica, which runs in this process; raise PlacementError if it has several."""
+        if (self.replicas or 1) > 1:
+            raise PlacementError(f"`replicas={self.replicas}` (limit 1 for this job). Set `replicas` to 1")
+        return replace(self, replicas=1)
 
     def given(self, names: Iterable[str]) -> list[str]:
         """Return the names of the fields that have a value."""

@@ -3,8 +3,8 @@
 The whole output of an ablated head is replaced, for all tokens, before the output projection: by zero unless the
 ablation names another value. Nothing is renormalised (arXiv 2504.03889, 1905.10650). "Inactive" (nothing is lost at
 zero) and "constant" (nothing is lost at the mean) are different findings, so every ablation names the value that it
-tests. Another ablation is a subclass (`HeadMask` in ``masks.py``, `KvWindows` in ``headscan.kv``) and an entry in
-``headscan.__init__``.
+tests. Another ablation is a subclass of `Ablation` (`KvWindows` in ``headscan.kv``), or of `LayerwiseAblation` if the
+scores of a layer decide (`HeadRule` in ``rules.py``), and an entry in ``headscan.__init__``.
 
 Shapes: B sequences, N tokens, L layers, H query heads, D width of a head's output.
 """
@@ -261,7 +261,7 @@ class Ablation(ABC):
 
     @property
     def fixed(self) -> bool:
-        """True if the same heads are ablated for every input."""
+        """True if the ablation is the same for every input, as windows are, which have no `fixed_heads`."""
         return self.fixed_heads is not None
 
     @property
@@ -283,14 +283,24 @@ class Ablation(ABC):
         """True if inputs with a common prefix may continue from one KV cache of it."""
         return self.fixed and self.replaces_by.position_free
 
+    def within(self, first: int, last: int) -> Ablation:
+        """Return the part of the ablation that concerns the layers ``first`` to ``last - 1``."""
+        return self
+
+
+class LayerwiseAblation(Ablation):
+    """An ablation whose heads follow from the scores of one layer, or are fixed. Inputs with a common prefix can run in
+    one row, which ``headscan.layers.shared_rows`` ablates layer by layer.
+    """
+
     @property
     def may_share_rows(self) -> bool:
-        """True if inputs with a common prefix may share one row, decided layer by layer with `heads_at`."""
-        return False
+        """True if inputs with a common prefix may share one row."""
+        return self.replaces_by.position_free
 
     @property
     def score_name(self) -> str | None:
-        """The score that decides which heads are ablated; None if no score does."""
+        """The score that decides which heads are ablated; None if they are fixed."""
         return None
 
     @property
@@ -303,13 +313,9 @@ class Ablation(ABC):
         """The threshold of `score_name`; None if no score decides."""
         return None
 
+    @abstractmethod
     def heads_at(self, site: AttentionSite, scores_BH: Tensor | None) -> Tensor:
         """Return which heads are ablated in one layer, bool (H,) or (B, H), by the scores `score_name`, if any."""
-        raise InterventionError(f"{self.label} cannot be decided layer by layer. Run each input in a row of its own")
-
-    def within(self, first: int, last: int) -> Ablation:
-        """Return the part of the ablation that concerns the layers ``first`` to ``last - 1``."""
-        return self
 
 
 @contextmanager

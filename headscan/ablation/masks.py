@@ -14,7 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headscan.ablation.ablation import ZERO, Ablation, Filler, InterventionRecord, Replacement, intervene
+from headscan.ablation.ablation import (
+    ZERO,
+    Ablation,
+    Filler,
+    InterventionRecord,
+    LayerwiseAblation,
+    Replacement,
+    intervene,
+)
 from headscan.attention.hooks import output_hook
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite, Head
@@ -23,7 +31,7 @@ from headscan.options import Limits, Seed, check_limits
 
 
 @dataclass(frozen=True)
-class HeadMask(Ablation):
+class HeadMask(LayerwiseAblation):
     """A fixed set of ablated query heads.
 
     Attributes:
@@ -45,10 +53,6 @@ class HeadMask(Ablation):
     @property
     def fixed_heads(self) -> tuple[Head, ...]:
         return self.heads
-
-    @property
-    def may_share_rows(self) -> bool:
-        return self.replacement.position_free
 
     def heads_at(self, site: AttentionSite, scores_BH: Tensor | None = None) -> Tensor:
         ablated_H = torch.zeros(site.num_attention_heads, dtype=torch.bool)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headscan.ablation.ablation import ZERO, Ablation, Filler, InterventionRecord, Replacement
+from headscan.ablation.ablation import ZERO, Filler, InterventionRecord, LayerwiseAblation, Replacement
 from headscan.attention.calls import AttentionCall
 from headscan.attention.hooks import attention_hook, output_hook
 from headscan.catalog import MassWidths, statistics_for
@@ -153,7 +153,7 @@ def agreed_lengths(sources: Mapping[str, Tensor], sequences: int, tokens: int) -
 
 
 @dataclass(frozen=True)
-class HeadRule(Ablation):
+class HeadRule(LayerwiseAblation):
     """Ablates, for each input, the heads whose score is beyond a threshold. Each layer scores its heads on activations
     that the rule has already changed in the layers below (arXiv 2504.03889).
 
@@ -194,7 +194,7 @@ class HeadRule(Ablation):
 
     @property
     def may_share_rows(self) -> bool:
-        return self.replacement.position_free and statistics_for([self.score]) <= JOINABLE
+        return super().may_share_rows and statistics_for([self.score]) <= JOINABLE
 
     @property
     def score_name(self) -> str:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headscan.ablation.ablation import Ablation, Filler, InterventionRecord, intervene
+from headscan.ablation.ablation import Filler, InterventionRecord, LayerwiseAblation, intervene
 from headscan.ablation.masks import HeadMask
 from headscan.ablation.rules import HeadRule, RuleStatistics
 from headscan.attention.calls import AttentionCall, ScoredCall
@@ -141,7 +141,11 @@ class SharedRowHooks:
     """
 
     def __init__(
-        self, lm: LoadedModel, ablated: Sequence[Ablation], row: SharedRow, statistics: RuleStatistics | None = None
+        self,
+        lm: LoadedModel,
+        ablated: Sequence[LayerwiseAblation],
+        row: SharedRow,
+        statistics: RuleStatistics | None = None,
     ) -> None:
         self._row = row
         kinds = {ablation: number for number, ablation in enumerate(dict.fromkeys(ablated))}
@@ -231,7 +235,7 @@ class SharedRowHooks:
         return self._layouts[device]
 
 
-def _statistics_of(lm: LoadedModel, ablated: Iterable[Ablation]) -> RuleStatistics:
+def _statistics_of(lm: LoadedModel, ablated: Iterable[LayerwiseAblation]) -> RuleStatistics:
     """Return the statistics of the rules' score, none without rules; raise if there are several scores."""
     scores = {(each.score_name, each.score_widths) for each in ablated if each.score_name is not None}
     if len(scores) > 1:
@@ -381,7 +385,7 @@ class SharedRowReading(NamedTuple):
 
 def read_shared_row(
     blocks: Blocks,
-    ablated: Ablation | Sequence[Ablation],
+    ablated: LayerwiseAblation | Sequence[LayerwiseAblation],
     row: SharedRow,
     forward: Callable[[SharedRow, list[int]], Any],
     *,
@@ -402,7 +406,7 @@ def read_shared_row(
     lm = blocks.lm
     lengths = (len(row.prefix) + row.lengths).tolist()
     lm.rope_lengths.check(max(lengths), lengths)
-    ablations = [ablated] * len(row.endings) if isinstance(ablated, Ablation) else list(ablated)
+    ablations = [ablated] * len(row.endings) if isinstance(ablated, LayerwiseAblation) else list(ablated)
     if len(ablations) != len(row.endings):
         raise InterventionError(f"{len(ablations)} ablations for {len(row.endings)} sequences. Pass one for each")
     for ablation in set(ablations):
@@ -467,7 +471,7 @@ def can_share_rows(lm: LoadedModel) -> bool:
 _IDLE = HeadRule("entropy_ln", -1.0)
 
 
-def _shared_rows_are_exact(blocks: Blocks, ablated: Sequence[Ablation]) -> bool:
+def _shared_rows_are_exact(blocks: Blocks, ablated: Sequence[LayerwiseAblation]) -> bool:
     lm = blocks.lm
     generator = torch.Generator().manual_seed(0)
     tokens = _TRIED_PREFIX + len(ablated) * _TRIED_ENDING

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -114,9 +114,8 @@ class Ablate(RunVerb):
             evaluation = self.tasks.config(spec, **self._demo_task(Path(scratch)))
             replacement = replacement_config(self.heads.replace, self.texts, self)
             config = AblateConfig(evaluation, texts, self.heads.modes, replacement)
-            with self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, placed):
-                config = replace(config, evaluation=replace(evaluation, batch_tokens=placed.batch_tokens))
-                result = single_head_effects(config, run)
+            with self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, opener):
+                result = single_head_effects(opener.sized(config), run)
         return effects_result(result.run_id, self.store.path, result.effects)
 
     def _demo_task(self, scratch: Path) -> dict[str, Any]:

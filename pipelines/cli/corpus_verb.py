@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -56,8 +56,8 @@ class CorpusVerb(RunVerb):
         spec, identity = self.identified()
         tokens = self.tokens.plan(longest_text(identity, self.tokens.max_tokens))
         config = config_of(model=spec, corpus=corpus, tokens=tokens)
-        with self.opened(spec, identity, tokens=tokens.max_tokens) as (run, placed):
-            result = measure(replace(config, batch_tokens=placed.batch_tokens), run)
+        with self.opened(spec, identity, tokens=tokens.max_tokens) as (run, opener):
+            result = measure(opener.sized(config), run)
         title = f"run {result.run_id}" if result.part is None else f"part {result.part} of run {result.run_id}"
         if result.already_done:
             print(f"{title} is complete in {self.store.path}: nothing to do")

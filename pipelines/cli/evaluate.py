@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -187,10 +187,10 @@ class Evaluate(TaskVerb):
             check_bounds(spec.config(), self.arms.heads)
         with (
             tempfile.TemporaryDirectory() as scratch,
-            self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, placed),
+            self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, opener),
         ):
             config = evaluation_of(self, self.tasks, self.recall, spec, Path(scratch), _DEMO)
-            run_id, arms = evaluate_chosen(replace(config, batch_tokens=placed.batch_tokens), chosen, run)
+            run_id, arms = evaluate_chosen(opener.sized(config), chosen, run)
         title = f"run {run_id} in {self.store.path}"
         facts: dict[str, Any] = {"run_id": run_id, "store": self.store.path}
         if arms == 1:

@@ -64,8 +64,8 @@ class Generate(ModelVerb):
             KeptHeads.of(plan.heads), prompt, self.text.max_new_tokens, self.text.prefill_chunk, self.text.rounds
         )
         tokens = len(prompt) + self.text.max_new_tokens
-        place = self.devices.place(spec, tokens=tokens, evaluates=True)
-        with ModelContext(spec, self.devices.opener(spec, place, tokens=tokens), identity=identity) as model:
+        opener = self.devices.opener(spec, tokens=tokens, evaluates=True)
+        with ModelContext(spec, opener, identity=identity) as model:
             refuse_staged(model.pool, "generation of text")
             check_plan(plan, model)
             comparison = model.pool.one(compare_generation, task)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, ClassVar
 
@@ -74,8 +74,8 @@ class Importance(CorpusVerb):
         spec, identity = self.identified()
         config = LabelledImportanceConfig(spec, data, self.tokens.max_tokens, **self.settings.keywords)
         texts = read_labelled(data, spec, identity, self.tokens.max_tokens)
-        with self.opened(spec, identity, tokens=texts.longest) as (run, placed):
-            result = run_labelled_importance(replace(config, batch_tokens=placed.batch_tokens), run, texts=texts)
+        with self.opened(spec, identity, tokens=texts.longest) as (run, opener):
+            result = run_labelled_importance(opener.sized(config), run, texts=texts)
         if result.already_done:
             print(f"run {result.run_id} is complete in {self.store.path}: nothing to do")
             return result.run_id

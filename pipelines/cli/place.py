@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from headscan.cluster.placement.devices import max_threads
 from headscan.cluster.placement.placement_base import parse_bytes
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, operations, with_flags
@@ -153,7 +154,7 @@ class Place(ModelVerb):
         from headscan.sizing.model_sizes import model_sizes
 
         quiet_libraries()
-        request = self.devices.placement_request(evaluates=self.evaluate)
+        request = replace(self.devices.request, evaluates=self.evaluate, max_threads=max_threads())
         nodes = self._nodes()
         sizes = model_sizes(self.spec(), self.max_tokens)
         placed = place(sizes, nodes, request)

@@ -196,8 +196,8 @@ class Plan(OptionalModelVerb, RunVerb):
         budget = self._budget() if self.budget.max_loss is None else LossLimit(self.budget.max_loss)
         assert budget is not None
         tokens = config.tokens(identity)
-        with self.opened(spec, identity, tokens=tokens, evaluates=True) as (run, place):
-            return measured_plan(replace(config, batch_tokens=place.batch_tokens), run, budget)
+        with self.opened(spec, identity, tokens=tokens, evaluates=True) as (run, opener):
+            return measured_plan(opener.sized(config), run, budget)
 
     def _budget(self) -> BudgetRequest | None:
         """Return the budget; None for the pattern's own."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -64,8 +64,8 @@ class Probe(RunVerb):
         config = self.settings(
             model=spec, corpus=self.retrieval.corpus.spec(), settings=self.retrieval.probe(lengths=lengths)
         )
-        with self.opened(spec, identity, tokens=max(lengths)) as (run, placed):
-            result = probe(replace(config, batch_tokens=placed.batch_tokens), run)
+        with self.opened(spec, identity, tokens=max(lengths)) as (run, opener):
+            result = probe(opener.sized(config), run)
         return _result(run.store, result.run_id, self.store.path, already_done=result.already_done)
 
 

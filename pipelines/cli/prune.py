@@ -236,9 +236,8 @@ class Prune(WholeModelVerb):
 
         check_place(Path(self.out))
         texts = self.text_config(_DEMO)
-        with self.opened_whole(texts) as (run, placed), self._config(run, texts) as config:
-            evaluation = replace(config.evaluation, batch_tokens=placed.batch_tokens)
-            result = prune(replace(config, evaluation=evaluation), run)
+        with self.opened_whole(texts) as (run, opener), self._config(run, texts) as config:
+            result = prune(opener.sized(config), run)
         return _result(self.store.path, result)
 
     @contextmanager

@@ -100,15 +100,14 @@ class Referee(WholeModelVerb):
         from headscan.pipelines.referee.run_referee import RefereeConfig, referee
 
         texts = self.text_config(_DEMO)
-        with tempfile.TemporaryDirectory() as scratch, self.opened_whole(texts) as (run, placed):
-            evaluation = self.evaluation(run.model, Path(scratch), _DEMO)
+        with tempfile.TemporaryDirectory() as scratch, self.opened_whole(texts) as (run, opener):
             config = RefereeConfig(
-                evaluation=replace(evaluation, batch_tokens=placed.batch_tokens),
+                evaluation=self.evaluation(run.model, Path(scratch), _DEMO),
                 compared=self.criteria.compared(),
                 texts=texts,
                 repair=RepairChoice(self.criteria.repair),
             )
-            run_id = referee(config, run)
+            run_id = referee(opener.sized(config), run)
         return referee_result(run.store, run_id)
 
 

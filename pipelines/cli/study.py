@@ -96,9 +96,7 @@ def study_result(config: StudyConfig, devices: Devices, *, resume_anyway: bool) 
     here = devices.in_this_process()
     quiet_libraries()
     store = Store(Path(config.out) / "study.duckdb", on_wait=say)
-    place = here.place(config.model, tokens=TASK_TOKENS, evaluates=True)
-    opener = here.opener(config.model, place, tokens=TASK_TOKENS)
+    opener = here.opener(config.model, tokens=TASK_TOKENS, evaluates=True, batch_tokens=config.batch_tokens)
     with Run(config.model, store, opener, resume_anyway=resume_anyway, say=say) as run:
-        asked = here.request.batch_tokens or here.request.memory
-        answer = study(replace(config, batch_tokens=place.batch_tokens) if asked else config, run)
+        answer = study(opener.sized(config), run)
     return Result([answer.as_dict()], answer.lines, {"out": config.out})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -59,9 +59,9 @@ class Sweep(TaskVerb):
         with tempfile.TemporaryDirectory() as scratch:
             evaluation = evaluation_of(self, self.tasks, self.recall, spec, Path(scratch), _DEMO)
             config = self.arms.sweep(evaluation=evaluation, value=replacement)
-            with self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, placed):
+            with self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, opener):
                 run.say = lambda line: say(with_flags(line, Sweep))
-                runs = sweep(replace(config, evaluation=replace(evaluation, batch_tokens=placed.batch_tokens)), run)
+                runs = sweep(opener.sized(config), run)
         store = run.store
         curves, verdict = read_curves(store, runs.evaluate_run), judge(store, runs.evaluate_run)
         with at_work("verdicts on the choices"):

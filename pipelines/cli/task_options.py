@@ -17,7 +17,6 @@ from headscan.pipelines.cli.results import Json
 from headscan.pipelines.cli.verb_base import CORPORA, CorpusOptions, ModelVerb, RunVerb, quiet_libraries
 from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec
 from headscan.pipelines.settings.evaluation_settings import (
-    TASK_TOKENS,
     EvaluateConfig,
     RecallPlan,
     ReplacementConfig,
@@ -27,10 +26,9 @@ from headscan.pipelines.settings.saving_settings import TextConfig
 
 if TYPE_CHECKING:
     from headscan.catalog import ReplacementKind
-    from headscan.cluster.placement.placement_base import ChosenPlacement
     from headscan.pipelines.ablate.labelled_arms import LabelledConfig
     from headscan.pipelines.measure.labelled_texts import LabelledTexts
-    from headscan.pipelines.runs.run_context import Run
+    from headscan.pipelines.runs.run_context import ModelOpener, Run
 
 #: Length of the demo's recall questions.
 _DEMO_RECALL = 256
@@ -141,20 +139,15 @@ class WholeModelVerb(RunVerb):
         return evaluation_of(self, self.tasks, self.recall, spec, scratch, demo)
 
     @contextmanager
-    def opened_whole(self, texts: TextConfig) -> Iterator[tuple[Run, ChosenPlacement]]:
+    def opened_whole(self, texts: TextConfig) -> Iterator[tuple[Run, ModelOpener]]:
         from headscan.pipelines.runs.model_identity import identify
 
         verb = replace(self, devices=self.devices.in_this_process())
         quiet_libraries()
         spec = self.full_precision()
         identity = identify(spec)
-        tokens = max(TASK_TOKENS, texts.tokens(identity))
-        with verb.opened(spec, identity, tokens=tokens, evaluates=True) as (run, placed):
-            if run.pool.staged:
-                raise UsageError(
-                    f"--placement {placed.placement.name} holds a part of the layers: use whole or sharded"
-                )
-            yield run, placed
+        with verb.opened(spec, identity, tokens=texts.placed_tokens(identity), evaluates=True) as opened:
+            yield opened
 
 
 def evaluation_of(
@@ -241,5 +234,5 @@ def labelled_model(
     config = LabelledConfig(spec, data, metric, max_tokens)
     texts = read_labelled(config.data, spec, identity, max_tokens)
     config.metric_of(texts)
-    with verb.opened(spec, identity, tokens=texts.longest) as (run, placed):
-        yield replace(config, batch_tokens=placed.batch_tokens), texts, run
+    with verb.opened(spec, identity, tokens=texts.longest) as (run, opener):
+        yield opener.sized(config), texts, run

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from headscan.checkpoints.source_folder import DEMO_MODEL
-from headscan.cluster.placement.devices import max_threads
 from headscan.cluster.placement.placement_base import PlacementRequest, Timeouts
 from headscan.errors import ModelLoadError
 from headscan.model_spec import ModelSpec
@@ -25,10 +24,9 @@ from headscan.pipelines.settings.evaluation_settings import ResumeAnyway
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
-    from headscan.cluster.placement.placement_base import ChosenPlacement, Node
-    from headscan.cluster.tasks.pool import Pool
+    from headscan.cluster.placement.placement_base import Node
     from headscan.pipelines.runs.model_identity import ModelIdentity
-    from headscan.pipelines.runs.run_context import OpenModel, Run
+    from headscan.pipelines.runs.run_context import ModelOpener, Run
 
 #: Corpus of the bundled model unless one is named: modules of the standard library that it has not read.
 DEMO_CORPUS = "python-stdlib-heldout"
@@ -134,47 +132,28 @@ class Devices:
         connect(self.ray_address)
         return ray_nodes(import_ray(local=False))
 
-    def placement_request(self, *, evaluates: bool = False) -> PlacementRequest:
-        """Return the placement request of a run; one that answers tasks needs logits and a KV cache."""
-        return replace(self.request, evaluates=evaluates, max_threads=max_threads())
+    def opener(
+        self, spec: ModelSpec, *, tokens: int, evaluates: bool = False, batch_tokens: int = BATCH_TOKENS
+    ) -> ModelOpener:
+        """Return the opener of a model for sequences of up to ``tokens`` tokens, which prints every placement."""
+        from headscan.pipelines.runs.run_context import ModelOpener
 
-    def place(self, spec: ModelSpec, *, tokens: int, evaluates: bool = False) -> ChosenPlacement:
-        """Return and print the placement of a run with sequences of up to ``tokens`` tokens, before anything loads.
-
-        The tokens of a forward pass are part of a run's identity. They do not depend on the memory that is free now, so
-        that the same command resumes the run; only `--memory` changes them.
-        """
-        from headscan.cluster.placement.placements import place
-        from headscan.sizing.model_sizes import model_sizes
-
-        placed = place(model_sizes(spec, tokens), self.nodes(), self.placement_request(evaluates=evaluates))
-        for refusal in placed.why:
-            say(with_flags(f"not {refusal}", Devices))
-        say(placed.placement.describe())
-        if self.request.batch_tokens is None and self.request.memory is not None:
-            return placed
-        asked = self.request.batch_tokens or BATCH_TOKENS
-        if placed.batch_tokens < asked:
-            say(f"batches of {placed.batch_tokens} tokens fit; larger ones are halved when memory runs out")
-        return replace(placed, batch_tokens=asked)
-
-    def opener(self, spec: ModelSpec, placed: ChosenPlacement, *, tokens: int) -> OpenModel:
-        """Return a function that opens the pool of a model as placed, and pools of other models that answer tasks with
-        up to ``tokens`` tokens, whose placement it prints.
-        """
-        from headscan.cluster.pools.open_pool import open_pool
-
-        def opened(model: ModelSpec) -> Pool:
-            chosen = placed if model == spec else self.place(model, tokens=tokens, evaluates=True)
-            return open_pool(model, chosen.placement, on_cluster=bool(self.ray_address), timeouts=self.timeouts)
-
-        return opened
+        return ModelOpener(
+            spec,
+            tokens,
+            replace(self.request, evaluates=evaluates),
+            batch_tokens,
+            nodes=self.nodes,
+            on_cluster=bool(self.ray_address),
+            timeouts=self.timeouts,
+            say=lambda line: say(with_flags(line, Devices)),
+        )
 
     def in_this_process(self) -> Devices:
         """Return the devices of a verb whose one replica is in this process."""
-        if self.ray_address is not None or (self.request.replicas or 1) > 1:
-            raise UsageError("--ray-address and --replicas have no effect on this verb: leave them out")
-        return replace(self, request=replace(self.request, replicas=1))
+        if self.ray_address is not None:
+            raise UsageError("--ray-address has no effect on this verb: leave it out")
+        return replace(self, request=self.request.in_this_process())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,12 +230,11 @@ class RunVerb(ModelVerb, StoreVerb):
     @contextmanager
     def opened(
         self, spec: ModelSpec, identity: ModelIdentity | None, *, tokens: int, evaluates: bool = False
-    ) -> Iterator[tuple[Run, ChosenPlacement]]:
-        """Yield a run of a model on the devices, and its placement, which is printed; ``identity`` None computes it."""
+    ) -> Iterator[tuple[Run, ModelOpener]]:
+        """Yield a run of a model on the devices, and the opener of its pool; ``identity`` None computes it."""
         from headscan.pipelines.runs.run_context import Run
 
         store = self.store.open(writes=True)
-        placed = self.devices.place(spec, tokens=tokens, evaluates=evaluates)
-        opener = self.devices.opener(spec, placed, tokens=tokens)
+        opener = self.devices.opener(spec, tokens=tokens, evaluates=evaluates)
         with Run(spec, store, opener, identity=identity, resume_anyway=self.resume_anyway, say=say) as run:
-            yield run, placed
+            yield run, opener

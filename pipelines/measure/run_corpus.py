@@ -108,16 +108,15 @@ def run_corpus(
     check_length(identity, config.tokens.max_tokens)
     corpus = open_corpus(config.corpus)
     corpus_fingerprint = corpus.fingerprint()
-    run_hash = fingerprint(
-        {
-            "model": identity.fingerprint(),
-            "dtype": config.model.dtype,
-            "corpus": corpus_fingerprint,
-            "tokens": asdict(config.tokens),
-            **measurement.deciding,
-            **fingerprinted_sizes(config.shard_size, config.batch_tokens),
-        }
-    )
+    deciding = {
+        "model": identity.fingerprint(),
+        "dtype": config.model.dtype,
+        "corpus": corpus_fingerprint,
+        "tokens": asdict(config.tokens),
+        **measurement.deciding,
+        "batch_tokens": config.batch_tokens,
+    }
+    run_hash = run_fingerprint(run, kind, deciding, config.shard_size)
     if (done := run.finished(kind, run_hash)) is not None:
         with at_work("summary of all heads"):
             run.store.summarise(done)
@@ -295,9 +294,22 @@ def _has_part(store: Store, run: Mapping[str, Any], part: Part) -> bool:
     return stored.issuperset(shard for shard in range(run["total_shards"]) if shard in part)
 
 
-def fingerprinted_sizes(shard_size: int | None, batch_tokens: int) -> dict[str, int]:
-    """Return the sizes that identify a run. A size of shards that the run chooses itself counts as the largest one."""
-    return {"shard_size": shard_size or _LARGEST_SHARD, "batch_tokens": batch_tokens}
+def run_fingerprint(run: Run, kind: RunKind, deciding: Mapping[str, Any], shard_size: int | None) -> str:
+    """Return the fingerprint of a run by the settings on which its numbers depend and the given size of its shards.
+    The size of a run that chose it itself, given, resumes this run; another size begins a run of its own.
+    """
+
+    def with_size(size: object) -> str:
+        return fingerprint({**deciding, "shard_size": size})
+
+    # Stores have runs that chose their size under the largest one, which therefore needs a mark if it is given.
+    chosen = with_size(_LARGEST_SHARD)
+    if shard_size is None:
+        return chosen
+    given = with_size(f"{shard_size} given" if shard_size == _LARGEST_SHARD else shard_size)
+    known = run.known(kind, chosen)
+    same = known is not None and known["config"]["shard_size"] == shard_size
+    return chosen if same and run.known(kind, given) is None else given
 
 
 def shard_size_of(run: Run, kind: RunKind, run_hash: str, given: int | None, tokens: int, passes: float) -> int:

@@ -28,13 +28,13 @@ from headscan.pipelines.measure.labelled_texts import Answers, LabelledText, Lab
 from headscan.pipelines.measure.run_corpus import (
     CorpusRunResult,
     ShardMeasurement,
-    fingerprinted_sizes,
     run_corpus,
+    run_fingerprint,
     shard_size_of,
     write_shards,
 )
 from headscan.pipelines.measure.shard_task import HeadNumbers, ShardTable, head_table
-from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
+from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.corpus_settings import TokenPlan
 from headscan.pipelines.settings.measure_settings import (
@@ -179,13 +179,12 @@ def run_labelled_importance(
     settings = {
         "reduction": config.reduction,
         "measured": MEASURED,
-        **fingerprinted_sizes(config.shard_size, config.batch_tokens),
+        "batch_tokens": config.batch_tokens,
         "answers": texts.answers.value,
     }
     data_hash = texts.fingerprint()
-    run_hash = fingerprint(
-        {"model": identity.fingerprint(), "dtype": config.model.dtype, "examples": data_hash, **settings}
-    )
+    deciding = {"model": identity.fingerprint(), "dtype": config.model.dtype, "examples": data_hash, **settings}
+    run_hash = run_fingerprint(run, "importance", deciding, config.shard_size)
     if (done := run.finished("importance", run_hash)) is not None:
         return CorpusRunResult(done, already_done=True)
     report = CorpusReport()

@@ -15,6 +15,7 @@ from typing import Annotated
 from headscan.analysis.store.output_files import write_text
 from headscan.analysis.verdicts.judge import Verdict, judge
 from headscan.catalog import LAYER_DROP
+from headscan.cluster.tasks.pool import refuse_staged
 from headscan.errors import PruningError
 from headscan.grid import Unit
 from headscan.options import Limits, check_limits
@@ -158,6 +159,7 @@ def prune(config: PruneConfig, run: Run) -> PruneResult:
     in this process, and closed before pruned models are opened.
     """
     check_place(config.out)
+    refuse_staged(run.pool, "the removal of heads")
     identity, say = run.identity, run.say
     columns = run.pool.one(columns_to_solve, config.repair.targets)
     texts, held_out = read_texts(config.texts, identity, columns, say)

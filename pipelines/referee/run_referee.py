@@ -16,6 +16,7 @@ from headscan.ablation.masks import HeadMask
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.catalog import CRITERIA, GATE, LAYER_DROP, CriterionFamily, head_count
+from headscan.cluster.tasks.pool import refuse_staged
 from headscan.errors import InterventionError
 from headscan.gates.fit_gates import fit_gates
 from headscan.gates.gate_settings import GateFitConfig
@@ -196,6 +197,7 @@ def referee(config: RefereeConfig, run: Run) -> str:
     """Choose heads by every criterion and evaluate all choices; return the run's id. The model is held whole in this
     process.
     """
+    refuse_staged(run.pool, "the removal of heads")
     check_predicts(run)
     columns = run.pool.one(columns_to_solve, config.repair.targets)
     texts, held_out = read_texts(config.texts, run.identity, columns, run.say)

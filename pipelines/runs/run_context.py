@@ -6,9 +6,10 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import metadata
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import pyarrow as pa
 from numpy.typing import ArrayLike
@@ -17,12 +18,18 @@ from headscan.analysis.errors import StoreError
 from headscan.analysis.store.provenance import provenance_changes, provenance_history, same_model
 from headscan.analysis.store.records import SHARDED_KINDS, RunKind, RunRecord, RunState
 from headscan.analysis.store.store import Store, refuse_resume, run_identity
+from headscan.cluster.placement.devices import max_threads, this_machine
+from headscan.cluster.placement.placement_base import ChosenPlacement, Node, PlacementRequest, Timeouts
+from headscan.cluster.placement.placements import place
+from headscan.cluster.pools.open_pool import open_pool
 from headscan.cluster.tasks.pool import Pool
 from headscan.long_work import KnownNumbers, WorkUnit, hash_of
 from headscan.model_spec import ModelSpec
+from headscan.options import BATCH_TOKENS
 from headscan.pipelines.runs.code_version import code_version
 from headscan.pipelines.runs.model_identity import ModelFacts, ModelIdentity, identify, model_facts
 from headscan.pipelines.runs.progress import at_work
+from headscan.sizing.model_sizes import model_sizes
 
 _PACKAGES = ("torch", "transformers", "accelerate", "ray", "datasets", "lm-eval", "duckdb", "numpy")
 
@@ -146,6 +153,68 @@ class StoredNumbers(KnownNumbers):
 
 #: Opens the pool of a model.
 OpenModel = Callable[[ModelSpec], Pool]
+S = TypeVar("S")
+
+
+@dataclass
+class ModelOpener:
+    """Opens the pool of a model, whose placement is chosen now, and pools of other models of the same job.
+
+    Attributes:
+        tokens: Tokens of the longest sequence.
+        batch_tokens: Tokens of one forward pass in the settings of the job. Those of the request replace them; without
+            either, as many as the request's ``memory`` holds. The memory that is free now does not change them, because
+            they are part of a run's identity, and the same command resumes the run.
+        nodes: Returns the machines.
+        on_cluster: A Ray cluster is connected, and runs single replicas, too.
+        say: Called with lines about every placement.
+    """
+
+    model: ModelSpec
+    tokens: int
+    request: PlacementRequest
+    batch_tokens: int = BATCH_TOKENS
+    nodes: Callable[[], tuple[Node, ...]] = lambda: (this_machine(),)
+    on_cluster: bool = False
+    timeouts: Timeouts | None = None
+    say: Callable[[str], None] = lambda line: None
+
+    def __post_init__(self) -> None:
+        if self.request.batch_tokens is None and self.batch_tokens != BATCH_TOKENS:
+            self.request = replace(self.request, batch_tokens=self.batch_tokens)
+        self.batch_tokens = self.request.batch_tokens or BATCH_TOKENS
+        self._placed = self._place(self.model)
+        if self._fills_memory:
+            self.batch_tokens = self._placed.batch_tokens
+
+    def __call__(self, model: ModelSpec) -> Pool:
+        placed = self._placed if model == self.model else self._place(model)
+        return open_pool(model, placed.placement, on_cluster=self.on_cluster, timeouts=self.timeouts)
+
+    def sized(self, config: S) -> S:
+        """Return the settings of a job with the batch size, which jobs on tasks have in those of their evaluation.
+        Settings without one, such as those of gates, stay.
+        """
+        settings: Any = config
+        if hasattr(settings, "evaluation"):
+            settings = replace(settings, evaluation=self.sized(settings.evaluation))
+        elif hasattr(settings, "batch_tokens"):
+            settings = replace(settings, batch_tokens=self.batch_tokens)
+        return settings
+
+    @property
+    def _fills_memory(self) -> bool:
+        return self.request.batch_tokens is None and self.request.memory is not None
+
+    def _place(self, model: ModelSpec) -> ChosenPlacement:
+        """Return and report the placement of a model."""
+        request = replace(self.request, max_threads=max_threads())
+        placed = place(model_sizes(model, self.tokens), self.nodes(), request)
+        for line in (*(f"not {refusal}" for refusal in placed.why), placed.placement.describe()):
+            self.say(line)
+        if placed.batch_tokens < self.batch_tokens and not self._fills_memory:
+            self.say(f"batches of {placed.batch_tokens} tokens fit; larger ones are halved when memory runs out")
+        return placed
 
 
 class ModelContext:

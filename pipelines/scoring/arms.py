@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headscan.ablation.ablation import Ablation
+from headscan.ablation.ablation import Ablation, LayerwiseAblation
 from headscan.ablation.masks import HeadMask, RandomHeads
 from headscan.ablation.rules import HeadRule
 from headscan.analysis.heads.head_ranking import random_heads, select_heads, thresholds
@@ -80,7 +80,7 @@ class Arm:
             kind=self.kind,
             mask_id=mask_id,
             score=self.score,
-            threshold=None if self.ablated is None else self.ablated.score_threshold,
+            threshold=self.ablated.score_threshold if isinstance(self.ablated, LayerwiseAblation) else None,
             share=self.share,
             seed=self.seed,
             selection=self.selection,

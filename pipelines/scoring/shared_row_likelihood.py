@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headscan.ablation.ablation import Ablation
+from headscan.ablation.ablation import Ablation, LayerwiseAblation
 from headscan.ablation.masks import HeadMask
 from headscan.layers.blocks import Blocks, find_blocks
 from headscan.layers.shared_rows import SharedRow, can_share_rows, read_shared_row
@@ -99,8 +99,8 @@ def _members(node: PrefixNode) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class SharedRowItem:
-    """Requests for one replica whose model can read shared rows. Ablations that differ for every input (those without
-    `Ablation.may_share_rows`) are read whole.
+    """Requests for one replica whose model can read shared rows. Requests with an ablation that may
+    not share rows, see `LayerwiseAblation`, are read whole.
     """
 
     name: str
@@ -121,8 +121,9 @@ def score_shared_rows(lm: LoadedModel, item: SharedRowItem) -> AnswerSet[Likelih
     """Answer requests with the item's heads ablated, with the kernels of rules for every arm."""
     reads = distinct_reads(item.requests)
     answered: dict[int, ReadAnswer] = {}
-    if item.ablated is None or item.ablated.may_share_rows:
-        answered = _in_rows(lm, item.ablated, reads, item.batch_tokens)
+    ablated = HeadMask([]) if item.ablated is None else item.ablated
+    if isinstance(ablated, LayerwiseAblation) and ablated.may_share_rows:
+        answered = _in_rows(lm, ablated, reads, item.batch_tokens)
     alone = [index for index in range(len(reads)) if index not in answered]
     answers = answers_to(lm, [reads[index] for index in alone], item.ablated, item.batch_tokens, as_rules=True)
     answered.update((alone[place], answer) for place, answer in answers.items())
@@ -130,7 +131,7 @@ def score_shared_rows(lm: LoadedModel, item: SharedRowItem) -> AnswerSet[Likelih
 
 
 def _in_rows(
-    lm: LoadedModel, ablated: Ablation | None, reads: Sequence[ReadInput], batch_tokens: int
+    lm: LoadedModel, ablated: LayerwiseAblation, reads: Sequence[ReadInput], batch_tokens: int
 ) -> dict[int, ReadAnswer]:
     lengths = [len(read.ids) for read in reads]
     tree = prefix_tree([read.ids for read in reads], shareable_tokens(lm, reads), pass_cost(lm.device.type))
@@ -151,7 +152,7 @@ def _in_rows(
 
 
 def _read_row(
-    blocks: Blocks, ablated: Ablation | None, reads: Sequence[ReadInput], prefix: int, most_tokens: int
+    blocks: Blocks, ablated: LayerwiseAblation, reads: Sequence[ReadInput], prefix: int, most_tokens: int
 ) -> list[ReadAnswer]:
     lm = blocks.lm
     row = SharedRow(reads[0].ids[:prefix], tuple(read.ids[prefix:] for read in reads))
@@ -166,7 +167,7 @@ def _read_row(
         return likelihoods_at(lm, here, inputs.pop("input_ids"), places, use_cache=False, **inputs)
 
     cost = pass_cost(lm.device.type)
-    parts = read_shared_row(blocks, ablated or HeadMask([]), row, forward, most_tokens=most_tokens, pass_cost=cost)
+    parts = read_shared_row(blocks, ablated, row, forward, most_tokens=most_tokens, pass_cost=cost)
     for part in parts:
         for member, likelihoods, share in zip(part.sequences, part.value, part.zeroed_shares, strict=True):
             answers[member] = ReadAnswer(likelihoods, share)

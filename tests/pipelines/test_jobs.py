@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import duckdb
@@ -11,14 +12,17 @@ import headscan
 from headscan.analysis.errors import StoreMissingError
 from headscan.analysis.plans import WindowShare
 from headscan.analysis.store.store import Store
+from headscan.errors import HeadscanError
 from headscan.gates.gate_settings import GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
 from headscan.pipelines import jobs
+from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.pruning.pruning_units import ShareBudget
 from headscan.pipelines.runs.head_orders import head_order
-from headscan.pipelines.settings.evaluation_settings import Comparison, TaskConfig
+from headscan.pipelines.runs.model_identity import identify
+from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, Comparison, TaskConfig
 from headscan.pipelines.settings.saving_settings import TextConfig
 
 
@@ -149,6 +153,48 @@ def test_prune_saves_a_model_that_loads(
     )
     (built,) = jobs.prune(config, tmp_path / "s.duckdb", devices=cpu, say=quiet).models
     assert len(list(headscan.load(built.folder, device="cpu").grid.heads())) < 18
+
+
+def test_a_memory_limit_sets_the_batch_size_of_jobs_and_verbs(
+    corpus_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The verb finds the run of the job complete, because both have the same batch size."""
+    store, lines = tmp_path / "s.duckdb", list[str]()
+    config = jobs.ScanConfig(jobs.ModelSpec("demo"), CorpusSpec(str(corpus_folder)), TokenPlan(64))
+    limited = jobs.PlacementRequest(device="cpu", memory=64 << 20)
+    run_id = jobs.scan(config, store, devices=limited, say=lines.append).run_id
+    (run,) = Store(store).runs()
+    assert 64 <= run["config"]["batch_tokens"] < config.batch_tokens
+    assert lines[0].startswith("placement: streamed, on cpu within 0.06 GiB")
+    words = ["scan", "demo", "--corpus", str(corpus_folder), "--max-tokens", "64", "--device", "cpu"]
+    assert main([*words, "--memory", "64MiB", "--store", str(store)]) == 0
+    assert f"run {run_id} is complete" in capsys.readouterr().out
+
+
+def test_jobs_that_remove_heads_need_one_whole_replica(evaluation: jobs.EvaluateConfig, tmp_path: Path) -> None:
+    config = jobs.PruneConfig(evaluation=evaluation, out=tmp_path / "smaller", budgets=(ShareBudget(0.3),))
+    for devices, message in (
+        (jobs.PlacementRequest(device="cpu", replicas=2), r"`replicas=2` \(limit 1 for this job\)"),
+        (jobs.PlacementRequest(device="cpu", placement="streamed"), "the removal of heads needs all layers"),
+    ):
+        with pytest.raises(HeadscanError, match=message):
+            jobs.prune(config, tmp_path / "s.duckdb", devices=devices, say=quiet)
+
+
+@pytest.mark.parametrize(("longest", "placed"), [(4096, 4096), (64, TASK_TOKENS)])
+def test_pruning_has_memory_for_its_longest_text(
+    longest: int, placed: int, evaluation: jobs.EvaluateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opener(model: ModelSpec, tokens: int, *_: object, **__: object) -> None:
+        raise HeadscanError(f"placed for {tokens} tokens")
+
+    identity = replace(identify(evaluation.model), max_tokens=8192)
+    monkeypatch.setattr(jobs, "identify", lambda model: identity)
+    monkeypatch.setattr(jobs, "ModelOpener", opener)
+    texts = TextConfig(CorpusSpec("python-stdlib"), max_tokens=longest)
+    config = jobs.PruneConfig(evaluation, tmp_path / "smaller", budgets=(ShareBudget(0.3),), texts=texts)
+    with pytest.raises(HeadscanError, match=f"placed for {placed} tokens"):
+        jobs.prune(config, tmp_path / "s.duckdb", say=quiet)
 
 
 def test_a_missing_store_is_named(tmp_path: Path) -> None:

@@ -260,10 +260,8 @@ def test_another_ablation_is_a_class_of_its_own() -> None:
     assert record.zeroed is not None and record.zeroed[:, :, 1].all() and int(record.zeroed.sum()) == 2 * 3
     assert torch.equal(logits_of(lm, ids), plain)
     negated = Negated()
-    assert not (negated.fixed or negated.needs_whole_input or negated.may_share_prefix or negated.may_share_rows)
+    assert not (negated.fixed or negated.needs_whole_input or negated.may_share_prefix)
     assert negated.within(0, 1) is negated and negated.first_layer is None
-    with pytest.raises(InterventionError, match="negated cannot be decided layer by layer"):
-        negated.heads_at(lm.grid.sites[0], None)
 
 
 def test_mistakes_are_named() -> None:

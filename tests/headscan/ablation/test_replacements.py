@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import headscan
-from headscan.ablation.ablation import ZERO, Ablation, Replacement, StoredOutputs
+from headscan.ablation.ablation import ZERO, Ablation, LayerwiseAblation, Replacement, StoredOutputs
 from headscan.architectures import SITES, VOCABULARY
 from headscan.attention.hooks import output_hook
 from headscan.errors import HeadIndexError, HeadscanError, InterventionError, SequenceError
@@ -121,7 +121,8 @@ def test_ablations_name_the_value_that_they_test() -> None:
         found: list[Ablation] = [make(value) for value in (ZERO, means, samples)]
         assert [each.value for each in found] == ["zero", "mean", "resample"]
         assert [each.within(0, 3) == each for each in found] == [True] * 3
-        assert not found[2].may_share_prefix and not found[2].may_share_rows
+        assert not found[2].may_share_prefix
+        assert not (isinstance(found[2], LayerwiseAblation) and found[2].may_share_rows)
         assert found[0].may_share_prefix == found[1].may_share_prefix
         assert len(set(found)) == 3
     assert headscan.HeadMask(HEADS).value == "zero" and headscan.HeadMask(HEADS) == headscan.HeadMask(HEADS, ZERO)

@@ -185,7 +185,7 @@ def nothing_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     def reached(*_: object, **__: object) -> None:
         raise ReachedError
 
-    monkeypatch.setattr("headscan.cluster.pools.open_pool.open_pool", reached)
+    monkeypatch.setattr("headscan.pipelines.runs.run_context.open_pool", reached)
     monkeypatch.setattr("headscan.pipelines.evaluate.run_evaluation.Questions", reached)
     monkeypatch.setattr("headscan.pipelines.measure.run_corpus.sequences", reached)
 

@@ -90,7 +90,7 @@ def test_shards_that_are_given_up_are_named_and_tried_again(
 def test_given_up_shards_have_an_exit_code_of_their_own(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    opener = "headscan.cluster.pools.open_pool.open_pool"
+    opener = "headscan.pipelines.runs.run_context.open_pool"
     monkeypatch.setattr(opener, lambda spec, place, **options: LosingPool(spec, place))
     store = tmp_path / "s.duckdb"
     assert main([*command, str(store)]) == 3

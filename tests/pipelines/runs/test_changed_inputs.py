@@ -15,11 +15,14 @@ from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.evaluate.run_evaluation import evaluate
+from headscan.pipelines.measure.run_corpus import CorpusRunResult
+from headscan.pipelines.measure.run_scan import scan
+from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from headscan.pipelines.settings.measure_settings import ScanConfig
 from tests.pipelines.conftest import THREADS, make_tokenizer, run_on
-from tests.pipelines.runs.interrupted_scans import interrupt, run
+from tests.pipelines.runs.interrupted_scans import DyingPool, Interrupted, interrupt, run
 from tests.small_models import make_model
 
 
@@ -88,3 +91,24 @@ def test_questions_that_changed_name_the_unfinished_evaluation(
     said: list[str] = []
     assert evaluate(config, run_on(pool, store, say=said.append), [BASELINE]) != run_id
     assert changed_line(said, run_id).startswith(f"questions changed since run {run_id} (failed). A new run begins")
+
+
+def test_a_given_shard_size_resumes_only_runs_of_this_size(
+    config: ScanConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the largest size, under which stores have the runs that chose their own."""
+    monkeypatch.setattr("headscan.pipelines.measure.run_corpus._SHARD_SECONDS", 1e-9)
+    lines: list[str] = []
+    chosen, one, largest = (dataclasses.replace(config, shard_size=size) for size in (None, 1, 64))
+    with pytest.raises(Interrupted):
+        scan(chosen, Run(config.model, store, lambda _: DyingPool(config.model, THREADS)))
+    (begun,) = store.runs()
+    assert (begun["config"]["shard_size"], begun["finished_shards"]) == (1, 2)
+    own = run(largest, store, say=lines.append)
+    assert own.run_id != begun["run_id"] and own.skipped == 0
+    assert any(line.startswith(f"shard_size changed since run {begun['run_id']}") for line in lines)
+    assert store.resolve_run(own.run_id, "scan")["config"]["shard_size"] == 64
+    resumed = run(one, store)
+    assert (resumed.run_id, resumed.skipped) == (begun["run_id"], 2)
+    assert run(chosen, store) == CorpusRunResult(begun["run_id"], already_done=True)
+    assert run(largest, store) == CorpusRunResult(own.run_id, already_done=True)

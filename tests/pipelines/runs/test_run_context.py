@@ -1,17 +1,24 @@
-"""The identity of a model is computed once per command."""
+"""The identity of a model is computed once per command; its placement decides the batch size."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headscan.cluster.placement.placement_base import PlacementError, PlacementRequest
 from headscan.cluster.pools.open_pool import InProcessPool
+from headscan.gates.gate_settings import GateFitConfig
 from headscan.model_spec import ModelSpec
+from headscan.options import BATCH_TOKENS
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.runs import model_identity
-from headscan.pipelines.runs.run_context import ModelContext
+from headscan.pipelines.runs.run_context import ModelContext, ModelOpener
+from headscan.pipelines.settings.corpus_settings import CorpusSpec
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, SweepConfig, TaskConfig
+from headscan.pipelines.settings.measure_settings import GatesConfig
 from tests.pipelines.conftest import THREADS
 
 
@@ -46,3 +53,25 @@ def test_the_facts_of_a_model_are_computed_once(spec: ModelSpec, monkeypatch: py
         facts = context.facts
         monkeypatch.setattr(pool, "map", lambda *_: pytest.fail("the facts were asked again"))
         assert context.facts is facts
+
+
+def test_settings_take_the_batch_size_of_the_placement() -> None:
+    """The request has precedence over the settings, and these over the memory; jobs on tasks have it in their
+    evaluation.
+    """
+    demo, limited = ModelSpec("demo"), PlacementRequest(device="cpu", memory=64 << 20)
+
+    def opener(request: PlacementRequest, batch_tokens: int = BATCH_TOKENS) -> ModelOpener:
+        return ModelOpener(demo, 64, request, batch_tokens)
+
+    held = opener(limited).batch_tokens
+    assert 64 <= held < BATCH_TOKENS
+    assert opener(limited, 300).batch_tokens == 300
+    assert opener(replace(limited, batch_tokens=200), 300).batch_tokens == 200
+    assert opener(PlacementRequest(device="cpu")).batch_tokens == BATCH_TOKENS
+    with pytest.raises(PlacementError, match=r"`batch_tokens=4096` in 64.0 MiB \(limit \d+\)"):
+        opener(limited, 4096)
+    sweep = SweepConfig(EvaluateConfig(demo, TaskConfig(("any",))))
+    assert opener(limited).sized(sweep) == replace(sweep, evaluation=replace(sweep.evaluation, batch_tokens=held))
+    gates = GatesConfig(demo, CorpusSpec("any"), GateFitConfig(share=0.5))
+    assert opener(limited).sized(gates) == gates
