@@ -240,15 +240,11 @@ class SelectionConfig:
     """
 
     moment_tokens: int = 16384
-    curve_tokens: int = 8192
+    curve_tokens: int = 4096
     first_share: float = 0.4
     next_share: float = 0.1
-    tries: int = 12
+    tries: int = 0
     judged_tokens: int = 8192
-
-
-#: The least effort: no comparison of whole choices, and curves of fewer tokens.
-QUICK = SelectionConfig(curve_tokens=4096, tries=0)
 
 
 class _Original:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -125,14 +125,13 @@ class _Choice:
         ),
     ] = "any"
     tries: Annotated[
-        int | None,
+        int,
         Option(
-            "choices near the best one that are repaired and compared with it, for damage and layer-drop (default: 12; "
-            "of the demo 0)",
+            "choices near the best one that are repaired and compared with it, for damage and layer-drop (default: 0)",
             metavar="N",
             least=0,
         ),
-    ] = None
+    ] = 0
     repair: Annotated[
         str,
         Option(
@@ -158,11 +157,10 @@ class _Choice:
         ),
     ] = 0
 
-    def selection(self, *, is_demo: bool) -> SelectionConfig:
-        from headscan.pruning.head_selection import QUICK, SelectionConfig
+    def selection(self) -> SelectionConfig:
+        from headscan.pruning.head_selection import SelectionConfig
 
-        effort = QUICK if is_demo else SelectionConfig()
-        return effort if self.tries is None else replace(effort, tries=self.tries)
+        return SelectionConfig(tries=self.tries)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +210,7 @@ class Prune(WholeModelVerb):
             raise UsageError("--method, --unit and --kv-counts have no effect on named heads: leave them out")
         if choice.kv_counts != "any" and self.unit != "group":
             raise UsageError("--kv-counts divisors goes with --unit group: add it, or leave --kv-counts out")
-        if choice.tries is not None and not size.names_heads and not {"damage", "layer-drop"} & set(choice.method):
+        if choice.tries and not size.names_heads and not {"damage", "layer-drop"} & set(choice.method):
             raise UsageError("--tries has no effect without --method damage or layer-drop: leave it out")
         unused = ("tasks.names", "controls", "recall.plan.lengths", "recall.plan.questions")
         for name in unused if self.skip_verdict else ():
@@ -272,7 +270,7 @@ class Prune(WholeModelVerb):
                 recall=RecallConfig(prompts=0) if alone else RecallConfig(weight=choice.recall_weight),
                 unit=self.unit,
                 kv_counts=choice.kv_counts,
-                selection=choice.selection(is_demo=self.is_demo),
+                selection=choice.selection(),
                 repair=RepairChoice(choice.repair, choice.distill),
                 controls=PruneConfig.controls if self.controls is None else self.controls,
                 remote_code=self.remote_code,

@@ -42,7 +42,7 @@ from headscan.pipelines.settings.evaluation_settings import Comparison, Evaluate
 from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS
 from headscan.pipelines.settings.saving_settings import TextConfig
 from headscan.pruning.calibration import Calibration
-from headscan.pruning.head_selection import QUICK, HeadSelection
+from headscan.pruning.head_selection import HeadSelection
 from headscan.pruning.head_values import head_values, ranked
 
 #: Heads by their number.
@@ -127,7 +127,7 @@ def _by_gate(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mappi
 
 def _by_set(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mapping[str, Choices]:
     # Every criterion is one measurement: none compares its own choices with others nearby.
-    selection = HeadSelection(lm, calibration, config=QUICK, known=job.known, say=job.say, steps=shown_steps)
+    selection = HeadSelection(lm, calibration, known=job.known, say=job.say, steps=shown_steps)
 
     def chosen(method: str, count: int) -> tuple[Head, ...]:
         return selection.choose(method=method, count=layer_count(lm.grid, count) if method == LAYER_DROP else count)
@@ -265,7 +265,7 @@ def _choices(
         job = ChoiceJob(
             texts, family, counts, config.compared.iterative, config.evaluation.batch_tokens, prompts, run.say
         )
-        effort = BuildJob(texts, (), selection=QUICK, batch_tokens=job.batch_tokens)
+        effort = BuildJob(texts, (), batch_tokens=job.batch_tokens)
         with kept_damages(run, effort) as damages:
             chosen = run.pool.one(choose_heads, replace(job, known=damages))
         for criterion, choices in chosen.items():

@@ -71,7 +71,6 @@ from headscan.pipelines.study.study_time import (
     question_costs,
     time_pass,
 )
-from headscan.pruning.head_selection import QUICK
 
 #: Longest texts by default, and the shortest ones that are read, in tokens.
 _TOKENS, _SHORTEST = 512, 16
@@ -317,7 +316,6 @@ class _Study:
             orders={} if method == "damage" else {method: self._order(method)},
             texts=TextConfig(self.texts.measure, self.texts.choose, 2 * self._sequences, self.tokens),
             recall=RecallConfig(prompts=2 * PROMPTS, tokens=self._recall_tokens),
-            selection=QUICK,
             controls=0,
             timing=None,
             skip_verdict=True,
