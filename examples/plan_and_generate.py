@@ -20,7 +20,7 @@ folder = Path(sys.argv[1] if len(sys.argv) > 1 else "headscan-examples")
 folder.mkdir(parents=True, exist_ok=True)
 
 # 1. How much loss does a window of 4 first and 60 last tokens add, for each KV head? Half of the heads get it.
-# With recall_prompts=32, the default, it is measured on copying and needles, too.
+# With recall_prompts=8, the default, it is measured on copying and needles, too.
 config = jobs.MeasureConfig(
     jobs.CorpusSpec("python-stdlib-heldout", limit_documents=8),
     recents=(60,),

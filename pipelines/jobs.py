@@ -26,6 +26,7 @@ from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS
 from headscan.pipelines.ablate.single_heads import AblateResult, single_head_effects
+from headscan.pipelines.evaluate.chosen_arms import ChosenArms, evaluate_chosen
 from headscan.pipelines.evaluate.run_evaluation import evaluate as run_evaluation
 from headscan.pipelines.evaluate.run_sweep import sweep as run_sweep
 from headscan.pipelines.kv.measured_plan import measured_plan
@@ -69,6 +70,7 @@ __all__ = [
     "Arm",
     "BehaviourProbe",
     "BytesBudget",
+    "ChosenArms",
     "Comparison",
     "CorpusSpec",
     "DataSpec",
@@ -190,17 +192,23 @@ def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions
         return single_head_effects(sized, run)
 
 
-def evaluate(config: EvaluateConfig, store: str | Path, arms: Sequence[Arm], **options: Unpack[JobOptions]) -> Verdict:
+def evaluate(
+    config: EvaluateConfig, store: str | Path, arms: Sequence[Arm] | ChosenArms, **options: Unpack[JobOptions]
+) -> Verdict:
     """Run a baseline and further arms over the questions of tasks, and judge the arms.
 
     Args:
-        arms: Arms next to the baseline, such as ``mask_arm([(3, 5)])``.
+        arms: Arms next to the baseline, such as ``[mask_arm([(3, 5)])]``, or how to choose them, such as
+            ``ChosenArms(score="output_norm_ln", rule=True, controls=19)`` by a scan in the store.
 
     Raises:
         HeadscanError: An error of the user; answers stored before stay.
     """
     with _opened(config, TASK_TOKENS, store, options, evaluates=True) as (run, sized):
-        run_id = run_evaluation(sized, run, [BASELINE, *(arm for arm in arms if arm is not BASELINE)])
+        if isinstance(arms, ChosenArms):
+            run_id, _ = evaluate_chosen(sized, arms, run)
+        else:
+            run_id = run_evaluation(sized, run, [BASELINE, *(arm for arm in arms if arm is not BASELINE)])
         return judge(run.store, run_id)
 
 

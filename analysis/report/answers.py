@@ -156,7 +156,7 @@ def cache_answer(
     at = f" at {tokens:,} tokens" if tokens else ""
     passing = [arm for arm in arms if arm.removable]
     best = min(passing, key=lambda arm: left[arm.name]) if passing else max(arms, key=lambda arm: arm.paired.low)
-    cost = _cost(best, f"{1 - left[best.name]:.1%} of the cache less{at} changes")
+    cost = _cost(best, f"{1 - left[best.name]:.1%} of the cache less{at} changes") + _how((), len(arms))
     if passing:
         return _shown_safe(CACHE_QUESTION, f"{1 - left[best.name]:.1%}{at}", cost, best, CACHE)
     headline, lead = _not_shown(best, "plan")
@@ -400,7 +400,7 @@ def pruning_answer(verdict: Verdict | None, inactive: InactiveHeads, commands: C
         measures = "; ".join(measure.words() for measure in first.measures) or "no measure"
         detail = f"No task has right answers. Fewest removed: {first.name} ({_share(first.zeroed_share)}): {measures}."
         return Answer(REMOVED_QUESTION, "No verdict", detail, "open", REMOVAL, command)
-    return _answer(REMOVED_QUESTION, judged, "removed", "", REMOVAL, command)
+    return _answer(REMOVED_QUESTION, judged, "removed", _how((), len(judged)), REMOVAL, command)
 
 
 def _best(arms: Sequence[ArmVerdict]) -> ArmVerdict:

@@ -26,7 +26,7 @@ from headscan.grid import AttentionSite, Head
 from headscan.layers.blocks import Blocks, cannot_resume, find_blocks, resuming_at, running_range, short_text
 from headscan.long_work import KnownNumbers, Steps, WorkUnit, hash_of, unseen_steps
 from headscan.models.forward_inputs import run, without_autocast
-from headscan.models.loaded_model import LoadedModel
+from headscan.models.loaded_model import LoadedModel, logits_at
 from headscan.pruning.calibration import Calibration, CalibrationBatch
 
 
@@ -155,9 +155,9 @@ def entering(blocks: Blocks, batch: CalibrationBatch, layer: int = 0) -> Tensor:
 
 def logits(lm: LoadedModel, batch: CalibrationBatch) -> Tensor:
     """Return the model's logits (M, V) of the predictions that count, float32."""
+    rows, columns = (each.tolist() for each in batch.scoring_BN.nonzero(as_tuple=True))
     with without_autocast(lm.device):
-        predicted: Tensor = lm.model(input_ids=batch.ids, use_cache=False).logits
-    return predicted[batch.scoring_BN.to(predicted.device)].float()
+        return logits_at(lm, batch.ids, rows, columns, use_cache=False).float()
 
 
 #: Tokens of the short text, and largest relative difference of equal hidden states.
@@ -285,6 +285,10 @@ def _unit(batch: str, layer: int, candidate: LayerEdits, below: Edits) -> WorkUn
     return "cross-entropy of a batch without heads", batch, layer, candidate.removed, below.removed
 
 
+#: Predictions that are summed over the vocabulary together: copies of all logits would need more memory and time.
+_ROWS = 256
+
+
 class Divergence:
     """The divergence of edited models from the original, whose predictions (M, V) stay in memory, on the same texts.
     The Kullback-Leibler divergence has far less noise than a difference of losses, so a few thousand tokens are enough.
@@ -301,10 +305,14 @@ class Divergence:
         self._entropy = 0.0
         with torch.no_grad(), steps("predictions of the whole model", len(self._batches), "batches") as done:
             for batch in self._batches:
-                predicted = logits(lm, batch).log_softmax(-1)
-                probabilities = predicted.exp()
-                self._entropy -= self._weighted(batch, torch.linalg.vecdot(probabilities, predicted))
-                self._expected.append(probabilities)
+                expected = logits(lm, batch)
+                negated_entropies = []
+                for rows in expected.split(_ROWS):
+                    log_probabilities = rows.log_softmax(-1)
+                    torch.exp(log_probabilities, out=rows)
+                    negated_entropies.append(torch.linalg.vecdot(rows, log_probabilities))
+                self._entropy -= self._weighted(batch, torch.cat(negated_entropies))
+                self._expected.append(expected)
                 done()
         self._total = float(sum((batch.scored * batch.weights).sum() for batch in self._batches))
 
@@ -384,8 +392,8 @@ class Divergence:
     def _cross_entropy(self, batch: CalibrationBatch, expected: Tensor) -> float:
         """Return the summed cross-entropy of the model's predictions to those of the original."""
         predicted = logits(self._lm, batch)
-        expected = expected.to(predicted.device)
-        return self._weighted(batch, predicted.logsumexp(-1) - torch.linalg.vecdot(expected, predicted))
+        pairs = zip(predicted.split(_ROWS), expected.to(predicted.device).split(_ROWS), strict=True)
+        return self._weighted(batch, torch.cat([p.logsumexp(-1) - torch.linalg.vecdot(e, p) for p, e in pairs]))
 
     @staticmethod
     def _weighted(batch: CalibrationBatch, values_M: Tensor) -> float:

@@ -15,6 +15,7 @@ from headscan.pipelines.cli.results import Result, arm_row, verdict_text
 from headscan.pipelines.cli.task_options import DemoSize, TaskVerb, evaluation_of, replacement_config
 from headscan.pipelines.cli.verb_base import quiet_libraries
 from headscan.pipelines.settings.evaluation_settings import (
+    CHOSEN_SHARE,
     PLAN_MODES,
     TASK_TOKENS,
     MaskOrderOption,
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 _DEMO = DemoSize(questions=400, recall=200, sequences=0)
 
 
-#: Criterion and share of the arms that options of scores ask for, if they are not named.
-_SCORE, _SHARE = "output_norm_ln", 0.1
+#: Criterion of the arms that options of scores ask for, if it is not named.
+_SCORE = "output_norm_ln"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,8 @@ class _ArmOptions:
         ),
     ] = None
     share: Annotated[
-        float | None, Option(f"share of heads to ablate, chosen by the score (default: {_SHARE})", above=0, below=1)
+        float | None,
+        Option(f"share of heads to ablate, chosen by the score (default: {CHOSEN_SHARE})", above=0, below=1),
     ] = None
     mask_order: MaskOrderOption = "mean"
     run_id: Annotated[
@@ -131,7 +133,7 @@ class _ArmOptions:
             heads=self.heads,
             mask=self.mask or None,
             score=self.chosen_by if self.uses_score else None,
-            share=_SHARE if self.share is None else self.share,
+            share=CHOSEN_SHARE if self.share is None else self.share,
             order=self.mask_order,
             run_id=self.run_id,
             rule=self.rule,

@@ -64,7 +64,8 @@ def _by_prefix(requests: Mapping[str, Request]) -> tuple[dict[str, Request], lis
 
 def _by_length(requests: Mapping[str, GenerationRequest]) -> tuple[dict[str, GenerationRequest], list[int]]:
     """Return prompts by generation options, the longest first, and their tokens, generated ones included."""
-    order = sorted(requests, key=lambda h: (repr(requests[h][1:-1]), -len(requests[h].ids), h))
+    options = {h: repr((each.until, each.max_new_tokens, each.options)) for h, each in requests.items()}
+    order = sorted(requests, key=lambda h: (options[h], -len(requests[h].ids), h))
     return {h: requests[h] for h in order}, [len(requests[h].ids) + requests[h].max_new_tokens for h in order]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from headscan.analysis.heads.head_roles import find_mask
 from headscan.analysis.plans import HeadPlan
@@ -14,7 +14,13 @@ from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE, controls, mask_arm, model_arm, scored_masks, scored_rules
 from headscan.pipelines.scoring.replacements import collect_replacement
-from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, MaskOrder, PlanMode, ReplacementConfig
+from headscan.pipelines.settings.evaluation_settings import (
+    CHOSEN_SHARE,
+    EvaluateConfig,
+    MaskOrder,
+    PlanMode,
+    ReplacementConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,18 +37,18 @@ class ChosenArms:
         replacement: What takes the place of the outputs of ablated heads.
     """
 
-    heads: tuple[tuple[int, int], ...]
-    mask: str | None
-    score: str | None
-    share: float
-    order: MaskOrder
-    run_id: str | None
-    rule: bool
-    plans: tuple[HeadPlan, ...]
-    plan_modes: tuple[PlanMode, ...]
-    models: tuple[str, ...]
-    controls: int
-    replacement: ReplacementConfig
+    heads: tuple[tuple[int, int], ...] = ()
+    mask: str | None = None
+    score: str | None = None
+    share: float = CHOSEN_SHARE
+    order: MaskOrder = "mean"
+    run_id: str | None = None
+    rule: bool = False
+    plans: tuple[HeadPlan, ...] = ()
+    plan_modes: tuple[PlanMode, ...] = ("forward",)
+    models: tuple[str, ...] = ()
+    controls: int = 0
+    replacement: ReplacementConfig = field(default_factory=ReplacementConfig)
 
 
 def evaluate_chosen(config: EvaluateConfig, chosen: ChosenArms, run: Run) -> tuple[str, int]:

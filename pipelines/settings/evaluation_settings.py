@@ -187,6 +187,10 @@ ReplacementOption = Annotated[
 ]
 
 
+#: Share of the heads that a score chooses, where no share is given.
+CHOSEN_SHARE = 0.1
+
+
 @dataclass(frozen=True)
 class ReplacementConfig:
     """What replaces the output of ablated heads.
