@@ -325,7 +325,7 @@ class _Builder:
         job = self._job
         if job.held_out is None:
             return None
-        return HeldOutLosses(self._lm, job.held_out, job.held_out_prompts, job.batch_tokens)
+        return HeldOutLosses(self._lm, job.held_out, job.held_out_prompts, self._texts.batch_tokens)
 
     def _one(
         self,
