@@ -156,11 +156,13 @@ def cache_answer(
     at = f" at {tokens:,} tokens" if tokens else ""
     passing = [arm for arm in arms if arm.removable]
     best = min(passing, key=lambda arm: left[arm.name]) if passing else max(arms, key=lambda arm: arm.paired.low)
-    cost = _cost(best, f"{1 - left[best.name]:.1%} of the cache less{at} changes") + _how((), len(arms))
+    cost = _cost(best, f"{1 - left[best.name]:.1%} of the cache less{at} changes")
+    how = _how((), len(arms))
     if passing:
-        return _shown_safe(CACHE_QUESTION, f"{1 - left[best.name]:.1%}{at}", cost, best, CACHE)
+        return _shown_safe(CACHE_QUESTION, f"{1 - left[best.name]:.1%}{at}", f"{cost}{how}", best, CACHE)
     headline, lead = _not_shown(best, "plan")
-    return Answer(CACHE_QUESTION, headline, f"{lead} {cost}", "open", CACHE, commands.evaluate_plan)
+    detail = f"{lead} {cost}{how if headline == 'None shown' else ''}"
+    return Answer(CACHE_QUESTION, headline, detail, "open", CACHE, commands.evaluate_plan)
 
 
 def _shown_safe(question: str, headline: str, detail: str, best: ArmVerdict, link: str) -> Answer:

@@ -127,7 +127,7 @@ class _Choice:
     tries: Annotated[
         int,
         Option(
-            "choices near the best one that are repaired and compared with it, for damage and layer-drop (default: 0)",
+            "choices near the best one that are repaired and compared with it, for damage and layer-drop",
             metavar="N",
             least=0,
         ),
@@ -152,9 +152,7 @@ class _Choice:
     ] = RecallConfig.weight
     distill: Annotated[
         int,
-        Option(
-            "steps of distillation of the repaired projections after the repair (default: 0)", metavar="STEPS", least=0
-        ),
+        Option("steps of distillation of the repaired projections after the repair", metavar="STEPS", least=0),
     ] = 0
 
     def selection(self) -> SelectionConfig:

@@ -99,8 +99,8 @@ def _members(node: PrefixNode) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class SharedRowItem:
-    """Requests for one replica whose model can read shared rows. Requests with an ablation that may
-    not share rows, see `LayerwiseAblation`, are read whole.
+    """Requests for one replica whose model can read shared rows. Requests with an ablation that may not share rows (see
+    `LayerwiseAblation`) are read whole.
     """
 
     name: str

@@ -86,7 +86,7 @@ class TokenPlan:
 #: Shortest text whose loss is measured or minimised, in tokens: predictions after few tokens say little.
 SHORTEST = 16
 #: Longest text by default, in tokens.
-LONGEST = 2048
+_LONGEST = 2048
 
 
 def check_length(identity: ModelIdentity, max_tokens: int) -> None:
@@ -98,7 +98,7 @@ def check_length(identity: ModelIdentity, max_tokens: int) -> None:
         )
 
 
-def longest_text(identity: ModelIdentity, max_tokens: int | None, longest: int = LONGEST) -> int:
+def longest_text(identity: ModelIdentity, max_tokens: int | None, longest: int = _LONGEST) -> int:
     """Return the tokens of the longest text; ``max_tokens`` None uses the model's context, at most ``longest``."""
     if max_tokens is None:
         return min(identity.max_tokens or longest, longest)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from headscan.analysis.plans import HeadDamage, HeadPlan, make_plan
+from headscan.analysis.report.answers import CacheHint, Commands, cache_answer
 from headscan.analysis.report.arm_chart import recall_figure
 from headscan.analysis.report.head_data import plan_measures
 from headscan.analysis.report.saving_costs import cache_section
@@ -64,6 +65,15 @@ def test_the_section_lists_plans_and_escapes_their_names(evaluation: tuple[Store
     assert len(rows) == 3  # random plans are in the chart only, and masks are no plans
     assert "&lt;script&gt;" in rows[0] and "61.0%" in rows[0]
     assert "31.0%" in rows[1] and "61.0%" in rows[2]
+
+
+def test_the_answer_says_of_how_many_plans_the_shown_one_is_the_best(evaluate: Evaluate) -> None:
+    losers = {f"plan {loss}": arm("plan", "forward", "measured", 0.6, loss) for loss in (40, 50, 60)}
+    store, run_id = evaluate(TASKS, {"baseline": ARMS["baseline"], **losers})
+    verdict, hint, commands = judge(store, run_id), CacheHint(4, 256, 512, 6, None), Commands(("MODEL",), store.path)
+    several = cache_answer(verdict, dict.fromkeys(losers, 0.6), 4096, None, hint, commands)
+    assert "It is one of 3 tested arms; their intervals are not corrected for that." in several.detail
+    assert "tested arms" not in cache_answer(verdict, {"plan 40": 0.6}, 4096, None, hint, commands).detail
 
 
 def test_the_chart_shows_every_plan_by_method_and_mode(evaluation: tuple[Store, str]) -> None:
