@@ -16,16 +16,20 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 from paper_run import Step, parser, run
 
+from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.criterion_points import agreements, criterion_points
-from headscan.analysis.verdicts.judge import judge
+from headscan.analysis.verdicts.judge import ArmOutcome, judge
+from headscan.analysis.verdicts.measures import Increase
 from headscan.analysis.verdicts.ordered_shares import read_losses
+from headscan.analysis.verdicts.paired import Interval
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict
 from headscan.catalog import RECALL_FAMILIES, SCORES
 from headscan.pipelines.referee.referee_table import CriterionLoss, criterion_losses
@@ -34,6 +38,9 @@ from headscan.pipelines.referee.referee_table import CriterionLoss, criterion_lo
 CRITERIA = (*SCORES, "importance", "importance_entropy", "layer-drop")
 #: Options of the comparison: one half of the texts measures the criteria, the other one judges.
 _COMPARED = tuple("--shares 0.05,0.1,0.2,0.3,0.4 --seeds 3 --max-tokens 256 --sequences 48 --no-recall".split())
+#: Options of the pruning; a random model and one without whole layers, both with the same repair, stand beside each.
+_PRUNED = tuple("--shares 0.1,0.2,0.3,0.4 --sequences 64 --recall-lengths 512 --recall-questions 80".split())
+_PRUNING_TOKENS = 5_000_000
 #: Criteria with a colour in the figure, the best ones.
 _COLOURED = 8
 #: Behaviours whose strongest heads are looked up in the order of inactive heads.
@@ -46,7 +53,9 @@ _SPEED = 400
 
 
 def steps(options: argparse.Namespace) -> list[Step]:
-    """Return the study of all savings, that of heads alone with more questions, and the comparison of criteria."""
+    """Return the study of all savings, that of heads alone with more questions, the comparison of criteria, and the
+    pruned models.
+    """
 
     def study(folder: str, *words: str) -> tuple[str, ...]:
         out = str(options.out / folder)
@@ -54,6 +63,10 @@ def steps(options: argparse.Namespace) -> list[Step]:
 
     measured = str(options.out / "study" / "texts" / "measure")
     referee = ("referee", options.model, "--store", str(options.out / "referee.duckdb"), "--corpus", measured)
+    folder, store = str(options.out / "pruned"), str(options.out / "pruned.duckdb")
+    prune = ("prune", options.model, "--store", store, "--corpus", options.corpus, "--out", folder)
+    # A finished pruning refuses to write into its folder again.
+    pruned = _judged_models(Path(store))
     if options.stand_in:
         hours, few = "0.05", ("--max-tokens", "128", "--sequences", "16")
         asked = ("--judged-texts", "8", "--questions", "16", "--recall-questions", "8", "--shares", "0.05")
@@ -61,7 +74,9 @@ def steps(options: argparse.Namespace) -> list[Step]:
         alone = ("--window-shares", "none", "--prune-shares", "none", "--criteria", "importance")
         compared = ("--criteria", "output_norm_ln,importance", "--shares", "0.1,0.3", "--seeds", "1")
         found = [study("study", *few, *asked, *saved), study("heads", *few, *asked, *alone)]
-        return [Step(words, 200_000) for words in (*found, (*referee, *few, *compared, "--no-recall"))]
+        few_models = ("--share", "0.1", *few, "--recall-lengths", "256", "--recall-questions", "8")
+        commands = [*found, (*referee, *few, *compared, "--no-recall"), *([] if pruned else [(*prune, *few_models)])]
+        return [Step(words, 200_000) for words in commands]
     hours, tokens = f"{options.hours:g}", int(3600 * options.hours * _SPEED)
     alone = ("--shares", "0.02,0.05,0.1", "--window-shares", "none", "--prune-shares", "none")
     asked = ("--questions", "400", "--recall-questions", "340")
@@ -69,6 +84,7 @@ def steps(options: argparse.Namespace) -> list[Step]:
         Step(study("study"), tokens),
         Step(study("heads", *alone, *asked), tokens),
         Step((*referee, "--criteria", ",".join(CRITERIA), *_COMPARED), 24 * 256 * 5 * (len(CRITERIA) + 3)),
+        *([] if pruned else [Step((*prune, *_PRUNED), _PRUNING_TOKENS)]),
     ]
 
 
@@ -87,6 +103,8 @@ def write_page(options: argparse.Namespace) -> list[str]:
     referee = options.out / "referee.duckdb"
     if referee.exists():
         parts.append(_criteria(Store(referee), heads, figures))
+    if models := _judged_models(options.out / "pruned.duckdb"):
+        parts.append(_pruning(models))
     parts += [_choice(store, figures), _tail(heads), _commands(options, files)]
     page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return [f"page     {page}", f"figures  {figures}"]
@@ -239,6 +257,74 @@ def _criteria(store: Store, heads: Sequence[Mapping[str, Any]], figures: Path) -
         f" Recall is not part of it. `headscan referee {' '.join(_COMPARED)}`, with these"
         f" criteria.\n\n{_table(table)}\n\n{image}"
     )
+
+
+#: What chose the heads of a pruned model, by the kind of its arm.
+_CHOSEN = {
+    ArmKind.PRUNED: "damage, repaired",
+    ArmKind.RANDOM_PRUNED: "chance, same repair",
+    ArmKind.LAYERS_DROPPED: "whole layers, same repair",
+}
+
+
+@dataclass(frozen=True)
+class _PrunedModel:
+    """A pruned model or a control: its arm in the store with its settings, how it was judged, and the loss of text."""
+
+    arm: Mapping[str, Any]
+    outcome: ArmOutcome
+    loss: Increase
+
+
+def _judged_models(file: Path) -> list[_PrunedModel]:
+    """Return the pruned models of a finished evaluation, by share; none if there is no such run."""
+    if not file.exists():
+        return []
+    store = Store(file)
+    arms = store.query(
+        "SELECT run_id, name, kind, share, removed_heads, config FROM arms JOIN runs USING (run_id)"
+        " WHERE arms.kind LIKE '%pruned' OR arms.kind = 'layers_dropped' ORDER BY share, arms.kind"
+    ).to_pylist()
+    if not arms:
+        return []
+    run_id = arms[0]["run_id"]
+    outcomes, losses = judge(store, run_id).outcomes, read_losses(store, run_id)
+    return [_PrunedModel(arm, outcomes[arm["name"]], losses[arm["name"]]) for arm in arms]
+
+
+def _pruning(models: Sequence[_PrunedModel]) -> str:
+    rows = [
+        ("heads removed", "chosen by", "loss, nats per token", *_recall_headings(), "weights", "KV cache", "prefill")
+    ]
+    for model in models:
+        details = json.loads(model.arm["config"])
+        kept = {each.family: each.paired.retained for each in model.outcome.recall}
+        removed = round(model.arm["zeroed_share"] * details["before"]["query_heads"])
+        seconds = [details[when].get("prefill_seconds") for when in ("before", "after")]
+        rows.append(
+            (
+                f"{100 * model.arm['share']:g} % ({removed})"
+                if model.arm["kind"] == ArmKind.PRUNED
+                else f"({removed})",
+                _CHOSEN[ArmKind(model.arm["kind"])],
+                f"{model.loss.difference:+.3f} [{model.loss.low:+.3f}, {model.loss.high:+.3f}]",
+                *(_left(kept.get(family)) for family in RECALL_FAMILIES),
+                f"{100 * details['weights_left']:.1f} %",
+                f"{100 * details['cache_left']:.1f} %",
+                f"{seconds[0] / seconds[1]:.2f} x" if all(seconds) else "",
+            )
+        )
+    asked = max(each.paired.questions for each in models[0].outcome.recall)
+    return (
+        "## What pruning removes\n\nModels without heads, their other projections repaired, on texts that neither chose"
+        f" nor repaired and {asked} recall questions of each kind: what is left of the original's recall. Random heads"
+        " and whole attention layers have the same repair. Losses of zeroed heads without repair stand in the table of"
+        f" criteria. `headscan prune {' '.join(_PRUNED)}`.\n\n{_table(rows)}"
+    )
+
+
+def _left(kept: Interval | None) -> str:
+    return "" if kept is None else f"{kept.value:.0f} [{kept.low:.0f}, {kept.high:.0f}]"
 
 
 def _shown(losses: Sequence[CriterionLoss]) -> str:

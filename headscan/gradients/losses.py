@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache
 
 from headscan.errors import SequenceError, UnsupportedModelError
 from headscan.layers.blocks import Blocks
-from headscan.models.forward_inputs import batch_kwargs, real_tokens, without_autocast
+from headscan.models.forward_inputs import batch_kwargs, before_last, real_tokens, without_autocast
 from headscan.models.loaded_model import LoadedModel, logits_at
 
 #: Logits in memory at one time.
@@ -108,13 +108,14 @@ class NextTokenLoss(Loss):
                     f"scored tokens of sequence {row}: {count} (limit 1 to {length - 1}). Score fewer, and never the "
                     "first token"
                 )
-        places = [
-            (row, column)
-            for row, (length, count) in enumerate(zip(lengths, counts, strict=True))
-            for column in range(length - 1 - count, length - 1)
-        ]
-        rows, columns = tuple(row for row, _ in places), tuple(column for _, column in places)
-        return cls(ids, tuple(lengths), counts, rows, columns, summed)
+        scoring_BN = before_last(torch.tensor(list(lengths)), torch.tensor(counts), ids.shape[1])
+        return cls.at(ids, lengths, scoring_BN, summed=summed)
+
+    @classmethod
+    def at(cls, ids: Tensor, lengths: Sequence[int], scoring_BN: Tensor, *, summed: bool = False) -> NextTokenLoss:
+        """Score the tokens after those of a mask (B, N), one or more in each sequence."""
+        rows, columns = (tuple(each.tolist()) for each in scoring_BN.nonzero(as_tuple=True))
+        return cls(ids, tuple(lengths), tuple(scoring_BN.sum(1).tolist()), rows, columns, summed)
 
     @property
     def scale(self) -> float:

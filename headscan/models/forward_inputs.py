@@ -68,6 +68,11 @@ def real_tokens(lengths: Tensor, tokens: int) -> Tensor:
     return torch.arange(tokens, device=lengths.device) < lengths[:, None]
 
 
+def before_last(lengths: Tensor, counts: Tensor, tokens: int) -> Tensor:
+    """Return the tokens that predict the last ``counts`` (B,) tokens of each sequence, bool (B, N)."""
+    return real_tokens(lengths - 1, tokens) & ~real_tokens(lengths - 1 - counts, tokens)
+
+
 class TokenMeans:
     """Means over the real tokens of padded sequences, whose numbers are ``lengths`` (B,).
 

@@ -22,13 +22,13 @@ class CalibrationBatch:
     """Sequences of one forward pass: ids (B, N), padded on the right, and their real tokens (B,).
 
     Attributes:
-        scored: Last tokens of each sequence whose predictions count (B,).
+        scoring_BN: The tokens whose predictions of the next token count, bool (B, N).
         weights: Weight of each counted prediction of a sequence, float32 (B,).
     """
 
     ids: Tensor
     lengths: Tensor
-    scored: Tensor
+    scoring_BN: Tensor
     weights: Tensor
 
     @property
@@ -37,10 +37,9 @@ class CalibrationBatch:
         return real_tokens(self.lengths, self.ids.shape[1])
 
     @property
-    def scoring_BN(self) -> Tensor:
-        """The tokens whose predictions of the next token count, bool (B, N)."""
-        last = self.lengths - 1
-        return real_tokens(last, self.ids.shape[1]) & ~real_tokens(last - self.scored, self.ids.shape[1])
+    def weights_M(self) -> Tensor:
+        """Weight of each counted prediction, in the order of `scoring_BN`."""
+        return self.weights.repeat_interleave(self.scoring_BN.sum(1))
 
     @property
     def weights_BN(self) -> Tensor:
@@ -58,14 +57,14 @@ class Calibration:
 
     Attributes:
         batch_tokens: Tokens of one forward pass, padding included.
-        scored: Last tokens of each sequence whose predictions count (B,); None counts those of all but the first.
+        scoring_BN: The tokens whose predictions of the next token count, bool (B, N); None counts all that have one.
         weights: Weight of each counted prediction of a sequence (B,); None weighs all alike.
     """
 
     ids: Tensor
     lengths: Tensor
     batch_tokens: int = BATCH_TOKENS
-    scored: Tensor | None = None
+    scoring_BN: Tensor | None = None
     weights: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -88,7 +87,11 @@ class Calibration:
     @property
     def predictions(self) -> Tensor:
         """Counted predictions of each sequence (B,)."""
-        return self.lengths - 1 if self.scored is None else self.scored
+        return self._counted.sum(1)
+
+    @property
+    def _counted(self) -> Tensor:
+        return real_tokens(self.lengths - 1, self.ids.shape[1]) if self.scoring_BN is None else self.scoring_BN
 
     def with_prompts(self, prompts: Sequence[Calibration], weight: float) -> Calibration:
         """Return these texts with the prompts of recall tasks spread evenly among them, so that `first` and `split`
@@ -104,7 +107,7 @@ class Calibration:
             torch.cat([F.pad(each.ids, (0, width - each.ids.shape[1])) for each in parts])[order],
             torch.cat([each.lengths for each in parts])[order],
             self.batch_tokens,
-            torch.cat([each.predictions for each in parts])[order],
+            torch.cat([F.pad(each._counted, (0, width - each.ids.shape[1])) for each in parts])[order],
             torch.cat([torch.full((len(each.ids),), share) for each, share in zip(parts, shares, strict=True)])[order],
         )
 
@@ -135,7 +138,7 @@ class Calibration:
             self.ids[rows],
             self.lengths[rows],
             self.batch_tokens,
-            None if self.scored is None else self.scored[rows],
+            None if self.scoring_BN is None else self.scoring_BN[rows],
             None if self.weights is None else self.weights[rows],
         )
 
@@ -145,6 +148,7 @@ class Calibration:
         weights = torch.ones(len(self.ids)) if self.weights is None else self.weights
         for start in range(0, len(self.ids), count):
             rows = slice(start, start + count)
-            lengths = self.lengths[rows]
-            parts = (self.ids[rows, : int(lengths.max())], lengths, self.predictions[rows], weights[rows])
+            lengths, counted = self.lengths[rows], self._counted[rows]
+            longest = int(lengths.max())
+            parts = (self.ids[rows, :longest], lengths, counted[:, :longest], weights[rows])
             yield CalibrationBatch(*(each.to(device) for each in parts))

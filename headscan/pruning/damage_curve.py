@@ -84,7 +84,7 @@ def layer_moments(
                 flat = gradient.reshape(real_BN.numel(), -1)
                 sums[site.layer].add_gradients(flat[real_BN.flatten().to(flat.device)], weights_M)
 
-            loss = NextTokenLoss.of(batch.ids, batch.lengths.tolist(), batch.scored.tolist(), summed=True)
+            loss = NextTokenLoss.at(batch.ids, batch.lengths.tolist(), batch.scoring_BN, summed=True)
             backward(lm, loss, on_heads=on_heads, on_outputs=on_outputs)
             done()
     return {layer: each.means() for layer, each in sums.items()}

@@ -314,7 +314,7 @@ class Divergence:
                 self._entropy -= self._weighted(batch, torch.cat(negated_entropies))
                 self._expected.append(expected)
                 done()
-        self._total = float(sum((batch.scored * batch.weights).sum() for batch in self._batches))
+        self._total = float(sum(batch.weights_M.sum() for batch in self._batches))
 
     @torch.no_grad()
     def of(self, edits: Edits) -> float:
@@ -398,5 +398,4 @@ class Divergence:
     @staticmethod
     def _weighted(batch: CalibrationBatch, values_M: Tensor) -> float:
         """Return the weighted sum of one value for each counted prediction."""
-        weights = batch.weights.repeat_interleave(batch.scored).to(values_M.device)
-        return float((values_M * weights).sum(dtype=torch.float64))
+        return float((values_M * batch.weights_M.to(values_M.device)).sum(dtype=torch.float64))

@@ -155,7 +155,7 @@ def divergences(lm: LoadedModel, calibration: Calibration, models: Sequence[Edit
     """Return the mean divergence of edited models from the original, without keeping its predictions in memory."""
     totals, weight = [0.0] * len(models), 0.0
     for batch in calibration.batches(lm.device):
-        weights = batch.weights.repeat_interleave(batch.scored)
+        weights = batch.weights_M
         weight += float(weights.sum())
         expected = logits(lm, batch).log_softmax(-1)
         for index, edits in enumerate(models):
@@ -379,7 +379,7 @@ def distill(
                 each = F.kl_div(
                     log_probabilities, expected.to(log_probabilities.device), reduction="none", log_target=True
                 ).sum(-1)
-                shares = batch.weights.repeat_interleave(batch.scored).to(each)
+                shares = batch.weights_M.to(each)
                 loss = (each * shares).sum() / shares.sum()
                 loss.backward()
             if not torch.isfinite(loss):

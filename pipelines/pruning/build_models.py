@@ -23,8 +23,8 @@ from headscan.models.token_batches import pass_tokens
 from headscan.options import BATCH_TOKENS
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.kv.damage_measurement import Prompts
-from headscan.pipelines.pruning.calibration_texts import CalibrationTexts
-from headscan.pipelines.pruning.held_out_losses import HeldOutLosses, as_calibration
+from headscan.pipelines.pruning.calibration_texts import CalibrationPrompts, CalibrationTexts
+from headscan.pipelines.pruning.held_out_losses import HeldOutLosses
 from headscan.pipelines.pruning.model_costs import (
     Timing,
     compare_costs,
@@ -138,7 +138,7 @@ class BuildJob:
     orders: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
     remote_code: bool = False
     timing: Timing | None = field(default_factory=Timing)
-    prompts: tuple[Prompts, ...] = ()
+    prompts: tuple[CalibrationPrompts, ...] = ()
     recall_weight: float = RecallConfig.weight
     held_out: HeldOutText | None = None
     held_out_prompts: tuple[Prompts, ...] = ()
@@ -162,7 +162,7 @@ def kept_damages(run: Run, job: BuildJob) -> AbstractContextManager[KnownNumbers
     tokens = {name: getattr(job.selection, name) for name in ("moment_tokens", "curve_tokens", "judged_tokens")}
     facts = {
         "texts": job.texts.content_hash,
-        "prompts": [(each.name, hash_of(each.requests)) for each in job.prompts],
+        "prompts": [(each.name, hash_of(each.series)) for each in job.prompts],
         "recall_weight": job.recall_weight if job.prompts else None,
         "batch_tokens": job.batch_tokens,
         **tokens,
@@ -187,7 +187,7 @@ class _Builder:
         ids, lengths = (torch.from_numpy(each) for each in (job.texts.ids, job.texts.lengths))
         batch_tokens = pass_tokens(lm.device.type, job.batch_tokens)
         self._texts = Calibration(ids, lengths, batch_tokens)
-        prompts = [as_calibration(each.requests, batch_tokens) for each in job.prompts]
+        prompts = [each.as_calibration(batch_tokens) for each in job.prompts]
         self._calibration = self._texts.with_prompts(prompts, job.recall_weight) if prompts else self._texts
 
     @cached_property

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from headscan.errors import PruningError
 from headscan.models.token_batches import pad
@@ -15,11 +16,13 @@ from headscan.pipelines.corpora import CorpusSpec, TokenSequence
 from headscan.pipelines.corpora.sequences import read_spread, spread
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
 from headscan.pipelines.kv.damage_measurement import ABLE, ALL_KEYS, PromptPool, Prompts, recall_prompts
+from headscan.pipelines.recall import RecallSeries, recall_series
 from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.run_context import ModelContext
 from headscan.pipelines.settings.corpus_settings import SHORTEST
 from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig
+from headscan.pruning.calibration import Calibration
 
 
 class CalibrationTexts(NamedTuple):
@@ -76,9 +79,24 @@ def _size(texts: Sequence[TokenSequence]) -> str:
     return f"{len(texts)} text{'s' * (len(texts) != 1)} from {documents} document{'s' * (documents != 1)}"
 
 
+class CalibrationPrompts(NamedTuple):
+    """Recall prompts of one task that choose and repair."""
+
+    name: str
+    series: tuple[RecallSeries, ...]
+
+    def as_calibration(self, batch_tokens: int) -> Calibration:
+        """Return the prompts as sequences whose answers count."""
+        ids, lengths = pad([each.ids for each in self.series])
+        scoring_BN = torch.zeros(ids.shape, dtype=torch.bool)
+        for row, each in zip(scoring_BN, self.series, strict=True):
+            row[[place - 1 for place in each.answers]] = True
+        return Calibration(ids, lengths, batch_tokens, scoring_BN)
+
+
 def read_recall(
     config: RecallConfig, model: ModelContext, batch_tokens: int
-) -> tuple[tuple[Prompts, ...], tuple[Prompts, ...]]:
+) -> tuple[tuple[CalibrationPrompts, ...], tuple[Prompts, ...]]:
     """Return the recall prompts that choose and repair, and those that judge. Tasks that the original cannot do are
     left out, which is reported.
     """
@@ -87,19 +105,20 @@ def read_recall(
     identity = model.identity
     tokens = min(config.tokens, identity.max_tokens or config.tokens)
     able = []
-    for prompts in recall_prompts(identity, tokens, config.prompts, config.seed):
+    for prompts in recall_prompts(identity, tokens, config.prompts // 2, config.seed):
         with Progress(f"{prompts.name} with all heads", len(prompts.requests), "prompts", brief=True) as progress:
             pool = PromptPool(model.pool, batch_tokens, identity.rope_lengths, progress=progress)
             losses = pool.losses(prompts.requests, [ALL_KEYS])
         right = float(losses.greedy.mean())
         if right >= ABLE:
-            able.append(prompts.halves())
+            able.append(prompts)
         else:
             model.say(
                 f"{prompts.name} is left out of the calibration: the model gets {right:.0%} of the answer tokens right"
                 f" (at least {ABLE:.0%})"
             )
-    return tuple(first for first, _ in able), tuple(second for _, second in able)
+    series = recall_series(identity.tokenizer, tokens, config.prompts // 2, config.seed)
+    return tuple(CalibrationPrompts(each.name, series[each.task]) for each in able), tuple(able)
 
 
 def _check_tokens(texts: CalibrationTexts, columns: int) -> None:

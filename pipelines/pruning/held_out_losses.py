@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from headscan.models.forward_inputs import before_last
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pad
 from headscan.pipelines.corpora.sequences import spread
@@ -35,7 +36,8 @@ class LossChange:
 def as_calibration(requests: Sequence[Request], batch_tokens: int) -> Calibration:
     """Return requests as sequences whose scored tokens count."""
     ids, lengths = pad([request.ids for request in requests])
-    return Calibration(ids, lengths, batch_tokens, torch.tensor([request.scored for request in requests]))
+    scored = torch.tensor([request.scored for request in requests])
+    return Calibration(ids, lengths, batch_tokens, before_last(lengths, scored, ids.shape[1]))
 
 
 class HeldOutLosses:

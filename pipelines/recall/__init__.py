@@ -6,7 +6,23 @@ the needles, nothing copied) shows that the model cannot do the task. An arm bel
 that the ablated heads were needed.
 """
 
-from headscan.pipelines.recall.needle_and_copying import RecallQuestion, grade, recall_lengths, recall_questions
+from headscan.pipelines.recall.needle_and_copying import (
+    RecallQuestion,
+    RecallSeries,
+    grade,
+    recall_lengths,
+    recall_questions,
+    recall_series,
+)
 from headscan.pipelines.settings.evaluation_settings import RecallError, RecallPlan
 
-__all__ = ["RecallError", "RecallPlan", "RecallQuestion", "grade", "recall_lengths", "recall_questions"]
+__all__ = [
+    "RecallError",
+    "RecallPlan",
+    "RecallQuestion",
+    "RecallSeries",
+    "grade",
+    "recall_lengths",
+    "recall_questions",
+    "recall_series",
+]

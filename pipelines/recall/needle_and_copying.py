@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import accumulate, islice
 from math import ceil, isnan
 from random import Random
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from headscan.analysis.store.verdict_limits import QUESTIONS_PER_TEXT
 from headscan.catalog import RECALL_FAMILIES
@@ -114,6 +114,21 @@ def grade(question: RecallQuestion, likelihoods: Sequence[Likelihood]) -> dict[s
         "log_likelihoods": values,
         "recall": True,
     }
+
+
+class RecallSeries(NamedTuple):
+    """A text, then questions about it with their right answers; ``answers`` are the places of the scored tokens.
+
+    A question of its own has one scored token after hundreds of others. A series shows for the same work how well a
+    model recalls in several places of the text. It has no grade: its first answers help with the later ones.
+    """
+
+    ids: tuple[int, ...]
+    answers: tuple[int, ...]
+
+
+#: Most needles of a series.
+_SERIES = 8
 
 
 #: Words before a key, the same in every needle of a haystack.
@@ -259,6 +274,47 @@ class TextTokens:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
 
+class _NeedleWords:
+    """A tokenizer's keys and values of needles. The ``scored`` first tokens of a value distinguish it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokens = TextTokens(tokenizer)
+        self._keys = self._tokens.of_one_length(KEYS)
+        self._values, self.scored = self._tokens.distinguished(self._tokens.of_one_length(VALUES))
+        self._wordings = [self._tokens.words(wording) for wording in WORDINGS]
+        self._full_stop = self._tokens.full_stop()
+        self._longest_cue = max(map(len, self._wordings)) + len(self._keys[0])
+        self._longest = self._longest_cue + len(self._values[0]) + len(self._full_stop)
+
+    def check_room(self, length: int, beginning: Ids) -> None:
+        """Raise unless ``length`` tokens hold the needles, a question and as much filler as one needle."""
+        asked = self._longest_cue + self.scored
+        least = len(beginning) + (QUESTIONS_PER_TEXT + 1) * self._longest + asked - 1
+        if length < least:
+            raise RecallError(
+                f"recall length of {length} tokens (at least {least} for {QUESTIONS_PER_TEXT} needles of"
+                f" {self._longest} tokens). Raise the recall lengths, or disable recall"
+            )
+
+    def series(self, length: int, beginning: Ids) -> int:
+        """Return the number of needles of which ``length`` tokens hold the sentences, the questions and the answers."""
+        fit = (length - len(beginning) - self._longest) // (2 * self._longest)
+        return min(_SERIES, len(self._keys), len(self._values), fit)
+
+    def draw(self, count: int, rng: Random) -> tuple[list[Ids], list[Ids]]:
+        """Return the cues of needles, each a wording with a key, and their values."""
+        wording = rng.choice(self._wordings)
+        cues = [wording + key for key in rng.sample(self._keys, count)]
+        return cues, rng.sample(self._values, count)
+
+    def needles(self, cues: Sequence[Ids], values: Sequence[Ids]) -> list[Ids]:
+        return [cue + value + self._full_stop for cue, value in zip(cues, values, strict=True)]
+
+    def haystack(self, needles: Sequence[Ids], room: int, rng: Random) -> Ids:
+        """Return needles, in their order, among filler of ``room`` tokens."""
+        return _hide(needles, _filler(self._tokens, room, rng), rng)
+
+
 def needle_questions(
     tokenizer: PreTrainedTokenizerBase, beginning: tuple[int, ...], length: int, questions: int, seed: int
 ) -> Iterator[RecallQuestion]:
@@ -272,38 +328,38 @@ def needle_questions(
         length: Tokens that the model reads, including the beginning.
         questions: A multiple of 4.
     """
-    tokens = TextTokens(tokenizer)
-    keys = tokens.of_one_length(KEYS)
-    values, scored = tokens.distinguished(tokens.of_one_length(VALUES))
-    wordings = [tokens.words(wording) for wording in WORDINGS]
-    full_stop = tokens.full_stop()
-    asked = max(map(len, wordings)) + len(keys[0])
-    _check_room(length, beginning, asked + len(values[0]) + len(full_stop), asked + scored)
-    task = f"needle@{length}"
+    words = _NeedleWords(tokenizer)
+    words.check_room(length, beginning)
+    scored, task = words.scored, f"needle@{length}"
     for text in range(questions // QUESTIONS_PER_TEXT):
         rng = Random(f"{seed} {task} {text}")
-        wording = rng.choice(wordings)
-        cues = [wording + key for key in rng.sample(keys, QUESTIONS_PER_TEXT)]
-        choices = rng.sample(values, QUESTIONS_PER_TEXT)
-        needles = [cue + value + full_stop for cue, value in zip(cues, choices, strict=True)]
+        cues, choices = words.draw(QUESTIONS_PER_TEXT, rng)
+        needles = words.needles(cues, choices)
         # The last token is predicted, not read.
         room = length + 1 - len(beginning) - sum(map(len, (*needles, cues[0]))) - scored
-        haystack = beginning + _hide(needles, _filler(tokens, room, rng), rng)
+        haystack = beginning + words.haystack(needles, room, rng)
         for answer, cue in enumerate(cues):
             requests = tuple(Request(haystack + cue + value[:scored], scored) for value in choices)
             yield RecallQuestion(task, text * QUESTIONS_PER_TEXT + answer, requests, answer, str(answer))
 
 
-def _check_room(length: int, beginning: Ids, needle: int, asked: int) -> None:
-    """Raise unless ``length`` tokens hold the needles (``needle`` tokens each), a question (``asked`` tokens with its
-    scored ones) and as much filler as one needle.
-    """
-    least = len(beginning) + (QUESTIONS_PER_TEXT + 1) * needle + asked - 1
-    if length < least:
-        raise RecallError(
-            f"recall length of {length} tokens (at least {least} for {QUESTIONS_PER_TEXT} needles of {needle} tokens). "
-            "Raise the recall lengths, or disable recall"
-        )
+def needle_series(
+    tokenizer: PreTrainedTokenizerBase, beginning: tuple[int, ...], length: int, count: int, seed: int
+) -> Iterator[RecallSeries]:
+    """Yield ``count`` prompts of ``length`` tokens that ask for each needle of their haystack, in random order."""
+    words = _NeedleWords(tokenizer)
+    asked = words.series(length, beginning)
+    for text in range(count):
+        rng = Random(f"{seed} needles {length} {text}")
+        cues, values = words.draw(asked, rng)
+        needles = words.needles(cues, values)
+        ids = beginning + words.haystack(needles, length - len(beginning) - 2 * sum(map(len, needles)), rng)
+        answers: list[int] = []
+        for needle in rng.sample(needles, asked):
+            start = len(ids) + len(cues[0])
+            answers += range(start, start + words.scored)
+            ids += needle
+        yield RecallSeries(ids, tuple(answers))
 
 
 def _filler(tokens: TextTokens, room: int, rng: Random) -> list[Ids]:
@@ -360,11 +416,34 @@ def copying_questions(
         rng = Random(f"{seed} {task} {text}")
         passage = _passage(common, size, rng)
         for quarter in range(QUESTIONS_PER_TEXT):
-            start = int((quarter + rng.random()) / QUESTIONS_PER_TEXT * (size - _SPAN + 1))
-            ids = (*beginning, *passage, *passage[start : start + _SPAN])
+            ids = (*beginning, *passage, *_part(passage, quarter, QUESTIONS_PER_TEXT, rng))
             yield RecallQuestion(
                 task, text * QUESTIONS_PER_TEXT + quarter, (Request(ids, _COPIED),), None, str(_COPIED)
             )
+
+
+def copying_series(
+    tokenizer: PreTrainedTokenizerBase, beginning: tuple[int, ...], length: int, count: int, seed: int
+) -> Iterator[RecallSeries]:
+    """Yield ``count`` prompts of ``length`` tokens that copy from all quarters of their passage, in random order."""
+    asked = min(QUESTIONS_PER_TEXT, (length - len(beginning)) // (2 * _SPAN))
+    size = length - len(beginning) - asked * _SPAN
+    common = _common_tokens(tokenizer, least=size)
+    for text in range(count):
+        rng = Random(f"{seed} copies {length} {text}")
+        passage = _passage(common, size, rng)
+        ids = (*beginning, *passage)
+        answers: list[int] = []
+        for quarter in rng.sample(range(asked), asked):
+            answers += range(len(ids) + _CUE, len(ids) + _SPAN)
+            ids += _part(passage, quarter, asked, rng)
+        yield RecallSeries(ids, tuple(answers))
+
+
+def _part(passage: Ids, number: int, parts: int, rng: Random) -> Ids:
+    """Return tokens to repeat, from a random place in one of the equal parts of a passage."""
+    start = int((number + rng.random()) / parts * (len(passage) - _SPAN + 1))
+    return passage[start : start + _SPAN]
 
 
 def _passage(tokens: list[int], size: int, rng: Random) -> tuple[int, ...]:
@@ -398,6 +477,21 @@ def _is_text(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
 Generator = Callable[["PreTrainedTokenizerBase", Ids, int, int, int], Iterator[RecallQuestion]]
 #: The generators of the families in `RECALL_FAMILIES`.
 GENERATORS: dict[str, Generator] = {"needle": needle_questions, "copying": copying_questions}
+#: The same of the series: the number is that of prompts.
+SERIES: dict[str, Callable[[PreTrainedTokenizerBase, Ids, int, int, int], Iterator[RecallSeries]]] = {
+    "needle": needle_series,
+    "copying": copying_series,
+}
+
+
+def recall_series(
+    tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int
+) -> dict[str, tuple[RecallSeries, ...]]:
+    """Return ``count`` prompts of ``length`` tokens by family, for calibration. `recall_questions` has checked that the
+    tokenizer and the length hold the questions.
+    """
+    beginning = _beginning(tokenizer, "auto")
+    return {family: tuple(make(tokenizer, beginning, length, count, seed)) for family, make in SERIES.items()}
 
 
 def recall_questions(

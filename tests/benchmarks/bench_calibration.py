@@ -30,7 +30,9 @@ from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.corpora.sequences import read_spread, spread
 from headscan.pipelines.evaluate.held_out_text import chunks
 from headscan.pipelines.kv.damage_measurement import recall_prompts
+from headscan.pipelines.pruning.calibration_texts import CalibrationPrompts
 from headscan.pipelines.pruning.held_out_losses import as_calibration
+from headscan.pipelines.recall import recall_series
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pruning.calibration import Calibration
@@ -58,10 +60,11 @@ def compare(lm: LoadedModel, options: argparse.Namespace) -> None:
         CorpusSpec(options.corpus), identity.tokenizer, options.tokens, options.texts, shortest=64
     )
     judging = read_spread(CorpusSpec(options.held_out), identity.tokenizer, options.tokens, options.judged, shortest=64)
-    halves = [each.halves() for each in recall_prompts(identity, options.tokens, 2 * options.prompts, 0)]
-    seen = [as_calibration(first.requests, 8192) for first, _ in halves]
+    series = recall_series(identity.tokenizer, options.tokens, options.prompts, 0)
+    seen = [CalibrationPrompts(family, prompts).as_calibration(8192) for family, prompts in series.items()]
     judged = {"text": as_calibration([chunk.request for chunk in chunks(identity.tokenizer, judging)], 8192)}
-    judged |= {second.name: as_calibration(second.requests, 8192) for _, second in halves}
+    asked = recall_prompts(identity, options.tokens, options.prompts, 0)
+    judged |= {prompts.name: as_calibration(prompts.requests, 8192) for prompts in asked}
     judged["repeated block"] = _repeated(lm.vocab_size, options.prompts)
     original = _losses(lm, judged, NO_EDITS)
 
@@ -139,7 +142,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=512, help="tokens of a text and of a recall prompt")
     parser.add_argument("--texts", type=int, default=48, help="texts that choose and repair")
     parser.add_argument("--judged", type=int, default=24, help="texts that judge")
-    parser.add_argument("--prompts", type=int, default=16, help="prompts of each recall task in each half")
+    parser.add_argument(
+        "--prompts", type=int, default=16, help="prompts of each recall task, to calibrate and to judge"
+    )
     parser.add_argument("--moment-tokens", type=int, default=8192)
     parser.add_argument("--curve-tokens", type=_numbers, default=[3072], help="comma-separated")
     parser.add_argument(

@@ -9,24 +9,28 @@ import pytest
 import torch
 
 import headscan
+from headscan.gradients.losses import NextTokenLoss
+from headscan.models.forward_inputs import before_last, real_tokens
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora.stdlib_files import held_out_files, seen_modules
 from headscan.pipelines.demo import MODEL_FOLDER
+from headscan.pipelines.pruning.calibration_texts import CalibrationPrompts
 from headscan.pipelines.pruning.held_out_losses import as_calibration
-from headscan.pipelines.recall import RecallPlan, recall_questions
+from headscan.pipelines.recall import RecallPlan, recall_questions, recall_series
 from headscan.pipelines.settings.saving_settings import RecallConfig
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.damage_curve import layer_moments
 from headscan.pruning.edited_model import NO_EDITS, Divergence, Edits, edited, logits
 from headscan.pruning.head_selection import HeadSelection, SelectionConfig
-from headscan.pruning.repair import repair
+from headscan.pruning.repair import divergences, repair
 from tests.headscan.pruning.texts import random_texts
 from tests.small_models import make_loaded
 
 
 def _prompts(lm: LoadedModel, count: int, seed: int) -> Calibration:
     texts = random_texts(lm, sequences=count, tokens=20, seed=seed)
-    return Calibration(texts.ids, texts.lengths, texts.batch_tokens, scored=torch.full((count,), 3))
+    scoring_BN = before_last(texts.lengths, torch.full((count,), 3), texts.ids.shape[1])
+    return Calibration(texts.ids, texts.lengths, texts.batch_tokens, scoring_BN)
 
 
 def test_prompts_stand_evenly_among_texts_and_share_a_weight() -> None:
@@ -56,13 +60,39 @@ def test_divergences_and_moments_weigh_texts_and_prompts() -> None:
         torch.testing.assert_close(ratio, torch.full_like(ratio, float(ratio.mean())), rtol=1e-3, atol=0.0)
 
 
+def test_counted_predictions_can_stand_anywhere() -> None:
+    lm = make_loaded("llama")
+    texts = random_texts(lm, sequences=6, tokens=20, seed=3)
+    scoring_BN = torch.rand(texts.ids.shape, generator=torch.Generator().manual_seed(0)) < 0.3
+    scoring_BN &= real_tokens(texts.lengths - 1, texts.ids.shape[1])
+    scoring_BN[:, 0] = True  # one or more in each sequence
+    calibration = Calibration(texts.ids, texts.lengths, 64, scoring_BN, torch.arange(1.0, 7.0))
+    edits = Edits((headscan.Head(0, 1), headscan.Head(1, 5)))
+    summed, weight = 0.0, 0.0
+    for row, (ids, length) in enumerate(zip(texts.ids, texts.lengths.tolist(), strict=True)):
+        places = scoring_BN[row].nonzero().flatten().tolist()
+        with torch.no_grad():
+            whole = lm.model(ids[None, :length], use_cache=False).logits[0].double().log_softmax(-1)
+            with edited(lm, edits):
+                part = lm.model(ids[None, :length], use_cache=False).logits[0].double().log_softmax(-1)
+        summed += (row + 1) * float(((whole - part) * whole.exp()).sum(-1)[places].sum())
+        weight += (row + 1) * len(places)
+        loss = NextTokenLoss.at(ids[None, :length], [length], scoring_BN[row : row + 1, :length], summed=True)
+        expected = -whole[places, ids[[place + 1 for place in places]]].sum()
+        torch.testing.assert_close(loss.losses(lm)[0].double(), expected, rtol=1e-4, atol=1e-4)
+    assert calibration.predictions.tolist() == scoring_BN.sum(1).tolist()
+    assert Divergence(lm, calibration).of(edits) == pytest.approx(summed / weight, rel=1e-4)
+    assert divergences(lm, calibration, [edits])[0] == pytest.approx(summed / weight, rel=1e-4)
+
+
 @pytest.mark.slow
 def test_recall_prompts_keep_recall_at_the_same_loss_of_text() -> None:
     """On the demo model, with 19 of 48 heads removed and repaired."""
     lm = headscan.load(MODEL_FOLDER, device="cpu", dtype="float32")
     texts = _texts(lm, sorted(seen_modules()), 24)
-    needles = [_recall(lm, seed, 16) for seed in (0, 1)]
-    judged = {"text": _texts(lm, sorted(held_out_files()), 12), "needle": needles[1][0]}
+    series = CalibrationPrompts("needle", recall_series(lm.require_tokenizer(), 512, 16, 0)["needle"])
+    needles = series.as_calibration(8192)
+    judged = {"text": _texts(lm, sorted(held_out_files()), 12), "needle": _needles(lm, 16)}
 
     def costs(calibration: Calibration) -> dict[str, float]:
         config = SelectionConfig(moment_tokens=4096, curve_tokens=2048, tries=0)
@@ -70,7 +100,7 @@ def test_recall_prompts_keep_recall_at_the_same_loss_of_text() -> None:
         edits = Edits(removed, repair(lm, calibration, removed))
         return {name: _loss(lm, each, edits) - _loss(lm, each, NO_EDITS) for name, each in judged.items()}
 
-    alone, mixed = costs(texts), costs(texts.with_prompts(needles[0], RecallConfig().weight))
+    alone, mixed = costs(texts), costs(texts.with_prompts([needles], RecallConfig().weight))
     assert alone["needle"] > 0.4
     assert mixed["needle"] < 0.25 * alone["needle"]
     assert mixed["text"] < 1.1 * alone["text"]
@@ -87,12 +117,12 @@ def _texts(lm: LoadedModel, paths: list[Path], count: int) -> Calibration:
     return Calibration(torch.tensor(rows), torch.full((count,), 512))
 
 
-def _recall(lm: LoadedModel, seed: int, count: int) -> list[Calibration]:
-    """Return needle and copying prompts with their answers."""
-    plan = RecallPlan(lengths=(511,), questions=count, seed=seed)
+def _needles(lm: LoadedModel, count: int) -> Calibration:
+    """Return needle questions with their answers."""
+    plan = RecallPlan(lengths=(511,), questions=count)
     questions = recall_questions(lm.require_tokenizer(), plan, 512, bos="auto")
-    kinds = ([each for each in questions if each.task.startswith(kind)] for kind in ("needle", "copying"))
-    return [as_calibration([each.requests[each.answer or 0] for each in of_kind], 8192) for of_kind in kinds]
+    needles = [each for each in questions if each.task.startswith("needle")]
+    return as_calibration([each.requests[each.answer or 0] for each in needles], 8192)
 
 
 @torch.no_grad()

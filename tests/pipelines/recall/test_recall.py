@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from random import Random
@@ -27,7 +28,15 @@ from headscan.errors import NotFiniteError
 from headscan.pipelines.corpora import CorpusError
 from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.kv.damage_measurement import recall_prompts
-from headscan.pipelines.recall import RecallError, RecallPlan, RecallQuestion, grade, recall_lengths, recall_questions
+from headscan.pipelines.recall import (
+    RecallError,
+    RecallPlan,
+    RecallQuestion,
+    grade,
+    recall_lengths,
+    recall_questions,
+    recall_series,
+)
 from headscan.pipelines.recall.needle_and_copying import (
     GENERATORS,
     KEYS,
@@ -194,6 +203,35 @@ def test_copied_tokens_follow_the_same_cue_in_the_passage(tokenizer: PreTrainedT
             starts.append(start / len(passage))
     assert len(set(starts)) > len(starts) / 2
     assert min(starts) < 0.25 and max(starts) > 0.7
+
+
+@pytest.mark.parametrize("family", RECALL_FAMILIES)
+def test_a_series_asks_several_questions_whose_answers_stand_in_its_text(
+    tokenizer: PreTrainedTokenizerBase, family: str
+) -> None:
+    for ids, answers in recall_series(tokenizer, 512, 4, 0)[family]:
+        assert len(ids) == 512
+        starts = [place for place in answers if place - 1 not in answers]
+        assert len(starts) == 4 if family == "copying" else 4 <= len(starts) <= 8
+        asked = []
+        for start, after in zip(starts, [*starts[1:], 512], strict=True):
+            # The key of a needle or the cue of a copy, and the answer's scored tokens.
+            asked.append(ids[start - 4 : max(place for place in answers if place < after) + 1])
+            assert find(asked[-1], ids[: starts[0] - 4])
+        assert len(set(asked)) == len(asked)
+
+
+def test_series_fit_into_every_length_of_questions() -> None:
+    tokenizer = load_tokenizer(str(MODEL_FOLDER))
+    assert tokenizer is not None
+    shortest = 200
+    for length in range(32, 200):
+        with suppress(RecallError):
+            recall_questions(tokenizer, RecallPlan(lengths=(length - 1,), questions=4), 512, bos="auto")
+            for prompts in recall_series(tokenizer, length, 2, 0).values():
+                assert all(len(ids) == length and answers for ids, answers in prompts)
+                shortest = min(shortest, length)
+    assert shortest < 100
 
 
 def test_passages_are_of_common_and_different_tokens_where_there_are_enough() -> None:
