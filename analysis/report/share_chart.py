@@ -210,7 +210,7 @@ def _arm_panels(lines: Mapping[Line, Sequence[ArmPoint]], across: str, what: str
         (ACCURACY, "accuracy, points to the baseline", 0.0, -MARGIN),
         *(
             (family, f"{family} left, %", 100.0, LEAST_RETAINED)
-            for family in dict.fromkeys(recall.family for arm in arms for recall in arm.families)
+            for family in dict.fromkeys(recall.family for arm in arms for recall in arm.judged_recall)
         ),
     ]
     panels = []

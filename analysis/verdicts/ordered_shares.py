@@ -126,7 +126,7 @@ def share_verdict(outcome: ArmOutcome, share: float, loss: Increase | None) -> S
         outcome.outcome,
         outcome.why,
         accuracy=outcome.paired,
-        recall=outcome.families,
+        recall=outcome.judged_recall,
         cache_left=outcome.cache_left,
         weights_left=outcome.weights_left,
         recall_unknown=outcome.recall_unknown,

@@ -123,7 +123,7 @@ def _tau_table(agreements: Sequence[Agreement]) -> str:
 
 def _measures(points: Sequence[CriterionPoint], controls: Sequence[ArmOutcome]) -> list[_ComparedMeasure]:
     arms = [*(point.arm for point in points), *controls]
-    families = dict.fromkeys(recall.family for arm in arms for recall in arm.families)
+    families = dict.fromkeys(recall.family for arm in arms for recall in arm.judged_recall)
     unit = next((increase.unit for arm in arms if (increase := loss_increase(arm.measures)) is not None), "")
     known = [_ComparedMeasure(LOSS, unit), _ComparedMeasure(ACCURACY, "points")]
     known += [_ComparedMeasure(family, "percent left") for family in families]

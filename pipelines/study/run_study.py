@@ -260,7 +260,7 @@ class _Study:
         for criterion, of_one in arms.items():
             kept = 0
             for arm in of_one:
-                recall = [family.paired.retained for family in outcomes[arm.name].recall if family.informative]
+                recall = [each.paired.retained for each in outcomes[arm.name].judged_recall]
                 lost = any(each is not None and each.value < LEAST_RETAINED for each in recall)
                 if lost or losses[arm.name].difference > config.max_loss:
                     break
