@@ -25,7 +25,6 @@ from headscan.analysis.store.verdict_limits import LEAST_BASELINE, LEAST_QUESTIO
 from headscan.analysis.verdicts.confirmation import SweepChoice, judge_sweep
 from headscan.analysis.verdicts.criterion_points import (
     ALL_SITES,
-    RANDOM,
     CriterionPoint,
     SitePoint,
     by_curve,
@@ -35,6 +34,7 @@ from headscan.analysis.verdicts.criterion_points import (
 from headscan.analysis.verdicts.curves import Curve, is_sweep, read_curves
 from headscan.analysis.verdicts.judge import ArmOutcome, ArmVerdict, Verdict
 from headscan.analysis.verdicts.measures import METRICS
+from headscan.catalog import RANDOM
 
 _TITLES = {
     ArmKind.RULE: "Rules: heads chosen again for each input",

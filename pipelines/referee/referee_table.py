@@ -11,7 +11,6 @@ from headscan.analysis.store.tables import ACCURACY, BLEU, LOSS
 from headscan.analysis.verdicts.controls import loss_increase
 from headscan.analysis.verdicts.criterion_points import (
     ALL_SITES,
-    RANDOM,
     Agreement,
     CriterionPoint,
     SitePoint,
@@ -20,6 +19,7 @@ from headscan.analysis.verdicts.criterion_points import (
 )
 from headscan.analysis.verdicts.judge import ArmOutcome
 from headscan.analysis.verdicts.measures import METRICS
+from headscan.catalog import RANDOM
 from headscan.pipelines.runs.text_tables import text_table
 
 #: Title of a measure's table; all others are recall families.

@@ -50,7 +50,9 @@ from headscan.pipelines.runs.head_orders import head_order, run_kind
 from headscan.pipelines.runs.progress import time_text
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm
+from headscan.pipelines.settings.corpus_settings import SHORTEST
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
+from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS as PROMPTS
 from headscan.pipelines.settings.measure_settings import ImportanceConfig, ProbeConfig, ScanConfig
 from headscan.pipelines.settings.saving_settings import MeasureConfig, RecallConfig, TextConfig
 from headscan.pipelines.study.study_answer import Saving, StudyAnswer
@@ -63,7 +65,6 @@ from headscan.pipelines.study.study_config import (
 )
 from headscan.pipelines.study.study_texts import StudyTexts, split_texts
 from headscan.pipelines.study.study_time import (
-    PROMPTS,
     TimedPass,
     decided,
     limit_per_task,
@@ -72,8 +73,8 @@ from headscan.pipelines.study.study_time import (
     time_pass,
 )
 
-#: Longest texts by default, and the shortest ones that are read, in tokens.
-_TOKENS, _SHORTEST = 512, 16
+#: Longest texts by default, in tokens.
+_TOKENS = 512
 
 
 def study(config: StudyConfig, run: Run) -> StudyAnswer:
@@ -381,7 +382,7 @@ class _Study:
 
     @property
     def _measured_tokens(self) -> TokenPlan:
-        return TokenPlan(self.tokens, mode="chunk", min_tokens=_SHORTEST, limit_sequences=self._sequences)
+        return TokenPlan(self.tokens, mode="chunk", min_tokens=SHORTEST, limit_sequences=self._sequences)
 
     @property
     def _recent(self) -> int:
@@ -410,7 +411,7 @@ class _Study:
 
     def _read(self, corpus: Any, count: int, name: str) -> HeldOutText:
         tokenizer = self.run.identity.tokenizer
-        texts = read_spread(corpus, tokenizer, self.tokens, count, shortest=_SHORTEST)
+        texts = read_spread(corpus, tokenizer, self.tokens, count, shortest=SHORTEST)
         return HeldOutText(f"texts that {name}", chunks(tokenizer, texts))
 
     def _evaluate(self, config: EvaluateConfig, arms: list[Arm]) -> str:

@@ -28,11 +28,9 @@ from headscan.pipelines.runs.progress import time_text
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS
-from headscan.pipelines.study.study_config import FEWEST_STUDY_TEXTS, MOST_STUDY_TEXTS, SHARES, StudyConfig
+from headscan.pipelines.study.study_config import FEWEST_STUDY_TEXTS, MOST_STUDY_TEXTS, SHARE_SETTINGS, StudyConfig
 from headscan.pipelines.study.study_texts import StudyTexts
 
-#: Recall prompts of each kind that measure plans and repairs, and that choose the criterion.
-PROMPTS = RECALL_PROMPTS
 #: Share of the time that the steps before the questions may take.
 _STEPS = 0.6
 #: What the time may allow, most first: texts, and the shares of each kind that are tried. With little time the small
@@ -183,7 +181,7 @@ def decided(config: StudyConfig, speed: float, costs: QuestionCosts, say: Callab
             break
     spare = _STEPS * seconds - sum(steps.values())
     damage = _DAMAGE_PASSES * _number(config.prune_shares) * sequences * per_text
-    search = _SETS * _number(config.window_shares) * (sequences / 2 + PROMPTS) * per_text
+    search = _SETS * _number(config.window_shares) * (sequences / 2 + RECALL_PROMPTS) * per_text
     prune_by = config.prune_by or ("damage" if damage < spare else "criterion")
     if prune_by == "damage":
         steps["5. pruning"] += damage
@@ -248,20 +246,20 @@ def _step_seconds(config: StudyConfig, sequences: int, judged_texts: int, speed:
     """
     assert config.tokens is not None
     per_text = config.tokens / speed
-    masks, windows, pruned = (_number(getattr(config, name)) for name in SHARES)
-    prompts = sequences / 2 + PROMPTS
+    masks, windows, pruned = (_number(getattr(config, name)) for name in SHARE_SETTINGS)
+    prompts = sequences / 2 + RECALL_PROMPTS
     candidates = len(config.criteria) * masks
-    measured = sequences + len(RECALL_FAMILIES) * PROMPTS * measures_recall(config)
+    measured = sequences + len(RECALL_FAMILIES) * RECALL_PROMPTS * measures_recall(config)
     return {
         # Statistics cost about half of a pass.
         "1. scan": 1.5 * sequences * per_text,
         # 60 sequences of repeats and prompts with needles.
         "2. probe": 60 * 256 / speed,
         # Importance has a backward pass, which costs two forward passes; arms share the layers below their heads.
-        "3. criterion": (3 * measured + candidates * (judged_texts / 2 + PROMPTS)) * per_text,
+        "3. criterion": (3 * measured + candidates * (judged_texts / 2 + RECALL_PROMPTS)) * per_text,
         # Gradients of every head, and each set of windows; 6 fits a run on SmolLM2 (5 minutes estimated, 6 taken).
         "4. plans": (6 + windows) * prompts * per_text,
         # Twice the texts and prompts run through both models, and solving takes time; 3.5 fits a run on SmolLM2.
-        "5. pruning": 3.5 * pruned * (2 * sequences + 4 * PROMPTS) * per_text,
+        "5. pruning": 3.5 * pruned * (2 * sequences + 4 * RECALL_PROMPTS) * per_text,
         "6. loss": (1 + masks + windows + pruned) * judged_texts * per_text,
     }
