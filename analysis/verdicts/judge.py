@@ -25,10 +25,9 @@ from headscan.analysis.verdicts.measures import Measure, measure_words, read_mea
 from headscan.analysis.verdicts.paired import Interval, PairedDifference, about
 from headscan.analysis.verdicts.verdict_rows import (
     RecallVerdict,
+    StoredRows,
     TaskVerdict,
-    compared_by_arm,
     least_visible_loss,
-    read_verdict_rows,
     task_verdicts,
 )
 
@@ -398,8 +397,9 @@ def judge(store: Store, run_id: str) -> Verdict:
                 " `headscan evaluate`"
             )
         measures = read_measures(store, run_id, arms.baseline)
-    rows = read_verdict_rows(store, run_id)
-    compared = compared_by_arm([*rows.stored, *rows.computed])
+        stored = StoredRows.read(store, run_id, arms)
+    rows = stored.with_missing()
+    compared = rows.by_arm()
     controls = judge_controls(arms.others, benchmark_differences(compared))
     points = {arm_id: scopes[BENCHMARK] for arm_id, scopes in compared.items() if BENCHMARK in scopes}
     judged: list[ArmVerdict] = []
