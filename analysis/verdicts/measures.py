@@ -158,9 +158,9 @@ def ratio_with_error(amounts: np.ndarray, sizes: np.ndarray, clusters: np.ndarra
 def studentised(amounts: np.ndarray, sizes: np.ndarray, documents: np.ndarray) -> np.ndarray:
     """Return the error of a ratio of sums (rows,) in standard errors, in resamples of documents (resamples,).
 
-    Student's t takes the ratio of error and standard error for symmetric. If few documents have most of the effect, a
-    sample without them has a small error bar on the wrong side of the truth; resamples show how often (the bootstrap-t
-    of Efron 1981; Hall 1988).
+    Student's t assumes that the ratio of error and standard error is symmetric. If few documents have most of the
+    effect, a sample without them has a small standard error and is far from the truth. Resamples show how often (the
+    bootstrap-t of Efron 1981; Hall 1988).
     """
     unit = np.unique(documents, return_inverse=True)[1] % _MOST_UNITS
     amount, size = np.bincount(unit, amounts), np.bincount(unit, sizes)

@@ -1,8 +1,8 @@
 """The largest safe share: shares of one kind of saving, tested from small to large until one fails.
 
-The order is fixed before the questions are read, so every test keeps the error of one: a share is called safe only if
-all smaller ones are, and the first share that is not harmless ends the walk in all but 2.5 % of runs (tests in a fixed
-order: Maurer, Hothorn and Lehmacher 1995). Kinds of savings that share the questions divide that error
+The order is fixed before the questions are read, and a share is called safe only if all smaller ones are. So all tests
+together have the error of one: the first share that is not harmless ends the tests in all but 2.5 % of runs (tests in a
+fixed order: Maurer, Hothorn and Lehmacher 1995). Kinds of savings that share the questions divide that error
 (``comparisons``).
 
 Loss comes first, because its paired interval is narrow and needs few passes: a share whose interval lies above the

@@ -61,8 +61,8 @@ class Interval(NamedTuple):
 
 def retained(baseline: np.ndarray, arm: np.ndarray, texts: np.ndarray, chance: float) -> Interval:
     """Return the share of the baseline's ability above chance that an arm retains, in percent: ``clip(100 * (arm -
-    chance) / (baseline - chance), -100, 200)`` of the means over texts; of a baseline that is not above chance, 200 for
-    the number and the upper end, -100 for the lower end.
+    chance) / (baseline - chance), -100, 200)`` of the means over texts. If the baseline is not above chance, the
+    number and the upper end are 200, and the lower end is -100.
 
     The interval is a Bayesian bootstrap of whole texts with one added text: the worst possible for the lower end, the
     best possible for the upper end (Gaffke's bound; arXiv 1905.06208). Identical answers to few questions therefore
@@ -160,10 +160,10 @@ class PairedDifference:
         return shows_loss(self.high, self.questions)
 
     def questions_needed(self, comparisons: int = 1) -> int:
-        """Return the number of questions that show in four of five cases that an arm that loses nothing and changes as
-        many answers as this one is removable. If few answers differ, their share gives the variance; otherwise the
-        width of the interval does, which also counts partial credit and correlated questions. The interval is one
-        that is widened for ``comparisons``, as by `among`.
+        """Return a number of questions for an arm that loses nothing and changes as many answers as this one: with so
+        many it is shown to be removable in four of five cases. If few answers differ, their share gives the variance;
+        otherwise the width of the interval does, which also counts partial credit and correlated questions. This
+        interval must be widened for ``comparisons``, as `among` does.
         """
         changed = self.gained + self.lost
         if changed < FEW_DIFFER:

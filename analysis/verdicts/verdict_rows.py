@@ -184,9 +184,9 @@ def task_verdicts(scopes: Mapping[Scope, PairedDifference]) -> tuple[TaskVerdict
 def least_visible_loss(paired: PairedDifference, tasks: int) -> float:
     """Return the smallest loss in points, at most 100, that the interval of one of ``tasks`` tasks shows in four of
     five cases: ``loss - MARGIN >= (t(TAIL / tasks) + t(1 - POWER)) * 100 * sqrt((loss / 100 + changed - (loss /
-    100)**2) / questions)``, where t has that probability beyond it, and ``changed`` is twice the smaller one of the
-    shares of gained and lost answers: the variance of a question's difference is the share of changed answers minus the
-    squared loss.
+    100)**2) / questions)``. t(p) is the quantile of Student's t with the probability p beyond it. The root has the
+    variance of a question's difference: the share of changed answers minus the squared loss. ``changed`` is the part
+    of these answers without a net loss, twice the smaller one of the shares of gained and lost answers.
     """
     questions = paired.questions
     changed = 2 * min(paired.gained, paired.lost) / questions

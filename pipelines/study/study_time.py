@@ -52,7 +52,7 @@ _EFFORTS = (
     (16, _LEAST_SHARES),
     (FEWEST_STUDY_TEXTS, _LEAST_SHARES),
 )
-#: Questions of which the tokens are counted, of each task or kind.
+#: Number of questions of each task or kind whose tokens are counted.
 _SAMPLE = 16
 #: Recall questions of each kind that the whole model is asked, and the fewest that judge.
 _ASKED_FIRST, _FEWEST_RECALL = 32, 40
@@ -62,7 +62,7 @@ _FEWEST, _MOST_RECALL_TIME = 100, 0.5
 _CHANGED = 0.03
 #: Rounds of questions that the time is made for; each has one share of every kind.
 _ROUNDS = 2
-#: Sets of windows that a search for a plan measures, about.
+#: Approximate number of sets of windows that a search for a plan measures.
 _SETS = 130
 #: Passes over the calibration texts by which a choice by damage exceeds one by a criterion, for each share.
 _DAMAGE_PASSES = 24
@@ -104,7 +104,7 @@ class QuestionCosts:
     Attributes:
         tokens, recall_tokens: Tokens of a benchmark question, and of one question of each recall task together.
         enough: Benchmark questions with which a share that changes 3 % of the answers is shown to be safe.
-        available: Benchmark questions that there are.
+        available: Number of benchmark questions that the tasks have.
         enough_recall: Recall questions of each kind with which such a share is shown to keep recall; 0 if the model
             recalls too little to judge.
         recalls: What the whole model recalls, in words.
@@ -239,7 +239,8 @@ def _with_shares(config: StudyConfig, tried: Mapping[str, tuple[float, ...]]) ->
 
 
 def _step_seconds(config: StudyConfig, sequences: int, judged_texts: int, speed: float) -> dict[str, float]:
-    """Return about how long each step before the questions takes, without searches: passes over texts and prompts.
+    """Return the approximate seconds of each step before the questions, without searches, from the number of its passes
+    over texts and prompts.
 
     Args:
         speed: Tokens per second of a forward pass.
