@@ -25,7 +25,6 @@ from headscan.analysis.store.verdict_limits import LEAST_BASELINE, LEAST_QUESTIO
 from headscan.analysis.verdicts.confirmation import SweepChoice, judge_sweep
 from headscan.analysis.verdicts.criterion_points import (
     ALL_SITES,
-    RANDOM,
     CriterionPoint,
     SitePoint,
     by_curve,
@@ -35,6 +34,7 @@ from headscan.analysis.verdicts.criterion_points import (
 from headscan.analysis.verdicts.curves import Curve, is_sweep, read_curves
 from headscan.analysis.verdicts.judge import ArmOutcome, ArmVerdict, Verdict
 from headscan.analysis.verdicts.measures import METRICS
+from headscan.catalog import RANDOM
 
 _TITLES = {
     ArmKind.RULE: "Rules: heads chosen again for each input",
@@ -226,7 +226,7 @@ def _drawn(verdict: Verdict) -> list[str]:
 
 
 def _arm_table(verdict: Verdict) -> list[str]:
-    families = list(dict.fromkeys(recall.family for arm in verdict.arms for recall in arm.families))
+    families = list(dict.fromkeys(recall.family for arm in verdict.arms for recall in arm.judged_recall))
     several = any(len(arm.tasks) > 1 for arm in verdict.arms)
     headings = [*(["worst task"] if several else []), *(f"{family} left" for family in families)]
     baseline = verdict.arms[0].paired.baseline
@@ -247,7 +247,7 @@ def _arm_table(verdict: Verdict) -> list[str]:
 
 def _arm_row(arm: ArmVerdict, families: list[str], several_tasks: bool) -> list[str]:
     p = arm.paired
-    recall = {family.family: family.share_left() for family in arm.families}
+    recall = {each.family: each.share_left() for each in arm.judged_recall}
     worst = [arm.tasks[0].points() if arm.tasks else "–"] if several_tasks else []
     return [
         arm.name,

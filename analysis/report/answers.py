@@ -154,7 +154,7 @@ def cache_answer(
     if not arms:
         return _unjudged(plan, hint, commands)
     at = f" at {tokens:,} tokens" if tokens else ""
-    passing = [arm for arm in arms if arm.removable]
+    passing = [arm for arm in arms if arm.is_safe]
     best = min(passing, key=lambda arm: left[arm.name]) if passing else max(arms, key=lambda arm: arm.paired.low)
     cost = _cost(best, f"{1 - left[best.name]:.1%} of the cache less{at} changes")
     how = _how((), len(arms))
@@ -177,7 +177,7 @@ def _not_shown(best: ArmVerdict, what: str) -> tuple[str, str]:
     """Return the headline and the reason if no ``what`` passes; ``best`` comes closest."""
     if not best.paired.above_chance:
         return "Model at chance", "The model itself is at or near chance, so its questions show nothing."
-    if best.questions_needed and not best.losses:
+    if best.questions_needed and not best.lost_words:
         needed = about(best.questions_needed)
         return (
             "Too few questions",
@@ -271,7 +271,7 @@ class CacheHint:
 def _cost(arm: ArmVerdict, what: str) -> str:
     """Return the difference in accuracy that ``what`` makes, and the recall left."""
     p = arm.paired
-    recall = ", ".join(family.points() for family in arm.families)
+    recall = ", ".join(each.points() for each in arm.judged_recall)
     text = (
         f"{arm.name}: {what} accuracy by {p.interval.words(unit=' points')} on {p.questions:,} questions"
         f" (baseline {p.baseline:.1f} %)"
@@ -407,7 +407,7 @@ def pruning_answer(verdict: Verdict | None, inactive: InactiveHeads, commands: C
 
 def _best(arms: Sequence[ArmVerdict]) -> ArmVerdict:
     """Return the passing arm with the largest share; if none passes, the one with the best lower end."""
-    passing = [arm for arm in arms if arm.removable]
+    passing = [arm for arm in arms if arm.is_safe]
     if passing:
         return max(passing, key=lambda arm: (arm.zeroed_share or 0.0, arm.paired.low))
     return max(arms, key=lambda arm: arm.paired.low)
@@ -417,7 +417,7 @@ def _answer(question: str, arms: Sequence[ArmVerdict], done: str, how: str, link
     """Return the largest share that passes; if none does, the arm with the best lower end."""
     best = _best(arms)
     cost = _cost(best, f"{_share(best.zeroed_share)} of heads {done} change")
-    if best.removable:
+    if best.is_safe:
         return _shown_safe(question, f"{_share(best.zeroed_share)} of heads", f"{cost}{how}", best, link)
     headline, lead = _not_shown(best, "set of heads")
     return Answer(question, headline, f"{lead} {cost}{how if headline == 'None shown' else ''}", "open", link, command)

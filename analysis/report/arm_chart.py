@@ -116,14 +116,14 @@ def recall_figure(verdict: Verdict) -> go.Figure | None:
     """Draw recall over benchmark differences, in percentage points, in a panel for each family that the baseline
     solves; None without such a family.
     """
-    families = list(dict.fromkeys(recall.family for arm in verdict.arms for recall in arm.families))
+    families = list(dict.fromkeys(recall.family for arm in verdict.arms for recall in arm.judged_recall))
     if not families:
         return None
     rows, columns = math.ceil(len(families) / 2), min(len(families), 2)
     figure = make_subplots(rows, columns, horizontal_spacing=0.09)
     for place, family in enumerate(families):
         cell = {"row": 1 + place // 2, "col": 1 + place % 2}
-        answered = [(arm, recall) for arm in verdict.arms for recall in arm.families if recall.family == family]
+        answered = [(arm, recall) for arm in verdict.arms for recall in arm.judged_recall if recall.family == family]
         frame = _frame(answered)
         for kind in dict.fromkeys(arm.kind for arm in verdict.arms):
             members = [(arm, recall) for arm, recall in answered if arm.kind == kind]

@@ -47,7 +47,7 @@ def cache_section(store: Store, verdict: Verdict) -> str | None:
             arm.name,
             f"{details[arm.name].kv_shares[tokens]:.1%}",
             _accuracy(arm),
-            "; ".join(family.points() for family in arm.families) or "–",
+            "; ".join(each.points() for each in arm.judged_recall) or "–",
             "; ".join(measure.words() for measure in arm.measures) or "–",
         ]
         for arm in arms
@@ -169,7 +169,7 @@ def _removed(store: Store, run_id: str) -> dict[str, tuple[tuple[int, int], ...]
 
 
 def _losses(points: list[ArmPoint]) -> str:
-    families = list(dict.fromkeys(each.family for point in points for each in point.arm.families))
+    families = list(dict.fromkeys(each.family for point in points for each in point.arm.judged_recall))
     rows = [
         [
             point.arm.name,
@@ -189,7 +189,7 @@ def _losses(points: list[ArmPoint]) -> str:
 
 
 def _recall(arm: ArmOutcome, family: str) -> str:
-    return next((each.share_left() for each in arm.families if each.family == family), "–")
+    return next((each.share_left() for each in arm.judged_recall if each.family == family), "–")
 
 
 def _increase(arm: ArmOutcome, metrics: tuple[str, ...]) -> str:

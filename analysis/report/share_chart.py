@@ -17,11 +17,12 @@ from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.tables import ACCURACY, LOSS
 from headscan.analysis.store.verdict_limits import LEAST_RETAINED, MARGIN
 from headscan.analysis.verdicts.controls import loss_increase
-from headscan.analysis.verdicts.criterion_points import ALL_SITES, RANDOM, SitePoint, by_curve
+from headscan.analysis.verdicts.criterion_points import ALL_SITES, SitePoint, by_curve
 from headscan.analysis.verdicts.curves import Curve, SweepPoint
 from headscan.analysis.verdicts.judge import ArmOutcome
 from headscan.analysis.verdicts.measures import METRICS
 from headscan.analysis.verdicts.paired import Interval
+from headscan.catalog import RANDOM
 
 #: Colour-blind safe (Okabe and Ito); further lines repeat them with other markers.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -210,7 +211,7 @@ def _arm_panels(lines: Mapping[Line, Sequence[ArmPoint]], across: str, what: str
         (ACCURACY, "accuracy, points to the baseline", 0.0, -MARGIN),
         *(
             (family, f"{family} left, %", 100.0, LEAST_RETAINED)
-            for family in dict.fromkeys(recall.family for arm in arms for recall in arm.families)
+            for family in dict.fromkeys(recall.family for arm in arms for recall in arm.judged_recall)
         ),
     ]
     panels = []

@@ -52,7 +52,7 @@ class Candidate(NamedTuple):
     Attributes:
         curve: The same for arms that differ only in their share.
         share: Measured share of ablated heads, above 0, at most 1.
-        loses_recall: True if the best estimate of recall is below the limit of a removable arm.
+        loses_recall: True if the best estimate of recall is below the limit of a safe arm.
         low: Lower end of the difference to the baseline, in percentage points.
     """
 
@@ -134,14 +134,12 @@ def judge_sweep(store: Store, verdict: Verdict, *, confirm: bool = True) -> tupl
         return _confirmed(store, verdict.run_id, arms).choices
     tried, judged = _tried(arms), {arm.name: arm for arm in verdict.arms}
     curves = _random_curves(tried, arms.others)
-    selected = _select(tried, judged, {name: arm.removable for name, arm in judged.items()})
+    selected = _select(tried, judged, {name: arm.is_safe for name, arm in judged.items()})
     choices = []
     for count, best in selected:
         chosen = judged[best.name]
         if chosen.controls is not None:
-            randoms = _best_of_curves(
-                curves[chosen.kind], judged, {name: arm.removable for name, arm in judged.items()}
-            )
+            randoms = _best_of_curves(curves[chosen.kind], judged, {name: arm.is_safe for name, arm in judged.items()})
             differences = {arm.arm_id: judged[arm.name].paired.difference for arm in arms.others if arm.name in judged}
             rank = _rank(best, tried, randoms, differences)
             chosen = replace(chosen, controls=replace(chosen.controls, selected=rank))
@@ -284,13 +282,13 @@ def _select(
 def _loses_recall(verdict: ArmVerdict) -> bool:
     """Return True if the estimated recall loss exceeds the limit."""
     return bool(verdict.recall_lost) or any(
-        family.informative and family.paired.retained is not None and family.paired.retained.value < LEAST_RETAINED
-        for family in verdict.recall
+        each.paired.retained is not None and each.paired.retained.value < LEAST_RETAINED
+        for each in verdict.judged_recall
     )
 
 
 def _may_be_selected(verdict: ArmVerdict) -> bool:
-    return verdict.passes_benchmark and not _loses_recall(verdict)
+    return verdict.keeps_accuracy and not _loses_recall(verdict)
 
 
 class _Confirmed(NamedTuple):
@@ -423,7 +421,7 @@ def _widened_rows(
         if row["part"] == CONFIRMATION and row["task"] == ALL_TASKS and row["arm_id"] in by_id:
             outcome = arm_outcome(by_id[row["arm_id"]], widened(compared[row["arm_id"]], comparisons))
             if isinstance(outcome, ArmVerdict):
-                wide = {"passes": outcome.removable, "wide_low": outcome.paired.low / 100}
+                wide = {"passes": outcome.is_safe, "wide_low": outcome.paired.low / 100}
                 row = row | {"comparisons": comparisons, **wide}
         all_widened.append(row)
     return all_widened

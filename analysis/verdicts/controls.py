@@ -3,7 +3,8 @@
 A mask is compared with fixed random heads, a rule with heads drawn again for each input. Random arms vary more between
 seeds than between questions, so an arm is ranked among them: by chance it would be the best of 20 in one case of 20.
 The best of many arms ranks high by chance, whatever questions judge it. A sweep's choice is therefore ranked among
-random curves that each take part with their own best share, and p counts the curves of scores that it was chosen from.
+random curves, each with its own best share, and its p-value is corrected for the number of scores that it was chosen
+from.
 Dropping whole attention layers is a strong method of its own (arXiv 2406.15786), so a pruned model is compared with it.
 """
 
@@ -40,9 +41,10 @@ LEAST_CONTROLS = least_controls()
 
 
 def rank_p_value(controls: int, beaten: int, tried: int = 1) -> float:
-    """Return the probability that the best of ``tried`` random arms beats as many of the controls; ties count against
-    the arm. The value is exact for one arm among exchangeable ones, and Bonferroni's bound for several, for any
-    dependence between them.
+    """Return the p-value of an arm that is better than ``beaten`` of its random controls: the probability that the best
+    of ``tried`` random arms does as well. A control with an equal result is not beaten. For one arm the value is exact
+    if every order of the arm and its controls is equally likely. For several it is Bonferroni's bound, which also holds
+    if their results depend on each other.
     """
     return min(1.0, tried * (1 + controls - beaten) / (1 + controls))
 

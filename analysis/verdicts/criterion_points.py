@@ -80,8 +80,8 @@ def criterion_points(store: Store, verdict: Verdict) -> list[CriterionPoint]:
     return sorted(points, key=lambda point: (point.curve, point.share))
 
 
-#: Site of curves that remove heads of all sites, and criterion of random orders.
-ALL_SITES, RANDOM = "all", "random"
+#: Site of curves that remove heads of all sites.
+ALL_SITES = "all"
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from headscan.analysis.store.tables import (
 from headscan.analysis.store.verdict_limits import TAIL
 from headscan.analysis.verdicts.answer_sheets import CLOZE_SUFFIX
 from headscan.analysis.verdicts.measures import RATES, ratio_with_error, studentised
-from headscan.analysis.verdicts.paired import Interval, compare
+from headscan.analysis.verdicts.paired import Interval, compare, t_quantile
 
 
 def q_values(p_values: np.ndarray) -> np.ndarray:
@@ -264,10 +264,10 @@ class BleuOutcomes(PairedOutcomes):
             return Effect(level, 0.0, 0.0, 0.0, 0.0, 1.0, sentences)
         drawn = _weights(len(base))
         changes = bleu(drawn @ own) - bleu(drawn @ base)
-        from scipy.special import stdtr, stdtrit  # slow to import, and stored effects are read without it
+        from scipy.special import stdtr  # slow to import, and stored effects are read without it
 
         freedom, error = len(base) - 1, float(changes.std(ddof=1))
-        quantile = float(stdtrit(freedom, 1 - TAIL))
+        quantile = t_quantile(TAIL, freedom)
         # With few sentences a percentile is too near: the ends move out by the ratio of the t to the normal quantile.
         low, high = effect + quantile / NormalDist().inv_cdf(1 - TAIL) * (
             np.quantile(changes, [TAIL, 1 - TAIL]) - effect

@@ -25,10 +25,9 @@ from headscan.analysis.verdicts.measures import Measure, measure_words, read_mea
 from headscan.analysis.verdicts.paired import Interval, PairedDifference, about
 from headscan.analysis.verdicts.verdict_rows import (
     RecallVerdict,
+    StoredRows,
     TaskVerdict,
-    compared_by_arm,
     least_visible_loss,
-    read_verdict_rows,
     task_verdicts,
 )
 
@@ -89,19 +88,19 @@ class ArmOutcome:
     @property
     def recall_lost(self) -> str:
         """Names of the recall families that the arm loses."""
-        return ", ".join(family.family for family in self.recall if family.failed)
+        return ", ".join(each.family for each in self.recall if each.failed)
 
     @property
     def recall_open(self) -> str:
         """Names of the recall families that are shown neither lost nor kept."""
-        return ", ".join(family.family for family in self.families if not (family.failed or family.kept))
+        return ", ".join(each.family for each in self.judged_recall if not (each.failed or each.kept))
 
     @property
     def recall_unknown(self) -> str:
         """What of recall these questions cannot judge, and why; empty if they judge every family."""
         if not self.recall:
             return "recall is unknown: it was not asked"
-        guessed = [family.family for family in self.recall if not family.informative]
+        guessed = [each.family for each in self.recall if not each.informative]
         if not guessed:
             return ""
         what = "recall" if len(guessed) == len(self.recall) else " and ".join(guessed)
@@ -118,9 +117,9 @@ class ArmOutcome:
         return measure_words(measures)
 
     @property
-    def families(self) -> tuple[RecallVerdict, ...]:
-        """Families of recall tasks that the baseline solves; the numbers of the others show nothing."""
-        return tuple(family for family in self.recall if family.informative)
+    def judged_recall(self) -> tuple[RecallVerdict, ...]:
+        """Verdicts on the recall families that the baseline solves; the numbers of the others show nothing."""
+        return tuple(each for each in self.recall if each.informative)
 
     def value(self, measure: str) -> Interval | None:
         """Return a number of the arm with its interval; None if it was not measured, or if the baseline guesses.
@@ -130,7 +129,7 @@ class ArmOutcome:
         if measure == LOSS:
             increase = loss_increase(self.measures)
             return None if increase is None else increase.interval
-        return next((family.left for family in self.families if family.family == measure), None)
+        return next((each.left for each in self.judged_recall if each.family == measure), None)
 
     def sentence(self) -> str:
         """Return the verdict on the arm with its numbers."""
@@ -161,9 +160,9 @@ class ArmOutcome:
     def _recall_words(self) -> str:
         if not self.recall:
             return "Recall was not tested"
-        if not self.families:
+        if not self.judged_recall:
             return "Recall cannot be judged: the baseline fails the recall tasks"
-        left = ", ".join(family.points() for family in self.families)
+        left = ", ".join(each.points() for each in self.judged_recall)
         return (
             f"Recall left, where 100 % is what the whole model does beyond guessing: {left}"
             f" (95 % intervals; at least {LEAST_RETAINED:.0f} %, or at most {MARGIN:.0f} point lost)"
@@ -190,7 +189,7 @@ class ArmVerdict(ArmOutcome):
         return self.paired.interval if measure == ACCURACY else super().value(measure)
 
     @property
-    def passes_benchmark(self) -> bool:
+    def keeps_accuracy(self) -> bool:
         """True if the lower end is above -1 point, on enough questions, and no task is lost."""
         return self.paired.low > -MARGIN and self.paired.can_show_loss and not self.tasks_lost
 
@@ -206,16 +205,16 @@ class ArmVerdict(ArmOutcome):
         return 0 if self.paired.questions >= needed or self.paired.high < 0 else round(needed / self.judging_share)
 
     @property
-    def removable(self) -> bool:
-        """True if the arm passes the benchmark and keeps the model's recall."""
-        return self.passes_benchmark and not self.recall_lost and not self.recall_open
+    def is_safe(self) -> bool:
+        """True if the arm keeps the model's accuracy and its recall."""
+        return self.keeps_accuracy and not self.recall_lost and not self.recall_open
 
     @property
     def outcome(self) -> Outcome:
         """The verdict in one word."""
-        if self.losses:
+        if self.lost_words:
             return Outcome.LOSES
-        return Outcome.SAFE if self.removable else Outcome.OPEN
+        return Outcome.SAFE if self.is_safe else Outcome.OPEN
 
     @property
     def label(self) -> str:
@@ -225,30 +224,31 @@ class ArmVerdict(ArmOutcome):
     @property
     def why(self) -> str:
         """Losses, or missing evidence, in a few words; empty if the arm is safe and its recall is known."""
-        if self.losses:
-            return self._lost()
+        if self.lost_words:
+            return self.lost_numbers()
         missing = "" if self.outcome is Outcome.SAFE else self._missing()
         return "; ".join(filter(None, [missing, self.recall_unknown]))
 
-    def _lost(self) -> str:
+    def lost_numbers(self) -> str:
+        """Return what the arm loses, with the numbers that show it; empty if no loss is shown."""
         parts = []
         if self.paired.shows_loss:
             parts.append(f"accuracy ({self.paired.difference:+.1f} points)")
         elif self.tasks_lost:
             parts.append(f"accuracy in {self.tasks_lost[0].task}")
-        return " and ".join([*parts, *(family.points() for family in self.recall if family.failed)])
+        return " and ".join([*parts, *(each.points() for each in self.recall if each.failed)])
 
     def _missing(self) -> str:
         if not self.paired.above_chance:
             return "the model itself is at or near chance on these questions"
         parts = []
-        if not self.passes_benchmark:
+        if not self.keeps_accuracy:
             needed = self.questions_needed
             parts.append(f"needs about {about(needed)} questions" if needed else "may lose more than one point")
-        for family in self.families:
-            if not (family.failed or family.kept):
-                wanting = family.wanting()
-                keeps = f"may lose {family.family} (keeps {family.share_left()})"
+        for each in self.judged_recall:
+            if not (each.failed or each.kept):
+                wanting = each.wanting()
+                keeps = f"may lose {each.family} (keeps {each.share_left()})"
                 parts.append(f"needs {wanting}" if wanting else keeps)
         return "; ".join(parts)
 
@@ -274,10 +274,10 @@ class ArmVerdict(ArmOutcome):
         return self.controls.sentence(self.kind, self.zeroed_share)
 
     def _conclusion(self) -> str:
-        losses, doubts = self.losses, self._doubts()
+        lost, doubts = self.lost_words, self._doubts()
         word = CLAIMS.get(self.replacement or "", self.kind.passing_word)
-        if losses:
-            return f"not {word}: it {' and '.join(losses)}"
+        if lost:
+            return f"not {word}: it {' and '.join(lost)}"
         if doubts:
             return f"not shown to be {word}: {' and '.join(doubts)}"
         inactive = ": the heads are inactive" if self.replacement == "zero" else ""
@@ -285,16 +285,16 @@ class ArmVerdict(ArmOutcome):
         return f"{word} within one point{inactive}{unknown}"
 
     @property
-    def losses(self) -> list[str]:
-        """The losses that the questions show, in words."""
-        losses = []
+    def lost_words(self) -> list[str]:
+        """The losses that the questions show, each in words that follow "it"."""
+        lost = []
         if self.paired.shows_loss:
-            losses.append("loses more than one point of accuracy")
+            lost.append("loses more than one point of accuracy")
         elif self.tasks_lost:
-            losses.append(f"loses more than one point in {_names(self.tasks_lost)}")
+            lost.append(f"loses more than one point in {_names(self.tasks_lost)}")
         if self.recall_lost:
-            losses.append(f"loses recall ({self.recall_lost})")
-        return losses
+            lost.append(f"loses recall ({self.recall_lost})")
+        return lost
 
     def _doubts(self) -> list[str]:
         doubts = []
@@ -309,7 +309,7 @@ class ArmVerdict(ArmOutcome):
         elif paired.low <= -MARGIN or not paired.can_show_loss:
             doubts.append(self._questions_words() or "its loss may be more than one point")
         if self.recall_open:
-            wanting = [family.wanting() for family in self.recall if family.informative and not family.kept]
+            wanting = [each.wanting() for each in self.judged_recall if not each.kept]
             needed = "; ".join(f"{words} are needed" for words in wanting if words)
             doubts.append(f"recall is not shown to be kept ({self.recall_open}{f'; {needed}' if needed else ''})")
         return doubts
@@ -397,8 +397,9 @@ def judge(store: Store, run_id: str) -> Verdict:
                 " `headscan evaluate`"
             )
         measures = read_measures(store, run_id, arms.baseline)
-    rows = read_verdict_rows(store, run_id)
-    compared = compared_by_arm([*rows.stored, *rows.computed])
+        stored = StoredRows.read(store, run_id, arms)
+    rows = stored.with_missing()
+    compared = rows.by_arm()
     controls = judge_controls(arms.others, benchmark_differences(compared))
     points = {arm_id: scopes[BENCHMARK] for arm_id, scopes in compared.items() if BENCHMARK in scopes}
     judged: list[ArmVerdict] = []

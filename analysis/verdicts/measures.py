@@ -19,7 +19,7 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ACCURACY, BITS_PER_BYTE, BLEU, LOSS
 from headscan.analysis.store.verdict_limits import TAIL
 from headscan.analysis.verdicts.answer_sheets import FinishedArm
-from headscan.analysis.verdicts.paired import Interval
+from headscan.analysis.verdicts.paired import Interval, t_quantile
 
 
 class Rate(NamedTuple):
@@ -132,10 +132,8 @@ def rate_increase(
     ratio, error, count = ratio_with_error(amounts, sizes, documents)
     below = above = inf
     if count > 1:
-        from scipy.special import stdtrit  # slow to import, and reports without losses are written without it
-
         tail = TAIL / comparisons
-        below = above = float(stdtrit(count - 1, 1 - tail)) * error
+        below = above = t_quantile(tail, count - 1) * error
         if count >= _RESAMPLED and error > 0:
             # Resamples far above the ratio show how far the truth may be below it, and the other way round.
             ratios = studentised(amounts, sizes, documents)
@@ -160,9 +158,9 @@ def ratio_with_error(amounts: np.ndarray, sizes: np.ndarray, clusters: np.ndarra
 def studentised(amounts: np.ndarray, sizes: np.ndarray, documents: np.ndarray) -> np.ndarray:
     """Return the error of a ratio of sums (rows,) in standard errors, in resamples of documents (resamples,).
 
-    Student's t takes the ratio of error and standard error for symmetric. If few documents have most of the effect, a
-    sample without them has a small error bar on the wrong side of the truth; resamples show how often (the bootstrap-t
-    of Efron 1981; Hall 1988).
+    Student's t assumes that the ratio of error and standard error is symmetric. If few documents have most of the
+    effect, a sample without them has a small standard error and is far from the truth. Resamples show how often (the
+    bootstrap-t of Efron 1981; Hall 1988).
     """
     unit = np.unique(documents, return_inverse=True)[1] % _MOST_UNITS
     amount, size = np.bincount(unit, amounts), np.bincount(unit, sizes)

@@ -1,8 +1,8 @@
 """The largest safe share: shares of one kind of saving, tested from small to large until one fails.
 
-The order is fixed before the questions are read, so every test keeps the error of one: a share is called safe only if
-all smaller ones are, and the first share that is not harmless ends the walk in all but 2.5 % of runs (tests in a fixed
-order: Maurer, Hothorn and Lehmacher 1995). Kinds of savings that share the questions divide that error
+The order is fixed before the questions are read, and a share is called safe only if all smaller ones are. So all tests
+together have the error of one: the first share that is not harmless ends the tests in all but 2.5 % of runs (tests in a
+fixed order: Maurer, Hothorn and Lehmacher 1995). Kinds of savings that share the questions divide that error
 (``comparisons``).
 
 Loss comes first, because its paired interval is narrow and needs few passes: a share whose interval lies above the
@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import LOSS
-from headscan.analysis.verdicts.answer_sheets import Scope, finished_arms
+from headscan.analysis.verdicts.answer_sheets import finished_arms
 from headscan.analysis.verdicts.confirmation import widened
 from headscan.analysis.verdicts.judge import ArmOutcome, ArmVerdict, Outcome, arm_outcome, outcome_label
 from headscan.analysis.verdicts.measures import Increase, read_measures
 from headscan.analysis.verdicts.paired import PairedDifference
-from headscan.analysis.verdicts.verdict_rows import RecallVerdict, compared_by_arm, read_verdict_rows
+from headscan.analysis.verdicts.verdict_rows import RecallVerdict, StoredRows
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,11 @@ def judge_shares(
     read. The list ends with the first share that is not safe; it is empty if the first share has no answers yet.
     ``max_loss`` is in nats per token.
     """
-    arms = finished_arms(store, run_id)
+    with store.reading():
+        arms = finished_arms(store, run_id)
+        stored = StoredRows.read(store, run_id, arms)
     by_name = {arm.name: arm for arm in arms.others}
-    compared: dict[str, dict[Scope, PairedDifference]] = {}
-    if by_name:
-        rows = read_verdict_rows(store, run_id)
-        compared = compared_by_arm([*rows.stored, *rows.computed])
+    compared = stored.with_missing().by_arm()
     verdicts: list[ShareVerdict] = []
     for name, share in shares:
         loss = losses.get(name)
@@ -126,7 +125,7 @@ def share_verdict(outcome: ArmOutcome, share: float, loss: Increase | None) -> S
         outcome.outcome,
         outcome.why,
         accuracy=outcome.paired,
-        recall=outcome.families,
+        recall=outcome.judged_recall,
         cache_left=outcome.cache_left,
         weights_left=outcome.weights_left,
         recall_unknown=outcome.recall_unknown,

@@ -30,6 +30,8 @@ from headscan.analysis.store.verdict_limits import (
 _LOWEST, _HIGHEST = -100.0, 200.0
 
 _DRAWS = 4000
+#: Seed of every resampling: the same answers have the same interval.
+_SEED = 0
 
 
 class Interval(NamedTuple):
@@ -57,10 +59,10 @@ class Interval(NamedTuple):
         return f"{text} [{self.low:{sign}.{digits}f}, {self.high:{sign}.{digits}f}]" if self.known else text
 
 
-def retained(baseline: np.ndarray, arm: np.ndarray, texts: np.ndarray, chance: float, *, seed: int = 0) -> Interval:
+def retained(baseline: np.ndarray, arm: np.ndarray, texts: np.ndarray, chance: float) -> Interval:
     """Return the share of the baseline's ability above chance that an arm retains, in percent: ``clip(100 * (arm -
-    chance) / (baseline - chance), -100, 200)`` of the means over texts; of a baseline that is not above chance, 200 for
-    the number and the upper end, -100 for the lower end.
+    chance) / (baseline - chance), -100, 200)`` of the means over texts. If the baseline is not above chance, the
+    number and the upper end are 200, and the lower end is -100.
 
     The interval is a Bayesian bootstrap of whole texts with one added text: the worst possible for the lower end, the
     best possible for the upper end (Gaffke's bound; arXiv 1905.06208). Identical answers to few questions therefore
@@ -75,7 +77,7 @@ def retained(baseline: np.ndarray, arm: np.ndarray, texts: np.ndarray, chance: f
     sizes = np.bincount(text)
     # (2, texts): accuracy of the baseline and of the arm in each text, above chance.
     ability = np.stack([np.bincount(text, answers) / sizes for answers in (baseline, arm)]) - chance / 100
-    weights = _text_weights(len(sizes), seed)
+    weights = _text_weights(len(sizes))
     known, unknown = weights[:, 1:] @ ability.T, weights[:, :1]
     worst, best = np.array([1.0, 0.0]) - chance / 100, np.array([0.0, 1.0]) - chance / 100
     lows, highs = _shares(known + unknown * worst, _LOWEST), _shares(known + unknown * best, _HIGHEST)
@@ -88,9 +90,9 @@ def retained(baseline: np.ndarray, arm: np.ndarray, texts: np.ndarray, chance: f
 
 
 @lru_cache(maxsize=8)
-def _text_weights(texts: int, seed: int) -> np.ndarray:
+def _text_weights(texts: int) -> np.ndarray:
     """Return exponential weights (draws, 1 + texts): of one added text, and of all others."""
-    weights = np.random.default_rng(seed).standard_exponential((_DRAWS, texts + 1))
+    weights = np.random.default_rng(_SEED).standard_exponential((_DRAWS, texts + 1))
     weights.flags.writeable = False
     return weights
 
@@ -158,10 +160,10 @@ class PairedDifference:
         return shows_loss(self.high, self.questions)
 
     def questions_needed(self, comparisons: int = 1) -> int:
-        """Return the number of questions that show in four of five cases that an arm that loses nothing and changes as
-        many answers as this one is removable. If few answers differ, their share gives the variance; otherwise the
-        width of the interval does, which also counts partial credit and correlated questions. The interval is one
-        that is widened for ``comparisons``, as by `among`.
+        """Return a number of questions for an arm that loses nothing and changes as many answers as this one: with so
+        many it is shown to be removable in four of five cases. If few answers differ, their share gives the variance;
+        otherwise the width of the interval does, which also counts partial credit and correlated questions. This
+        interval must be widened for ``comparisons``, as `among` does.
         """
         changed = self.gained + self.lost
         if changed < FEW_DIFFER:
@@ -265,7 +267,7 @@ class Sampling:
         ]
 
 
-def _resampled_interval(strata: list[_Stratum], resamples: int, seed: int) -> tuple[float, float]:
+def _resampled_interval(strata: list[_Stratum], resamples: int) -> tuple[float, float]:
     """Return the 95 % interval of a mean: the wider one of Student's t and of a bootstrap of texts, at each end.
 
     A percentile interval is too narrow with few texts: of two texts it holds the mean in half of the cases. Its ends
@@ -281,7 +283,7 @@ def _resampled_interval(strata: list[_Stratum], resamples: int, seed: int) -> tu
     freedom = variances.sum() ** 2 / (variances**2 / freedoms).sum() if variances.any() else freedoms.sum()
     quantile = t_quantile(TAIL, max(1, int(freedom)))
     half = quantile * sqrt(variances.sum()) / count
-    low, high = _percentiles(tuple(_kinds(stratum) for stratum in strata), resamples, seed)
+    low, high = _percentiles(tuple(_kinds(stratum) for stratum in strata), resamples)
     wider = quantile / _Z
     below, above = max(half, wider * (observed - low)), max(half, wider * (high - observed))
     return float(max(-1.0, observed - below)), float(min(1.0, observed + above))
@@ -310,13 +312,13 @@ def _kinds(stratum: _Stratum) -> _Kinds:
 
 
 @lru_cache(maxsize=1 << 14)
-def _percentiles(strata: tuple[_Kinds, ...], resamples: int, seed: int) -> tuple[float, float]:
+def _percentiles(strata: tuple[_Kinds, ...], resamples: int) -> tuple[float, float]:
     """Return the 2.5 % and 97.5 % quantiles of a mean over bootstrap samples.
 
     Each stratum draws n - 1 of its n texts: drawing n would make the variance too small by the factor (n - 1) / n (Rao
     and Wu 1988), which matters in strata with few texts.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(_SEED)
     total = np.zeros(resamples)
     for stratum in strata:
         texts = sum(stratum.counts)
@@ -371,7 +373,6 @@ def compare(
     texts: np.ndarray | None = None,
     *,
     resamples: int = 2000,
-    seed: int = 0,
 ) -> PairedDifference:
     """Return the paired difference of two arms.
 
@@ -389,7 +390,7 @@ def compare(
                 " for each question"
             )
     sampling = Sampling(len(arm_correct), strata, texts)
-    return compare_sampled(baseline_correct, arm_correct, sampling, resamples=resamples, seed=seed)
+    return compare_sampled(baseline_correct, arm_correct, sampling, resamples=resamples)
 
 
 def compare_sampled(
@@ -398,7 +399,6 @@ def compare_sampled(
     sampling: Sampling,
     *,
     resamples: int = 2000,
-    seed: int = 0,
 ) -> PairedDifference:
     """Return the paired difference of two arms; see `compare`. Many arms share one ``sampling``."""
     baseline = np.asarray(baseline_correct, dtype=np.float64)
@@ -409,7 +409,7 @@ def compare_sampled(
         raise VerdictError("no answers to compare. Run `headscan evaluate` first")
     delta = arm - baseline
     gained, lost = int((delta > 0).sum()), int((delta < 0).sum())
-    low, high = _resampled_interval(sampling.strata(delta), resamples, seed)
+    low, high = _resampled_interval(sampling.strata(delta), resamples)
     if gained + lost < FEW_DIFFER and ((delta == 0) | (np.abs(delta) == 1)).all():
         by_score = _score_interval(gained, lost, len(delta))
         low, high = min(low, by_score[0]), max(high, by_score[1])

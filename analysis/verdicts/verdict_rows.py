@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, log, sqrt
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from headscan.analysis.verdicts.answer_sheets import (
     BENCHMARK,
     AnswerSheets,
     FinishedArm,
+    FinishedArms,
     Scope,
     finished_arms,
     read_answers,
@@ -182,9 +184,9 @@ def task_verdicts(scopes: Mapping[Scope, PairedDifference]) -> tuple[TaskVerdict
 def least_visible_loss(paired: PairedDifference, tasks: int) -> float:
     """Return the smallest loss in points, at most 100, that the interval of one of ``tasks`` tasks shows in four of
     five cases: ``loss - MARGIN >= (t(TAIL / tasks) + t(1 - POWER)) * 100 * sqrt((loss / 100 + changed - (loss /
-    100)**2) / questions)``, where t has that probability beyond it, and ``changed`` is twice the smaller one of the
-    shares of gained and lost answers: the variance of a question's difference is the share of changed answers minus the
-    squared loss.
+    100)**2) / questions)``. t(p) is the quantile of Student's t with the probability p beyond it. The root has the
+    variance of a question's difference: the share of changed answers minus the squared loss. ``changed`` is the part
+    of these answers without a net loss, twice the smaller one of the shares of gained and lost answers.
     """
     questions = paired.questions
     changed = 2 * min(paired.gained, paired.lost) / questions
@@ -219,24 +221,47 @@ class VerdictRows(NamedTuple):
     stored: list[dict[str, Any]]
     computed: list[dict[str, Any]]
 
+    def by_arm(self) -> dict[str, dict[Scope, PairedDifference]]:
+        """Return all comparisons by arm id and scope."""
+        return compared_by_arm([*self.stored, *self.computed])
 
-def read_verdict_rows(store: Store, run_id: str) -> VerdictRows:
-    """Read a run's verdict rows; compute missing ones without writing them."""
-    with store.reading():
-        baseline, others, _ = finished_arms(store, run_id)
+
+class StoredRows(NamedTuple):
+    """The stored rows of ``arm_verdicts`` of one run, and the answers of the arms that have none; ``sheets`` is None if
+    all have rows.
+    """
+
+    rows: list[dict[str, Any]]
+    baseline: FinishedArm
+    missing: list[FinishedArm]
+    sheets: AnswerSheets | None
+
+    @classmethod
+    def read(cls, store: Store, run_id: str, arms: FinishedArms) -> StoredRows:
         rows = store.query(
             "SELECT v.* FROM arm_verdicts v JOIN arms USING (arm_id) WHERE run_id = ? ORDER BY arm_id, task, recall",
             [run_id],
         ).to_pylist()
         stored = complete_rows(rows)
         known = {row["arm_id"] for row in stored}
-        missing = [arm for arm in others if arm.arm_id not in known]
-        if not missing:
-            return VerdictRows(stored, [])
-        sheets = read_answers(store, baseline, missing)
-    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
-        computed = threads.map(lambda arm: verdict_rows(sheets, baseline, arm), missing)
-        return VerdictRows(stored, [row for rows in computed for row in rows])
+        missing = [arm for arm in arms.others if arm.arm_id not in known]
+        sheets = read_answers(store, arms.baseline, missing) if missing else None
+        return cls(stored, arms.baseline, missing, sheets)
+
+    def with_missing(self) -> VerdictRows:
+        """Compute the missing rows. This takes long with many arms, so call it when the store is closed again."""
+        if self.sheets is None:
+            return VerdictRows(self.rows, [])
+        compute = partial(verdict_rows, self.sheets, self.baseline)
+        with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
+            return VerdictRows(self.rows, [row for rows in threads.map(compute, self.missing) for row in rows])
+
+
+def read_verdict_rows(store: Store, run_id: str) -> VerdictRows:
+    """Read a run's verdict rows; compute missing ones without writing them."""
+    with store.reading():
+        stored = StoredRows.read(store, run_id, finished_arms(store, run_id))
+    return stored.with_missing()
 
 
 def complete_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

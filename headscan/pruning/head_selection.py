@@ -32,7 +32,7 @@ def allocate_units(
 ) -> list[dict[int, int]]:
     """Return the numbers of removed units by layer with the least summed damage, for every budget from 0 to ``most``
     units. Dynamic programming over layers: exact for damages (of removing 0, 1, 2, ... units of a layer) that add up.
-    A budget that no ``allowed`` numbers, which include 0, add up to has the numbers of the next smaller budget.
+    ``allowed`` numbers include 0. If they cannot add up to a budget, its choice is that of the next smaller budget.
     """
     units = sum(len(curve) - 1 for curve in curves.values())
     if most > units:
@@ -283,8 +283,8 @@ class HeadSelection:
     Damages that ``known`` has are not measured; all its numbers must be of this model and calibration, and of the same
     numbers of tokens in ``config``. Moments and repairs between the stages are too large to keep.
 
-    ``allowed`` limits the numbers of units that each layer may lose; they include 0. Of the sums of allowed numbers,
-    a choice has the largest one up to what it was asked for.
+    ``allowed`` limits the numbers of units that each layer may lose, which include 0. If the allowed numbers cannot add
+    up to a count, the choice is that of the next smaller one.
     """
 
     def __init__(

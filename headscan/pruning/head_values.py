@@ -66,7 +66,7 @@ def ranked(values: Tensor, without: Sequence[Head] = ()) -> list[Head]:
     return sorted((head for head in heads if head not in gone), key=lambda head: (float(values[head]), head))
 
 
-def measured(
+def criterion_inputs(
     lm: LoadedModel, texts: Mapping[str, Any], loss: Loss | None, names: Sequence[str]
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Yield what scores and importances are computed from: site, measure and values (B, L, H), NaN where a layer lacks
@@ -127,14 +127,14 @@ def _scaled(values: Tensor) -> Tensor:
 def _means(
     lm: LoadedModel, calibration: Calibration, names: Sequence[str], removed: Sequence[Head]
 ) -> dict[str, Tensor]:
-    """Return means over the sequences of what `measured` yields at the site of ``lm``, without some heads."""
+    """Return means over the sequences of what `criterion_inputs` yields at the site of ``lm``, without some heads."""
     parts: dict[str, list[Tensor]] = {}
     has_loss = any(name in IMPORTANCES for name in names)
     for batch in calibration.batches(lm.device):
         texts: dict[str, Any] = {"input_ids": batch.ids, "lengths": batch.lengths}
         with edited(lm, Edits(tuple(removed))):
             loss = default_loss(lm, **texts) if has_loss else None
-            for kind, name, values in measured(lm, texts, loss, names):
+            for kind, name, values in criterion_inputs(lm, texts, loss, names):
                 if kind == lm.grid.kind:
                     parts.setdefault(name, []).append(values.double())
     return {name: torch.cat(values).nanmean(0) for name, values in parts.items()}

@@ -26,7 +26,7 @@ from headscan.statistics.norm_statistics import (
 from headscan.statistics.weight_statistics import (
     ENTROPIES,
     PROFILES_AND_RECEIVED,
-    SHARES,
+    SHARE_STATISTICS,
     Findings,
     Joins,
     QueryMean,
@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 
 
 #: Measured from attention weights, at the attention hook.
-WEIGHT_STATISTICS: dict[str, WeightStatistic] = {s.name: s for s in (*SHARES, *ENTROPIES, *PROFILES_AND_RECEIVED)}
+WEIGHT_STATISTICS: dict[str, WeightStatistic] = {
+    s.name: s for s in (*SHARE_STATISTICS, *ENTROPIES, *PROFILES_AND_RECEIVED)
+}
 #: Measured from value vectors, at the attention hook.
 VALUE_STATISTICS: dict[str, ValueStatistic] = {s.name: s for s in VALUE_NORMS}
 #: Measured from the heads' outputs, at the output hook.

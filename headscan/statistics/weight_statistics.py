@@ -375,7 +375,7 @@ class Confidence(MeanOverQueries):
         return weights.amax(-1)
 
 
-SHARES: tuple[WeightStatistic, ...] = (
+SHARE_STATISTICS: tuple[WeightStatistic, ...] = (
     FirstTokenWeight(),
     SelfWeight(),
     PreviousTokenWeight(),

@@ -63,9 +63,9 @@ def arm_row(arm: ArmOutcome) -> dict[str, Any]:
         "zeroed_share": arm.zeroed_share,
         "selection": arm.selection,
         "replacement": arm.replacement,
-        "removable": None if judged is None else judged.removable,
+        "removable": None if judged is None else judged.is_safe,
         "accuracy": None if judged is None else {k: v for k, v in asdict(judged.paired).items() if k != "retained"},
-        "recall": [_recall(family) for family in arm.recall],
+        "recall": [_recall(each) for each in arm.recall],
         "recall_unknown": arm.recall_unknown or None,
         "measures": [asdict(measure) for measure in arm.measures],
         "weights_left": arm.weights_left,
@@ -105,10 +105,10 @@ def _whole_model(arm: ArmOutcome) -> str:
     parts = []
     if isinstance(arm, ArmVerdict):
         parts.append(f"accuracy {arm.paired.baseline:.1f} % on {arm.paired.questions:,} questions")
-    parts += [f"{family.family} {family.paired.baseline:.1f} % on {family.paired.questions:,}" for family in arm.recall]
+    parts += [f"{each.family} {each.paired.baseline:.1f} % on {each.paired.questions:,}" for each in arm.recall]
     if not arm.recall:
         parts.append("recall was not asked, so it may be lost")
-    elif not arm.families:
+    elif not arm.judged_recall:
         parts.append("too little recall to lose any, so its loss is unknown")
     return f"whole model: {', '.join(parts)}"
 
@@ -125,7 +125,7 @@ def _cells(arm: ArmOutcome) -> dict[str, str]:
         cells["accuracy"] = accuracy.words(1)
     if (loss := arm.value(LOSS)) is not None:
         cells["loss"] = loss.words(4)
-    cells |= {family.family: family.loss_left() for family in arm.families}
+    cells |= {each.family: each.loss_left() for each in arm.judged_recall}
     if not isinstance(arm, ArmVerdict):
         return cells
     if arm.controls is not None:

@@ -88,7 +88,7 @@ class Sweep(TaskVerb):
 
 def choices_text(choices: Sequence[SweepChoice], *, confirm: bool) -> str:
     """Return how each arm was selected, the verdicts, and the removable arms."""
-    removable = [choice.verdict.name for choice in choices if choice.verdict.removable]
+    removable = [choice.verdict.name for choice in choices if choice.verdict.is_safe]
     how = "confirmed on other questions" if confirm else "not corrected for the selection"
     origins = "\n".join(f"{choice.verdict.name}: {choice.origin()}" for choice in choices)
     line = f"removable within one point, {how}: {', '.join(removable) or 'no arm'}"

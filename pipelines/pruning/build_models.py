@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headscan.catalog import LAYER_DROP
+from headscan.catalog import LAYER_DROP, RANDOM
 from headscan.errors import PruningError
 from headscan.grid import Head, Unit, find_units
 from headscan.long_work import KnownNumbers, hash_of
@@ -31,7 +31,7 @@ from headscan.pipelines.pruning.model_costs import (
     find_layer_caches,
     promised_cache,
 )
-from headscan.pipelines.pruning.pruned_arms import RANDOM, BuiltModel, skipped_layers
+from headscan.pipelines.pruning.pruned_arms import BuiltModel, skipped_layers
 from headscan.pipelines.pruning.pruning_units import (
     BudgetSearch,
     PruneBudget,

@@ -76,9 +76,9 @@ def _losses(arm: ArmOutcome) -> dict[str, str]:
     if isinstance(arm, ArmVerdict):
         p = arm.paired
         columns["accuracy, points"] = f"{p.difference:+.2f} [{p.low:+.2f}, {p.high:+.2f}]"
-    for family in arm.recall:
-        if (left := arm.value(family.family)) is not None:
-            columns[f"{family.family} left"] = f"{left.value:.0f} %"
+    for each in arm.recall:
+        if (left := arm.value(each.family)) is not None:
+            columns[f"{each.family} left"] = f"{left.value:.0f} %"
     return columns
 
 

@@ -14,7 +14,7 @@ from typing import Annotated
 
 from headscan.analysis.store.output_files import write_text
 from headscan.analysis.verdicts.judge import Verdict, judge
-from headscan.catalog import LAYER_DROP
+from headscan.catalog import LAYER_DROP, RANDOM
 from headscan.cluster.tasks.pool import refuse_staged
 from headscan.errors import PruningError
 from headscan.grid import Unit
@@ -26,7 +26,7 @@ from headscan.pipelines.pruning.build_models import BuildJob, RepairChoice, Want
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_recall, read_texts
 from headscan.pipelines.pruning.model_card import model_card
 from headscan.pipelines.pruning.model_costs import Timing, columns_to_solve
-from headscan.pipelines.pruning.pruned_arms import RANDOM, BuiltModel, pruned_arm
+from headscan.pipelines.pruning.pruned_arms import BuiltModel, pruned_arm
 from headscan.pipelines.pruning.pruning_units import PruneBudget
 from headscan.pipelines.pruning.work_folder import check_place, work_folder
 from headscan.pipelines.runs.code_version import code_version

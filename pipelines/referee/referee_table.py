@@ -11,7 +11,6 @@ from headscan.analysis.store.tables import ACCURACY, BLEU, LOSS
 from headscan.analysis.verdicts.controls import loss_increase
 from headscan.analysis.verdicts.criterion_points import (
     ALL_SITES,
-    RANDOM,
     Agreement,
     CriterionPoint,
     SitePoint,
@@ -20,6 +19,7 @@ from headscan.analysis.verdicts.criterion_points import (
 )
 from headscan.analysis.verdicts.judge import ArmOutcome
 from headscan.analysis.verdicts.measures import METRICS
+from headscan.catalog import RANDOM
 from headscan.pipelines.runs.text_tables import text_table
 
 #: Title of a measure's table; all others are recall families.
@@ -123,7 +123,7 @@ def _tau_table(agreements: Sequence[Agreement]) -> str:
 
 def _measures(points: Sequence[CriterionPoint], controls: Sequence[ArmOutcome]) -> list[_ComparedMeasure]:
     arms = [*(point.arm for point in points), *controls]
-    families = dict.fromkeys(recall.family for arm in arms for recall in arm.families)
+    families = dict.fromkeys(recall.family for arm in arms for recall in arm.judged_recall)
     unit = next((increase.unit for arm in arms if (increase := loss_increase(arm.measures)) is not None), "")
     known = [_ComparedMeasure(LOSS, unit), _ComparedMeasure(ACCURACY, "points")]
     known += [_ComparedMeasure(family, "percent left") for family in families]

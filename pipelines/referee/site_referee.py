@@ -21,8 +21,8 @@ from headscan.ablation.ablation import intervene
 from headscan.ablation.masks import HeadMask, SiteMask
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdicts.criterion_points import ALL_SITES, RANDOM, SitePoint, read_site_points
-from headscan.catalog import EFFECT, IMPORTANCES, head_count
+from headscan.analysis.verdicts.criterion_points import ALL_SITES, SitePoint, read_site_points
+from headscan.catalog import EFFECT, IMPORTANCES, RANDOM, head_count
 from headscan.cluster.tasks.pool import Pool
 from headscan.errors import unknown_name
 from headscan.gradients.losses import Loss
@@ -42,7 +42,7 @@ from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.evaluation_settings import SITE_CRITERIA, Comparison
-from headscan.pruning.head_values import criterion_values, measured
+from headscan.pruning.head_values import criterion_inputs, criterion_values
 
 #: Examples of one item of a pool.
 _GROUP = 256
@@ -96,7 +96,7 @@ def total_values(lm: LoadedModel, item: ValuesItem) -> Totals:
         sums: Totals = {}
         effects = _effects(lm, loss) if EFFECT in item.names else ()
         for site, name, values_BLH in chain(
-            measured(lm, loss.texts, loss if has_importance else None, item.names), effects
+            criterion_inputs(lm, loss.texts, loss if has_importance else None, item.names), effects
         ):
             values = values_BLH.double()
             sums[site, name] = torch.stack([values.nansum(0), values.isfinite().sum(0)])

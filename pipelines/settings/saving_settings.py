@@ -76,8 +76,8 @@ class RecallConfig:
         prompts: Number of prompts of each recall task, a multiple of 8; one half chooses and repairs, the other judges.
             0 uses texts only.
         tokens: Longest prompt; shorter if the model's context is.
-        weight: w of the objective m(text) + w / T sum over the T recall tasks of m(task); m is the mean over
-            predictions.
+        weight: w in ``m(text) + w / T * (m(task 1) + ... + m(task T))``, which choice and repair minimise, with T
+            recall tasks; m is a mean over predictions.
     """
 
     prompts: Annotated[int, Limits(least=0, multiple=8)] = 32

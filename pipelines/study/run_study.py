@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -50,10 +50,12 @@ from headscan.pipelines.runs.head_orders import head_order, run_kind
 from headscan.pipelines.runs.progress import time_text
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm
+from headscan.pipelines.settings.corpus_settings import SHORTEST
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
+from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS as PROMPTS
 from headscan.pipelines.settings.measure_settings import ImportanceConfig, ProbeConfig, ScanConfig
 from headscan.pipelines.settings.saving_settings import MeasureConfig, RecallConfig, TextConfig
-from headscan.pipelines.study.study_answer import Saving, StudyAnswer
+from headscan.pipelines.study.study_answer import ABLATED, CACHED, REMOVED, Saving, SavingKind, StudyAnswer
 from headscan.pipelines.study.study_config import (
     FEWEST_STUDY_TEXTS,
     StudyConfig,
@@ -63,7 +65,6 @@ from headscan.pipelines.study.study_config import (
 )
 from headscan.pipelines.study.study_texts import StudyTexts, split_texts
 from headscan.pipelines.study.study_time import (
-    PROMPTS,
     TimedPass,
     decided,
     limit_per_task,
@@ -72,8 +73,8 @@ from headscan.pipelines.study.study_time import (
     time_pass,
 )
 
-#: Longest texts by default, and the shortest ones that are read, in tokens.
-_TOKENS, _SHORTEST = 512, 16
+#: Longest texts by default, in tokens.
+_TOKENS = 512
 
 
 def study(config: StudyConfig, run: Run) -> StudyAnswer:
@@ -83,6 +84,31 @@ def study(config: StudyConfig, run: Run) -> StudyAnswer:
         run: The store in the study's folder, and the model, held whole in this process.
     """
     return _Study.begin(config, run).answer()
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    """The arms of one kind of saving, from small to large.
+
+    Attributes:
+        saving: What is known of them before they are judged.
+        write: Returns the file of one of them by its number; the largest safe one is asked for.
+    """
+
+    arms: list[Arm]
+    saving: Saving
+    write: Callable[[int], str]
+
+    @property
+    def kind(self) -> SavingKind:
+        return self.saving.kind
+
+    def saving_of(self, verdicts: Sequence[ShareVerdict]) -> Saving:
+        """Return the saving with its verdicts, and with the file of the largest safe share, if there is one."""
+        saving = replace(self.saving, judged=tuple(verdicts))
+        if saving.safe is None:
+            return saving
+        return replace(saving, file=self.write([arm.name for arm in self.arms].index(saving.safe.name)))
 
 
 @dataclass(frozen=True)
@@ -122,77 +148,29 @@ class _Study:
 
     def answer(self) -> StudyAnswer:
         """Run every step and write the answers."""
-        config, out = self.config, Path(self.config.out)
         scan_run = self._scan_run
-        masks, criterion = self._masks() if config.shares else ([], "")
-        plans = self._plans() if config.window_shares and self._has_time("the plans") else []
-        planned = [plan_arms(plan, ("forward",), 0)[0] for plan in plans]
-        built = self._pruned(criterion) if config.prune_shares and self._has_time("the pruned models") else []
-        pruned = [pruned_arm(each, config.model, self.run.identity) for each in built]
-        arms = {"heads ablated": masks, "KV cache": planned, "heads removed": pruned}
-        arms = {kind: of_kind for kind, of_kind in arms.items() if of_kind}
-        if not arms:
-            raise StudyError(
-                f"`hours={config.hours:g}` were used up before anything could be tried. Run the same command again"
-            )
-        losses = self._losses([arm for of_kind in arms.values() for arm in of_kind])
-        run_id, judged = self._judged(arms, losses)
-        grid, plan_file, savings = self.run.facts.grid, out / "head_plan.json", list[Saving]()
-        for kind, of_kind in arms.items():
-            saving = Saving(kind, tuple(judged[kind]), tuple((arm.name, arm.share or 0.0) for arm in of_kind))
-            names = [arm.name for arm in of_kind]
-            safe = None if saving.safe is None else names.index(saving.safe.name)
-            if kind == "heads ablated":
-                file = "" if safe is None else self._write_heads(masks[safe])
-                saving = replace(saving, criterion=criterion, units=grid.total_heads, file=file)
-            elif kind == "KV cache":
-                saving = self._with_cache(saving, dict(zip(names, plans, strict=True)))
-                if safe is not None:
-                    saving = replace(saving, file=str(plans[safe].save(plan_file)))
-            else:
-                saved = {name: model.costs for name, model in zip(names, built, strict=True)}
-                saving = replace(
-                    saving,
-                    units=grid.total_heads,
-                    cache_saved={
-                        name: 1 - costs.cache_left for name, costs in saved.items() if costs.cache_left is not None
-                    },
-                    weights_saved={name: 1 - costs.weights_left for name, costs in saved.items()},
-                    file="" if safe is None else str(built[safe].folder),
-                )
-            savings.append(saving)
-        plan = load_plan(plan_file) if plan_file.exists() else None
-        finished = self._count("SELECT count(*) FROM arms WHERE run_id = ? AND status = 'finished'", run_id)
-        questions = self._count(
-            "SELECT count(*) FROM answers JOIN arms USING (arm_id)"
-            " WHERE run_id = ? AND kind = 'baseline' AND NOT recall",
-            run_id,
-        )
-        report = write_report(
-            self.run.store,
-            out / "report.html",
-            scan_run=scan_run,
-            evaluate_run=run_id if any(judged.values()) and finished > 1 else None,
-            plan=plan,
-            plan_file=plan_file if plan is not None else None,
-            answers=[saving.card() for saving in savings],
-        )
+        candidates = self._candidates()
+        losses = self._losses([arm for each in candidates for arm in each.arms])
+        run_id, judged = self._judged(candidates, losses)
+        savings = tuple(each.saving_of(judged[each.kind]) for each in candidates)
+        report = self._report(scan_run, run_id, savings)
+        grid = self.run.facts.grid
         answer = StudyAnswer(
             model=self.run.identity.name,
-            corpus=config.corpus.name,
+            corpus=self.config.corpus.name,
             layers=grid.num_layers,
             heads=grid.total_heads,
-            questions=questions,
+            questions=self._questions(run_id),
             texts=len(self._text.chunks),
             tokens=self.tokens,
-            max_loss=config.max_loss,
-            savings=tuple(savings),
+            max_loss=self.config.max_loss,
+            savings=savings,
             losses=losses,
             report=str(report),
             store=str(self.run.store.path),
             seconds=time.monotonic() - self.started,
         )
-        answer.save(out / "answers.json")
+        answer.save(Path(self.config.out) / "answers.json")
         return answer
 
     @cached_property
@@ -227,6 +205,55 @@ class _Study:
         run_id = self._scan_run if run_kind(criterion) == "scan" else self._importance_run
         return [(head.layer, head.head) for head in head_order(self.run.store, run_id, criterion)]
 
+    def _candidates(self) -> list[_Candidates]:
+        """Return the candidates of every kind that the settings and the hours allow."""
+        config, found, criterion = self.config, list[_Candidates](), ""
+        if config.shares:
+            masks, criterion = self._masks()
+            found.append(self._ablations(masks, criterion))
+        if config.window_shares and self._has_time("the plans"):
+            found.append(self._caches(self._plans()))
+        if config.prune_shares and self._has_time("the pruned models"):
+            found.append(self._removals(self._pruned(criterion)))
+        if not found:
+            raise StudyError(
+                f"`hours={config.hours:g}` were used up before anything could be tried. Run the same command again"
+            )
+        return found
+
+    def _ablations(self, masks: list[Arm], criterion: str) -> _Candidates:
+        heads = self.run.facts.grid.total_heads
+        saving = Saving(ABLATED, (), _tried(masks), units=heads, criterion=criterion)
+        return _Candidates(masks, saving, lambda number: self._write_heads(masks[number]))
+
+    def _caches(self, plans: Sequence[HeadPlan]) -> _Candidates:
+        arms = [plan_arms(plan, ("forward",), 0)[0] for plan in plans]
+        layers = plans[0].model.layers
+        whole = sum(layer.cache_bytes(self.tokens) for layer in layers)
+        saved = [1 - planned_bytes(plan, self.tokens) / whole for plan in plans]
+        saving = Saving(
+            CACHED,
+            (),
+            _tried(arms),
+            units=sum(layer.num_key_value_heads for layer in layers),
+            length=self.tokens,
+            cache_saved={arm.name: share for arm, share in zip(arms, saved, strict=True)},
+        )
+        return _Candidates(arms, saving, lambda number: str(plans[number].save(self._plan_file)))
+
+    def _removals(self, built: Sequence[BuiltModel]) -> _Candidates:
+        arms = [pruned_arm(each, self.config.model, self.run.identity) for each in built]
+        costs = {arm.name: each.costs for arm, each in zip(arms, built, strict=True)}
+        saving = Saving(
+            REMOVED,
+            (),
+            _tried(arms),
+            units=self.run.facts.grid.total_heads,
+            cache_saved={name: 1 - cost.cache_left for name, cost in costs.items() if cost.cache_left is not None},
+            weights_saved={name: 1 - cost.weights_left for name, cost in costs.items()},
+        )
+        return _Candidates(arms, saving, lambda number: str(built[number].folder))
+
     def _masks(self) -> tuple[list[Arm], str]:
         """Return the arms of the best criterion, from small to large, and its name."""
         self._begin_step("3. choice of a criterion, on texts that judge nothing")
@@ -260,7 +287,7 @@ class _Study:
         for criterion, of_one in arms.items():
             kept = 0
             for arm in of_one:
-                recall = [family.paired.retained for family in outcomes[arm.name].recall if family.informative]
+                recall = [each.paired.retained for each in outcomes[arm.name].judged_recall]
                 lost = any(each is not None and each.value < LEAST_RETAINED for each in recall)
                 if lost or losses[arm.name].difference > config.max_loss:
                     break
@@ -332,30 +359,46 @@ class _Study:
         return read_losses(self.run.store, self._evaluate(reading, arms), comparisons=self.config.kind_count)
 
     def _judged(
-        self, arms: dict[str, list[Arm]], losses: dict[str, Increase]
-    ) -> tuple[str, dict[str, list[ShareVerdict]]]:
-        """Ask the questions from small to large shares; each kind ends with its first failure."""
+        self, candidates: Sequence[_Candidates], losses: dict[str, Increase]
+    ) -> tuple[str, dict[SavingKind, list[ShareVerdict]]]:
+        """Ask the questions from small to large shares; each kind ends with its first failure. Return the run's id and
+        the verdicts of every kind, of which each has at least one.
+        """
         config = self.config
         self._begin_step("7. questions, from small to large shares; the first failure ends each kind")
-        judged: dict[str, list[ShareVerdict]] = {}
-        live = dict.fromkeys(arms, 0)
+        judged: dict[SavingKind, list[ShareVerdict]] = {}
+        tried = {each.kind: each.arms for each in candidates}
+        live = dict.fromkeys(tried, 0)
         while live:
             # The arms of one round share the work of the baseline.
-            asked = [arms[kind][number] for kind, number in live.items()]
+            asked = [tried[kind][number] for kind, number in live.items()]
             run_id = self._evaluate(self._judging, [a for a in asked if not exceeds(losses[a.name], config.max_loss)])
             for kind, number in list(live.items()):
-                shares = [(arm.name, arm.share or 0.0) for arm in arms[kind]]
+                shares = _tried(tried[kind])
                 judged[kind] = judge_shares(
                     self.run.store, run_id, shares, losses, max_loss=config.max_loss, comparisons=config.kind_count
                 )
                 last = judged[kind][-1]
-                self.run.say(f"{kind}, {last.share:.1%}: {last.label}{f' ({last.why})' if last.why else ''}")
+                self.run.say(f"{kind.name}, {last.share:.1%}: {last.label}{f' ({last.why})' if last.why else ''}")
                 live[kind] = number + 1
                 if last.outcome is not Outcome.SAFE or number + 1 == len(shares):
                     del live[kind]
             if live and not self._has_time("larger shares"):
                 break
         return run_id, judged
+
+    def _report(self, scan_run: str, run_id: str, savings: Sequence[Saving]) -> Path:
+        plan = load_plan(self._plan_file) if self._plan_file.exists() else None
+        finished = self._count("SELECT count(*) FROM arms WHERE run_id = ? AND status = 'finished'", run_id)
+        return write_report(
+            self.run.store,
+            Path(self.config.out) / "report.html",
+            scan_run=scan_run,
+            evaluate_run=run_id if finished > 1 else None,
+            plan=plan,
+            plan_file=None if plan is None else self._plan_file,
+            answers=[saving.card() for saving in savings],
+        )
 
     # What the steps share.
 
@@ -381,7 +424,7 @@ class _Study:
 
     @property
     def _measured_tokens(self) -> TokenPlan:
-        return TokenPlan(self.tokens, mode="chunk", min_tokens=_SHORTEST, limit_sequences=self._sequences)
+        return TokenPlan(self.tokens, mode="chunk", min_tokens=SHORTEST, limit_sequences=self._sequences)
 
     @property
     def _recent(self) -> int:
@@ -390,6 +433,10 @@ class _Study:
     @property
     def _recall_tokens(self) -> int:
         return self.tokens - 1
+
+    @property
+    def _plan_file(self) -> Path:
+        return Path(self.config.out) / "head_plan.json"
 
     @cached_property
     def _text(self) -> HeldOutText:
@@ -410,11 +457,19 @@ class _Study:
 
     def _read(self, corpus: Any, count: int, name: str) -> HeldOutText:
         tokenizer = self.run.identity.tokenizer
-        texts = read_spread(corpus, tokenizer, self.tokens, count, shortest=_SHORTEST)
+        texts = read_spread(corpus, tokenizer, self.tokens, count, shortest=SHORTEST)
         return HeldOutText(f"texts that {name}", chunks(tokenizer, texts))
 
     def _evaluate(self, config: EvaluateConfig, arms: list[Arm]) -> str:
         return evaluate(config, self.run, [BASELINE, *arms])
+
+    def _questions(self, run_id: str) -> int:
+        """Return the number of benchmark questions that the baseline answered."""
+        return self._count(
+            "SELECT count(*) FROM answers JOIN arms USING (arm_id)"
+            " WHERE run_id = ? AND kind = 'baseline' AND NOT recall",
+            run_id,
+        )
 
     def _count(self, sql: str, run_id: str) -> int:
         return int(self.run.store.query(sql, [run_id])[0][0].as_py())
@@ -426,13 +481,7 @@ class _Study:
         write_text(path, json.dumps([list(head) for head in arm.ablated.heads]) + "\n")
         return str(path)
 
-    def _with_cache(self, saving: Saving, plans: Mapping[str, HeadPlan]) -> Saving:
-        """Add the KV heads of the model, and the share of the cache that the plan of each arm saves."""
-        layers = next(iter(plans.values())).model.layers
-        whole = sum(layer.cache_bytes(self.tokens) for layer in layers)
-        return replace(
-            saving,
-            units=sum(layer.num_key_value_heads for layer in layers),
-            length=self.tokens,
-            cache_saved={name: 1 - planned_bytes(plan, self.tokens) / whole for name, plan in plans.items()},
-        )
+
+def _tried(arms: Sequence[Arm]) -> tuple[tuple[str, float], ...]:
+    """Return the names and nominal shares of arms."""
+    return tuple((arm.name, arm.share or 0.0) for arm in arms)

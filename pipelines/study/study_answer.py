@@ -20,12 +20,20 @@ from headscan.catalog import RECALL_FAMILIES, head_count
 from headscan.pipelines.runs.progress import time_text
 from headscan.pipelines.runs.text_tables import plain, text_table
 
-#: Question and section of the report, by kind of saving.
-_QUESTIONS = {
-    "heads ablated": (ABLATED_QUESTION, ABLATION),
-    "KV cache": (CACHE_QUESTION, CACHE),
-    "heads removed": (REMOVED_QUESTION, REMOVAL),
-}
+
+@dataclass(frozen=True)
+class SavingKind:
+    """A kind of saving: its name in tables and files, its question and section of the report, and what is counted."""
+
+    name: str
+    question: str
+    section: str
+    unit: str
+
+
+ABLATED = SavingKind("heads ablated", ABLATED_QUESTION, ABLATION, "heads")
+CACHED = SavingKind("KV cache", CACHE_QUESTION, CACHE, "KV heads windowed")
+REMOVED = SavingKind("heads removed", REMOVED_QUESTION, REMOVAL, "heads")
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,6 @@ class Saving:
     """One kind of saving, with its shares from small to large.
 
     Attributes:
-        kind: The kind in words.
         judged: Verdicts on shares; the last one may have failed.
         tried: Names of all arms with their shares.
         units: Heads or KV heads of the model.
@@ -44,7 +51,7 @@ class Saving:
         file: File or folder of the largest safe share; empty without one.
     """
 
-    kind: str
+    kind: SavingKind
     judged: tuple[ShareVerdict, ...]
     tried: tuple[tuple[str, float], ...]
     units: int = 0
@@ -84,7 +91,7 @@ class Saving:
 
     def card(self) -> Answer:
         """Return the answer as the report shows it."""
-        question, link = _QUESTIONS[self.kind]
+        question, link = self.kind.question, self.kind.section
         shown = self.safe or next(iter(self.judged), None)
         numbers = "" if shown is None else f" At {100 * shown.share:.3g}%: {_numbers(shown)}."
         if self.safe is not None:
@@ -97,9 +104,8 @@ class Saving:
         return Answer(question, headline, f"{following[0].upper()}{following[1:]}.{numbers}", "open", link)
 
     def _size(self, share: ShareVerdict) -> str:
-        unit = "KV heads windowed" if self.kind == "KV cache" else "heads"
         by = f" by {self.criterion}" if self.criterion else ""
-        return f"{head_count(share.share, self.units)} of {self.units} {unit} ({share.share:.1%}){by}"
+        return f"{head_count(share.share, self.units)} of {self.units} {self.kind.unit} ({share.share:.1%}){by}"
 
 
 def _numbers(share: ShareVerdict) -> str:
@@ -144,7 +150,12 @@ class StudyAnswer:
             f" questions and {self.texts} texts of up to {self.tokens:,} tokens, in {time_text(self.seconds)}"
         )
         savings = [
-            {"saving": each.kind, "largest safe": each.answer(), "next larger share": each.next(), "file": each.file}
+            {
+                "saving": each.kind.name,
+                "largest safe": each.answer(),
+                "next larger share": each.next(),
+                "file": each.file,
+            }
             for each in self.savings
         ]
         several = len(self.savings) > 1
@@ -168,7 +179,8 @@ class StudyAnswer:
         """Return the answers as JSON can hold them."""
         fields = asdict(self)
         for saving, row in zip(self.savings, fields["savings"], strict=True):
-            row["answer"], row["safe"] = saving.answer(), None if saving.safe is None else saving.safe.share
+            safe = None if saving.safe is None else saving.safe.share
+            row |= {"kind": saving.kind.name, "answer": saving.answer(), "safe": safe}
         whole: dict[str, Any] = plain(fields)
         return whole
 
@@ -182,7 +194,7 @@ class StudyAnswer:
                 recall = {} if verdict is None else {each.family: each.loss_left() for each in verdict.recall}
                 rows.append(
                     {
-                        "arm": f"{saving.kind} {100 * share:.3g}%",
+                        "arm": f"{saving.kind.name} {100 * share:.3g}%",
                         "heads": f"{head_count(share, saving.units)}",
                         "accuracy": "" if paired is None else paired.interval.words(1),
                         "loss": self.losses[name].numbers(),

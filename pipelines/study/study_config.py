@@ -18,7 +18,7 @@ from headscan.pipelines.settings.settings_file import build_settings, settings_f
 #: Fewest texts that measure or judge, and most if the time decides.
 FEWEST_STUDY_TEXTS, MOST_STUDY_TEXTS = 8, 64
 #: Settings with the shares of each kind of saving.
-SHARES = ("shares", "window_shares", "prune_shares")
+SHARE_SETTINGS = ("shares", "window_shares", "prune_shares")
 
 
 def _shares(of: str, most: float) -> Option:
@@ -99,7 +99,7 @@ class StudyConfig:
 
     def __post_init__(self) -> None:
         check_limits(self, StudyError)
-        for name in SHARES:
+        for name in SHARE_SETTINGS:
             if getattr(self, name) is None:
                 continue
             values = tuple(sorted(set(getattr(self, name))))
@@ -112,7 +112,7 @@ class StudyConfig:
     @property
     def kind_count(self) -> int:
         """Number of kinds of savings; the questions judge all of them, so they divide the error."""
-        return sum(getattr(self, name) != () for name in SHARES)
+        return sum(getattr(self, name) != () for name in SHARE_SETTINGS)
 
 
 def study_from(settings: Mapping[str, Any]) -> StudyConfig:

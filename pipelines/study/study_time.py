@@ -28,11 +28,9 @@ from headscan.pipelines.runs.progress import time_text
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS
-from headscan.pipelines.study.study_config import FEWEST_STUDY_TEXTS, MOST_STUDY_TEXTS, SHARES, StudyConfig
+from headscan.pipelines.study.study_config import FEWEST_STUDY_TEXTS, MOST_STUDY_TEXTS, SHARE_SETTINGS, StudyConfig
 from headscan.pipelines.study.study_texts import StudyTexts
 
-#: Recall prompts of each kind that measure plans and repairs, and that choose the criterion.
-PROMPTS = RECALL_PROMPTS
 #: Share of the time that the steps before the questions may take.
 _STEPS = 0.6
 #: What the time may allow, most first: texts, and the shares of each kind that are tried. With little time the small
@@ -54,7 +52,7 @@ _EFFORTS = (
     (16, _LEAST_SHARES),
     (FEWEST_STUDY_TEXTS, _LEAST_SHARES),
 )
-#: Questions of which the tokens are counted, of each task or kind.
+#: Number of questions of each task or kind whose tokens are counted.
 _SAMPLE = 16
 #: Recall questions of each kind that the whole model is asked, and the fewest that judge.
 _ASKED_FIRST, _FEWEST_RECALL = 32, 40
@@ -64,7 +62,7 @@ _FEWEST, _MOST_RECALL_TIME = 100, 0.5
 _CHANGED = 0.03
 #: Rounds of questions that the time is made for; each has one share of every kind.
 _ROUNDS = 2
-#: Sets of windows that a search for a plan measures, about.
+#: Approximate number of sets of windows that a search for a plan measures.
 _SETS = 130
 #: Passes over the calibration texts by which a choice by damage exceeds one by a criterion, for each share.
 _DAMAGE_PASSES = 24
@@ -106,7 +104,7 @@ class QuestionCosts:
     Attributes:
         tokens, recall_tokens: Tokens of a benchmark question, and of one question of each recall task together.
         enough: Benchmark questions with which a share that changes 3 % of the answers is shown to be safe.
-        available: Benchmark questions that there are.
+        available: Number of benchmark questions that the tasks have.
         enough_recall: Recall questions of each kind with which such a share is shown to keep recall; 0 if the model
             recalls too little to judge.
         recalls: What the whole model recalls, in words.
@@ -183,7 +181,7 @@ def decided(config: StudyConfig, speed: float, costs: QuestionCosts, say: Callab
             break
     spare = _STEPS * seconds - sum(steps.values())
     damage = _DAMAGE_PASSES * _number(config.prune_shares) * sequences * per_text
-    search = _SETS * _number(config.window_shares) * (sequences / 2 + PROMPTS) * per_text
+    search = _SETS * _number(config.window_shares) * (sequences / 2 + RECALL_PROMPTS) * per_text
     prune_by = config.prune_by or ("damage" if damage < spare else "criterion")
     if prune_by == "damage":
         steps["5. pruning"] += damage
@@ -241,27 +239,28 @@ def _with_shares(config: StudyConfig, tried: Mapping[str, tuple[float, ...]]) ->
 
 
 def _step_seconds(config: StudyConfig, sequences: int, judged_texts: int, speed: float) -> dict[str, float]:
-    """Return about how long each step before the questions takes, without searches: passes over texts and prompts.
+    """Return the approximate seconds of each step before the questions, without searches, from the number of its passes
+    over texts and prompts.
 
     Args:
         speed: Tokens per second of a forward pass.
     """
     assert config.tokens is not None
     per_text = config.tokens / speed
-    masks, windows, pruned = (_number(getattr(config, name)) for name in SHARES)
-    prompts = sequences / 2 + PROMPTS
+    masks, windows, pruned = (_number(getattr(config, name)) for name in SHARE_SETTINGS)
+    prompts = sequences / 2 + RECALL_PROMPTS
     candidates = len(config.criteria) * masks
-    measured = sequences + len(RECALL_FAMILIES) * PROMPTS * measures_recall(config)
+    measured = sequences + len(RECALL_FAMILIES) * RECALL_PROMPTS * measures_recall(config)
     return {
         # Statistics cost about half of a pass.
         "1. scan": 1.5 * sequences * per_text,
         # 60 sequences of repeats and prompts with needles.
         "2. probe": 60 * 256 / speed,
         # Importance has a backward pass, which costs two forward passes; arms share the layers below their heads.
-        "3. criterion": (3 * measured + candidates * (judged_texts / 2 + PROMPTS)) * per_text,
+        "3. criterion": (3 * measured + candidates * (judged_texts / 2 + RECALL_PROMPTS)) * per_text,
         # Gradients of every head, and each set of windows; 6 fits a run on SmolLM2 (5 minutes estimated, 6 taken).
         "4. plans": (6 + windows) * prompts * per_text,
         # Twice the texts and prompts run through both models, and solving takes time; 3.5 fits a run on SmolLM2.
-        "5. pruning": 3.5 * pruned * (2 * sequences + 4 * PROMPTS) * per_text,
+        "5. pruning": 3.5 * pruned * (2 * sequences + 4 * RECALL_PROMPTS) * per_text,
         "6. loss": (1 + masks + windows + pruned) * judged_texts * per_text,
     }

@@ -14,7 +14,7 @@ from headscan.statistics.registry import EXPLICIT, OUTPUT_STATISTICS, QUERY_NUMB
 from headscan.statistics.weight_statistics import (
     ENTROPIES,
     PROFILES_AND_RECEIVED,
-    SHARES,
+    SHARE_STATISTICS,
     MeanOverQueries,
     QueryMean,
     QueryNumber,
@@ -24,7 +24,7 @@ from headscan.statistics.weight_statistics import (
 from tests.headscan.reference import reference
 from tests.small_models import make_model
 
-FAMILIES_OF_STATISTICS = (SHARES, ENTROPIES, PROFILES_AND_RECEIVED, VALUE_NORMS, OUTPUT_NORMS)
+FAMILIES_OF_STATISTICS = (SHARE_STATISTICS, ENTROPIES, PROFILES_AND_RECEIVED, VALUE_NORMS, OUTPUT_NORMS)
 
 
 def test_every_declaration_has_an_implementation_and_every_implementation_a_declaration() -> None:

@@ -272,7 +272,7 @@ def test_one_part_selects_and_the_other_judges(harmed: Callable[[str], tuple[Sto
         assert (choice.candidates, choice.passed, choice.confirmed) == (6, True, True)
         assert (choice.selected_on, choice.verdict.paired.questions) == (1000, 1000)
         assert choice.verdict.paired.lost == 100 and choice.verdict.paired.difference == pytest.approx(-10)
-        assert not choice.verdict.removable
+        assert not choice.verdict.is_safe
         assert "selected on 1,000 questions and judged on 1,000 others" in choice.sentence()
     # Random arms of the same share are compared on the judging part, too.
     controls = choices["rule"].verdict.controls
@@ -285,7 +285,7 @@ def test_the_judging_part_does_not_select(harmed: Callable[[str], tuple[Store, s
     store, run_id = harmed("selection")
     choice = _choices(store, run_id)["mask"]
     assert choice.verdict.name in ("mask entropy 0.05", "mask value_norm 0.05")
-    assert choice.verdict.paired.lost == 0 and choice.verdict.removable
+    assert choice.verdict.paired.lost == 0 and choice.verdict.is_safe
     assert choice.sentence().startswith(
         "Best of 6 masks, selected on 1,000 questions and judged on 1,000 others by intervals widened for the 2 arms"
         f" that they have judged: {choice.verdict.name} (5.0%"
@@ -341,7 +341,7 @@ def test_another_judgement_gives_the_same_and_new_arms_are_taken_up(harmed: Call
     arm_id = store.begin_arm(record).arm_id
     store.finish_arm(arm_id, answers, zeroed_share=0.3)
     after = _choices(store, run_id)
-    assert after["rule"].verdict.name == record.name and after["rule"].verdict.removable
+    assert after["rule"].verdict.name == record.name and after["rule"].verdict.is_safe
     # The rule that was selected before was judged, too, and counts.
     assert (before["mask"].comparisons, after["mask"].comparisons) == (2, 3)
     assert after["mask"].verdict.paired.low < before["mask"].verdict.paired.low
@@ -409,14 +409,14 @@ def test_later_sweeps_on_the_same_questions_widen_all_judgements(tmp_path: Path)
 
     first = swept("zero")
     alone = _choices(store, first)["mask"]
-    assert alone.comparisons == 1 and alone.verdict.removable
+    assert alone.comparisons == 1 and alone.verdict.is_safe
     assert "intervals widened" not in alone.sentence()
     other_model, overlapping = swept("zero of another", model="another"), swept("fewer", asked=600)
     later = [swept(mark) for mark in ("mean", "resample")]
     reopened = Store(store.path)
     for run_id in (first, later[-1]):
         choice = _choices(reopened, run_id)["mask"]
-        assert choice.comparisons == 4 and not choice.verdict.removable
+        assert choice.comparisons == 4 and not choice.verdict.is_safe
         assert choice.verdict.paired.low < alone.verdict.paired.low
         assert "judged on 1,200 others by intervals widened for the 4 arms that they have judged" in choice.sentence()
     rows = reopened.query("SELECT run_id, comparisons, removable FROM all_sweep_confirmed").to_pylist()
@@ -433,7 +433,7 @@ def test_a_half_with_too_few_questions_is_reported(tmp_path: Path) -> None:
     questions = 2 * LEAST_QUESTIONS - 10
     run_id = write_sweep(store, scores=tuple(SCORES)[:1], shares=(0.05, 0.1), kinds=("mask",), questions=questions)
     choice = _choices(store, run_id)["mask"]
-    assert not choice.passed and not choice.verdict.removable
+    assert not choice.passed and not choice.verdict.is_safe
     assert choice.sentence().startswith(f"Closest of 2 masks, none of which passes, selected on {questions // 2:,}")
     # Twice the number of an arm chosen in advance, because half of the questions judge.
     changed = (choice.verdict.paired.gained + choice.verdict.paired.lost) / choice.verdict.paired.questions
@@ -462,7 +462,7 @@ def test_points_pass_where_verdicts_do(tmp_path: Path) -> None:
     """The SQL of the curves and the verdicts in words agree on every arm."""
     store = Store(tmp_path / "s.duckdb", lock_timeout=5.0)
     run_id = write_sweep(store, scores=tuple(SCORES)[:2], shares=SHARES, seeds=1, questions=3000)
-    removable = {arm.name: arm.removable for arm in judge(store, run_id).arms}
+    removable = {arm.name: arm.is_safe for arm in judge(store, run_id).arms}
     record_verdicts(store, run_id)
     points = store.query(
         "SELECT name, passes FROM all_sweep_points p JOIN arms a ON p.run_id = a.run_id AND p.kind = a.kind"

@@ -47,7 +47,7 @@ def test_a_verdict_follows_the_interval_and_the_controls(evaluate: Evaluate) -> 
     verdict = judge(store, run_id[:5])
     assert (verdict.run_id, verdict.model, verdict.unjudged) == (run_id, "tiny", ())
     arms = {arm.name: arm for arm in verdict.arms}
-    assert [arm.removable for arm in arms.values() if not arm.is_random] == [True, False, False]
+    assert [arm.is_safe for arm in arms.values() if not arm.is_random] == [True, False, False]
     assert arms["unclear"].paired.difference == pytest.approx(-0.8) and arms["unclear"].paired.low <= -1
     controls = arms["harmless"].controls
     assert controls is not None and controls.arms == ("random-0", "random-1")
@@ -82,7 +82,7 @@ def test_a_task_that_is_lost_fails_an_arm_whose_pooled_accuracy_passes(evaluate:
     store, run_id = evaluate(tasks, {"baseline": ("baseline", baseline, 0.0, {}), "ten": ("mask", arm, 0.1, {})})
     (ten,) = judge(store, run_id).arms
     assert ten.paired.low > -1 and ten.paired.can_show_loss
-    assert not ten.passes_benchmark and not ten.removable
+    assert not ten.keeps_accuracy and not ten.is_safe
     (lost,) = ten.tasks_lost
     assert lost.task == "gsm8k" and lost.paired.difference == pytest.approx(-8.04, abs=0.01)
     assert "ten (10.0% of heads ablated): not removable: it loses more than one point in gsm8k. Accuracy" in (
@@ -110,10 +110,10 @@ def test_a_requested_group_is_judged_as_a_whole(evaluate: Evaluate) -> None:
     arm[:2000].reshape(20, 100)[:, :4] = 0
     arms = {"baseline": ("baseline", baseline, 0.0, {}), "ten": ("mask", arm, 0.1, {})}
     store, run_id = evaluate(tasks, arms)
-    assert judge(store, run_id).arms[0].removable
+    assert judge(store, run_id).arms[0].is_safe
     grouped = evaluate(tasks, arms, groups={"subjects": names.tolist(), "everything": np.unique(tasks).tolist()})
     (ten,) = judge(*grouped).arms
-    assert [task.task for task in ten.tasks_lost] == ["subjects"] and not ten.removable
+    assert [task.task for task in ten.tasks_lost] == ["subjects"] and not ten.is_safe
     # A group of all tasks is the benchmark itself.
     assert len(ten.tasks) == 22
 
@@ -192,7 +192,7 @@ def test_few_questions_prove_nothing(evaluate: Evaluate) -> None:
         tasks, {"baseline": ("baseline", BASELINE[:200], 0.0, {}), "same": ("mask", BASELINE[:200], 0.1, {})}
     )
     arm = judge(store, run_id).arms[0]
-    assert arm.paired.difference == 0 and not arm.removable
+    assert arm.paired.difference == 0 and not arm.is_safe
     words = arm.sentence()
     assert (
         "not shown to be removable: not enough questions (200): an arm that loses nothing and changes 0.0 % of the"
@@ -206,14 +206,14 @@ def test_the_required_number_of_questions_is_enough(evaluate: Evaluate, question
     same = BASELINE[:questions]
     arms = {"baseline": ("baseline", same, 0.0, {}), "same": ("mask", same, 0.1, {})}
     (arm,) = judge(*evaluate(np.repeat("a", questions), arms)).arms
-    assert arm.removable is removable
+    assert arm.is_safe is removable
 
 
 def test_a_model_that_is_hardly_ever_right_proves_nothing(evaluate: Evaluate) -> None:
     right = np.repeat([1, 0], [20, QUESTIONS - 20])
     store, run_id = evaluate(TASKS, {"baseline": ("baseline", right, 0.0, {}), "same": ("mask", right, 0.1, {})})
     arm = judge(store, run_id).arms[0]
-    assert arm.paired.low > -1 and not arm.removable
+    assert arm.paired.low > -1 and not arm.is_safe
     assert (
         "the model itself is at or near chance (2.0 % right, 50.0 % by guessing), so these questions show nothing"
         in (arm.sentence())
@@ -243,7 +243,7 @@ def test_a_benchmark_at_chance_shows_nothing(tmp_path: Path, right: int, removab
     """26, 28 and 40 % of 400 questions with four choices, all answered alike."""
     store, run_id = _with_choices(tmp_path, ("mmlu", right, 400))
     (arm,) = judge(store, run_id).arms
-    assert arm.paired.low > -1 and arm.removable is removable
+    assert arm.paired.low > -1 and arm.is_safe is removable
     words = (
         f"not shown to be removable: the model itself is at or near chance ({right / 4:.1f} % right, 25.0 % by guessing"
     )
@@ -256,7 +256,7 @@ def test_a_task_at_chance_is_named(tmp_path: Path) -> None:
     """20 % of 40 questions: whatever an arm answers there, it shows nothing."""
     store, run_id = _with_choices(tmp_path, ("arc", 360, 400), ("mmlu", 8, 40))
     (arm,) = judge(store, run_id).arms
-    assert arm.removable
+    assert arm.is_safe
     assert "The model itself is at or near chance in mmlu, so these show nothing. Recall" in arm.sentence()
 
 
@@ -290,11 +290,11 @@ def test_an_arm_that_loses_recall_is_not_removable(evaluate: Evaluate) -> None:
         },
     )
     keeping, forgetting, both, answers, unclear = judge(store, run_id).arms
-    assert [arm.removable for arm in (keeping, forgetting, both, answers, unclear)] == [True, *[False] * 4]
-    assert [arm.passes_benchmark for arm in (keeping, forgetting, both, answers)] == [True, True, False, False]
+    assert [arm.is_safe for arm in (keeping, forgetting, both, answers, unclear)] == [True, *[False] * 4]
+    assert [arm.keeps_accuracy for arm in (keeping, forgetting, both, answers)] == [True, True, False, False]
     # Needles are not among the benchmark's questions, and their lengths are one family.
     assert forgetting.paired.questions == QUESTIONS
-    assert [(family.family, family.paired.questions) for family in forgetting.recall] == [("needle", 400)]
+    assert [(each.family, each.paired.questions) for each in forgetting.recall] == [("needle", 400)]
     assert keeping.recall[0].kept and not keeping.recall_open
     assert "): removable within one point. Accuracy" in keeping.sentence()
     assert (
@@ -316,7 +316,7 @@ def test_recall_of_few_questions_is_not_shown_to_be_kept(evaluate: Evaluate) -> 
     same = np.concatenate([BASELINE, np.tile(np.repeat([1, 0], [9, 1]), 8)[:72]])
     arms = {"baseline": ("baseline", same, 0.0, {}), "same": ("mask", same, 0.1, {})}
     (arm,) = judge(*evaluate(tasks, arms)).arms
-    assert arm.recall[0].informative and not arm.removable
+    assert arm.recall[0].informative and not arm.is_safe
     assert "recall is not shown to be kept (needle; about 332 needle questions are needed)" in arm.sentence()
 
 
@@ -326,7 +326,7 @@ def test_a_model_that_cannot_retrieve_loses_nothing(evaluate: Evaluate) -> None:
     )
     (arm,) = judge(store, run_id).arms
     assert arm.recall[0].paired.difference == pytest.approx(-25) and not arm.recall[0].informative
-    assert arm.removable
+    assert arm.is_safe
     assert "Recall cannot be judged: the baseline fails the recall tasks" in arm.sentence()
     # An unknown recall is always named: the word, the reason, the sentence, and the table.
     unknown = "recall is unknown: the model itself does not solve this task"
