@@ -59,7 +59,7 @@ def evaluate_chosen(config: EvaluateConfig, chosen: ChosenArms, run: Run) -> tup
     others = [replace(config.model, source=source, revision=None) for source in dict.fromkeys(chosen.models)]
     compared = [model_arm(other, identify(other), identity) for other in others]
     replaces = chosen.replacement.value != "zero"
-    questions = Questions(config.tasks, config.recall, identity) if replaces else None
+    questions = Questions(config.tasks, config.recall, identity, config.text) if replaces else None
     replacement = collect_replacement(chosen.replacement, run, 0 if questions is None else questions.longest_input)
     arms = [BASELINE, *(mask_arm(heads, replacement) for heads in (chosen.heads, found) if heads)]
     if chosen.score is not None and ordering is not None:
