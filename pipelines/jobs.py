@@ -27,6 +27,7 @@ from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS
 from headscan.pipelines.ablate.single_heads import AblateResult, single_head_effects
 from headscan.pipelines.evaluate.chosen_arms import ChosenArms, evaluate_chosen
+from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.evaluate.run_evaluation import evaluate as run_evaluation
 from headscan.pipelines.evaluate.run_sweep import sweep as run_sweep
 from headscan.pipelines.kv.measured_plan import measured_plan
@@ -37,6 +38,7 @@ from headscan.pipelines.measure.run_probe import ProbeResult
 from headscan.pipelines.measure.run_probe import probe as run_probe
 from headscan.pipelines.measure.run_scan import scan as run_scan
 from headscan.pipelines.pruning.build_models import RepairChoice
+from headscan.pipelines.pruning.model_costs import Timing
 from headscan.pipelines.pruning.pruning_units import BytesBudget, LossBudget, ShareBudget
 from headscan.pipelines.pruning.run_prune import PruneConfig, PruneResult
 from headscan.pipelines.pruning.run_prune import prune as run_prune
@@ -77,6 +79,8 @@ __all__ = [
     "EvaluateConfig",
     "GateFitConfig",
     "GatesConfig",
+    "HeadPlan",
+    "HeldOutText",
     "ImportanceConfig",
     "JobOptions",
     "KVBytes",
@@ -101,6 +105,7 @@ __all__ = [
     "SweepConfig",
     "TaskConfig",
     "TextConfig",
+    "Timing",
     "TokenPlan",
     "WindowHeads",
     "WindowShare",

@@ -301,6 +301,8 @@ MODES = (EACH, ALL_BUT_ONE)
 
 @dataclass(frozen=True)
 class LossTexts:
+    """Texts whose loss shows the effect of a head."""
+
     corpus: CorpusSpec
     sequences: Annotated[int, Option("number of texts whose loss is measured", least=1)] = 128
     max_tokens: Annotated[
