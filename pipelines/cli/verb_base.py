@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from headscan.checkpoints.source_folder import DEMO_MODEL
+from headscan.checkpoints.source_folder import DEMO_MODEL, check_folder
 from headscan.cluster.placement.placement_base import PlacementRequest, Timeouts
 from headscan.errors import ModelLoadError
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, LONGEST_WAIT, Group, Option
-from headscan.pipelines.cli.option_parser import UsageError, model_source, with_flags
+from headscan.pipelines.cli.option_parser import UsageError, with_flags
 from headscan.pipelines.runs.text_tables import printable_lines
 from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec
 from headscan.pipelines.settings.evaluation_settings import ResumeAnyway
@@ -36,7 +36,7 @@ CORPORA = f"file, folder, {OTHER_CORPORA}"
 _MODEL = Option(
     "folder saved by transformers, name on the hub, GGUF file, `smollm2`, or `demo` for the bundled model",
     flag="MODEL",
-    parse=model_source,
+    parse=check_folder,
 )
 
 
