@@ -233,7 +233,7 @@ class Prune(WholeModelVerb):
         check_place(Path(self.out))
         texts = self.text_config(_DEMO)
         with self.opened_whole(texts) as (run, opener), self._config(run, texts) as config:
-            result = prune(opener.sized(config), run)
+            result = prune(opener.with_evaluation(config), run)
         return _result(self.store.path, result)
 
     @contextmanager
