@@ -20,34 +20,51 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from headscan.catalog import BEHAVIOURS, SCORES, STATISTICS
+from headscan.catalog import BEHAVIOURS as BEHAVIOURS
+from headscan.catalog import SCORES as SCORES
+from headscan.catalog import STATISTICS as STATISTICS
 
 if TYPE_CHECKING:
-    from headscan.ablation.ablation import HeadMeans, InterventionRecord, intervene
-    from headscan.ablation.collect_outputs import HeadSamples, head_means, head_samples
-    from headscan.ablation.masks import HeadMask, RandomHeads, SiteMask
-    from headscan.ablation.rules import HeadRule
-    from headscan.catalog import MassWidths
-    from headscan.errors import HeadscanError
-    from headscan.gradients.head_importance import importance
-    from headscan.grid import AttentionSite, Head, HeadGrid
-    from headscan.kv.kept_keys import KeptKeys, Window
-    from headscan.kv.kv_damage import kv_damage
-    from headscan.kv.kv_windows import KvWindows
-    from headscan.kv.plan_cache import PlanCache
-    from headscan.loading import load
-    from headscan.measure.behaviour_probes import Needle, probe
-    from headscan.measure.collect import collect, score
-    from headscan.measure.probe_settings import BehaviourProbe
-    from headscan.models.loaded_model import LoadedModel, Sharding
-    from headscan.pruning.save_model import save_pruned
-    from headscan.pruning.slice_heads import slice_heads
-
     # Not `open_store`: type checkers would follow it to the packages above this one, which need duckdb.
+    from headscan.ablation.ablation import HeadMeans as HeadMeans
+    from headscan.ablation.ablation import InterventionRecord as InterventionRecord
+    from headscan.ablation.ablation import intervene as intervene
+    from headscan.ablation.collect_outputs import HeadSamples as HeadSamples
+    from headscan.ablation.collect_outputs import head_means as head_means
+    from headscan.ablation.collect_outputs import head_samples as head_samples
+    from headscan.ablation.masks import HeadMask as HeadMask
+    from headscan.ablation.masks import RandomHeads as RandomHeads
+    from headscan.ablation.masks import SiteMask as SiteMask
+    from headscan.ablation.rules import HeadRule as HeadRule
+    from headscan.catalog import MassWidths as MassWidths
+    from headscan.errors import HeadscanError as HeadscanError
+    from headscan.gradients.head_importance import importance as importance
+    from headscan.grid import AttentionSite as AttentionSite
+    from headscan.grid import Head as Head
+    from headscan.grid import HeadGrid as HeadGrid
+    from headscan.kv.kept_keys import KeptKeys as KeptKeys
+    from headscan.kv.kept_keys import Window as Window
+    from headscan.kv.kv_damage import kv_damage as kv_damage
+    from headscan.kv.kv_windows import KvWindows as KvWindows
+    from headscan.kv.plan_cache import PlanCache as PlanCache
+    from headscan.loading import load as load
+    from headscan.measure.behaviour_probes import Needle as Needle
+    from headscan.measure.behaviour_probes import probe as probe
+    from headscan.measure.collect import collect as collect
+    from headscan.measure.collect import score as score
+    from headscan.measure.probe_settings import BehaviourProbe as BehaviourProbe
+    from headscan.models.loaded_model import LoadedModel as LoadedModel
+    from headscan.models.loaded_model import Sharding as Sharding
+    from headscan.pruning.save_model import save_pruned as save_pruned
+    from headscan.pruning.slice_heads import slice_heads as slice_heads
 
 __version__ = "1.0.0rc1"
 
+#: Home of each public name, which is imported when it is first used.
 _HOMES = {
+    "BEHAVIOURS": "catalog",
+    "SCORES": "catalog",
+    "STATISTICS": "catalog",
     "AttentionSite": "grid",
     "BehaviourProbe": "measure.probe_settings",
     "Head": "grid",
@@ -82,47 +99,13 @@ _HOMES = {
     "slice_heads": "pruning.slice_heads",
 }
 
-__all__ = [
-    "BEHAVIOURS",
-    "SCORES",
-    "STATISTICS",
-    "AttentionSite",
-    "BehaviourProbe",
-    "Head",
-    "HeadGrid",
-    "HeadMask",
-    "HeadMeans",
-    "HeadRule",
-    "HeadSamples",
-    "HeadscanError",
-    "InterventionRecord",
-    "KeptKeys",
-    "KvWindows",
-    "LoadedModel",
-    "MassWidths",
-    "Needle",
-    "PlanCache",
-    "RandomHeads",
-    "Sharding",
-    "SiteMask",
-    "Window",
-    "collect",
-    "head_means",
-    "head_samples",
-    "importance",
-    "intervene",
-    "kv_damage",
-    "load",
-    "open_store",
-    "probe",
-    "save_pruned",
-    "score",
-    "slice_heads",
-]
+# Type checkers read the imports above; a computed list would hide the names from them.
+if not TYPE_CHECKING:
+    __all__ = list(_HOMES)
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, "__version__"})
+    return sorted([*_HOMES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:

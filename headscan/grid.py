@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -32,6 +33,14 @@ class Head(NamedTuple):
         except (TypeError, ValueError):
             pass
         raise HeadIndexError(f"not a head: {pair!r}. Pass (layer, head) pairs of integers, such as (3, 5)")
+
+
+def parse_head(text: str) -> tuple[int, int]:
+    """Return layer and head that a text such as ``3:5`` names."""
+    match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
+    if match is None:
+        raise HeadIndexError(f"{text!r} is not a head: write LAYER:HEAD, for example 3:5")
+    return int(match[1]), int(match[2])
 
 
 @dataclass(frozen=True)

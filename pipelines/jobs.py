@@ -11,11 +11,10 @@ Their settings have their names here, too:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import TypedDict, Unpack
 
 from headscan.analysis.plans import BudgetRequest, HeadPlan, KVBytes, WindowHeads, WindowShare
 from headscan.analysis.store.store import Store
@@ -26,7 +25,8 @@ from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS
 from headscan.pipelines.ablate.single_heads import AblateResult, single_head_effects
-from headscan.pipelines.evaluate.chosen_arms import ChosenArms, evaluate_chosen
+from headscan.pipelines.evaluate.chosen_arms import evaluate_chosen
+from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.evaluate.run_evaluation import evaluate as run_evaluation
 from headscan.pipelines.evaluate.run_sweep import sweep as run_sweep
 from headscan.pipelines.kv.measured_plan import measured_plan
@@ -37,6 +37,7 @@ from headscan.pipelines.measure.run_probe import ProbeResult
 from headscan.pipelines.measure.run_probe import probe as run_probe
 from headscan.pipelines.measure.run_scan import scan as run_scan
 from headscan.pipelines.pruning.build_models import RepairChoice
+from headscan.pipelines.pruning.model_costs import Timing
 from headscan.pipelines.pruning.pruning_units import BytesBudget, LossBudget, ShareBudget
 from headscan.pipelines.pruning.run_prune import PruneConfig, PruneResult
 from headscan.pipelines.pruning.run_prune import prune as run_prune
@@ -49,6 +50,7 @@ from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec, To
 from headscan.pipelines.settings.evaluation_settings import (
     TASK_TOKENS,
     AblateConfig,
+    ChosenArms,
     Comparison,
     EvaluateConfig,
     LossTexts,
@@ -77,6 +79,8 @@ __all__ = [
     "EvaluateConfig",
     "GateFitConfig",
     "GatesConfig",
+    "HeadPlan",
+    "HeldOutText",
     "ImportanceConfig",
     "JobOptions",
     "KVBytes",
@@ -101,6 +105,7 @@ __all__ = [
     "SweepConfig",
     "TaskConfig",
     "TextConfig",
+    "Timing",
     "TokenPlan",
     "WindowHeads",
     "WindowShare",
@@ -117,9 +122,6 @@ __all__ = [
     "study",
     "sweep",
 ]
-
-
-C = TypeVar("C")
 
 
 class JobOptions(TypedDict, total=False):
@@ -148,8 +150,9 @@ def scan(config: ScanConfig, store: str | Path, **options: Unpack[JobOptions]) -
     Raises:
         HeadscanError: An error of the user; shards stored before stay.
     """
-    with _opened(config, config.tokens.max_tokens, store, options) as (run, sized):
-        return run_scan(sized, run)
+    opener = _opener(config.model, config.tokens.max_tokens, options, config.batch_tokens)
+    with _run(opener, store, options) as run:
+        return run_scan(opener.sized(config), run)
 
 
 def importance(config: ImportanceConfig, store: str | Path, **options: Unpack[JobOptions]) -> CorpusRunResult:
@@ -158,8 +161,9 @@ def importance(config: ImportanceConfig, store: str | Path, **options: Unpack[Jo
     Raises:
         HeadscanError: An error of the user; shards stored before stay.
     """
-    with _opened(config, config.tokens.max_tokens, store, options) as (run, sized):
-        return run_importance(sized, run)
+    opener = _opener(config.model, config.tokens.max_tokens, options, config.batch_tokens)
+    with _run(opener, store, options) as run:
+        return run_importance(opener.sized(config), run)
 
 
 def probe(config: ProbeConfig, store: str | Path, **options: Unpack[JobOptions]) -> ProbeResult:
@@ -168,8 +172,9 @@ def probe(config: ProbeConfig, store: str | Path, **options: Unpack[JobOptions])
     Raises:
         HeadscanError: An error of the user, such as lengths beyond the model's context.
     """
-    with _opened(config, max(config.settings.lengths), store, options) as (run, sized):
-        return run_probe(sized, run)
+    opener = _opener(config.model, max(config.settings.lengths), options, config.batch_tokens)
+    with _run(opener, store, options) as run:
+        return run_probe(opener.sized(config), run)
 
 
 def gates(config: GatesConfig, store: str | Path, **options: Unpack[JobOptions]) -> GatesResult:
@@ -178,8 +183,9 @@ def gates(config: GatesConfig, store: str | Path, **options: Unpack[JobOptions])
     Raises:
         HeadscanError: An error of the user; the same call again continues the fit.
     """
-    with _opened(config, config.max_tokens, store, options) as (run, sized):
-        return run_gates(sized, run)
+    opener = _opener(config.model, config.max_tokens, options)
+    with _run(opener, store, options) as run:
+        return run_gates(config, run)
 
 
 def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions]) -> AblateResult:
@@ -188,8 +194,10 @@ def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions
     Raises:
         HeadscanError: An error of the user; answers stored before stay.
     """
-    with _opened(config, TASK_TOKENS, store, options, evaluates=True) as (run, sized):
-        return single_head_effects(sized, run)
+    evaluation = config.evaluation
+    opener = _opener(evaluation.model, TASK_TOKENS, options, evaluation.batch_tokens, evaluates=True)
+    with _run(opener, store, options) as run:
+        return single_head_effects(opener.with_evaluation(config), run)
 
 
 def evaluate(
@@ -204,7 +212,9 @@ def evaluate(
     Raises:
         HeadscanError: An error of the user; answers stored before stay.
     """
-    with _opened(config, TASK_TOKENS, store, options, evaluates=True) as (run, sized):
+    opener = _opener(config.model, TASK_TOKENS, options, config.batch_tokens, evaluates=True)
+    with _run(opener, store, options) as run:
+        sized = opener.sized(config)
         if isinstance(arms, ChosenArms):
             run_id, _ = evaluate_chosen(sized, arms, run)
         else:
@@ -220,8 +230,10 @@ def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions])
     Raises:
         HeadscanError: An error of the user; answers stored before stay.
     """
-    with _opened(config, TASK_TOKENS, store, options, evaluates=True) as (run, sized):
-        return judge(run.store, run_sweep(sized, run).evaluate_run)
+    evaluation = config.evaluation
+    opener = _opener(evaluation.model, TASK_TOKENS, options, evaluation.batch_tokens, evaluates=True)
+    with _run(opener, store, options) as run:
+        return judge(run.store, run_sweep(opener.with_evaluation(config), run).evaluate_run)
 
 
 def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptions]) -> Verdict:
@@ -230,10 +242,11 @@ def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptio
     Raises:
         HeadscanError: An error of the user; choices and answers stored before stay.
     """
-    identity = identify(config.evaluation.model)
+    evaluation, identity = config.evaluation, identify(config.evaluation.model)
     tokens = config.texts.placed_tokens(identity)
-    with _opened(config, tokens, store, options, identity=identity, evaluates=True, here=True) as (run, sized):
-        return judge(run.store, run_referee(sized, run))
+    opener = _opener(evaluation.model, tokens, options, evaluation.batch_tokens, evaluates=True, here=True)
+    with _run(opener, store, options, identity) as run:
+        return judge(run.store, run_referee(opener.with_evaluation(config), run))
 
 
 def plan(
@@ -252,12 +265,11 @@ def plan(
         PlanError: A budget out of reach, or texts longer than the model's context.
     """
     identity = identify(model)
-    opener = _opener(config, model, config.tokens(identity), options, evaluates=True)
-    anyway, say = options.get("resume_anyway", False), options.get("say", print)
+    opener = _opener(model, config.tokens(identity), options, config.batch_tokens, evaluates=True)
     context = (
-        ModelContext(model, opener, identity=identity, say=say)
+        ModelContext(model, opener, identity=identity, say=options.get("say", print))
         if store is None
-        else Run(model, Store(store), opener, identity=identity, resume_anyway=anyway, say=say)
+        else _run(opener, store, options, identity)
     )
     with context:
         return measured_plan(opener.sized(config), context, budget)
@@ -270,10 +282,11 @@ def prune(config: PruneConfig, store: str | Path, **options: Unpack[JobOptions])
         PruningError: The output folder is not empty, or the models cannot be built.
         HeadscanError: The evaluation fails; the models are saved.
     """
-    identity = identify(config.evaluation.model)
+    evaluation, identity = config.evaluation, identify(config.evaluation.model)
     tokens = config.texts.placed_tokens(identity)
-    with _opened(config, tokens, store, options, identity=identity, evaluates=True, here=True) as (run, sized):
-        return run_prune(sized, run)
+    opener = _opener(evaluation.model, tokens, options, evaluation.batch_tokens, evaluates=True, here=True)
+    with _run(opener, store, options, identity) as run:
+        return run_prune(opener.with_evaluation(config), run)
 
 
 def study(config: StudyConfig, **options: Unpack[JobOptions]) -> StudyAnswer:
@@ -284,36 +297,22 @@ def study(config: StudyConfig, **options: Unpack[JobOptions]) -> StudyAnswer:
         HeadscanError: A step fails; what was stored before stays.
     """
     store = Path(config.out) / "study.duckdb"
-    with _opened(config, TASK_TOKENS, store, options, evaluates=True, here=True) as (run, sized):
-        return run_study(sized, run)
+    opener = _opener(config.model, TASK_TOKENS, options, config.batch_tokens, evaluates=True, here=True)
+    with _run(opener, store, options) as run:
+        return run_study(opener.sized(config), run)
 
 
-@contextmanager
-def _opened(
-    config: C,
-    tokens: int,
-    store: str | Path,
-    options: JobOptions,
-    *,
-    identity: ModelIdentity | None = None,
-    evaluates: bool = False,
-    here: bool = False,
-) -> Iterator[tuple[Run, C]]:
-    """Yield the run of a job, and its settings with the batch size of the placement; see `_opener`. ``identity`` None
-    computes it.
-    """
-    settings: Any = getattr(config, "evaluation", config)
-    opener = _opener(settings, settings.model, tokens, options, evaluates=evaluates, here=here)
+def _run(opener: ModelOpener, store: str | Path, options: JobOptions, identity: ModelIdentity | None = None) -> Run:
+    """Return the run of a job; ``identity`` None computes it."""
     anyway, say = options.get("resume_anyway", False), options.get("say", print)
-    with Run(settings.model, Store(store), opener, identity=identity, resume_anyway=anyway, say=say) as run:
-        yield run, opener.sized(config)
+    return Run(opener.model, Store(store, on_wait=say), opener, identity=identity, resume_anyway=anyway, say=say)
 
 
 def _opener(
-    settings: object,
     model: ModelSpec,
     tokens: int,
     options: JobOptions,
+    batch_tokens: int = BATCH_TOKENS,
     *,
     evaluates: bool = False,
     here: bool = False,
@@ -326,6 +325,6 @@ def _opener(
         model,
         tokens,
         replace(devices.in_this_process() if here else devices, evaluates=evaluates),
-        getattr(settings, "batch_tokens", BATCH_TOKENS),
+        batch_tokens,
         say=options.get("say", print),
     )

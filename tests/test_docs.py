@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -103,6 +104,24 @@ def test_attributes_and_arguments_in_python_blocks_exist() -> None:
                         keywords = {each.arg: None for each in node.keywords if each.arg not in options}
                         assert keywords.keys() <= inspect.signature(called).parameters.keys(), ast.unparse(node)
     assert checked >= 20
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    """A name is rendered from where it is defined, is listed as a member of `jobs`, or stands in a sentence."""
+    import headscan
+    from headscan.pipelines import jobs
+
+    page = PAGES["api.md"]
+    rendered = {path: resolve_name(path) for path in re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE)}
+    [members] = re.findall(r"members: \[(.*)\]", page)
+    named = {path.rpartition(".")[2] for path in rendered} | set(members.split(", "))
+    named |= set(re.findall(r"`(?:headscan|jobs)\.(\w+)`", page))
+    assert {*headscan.__all__, *jobs.__all__} <= named
+    for path, found in rendered.items():
+        if not inspect.ismodule(found):
+            assert path == f"{found.__module__}.{found.__qualname__}"
+            # A dataclass without a docstring has one that begins with its call.
+            assert not (inspect.getdoc(found) or f"{found.__name__}(").startswith(f"{found.__name__}("), path
 
 
 @pytest.mark.slow

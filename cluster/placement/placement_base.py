@@ -82,6 +82,15 @@ def device_name(text: str) -> str:
 DEVICE = Option("device: auto, cpu, cuda or cuda:N", parse=device_name)
 
 
+#: Names of the placements in the order in which ``auto`` tries them, and the pool of each in `headscan.cluster.pools`.
+POOLS = {
+    "whole": "ray_pool:RayPool",
+    "sharded": "ray_pool:RayPool",
+    "pipeline": "ray_pool:PipelinePool",
+    "streamed": "streamed_pool:StreamedPool",
+}
+
+
 @dataclass(frozen=True)
 class PlacementRequest:
     """The placement that a user requests; None leaves a choice to `placements.place`.
@@ -98,7 +107,7 @@ class PlacementRequest:
             "whole: one copy per device; sharded: one copy over the GPUs of a node; pipeline: layer ranges on "
             "devices of several nodes; streamed: one layer range at a time on one device "
             "(default: the first of these that fits)",
-            choices=("auto", "whole", "sharded", "pipeline", "streamed"),
+            choices=("auto", *POOLS),
         ),
     ] = "auto"
     device: Annotated[str, DEVICE] = "auto"
@@ -362,7 +371,7 @@ class Demand:
 class Placement(ABC):
     """The layout of a model's replicas on devices.
 
-    A new placement is a subclass, a line in `choose.PLACEMENTS`, and its pool in `open_pool`.
+    A new placement is a subclass, listed in `placements.PLACEMENTS`, and a line in `POOLS`.
 
     Attributes:
         options: Fields of `PlacementRequest` that only this placement uses.

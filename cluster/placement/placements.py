@@ -340,7 +340,7 @@ class StreamedPlacement(Placement):
         )
 
 
-#: Every placement by its name, in the order in which ``auto`` tries them.
+#: Every placement by its name, in the order of `POOLS`.
 PLACEMENTS: dict[str, type[Placement]] = {
     kind.name: kind for kind in (WholePlacement, ShardedPlacement, PipelinePlacement, StreamedPlacement)
 }

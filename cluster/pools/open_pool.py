@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pkgutil import resolve_name
 
 import torch
 
-from headscan.cluster.placement.placement_base import Placement, ReplicaPlacement, Timeouts
-from headscan.cluster.placement.placements import PipelinePlacement, StreamedPlacement
+from headscan.cluster.placement.placement_base import POOLS, Placement, ReplicaPlacement, Timeouts
 from headscan.cluster.tasks.pool import Finished, Pool, R, T, Task, run_task
 from headscan.loading import load_spec
 from headscan.model_spec import ModelSpec
@@ -50,21 +50,8 @@ def open_pool(
     """Open the pool of a placement: in this process for one device, on Ray for several, or on a connected cluster
     (``on_cluster``), where a single replica runs too. None for ``timeouts`` uses the defaults.
     """
+    if isinstance(placement, ReplicaPlacement) and placement.replicas == 1 and not on_cluster:
+        return InProcessPool(spec, placement)
     # Each pool is imported when it opens, because Ray takes a second to import and a single device does not need it.
-    match placement:
-        case StreamedPlacement():
-            from headscan.cluster.pools.streamed_pool import StreamedPool
-
-            return StreamedPool(spec, placement)
-        case PipelinePlacement():
-            from headscan.cluster.pools.ray_pool import PipelinePool
-
-            return PipelinePool(spec, placement, timeouts=timeouts)
-        case ReplicaPlacement() if placement.replicas == 1 and not on_cluster:
-            return InProcessPool(spec, placement)
-        case ReplicaPlacement():
-            from headscan.cluster.pools.ray_pool import RayPool
-
-            return RayPool(spec, placement, timeouts=timeouts)
-        case _:
-            raise TypeError(f"no pool for {type(placement).__name__}. Add a case to open_pool")
+    opened: Pool = resolve_name(f"headscan.cluster.pools.{POOLS[placement.name]}")(spec, placement, timeouts=timeouts)
+    return opened

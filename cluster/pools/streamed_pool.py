@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from headscan.cluster.placement.devices import roomiest
+from headscan.cluster.placement.placement_base import Timeouts
 from headscan.cluster.placement.placements import StreamedPlacement
 from headscan.cluster.tasks.pool import (
     Finished,
@@ -160,7 +161,8 @@ class StreamedPool(Pool):
     all items in one call. Takes a `StagedTask` only.
     """
 
-    def __init__(self, spec: ModelSpec, placement: StreamedPlacement) -> None:
+    def __init__(self, spec: ModelSpec, placement: StreamedPlacement, *, timeouts: Timeouts | None = None) -> None:
+        # The pools in `POOLS` take the same arguments; this one has no workers whose timeouts matter.
         self._spec, self._placement = spec, placement
         self._layers: Layers | None = None
 

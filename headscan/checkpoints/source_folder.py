@@ -165,14 +165,15 @@ def locate(source: str) -> str:
     return source
 
 
-def check_folder(source: str) -> None:
-    """Raise if a source is a path without a model. Names on the hub pass."""
+def check_folder(source: str) -> str:
+    """Return a source; raise if it is a path without a model. Names on the hub are checked when they load."""
     folder = Path(source)
     if not folder.exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1 or _is_gguf(folder)):
         kind = "file" if _is_gguf(folder) else "folder"
         raise ModelLoadError(f"no model at {source}: there is no such {kind}. Check the path")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelLoadError(f"no model at {source}: it has no config.json. Give a folder that save_pretrained wrote")
+    return source
 
 
 def _is_gguf(path: Path) -> bool:

@@ -115,7 +115,7 @@ class Ablate(RunVerb):
             replacement = replacement_config(self.heads.replace, self.texts, self)
             config = AblateConfig(evaluation, texts, self.heads.modes, replacement)
             with self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, opener):
-                result = single_head_effects(opener.sized(config), run)
+                result = single_head_effects(opener.with_evaluation(config), run)
         return effects_result(result.run_id, self.store.path, result.effects)
 
     def _demo_task(self, scratch: Path) -> dict[str, Any]:

@@ -3,146 +3,61 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from headscan.catalog import RANKED_CRITERIA, SCORES
+from headscan.catalog import SCORES
 from headscan.options import Group, Option
-from headscan.pipelines.cli.option_parser import UsageError, head, model_source
+from headscan.pipelines.cli.option_parser import UsageError
 from headscan.pipelines.cli.results import Result, arm_row, verdict_text
 from headscan.pipelines.cli.task_options import DemoSize, TaskVerb, evaluation_of, replacement_config
 from headscan.pipelines.cli.verb_base import quiet_libraries
 from headscan.pipelines.settings.evaluation_settings import (
-    CHOSEN_SHARE,
-    PLAN_MODES,
+    COMMON_SCORE,
     TASK_TOKENS,
-    MaskOrderOption,
-    PlanMode,
+    ChosenArms,
     ReplacementOption,
 )
-
-if TYPE_CHECKING:
-    from headscan.analysis.plans import HeadPlan
-    from headscan.pipelines.evaluate.chosen_arms import ChosenArms
-    from headscan.pipelines.settings.evaluation_settings import ReplacementConfig
 
 _DEMO = DemoSize(questions=400, recall=200, sequences=0)
 
 
-#: Criterion of the arms that options of scores ask for, if it is not named.
-_SCORE = "output_norm_ln"
-
-
 @dataclass(frozen=True, kw_only=True)
 class _ArmOptions:
-    heads: Annotated[
-        tuple[tuple[int, int], ...],
-        Option("comma-separated heads of a mask (default: none)", metavar="LAYER:HEAD", parse=head, spaces=True),
-    ] = ()
-    mask: Annotated[
-        str | None, Option("name or id of a mask in the store whose heads are ablated (default: none)", metavar="NAME")
-    ] = None
-    score: Annotated[
-        str | None,
-        Option(
-            "score or other criterion that chooses the heads, from a scan, importance, ablate or gates run in the "
-            f"store (default: {_SCORE})",
-            kind="score",
-            names=RANKED_CRITERIA,
-        ),
-    ] = None
-    share: Annotated[
-        float | None,
-        Option(f"share of heads to ablate, chosen by the score (default: {CHOSEN_SHARE})", above=0, below=1),
-    ] = None
-    mask_order: MaskOrderOption = "mean"
-    run_id: Annotated[
-        str | None, Option("first characters of the id of that run (default: the newest of this model)", flag="--run")
-    ] = None
-    rule: Annotated[bool, Option("also evaluate the rule, which ablates per input the heads beyond the quantile")] = (
-        False
-    )
+    settings: Annotated[partial[ChosenArms], Group()]
     plan: Annotated[
         tuple[str, ...],
         Option(
             "comma-separated files of KV-cache plans, from `headscan plan` (default: none)", metavar="FILE", spaces=True
         ),
     ] = ()
-    plan_mode: Annotated[
-        tuple[PlanMode, ...],
-        Option(
-            "forward: all tokens see what the plan keeps; decode: keys are evicted after the context; or both, with a "
-            "comma",
-            metavar="MODE",
-            kind="plan mode",
-            names=PLAN_MODES,
-            spaces=True,
-        ),
-    ] = ("forward",)
-    models: Annotated[
-        tuple[str, ...],
-        Option(
-            "comma-separated folders or names of models with the same tokenizer, to compare with MODEL; one is loaded "
-            "at a time (default: none)",
-            metavar="MODEL",
-            parse=model_source,
-            spaces=True,
-        ),
-    ] = ()
-    controls: Annotated[
-        int,
-        Option(
-            "number of random controls per mask (as many heads), per rule (heads drawn for each input) and per plan "
-            "(as many bytes); at least 19 can show that a choice is better than chance",
-            metavar="N",
-            least=0,
-        ),
-    ] = 0
     replace: ReplacementOption = "zero"
 
-    @property
-    def chosen_by(self) -> str:
-        """Criterion of the masks and rules."""
-        return self.score or _SCORE
-
-    @property
-    def uses_score(self) -> bool:
-        return bool(self.score or self.share is not None or self.rule or self.run_id)
+    def chosen(self, **others: Any) -> ChosenArms:
+        """Return the arms; ``others`` are settings without an option."""
+        given = self.settings.keywords
+        if "share" in given or given.get("rule") or given.get("run_id"):
+            others = {"score": COMMON_SCORE} | given | others
+        return self.settings(**others)
 
     def check(self) -> None:
         """Raise UsageError if an option changes no arm."""
-        ablates = bool(self.heads or self.mask or self.uses_score)
+        arms = self.chosen()
+        ablates = bool(arms.heads or arms.mask or arms.score)
+        if self.replace != "zero" and not ablates:
+            raise UsageError(f"--replace {self.replace} needs ablated heads: give --heads, --mask or --score")
         for flag, is_given, needed, is_used in (
-            ("--mask-order", self.mask_order != "mean", "--score", self.uses_score),
-            ("--plan-mode", self.plan_mode != ("forward",), "--plan", bool(self.plan)),
-            ("--controls", bool(self.controls), "--heads, --mask, --score or --plan", ablates or bool(self.plan)),
+            ("--mask-order", arms.order != "mean", "--score", bool(arms.score)),
+            ("--plan-mode", arms.plan_modes != ("forward",), "--plan", bool(self.plan)),
+            ("--controls", bool(arms.controls), "--heads, --mask, --score or --plan", ablates or bool(self.plan)),
         ):
             if is_given and not is_used:
                 raise UsageError(f"{flag} has no effect without {needed}: leave it out")
-        if self.chosen_by not in SCORES and (self.rule or self.mask_order != "mean"):
-            flag = "--rule" if self.rule else "--mask-order"
-            raise UsageError(f"{flag} needs a score of each input, which {self.chosen_by} is not: name a score")
-
-    def chosen(self, plans: Sequence[HeadPlan], replacement: ReplacementConfig) -> ChosenArms:
-        """Return the arms; ``plans`` are those that the command line names."""
-        from headscan.pipelines.evaluate.chosen_arms import ChosenArms
-
-        return ChosenArms(
-            heads=self.heads,
-            mask=self.mask or None,
-            score=self.chosen_by if self.uses_score else None,
-            share=CHOSEN_SHARE if self.share is None else self.share,
-            order=self.mask_order,
-            run_id=self.run_id,
-            rule=self.rule,
-            plans=tuple(plans),
-            plan_modes=self.plan_mode,
-            models=self.models,
-            controls=self.controls,
-            replacement=replacement,
-        )
+        if arms.score not in (None, *SCORES) and (arms.rule or arms.order != "mean"):
+            flag = "--rule" if arms.rule else "--mask-order"
+            raise UsageError(f"{flag} needs a score of each input, which {arms.score} is not: name a score")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,26 +82,25 @@ class Evaluate(TaskVerb):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.arms.replace != "zero" and not (self.arms.heads or self.arms.mask or self.arms.uses_score):
-            raise UsageError(f"--replace {self.arms.replace} needs ablated heads: give --heads, --mask or --score")
         self.arms.check()
 
     def run(self) -> Result:
         from headscan.analysis.plans import load_plan
 
-        # The imports below load torch, which takes seconds.
-        plans = [load_plan(path) for path in self.arms.plan]
-        if self.arms.mask or self.arms.uses_score:
+        plans = tuple(load_plan(path) for path in self.arms.plan)
+        replacement = replacement_config(self.arms.replace, self.texts, self)
+        chosen = self.arms.chosen(plans=plans, replacement=replacement)
+        if chosen.mask or chosen.score:
             self.store.check_exists()
+        # The imports below load torch, which takes seconds.
         from headscan.analysis.verdicts.judge import judge
         from headscan.models.model_facts import check_bounds
         from headscan.pipelines.evaluate.chosen_arms import evaluate_chosen
 
-        chosen = self.arms.chosen(plans, replacement_config(self.arms.replace, self.texts, self))
         quiet_libraries()
         spec = self.spec()
-        if self.arms.heads:
-            check_bounds(spec.config(), self.arms.heads)
+        if chosen.heads:
+            check_bounds(spec.config(), chosen.heads)
         with (
             tempfile.TemporaryDirectory() as scratch,
             self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, opener),

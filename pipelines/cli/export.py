@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from headscan.checkpoints.source_folder import check_folder
 from headscan.errors import ExportError
 from headscan.model_spec import ModelSpec
 from headscan.options import Group, Option
-from headscan.pipelines.cli.option_parser import UsageError, check_used, model_source
+from headscan.pipelines.cli.option_parser import UsageError, check_used
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import StoreOptions, StoreVerb, quiet_libraries
 from headscan.pipelines.runs.text_tables import text_table
@@ -53,7 +54,7 @@ class Export(StoreVerb):
         Option(
             "model of gguf, decilm or layer-types: folder, name on the hub, `demo` or `smollm2`",
             flag="MODEL",
-            parse=model_source,
+            parse=check_folder,
             only=_OF_MODEL,
         ),
     ] = None

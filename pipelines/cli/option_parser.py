@@ -37,7 +37,6 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin
 
-from headscan.checkpoints.source_folder import check_folder
 from headscan.errors import HeadscanError, unknown_name
 from headscan.options import Group, Option, field_hint, field_type, without_none
 from headscan.pipelines.settings.settings_file import settings_file
@@ -160,21 +159,6 @@ def operations(text: str) -> float:
     if not 1e6 <= value <= 1e21:
         raise ValueProblemError(f"{text!r} is no speed from 1e6 to 1e21 operations per second: write 400T or 4e14")
     return value
-
-
-def model_source(text: str) -> str:
-    """Check a path of a model; names on the hub are checked when they load."""
-    check_folder(text)
-    return text
-
-
-def head(text: str) -> tuple[int, int]:
-    """Return a head, written LAYER:HEAD."""
-    layer, _, index = text.partition(":")
-    if not (layer.isdecimal() and index.isdecimal()):
-        raise ValueProblemError(f"{text!r} is not a head: write LAYER:HEAD, for example 3:5")
-    at_least_0 = Option("", least=0)
-    return int(_number(at_least_0, int, layer)), int(_number(at_least_0, int, index))
 
 
 @dataclass(frozen=True)

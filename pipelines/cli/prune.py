@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.catalog import RANKED_CRITERIA, RECALL_NAMES, SET_METHODS
 from headscan.cluster.placement.placement_base import parse_bytes
-from headscan.grid import Unit
+from headscan.grid import Unit, parse_head
 from headscan.options import Group, Option
-from headscan.pipelines.cli.option_parser import UsageError, changed, head
+from headscan.pipelines.cli.option_parser import UsageError, changed
 from headscan.pipelines.cli.results import Json, Result, arm_row, verdict_notes
 from headscan.pipelines.cli.task_options import DemoSize, WholeModelVerb
 from headscan.pipelines.settings.saving_settings import REPAIRS, KvCounts, RecallConfig
@@ -67,7 +67,7 @@ class _Size:
     ] = None
     heads: Annotated[
         tuple[tuple[int, int], ...],
-        Option("comma-separated heads to remove", metavar="LAYER:HEAD", parse=head, spaces=True, one_of="size"),
+        Option("comma-separated heads to remove", metavar="LAYER:HEAD", parse=parse_head, spaces=True, one_of="size"),
     ] = ()
     mask: Annotated[
         str | None, Option("name or id of a mask in the store whose heads are removed", metavar="NAME", one_of="size")
@@ -233,7 +233,7 @@ class Prune(WholeModelVerb):
         check_place(Path(self.out))
         texts = self.text_config(_DEMO)
         with self.opened_whole(texts) as (run, opener), self._config(run, texts) as config:
-            result = prune(opener.sized(config), run)
+            result = prune(opener.with_evaluation(config), run)
         return _result(self.store.path, result)
 
     @contextmanager

@@ -107,7 +107,7 @@ class Referee(WholeModelVerb):
                 texts=texts,
                 repair=RepairChoice(self.criteria.repair),
             )
-            run_id = referee(opener.sized(config), run)
+            run_id = referee(opener.with_evaluation(config), run)
         return referee_result(run.store, run_id)
 
 

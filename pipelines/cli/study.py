@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from headscan.options import Group, Option
-from headscan.pipelines.cli.option_parser import UsageError
+from headscan.pipelines.cli.option_parser import UsageError, with_flags
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import DEMO_CORPUS, Devices, OptionalModelVerb, quiet_libraries, say
-from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, ResumeAnyway
+from headscan.pipelines.settings.evaluation_settings import ResumeAnyway
 from headscan.pipelines.study.study_config import StudyConfig, read_study, study_from
 
 
@@ -88,15 +87,12 @@ def study_result(config: StudyConfig, devices: Devices, *, resume_anyway: bool) 
     for corpus in (config.corpus, config.judge):
         if corpus is not None:
             check_corpus(corpus.name)
-    # These imports load torch, which takes seconds.
-    from headscan.analysis.store.store import Store
-    from headscan.pipelines.runs.run_context import Run
-    from headscan.pipelines.study.run_study import study
+    # The import loads torch, which takes seconds.
+    from headscan.pipelines import jobs
 
     here = devices.in_this_process()
     quiet_libraries()
-    store = Store(Path(config.out) / "study.duckdb", on_wait=say)
-    opener = here.opener(config.model, tokens=TASK_TOKENS, evaluates=True, batch_tokens=config.batch_tokens)
-    with Run(config.model, store, opener, resume_anyway=resume_anyway, say=say) as run:
-        answer = study(opener.sized(config), run)
+    answer = jobs.study(
+        config, devices=here.request, resume_anyway=resume_anyway, say=lambda line: say(with_flags(line, Devices))
+    )
     return Result([answer.as_dict()], answer.lines, {"out": config.out})

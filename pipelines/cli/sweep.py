@@ -61,7 +61,7 @@ class Sweep(TaskVerb):
             config = self.arms.sweep(evaluation=evaluation, value=replacement)
             with self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, opener):
                 run.say = lambda line: say(with_flags(line, Sweep))
-                runs = sweep(opener.sized(config), run)
+                runs = sweep(opener.with_evaluation(config), run)
         store = run.store
         curves, verdict = read_curves(store, runs.evaluate_run), judge(store, runs.evaluate_run)
         with at_work("verdicts on the choices"):

@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from headscan.checkpoints.source_folder import DEMO_MODEL
+from headscan.checkpoints.source_folder import DEMO_MODEL, check_folder
 from headscan.cluster.placement.placement_base import PlacementRequest, Timeouts
 from headscan.errors import ModelLoadError
 from headscan.model_spec import ModelSpec
-from headscan.options import BATCH_TOKENS, LONGEST_WAIT, Group, Option
-from headscan.pipelines.cli.option_parser import UsageError, model_source, with_flags
+from headscan.options import LONGEST_WAIT, Group, Option
+from headscan.pipelines.cli.option_parser import UsageError, with_flags
 from headscan.pipelines.runs.text_tables import printable_lines
 from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec
 from headscan.pipelines.settings.evaluation_settings import ResumeAnyway
@@ -36,7 +36,7 @@ CORPORA = f"file, folder, {OTHER_CORPORA}"
 _MODEL = Option(
     "folder saved by transformers, name on the hub, GGUF file, `smollm2`, or `demo` for the bundled model",
     flag="MODEL",
-    parse=model_source,
+    parse=check_folder,
 )
 
 
@@ -132,9 +132,7 @@ class Devices:
         connect(self.ray_address)
         return ray_nodes(import_ray(local=False))
 
-    def opener(
-        self, spec: ModelSpec, *, tokens: int, evaluates: bool = False, batch_tokens: int = BATCH_TOKENS
-    ) -> ModelOpener:
+    def opener(self, spec: ModelSpec, *, tokens: int, evaluates: bool = False) -> ModelOpener:
         """Return the opener of a model for sequences of up to ``tokens`` tokens, which prints every placement."""
         from headscan.pipelines.runs.run_context import ModelOpener
 
@@ -142,7 +140,6 @@ class Devices:
             spec,
             tokens,
             replace(self.request, evaluates=evaluates),
-            batch_tokens,
             nodes=self.nodes,
             on_cluster=bool(self.ray_address),
             timeouts=self.timeouts,

@@ -7,37 +7,40 @@ import json
 import re
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from headscan.pipelines.corpora.data_sets import open_hub, read_hub, read_table
-from headscan.pipelines.corpora.documents import Document, Entry
-from headscan.pipelines.corpora.files import (
-    LINE_SUFFIXES,
-    RECORD_SUFFIXES,
-    TABLE_SUFFIXES,
-    TEXT_SUFFIXES,
-    LocalFile,
-    hash_file,
-    is_compressed,
-    list_folder,
-    read_json,
-    read_lines,
-    read_text,
-    suffix_of,
-)
+from headscan.pipelines.corpora.data_sets import open_hub, read_hub
+from headscan.pipelines.corpora.documents import Document, Entry, LocalFile, is_compressed, suffix_of
+from headscan.pipelines.corpora.files import FORMATS, TEXT_SUFFIXES, hash_file, list_folder, read_file
+from headscan.pipelines.corpora.stdlib_files import held_out_files, seen_modules, standard_library_files
 from headscan.pipelines.settings.corpus_settings import CorpusError, CorpusSpec
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
-#: Corpora that need no files of the user.
+_LIBRARY = Path(sysconfig.get_path("stdlib"))
+
+
+class BuiltIn(NamedTuple):
+    """A corpus that needs no files of the user: its description, and its files below a folder."""
+
+    description: str
+    files: Callable[[], Iterable[Path]]
+    folder: Path = _LIBRARY
+
+
+#: Built-in corpora by name.
 BUILT_IN = {
-    "python-stdlib": "source files of the running interpreter's standard library",
-    "python-stdlib-modules": "single-file modules of the standard library in the demo model's training data",
-    "python-stdlib-heldout": "standard-library modules that are not in the demo model's training data",
+    "python-stdlib": BuiltIn("source files of the running interpreter's standard library", standard_library_files),
+    "python-stdlib-modules": BuiltIn(
+        "single-file modules of the standard library in the demo model's training data", seen_modules
+    ),
+    "python-stdlib-heldout": BuiltIn(
+        "standard-library modules that are not in the demo model's training data", held_out_files
+    ),
 }
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -89,7 +92,7 @@ class LocalCorpus(Corpus):
     def entries(self) -> Iterator[Entry]:
         for file in self.files:
             any_entry = False
-            for entry in _read(file, self.spec.column):
+            for entry in read_file(file, self.spec.column):
                 any_entry = True
                 yield entry
             if not any_entry:
@@ -97,18 +100,6 @@ class LocalCorpus(Corpus):
 
     def identity(self) -> object:
         return [[file.name, hash_file(file.path)] for file in self.files]
-
-
-def _read(file: LocalFile, column: str | None) -> Iterator[Entry]:
-    if file.is_empty():
-        return iter((Entry(file.name, None, "empty", "0 bytes"),))
-    if file.suffix in TABLE_SUFFIXES:
-        return read_table(file, column)
-    if file.suffix in LINE_SUFFIXES:
-        return read_lines(file, column)
-    if file.suffix == ".json":
-        return read_json(file, column)
-    return read_text(file)
 
 
 @dataclass(frozen=True)
@@ -131,8 +122,9 @@ def open_corpus(spec: CorpusSpec) -> Corpus:
     folder, where it is skipped and listed in ``.skipped``.
     """
     check_corpus(spec.name)
-    if spec.name in BUILT_IN:
-        return _local(spec, BUILT_IN[spec.name], _built_in_files(spec.name))
+    if (built_in := BUILT_IN.get(spec.name)) is not None:
+        names = ((path.relative_to(built_in.folder).as_posix(), path) for path in built_in.files())
+        return _local(spec, built_in.description, tuple(LocalFile(name, path) for name, path in names))
     path = Path(spec.name).expanduser()
     if path.is_file():
         return _local(spec, f"file {spec.name}", (LocalFile(path.name, path),))
@@ -150,11 +142,12 @@ def check_corpus(name: str) -> None:
         is_folder, is_file = path.is_dir(), path.is_file()
     except (OSError, ValueError) as error:
         raise CorpusError(f"invalid corpus name {name!r}: {error}") from error
-    if is_file and is_compressed(path) and suffix_of(path) in TABLE_SUFFIXES:
+    form = FORMATS.get(suffix_of(path))
+    if is_file and is_compressed(path) and form is not None and not form.compressed:
         raise CorpusError(f"corpus {name!r} is a compressed table. Decompress it")
     if name in BUILT_IN or is_folder or is_file:
         return
-    if not _HUB_NAME.fullmatch(name) or suffix_of(path) in TEXT_SUFFIXES | RECORD_SUFFIXES:
+    if not _HUB_NAME.fullmatch(name) or suffix_of(path) in {*TEXT_SUFFIXES, *FORMATS}:
         raise CorpusError(
             f"corpus {name!r} is not built in ({', '.join(BUILT_IN)}), is no file or folder, and is no hub name"
             " (owner/name). Check the path"
@@ -184,18 +177,6 @@ def _local(
         if getattr(spec, option) != default:
             value = getattr(spec, option)
             raise CorpusError(f"corpus {spec.name!r} is local and has no {option} {value!r}. Leave out {option}")
-    if spec.column is not None and not any(file.suffix in RECORD_SUFFIXES for file in files):
+    if spec.column is not None and not any(file.suffix in FORMATS for file in files):
         raise CorpusError(f"corpus {spec.name!r} is plain text and has no column {spec.column!r}. Leave out column")
     return LocalCorpus(spec, description, files, skipped or {})
-
-
-def _built_in_files(name: str) -> tuple[LocalFile, ...]:
-    from headscan.pipelines.corpora.stdlib_files import held_out_files, seen_modules, standard_library_files
-
-    files = {
-        "python-stdlib": standard_library_files,
-        "python-stdlib-modules": seen_modules,
-        "python-stdlib-heldout": held_out_files,
-    }
-    root, paths = Path(sysconfig.get_path("stdlib")), files[name]()
-    return tuple(LocalFile(path.relative_to(root).as_posix(), path) for path in paths)

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from headscan.checkpoints.headers import hub_answers, hub_problem
-from headscan.pipelines.corpora.documents import Entry, choose_column, unreadable, value_entry
-from headscan.pipelines.corpora.files import LocalFile
+from headscan.pipelines.corpora.documents import Entry, LocalFile, choose_column, unreadable, value_entry
 from headscan.pipelines.settings.corpus_settings import CorpusError, CorpusSpec
 
 if TYPE_CHECKING:

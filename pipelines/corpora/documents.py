@@ -189,3 +189,31 @@ def choose_column(columns: Mapping[str, bool], asked: str | None, where: str) ->
         count = "several string columns" if strings else "no string column"
         raise CorpusError(f"{where} has {count} and none named 'text'. Choose one of its columns: {listing}")
     return strings[0]
+
+
+class LocalFile(NamedTuple):
+    """A file of a corpus; ``name`` is relative to the corpus, with forward slashes."""
+
+    name: str
+    path: Path
+
+    @property
+    def suffix(self) -> str:
+        """The suffix in lower case, without that of a compression."""
+        return suffix_of(self.path)
+
+    def is_empty(self) -> bool:
+        """Return True if the file has no bytes; raise `CorpusError` if it is missing."""
+        try:
+            return self.path.stat().st_size == 0
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+
+
+def suffix_of(path: Path) -> str:
+    """Return a path's suffix in lower case, ``.txt`` for ``a.txt.gz``."""
+    return Path(path.stem if is_compressed(path) else path.name).suffix.lower()
+
+
+def is_compressed(path: Path) -> bool:
+    return path.suffix.lower() in COMPRESSIONS

@@ -1,24 +1,27 @@
-"""Local files: listing folders, and reading text and JSON."""
+"""Local files: listing folders, reading text and JSON, and the table of formats."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from headscan.pipelines.corpora.data_sets import read_table
 from headscan.pipelines.corpora.documents import (
-    COMPRESSIONS,
     Entry,
     FileText,
+    LocalFile,
     NotTextError,
     blank_entry,
     choose_column,
     decoded,
+    is_compressed,
     open_bytes,
+    suffix_of,
     text_entry,
     unreadable,
     value_entry,
@@ -33,46 +36,12 @@ _TEXT_KINDS = (
 )
 #: One file is one document.
 TEXT_SUFFIXES = frozenset(f".{kind}" for kind in _TEXT_KINDS.split())
-LINE_SUFFIXES = frozenset({".jsonl", ".ndjson"})
-TABLE_SUFFIXES = frozenset({".parquet", ".csv", ".tsv"})
-#: One file holds many records with a text column.
-RECORD_SUFFIXES = LINE_SUFFIXES | TABLE_SUFFIXES | {".json"}
-#: Record files that may be compressed.
-COMPRESSED_RECORD_SUFFIXES = RECORD_SUFFIXES - TABLE_SUFFIXES
 
 #: Number of first records that decide which columns a file has.
 _PEEK = 100
 
 #: Most bytes of a decompressed JSON value; parsing needs several times as much memory.
 _JSON_BYTES = 1 << 30
-
-
-class LocalFile(NamedTuple):
-    """A file of a corpus; ``name`` is relative to the corpus, with forward slashes."""
-
-    name: str
-    path: Path
-
-    @property
-    def suffix(self) -> str:
-        """The suffix in lower case, without that of a compression."""
-        return suffix_of(self.path)
-
-    def is_empty(self) -> bool:
-        """Return True if the file has no bytes; raise `CorpusError` if it is missing."""
-        try:
-            return self.path.stat().st_size == 0
-        except OSError as error:
-            raise unreadable(self.path, error) from error
-
-
-def suffix_of(path: Path) -> str:
-    """Return a path's suffix in lower case, ``.txt`` for ``a.txt.gz``."""
-    return Path(path.stem if is_compressed(path) else path.name).suffix.lower()
-
-
-def is_compressed(path: Path) -> bool:
-    return path.suffix.lower() in COMPRESSIONS
 
 
 class FolderFiles(NamedTuple):
@@ -120,7 +89,8 @@ def _skipped_kind(path: Path) -> str | None:
     if path.name.startswith("."):
         return "hidden file"
     suffix, compression = suffix_of(path), path.suffix.lower() if is_compressed(path) else ""
-    if suffix in TEXT_SUFFIXES or suffix in (COMPRESSED_RECORD_SUFFIXES if compression else RECORD_SUFFIXES):
+    form = FORMATS.get(suffix)
+    if suffix in TEXT_SUFFIXES or (form is not None and (form.compressed or not compression)):
         return None
     return suffix + compression or "no suffix"
 
@@ -258,3 +228,34 @@ def _record_entry(source: str, record: Any, column: str) -> Entry:
             return value_entry(source, record[column], column)
         return Entry(source, None, "no_text", f"no column {column!r}")
     return Entry(source, None, "no_text", f"a record that is {type(record).__name__}, neither object nor string")
+
+
+class Format(NamedTuple):
+    """A format of files that hold many records with a text column.
+
+    Attributes:
+        read: Yields the entries of a file, with the name of the column; None chooses it.
+        compressed: Compressed files are read, too.
+    """
+
+    read: Callable[[LocalFile, str | None], Iterator[Entry]]
+    compressed: bool = True
+
+
+#: Formats by suffix.
+FORMATS = {
+    ".json": Format(read_json),
+    ".jsonl": Format(read_lines),
+    ".ndjson": Format(read_lines),
+    ".parquet": Format(read_table, compressed=False),
+    ".csv": Format(read_table, compressed=False),
+    ".tsv": Format(read_table, compressed=False),
+}
+
+
+def read_file(file: LocalFile, column: str | None) -> Iterator[Entry]:
+    """Yield the entries of a file; one of no format is a text."""
+    if file.is_empty():
+        return iter((Entry(file.name, None, "empty", "0 bytes"),))
+    form = FORMATS.get(file.suffix)
+    return read_text(file) if form is None else form.read(file, column)

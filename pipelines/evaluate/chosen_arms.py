@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from headscan.analysis.heads.head_roles import find_mask
-from headscan.analysis.plans import HeadPlan
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
@@ -14,52 +13,18 @@ from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE, controls, mask_arm, model_arm, scored_masks, scored_rules
 from headscan.pipelines.scoring.replacements import collect_replacement
-from headscan.pipelines.settings.evaluation_settings import (
-    CHOSEN_SHARE,
-    EvaluateConfig,
-    MaskOrder,
-    PlanMode,
-    ReplacementConfig,
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChosenArms:
-    """What is compared with the baseline.
-
-    Attributes:
-        heads: Heads of one mask; empty: no such mask.
-        mask: Name or id of another mask, which is in the store; None: none.
-        score: Criterion whose order gives a mask of ``share`` heads, and a rule if ``rule``; None gives neither.
-        run_id: First characters of the id of the run that gives the order; None takes the newest of the model.
-        models: Sources of models with the same tokenizer.
-        controls: Number of random arms for each mask, rule and plan.
-        replacement: What takes the place of the outputs of ablated heads.
-    """
-
-    heads: tuple[tuple[int, int], ...] = ()
-    mask: str | None = None
-    score: str | None = None
-    share: float = CHOSEN_SHARE
-    order: MaskOrder = "mean"
-    run_id: str | None = None
-    rule: bool = False
-    plans: tuple[HeadPlan, ...] = ()
-    plan_modes: tuple[PlanMode, ...] = ("forward",)
-    models: tuple[str, ...] = ()
-    controls: int = 0
-    replacement: ReplacementConfig = field(default_factory=ReplacementConfig)
+from headscan.pipelines.settings.evaluation_settings import ChosenArms, EvaluateConfig
 
 
 def evaluate_chosen(config: EvaluateConfig, chosen: ChosenArms, run: Run) -> tuple[str, int]:
     """Evaluate the baseline and the chosen arms; return the run's id and the number of arms, the baseline included."""
     store, identity = run.store, run.identity
-    found = () if chosen.mask is None else find_mask(store, chosen.mask, identity.columns()).heads
+    found = find_mask(store, chosen.mask, identity.columns()).heads if chosen.mask else ()
     ordering = None if chosen.score is None else find_run(store, identity, chosen.score, chosen.run_id)
     others = [replace(config.model, source=source, revision=None) for source in dict.fromkeys(chosen.models)]
     compared = [model_arm(other, identify(other), identity) for other in others]
     replaces = chosen.replacement.value != "zero"
-    questions = Questions(config.tasks, config.recall, identity) if replaces else None
+    questions = Questions(config.tasks, config.recall, identity, config.text) if replaces else None
     replacement = collect_replacement(chosen.replacement, run, 0 if questions is None else questions.longest_input)
     arms = [BASELINE, *(mask_arm(heads, replacement) for heads in (chosen.heads, found) if heads)]
     if chosen.score is not None and ordering is not None:

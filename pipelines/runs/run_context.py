@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import metadata
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import pyarrow as pa
 from numpy.typing import ArrayLike
@@ -153,7 +153,24 @@ class StoredNumbers(KnownNumbers):
 
 #: Opens the pool of a model.
 OpenModel = Callable[[ModelSpec], Pool]
-S = TypeVar("S")
+
+
+class HasBatchSize(Protocol):
+    """Settings with the tokens of one forward pass."""
+
+    @property
+    def batch_tokens(self) -> int: ...
+
+
+class HasEvaluation(Protocol):
+    """Settings of a job on tasks."""
+
+    @property
+    def evaluation(self) -> HasBatchSize: ...
+
+
+S = TypeVar("S", bound=HasBatchSize)
+E = TypeVar("E", bound=HasEvaluation)
 
 
 @dataclass
@@ -192,15 +209,14 @@ class ModelOpener:
         return open_pool(model, placed.placement, on_cluster=self.on_cluster, timeouts=self.timeouts)
 
     def sized(self, config: S) -> S:
-        """Return the settings of a job with the batch size, which jobs on tasks have in those of their evaluation.
-        Settings without one, such as those of gates, stay.
-        """
+        """Return settings with the batch size of the placement."""
         settings: Any = config
-        if hasattr(settings, "evaluation"):
-            settings = replace(settings, evaluation=self.sized(settings.evaluation))
-        elif hasattr(settings, "batch_tokens"):
-            settings = replace(settings, batch_tokens=self.batch_tokens)
-        return settings
+        return replace(settings, batch_tokens=self.batch_tokens)
+
+    def with_evaluation(self, config: E) -> E:
+        """Return settings whose evaluation has the batch size of the placement."""
+        settings: Any = config
+        return replace(settings, evaluation=self.sized(config.evaluation))
 
     @property
     def _fills_memory(self) -> bool:

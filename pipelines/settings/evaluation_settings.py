@@ -20,12 +20,15 @@ from headscan.catalog import (
     SCORES,
     ReplacementKind,
 )
+from headscan.checkpoints.source_folder import check_folder
 from headscan.errors import HeadscanError, InterventionError
+from headscan.grid import parse_head
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, Count, Limits, Option, Seed, check_limits
 from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec
 
 if TYPE_CHECKING:
+    from headscan.analysis.plans import HeadPlan
     from headscan.pipelines.evaluate.held_out_text import HeldOutText
 
 #: Prompt length that placement reserves memory for when tasks run. Longer prompts run alone, or fail.
@@ -187,10 +190,6 @@ ReplacementOption = Annotated[
 ]
 
 
-#: Share of the heads that a score chooses, where no share is given.
-CHOSEN_SHARE = 0.1
-
-
 @dataclass(frozen=True)
 class ReplacementConfig:
     """What replaces the output of ablated heads.
@@ -214,11 +213,98 @@ class ReplacementConfig:
             raise InterventionError(f"`replace={self.value}` needs texts: no corpus. Set `corpus`")
 
 
+#: Score of arms where a setting needs one and none is named.
+COMMON_SCORE = "output_norm_ln"
 #: How a mask ranks heads: by mean score, or by the share of inputs in which they are inactive.
 MaskOrder = Literal["mean", "inactive"]
 MaskOrderOption = Annotated[
-    MaskOrder, Option("order of the masks' heads: by mean score, or by the share of inputs in which they are inactive")
+    MaskOrder,
+    Option(
+        "order of the masks' heads: by mean score, or by the share of inputs in which they are inactive",
+        flag="--mask-order",
+    ),
 ]
+#: ``forward``: window masks in the scored pass. ``decode``: keys are evicted after the context.
+PlanMode = Literal["forward", "decode"]
+PLAN_MODES: tuple[PlanMode, ...] = ("forward", "decode")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenArms:
+    """What is compared with the baseline.
+
+    Attributes:
+        score: Criterion whose order gives a mask of ``share`` heads, and a rule if ``rule``; None gives neither.
+        plans: Plans of the KV cache, each evaluated in all ``plan_modes``.
+        replacement: What takes the place of the outputs of ablated heads.
+
+    Raises:
+        InterventionError: A number is out of range.
+        UnknownNameError: The score or a mode is unknown.
+    """
+
+    heads: Annotated[
+        tuple[tuple[int, int], ...],
+        Option("comma-separated heads of a mask (default: none)", metavar="LAYER:HEAD", parse=parse_head, spaces=True),
+    ] = ()
+    mask: Annotated[
+        str | None, Option("name or id of a mask in the store whose heads are ablated (default: none)", metavar="NAME")
+    ] = None
+    score: Annotated[
+        str | None,
+        Option(
+            "score or other criterion that chooses the heads, from a scan, importance, ablate or gates run in the "
+            f"store (default: none; {COMMON_SCORE} with --share, --rule or --run)",
+            kind="score",
+            names=RANKED_CRITERIA,
+        ),
+    ] = None
+    share: Annotated[float, Option("share of heads to ablate, chosen by the score", above=0, below=1)] = 0.1
+    order: MaskOrderOption = "mean"
+    run_id: Annotated[
+        str | None, Option("first characters of the id of that run (default: the newest of this model)", flag="--run")
+    ] = None
+    rule: Annotated[bool, Option("also evaluate the rule, which ablates per input the heads beyond the quantile")] = (
+        False
+    )
+    plans: tuple[HeadPlan, ...] = ()
+    plan_modes: Annotated[
+        tuple[PlanMode, ...],
+        Option(
+            "forward: all tokens see what the plan keeps; decode: keys are evicted after the context; or both, with a "
+            "comma",
+            flag="--plan-mode",
+            metavar="MODE",
+            kind="plan mode",
+            names=PLAN_MODES,
+            spaces=True,
+        ),
+    ] = ("forward",)
+    models: Annotated[
+        tuple[str, ...],
+        Option(
+            "comma-separated folders or names of models with the same tokenizer, to compare with MODEL; one is loaded "
+            "at a time (default: none)",
+            metavar="MODEL",
+            parse=check_folder,
+            spaces=True,
+        ),
+    ] = ()
+    controls: Annotated[
+        int,
+        Option(
+            "number of random controls per mask (as many heads), per rule (heads drawn for each input) and per plan "
+            "(as many bytes); at least 19 can show that a choice is better than chance",
+            metavar="N",
+            least=0,
+        ),
+    ] = 0
+    replacement: ReplacementConfig = field(default_factory=ReplacementConfig)
+
+    def __post_init__(self) -> None:
+        check_limits(self, InterventionError)
+
+
 #: Words that stand for several scores.
 _SETS = {"all": tuple(SCORES), "none": ()}
 #: Option that splits the questions of a sweep.
@@ -301,6 +387,8 @@ MODES = (EACH, ALL_BUT_ONE)
 
 @dataclass(frozen=True)
 class LossTexts:
+    """Texts whose loss shows the effect of a head."""
+
     corpus: CorpusSpec
     sequences: Annotated[int, Option("number of texts whose loss is measured", least=1)] = 128
     max_tokens: Annotated[
@@ -379,8 +467,3 @@ class Comparison:
         check_limits(self, InterventionError)
         if not self.criteria or not self.shares:
             raise InterventionError("nothing to compare: 0 criteria or shares (limit 1). Set `criteria` and `shares`")
-
-
-#: ``forward``: window masks in the scored pass. ``decode``: keys are evicted after the context.
-PlanMode = Literal["forward", "decode"]
-PLAN_MODES: tuple[PlanMode, ...] = ("forward", "decode")

@@ -116,7 +116,7 @@ class StudyConfig:
 
 
 def study_from(settings: Mapping[str, Any]) -> StudyConfig:
-    """Return the settings of a file."""
+    """Return settings from plain values, such as those of a file."""
     return build_settings(StudyConfig, settings, StudyError)
 
 

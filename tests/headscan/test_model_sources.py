@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import pickle
+from pathlib import Path
+from pkgutil import resolve_name
 
 import numpy as np
 import pytest
@@ -107,6 +110,20 @@ def test_other_inputs_are_refused(demo: headscan.LoadedModel, given: object, len
 def test_the_public_names_are_listed() -> None:
     assert set(headscan.__all__) <= set(dir(headscan))
     assert all(getattr(headscan, name) is not None for name in dir(headscan))
+
+
+def test_type_checkers_find_every_public_name_at_its_home() -> None:
+    source = ast.parse(Path(headscan.__file__).read_text("utf-8"))
+    found = {
+        alias.asname: f"{node.module}.{alias.name}"
+        for node in ast.walk(source)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname
+    }
+    assert found.keys() == {*headscan.__all__} - {"open_store"}
+    for name, path in found.items():
+        assert getattr(headscan, name) is resolve_name(path)
 
 
 def test_a_missing_name_proposes_the_nearest(demo: headscan.LoadedModel) -> None:

@@ -19,6 +19,7 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines import jobs
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
+from headscan.pipelines.evaluate.held_out_text import HeldOutText, TextChunk
 from headscan.pipelines.pruning.pruning_units import ShareBudget
 from headscan.pipelines.runs.head_orders import head_order
 from headscan.pipelines.runs.model_identity import identify
@@ -89,6 +90,18 @@ def test_scan_evaluate_and_plan_fill_the_tables(
         say=quiet,
     )
     assert plan.budget.window_heads == 3
+
+
+def test_text_alone_judges_heads_that_are_replaced_by_their_mean(
+    spec: ModelSpec, corpus_folder: Path, cpu: jobs.PlacementRequest, tmp_path: Path
+) -> None:
+    chunks = tuple(TextChunk(f"document {first}", tuple(range(first, first + 32)), 100) for first in range(4, 8))
+    config = jobs.EvaluateConfig(spec, TaskConfig(()), recall=None, text=HeldOutText("numbers", chunks))
+    means = jobs.ReplacementConfig("mean", CorpusSpec(str(corpus_folder)), texts=4)
+    chosen = jobs.ChosenArms(heads=((0, 1), (1, 2)), replacement=means)
+    jobs.evaluate(config, tmp_path / "s.duckdb", chosen, devices=cpu, say=quiet)
+    asked = "SELECT count(*) AS answers, count(DISTINCT arm_id) AS arms FROM answers WHERE task = 'text'"
+    assert Store(tmp_path / "s.duckdb").query(asked).to_pylist() == [{"answers": 8, "arms": 2}]
 
 
 def test_every_measuring_job_fills_its_table(

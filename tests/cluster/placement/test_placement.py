@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from headscan.cluster.placement.placement_base import (
+    POOLS,
     ChosenPlacement,
     Node,
     PlacementError,
@@ -357,7 +358,9 @@ def test_every_placement_has_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
         "pipeline": "ray_pool.PipelinePool",
         "streamed": "streamed_pool.StreamedPool",
     }
-    assert list(opened) == list(PLACEMENTS)
+    assert list(opened) == list(PLACEMENTS) == list(POOLS)
+    for name in POOLS:
+        assert PlacementRequest(name).placement == name
     assert all(PLACEMENTS[name].name == name for name in PLACEMENTS)
     assert {option for kind in PLACEMENTS.values() for option in kind.options} <= {
         field.name for field in fields(PlacementRequest)

@@ -173,7 +173,8 @@ def test_good_values_are_read() -> None:
     assert sweep.tasks.names == ("a", "b") and settings["quantiles"] == (0.0, 0.1)
     assert settings["masks"] == () and "scores" not in settings
     evaluate = read(["evaluate", "demo", "--tasks", "a", "--heads", "3:5", "0:0", "--num-fewshot", "0"])
-    assert (evaluate.arms.heads, evaluate.tasks.prompts.keywords["num_fewshot"]) == (((3, 5), (0, 0)), 0)
+    assert evaluate.arms.chosen().heads == ((3, 5), (0, 0))
+    assert evaluate.tasks.prompts.keywords["num_fewshot"] == 0
     assert read(["place", "demo"]).machines.gpu_memory == 80 << 30
     assert read(["rank", "--limit", "0"]).limit == 0
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from headscan.errors import HeadscanError
 from headscan.pipelines.cli.main import read_command
 from headscan.pipelines.cli.option_parser import UsageError
+from headscan.pipelines.settings.evaluation_settings import ChosenArms
 
 
 @pytest.mark.parametrize(
@@ -34,3 +38,32 @@ def test_options_without_effect_are_refused(words: list[str], message: str) -> N
 )
 def test_options_with_an_effect_are_taken(words: list[str]) -> None:
     assert read_command(["evaluate", "demo", "--tasks", "mmlu", *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "score"),
+    [
+        ([], None),
+        (["--heads", "3:5"], None),
+        (["--share", "0.1"], "output_norm_ln"),
+        (["--rule"], "output_norm_ln"),
+        (["--run", "1a2b"], "output_norm_ln"),
+        (["--rule", "--score", "entropy"], "entropy"),
+    ],
+)
+def test_options_of_a_score_name_the_score(words: list[str], score: str | None) -> None:
+    assert read_command(["evaluate", "demo", "--tasks", "mmlu", *words]).arms.chosen().score == score
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"share": 1.0}, r"`share=1` \(limit below 1\)"),
+        ({"controls": -1}, r"`controls=-1` \(limit 0\)"),
+        ({"score": "entropi"}, "unknown score 'entropi'; did you mean entropy"),
+        ({"plan_modes": ("backward",)}, "unknown plan mode 'backward'"),
+    ],
+)
+def test_arms_have_limits_without_the_command_line(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(HeadscanError, match=message):
+        ChosenArms(**settings)

@@ -79,7 +79,7 @@ def test_errors_are_short(command: list[str], message: str, capsys: pytest.Captu
 def test_heads_are_separated_by_commas_or_spaces() -> None:
     needed = ["evaluate", "demo", "--tasks", "x", "--heads"]
     for words in (["3:5,7:0"], ["3:5", "7:0"]):
-        assert read_command([*needed, *words]).arms.heads == ((3, 5), (7, 0))
+        assert read_command([*needed, *words]).arms.chosen().heads == ((3, 5), (7, 0))
 
 
 def test_an_interrupt_stops_a_long_query(scan: tuple[Store, str]) -> None:

@@ -87,7 +87,7 @@ def test_options_stand_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize("values", [["1:2,0:3"], ["1:2", "0:3"], ["1:2, 0:3"]])
 def test_lists_are_separated_by_commas(values: list[str]) -> None:
     verb = main.read_command(["evaluate", "demo", "--tasks", "a,b", "--heads", *values])
-    assert (verb.tasks.names, verb.arms.heads) == (("a", "b"), ((1, 2), (0, 3)))
+    assert (verb.tasks.names, verb.arms.chosen().heads) == (("a", "b"), ((1, 2), (0, 3)))
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

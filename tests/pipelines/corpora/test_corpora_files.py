@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from headscan.errors import HeadscanError
+from headscan.pipelines.cli.verb_base import OTHER_CORPORA
 from headscan.pipelines.corpora import BUILT_IN, CorpusError, CorpusSpec, TokenPlan, open_corpus
 from tests.pipelines.corpora.corpus_reading import problems, read, texts, write_parquet
 
@@ -253,6 +254,10 @@ def test_built_in_corpora():
     assert sum(d.problem is None for d in library.documents()) == 30
     assert held_out.fingerprint() == open_corpus(CorpusSpec("python-stdlib-heldout")).fingerprint()
     assert set(BUILT_IN) == {"python-stdlib", "python-stdlib-modules", "python-stdlib-heldout"}
+
+
+def test_the_help_names_the_built_in_corpora():
+    assert OTHER_CORPORA.endswith(f"a built-in corpus: {', '.join(BUILT_IN)}")
 
 
 @pytest.mark.parametrize("name", ["nowhere.txt", "./nowhere", "a/b/c", "/no/such/folder", "x" * 5000 + "/", "nul\0"])

@@ -10,15 +10,12 @@ import pytest
 
 from headscan.cluster.placement.placement_base import PlacementError, PlacementRequest
 from headscan.cluster.pools.open_pool import InProcessPool
-from headscan.gates.gate_settings import GateFitConfig
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.runs import model_identity
 from headscan.pipelines.runs.run_context import ModelContext, ModelOpener
-from headscan.pipelines.settings.corpus_settings import CorpusSpec
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, SweepConfig, TaskConfig
-from headscan.pipelines.settings.measure_settings import GatesConfig
 from tests.pipelines.conftest import THREADS
 
 
@@ -72,6 +69,6 @@ def test_settings_take_the_batch_size_of_the_placement() -> None:
     with pytest.raises(PlacementError, match=r"`batch_tokens=4096` in 64.0 MiB \(limit \d+\)"):
         opener(limited, 4096)
     sweep = SweepConfig(EvaluateConfig(demo, TaskConfig(("any",))))
-    assert opener(limited).sized(sweep) == replace(sweep, evaluation=replace(sweep.evaluation, batch_tokens=held))
-    gates = GatesConfig(demo, CorpusSpec("any"), GateFitConfig(share=0.5))
-    assert opener(limited).sized(gates) == gates
+    sized = replace(sweep.evaluation, batch_tokens=held)
+    assert opener(limited).sized(sweep.evaluation) == sized
+    assert opener(limited).with_evaluation(sweep) == replace(sweep, evaluation=sized)
