@@ -18,10 +18,13 @@ from headscan.catalog import LAYER_DROP
 from headscan.cluster.tasks.pool import refuse_staged
 from headscan.errors import PruningError
 from headscan.grid import Unit
+from headscan.long_work import hash_of
 from headscan.options import Limits, check_limits
+from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.export.servable_model import obstacle
+from headscan.pipelines.kv.damage_measurement import Prompts
 from headscan.pipelines.pruning.build_models import BuildJob, RepairChoice, WantedModel, build_models, kept_damages
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_recall, read_texts
 from headscan.pipelines.pruning.model_card import model_card
@@ -189,7 +192,8 @@ def prune(config: PruneConfig, run: Run) -> PruneResult:
             verdict=sentences,
         )
 
-    with work_folder(config.out, config.targets, _settings(config, run, texts), say) as work:
+    settings = _settings(config, run, texts, held_out, (*prompts, *held_out_prompts))
+    with work_folder(config.out, config.targets, settings, say) as work:
         job = BuildJob(
             texts=texts,
             wanted=config.wanted(work.path),
@@ -221,11 +225,16 @@ def prune(config: PruneConfig, run: Run) -> PruneResult:
     return result
 
 
-def _settings(config: PruneConfig, run: Run, texts: CalibrationTexts) -> str:
+def _settings(
+    config: PruneConfig, run: Run, texts: CalibrationTexts, held_out: HeldOutText, prompts: Sequence[Prompts]
+) -> str:
+    """Return a hash of the settings, texts and prompts on which the models and their records depend."""
     settings = {
         "model": run.identity.fingerprint(),
         "dtype": config.evaluation.model.dtype,
         "texts": texts.content_hash,
+        "held_out": [held_out.corpus, hash_of(tuple(chunk.request for chunk in held_out.chunks))],
+        "prompts": [(each.name, hash_of(each.requests)) for each in prompts],
         "version": code_version(),
         "sizes": [config.budgets, config.methods, *config.heads.items()],
         "orders": [(name, *map(tuple, order)) for name, order in config.orders.items()],
@@ -237,6 +246,7 @@ def _settings(config: PruneConfig, run: Run, texts: CalibrationTexts) -> str:
             config.recall,
             config.controls,
             config.remote_code,
+            config.timing,
             config.skip_verdict,
         ],
     }
