@@ -44,7 +44,7 @@ from headscan.pipelines.measure.run_scan import scan
 from headscan.pipelines.pruning.pruned_arms import BuiltModel, pruned_arm
 from headscan.pipelines.pruning.pruning_units import ShareBudget
 from headscan.pipelines.pruning.run_prune import PruneConfig, prune
-from headscan.pipelines.pruning.work_folder import read_model, save_record
+from headscan.pipelines.pruning.work_folder import delivered_model
 from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.head_orders import head_order, run_kind
 from headscan.pipelines.runs.progress import time_text
@@ -301,17 +301,10 @@ class _Study:
         """Return the pruned models, smallest share first; those on disk stay."""
         config, out = self.config, Path(self.config.out) / "pruned"
         method = "damage" if config.prune_by == "damage" or not criterion else criterion
-        shares = config.prune_shares or ()
-        several = len(shares) > 1
-        folders = [out / f"{method}-{share:g}" if several else out for share in shares]
-        known = [read_model(folder) for folder in folders]
-        if all(known):
-            return [each for each in known if each is not None]
-        self._begin_step(f"5. pruning: heads chosen by {method}, projections repaired")
         pruning = PruneConfig(
             EvaluateConfig(config.model, TaskConfig(()), None, config.batch_tokens),
             out,
-            budgets=tuple(ShareBudget(share) for share in shares),
+            budgets=tuple(ShareBudget(share) for share in config.prune_shares or ()),
             methods=(method,),
             orders={} if method == "damage" else {method: self._order(method)},
             texts=TextConfig(self.texts.measure, self.texts.choose, 2 * self._sequences, self.tokens),
@@ -320,10 +313,11 @@ class _Study:
             timing=None,
             skip_verdict=True,
         )
-        built = prune(pruning, self.run).models
-        for each in built:
-            save_record(each)
-        return list(built)
+        known = [delivered_model(folder) for folder in pruning.targets]
+        if all(known):
+            return [each for each in known if each is not None]
+        self._begin_step(f"5. pruning: heads chosen by {method}, projections repaired")
+        return list(prune(pruning, self.run).models)
 
     def _losses(self, arms: list[Arm]) -> dict[str, Increase]:
         """Return the increases of the judged loss by arm name, widened for the kinds of savings."""
