@@ -41,9 +41,10 @@ from headscan.pipelines.kv.plan_arms import plan_arms
 from headscan.pipelines.measure.run_importance import run_importance
 from headscan.pipelines.measure.run_probe import probe
 from headscan.pipelines.measure.run_scan import scan
+from headscan.pipelines.pruning.prune_config import PruneConfig
 from headscan.pipelines.pruning.pruned_arms import BuiltModel, pruned_arm
 from headscan.pipelines.pruning.pruning_units import ShareBudget
-from headscan.pipelines.pruning.run_prune import PruneConfig, prune
+from headscan.pipelines.pruning.run_prune import prune
 from headscan.pipelines.pruning.work_folder import delivered_model
 from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.head_orders import head_order, run_kind

@@ -17,11 +17,10 @@ from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.long_work import WorkUnit
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec
-from headscan.pipelines.pruning.build_models import RepairChoice
-from headscan.pipelines.pruning.model_costs import Timing
+from headscan.pipelines.pruning.prune_config import PruneConfig, RepairChoice, Timing
 from headscan.pipelines.pruning.pruned_arms import BuiltModel
 from headscan.pipelines.pruning.pruning_units import LossBudget, ShareBudget
-from headscan.pipelines.pruning.run_prune import PruneConfig, prune
+from headscan.pipelines.pruning.run_prune import prune
 from headscan.pipelines.runs.run_context import Run, StoredNumbers
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig

@@ -22,7 +22,8 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main, read_command
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.evaluate.continuation_task import write_task
-from headscan.pipelines.pruning.run_prune import PruneConfig, prune
+from headscan.pipelines.pruning.prune_config import PruneConfig
+from headscan.pipelines.pruning.run_prune import prune
 from headscan.pipelines.runs.head_orders import imported_heads
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import Arm
@@ -218,7 +219,7 @@ def test_a_stop_right_after_the_pruning_loses_no_model(tmp_path: Path, monkeypat
         raise KeyboardInterrupt
 
     monkeypatch.setattr("headscan.pipelines.pruning.work_folder.check_reload", lambda folders: None)
-    monkeypatch.setattr("headscan.pipelines.pruning.build_models.repair", lambda *_, **__: {})
+    monkeypatch.setattr("headscan.pipelines.pruning.prune_config.repair", lambda *_, **__: {})
     monkeypatch.setattr(_Study, "_order", lambda study, criterion: [(1, 2), (0, 1), (2, 3), (0, 0), (1, 0)])
     with Run(SPEC, Store(tmp_path / "s.duckdb"), lambda spec: InProcessPool(spec, THREADS)) as study_run:
         a_study = _Study(config, study_run, texts, 88, 0.0)
