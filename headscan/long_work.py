@@ -35,6 +35,13 @@ class KnownNumbers:
         """Keep the numbers of a unit, in C order; float64 holds them exactly."""
         self._known[hash_of(unit)] = np.asarray(numbers, dtype=np.float64).ravel().tolist()
 
+    def measured(self, unit: WorkUnit, measure: Callable[[], ArrayLike]) -> NDArray[np.float64]:
+        """Return the numbers of a unit, one-dimensional. Those that are missing are measured and kept."""
+        if (numbers := self.get(unit)) is None:
+            numbers = np.asarray(measure(), dtype=np.float64).ravel()
+            self.add(unit, numbers)
+        return numbers
+
 
 def hash_of(unit: WorkUnit) -> str:
     """Return 32 hexadecimal digits that stand for a unit."""

@@ -188,12 +188,12 @@ class RepairedDamage:
 
     def __call__(self, removed: tuple[Head, ...]) -> float:
         """Return the divergence in nats per token."""
-        unit = ("divergence of a repaired choice", removed)
-        if (numbers := self._known.get(unit)) is None:
-            edits = repaired_model(self._lm, self._repairing, removed, RepairConfig(("o", "down"))).edits
-            self._known.add(unit, self._divergence.of(edits))
-            return self(removed)
-        return float(numbers[0])
+
+        def measure() -> float:
+            repaired = repaired_model(self._lm, self._repairing, removed, RepairConfig(("o", "down")))
+            return self._divergence.of(repaired.edits)
+
+        return float(self._known.measured(("divergence of a repaired choice", removed), measure)[0])
 
 
 def best_nearby(

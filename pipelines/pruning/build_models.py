@@ -250,13 +250,13 @@ class _Builder:
         heads = self._lm.grid.check(removed)
         if not heads:
             return 0.0
-        unit = ("divergence of a model within a loss limit", self._config.repair.words, heads)
-        if (numbers := self._job.known.get(unit)) is None:
+
+        def measure() -> float:
             weights = self._config.repair.weights(self._lm, self._calibration, removed)
-            texts = self._texts.first(_LOSS_TOKENS)
-            self._job.known.add(unit, Divergence(self._lm, texts, shown_steps).of(Edits(heads, weights)))
-            return self._loss(removed)
-        return float(numbers[0])
+            return Divergence(self._lm, self._texts.first(_LOSS_TOKENS), shown_steps).of(Edits(heads, weights))
+
+        unit = ("divergence of a model within a loss limit", self._config.repair.words, heads)
+        return float(self._job.known.measured(unit, measure)[0])
 
     @cached_property
     def _held_out(self) -> HeldOutLosses | None:
