@@ -1,4 +1,4 @@
-"""Numbers that a long job measures only once, and the interface that shows its steps."""
+"""A long job: numbers that it measures only once, and the interface that shows its steps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -57,3 +58,18 @@ Steps = Callable[[str, int, str], AbstractContextManager[Callable[[], object]]]
 def unseen_steps(title: str, total: int, unit: str) -> Iterator[Callable[[], object]]:
     """Show nothing."""
     yield lambda: None
+
+
+@dataclass(frozen=True)
+class LongWork:
+    """The numbers and the output that all measurements of a long job share.
+
+    Attributes:
+        known: Numbers that were measured before; it gets the new ones.
+        steps: Shows the steps.
+        say: Called with lines about what is measured.
+    """
+
+    known: KnownNumbers = field(default_factory=KnownNumbers)
+    steps: Steps = unseen_steps
+    say: Callable[[str], None] = lambda line: None

@@ -16,7 +16,7 @@ import torch
 from headscan.catalog import LAYER_DROP
 from headscan.errors import PruningError
 from headscan.grid import Head, find_units
-from headscan.long_work import KnownNumbers, hash_of
+from headscan.long_work import KnownNumbers, LongWork, hash_of
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pass_tokens
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
@@ -118,6 +118,7 @@ def kept_damages(
 class _Builder:
     def __init__(self, lm: LoadedModel, job: BuildJob) -> None:
         self._lm, self._job, self._config = lm, job, job.config
+        self._work = LongWork(job.known, shown_steps, job.say)
         self._units = all_units(lm.grid, self._config.unit)
         self._allowed = allowed_groups(lm.grid, self._config.kv_counts)
         self._controls: set[tuple[str, float, tuple[Head, ...]]] = set()
@@ -130,16 +131,13 @@ class _Builder:
 
     @cached_property
     def _selection(self) -> HeadSelection:
-        job = self._job
         return HeadSelection(
             self._lm,
             self._calibration,
             unit=self._config.unit,
             allowed=self._allowed,
             config=self._config.selection,
-            known=job.known,
-            say=job.say,
-            steps=shown_steps,
+            work=self._work,
         )
 
     def build(self, wanted: WantedModel) -> Iterator[BuiltModel]:
@@ -253,10 +251,10 @@ class _Builder:
 
         def measure() -> float:
             weights = self._config.repair.weights(self._lm, self._calibration, removed)
-            return Divergence(self._lm, self._texts.first(_LOSS_TOKENS), shown_steps).of(Edits(heads, weights))
+            return Divergence(self._lm, self._texts.first(_LOSS_TOKENS), self._work).of(Edits(heads, weights))
 
         unit = ("divergence of a model within a loss limit", self._config.repair.words, heads)
-        return float(self._job.known.measured(unit, measure)[0])
+        return float(self._work.known.measured(unit, measure)[0])
 
     @cached_property
     def _held_out(self) -> HeldOutLosses | None:

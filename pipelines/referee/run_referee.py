@@ -21,7 +21,7 @@ from headscan.errors import InterventionError
 from headscan.gates.fit_gates import fit_gates
 from headscan.gates.gate_settings import GateFitConfig
 from headscan.grid import Head, HeadGrid
-from headscan.long_work import KnownNumbers
+from headscan.long_work import KnownNumbers, LongWork
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pad
 from headscan.options import BATCH_TOKENS
@@ -129,7 +129,7 @@ def _by_gate(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mappi
 
 def _by_set(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mapping[str, Choices]:
     # Every criterion is one measurement: none compares its own choices with others nearby.
-    selection = HeadSelection(lm, calibration, known=job.known, say=job.say, steps=shown_steps)
+    selection = HeadSelection(lm, calibration, work=LongWork(job.known, shown_steps, job.say))
 
     def chosen(method: str, count: int) -> tuple[Head, ...]:
         return selection.choose(method=method, count=layer_count(lm.grid, count) if method == LAYER_DROP else count)
