@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from headscan.catalog import LAYER_DROP
+from headscan.catalog import LAYER_DROP, RANDOM
 from headscan.errors import PruningError
 from headscan.grid import Head, find_units
 from headscan.long_work import KnownNumbers, LongWork, hash_of
@@ -25,7 +25,7 @@ from headscan.pipelines.pruning.calibration_texts import CalibrationTexts
 from headscan.pipelines.pruning.held_out_losses import HeldOutLosses, as_calibration
 from headscan.pipelines.pruning.model_costs import compare_costs, find_layer_caches, promised_cache
 from headscan.pipelines.pruning.prune_config import PruneConfig, WantedModel
-from headscan.pipelines.pruning.pruned_arms import RANDOM, BuiltModel, skipped_layers
+from headscan.pipelines.pruning.pruned_arms import BuiltModel, skipped_layers
 from headscan.pipelines.pruning.pruning_units import (
     BudgetSearch,
     all_units,
@@ -116,6 +116,8 @@ def kept_damages(
 
 
 class _Builder:
+    """Builds one model after the other on one loaded original; choices, moments and curves are shared."""
+
     def __init__(self, lm: LoadedModel, job: BuildJob) -> None:
         self._lm, self._job, self._config = lm, job, job.config
         self._work = LongWork(job.known, shown_steps, job.say)
@@ -145,12 +147,12 @@ class _Builder:
         job = self._job
         finished = read_model(wanted.folder)
         removed = self._chosen(finished, lambda: self._removed(wanted))
-        share = len(removed) / self._lm.grid.total_heads
-        nominal = getattr(wanted.budget, "share", None)
-        share = share if nominal is None else nominal
-        rounding = ""
+        share, rounding = None, ""
         if wanted.budget is not None:
+            share = wanted.budget.nominal_share
             rounding = rounding_note(wanted.budget, self._config.unit, self._units, removed, self._config.kv_counts)
+        if share is None:
+            share = len(removed) / self._lm.grid.total_heads
         for note in (rounding, skipped_layers(skipped_by(self._lm.grid, removed))):
             if note:
                 job.say(note)

@@ -54,6 +54,8 @@ class ModelCost:
 
 @dataclass(frozen=True)
 class CostComparison:
+    """Costs of a model before and after the removal of heads."""
+
     before: ModelCost
     after: ModelCost
 

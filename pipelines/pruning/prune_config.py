@@ -77,8 +77,9 @@ class Timing:
 
 @dataclass(frozen=True)
 class WantedModel:
-    """A pruned model to build. ``budget`` None removes ``heads``, which are empty if the method chooses;
-    ``layers_folder`` is that of the model without whole attention layers, and None builds none.
+    """A pruned model to build. ``budget`` None removes ``heads``, which are empty if the method chooses. Its controls
+    are in ``random_folders``, without random units, and in ``layers_folder``, without whole attention layers; None
+    builds none.
     """
 
     folder: Path
@@ -108,7 +109,8 @@ class PruneConfig:
             short by less than one step of a layer.
         selection: Effort of the methods ``damage`` and ``layer-drop``.
         repair: Projections that are solved again.
-        controls: Number of random controls of each model; with 0 there is no model without whole layers either.
+        controls: Number of random controls of each model: models of about the same size with the same repair, without
+            random units. One more control lacks whole attention layers, except with 0.
         remote_code: Copy the code of pruned models into the folders.
         timing: How prefill and decoding are timed; None skips it.
         skip_verdict: Judge nothing, and build no controls.
@@ -191,5 +193,5 @@ class PruneConfig:
 def _folder_name(method: str, budget: PruneBudget | None) -> str:
     if budget is None:
         return method
-    share = getattr(budget, "share", None)
+    share = budget.nominal_share
     return f"{method}-{budget.label.replace(' ', '-') if share is None else f'{share:g}'}"

@@ -1,4 +1,6 @@
-"""Arms of pruned models, and their controls."""
+"""Arms of pruned models, and of their controls: models of about the same size with the same repair, without random
+units or without whole attention layers.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headscan.analysis.store.records import ArmKind
+from headscan.catalog import RANDOM
 from headscan.grid import Head
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.pruning.held_out_losses import LossChange
@@ -14,9 +17,6 @@ from headscan.pipelines.pruning.model_costs import CostComparison
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint, identify
 from headscan.pipelines.scoring.arms import Arm, model_arm, model_settings
 from headscan.pipelines.settings.saving_settings import KvCounts
-
-#: Method that chooses random heads, a control of all others.
-RANDOM = "random"
 
 
 @dataclass(frozen=True)
