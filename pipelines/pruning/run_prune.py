@@ -84,7 +84,7 @@ def prune(config: PruneConfig, run: Run) -> PruneResult:
             verdict=sentences,
         )
 
-    settings = _settings(config, run, texts, held_out, (*prompts, *held_out_prompts))
+    settings = _settings(config, run, texts, held_out, held_out_prompts)
     with work_folder(config.out, config.targets, settings, say) as work:
         with kept_damages(
             run, texts, config.selection, evaluation.batch_tokens, prompts, config.recall.weight
@@ -113,7 +113,7 @@ def prune(config: PruneConfig, run: Run) -> PruneResult:
 
 
 def _settings(
-    config: PruneConfig, run: Run, texts: CalibrationTexts, held_out: HeldOutText, prompts: Sequence[Prompts]
+    config: PruneConfig, run: Run, texts: CalibrationTexts, held_out: HeldOutText, held_out_prompts: Sequence[Prompts]
 ) -> str:
     """Return a hash of the settings, texts and prompts on which the models and their records depend."""
     settings = {
@@ -121,7 +121,7 @@ def _settings(
         "dtype": config.evaluation.model.dtype,
         "texts": texts.content_hash,
         "held_out": [held_out.corpus, hash_of(tuple(chunk.request for chunk in held_out.chunks))],
-        "prompts": [(each.name, hash_of(each.requests)) for each in prompts],
+        "held_out_prompts": [(each.name, hash_of(each.requests)) for each in held_out_prompts],
         "version": code_version(),
         "sizes": [config.budgets, config.methods, *config.heads.items()],
         "orders": [(name, *map(tuple, order)) for name, order in config.orders.items()],
