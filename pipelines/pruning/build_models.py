@@ -25,6 +25,7 @@ from headscan.pipelines.pruning.calibration_texts import CalibrationTexts
 from headscan.pipelines.pruning.held_out_losses import HeldOutLosses, as_calibration
 from headscan.pipelines.pruning.model_costs import compare_costs, find_layer_caches, promised_cache
 from headscan.pipelines.pruning.prune_config import PruneConfig, WantedModel
+from headscan.pipelines.pruning.prune_config import RepairChoice as RepairChoice  # its earlier import path
 from headscan.pipelines.pruning.pruned_arms import BuiltModel, skipped_layers
 from headscan.pipelines.pruning.pruning_units import (
     BudgetSearch,
