@@ -1,4 +1,4 @@
-"""Numbers that a long job measures only once, and the interface that shows its steps."""
+"""A long job: numbers that it measures only once, and the interface that shows its steps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,13 @@ class KnownNumbers:
         """Keep the numbers of a unit, in C order; float64 holds them exactly."""
         self._known[hash_of(unit)] = np.asarray(numbers, dtype=np.float64).ravel().tolist()
 
+    def measured(self, unit: WorkUnit, measure: Callable[[], ArrayLike]) -> NDArray[np.float64]:
+        """Return the numbers of a unit, one-dimensional. Those that are missing are measured and kept."""
+        if (numbers := self.get(unit)) is None:
+            numbers = np.asarray(measure(), dtype=np.float64).ravel()
+            self.add(unit, numbers)
+        return numbers
+
 
 def hash_of(unit: WorkUnit) -> str:
     """Return 32 hexadecimal digits that stand for a unit."""
@@ -50,3 +58,18 @@ Steps = Callable[[str, int, str], AbstractContextManager[Callable[[], object]]]
 def unseen_steps(title: str, total: int, unit: str) -> Iterator[Callable[[], object]]:
     """Show nothing."""
     yield lambda: None
+
+
+@dataclass(frozen=True)
+class LongWork:
+    """The numbers and the output that all measurements of a long job share.
+
+    Attributes:
+        known: Numbers that were measured before; it gets the new ones.
+        steps: Shows the steps.
+        say: Called with lines about what is measured.
+    """
+
+    known: KnownNumbers = field(default_factory=KnownNumbers)
+    steps: Steps = unseen_steps
+    say: Callable[[str], None] = lambda line: None

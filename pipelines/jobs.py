@@ -36,10 +36,9 @@ from headscan.pipelines.measure.run_importance import run_importance
 from headscan.pipelines.measure.run_probe import ProbeResult
 from headscan.pipelines.measure.run_probe import probe as run_probe
 from headscan.pipelines.measure.run_scan import scan as run_scan
-from headscan.pipelines.pruning.build_models import RepairChoice
-from headscan.pipelines.pruning.model_costs import Timing
+from headscan.pipelines.pruning.prune_config import PruneConfig, RepairChoice, Timing
 from headscan.pipelines.pruning.pruning_units import BytesBudget, LossBudget, ShareBudget
-from headscan.pipelines.pruning.run_prune import PruneConfig, PruneResult
+from headscan.pipelines.pruning.run_prune import PruneResult
 from headscan.pipelines.pruning.run_prune import prune as run_prune
 from headscan.pipelines.referee.run_referee import RefereeConfig
 from headscan.pipelines.referee.run_referee import referee as run_referee

@@ -260,11 +260,12 @@ class DamageCurve:
             # The nearest allowed numbers lie within reach.
             self.least = max((n for n in allowed if n < self.now), default=self.now) if gone else 0
             most = max(most, min((n for n in allowed if n > self.now), default=most))
-        known = known or KnownNumbers()
-        unit = ("best subsets of the heads of a layer", site.layer, units, most, self._before.removed)
-        if (numbers := known.get(unit)) is None:
-            moments = LayerMoments(self._gram, moments.fisher)
-            known.add(unit, numbers := _as_numbers(best_subsets(moments, self._weight, self._columns, most=most)))
+        numbers = (known or KnownNumbers()).measured(
+            ("best subsets of the heads of a layer", site.layer, units, most, self._before.removed),
+            lambda: _as_numbers(
+                best_subsets(LayerMoments(self._gram, moments.fisher), self._weight, self._columns, most=most)
+            ),
+        )
         self._subsets = _as_subsets(numbers)[self.least :]
         self.counts = [n for n in range(self.least, most + 1) if allowed is None or n in {*allowed, self.now}]
         self._best: dict[int, tuple[float, Subset]] = {}

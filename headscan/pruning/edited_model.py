@@ -24,7 +24,7 @@ from headscan.ablation.masks import HeadMask
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite, Head
 from headscan.layers.blocks import Blocks, cannot_resume, find_blocks, resuming_at, running_range, short_text
-from headscan.long_work import KnownNumbers, Steps, WorkUnit, hash_of, unseen_steps
+from headscan.long_work import LongWork, WorkUnit, hash_of
 from headscan.models.forward_inputs import run, without_autocast
 from headscan.models.loaded_model import LoadedModel, logits_at
 from headscan.pruning.calibration import Calibration, CalibrationBatch
@@ -292,10 +292,13 @@ _ROWS = 256
 class Divergence:
     """The divergence of edited models from the original, whose predictions (M, V) stay in memory, on the same texts.
     The Kullback-Leibler divergence has far less noise than a difference of losses, so a few thousand tokens are enough.
+
+    Args:
+        work: Its known numbers, which must be of this model, are not measured again by `of_layers`.
     """
 
-    def __init__(self, lm: LoadedModel, calibration: Calibration, steps: Steps = unseen_steps) -> None:
-        self._lm, self._steps = lm, steps
+    def __init__(self, lm: LoadedModel, calibration: Calibration, work: LongWork | None = None) -> None:
+        self._lm, self._work = lm, work or LongWork()
         self._blocks = find_blocks(lm)
         attending = {site.layer for site in lm.grid.sites}
         self._behind_attention = attending - cannot_resume(self._blocks, attending, behind_attention=True).keys()
@@ -303,7 +306,7 @@ class Divergence:
         self._hashes = [hash_of(tuple(each.tolist() for each in vars(batch).values())) for batch in self._batches]
         self._expected: list[Tensor] = []
         self._entropy = 0.0
-        with torch.no_grad(), steps("predictions of the whole model", len(self._batches), "batches") as done:
+        with torch.no_grad(), self._work.steps("predictions of the whole model", len(self._batches), "batches") as done:
             for batch in self._batches:
                 expected = logits(lm, batch)
                 negated_entropies = []
@@ -327,24 +330,19 @@ class Divergence:
 
     @torch.no_grad()
     def of_layers(
-        self,
-        candidates: Mapping[int, Sequence[LayerEdits]],
-        below: Edits = NO_EDITS,
-        known: KnownNumbers | None = None,
+        self, candidates: Mapping[int, Sequence[LayerEdits]], below: Edits = NO_EDITS
     ) -> dict[int, list[float]]:
         """Return the mean divergences in nats per token of models that are edited from a layer on. The layers below,
         with their own edits, run once for all, and so does the attention of the layer.
 
         Args:
-            candidates: By layer, the models to measure.
-            known: What it has of a candidate and batch is not measured; its other numbers must be of the same texts,
-                and candidates must follow from ``below`` and their heads.
+            candidates: By layer, the models to measure, which must follow from ``below`` and their heads.
         """
-        known = known or KnownNumbers()
+        known = self._work.known
         totals = {layer: [-self._entropy] * len(of_layer) for layer, of_layer in candidates.items()}
-        missing = [self._missing(batch, candidates, below, known) for batch in self._hashes]
+        missing = [self._missing(batch, candidates, below) for batch in self._hashes]
         count = sum(len(of_layer) for of_batch in missing for of_layer in of_batch.values())
-        with self._steps("damage of removed heads", count, "measurements") as done:
+        with self._work.steps("damage of removed heads", count, "measurements") as done:
             for number, (batch, of_batch) in enumerate(zip(self._hashes, missing, strict=True)):
                 for unit, value in self._measured(number, of_batch, below):
                     known.add(unit, value)
@@ -356,13 +354,12 @@ class Divergence:
                         totals[layer][index] += float(numbers[0])
         return {layer: [total / self._total for total in of_layer] for layer, of_layer in totals.items()}
 
-    @staticmethod
     def _missing(
-        batch: str, candidates: Mapping[int, Sequence[LayerEdits]], below: Edits, known: KnownNumbers
+        self, batch: str, candidates: Mapping[int, Sequence[LayerEdits]], below: Edits
     ) -> dict[int, list[LayerEdits]]:
         """Return the candidates by layer that were not measured on a batch."""
         missing = {
-            layer: [each for each in of_layer if known.get(_unit(batch, layer, each, below)) is None]
+            layer: [each for each in of_layer if self._work.known.get(_unit(batch, layer, each, below)) is None]
             for layer, of_layer in candidates.items()
         }
         return {layer: of_layer for layer, of_layer in missing.items() if of_layer}

@@ -16,7 +16,7 @@ from math import isfinite
 from headscan.catalog import DAMAGE, LAYER_DROP, RANDOM, SET_METHODS
 from headscan.errors import PruningError
 from headscan.grid import Head, Unit, find_units
-from headscan.long_work import KnownNumbers, Steps, unseen_steps
+from headscan.long_work import LongWork
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.damage_curve import DamageCurve, LayerMoments, layer_moments
@@ -100,18 +100,18 @@ class SelectionStage:
         units: Mapping[int, Sequence[tuple[Head, ...]]],
         before: Repaired,
         more: int,
-        known: KnownNumbers | None = None,
-        steps: Steps = unseen_steps,
+        work: LongWork | None = None,
         allowed: Allowed | None = None,
     ) -> None:
-        self._divergence, self._before, self._known = divergence, before.edits, known or KnownNumbers()
+        self._divergence, self._before = divergence, before.edits
+        work = work or LongWork()
         self.curves: dict[int, DamageCurve] = {}
         sites = [site for site in lm.grid.sites if units[site.layer]]
-        with steps("best subsets of heads", len(sites), "layers") as done:
+        with work.steps("best subsets of heads", len(sites), "layers") as done:
             for site in sites:
                 of_layer = (moments[site.layer], units[site.layer])
                 numbers = None if allowed is None else allowed[site.layer]
-                self.curves[site.layer] = DamageCurve(lm, site, *of_layer, before, more, self._known, numbers)
+                self.curves[site.layer] = DamageCurve(lm, site, *of_layer, before, more, work.known, numbers)
                 done()
         self.units = sum(curve.now for curve in self.curves.values())
         self._spare = self.units - sum(curve.least for curve in self.curves.values())
@@ -144,7 +144,7 @@ class SelectionStage:
                 layer: [self.curves[layer].candidate(subset) for subset in subsets]
                 for layer, subsets in missing.items()
             }
-            for layer, divergences in self._divergence.of_layers(candidates, self._before, self._known).items():
+            for layer, divergences in self._divergence.of_layers(candidates, self._before).items():
                 self.curves[layer].add(missing[layer], divergences)
 
     def heads(self, counts: Counts) -> tuple[Head, ...]:
@@ -168,32 +168,26 @@ class SelectionStage:
 
 class RepairedDamage:
     """The divergence of a model without some heads, repaired on other texts than it is measured on. Choices that
-    ``known`` has are not measured.
+    ``work`` knows are not measured.
     """
 
     def __init__(
-        self,
-        lm: LoadedModel,
-        repairing: Calibration,
-        judging: Calibration,
-        known: KnownNumbers | None = None,
-        steps: Steps = unseen_steps,
+        self, lm: LoadedModel, repairing: Calibration, judging: Calibration, work: LongWork | None = None
     ) -> None:
-        self._lm, self._repairing, self._judging = lm, repairing, judging
-        self._known, self._steps = known or KnownNumbers(), steps
+        self._lm, self._repairing, self._judging, self._work = lm, repairing, judging, work or LongWork()
 
     @cached_property
     def _divergence(self) -> Divergence:
-        return Divergence(self._lm, self._judging, self._steps)
+        return Divergence(self._lm, self._judging, self._work)
 
     def __call__(self, removed: tuple[Head, ...]) -> float:
         """Return the divergence in nats per token."""
-        unit = ("divergence of a repaired choice", removed)
-        if (numbers := self._known.get(unit)) is None:
-            edits = repaired_model(self._lm, self._repairing, removed, RepairConfig(("o", "down"))).edits
-            self._known.add(unit, self._divergence.of(edits))
-            return self(removed)
-        return float(numbers[0])
+
+        def measure() -> float:
+            repaired = repaired_model(self._lm, self._repairing, removed, RepairConfig(("o", "down")))
+            return self._divergence.of(repaired.edits)
+
+        return float(self._work.known.measured(("divergence of a repaired choice", removed), measure)[0])
 
 
 def best_nearby(
@@ -252,26 +246,23 @@ class _Original:
     first needed.
     """
 
-    def __init__(
-        self, lm: LoadedModel, calibration: Calibration, config: SelectionConfig, known: KnownNumbers, steps: Steps
-    ) -> None:
-        self._lm, self._calibration, self._config = lm, calibration, config
-        self._known, self._steps = known, steps
+    def __init__(self, lm: LoadedModel, calibration: Calibration, config: SelectionConfig, work: LongWork) -> None:
+        self._lm, self._calibration, self._config, self._work = lm, calibration, config, work
 
     @cached_property
     def divergence(self) -> Divergence:
-        return Divergence(self._lm, self._calibration.first(self._config.curve_tokens), self._steps)
+        return Divergence(self._lm, self._calibration.first(self._config.curve_tokens), self._work)
 
     @cached_property
     def moments(self) -> dict[int, LayerMoments]:
-        return layer_moments(self._lm, self._calibration.first(self._config.moment_tokens), steps=self._steps)
+        return layer_moments(self._lm, self._calibration.first(self._config.moment_tokens), steps=self._work.steps)
 
     @cached_property
     def repaired_damage(self) -> RepairedDamage:
         judged = min(self._config.judged_tokens, self._calibration.tokens // 2)
         repairing, judging = self._calibration.split(judged)
         repairing = repairing.first(self._config.moment_tokens)
-        return RepairedDamage(self._lm, repairing, judging, self._known, self._steps)
+        return RepairedDamage(self._lm, repairing, judging, self._work)
 
 
 class HeadSelection:
@@ -280,7 +271,7 @@ class HeadSelection:
     The method ``damage`` measures how much each number of removed units damages each layer, after repair, and finds the
     best numbers for the whole model. Above ``first_share`` it repairs the model and measures again.
 
-    Damages that ``known`` has are not measured; all its numbers must be of this model and calibration, and of the same
+    Damages that ``work`` knows are not measured; all its numbers must be of this model and calibration, and of the same
     numbers of tokens in ``config``. Moments and repairs between the stages are too large to keep.
 
     ``allowed`` limits the numbers of units that each layer may lose, which include 0. If the allowed numbers cannot add
@@ -295,14 +286,11 @@ class HeadSelection:
         unit: Unit = "head",
         allowed: Allowed | None = None,
         config: SelectionConfig = SelectionConfig(),
-        known: KnownNumbers | None = None,
-        say: Callable[[str], None] = lambda line: None,
-        steps: Steps = unseen_steps,
+        work: LongWork | None = None,
         _original: _Original | None = None,
     ) -> None:
-        self._lm, self._calibration, self._config, self._say = lm, calibration, config, say
-        self._known, self._steps = known or KnownNumbers(), steps
-        self._original = _original or _Original(lm, calibration, config, self._known, steps)
+        self._lm, self._calibration, self._config, self._work = lm, calibration, config, work or LongWork()
+        self._original = _original or _Original(lm, calibration, config, self._work)
         self._unit: Unit = unit
         self.units = find_units(lm.grid, unit)
         self._allowed = allowed
@@ -350,8 +338,8 @@ class HeadSelection:
         counts = stage.choose(min(count - stage.units, stage.more))
         if not self._config.tries:
             return stage.heads(counts)
-        self._say(f"comparing up to {self._config.tries} choices of {count} {self._unit}s near the best one")
-        with self._steps("choices near the best one", 1 + self._config.tries, "choices") as done:
+        self._work.say(f"comparing up to {self._config.tries} choices of {count} {self._unit}s near the best one")
+        with self._work.steps("choices near the best one", 1 + self._config.tries, "choices") as done:
             return best_nearby(stage, counts, self._original.repaired_damage, self._config.tries, done)
 
     @cached_property
@@ -362,9 +350,7 @@ class HeadSelection:
             unit="layer",
             allowed=self._allowed_layers,
             config=self._config,
-            known=self._known,
-            say=self._say,
-            steps=self._steps,
+            work=self._work,
             _original=self._original,
         )
 
@@ -395,14 +381,14 @@ class HeadSelection:
         units = self._most if self._stages else 0
         share = self._config.next_share if units else self._config.first_share
         more = min(max(self._largest_step, round(share * self.total)), self.total - 1 - units)
-        self._say(f"measuring the damage of {more} {self._unit}s more")
+        self._work.say(f"measuring the damage of {more} {self._unit}s more")
         if not units:
             before, moments = Repaired(NO_EDITS, {}), self._original.moments
         else:
             last = self._stages[-1]
             texts = self._calibration.first(self._config.moment_tokens)
             removed = last.heads(last.choose(last.more))
-            with self._steps("repairing between the stages", self._lm.grid.num_layers, "layers") as step:
+            with self._work.steps("repairing between the stages", self._lm.grid.num_layers, "layers") as step:
 
                 def done(layer: int) -> None:
                     step()
@@ -415,7 +401,7 @@ class HeadSelection:
                     all_layers=True,
                     progress=done,
                 )
-            moments = layer_moments(self._lm, texts, before.edits, self._steps)
+            moments = layer_moments(self._lm, texts, before.edits, self._work.steps)
         return SelectionStage(
             self._lm,
             moments,
@@ -423,7 +409,6 @@ class HeadSelection:
             self.units,
             before,
             more,
-            self._known,
-            self._steps,
+            self._work,
             self._allowed,
         )

@@ -19,8 +19,9 @@ from headscan.pipelines.cli.task_options import DemoSize, WholeModelVerb
 from headscan.pipelines.settings.saving_settings import REPAIRS, KvCounts, RecallConfig
 
 if TYPE_CHECKING:
+    from headscan.pipelines.pruning.prune_config import PruneConfig
     from headscan.pipelines.pruning.pruning_units import PruneBudget
-    from headscan.pipelines.pruning.run_prune import PruneConfig, PruneResult
+    from headscan.pipelines.pruning.run_prune import PruneResult
     from headscan.pipelines.runs.run_context import Run
     from headscan.pipelines.settings.saving_settings import TextConfig
     from headscan.pruning.head_selection import SelectionConfig
@@ -241,8 +242,7 @@ class Prune(WholeModelVerb):
         """Yield the settings; the demo's task exists inside the context."""
         from headscan.analysis.heads.head_roles import find_mask
         from headscan.models.model_facts import check_bounds
-        from headscan.pipelines.pruning.build_models import RepairChoice
-        from headscan.pipelines.pruning.run_prune import PruneConfig
+        from headscan.pipelines.pruning.prune_config import PruneConfig, RepairChoice
         from headscan.pipelines.runs.head_orders import imported_heads, stored_orders
 
         spec, size, choice = run.model, self.size, self.choice

@@ -96,7 +96,7 @@ class Referee(WholeModelVerb):
         return site_result(run.store, run_id, points)
 
     def _on_tasks(self) -> Result:
-        from headscan.pipelines.pruning.build_models import RepairChoice
+        from headscan.pipelines.pruning.prune_config import RepairChoice
         from headscan.pipelines.referee.run_referee import RefereeConfig, referee
 
         texts = self.text_config(_DEMO)

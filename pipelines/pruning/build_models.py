@@ -5,36 +5,29 @@ Moments, subsets and loss curves are computed once for all methods and shares.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from headscan.catalog import LAYER_DROP, RANDOM
 from headscan.errors import PruningError
-from headscan.grid import Head, Unit, find_units
-from headscan.long_work import KnownNumbers, hash_of
+from headscan.grid import Head, find_units
+from headscan.long_work import KnownNumbers, LongWork, hash_of
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pass_tokens
-from headscan.options import BATCH_TOKENS
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.kv.damage_measurement import Prompts
 from headscan.pipelines.pruning.calibration_texts import CalibrationPrompts, CalibrationTexts
 from headscan.pipelines.pruning.held_out_losses import HeldOutLosses
-from headscan.pipelines.pruning.model_costs import (
-    Timing,
-    compare_costs,
-    find_layer_caches,
-    promised_cache,
-)
+from headscan.pipelines.pruning.model_costs import compare_costs, find_layer_caches, promised_cache
+from headscan.pipelines.pruning.prune_config import PruneConfig, WantedModel
 from headscan.pipelines.pruning.pruned_arms import BuiltModel, skipped_layers
 from headscan.pipelines.pruning.pruning_units import (
     BudgetSearch,
-    PruneBudget,
     all_units,
     allowed_groups,
     first_units,
@@ -44,109 +37,47 @@ from headscan.pipelines.pruning.pruning_units import (
 )
 from headscan.pipelines.pruning.work_folder import read_model, write_model
 from headscan.pipelines.runs.model_identity import fingerprint
-from headscan.pipelines.runs.progress import Progress, at_work, shown_steps
+from headscan.pipelines.runs.progress import at_work, shown_steps
 from headscan.pipelines.runs.run_context import Run
-from headscan.pipelines.settings.saving_settings import REPAIRS, KvCounts, RecallConfig
+from headscan.pipelines.settings.saving_settings import RecallConfig
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import Divergence, Edits
 from headscan.pruning.head_selection import HeadSelection, SelectionConfig, allocate_ranked
-from headscan.pruning.repair import DistillConfig, RepairConfig, Target, distill, mean_outputs, repair
 from headscan.pruning.slice_heads import slice_heads
 from headscan.sizing.model_sizes import LayerCache
-
-
-@dataclass(frozen=True)
-class RepairChoice:
-    """A repair by its name in `REPAIRS`, and gradient steps after it; 0 omits them."""
-
-    name: str = "o+down"
-    distill_steps: int = 0
-
-    def __post_init__(self) -> None:
-        if self.name not in REPAIRS:
-            raise PruningError(f"unknown repair {self.name!r}. Choose one of {', '.join(REPAIRS)}")
-        if self.distill_steps and not self.targets:
-            raise PruningError(f"`distill={self.distill_steps}` without a repair (limit 0). Repair a projection, too")
-
-    @property
-    def targets(self) -> tuple[Target, ...]:
-        return REPAIRS[self.name]
-
-    @property
-    def is_none(self) -> bool:
-        return self.name == "none"
-
-    @property
-    def words(self) -> str:
-        return f"{self.name}, distill {self.distill_steps}" if self.distill_steps else self.name
-
-    def weights(
-        self, lm: LoadedModel, calibration: Calibration, removed: Sequence[tuple[int, int]]
-    ) -> dict[str, Tensor]:
-        """Return new weights by parameter name, with progress on the terminal."""
-        if self.name == "mean":
-            return mean_outputs(lm, calibration, removed)
-        layers = lm.grid.num_layers - min((layer for layer, _ in removed), default=0)
-        with Progress("repairing", layers, "layer") as progress:
-            weights = repair(lm, calibration, removed, RepairConfig(self.targets), progress=lambda _: progress.update())
-        if not self.distill_steps or not weights:
-            return weights
-        with Progress("distilling", self.distill_steps, "steps") as progress:
-            config = DistillConfig(self.distill_steps)
-            return distill(lm, calibration, removed, weights, config, progress=lambda _: progress.update())
-
 
 #: Calibration tokens on which the divergence of a `LossBudget` is measured; it has little noise.
 _LOSS_TOKENS = 16384
 
 
 @dataclass(frozen=True)
-class WantedModel:
-    """A pruned model to build. ``budget`` None removes ``heads``, which are empty if the method chooses;
-    ``layers_folder`` is that of the model without whole attention layers, and None builds none.
-    """
-
-    folder: Path
-    method: str
-    budget: PruneBudget | None
-    heads: tuple[tuple[int, int], ...] = ()
-    random_folders: tuple[Path, ...] = ()
-    layers_folder: Path | None = None
-
-
-@dataclass(frozen=True)
 class BuildJob:
-    """Models to build, and how.
+    """Models to build, and how; the methods of ``config`` choose the heads of those that name none.
 
     Attributes:
         texts: Texts that choose and repair.
-        selection: Effort of the methods ``damage`` and ``layer-drop``.
-        orders: Heads by method, the most removable first, of methods that are no part of `HeadSelection`.
-        timing: How prefill and decoding are timed; None skips it.
-        prompts: Recall prompts that choose and repair, too, with ``recall_weight`` of `RecallConfig`.
+        prompts: Recall prompts that do so, too.
         held_out: Text on which the loss of models that are no controls is measured; None measures none.
         known: Damages that were measured before; it gets the new ones.
-        seed: Seed of the first random control.
     """
 
+    config: PruneConfig
     texts: CalibrationTexts
     wanted: tuple[WantedModel, ...]
-    unit: Unit = "head"
-    kv_counts: KvCounts = "any"
-    selection: SelectionConfig = field(default_factory=SelectionConfig)
-    repair: RepairChoice = field(default_factory=RepairChoice)
-    orders: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
-    remote_code: bool = False
-    timing: Timing | None = field(default_factory=Timing)
     prompts: tuple[CalibrationPrompts, ...] = ()
-    recall_weight: float = RecallConfig.weight
     held_out: HeldOutText | None = None
     held_out_prompts: tuple[Prompts, ...] = ()
-    batch_tokens: int = BATCH_TOKENS
     known: KnownNumbers = field(default_factory=KnownNumbers)
-    seed: int = 0
     say: Callable[[str], None] = lambda line: None
     name: str = "pruning"
+
+    @property
+    def batch_tokens(self) -> int:
+        return self.config.evaluation.batch_tokens
+
+    @property
+    def recall_weight(self) -> float:
+        return self.config.recall.weight
 
 
 def build_models(lm: LoadedModel, job: BuildJob) -> list[BuiltModel]:
@@ -157,31 +88,41 @@ def build_models(lm: LoadedModel, job: BuildJob) -> list[BuiltModel]:
     return [built for wanted in job.wanted for built in builder.build(wanted)]
 
 
-def kept_damages(run: Run, job: BuildJob) -> AbstractContextManager[KnownNumbers]:
+def kept_damages(
+    run: Run,
+    texts: CalibrationTexts,
+    selection: SelectionConfig,
+    batch_tokens: int,
+    prompts: Sequence[CalibrationPrompts] = (),
+    recall_weight: float = RecallConfig.weight,
+) -> AbstractContextManager[KnownNumbers]:
     """Return the damages of heads that the store has or gets. They depend on neither sizes nor methods."""
-    tokens = {name: getattr(job.selection, name) for name in ("moment_tokens", "curve_tokens", "judged_tokens")}
+    tokens = {name: getattr(selection, name) for name in ("moment_tokens", "curve_tokens", "judged_tokens")}
     facts = {
-        "texts": job.texts.content_hash,
-        "prompts": [(each.name, hash_of(each.series)) for each in job.prompts],
-        "recall_weight": job.recall_weight if job.prompts else None,
-        "batch_tokens": job.batch_tokens,
+        "texts": texts.content_hash,
+        "prompts": [(each.name, hash_of(each.series)) for each in prompts],
+        "recall_weight": recall_weight if prompts else None,
+        "batch_tokens": batch_tokens,
         **tokens,
     }
     record = run.record(
         "prune",
         fingerprint({"model": run.identity.fingerprint(), "dtype": run.model.dtype, **facts}),
         config={"model": asdict(run.model), **facts},
-        corpus=job.texts.corpus,
-        corpus_hash=job.texts.content_hash,
+        corpus=texts.corpus,
+        corpus_hash=texts.content_hash,
     )
     return run.keeping(record)
 
 
 class _Builder:
+    """Builds one model after the other on one loaded original; choices, moments and curves are shared."""
+
     def __init__(self, lm: LoadedModel, job: BuildJob) -> None:
-        self._lm, self._job = lm, job
-        self._units = all_units(lm.grid, job.unit)
-        self._allowed = allowed_groups(lm.grid, job.kv_counts)
+        self._lm, self._job, self._config = lm, job, job.config
+        self._work = LongWork(job.known, shown_steps, job.say)
+        self._units = all_units(lm.grid, self._config.unit)
+        self._allowed = allowed_groups(lm.grid, self._config.kv_counts)
         self._controls: set[tuple[str, float, tuple[Head, ...]]] = set()
         self._passed_over: list[Callable[[], tuple[Head, ...]]] = []
         ids, lengths = (torch.from_numpy(each) for each in (job.texts.ids, job.texts.lengths))
@@ -192,16 +133,13 @@ class _Builder:
 
     @cached_property
     def _selection(self) -> HeadSelection:
-        job = self._job
         return HeadSelection(
             self._lm,
             self._calibration,
-            unit=job.unit,
+            unit=self._config.unit,
             allowed=self._allowed,
-            config=job.selection,
-            known=job.known,
-            say=job.say,
-            steps=shown_steps,
+            config=self._config.selection,
+            work=self._work,
         )
 
     def build(self, wanted: WantedModel) -> Iterator[BuiltModel]:
@@ -209,17 +147,17 @@ class _Builder:
         job = self._job
         finished = read_model(wanted.folder)
         removed = self._chosen(finished, lambda: self._removed(wanted))
-        share = len(removed) / self._lm.grid.total_heads
-        nominal = getattr(wanted.budget, "share", None)
-        share = share if nominal is None else nominal
-        rounding = ""
+        share, rounding = None, ""
         if wanted.budget is not None:
-            rounding = rounding_note(wanted.budget, job.unit, self._units, removed, job.kv_counts)
+            share = wanted.budget.nominal_share
+            rounding = rounding_note(wanted.budget, self._config.unit, self._units, removed, self._config.kv_counts)
+        if share is None:
+            share = len(removed) / self._lm.grid.total_heads
         for note in (rounding, skipped_layers(skipped_by(self._lm.grid, removed))):
             if note:
                 job.say(note)
         yield finished or self._one(wanted.folder, wanted.method, share, removed)
-        for seed, folder in enumerate(wanted.random_folders, job.seed):
+        for seed, folder in enumerate(wanted.random_folders):
             finished = read_model(folder)
             heads = self._choose(RANDOM, self._count_of(removed), seed)
             if self._is_new((RANDOM, share, heads)):
@@ -262,24 +200,24 @@ class _Builder:
         if not removed:
             least = min((step for numbers in (self._allowed or {}).values() for step in numbers if step), default=0)
             raise PruningError(
-                f"{wanted.budget.label} with `kv_counts={self._job.kv_counts}` removes 0 KV groups (limit {least}, the"
-                " smallest step of a layer). Remove more, or allow any KV counts"
+                f"{wanted.budget.label} with `kv_counts={self._config.kv_counts}` removes 0 KV groups (limit {least},"
+                " the smallest step of a layer). Remove more, or allow any KV counts"
             )
         return removed
 
     def _count_of(self, removed: Sequence[Head]) -> int:
         """Return the number of units with as many heads as those removed."""
-        if self._job.unit == "head":
+        if self._config.unit == "head":
             return len(removed)
         gone = set(removed)
         return max(1, sum(gone.issuperset(heads) for heads in self._units))
 
     def _choose(self, method: str, count: int, seed: int = 0) -> tuple[Head, ...]:
-        if method in self._job.orders:
+        if method in self._config.orders:
             if self._allowed is not None:
-                ranks = mean_ranks(self._units, self._job.orders[method])
-                return allocate_ranked(find_units(self._lm.grid, self._job.unit), ranks, count, self._allowed)
-            return tuple(Head(*head) for head in first_units(self._units, self._job.orders[method], count))
+                ranks = mean_ranks(self._units, self._config.orders[method])
+                return allocate_ranked(find_units(self._lm.grid, self._config.unit), ranks, count, self._allowed)
+            return tuple(Head(*head) for head in first_units(self._units, self._config.orders[method], count))
         return self._selection.choose(method=method, count=count, seed=seed)
 
     def _layers(self, heads: int) -> tuple[Head, ...]:
@@ -312,13 +250,13 @@ class _Builder:
         heads = self._lm.grid.check(removed)
         if not heads:
             return 0.0
-        unit = ("divergence of a model within a loss limit", self._job.repair.words, heads)
-        if (numbers := self._job.known.get(unit)) is None:
-            weights = self._job.repair.weights(self._lm, self._calibration, removed)
-            texts = self._texts.first(_LOSS_TOKENS)
-            self._job.known.add(unit, Divergence(self._lm, texts, shown_steps).of(Edits(heads, weights)))
-            return self._loss(removed)
-        return float(numbers[0])
+
+        def measure() -> float:
+            weights = self._config.repair.weights(self._lm, self._calibration, removed)
+            return Divergence(self._lm, self._texts.first(_LOSS_TOKENS), self._work).of(Edits(heads, weights))
+
+        unit = ("divergence of a model within a loss limit", self._config.repair.words, heads)
+        return float(self._work.known.measured(unit, measure)[0])
 
     @cached_property
     def _held_out(self) -> HeldOutLosses | None:
@@ -337,23 +275,23 @@ class _Builder:
         seed: int | None = None,
         is_control: bool = False,
     ) -> BuiltModel:
-        job = self._job
-        job.say(f"{method}: {len(removed)} of {self._lm.grid.total_heads} heads are removed and repaired")
-        weights = job.repair.weights(self._lm, self._calibration, removed)
+        config = self._config
+        self._job.say(f"{method}: {len(removed)} of {self._lm.grid.total_heads} heads are removed and repaired")
+        weights = config.repair.weights(self._lm, self._calibration, removed)
         changes = {}
         if not is_control and self._held_out is not None:
             with at_work("held-out losses"):
                 changes = self._held_out.changes(Edits(tuple(removed), weights))
         smaller = slice_heads(self._lm, removed, weights)
         with at_work("timing both models"):
-            costs = compare_costs(self._lm, smaller, removed, None if is_control else job.timing)
+            costs = compare_costs(self._lm, smaller, removed, None if is_control else config.timing)
         built = BuiltModel(
             folder=folder,
             method=method,
             share=share,
-            unit=job.unit,
-            kv_counts=job.kv_counts,
-            repair=job.repair.words,
+            unit=config.unit,
+            kv_counts=config.kv_counts,
+            repair=config.repair.words,
             removed=tuple(removed),
             skipped=skipped_by(self._lm.grid, removed),
             costs=costs,
@@ -362,5 +300,5 @@ class _Builder:
             losses=changes,
         )
         with at_work(f"writing {folder.name}"):
-            write_model(smaller, built, job.remote_code)
+            write_model(smaller, built, config.remote_code)
         return built

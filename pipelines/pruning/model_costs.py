@@ -17,6 +17,7 @@ from headscan.grid import HeadGrid
 from headscan.kv.plan_cache import cache_bytes
 from headscan.layers.blocks import find_blocks
 from headscan.models.loaded_model import LoadedModel
+from headscan.pipelines.pruning.prune_config import Timing
 from headscan.pruning.edited_model import find_writers
 from headscan.sizing.model_sizes import LayerCache, find_caches
 
@@ -52,18 +53,9 @@ class ModelCost:
 
 
 @dataclass(frozen=True)
-class Timing:
-    """How prefill and decoding are timed. The model's context limits the prompt; ``rounds`` repetitions alternate with
-    the other model, and times are medians.
-    """
-
-    prompt_tokens: int = 512
-    new_tokens: int = 16
-    rounds: int = 5
-
-
-@dataclass(frozen=True)
 class CostComparison:
+    """Costs of a model before and after the removal of heads."""
+
     before: ModelCost
     after: ModelCost
 

@@ -1,4 +1,6 @@
-"""Arms of pruned models, and their controls."""
+"""Arms of pruned models, and of their controls: models of about the same size with the same repair, without random
+units or without whole attention layers.
+"""
 
 from __future__ import annotations
 

@@ -15,9 +15,6 @@ from headscan.pipelines.export.decilm_folder import unpadded_kv_heads
 from headscan.pipelines.settings.saving_settings import KvCounts
 from headscan.pruning.head_selection import Allowed
 
-#: Chooses so many units; returns their heads.
-Choose = Callable[[int], tuple[Head, ...]]
-
 
 def all_units(grid: HeadGrid, unit: Unit) -> list[tuple[Head, ...]]:
     """Return the heads of each unit, by layer: one query head, those that share a KV head, or all of a layer."""
@@ -58,6 +55,8 @@ def skipped_by(grid: HeadGrid, removed: Sequence[tuple[int, int]]) -> tuple[int,
 
 
 class PruneBudget(ABC):
+    """The size of a pruned model, from which follows how many units go."""
+
     def __post_init__(self) -> None:
         check_limits(self, PruningError)
 
@@ -65,6 +64,11 @@ class PruneBudget(ABC):
     @abstractmethod
     def label(self) -> str:
         """The budget in words."""
+
+    @property
+    def nominal_share(self) -> float | None:
+        """Share of the units before rounding, 0 to 1; None if the budget is no share."""
+        return None
 
     @property
     def same_for_all_methods(self) -> bool:
@@ -102,6 +106,10 @@ class ShareBudget(PruneBudget):
     @property
     def label(self) -> str:
         return f"{100 * self.share:.3g}%"
+
+    @property
+    def nominal_share(self) -> float:
+        return self.share
 
     @property
     def same_for_all_methods(self) -> bool:
@@ -182,7 +190,7 @@ def rounding_note(
     kv_counts: KvCounts = "any",
 ) -> str:
     """Return a note if a share is not met exactly; empty if it is, or if the budget is no share."""
-    share = getattr(budget, "share", None)
+    share = budget.nominal_share
     total = sum(map(len, units))
     if share is None or abs(share * total - len(removed)) < 0.5:
         return ""

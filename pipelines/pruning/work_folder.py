@@ -1,7 +1,7 @@
 """The hidden folder beside the output in which a pruning builds its models, and from which it resumes.
 
-A model is finished when its record lies beside it. Finished models move to their places once a process of their own
-has loaded them and computed the same logits. The folder goes when the run is complete.
+A model is finished when its record lies beside it. Finished models move to their places, with their records, once a
+process of their own has loaded them and computed the same logits. The folder goes when the run is complete.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ def owned_folder(parent: Path, prefix: str) -> Iterator[Path]:
 
 
 _SETTINGS = "settings.json"
+#: Record of a model in its own folder, where it is moved with the weights.
+_DELIVERED = "pruning.json"
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,8 @@ class WorkFolder:
     def deliver(
         self, built: Iterable[BuiltModel], card: Callable[[BuiltModel], str], say: Callable[[str], None]
     ) -> tuple[BuiltModel, ...]:
-        """Check finished models in a fresh process and move them to their places; controls stay. ``card`` returns the
-        text of a model's ``README.md``.
+        """Check finished models in a fresh process and move them to their places, where `delivered_model` reads them;
+        controls stay. ``card`` returns the text of a model's ``README.md``.
         """
         models = tuple(built)
         places = {each.folder: self.targets[int(each.folder.name)] for each in models if not each.is_control}
@@ -84,6 +86,7 @@ class WorkFolder:
                 check_reload({each.folder: _logits_file(each.folder) for each in waiting})
         for each in waiting:
             write_text(each.folder / "README.md", card(each))
+            shutil.copyfile(_record_file(each.folder), each.folder / _DELIVERED)
             places[each.folder].parent.mkdir(parents=True, exist_ok=True)
             each.folder.replace(places[each.folder])
         return tuple(replace(each, folder=places.get(each.folder, each.folder)) for each in models)
@@ -91,7 +94,7 @@ class WorkFolder:
 
 def check_place(out: Path) -> None:
     """Raise if a folder holds something that no unfinished run put there."""
-    places = [out / name for name in _read(_work(out)).get("targets", ())]
+    places = [out / name for name in _read(_work(out) / _SETTINGS).get("targets", ())]
     present = [out] if out in places or not out.is_dir() else list(out.iterdir())
     if not all(each in places and _is_finished(_work(out), places.index(each), each) for each in present):
         check_output_folder(out)
@@ -111,7 +114,7 @@ def work_folder(out: Path, targets: Sequence[Path], settings: str, say: Callable
             f" delete {path} if it has ended"
         )
     check_place(out)
-    if _read(path).get("settings") != settings:
+    if _read(path / _SETTINGS).get("settings") != settings:
         if out.exists() and any(out.iterdir()):
             raise PruningError(
                 f"{out} is not empty: an unfinished run with other settings, or another version of headscan, saved a "
@@ -150,20 +153,23 @@ def write_model(lm: LoadedModel, built: BuiltModel, remote_code: bool) -> None:
     save_pruned(lm, built.folder, remote_code=remote_code)
     if not built.is_control:
         save_logits(lm, _logits_file(built.folder))
-    save_record(built)
-
-
-def save_record(built: BuiltModel) -> None:
-    """Write the record of a model beside its folder; `read_model` returns it."""
     record = asdict(built) | {"folder": built.folder.name, "weights": weights_hash(built.folder)}
     write_text(_record_file(built.folder), json.dumps(record))
 
 
 def read_model(folder: Path) -> BuiltModel | None:
     """Return the model that was built in a folder, from its record; None if it is not finished."""
-    record = _read(folder, _record_file)
-    if not record:
-        return None
+    record = _read(_record_file(folder))
+    return _model(folder, record) if record else None
+
+
+def delivered_model(folder: Path) -> BuiltModel | None:
+    """Return the model that a run moved to a folder; None if there is none, or if its weights changed."""
+    record = _read(folder / _DELIVERED)
+    return _model(folder, record) if record and record["weights"] == weights_hash(folder) else None
+
+
+def _model(folder: Path, record: dict[str, Any]) -> BuiltModel:
     costs = CostComparison(**{key: ModelCost(**cost) for key, cost in record.pop("costs").items()})
     removed = tuple(Head(*head) for head in record.pop("removed"))
     losses = {task: LossChange(**change) for task, change in record.pop("losses").items()}
@@ -190,9 +196,9 @@ def _logits_file(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.logits")
 
 
-def _read(folder: Path, file: Callable[[Path], Path] = lambda folder: folder / _SETTINGS) -> dict[str, Any]:
+def _read(file: Path) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(file(folder).read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return content
@@ -200,5 +206,5 @@ def _read(folder: Path, file: Callable[[Path], Path] = lambda folder: folder / _
 
 def _is_finished(work: Path, number: int, target: Path) -> bool:
     """Return True if a folder is the model that a run moved there, as it was."""
-    record = _read(work / str(number), _record_file)
+    record = _read(_record_file(work / str(number)))
     return bool(record) and record["weights"] == weights_hash(target)

@@ -21,17 +21,19 @@ from headscan.errors import InterventionError
 from headscan.gates.fit_gates import fit_gates
 from headscan.gates.gate_settings import GateFitConfig
 from headscan.grid import Head, HeadGrid
-from headscan.long_work import KnownNumbers
+from headscan.long_work import KnownNumbers, LongWork
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pad
 from headscan.options import BATCH_TOKENS
 from headscan.pipelines.evaluate.run_evaluation import check_predicts, evaluate
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.measure.run_importance import recall_texts
-from headscan.pipelines.pruning.build_models import BuildJob, RepairChoice, WantedModel, build_models, kept_damages
+from headscan.pipelines.pruning.build_models import BuildJob, build_models, kept_damages
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_texts
 from headscan.pipelines.pruning.model_costs import columns_to_solve
+from headscan.pipelines.pruning.prune_config import PruneConfig, RepairChoice, WantedModel
 from headscan.pipelines.pruning.pruned_arms import pruned_arm
+from headscan.pipelines.pruning.pruning_units import ShareBudget
 from headscan.pipelines.pruning.work_folder import owned_folder
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.progress import at_work, shown_steps
@@ -42,7 +44,7 @@ from headscan.pipelines.settings.evaluation_settings import Comparison, Evaluate
 from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS
 from headscan.pipelines.settings.saving_settings import TextConfig
 from headscan.pruning.calibration import Calibration
-from headscan.pruning.head_selection import HeadSelection
+from headscan.pruning.head_selection import HeadSelection, SelectionConfig
 from headscan.pruning.head_values import head_values, ranked
 
 #: Heads by their number.
@@ -127,7 +129,7 @@ def _by_gate(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mappi
 
 def _by_set(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mapping[str, Choices]:
     # Every criterion is one measurement: none compares its own choices with others nearby.
-    selection = HeadSelection(lm, calibration, known=job.known, say=job.say, steps=shown_steps)
+    selection = HeadSelection(lm, calibration, work=LongWork(job.known, shown_steps, job.say))
 
     def chosen(method: str, count: int) -> tuple[Head, ...]:
         return selection.choose(method=method, count=layer_count(lm.grid, count) if method == LAYER_DROP else count)
@@ -217,7 +219,11 @@ def referee(config: RefereeConfig, run: Run) -> str:
         # The models of one criterion are on disk at a time.
         with owned_folder(run.store.path.parent, ".headscan-referee-") as folder:
             wanted = list(_wanted(folder, criterion, chosen[criterion], 0 if number else config.compared.seeds))
-            job = BuildJob(texts, tuple(wanted), repair=config.repair, timing=None, say=run.say)
+            # Another number of tokens in a pass changes the rounding of models that were judged before.
+            judging = replace(evaluation, batch_tokens=BATCH_TOKENS)
+            shares = tuple(ShareBudget(share) for share in config.compared.shares)
+            how = PruneConfig(judging, folder, shares, (criterion,), repair=config.repair, timing=None)
+            job = BuildJob(how, texts, tuple(wanted), say=run.say)
             built = run.pool.one(build_models, job)
             run_id = evaluate_choices([pruned_arm(model, evaluation.model, run.identity) for model in built])
     return run_id
@@ -265,8 +271,7 @@ def _choices(
         job = ChoiceJob(
             texts, family, counts, config.compared.iterative, config.evaluation.batch_tokens, prompts, run.say
         )
-        effort = BuildJob(texts, (), batch_tokens=job.batch_tokens)
-        with kept_damages(run, effort) as damages:
+        with kept_damages(run, texts, SelectionConfig(), job.batch_tokens) as damages:
             chosen = run.pool.one(choose_heads, replace(job, known=damages))
         for criterion, choices in chosen.items():
             stored.write(criterion, choices)

@@ -41,10 +41,11 @@ from headscan.pipelines.kv.plan_arms import plan_arms
 from headscan.pipelines.measure.run_importance import run_importance
 from headscan.pipelines.measure.run_probe import probe
 from headscan.pipelines.measure.run_scan import scan
+from headscan.pipelines.pruning.prune_config import PruneConfig
 from headscan.pipelines.pruning.pruned_arms import BuiltModel, pruned_arm
 from headscan.pipelines.pruning.pruning_units import ShareBudget
-from headscan.pipelines.pruning.run_prune import PruneConfig, prune
-from headscan.pipelines.pruning.work_folder import read_model, save_record
+from headscan.pipelines.pruning.run_prune import prune
+from headscan.pipelines.pruning.work_folder import delivered_model
 from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.head_orders import head_order, run_kind
 from headscan.pipelines.runs.progress import time_text
@@ -52,7 +53,7 @@ from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm
 from headscan.pipelines.settings.corpus_settings import SHORTEST
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
-from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS as PROMPTS
+from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS
 from headscan.pipelines.settings.measure_settings import ImportanceConfig, ProbeConfig, ScanConfig
 from headscan.pipelines.settings.saving_settings import MeasureConfig, RecallConfig, TextConfig
 from headscan.pipelines.study.study_answer import ABLATED, CACHED, REMOVED, Saving, SavingKind, StudyAnswer
@@ -196,7 +197,7 @@ class _Study:
             self._measured_tokens,
             shard_size=max(1, self._sequences // 8),
             batch_tokens=self.config.batch_tokens,
-            recall_prompts=PROMPTS if measures_recall(self.config) else 0,
+            recall_prompts=RECALL_PROMPTS if measures_recall(self.config) else 0,
         )
         return run_importance(measuring, self.run).run_id
 
@@ -277,7 +278,7 @@ class _Study:
         """
         config = self.config
         text = self._read(self.texts.choose, max(FEWEST_STUDY_TEXTS, self._judged_texts // 2), "choose")
-        recall_plan = RecallPlan(lengths=(self._recall_tokens,), questions=PROMPTS, seed=1)
+        recall_plan = RecallPlan(lengths=(self._recall_tokens,), questions=RECALL_PROMPTS, seed=1)
         choosing = EvaluateConfig(config.model, TaskConfig(()), recall_plan, config.batch_tokens, text=text)
         run_id = self._evaluate(choosing, [arm for of_one in arms.values() for arm in of_one])
         verdict = judge(self.run.store, run_id)
@@ -313,7 +314,7 @@ class _Study:
                 recents=(self._recent,),
                 max_tokens=self.tokens,
                 sequences=self._sequences,
-                recall_prompts=PROMPTS,
+                recall_prompts=RECALL_PROMPTS,
                 confirm=bool(config.search),
                 batch_tokens=config.batch_tokens,
             )
@@ -328,29 +329,23 @@ class _Study:
         """Return the pruned models, smallest share first; those on disk stay."""
         config, out = self.config, Path(self.config.out) / "pruned"
         method = "damage" if config.prune_by == "damage" or not criterion else criterion
-        shares = config.prune_shares or ()
-        several = len(shares) > 1
-        folders = [out / f"{method}-{share:g}" if several else out for share in shares]
-        known = [read_model(folder) for folder in folders]
-        if all(known):
-            return [each for each in known if each is not None]
-        self._begin_step(f"5. pruning: heads chosen by {method}, projections repaired")
         pruning = PruneConfig(
             EvaluateConfig(config.model, TaskConfig(()), None, config.batch_tokens),
             out,
-            budgets=tuple(ShareBudget(share) for share in shares),
+            budgets=tuple(ShareBudget(share) for share in config.prune_shares or ()),
             methods=(method,),
             orders={} if method == "damage" else {method: self._order(method)},
             texts=TextConfig(self.texts.measure, self.texts.choose, 2 * self._sequences, self.tokens),
-            recall=RecallConfig(prompts=2 * PROMPTS, tokens=self._recall_tokens),
+            recall=RecallConfig(prompts=2 * RECALL_PROMPTS, tokens=self._recall_tokens),
             controls=0,
             timing=None,
             skip_verdict=True,
         )
-        built = prune(pruning, self.run).models
-        for each in built:
-            save_record(each)
-        return list(built)
+        known = [delivered_model(folder) for folder in pruning.targets]
+        if all(known):
+            return [each for each in known if each is not None]
+        self._begin_step(f"5. pruning: heads chosen by {method}, projections repaired")
+        return list(prune(pruning, self.run).models)
 
     def _losses(self, arms: list[Arm]) -> dict[str, Increase]:
         """Return the increases of the judged loss by arm name, widened for the kinds of savings."""

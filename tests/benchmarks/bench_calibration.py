@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from headscan.cluster.placement.placements import WholePlacement
 from headscan.cluster.pools.open_pool import InProcessPool
-from headscan.long_work import KnownNumbers
+from headscan.long_work import LongWork
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pad
@@ -77,11 +77,11 @@ def compare(lm: LoadedModel, options: argparse.Namespace) -> None:
     columns = ("recall weight", "curve tokens", "tries", "texts of the repair", "judged on", "original", "heads zeroed")
     table = Table("## Loss, nats per scored token", (*columns, "repaired", "increase [95 %]"))
     for weight, curve_tokens in product(options.weights, options.curve_tokens):
-        known = KnownNumbers()
+        work = LongWork(say=show)
         for tries in options.tries:
             effort = SelectionConfig(options.moment_tokens, curve_tokens, tries=tries)
             everything = calibration(len(calibrating), weight)
-            removed = HeadSelection(lm, everything, config=effort, known=known, say=show).choose(count=options.heads)
+            removed = HeadSelection(lm, everything, config=effort, work=work).choose(count=options.heads)
             masked = _losses(lm, judged, Edits(removed))
             for count in options.repair_texts or [len(calibrating)]:
                 weights = repair(lm, calibration(count, weight), removed, RepairConfig(("o", "down")))

@@ -56,9 +56,9 @@ def test_few_numbers_are_measured() -> None:
     texts, measured = random_texts(lm), []
 
     class Counting(Divergence):
-        def of_layers(self, candidates, below=NO_EDITS, known=None):  # type: ignore[no-untyped-def]
+        def of_layers(self, candidates, below=NO_EDITS):  # type: ignore[no-untyped-def]
             measured.extend(chain.from_iterable(candidates.values()))
-            return super().of_layers(candidates, below, known)
+            return super().of_layers(candidates, below)
 
     divergence = Counting(lm, texts)
     SelectionStage(

@@ -9,7 +9,7 @@ import pytest
 
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.pruning import model_costs
-from headscan.pipelines.pruning.model_costs import Timing
+from headscan.pipelines.pruning.prune_config import Timing
 
 
 @pytest.fixture(autouse=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.long_work import WorkUnit
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec
-from headscan.pipelines.pruning.build_models import RepairChoice
+from headscan.pipelines.pruning.prune_config import PruneConfig, RepairChoice, Timing
+from headscan.pipelines.pruning.pruned_arms import BuiltModel
 from headscan.pipelines.pruning.pruning_units import LossBudget, ShareBudget
-from headscan.pipelines.pruning.run_prune import PruneConfig, prune
+from headscan.pipelines.pruning.run_prune import prune
 from headscan.pipelines.runs.run_context import Run, StoredNumbers
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig
@@ -137,6 +139,42 @@ def test_a_finished_pruning_leaves_nothing_to_measure(
     copy_store(finished / "s.duckdb", tmp_path)
     found, again, rest = pruned(model_folder, corpus_folder, tmp_path, monkeypatch)
     assert (found, again, rest.units, rest.passes) == (heads, weights, 0, 0)
+
+
+@pytest.mark.parametrize("changed", ["held-out text", "timing"])
+def test_a_stopped_pruning_builds_again_with_another_judgement(
+    model_folder: Path, corpus_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    """Losses and times are in the record of a finished model, which another text or timing makes wrong."""
+    judging = tmp_path / "judging.txt"
+    judging.write_text("one two three four five six seven eight nine ten " * 40)
+    spec = ModelSpec(str(model_folder), "float32")
+    before = replace(
+        config(spec, corpus_folder, tmp_path),
+        budgets=(),
+        heads={"heads": ((0, 1),)},
+        texts=TextConfig(CorpusSpec(str(corpus_folder)), CorpusSpec(str(judging)), sequences=16, max_tokens=64),
+        repair=RepairChoice("none"),
+    )
+
+    def found(settings: PruneConfig) -> BuiltModel:
+        with InProcessPool(spec, THREADS) as pool:
+            return prune(settings, Run(spec, Store(tmp_path / "s.duckdb"), lambda _: pool)).models[0]
+
+    def stop(folders: object) -> None:
+        raise Stopped
+
+    with monkeypatch.context() as patched, pytest.raises(Stopped):
+        patched.setattr("headscan.pipelines.pruning.work_folder.check_reload", stop)
+        found(before)
+    (old,) = json.loads((tmp_path / ".smaller-pruning" / "0.json").read_text())["losses"].values()
+    monkeypatch.setattr("headscan.pipelines.pruning.work_folder.check_reload", lambda folders: None)
+    if changed == "timing":
+        assert found(replace(before, timing=Timing())).costs.after.prefill_seconds is not None
+    else:
+        judging.write_text("ten nine eight seven six five four three two one " * 40)
+        (new,) = found(before).losses.values()
+        assert new.original != old["original"]
 
 
 KILLED = """

@@ -17,11 +17,13 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.ordered_shares import Outcome
 from headscan.cluster.pools.open_pool import InProcessPool
 from headscan.cluster.tasks.pool import Pool
-from headscan.errors import HeadscanError
+from headscan.errors import HeadscanError, PruningError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main, read_command
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.evaluate.continuation_task import write_task
+from headscan.pipelines.pruning.prune_config import PruneConfig
+from headscan.pipelines.pruning.run_prune import prune
 from headscan.pipelines.runs.head_orders import imported_heads
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import Arm
@@ -207,6 +209,31 @@ def test_the_safe_heads_are_a_file_that_prune_reads(tmp_path: Path) -> None:
         a_study = _Study(tiny(tmp_path), study_run, StudyTexts(tmp_path), 128, 0.0)
         file = a_study._write_heads(arm)
     assert list(imported_heads(file)) == [(0, 1), (2, 3)]
+
+
+def test_a_stop_right_after_the_pruning_loses_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny(tmp_path, prune_shares=(0.05, 0.1))
+    texts = split_texts(config.corpus, tmp_path / "texts")
+
+    def stopped(pruning: PruneConfig, pruning_run: Run) -> None:
+        prune(pruning, pruning_run)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headscan.pipelines.pruning.work_folder.check_reload", lambda folders: None)
+    monkeypatch.setattr("headscan.pipelines.pruning.prune_config.repair", lambda *_, **__: {})
+    monkeypatch.setattr(_Study, "_order", lambda study, criterion: [(1, 2), (0, 1), (2, 3), (0, 0), (1, 0)])
+    with Run(SPEC, Store(tmp_path / "s.duckdb"), lambda spec: InProcessPool(spec, THREADS)) as study_run:
+        a_study = _Study(config, study_run, texts, 88, 0.0)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr("headscan.pipelines.study.run_study.prune", stopped)
+            a_study._pruned("output_norm_ln")
+        with monkeypatch.context() as patched:
+            patched.setattr("headscan.pipelines.study.run_study.prune", pytest.fail)
+            small, large = a_study._pruned("output_norm_ln")
+        assert set(small.removed) < set(large.removed) and (small.share, large.share) == (0.05, 0.1)
+        (large.folder / "model.safetensors").unlink()
+        with pytest.raises(PruningError, match="pruned is not empty"):
+            a_study._pruned("output_norm_ln")
 
 
 def test_a_file_and_options_become_one_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

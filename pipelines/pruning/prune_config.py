@@ -1,0 +1,197 @@
+"""Settings of a pruning, and the models that they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from torch import Tensor
+
+from headscan.catalog import LAYER_DROP, RANDOM
+from headscan.errors import PruningError
+from headscan.grid import Unit
+from headscan.models.loaded_model import LoadedModel
+from headscan.options import Limits, check_limits
+from headscan.pipelines.pruning.pruning_units import PruneBudget
+from headscan.pipelines.runs.progress import Progress
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
+from headscan.pipelines.settings.saving_settings import REPAIRS, KvCounts, RecallConfig, TextConfig
+from headscan.pruning.calibration import Calibration
+from headscan.pruning.head_selection import SelectionConfig
+from headscan.pruning.repair import DistillConfig, RepairConfig, Target, distill, mean_outputs, repair
+
+
+@dataclass(frozen=True)
+class RepairChoice:
+    """A repair by its name in `REPAIRS`, and gradient steps after it; 0 omits them."""
+
+    name: str = "o+down"
+    distill_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if self.name not in REPAIRS:
+            raise PruningError(f"unknown repair {self.name!r}. Choose one of {', '.join(REPAIRS)}")
+        if self.distill_steps and not self.targets:
+            raise PruningError(f"`distill={self.distill_steps}` without a repair (limit 0). Repair a projection, too")
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        return REPAIRS[self.name]
+
+    @property
+    def is_none(self) -> bool:
+        return self.name == "none"
+
+    @property
+    def words(self) -> str:
+        return f"{self.name}, distill {self.distill_steps}" if self.distill_steps else self.name
+
+    def weights(
+        self, lm: LoadedModel, calibration: Calibration, removed: Sequence[tuple[int, int]]
+    ) -> dict[str, Tensor]:
+        """Return new weights by parameter name, with progress on the terminal."""
+        if self.name == "mean":
+            return mean_outputs(lm, calibration, removed)
+        layers = lm.grid.num_layers - min((layer for layer, _ in removed), default=0)
+        with Progress("repairing", layers, "layer") as progress:
+            weights = repair(lm, calibration, removed, RepairConfig(self.targets), progress=lambda _: progress.update())
+        if not self.distill_steps or not weights:
+            return weights
+        with Progress("distilling", self.distill_steps, "steps") as progress:
+            config = DistillConfig(self.distill_steps)
+            return distill(lm, calibration, removed, weights, config, progress=lambda _: progress.update())
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How prefill and decoding are timed. The model's context limits the prompt; ``rounds`` repetitions alternate with
+    the other model, and times are medians.
+    """
+
+    prompt_tokens: int = 512
+    new_tokens: int = 16
+    rounds: int = 5
+
+
+@dataclass(frozen=True)
+class WantedModel:
+    """A pruned model to build. ``budget`` None removes ``heads``, which are empty if the method chooses. Its controls
+    are in ``random_folders``, without random units, and in ``layers_folder``, without whole attention layers; None
+    builds none.
+    """
+
+    folder: Path
+    method: str
+    budget: PruneBudget | None
+    heads: tuple[tuple[int, int], ...] = ()
+    random_folders: tuple[Path, ...] = ()
+    layers_folder: Path | None = None
+
+
+@dataclass(frozen=True)
+class PruneConfig:
+    """Settings of a pruning.
+
+    Attributes:
+        evaluation: Questions that judge the models; the held-out text is added.
+        out: Folder of the model; with several models, of their folders.
+        budgets: Sizes; empty if ``heads`` names the heads.
+        methods: Methods that choose heads.
+        heads: Heads of a mask or list, by its name; empty lets the methods choose.
+        orders: Heads by method, the most removable first, of methods from outside.
+        texts: Texts that choose, repair and judge.
+        recall: Recall prompts that do so, too.
+        unit: Unit of removal.
+        kv_counts: ``divisors`` leaves each layer a number of KV heads that a DeciLM folder holds without KV heads of
+            zeros: a divisor of the query heads, or 0 except in the first layer. The share that is reached may fall
+            short by less than one step of a layer.
+        selection: Effort of the methods ``damage`` and ``layer-drop``.
+        repair: Projections that are solved again.
+        controls: Number of random controls of each model: models of about the same size with the same repair, without
+            random units. One more control lacks whole attention layers, except with 0.
+        remote_code: Copy the code of pruned models into the folders.
+        timing: How prefill and decoding are timed; None skips it.
+        skip_verdict: Judge nothing, and build no controls.
+
+    Raises:
+        PruningError: There is nothing to build, or ``controls`` is negative.
+    """
+
+    evaluation: EvaluateConfig
+    out: Path
+    budgets: tuple[PruneBudget, ...] = ()
+    methods: tuple[str, ...] = ("damage",)
+    heads: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    orders: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    texts: TextConfig = field(default_factory=TextConfig)
+    recall: RecallConfig = field(default_factory=RecallConfig)
+    unit: Unit = "head"
+    kv_counts: KvCounts = "any"
+    selection: SelectionConfig = field(default_factory=SelectionConfig)
+    repair: RepairChoice = field(default_factory=RepairChoice)
+    controls: Annotated[int, Limits(least=0)] = 1
+    remote_code: bool = False
+    timing: Timing | None = field(default_factory=Timing)
+    skip_verdict: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.budgets and self.methods) and not self.heads:
+            raise PruningError("nothing to prune: 0 sizes (limit 1). Set `share`, or name heads")
+        if self.kv_counts != "any" and (self.unit != "group" or self.heads):
+            raise PruningError(
+                f"`kv_counts={self.kv_counts}` with `unit={self.unit}` or named heads (limit: `unit=group`). Choose"
+                " `unit=group`, or leave it out"
+            )
+        check_limits(self, PruningError)
+
+    @property
+    def targets(self) -> tuple[Path, ...]:
+        names = [_folder_name(method, budget) for method, budget, _ in self._sizes]
+        return (self.out,) if len(names) == 1 else tuple(self.out / name for name in names)
+
+    @property
+    def _sizes(self) -> list[tuple[str, PruneBudget | None, tuple[tuple[int, int], ...]]]:
+        sizes: list[tuple[str, PruneBudget | None, tuple[tuple[int, int], ...]]] = [
+            (method, budget, ()) for budget in self.budgets for method in self.methods
+        ]
+        return sizes + [(name, None, heads) for name, heads in self.heads.items()]
+
+    def wanted(self, scratch: Path) -> tuple[WantedModel, ...]:
+        """Return the models to build in the folder ``scratch``, in the order of `targets`."""
+        wanted = []
+        for number, (method, budget, heads) in enumerate(self._sizes):
+            seeds, layers = self._controls(method, budget)
+            wanted.append(
+                WantedModel(
+                    scratch / str(number),
+                    method,
+                    budget,
+                    heads,
+                    tuple(scratch / f"{number}-random-{seed}" for seed in range(seeds)),
+                    scratch / f"{number}-layers" if layers else None,
+                )
+            )
+        return tuple(wanted)
+
+    def _controls(self, method: str, budget: PruneBudget | None) -> tuple[int, bool]:
+        """Return the number of random controls of a model, and True if it has a control without whole layers."""
+        if self.skip_verdict or not self.controls:
+            return 0, False
+        if budget is None:
+            return self.controls, True
+        # Methods that remove as many units have common controls, built with the first of them that needs each.
+        methods = self.methods if budget.same_for_all_methods else (method,)
+        first_chosen = next((each for each in methods if each != RANDOM), None)
+        first_of_heads = next((each for each in methods if each != LAYER_DROP), None)
+        # Whole layers chosen by damage would be their own control.
+        is_control = self.unit == "layer" and "damage" in methods
+        return self.controls if method == first_chosen else 0, method == first_of_heads and not is_control
+
+
+def _folder_name(method: str, budget: PruneBudget | None) -> str:
+    if budget is None:
+        return method
+    share = budget.nominal_share
+    return f"{method}-{budget.label.replace(' ', '-') if share is None else f'{share:g}'}"
