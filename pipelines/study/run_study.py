@@ -53,8 +53,7 @@ from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm
 from headscan.pipelines.settings.corpus_settings import SHORTEST
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
-from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS
-from headscan.pipelines.settings.measure_settings import ImportanceConfig, ProbeConfig, ScanConfig
+from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS, ImportanceConfig, ProbeConfig, ScanConfig
 from headscan.pipelines.settings.saving_settings import MeasureConfig, RecallConfig, TextConfig
 from headscan.pipelines.study.study_answer import ABLATED, CACHED, REMOVED, Saving, SavingKind, StudyAnswer
 from headscan.pipelines.study.study_config import (
