@@ -478,20 +478,34 @@ Generator = Callable[["PreTrainedTokenizerBase", Ids, int, int, int], Iterator[R
 #: The generators of the families in `RECALL_FAMILIES`.
 GENERATORS: dict[str, Generator] = {"needle": needle_questions, "copying": copying_questions}
 #: The same of the series: the number is that of prompts.
-SERIES: dict[str, Callable[[PreTrainedTokenizerBase, Ids, int, int, int], Iterator[RecallSeries]]] = {
-    "needle": needle_series,
-    "copying": copying_series,
-}
+SeriesGenerator = Callable[["PreTrainedTokenizerBase", Ids, int, int, int], Iterator[RecallSeries]]
+SERIES: dict[str, SeriesGenerator] = {"needle": needle_series, "copying": copying_series}
 
 
 def recall_series(
     tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int
 ) -> dict[str, tuple[RecallSeries, ...]]:
-    """Return ``count`` prompts of ``length`` tokens by family, for calibration. `recall_questions` has checked that the
-    tokenizer and the length hold the questions.
+    """Return ``count`` prompts of ``length`` tokens by family, for calibration; a family without series has questions.
+    `recall_questions` has checked that the tokenizer and the length hold them.
     """
     beginning = _beginning(tokenizer, "auto")
-    return {family: tuple(make(tokenizer, beginning, length, count, seed)) for family, make in SERIES.items()}
+    return {
+        family: tuple(SERIES.get(family, _alone(GENERATORS[family]))(tokenizer, beginning, length, count, seed))
+        for family in RECALL_FAMILIES
+    }
+
+
+def _alone(generator: Generator) -> SeriesGenerator:
+    """Return a generator of series of one question."""
+
+    def series(
+        tokenizer: PreTrainedTokenizerBase, beginning: Ids, length: int, count: int, seed: int
+    ) -> Iterator[RecallSeries]:
+        for question in generator(tokenizer, beginning, length - 1, count, seed):
+            ids, scored = question.requests[question.answer or 0]
+            yield RecallSeries(ids, tuple(range(len(ids) - scored, len(ids))))
+
+    return series
 
 
 def recall_questions(

@@ -46,7 +46,7 @@ from headscan.pipelines.recall.needle_and_copying import (
 )
 from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
-from headscan.pipelines.study.study_answer import Saving, StudyAnswer
+from headscan.pipelines.study.study_answer import ABLATED, Saving, StudyAnswer
 from tests.pipelines.conftest import make_tokenizer
 
 SMALL = RecallPlan(questions=8)
@@ -355,12 +355,13 @@ def test_a_third_family_costs_an_entry_and_a_generator(monkeypatch: pytest.Monke
     assert not solves("parrot", 49.0, 400) and solves("parrot", 50.0, 4)
     identity = cast(ModelIdentity, SimpleNamespace(tokenizer=tokenizer, max_tokens=512))
     assert [prompts.name for prompts in recall_prompts(identity, 257, 4, 0)][2:] == ["parrot@256"]
+    assert recall_series(tokenizer, 257, 4, 0)["parrot"] == (((0, *range(256)), (255, 256)),) * 4
 
     kept = Interval(91.0, 99.0, 107.0)
     paired = PairedDifference(400, 80.0, 80.0, 0.0, -1.0, 1.0, 4, 4, 1.0, retained=kept)
     loss = Increase("nats per token", 10, 0.0, -0.01, 0.01)
     share = ShareVerdict("arm", 0.1, loss, Outcome.SAFE, recall=(RecallVerdict("parrot", paired),))
-    saving = Saving("heads ablated", (share,), (("arm", 0.1),), units=10)
+    saving = Saving(ABLATED, (share,), (("arm", 0.1),), units=10)
     lines = StudyAnswer("m", "c", 1, 10, 100, 10, 64, 0.05, (saving,), {"arm": loss}, "r", "s", 1.0).lines()
     assert re.search(r"needles +copying +parrots +verdict", lines) and "99 % [91 %, 107 %]" in lines
 
