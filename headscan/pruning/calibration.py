@@ -98,6 +98,8 @@ class Calibration:
         take both. The tasks share ``weight``, that of their mean prediction next to that of a text's mean prediction.
         """
         parts = [self, *prompts]
+        if any(each.weights is not None for each in parts):
+            raise SequenceError("texts or prompts have weights already. Pass those without `weights`")
         totals = [int(each.predictions.sum()) for each in parts]
         shares = [1.0] + [weight * totals[0] / (len(prompts) * total) for total in totals[1:]]
         places = torch.cat([(torch.arange(len(each.ids)) + 0.5) / len(each.ids) for each in parts])
@@ -118,14 +120,14 @@ class Calibration:
 
     def split(self, tokens: int) -> tuple[Calibration, Calibration]:
         """Return the last sequences with at least so many tokens together, after all others, which are one or more. A
-        single sequence is cut in two; one of at most three tokens is both parts.
+        single text is cut in two; one of at most three tokens, or a prompt, is both parts.
         """
         if len(self.ids) > 1:
             count = int((self.lengths.flip(0).cumsum(0) < tokens).sum()) + 1
             at = max(1, len(self.ids) - count)
             return self._rows(slice(0, at)), self._rows(slice(at, None))
         length = int(self.lengths)
-        if length < 4:
+        if length < 4 or self.scoring_BN is not None:
             return self, self
         at = length - min(max(2, tokens), length - 2)
         return (

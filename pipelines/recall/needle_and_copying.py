@@ -495,13 +495,17 @@ def recall_series(
     }
 
 
+#: Evaluations draw questions with seeds below 2^32, prompts of plans and of held-out losses with those from there on.
+_SERIES_SEED = 2**33
+
+
 def _alone(generator: Generator) -> SeriesGenerator:
-    """Return a generator of series of one question."""
+    """Return a generator of series of one question, none of which an evaluation or another prompt asks."""
 
     def series(
         tokenizer: PreTrainedTokenizerBase, beginning: Ids, length: int, count: int, seed: int
     ) -> Iterator[RecallSeries]:
-        for question in generator(tokenizer, beginning, length - 1, count, seed):
+        for question in generator(tokenizer, beginning, length - 1, count, seed + _SERIES_SEED):
             ids, scored = question.requests[question.answer or 0]
             yield RecallSeries(ids, tuple(range(len(ids) - scored, len(ids))))
 

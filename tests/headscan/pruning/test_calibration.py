@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import headscan
+from headscan.errors import SequenceError
 from headscan.gradients.losses import NextTokenLoss
 from headscan.models.forward_inputs import before_last, real_tokens
 from headscan.models.loaded_model import LoadedModel
@@ -37,6 +38,9 @@ def test_prompts_stand_evenly_among_texts_and_share_a_weight() -> None:
     lm = make_loaded("llama")
     texts, prompts = random_texts(lm, sequences=16), [_prompts(lm, 4, 1), _prompts(lm, 8, 2)]
     mixed = texts.with_prompts(prompts, 0.5)
+    with pytest.raises(SequenceError, match="weights already"):
+        mixed.with_prompts(prompts, 0.5)
+    assert prompts[0].first(1).split(5)[1].predictions.tolist() == [3]  # a prompt is not cut
     is_prompt = mixed.predictions == 3
     weight = (mixed.weights * mixed.predictions)[is_prompt]
     assert float(weight.sum()) == pytest.approx(0.5 * float((texts.lengths - 1).sum()))

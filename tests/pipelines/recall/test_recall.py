@@ -342,7 +342,7 @@ def test_a_third_family_costs_an_entry_and_a_generator(monkeypatch: pytest.Monke
 
     def parrots(tokenizer: object, beginning: tuple[int, ...], length: int, count: int, seed: int) -> Iterator[Any]:
         for number in range(count):
-            request = Request((*beginning, *range(length + 1 - len(beginning))), 2)
+            request = Request((*beginning, seed, *range(length - len(beginning))), 2)
             yield RecallQuestion(f"parrot@{length}", number, (request,), None, "2")
 
     entry = RecallFamily("parrot", "parrots", "parrots {:.0f} % of the words", choices=None, least=50.0)
@@ -355,7 +355,7 @@ def test_a_third_family_costs_an_entry_and_a_generator(monkeypatch: pytest.Monke
     assert not solves("parrot", 49.0, 400) and solves("parrot", 50.0, 4)
     identity = cast(ModelIdentity, SimpleNamespace(tokenizer=tokenizer, max_tokens=512))
     assert [prompts.name for prompts in recall_prompts(identity, 257, 4, 0)][2:] == ["parrot@256"]
-    assert recall_series(tokenizer, 257, 4, 0)["parrot"] == (((0, *range(256)), (255, 256)),) * 4
+    assert recall_series(tokenizer, 257, 4, 0)["parrot"] == (((0, 2**33, *range(255)), (255, 256)),) * 4
 
     kept = Interval(91.0, 99.0, 107.0)
     paired = PairedDifference(400, 80.0, 80.0, 0.0, -1.0, 1.0, 4, 4, 1.0, retained=kept)
