@@ -23,7 +23,6 @@ from typing import Any
 import yaml
 from paper_run import Step, parser, run
 
-from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.criterion_points import agreements, criterion_points
 from headscan.analysis.verdicts.judge import ArmOutcome, judge
@@ -31,7 +30,7 @@ from headscan.analysis.verdicts.measures import Increase
 from headscan.analysis.verdicts.ordered_shares import read_losses
 from headscan.analysis.verdicts.paired import Interval
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict
-from headscan.catalog import RECALL_FAMILIES, SCORES
+from headscan.catalog import LAYER_DROP, RANDOM, RECALL_FAMILIES, SCORES
 from headscan.pipelines.referee.referee_table import CriterionLoss, criterion_losses
 
 #: Criteria of the comparison by loss.
@@ -259,12 +258,8 @@ def _criteria(store: Store, heads: Sequence[Mapping[str, Any]], figures: Path) -
     )
 
 
-#: What chose the heads of a pruned model, by the kind of its arm.
-_CHOSEN = {
-    ArmKind.PRUNED: "damage, repaired",
-    ArmKind.RANDOM_PRUNED: "chance, same repair",
-    ArmKind.LAYERS_DROPPED: "whole layers, same repair",
-}
+#: What chose the heads of a pruned model, by its method.
+_CHOSEN = {"damage": "damage", RANDOM: "chance", LAYER_DROP: "damage, whole layers"}
 
 
 @dataclass(frozen=True)
@@ -277,19 +272,22 @@ class _PrunedModel:
 
 
 def _judged_models(file: Path) -> list[_PrunedModel]:
-    """Return the pruned models of a finished evaluation, by share; none if there is no such run."""
+    """Return the pruned models of finished evaluations, by share; none if there is no such run."""
     if not file.exists():
         return []
     store = Store(file)
     arms = store.query(
-        "SELECT run_id, name, kind, share, removed_heads, config FROM arms JOIN runs USING (run_id)"
-        " WHERE arms.kind LIKE '%pruned' OR arms.kind = 'layers_dropped' ORDER BY share, arms.kind"
+        "SELECT run_id, name, score, share, zeroed_share, arms.config FROM arms JOIN runs USING (run_id)"
+        " WHERE arms.kind IN ('pruned', 'random_pruned', 'layers_dropped') AND runs.finished_at IS NOT NULL"
+        " ORDER BY share, list_position(?, score)",
+        [list(_CHOSEN)],
     ).to_pylist()
-    if not arms:
-        return []
-    run_id = arms[0]["run_id"]
-    outcomes, losses = judge(store, run_id).outcomes, read_losses(store, run_id)
-    return [_PrunedModel(arm, outcomes[arm["name"]], losses[arm["name"]]) for arm in arms]
+    judged = {run_id: (judge(store, run_id), read_losses(store, run_id)) for run_id in {arm["run_id"] for arm in arms}}
+    models = []
+    for arm in arms:
+        verdict, losses = judged[arm["run_id"]]
+        models.append(_PrunedModel(arm, verdict.outcomes[arm["name"]], losses[arm["name"]]))
+    return models
 
 
 def _pruning(models: Sequence[_PrunedModel]) -> str:
@@ -303,10 +301,8 @@ def _pruning(models: Sequence[_PrunedModel]) -> str:
         seconds = [details[when].get("prefill_seconds") for when in ("before", "after")]
         rows.append(
             (
-                f"{100 * model.arm['share']:g} % ({removed})"
-                if model.arm["kind"] == ArmKind.PRUNED
-                else f"({removed})",
-                _CHOSEN[ArmKind(model.arm["kind"])],
+                f"{100 * model.arm['share']:g} %: {removed}",
+                _CHOSEN[model.arm["score"]],
                 f"{model.loss.difference:+.3f} [{model.loss.low:+.3f}, {model.loss.high:+.3f}]",
                 *(_left(kept.get(family)) for family in RECALL_FAMILIES),
                 f"{100 * details['weights_left']:.1f} %",
@@ -317,9 +313,9 @@ def _pruning(models: Sequence[_PrunedModel]) -> str:
     asked = max(each.paired.questions for each in models[0].outcome.recall)
     return (
         "## What pruning removes\n\nModels without heads, their other projections repaired, on texts that neither chose"
-        f" nor repaired and {asked} recall questions of each kind: what is left of the original's recall. Random heads"
-        " and whole attention layers have the same repair. Losses of zeroed heads without repair stand in the table of"
-        f" criteria. `headscan prune {' '.join(_PRUNED)}`.\n\n{_table(rows)}"
+        f" nor repaired and {asked} recall questions of each kind: what is left of the original's recall. All have the"
+        " same repair. Losses of zeroed heads without repair stand in the table of criteria."
+        f" `headscan prune {' '.join(_PRUNED)}`.\n\n{_table(rows)}"
     )
 
 
