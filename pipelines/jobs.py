@@ -19,7 +19,7 @@ from typing import TypedDict, Unpack
 from headscan.analysis.plans import BudgetRequest, HeadPlan, KVBytes, WindowHeads, WindowShare
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import Verdict, judge
-from headscan.cluster.placement.placement_base import PlacementRequest
+from headscan.cluster.placement_base import PlacementRequest
 from headscan.gates.gate_settings import GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec

@@ -19,7 +19,7 @@ from lm_eval.api.registry import register_model
 from headscan.ablation.rules import HeadRule
 from headscan.analysis.plans import load_plan
 from headscan.analysis.store.records import ArmKind
-from headscan.cluster.placement.placement_base import PlacementRequest
+from headscan.cluster.placement_base import PlacementRequest
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS

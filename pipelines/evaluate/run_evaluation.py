@@ -20,7 +20,7 @@ from headscan.ablation.ablation import Ablation
 from headscan.analysis.store.records import ArmState, RunKind, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
-from headscan.cluster.tasks.pool import Pool, refuse_staged
+from headscan.cluster.pool import Pool, refuse_staged
 from headscan.errors import InterventionError, NotFiniteError, UnsupportedModelError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.answering import AnsweringSettings, ArmAnswers, WorkItem, answer, work_items

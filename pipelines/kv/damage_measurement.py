@@ -30,7 +30,7 @@ from headscan.analysis.plans import (
     planned_model,
 )
 from headscan.catalog import RECALL_FAMILIES, MassWidths, recall_family
-from headscan.cluster.tasks.pool import Pool, Task
+from headscan.cluster.pool import Pool, Task
 from headscan.errors import NotFiniteError, SequenceError
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import KvHead, candidates_of, kv_damages

@@ -22,7 +22,7 @@ import pyarrow as pa
 from headscan.analysis.errors import StoreError
 from headscan.analysis.store.records import RunKind, RunRecord, ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
-from headscan.cluster.tasks.pool import IncompleteError, StagedTask, Task
+from headscan.cluster.pool import IncompleteError, StagedTask, Task
 from headscan.errors import HeadscanError
 from headscan.models.model_facts import RopeLengths
 from headscan.pipelines.corpora import CorpusReport, Shard, TokenSequence, open_corpus, sequences, shards

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headscan.catalog import MassWidths
-from headscan.cluster.tasks.pool import StagedTask
+from headscan.cluster.pool import StagedTask
 from headscan.errors import NotFiniteError
 from headscan.grid import HeadGrid
 from headscan.measure.collect import collect, first_nonfinite, nonfinite

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from headscan.analysis.store.output_files import write_text
 from headscan.analysis.verdicts.judge import Verdict, judge
-from headscan.cluster.tasks.pool import refuse_staged
+from headscan.cluster.pool import refuse_staged
 from headscan.long_work import hash_of
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.evaluate.run_evaluation import evaluate

@@ -16,7 +16,7 @@ from headscan.ablation.masks import HeadMask
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.catalog import CRITERIA, GATE, LAYER_DROP, CriterionFamily, head_count
-from headscan.cluster.tasks.pool import refuse_staged
+from headscan.cluster.pool import refuse_staged
 from headscan.errors import InterventionError
 from headscan.gates.fit_gates import fit_gates
 from headscan.gates.gate_settings import GateFitConfig

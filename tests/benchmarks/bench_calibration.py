@@ -20,8 +20,8 @@ import torch
 from scipy import stats
 from torch.nn import functional as F
 
-from headscan.cluster.placement.placements import WholePlacement
-from headscan.cluster.pools.open_pool import InProcessPool
+from headscan.cluster.placements import WholePlacement
+from headscan.cluster.pool import InProcessPool
 from headscan.long_work import LongWork
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel

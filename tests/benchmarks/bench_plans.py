@@ -36,8 +36,8 @@ from headscan.analysis.plans import (
 )
 from headscan.analysis.store.store import Store
 from headscan.catalog import MassWidths
-from headscan.cluster.placement.placements import WholePlacement
-from headscan.cluster.pools.open_pool import InProcessPool
+from headscan.cluster.placements import WholePlacement
+from headscan.cluster.pool import InProcessPool
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan

@@ -15,7 +15,7 @@ import headscan
 from headscan.analysis.heads.head_ranking import rank_heads
 from headscan.analysis.store.store import Store
 from headscan.catalog import SCORES, Score, statistics_for
-from headscan.cluster.pools.open_pool import InProcessPool
+from headscan.cluster.pool import InProcessPool
 from headscan.errors import HeadscanError, InterventionError, UnknownNameError, UnsupportedModelError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
@@ -178,7 +178,7 @@ def test_the_command_of_a_finished_sweep_runs_nothing_and_prints_every_curve(
         return map_items(pool, task, items)
 
     monkeypatch.setattr(InProcessPool, "map", counted)
-    monkeypatch.setattr("headscan.cluster.placement.devices.usable_cores", lambda: 1)
+    monkeypatch.setattr("headscan.cluster.devices.usable_cores", lambda: 1)
     evaluation = config.evaluation
     command = ["sweep", evaluation.model.source, "--tasks", "counting", "--include-path", evaluation.tasks.include_path]
     command += ["--no-recall", "--device", "cpu", "--store", store.path, "--scores", ",".join(RULES)]

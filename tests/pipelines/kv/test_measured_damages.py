@@ -12,9 +12,9 @@ import torch
 
 import headscan
 from headscan.architectures import VOCABULARY
-from headscan.cluster.placement.placements import StreamedPlacement
-from headscan.cluster.pools.open_pool import InProcessPool
-from headscan.cluster.pools.streamed_pool import StreamedPool
+from headscan.cluster.placements import StreamedPlacement
+from headscan.cluster.pool import InProcessPool
+from headscan.cluster.streamed_pool import StreamedPool
 from headscan.errors import HeadscanError, NotFiniteError, SequenceError
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import kv_damages, window_candidates

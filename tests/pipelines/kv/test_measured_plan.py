@@ -22,7 +22,7 @@ from headscan.analysis.plans import (
 )
 from headscan.analysis.store.store import Store
 from headscan.catalog import RECALL_FAMILIES, MassWidths
-from headscan.cluster.pools.open_pool import InProcessPool
+from headscan.cluster.pool import InProcessPool
 from headscan.errors import HeadscanError, PlanMismatchError, SequenceError
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_windows import KvWindows

@@ -14,9 +14,9 @@ import headscan
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.catalog import MassWidths, panel_names
-from headscan.cluster.placement.placements import StreamedPlacement
-from headscan.cluster.pools.open_pool import InProcessPool
-from headscan.cluster.pools.streamed_pool import StreamedPool
+from headscan.cluster.placements import StreamedPlacement
+from headscan.cluster.pool import InProcessPool
+from headscan.cluster.streamed_pool import StreamedPool
 from headscan.measure.behaviour_probes import NeedlePrompt
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
