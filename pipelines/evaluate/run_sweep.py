@@ -30,7 +30,7 @@ from headscan.pipelines.corpora.sequences import hash_ids
 from headscan.pipelines.evaluate.run_evaluation import EVALUATE, Purpose, check_generates, check_predicts, evaluate
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.measure.run_corpus import write_shards
-from headscan.pipelines.measure.shard_task import ShardItem
+from headscan.pipelines.measure.run_scan import ShardItem, measure_shard
 from headscan.pipelines.recall.needle_and_copying import IN_ALL
 from headscan.pipelines.runs.head_orders import find_run
 from headscan.pipelines.runs.model_identity import ModelFacts, fingerprint
@@ -160,6 +160,7 @@ def record_prompts(config: EvaluateConfig, run: Run, questions: Questions) -> st
         lambda shard: ShardItem(shard, statistics, widths, config.batch_tokens, False, run.identity.rope_lengths),
         report,
         total=len(prompts),
+        task=measure_shard,
     ).run_id
 
 

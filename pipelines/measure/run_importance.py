@@ -28,12 +28,13 @@ from headscan.pipelines.measure.labelled_texts import Answers, LabelledText, Lab
 from headscan.pipelines.measure.run_corpus import (
     CorpusRunResult,
     ShardMeasurement,
+    ShardTable,
     run_corpus,
     run_fingerprint,
     shard_size_of,
     write_shards,
 )
-from headscan.pipelines.measure.shard_task import HeadNumbers, ShardTable, head_table
+from headscan.pipelines.measure.run_scan import HeadNumbers, head_table
 from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.corpus_settings import TokenPlan

@@ -34,7 +34,7 @@ from headscan.cluster.ray_pool import PipelinePool, RayPool
 from headscan.cluster.ray_session import RaySession
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import Shard, TokenSequence
-from headscan.pipelines.measure.shard_task import ShardItem, measure_shard
+from headscan.pipelines.measure.run_scan import ShardItem, measure_shard
 from tests.benchmarks.imagined_scans import ImaginedPool, Killer, pid_of, scan_imagined
 from tests.benchmarks.imagined_workers import ShardShape
 from tests.benchmarks.random_checkpoint import Shape, make_checkpoint

@@ -33,7 +33,7 @@ from headscan.cluster.placements import StreamedPlacement, WholePlacement
 from headscan.cluster.pool import open_pool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines import corpora
-from headscan.pipelines.measure.shard_task import ShardItem, measure_shard
+from headscan.pipelines.measure.run_scan import ShardItem, measure_shard
 from tests.benchmarks.random_checkpoint import Shape, make_checkpoint, shape_of, shape_options
 
 #: The bars.

@@ -25,8 +25,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora import CorpusSpec, Shard, TokenPlan, TokenSequence
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.measure.run_probe import ProbeItem, probe_heads
-from headscan.pipelines.measure.run_scan import scan
-from headscan.pipelines.measure.shard_task import ShardItem, measure_shard
+from headscan.pipelines.measure.run_scan import ShardItem, measure_shard, scan
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring import likelihood
 from headscan.pipelines.scoring.arms import BASELINE, Arm

@@ -22,7 +22,8 @@ from headscan.cluster.pool import InProcessPool, Pool, StagingError, WorkError
 from headscan.cluster.streamed_pool import StreamedPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import Shard, TokenSequence
-from headscan.pipelines.measure.shard_task import ShardItem, ShardTable, measure_shard
+from headscan.pipelines.measure.run_corpus import ShardTable
+from headscan.pipelines.measure.run_scan import ShardItem, measure_shard
 from headscan.pipelines.runs.model_identity import model_facts
 from headscan.pipelines.scoring.generation import generate_texts
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
