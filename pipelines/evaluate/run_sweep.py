@@ -27,7 +27,8 @@ from headscan.catalog import RECALL_FAMILIES, SCORES, MassWidths, head_count, st
 from headscan.errors import InterventionError
 from headscan.pipelines.corpora import CorpusReport, TokenSequence, shards
 from headscan.pipelines.corpora.sequences import hash_ids
-from headscan.pipelines.evaluate.run_evaluation import EVALUATE, Purpose, check_generates, check_predicts, evaluate
+from headscan.pipelines.evaluate.checks import check_generates, check_predicts
+from headscan.pipelines.evaluate.run_evaluation import EVALUATE, Purpose, evaluate
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.measure.run_corpus import write_shards
 from headscan.pipelines.measure.run_scan import ShardItem, measure_shard
