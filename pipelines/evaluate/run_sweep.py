@@ -32,12 +32,12 @@ from headscan.pipelines.evaluate.run_evaluation import EVALUATE, Purpose, evalua
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.measure.run_corpus import write_shards
 from headscan.pipelines.measure.run_scan import ShardItem, measure_shard
-from headscan.pipelines.recall.needle_and_copying import IN_ALL
 from headscan.pipelines.runs.head_orders import find_run
 from headscan.pipelines.runs.model_identity import ModelFacts, fingerprint
 from headscan.pipelines.runs.progress import at_work
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm, random_masks, random_rules, scored_masks, scored_rules
+from headscan.pipelines.scoring.recall_tasks import IN_ALL
 from headscan.pipelines.scoring.replacements import ZERO_REPLACEMENT, ArmReplacement, collect_replacement
 from headscan.pipelines.settings.evaluation_settings import QUESTIONS_PER_TEXT, EvaluateConfig, SweepConfig, TaskConfig
 

@@ -42,7 +42,6 @@ from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.models.token_batches import pad, pass_tokens
 from headscan.options import BATCH_TOKENS
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
-from headscan.pipelines.recall import RecallPlan, recall_questions
 from headscan.pipelines.runs.code_version import code_version
 from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.runs.progress import Progress
@@ -56,8 +55,10 @@ from headscan.pipelines.scoring.bundles import (
     possible_starts,
 )
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
+from headscan.pipelines.scoring.recall_tasks import recall_questions
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
 from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request
+from headscan.pipelines.settings.evaluation_settings import RecallPlan
 from headscan.pipelines.settings.saving_settings import MeasureConfig
 
 T = TypeVar("T")

@@ -24,12 +24,11 @@ from headscan.pipelines.evaluate.harness import HeadscanLM
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.evaluate.run_sweep import SweepRuns, _size, size_recall, sweep
 from headscan.pipelines.evaluate.tasks import Tasks
-from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.head_orders import find_run
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scoring.arms import BASELINE, mask_arm
 from headscan.pipelines.scoring.token_requests import Request
-from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, SweepConfig, TaskConfig
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, RecallPlan, SweepConfig, TaskConfig
 from tests.pipelines.conftest import THREADS, make_tokenizer, run_on, write_task
 from tests.small_models import make_model
 from tests.stores import copy_store

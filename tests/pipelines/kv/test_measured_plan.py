@@ -42,9 +42,10 @@ from headscan.pipelines.kv.damage_measurement import (
 )
 from headscan.pipelines.kv.measured_plan import measured_plan, smallest_windows
 from headscan.pipelines.measure.run_scan import scan
-from headscan.pipelines.recall import RecallPlan, recall_questions
 from headscan.pipelines.runs.run_context import ModelContext, Run
+from headscan.pipelines.scoring.recall_tasks import recall_questions
 from headscan.pipelines.scoring.token_requests import Request
+from headscan.pipelines.settings.evaluation_settings import RecallPlan
 from headscan.pipelines.settings.measure_settings import ScanConfig
 from headscan.pipelines.settings.saving_settings import LossLimit, MeasureConfig
 from tests.pipelines.conftest import THREADS
