@@ -29,10 +29,10 @@ from headscan.models.token_batches import pad
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.corpora.sequences import read_spread, spread
 from headscan.pipelines.evaluate.held_out_text import chunks
-from headscan.pipelines.kv.damage_measurement import recall_prompts
 from headscan.pipelines.pruning.calibration_texts import CalibrationPrompts
 from headscan.pipelines.pruning.held_out_losses import as_calibration
 from headscan.pipelines.runs.model_identity import identify
+from headscan.pipelines.scoring.prompt_losses import recall_prompts
 from headscan.pipelines.scoring.recall_tasks import recall_series
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pruning.calibration import Calibration

@@ -27,8 +27,8 @@ from headscan.checkpoints.sources import load_tokenizer
 from headscan.errors import NotFiniteError
 from headscan.pipelines.corpora import CorpusError
 from headscan.pipelines.demo import MODEL_FOLDER
-from headscan.pipelines.kv.damage_measurement import recall_prompts
 from headscan.pipelines.runs.model_identity import ModelIdentity
+from headscan.pipelines.scoring.prompt_losses import recall_prompts
 from headscan.pipelines.scoring.recall_tasks import (
     GENERATORS,
     KEYS,
