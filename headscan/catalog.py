@@ -397,7 +397,7 @@ class RecallFamily:
 
 
 #: Everything that differs between families of recall questions, in the order in which they are asked. The generators
-#: of `headscan.pipelines.recall.needle_and_copying` make the questions.
+#: of `headscan.pipelines.scoring.recall_tasks` make the questions.
 RECALL_FAMILIES: dict[str, RecallFamily] = {
     f.name: f
     for f in (

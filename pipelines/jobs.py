@@ -19,15 +19,15 @@ from typing import TypedDict, Unpack
 from headscan.analysis.plans import BudgetRequest, HeadPlan, KVBytes, WindowHeads, WindowShare
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import Verdict, judge
-from headscan.cluster.placement.placement_base import PlacementRequest
+from headscan.cluster.placement_base import PlacementRequest
 from headscan.gates.gate_settings import GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS
 from headscan.pipelines.ablate.single_heads import AblateResult, single_head_effects
-from headscan.pipelines.evaluate.chosen_arms import evaluate_chosen
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.evaluate.run_evaluation import evaluate as run_evaluation
+from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen
 from headscan.pipelines.evaluate.run_sweep import sweep as run_sweep
 from headscan.pipelines.kv.measured_plan import measured_plan
 from headscan.pipelines.measure.run_corpus import CorpusRunResult

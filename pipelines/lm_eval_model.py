@@ -19,13 +19,13 @@ from lm_eval.api.registry import register_model
 from headscan.ablation.rules import HeadRule
 from headscan.analysis.plans import load_plan
 from headscan.analysis.store.records import ArmKind
-from headscan.cluster.placement.placement_base import PlacementRequest
+from headscan.cluster.placement_base import PlacementRequest
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS
 from headscan.pipelines.evaluate.answering import AnsweringSettings, ArmsWork, answer_item, arm_work, work_items
+from headscan.pipelines.evaluate.checks import check_continues, check_predicts
 from headscan.pipelines.evaluate.harness import HeadscanLM
-from headscan.pipelines.evaluate.run_evaluation import check_continues, check_predicts
 from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
 from headscan.pipelines.runs.head_orders import imported_heads
 from headscan.pipelines.runs.progress import Progress

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headscan.cluster.placement.devices import imagined, this_machine
-from headscan.cluster.placement.placement_base import PlacementRequest, format_bytes, parse_bytes
-from headscan.cluster.placement.placements import place
+from headscan.cluster.devices import imagined, this_machine
+from headscan.cluster.placement_base import PlacementRequest, format_bytes, parse_bytes
+from headscan.cluster.placements import place
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main as headscan

@@ -23,7 +23,7 @@ from headscan.ablation.masks import SiteMask
 from headscan.analysis.store.records import ArmKind, RunRecord
 from headscan.analysis.store.tables import ACCURACY, BLEU, EACH, LOSS
 from headscan.analysis.verdicts.head_effects import HeadEffect, bleu, record_effects
-from headscan.cluster.tasks.pool import refuse_staged
+from headscan.cluster.pool import refuse_staged
 from headscan.errors import InterventionError, NotFiniteError
 from headscan.grid import Head, HeadGrid
 from headscan.model_spec import ModelSpec

@@ -16,8 +16,9 @@ from headscan.analysis.store.tables import EACH
 from headscan.analysis.verdicts.head_effects import HeadEffect, record_effects
 from headscan.grid import Head, HeadGrid
 from headscan.pipelines.corpora.sequences import read_spread
+from headscan.pipelines.evaluate.checks import check_predicts
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
-from headscan.pipelines.evaluate.run_evaluation import Purpose, check_predicts, evaluate
+from headscan.pipelines.evaluate.run_evaluation import Purpose, evaluate
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.runs.progress import at_work

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from headscan.cluster.placement.placement_base import PlacementRequest, Timeouts
+from headscan.cluster.placement_base import PlacementRequest, Timeouts
 from headscan.model_spec import ModelSpec
 from headscan.options import Option
 from headscan.pipelines.cli.results import Json, Result

@@ -95,7 +95,7 @@ class Evaluate(TaskVerb):
         # The imports below load torch, which takes seconds.
         from headscan.analysis.verdicts.judge import judge
         from headscan.models.model_facts import check_bounds
-        from headscan.pipelines.evaluate.chosen_arms import evaluate_chosen
+        from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen
 
         quiet_libraries()
         spec = self.spec()

@@ -52,7 +52,7 @@ class Generate(ModelVerb):
             text = Path(self.text.prompt_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise HeadscanError(f"cannot read {self.text.prompt_file} ({error}). Name a UTF-8 text file") from error
-        from headscan.cluster.tasks.pool import refuse_staged
+        from headscan.cluster.pool import refuse_staged
         from headscan.kv.kept_keys import KeptKeys
         from headscan.pipelines.kv.compare_generation import GenerationTask, compare_generation
         from headscan.pipelines.kv.plan_arms import KeptHeads, check_plan, narrowest_window

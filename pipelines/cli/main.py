@@ -11,7 +11,7 @@ from contextlib import redirect_stdout
 from importlib import import_module, metadata
 from typing import Any
 
-from headscan.cluster.placement.devices import share_cores
+from headscan.cluster.devices import share_cores
 from headscan.errors import HeadscanError
 from headscan.pipelines.cli.option_parser import (
     Parser,
@@ -126,8 +126,8 @@ def _surroundings() -> list[str]:
     """Return lines about the libraries, the devices and the threads."""
     import torch
 
-    from headscan.cluster.placement.devices import this_machine
-    from headscan.cluster.placement.placement_base import format_bytes
+    from headscan.cluster.devices import this_machine
+    from headscan.cluster.placement_base import format_bytes
 
     lines = [f"Python {platform.python_version()} on {platform.platform()}"]
     for name in ("torch", "transformers", "accelerate", "ray", "datasets", "lm-eval", "duckdb", "gguf"):

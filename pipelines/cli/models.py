@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from headscan.cluster.placement.placement_base import device_name
+from headscan.cluster.placement_base import device_name
 from headscan.options import Option
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import OptionalModelVerb, quiet_libraries

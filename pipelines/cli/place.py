@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from headscan.cluster.placement.devices import max_threads
-from headscan.cluster.placement.placement_base import parse_bytes
+from headscan.cluster.devices import max_threads
+from headscan.cluster.placement_base import parse_bytes
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, operations, with_flags
 from headscan.pipelines.cli.results import Json, Result
@@ -14,7 +14,7 @@ from headscan.pipelines.cli.verb_base import Devices, ModelVerb, StoreOptions, q
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
-    from headscan.cluster.placement.placement_base import ChosenPlacement, Node, Placement
+    from headscan.cluster.placement_base import ChosenPlacement, Node, Placement
     from headscan.sizing.forward_flops import ForwardFlops
     from headscan.sizing.model_sizes import ModelSizes
 
@@ -150,7 +150,7 @@ class Place(ModelVerb):
             raise UsageError("--nodes imagines a cluster, and --ray-address names a real one. Leave out one of them")
 
     def run(self) -> Result:
-        from headscan.cluster.placement.placements import place
+        from headscan.cluster.placements import place
         from headscan.sizing.model_sizes import model_sizes
 
         quiet_libraries()
@@ -178,7 +178,7 @@ class Place(ModelVerb):
         return Result([{**asdict(device), "total": device.total} for device in placed.devices], text, facts)
 
     def _nodes(self) -> tuple[Node, ...]:
-        from headscan.cluster.placement.devices import imagined
+        from headscan.cluster.devices import imagined
 
         machines = self.machines
         if machines.nodes is None:
@@ -235,7 +235,7 @@ def _amount(value: float) -> str:
 
 def placement_lines(sizes: ModelSizes, nodes: tuple[Node, ...], placed: ChosenPlacement) -> list[str]:
     """Return a chosen placement as text: model, machines, placement, devices, rejected placements."""
-    from headscan.cluster.placement.placement_base import format_bytes
+    from headscan.cluster.placement_base import format_bytes
     from headscan.pipelines.runs.text_tables import text_table
 
     def size(count: int | None) -> str:
@@ -272,7 +272,7 @@ def placement_lines(sizes: ModelSizes, nodes: tuple[Node, ...], placed: ChosenPl
 
 
 def _machine_lines(nodes: tuple[Node, ...]) -> list[str]:
-    from headscan.cluster.placement.placement_base import format_bytes
+    from headscan.cluster.placement_base import format_bytes
 
     kinds: dict[tuple[Any, ...], list[str]] = {}
     for node in nodes:

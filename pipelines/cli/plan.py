@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK
-from headscan.cluster.placement.placement_base import parse_bytes
+from headscan.cluster.placement_base import parse_bytes
 from headscan.model_spec import ModelSpec
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, check_used

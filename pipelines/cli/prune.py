@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.catalog import RANKED_CRITERIA, RECALL_NAMES, SET_METHODS
-from headscan.cluster.placement.placement_base import parse_bytes
+from headscan.cluster.placement_base import parse_bytes
 from headscan.grid import Unit, parse_head
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, changed

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from headscan.checkpoints.source_folder import DEMO_MODEL, check_folder
-from headscan.cluster.placement.placement_base import PlacementRequest, Timeouts
+from headscan.cluster.placement_base import PlacementRequest, Timeouts
 from headscan.errors import ModelLoadError
 from headscan.model_spec import ModelSpec
 from headscan.options import LONGEST_WAIT, Group, Option
@@ -24,7 +24,7 @@ from headscan.pipelines.settings.evaluation_settings import ResumeAnyway
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
-    from headscan.cluster.placement.placement_base import Node
+    from headscan.cluster.placement_base import Node
     from headscan.pipelines.runs.model_identity import ModelIdentity
     from headscan.pipelines.runs.run_context import ModelOpener, Run
 
@@ -123,11 +123,11 @@ class Devices:
 
     def nodes(self) -> tuple[Node, ...]:
         """Return the nodes of the Ray cluster, or this machine without one."""
-        from headscan.cluster.placement.devices import ray_nodes, this_machine
+        from headscan.cluster.devices import ray_nodes, this_machine
 
         if not self.ray_address:
             return (this_machine(),)
-        from headscan.cluster.actors.session import connect, import_ray
+        from headscan.cluster.ray_session import connect, import_ray
 
         connect(self.ray_address)
         return ray_nodes(import_ray(local=False))

@@ -13,7 +13,7 @@ import pyarrow as pa
 from headscan.ablation.ablation import Ablation
 from headscan.analysis.errors import FinishedArmError
 from headscan.analysis.store.store import Store
-from headscan.cluster.tasks.pool import Pool
+from headscan.cluster.pool import Pool
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.scoring.arms import Arm

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import isnan
 from typing import Any, Protocol
@@ -17,98 +17,42 @@ import numpy as np
 import torch
 
 from headscan.ablation.ablation import Ablation
+from headscan.analysis.heads.head_roles import find_mask
 from headscan.analysis.store.records import ArmState, RunKind, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
-from headscan.cluster.tasks.pool import Pool, refuse_staged
-from headscan.errors import InterventionError, NotFiniteError, UnsupportedModelError
+from headscan.errors import NotFiniteError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.answering import AnsweringSettings, ArmAnswers, WorkItem, answer, work_items
+from headscan.pipelines.evaluate.checks import (
+    check_continues,
+    check_generates,
+    check_models,
+    check_predicts,
+    check_resampled,
+)
 from headscan.pipelines.evaluate.tasks import Questions, TaskResults
-from headscan.pipelines.kv.plan_arms import window_notes
+from headscan.pipelines.kv.plan_arms import check_plan, plan_arms, window_notes
+from headscan.pipelines.runs.head_orders import find_run
 from headscan.pipelines.runs.model_identity import ModelFacts, ModelIdentity, fingerprint, identify
 from headscan.pipelines.runs.progress import at_work
-from headscan.pipelines.runs.run_context import ModelContext, Run
-from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms, check_tokenizer, model_settings
+from headscan.pipelines.runs.run_context import Run
+from headscan.pipelines.scoring.arms import (
+    BASELINE,
+    Arm,
+    check_arms,
+    controls,
+    mask_arm,
+    model_arm,
+    scored_masks,
+    scored_rules,
+)
 from headscan.pipelines.scoring.bundles import bundle_size, possible_starts
 from headscan.pipelines.scoring.likelihood import grouped_tokens
-from headscan.pipelines.scoring.reading import (
-    HALF,
-    can_share_prefixes,
-    choose_reading,
-    computed_as_rules,
-    reads_whole,
-)
-from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request
-from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
-
-
-def check_predicts(model: ModelContext) -> None:
-    if not model.facts.grid.predicts_next_token:
-        raise UnsupportedModelError(
-            f"{model.identity.name} does not predict the next token, but tasks need a decoder. Use a decoder"
-        )
-
-
-def check_generates(pool: Pool, requests: Mapping[str, Request | GenerationRequest]) -> None:
-    """Raise StagingError if a request generates text, which needs all layers for every token, and a pool is staged."""
-    written = sum(isinstance(request, GenerationRequest) for request in requests.values())
-    if written:
-        refuse_staged(pool, f"generation of {written} texts", instead="tasks with log-likelihoods")
-
-
-def check_continues(
-    model: ModelContext, arms: Sequence[Arm], requests: Mapping[str, Request | GenerationRequest]
-) -> None:
-    """Raise StagingError if an arm evicts keys, which needs the KV cache of all layers, and the pool is staged, and
-    UnsupportedModelError if continuations of evicting arms cannot be scored.
-    """
-    evicting = [arm.name for arm in arms if arm.ablated is not None and arm.ablated.evicts]
-    if not evicting:
-        return
-    refuse_staged(model.pool, f"{evicting[0]} evicts keys, which", instead="the mode forward")
-    scored = any(isinstance(request, Request) for request in requests.values())
-    if scored and not model.pool.one(can_share_prefixes, None):
-        raise UnsupportedModelError(
-            f"{evicting[0]} evicts keys, but {model.identity.name} continues a KV cache only token by token. Use the"
-            " mode forward, or tasks that generate text"
-        )
-
-
-def check_resampled(arms: Sequence[Arm], requests: Mapping[str, Request | GenerationRequest]) -> None:
-    """Raise InterventionError if text is to be generated with resampled heads."""
-    written = any(isinstance(request, GenerationRequest) for request in requests.values())
-    for arm in arms:
-        if written and arm.ablated is not None and not arm.ablated.replaces_by.position_free:
-            raise InterventionError(
-                f"{arm.name} resamples heads of whole inputs, but a task generates text. Use `replace=zero` or"
-                " `replace=mean`, or tasks with log-likelihoods"
-            )
-
-
-def check_models(
-    arms: Sequence[Arm], baseline: ModelIdentity, requests: Mapping[str, Request | GenerationRequest]
-) -> dict[ModelSpec, ModelIdentity]:
-    """Return the identities of the arms' other models; raise if one has changed, or cannot answer the questions."""
-    identities: dict[ModelSpec, ModelIdentity] = {}
-    longest = max((len(request.ids) for request in requests.values()), default=0)
-    for arm in arms:
-        if arm.model is None:
-            continue
-        if arm.model not in identities:
-            identities[arm.model] = identify(arm.model)
-        identity = identities[arm.model]
-        check_tokenizer(identity, baseline)
-        known = dict(arm.details)
-        if any(known.get(name) != value for name, value in model_settings(identity)):
-            raise InterventionError(f"{arm.name}: the files of {arm.model.source} have changed. Make the arm again")
-        # The last token of a continuation is predicted, not read.
-        if identity.max_tokens is not None and longest > identity.max_tokens + 1:
-            raise InterventionError(
-                f"{arm.name} has {identity.max_tokens} positions, but the longest question has {longest} tokens. Use a"
-                " model with as many positions as the baseline"
-            )
-    return identities
+from headscan.pipelines.scoring.reading import HALF, choose_reading, computed_as_rules, reads_whole
+from headscan.pipelines.scoring.replacements import collect_replacement
+from headscan.pipelines.scoring.token_requests import Likelihood
+from headscan.pipelines.settings.evaluation_settings import ChosenArms, EvaluateConfig
 
 
 @dataclass(frozen=True)
@@ -123,6 +67,30 @@ class Purpose:
 
 
 EVALUATE = Purpose()
+
+
+def evaluate_chosen(config: EvaluateConfig, chosen: ChosenArms, run: Run) -> tuple[str, int]:
+    """Evaluate the baseline and the chosen arms; return the run's id and the number of arms, the baseline included."""
+    store, identity = run.store, run.identity
+    found = find_mask(store, chosen.mask, identity.columns()).heads if chosen.mask else ()
+    ordering = None if chosen.score is None else find_run(store, identity, chosen.score, chosen.run_id)
+    others = [replace(config.model, source=source, revision=None) for source in dict.fromkeys(chosen.models)]
+    compared = [model_arm(other, identify(other), identity) for other in others]
+    replaces = chosen.replacement.value != "zero"
+    questions = Questions(config.tasks, config.recall, identity, config.text) if replaces else None
+    replacement = collect_replacement(chosen.replacement, run, 0 if questions is None else questions.longest_input)
+    arms = [BASELINE, *(mask_arm(heads, replacement) for heads in (chosen.heads, found) if heads)]
+    if chosen.score is not None and ordering is not None:
+        arms += scored_masks(store, ordering, chosen.score, [chosen.share], chosen.order, replacement)
+        if chosen.rule:
+            arms += scored_rules(store, ordering, chosen.score, [chosen.share], replacement)
+    if chosen.controls:
+        arms += controls(run.facts.grid, arms, chosen.controls, replacement)
+    for plan in chosen.plans:
+        check_plan(plan, run)
+        arms += plan_arms(plan, chosen.plan_modes, chosen.controls)
+    arms += compared
+    return evaluate(config, run, arms, questions=questions), len(arms)
 
 
 def evaluate(

@@ -27,16 +27,17 @@ from headscan.catalog import RECALL_FAMILIES, SCORES, MassWidths, head_count, st
 from headscan.errors import InterventionError
 from headscan.pipelines.corpora import CorpusReport, TokenSequence, shards
 from headscan.pipelines.corpora.sequences import hash_ids
-from headscan.pipelines.evaluate.run_evaluation import EVALUATE, Purpose, check_generates, check_predicts, evaluate
+from headscan.pipelines.evaluate.checks import check_generates, check_predicts
+from headscan.pipelines.evaluate.run_evaluation import EVALUATE, Purpose, evaluate
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.measure.run_corpus import write_shards
-from headscan.pipelines.measure.shard_task import ShardItem
-from headscan.pipelines.recall.needle_and_copying import IN_ALL
+from headscan.pipelines.measure.run_scan import ShardItem, measure_shard
 from headscan.pipelines.runs.head_orders import find_run
 from headscan.pipelines.runs.model_identity import ModelFacts, fingerprint
 from headscan.pipelines.runs.progress import at_work
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm, random_masks, random_rules, scored_masks, scored_rules
+from headscan.pipelines.scoring.recall_tasks import IN_ALL
 from headscan.pipelines.scoring.replacements import ZERO_REPLACEMENT, ArmReplacement, collect_replacement
 from headscan.pipelines.settings.evaluation_settings import QUESTIONS_PER_TEXT, EvaluateConfig, SweepConfig, TaskConfig
 
@@ -160,6 +161,7 @@ def record_prompts(config: EvaluateConfig, run: Run, questions: Questions) -> st
         lambda shard: ShardItem(shard, statistics, widths, config.batch_tokens, False, run.identity.rope_lengths),
         report,
         total=len(prompts),
+        task=measure_shard,
     ).run_id
 
 

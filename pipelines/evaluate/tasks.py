@@ -24,11 +24,11 @@ from headscan.errors import HeadscanError, first_line
 from headscan.pipelines.corpora import CorpusError
 from headscan.pipelines.evaluate.harness import HeadscanLM, quiet_harness
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
-from headscan.pipelines.recall import RecallError, RecallPlan, RecallQuestion, grade, recall_questions
 from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.scoring.likelihood import common_tokens
+from headscan.pipelines.scoring.recall_tasks import RecallQuestion, grade, recall_questions
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request, request_hash
-from headscan.pipelines.settings.evaluation_settings import HarnessError, TaskConfig
+from headscan.pipelines.settings.evaluation_settings import HarnessError, RecallError, RecallPlan, TaskConfig
 
 #: Metrics from 0 to 1 that grade an answer; the first one that a task reports is used.
 _CORRECT = ("acc", "exact_match", "acc_norm", "acc_mutual_info", "em", "exact", "f1", "contains")

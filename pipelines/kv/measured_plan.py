@@ -23,9 +23,10 @@ from headscan.catalog import RECALL_FAMILIES
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import KvHead
 from headscan.long_work import hash_of
-from headscan.pipelines.kv.damage_measurement import ALL_KEYS, Measurement, Prompts, read_prompts
+from headscan.pipelines.kv.damage_measurement import Measurement, read_prompts
 from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.run_context import ModelContext
+from headscan.pipelines.scoring.prompt_losses import ALL_KEYS, Prompts
 from headscan.pipelines.settings.saving_settings import LossLimit, MeasureConfig
 
 #: Largest loss of a narrower window, over the mean share of damage of a KV head.

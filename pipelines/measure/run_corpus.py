@@ -15,18 +15,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import pyarrow as pa
 
 from headscan.analysis.errors import StoreError
 from headscan.analysis.store.records import RunKind, RunRecord, ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
-from headscan.cluster.tasks.pool import IncompleteError, StagedTask, Task
+from headscan.cluster.pool import IncompleteError, StagedTask, Task
 from headscan.errors import HeadscanError
 from headscan.models.model_facts import RopeLengths
 from headscan.pipelines.corpora import CorpusReport, Shard, TokenSequence, open_corpus, sequences, shards
-from headscan.pipelines.measure.shard_task import ShardTable, measure_shard
 from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.progress import Progress, at_work
 from headscan.pipelines.runs.run_context import Run
@@ -53,6 +52,13 @@ class HasShard(Protocol):
 
     @property
     def shard(self) -> Shard: ...
+
+
+class ShardTable(NamedTuple):
+    """A shard's rows by site, sequence, layer and head, and the number of non-finite rows."""
+
+    heads: pa.Table
+    nonfinite_rows: int
 
 
 class CorpusChangedError(HeadscanError):
@@ -175,7 +181,7 @@ def write_shards(
     report: CorpusReport,
     *,
     total: int | None,
-    task: Task[Any, ShardTable] = measure_shard,
+    task: Task[Any, ShardTable],
     part: Part | None = None,
 ) -> CorpusRunResult:
     """Begin or resume a run, measure the missing shards of the corpus or of a part, and close the run. It is finished

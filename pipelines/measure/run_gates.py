@@ -16,7 +16,7 @@ import pyarrow as pa
 import torch
 
 from headscan.catalog import head_count
-from headscan.cluster.tasks.pool import refuse_staged
+from headscan.cluster.pool import refuse_staged
 from headscan.errors import GateError
 from headscan.gates.fit_gates import FitState, GateFit, Gates, TwoSidedGates, gates_of, is_done, opposite
 from headscan.gates.gate_settings import GateFitConfig

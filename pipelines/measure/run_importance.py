@@ -23,19 +23,20 @@ from headscan.models.token_batches import pad, run_halving, whole_batches
 from headscan.pipelines import corpora
 from headscan.pipelines.corpora import CorpusReport
 from headscan.pipelines.corpora.sequences import hash_ids, special_tokens
-from headscan.pipelines.kv.damage_measurement import recall_prompts
 from headscan.pipelines.measure.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.pipelines.measure.run_corpus import (
     CorpusRunResult,
     ShardMeasurement,
+    ShardTable,
     run_corpus,
     run_fingerprint,
     shard_size_of,
     write_shards,
 )
-from headscan.pipelines.measure.shard_task import HeadNumbers, ShardTable, head_table
+from headscan.pipelines.measure.run_scan import HeadNumbers, head_table
 from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.runs.run_context import Run
+from headscan.pipelines.scoring.prompt_losses import recall_prompts
 from headscan.pipelines.settings.corpus_settings import TokenPlan
 from headscan.pipelines.settings.measure_settings import (
     ImportanceConfig,

@@ -20,7 +20,6 @@ from headscan.long_work import KnownNumbers, LongWork, hash_of
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pass_tokens
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
-from headscan.pipelines.kv.damage_measurement import Prompts
 from headscan.pipelines.pruning.calibration_texts import CalibrationPrompts, CalibrationTexts
 from headscan.pipelines.pruning.held_out_losses import HeldOutLosses
 from headscan.pipelines.pruning.model_costs import compare_costs, find_layer_caches, promised_cache
@@ -39,6 +38,7 @@ from headscan.pipelines.pruning.work_folder import read_model, write_model
 from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.progress import at_work, shown_steps
 from headscan.pipelines.runs.run_context import Run
+from headscan.pipelines.scoring.prompt_losses import Prompts
 from headscan.pipelines.settings.saving_settings import RecallConfig
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import Divergence, Edits

@@ -15,11 +15,11 @@ from headscan.models.token_batches import pad
 from headscan.pipelines.corpora import CorpusSpec, TokenSequence
 from headscan.pipelines.corpora.sequences import read_spread, spread
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
-from headscan.pipelines.kv.damage_measurement import ABLE, ALL_KEYS, PromptPool, Prompts, recall_prompts
-from headscan.pipelines.recall import RecallSeries, recall_series
 from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.run_context import ModelContext
+from headscan.pipelines.scoring.prompt_losses import ABLE, ALL_KEYS, PromptPool, Prompts, recall_prompts
+from headscan.pipelines.scoring.recall_tasks import RecallSeries, recall_series
 from headscan.pipelines.settings.corpus_settings import SHORTEST
 from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig
 from headscan.pruning.calibration import Calibration

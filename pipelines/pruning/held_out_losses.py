@@ -15,7 +15,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pad
 from headscan.pipelines.corpora.sequences import spread
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
-from headscan.pipelines.kv.damage_measurement import Prompts
+from headscan.pipelines.scoring.prompt_losses import Prompts
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import NO_EDITS, Edits, edited, logits

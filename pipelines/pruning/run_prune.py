@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 
 from headscan.analysis.store.output_files import write_text
 from headscan.analysis.verdicts.judge import Verdict, judge
-from headscan.cluster.tasks.pool import refuse_staged
+from headscan.cluster.pool import refuse_staged
 from headscan.long_work import hash_of
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.export.servable_model import obstacle
-from headscan.pipelines.kv.damage_measurement import Prompts
 from headscan.pipelines.pruning.build_models import BuildJob, build_models, kept_damages
 from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_recall, read_texts
 from headscan.pipelines.pruning.model_card import model_card
@@ -30,6 +29,7 @@ from headscan.pipelines.runs.code_version import code_version
 from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE
+from headscan.pipelines.scoring.prompt_losses import Prompts
 
 
 @dataclass(frozen=True)

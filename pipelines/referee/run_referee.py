@@ -16,7 +16,7 @@ from headscan.ablation.masks import HeadMask
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.catalog import CRITERIA, GATE, LAYER_DROP, CriterionFamily, head_count
-from headscan.cluster.tasks.pool import refuse_staged
+from headscan.cluster.pool import refuse_staged
 from headscan.errors import InterventionError
 from headscan.gates.fit_gates import fit_gates
 from headscan.gates.gate_settings import GateFitConfig
@@ -25,7 +25,8 @@ from headscan.long_work import KnownNumbers, LongWork
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pad
 from headscan.options import BATCH_TOKENS
-from headscan.pipelines.evaluate.run_evaluation import check_predicts, evaluate
+from headscan.pipelines.evaluate.checks import check_predicts
+from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.measure.run_importance import recall_texts
 from headscan.pipelines.pruning.build_models import BuildJob, build_models, kept_damages

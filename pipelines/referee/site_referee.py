@@ -23,7 +23,7 @@ from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.criterion_points import ALL_SITES, SitePoint, read_site_points
 from headscan.catalog import EFFECT, IMPORTANCES, RANDOM, head_count
-from headscan.cluster.tasks.pool import Pool
+from headscan.cluster.pool import Pool
 from headscan.errors import unknown_name
 from headscan.gradients.losses import Loss
 from headscan.grid import Head, HeadGrid

@@ -13,7 +13,7 @@ import torch
 
 from headscan.checkpoints.headers import weights_hash
 from headscan.checkpoints.sources import code_files_hash, config_hash
-from headscan.cluster.tasks.pool import InspectionTask
+from headscan.cluster.pool import InspectionTask
 from headscan.errors import ModelLoadError, UnsupportedModelError
 from headscan.grid import HeadGrid
 from headscan.model_spec import ModelSpec

@@ -18,11 +18,10 @@ from headscan.analysis.errors import StoreError
 from headscan.analysis.store.provenance import provenance_changes, provenance_history, same_model
 from headscan.analysis.store.records import SHARDED_KINDS, RunKind, RunRecord, RunState
 from headscan.analysis.store.store import Store, refuse_resume, run_identity
-from headscan.cluster.placement.devices import max_threads, this_machine
-from headscan.cluster.placement.placement_base import ChosenPlacement, Node, PlacementRequest, Timeouts
-from headscan.cluster.placement.placements import place
-from headscan.cluster.pools.open_pool import open_pool
-from headscan.cluster.tasks.pool import Pool
+from headscan.cluster.devices import max_threads, this_machine
+from headscan.cluster.placement_base import ChosenPlacement, Node, PlacementRequest, Timeouts
+from headscan.cluster.placements import place
+from headscan.cluster.pool import Pool, open_pool
 from headscan.long_work import KnownNumbers, WorkUnit, hash_of
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS

@@ -1,1 +1,1 @@
-"""Log-likelihoods and generated text of requests under ablation."""
+"""Recall tasks, and log-likelihoods and generated text of requests under ablation."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headscan.ablation.ablation import ZERO, Replacement, StoredOutputs
 from headscan.ablation.collect_outputs import head_means, head_samples
-from headscan.cluster.tasks.pool import refuse_staged
+from headscan.cluster.pool import refuse_staged
 from headscan.errors import InterventionError
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pad

@@ -15,7 +15,7 @@ from itertools import chain
 
 import torch
 
-from headscan.cluster.tasks.pool import StagedTask
+from headscan.cluster.pool import StagedTask
 from headscan.layers.layer_ranges import ablation_here, gives_logits
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel

@@ -46,13 +46,12 @@ from headscan.pipelines.pruning.pruned_arms import BuiltModel, pruned_arm
 from headscan.pipelines.pruning.pruning_units import ShareBudget
 from headscan.pipelines.pruning.run_prune import prune
 from headscan.pipelines.pruning.work_folder import delivered_model
-from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.head_orders import head_order, run_kind
 from headscan.pipelines.runs.progress import time_text
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm
 from headscan.pipelines.settings.corpus_settings import SHORTEST
-from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, RecallPlan, TaskConfig
 from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS, ImportanceConfig, ProbeConfig, ScanConfig
 from headscan.pipelines.settings.saving_settings import MeasureConfig, RecallConfig, TextConfig
 from headscan.pipelines.study.study_answer import ABLATED, CACHED, REMOVED, Saving, SavingKind, StudyAnswer

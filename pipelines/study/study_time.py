@@ -23,10 +23,9 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.evaluate.continuation_task import CONTINUATION, make_questions, write_task
 from headscan.pipelines.evaluate.run_sweep import whole_model_recall
 from headscan.pipelines.evaluate.tasks import Questions, Tasks
-from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.progress import time_text
 from headscan.pipelines.runs.run_context import Run
-from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, RecallPlan, TaskConfig
 from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS
 from headscan.pipelines.study.study_config import FEWEST_STUDY_TEXTS, MOST_STUDY_TEXTS, SHARE_SETTINGS, StudyConfig
 from headscan.pipelines.study.study_texts import StudyTexts

@@ -20,8 +20,8 @@ import torch
 from scipy import stats
 from torch.nn import functional as F
 
-from headscan.cluster.placement.placements import WholePlacement
-from headscan.cluster.pools.open_pool import InProcessPool
+from headscan.cluster.placements import WholePlacement
+from headscan.cluster.pool import InProcessPool
 from headscan.long_work import LongWork
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
@@ -29,11 +29,11 @@ from headscan.models.token_batches import pad
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.corpora.sequences import read_spread, spread
 from headscan.pipelines.evaluate.held_out_text import chunks
-from headscan.pipelines.kv.damage_measurement import recall_prompts
 from headscan.pipelines.pruning.calibration_texts import CalibrationPrompts
 from headscan.pipelines.pruning.held_out_losses import as_calibration
-from headscan.pipelines.recall import recall_series
 from headscan.pipelines.runs.model_identity import identify
+from headscan.pipelines.scoring.prompt_losses import recall_prompts
+from headscan.pipelines.scoring.recall_tasks import recall_series
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import NO_EDITS, Edits, edited, logits

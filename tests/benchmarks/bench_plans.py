@@ -36,24 +36,18 @@ from headscan.analysis.plans import (
 )
 from headscan.analysis.store.store import Store
 from headscan.catalog import MassWidths
-from headscan.cluster.placement.placements import WholePlacement
-from headscan.cluster.pools.open_pool import InProcessPool
+from headscan.cluster.placements import WholePlacement
+from headscan.cluster.pool import InProcessPool
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
-from headscan.pipelines.kv.damage_measurement import (
-    ALL_KEYS,
-    Measurement,
-    PromptPool,
-    Prompts,
-    recall_prompts,
-    text_prompts,
-)
+from headscan.pipelines.kv.damage_measurement import Measurement
 from headscan.pipelines.kv.measured_plan import measured_plan
 from headscan.pipelines.measure.run_probe import probe
 from headscan.pipelines.measure.run_scan import scan
 from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.run_context import Run
+from headscan.pipelines.scoring.prompt_losses import ALL_KEYS, PromptPool, Prompts, recall_prompts, text_prompts
 from headscan.pipelines.settings.measure_settings import ProbeConfig, ScanConfig
 from headscan.pipelines.settings.saving_settings import MeasureConfig
 from tests.benchmarks.measuring import Table, machine, show

@@ -28,14 +28,13 @@ import psutil
 from transformers.utils import logging
 
 from headscan.catalog import MassWidths, panel_names
-from headscan.cluster.actors.session import RaySession
-from headscan.cluster.placement.placements import PipelinePlacement, WholePlacement
-from headscan.cluster.pools.open_pool import InProcessPool
-from headscan.cluster.pools.ray_pool import PipelinePool, RayPool
-from headscan.cluster.tasks.pool import Pool
+from headscan.cluster.placements import PipelinePlacement, WholePlacement
+from headscan.cluster.pool import InProcessPool, Pool
+from headscan.cluster.ray_pool import PipelinePool, RayPool
+from headscan.cluster.ray_session import RaySession
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import Shard, TokenSequence
-from headscan.pipelines.measure.shard_task import ShardItem, measure_shard
+from headscan.pipelines.measure.run_scan import ShardItem, measure_shard
 from tests.benchmarks.imagined_scans import ImaginedPool, Killer, pid_of, scan_imagined
 from tests.benchmarks.imagined_workers import ShardShape
 from tests.benchmarks.random_checkpoint import Shape, make_checkpoint

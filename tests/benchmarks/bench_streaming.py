@@ -28,12 +28,12 @@ import torch
 import headscan
 from headscan.architectures import make_loaded
 from headscan.catalog import MassWidths, panel_names
-from headscan.cluster.placement.devices import usable_cores
-from headscan.cluster.placement.placements import StreamedPlacement, WholePlacement
-from headscan.cluster.pools.open_pool import open_pool
+from headscan.cluster.devices import usable_cores
+from headscan.cluster.placements import StreamedPlacement, WholePlacement
+from headscan.cluster.pool import open_pool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines import corpora
-from headscan.pipelines.measure.shard_task import ShardItem, measure_shard
+from headscan.pipelines.measure.run_scan import ShardItem, measure_shard
 from tests.benchmarks.random_checkpoint import Shape, make_checkpoint, shape_of, shape_options
 
 #: The bars.

@@ -15,9 +15,9 @@ import psutil
 
 from headscan.analysis.store.records import RunRecord
 from headscan.analysis.store.store import Store
-from headscan.cluster.placement.placements import WholePlacement
-from headscan.cluster.pools.ray_pool import RayPool
-from headscan.cluster.tasks.pool import Finished
+from headscan.cluster.placements import WholePlacement
+from headscan.cluster.pool import Finished
+from headscan.cluster.ray_pool import RayPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusReport
 from headscan.pipelines.measure.run_corpus import write_shards

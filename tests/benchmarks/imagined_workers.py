@@ -49,7 +49,7 @@ class ImaginedItem:
 
 
 class ImaginedWorker:
-    """An actor with the methods of `cluster.actors.worker.Worker`, which loads no model."""
+    """An actor with the methods of `cluster.worker.Worker`, which loads no model."""
 
     def __init__(self, *placement: Any) -> None:
         self._name = f"{socket.gethostname()}:{os.getpid()}"

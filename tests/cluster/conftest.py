@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from headscan.cluster.actors.session import import_ray
-from headscan.cluster.placement import devices
+from headscan.cluster import devices
+from headscan.cluster.ray_session import import_ray
 from headscan.model_spec import ModelSpec
 from tests.cluster.tasks import Job
 from tests.small_models import make_model

@@ -21,7 +21,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora.stdlib_files import held_out_files
 from headscan.pipelines.evaluate.continuation_task import DEMO_TASK, write_task
-from headscan.pipelines.recall.needle_and_copying import recall_questions
+from headscan.pipelines.scoring.recall_tasks import recall_questions
 from headscan.pipelines.settings.evaluation_settings import RecallPlan
 from tests.engines import ask_vllm
 from tests.engines.check_engines import ENGINES, asked

@@ -21,9 +21,8 @@ import headscan
 from headscan.analysis.plans import PlannedModel
 from headscan.analysis.store.store import Store
 from headscan.architectures import FAMILIES, HEADS
-from headscan.cluster.placement.placements import WholePlacement
-from headscan.cluster.pools.open_pool import InProcessPool
-from headscan.cluster.tasks.pool import Pool
+from headscan.cluster.placements import WholePlacement
+from headscan.cluster.pool import InProcessPool, Pool
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.runs.run_context import OpenModel, Run

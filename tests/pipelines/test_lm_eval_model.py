@@ -15,7 +15,7 @@ from lm_eval.tasks import TaskManager
 
 import headscan
 from headscan.analysis.store.store import Store
-from headscan.cluster.pools.open_pool import InProcessPool
+from headscan.cluster.pool import InProcessPool
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.run_evaluation import evaluate

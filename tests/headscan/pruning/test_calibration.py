@@ -17,7 +17,8 @@ from headscan.pipelines.corpora.stdlib_files import held_out_files, seen_modules
 from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.pruning.calibration_texts import CalibrationPrompts
 from headscan.pipelines.pruning.held_out_losses import as_calibration
-from headscan.pipelines.recall import RecallPlan, recall_questions, recall_series
+from headscan.pipelines.scoring.recall_tasks import recall_questions, recall_series
+from headscan.pipelines.settings.evaluation_settings import RecallPlan
 from headscan.pipelines.settings.saving_settings import RecallConfig
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.damage_curve import layer_moments

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from headscan.architectures import ALL, ENCODERS, HEADS, LAYERS
-from headscan.cluster.pools.open_pool import InProcessPool
+from headscan.cluster.pool import InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.ablate.labelled_arms import LabelledConfig
 from headscan.pipelines.evaluate.answering import ArmsWork

@@ -21,8 +21,7 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ALL_BUT_ONE, EACH
 from headscan.analysis.verdicts.head_effects import HeadEffect, read_effects
 from headscan.architectures import HEADS
-from headscan.cluster.pools.open_pool import InProcessPool
-from headscan.cluster.tasks.pool import Finished, Task
+from headscan.cluster.pool import Finished, InProcessPool, Task
 from headscan.errors import InterventionError, SequenceError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.ablate.single_heads import head_arms, read_texts, single_head_effects

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 import pytest
 
-from headscan.cluster.placement.placement_base import PlacementRequest
-from headscan.cluster.placement.placements import PLACEMENTS
+from headscan.cluster.placement_base import PlacementRequest
+from headscan.cluster.placements import PLACEMENTS
 from headscan.errors import HeadscanError
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import (

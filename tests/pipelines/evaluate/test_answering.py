@@ -17,10 +17,9 @@ import torch
 import headscan
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
-from headscan.cluster.placement.placements import WholePlacement
-from headscan.cluster.pools.open_pool import InProcessPool
-from headscan.cluster.pools.ray_pool import RayPool
-from headscan.cluster.tasks.pool import IncompleteError
+from headscan.cluster.placements import WholePlacement
+from headscan.cluster.pool import IncompleteError, InProcessPool
+from headscan.cluster.ray_pool import RayPool
 from headscan.errors import NotFiniteError
 from headscan.layers.shared_rows import read_shared_row
 from headscan.model_spec import ModelSpec

@@ -11,7 +11,7 @@ import pytest
 
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import judge
-from headscan.cluster.pools.open_pool import InProcessPool
+from headscan.cluster.pool import InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.evaluate.tasks import Tasks

@@ -15,7 +15,7 @@ from headscan.analysis.errors import StoreError
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import judge
-from headscan.cluster.pools.open_pool import InProcessPool
+from headscan.cluster.pool import InProcessPool
 from headscan.errors import HeadIndexError, HeadscanError, InterventionError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan

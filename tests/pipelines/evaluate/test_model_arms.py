@@ -16,7 +16,7 @@ import headscan
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import judge
-from headscan.cluster.pools.open_pool import InProcessPool
+from headscan.cluster.pool import InProcessPool
 from headscan.errors import InterventionError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main

@@ -12,9 +12,8 @@ from headscan.analysis.plans import HeadPlan, PlannedModel
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import ArmVerdict, judge
-from headscan.cluster.placement.placements import StreamedPlacement
-from headscan.cluster.pools.open_pool import InProcessPool, open_pool
-from headscan.cluster.tasks.pool import StagingError
+from headscan.cluster.placements import StreamedPlacement
+from headscan.cluster.pool import InProcessPool, StagingError, open_pool
 from headscan.errors import UnsupportedModelError
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel

@@ -10,9 +10,8 @@ import pytest
 import headscan
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
-from headscan.cluster.placement.placements import PipelinePlacement, StreamedPlacement
-from headscan.cluster.pools.open_pool import open_pool
-from headscan.cluster.tasks.pool import StagingError
+from headscan.cluster.placements import PipelinePlacement, StreamedPlacement
+from headscan.cluster.pool import StagingError, open_pool
 from headscan.kv.kept_keys import DROPPED, KeptKeys, Window
 from headscan.kv.kv_windows import KvEviction, KvWindows
 from headscan.model_spec import ModelSpec

@@ -15,7 +15,7 @@ import headscan
 from headscan.analysis.heads.head_ranking import rank_heads
 from headscan.analysis.store.store import Store
 from headscan.catalog import SCORES, Score, statistics_for
-from headscan.cluster.pools.open_pool import InProcessPool
+from headscan.cluster.pool import InProcessPool
 from headscan.errors import HeadscanError, InterventionError, UnknownNameError, UnsupportedModelError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
@@ -24,12 +24,11 @@ from headscan.pipelines.evaluate.harness import HeadscanLM
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.evaluate.run_sweep import SweepRuns, _size, size_recall, sweep
 from headscan.pipelines.evaluate.tasks import Tasks
-from headscan.pipelines.recall import RecallPlan
 from headscan.pipelines.runs.head_orders import find_run
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scoring.arms import BASELINE, mask_arm
 from headscan.pipelines.scoring.token_requests import Request
-from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, SweepConfig, TaskConfig
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, RecallPlan, SweepConfig, TaskConfig
 from tests.pipelines.conftest import THREADS, make_tokenizer, run_on, write_task
 from tests.small_models import make_model
 from tests.stores import copy_store
@@ -178,7 +177,7 @@ def test_the_command_of_a_finished_sweep_runs_nothing_and_prints_every_curve(
         return map_items(pool, task, items)
 
     monkeypatch.setattr(InProcessPool, "map", counted)
-    monkeypatch.setattr("headscan.cluster.placement.devices.usable_cores", lambda: 1)
+    monkeypatch.setattr("headscan.cluster.devices.usable_cores", lambda: 1)
     evaluation = config.evaluation
     command = ["sweep", evaluation.model.source, "--tasks", "counting", "--include-path", evaluation.tasks.include_path]
     command += ["--no-recall", "--device", "cpu", "--store", store.path, "--scores", ",".join(RULES)]

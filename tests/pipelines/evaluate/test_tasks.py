@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 import headscan
 from headscan.analysis.store.store import Store
-from headscan.cluster.pools.open_pool import InProcessPool
+from headscan.cluster.pool import InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.harness import HeadscanLM
 from headscan.pipelines.evaluate.run_evaluation import evaluate

@@ -12,17 +12,18 @@ import torch
 
 import headscan
 from headscan.architectures import VOCABULARY
-from headscan.cluster.placement.placements import StreamedPlacement
-from headscan.cluster.pools.open_pool import InProcessPool
-from headscan.cluster.pools.streamed_pool import StreamedPool
+from headscan.cluster.placements import StreamedPlacement
+from headscan.cluster.pool import InProcessPool
+from headscan.cluster.streamed_pool import StreamedPool
 from headscan.errors import HeadscanError, NotFiniteError, SequenceError
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import kv_damages, window_candidates
 from headscan.kv.kv_windows import KvWindows
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.kv.damage_measurement import ALL_KEYS, PromptPool, Prompts, starts_under_windows
+from headscan.pipelines.kv.damage_measurement import DamagePool
 from headscan.pipelines.kv.measured_plan import WindowSearch, edge, smallest_windows
+from headscan.pipelines.scoring.prompt_losses import ALL_KEYS, PromptPool, Prompts, starts_under_windows
 from headscan.pipelines.scoring.token_requests import Request
 from tests.pipelines.conftest import THREADS
 from tests.small_models import make_model
@@ -108,8 +109,8 @@ def test_one_by_one_is_the_same_in_every_pool_and_streams_replace_the_derivative
 ) -> None:
     with InProcessPool(spec, THREADS) as local, StreamedPool(spec, STREAMED) as streamed:
         heads = window_candidates(headscan.load(spec.source, device="cpu"))
-        exact = PromptPool(local, 128).one_by_one(requests, WINDOW, {head: (head,) for head in heads})
-        far = PromptPool(streamed, 128).damages(requests, WINDOW, heads, (0.5,))
+        exact = DamagePool(local, 128).one_by_one(requests, WINDOW, {head: (head,) for head in heads})
+        far = DamagePool(streamed, 128).damages(requests, WINDOW, heads, (0.5,))
     np.testing.assert_allclose(far, exact, rtol=1e-3, atol=1e-5)
 
 
@@ -117,7 +118,7 @@ def test_whole_replicas_estimate_damage_from_derivatives(spec: ModelSpec, reques
     lm = headscan.load(spec.source, device="cpu")
     heads = window_candidates(lm)
     with InProcessPool(spec, THREADS) as pool:
-        found = PromptPool(pool, 128).damages(requests, WINDOW, heads, (0.2, 0.8))
+        found = DamagePool(pool, 128).damages(requests, WINDOW, heads, (0.2, 0.8))
     for row, (ids, scored) in enumerate(requests):
         alone = kv_damages(lm, torch.tensor([ids]), None, 2, 7, gates=(0.2, 0.8), scored=[scored])
         expected = [float(alone[0, layer, kv_head]) for layer, kv_head in heads]
@@ -129,7 +130,7 @@ def test_the_mean_of_many_gates_is_the_loss_of_all_windows_together(spec: ModelS
     heads = window_candidates(lm)
     gates = tuple((np.arange(20) + 0.5) / 20)
     with InProcessPool(spec, THREADS) as pool:
-        estimate = PromptPool(pool, 512).damages(requests, WINDOW, heads, gates).sum(1)
+        estimate = DamagePool(pool, 512).damages(requests, WINDOW, heads, gates).sum(1)
         every = KeptKeys.of([(*head, WINDOW) for head in heads])
         nats = PromptPool(pool, 128).losses(requests, [ALL_KEYS, every]).nats
     np.testing.assert_allclose(estimate, nats[1] - nats[0], rtol=0.02, atol=2e-3)
@@ -143,9 +144,9 @@ def test_losses_and_damages_that_are_not_finite_name_the_dtype(requests: list[Re
         with pytest.raises(NotFiniteError, match=r"NaN or infinite losses: 5 of 5 \(limit 0\). Use another `dtype`"):
             PromptPool(pool, 128).losses(requests, [ALL_KEYS])
         with pytest.raises(HeadscanError, match=r"NaN or infinite damages: 6 of 6 .*`dtype`"):
-            PromptPool(pool, 128).damages(requests, WINDOW, [(0, 0), (1, 0)], (0.5,))
+            DamagePool(pool, 128).damages(requests, WINDOW, [(0, 0), (1, 0)], (0.5,))
         with pytest.raises(SequenceError, match=r"shortest prompt has 25 tokens \(at least 30"):
-            PromptPool(pool, 128).damages(requests, Window(2, 27), [(0, 0)], (0.5,))
+            DamagePool(pool, 128).damages(requests, Window(2, 27), [(0, 0)], (0.5,))
 
 
 @pytest.mark.parametrize(("count", "first"), [(16, 4), (11, 2), (4, 2), (2, 2), (1, 1)])

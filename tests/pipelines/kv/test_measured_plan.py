@@ -22,7 +22,7 @@ from headscan.analysis.plans import (
 )
 from headscan.analysis.store.store import Store
 from headscan.catalog import RECALL_FAMILIES, MassWidths
-from headscan.cluster.pools.open_pool import InProcessPool
+from headscan.cluster.pool import InProcessPool
 from headscan.errors import HeadscanError, PlanMismatchError, SequenceError
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_windows import KvWindows
@@ -32,19 +32,14 @@ from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
 from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.kv import damage_measurement
-from headscan.pipelines.kv.damage_measurement import (
-    ALL_KEYS,
-    Losses,
-    Measurement,
-    PromptPool,
-    recall_prompts,
-    text_prompts,
-)
+from headscan.pipelines.kv.damage_measurement import DamagePool, Measurement
 from headscan.pipelines.kv.measured_plan import measured_plan, smallest_windows
 from headscan.pipelines.measure.run_scan import scan
-from headscan.pipelines.recall import RecallPlan, recall_questions
 from headscan.pipelines.runs.run_context import ModelContext, Run
+from headscan.pipelines.scoring.prompt_losses import ALL_KEYS, Losses, PromptPool, recall_prompts, text_prompts
+from headscan.pipelines.scoring.recall_tasks import recall_questions
 from headscan.pipelines.scoring.token_requests import Request
+from headscan.pipelines.settings.evaluation_settings import RecallPlan
 from headscan.pipelines.settings.measure_settings import ScanConfig
 from headscan.pipelines.settings.saving_settings import LossLimit, MeasureConfig
 from tests.pipelines.conftest import THREADS
@@ -103,7 +98,7 @@ def test_the_other_methods_order_is_that_of_a_store(context: ModelContext, tmp_p
     plan = make_plan(store, None, method="distant_mass", budget=WindowHeads(12), sink=4, recent=16)
     texts = [each.ids.tolist() for each in sequences(open_corpus(corpus), context.identity.tokenizer, tokens)]
     heads = [(head.layer, head.kv_head) for head in plan.heads]
-    needs = PromptPool(context.pool).needs([Request(tuple(ids), 1) for ids in texts], Window(4, 16), heads)
+    needs = DamagePool(context.pool).needs([Request(tuple(ids), 1) for ids in texts], Window(4, 16), heads)
     np.testing.assert_allclose(needs / needs.max(), [head.score for head in plan.heads], rtol=1e-3)
 
 

@@ -17,7 +17,7 @@ from headscan.analysis.plans import (
     random_scores,
 )
 from headscan.analysis.store.records import ArmKind
-from headscan.cluster.pools.open_pool import InProcessPool
+from headscan.cluster.pool import InProcessPool
 from headscan.kv.kept_keys import KeptKeys
 from headscan.kv.kv_windows import KvEviction, KvWindows
 from headscan.model_spec import ModelSpec

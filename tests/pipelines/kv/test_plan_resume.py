@@ -14,7 +14,7 @@ import pytest
 from headscan.analysis.errors import ResumeError
 from headscan.analysis.plans import HeadPlan, WindowHeads, WindowShare
 from headscan.analysis.store.store import Store
-from headscan.cluster.pools.open_pool import InProcessPool
+from headscan.cluster.pool import InProcessPool
 from headscan.pipelines.kv.measured_plan import measured_plan
 from headscan.pipelines.runs import run_context
 from headscan.pipelines.runs.run_context import ModelContext, Run

@@ -9,7 +9,7 @@ from headscan.catalog import MassWidths
 from headscan.loading import load_spec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora import CorpusReport, CorpusSpec, TokenPlan, open_corpus, sequences, shards
-from headscan.pipelines.measure.shard_task import ShardItem, measure_shard
+from headscan.pipelines.measure.run_scan import ShardItem, measure_shard
 from headscan.pipelines.runs.model_identity import identify
 
 

@@ -12,7 +12,7 @@ import torch
 import headscan
 from headscan.analysis.heads.head_ranking import rank_gates
 from headscan.analysis.store.store import Store
-from headscan.cluster.pools.open_pool import open_pool
+from headscan.cluster.pool import open_pool
 from headscan.errors import GateError
 from headscan.gates.fit_gates import fit_two_sided
 from headscan.gates.gate_settings import GateFitConfig

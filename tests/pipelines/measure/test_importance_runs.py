@@ -15,9 +15,8 @@ import headscan
 from headscan.analysis.errors import SelectionError
 from headscan.analysis.heads.head_ranking import rank_importance
 from headscan.analysis.store.store import Store
-from headscan.cluster.placement.placements import WholePlacement
-from headscan.cluster.pools.open_pool import open_pool
-from headscan.cluster.tasks.pool import Pool, WorkError
+from headscan.cluster.placements import WholePlacement
+from headscan.cluster.pool import Pool, WorkError, open_pool
 from headscan.errors import InterventionError, SequenceError, UnknownNameError
 from headscan.gradients.head_importance import default_loss
 from headscan.model_spec import ModelSpec

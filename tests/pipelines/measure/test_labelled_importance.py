@@ -13,8 +13,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassificati
 
 from headscan.analysis.store.store import Store
 from headscan.architectures import ALL, ENCODERS, HEADS, LAYERS
-from headscan.cluster.pools.open_pool import open_pool
-from headscan.cluster.tasks.pool import Pool
+from headscan.cluster.pool import Pool, open_pool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.measure.labelled_texts import LabelledText, read_labelled

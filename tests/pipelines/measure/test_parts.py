@@ -14,7 +14,7 @@ import pytest
 from headscan.analysis.errors import MergeError, StoreError
 from headscan.analysis.store.merge_stores import merge_stores
 from headscan.analysis.store.store import Store
-from headscan.cluster.pools.open_pool import open_pool
+from headscan.cluster.pool import open_pool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan

@@ -11,9 +11,8 @@ import pytest
 import headscan
 from headscan.analysis.store.store import Store
 from headscan.catalog import BEHAVIOURS
-from headscan.cluster.placement.placements import WholePlacement
-from headscan.cluster.pools.open_pool import open_pool
-from headscan.cluster.tasks.pool import Pool, WorkError
+from headscan.cluster.placements import WholePlacement
+from headscan.cluster.pool import Pool, WorkError, open_pool
 from headscan.errors import ModelLoadError, SequenceError, UnknownNameError
 from headscan.measure.behaviour_probes import Needle
 from headscan.measure.probe_settings import BehaviourProbe

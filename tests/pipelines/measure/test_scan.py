@@ -15,8 +15,7 @@ from headscan.analysis.heads.head_ranking import rank_heads
 from headscan.analysis.report.write_report import write_report
 from headscan.analysis.store.store import Store
 from headscan.catalog import PROFILES, STATISTICS, panel_names
-from headscan.cluster.pools.open_pool import InProcessPool, open_pool
-from headscan.cluster.tasks.pool import WorkError
+from headscan.cluster.pool import InProcessPool, WorkError, open_pool
 from headscan.errors import HeadscanError, NotFiniteError, SequenceError, UnknownNameError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from headscan.analysis.store.store import Store
-from headscan.cluster.pools.open_pool import InProcessPool
-from headscan.cluster.tasks.pool import IncompleteError
+from headscan.cluster.pool import IncompleteError, InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan

@@ -21,10 +21,10 @@ from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, TextChunk
 from headscan.pipelines.export.decilm_folder import write_decilm
-from headscan.pipelines.kv.damage_measurement import Prompts
 from headscan.pipelines.pruning.calibration_texts import read_texts
 from headscan.pipelines.pruning.held_out_losses import HeldOutLosses
 from headscan.pipelines.runs.model_identity import identify
+from headscan.pipelines.scoring.prompt_losses import Prompts
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig
 from headscan.pruning.edited_model import Edits

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from headscan.analysis.store.store import Store
-from headscan.cluster.pools.open_pool import InProcessPool
+from headscan.cluster.pool import InProcessPool
 from headscan.long_work import WorkUnit
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headscan.analysis.store.store import Store
-from headscan.cluster.pools.open_pool import InProcessPool, open_pool
+from headscan.cluster.pool import InProcessPool, open_pool
 from headscan.pipelines.measure.run_corpus import CorpusRunResult
 from headscan.pipelines.measure.run_scan import scan
 from headscan.pipelines.runs.run_context import Run

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headscan.analysis.store.store import Store
-from headscan.cluster.pools.open_pool import InProcessPool
+from headscan.cluster.pool import InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.evaluate.run_evaluation import evaluate

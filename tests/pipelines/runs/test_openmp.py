@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from headscan.cluster.placement.devices import max_threads, share_cores
+from headscan.cluster.devices import max_threads, share_cores
 
 
 @pytest.fixture(autouse=True)

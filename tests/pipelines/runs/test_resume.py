@@ -12,7 +12,7 @@ import pytest
 import headscan
 from headscan.analysis.errors import ResumeError
 from headscan.analysis.store.store import Store
-from headscan.cluster.pools.open_pool import InProcessPool, open_pool
+from headscan.cluster.pool import InProcessPool, open_pool
 from headscan.loading import load_spec
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
@@ -262,7 +262,7 @@ def test_a_model_with_other_code_files_resumes_only_on_request(
 
 def test_the_version_covers_the_code_that_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {name for name, _ in software._measuring_files()}
-    assert {"measure/collect.py", "cluster/pools/streamed_pool.py", "pipelines/corpora/sequences.py"} <= files
+    assert {"measure/collect.py", "cluster/streamed_pool.py", "pipelines/corpora/sequences.py"} <= files
     assert not [
         name for name in files if name.startswith(("pipelines/cli/", "pipelines/demo/", "analysis/", "testing/"))
     ]

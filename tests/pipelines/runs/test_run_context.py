@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from headscan.cluster.placement.placement_base import PlacementError, PlacementRequest
-from headscan.cluster.pools.open_pool import InProcessPool
+from headscan.cluster.placement_base import PlacementError, PlacementRequest
+from headscan.cluster.pool import InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS
 from headscan.pipelines.cli.main import main

@@ -17,7 +17,7 @@ import headscan
 from headscan.ablation.ablation import Ablation
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
-from headscan.cluster.pools.open_pool import InProcessPool
+from headscan.cluster.pool import InProcessPool
 from headscan.grid import Head
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.answering import work_items

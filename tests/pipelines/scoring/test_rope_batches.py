@@ -14,9 +14,9 @@ import headscan
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.catalog import MassWidths, panel_names
-from headscan.cluster.placement.placements import StreamedPlacement
-from headscan.cluster.pools.open_pool import InProcessPool
-from headscan.cluster.pools.streamed_pool import StreamedPool
+from headscan.cluster.placements import StreamedPlacement
+from headscan.cluster.pool import InProcessPool
+from headscan.cluster.streamed_pool import StreamedPool
 from headscan.measure.behaviour_probes import NeedlePrompt
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
@@ -25,8 +25,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora import CorpusSpec, Shard, TokenPlan, TokenSequence
 from headscan.pipelines.evaluate.run_evaluation import evaluate
 from headscan.pipelines.measure.run_probe import ProbeItem, probe_heads
-from headscan.pipelines.measure.run_scan import scan
-from headscan.pipelines.measure.shard_task import ShardItem, measure_shard
+from headscan.pipelines.measure.run_scan import ShardItem, measure_shard, scan
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring import likelihood
 from headscan.pipelines.scoring.arms import BASELINE, Arm

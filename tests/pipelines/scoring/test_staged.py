@@ -17,13 +17,13 @@ from headscan.ablation.masks import HeadMask, RandomHeads
 from headscan.ablation.rules import HeadRule
 from headscan.architectures import VOCABULARY
 from headscan.catalog import MassWidths, panel_names
-from headscan.cluster.placement.placements import StreamedPlacement
-from headscan.cluster.pools.open_pool import InProcessPool
-from headscan.cluster.pools.streamed_pool import StreamedPool
-from headscan.cluster.tasks.pool import Pool, StagingError, WorkError
+from headscan.cluster.placements import StreamedPlacement
+from headscan.cluster.pool import InProcessPool, Pool, StagingError, WorkError
+from headscan.cluster.streamed_pool import StreamedPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import Shard, TokenSequence
-from headscan.pipelines.measure.shard_task import ShardItem, ShardTable, measure_shard
+from headscan.pipelines.measure.run_corpus import ShardTable
+from headscan.pipelines.measure.run_scan import ShardItem, measure_shard
 from headscan.pipelines.runs.model_identity import model_facts
 from headscan.pipelines.scoring.generation import generate_texts
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests

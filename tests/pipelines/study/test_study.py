@@ -15,8 +15,7 @@ from headscan.analysis.plans import load_plan
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.ordered_shares import Outcome
-from headscan.cluster.pools.open_pool import InProcessPool
-from headscan.cluster.tasks.pool import Pool
+from headscan.cluster.pool import InProcessPool, Pool
 from headscan.errors import HeadscanError, PruningError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main, read_command

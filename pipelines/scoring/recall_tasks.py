@@ -1,4 +1,9 @@
-"""Needle and copying questions, and their grades.
+"""Recall tasks of any length and for any tokenizer, find needles and copy text: their questions, and their grades.
+
+A benchmark with one-letter answers does not notice the loss of retrieval heads (arXiv 2404.15574). These generated
+tasks do; log-likelihoods answer them, so any causal decoder can take them. A baseline at chance (a quarter of
+the needles, nothing copied) shows that the model cannot do the task. An arm below a baseline that is above chance shows
+that the ablated heads were needed.
 
 A haystack hides four names. A needle question gives a first name and asks for the last name. All needles have the same
 wording, and their values are the choices of every question, so only attention to the right key helps. A model that

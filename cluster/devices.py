@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from headscan.cluster.placement.placement_base import Node, PlacementError
+from headscan.cluster.placement_base import Node, PlacementError
 
 #: Spin count of an idle thread before it sleeps, a few microseconds. OpenMP's default of 300,000 takes the cores from
 #: other processes: next to two of them a scan took 1.4 to 2 times as long. On an idle machine both are equally fast.

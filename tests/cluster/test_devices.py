@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from headscan.cluster.placement import devices
-from headscan.cluster.placement.devices import (
+from headscan.cluster import devices
+from headscan.cluster.devices import (
     MOST_IMAGINED,
     imagined,
     roomiest,
@@ -17,7 +17,7 @@ from headscan.cluster.placement.devices import (
     this_machine,
     usable_cores,
 )
-from headscan.cluster.placement.placement_base import ByteSizeError, Node, PlacementError, format_bytes, parse_bytes
+from headscan.cluster.placement_base import ByteSizeError, Node, PlacementError, format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

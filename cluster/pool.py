@@ -1,4 +1,4 @@
-"""The interface of a pool, which runs tasks on replicas, and the tasks that can run by layer ranges.
+"""The interface of a pool, which runs tasks on replicas, the pool of this process, and tasks by layer ranges.
 
 A task is a function ``task(loaded_model, item)``. With one device it runs in this process, otherwise in Ray actors
 (`ray_pool`), with the same interface and the same results.
@@ -17,14 +17,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from pkgutil import resolve_name
 from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from headscan.cluster.placement.placement_base import LayerRange
+from headscan.cluster.placement_base import POOLS, LayerRange, Placement, ReplicaPlacement, Timeouts
 from headscan.errors import HeadscanError
 from headscan.layers.layer_ranges import Layers, Stage
+from headscan.loading import load_spec
+from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import is_out_of_memory, one_sequence_too_many, release_memory
 
@@ -122,6 +125,49 @@ def working_on(item: Any) -> Iterator[None]:
 def name_of(item: Any) -> str:
     """Return an item's ``name``, or its text."""
     return str(getattr(item, "name", None) or item)[:80]
+
+
+class InProcessPool(Pool):
+    """One replica in this process, loaded when it is first needed."""
+
+    def __init__(self, spec: ModelSpec, placement: ReplicaPlacement) -> None:
+        self._spec, self._placement = spec, placement
+        self._lm: LoadedModel | None = None
+
+    @property
+    def replicas(self) -> int:
+        return 1
+
+    @property
+    def local(self) -> bool:
+        return True
+
+    def map(self, task: Task[T, R], items: Iterable[T]) -> Iterator[Finished[T, R]]:
+        for item in items:
+            value, seconds = run_task(self._model(), task, item)
+            yield Finished(item, value, seconds, "in-process")
+
+    def close(self) -> None:
+        self._lm = None
+
+    def _model(self) -> LoadedModel:
+        if self._lm is None:
+            torch.set_num_threads(self._placement.threads)
+            self._lm = load_spec(self._spec, self._placement.local_target())
+        return self._lm
+
+
+def open_pool(
+    spec: ModelSpec, placement: Placement, *, on_cluster: bool = False, timeouts: Timeouts | None = None
+) -> Pool:
+    """Open the pool of a placement: in this process for one device, on Ray for several, or on a connected cluster
+    (``on_cluster``), where a single replica runs too. None for ``timeouts`` uses the defaults.
+    """
+    if isinstance(placement, ReplicaPlacement) and placement.replicas == 1 and not on_cluster:
+        return InProcessPool(spec, placement)
+    # Each pool is imported when it opens, because Ray takes a second to import and a single device does not need it.
+    opened: Pool = resolve_name(f"headscan.cluster.{POOLS[placement.name]}")(spec, placement, timeouts=timeouts)
+    return opened
 
 
 #: A forward pass of an item; its length is its number of sequences.

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from headscan.cluster.placement.placement_base import PlacementError
-from headscan.cluster.placement.placements import PipelinePlacement, WholePlacement
-from headscan.cluster.pools.open_pool import InProcessPool, open_pool
-from headscan.cluster.pools.ray_pool import PipelinePool, RayPool
-from headscan.cluster.tasks.pool import StagingError, WorkError
+from headscan.cluster.placement_base import PlacementError
+from headscan.cluster.placements import PipelinePlacement, WholePlacement
+from headscan.cluster.pool import InProcessPool, StagingError, WorkError, open_pool
+from headscan.cluster.ray_pool import PipelinePool, RayPool
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.measure.shard_task import ShardItem, measure_shard
+from headscan.pipelines.measure.run_scan import ShardItem, measure_shard
 from headscan.pipelines.runs.model_identity import model_facts
 from headscan.pipelines.scoring.likelihood import score_requests
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges

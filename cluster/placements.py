@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from headscan.cluster.placement.devices import roomiest, roomiest_gpus
-from headscan.cluster.placement.placement_base import (
+from headscan.cluster.devices import roomiest, roomiest_gpus
+from headscan.cluster.placement_base import (
     ChosenPlacement,
     Demand,
     DeviceBytes,

@@ -27,25 +27,22 @@ from headscan.checkpoints.sources import load_tokenizer
 from headscan.errors import NotFiniteError
 from headscan.pipelines.corpora import CorpusError
 from headscan.pipelines.demo import MODEL_FOLDER
-from headscan.pipelines.kv.damage_measurement import recall_prompts
-from headscan.pipelines.recall import (
-    RecallError,
-    RecallPlan,
-    RecallQuestion,
-    grade,
-    recall_lengths,
-    recall_questions,
-    recall_series,
-)
-from headscan.pipelines.recall.needle_and_copying import (
+from headscan.pipelines.runs.model_identity import ModelIdentity
+from headscan.pipelines.scoring.prompt_losses import recall_prompts
+from headscan.pipelines.scoring.recall_tasks import (
     GENERATORS,
     KEYS,
     VALUES,
+    RecallQuestion,
+    grade,
     questions_per_length,
+    recall_lengths,
+    recall_questions,
+    recall_series,
     sentences,
 )
-from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
+from headscan.pipelines.settings.evaluation_settings import RecallError, RecallPlan
 from headscan.pipelines.study.study_answer import ABLATED, Saving, StudyAnswer
 from tests.pipelines.conftest import make_tokenizer
 

@@ -18,16 +18,16 @@ from typing import Any
 import psutil
 import pytest
 
-from headscan.cluster.actors import session
-from headscan.cluster.actors.session import _check_answer, connect, import_ray, start_local
-from headscan.cluster.placement.placement_base import PlacementError, Timeouts
-from headscan.cluster.placement.placements import WholePlacement
-from headscan.cluster.pools.ray_pool import RayPool
+from headscan.cluster import ray_session
+from headscan.cluster.placement_base import PlacementError, Timeouts
+from headscan.cluster.placements import WholePlacement
+from headscan.cluster.ray_pool import RayPool
+from headscan.cluster.ray_session import _check_answer, connect, import_ray, start_local
 from headscan.model_spec import ModelSpec
 from tests.cluster import tasks
-from tests.cluster.actors.test_worker_faults import quiet_values
 from tests.cluster.conftest import ray_nodes
 from tests.cluster.tasks import Job
+from tests.cluster.test_worker_faults import quiet_values
 from tests.sources import ROOT
 
 Usage = namedtuple("Usage", "total used free")
@@ -92,7 +92,7 @@ def test_timeouts_are_positive(name: str, seconds: float) -> None:
 
 
 def test_ray_ends_with_a_killed_command() -> None:
-    code = "from headscan.cluster.actors.session import RaySession; import time; s = RaySession(1); "
+    code = "from headscan.cluster.ray_session import RaySession; import time; s = RaySession(1); "
     code += "print('up', flush=True); time.sleep(600)"
     command = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert command.stdout is not None
@@ -150,11 +150,11 @@ class _Holder:
 def failing_probe(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
     """Let the attempt to connect write lines, as Ray's own log does, and wait for ever."""
     code = f"import os, time\nos.write(2, {chr(10).join(lines).encode()!r})\ntime.sleep(600)"
-    monkeypatch.setattr(session, "_PROBE", code)
+    monkeypatch.setattr(ray_session, "_PROBE", code)
 
 
 def test_a_port_that_never_answers_is_one_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr(session, "_ANSWER_TIMEOUT", 4.0)
+    monkeypatch.setattr(ray_session, "_ANSWER_TIMEOUT", 4.0)
     with socket.create_server(("127.0.0.1", 0)) as server:  # the backlog accepts, and nothing reads
         address = f"127.0.0.1:{server.getsockname()[1]}"
         began = time.monotonic()
@@ -164,7 +164,7 @@ def test_a_port_that_never_answers_is_one_line(monkeypatch: pytest.MonkeyPatch, 
             connect(address)
     assert time.monotonic() - began < 15
     assert capfd.readouterr() == ("", "")
-    assert session._ANSWER_TIMEOUT < 30
+    assert ray_session._ANSWER_TIMEOUT < 30
 
 
 REFUSED = (
@@ -226,7 +226,7 @@ def test_a_real_cluster_with_tokens(tmp_path: Path) -> None:
             [sys.executable, "-c", code, *words.split(), folder], env=own | tokens, stdout=-3, stderr=-3, cwd=ROOT
         )
         try:
-            ask = "import sys; from headscan.cluster.actors.session import connect; print(len(connect(sys.argv[1])))"
+            ask = "import sys; from headscan.cluster.ray_session import connect; print(len(connect(sys.argv[1])))"
             ask = [sys.executable, "-c", ask, f"127.0.0.1:{port}"]  # type: ignore[assignment]
             deadline = time.monotonic() + 120
             while True:

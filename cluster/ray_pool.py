@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from headscan.cluster.actors.session import RaySession
-from headscan.cluster.actors.supervision import ACTOR, Job, Replica, SupervisedPool
-from headscan.cluster.actors.worker import StageWorker, Worker
-from headscan.cluster.placement.placement_base import ReplicaPlacement, Timeouts
-from headscan.cluster.placement.placements import PipelinePlacement
-from headscan.cluster.tasks.pool import Finished, InspectionTask, R, StagedTask, T, Task, check_staged, working_on
+from headscan.cluster.placement_base import ReplicaPlacement, Timeouts
+from headscan.cluster.placements import PipelinePlacement
+from headscan.cluster.pool import Finished, InspectionTask, R, StagedTask, T, Task, check_staged, working_on
+from headscan.cluster.ray_session import RaySession
+from headscan.cluster.supervision import ACTOR, Job, Replica, SupervisedPool
+from headscan.cluster.worker import StageWorker, Worker
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 
@@ -62,7 +62,8 @@ def _cpus(session: RaySession, placement: ReplicaPlacement | PipelinePlacement) 
 
 class RayPool(SupervisedPool):
     """Whole replicas on Ray. The pool starts a local Ray (on the loopback interface, without a dashboard) unless a
-    cluster is already connected (`session.connect`), and ends it when it closes. ``worker`` is the class of its actors.
+    cluster is already connected (`ray_session.connect`), and ends it when it closes. ``worker`` is the class of its
+    actors.
     """
 
     worker: ClassVar[type[Any]] = Worker
@@ -191,8 +192,8 @@ class _PipelineReplica(Replica):
 
 class PipelinePool(SupervisedPool):
     """Replicas whose layers run in several actors; they take a `StagedTask` only. The pool starts a local Ray unless a
-    cluster is already connected (`session.connect`), and ends it when it closes. If a stage fails, all stages of its
-    replica are restarted and its items run again.
+    cluster is already connected (`ray_session.connect`), and ends it when it closes. If a stage fails, all stages of
+    its replica are restarted and its items run again.
     """
 
     def __init__(self, spec: ModelSpec, placement: PipelinePlacement, *, timeouts: Timeouts | None = None) -> None:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from headscan.cluster.placement.placement_base import LayerRange
-from headscan.cluster.tasks.pool import (
+from headscan.cluster.placement_base import LayerRange
+from headscan.cluster.pool import (
     InspectionTask,
     StagedTask,
     check_ranges,

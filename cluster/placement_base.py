@@ -82,7 +82,7 @@ def device_name(text: str) -> str:
 DEVICE = Option("device: auto, cpu, cuda or cuda:N", parse=device_name)
 
 
-#: Names of the placements in the order in which ``auto`` tries them, and the pool of each in `headscan.cluster.pools`.
+#: Names of the placements in the order in which ``auto`` tries them, and the pool of each in `headscan.cluster`.
 POOLS = {
     "whole": "ray_pool:RayPool",
     "sharded": "ray_pool:RayPool",

@@ -22,10 +22,10 @@ from typing import IO, Any, Self
 import torch
 from torch import Tensor
 
-from headscan.cluster.placement.devices import roomiest
-from headscan.cluster.placement.placement_base import Timeouts
-from headscan.cluster.placement.placements import StreamedPlacement
-from headscan.cluster.tasks.pool import (
+from headscan.cluster.devices import roomiest
+from headscan.cluster.placement_base import Timeouts
+from headscan.cluster.placements import StreamedPlacement
+from headscan.cluster.pool import (
     Finished,
     InspectionTask,
     Pool,

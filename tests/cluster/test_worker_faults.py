@@ -17,14 +17,13 @@ from typing import Any
 
 import pytest
 
-from headscan.cluster.actors.session import _check_port, import_ray, living_nodes
-from headscan.cluster.actors.supervision import replicas_that_fit
-from headscan.cluster.placement import devices
-from headscan.cluster.placement.placement_base import PlacementError, Timeouts
-from headscan.cluster.placement.placements import WholePlacement
-from headscan.cluster.pools.open_pool import InProcessPool
-from headscan.cluster.pools.ray_pool import RayPool
-from headscan.cluster.tasks.pool import Pool
+from headscan.cluster import devices
+from headscan.cluster.placement_base import PlacementError, Timeouts
+from headscan.cluster.placements import WholePlacement
+from headscan.cluster.pool import InProcessPool, Pool
+from headscan.cluster.ray_pool import RayPool
+from headscan.cluster.ray_session import _check_port, import_ray, living_nodes
+from headscan.cluster.supervision import replicas_that_fit
 from headscan.model_spec import ModelSpec
 from tests.cluster import tasks
 from tests.cluster.conftest import ray_nodes

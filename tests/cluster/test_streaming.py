@@ -18,11 +18,10 @@ from torch import Tensor
 
 import headscan
 from headscan.architectures import VOCABULARY
-from headscan.cluster.placement.placements import StreamedPlacement, WholePlacement
-from headscan.cluster.pools import streamed_pool as streaming
-from headscan.cluster.pools.open_pool import InProcessPool
-from headscan.cluster.pools.streamed_pool import HiddenStates, StreamedPool
-from headscan.cluster.tasks.pool import InspectionTask, StagedTask, StagingError, WorkError
+from headscan.cluster import streamed_pool as streaming
+from headscan.cluster.placements import StreamedPlacement, WholePlacement
+from headscan.cluster.pool import InProcessPool, InspectionTask, StagedTask, StagingError, WorkError
+from headscan.cluster.streamed_pool import HiddenStates, StreamedPool
 from headscan.errors import HeadscanError, SequenceError, UnsupportedModelError
 from headscan.layers import lazy_model as lazy_models
 from headscan.layers.layer_ranges import Layers, open_layers

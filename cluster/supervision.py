@@ -18,9 +18,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headscan.cluster.actors.session import RaySession, living_nodes
-from headscan.cluster.placement.placement_base import PlacementError, Timeouts
-from headscan.cluster.tasks.pool import Finished, IncompleteError, Pool, R, T, Task, name_of
+from headscan.cluster.placement_base import PlacementError, Timeouts
+from headscan.cluster.pool import Finished, IncompleteError, Pool, R, T, Task, name_of
+from headscan.cluster.ray_session import RaySession, living_nodes
 from headscan.errors import first_line
 
 #: Ray's concurrency group (a thread of the actor) that answers heartbeats.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headscan.cluster.placement.placement_base import (
+from headscan.cluster.placement_base import (
     POOLS,
     ChosenPlacement,
     Node,
@@ -19,7 +19,7 @@ from headscan.cluster.placement.placement_base import (
     balanced_ranges,
     fewest_ranges,
 )
-from headscan.cluster.placement.placements import (
+from headscan.cluster.placements import (
     PLACEMENTS,
     PipelinePlacement,
     ShardedPlacement,
@@ -27,7 +27,7 @@ from headscan.cluster.placement.placements import (
     WholePlacement,
     place,
 )
-from headscan.cluster.pools.open_pool import open_pool
+from headscan.cluster.pool import open_pool
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import Sharding
 from headscan.sizing.model_sizes import ModelSizes
@@ -343,7 +343,7 @@ def test_ranges_are_as_even_as_can_be(parts: int) -> None:
 
 def test_every_placement_has_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     for pool in ("ray_pool.RayPool", "ray_pool.PipelinePool", "streamed_pool.StreamedPool"):
-        monkeypatch.setattr(f"headscan.cluster.pools.{pool}", lambda *_, pool=pool, **__: pool)
+        monkeypatch.setattr(f"headscan.cluster.{pool}", lambda *_, pool=pool, **__: pool)
     halves = ((0, 1), (1, 2))
     placements = (
         WholePlacement(1, "cpu", 1),

@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headscan.cluster.actors.orphan_watch import OrphanWatch
-from headscan.cluster.placement.placement_base import PlacementError
+from headscan.cluster.orphan_watch import OrphanWatch
+from headscan.cluster.placement_base import PlacementError
 from headscan.errors import first_line
 
 #: Timeouts of a connection to a port, and of an answer of a cluster since the connection began, in seconds.

@@ -12,8 +12,9 @@ import pytest
 import headscan
 from headscan.ablation.masks import HeadMask
 from headscan.pipelines.demo import MODEL_FOLDER
-from headscan.pipelines.recall import RecallPlan, RecallQuestion, grade, recall_questions
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
+from headscan.pipelines.scoring.recall_tasks import RecallQuestion, grade, recall_questions
+from headscan.pipelines.settings.evaluation_settings import RecallPlan
 
 
 def correct(

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from headscan.cluster.actors.supervision import MAX_ATTEMPTS
-from headscan.cluster.placement.placement_base import PlacementError
-from headscan.cluster.placement.placements import ShardedPlacement, WholePlacement
-from headscan.cluster.pools.open_pool import InProcessPool, open_pool
-from headscan.cluster.pools.ray_pool import RayPool
-from headscan.cluster.tasks.pool import IncompleteError, Pool, StagedTask, WorkError, run_pass
+from headscan.cluster.placement_base import PlacementError
+from headscan.cluster.placements import ShardedPlacement, WholePlacement
+from headscan.cluster.pool import IncompleteError, InProcessPool, Pool, StagedTask, WorkError, open_pool, run_pass
+from headscan.cluster.ray_pool import RayPool
+from headscan.cluster.supervision import MAX_ATTEMPTS
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel, Sharding
@@ -106,7 +105,7 @@ def test_a_replica_here_takes_the_gpus_by_which_it_was_placed(
     two_gpus: None, spec: ModelSpec, jobs: list[Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[str | Sharding] = []
-    monkeypatch.setattr("headscan.cluster.pools.open_pool.load_spec", lambda _, target: taken.append(target))
+    monkeypatch.setattr("headscan.cluster.pool.load_spec", lambda _, target: taken.append(target))
     ranges = ((0, 2), (2, 3))
     for placement in (
         WholePlacement(1, "cuda", 1),

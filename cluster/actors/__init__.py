@@ -1,1 +1,0 @@
-"""Ray: sessions, actors, heartbeats and restarts."""

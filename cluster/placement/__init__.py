@@ -1,1 +1,0 @@
-"""Placements: which devices a model runs on."""

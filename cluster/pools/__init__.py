@@ -1,1 +1,0 @@
-"""Pools that run one task for many items, one file per pool."""

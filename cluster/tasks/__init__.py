@@ -1,1 +1,0 @@
-"""The interface of pools, and tasks that run by layer ranges."""

@@ -1,0 +1,82 @@
+"""Checks before an evaluation: a model, its pool and the arms can answer the questions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from headscan.cluster.pool import Pool, refuse_staged
+from headscan.errors import InterventionError, UnsupportedModelError
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.runs.model_identity import ModelIdentity, identify
+from headscan.pipelines.runs.run_context import ModelContext
+from headscan.pipelines.scoring.arms import Arm, check_tokenizer, model_settings
+from headscan.pipelines.scoring.reading import can_share_prefixes
+from headscan.pipelines.scoring.token_requests import GenerationRequest, Request
+
+
+def check_predicts(model: ModelContext) -> None:
+    if not model.facts.grid.predicts_next_token:
+        raise UnsupportedModelError(
+            f"{model.identity.name} does not predict the next token, but tasks need a decoder. Use a decoder"
+        )
+
+
+def check_generates(pool: Pool, requests: Mapping[str, Request | GenerationRequest]) -> None:
+    """Raise StagingError if a request generates text, which needs all layers for every token, and a pool is staged."""
+    written = sum(isinstance(request, GenerationRequest) for request in requests.values())
+    if written:
+        refuse_staged(pool, f"generation of {written} texts", instead="tasks with log-likelihoods")
+
+
+def check_continues(
+    model: ModelContext, arms: Sequence[Arm], requests: Mapping[str, Request | GenerationRequest]
+) -> None:
+    """Raise StagingError if an arm evicts keys, which needs the KV cache of all layers, and the pool is staged, and
+    UnsupportedModelError if continuations of evicting arms cannot be scored.
+    """
+    evicting = [arm.name for arm in arms if arm.ablated is not None and arm.ablated.evicts]
+    if not evicting:
+        return
+    refuse_staged(model.pool, f"{evicting[0]} evicts keys, which", instead="the mode forward")
+    scored = any(isinstance(request, Request) for request in requests.values())
+    if scored and not model.pool.one(can_share_prefixes, None):
+        raise UnsupportedModelError(
+            f"{evicting[0]} evicts keys, but {model.identity.name} continues a KV cache only token by token. Use the"
+            " mode forward, or tasks that generate text"
+        )
+
+
+def check_resampled(arms: Sequence[Arm], requests: Mapping[str, Request | GenerationRequest]) -> None:
+    """Raise InterventionError if text is to be generated with resampled heads."""
+    written = any(isinstance(request, GenerationRequest) for request in requests.values())
+    for arm in arms:
+        if written and arm.ablated is not None and not arm.ablated.replaces_by.position_free:
+            raise InterventionError(
+                f"{arm.name} resamples heads of whole inputs, but a task generates text. Use `replace=zero` or"
+                " `replace=mean`, or tasks with log-likelihoods"
+            )
+
+
+def check_models(
+    arms: Sequence[Arm], baseline: ModelIdentity, requests: Mapping[str, Request | GenerationRequest]
+) -> dict[ModelSpec, ModelIdentity]:
+    """Return the identities of the arms' other models; raise if one has changed, or cannot answer the questions."""
+    identities: dict[ModelSpec, ModelIdentity] = {}
+    longest = max((len(request.ids) for request in requests.values()), default=0)
+    for arm in arms:
+        if arm.model is None:
+            continue
+        if arm.model not in identities:
+            identities[arm.model] = identify(arm.model)
+        identity = identities[arm.model]
+        check_tokenizer(identity, baseline)
+        known = dict(arm.details)
+        if any(known.get(name) != value for name, value in model_settings(identity)):
+            raise InterventionError(f"{arm.name}: the files of {arm.model.source} have changed. Make the arm again")
+        # The last token of a continuation is predicted, not read.
+        if identity.max_tokens is not None and longest > identity.max_tokens + 1:
+            raise InterventionError(
+                f"{arm.name} has {identity.max_tokens} positions, but the longest question has {longest} tokens. Use a"
+                " model with as many positions as the baseline"
+            )
+    return identities
