@@ -41,6 +41,10 @@ _MOST_NAMED = 3
 
 
 class Outcome(StrEnum):
+    """The verdict in one word. ``OPEN`` is every arm that is shown neither safe nor to lose: the questions are too few,
+    the model itself is at chance on them, or the loss is about one point; `ArmVerdict.why` says which.
+    """
+
     SAFE = "safe"
     LOSES = "loses"
     OPEN = "too few questions"
@@ -222,7 +226,7 @@ class ArmVerdict:
 
     @property
     def is_safe(self) -> bool:
-        """True if the arm keeps the model's accuracy and its recall."""
+        """True if accuracy is kept and every recall family that the baseline solves is kept; recall may be unknown."""
         return self.keeps_accuracy and not self.recall_lost and not self.recall_open
 
     @property
