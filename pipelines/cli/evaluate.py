@@ -33,7 +33,7 @@ class _ArmOptions:
             "comma-separated files of KV-cache plans, from `headscan plan` (default: none)", metavar="FILE", spaces=True
         ),
     ] = ()
-    replace: ReplacementOption = "zero"
+    value: ReplacementOption = "zero"
 
     def chosen(self, **others: Any) -> ChosenArms:
         """Return the arms; ``others`` are settings without an option."""
@@ -46,8 +46,8 @@ class _ArmOptions:
         """Raise UsageError if an option changes no arm."""
         arms = self.chosen()
         ablates = bool(arms.heads or arms.mask or arms.score)
-        if self.replace != "zero" and not ablates:
-            raise UsageError(f"--replace {self.replace} needs ablated heads: give --heads, --mask or --score")
+        if self.value != "zero" and not ablates:
+            raise UsageError(f"--replace {self.value} needs ablated heads: give --heads, --mask or --score")
         for flag, is_given, needed, is_used in (
             ("--mask-order", arms.order != "mean", "--score", bool(arms.score)),
             ("--plan-mode", arms.plan_modes != ("forward",), "--plan", bool(self.plan)),
@@ -88,7 +88,7 @@ class Evaluate(TaskVerb):
         from headscan.analysis.plans import load_plan
 
         plans = tuple(load_plan(path) for path in self.arms.plan)
-        replacement = replacement_config(self.arms.replace, self.texts, self)
+        replacement = replacement_config(self.arms.value, self.texts, self)
         chosen = self.arms.chosen(plans=plans, replacement=replacement)
         if chosen.mask or chosen.score:
             self.store.check_exists()

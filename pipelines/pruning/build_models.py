@@ -77,7 +77,7 @@ class BuildJob:
 
     @property
     def recall_weight(self) -> float:
-        return self.config.recall.weight
+        return self.config.recall_prompts.weight
 
 
 def build_models(lm: LoadedModel, job: BuildJob) -> list[BuiltModel]:

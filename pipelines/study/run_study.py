@@ -335,12 +335,12 @@ class _Study:
             methods=(method,),
             orders={} if method == "damage" else {method: self._order(method)},
             texts=TextConfig(self.texts.measure, self.texts.choose, 2 * self._sequences, self.tokens),
-            recall=RecallConfig(prompts=2 * RECALL_PROMPTS, tokens=self._recall_tokens),
+            recall_prompts=RecallConfig(prompts=2 * RECALL_PROMPTS, tokens=self._recall_tokens),
             controls=0,
             timing=None,
             skip_verdict=True,
         )
-        known = [delivered_model(folder) for folder in pruning.targets]
+        known = [delivered_model(folder) for folder in pruning.folders]
         if all(known):
             return [each for each in known if each is not None]
         self._begin_step(f"5. pruning: heads chosen by {method}, projections repaired")
