@@ -309,6 +309,7 @@ class _Study:
         if any(not file.exists() for file in files.values()):
             self._begin_step("4. plans: which KV heads need the whole cache")
             measuring = MeasureConfig(
+                config.model,
                 self.texts.measure,
                 recents=(self._recent,),
                 max_tokens=self.tokens,
