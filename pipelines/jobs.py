@@ -215,7 +215,7 @@ def evaluate(
     with _run(opener, store, options) as run:
         sized = opener.sized(config)
         if isinstance(arms, ChosenArms):
-            run_id, _ = evaluate_chosen(sized, arms, run)
+            run_id = evaluate_chosen(sized, run, arms)
         else:
             run_id = run_evaluation(sized, run, [BASELINE, *(arm for arm in arms if arm is not BASELINE)])
         return judge(run.store, run_id)

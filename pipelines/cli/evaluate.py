@@ -106,10 +106,10 @@ class Evaluate(TaskVerb):
             self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, opener),
         ):
             config = evaluation_of(self, self.tasks, self.recall, spec, Path(scratch), _DEMO)
-            run_id, arms = evaluate_chosen(opener.sized(config), chosen, run)
+            run_id = evaluate_chosen(opener.sized(config), run, chosen)
         title = f"run {run_id} in {self.store.path}"
         facts: dict[str, Any] = {"run_id": run_id, "store": self.store.path}
-        if arms == 1:
+        if chosen.is_empty:
             return Result([], lambda: title, facts)
         verdict = judge(run.store, run_id)
         parts = [title, verdict.progress, verdict_text(verdict.outcomes.values())]

@@ -16,8 +16,8 @@ from headscan.pipelines.scoring.replacements import collect_replacement
 from headscan.pipelines.settings.evaluation_settings import ChosenArms, EvaluateConfig
 
 
-def evaluate_chosen(config: EvaluateConfig, chosen: ChosenArms, run: Run) -> tuple[str, int]:
-    """Evaluate the baseline and the chosen arms; return the run's id and the number of arms, the baseline included."""
+def evaluate_chosen(config: EvaluateConfig, run: Run, chosen: ChosenArms) -> str:
+    """Evaluate the baseline and the chosen arms; return the run's id."""
     store, identity = run.store, run.identity
     found = find_mask(store, chosen.mask, identity.columns()).heads if chosen.mask else ()
     ordering = None if chosen.score is None else find_run(store, identity, chosen.score, chosen.run_id)
@@ -37,4 +37,4 @@ def evaluate_chosen(config: EvaluateConfig, chosen: ChosenArms, run: Run) -> tup
         check_plan(plan, run)
         arms += plan_arms(plan, chosen.plan_modes, chosen.controls)
     arms += compared
-    return evaluate(config, run, arms, questions=questions), len(arms)
+    return evaluate(config, run, arms, questions=questions)

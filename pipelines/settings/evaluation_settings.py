@@ -304,6 +304,11 @@ class ChosenArms:
     def __post_init__(self) -> None:
         check_limits(self, InterventionError)
 
+    @property
+    def is_empty(self) -> bool:
+        """True if only the baseline runs."""
+        return not (self.heads or self.mask or self.score or self.plans or self.models)
+
 
 #: Words that stand for several scores.
 _SETS = {"all": tuple(SCORES), "none": ()}
