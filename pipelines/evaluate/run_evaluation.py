@@ -113,8 +113,12 @@ def check_models(
 
 @dataclass(frozen=True)
 class Purpose:
-    """Kind of the run in which arms are evaluated, with further JSON settings that identify it. ``judges_arms`` gives
-    each arm a line and a verdict.
+    """What an evaluation of arms is for.
+
+    Attributes:
+        kind: Kind of the run in the store.
+        settings: Further JSON settings that identify the run.
+        judges_arms: Report each finished arm, and store its verdict.
     """
 
     kind: RunKind = "evaluate"

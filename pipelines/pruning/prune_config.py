@@ -104,7 +104,7 @@ class PruneConfig:
         heads: Heads of a mask or list, by its name; empty lets the methods choose.
         orders: Heads by method, the most removable first, of methods from outside.
         texts: Texts that choose, repair and judge.
-        recall_prompts: Recall prompts that do so, too.
+        recall_prompts: Recall prompts that choose heads, repair and measure held-out losses, next to the texts.
         unit: Unit of removal.
         kv_counts: ``divisors`` leaves each layer a number of KV heads that a DeciLM folder holds without KV heads of
             zeros: a divisor of the query heads, or 0 except in the first layer. The share that is reached may fall
