@@ -22,13 +22,14 @@ folder.mkdir(parents=True, exist_ok=True)
 # 1. How much loss does a window of 4 first and 60 last tokens add, for each KV head? Half of the heads get it.
 # With recall_prompts=8, the default, it is measured on copying and needles, too.
 config = jobs.MeasureConfig(
+    jobs.ModelSpec("demo", dtype="float32"),
     jobs.CorpusSpec("python-stdlib-heldout", limit_documents=8),
     recents=(60,),
     max_tokens=192,
     sequences=8,
     recall_prompts=0,
 )
-plan = jobs.plan(jobs.ModelSpec("demo", dtype="float32"), config, jobs.WindowShare(0.5), folder / "s.duckdb")
+plan = jobs.plan(config, folder / "s.duckdb", jobs.WindowShare(0.5))
 plan.save(folder / "head_plan.json")
 write_pattern(plan, folder / "duoattention", "duoattention")
 print("\n".join(plan.summary()))

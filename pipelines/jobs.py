@@ -215,7 +215,7 @@ def evaluate(
     with _run(opener, store, options) as run:
         sized = opener.sized(config)
         if isinstance(arms, ChosenArms):
-            run_id, _ = evaluate_chosen(sized, arms, run)
+            run_id = evaluate_chosen(sized, run, arms)
         else:
             run_id = run_evaluation(sized, run, [BASELINE, *(arm for arm in arms if arm is not BASELINE)])
         return judge(run.store, run_id)
@@ -249,10 +249,9 @@ def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptio
 
 
 def plan(
-    model: ModelSpec,
     config: MeasureConfig,
+    store: str | Path | None,
     budget: BudgetRequest | LossLimit,
-    store: str | Path | None = None,
     **options: Unpack[JobOptions],
 ) -> HeadPlan:
     """Measure the damage of a window on each KV head, and make a plan; ``make_plan`` makes plans from a store.
@@ -263,10 +262,10 @@ def plan(
     Raises:
         PlanError: A budget out of reach, or texts longer than the model's context.
     """
-    identity = identify(model)
-    opener = _opener(model, config.tokens(identity), options, config.batch_tokens, evaluates=True)
+    identity = identify(config.model)
+    opener = _opener(config.model, config.tokens(identity), options, config.batch_tokens, evaluates=True)
     context = (
-        ModelContext(model, opener, identity=identity, say=options.get("say", print))
+        ModelContext(config.model, opener, identity=identity, say=options.get("say", print))
         if store is None
         else _run(opener, store, options, identity)
     )

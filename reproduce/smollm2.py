@@ -25,7 +25,7 @@ from paper_run import Step, parser, run
 
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.criterion_points import agreements, criterion_points
-from headscan.analysis.verdicts.judge import ArmOutcome, judge
+from headscan.analysis.verdicts.judge import ArmVerdict, judge
 from headscan.analysis.verdicts.measures import Increase
 from headscan.analysis.verdicts.ordered_shares import read_losses
 from headscan.analysis.verdicts.paired import Interval
@@ -267,7 +267,7 @@ class _PrunedModel:
     """A pruned model or a control: its arm in the store with its settings, how it was judged, and the loss of text."""
 
     arm: Mapping[str, Any]
-    outcome: ArmOutcome
+    outcome: ArmVerdict
     loss: Increase
 
 

@@ -32,7 +32,7 @@ from headscan.analysis.verdicts.criterion_points import (
     read_site_points,
 )
 from headscan.analysis.verdicts.curves import Curve, is_sweep, read_curves
-from headscan.analysis.verdicts.judge import ArmOutcome, ArmVerdict, Verdict
+from headscan.analysis.verdicts.judge import ArmVerdict, Verdict
 from headscan.analysis.verdicts.measures import METRICS
 from headscan.catalog import RANDOM
 
@@ -333,11 +333,11 @@ def criteria_section(store: Store, verdict: Verdict) -> str | None:
     return pages.section("Which criterion loses least", parts, CRITERIA)
 
 
-def _arm_point(arm: ArmOutcome, method: str, selection: str) -> ArmPoint:
+def _arm_point(arm: ArmVerdict, method: str, selection: str) -> ArmPoint:
     return ArmPoint(arm, method, arm.zeroed_share or arm.share or 0.0, (), selection)
 
 
-def _losses(points: Sequence[CriterionPoint], controls: Sequence[ArmOutcome]) -> str:
+def _losses(points: Sequence[CriterionPoint], controls: Sequence[ArmVerdict]) -> str:
     shares = sorted({point.share for point in points})
     rows = []
     for (criterion, selection), members in by_curve(points).items():
@@ -349,7 +349,7 @@ def _losses(points: Sequence[CriterionPoint], controls: Sequence[ArmOutcome]) ->
     return pages.table(["criterion", "chosen on", *(f"{100 * share:g}%" for share in shares)], rows)
 
 
-def _increase(arms: Sequence[ArmOutcome]) -> str:
+def _increase(arms: Sequence[ArmVerdict]) -> str:
     """Return the mean loss increase of arms, with the interval of a single one."""
     increases = [increase for arm in arms if (increase := arm.value(LOSS)) is not None]
     if not increases:

@@ -177,7 +177,7 @@ def _not_shown(best: ArmVerdict, what: str) -> tuple[str, str]:
     """Return the headline and the reason if no ``what`` passes; ``best`` comes closest."""
     if not best.paired.above_chance:
         return "Model at chance", "The model itself is at or near chance, so its questions show nothing."
-    if best.questions_needed and not best.lost_words:
+    if best.questions_needed and not best.losses():
         needed = about(best.questions_needed)
         return (
             "Too few questions",
@@ -387,7 +387,7 @@ def pruning_answer(verdict: Verdict | None, inactive: InactiveHeads, commands: C
     """Return the answer from pruned models; without one, the number of ``inactive`` heads is a suggestion."""
     options = ("--share", inactive.share, *commands.own_texts, *commands.tasks, "--out", "smaller")
     command = commands.on_model("prune", *options)
-    outcomes = [] if verdict is None else [*verdict.arms, *verdict.unjudged]
+    outcomes = () if verdict is None else verdict.outcomes.values()
     pruned = [arm for arm in outcomes if arm.kind is ArmKind.PRUNED]
     if not pruned:
         which = "as many as are inactive" if inactive.heads else "one in twenty"
@@ -396,7 +396,7 @@ def pruning_answer(verdict: Verdict | None, inactive: InactiveHeads, commands: C
             " chooses itself, repairs what remains, and tests the smaller model."
         )
         return Answer(REMOVED_QUESTION, inactive.headline, why, "missing", INACTIVE, command)
-    judged = [arm for arm in pruned if isinstance(arm, ArmVerdict)]
+    judged = [arm for arm in pruned if arm.accuracy is not None]
     if not judged:
         first = min(pruned, key=lambda arm: arm.zeroed_share or 0.0)
         measures = "; ".join(measure.words() for measure in first.measures) or "no measure"

@@ -15,7 +15,7 @@ from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ACCURACY, BITS_PER_BYTE, LOSS
 from headscan.analysis.verdicts.controls import loss_increase
-from headscan.analysis.verdicts.judge import ArmOutcome, Verdict
+from headscan.analysis.verdicts.judge import ArmVerdict, Verdict
 
 CACHE = "cache-cost"
 
@@ -78,11 +78,11 @@ def cache_left(store: Store, verdict: Verdict) -> tuple[int | None, dict[str, fl
     return tokens, {arm.name: details[arm.name].kv_shares[tokens] for arm in arms}
 
 
-def _arms(verdict: Verdict, details: Mapping[str, _PlanDetails]) -> list[ArmOutcome]:
+def _arms(verdict: Verdict, details: Mapping[str, _PlanDetails]) -> list[ArmVerdict]:
     return [arm for arm in verdict.outcomes.values() if arm.name in details]
 
 
-def _common_tokens(arms: Iterable[ArmOutcome], details: Mapping[str, _PlanDetails]) -> int:
+def _common_tokens(arms: Iterable[ArmVerdict], details: Mapping[str, _PlanDetails]) -> int:
     """Return the length nearest to `_TOKENS` that all plans have."""
     lengths = set.intersection(*(set(details[arm.name].kv_shares) for arm in arms))
     return min(lengths, key=lambda length: (abs(length - _TOKENS), length))
@@ -188,16 +188,16 @@ def _losses(points: list[ArmPoint]) -> str:
     return pages.table([*columns, *(f"{family} left" for family in families)], rows)
 
 
-def _recall(arm: ArmOutcome, family: str) -> str:
+def _recall(arm: ArmVerdict, family: str) -> str:
     return next((each.share_left() for each in arm.judged_recall if each.family == family), "–")
 
 
-def _increase(arm: ArmOutcome, metrics: tuple[str, ...]) -> str:
+def _increase(arm: ArmVerdict, metrics: tuple[str, ...]) -> str:
     increase_of = {each.metric: each.increase for each in arm.measures if each.increase is not None}
     return next((increase_of[metric].numbers() for metric in metrics if metric in increase_of), "–")
 
 
-def _accuracy(arm: ArmOutcome) -> str:
+def _accuracy(arm: ArmVerdict) -> str:
     difference = arm.value(ACCURACY)
     return "–" if difference is None else difference.words()
 

@@ -19,7 +19,7 @@ from headscan.analysis.store.verdict_limits import LEAST_RETAINED, MARGIN
 from headscan.analysis.verdicts.controls import loss_increase
 from headscan.analysis.verdicts.criterion_points import ALL_SITES, SitePoint, by_curve
 from headscan.analysis.verdicts.curves import Curve, SweepPoint
-from headscan.analysis.verdicts.judge import ArmOutcome
+from headscan.analysis.verdicts.judge import ArmVerdict
 from headscan.analysis.verdicts.measures import METRICS
 from headscan.analysis.verdicts.paired import Interval
 from headscan.catalog import RANDOM
@@ -142,7 +142,7 @@ class ArmPoint:
     ``selection`` is the unit and repair of a pruned model.
     """
 
-    arm: ArmOutcome
+    arm: ArmVerdict
     method: str
     share: float
     removed: tuple[tuple[int, int], ...] = ()

@@ -317,7 +317,7 @@ def _confirmed(store: Store, run_id: str, arms: FinishedArms) -> _Confirmed:
         first += [row for arm in missing for row in _split_rows(sheets, arms.baseline, arm, SELECTION)]
     compared = compared_by_arm(first)
     outcomes = (arm_outcome(arm, compared.get(arm.arm_id, {})) for arm in compared_first)
-    judged = {outcome.name: outcome for outcome in outcomes if isinstance(outcome, ArmVerdict)}
+    judged = {outcome.name: outcome for outcome in outcomes if outcome.accuracy is not None}
     passes = {name: _may_be_selected(arm) for name, arm in judged.items()}
     randoms = {kind: _best_of_curves(of_kind, judged, passes) for kind, of_kind in curves.items()}
     selected = _select(tried, judged, passes)
@@ -349,7 +349,7 @@ def _confirmed(store: Store, run_id: str, arms: FinishedArms) -> _Confirmed:
             controls = replace(controls, selected=_rank(candidate, tried, randoms[arm.kind], differences))
         wide = widened(compared.get(arm.arm_id, {}), comparisons)
         outcome = arm_outcome(arm, wide, controls=controls, confirmation=True, comparisons=comparisons)
-        if isinstance(outcome, ArmVerdict):
+        if outcome.accuracy is not None:
             choices.append(
                 SweepChoice(
                     outcome,
@@ -420,8 +420,8 @@ def _widened_rows(
     for row in rows:
         if row["part"] == CONFIRMATION and row["task"] == ALL_TASKS and row["arm_id"] in by_id:
             outcome = arm_outcome(by_id[row["arm_id"]], widened(compared[row["arm_id"]], comparisons))
-            if isinstance(outcome, ArmVerdict):
-                wide = {"passes": outcome.is_safe, "wide_low": outcome.paired.low / 100}
+            if outcome.accuracy is not None:
+                wide = {"passes": outcome.is_safe, "wide_low": outcome.accuracy.low / 100}
                 row = row | {"comparisons": comparisons, **wide}
         all_widened.append(row)
     return all_widened
@@ -448,7 +448,7 @@ def _split_rows(sheets: AnswerSheets, baseline: FinishedArm, arm: FinishedArm, p
     rows = verdict_rows(sheets, baseline, arm)
     outcome = arm_outcome(arm, compared_by_arm(rows).get(arm.arm_id, {}))
     known = dict.fromkeys(("passes", "comparisons", "wide_low", "selected")) | {"part": part}
-    passes = _may_be_selected(outcome) if part == SELECTION and isinstance(outcome, ArmVerdict) else None
+    passes = _may_be_selected(outcome) if part == SELECTION and outcome.accuracy is not None else None
     return [row | known | {"passes": passes if row["task"] == ALL_TASKS else None} for row in rows]
 
 

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.head_effects import Effect, read_arms, read_baseline
-from headscan.analysis.verdicts.judge import ArmOutcome, Verdict
+from headscan.analysis.verdicts.judge import ArmVerdict, Verdict
 
 
 class CurvePoint(Protocol):
@@ -48,7 +48,7 @@ class CriterionPoint:
     criterion: str
     selection: str
     share: float
-    arm: ArmOutcome
+    arm: ArmVerdict
     heads: frozenset[tuple[int, int]]
 
     @property

@@ -41,6 +41,10 @@ _MOST_NAMED = 3
 
 
 class Outcome(StrEnum):
+    """The verdict in one word. ``OPEN`` is every arm that is shown neither safe nor to lose: the questions are too few,
+    the model itself is at chance on them, or the loss is about one point; `ArmVerdict.why` says which.
+    """
+
     SAFE = "safe"
     LOSES = "loses"
     OPEN = "too few questions"
@@ -54,8 +58,8 @@ def outcome_label(outcome: Outcome, recall_unknown: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArmOutcome:
-    """Results of one arm without its accuracy.
+class ArmVerdict:
+    """Results of one arm, and the verdict on it; `RecallVerdict` explains ``judging_share`` and ``comparisons``.
 
     Attributes:
         zeroed_share: Measured share of ablated or removed heads, 0 to 1.
@@ -63,6 +67,10 @@ class ArmOutcome:
         selection: How the heads were selected, or the mode of a plan.
         weights_left: Share of the weights' bytes that a pruned model keeps; None for other arms.
         replacement: What replaces the output of ablated heads; None for other arms.
+        accuracy: Comparison of all benchmark questions that have a right answer; None if there are none: then the arm
+            has results, but no verdict.
+        tasks: The same of its tasks and groups, clearest loss first.
+        controls: Random arms of the same size; None if there are none.
     """
 
     name: str
@@ -76,6 +84,22 @@ class ArmOutcome:
     cache_left: float | None = None
     pruned_controls: tuple[PrunedControls, ...] = ()
     replacement: str | None = None
+    accuracy: PairedDifference | None = None
+    tasks: tuple[TaskVerdict, ...] = ()
+    controls: Controls | None = None
+    judging_share: float = 1.0
+    comparisons: int = 1
+
+    @property
+    def paired(self) -> PairedDifference:
+        """The accuracy of a judged arm.
+
+        Raises:
+            VerdictError: The arm has no verdict.
+        """
+        if self.accuracy is None:
+            raise VerdictError(f"no task of {self.name} has right answers, so it has no verdict. Choose other tasks")
+        return self.accuracy
 
     @property
     def is_random(self) -> bool:
@@ -126,6 +150,8 @@ class ArmOutcome:
         ``measure`` is ``accuracy`` (minus the baseline's, in points), ``loss`` (minus the baseline's, by token, else by
         byte), or a family of recall tasks (share of the ability that is left, in percent).
         """
+        if measure == ACCURACY:
+            return None if self.accuracy is None else self.accuracy.interval
         if measure == LOSS:
             increase = loss_increase(self.measures)
             return None if increase is None else increase.interval
@@ -153,9 +179,23 @@ class ArmOutcome:
 
     def _parts(self) -> list[str]:
         """Return the sentences after the arm's name; empty ones are skipped."""
-        lost = f"It loses recall ({self.recall_lost})" if self.recall_lost else ""
-        words = ["no task has right answers to count", *measure_words(self.measures)]
-        return [*words, lost, self._recall_words(), *(each.words() for each in self.pruned_controls)]
+        measures = measure_words(self.measures)
+        controls = [each.words() for each in self.pruned_controls]
+        if self.accuracy is None:
+            lost = f"It loses recall ({self.recall_lost})" if self.recall_lost else ""
+            return ["no task has right answers to count", *measures, lost, self._recall_words(), *controls]
+        p = self.accuracy
+        return [
+            self._conclusion(),
+            f"Accuracy {p.arm:.2f} % against {p.baseline:.2f} % on {p.questions} questions:"
+            f" {p.interval.words(unit=' points')}, p = {p.p_value:.3g}",
+            *measures,
+            self._worst_task(),
+            self._tasks_at_chance(),
+            self._recall_words(),
+            self._control_words(),
+            *controls,
+        ]
 
     def _recall_words(self) -> str:
         if not self.recall:
@@ -167,26 +207,6 @@ class ArmOutcome:
             f"Recall left, where 100 % is what the whole model does beyond guessing: {left}"
             f" (95 % intervals; at least {LEAST_RETAINED:.0f} %, or at most {MARGIN:.0f} point lost)"
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ArmVerdict(ArmOutcome):
-    """Results of one arm with its accuracy and verdict; `RecallVerdict` explains ``judging_share`` and ``comparisons``.
-
-    Attributes:
-        paired: Comparison of all benchmark questions that have a right answer.
-        tasks: The same of its tasks and groups, clearest loss first.
-        controls: Random arms of the same size; None if there are none.
-    """
-
-    paired: PairedDifference
-    tasks: tuple[TaskVerdict, ...] = ()
-    controls: Controls | None = None
-    judging_share: float = 1.0
-    comparisons: int = 1
-
-    def value(self, measure: str) -> Interval | None:
-        return self.paired.interval if measure == ACCURACY else super().value(measure)
 
     @property
     def keeps_accuracy(self) -> bool:
@@ -206,13 +226,13 @@ class ArmVerdict(ArmOutcome):
 
     @property
     def is_safe(self) -> bool:
-        """True if the arm keeps the model's accuracy and its recall."""
+        """True if accuracy is kept and every recall family that the baseline solves is kept; recall may be unknown."""
         return self.keeps_accuracy and not self.recall_lost and not self.recall_open
 
     @property
     def outcome(self) -> Outcome:
         """The verdict in one word."""
-        if self.lost_words:
+        if self.losses():
             return Outcome.LOSES
         return Outcome.SAFE if self.is_safe else Outcome.OPEN
 
@@ -224,47 +244,51 @@ class ArmVerdict(ArmOutcome):
     @property
     def why(self) -> str:
         """Losses, or missing evidence, in a few words; empty if the arm is safe and its recall is known."""
-        if self.lost_words:
-            return self.lost_numbers()
-        missing = "" if self.outcome is Outcome.SAFE else self._missing()
-        return "; ".join(filter(None, [missing, self.recall_unknown]))
+        if losses := self.losses():
+            return " and ".join(short for short, _ in losses)
+        return "; ".join(filter(None, [*(short for short, _ in self.gaps()), self.recall_unknown]))
 
-    def lost_numbers(self) -> str:
-        """Return what the arm loses, with the numbers that show it; empty if no loss is shown."""
-        parts = []
+    def losses(self) -> list[tuple[str, str]]:
+        """Return the losses that the questions show, each in short with its numbers, and in words that follow "it"."""
+        losses = []
         if self.paired.shows_loss:
-            parts.append(f"accuracy ({self.paired.difference:+.1f} points)")
+            losses.append((f"accuracy ({self.paired.difference:+.1f} points)", "loses more than one point of accuracy"))
         elif self.tasks_lost:
-            parts.append(f"accuracy in {self.tasks_lost[0].task}")
-        return " and ".join([*parts, *(each.points() for each in self.recall if each.failed)])
+            words = f"loses more than one point in {_names(self.tasks_lost)}"
+            losses.append((f"accuracy in {self.tasks_lost[0].task}", words))
+        if self.recall_lost:
+            numbers = " and ".join(each.points() for each in self.recall if each.failed)
+            losses.append((numbers, f"loses recall ({self.recall_lost})"))
+        return losses
 
-    def _missing(self) -> str:
-        if not self.paired.above_chance:
-            return "the model itself is at or near chance on these questions"
-        parts = []
-        if not self.keeps_accuracy:
+    def gaps(self) -> list[tuple[str, str]]:
+        """Return the missing evidence of an arm that shows no loss, each in short and in full; the short form names no
+        other gap if the model is at chance.
+        """
+        gaps = []
+        paired = self.paired
+        if not paired.above_chance:
+            words = (
+                "the model itself answers too few questions right to lose any"
+                if paired.chance is None
+                else f"the model itself is at or near chance ({paired.baseline:.1f} % right, {paired.chance:.1f} % by"
+                " guessing), so these questions show nothing"
+            )
+            gaps.append(("the model itself is at or near chance on these questions", words))
+        elif paired.low <= -MARGIN or not paired.can_show_loss:
             needed = self.questions_needed
-            parts.append(f"needs about {about(needed)} questions" if needed else "may lose more than one point")
-        for each in self.judged_recall:
-            if not (each.failed or each.kept):
-                wanting = each.wanting()
-                keeps = f"may lose {each.family} (keeps {each.share_left()})"
-                parts.append(f"needs {wanting}" if wanting else keeps)
-        return "; ".join(parts)
-
-    def _parts(self) -> list[str]:
-        p = self.paired
-        return [
-            self._conclusion(),
-            f"Accuracy {p.arm:.2f} % against {p.baseline:.2f} % on {p.questions} questions:"
-            f" {p.interval.words(unit=' points')}, p = {p.p_value:.3g}",
-            *measure_words(self.measures),
-            self._worst_task(),
-            self._tasks_at_chance(),
-            self._recall_words(),
-            self._control_words(),
-            *(each.words() for each in self.pruned_controls),
-        ]
+            short = f"needs about {about(needed)} questions" if needed else "may lose more than one point"
+            gaps.append((short, self._questions_words() or "its loss may be more than one point"))
+        if open_recall := [each for each in self.judged_recall if not (each.failed or each.kept)]:
+            wanting = [(each, each.wanting()) for each in open_recall]
+            short = "; ".join(
+                f"needs {words}" if words else f"may lose {each.family} (keeps {each.share_left()})"
+                for each, words in wanting
+            )
+            needed_words = "; ".join(f"{words} are needed" for _, words in wanting if words)
+            words = f"recall is not shown to be kept ({self.recall_open}{f'; {needed_words}' if needed_words else ''})"
+            gaps.append((short if paired.above_chance else "", words))
+        return gaps
 
     def _control_words(self) -> str:
         if self.kind is ArmKind.MODEL:
@@ -274,45 +298,14 @@ class ArmVerdict(ArmOutcome):
         return self.controls.sentence(self.kind, self.zeroed_share)
 
     def _conclusion(self) -> str:
-        lost, doubts = self.lost_words, self._doubts()
         word = CLAIMS.get(self.replacement or "", self.kind.passing_word)
-        if lost:
-            return f"not {word}: it {' and '.join(lost)}"
-        if doubts:
-            return f"not shown to be {word}: {' and '.join(doubts)}"
+        if losses := self.losses():
+            return f"not {word}: it {' and '.join(words for _, words in losses)}"
+        if gaps := self.gaps():
+            return f"not shown to be {word}: {' and '.join(words for _, words in gaps)}"
         inactive = ": the heads are inactive" if self.replacement == "zero" else ""
         unknown = f"; {self.recall_unknown.partition(':')[0]}" if self.recall_unknown else ""
         return f"{word} within one point{inactive}{unknown}"
-
-    @property
-    def lost_words(self) -> list[str]:
-        """The losses that the questions show, each in words that follow "it"."""
-        lost = []
-        if self.paired.shows_loss:
-            lost.append("loses more than one point of accuracy")
-        elif self.tasks_lost:
-            lost.append(f"loses more than one point in {_names(self.tasks_lost)}")
-        if self.recall_lost:
-            lost.append(f"loses recall ({self.recall_lost})")
-        return lost
-
-    def _doubts(self) -> list[str]:
-        doubts = []
-        paired = self.paired
-        if not paired.above_chance:
-            doubts.append(
-                "the model itself answers too few questions right to lose any"
-                if paired.chance is None
-                else f"the model itself is at or near chance ({paired.baseline:.1f} % right, {paired.chance:.1f} % by"
-                " guessing), so these questions show nothing"
-            )
-        elif paired.low <= -MARGIN or not paired.can_show_loss:
-            doubts.append(self._questions_words() or "its loss may be more than one point")
-        if self.recall_open:
-            wanting = [each.wanting() for each in self.judged_recall if not each.kept]
-            needed = "; ".join(f"{words} are needed" for words in wanting if words)
-            doubts.append(f"recall is not shown to be kept ({self.recall_open}{f'; {needed}' if needed else ''})")
-        return doubts
 
     def _questions_words(self) -> str:
         """Return the number of questions that an arm without loss needs; empty if they are enough."""
@@ -354,29 +347,33 @@ def _names(tasks: Sequence[TaskVerdict]) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdicts on the finished arms of an evaluate run, controls last.
+    """Verdicts on the finished arms of an evaluate run.
 
     Attributes:
-        unjudged: Arms without accuracy: all of them if no benchmark task has right answers (perplexity).
+        finished: All finished arms, controls last.
         unrecorded: Rows of ``arm_verdicts`` that were computed because the store lacks them.
     """
 
     run_id: str
     model: str
-    arms: tuple[ArmVerdict, ...]
-    unjudged: tuple[ArmOutcome, ...] = ()
+    finished: tuple[ArmVerdict, ...]
     unfinished: int = 0
     unrecorded: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
 
     @property
-    def outcomes(self) -> dict[str, ArmOutcome]:
+    def arms(self) -> tuple[ArmVerdict, ...]:
+        """The judged arms: none if no benchmark task has right answers (perplexity)."""
+        return tuple(arm for arm in self.finished if arm.accuracy is not None)
+
+    @property
+    def outcomes(self) -> dict[str, ArmVerdict]:
         """All finished arms by name; those without accuracy come last."""
-        return {arm.name: arm for arm in (*self.arms, *self.unjudged)}
+        return {arm.name: arm for arm in sorted(self.finished, key=lambda arm: arm.accuracy is None)}
 
     @property
     def progress(self) -> str:
         """Number of finished arms in words, the baseline included; empty if all are finished."""
-        finished = 1 + len(self.arms) + len(self.unjudged)
+        finished = 1 + len(self.finished)
         return f"{finished} of {finished + self.unfinished} arms finished" if self.unfinished else ""
 
     def sentences(self) -> list[str]:
@@ -402,21 +399,17 @@ def judge(store: Store, run_id: str) -> Verdict:
     compared = rows.by_arm()
     controls = judge_controls(arms.others, benchmark_differences(compared))
     points = {arm_id: scopes[BENCHMARK] for arm_id, scopes in compared.items() if BENCHMARK in scopes}
-    judged: list[ArmVerdict] = []
-    unjudged: list[ArmOutcome] = []
-    for arm in arms.others:
-        outcome = arm_outcome(
+    judged = tuple(
+        arm_outcome(
             arm,
             compared.get(arm.arm_id, {}),
             measures=measures.get(arm.arm_id, ()),
             controls=controls.get(arm.arm_id),
             pruned=pruned_controls(arm, arms.others, points, measures),
         )
-        if isinstance(outcome, ArmVerdict):
-            judged.append(outcome)
-        else:
-            unjudged.append(outcome)
-    return Verdict(run_id, run["model"], tuple(judged), tuple(unjudged), arms.unfinished, tuple(rows.computed))
+        for arm in arms.others
+    )
+    return Verdict(run_id, run["model"], judged, arms.unfinished, tuple(rows.computed))
 
 
 def benchmark_differences(compared: Mapping[str, Mapping[Scope, PairedDifference]]) -> dict[str, float]:
@@ -433,12 +426,12 @@ def arm_outcome(
     pruned: tuple[PrunedControls, ...] = (),
     confirmation: bool = False,
     comparisons: int = 1,
-) -> ArmOutcome:
-    """Judge one arm by its comparisons; return an ``ArmVerdict`` if the benchmark has an accuracy. With
-    ``confirmation`` the questions are the judging part of a sweep's, and ``comparisons`` is the number of arms for
-    which the intervals are widened.
+) -> ArmVerdict:
+    """Judge one arm by its comparisons; without one of the benchmark it has no accuracy. With ``confirmation`` the
+    questions are the judging part of a sweep's, and ``comparisons`` is the number of arms for which the intervals are
+    widened.
     """
-    known = ArmOutcome(
+    return ArmVerdict(
         name=arm.name,
         kind=arm.kind,
         zeroed_share=arm.zeroed_share,
@@ -450,12 +443,7 @@ def arm_outcome(
         cache_left=arm.cache_left,
         pruned_controls=pruned,
         replacement=arm.replacement,
-    )
-    if BENCHMARK not in scopes:
-        return known
-    return ArmVerdict(
-        **vars(known),
-        paired=scopes[BENCHMARK],
+        accuracy=scopes.get(BENCHMARK),
         tasks=task_verdicts(scopes),
         controls=controls,
         judging_share=1 - 1 / BENCHMARK_PARTS if confirmation else 1.0,

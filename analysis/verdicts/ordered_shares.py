@@ -19,7 +19,7 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import LOSS
 from headscan.analysis.verdicts.answer_sheets import finished_arms
 from headscan.analysis.verdicts.confirmation import widened
-from headscan.analysis.verdicts.judge import ArmOutcome, ArmVerdict, Outcome, arm_outcome, outcome_label
+from headscan.analysis.verdicts.judge import ArmVerdict, Outcome, arm_outcome, outcome_label
 from headscan.analysis.verdicts.measures import Increase, read_measures
 from headscan.analysis.verdicts.paired import PairedDifference
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict, StoredRows
@@ -114,9 +114,9 @@ def largest_safe(verdicts: Sequence[ShareVerdict]) -> ShareVerdict | None:
     return next((each for each in reversed(verdicts) if each.outcome is Outcome.SAFE), None)
 
 
-def share_verdict(outcome: ArmOutcome, share: float, loss: Increase | None) -> ShareVerdict:
+def share_verdict(outcome: ArmVerdict, share: float, loss: Increase | None) -> ShareVerdict:
     """Return the verdict on an arm whose interval is widened already."""
-    if not isinstance(outcome, ArmVerdict):
+    if outcome.accuracy is None:
         raise VerdictError("these questions have no right answers, so no share can be judged. Choose other tasks")
     return ShareVerdict(
         outcome.name,
@@ -124,7 +124,7 @@ def share_verdict(outcome: ArmOutcome, share: float, loss: Increase | None) -> S
         loss,
         outcome.outcome,
         outcome.why,
-        accuracy=outcome.paired,
+        accuracy=outcome.accuracy,
         recall=outcome.judged_recall,
         cache_left=outcome.cache_left,
         weights_left=outcome.weights_left,

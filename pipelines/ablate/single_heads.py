@@ -64,13 +64,13 @@ def single_head_effects(config: AblateConfig, run: Run) -> AblateResult:
     text = None if config.texts is None else read_texts(config.texts, run.identity)
     evaluation = replace(config.evaluation, recall=None, text=text)
     questions = Questions(evaluation.tasks, None, run.identity, text)
-    replacement = collect_replacement(config.value, run, questions.longest_input)
+    replacement = collect_replacement(config.replacement, run, questions.longest_input)
     arms = [BASELINE]
     for mode in config.modes:
         arms += head_arms(run.facts.grid, mode, replacement)
     asked = f"{questions.benchmark_size} questions" if text is None else f"{len(text.chunks)} texts"
     run.say(f"{len(arms)} arms: the baseline and {len(arms) - 1} sets of heads, on {asked}")
-    purpose = Purpose("ablate", {"replace": config.value.value, **dict(replacement.details)}, judges_arms=False)
+    purpose = Purpose("ablate", {"replace": config.replacement.value, **dict(replacement.details)}, judges_arms=False)
     run_id = evaluate(evaluation, run, arms, questions=questions, purpose=purpose)
     with at_work("effects and their intervals"):
         return AblateResult(run_id, tuple(record_effects(run.store, run_id)))

@@ -42,7 +42,7 @@ class _Heads:
             "judged on the other"
         ),
     ] = False
-    replace: ReplacementOption = "zero"
+    value: ReplacementOption = "zero"
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -87,14 +87,14 @@ class Ablate(RunVerb):
     texts: Annotated[_Texts, Group("texts")]
 
     def __post_init__(self) -> None:
-        without_effect = ("tasks.names", "tasks.prompts.include_path", "tasks.prompts.limit", "heads.replace")
+        without_effect = ("tasks.names", "tasks.prompts.include_path", "tasks.prompts.limit", "heads.value")
         check_labelled(self, self.data, self.metric, (*without_effect, "texts.name", "texts.loss.sequences"))
         if self.data is not None:
             return
         if not self.tasks.names:
             if self.texts.name is None and not self.is_demo:
                 raise UsageError("--tasks or --corpus is required, or --data of labelled examples: name one of them")
-        elif self.texts.name is not None and self.heads.replace == "zero":
+        elif self.texts.name is not None and self.heads.value == "zero":
             raise UsageError("--corpus has no effect with --tasks and --replace zero: leave one of them out")
         else:
             for name, flag in changed(self).items():
@@ -112,7 +112,7 @@ class Ablate(RunVerb):
         spec = self.full_precision()
         with tempfile.TemporaryDirectory() as scratch:
             evaluation = self.tasks.config(spec, **self._demo_task(Path(scratch)))
-            replacement = replacement_config(self.heads.replace, self.texts, self)
+            replacement = replacement_config(self.heads.value, self.texts, self)
             config = AblateConfig(evaluation, texts, self.heads.modes, replacement)
             with self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, opener):
                 result = single_head_effects(opener.with_evaluation(config), run)

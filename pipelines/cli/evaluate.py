@@ -33,7 +33,7 @@ class _ArmOptions:
             "comma-separated files of KV-cache plans, from `headscan plan` (default: none)", metavar="FILE", spaces=True
         ),
     ] = ()
-    replace: ReplacementOption = "zero"
+    value: ReplacementOption = "zero"
 
     def chosen(self, **others: Any) -> ChosenArms:
         """Return the arms; ``others`` are settings without an option."""
@@ -46,8 +46,8 @@ class _ArmOptions:
         """Raise UsageError if an option changes no arm."""
         arms = self.chosen()
         ablates = bool(arms.heads or arms.mask or arms.score)
-        if self.replace != "zero" and not ablates:
-            raise UsageError(f"--replace {self.replace} needs ablated heads: give --heads, --mask or --score")
+        if self.value != "zero" and not ablates:
+            raise UsageError(f"--replace {self.value} needs ablated heads: give --heads, --mask or --score")
         for flag, is_given, needed, is_used in (
             ("--mask-order", arms.order != "mean", "--score", bool(arms.score)),
             ("--plan-mode", arms.plan_modes != ("forward",), "--plan", bool(self.plan)),
@@ -88,7 +88,7 @@ class Evaluate(TaskVerb):
         from headscan.analysis.plans import load_plan
 
         plans = tuple(load_plan(path) for path in self.arms.plan)
-        replacement = replacement_config(self.arms.replace, self.texts, self)
+        replacement = replacement_config(self.arms.value, self.texts, self)
         chosen = self.arms.chosen(plans=plans, replacement=replacement)
         if chosen.mask or chosen.score:
             self.store.check_exists()
@@ -106,10 +106,10 @@ class Evaluate(TaskVerb):
             self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, opener),
         ):
             config = evaluation_of(self, self.tasks, self.recall, spec, Path(scratch), _DEMO)
-            run_id, arms = evaluate_chosen(opener.sized(config), chosen, run)
+            run_id = evaluate_chosen(opener.sized(config), run, chosen)
         title = f"run {run_id} in {self.store.path}"
         facts: dict[str, Any] = {"run_id": run_id, "store": self.store.path}
-        if arms == 1:
+        if chosen.is_empty:
             return Result([], lambda: title, facts)
         verdict = judge(run.store, run_id)
         parts = [title, verdict.progress, verdict_text(verdict.outcomes.values())]

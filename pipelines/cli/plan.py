@@ -189,6 +189,7 @@ class Plan(OptionalModelVerb, RunVerb):
         spec, identity = self.identified()
         given = {"sink": self.sink, "recents": self.recent or None, "seed": self.seed}
         config = self.measured.settings(
+            model=spec,
             corpus=corpus,
             granularity=self._granularity,
             **{name: value for name, value in given.items() if value is not None},

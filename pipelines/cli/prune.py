@@ -151,9 +151,14 @@ class _Choice:
             most=1e3,
         ),
     ] = RecallConfig.weight
-    distill: Annotated[
+    distill_steps: Annotated[
         int,
-        Option("steps of distillation of the repaired projections after the repair", metavar="STEPS", least=0),
+        Option(
+            "steps of distillation of the repaired projections after the repair",
+            flag="--distill",
+            metavar="STEPS",
+            least=0,
+        ),
     ] = 0
 
     def selection(self) -> SelectionConfig:
@@ -265,11 +270,11 @@ class Prune(WholeModelVerb):
                 heads=named,
                 orders=stored_orders(run.store, run.identity, choice.method, choice.run_id),
                 texts=texts,
-                recall=RecallConfig(prompts=0) if alone else RecallConfig(weight=choice.recall_weight),
+                recall_prompts=RecallConfig(prompts=0) if alone else RecallConfig(weight=choice.recall_weight),
                 unit=self.unit,
                 kv_counts=choice.kv_counts,
                 selection=choice.selection(),
-                repair=RepairChoice(choice.repair, choice.distill),
+                repair=RepairChoice(choice.repair, choice.distill_steps),
                 controls=PruneConfig.controls if self.controls is None else self.controls,
                 remote_code=self.remote_code,
                 skip_verdict=self.skip_verdict,

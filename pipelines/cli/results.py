@@ -13,7 +13,7 @@ from headscan.pipelines.cli.verb_base import say
 from headscan.pipelines.runs.text_tables import plain, printable, show, text_table
 
 if TYPE_CHECKING:
-    from headscan.analysis.verdicts.judge import ArmOutcome
+    from headscan.analysis.verdicts.judge import ArmVerdict
     from headscan.analysis.verdicts.verdict_rows import RecallVerdict
 
 #: Option of every verb that prints rows.
@@ -48,13 +48,11 @@ class Result:
             say(line)
 
 
-def arm_row(arm: ArmOutcome) -> dict[str, Any]:
+def arm_row(arm: ArmVerdict) -> dict[str, Any]:
     """Return the settings, the numbers and the verdict in words of an arm; accuracy and `removable` are None without
     tasks that have right answers.
     """
-    from headscan.analysis.verdicts.judge import ArmVerdict
-
-    judged = arm if isinstance(arm, ArmVerdict) else None
+    accuracy = arm.accuracy
     return {
         "arm": arm.name,
         "kind": arm.kind,
@@ -63,8 +61,8 @@ def arm_row(arm: ArmOutcome) -> dict[str, Any]:
         "zeroed_share": arm.zeroed_share,
         "selection": arm.selection,
         "replacement": arm.replacement,
-        "removable": None if judged is None else judged.is_safe,
-        "accuracy": None if judged is None else {k: v for k, v in asdict(judged.paired).items() if k != "retained"},
+        "removable": None if accuracy is None else arm.is_safe,
+        "accuracy": None if accuracy is None else {k: v for k, v in asdict(accuracy).items() if k != "retained"},
         "recall": [_recall(each) for each in arm.recall],
         "recall_unknown": arm.recall_unknown or None,
         "measures": [asdict(measure) for measure in arm.measures],
@@ -74,7 +72,7 @@ def arm_row(arm: ArmOutcome) -> dict[str, Any]:
     }
 
 
-def verdict_text(arms: Iterable[ArmOutcome]) -> str:
+def verdict_text(arms: Iterable[ArmVerdict]) -> str:
     """Return a table of the arms that are no controls, the reasons why arms are not safe, and the limits of verdicts.
 
     ``--json`` and the report have sentences with all numbers instead.
@@ -87,24 +85,21 @@ def verdict_text(arms: Iterable[ArmOutcome]) -> str:
     return "\n\n".join(filter(None, [_whole_model(judged[0]), table, verdict_notes(judged)])) if judged else ""
 
 
-def verdict_notes(arms: Sequence[ArmOutcome]) -> str:
+def verdict_notes(arms: Sequence[ArmVerdict]) -> str:
     """Return the reasons why arms are not safe, measures without a column, and the limits of verdicts."""
     from headscan.analysis.store.verdict_limits import limits_words
-    from headscan.analysis.verdicts.judge import ArmVerdict
 
-    notes = [(arm.name, [*([arm.why] if isinstance(arm, ArmVerdict) else []), *arm.other_measures]) for arm in arms]
+    notes = [(arm.name, [*([] if arm.accuracy is None else [arm.why]), *arm.other_measures]) for arm in arms]
     lines = "\n".join(f"{name}: {'; '.join(filter(None, parts))}" for name, parts in notes if any(parts))
-    limits = limits_words() if any(isinstance(arm, ArmVerdict) for arm in arms) else ""
+    limits = limits_words() if any(arm.accuracy is not None for arm in arms) else ""
     return "\n\n".join(filter(None, [lines, limits]))
 
 
-def _whole_model(arm: ArmOutcome) -> str:
+def _whole_model(arm: ArmVerdict) -> str:
     """Return the numbers of the baseline, with which all arms are compared."""
-    from headscan.analysis.verdicts.judge import ArmVerdict
-
     parts = []
-    if isinstance(arm, ArmVerdict):
-        parts.append(f"accuracy {arm.paired.baseline:.1f} % on {arm.paired.questions:,} questions")
+    if arm.accuracy is not None:
+        parts.append(f"accuracy {arm.accuracy.baseline:.1f} % on {arm.accuracy.questions:,} questions")
     parts += [f"{each.family} {each.paired.baseline:.1f} % on {each.paired.questions:,}" for each in arm.recall]
     if not arm.recall:
         parts.append("recall was not asked, so it may be lost")
@@ -113,11 +108,10 @@ def _whole_model(arm: ArmOutcome) -> str:
     return f"whole model: {', '.join(parts)}"
 
 
-def _cells(arm: ArmOutcome) -> dict[str, str]:
+def _cells(arm: ArmVerdict) -> dict[str, str]:
     """Return the cells of one arm by column; what was not measured has none."""
     from headscan.analysis.store.records import ArmKind
     from headscan.analysis.store.tables import ACCURACY, LOSS
-    from headscan.analysis.verdicts.judge import ArmVerdict
 
     size = arm.share if arm.kind.shrinks_cache else None if arm.kind is ArmKind.MODEL else arm.zeroed_share
     cells = {"arm": arm.name, "heads": "" if size is None else f"{size:.1%}"}
@@ -126,7 +120,7 @@ def _cells(arm: ArmOutcome) -> dict[str, str]:
     if (loss := arm.value(LOSS)) is not None:
         cells["loss"] = loss.words(4)
     cells |= {each.family: each.loss_left() for each in arm.judged_recall}
-    if not isinstance(arm, ArmVerdict):
+    if arm.accuracy is None:
         return cells
     if arm.controls is not None:
         cells["random worse"] = arm.controls.standing()

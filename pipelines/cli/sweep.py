@@ -26,7 +26,7 @@ _DEMO = DemoSize(questions=80, recall=40, sequences=0)
 @dataclass(frozen=True, kw_only=True)
 class _SweepOptions:
     sweep: Annotated[partial[SweepConfig], Group()]
-    replace: ReplacementOption = "zero"
+    value: ReplacementOption = "zero"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +55,10 @@ class Sweep(TaskVerb):
 
         quiet_libraries()
         spec = self.spec()
-        replacement = replacement_config(self.arms.replace, self.texts, self)
+        replacement = replacement_config(self.arms.value, self.texts, self)
         with tempfile.TemporaryDirectory() as scratch:
             evaluation = evaluation_of(self, self.tasks, self.recall, spec, Path(scratch), _DEMO)
-            config = self.arms.sweep(evaluation=evaluation, value=replacement)
+            config = self.arms.sweep(evaluation=evaluation, replacement=replacement)
             with self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, opener):
                 run.say = lambda line: say(with_flags(line, Sweep))
                 runs = sweep(opener.with_evaluation(config), run)

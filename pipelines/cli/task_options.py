@@ -162,7 +162,7 @@ def evaluation_of(
 
 @dataclass(frozen=True, kw_only=True)
 class TaskVerb(RunVerb):
-    """A verb that ablates heads while tasks run; its ``arms`` have the option ``replace``."""
+    """A verb that ablates heads while tasks run; its ``arms`` have a `ReplacementOption`."""
 
     json: Json = False
     tasks: Annotated[TaskOptions, Group("tasks")]
@@ -172,7 +172,7 @@ class TaskVerb(RunVerb):
 
     def __post_init__(self) -> None:
         self.tasks.check_required(self)
-        self.texts.check(self.arms.replace)
+        self.texts.check(self.arms.value)
 
 
 def demo_task(scratch: Path, questions: int = 400) -> dict[str, Any]:

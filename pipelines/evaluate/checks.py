@@ -52,8 +52,8 @@ def check_resampled(arms: Sequence[Arm], requests: Mapping[str, Request | Genera
     for arm in arms:
         if written and arm.ablated is not None and not arm.ablated.replaces_by.position_free:
             raise InterventionError(
-                f"{arm.name} resamples heads of whole inputs, but a task generates text. Use `replace=zero` or"
-                " `replace=mean`, or tasks with log-likelihoods"
+                f"{arm.name} resamples heads of whole inputs, but a task generates text. Use `value=zero` or"
+                " `value=mean`, or tasks with log-likelihoods"
             )
 
 

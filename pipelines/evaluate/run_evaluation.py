@@ -57,8 +57,12 @@ from headscan.pipelines.settings.evaluation_settings import ChosenArms, Evaluate
 
 @dataclass(frozen=True)
 class Purpose:
-    """Kind of the run in which arms are evaluated, with further JSON settings that identify it. ``judges_arms`` gives
-    each arm a line and a verdict.
+    """What an evaluation of arms is for.
+
+    Attributes:
+        kind: Kind of the run in the store.
+        settings: Further JSON settings that identify the run.
+        judges_arms: Report each finished arm, and store its verdict.
     """
 
     kind: RunKind = "evaluate"
@@ -69,8 +73,8 @@ class Purpose:
 EVALUATE = Purpose()
 
 
-def evaluate_chosen(config: EvaluateConfig, chosen: ChosenArms, run: Run) -> tuple[str, int]:
-    """Evaluate the baseline and the chosen arms; return the run's id and the number of arms, the baseline included."""
+def evaluate_chosen(config: EvaluateConfig, run: Run, chosen: ChosenArms) -> str:
+    """Evaluate the baseline and the chosen arms; return the run's id."""
     store, identity = run.store, run.identity
     found = find_mask(store, chosen.mask, identity.columns()).heads if chosen.mask else ()
     ordering = None if chosen.score is None else find_run(store, identity, chosen.score, chosen.run_id)
@@ -90,7 +94,7 @@ def evaluate_chosen(config: EvaluateConfig, chosen: ChosenArms, run: Run) -> tup
         check_plan(plan, run)
         arms += plan_arms(plan, chosen.plan_modes, chosen.controls)
     arms += compared
-    return evaluate(config, run, arms, questions=questions), len(arms)
+    return evaluate(config, run, arms, questions=questions)
 
 
 def evaluate(

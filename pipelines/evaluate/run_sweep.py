@@ -199,7 +199,7 @@ def sweep(config: SweepConfig, run: Run) -> SweepRuns:
     evaluation = size_recall(config.evaluation, run, judging_share=judging_share, comparisons=kinds)
     questions.ask_recall(evaluation.recall)
     scan_run = record_prompts(evaluation, run, questions)
-    replacement = collect_replacement(config.value, run, questions.longest_input)
+    replacement = collect_replacement(config.replacement, run, questions.longest_input)
     arms = sweep_arms(config, run.store, scan_run, run.facts, replacement, others)
     rules = sum(arm.kind is ArmKind.RULE for arm in arms)
     masks = sum(arm.kind is ArmKind.MASK for arm in arms)
@@ -209,7 +209,7 @@ def sweep(config: SweepConfig, run: Run) -> SweepRuns:
     # Each replacement is a run of its own: whether heads are inactive and whether they are constant is chosen apart.
     purpose = EVALUATE
     if replacement.texts_hash:
-        purpose = Purpose(settings={"replace": config.value.value, **dict(replacement.details)})
+        purpose = Purpose(settings={"replace": config.replacement.value, **dict(replacement.details)})
     evaluate_run = evaluate(evaluation, run, arms, questions=questions, purpose=purpose)
     if config.confirm:
         record_confirmation(run.store, evaluate_run)

@@ -59,7 +59,7 @@ _SHARE, _FEWEST, _MOST = 0.1, 4, 16
 #: are measured on all.
 _ROUNDS, _TRIES, _MEASURED = 3, 6, 2
 #: Heads are flipped, and exchanges tried, on one in so many prompts of a task.
-_SCREENED = 4
+_SCREENING_PARTS = 4
 
 #: KV heads with a window, or layers by their first KV head.
 Heads = frozenset[KvHead]
@@ -345,8 +345,8 @@ def _searched(
     """Return scores in whose order the best set of windows comes first, and a note about the search."""
     full = measurement.nats(measurement.ranking, [ALL_KEYS])
 
-    def increases(sets: Sequence[KeptKeys], base: KeptKeys, share: int = 1) -> list[Increases]:
-        nats = measurement.nats([prompts.first(share) for prompts in measurement.ranking], sets, base)
+    def increases(sets: Sequence[KeptKeys], base: KeptKeys, parts: int = 1) -> list[Increases]:
+        nats = measurement.nats([prompts.first_of(parts) for prompts in measurement.ranking], sets, base)
         more = {task: of_sets - full[task][0, : of_sets.shape[1]] for task, of_sets in nats.items()}
         return [{task: of_sets[at] for task, of_sets in more.items()} for at in range(len(sets))]
 
@@ -355,7 +355,7 @@ def _searched(
     distant = measurement.distant_order(measurement.config.windows[0])
     search = WindowSearch(
         increases,
-        partial(increases, share=_SCREENED),
+        partial(increases, parts=_SCREENING_PARTS),
         lambda heads: measurement.kept({head: windows[head] for head in heads}),
         (totals[0], totals[-1]),
         {head: (bytes_of[head[0]], len(measurement.units[head]), windows[head]) for head in windows},

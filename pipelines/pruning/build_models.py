@@ -55,10 +55,11 @@ class BuildJob:
     """Models to build, and how; the methods of ``config`` choose the heads of those that name none.
 
     Attributes:
-        texts: Texts that choose and repair.
-        prompts: Recall prompts that do so, too.
-        held_out: Text on which the loss of models that are no controls is measured; None measures none.
-        known: Damages that were measured before; it gets the new ones.
+        texts: Texts that choose heads and repair.
+        prompts: Recall prompts that choose heads and repair, next to the texts.
+        held_out: Text on which the loss of models that are no controls is measured; None measures no loss.
+        held_out_prompts: Recall prompts on which their loss is measured, next to ``held_out``.
+        known: Damages that were measured before; new ones are added.
     """
 
     config: PruneConfig
@@ -77,7 +78,7 @@ class BuildJob:
 
     @property
     def recall_weight(self) -> float:
-        return self.config.recall.weight
+        return self.config.recall_prompts.weight
 
 
 def build_models(lm: LoadedModel, job: BuildJob) -> list[BuiltModel]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headscan.analysis.verdicts.controls import loss_increase
-from headscan.analysis.verdicts.judge import ArmOutcome, ArmVerdict, Verdict
+from headscan.analysis.verdicts.judge import ArmVerdict, Verdict
 from headscan.pipelines.export.servable_model import serving_commands
 from headscan.pipelines.pruning.held_out_losses import loss_rows
 from headscan.pipelines.pruning.model_costs import CostComparison
@@ -56,13 +56,13 @@ def model_rows(built: Sequence[BuiltModel], names: Sequence[str], verdict: Verdi
             "prefill": _times(costs.prefill_ratio),
             "token": _times(costs.token_ratio),
         }
-        if isinstance(arm := outcomes.get(name), ArmVerdict):
+        if (arm := outcomes.get(name)) is not None and arm.accuracy is not None:
             row["verdict"] = "" if each.is_control else arm.label
         rows.append(row)
     return rows
 
 
-def _losses(arm: ArmOutcome) -> dict[str, str]:
+def _losses(arm: ArmVerdict) -> dict[str, str]:
     columns = {}
     increase = loss_increase(arm.measures)
     if increase is not None:
@@ -73,8 +73,7 @@ def _losses(arm: ArmOutcome) -> dict[str, str]:
     for measure in arm.measures:
         if measure.metric == "next_token_accuracy" and measure.increase is not None:
             columns["next token"] = f"{measure.increase.difference:+.2f}"
-    if isinstance(arm, ArmVerdict):
-        p = arm.paired
+    if (p := arm.accuracy) is not None:
         columns["accuracy, points"] = f"{p.difference:+.2f} [{p.low:+.2f}, {p.high:+.2f}]"
     for each in arm.recall:
         if (left := arm.value(each.family)) is not None:

@@ -34,7 +34,9 @@ class RepairChoice:
         if self.name not in REPAIRS:
             raise PruningError(f"unknown repair {self.name!r}. Choose one of {', '.join(REPAIRS)}")
         if self.distill_steps and not self.targets:
-            raise PruningError(f"`distill={self.distill_steps}` without a repair (limit 0). Repair a projection, too")
+            raise PruningError(
+                f"`distill_steps={self.distill_steps}` without a repair (limit 0). Repair a projection, too"
+            )
 
     @property
     def targets(self) -> tuple[Target, ...]:
@@ -102,7 +104,7 @@ class PruneConfig:
         heads: Heads of a mask or list, by its name; empty lets the methods choose.
         orders: Heads by method, the most removable first, of methods from outside.
         texts: Texts that choose, repair and judge.
-        recall: Recall prompts that do so, too.
+        recall_prompts: Recall prompts that choose heads, repair and measure held-out losses, next to the texts.
         unit: Unit of removal.
         kv_counts: ``divisors`` leaves each layer a number of KV heads that a DeciLM folder holds without KV heads of
             zeros: a divisor of the query heads, or 0 except in the first layer. The share that is reached may fall
@@ -126,7 +128,7 @@ class PruneConfig:
     heads: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     orders: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
     texts: TextConfig = field(default_factory=TextConfig)
-    recall: RecallConfig = field(default_factory=RecallConfig)
+    recall_prompts: RecallConfig = field(default_factory=RecallConfig)
     unit: Unit = "head"
     kv_counts: KvCounts = "any"
     selection: SelectionConfig = field(default_factory=SelectionConfig)
@@ -138,7 +140,7 @@ class PruneConfig:
 
     def __post_init__(self) -> None:
         if not (self.budgets and self.methods) and not self.heads:
-            raise PruningError("nothing to prune: 0 sizes (limit 1). Set `share`, or name heads")
+            raise PruningError("nothing to prune: 0 sizes (limit 1). Set `budgets` and `methods`, or `heads`")
         if self.kv_counts != "any" and (self.unit != "group" or self.heads):
             raise PruningError(
                 f"`kv_counts={self.kv_counts}` with `unit={self.unit}` or named heads (limit: `unit=group`). Choose"
@@ -147,7 +149,7 @@ class PruneConfig:
         check_limits(self, PruningError)
 
     @property
-    def targets(self) -> tuple[Path, ...]:
+    def folders(self) -> tuple[Path, ...]:
         names = [_folder_name(method, budget) for method, budget, _ in self._sizes]
         return (self.out,) if len(names) == 1 else tuple(self.out / name for name in names)
 
@@ -159,7 +161,7 @@ class PruneConfig:
         return sizes + [(name, None, heads) for name, heads in self.heads.items()]
 
     def wanted(self, scratch: Path) -> tuple[WantedModel, ...]:
-        """Return the models to build in the folder ``scratch``, in the order of `targets`."""
+        """Return the models to build in the folder ``scratch``, in the order of `folders`."""
         wanted = []
         for number, (method, budget, heads) in enumerate(self._sizes):
             seeds, layers = self._controls(method, budget)

@@ -63,10 +63,10 @@ def prune(config: PruneConfig, run: Run) -> PruneResult:
     if not config.skip_verdict:
         # Questions that cannot be made fail before any model is built.
         questions = Questions(evaluation.tasks, evaluation.recall, identity, held_out)
-    prompts, held_out_prompts = read_recall(config.recall, run, evaluation.batch_tokens)
+    prompts, held_out_prompts = read_recall(config.recall_prompts, run, evaluation.batch_tokens)
     calibration = f"texts of {texts.corpus}"
     if prompts:
-        calibration += f", and {', '.join(each.name for each in prompts)} with weight {config.recall.weight:g}"
+        calibration += f", and {', '.join(each.name for each in prompts)} with weight {config.recall_prompts.weight:g}"
 
     spec = evaluation.model
     original = spec.config()
@@ -85,9 +85,9 @@ def prune(config: PruneConfig, run: Run) -> PruneResult:
         )
 
     settings = _settings(config, run, texts, held_out, held_out_prompts)
-    with work_folder(config.out, config.targets, settings, say) as work:
+    with work_folder(config.out, config.folders, settings, say) as work:
         with kept_damages(
-            run, texts, config.selection, evaluation.batch_tokens, prompts, config.recall.weight
+            run, texts, config.selection, evaluation.batch_tokens, prompts, config.recall_prompts.weight
         ) as known:
             job = BuildJob(
                 config,
@@ -130,7 +130,7 @@ def _settings(
             config.kv_counts,
             config.selection,
             config.repair,
-            config.recall,
+            config.recall_prompts,
             config.controls,
             config.remote_code,
             config.timing,

@@ -17,7 +17,7 @@ from headscan.analysis.verdicts.criterion_points import (
     agreements,
     by_curve,
 )
-from headscan.analysis.verdicts.judge import ArmOutcome
+from headscan.analysis.verdicts.judge import ArmVerdict
 from headscan.analysis.verdicts.measures import METRICS
 from headscan.catalog import RANDOM
 from headscan.pipelines.runs.text_tables import text_table
@@ -63,7 +63,7 @@ class _ComparedMeasure:
     unit: str
 
 
-def criterion_losses(points: Sequence[CriterionPoint], controls: Sequence[ArmOutcome]) -> list[CriterionLoss]:
+def criterion_losses(points: Sequence[CriterionPoint], controls: Sequence[ArmVerdict]) -> list[CriterionLoss]:
     """Return the losses by measure, criterion and share, then the means of each kind of random heads (``controls``)."""
     rows = []
     for measure in _measures(points, controls):
@@ -121,7 +121,7 @@ def _tau_table(agreements: Sequence[Agreement]) -> str:
     return text_table(rows)
 
 
-def _measures(points: Sequence[CriterionPoint], controls: Sequence[ArmOutcome]) -> list[_ComparedMeasure]:
+def _measures(points: Sequence[CriterionPoint], controls: Sequence[ArmVerdict]) -> list[_ComparedMeasure]:
     arms = [*(point.arm for point in points), *controls]
     families = dict.fromkeys(recall.family for arm in arms for recall in arm.judged_recall)
     unit = next((increase.unit for arm in arms if (increase := loss_increase(arm.measures)) is not None), "")
@@ -151,7 +151,7 @@ def _of_criteria(points: Sequence[CriterionPoint], measure: _ComparedMeasure) ->
 
 
 def _of_random(
-    points: Sequence[CriterionPoint], controls: Sequence[ArmOutcome], measure: _ComparedMeasure
+    points: Sequence[CriterionPoint], controls: Sequence[ArmVerdict], measure: _ComparedMeasure
 ) -> list[CriterionLoss]:
     rows = []
     for kind in sorted({arm.kind for arm in controls}):

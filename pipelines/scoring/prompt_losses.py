@@ -80,9 +80,9 @@ class Prompts:
             digest.update(np.asarray(request.ids, dtype="<i4").tobytes())
         return digest.hexdigest()[:16]
 
-    def first(self, share: int) -> Prompts:
-        """Return the first of ``share`` parts, of at least two prompts."""
-        return replace(self, requests=self.requests[: max(2, len(self.requests) // share)])
+    def first_of(self, parts: int) -> Prompts:
+        """Return the first of ``parts`` equal parts, of at least two prompts."""
+        return replace(self, requests=self.requests[: max(2, len(self.requests) // parts)])
 
     def halves(self) -> tuple[Prompts, Prompts]:
         """Return the first and the second half, which share no text."""

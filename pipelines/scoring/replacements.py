@@ -60,7 +60,7 @@ def collect_replacement(config: ReplacementConfig, model: ModelContext, longest:
     """
     if config.value == "zero" or config.corpus is None:
         return ZERO_REPLACEMENT
-    refuse_staged(model.pool, f"`replace={config.value}`", instead="`replace=zero`")
+    refuse_staged(model.pool, f"`value={config.value}`", instead="`value=zero`")
     resamples = config.value == "resample"
     tokens = longest if resamples else longest_text(model.identity, None)
     shortest, count = (tokens, config.samples) if resamples else (min(SHORTEST, tokens), config.texts)

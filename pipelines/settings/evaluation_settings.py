@@ -210,7 +210,7 @@ class ReplacementConfig:
     def __post_init__(self) -> None:
         check_limits(self, InterventionError)
         if self.value != "zero" and self.corpus is None:
-            raise InterventionError(f"`replace={self.value}` needs texts: no corpus. Set `corpus`")
+            raise InterventionError(f"`value={self.value}` needs texts: no corpus. Set `corpus`")
 
 
 #: Score of arms where a setting needs one and none is named.
@@ -304,6 +304,11 @@ class ChosenArms:
     def __post_init__(self) -> None:
         check_limits(self, InterventionError)
 
+    @property
+    def is_empty(self) -> bool:
+        """True if only the baseline runs."""
+        return not (self.heads or self.mask or self.score or self.plans or self.models)
+
 
 #: Words that stand for several scores.
 _SETS = {"all": tuple(SCORES), "none": ()}
@@ -366,7 +371,7 @@ class SweepConfig:
         ),
     ] = 3
     confirm: Confirm = True
-    value: ReplacementConfig = field(default_factory=ReplacementConfig)
+    replacement: ReplacementConfig = field(default_factory=ReplacementConfig)
 
     def __post_init__(self) -> None:
         check_limits(self, InterventionError)
@@ -409,7 +414,7 @@ class AblateConfig:
     evaluation: EvaluateConfig
     texts: LossTexts | None = None
     modes: tuple[str, ...] = (EACH,)
-    value: ReplacementConfig = field(default_factory=ReplacementConfig)
+    replacement: ReplacementConfig = field(default_factory=ReplacementConfig)
 
     def __post_init__(self) -> None:
         unknown = [mode for mode in self.modes if mode not in MODES]

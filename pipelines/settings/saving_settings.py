@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK, RECALL_NAMES
 from headscan.errors import PruningError
 from headscan.kv.kept_keys import Window, checked_window
+from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, Count, Limits, Option, Seed, check_limits
 from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec, longest_text
 from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS
@@ -125,6 +126,7 @@ class MeasureConfig:
         PlanMismatchError: A window is out of range.
     """
 
+    model: ModelSpec
     corpus: CorpusSpec = field(default_factory=lambda: CorpusSpec("python-stdlib"))
     sink: int = DEFAULT_SINK
     recents: tuple[int, ...] = (DEFAULT_RECENT,)

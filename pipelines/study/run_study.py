@@ -308,6 +308,7 @@ class _Study:
         if any(not file.exists() for file in files.values()):
             self._begin_step("4. plans: which KV heads need the whole cache")
             measuring = MeasureConfig(
+                config.model,
                 self.texts.measure,
                 recents=(self._recent,),
                 max_tokens=self.tokens,
@@ -334,12 +335,12 @@ class _Study:
             methods=(method,),
             orders={} if method == "damage" else {method: self._order(method)},
             texts=TextConfig(self.texts.measure, self.texts.choose, 2 * self._sequences, self.tokens),
-            recall=RecallConfig(prompts=2 * RECALL_PROMPTS, tokens=self._recall_tokens),
+            recall_prompts=RecallConfig(prompts=2 * RECALL_PROMPTS, tokens=self._recall_tokens),
             controls=0,
             timing=None,
             skip_verdict=True,
         )
-        known = [delivered_model(folder) for folder in pruning.targets]
+        known = [delivered_model(folder) for folder in pruning.folders]
         if all(known):
             return [each for each in known if each is not None]
         self._begin_step(f"5. pruning: heads chosen by {method}, projections repaired")

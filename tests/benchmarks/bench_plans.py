@@ -65,6 +65,7 @@ def main() -> None:
     options = _options()
     spec = ModelSpec(options.model, "float32")
     config = MeasureConfig(
+        spec,
         CorpusSpec(options.corpus),
         sink=options.sink,
         recents=(options.recent,),

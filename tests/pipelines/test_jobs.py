@@ -83,8 +83,8 @@ def test_scan_evaluate_and_plan_fill_the_tables(
     Store(path, lock_timeout=0).finish_run(run_id)
 
     plan = jobs.plan(
-        spec,
-        jobs.MeasureConfig(texts, recents=(8,), max_tokens=64, sequences=4, recall_prompts=0),
+        jobs.MeasureConfig(spec, texts, recents=(8,), max_tokens=64, sequences=4, recall_prompts=0),
+        None,
         WindowShare(0.5),
         devices=cpu,
         say=quiet,

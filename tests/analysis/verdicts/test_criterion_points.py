@@ -9,7 +9,7 @@ import pytest
 
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.verdicts.criterion_points import CriterionPoint, agreements
-from headscan.analysis.verdicts.judge import ArmOutcome
+from headscan.analysis.verdicts.judge import ArmVerdict
 
 HEADS = list(product(range(2), range(4)))
 SETS = {
@@ -22,7 +22,7 @@ SETS = {
 def points() -> list[CriterionPoint]:
     return [
         CriterionPoint(
-            name, "", share, ArmOutcome(name=f"{name} {share}", kind=ArmKind.MASK, zeroed_share=share), frozenset(heads)
+            name, "", share, ArmVerdict(name=f"{name} {share}", kind=ArmKind.MASK, zeroed_share=share), frozenset(heads)
         )
         for name, of_share in SETS.items()
         for share, heads in of_share.items()

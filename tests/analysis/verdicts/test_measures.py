@@ -12,7 +12,7 @@ import pytest
 
 from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdicts.judge import ArmVerdict, judge
+from headscan.analysis.verdicts.judge import judge
 from headscan.analysis.verdicts.measures import RATES, rate_increase
 from tests.analysis.conftest import HEADS, LAYERS, answer_table
 
@@ -129,7 +129,7 @@ def test_a_pruned_model_names_its_size_and_its_controls(tmp_path: Any) -> None:
     verdict = judge(store, write(store, arms, benchmark=True))
     by_name = {arm.name: arm for arm in verdict.arms}
     arm = by_name["pruned 40%"]
-    assert isinstance(arm, ArmVerdict) and arm.is_safe
+    assert arm.is_safe
     words = arm.sentence()
     assert words.startswith(
         "pruned 40% (0.0% of heads removed; 88.0% of the weights and 58.0% of the KV cache remain): removable within"

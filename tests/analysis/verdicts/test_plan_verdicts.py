@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdicts.judge import ArmVerdict, judge
+from headscan.analysis.verdicts.judge import judge
 
 Evaluate = Callable[..., tuple[Store, str]]
 
@@ -42,7 +42,7 @@ def test_plans_are_compared_with_random_plans_of_their_mode_and_bytes(evaluate: 
     found = {arm.name: arm for arm in judge(store, run_id).arms}
     for mode in ("forward", "decode"):
         arm = found[f"plan a, {mode}"]
-        assert isinstance(arm, ArmVerdict) and arm.controls is not None
+        assert arm.controls is not None
         assert arm.controls.arms == tuple(f"random plan seed {seed}, {mode}" for seed in range(2))
         assert "Of 2 random choices with as many bytes, 2 lose more accuracy (" in arm.sentence()
         wide = found[f"plan wide, {mode}"]
@@ -60,7 +60,7 @@ def test_plans_by_layer_are_compared_with_random_layers(evaluate: Evaluate) -> N
     found = {arm.name: arm for arm in judge(*evaluate(TASKS, arms)).arms}
     for unit in ("head", "layer"):
         arm = found[f"plan {unit}"]
-        assert isinstance(arm, ArmVerdict) and arm.controls is not None
+        assert arm.controls is not None
         assert arm.controls.arms == (f"random {unit}",)
 
 

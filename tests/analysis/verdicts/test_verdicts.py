@@ -45,7 +45,7 @@ def test_a_verdict_follows_the_interval_and_the_controls(evaluate: Evaluate) -> 
         },
     )
     verdict = judge(store, run_id[:5])
-    assert (verdict.run_id, verdict.model, verdict.unjudged) == (run_id, "tiny", ())
+    assert (verdict.run_id, verdict.model, verdict.arms) == (run_id, "tiny", verdict.finished)
     arms = {arm.name: arm for arm in verdict.arms}
     assert [arm.is_safe for arm in arms.values() if not arm.is_random] == [True, False, False]
     assert arms["unclear"].paired.difference == pytest.approx(-0.8) and arms["unclear"].paired.low <= -1
@@ -361,7 +361,7 @@ def test_perplexity_alone_has_no_accuracy(tmp_path: Path) -> None:
         arm_id = store.begin_arm(ArmRecord(run_id, name, kind)).arm_id  # type: ignore[arg-type]
         store.finish_arm(arm_id, nothing_right, results=_perplexities(value), zeroed_share=0.1)
     verdict = judge(store, run_id)
-    assert verdict.arms == () and len(verdict.unjudged) == 1
+    assert verdict.arms == () and [arm.accuracy for arm in verdict.finished] == [None]
     assert verdict.sentences() == [
         "ten (10.0% of heads ablated): no task has right answers to count. Measured wikitext word_perplexity: 23.12"
         " against 20.4. Recall was not tested."

@@ -102,7 +102,9 @@ def test_losses_equal_a_full_forward_per_head(
     assert on_text.texts is not None
     few = replace(on_text.texts, sequences=5)
     config = replace(
-        on_text, texts=few, value=ReplacementConfig(value, None if value == "zero" else corpus, texts=5, samples=3)
+        on_text,
+        texts=few,
+        replacement=ReplacementConfig(value, None if value == "zero" else corpus, texts=5, samples=3),
     )
     result = single_head_effects(config, run_on(pool, store))
     lm, questions = pool._model(), questions_of(config)
@@ -273,7 +275,7 @@ def _work(spec: ModelSpec, run: Any) -> int:
 def test_another_value_is_another_run_with_other_arms(
     on_text: AblateConfig, store: Store, pool: InProcessPool, corpus_folder: Path
 ) -> None:
-    mean = replace(on_text, value=ReplacementConfig("mean", CorpusSpec(str(corpus_folder)), texts=5))
+    mean = replace(on_text, replacement=ReplacementConfig("mean", CorpusSpec(str(corpus_folder)), texts=5))
     runs = [single_head_effects(config, run_on(pool, store)) for config in (on_text, mean)]
     assert runs[0].run_id != runs[1].run_id
     assert values_of(runs[0].effects) != values_of(runs[1].effects)
@@ -283,7 +285,7 @@ def test_another_value_is_another_run_with_other_arms(
 
 
 def test_bad_settings_name_their_fix(on_text: AblateConfig, on_task: AblateConfig, tmp_path: Path) -> None:
-    with pytest.raises(InterventionError, match=r"`replace=mean` needs texts: no corpus\. Set `corpus`"):
+    with pytest.raises(InterventionError, match=r"`value=mean` needs texts: no corpus\. Set `corpus`"):
         ReplacementConfig("mean")
     with pytest.raises(InterventionError, match="unknown value 'median'"):
         ReplacementConfig("median")  # type: ignore[arg-type]

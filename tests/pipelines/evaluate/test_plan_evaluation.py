@@ -11,7 +11,7 @@ import pytest
 from headscan.analysis.plans import HeadPlan, PlannedModel
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdicts.judge import ArmVerdict, judge
+from headscan.analysis.verdicts.judge import judge
 from headscan.cluster.placements import StreamedPlacement
 from headscan.cluster.pool import InProcessPool, StagingError, open_pool
 from headscan.errors import UnsupportedModelError
@@ -117,7 +117,7 @@ def test_full_heads_are_the_baseline(
     for found in others:
         assert found == pytest.approx(baseline, abs=1e-4)
     for arm in judge(store, run_id).arms:
-        assert isinstance(arm, ArmVerdict) and arm.paired.difference == 0
+        assert arm.paired.difference == 0
         assert (
             "(0.0% of KV heads keep less): not shown to be safe: the model itself is at or near chance"
             in arm.sentence()

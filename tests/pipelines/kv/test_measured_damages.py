@@ -152,7 +152,7 @@ def test_losses_and_damages_that_are_not_finite_name_the_dtype(requests: list[Re
 @pytest.mark.parametrize(("count", "first"), [(16, 4), (11, 2), (4, 2), (2, 2), (1, 1)])
 def test_the_first_part_of_prompts_has_at_least_two(requests: list[Request], count: int, first: int) -> None:
     prompts = Prompts("text", "texts", tuple(requests[at % 5] for at in range(count)))
-    assert prompts.first(4).requests == prompts.requests[:first] and prompts.first(1) == prompts
+    assert prompts.first_of(4).requests == prompts.requests[:first] and prompts.first_of(1) == prompts
 
 
 HEADS = [(layer, kv_head) for layer in range(3) for kv_head in range(4)]

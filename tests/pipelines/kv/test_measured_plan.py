@@ -47,7 +47,13 @@ from tests.sources import SHARED
 
 SPEC = ModelSpec(str(MODEL_FOLDER), "float32")
 SMALL = MeasureConfig(
-    CorpusSpec("python-stdlib-heldout"), recents=(16,), max_tokens=72, sequences=4, recall_prompts=8, batch_tokens=2048
+    SPEC,
+    CorpusSpec("python-stdlib-heldout"),
+    recents=(16,),
+    max_tokens=72,
+    sequences=4,
+    recall_prompts=8,
+    batch_tokens=2048,
 )
 BOOKS = SHARED / "corpora/gutenberg"
 
@@ -312,7 +318,7 @@ def test_measured_plans_lose_less_than_plans_by_attention_and_random_ones(
 ) -> None:
     """The bar: 0.6 x the text loss and 0.4 x the recall loss of distant_mass at 21 of 24; better than random always."""
     corpus, identity = CorpusSpec(str(BOOKS)), context.identity
-    config = MeasureConfig(corpus, recents=(60,), max_tokens=512, sequences=32, batch_tokens=2048)
+    config = MeasureConfig(SPEC, corpus, recents=(60,), max_tokens=512, sequences=32, batch_tokens=2048)
     counts = (12, 18, 21)
     store = Store(tmp_path / "s.duckdb")
     tokens = TokenPlan(512, mode="chunk", min_tokens=65, limit_sequences=32)

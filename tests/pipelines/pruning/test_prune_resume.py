@@ -80,7 +80,7 @@ def config(spec: ModelSpec, corpus: Path, folder: Path) -> PruneConfig:
         folder / "smaller",
         budgets=(ShareBudget(0.35), LossBudget(0.02)),
         texts=TextConfig(CorpusSpec(str(corpus)), sequences=16, max_tokens=64),
-        recall=RecallConfig(prompts=0),
+        recall_prompts=RecallConfig(prompts=0),
         selection=SELECTION,
         repair=RepairChoice("o"),
         timing=None,
