@@ -25,7 +25,7 @@ def evaluate_chosen(config: EvaluateConfig, chosen: ChosenArms, run: Run) -> tup
     compared = [model_arm(other, identify(other), identity) for other in others]
     replaces = chosen.replacement.value != "zero"
     questions = Questions(config.tasks, config.recall, identity, config.text) if replaces else None
-    replacement = collect_replacement(chosen.replacement, run, 0 if questions is None else questions.longest_input)
+    replacement = collect_replacement(chosen.replacement, run, 0 if questions is None else questions.longest_input())
     arms = [BASELINE, *(mask_arm(heads, replacement) for heads in (chosen.heads, found) if heads)]
     if chosen.score is not None and ordering is not None:
         arms += scored_masks(store, ordering, chosen.score, [chosen.share], chosen.order, replacement)

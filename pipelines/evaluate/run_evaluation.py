@@ -86,12 +86,10 @@ def check_resampled(arms: Sequence[Arm], requests: Mapping[str, Request | Genera
             )
 
 
-def check_models(
-    arms: Sequence[Arm], baseline: ModelIdentity, requests: Mapping[str, Request | GenerationRequest]
-) -> dict[ModelSpec, ModelIdentity]:
+def check_models(arms: Sequence[Arm], baseline: ModelIdentity, questions: Questions) -> dict[ModelSpec, ModelIdentity]:
     """Return the identities of the arms' other models; raise if one has changed, or cannot answer the questions."""
     identities: dict[ModelSpec, ModelIdentity] = {}
-    longest = max((len(request.ids) for request in requests.values()), default=0)
+    longest = questions.longest_input(generated=True)
     for arm in arms:
         if arm.model is None:
             continue
@@ -102,11 +100,10 @@ def check_models(
         known = dict(arm.details)
         if any(known.get(name) != value for name, value in model_settings(identity)):
             raise InterventionError(f"{arm.name}: the files of {arm.model.source} have changed. Make the arm again")
-        # The last token of a continuation is predicted, not read.
-        if identity.max_tokens is not None and longest > identity.max_tokens + 1:
+        if identity.max_tokens is not None and longest > identity.max_tokens:
             raise InterventionError(
-                f"{arm.name} has {identity.max_tokens} positions, but the longest question has {longest} tokens. Use a"
-                " model with as many positions as the baseline"
+                f"{arm.name} has {identity.max_tokens} positions, but the longest question and its answer need"
+                f" {longest}. Use a model with as many positions as the baseline"
             )
     return identities
 
@@ -141,7 +138,7 @@ def evaluate(
     check_predicts(run)
     # Arms with the same name are the same, such as the random controls of two plans with the same windows.
     arms = list({arm.name: arm for arm in arms}.values())
-    models = check_models(arms, run.identity, questions.requests)
+    models = check_models(arms, run.identity, questions)
     for note in (*questions.notes, *check_arms(run.facts.grid, arms), *window_notes(arms, questions.requests.values())):
         run.say(note)
     check_resampled(arms, questions.requests)
@@ -171,8 +168,7 @@ def _answering_settings(
     # Arms that use the kernels of rules always start from token ids, never from a cached layer.
     bundled = open_arms > 1 and not (pool.staged or reading.as_rules)
     starts = pool.one(possible_starts, ablated) if bundled else frozenset()
-    longest = max((len(request.ids) for request in questions.requests.values()), default=0)
-    cached = max(longest, grouped_tokens(facts.device.split(":")[0]))
+    cached = max(questions.longest_input(), grouped_tokens(facts.device.split(":")[0]))
     size = bundle_size(facts.caches if reading.share_prefixes else {}, cached)
     return AnsweringSettings(config.batch_tokens, reading, starts, size)
 
