@@ -79,7 +79,7 @@ def check_resampled(arms: Sequence[Arm], requests: Mapping[str, Request | Genera
     """Raise InterventionError if text is to be generated with resampled heads."""
     written = any(isinstance(request, GenerationRequest) for request in requests.values())
     for arm in arms:
-        if written and arm.ablated is not None and not arm.ablated.replaces_by.position_free:
+        if written and arm.ablated is not None and not arm.ablated.replacement.position_free:
             raise InterventionError(
                 f"{arm.name} resamples heads of whole inputs, but a task generates text. Use `replace=zero` or"
                 " `replace=mean`, or tasks with log-likelihoods"
@@ -191,15 +191,15 @@ def answer_arms(
     items: Sequence[WorkItem],
     settings_of: Callable[[Run, int], AnsweringSettings],
     *,
+    judges_arms: bool,
     models: Mapping[ModelSpec, ModelIdentity] | None = None,
-    judges_arms: bool = False,
 ) -> None:
     """Answer all items with every arm of a run that has begun, and finish the run.
 
     Args:
         settings_of: Returns how a model answers, from its run and the number of its unfinished arms.
-        models: The models of arms that have their own.
         judges_arms: Gives each arm a line and a verdict.
+        models: The models of arms that have their own.
     """
     store = run.store
     with store.one_transaction():
@@ -242,8 +242,11 @@ def _rounding(facts: ModelFacts, ablated: Sequence[Ablation | None], *, in_range
     if facts.dtype not in HALF:
         return "plain"
     how = ["of rules" if computed_as_rules(facts.dtype, ablated) else "plain", torch.device(facts.device).type]
-    how += ["whole inputs"] * reads_whole(facts.dtype, ablated)
-    return ", ".join([*how, "in ranges"] if in_ranges else how)
+    if reads_whole(facts.dtype, ablated):
+        how.append("whole inputs")
+    if in_ranges:
+        how.append("in ranges")
+    return ", ".join(how)
 
 
 def _record(config: EvaluateConfig, rounding: str, run: Run, questions: Questions, purpose: Purpose) -> RunRecord:
