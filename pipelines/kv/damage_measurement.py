@@ -416,6 +416,17 @@ def read_prompts(config: MeasureConfig, identity: ModelIdentity) -> list[Prompts
 ABLE = 0.1
 
 
+def refusal(prompts: Prompts, losses: Losses) -> str | None:
+    """Return why a recall task is left out, from its losses with the full cache; None if the model can do it."""
+    right = float(losses.greedy[0].mean())
+    if right >= ABLE:
+        return None
+    return (
+        f"{prompts.name} is left out: the unchanged model gets {right:.0%} of the answer tokens right (at"
+        f" least {ABLE:.0%})"
+    )
+
+
 @dataclass(frozen=True)
 class Measurement:
     """The candidates, the prompts that rank them, the held-out ones on which plans are measured, and notes on what
@@ -466,15 +477,11 @@ class Measurement:
         """Leave out recall tasks that the model cannot do with its full cache."""
         able, notes = [0], []
         for index, prompts in enumerate(self.ranking[1:], 1):
-            share = self._losses(prompts, [ALL_KEYS])[1]
-            if share >= ABLE:
+            if (refused := refusal(prompts, self._losses(prompts, [ALL_KEYS]))) is None:
                 able.append(index)
-                continue
-            notes.append(
-                f"{prompts.name} is left out: with its full cache the model gets {share:.0%} of the answer tokens"
-                f" right (at least {ABLE:.0%})"
-            )
-            self.context.say(notes[-1])
+            else:
+                notes.append(refused)
+                self.context.say(refused)
         ranking, held_out = (tuple(each[index] for index in able) for each in (self.ranking, self.held_out))
         return replace(self, ranking=ranking, held_out=held_out, notes=tuple(notes))
 
@@ -538,14 +545,11 @@ class Measurement:
         self, prompts: Sequence[Prompts], sets: Sequence[KeptKeys], base: KeptKeys = ALL_KEYS
     ) -> dict[str, np.ndarray]:
         """Return the loss of each prompt under each set of windows (sets, prompts) by task; see `PromptPool.losses`."""
-        return {each.task: self._losses(each, sets, base)[0] for each in prompts}
+        return {each.task: self._losses(each, sets, base).nats for each in prompts}
 
-    def _losses(
-        self, prompts: Prompts, sets: Sequence[KeptKeys], base: KeptKeys = ALL_KEYS
-    ) -> tuple[np.ndarray, float]:
+    def _losses(self, prompts: Prompts, sets: Sequence[KeptKeys], base: KeptKeys = ALL_KEYS) -> Losses:
         with Progress(f"windows on {prompts.name}", len(sets) * len(prompts.requests), "prompts") as progress:
-            losses = self._pool(progress).losses(prompts.requests, sets, base)
-        return losses.nats, float(losses.greedy[0].mean())
+            return self._pool(progress).losses(prompts.requests, sets, base)
 
     def scores(
         self,
