@@ -10,7 +10,7 @@ GPU_PYTHON = $(if $(wildcard $(VENV)/.ready),$(BIN)/python,$(PYTHON))
 # Environments of engines, which pin other versions of torch and transformers.
 ENGINES := .engines
 
-.PHONY: demo test fast-tests test-all bench docs gpu engines lint types clean
+.PHONY: demo test fast-tests test-all bench docs schema gpu engines lint types clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -50,6 +50,10 @@ bench: $(VENV)/.ready
 docs: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/mkdocs build --strict
+
+# The digest of a changed schema, in analysis/store/connection.py.
+schema: $(VENV)/.ready
+	$(BIN)/python -m tests.analysis.store.write_digest
 
 gpu:
 	$(GPU_PYTHON) -m pytest tests/headscan -m gpu --device cuda --minutes 5 -n 8 --dist loadfile

@@ -203,8 +203,7 @@ class PipelinePool(SupervisedPool):
         session.check(placement.replicas, GPU=gpus * stages, CPU=cpus * stages)
         self._remote = session.ray.remote(num_cpus=cpus, num_gpus=gpus, **ACTOR)(StageWorker)
         self._spec, self._placement = spec, placement
-        need: dict[str, float] = {kind: amount for kind, amount in (("GPU", gpus), ("CPU", cpus)) if amount}
-        super().__init__(session, placement.replicas, [need] * stages, timeouts)
+        super().__init__(session, placement.replicas, [{"GPU": gpus, "CPU": cpus}] * stages, timeouts)
 
     @property
     def staged(self) -> bool:

@@ -68,9 +68,11 @@ class RaySession:
     """
 
     def __init__(self, cpus: int) -> None:
-        self.ray = import_ray(local=True)
-        self.local = not self.ray.is_initialized()
+        connected = (loaded := sys.modules.get("ray")) is not None and loaded.is_initialized()
+        self.local = not connected
+        self.ray = import_ray(local=self.local)
         self._cpus = cpus
+        self._closed = False
         self._watch: OrphanWatch | None = None
         if self.local:
             self._start()
@@ -109,9 +111,9 @@ class RaySession:
 
     def close(self) -> None:
         """End a local Ray."""
-        if self.local:
+        if self.local and not self._closed:
+            self._closed = True
             self._stop()
-            self.local = False
 
 
 def connect(address: str) -> list[dict[str, float]]:

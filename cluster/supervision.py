@@ -157,11 +157,18 @@ class SupervisedPool(Pool):
     def __init__(
         self, session: RaySession, count: int, needs: Sequence[dict[str, float]], timeouts: Timeouts | None
     ) -> None:
-        self._session, self._ray, self._needs, self._timeouts = session, session.ray, needs, timeouts or Timeouts()
+        self._session, self._ray, self._timeouts = session, session.ray, timeouts or Timeouts()
+        self._needs = [{kind: amount for kind, amount in need.items() if amount} for need in needs]
         self._restarts = 0
         self._reported = count  # the number of replicas that was last logged
-        self._checked = self._started_last = time.monotonic()
-        self._replicas = [self.new_replica() for _ in range(count)]
+        self._checked = self._started_last = self._warned_last = time.monotonic()
+        self._replicas: list[Replica] = []
+        try:
+            for _ in range(count):
+                self._replicas.append(self.new_replica())
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def replicas(self) -> int:
@@ -246,7 +253,7 @@ class SupervisedPool(Pool):
             if self._session.lost():
                 self._restart(again, given_up)
             else:
-                self._report_room(started, now - self._started_last)
+                self._report_room(started, now)
 
     def _replace(
         self, replica: Replica, failure: Exception, again: deque[Job], given_up: list[tuple[Any, str]]
@@ -285,7 +292,7 @@ class SupervisedPool(Pool):
         self._replicas = [self.new_replica() for _ in self._replicas]
         self._started_last = time.monotonic()
 
-    def _report_room(self, started: int, seconds: float) -> None:
+    def _report_room(self, started: int, now: float) -> None:
         """Log if the nodes have room for fewer replicas than before."""
         room = replicas_that_fit(living_nodes(self._ray), self._needs, len(self._replicas))
         if room == started != self._reported:
@@ -293,7 +300,7 @@ class SupervisedPool(Pool):
             _log.warning("the Ray cluster has room for %d of %d replicas; the run continues", room, len(self._replicas))
         if started:
             return
-        limit = self._timeouts.start
+        seconds, limit = now - self._started_last, self._timeouts.start
         if not room and seconds > min(self._timeouts.heartbeat, limit):
             raise PlacementError(
                 f"no node of the Ray cluster has had room for a replica for {seconds:.0f} s. Start a node, then run "
@@ -306,7 +313,8 @@ class SupervisedPool(Pool):
                 f"waiting for a replica on the Ray cluster: {seconds:.0f} s (limit {limit:g} s; {resources}). Wait "
                 "until the cluster has room, then run the same command again, or raise the start timeout"
             )
-        if int(seconds / _WARN_EVERY) != int((seconds - _CHECK_EVERY) / _WARN_EVERY):
+        if now - max(self._started_last, self._warned_last) >= _WARN_EVERY:
+            self._warned_last = now
             _log.warning("waiting for a replica since %.0f s (limit %g s; %s)", seconds, limit, resources)
 
 

@@ -467,6 +467,14 @@ SET_METHODS: tuple[str, ...] = (RANDOM, *(name for name, declared in CRITERIA.it
 #: Criteria that runs of a store order heads by.
 RANKED_CRITERIA: tuple[str, ...] = tuple(name for name, declared in CRITERIA.items() if declared.run is not None)
 
+#: What replaces the output of an ablated head.
+ReplacementKind = Literal["zero", "mean", "resample"]
+
+
+def head_count(share: float, total: int) -> int:
+    """Return the number of heads of a share (0 to 1) of ``total`` heads: the nearest one, halves up, and at least 1."""
+    return max(1, floor(share * total + 0.5))
+
 
 def statistics_for(scores: Iterable[str]) -> frozenset[str]:
     """Return the names of the statistics that ``scores`` are derived from."""
@@ -514,12 +522,3 @@ def check_behaviours(names: Iterable[str]) -> tuple[str, ...]:
     for name in sorted(wanted.difference(BEHAVIOURS)):
         raise unknown_name("behaviour", name, BEHAVIOURS)
     return tuple(name for name in BEHAVIOURS if name in wanted)
-
-
-#: What replaces the output of an ablated head.
-ReplacementKind = Literal["zero", "mean", "resample"]
-
-
-def head_count(share: float, total: int) -> int:
-    """Return the number of heads of a share (0 to 1) of ``total`` heads: the nearest one, halves up, and at least 1."""
-    return max(1, floor(share * total + 0.5))

@@ -184,7 +184,7 @@ def gates(config: GatesConfig, store: str | Path, **options: Unpack[JobOptions])
     """
     opener = _opener(config.model, config.max_tokens, options)
     with _run(opener, store, options) as run:
-        return run_gates(config, run)
+        return run_gates(opener.with_fit(config), run)
 
 
 def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions]) -> AblateResult:

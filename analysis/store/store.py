@@ -382,8 +382,8 @@ class Store:
     def add_verdicts(self, verdicts: pa.Table) -> None:
         """Replace the verdict rows of arms; ``verdicts`` has the columns of ``arm_verdicts``."""
         with self._writing() as connection:
-            connection.register("judged", verdicts)
-            connection.execute("DELETE FROM arm_verdicts WHERE arm_id IN (SELECT arm_id FROM judged)")
+            judged = verdicts["arm_id"].unique().to_pylist()
+            connection.execute("DELETE FROM arm_verdicts WHERE arm_id IN (SELECT unnest(?))", [judged])
             _insert(connection, "arm_verdicts", verdicts)
 
     def replace_split_verdicts(self, run_id: str, verdicts: pa.Table) -> None:

@@ -239,20 +239,15 @@ class Ablation(ABC):
         """Return a context in which the model runs with the heads ablated; its passes read and update the record."""
 
     @property
-    def replaces_by(self) -> Replacement:
-        """What takes the place of an ablated head's output."""
-        return self.replacement
-
-    @property
     def value(self) -> ReplacementKind:
         """Name of the tested value: zero tests whether heads are inactive, mean whether they are constant."""
-        return self.replaces_by.value
+        return self.replacement.value
 
     def check_values(self, grid: HeadGrid) -> None:
         """Raise if the values do not fit the heads that may be ablated."""
         fixed = self.fixed_heads
         layers = {site.layer for site in grid.sites} if fixed is None else {head.layer for head in fixed}
-        self.replaces_by.check(grid, sorted(layers))
+        self.replacement.check(grid, sorted(layers))
 
     @property
     def fixed_heads(self) -> tuple[Head, ...] | None:
@@ -281,7 +276,7 @@ class Ablation(ABC):
     @property
     def may_share_prefix(self) -> bool:
         """True if inputs with a common prefix may continue from one KV cache of it."""
-        return self.fixed and self.replaces_by.position_free
+        return self.fixed and self.replacement.position_free
 
     def within(self, first: int, last: int) -> Ablation:
         """Return the part of the ablation that concerns the layers ``first`` to ``last - 1``."""
@@ -296,7 +291,7 @@ class LayerwiseAblation(Ablation):
     @property
     def may_share_rows(self) -> bool:
         """True if inputs with a common prefix may share one row."""
-        return self.replaces_by.position_free
+        return self.replacement.position_free
 
     @property
     def score_name(self) -> str | None:

@@ -35,7 +35,9 @@ class GateFitConfig:
     ] = 120
     rate: Annotated[float, Limits(above=0)] = 0.15
     start: Annotated[float, Limits()] = 1.5
-    batch_tokens: Annotated[int, Option("tokens of a step, with padding", flag="--step-tokens", least=1)] = 1024
+    batch_tokens: Annotated[
+        int, Option("tokens of a step, with padding, unless --batch-tokens is given", flag="--step-tokens", least=1)
+    ] = 1024
     seed: Annotated[int, Option("seed of the noise", least=0)] = 0
 
     def __post_init__(self) -> None:

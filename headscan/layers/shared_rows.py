@@ -157,7 +157,7 @@ class SharedRowHooks:
                     f"{ablation.label} needs whole inputs, not shared rows. Run each input in a row of its own"
                 )
             ablation.check_values(lm.grid)
-        replacements = {ablation.replaces_by for ablation in ablated}
+        replacements = {ablation.replacement for ablation in ablated}
         if len(replacements) > 1:
             raise InterventionError(
                 f"values of ablated heads in a shared row: {', '.join(sorted(value.value for value in replacements))} "

@@ -309,7 +309,7 @@ def answer_labelled(questions: LabelledQuestions, run: Run, run_id: str, arms: S
     """Answer the examples with every arm of a run that has begun, and finish the run."""
     refuse_staged(run.pool, "an answer to a labelled example")
     settings = AnsweringSettings(questions.config.batch_tokens, Reading(share_prefixes=False))
-    answer_arms(run, run_id, arms, questions, questions.items(run.identity), lambda *_: settings)
+    answer_arms(run, run_id, arms, questions, questions.items(run.identity), lambda *_: settings, judges_arms=False)
 
 
 def labelled_effects(

@@ -64,7 +64,7 @@ def single_head_effects(config: AblateConfig, run: Run) -> AblateResult:
     text = None if config.texts is None else read_texts(config.texts, run.identity)
     evaluation = replace(config.evaluation, recall=None, text=text)
     questions = Questions(evaluation.tasks, None, run.identity, text)
-    replacement = collect_replacement(config.replacement, run, questions.longest_input)
+    replacement = collect_replacement(config.replacement, run, questions.longest_input())
     arms = [BASELINE]
     for mode in config.modes:
         arms += head_arms(run.facts.grid, mode, replacement)

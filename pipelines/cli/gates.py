@@ -41,8 +41,8 @@ class Gates(RunVerb):
         spec, identity = self.identified()
         config = self.settings(model=spec, corpus=corpus)
         config = replace(config, max_tokens=min(config.max_tokens, identity.max_tokens or config.max_tokens))
-        with self.opened(spec, identity, tokens=config.max_tokens) as (run, _):
-            result = run_gates(config, run)
+        with self.opened(spec, identity, tokens=config.max_tokens) as (run, opener):
+            result = run_gates(opener.with_fit(config), run)
         if result.already_done:
             say(f"run {result.run_id} is complete in {self.store.path}: nothing to do")
         return _result(run.store, result.run_id, self.store.path, config.site, result.mask)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from headscan.cluster.pool import Pool, refuse_staged
 from headscan.errors import InterventionError, UnsupportedModelError
 from headscan.model_spec import ModelSpec
+from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.runs.model_identity import ModelIdentity, identify
 from headscan.pipelines.runs.run_context import ModelContext
 from headscan.pipelines.scoring.arms import Arm, check_tokenizer, model_settings
@@ -50,19 +51,17 @@ def check_resampled(arms: Sequence[Arm], requests: Mapping[str, Request | Genera
     """Raise InterventionError if text is to be generated with resampled heads."""
     written = any(isinstance(request, GenerationRequest) for request in requests.values())
     for arm in arms:
-        if written and arm.ablated is not None and not arm.ablated.replaces_by.position_free:
+        if written and arm.ablated is not None and not arm.ablated.replacement.position_free:
             raise InterventionError(
                 f"{arm.name} resamples heads of whole inputs, but a task generates text. Use `value=zero` or"
                 " `value=mean`, or tasks with log-likelihoods"
             )
 
 
-def check_models(
-    arms: Sequence[Arm], baseline: ModelIdentity, requests: Mapping[str, Request | GenerationRequest]
-) -> dict[ModelSpec, ModelIdentity]:
+def check_models(arms: Sequence[Arm], baseline: ModelIdentity, questions: Questions) -> dict[ModelSpec, ModelIdentity]:
     """Return the identities of the arms' other models; raise if one has changed, or cannot answer the questions."""
     identities: dict[ModelSpec, ModelIdentity] = {}
-    longest = max((len(request.ids) for request in requests.values()), default=0)
+    longest = questions.longest_input(generated=True)
     for arm in arms:
         if arm.model is None:
             continue
@@ -73,10 +72,9 @@ def check_models(
         known = dict(arm.details)
         if any(known.get(name) != value for name, value in model_settings(identity)):
             raise InterventionError(f"{arm.name}: the files of {arm.model.source} have changed. Make the arm again")
-        # The last token of a continuation is predicted, not read.
-        if identity.max_tokens is not None and longest > identity.max_tokens + 1:
+        if identity.max_tokens is not None and longest > identity.max_tokens:
             raise InterventionError(
-                f"{arm.name} has {identity.max_tokens} positions, but the longest question has {longest} tokens. Use a"
-                " model with as many positions as the baseline"
+                f"{arm.name} has {identity.max_tokens} positions, but the longest question and its answer need"
+                f" {longest}. Use a model with as many positions as the baseline"
             )
     return identities

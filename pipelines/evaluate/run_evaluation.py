@@ -82,7 +82,7 @@ def evaluate_chosen(config: EvaluateConfig, run: Run, chosen: ChosenArms) -> str
     compared = [model_arm(other, identify(other), identity) for other in others]
     replaces = chosen.replacement.value != "zero"
     questions = Questions(config.tasks, config.recall, identity, config.text) if replaces else None
-    replacement = collect_replacement(chosen.replacement, run, 0 if questions is None else questions.longest_input)
+    replacement = collect_replacement(chosen.replacement, run, 0 if questions is None else questions.longest_input())
     arms = [BASELINE, *(mask_arm(heads, replacement) for heads in (chosen.heads, found) if heads)]
     if chosen.score is not None and ordering is not None:
         arms += scored_masks(store, ordering, chosen.score, [chosen.share], chosen.order, replacement)
@@ -113,7 +113,7 @@ def evaluate(
     check_predicts(run)
     # Arms with the same name are the same, such as the random controls of two plans with the same windows.
     arms = list({arm.name: arm for arm in arms}.values())
-    models = check_models(arms, run.identity, questions.requests)
+    models = check_models(arms, run.identity, questions)
     for note in (*questions.notes, *check_arms(run.facts.grid, arms), *window_notes(arms, questions.requests.values())):
         run.say(note)
     check_resampled(arms, questions.requests)
@@ -143,8 +143,7 @@ def _answering_settings(
     # Arms that use the kernels of rules always start from token ids, never from a cached layer.
     bundled = open_arms > 1 and not (pool.staged or reading.as_rules)
     starts = pool.one(possible_starts, ablated) if bundled else frozenset()
-    longest = max((len(request.ids) for request in questions.requests.values()), default=0)
-    cached = max(longest, grouped_tokens(facts.device.split(":")[0]))
+    cached = max(questions.longest_input(), grouped_tokens(facts.device.split(":")[0]))
     size = bundle_size(facts.caches if reading.share_prefixes else {}, cached)
     return AnsweringSettings(config.batch_tokens, reading, starts, size)
 
@@ -167,15 +166,15 @@ def answer_arms(
     items: Sequence[WorkItem],
     settings_of: Callable[[Run, int], AnsweringSettings],
     *,
+    judges_arms: bool,
     models: Mapping[ModelSpec, ModelIdentity] | None = None,
-    judges_arms: bool = False,
 ) -> None:
     """Answer all items with every arm of a run that has begun, and finish the run.
 
     Args:
         settings_of: Returns how a model answers, from its run and the number of its unfinished arms.
-        models: The models of arms that have their own.
         judges_arms: Gives each arm a line and a verdict.
+        models: The models of arms that have their own.
     """
     store = run.store
     with store.one_transaction():
@@ -218,8 +217,11 @@ def _rounding(facts: ModelFacts, ablated: Sequence[Ablation | None], *, in_range
     if facts.dtype not in HALF:
         return "plain"
     how = ["of rules" if computed_as_rules(facts.dtype, ablated) else "plain", torch.device(facts.device).type]
-    how += ["whole inputs"] * reads_whole(facts.dtype, ablated)
-    return ", ".join([*how, "in ranges"] if in_ranges else how)
+    if reads_whole(facts.dtype, ablated):
+        how.append("whole inputs")
+    if in_ranges:
+        how.append("in ranges")
+    return ", ".join(how)
 
 
 def _record(config: EvaluateConfig, rounding: str, run: Run, questions: Questions, purpose: Purpose) -> RunRecord:

@@ -199,7 +199,7 @@ def sweep(config: SweepConfig, run: Run) -> SweepRuns:
     evaluation = size_recall(config.evaluation, run, judging_share=judging_share, comparisons=kinds)
     questions.ask_recall(evaluation.recall)
     scan_run = record_prompts(evaluation, run, questions)
-    replacement = collect_replacement(config.replacement, run, questions.longest_input)
+    replacement = collect_replacement(config.replacement, run, questions.longest_input())
     arms = sweep_arms(config, run.store, scan_run, run.facts, replacement, others)
     rules = sum(arm.kind is ArmKind.RULE for arm in arms)
     masks = sum(arm.kind is ArmKind.MASK for arm in arms)

@@ -445,9 +445,14 @@ class Questions:
         notes = self._tasks.notes + self._notes
         return notes + ([f"{cut} prompts are longer than the context; their beginning is cut off"] if cut else [])
 
-    @property
-    def longest_input(self) -> int:
-        return max(len(_input(request)) for request in self.requests.values())
+    def longest_input(self, *, generated: bool = False) -> int:
+        """Return the tokens of the longest input; ``generated`` counts those that a prompt's answer may add."""
+        lengths = [
+            len(_input(request))
+            + (request.max_new_tokens if generated and isinstance(request, GenerationRequest) else 0)
+            for request in self.requests.values()
+        ]
+        return max(lengths, default=0)
 
     @property
     def benchmark_size(self) -> int:

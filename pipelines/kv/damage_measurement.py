@@ -38,11 +38,12 @@ from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.run_context import ModelContext
 from headscan.pipelines.scoring.bundles import Start
 from headscan.pipelines.scoring.prompt_losses import (
-    ABLE,
     ALL_KEYS,
+    Losses,
     PromptPool,
     Prompts,
     recall_prompts,
+    refusal,
     starts_under_windows,
     text_prompts,
 )
@@ -241,15 +242,11 @@ class Measurement:
         """Leave out recall tasks that the model cannot do with its full cache."""
         able, notes = [0], []
         for index, prompts in enumerate(self.ranking[1:], 1):
-            share = self._losses(prompts, [ALL_KEYS])[1]
-            if share >= ABLE:
+            if (refused := refusal(prompts, self._losses(prompts, [ALL_KEYS]))) is None:
                 able.append(index)
-                continue
-            notes.append(
-                f"{prompts.name} is left out: with its full cache the model gets {share:.0%} of the answer tokens"
-                f" right (at least {ABLE:.0%})"
-            )
-            self.context.say(notes[-1])
+            else:
+                notes.append(refused)
+                self.context.say(refused)
         ranking, held_out = (tuple(each[index] for index in able) for each in (self.ranking, self.held_out))
         return replace(self, ranking=ranking, held_out=held_out, notes=tuple(notes))
 
@@ -313,14 +310,11 @@ class Measurement:
         self, prompts: Sequence[Prompts], sets: Sequence[KeptKeys], base: KeptKeys = ALL_KEYS
     ) -> dict[str, np.ndarray]:
         """Return the loss of each prompt under each set of windows (sets, prompts) by task; see `PromptPool.losses`."""
-        return {each.task: self._losses(each, sets, base)[0] for each in prompts}
+        return {each.task: self._losses(each, sets, base).nats for each in prompts}
 
-    def _losses(
-        self, prompts: Prompts, sets: Sequence[KeptKeys], base: KeptKeys = ALL_KEYS
-    ) -> tuple[np.ndarray, float]:
+    def _losses(self, prompts: Prompts, sets: Sequence[KeptKeys], base: KeptKeys = ALL_KEYS) -> Losses:
         with Progress(f"windows on {prompts.name}", len(sets) * len(prompts.requests), "prompts") as progress:
-            losses = self._pool(progress).losses(prompts.requests, sets, base)
-        return losses.nats, float(losses.greedy[0].mean())
+            return self._pool(progress).losses(prompts.requests, sets, base)
 
     def scores(
         self,

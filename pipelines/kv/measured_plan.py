@@ -193,12 +193,16 @@ class WindowSearch:
         return sorted(tried, key=shares.__getitem__)[:_MEASURED]
 
     def _clearly_better(self, heads: Heads, chosen: Heads) -> bool:
-        """Return True if a set's loss is lower by more than the standard error over the prompts."""
+        """Return True if a set's loss is lower by more than the standard error over the prompts, which needs two
+        prompts of each task.
+        """
         now, before = self._known[heads], self._known[chosen]
         text, *recall = ((before[task] - now[task]) for task in now)
         parts = [(text, self.totals[0]), *((each, self.totals[1] * len(recall)) for each in recall)]
         gain = sum(float(each.mean()) / total for each, total in parts)
-        variance = sum(float(each.var(ddof=1)) / len(each) / total**2 for each, total in parts if len(each) > 1)
+        if any(len(each) < 2 for each, _ in parts):
+            return False
+        variance = sum(float(each.var(ddof=1)) / len(each) / total**2 for each, total in parts)
         return gain > math.sqrt(variance)
 
     def _same_bytes(self, first: Collection[KvHead], second: Collection[KvHead]) -> bool:
@@ -254,8 +258,7 @@ def measured_plans(
 def _plans(measurement: Measurement, budgets: Sequence[BudgetRequest | LossLimit]) -> list[HeadPlan]:
     config, model = measurement.config, measurement.context
     widths = f"{len(config.windows)} width{'s' * (len(config.windows) > 1)}"
-    units = "KV heads" if config.granularity == "kv_head" else "layers"
-    model.say(f"damage of a window on {len(measurement.units)} {units}, {widths}")
+    model.say(f"damage of a window on {len(measurement.units)} {config.unit_names}, {widths}")
     estimates = {window: measurement.damages(window) for window in config.windows}
     chosen = smallest_windows({window: list(of_heads.values()) for window, of_heads in estimates.items()})
     windows = dict(zip(measurement.heads, chosen, strict=True))
@@ -276,8 +279,7 @@ def _plan(
     scores = measurement.scores(damage, windows)
     count, plan = _within(measurement, scores, windows, budget)
     if config.confirm and count > 0:
-        units = "KV heads" if config.granularity == "kv_head" else "layers"
-        measurement.context.say(f"choosing the {units} near the budget's edge with window masks")
+        measurement.context.say(f"choosing the {config.unit_names} near the budget's edge with window masks")
         scores, note = _searched(measurement, scores, windows, damage, count)
         wanted = _heads_of(measurement, scores, count) if isinstance(budget, LossLimit) else budget
         better = _allocated(measurement, scores, wanted, windows)
@@ -369,10 +371,9 @@ def _searched(
     for values, flipped in zip(confirmed.values(), flips.T, strict=True):
         values[[measurement.heads.index(head) for head in doubtful]] = flipped
     moved = len(chosen - set(order[:count]))
-    units = "windows" if measurement.config.granularity == "kv_head" else "layers with windows"
     note = (
         f"{search.measured} sets of windows were measured with window masks, and {search.screened} on a part of the"
-        f" prompts; {moved} of {count} {units} are not among the lowest estimates"
+        f" prompts; {moved} of {count} {measurement.config.unit_names} with windows are not among the lowest estimates"
     )
     return measurement.scores(damage, windows, confirmed, chosen), note
 

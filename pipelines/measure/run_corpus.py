@@ -398,9 +398,9 @@ class ShardWriter:
             raise self._problem
 
     def _run(self) -> None:
-        while shards := self._take():
+        while taken := self._take():
             try:
-                self._store.add_shards(self._run_id, shards)
+                self._store.add_shards(self._run_id, taken)
             except BaseException as problem:
                 with self._changed:
                     self._problem = problem
@@ -411,6 +411,6 @@ class ShardWriter:
         """Wait for shards and return all that are queued, or none if the writer is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
-            shards, self._waiting, self._bytes = self._waiting, [], 0
+            taken, self._waiting, self._bytes = self._waiting, [], 0
             self._changed.notify_all()
-            return shards
+            return taken

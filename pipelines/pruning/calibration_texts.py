@@ -18,7 +18,7 @@ from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
 from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.run_context import ModelContext
-from headscan.pipelines.scoring.prompt_losses import ABLE, ALL_KEYS, PromptPool, Prompts, recall_prompts
+from headscan.pipelines.scoring.prompt_losses import ALL_KEYS, PromptPool, Prompts, recall_prompts, refusal
 from headscan.pipelines.scoring.recall_tasks import RecallSeries, recall_series
 from headscan.pipelines.settings.corpus_settings import SHORTEST
 from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig
@@ -109,14 +109,10 @@ def read_recall(
         with Progress(f"{prompts.name} with all heads", len(prompts.requests), "prompts", brief=True) as progress:
             pool = PromptPool(model.pool, batch_tokens, identity.rope_lengths, progress=progress)
             losses = pool.losses(prompts.requests, [ALL_KEYS])
-        right = float(losses.greedy.mean())
-        if right >= ABLE:
+        if (refused := refusal(prompts, losses)) is None:
             able.append(prompts)
         else:
-            model.say(
-                f"{prompts.name} is left out of the calibration: the model gets {right:.0%} of the answer tokens right"
-                f" (at least {ABLE:.0%})"
-            )
+            model.say(refused)
     series = recall_series(identity.tokenizer, tokens, config.prompts // 2, config.seed)
     return tuple(CalibrationPrompts(each.name, series[each.task]) for each in able), tuple(able)
 

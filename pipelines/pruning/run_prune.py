@@ -84,8 +84,8 @@ def prune(config: PruneConfig, run: Run) -> PruneResult:
             verdict=sentences,
         )
 
-    settings = _settings(config, run, texts, held_out, held_out_prompts)
-    with work_folder(config.out, config.folders, settings, say) as work:
+    settings_hash = _settings_hash(config, run, texts, held_out, held_out_prompts)
+    with work_folder(config.out, config.folders, settings_hash, say) as work:
         with kept_damages(
             run, texts, config.selection, evaluation.batch_tokens, prompts, config.recall_prompts.weight
         ) as known:
@@ -112,7 +112,7 @@ def prune(config: PruneConfig, run: Run) -> PruneResult:
     return result
 
 
-def _settings(
+def _settings_hash(
     config: PruneConfig, run: Run, texts: CalibrationTexts, held_out: HeldOutText, held_out_prompts: Sequence[Prompts]
 ) -> str:
     """Return a hash of the settings, texts and prompts on which the models and their records depend."""

@@ -101,9 +101,11 @@ def check_place(out: Path) -> None:
 
 
 @contextmanager
-def work_folder(out: Path, targets: Sequence[Path], settings: str, say: Callable[[str], None]) -> Iterator[WorkFolder]:
-    """Yield the folder of a run, with the models that an earlier one with the same ``settings`` (a hash of everything
-    on which the models depend) finished. If the block fails, the folder stays if it has a finished model, which ``say``
+def work_folder(
+    out: Path, targets: Sequence[Path], settings_hash: str, say: Callable[[str], None]
+) -> Iterator[WorkFolder]:
+    """Yield the folder of a run, with the models that an earlier one with the same ``settings_hash`` (of everything on
+    which the models depend) finished. If the block fails, the folder stays if it has a finished model, which ``say``
     reports. ``targets`` are ``out`` or folders in it.
     """
     path = _work(out)
@@ -114,7 +116,7 @@ def work_folder(out: Path, targets: Sequence[Path], settings: str, say: Callable
             f" delete {path} if it has ended"
         )
     check_place(out)
-    if _read(path / _SETTINGS).get("settings") != settings:
+    if _read(path / _SETTINGS).get("settings") != settings_hash:
         if out.exists() and any(out.iterdir()):
             raise PruningError(
                 f"{out} is not empty: an unfinished run with other settings, or another version of headscan, saved a "
@@ -125,7 +127,7 @@ def work_folder(out: Path, targets: Sequence[Path], settings: str, say: Callable
         path.mkdir(parents=True, exist_ok=True)
         own(path)
         names = [str(each.relative_to(out)) for each in targets]
-        write_text(path / _SETTINGS, json.dumps({"settings": settings, "targets": names}))
+        write_text(path / _SETTINGS, json.dumps({"settings": settings_hash, "targets": names}))
     except OSError as problem:
         raise PruningError(f"{path} cannot be written: {problem.strerror}. Choose another folder") from problem
     for each in [folder for folder in path.iterdir() if folder.is_dir()]:

@@ -168,8 +168,16 @@ class HasEvaluation(Protocol):
     def evaluation(self) -> HasBatchSize: ...
 
 
+class HasFit(Protocol):
+    """Settings of a job that fits gates."""
+
+    @property
+    def fit(self) -> HasBatchSize: ...
+
+
 S = TypeVar("S", bound=HasBatchSize)
 E = TypeVar("E", bound=HasEvaluation)
+F = TypeVar("F", bound=HasFit)
 
 
 @dataclass
@@ -216,6 +224,12 @@ class ModelOpener:
         """Return settings whose evaluation has the batch size of the placement."""
         settings: Any = config
         return replace(settings, evaluation=self.sized(config.evaluation))
+
+    def with_fit(self, config: F) -> F:
+        """Return settings whose fit has the batch size of the request, if that has one: it changes the steps."""
+        settings: Any = config
+        tokens = self.request.batch_tokens
+        return config if tokens is None else replace(settings, fit=replace(settings.fit, batch_tokens=tokens))
 
     @property
     def _fills_memory(self) -> bool:

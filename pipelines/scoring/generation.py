@@ -89,7 +89,7 @@ def _seen(lm: LoadedModel, item: GenerationItem, request: GenerationRequest) -> 
     zeroed_BLH = record.zeroed
     assert zeroed_BLH is not None
     heads = [(int(layer), int(head)) for layer, head in zeroed_BLH[0].nonzero()]
-    return HeadMask(heads, item.ablated.replaces_by) if heads else None
+    return HeadMask(heads, item.ablated.replacement) if heads else None
 
 
 def _write(lm: LoadedModel, requests: list[GenerationRequest], mask: Ablation | None) -> list[str]:

@@ -53,7 +53,7 @@ _SPREAD = 16
 _FIRST_SEED = 2**32
 
 #: Smallest share of answer tokens that the full cache gets right. Below it, a task says nothing about the heads.
-ABLE = 0.1
+_ABLE = 0.1
 
 ALL_KEYS = KeptKeys(())
 
@@ -257,3 +257,14 @@ def starts_under_windows(pool: Pool) -> frozenset[Start]:
 
 def _run(lm: LoadedModel, item: LikelihoodItem | BundleItem) -> list[AnswerSet[Likelihood]]:
     return item.run(lm)
+
+
+def refusal(prompts: Prompts, losses: Losses) -> str | None:
+    """Return why a recall task is left out, from its losses with the full cache; None if the model can do it."""
+    right = float(losses.greedy[0].mean())
+    if right >= _ABLE:
+        return None
+    return (
+        f"{prompts.name} is left out: the unchanged model gets {right:.0%} of the answer tokens right (at"
+        f" least {_ABLE:.0%})"
+    )

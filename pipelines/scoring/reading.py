@@ -55,7 +55,7 @@ def computed_as_rules(dtype: str, ablated: Sequence[Ablation | None]) -> bool:
 def reads_whole(dtype: str, ablated: Sequence[Ablation | None]) -> bool:
     """Return True if all arms read whole inputs, as resampled heads do. Kernels round differently in half precision."""
     return dtype in HALF and any(
-        ablation is not None and not ablation.replaces_by.position_free for ablation in ablated
+        ablation is not None and not ablation.replacement.position_free for ablation in ablated
     )
 
 

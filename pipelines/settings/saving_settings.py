@@ -169,6 +169,11 @@ class MeasureConfig:
         """Windows, narrowest first."""
         return tuple(Window(self.sink, recent) for recent in sorted(set(self.recents)))
 
+    @property
+    def unit_names(self) -> str:
+        """What gets a window, in words."""
+        return "KV heads" if self.granularity == "kv_head" else "layers"
+
     def tokens(self, identity: ModelIdentity) -> int:
         return longest_text(identity, self.max_tokens, _PLAN_TOKENS)
 

@@ -126,6 +126,32 @@ def test_a_failed_local_ray_is_restarted(
     assert "the local Ray failed; restarting it" in caplog.text
 
 
+class IdleRay(FailingRay):
+    """A replacement of Ray that is connected to a cluster, or not."""
+
+    def __init__(self, *, connected: bool) -> None:
+        super().__init__()
+        self.connected = connected
+
+    def is_initialized(self) -> bool:
+        return self.connected
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_session_is_local_unless_a_cluster_is_connected(monkeypatch: pytest.MonkeyPatch, connected: bool) -> None:
+    ray = IdleRay(connected=connected)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    # setenv first, so that the variable is restored even if the session sets it.
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "")
+    monkeypatch.delenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
+    found = ray_session.RaySession(1)
+    assert (ray.starts, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" in os.environ) == (int(not connected), not connected)
+    for _ in range(2):
+        found.close()
+        assert found.local is not connected
+    assert ray.shutdowns == int(not connected)
+
+
 @pytest.mark.slow
 def test_waiting_for_a_busy_cluster_has_a_limit(spec: ModelSpec, tmp_path: Path) -> None:
     with ray_nodes(1) as cluster:

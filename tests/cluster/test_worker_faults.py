@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -13,17 +14,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from headscan.cluster import devices
+from headscan.cluster import devices, supervision
 from headscan.cluster.placement_base import PlacementError, Timeouts
 from headscan.cluster.placements import WholePlacement
 from headscan.cluster.pool import InProcessPool, Pool
 from headscan.cluster.ray_pool import RayPool
 from headscan.cluster.ray_session import _check_port, import_ray, living_nodes
-from headscan.cluster.supervision import replicas_that_fit
+from headscan.cluster.supervision import Replica, SupervisedPool, replicas_that_fit
 from headscan.model_spec import ModelSpec
 from tests.cluster import tasks
 from tests.cluster.conftest import ray_nodes
@@ -193,3 +195,104 @@ def wait_for(reached: Any, what: str, seconds: float = 20.0) -> None:
     while not reached():
         assert time.monotonic() < deadline, what
         time.sleep(0.1)
+
+
+class _SilentRay:
+    """A replacement of Ray, with a clock: a node has room for an actor, but no actor ever answers."""
+
+    exceptions = SimpleNamespace(
+        **{
+            name: type(name, (Exception,), {})
+            for name in (
+                "RayActorError",
+                "OutOfMemoryError",
+                "ObjectLostError",
+                "ActorUnschedulableError",
+                "RuntimeEnvSetupError",
+            )
+        }
+    )
+
+    def __init__(self) -> None:
+        self.now, self.killed, self.closed = 0.0, 0, False
+        self.ray = self  # the session, too
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wait(self, references: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        self.now += 1.1 * timeout
+        return [], references
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "Resources": {}}]
+
+    def available_resources(self) -> dict[str, float]:
+        return {}
+
+    def kill(self, actor: Any) -> None:
+        self.killed += 1
+
+    def lost(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class _SilentReplica(Replica):
+    def __init__(self, ray: Any) -> None:
+        super().__init__(ray, [SimpleNamespace(beat=self)])
+
+    def options(self, **options: Any) -> Any:
+        return SimpleNamespace(remote=object)
+
+    def wants_more(self) -> bool:
+        return True
+
+    def submit(self, task: Any, job: Any) -> None:
+        raise AssertionError("no item is sent before the first heartbeat")
+
+    def references(self) -> list[Any]:
+        return []
+
+    def take(self, reference: Any) -> None:
+        raise AssertionError("no result can arrive")
+
+    def drop(self) -> None:
+        self.jobs.clear()
+
+
+class _SilentPool(SupervisedPool):
+    """A pool whose replicas never start; ``room`` of them can be made."""
+
+    def __init__(self, ray: Any, count: int, room: int) -> None:
+        self.room = room
+        super().__init__(ray, count, [{"GPU": 0, "CPU": 0}], Timeouts(start=300))
+
+    def new_replica(self) -> Replica:
+        if not self.room:
+            raise PlacementError("no room")
+        self.room -= 1
+        return _SilentReplica(self._ray)
+
+
+def test_every_minute_without_a_replica_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ray = _SilentRay()
+    monkeypatch.setattr(supervision, "time", ray)
+    pool = _SilentPool(ray, 1, 1)
+    for _ in range(2):  # a second map begins to count again
+        caplog.clear()
+        with pytest.raises(PlacementError, match=r"^waiting for a replica on the Ray cluster: 30. s"):
+            list(pool.map(tasks.measure, [Job(0, "")]))
+        minutes = [re.search(r"since (\d+) s", message) for message in caplog.messages]
+        assert [int(found[1]) // 60 for found in minutes if found is not None] == [1, 2, 3, 4]
+
+
+def test_a_replica_that_cannot_be_made_closes_the_session() -> None:
+    ray = _SilentRay()
+    with pytest.raises(PlacementError, match="no room"):
+        _SilentPool(ray, 3, 2)
+    assert (ray.killed, ray.closed) == (2, True)

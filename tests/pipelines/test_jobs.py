@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import pytest
@@ -186,6 +187,62 @@ def test_a_memory_limit_sets_the_batch_size_of_jobs_and_verbs(
     words = ["scan", "demo", "--corpus", str(corpus_folder), "--max-tokens", "64", "--device", "cpu"]
     assert main([*words, "--memory", "64MiB", "--store", str(store)]) == 0
     assert f"run {run_id} is complete" in capsys.readouterr().out
+
+
+class Begun(Exception):
+    """A job has begun."""
+
+
+@pytest.mark.parametrize(
+    ("job", "does"),
+    [
+        ("scan", "run_scan"),
+        ("importance", "run_importance"),
+        ("probe", "run_probe"),
+        ("gates", "run_gates"),
+        ("ablate", "single_head_effects"),
+        ("evaluate", "run_evaluation"),
+        ("sweep", "run_sweep"),
+        ("referee", "run_referee"),
+        ("plan", "measured_plan"),
+        ("prune", "run_prune"),
+        ("study", "run_study"),
+    ],
+)
+def test_the_batch_size_of_the_devices_reaches_every_job(
+    job: str, does: str, evaluation: jobs.EvaluateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, texts, store = evaluation.model, CorpusSpec("python-stdlib"), tmp_path / "s.duckdb"
+    calls: dict[str, tuple[Any, ...]] = {
+        "scan": (jobs.ScanConfig(spec, texts, TokenPlan(64)), store),
+        "importance": (jobs.ImportanceConfig(spec, texts, TokenPlan(64)), store),
+        "probe": (jobs.ProbeConfig(spec), store),
+        "gates": (jobs.GatesConfig(spec, texts), store),
+        "ablate": (jobs.AblateConfig(evaluation), store),
+        "evaluate": (evaluation, store, []),
+        "sweep": (jobs.SweepConfig(evaluation, ("entropy",), (0.2,)), store),
+        "referee": (jobs.RefereeConfig(evaluation, texts=TextConfig(texts, max_tokens=64)), store),
+        "plan": (spec, jobs.MeasureConfig(texts, max_tokens=128), WindowShare(0.5), store),
+        "prune": (
+            jobs.PruneConfig(evaluation=evaluation, out=tmp_path / "smaller", budgets=(ShareBudget(0.3),)),
+            store,
+        ),
+        "study": (jobs.StudyConfig(spec, texts, str(tmp_path / "study")),),
+    }
+    assert calls.keys() == {name for name in jobs.__all__ if name.islower()} - {"mask_arm"}
+    received = list[Any]()
+
+    def begun(*arguments: Any) -> None:
+        received.append(arguments[0])
+        raise Begun
+
+    monkeypatch.setattr(jobs, does, begun)
+    with pytest.raises(Begun):
+        getattr(jobs, job)(*calls[job], devices=jobs.PlacementRequest(device="cpu", batch_tokens=640), say=quiet)
+    (settings,) = received
+    # The settings of the job themselves, those of its evaluation, or those of its fit.
+    sized = getattr(settings, "evaluation", getattr(settings, "fit", settings))
+    assert sized.batch_tokens == 640
 
 
 def test_jobs_that_remove_heads_need_one_whole_replica(evaluation: jobs.EvaluateConfig, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from headscan.analysis.store.views import ALL_RUNS, VIEWS, view_statements
 from headscan.catalog import PROFILES, SCORES, STATISTICS
 from headscan.pipelines.cli.main import main
 from tests.analysis.conftest import Scan, scan_record
+from tests.analysis.store.write_digest import CONNECTION, with_digest
 
 
 def test_head_statistics_has_the_catalogues_columns_and_their_formulas(scan: Scan) -> None:
@@ -148,8 +149,19 @@ def test_a_changed_definition_is_named(
 
 
 def test_the_digest_of_the_definitions_is_that_of_the_schema() -> None:
-    """Write the digest of the assertion into `DIGESTS` after a change of the schema, and add new versions of DuckDB."""
-    assert DIGESTS[duckdb.__version__] == digest(declared())
+    assert DIGESTS.get(duckdb.__version__) == digest(declared()), "run `make schema`"
+
+
+def test_a_written_digest_replaces_those_of_an_earlier_schema() -> None:
+    source = CONNECTION.read_text(encoding="utf-8")
+    assert with_digest(source, duckdb.__version__, digest(declared())) == source
+
+    def table(**digests: str) -> str:
+        return "DIGESTS: Mapping = {\n" + "".join(f'    "{each}": "{digests[each]}",\n' for each in digests) + "}\n"
+
+    assert with_digest(table(a="1"), "a", "1") == table(a="1")
+    assert with_digest(table(a="1"), "b", "2") == table(a="1", b="2")
+    assert with_digest(table(a="1", b="2"), "b", "3") == table(b="3")
 
 
 def test_a_store_with_the_known_digest_is_not_compared_with_a_new_schema(

@@ -21,9 +21,11 @@ from headscan.errors import InterventionError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, TextChunk
-from headscan.pipelines.evaluate.run_evaluation import evaluate
+from headscan.pipelines.evaluate.run_evaluation import check_models, evaluate
+from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm, model_arm
+from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood, run_on
 from tests.small_models import make_model
@@ -186,6 +188,33 @@ def test_another_content_of_a_folder_is_another_arm(spec: ModelSpec, other_folde
     assert model_arm_of(folder, spec).name != before.name
 
 
+def short_model(folder: Path, positions: int) -> Path:
+    """Save a model like that of ``spec`` with fewer positions."""
+    short = folder / f"short-{positions}"
+    make_model("llama", vocabulary=300).save_pretrained(short)
+    make_tokenizer(300).save_pretrained(short)
+    settings = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": positions}))
+    return short
+
+
+@pytest.mark.parametrize(("task", "generated"), [("telling", 8), ("counting", 0)])
+def test_the_positions_of_a_model_hold_the_longest_question_and_its_answer(
+    spec: ModelSpec, task_folder: Path, tmp_path: Path, task: str, generated: int
+) -> None:
+    identity = identify(spec)
+    questions = Questions(TaskConfig((task,), include_path=str(task_folder)), None, identity)
+    lengths = [
+        # The last token of a continuation is predicted, not read.
+        len(request.ids) - 1 if isinstance(request, Request) else len(request.ids) + generated
+        for request in questions.requests.values()
+    ]
+    enough, few = (model_arm_of(short_model(tmp_path, max(lengths) - less), spec) for less in (0, 1))
+    assert len(check_models([enough], identity, questions)) == 1
+    with pytest.raises(InterventionError, match=rf"has {max(lengths) - 1} positions, but .* need {max(lengths)}\. Use"):
+        check_models([few], identity, questions)
+
+
 def test_bad_models_are_refused_before_anything_is_asked(
     config: EvaluateConfig, spec: ModelSpec, store: Store, other_folder: Path, tmp_path: Path
 ) -> None:
@@ -194,15 +223,11 @@ def test_bad_models_are_refused_before_anything_is_asked(
     make_tokenizer(280).save_pretrained(strange)
     with pytest.raises(InterventionError, match=r"strange has another tokenizer than tiny-llama: .* entries differ"):
         model_arm_of(strange, spec)
-    short = tmp_path / "short"
-    make_model("llama", vocabulary=300).save_pretrained(short)
-    make_tokenizer(300).save_pretrained(short)
-    settings = json.loads((short / "config.json").read_text())
-    (short / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 16}))
+    short = short_model(tmp_path, 16)
     arm = model_arm_of(other_folder, spec)
     changed = dataclasses.replace(arm, details=(("weights_hash", "other"),))
     cases = {
-        "has 16 positions, but the longest question has": [model_arm_of(short, spec)],
+        "has 16 positions, but the longest question and its answer need": [model_arm_of(short, spec)],
         "the files of .* have changed": [changed],
     }
     for message, arms in cases.items():

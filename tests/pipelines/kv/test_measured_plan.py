@@ -146,7 +146,7 @@ def test_recall_that_the_model_cannot_do_is_named(context: ModelContext, monkeyp
     assert (
         "Recall is unknown (needle, copying): their prompts were left out, so the windows may cost it" in plan.notes[0]
     )
-    assert sum("is left out: with its full cache the model gets" in note for note in plan.notes) == 2
+    assert sum("is left out: the unchanged model gets" in note for note in plan.notes) == 2
 
 
 def test_held_out_prompts_decide_nothing(context: ModelContext, pretend: Callable[[AddedLoss], None]) -> None:

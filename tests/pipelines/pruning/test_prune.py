@@ -117,9 +117,9 @@ def test_losses_are_printed_without_a_verdict(
     words = [*without_tasks(command), "--recall", "--heads", "0:1,2:3,2:0", "--skip-verdict"]
     assert main(words) == 0
     printed = capsys.readouterr()
-    assert "needle@511 is left out of the calibration: the model gets " in "".join(printed)
+    assert "needle@511 is left out: the unchanged model gets " in "".join(printed)
     assert "copying@511" not in printed.out and "repaired" in printed.out
-    monkeypatch.setattr("headscan.pipelines.pruning.calibration_texts.ABLE", 0.0)
+    monkeypatch.setattr("headscan.pipelines.kv.damage_measurement.ABLE", 0.0)
     words[words.index("--out") + 1] = str(tmp_path / "recall")
     assert main([*words, "--json"]) == 0
     (model,) = json.loads(capsys.readouterr().out)["rows"]

@@ -1,0 +1,46 @@
+"""Write the digest of the schema, as the installed DuckDB writes it, into `DIGESTS`: ``make schema``."""
+
+from __future__ import annotations
+
+import re
+
+import duckdb
+
+from headscan.analysis.store.connection import declared, digest
+from headscan.analysis.store.tables import SCHEMA_VERSION
+from tests.sources import ROOT
+
+CONNECTION = ROOT / "analysis" / "store" / "connection.py"
+
+
+def with_digest(source: str, version: str, found: str) -> str:
+    """Return the source of `connection` with the digest of a version of DuckDB. If it replaces another one, the schema
+    has changed, and the digests of other versions are dropped.
+    """
+    match = re.search(r"^DIGESTS: .* = \{\n((?: .*\n)*)\}", source, re.MULTILINE)
+    assert match is not None
+    known = dict(re.findall(r'"(.*?)": "(.*?)"', match[1]))
+    if known.get(version, found) != found:
+        known = {}
+    lines = "".join(f'    "{each}": "{value}",\n' for each, value in sorted((known | {version: found}).items()))
+    return source[: match.start(1)] + lines + source[match.end(1) :]
+
+
+def main() -> None:
+    before = CONNECTION.read_text(encoding="utf-8")
+    after = with_digest(before, duckdb.__version__, digest(declared()))
+    if after == before:
+        print(f"schema {SCHEMA_VERSION}: the digest for DuckDB {duckdb.__version__} is up to date")
+        return
+    CONNECTION.write_text(after, encoding="utf-8")
+    print(
+        f"schema {SCHEMA_VERSION}: wrote the digest for DuckDB {duckdb.__version__} to {CONNECTION.relative_to(ROOT)}"
+    )
+    print(
+        f"If tables, views or functions have changed since a release with schema {SCHEMA_VERSION}, raise SCHEMA_VERSION"
+        " in analysis/store/tables.py"
+    )
+
+
+if __name__ == "__main__":
+    main()
