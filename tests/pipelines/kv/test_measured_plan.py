@@ -31,7 +31,6 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
 from headscan.pipelines.demo import MODEL_FOLDER
-from headscan.pipelines.kv import damage_measurement
 from headscan.pipelines.kv.damage_measurement import DamagePool, Measurement
 from headscan.pipelines.kv.measured_plan import measured_plan, smallest_windows
 from headscan.pipelines.measure.run_scan import scan
@@ -140,7 +139,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[AddedLoss], None]:
 
 
 def test_recall_that_the_model_cannot_do_is_named(context: ModelContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(damage_measurement, "ABLE", 1.1)
+    monkeypatch.setattr("headscan.pipelines.scoring.prompt_losses._ABLE", 1.1)
     plan = measured_plan(replace(SMALL, confirm=False), context, WindowShare(0.5))
     assert plan.validation is not None and plan.validation["recall_unknown"] == list(RECALL_FAMILIES)
     assert (

@@ -119,7 +119,7 @@ def test_losses_are_printed_without_a_verdict(
     printed = capsys.readouterr()
     assert "needle@511 is left out: the unchanged model gets " in "".join(printed)
     assert "copying@511" not in printed.out and "repaired" in printed.out
-    monkeypatch.setattr("headscan.pipelines.kv.damage_measurement.ABLE", 0.0)
+    monkeypatch.setattr("headscan.pipelines.scoring.prompt_losses._ABLE", 0.0)
     words[words.index("--out") + 1] = str(tmp_path / "recall")
     assert main([*words, "--json"]) == 0
     (model,) = json.loads(capsys.readouterr().out)["rows"]
