@@ -16,7 +16,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -303,7 +303,8 @@ def _pruning(models: Sequence[_PrunedModel]) -> str:
             (
                 f"{100 * model.arm['share']:g} %: {removed}",
                 _CHOSEN[model.arm["score"]],
-                f"{model.loss.difference:+.3f} [{model.loss.low:+.3f}, {model.loss.high:+.3f}]",
+                f"{model.loss.difference:+.3f} "
+                + (_range(asdict(model.loss), "+.3f") if model.loss.documents > 1 else "(one document: no interval)"),
                 *(_left(kept.get(family)) for family in RECALL_FAMILIES),
                 f"{100 * details['weights_left']:.1f} %",
                 f"{100 * details['cache_left']:.1f} %",
