@@ -222,7 +222,7 @@ def test_the_batch_size_of_the_devices_reaches_every_job(
         "evaluate": (evaluation, store, []),
         "sweep": (jobs.SweepConfig(evaluation, ("entropy",), (0.2,)), store),
         "referee": (jobs.RefereeConfig(evaluation, texts=TextConfig(texts, max_tokens=64)), store),
-        "plan": (spec, jobs.MeasureConfig(texts, max_tokens=128), WindowShare(0.5), store),
+        "plan": (jobs.MeasureConfig(spec, texts, max_tokens=128), store, WindowShare(0.5)),
         "prune": (
             jobs.PruneConfig(evaluation=evaluation, out=tmp_path / "smaller", budgets=(ShareBudget(0.3),)),
             store,
