@@ -11,7 +11,7 @@ from typing import Any
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import TABLES
 from headscan.analysis.store.views import ALL_RUNS, VIEW_COMMENTS, VIEWS
-from headscan.catalog import BEHAVIOURS, IMPORTANCES, PROFILES, SCORES, STATISTICS
+from headscan.catalog import BEHAVIOURS, CRITERIA, IMPORTANCES, PROFILES, SCORES, STATISTICS
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -36,6 +36,7 @@ def _catalogue() -> Iterator[str]:
         "Scores": SCORES,
         "Behaviours": BEHAVIOURS,
         "Importances": IMPORTANCES,
+        "Criteria": CRITERIA,
     }
     for title, declared in sections.items():
         yield f"## {title}\n"
@@ -48,7 +49,7 @@ _NONE = {"over": "none"}
 
 def _declarations(declared: Mapping[str, Any]) -> Iterator[str]:
     columns = [field.name for field in fields(next(iter(declared.values())))]
-    if "formula" not in columns:
+    if "formula" not in columns and hasattr(next(iter(declared.values())), "formula"):
         columns.insert(1, "formula")
     rows = [
         [f"`{d.name}`", *(_text(getattr(d, c), _NONE.get(c, "")) for c in columns if c != "name")]

@@ -83,6 +83,7 @@ class Option(Limits):
             without dashes is a positional argument.
         metavar: Name of the value in help; None uses that of the option.
         choices: Permitted values; None reads them from a `Literal`.
+        parse: Reads a value from its word; None follows the field's type.
         kind: Noun for one of ``names``.
         names: Values of a text; errors propose the nearest.
         sets: Words that stand for several values, or for none.

@@ -1,1 +1,1 @@
-"""Rankings of heads, and comparisons of scores."""
+"""Rankings, roles and masks of heads, and comparisons of scores."""

@@ -1,1 +1,1 @@
-"""Ablated arms against their baseline: differences, controls, recall, curves."""
+"""Arms (ablated heads, plans, other models) against their baseline: differences, controls, recall, curves."""

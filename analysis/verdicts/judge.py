@@ -220,7 +220,7 @@ class ArmVerdict:
 
     @property
     def questions_needed(self) -> int:
-        """Number of questions that would judge an arm like this without loss; 0 if these are enough or show a loss."""
+        """Questions that would judge an arm like this without loss; 0 if these are enough or show any drop."""
         needed = self.paired.questions_needed(self.comparisons)
         return 0 if self.paired.questions >= needed or self.paired.high < 0 else round(needed / self.judging_share)
 

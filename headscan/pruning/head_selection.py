@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise, permutations
 from math import isfinite
+from typing import Annotated
 
 from headscan.catalog import DAMAGE, LAYER_DROP, RANDOM, SET_METHODS
 from headscan.errors import PruningError
 from headscan.grid import Head, Unit, find_units
 from headscan.long_work import LongWork
 from headscan.models.loaded_model import LoadedModel
+from headscan.options import Count, Limits, check_limits
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.damage_curve import DamageCurve, LayerMoments, layer_moments
 from headscan.pruning.edited_model import NO_EDITS, Divergence
@@ -231,14 +233,20 @@ class SelectionConfig:
         next_share: Share of units that each further stage adds.
         tries: Choices near the best one that are repaired and compared with it.
         judged_tokens: Calibration tokens of this comparison; the last ones, so that others repair.
+
+    Raises:
+        PruningError: A number is out of range.
     """
 
-    moment_tokens: int = 16384
-    curve_tokens: int = 4096
-    first_share: float = 0.4
-    next_share: float = 0.1
-    tries: int = 0
-    judged_tokens: int = 8192
+    moment_tokens: Count = 16384
+    curve_tokens: Count = 4096
+    first_share: Annotated[float, Limits(above=0, most=1)] = 0.4
+    next_share: Annotated[float, Limits(above=0, most=1)] = 0.1
+    tries: Annotated[int, Limits(least=0)] = 0
+    judged_tokens: Count = 8192
+
+    def __post_init__(self) -> None:
+        check_limits(self, PruningError)
 
 
 class _Original:

@@ -1,1 +1,1 @@
-"""Bytes of a model before it is loaded: weights, activations, KV cache."""
+"""Bytes and FLOPs of a model before it is loaded: weights, activations, KV cache, passes."""

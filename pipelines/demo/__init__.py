@@ -1,4 +1,4 @@
-"""The bundled demo: a small decoder, its task, the pipeline."""
+"""The bundled demo model, a small decoder of Python."""
 
 from headscan.checkpoints.source_folder import DEMO_FOLDER as MODEL_FOLDER
 

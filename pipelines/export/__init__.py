@@ -1,1 +1,1 @@
-"""Models as files that other engines serve: GGUF for llama.cpp, DeciLM folders for vLLM and SGLang."""
+"""Models as files that other engines serve: GGUF for llama.cpp, folders for vLLM and SGLang."""

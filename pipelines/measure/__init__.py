@@ -1,1 +1,1 @@
-"""Scans and probes: measure with a pool, write to the store."""
+"""Scans, probes, importance and gates: measure with a pool, write to the store."""

@@ -13,7 +13,7 @@ from headscan.catalog import LAYER_DROP, RANDOM
 from headscan.errors import PruningError
 from headscan.grid import Unit
 from headscan.models.loaded_model import LoadedModel
-from headscan.options import Limits, check_limits
+from headscan.options import Count, Limits, check_limits
 from headscan.pipelines.pruning.pruning_units import PruneBudget
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
@@ -28,9 +28,10 @@ class RepairChoice:
     """A repair by its name in `REPAIRS`, and gradient steps after it; 0 omits them."""
 
     name: str = "o+down"
-    distill_steps: int = 0
+    distill_steps: Annotated[int, Limits(least=0)] = 0
 
     def __post_init__(self) -> None:
+        check_limits(self, PruningError)
         if self.name not in REPAIRS:
             raise PruningError(f"unknown repair {self.name!r}. Choose one of {', '.join(REPAIRS)}")
         if self.distill_steps and not self.targets:
@@ -72,9 +73,12 @@ class Timing:
     the other model, and times are medians.
     """
 
-    prompt_tokens: int = 512
-    new_tokens: int = 16
-    rounds: int = 5
+    prompt_tokens: Count = 512
+    new_tokens: Count = 16
+    rounds: Count = 5
+
+    def __post_init__(self) -> None:
+        check_limits(self, PruningError)
 
 
 @dataclass(frozen=True)

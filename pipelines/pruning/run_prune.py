@@ -115,7 +115,9 @@ def prune(config: PruneConfig, run: Run) -> PruneResult:
 def _settings_hash(
     config: PruneConfig, run: Run, texts: CalibrationTexts, held_out: HeldOutText, held_out_prompts: Sequence[Prompts]
 ) -> str:
-    """Return a hash of the settings, texts and prompts on which the models and their records depend."""
+    """Return a hash of the settings, texts and prompts on which the models and their records depend, but for rounding:
+    a run that ran out of memory resumes with smaller batches.
+    """
     settings = {
         "model": run.identity.fingerprint(),
         "dtype": config.evaluation.model.dtype,

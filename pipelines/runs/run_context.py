@@ -187,8 +187,9 @@ class ModelOpener:
     Attributes:
         tokens: Tokens of the longest sequence.
         batch_tokens: Tokens of one forward pass in the settings of the job. Those of the request replace them; without
-            either, as many as the request's ``memory`` holds. The memory that is free now does not change them, because
-            they are part of a run's identity, and the same command resumes the run.
+            either (8,192, the default, counts as neither), as many as the request's ``memory`` holds. The memory that
+            is free now does not change them, because they are part of a run's identity, and the same command resumes
+            the run.
         nodes: Returns the machines.
         on_cluster: A Ray cluster is connected, and runs single replicas, too.
         say: Called with lines about every placement.

@@ -1,1 +1,1 @@
-"""Recall tasks, and log-likelihoods and generated text of requests under ablation."""
+"""Arms, recall tasks, and log-likelihoods, losses and generated text of requests under ablation."""

@@ -1,1 +1,1 @@
-"""Settings of every job: its options, their defaults and help. Importing them loads no library."""
+"""Settings that load no library: options of corpora, measurements, evaluations and savings, with defaults and help."""

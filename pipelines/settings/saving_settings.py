@@ -40,8 +40,7 @@ class TextConfig:
         int | None,
         Option(
             "number of texts; one half chooses and repairs, the other is held out to measure the loss (default: "
-            f"{_LEAST_TEXTS}, or as many as give {_PER_COLUMN} tokens to each column of a repaired projection; fewer "
-            "of the demo)",
+            f"{_LEAST_TEXTS}, or as many as give {_PER_COLUMN} tokens to each column of a repaired projection)",
             least=2,
         ),
     ] = None

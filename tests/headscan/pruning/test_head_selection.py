@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import product
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -170,3 +170,11 @@ def test_a_single_text_is_cut_in_two(tokens: int, judged: int) -> None:
     repairing, judging = Calibration(ids, torch.tensor([40])).split(tokens)
     assert judging.tokens == judged
     assert torch.equal(torch.cat([repairing.ids, judging.ids], 1), ids[:, :40])
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"tries": -1}, {"first_share": 2.0}, {"next_share": 0.0}, {"curve_tokens": 0}, {"judged_tokens": 0}]
+)
+def test_an_effort_out_of_range_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(PruningError, match=rf"`{next(iter(wrong))}="):
+        SelectionConfig(**wrong)
