@@ -72,14 +72,6 @@ class BuildJob:
     say: Callable[[str], None] = lambda line: None
     name: str = "pruning"
 
-    @property
-    def batch_tokens(self) -> int:
-        return self.config.evaluation.batch_tokens
-
-    @property
-    def recall_weight(self) -> float:
-        return self.config.recall_prompts.weight
-
 
 def build_models(lm: LoadedModel, job: BuildJob) -> list[BuiltModel]:
     """Pool task: build every wanted model and its controls, one after the other; those that are finished stay."""
@@ -127,10 +119,12 @@ class _Builder:
         self._controls: set[tuple[str, float, tuple[Head, ...]]] = set()
         self._passed_over: list[Callable[[], tuple[Head, ...]]] = []
         ids, lengths = (torch.from_numpy(each) for each in (job.texts.ids, job.texts.lengths))
-        batch_tokens = pass_tokens(lm.device.type, job.batch_tokens)
+        batch_tokens = pass_tokens(lm.device.type, self._config.evaluation.batch_tokens)
         self._texts = Calibration(ids, lengths, batch_tokens)
         prompts = [each.as_calibration(batch_tokens) for each in job.prompts]
-        self._calibration = self._texts.with_prompts(prompts, job.recall_weight) if prompts else self._texts
+        self._calibration = (
+            self._texts.with_prompts(prompts, self._config.recall_prompts.weight) if prompts else self._texts
+        )
 
     @cached_property
     def _selection(self) -> HeadSelection:
