@@ -21,7 +21,7 @@ folder.mkdir(parents=True, exist_ok=True)
 
 # 1. How much loss does a window of 4 first and 60 last tokens add, for each KV head? Half of the heads get it.
 # With recall_prompts=8, the default, it is measured on copying and needles, too.
-config = jobs.MeasureConfig(
+config = jobs.PlanConfig(
     jobs.ModelSpec("demo", dtype="float32"),
     jobs.CorpusSpec("python-stdlib-heldout", limit_documents=8),
     recents=(60,),

@@ -24,24 +24,20 @@ from headscan.gates.gate_settings import GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS
-from headscan.pipelines.ablate.single_heads import AblateResult, single_head_effects
+from headscan.pipelines.ablate.single_heads import AblateResult, run_ablate
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
-from headscan.pipelines.evaluate.run_evaluation import evaluate as run_evaluation
-from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen
-from headscan.pipelines.evaluate.run_sweep import sweep as run_sweep
+from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen, run_evaluation
+from headscan.pipelines.evaluate.run_sweep import run_sweep
 from headscan.pipelines.kv.measured_plan import measured_plan
 from headscan.pipelines.measure.run_corpus import CorpusRunResult
 from headscan.pipelines.measure.run_gates import GatesResult, run_gates
 from headscan.pipelines.measure.run_importance import run_importance
-from headscan.pipelines.measure.run_probe import ProbeResult
-from headscan.pipelines.measure.run_probe import probe as run_probe
-from headscan.pipelines.measure.run_scan import scan as run_scan
+from headscan.pipelines.measure.run_probe import ProbeResult, run_probe
+from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.pruning.prune_config import PruneConfig, RepairChoice, Timing
 from headscan.pipelines.pruning.pruning_units import BytesBudget, LossBudget, ShareBudget
-from headscan.pipelines.pruning.run_prune import PruneResult
-from headscan.pipelines.pruning.run_prune import prune as run_prune
-from headscan.pipelines.referee.run_referee import RefereeConfig
-from headscan.pipelines.referee.run_referee import referee as run_referee
+from headscan.pipelines.pruning.run_prune import PruneResult, run_prune
+from headscan.pipelines.referee.run_referee import RefereeConfig, run_referee
 from headscan.pipelines.runs.model_identity import ModelIdentity, identify
 from headscan.pipelines.runs.run_context import ModelContext, ModelOpener, Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
@@ -59,8 +55,8 @@ from headscan.pipelines.settings.evaluation_settings import (
     TaskConfig,
 )
 from headscan.pipelines.settings.measure_settings import GatesConfig, ImportanceConfig, Part, ProbeConfig, ScanConfig
-from headscan.pipelines.settings.saving_settings import LossLimit, MeasureConfig, RecallConfig, TextConfig
-from headscan.pipelines.study.run_study import study as run_study
+from headscan.pipelines.settings.saving_settings import LossLimit, PlanConfig, RecallConfig, TextConfig
+from headscan.pipelines.study.run_study import run_study
 from headscan.pipelines.study.study_answer import StudyAnswer
 from headscan.pipelines.study.study_config import StudyConfig
 from headscan.pruning.head_selection import SelectionConfig
@@ -86,10 +82,10 @@ __all__ = [
     "LossBudget",
     "LossLimit",
     "LossTexts",
-    "MeasureConfig",
     "ModelSpec",
     "Part",
     "PlacementRequest",
+    "PlanConfig",
     "ProbeConfig",
     "PruneConfig",
     "RecallConfig",
@@ -196,7 +192,7 @@ def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions
     evaluation = config.evaluation
     opener = _opener(evaluation.model, TASK_TOKENS, options, evaluation.batch_tokens, evaluates=True)
     with _run(opener, store, options) as run:
-        return single_head_effects(opener.with_evaluation(config), run)
+        return run_ablate(opener.with_evaluation(config), run)
 
 
 def evaluate(
@@ -249,7 +245,7 @@ def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptio
 
 
 def plan(
-    config: MeasureConfig,
+    config: PlanConfig,
     store: str | Path | None,
     budget: BudgetRequest | LossLimit,
     **options: Unpack[JobOptions],

@@ -26,7 +26,7 @@ from paper_run import Step, parser, run
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.criterion_points import agreements, criterion_points
 from headscan.analysis.verdicts.judge import ArmVerdict, judge
-from headscan.analysis.verdicts.measures import Increase
+from headscan.analysis.verdicts.metrics import Increase
 from headscan.analysis.verdicts.ordered_shares import read_losses
 from headscan.analysis.verdicts.paired import Interval
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict

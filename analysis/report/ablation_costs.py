@@ -33,7 +33,7 @@ from headscan.analysis.verdicts.criterion_points import (
 )
 from headscan.analysis.verdicts.curves import Curve, is_sweep, read_curves
 from headscan.analysis.verdicts.judge import ArmVerdict, Verdict
-from headscan.analysis.verdicts.measures import METRICS
+from headscan.analysis.verdicts.metrics import METRICS
 from headscan.catalog import RANDOM
 
 _TITLES = {

@@ -399,7 +399,7 @@ def pruning_answer(verdict: Verdict | None, inactive: InactiveHeads, commands: C
     judged = [arm for arm in pruned if arm.accuracy is not None]
     if not judged:
         first = min(pruned, key=lambda arm: arm.zeroed_share or 0.0)
-        measures = "; ".join(measure.words() for measure in first.measures) or "no measure"
+        measures = "; ".join(measure.words() for measure in first.metrics) or "no measure"
         detail = f"No task has right answers. Fewest removed: {first.name} ({_share(first.zeroed_share)}): {measures}."
         return Answer(REMOVED_QUESTION, "No verdict", detail, "open", REMOVAL, command)
     return _answer(REMOVED_QUESTION, judged, "removed", _how((), len(judged)), REMOVAL, command)

@@ -48,7 +48,7 @@ def cache_section(store: Store, verdict: Verdict) -> str | None:
             f"{details[arm.name].kv_shares[tokens]:.1%}",
             _accuracy(arm),
             "; ".join(each.points() for each in arm.judged_recall) or "–",
-            "; ".join(measure.words() for measure in arm.measures) or "–",
+            "; ".join(measure.words() for measure in arm.metrics) or "–",
         ]
         for arm in arms
         if not arm.is_random
@@ -181,7 +181,7 @@ def _losses(points: list[ArmPoint]) -> str:
         ]
         for point in points
     ]
-    increases = [loss_increase(point.arm.measures) for point in points]
+    increases = [loss_increase(point.arm.metrics) for point in points]
     units = sorted({increase.unit for increase in increases if increase is not None})
     loss = f"loss increase, {' or '.join(units)}" if units else "loss increase"
     columns = ["model", "heads removed", loss, "next token, points", "accuracy, points"]
@@ -193,7 +193,7 @@ def _recall(arm: ArmVerdict, family: str) -> str:
 
 
 def _increase(arm: ArmVerdict, metrics: tuple[str, ...]) -> str:
-    increase_of = {each.metric: each.increase for each in arm.measures if each.increase is not None}
+    increase_of = {each.metric: each.increase for each in arm.metrics if each.increase is not None}
     return next((increase_of[metric].numbers() for metric in metrics if metric in increase_of), "–")
 
 

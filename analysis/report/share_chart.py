@@ -20,7 +20,7 @@ from headscan.analysis.verdicts.controls import loss_increase
 from headscan.analysis.verdicts.criterion_points import ALL_SITES, SitePoint, by_curve
 from headscan.analysis.verdicts.curves import Curve, SweepPoint
 from headscan.analysis.verdicts.judge import ArmVerdict
-from headscan.analysis.verdicts.measures import METRICS
+from headscan.analysis.verdicts.metrics import METRICS
 from headscan.analysis.verdicts.paired import Interval
 from headscan.catalog import RANDOM
 
@@ -205,7 +205,7 @@ def _arm_panels(lines: Mapping[Line, Sequence[ArmPoint]], across: str, what: str
     lines at the baseline, with the share 0.
     """
     arms = [point.arm for members in lines.values() for point in members]
-    units = {increase.unit for arm in arms if (increase := loss_increase(arm.measures)) is not None}
+    units = {increase.unit for arm in arms if (increase := loss_increase(arm.metrics)) is not None}
     measures = [
         (LOSS, f"loss increase, {' or '.join(sorted(units))}", 0.0, None),
         (ACCURACY, "accuracy, points to the baseline", 0.0, -MARGIN),

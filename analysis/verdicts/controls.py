@@ -18,7 +18,7 @@ from typing import NamedTuple
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.tables import BITS_PER_BYTE, LOSS
 from headscan.analysis.verdicts.answer_sheets import FinishedArm
-from headscan.analysis.verdicts.measures import Increase, Measure
+from headscan.analysis.verdicts.metrics import Increase, TaskMetric
 from headscan.analysis.verdicts.paired import PairedDifference
 
 #: Arms have the same size if their measured shares of ablated heads differ by at most this part of the larger one.
@@ -228,7 +228,7 @@ def pruned_controls(
     arm: FinishedArm,
     others: Sequence[FinishedArm],
     points: Mapping[str, PairedDifference],
-    measures: Mapping[str, Sequence[Measure]],
+    metrics: Mapping[str, Sequence[TaskMetric]],
 ) -> tuple[PrunedControls, ...]:
     """Return the controls of a pruned model, dropped layers first; empty for other arms. ``points`` are benchmark
     differences by arm id.
@@ -239,7 +239,7 @@ def pruned_controls(
     for kind in (ArmKind.LAYERS_DROPPED, ArmKind.RANDOM_PRUNED):
         members = [other for other in others if other.kind is kind and _alike(arm, other)]
         if members:
-            losses = [loss_increase(measures.get(member.arm_id, ())) for member in members]
+            losses = [loss_increase(metrics.get(member.arm_id, ())) for member in members]
             controls.append(
                 PrunedControls(
                     members[0].layers_dropped if kind is ArmKind.LAYERS_DROPPED else None,
@@ -251,9 +251,9 @@ def pruned_controls(
     return tuple(controls)
 
 
-def loss_increase(measures: Sequence[Measure]) -> Increase | None:
+def loss_increase(metrics: Sequence[TaskMetric]) -> Increase | None:
     """Return the increase of a loss by token, else by byte; None if none was measured."""
-    increase_of = {measure.metric: measure.increase for measure in measures if measure.increase is not None}
+    increase_of = {measure.metric: measure.increase for measure in metrics if measure.increase is not None}
     return increase_of.get(LOSS) or increase_of.get(BITS_PER_BYTE)
 
 

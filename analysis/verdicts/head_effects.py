@@ -28,7 +28,7 @@ from headscan.analysis.store.tables import (
 )
 from headscan.analysis.store.verdict_limits import TAIL
 from headscan.analysis.verdicts.answer_sheets import CLOZE_SUFFIX
-from headscan.analysis.verdicts.measures import RATES, ratio_with_error, studentised
+from headscan.analysis.verdicts.metrics import RATES, ratio_with_error, studentised
 from headscan.analysis.verdicts.paired import Interval, compare, t_quantile
 
 

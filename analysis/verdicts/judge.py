@@ -21,7 +21,7 @@ from headscan.analysis.verdicts.controls import (
     loss_increase,
     pruned_controls,
 )
-from headscan.analysis.verdicts.measures import Measure, measure_words, read_measures
+from headscan.analysis.verdicts.metrics import TaskMetric, metric_words, read_metrics
 from headscan.analysis.verdicts.paired import Interval, PairedDifference, about
 from headscan.analysis.verdicts.verdict_rows import (
     RecallVerdict,
@@ -79,7 +79,7 @@ class ArmVerdict:
     share: float | None = None
     selection: str | None = None
     recall: tuple[RecallVerdict, ...] = ()
-    measures: tuple[Measure, ...] = ()
+    metrics: tuple[TaskMetric, ...] = ()
     weights_left: float | None = None
     cache_left: float | None = None
     pruned_controls: tuple[PrunedControls, ...] = ()
@@ -133,12 +133,12 @@ class ArmVerdict:
         )
 
     @property
-    def other_measures(self) -> list[str]:
+    def other_metrics(self) -> list[str]:
         """Measures in words, without the loss that `value` returns."""
-        loss = loss_increase(self.measures)
-        shown = {each.task for each in self.measures if loss is not None and each.increase is loss}
-        measures = [each for each in self.measures if not (each.task in shown and each.metric in (LOSS, BITS_PER_BYTE))]
-        return measure_words(measures)
+        loss = loss_increase(self.metrics)
+        shown = {each.task for each in self.metrics if loss is not None and each.increase is loss}
+        metrics = [each for each in self.metrics if not (each.task in shown and each.metric in (LOSS, BITS_PER_BYTE))]
+        return metric_words(metrics)
 
     @property
     def judged_recall(self) -> tuple[RecallVerdict, ...]:
@@ -153,7 +153,7 @@ class ArmVerdict:
         if measure == ACCURACY:
             return None if self.accuracy is None else self.accuracy.interval
         if measure == LOSS:
-            increase = loss_increase(self.measures)
+            increase = loss_increase(self.metrics)
             return None if increase is None else increase.interval
         return next((each.left for each in self.judged_recall if each.family == measure), None)
 
@@ -179,17 +179,17 @@ class ArmVerdict:
 
     def _parts(self) -> list[str]:
         """Return the sentences after the arm's name; empty ones are skipped."""
-        measures = measure_words(self.measures)
+        metrics = metric_words(self.metrics)
         controls = [each.words() for each in self.pruned_controls]
         if self.accuracy is None:
             lost = f"It loses recall ({self.recall_lost})" if self.recall_lost else ""
-            return ["no task has right answers to count", *measures, lost, self._recall_words(), *controls]
+            return ["no task has right answers to count", *metrics, lost, self._recall_words(), *controls]
         p = self.accuracy
         return [
             self._conclusion(),
             f"Accuracy {p.arm:.2f} % against {p.baseline:.2f} % on {p.questions} questions:"
             f" {p.interval.words(unit=' points')}, p = {p.p_value:.3g}",
-            *measures,
+            *metrics,
             self._worst_task(),
             self._tasks_at_chance(),
             self._recall_words(),
@@ -393,7 +393,7 @@ def judge(store: Store, run_id: str) -> Verdict:
                 f"run {run_id} has 0 finished arms in addition to the baseline (limit 1). Ablate heads with"
                 " `headscan evaluate`"
             )
-        measures = read_measures(store, run_id, arms.baseline)
+        metrics = read_metrics(store, run_id, arms.baseline)
         stored = StoredRows.read(store, run_id, arms)
     rows = stored.with_missing()
     compared = rows.by_arm()
@@ -403,9 +403,9 @@ def judge(store: Store, run_id: str) -> Verdict:
         arm_outcome(
             arm,
             compared.get(arm.arm_id, {}),
-            measures=measures.get(arm.arm_id, ()),
+            metrics=metrics.get(arm.arm_id, ()),
             controls=controls.get(arm.arm_id),
-            pruned=pruned_controls(arm, arms.others, points, measures),
+            pruned=pruned_controls(arm, arms.others, points, metrics),
         )
         for arm in arms.others
     )
@@ -421,7 +421,7 @@ def arm_outcome(
     arm: FinishedArm,
     scopes: Mapping[Scope, PairedDifference],
     *,
-    measures: tuple[Measure, ...] = (),
+    metrics: tuple[TaskMetric, ...] = (),
     controls: Controls | None = None,
     pruned: tuple[PrunedControls, ...] = (),
     confirmation: bool = False,
@@ -438,7 +438,7 @@ def arm_outcome(
         share=arm.share,
         selection=arm.selection,
         recall=_families(scopes, 1 - 1 / RECALL_PARTS if confirmation else 1.0, comparisons),
-        measures=measures,
+        metrics=metrics,
         weights_left=arm.weights_left,
         cache_left=arm.cache_left,
         pruned_controls=pruned,

@@ -20,7 +20,7 @@ from headscan.analysis.store.tables import LOSS
 from headscan.analysis.verdicts.answer_sheets import finished_arms
 from headscan.analysis.verdicts.confirmation import widened
 from headscan.analysis.verdicts.judge import ArmVerdict, Outcome, arm_outcome, outcome_label
-from headscan.analysis.verdicts.measures import Increase, read_measures
+from headscan.analysis.verdicts.metrics import Increase, read_metrics
 from headscan.analysis.verdicts.paired import PairedDifference
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict, StoredRows
 
@@ -56,11 +56,11 @@ class ShareVerdict:
 def read_losses(store: Store, run_id: str, *, comparisons: int = 1) -> dict[str, Increase]:
     """Return the increase of the loss of ordinary text by arm name, with intervals widened for the comparisons."""
     arms = finished_arms(store, run_id)
-    measures = read_measures(store, run_id, arms.baseline, comparisons=comparisons)
+    metrics = read_metrics(store, run_id, arms.baseline, comparisons=comparisons)
     losses = {
         arm.name: measure.increase
         for arm in arms.others
-        for measure in measures.get(arm.arm_id, ())
+        for measure in metrics.get(arm.arm_id, ())
         if measure.metric == LOSS and measure.increase is not None
     }
     if not losses:

@@ -18,7 +18,7 @@ from headscan.grid import Head, HeadGrid
 from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.evaluate.checks import check_predicts
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
-from headscan.pipelines.evaluate.run_evaluation import Purpose, evaluate
+from headscan.pipelines.evaluate.run_evaluation import Purpose, run_evaluation
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.runs.progress import at_work
@@ -58,7 +58,7 @@ class AblateResult(NamedTuple):
     effects: tuple[HeadEffect, ...]
 
 
-def single_head_effects(config: AblateConfig, run: Run) -> AblateResult:
+def run_ablate(config: AblateConfig, run: Run) -> AblateResult:
     """Measure the effect of every head, record the table in the store, and return it."""
     check_predicts(run)
     text = None if config.texts is None else read_texts(config.texts, run.identity)
@@ -71,7 +71,7 @@ def single_head_effects(config: AblateConfig, run: Run) -> AblateResult:
     asked = f"{questions.benchmark_size} questions" if text is None else f"{len(text.chunks)} texts"
     run.say(f"{len(arms)} arms: the baseline and {len(arms) - 1} sets of heads, on {asked}")
     purpose = Purpose("ablate", {"replace": config.replacement.value, **dict(replacement.details)}, judges_arms=False)
-    run_id = evaluate(evaluation, run, arms, questions=questions, purpose=purpose)
+    run_id = run_evaluation(evaluation, run, arms, questions=questions, purpose=purpose)
     with at_work("effects and their intervals"):
         return AblateResult(run_id, tuple(record_effects(run.store, run_id)))
 

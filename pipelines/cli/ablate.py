@@ -104,7 +104,7 @@ class Ablate(RunVerb):
     def run(self) -> Result:
         if self.data is not None:
             return self._on_examples(self.data)
-        from headscan.pipelines.ablate.single_heads import single_head_effects
+        from headscan.pipelines.ablate.single_heads import run_ablate
         from headscan.pipelines.settings.evaluation_settings import AblateConfig
 
         texts = None if self.tasks.names else self.texts.loss(corpus=self.texts.required(self))
@@ -115,7 +115,7 @@ class Ablate(RunVerb):
             replacement = replacement_config(self.heads.value, self.texts, self)
             config = AblateConfig(evaluation, texts, self.heads.modes, replacement)
             with self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, opener):
-                result = single_head_effects(opener.with_evaluation(config), run)
+                result = run_ablate(opener.with_evaluation(config), run)
         return effects_result(result.run_id, self.store.path, result.effects)
 
     def _demo_task(self, scratch: Path) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def _title(effect: HeadEffect) -> str:
 
 def _cells(effect: HeadEffect, sites: bool) -> dict[str, object]:
     """Return a row of a table, with the site if there are several; the number of digits depends on the metric."""
-    from headscan.analysis.verdicts.measures import METRICS
+    from headscan.analysis.verdicts.metrics import METRICS
 
     metric = METRICS[effect.metric]
 

@@ -14,7 +14,7 @@ from headscan.pipelines.cli.option_parser import UsageError, check_used
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import CORPORA, CorpusOptions, Devices, OptionalModelVerb, RunVerb, say_run
 from headscan.pipelines.settings.evaluation_settings import RESUME_ANYWAY
-from headscan.pipelines.settings.saving_settings import MeasureConfig
+from headscan.pipelines.settings.saving_settings import PlanConfig
 
 if TYPE_CHECKING:
     from headscan.analysis.plans import BudgetRequest, HeadPlan
@@ -61,7 +61,7 @@ class _BudgetOptions:
 @dataclass(frozen=True, kw_only=True)
 class _MeasuredOptions(CorpusOptions):
     name: Annotated[str | None, Option(CORPORA, flag="--corpus")] = None
-    settings: Annotated[partial[MeasureConfig], Group()]
+    settings: Annotated[partial[PlanConfig], Group()]
 
 
 @dataclass(frozen=True, kw_only=True)

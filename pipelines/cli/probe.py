@@ -57,7 +57,7 @@ class Probe(RunVerb):
     retrieval: Annotated[_Retrieval, Group("retrieval_score")]
 
     def run(self) -> Result:
-        from headscan.pipelines.measure.run_probe import default_lengths, probe
+        from headscan.pipelines.measure.run_probe import default_lengths, run_probe
 
         spec, identity = self.identified(need_tokenizer=False)
         lengths = tuple(self.retrieval.lengths or default_lengths(identity))
@@ -65,7 +65,7 @@ class Probe(RunVerb):
             model=spec, corpus=self.retrieval.corpus.spec(), settings=self.retrieval.probe(lengths=lengths)
         )
         with self.opened(spec, identity, tokens=max(lengths)) as (run, opener):
-            result = probe(opener.sized(config), run)
+            result = run_probe(opener.sized(config), run)
         return _result(run.store, result.run_id, self.store.path, already_done=result.already_done)
 
 

@@ -233,13 +233,13 @@ class Prune(WholeModelVerb):
             raise UsageError(f"no file {self.size.import_heads}: give a JSON list of [layer, head]")
         if self.size.mask or (not self.size.names_heads and not set(self.choice.method) <= set(SET_METHODS)):
             self.store.check_exists()
-        from headscan.pipelines.pruning.run_prune import prune
+        from headscan.pipelines.pruning.run_prune import run_prune
         from headscan.pipelines.pruning.work_folder import check_place
 
         check_place(Path(self.out))
         texts = self.text_config(_DEMO)
         with self.opened_whole(texts) as (run, opener), self._config(run, texts) as config:
-            result = prune(opener.with_evaluation(config), run)
+            result = run_prune(opener.with_evaluation(config), run)
         return _result(self.store.path, result)
 
     @contextmanager

@@ -97,7 +97,7 @@ class Referee(WholeModelVerb):
 
     def _on_tasks(self) -> Result:
         from headscan.pipelines.pruning.prune_config import RepairChoice
-        from headscan.pipelines.referee.run_referee import RefereeConfig, referee
+        from headscan.pipelines.referee.run_referee import RefereeConfig, run_referee
 
         texts = self.text_config(_DEMO)
         with tempfile.TemporaryDirectory() as scratch, self.opened_whole(texts) as (run, opener):
@@ -107,7 +107,7 @@ class Referee(WholeModelVerb):
                 texts=texts,
                 repair=RepairChoice(self.criteria.repair),
             )
-            run_id = referee(opener.with_evaluation(config), run)
+            run_id = run_referee(opener.with_evaluation(config), run)
         return referee_result(run.store, run_id)
 
 

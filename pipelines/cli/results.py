@@ -65,7 +65,7 @@ def arm_row(arm: ArmVerdict) -> dict[str, Any]:
         "accuracy": None if accuracy is None else {k: v for k, v in asdict(accuracy).items() if k != "retained"},
         "recall": [_recall(each) for each in arm.recall],
         "recall_unknown": arm.recall_unknown or None,
-        "measures": [asdict(measure) for measure in arm.measures],
+        "measures": [asdict(measure) for measure in arm.metrics],
         "weights_left": arm.weights_left,
         "cache_left": arm.cache_left,
         "verdict": arm.sentence(),
@@ -89,7 +89,7 @@ def verdict_notes(arms: Sequence[ArmVerdict]) -> str:
     """Return the reasons why arms are not safe, measures without a column, and the limits of verdicts."""
     from headscan.analysis.store.verdict_limits import limits_words
 
-    notes = [(arm.name, [*([] if arm.accuracy is None else [arm.why]), *arm.other_measures]) for arm in arms]
+    notes = [(arm.name, [*([] if arm.accuracy is None else [arm.why]), *arm.other_metrics]) for arm in arms]
     lines = "\n".join(f"{name}: {'; '.join(filter(None, parts))}" for name, parts in notes if any(parts))
     limits = limits_words() if any(arm.accuracy is not None for arm in arms) else ""
     return "\n\n".join(filter(None, [lines, limits]))

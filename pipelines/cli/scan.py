@@ -30,6 +30,6 @@ class Scan(CorpusVerb):
     settings: Annotated[partial[ScanConfig], Group("statistics")]
 
     def run(self) -> None:
-        from headscan.pipelines.measure.run_scan import scan
+        from headscan.pipelines.measure.run_scan import run_scan
 
-        self.run_measurement(self.settings, scan)
+        self.run_measurement(self.settings, run_scan)

@@ -50,7 +50,7 @@ class Sweep(TaskVerb):
         from headscan.analysis.verdicts.confirmation import judge_sweep
         from headscan.analysis.verdicts.curves import read_curves
         from headscan.analysis.verdicts.judge import judge
-        from headscan.pipelines.evaluate.run_sweep import sweep
+        from headscan.pipelines.evaluate.run_sweep import run_sweep
         from headscan.pipelines.runs.progress import at_work
 
         quiet_libraries()
@@ -61,7 +61,7 @@ class Sweep(TaskVerb):
             config = self.arms.sweep(evaluation=evaluation, replacement=replacement)
             with self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, opener):
                 run.say = lambda line: say(with_flags(line, Sweep))
-                runs = sweep(opener.with_evaluation(config), run)
+                runs = run_sweep(opener.with_evaluation(config), run)
         store = run.store
         curves, verdict = read_curves(store, runs.evaluate_run), judge(store, runs.evaluate_run)
         with at_work("verdicts on the choices"):

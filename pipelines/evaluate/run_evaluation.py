@@ -94,10 +94,10 @@ def evaluate_chosen(config: EvaluateConfig, run: Run, chosen: ChosenArms) -> str
         check_plan(plan, run)
         arms += plan_arms(plan, chosen.plan_modes, chosen.controls)
     arms += compared
-    return evaluate(config, run, arms, questions=questions)
+    return run_evaluation(config, run, arms, questions=questions)
 
 
-def evaluate(
+def run_evaluation(
     config: EvaluateConfig,
     run: Run,
     arms: Sequence[Arm],

@@ -28,7 +28,7 @@ from headscan.errors import InterventionError
 from headscan.pipelines.corpora import CorpusReport, TokenSequence, shards
 from headscan.pipelines.corpora.sequences import hash_ids
 from headscan.pipelines.evaluate.checks import check_generates, check_predicts
-from headscan.pipelines.evaluate.run_evaluation import EVALUATE, Purpose, evaluate
+from headscan.pipelines.evaluate.run_evaluation import EVALUATE, Purpose, run_evaluation
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.measure.run_corpus import write_shards
 from headscan.pipelines.measure.run_scan import ShardItem, measure_shard
@@ -72,7 +72,7 @@ def whole_model_recall(config: EvaluateConfig, run: Run) -> dict[str, tuple[floa
     questions = Questions(tasks, config.recall, run.identity, recall_only=True)
     if not questions.requests:
         return {}
-    run_id = evaluate(
+    run_id = run_evaluation(
         replace(config, tasks=tasks, text=None),
         run,
         [BASELINE],
@@ -180,7 +180,7 @@ class SweepRuns:
     evaluate_run: str
 
 
-def sweep(config: SweepConfig, run: Run) -> SweepRuns:
+def run_sweep(config: SweepConfig, run: Run) -> SweepRuns:
     questions = Questions(config.evaluation.tasks, config.evaluation.recall, run.identity, config.evaluation.text)
     half, least = questions.benchmark_size // 2, identical_questions(bool(config.scores) + bool(config.masks))
     if config.confirm and 0 < half < least:
@@ -210,7 +210,7 @@ def sweep(config: SweepConfig, run: Run) -> SweepRuns:
     purpose = EVALUATE
     if replacement.texts_hash:
         purpose = Purpose(settings={"replace": config.replacement.value, **dict(replacement.details)})
-    evaluate_run = evaluate(evaluation, run, arms, questions=questions, purpose=purpose)
+    evaluate_run = run_evaluation(evaluation, run, arms, questions=questions, purpose=purpose)
     if config.confirm:
         record_confirmation(run.store, evaluate_run)
     return SweepRuns(scan_run, evaluate_run)

@@ -48,7 +48,7 @@ from headscan.pipelines.scoring.prompt_losses import (
     text_prompts,
 )
 from headscan.pipelines.scoring.token_requests import Request
-from headscan.pipelines.settings.saving_settings import MeasureConfig
+from headscan.pipelines.settings.saving_settings import PlanConfig
 
 #: KV heads that get a window together, by the first of them.
 Units = Mapping[KvHead, tuple[KvHead, ...]]
@@ -183,7 +183,7 @@ def _readers(lm: LoadedModel, _: None) -> dict[KvHead, list[tuple[int, int]]]:
     return readers
 
 
-def read_prompts(config: MeasureConfig, identity: ModelIdentity) -> list[Prompts]:
+def read_prompts(config: PlanConfig, identity: ModelIdentity) -> list[Prompts]:
     """Return the texts of a measurement, and the prompts of each family of recall tasks."""
     tokens = config.tokens(identity)
     prompts = [text_prompts(config.corpus, identity, tokens, config.sequences, config.windows[-1].width)]
@@ -199,7 +199,7 @@ class Measurement:
     """
 
     context: ModelContext
-    config: MeasureConfig
+    config: PlanConfig
     model: PlannedModel
     units: Units
     ranking: tuple[Prompts, ...]
@@ -211,7 +211,7 @@ class Measurement:
     @classmethod
     def of(
         cls,
-        config: MeasureConfig,
+        config: PlanConfig,
         context: ModelContext,
         prompts: Sequence[Prompts] | None = None,
         known: KnownNumbers | None = None,

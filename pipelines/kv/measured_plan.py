@@ -27,7 +27,7 @@ from headscan.pipelines.kv.damage_measurement import Measurement, read_prompts
 from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.run_context import ModelContext
 from headscan.pipelines.scoring.prompt_losses import ALL_KEYS, Prompts
-from headscan.pipelines.settings.saving_settings import LossLimit, MeasureConfig
+from headscan.pipelines.settings.saving_settings import LossLimit, PlanConfig
 
 #: Largest loss of a narrower window, over the mean share of damage of a KV head.
 _MARGIN = 0.1
@@ -223,7 +223,7 @@ def means(increases: Increases) -> tuple[float, ...]:
     return (text, sum(recall) / len(recall)) if recall else (text,)
 
 
-def measured_plan(config: MeasureConfig, model: ModelContext, budget: BudgetRequest | LossLimit) -> HeadPlan:
+def measured_plan(config: PlanConfig, model: ModelContext, budget: BudgetRequest | LossLimit) -> HeadPlan:
     """Make a plan whose keep-scores are the measured damage of a window on each KV head or layer. The same call with a
     `Run` resumes.
     """
@@ -231,7 +231,7 @@ def measured_plan(config: MeasureConfig, model: ModelContext, budget: BudgetRequ
 
 
 def measured_plans(
-    config: MeasureConfig, model: ModelContext, budgets: Sequence[BudgetRequest | LossLimit]
+    config: PlanConfig, model: ModelContext, budgets: Sequence[BudgetRequest | LossLimit]
 ) -> list[HeadPlan]:
     """Make a plan for each budget from one measurement; see `measured_plan`. A `Run` keeps what is measured in its
     store, so that the same call resumes, and another budget measures only what it needs in addition.

@@ -80,7 +80,7 @@ def default_lengths(identity: ModelIdentity) -> tuple[int, ...]:
     return tuple(dict.fromkeys(min(length, limit) for length in (512, 2048)))
 
 
-def probe(config: ProbeConfig, run: Run) -> ProbeResult:
+def run_probe(config: ProbeConfig, run: Run) -> ProbeResult:
     identity = run.identity
     names = check_behaviours(config.behaviours)
     if not names:

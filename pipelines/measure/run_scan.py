@@ -31,7 +31,7 @@ from headscan.pipelines.settings.measure_settings import ScanConfig
 _PASSES = 1.5
 
 
-def scan(config: ScanConfig, run: Run) -> CorpusRunResult:
+def run_scan(config: ScanConfig, run: Run) -> CorpusRunResult:
     """Measure the statistics of all heads on a corpus, and report how many rows have values that are not finite."""
     settings = {"statistics": config.measured, "keep_nonfinite": config.keep_nonfinite}
     widths = asdict(config.widths)

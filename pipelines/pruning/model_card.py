@@ -64,13 +64,13 @@ def model_rows(built: Sequence[BuiltModel], names: Sequence[str], verdict: Verdi
 
 def _losses(arm: ArmVerdict) -> dict[str, str]:
     columns = {}
-    increase = loss_increase(arm.measures)
+    increase = loss_increase(arm.metrics)
     if increase is not None:
         low_high = f" [{increase.low:+.3f}, {increase.high:+.3f}]" if increase.documents > 1 else ""
         columns["loss, nats" if increase.unit == "nats per token" else "loss, bits"] = (
             f"{increase.difference:+.3f}{low_high}"
         )
-    for measure in arm.measures:
+    for measure in arm.metrics:
         if measure.metric == "next_token_accuracy" and measure.increase is not None:
             columns["next token"] = f"{measure.increase.difference:+.2f}"
     if (p := arm.accuracy) is not None:

@@ -15,7 +15,7 @@ from headscan.analysis.verdicts.judge import Verdict, judge
 from headscan.cluster.pool import refuse_staged
 from headscan.long_work import hash_of
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
-from headscan.pipelines.evaluate.run_evaluation import evaluate
+from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.export.servable_model import obstacle
 from headscan.pipelines.pruning.build_models import BuildJob, build_models, kept_damages
@@ -49,7 +49,7 @@ class PruneResult:
     has_code: bool = False
 
 
-def prune(config: PruneConfig, run: Run) -> PruneResult:
+def run_prune(config: PruneConfig, run: Run) -> PruneResult:
     """Build pruned models, save and judge them; the same call resumes after an interruption. The original is held whole
     in this process, and closed before pruned models are opened.
     """
@@ -105,7 +105,7 @@ def prune(config: PruneConfig, run: Run) -> PruneResult:
         if not config.skip_verdict:
             with _report_saved(built, identity.name, say):
                 arms = [pruned_arm(each, evaluation.model, identity) for each in built]
-                run_id = evaluate(evaluation, run, [BASELINE, *arms], questions=questions)
+                run_id = run_evaluation(evaluation, run, [BASELINE, *arms], questions=questions)
                 names = tuple(arm.name for arm in arms)
                 result = replace(result, names=names, verdict=judge(run.store, run_id))
             _write_verdicts(result, card)

@@ -18,7 +18,7 @@ from headscan.analysis.verdicts.criterion_points import (
     by_curve,
 )
 from headscan.analysis.verdicts.judge import ArmVerdict
-from headscan.analysis.verdicts.measures import METRICS
+from headscan.analysis.verdicts.metrics import METRICS
 from headscan.catalog import RANDOM
 from headscan.pipelines.runs.text_tables import text_table
 
@@ -124,7 +124,7 @@ def _tau_table(agreements: Sequence[Agreement]) -> str:
 def _measures(points: Sequence[CriterionPoint], controls: Sequence[ArmVerdict]) -> list[_ComparedMeasure]:
     arms = [*(point.arm for point in points), *controls]
     families = dict.fromkeys(recall.family for arm in arms for recall in arm.judged_recall)
-    unit = next((increase.unit for arm in arms if (increase := loss_increase(arm.measures)) is not None), "")
+    unit = next((increase.unit for arm in arms if (increase := loss_increase(arm.metrics)) is not None), "")
     known = [_ComparedMeasure(LOSS, unit), _ComparedMeasure(ACCURACY, "points")]
     known += [_ComparedMeasure(family, "percent left") for family in families]
     return [measure for measure in known if any(arm.value(measure.name) is not None for arm in arms)]

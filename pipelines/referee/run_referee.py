@@ -26,7 +26,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pad
 from headscan.options import BATCH_TOKENS
 from headscan.pipelines.evaluate.checks import check_predicts
-from headscan.pipelines.evaluate.run_evaluation import evaluate
+from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.measure.run_importance import recall_texts
 from headscan.pipelines.pruning.build_models import BuildJob, build_models, kept_damages
@@ -196,7 +196,7 @@ class RefereeConfig:
     repair: RepairChoice = field(default_factory=lambda: RepairChoice("none"))
 
 
-def referee(config: RefereeConfig, run: Run) -> str:
+def run_referee(config: RefereeConfig, run: Run) -> str:
     """Choose heads by every criterion and evaluate all choices; return the run's id. The model is held whole in this
     process.
     """
@@ -211,7 +211,7 @@ def referee(config: RefereeConfig, run: Run) -> str:
     chosen = _choices(config, StoredChoices(run.store, texts_hash), run, texts, tuple(sizes.values()))
 
     def evaluate_choices(arms: Sequence[Arm]) -> str:
-        return evaluate(evaluation, run, [BASELINE, *arms], questions=questions)
+        return run_evaluation(evaluation, run, [BASELINE, *arms], questions=questions)
 
     if config.repair.is_none:
         return evaluate_choices(_mask_arms(config, run, chosen, sizes, texts_hash))

@@ -108,7 +108,7 @@ _PLAN_TOKENS = 1024
 
 
 @dataclass(frozen=True)
-class MeasureConfig:
+class PlanConfig:
     """Settings of a damage measurement.
 
     Attributes:

@@ -22,7 +22,7 @@ from headscan.analysis.store.output_files import write_text
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.verdict_limits import LEAST_RETAINED
 from headscan.analysis.verdicts.judge import judge
-from headscan.analysis.verdicts.measures import Increase
+from headscan.analysis.verdicts.metrics import Increase
 from headscan.analysis.verdicts.ordered_shares import (
     Outcome,
     ShareVerdict,
@@ -35,16 +35,16 @@ from headscan.pipelines.corpora import TokenPlan
 from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.evaluate.continuation_task import CONTINUATION, write_task
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
-from headscan.pipelines.evaluate.run_evaluation import evaluate
+from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.kv.measured_plan import measured_plans
 from headscan.pipelines.kv.plan_arms import plan_arms
 from headscan.pipelines.measure.run_importance import run_importance
-from headscan.pipelines.measure.run_probe import probe
-from headscan.pipelines.measure.run_scan import scan
+from headscan.pipelines.measure.run_probe import run_probe
+from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.pruning.prune_config import PruneConfig
 from headscan.pipelines.pruning.pruned_arms import BuiltModel, pruned_arm
 from headscan.pipelines.pruning.pruning_units import ShareBudget
-from headscan.pipelines.pruning.run_prune import prune
+from headscan.pipelines.pruning.run_prune import run_prune
 from headscan.pipelines.pruning.work_folder import delivered_model
 from headscan.pipelines.runs.head_orders import head_order, run_kind
 from headscan.pipelines.runs.progress import time_text
@@ -53,7 +53,7 @@ from headscan.pipelines.scoring.arms import BASELINE, Arm
 from headscan.pipelines.settings.corpus_settings import SHORTEST
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, RecallPlan, TaskConfig
 from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS, ImportanceConfig, ProbeConfig, ScanConfig
-from headscan.pipelines.settings.saving_settings import MeasureConfig, RecallConfig, TextConfig
+from headscan.pipelines.settings.saving_settings import PlanConfig, RecallConfig, TextConfig
 from headscan.pipelines.study.study_answer import ABLATED, CACHED, REMOVED, Saving, SavingKind, StudyAnswer
 from headscan.pipelines.study.study_config import (
     FEWEST_STUDY_TEXTS,
@@ -76,7 +76,7 @@ from headscan.pipelines.study.study_time import (
 _TOKENS = 512
 
 
-def study(config: StudyConfig, run: Run) -> StudyAnswer:
+def run_study(config: StudyConfig, run: Run) -> StudyAnswer:
     """Find the largest safe shares, and write the answers, the files and the report into a folder.
 
     Args:
@@ -181,9 +181,9 @@ class _Study:
         scanning = ScanConfig(
             config.model, self.texts.measure, tokens, shard_size=shard, batch_tokens=config.batch_tokens
         )
-        run_id = scan(scanning, self.run).run_id
+        run_id = run_scan(scanning, self.run).run_id
         self._begin_step("2. probe: induction, previous-token and retrieval heads")
-        probe(ProbeConfig(config.model, corpus=self.texts.measure, batch_tokens=config.batch_tokens), self.run)
+        run_probe(ProbeConfig(config.model, corpus=self.texts.measure, batch_tokens=config.batch_tokens), self.run)
         return run_id
 
     @cached_property
@@ -307,7 +307,7 @@ class _Study:
         files = {share: folder / f"{share:g}.json" for share in config.window_shares or ()}
         if any(not file.exists() for file in files.values()):
             self._begin_step("4. plans: which KV heads need the whole cache")
-            measuring = MeasureConfig(
+            measuring = PlanConfig(
                 config.model,
                 self.texts.measure,
                 recents=(self._recent,),
@@ -344,7 +344,7 @@ class _Study:
         if all(known):
             return [each for each in known if each is not None]
         self._begin_step(f"5. pruning: heads chosen by {method}, projections repaired")
-        return list(prune(pruning, self.run).models)
+        return list(run_prune(pruning, self.run).models)
 
     def _losses(self, arms: list[Arm]) -> dict[str, Increase]:
         """Return the increases of the judged loss by arm name, widened for the kinds of savings."""
@@ -455,7 +455,7 @@ class _Study:
         return HeldOutText(f"texts that {name}", chunks(tokenizer, texts))
 
     def _evaluate(self, config: EvaluateConfig, arms: list[Arm]) -> str:
-        return evaluate(config, self.run, [BASELINE, *arms])
+        return run_evaluation(config, self.run, [BASELINE, *arms])
 
     def _questions(self, run_id: str) -> int:
         """Return the number of benchmark questions that the baseline answered."""

@@ -14,7 +14,7 @@ from headscan.analysis.report.saving_costs import CACHE, REMOVAL
 from headscan.analysis.store.output_files import write_text
 from headscan.analysis.store.verdict_limits import limits_words
 from headscan.analysis.verdicts.judge import Outcome
-from headscan.analysis.verdicts.measures import Increase
+from headscan.analysis.verdicts.metrics import Increase
 from headscan.analysis.verdicts.ordered_shares import ShareVerdict, exceeds, largest_safe
 from headscan.catalog import RECALL_FAMILIES, head_count
 from headscan.pipelines.runs.progress import time_text

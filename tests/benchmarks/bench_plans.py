@@ -43,13 +43,13 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.kv.damage_measurement import Measurement
 from headscan.pipelines.kv.measured_plan import measured_plan
-from headscan.pipelines.measure.run_probe import probe
-from headscan.pipelines.measure.run_scan import scan
+from headscan.pipelines.measure.run_probe import run_probe
+from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.prompt_losses import ALL_KEYS, PromptPool, Prompts, recall_prompts, text_prompts
 from headscan.pipelines.settings.measure_settings import ProbeConfig, ScanConfig
-from headscan.pipelines.settings.saving_settings import MeasureConfig
+from headscan.pipelines.settings.saving_settings import PlanConfig
 from tests.benchmarks.measuring import Table, machine, show
 
 #: The plan that all others are compared with.
@@ -64,7 +64,7 @@ _JUDGE_SEED = 1
 def main() -> None:
     options = _options()
     spec = ModelSpec(options.model, "float32")
-    config = MeasureConfig(
+    config = PlanConfig(
         spec,
         CorpusSpec(options.corpus),
         sink=options.sink,
@@ -158,7 +158,7 @@ def _options() -> argparse.Namespace:
 
 
 def plans_by_budget(
-    run: Run, config: MeasureConfig, counts: Sequence[int], *, by_layer: bool = False
+    run: Run, config: PlanConfig, counts: Sequence[int], *, by_layer: bool = False
 ) -> dict[int, dict[str, KeptKeys]]:
     """Return the windows of each method by number of windows; all methods read the same texts."""
     (recent,) = config.recents
@@ -171,8 +171,8 @@ def plans_by_budget(
     )
     found: dict[int, dict[str, KeptKeys]] = {}
     settings = ScanConfig(run.model, config.corpus, tokens, widths=MassWidths(sink, recent), batch_tokens=2048)
-    scan(settings, run)
-    probe(ProbeConfig(run.model, ("retrieval_score",), config.corpus), run)
+    run_scan(settings, run)
+    run_probe(ProbeConfig(run.model, ("retrieval_score",), config.corpus), run)
     unsearched = measured_plan(replace(config, confirm=False), run, WindowHeads(counts[0]))
     candidates = [head for head in unsearched.heads if head.head_class != "protected"]
     estimated = [(head.layer, head.kv_head) for head in sorted(candidates, key=lambda head: head.score)]
@@ -202,7 +202,7 @@ def whole_layers(model: PlannedModel, count: int) -> int:
     return len(allocate(random_scores(model, 0, granularity="layer"), WindowHeads(count)).window_heads)
 
 
-def judged_prompts(run: Run, config: MeasureConfig, options: argparse.Namespace) -> list[Prompts]:
+def judged_prompts(run: Run, config: PlanConfig, options: argparse.Namespace) -> list[Prompts]:
     """Return the unseen texts of each corpus, and unseen recall prompts."""
     width = config.windows[-1].width
     texts = [

@@ -84,7 +84,7 @@ def test_scan_evaluate_and_plan_fill_the_tables(
     Store(path, lock_timeout=0).finish_run(run_id)
 
     plan = jobs.plan(
-        jobs.MeasureConfig(spec, texts, recents=(8,), max_tokens=64, sequences=4, recall_prompts=0),
+        jobs.PlanConfig(spec, texts, recents=(8,), max_tokens=64, sequences=4, recall_prompts=0),
         None,
         WindowShare(0.5),
         devices=cpu,
@@ -200,7 +200,7 @@ class Begun(Exception):
         ("importance", "run_importance"),
         ("probe", "run_probe"),
         ("gates", "run_gates"),
-        ("ablate", "single_head_effects"),
+        ("ablate", "run_ablate"),
         ("evaluate", "run_evaluation"),
         ("sweep", "run_sweep"),
         ("referee", "run_referee"),
@@ -222,7 +222,7 @@ def test_the_batch_size_of_the_devices_reaches_every_job(
         "evaluate": (evaluation, store, []),
         "sweep": (jobs.SweepConfig(evaluation, ("entropy",), (0.2,)), store),
         "referee": (jobs.RefereeConfig(evaluation, texts=TextConfig(texts, max_tokens=64)), store),
-        "plan": (jobs.MeasureConfig(spec, texts, max_tokens=128), store, WindowShare(0.5)),
+        "plan": (jobs.PlanConfig(spec, texts, max_tokens=128), store, WindowShare(0.5)),
         "prune": (
             jobs.PruneConfig(evaluation=evaluation, out=tmp_path / "smaller", budgets=(ShareBudget(0.3),)),
             store,

@@ -18,7 +18,7 @@ from headscan.analysis.store.store import Store
 from headscan.cluster.pool import InProcessPool
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.evaluate.run_evaluation import evaluate
+from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.kv.plan_arms import plan_arms
 from headscan.pipelines.lm_eval_model import HeadscanModel
 from headscan.pipelines.scoring.arms import BASELINE, Arm, ArmKind, mask_arm
@@ -61,7 +61,7 @@ def test_every_kind_of_task_gives_the_numbers_of_evaluate(
     file = plan.save(tmp_path / "plan.json")
     forward, decode = plan_arms(plan, ("forward", "decode"), 0)
     config = EvaluateConfig(spec, TaskConfig(TASKS, include_path=str(task_folder), limit=LIMIT), recall=None)
-    evaluate(config, run_on(pool, store), [BASELINE, mask, rule, forward, decode])
+    run_evaluation(config, run_on(pool, store), [BASELINE, mask, rule, forward, decode])
     rows = store.query("select name, task, metric, value from arm_results join arms using (arm_id)").to_pylist()
     heads = tmp_path / "heads.json"
     heads.write_text("[[1, 2], [0, 0]]")

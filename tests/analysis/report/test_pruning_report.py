@@ -101,7 +101,7 @@ def test_curves_hold_the_numbers_of_the_verdict(evaluation: tuple[Store, dict[st
     assert chosen.x == (0.0, pytest.approx(100 * 2 / 12), pytest.approx(100 * 5 / 12))
     assert chosen.y == (0.0, pytest.approx(0.02), pytest.approx(0.05))
     by_name = {arm.name: arm for arm in evaluation[2].arms}
-    increase = by_name[f"pruned {EVIL} 40%"].measures[0].increase
+    increase = by_name[f"pruned {EVIL} 40%"].metrics[0].increase
     assert increase is not None
     assert chosen.error_y.array[2] == pytest.approx(increase.high - increase.difference)
     accuracy = next(trace for trace in figure.data if trace.xaxis == "x2")

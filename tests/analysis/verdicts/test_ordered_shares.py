@@ -12,7 +12,7 @@ from headscan.analysis.store.verdict_limits import MARGIN
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, FinishedArm
 from headscan.analysis.verdicts.confirmation import widened
 from headscan.analysis.verdicts.judge import arm_outcome
-from headscan.analysis.verdicts.measures import RATES, Increase, rate_increase
+from headscan.analysis.verdicts.metrics import RATES, Increase, rate_increase
 from headscan.analysis.verdicts.ordered_shares import Outcome, ShareVerdict, exceeds, largest_safe, share_verdict
 from headscan.analysis.verdicts.paired import PairedDifference, compare
 

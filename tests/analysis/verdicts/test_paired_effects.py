@@ -21,7 +21,7 @@ from headscan.analysis.verdicts.head_effects import (
     halves,
     q_values,
 )
-from headscan.analysis.verdicts.measures import _weights, ratio_with_error, studentised
+from headscan.analysis.verdicts.metrics import _weights, ratio_with_error, studentised
 
 
 def outcomes(metric: str, baseline: np.ndarray, sizes: np.ndarray | None = None) -> PairedOutcomes:

@@ -24,10 +24,10 @@ from headscan.architectures import HEADS
 from headscan.cluster.pool import Finished, InProcessPool, Task
 from headscan.errors import InterventionError, SequenceError
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.ablate.single_heads import head_arms, read_texts, single_head_effects
+from headscan.pipelines.ablate.single_heads import head_arms, read_texts, run_ablate
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.corpora.sequences import read_spread
-from headscan.pipelines.evaluate.run_evaluation import evaluate
+from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scoring.arms import BASELINE, mask_arm
@@ -106,7 +106,7 @@ def test_losses_equal_a_full_forward_per_head(
         texts=few,
         replacement=ReplacementConfig(value, None if value == "zero" else corpus, texts=5, samples=3),
     )
-    result = single_head_effects(config, run_on(pool, store))
+    result = run_ablate(config, run_on(pool, store))
     lm, questions = pool._model(), questions_of(config)
     replacement: Replacement = ZERO
     if value != "zero":
@@ -140,7 +140,7 @@ def test_losses_equal_a_full_forward_per_head(
 @pytest.mark.slow
 def test_answers_equal_a_full_forward_per_head(on_task: AblateConfig, store: Store, pool: InProcessPool) -> None:
     said: list[str] = []
-    result = single_head_effects(on_task, run_on(pool, store, say=said.append))
+    result = run_ablate(on_task, run_on(pool, store, say=said.append))
     lm, questions = pool._model(), questions_of(on_task)
     rows = store.query("from answers join arms using (arm_id) order by question").to_pylist()
     stored = {
@@ -166,7 +166,7 @@ def test_layers_are_reduced_to_the_head_that_one_half_prefers(
     on_text: AblateConfig, store: Store, pool: InProcessPool
 ) -> None:
     config = replace(on_text, modes=(EACH, ALL_BUT_ONE))
-    result = single_head_effects(config, run_on(pool, store))
+    result = run_ablate(config, run_on(pool, store))
     assert [effect for effect in result.effects if effect.mode == EACH] == read_effects(store, result.run_id)
     found = [effect for effect in result.effects if effect.mode == ALL_BUT_ONE]
     assert [effect.layer for effect in found] == list(range(LAYERS))
@@ -217,14 +217,14 @@ class _FailingPool(InProcessPool):
 @pytest.mark.slow
 def test_a_killed_run_goes_on_and_gives_the_same_rows(on_text: AblateConfig, store: Store, empty_store: Path) -> None:
     whole = Store(copy_store(empty_store, store.path.with_name("whole.duckdb")))
-    expected = single_head_effects(on_text, run_on(InProcessPool(on_text.evaluation.model, THREADS), whole))
+    expected = run_ablate(on_text, run_on(InProcessPool(on_text.evaluation.model, THREADS), whole))
     with pytest.raises(KeyboardInterrupt):
-        single_head_effects(on_text, run_on(_FailingPool(on_text.evaluation.model, 2), store))
+        run_ablate(on_text, run_on(_FailingPool(on_text.evaluation.model, 2), store))
     assert store.query("from head_effects").num_rows == 0
     finished = store.query("select count(*) as n from arms where status = 'finished'").to_pylist()[0]["n"]
     answered = store.query("select count(distinct arm_id) as n from responses").to_pylist()[0]["n"]
     assert finished + answered > 0 and finished < 1 + LAYERS * HEADS
-    assert single_head_effects(on_text, run_on(InProcessPool(on_text.evaluation.model, THREADS), store)) == expected
+    assert run_ablate(on_text, run_on(InProcessPool(on_text.evaluation.model, THREADS), store)) == expected
     query = "from head_effects order by all"
     assert store.query(query).to_pylist() == whole.query(query).to_pylist()
     shown = store.query("select layer, head, significant from effect_summary").to_pylist()
@@ -249,9 +249,9 @@ def test_the_table_costs_less_than_065_masked_evaluations_per_head(
     make_tokenizer(300).save_pretrained(folder)
     spec = ModelSpec(str(folder))
     evaluation = EvaluateConfig(spec, TaskConfig(("counting",), include_path=str(task_folder)), recall=None)
-    table = _work(spec, lambda pool: single_head_effects(AblateConfig(evaluation), run_on(pool, store)))
+    table = _work(spec, lambda pool: run_ablate(AblateConfig(evaluation), run_on(pool, store)))
     other = Store(copy_store(empty_store, tmp_path / "other.duckdb"))
-    both = _work(spec, lambda pool: evaluate(evaluation, run_on(pool, other), [BASELINE, mask_arm([(0, 0)])]))
+    both = _work(spec, lambda pool: run_evaluation(evaluation, run_on(pool, other), [BASELINE, mask_arm([(0, 0)])]))
     masked = both / 2  # the mask of a head in the first layer shares nothing with the baseline
     assert table <= 0.65 * layers * heads * masked
 
@@ -276,7 +276,7 @@ def test_another_value_is_another_run_with_other_arms(
     on_text: AblateConfig, store: Store, pool: InProcessPool, corpus_folder: Path
 ) -> None:
     mean = replace(on_text, replacement=ReplacementConfig("mean", CorpusSpec(str(corpus_folder)), texts=5))
-    runs = [single_head_effects(config, run_on(pool, store)) for config in (on_text, mean)]
+    runs = [run_ablate(config, run_on(pool, store)) for config in (on_text, mean)]
     assert runs[0].run_id != runs[1].run_id
     assert values_of(runs[0].effects) != values_of(runs[1].effects)
     (arm,) = store.query("select * from arms where name like 'head 1:2 by mean %'").to_pylist()

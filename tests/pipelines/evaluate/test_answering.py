@@ -24,7 +24,7 @@ from headscan.errors import NotFiniteError
 from headscan.layers.shared_rows import read_shared_row
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.answering import ArmsWork
-from headscan.pipelines.evaluate.run_evaluation import evaluate
+from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.scoring import shared_row_likelihood
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
 from headscan.pipelines.scoring.bundles import LEAST_SIZE
@@ -82,7 +82,7 @@ def answers(store: Store) -> list[pa.Table]:
 
 
 def run(config: EvaluateConfig, store: Store, pool: CountingPool, **options: Any) -> str:
-    return evaluate(config, run_on(pool, store, **options), ARMS)
+    return run_evaluation(config, run_on(pool, store, **options), ARMS)
 
 
 @pytest.fixture(scope="module")
@@ -198,11 +198,11 @@ def test_finished_arms_are_not_run_again(config: EvaluateConfig, tmp_path: Path,
 
 def test_other_settings_are_another_run_and_named(config: EvaluateConfig, store: Store, undisturbed: Store) -> None:
     with pytest.raises(Interrupted):
-        evaluate(config, run_on(CountingPool(config.model, dying(3)), store), ARMS[:1])
+        run_evaluation(config, run_on(CountingPool(config.model, dying(3)), store), ARMS[:1])
     (first,) = [run["run_id"] for run in store.runs("evaluate")]
     said: list[str] = []
     other = dataclasses.replace(config, batch_tokens=5000, tasks=dataclasses.replace(config.tasks, limit=5))
-    second = evaluate(other, run_on(CountingPool(config.model), store, say=said.append), ARMS[:1])
+    second = run_evaluation(other, run_on(CountingPool(config.model), store, say=said.append), ARMS[:1])
     (line,) = (line for line in said if first in line)
     assert line.startswith(
         f"questions, limit, batch_tokens, requests changed since run {first} (failed). A new run begins"
@@ -230,7 +230,7 @@ class ShufflingPool(InProcessPool):
 def test_the_order_in_which_results_come_changes_no_digit(
     config: EvaluateConfig, store: Store, undisturbed: Store
 ) -> None:
-    evaluate(config, run_on(ShufflingPool(config.model, THREADS), store), ARMS)
+    run_evaluation(config, run_on(ShufflingPool(config.model, THREADS), store), ARMS)
     for ours, whole in zip(answers(store), answers(undisturbed), strict=True):
         assert ours.equals(whole)
 
@@ -258,7 +258,7 @@ def test_slow_arms_are_answered_in_small_bundles(spec: ModelSpec, task_folder: P
     sizes, stores = [], []
     for seconds in (1e-6, 60.0):
         pool, store = PacedPool(spec, seconds), Store(tmp_path / f"{seconds}.duckdb")
-        evaluate(config, run_on(pool, store), arms)
+        run_evaluation(config, run_on(pool, store), arms)
         sizes.append(pool.arms)
         stores.append(store)
     assert sizes[0][0] == LEAST_SIZE and max(sizes[0]) == len(arms)
@@ -272,7 +272,7 @@ def test_two_replicas_on_ray_give_every_digit_of_one_in_process(
     config: EvaluateConfig, store: Store, undisturbed: Store
 ) -> None:
     with RayPool(config.model, WholePlacement(2, "cpu", 1)) as pool:
-        evaluate(config, run_on(pool, store), ARMS)
+        run_evaluation(config, run_on(pool, store), ARMS)
     for ours, whole in zip(answers(store), answers(undisturbed), strict=True):
         assert ours.equals(whole)
 
@@ -283,7 +283,7 @@ def test_a_model_that_cannot_continue_a_prefix_is_reported(task_folder: Path, tm
     spec = ModelSpec(str(tmp_path / "jamba"))
     config = EvaluateConfig(spec, TaskConfig(("few",), include_path=str(task_folder)), recall=None)
     said: list[str] = []
-    evaluate(config, run_on(CountingPool(spec), Store(tmp_path / "s.duckdb"), say=said.append), ARMS[:1])
+    run_evaluation(config, run_on(CountingPool(spec), Store(tmp_path / "s.duckdb"), say=said.append), ARMS[:1])
     assert "prompts are read whole: continuing from a cached prefix changes the hidden states of this model" in said
 
 
@@ -302,7 +302,7 @@ def test_in_half_precision_a_rule_that_ablates_nothing_changes_no_digit(
         "read_shared_row",
         lambda *args, **limits: rows.append(args) or read_shared_row(*args, **limits),
     )
-    evaluate(half, run_on(CountingPool(spec), store), [BASELINE, idle])
+    run_evaluation(half, run_on(CountingPool(spec), store), [BASELINE, idle])
     assert bool(rows) == (share is None)
     of_baseline, of_rule = (
         store.query(
@@ -322,6 +322,6 @@ def test_an_arm_with_nan_answers_is_named_and_the_others_stay(config: EvaluateCo
     said: list[str] = []
     counting = dataclasses.replace(config, tasks=dataclasses.replace(config.tasks, names=("counting",)))
     with pytest.raises(NotFiniteError, match=r"1 of 2 arms .*: baseline"):
-        evaluate(counting, run_on(pool, store, say=said.append), arms)
+        run_evaluation(counting, run_on(pool, store, say=said.append), arms)
     assert [arm["name"] for arm in store.query("from arms where status = 'finished'").to_pylist()] == [arms[1].name]
     assert store.runs("evaluate")[0]["status"] == "failed"

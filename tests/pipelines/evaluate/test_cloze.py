@@ -13,7 +13,7 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import judge
 from headscan.cluster.pool import InProcessPool
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.evaluate.run_evaluation import evaluate
+from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.evaluate.tasks import Tasks
 from headscan.pipelines.scoring.arms import BASELINE, mask_arm
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, HarnessError, TaskConfig
@@ -72,7 +72,7 @@ def test_the_likeliest_answer_by_length_counts_and_both_forms_are_judged(
     spec: ModelSpec, mmlu: Path, store: Store
 ) -> None:
     config = EvaluateConfig(spec, TaskConfig(("mmlu_tiny",), include_path=str(mmlu), mmlu_cloze=True), recall=None)
-    run_id = evaluate(config, run_on(InProcessPool(spec, THREADS), store), [BASELINE, mask_arm([(0, 1)])])
+    run_id = run_evaluation(config, run_on(InProcessPool(spec, THREADS), store), [BASELINE, mask_arm([(0, 1)])])
     rows = store.query(
         "SELECT task, target, correct, log_likelihoods, metrics FROM answers JOIN arms USING (arm_id)"
         " WHERE name = 'baseline' AND task = 'mmlu_tiny_words_continuation' ORDER BY question"

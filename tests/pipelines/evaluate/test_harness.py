@@ -20,8 +20,8 @@ from headscan.errors import HeadIndexError, HeadscanError, InterventionError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.evaluate.harness import HeadscanLM
-from headscan.pipelines.evaluate.run_evaluation import evaluate
-from headscan.pipelines.measure.run_scan import scan
+from headscan.pipelines.evaluate.run_evaluation import run_evaluation
+from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.runs.head_orders import find_run
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scoring.arms import BASELINE, Ablation, Arm, controls, mask_arm, scored_masks, scored_rules
@@ -115,7 +115,7 @@ def test_an_evaluation_stores_answers_and_resumes(
     store = Store(tmp_path / "s.duckdb")
     mask = mask_arm([(1, 2), (0, 0)])
     said: list[str] = []
-    run_id = evaluate(config, run_on(pool, store, say=said.append), [BASELINE, mask])
+    run_id = run_evaluation(config, run_on(pool, store, say=said.append), [BASELINE, mask])
     assert [line.partition(": acc")[0] for line in said] == ["baseline", mask.name]
     answers = store.query(
         "select name, question, correct, log_likelihoods from answers join arms using (arm_id)"
@@ -142,7 +142,7 @@ def test_an_evaluation_stores_answers_and_resumes(
     # Again: both arms are there; one more arm joins the same run.
     again: list[str] = []
     more = Arm("rule", ArmKind.RULE, headscan.HeadRule("entropy", threshold=1.0), "entropy")
-    assert evaluate(config, run_on(pool, store, say=again.append), [BASELINE, mask, more]) == run_id
+    assert run_evaluation(config, run_on(pool, store, say=again.append), [BASELINE, mask, more]) == run_id
     assert again[:2] == ["baseline: finished before", f"{mask.name}: finished before"]
     assert store.query("select count(*) as n from answers").to_pylist() == [{"n": 36}]
 
@@ -152,7 +152,7 @@ def test_arms_are_chosen_from_a_scan_of_this_model(
 ) -> None:
     store = Store(tmp_path / "s.duckdb")
     config = ScanConfig(spec, CorpusSpec(str(corpus_folder)), TokenPlan(64))
-    scanned = scan(config, run_on(pool, store))
+    scanned = run_scan(config, run_on(pool, store))
     identity = identify(spec)
     assert find_run(store, identity, "output_norm_ln", None) == scanned.run_id
     arms = scored_masks(store, scanned.run_id, "output_norm_ln", [0.2])
@@ -175,7 +175,7 @@ def test_arms_are_chosen_from_a_scan_of_this_model(
         )
     assert isinstance(arms[1].ablated, headscan.HeadRule) and arms[1].ablated.widths == headscan.MassWidths()
     narrow = dataclasses.replace(config, widths=headscan.MassWidths(2, 9))
-    [rule] = scored_rules(store, scan(narrow, run_on(pool, store)).run_id, "output_norm_ln", [0.2])
+    [rule] = scored_rules(store, run_scan(narrow, run_on(pool, store)).run_id, "output_norm_ln", [0.2])
     assert isinstance(rule.ablated, headscan.HeadRule) and rule.ablated.widths == narrow.widths
     store.finish_run(scanned.run_id, status="failed")
     with pytest.raises(InterventionError, match=f"run {scanned.run_id} is failed. Run its command again"):
@@ -186,10 +186,10 @@ def test_what_a_user_can_get_wrong(spec: ModelSpec, pool: InProcessPool, task_fo
     store = Store(tmp_path / "s.duckdb")
     config = EvaluateConfig(spec, TaskConfig(("counting",), include_path=str(task_folder)), recall=None)
     with pytest.raises(HeadIndexError, match="layer 7 has no attention heads"):
-        evaluate(config, run_on(pool, store), [BASELINE, mask_arm([(7, 0)])])
+        run_evaluation(config, run_on(pool, store), [BASELINE, mask_arm([(7, 0)])])
     assert not store.path.exists()
     with pytest.raises(HarnessError, match="did you mean counting"):
-        evaluate(
+        run_evaluation(
             EvaluateConfig(spec, TaskConfig(("countin",), include_path=str(task_folder))),
             run_on(pool, store),
             [BASELINE],
@@ -197,7 +197,7 @@ def test_what_a_user_can_get_wrong(spec: ModelSpec, pool: InProcessPool, task_fo
     with pytest.raises(HarnessError, match="is no folder"):
         TaskConfig(("counting",), include_path=str(tmp_path / "absent"))
     with pytest.raises(HarnessError, match="no tasks"):
-        evaluate(EvaluateConfig(spec, TaskConfig(())), run_on(pool, store), [BASELINE])
+        run_evaluation(EvaluateConfig(spec, TaskConfig(())), run_on(pool, store), [BASELINE])
     with pytest.raises(InterventionError, match="empty mask"):
         mask_arm([])
     with pytest.raises(HeadscanError, match="limit=0"):

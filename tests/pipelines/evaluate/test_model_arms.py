@@ -21,7 +21,7 @@ from headscan.errors import InterventionError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, TextChunk
-from headscan.pipelines.evaluate.run_evaluation import check_models, evaluate
+from headscan.pipelines.evaluate.run_evaluation import check_models, run_evaluation
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm, model_arm
@@ -89,7 +89,7 @@ def test_a_model_without_a_head_answers_as_the_mask_of_that_head(
 ) -> None:
     arms = [BASELINE, mask_arm([(1, 2)]), model_arm_of(other_folder, spec), model_arm_of(model_folder, spec)]
     with Watched(spec, THREADS) as pool:
-        run_id = evaluate(config, run_on(pool, store, open_model), arms)
+        run_id = run_evaluation(config, run_on(pool, store, open_model), arms)
     found = {}
     for name in (arm.name for arm in arms):
         found[name] = store.query(
@@ -122,14 +122,16 @@ def test_the_loss_of_text_is_that_of_separate_passes(
 ) -> None:
     arms = [BASELINE, model_arm_of(other_folder, spec)]
     with Watched(spec, THREADS) as pool:
-        run_id = evaluate(dataclasses.replace(config, tasks=TaskConfig(())), run_on(pool, store, open_model), arms)
+        run_id = run_evaluation(
+            dataclasses.replace(config, tasks=TaskConfig(())), run_on(pool, store, open_model), arms
+        )
     losses = []
     for source in (spec.source, str(other_folder)):
         lm = headscan.load(source, device="cpu")
         losses.append([naive_likelihood(lm, chunk.request) for chunk in CHUNKS])
     tokens = sum(len(chunk.ids) - 1 for chunk in CHUNKS)
     (arm,) = judge(store, run_id).outcomes.values()
-    measures = {measure.metric: measure for measure in arm.measures}
+    measures = {measure.metric: measure for measure in arm.metrics}
     nats = [-sum(each.log_likelihood for each in found) / tokens for found in losses]
     right = [sum(each.greedy_tokens for each in found) / tokens for found in losses]
     loss, accuracy = measures["loss"], measures["next_token_accuracy"]
@@ -160,16 +162,16 @@ def test_a_stopped_evaluation_resumes_at_the_model(
         raise Stopped
 
     with Watched(spec, THREADS) as pool, pytest.raises(Stopped):
-        evaluate(config, run_on(pool, store, stop), arms)
+        run_evaluation(config, run_on(pool, store, stop), arms)
     (run,) = store.runs("evaluate")
     assert run["status"] == "failed"
     with Watched(spec, THREADS) as pool:
         lines: list[str] = []
-        run_id = evaluate(config, run_on(pool, store, open_model, say=lines.append), arms)
+        run_id = run_evaluation(config, run_on(pool, store, open_model, say=lines.append), arms)
     assert "baseline: finished before" in lines and run_id == run["run_id"]
     whole = Store(tmp_path / "whole.duckdb")
     with Watched(spec, THREADS) as pool:
-        evaluate(config, run_on(pool, whole, open_model), arms)
+        run_evaluation(config, run_on(pool, whole, open_model), arms)
     columns = (
         "select name, task, question, log_likelihoods, response from answers join arms using (arm_id) order by all"
     )
@@ -232,7 +234,7 @@ def test_bad_models_are_refused_before_anything_is_asked(
     }
     for message, arms in cases.items():
         with Watched(spec, THREADS) as pool, pytest.raises(InterventionError, match=message):
-            evaluate(config, run_on(pool, store, open_model), [BASELINE, *arms])
+            run_evaluation(config, run_on(pool, store, open_model), [BASELINE, *arms])
     assert store.runs("evaluate") == []
     with pytest.raises(InterventionError, match="has a model of its own and ablates heads"):
         dataclasses.replace(mask_arm([(0, 1)]), model=spec)

@@ -19,7 +19,7 @@ from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.evaluate.harness import HeadscanLM
-from headscan.pipelines.evaluate.run_evaluation import evaluate
+from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.evaluate.tasks import Tasks
 from headscan.pipelines.kv.plan_arms import plan_arms
 from headscan.pipelines.runs.model_identity import identify
@@ -111,7 +111,7 @@ def test_full_heads_are_the_baseline(
     spec: ModelSpec, model: PlannedModel, pool: InProcessPool, task_folder: Path, store: Store
 ) -> None:
     arms = [BASELINE, *plan_arms(plan_for(model, 0), PLAN_MODES, 0)]
-    run_id = evaluate(config(spec, task_folder), run_on(pool, store), arms)
+    run_id = run_evaluation(config(spec, task_folder), run_on(pool, store), arms)
     baseline, *others = likelihoods(store).values()
     assert len(others) == 2
     for found in others:
@@ -135,7 +135,7 @@ def test_a_stopped_evaluation_resumes_with_the_same_rows(
 ) -> None:
     arms = [BASELINE, *plan_arms(plan, ["decode"], 0)]
     asked = config(spec, task_folder)
-    evaluate(asked, run_on(pool, store), arms)
+    run_evaluation(asked, run_on(pool, store), arms)
     run, calls = EvictionItem.run, []
 
     def stopped(self: EvictionItem, lm: LoadedModel) -> Any:
@@ -147,9 +147,9 @@ def test_a_stopped_evaluation_resumes_with_the_same_rows(
     broken = Store(tmp_path / "broken.duckdb")
     monkeypatch.setattr(EvictionItem, "run", stopped)
     with pytest.raises(KeyboardInterrupt):
-        evaluate(asked, run_on(pool, broken), arms)
+        run_evaluation(asked, run_on(pool, broken), arms)
     before = len(calls)
-    evaluate(asked, run_on(pool, broken), arms)
+    run_evaluation(asked, run_on(pool, broken), arms)
     assert likelihoods(broken) == likelihoods(store)
     assert calls[0] not in calls[before:] and calls[1] in calls[before:]  # its answers were stored
 
@@ -166,14 +166,14 @@ def test_forward_runs_range_by_range_and_decode_does_not(
     asked = config(spec, task_folder)
     arms = [BASELINE, *plan_arms(plan, ["forward"], 0)]
     apart = Store(tmp_path / "apart.duckdb")
-    evaluate(asked, run_on(pool, store), arms)
+    run_evaluation(asked, run_on(pool, store), arms)
     with open_pool(spec, StreamedPlacement("cpu", 1, 1 << 30, ((0, 1), (1, 3)))) as staged:
         with pytest.raises(
             StagingError, match=r"decode evicts keys.*Use the mode forward, or `placement=whole`"
         ) as caught:
-            evaluate(asked, run_on(staged, apart), [BASELINE, *plan_arms(plan, ["decode"], 0)])
+            run_evaluation(asked, run_on(staged, apart), [BASELINE, *plan_arms(plan, ["decode"], 0)])
         assert "\n" not in str(caught.value) and not apart.path.exists()
-        evaluate(asked, run_on(staged, apart), arms)
+        run_evaluation(asked, run_on(staged, apart), arms)
     whole, ours = likelihoods(store), likelihoods(apart)
     assert ours.keys() == whole.keys()
     for name, values in whole.items():
@@ -188,7 +188,7 @@ def test_in_half_precision_all_arms_use_the_same_kernels(
     half = replace(spec, dtype="bfloat16")
     (arm,) = plan_arms(plan_for(model, 0), ["forward"], 0)
     asked = config(half, task_folder)
-    evaluate(asked, run_on(InProcessPool(half, THREADS), store), [BASELINE, arm])
+    run_evaluation(asked, run_on(InProcessPool(half, THREADS), store), [BASELINE, arm])
     found = likelihoods(store)
     assert found[arm.name] == found["baseline"]
     (run,) = store.runs("evaluate")
@@ -205,9 +205,9 @@ def test_layers_that_continue_token_by_token_are_refused_in_decode(
         plan = plan_for(model_of(spec, pool.one(_itself, None)), 1)
         arms: list[Arm] = [BASELINE, *plan_arms(plan, ["decode"], 0)]
         with pytest.raises(UnsupportedModelError, match=r"only token by token\. Use the mode forward, or tasks"):
-            evaluate(config(spec, task_folder), run_on(pool, store), arms)
+            run_evaluation(config(spec, task_folder), run_on(pool, store), arms)
         assert not store.runs()
-        evaluate(config(spec, task_folder), run_on(pool, store), [BASELINE, *plan_arms(plan, ["forward"], 0)])
+        run_evaluation(config(spec, task_folder), run_on(pool, store), [BASELINE, *plan_arms(plan, ["forward"], 0)])
     assert {row["kind"] for row in store.query("from arms").to_pylist()} == {ArmKind.BASELINE, ArmKind.PLAN}
 
 

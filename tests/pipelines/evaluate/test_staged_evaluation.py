@@ -15,8 +15,8 @@ from headscan.cluster.pool import StagingError, open_pool
 from headscan.kv.kept_keys import DROPPED, KeptKeys, Window
 from headscan.kv.kv_windows import KvEviction, KvWindows
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.evaluate.run_evaluation import evaluate
-from headscan.pipelines.evaluate.run_sweep import sweep
+from headscan.pipelines.evaluate.run_evaluation import run_evaluation
+from headscan.pipelines.evaluate.run_sweep import run_sweep
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm, random_rules
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, SweepConfig, TaskConfig
 from tests.headscan.kv.cache_plans import NARROW, plan_of
@@ -56,16 +56,16 @@ def test_arms_get_the_answers_of_one_process(
 ) -> None:
     asked = config(spec, task_folder, "counting")
     with open_pool(spec, THREADS) as pool:
-        evaluate(asked, run_on(pool, store), ARMS)
+        run_evaluation(asked, run_on(pool, store), ARMS)
     apart = Store(tmp_path / "apart.duckdb")
     with open_pool(spec, PLACEMENTS[kind]) as pool:
         with pytest.raises(
             StagingError, match=r"^plan, decode evicts keys, which needs all layers of the model at once"
         ):
-            evaluate(asked, run_on(pool, apart), [BASELINE, EVICTING])
-        evaluate(asked, run_on(pool, apart), ARMS)
+            run_evaluation(asked, run_on(pool, apart), [BASELINE, EVICTING])
+        run_evaluation(asked, run_on(pool, apart), ARMS)
         # Finished arms are not answered again, on any placement.
-        assert evaluate(asked, run_on(pool, apart), ARMS) == apart.runs("evaluate")[0]["run_id"]
+        assert run_evaluation(asked, run_on(pool, apart), ARMS) == apart.runs("evaluate")[0]["run_id"]
     ours, whole = answers(apart), answers(store)
     assert ours.num_rows == 6 * len(ARMS)
     assert len(set(whole["zeroed_share"].to_pylist())) > 3
@@ -79,7 +79,7 @@ def test_arms_get_the_answers_of_one_process(
 
 def test_texts_are_not_written_range_by_range(spec: ModelSpec, task_folder: Path, store: Store) -> None:
     with open_pool(spec, PLACEMENTS["streamed"]) as pool, pytest.raises(StagingError, match="6 texts"):
-        evaluate(config(spec, task_folder, "telling"), run_on(pool, store), ARMS)
+        run_evaluation(config(spec, task_folder, "telling"), run_on(pool, store), ARMS)
     with open_pool(spec, PLACEMENTS["streamed"]) as pool, pytest.raises(StagingError, match="6 texts"):
-        sweep(SweepConfig(config(spec, task_folder, "telling")), run_on(pool, store))
+        run_sweep(SweepConfig(config(spec, task_folder, "telling")), run_on(pool, store))
     assert not store.runs()  # nothing is recorded in vain

@@ -21,8 +21,8 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.evaluate.harness import HeadscanLM
-from headscan.pipelines.evaluate.run_evaluation import evaluate
-from headscan.pipelines.evaluate.run_sweep import SweepRuns, _size, size_recall, sweep
+from headscan.pipelines.evaluate.run_evaluation import run_evaluation
+from headscan.pipelines.evaluate.run_sweep import SweepRuns, _size, run_sweep, size_recall
 from headscan.pipelines.evaluate.tasks import Tasks
 from headscan.pipelines.runs.head_orders import find_run
 from headscan.pipelines.runs.model_identity import identify
@@ -56,7 +56,7 @@ def config(spec: ModelSpec, task_folder: Path) -> SweepConfig:
 @pytest.fixture(scope="module")
 def swept(config: SweepConfig, empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Swept:
     store, said = Store(copy_store(empty_store, tmp_path_factory.mktemp("swept"))), list[str]()
-    runs = sweep(config, run_on(InProcessPool(config.evaluation.model, THREADS), store, say=said.append))
+    runs = run_sweep(config, run_on(InProcessPool(config.evaluation.model, THREADS), store, say=said.append))
     return Swept(store, runs, said)
 
 
@@ -131,7 +131,7 @@ def test_a_score_that_rules_cannot_measure_is_refused_before_prompts_are_recorde
     monkeypatch.setitem(SCORES, "added", added)
     store = Store(copy_store(empty_store, tmp_path / "s.duckdb"))
     with pytest.raises(InterventionError, match="rules measure no score on confidence"):
-        sweep(dataclasses.replace(config, scores=("added",)), run_on(pool, store))
+        run_sweep(dataclasses.replace(config, scores=("added",)), run_on(pool, store))
     assert not store.runs()
 
 
@@ -227,7 +227,7 @@ def test_a_sweep_with_too_few_questions_warns_before_it_starts(config: SweepConf
     assert line.endswith("use confirm=False to judge on all questions")
     said: list[str] = []
     pool = InProcessPool(config.evaluation.model, THREADS)
-    sweep(dataclasses.replace(config, confirm=False), run_on(pool, swept.store, say=said.append))
+    run_sweep(dataclasses.replace(config, confirm=False), run_on(pool, swept.store, say=said.append))
     assert not [line for line in said if line.startswith(warning)]
 
 
@@ -242,7 +242,7 @@ def test_the_whole_model_is_asked_before_any_arm_runs(config: SweepConfig, tmp_p
     small = dataclasses.replace(config, evaluation=asking, scores=RULES[:1], quantiles=(0.2,), masks=(), seeds=0)
     for _ in range(2):
         said: list[str] = []
-        runs = sweep(small, run_on(pool, store, say=said.append))
+        runs = run_sweep(small, run_on(pool, store, say=said.append))
         lines = [line for line in said if line.startswith("the whole model ")]
         assert [line.rpartition(": ")[2] for line in lines] == [
             "too few to judge needle recall, so no arm is judged by it",
@@ -323,9 +323,9 @@ def test_a_sweep_that_cannot_be_is_refused(
 def test_masks_of_all_heads_are_refused_before_anything_is_recorded(config: SweepConfig, tmp_path: Path) -> None:
     store, pool = Store(tmp_path / "s.duckdb"), InProcessPool(config.evaluation.model, THREADS)
     with pytest.raises(InterventionError, match="a mask of 99% ablates all 18 heads of the model"):
-        sweep(dataclasses.replace(config, quantiles=(0.1, 0.99)), run_on(pool, store))
+        run_sweep(dataclasses.replace(config, quantiles=(0.1, 0.99)), run_on(pool, store))
     with pytest.raises(InterventionError, match=r"ablates all 18 heads of the model \(limit 17\). Use fewer heads"):
-        evaluate(config.evaluation, run_on(pool, store), [BASELINE, mask_arm([divmod(n, 6) for n in range(18)])])
+        run_evaluation(config.evaluation, run_on(pool, store), [BASELINE, mask_arm([divmod(n, 6) for n in range(18)])])
     assert not store.path.exists()
 
 
@@ -338,7 +338,7 @@ def test_whole_layers_and_cut_prompts_are_reported(config: SweepConfig, store: S
     pool = InProcessPool(config.evaluation.model, THREADS)
     arms = [BASELINE, mask_arm([*((1, head) for head in range(6)), (0, 0)])]
     small = dataclasses.replace(config.evaluation, tasks=tasks)
-    evaluate(small, run_on(pool, store, say=said.append), arms)
+    run_evaluation(small, run_on(pool, store, say=said.append), arms)
     assert said[0] == "2 prompts are longer than the context; their beginning is cut off"
     assert said[1] == f"{arms[1].name} ablates every head of layer 1"
 
@@ -349,7 +349,7 @@ def test_an_encoder_is_refused(task_folder: Path, tmp_path: Path) -> None:
     spec, store = ModelSpec(str(tmp_path / "tiny-bert")), Store(tmp_path / "s.duckdb")
     evaluation = EvaluateConfig(spec, TaskConfig(("few",), include_path=str(task_folder)), recall=None)
     with pytest.raises(UnsupportedModelError, match="tiny-bert does not predict the next token"):
-        sweep(SweepConfig(evaluation), run_on(InProcessPool(spec, THREADS), store))
+        run_sweep(SweepConfig(evaluation), run_on(InProcessPool(spec, THREADS), store))
     with pytest.raises(UnsupportedModelError, match="tiny-bert does not predict the next token"):
-        evaluate(evaluation, run_on(InProcessPool(spec, THREADS), store), [BASELINE])
+        run_evaluation(evaluation, run_on(InProcessPool(spec, THREADS), store), [BASELINE])
     assert not store.path.exists()

@@ -23,7 +23,7 @@ from headscan.analysis.store.store import Store
 from headscan.cluster.pool import InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.harness import HeadscanLM
-from headscan.pipelines.evaluate.run_evaluation import evaluate
+from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.evaluate.tasks import Questions, Tasks
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scoring.arms import BASELINE, mask_arm
@@ -115,7 +115,9 @@ KINDS = ("numbers", "informed", "both_ways", "graded", "ending", "reading", "tel
 def test_results_of_every_kind_of_task_are_those_of_lm_eval(
     spec: ModelSpec, task_folder: Path, store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    evaluate(config(spec, task_folder, *KINDS, limit=100), run_on(InProcessPool(spec, THREADS), store), [BASELINE])
+    run_evaluation(
+        config(spec, task_folder, *KINDS, limit=100), run_on(InProcessPool(spec, THREADS), store), [BASELINE]
+    )
     assert capsys.readouterr().out == ""
     check(store, of_lm_eval(spec, task_folder, KINDS, limit=100))
     answers = store.query("from answers order by task, question").to_pylist()
@@ -136,7 +138,9 @@ def test_results_of_every_kind_of_task_are_those_of_lm_eval(
 
 def test_results_with_examples_are_those_of_lm_eval(spec: ModelSpec, task_folder: Path, store: Store) -> None:
     names, options = ("numbers", "ending", "telling"), {"num_fewshot": 2, "limit": 5}
-    evaluate(config(spec, task_folder, *names, **options), run_on(InProcessPool(spec, THREADS), store), [BASELINE])
+    run_evaluation(
+        config(spec, task_folder, *names, **options), run_on(InProcessPool(spec, THREADS), store), [BASELINE]
+    )
     check(store, of_lm_eval(spec, task_folder, names, **options))
     assert store.query("from answers where task = 'counting'").num_rows == 5
 
@@ -148,7 +152,7 @@ def test_results_with_a_chat_template_are_those_of_lm_eval(
 ) -> None:
     options = {"num_fewshot": 2, "apply_chat_template": True, "fewshot_as_multiturn": multiturn}
     names = ("few", "described", "telling")
-    evaluate(
+    run_evaluation(
         config(chat_spec, task_folder, *names, **options), run_on(InProcessPool(chat_spec, THREADS), store), [BASELINE]
     )
     check(store, of_lm_eval(chat_spec, task_folder, names, **options))
@@ -178,7 +182,7 @@ def test_requests_are_built_once_and_every_arm_is_graded_by_its_own_answers(
     monkeypatch.setattr(HeadscanLM, "tok_encode", counted_encode)
     names, heads = ("counting", "reading", "telling"), [(1, 2), (1, 3)]
     mask = mask_arm(heads)
-    evaluate(config(spec, task_folder, *names), run_on(InProcessPool(spec, THREADS), store), [BASELINE, mask])
+    run_evaluation(config(spec, task_folder, *names), run_on(InProcessPool(spec, THREADS), store), [BASELINE, mask])
     assert len(built) == 12 + 4 + 12
     # Of a question and its choice the tokenizer sees the question, and both together.
     assert len(tokenised) == 2 * 36 + 4 + 12
@@ -247,7 +251,8 @@ def test_grading_by_another_helper_is_another_evaluation(spec: ModelSpec, task_f
 
 def test_filters_may_leave_several_texts(spec: ModelSpec, task_folder: Path, store: Store, tmp_path: Path) -> None:
     tasks = graded_task(tmp_path, task_folder, "0.5 * len(answer)", [{"function": "take_first_k", "k": 2}])
-    evaluate(EvaluateConfig(spec, tasks, recall=None), run_on(InProcessPool(spec, THREADS), store), [BASELINE])
+    run = run_on(InProcessPool(spec, THREADS), store)
+    run_evaluation(EvaluateConfig(spec, tasks, recall=None), run, [BASELINE])
     rows = store.query("from answers").to_pylist()
     assert [row["correct"] for row in rows] == [1.0] * 5  # of two texts each
     assert all(row["response"].startswith("[") and row["log_likelihoods"] == [] for row in rows)
@@ -258,7 +263,9 @@ def test_exceptions_of_a_tasks_code_are_one_line(
 ) -> None:
     tasks = graded_task(tmp_path, task_folder, "1 / 0")
     with pytest.raises(HarnessError, match=r"^the answers to own cannot be graded: division by zero$"):
-        evaluate(EvaluateConfig(spec, tasks, recall=None), run_on(InProcessPool(spec, THREADS), store), [BASELINE])
+        run_evaluation(
+            EvaluateConfig(spec, tasks, recall=None), run_on(InProcessPool(spec, THREADS), store), [BASELINE]
+        )
 
 
 def test_tasks_that_take_no_examples_are_named(spec: ModelSpec, task_folder: Path, tmp_path: Path) -> None:
@@ -287,7 +294,7 @@ def test_tasks_that_cannot_be_put_are_refused(spec: ModelSpec, task_folder: Path
 
     def refused(message: str, *names: str, **options: Any) -> None:
         with pytest.raises(HarnessError, match=message) as problem:
-            evaluate(config(spec, task_folder, *names, **options), run_on(pool, store), [BASELINE])
+            run_evaluation(config(spec, task_folder, *names, **options), run_on(pool, store), [BASELINE])
         assert "\n" not in str(problem.value)
 
     refused("`fewshot_as_multiturn=True` needs a chat template", "counting", fewshot_as_multiturn=True)

@@ -33,19 +33,19 @@ from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, seque
 from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.kv.damage_measurement import DamagePool, Measurement
 from headscan.pipelines.kv.measured_plan import measured_plan, smallest_windows
-from headscan.pipelines.measure.run_scan import scan
+from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.runs.run_context import ModelContext, Run
 from headscan.pipelines.scoring.prompt_losses import ALL_KEYS, Losses, PromptPool, recall_prompts, text_prompts
 from headscan.pipelines.scoring.recall_tasks import recall_questions
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.evaluation_settings import RecallPlan
 from headscan.pipelines.settings.measure_settings import ScanConfig
-from headscan.pipelines.settings.saving_settings import LossLimit, MeasureConfig
+from headscan.pipelines.settings.saving_settings import LossLimit, PlanConfig
 from tests.pipelines.conftest import THREADS
 from tests.sources import SHARED
 
 SPEC = ModelSpec(str(MODEL_FOLDER), "float32")
-SMALL = MeasureConfig(
+SMALL = PlanConfig(
     SPEC,
     CorpusSpec("python-stdlib-heldout"),
     recents=(16,),
@@ -78,7 +78,7 @@ def test_a_share_gives_windows_evidence_and_a_held_out_loss(context: ModelContex
 
 @pytest.mark.slow
 def test_a_loss_limit_gives_as_many_windows_as_it_allows(context: ModelContext) -> None:
-    config = MeasureConfig(**{**vars(SMALL), "recall_prompts": 0})
+    config = PlanConfig(**{**vars(SMALL), "recall_prompts": 0})
     counts = []
     for limit in (1e-6, 0.05, 50.0):
         plan = measured_plan(config, context, LossLimit(limit))
@@ -96,7 +96,7 @@ def test_the_other_methods_order_is_that_of_a_store(context: ModelContext, tmp_p
     corpus = CorpusSpec("python-stdlib-heldout")
     tokens = TokenPlan(96, mode="chunk", min_tokens=21, limit_sequences=3)
     store = Store(tmp_path / "s.duckdb")
-    scan(
+    run_scan(
         ScanConfig(SPEC, corpus, tokens, widths=MassWidths(4, 16), batch_tokens=2048),
         Run(SPEC, store, lambda _: context.pool),
     )
@@ -262,12 +262,12 @@ def test_recall_prompts_are_no_questions_of_an_evaluation(context: ModelContext)
 )
 def test_settings_out_of_range_are_refused(changes: dict[str, object], words: str) -> None:
     with pytest.raises((PlanError, PlanMismatchError), match=words):
-        MeasureConfig(**{**vars(SMALL), **changes})  # type: ignore[arg-type]
+        PlanConfig(**{**vars(SMALL), **changes})  # type: ignore[arg-type]
 
 
 def test_texts_shorter_than_the_window_are_refused(context: ModelContext) -> None:
     with pytest.raises(HeadscanError, match=r"`max_tokens=72` \(at least 261"):
-        measured_plan(MeasureConfig(**{**vars(SMALL), "recents": (256,)}), context, WindowShare(0.5))
+        measured_plan(PlanConfig(**{**vars(SMALL), "recents": (256,)}), context, WindowShare(0.5))
 
 
 def test_the_command_writes_a_plan_and_keeps_the_damages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -317,11 +317,11 @@ def test_measured_plans_lose_less_than_plans_by_attention_and_random_ones(
 ) -> None:
     """The bar: 0.6 x the text loss and 0.4 x the recall loss of distant_mass at 21 of 24; better than random always."""
     corpus, identity = CorpusSpec(str(BOOKS)), context.identity
-    config = MeasureConfig(SPEC, corpus, recents=(60,), max_tokens=512, sequences=32, batch_tokens=2048)
+    config = PlanConfig(SPEC, corpus, recents=(60,), max_tokens=512, sequences=32, batch_tokens=2048)
     counts = (12, 18, 21)
     store = Store(tmp_path / "s.duckdb")
     tokens = TokenPlan(512, mode="chunk", min_tokens=65, limit_sequences=32)
-    scan(
+    run_scan(
         ScanConfig(SPEC, corpus, tokens, widths=MassWidths(4, 60), batch_tokens=2048),
         Run(SPEC, store, lambda _: context.pool),
     )

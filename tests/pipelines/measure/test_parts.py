@@ -19,7 +19,7 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.measure.run_corpus import CorpusRunResult
-from headscan.pipelines.measure.run_scan import scan
+from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.measure_settings import CorpusRunError, Part, ScanConfig
 from tests.pipelines.conftest import THREADS
@@ -42,7 +42,7 @@ def config(spec: ModelSpec, corpus_folder: Path) -> ScanConfig:
 
 def run(config: ScanConfig, path: Path, part: str | None = None) -> CorpusRunResult:
     config = dataclasses.replace(config, part=None if part is None else Part.parse(part))
-    return scan(config, Run(config.model, Store(path), lambda _: open_pool(config.model, THREADS)))
+    return run_scan(config, Run(config.model, Store(path), lambda _: open_pool(config.model, THREADS)))
 
 
 @pytest.fixture(scope="session")
@@ -105,7 +105,7 @@ def test_a_part_is_no_finished_scan(parts: list[Path], config: ScanConfig, tmp_p
     assert found["total_shards"] > found["finished_shards"] == first.measured
     assert Store(path).query("from head_summary").num_rows == 0
     assert Store(path).query("select distinct shard % 3 as rest from shards")["rest"].to_pylist() == [1]
-    again = scan(
+    again = run_scan(
         dataclasses.replace(config, part=Part(2, 3)),
         Run(config.model, Store(path), lambda _: pytest.fail("a complete part opened a pool")),
     )

@@ -19,7 +19,7 @@ from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusError, CorpusSpec
-from headscan.pipelines.measure.run_probe import NEEDLES, ProbeResult, default_lengths, probe
+from headscan.pipelines.measure.run_probe import NEEDLES, ProbeResult, default_lengths, run_probe
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.measure_settings import ProbeConfig, ProbeError
@@ -46,7 +46,7 @@ def bare_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(config: ProbeConfig, store: Store, placement: WholePlacement = THREADS) -> ProbeResult:
     with Run(config.model, store, lambda model: open_pool(model, placement)) as of_model:
-        return probe(config, of_model)
+        return run_probe(config, of_model)
 
 
 def refuse(_: ModelSpec) -> Pool:
@@ -84,7 +84,7 @@ def test_rows_equal_the_instruments_scores(config: ProbeConfig, store: Store) ->
 
 def test_again_is_nothing_to_do_and_another_setting_is_another_run(config: ProbeConfig, store: Store) -> None:
     first = run(config, store)
-    assert probe(config, Run(config.model, store, refuse)) == ProbeResult(first.run_id, True)
+    assert run_probe(config, Run(config.model, store, refuse)) == ProbeResult(first.run_id, True)
     settings = replace(config.settings, seed=1)
     other = run(replace(config, settings=settings), store)
     assert other.run_id != first.run_id
@@ -93,7 +93,7 @@ def test_again_is_nothing_to_do_and_another_setting_is_another_run(config: Probe
     few = replace(config, behaviours=("induction_score",))
     alone = run(few, store)
     longer = replace(few, settings=replace(config.settings, lengths=(700,)), corpus=CorpusSpec("python-stdlib"))
-    assert probe(longer, Run(config.model, store, refuse)) == ProbeResult(alone.run_id, True)
+    assert run_probe(longer, Run(config.model, store, refuse)) == ProbeResult(alone.run_id, True)
     assert {r["kind"] for r in store.runs()} == {"probe"}
 
 
@@ -118,7 +118,7 @@ def test_a_model_without_a_tokenizer_has_the_behaviours_of_random_tokens(bare_fo
     config = ProbeConfig(ModelSpec(str(bare_folder)))
     identity = identify(config.model, need_tokenizer=False)
     on_model = Run(config.model, store, lambda model: open_pool(model, THREADS), identity=identity, say=said.append)
-    result = probe(config, on_model)
+    result = run_probe(config, on_model)
     assert "bare-llama has no tokenizer; not measured: retrieval_score" in said
     alone = headscan.probe(headscan.load(bare_folder))
     assert tuple(alone) == REPEATS
@@ -139,13 +139,15 @@ def test_mistakes_are_named_before_a_model_is_loaded(config: ProbeConfig, tmp_pa
         ((100,), "Raise lengths"),
     ):
         with pytest.raises(SequenceError, match=message):
-            probe(replace(config, settings=replace(config.settings, lengths=lengths)), Run(config.model, store, refuse))
+            run_probe(
+                replace(config, settings=replace(config.settings, lengths=lengths)), Run(config.model, store, refuse)
+            )
     short = tmp_path / "short.txt"
     short.write_text("so little")
     with pytest.raises(SequenceError, match="Pass more text, or lower lengths"):
-        probe(replace(config, corpus=CorpusSpec(str(short))), Run(config.model, store, refuse))
+        run_probe(replace(config, corpus=CorpusSpec(str(short))), Run(config.model, store, refuse))
     with pytest.raises(CorpusError, match="absent"):
-        probe(replace(config, corpus=CorpusSpec("./absent.txt")), Run(config.model, store, refuse))
+        run_probe(replace(config, corpus=CorpusSpec("./absent.txt")), Run(config.model, store, refuse))
     assert not store.path.exists()
 
 

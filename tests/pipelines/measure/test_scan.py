@@ -21,7 +21,7 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.measure.run_corpus import CorpusChangedError, CorpusRunResult, shard_size_of
-from headscan.pipelines.measure.run_scan import scan
+from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.measure_settings import CorpusRunError, ScanConfig
@@ -41,7 +41,7 @@ def config(spec: ModelSpec, corpus_folder: Path) -> ScanConfig:
 
 
 def run(config: ScanConfig, store: Store) -> CorpusRunResult:
-    return scan(config, Run(config.model, store, lambda _: open_pool(config.model, THREADS)))
+    return run_scan(config, Run(config.model, store, lambda _: open_pool(config.model, THREADS)))
 
 
 def test_rows_equal_the_result_of_collect(config: ScanConfig, store: Store) -> None:
@@ -102,7 +102,7 @@ def test_a_full_panel_has_every_number_and_profile(config: ScanConfig, store: St
     # Named one by one they are the same run; another panel is another one.
     named = dataclasses.replace(config, statistics=panel_names("full"))
     assert (
-        scan(named, Run(config.model, store, lambda _: pytest.fail("a finished scan opened a pool"))).run_id
+        run_scan(named, Run(config.model, store, lambda _: pytest.fail("a finished scan opened a pool"))).run_id
         == full.run_id
     )
     assert run(config, store).run_id != full.run_id
@@ -161,7 +161,7 @@ def test_the_run_records_its_settings(config: ScanConfig, store: Store) -> None:
 
 def test_again_is_nothing_to_do_and_another_setting_is_another_run(config: ScanConfig, store: Store) -> None:
     first = run(config, store)
-    again = scan(config, Run(config.model, store, lambda _: pytest.fail("a finished scan opened a pool")))
+    again = run_scan(config, Run(config.model, store, lambda _: pytest.fail("a finished scan opened a pool")))
     assert again.already_done
     assert again.run_id == first.run_id
     few = run(dataclasses.replace(config, statistics=("entropy",)), store)
@@ -187,7 +187,7 @@ def test_a_stopped_scan_resumes_where_it_was(config: ScanConfig, tmp_path: Path)
                 yield finished
 
     with pytest.raises(Interrupted):
-        scan(config, Run(config.model, stopped, lambda _: DyingPool(config.model, THREADS)))
+        run_scan(config, Run(config.model, stopped, lambda _: DyingPool(config.model, THREADS)))
     assert stopped.runs()[0]["finished_shards"] == 2
     resumed = run(config, stopped)
     assert (resumed.measured, resumed.skipped) == (whole.measured - 2, 2)
@@ -268,7 +268,7 @@ def broken(config: ScanConfig, value: float) -> InProcessPool:
 def test_a_number_that_is_not_finite_names_its_sequence(config: ScanConfig, store: Store, value: float) -> None:
     pool = broken(config, value)
     with pytest.raises(WorkError, match=r"shard 0: .*not finite in layer 1, self attention, of sequence") as caught:
-        scan(config, run_on(pool, store))
+        run_scan(config, run_on(pool, store))
     assert isinstance(caught.value.__cause__, NotFiniteError)
     assert re.search(r"of sequence \d+ \(document \d+, .*\d\d\.txt\)", str(caught.value))
     assert "keep_nonfinite=True" in str(caught.value)
@@ -279,7 +279,7 @@ def test_a_number_that_is_not_finite_names_its_sequence(config: ScanConfig, stor
 def test_numbers_that_are_not_finite_are_kept_as_null(config: ScanConfig, store: Store) -> None:
     keeping = dataclasses.replace(config, keep_nonfinite=True, panel="full")
     lines: list[str] = []
-    result = scan(keeping, Run(keeping.model, store, lambda _: broken(keeping, float("nan")), say=lines.append))
+    result = run_scan(keeping, Run(keeping.model, store, lambda _: broken(keeping, float("nan")), say=lines.append))
     assert result.report is not None
     # All heads of layer 2, and of layer 1 those whose KV head has the broken value.
     wrong = result.report.sequences * (6 + 3)
@@ -300,7 +300,7 @@ def test_numbers_that_are_not_finite_are_kept_as_null(config: ScanConfig, store:
     assert lines[-1] == message
     lines.clear()
     closed = Run(config.model, store, lambda _: pytest.fail("a finished scan opened a pool"), say=lines.append)
-    assert scan(keeping, closed).already_done and lines == [message]
+    assert run_scan(keeping, closed).already_done and lines == [message]
 
 
 def test_undefined_statistics_are_not_counted_as_nonfinite(config: ScanConfig, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from headscan.cluster.pool import IncompleteError, InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
-from headscan.pipelines.measure.run_scan import scan
+from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.measure_settings import ScanConfig
 from tests.pipelines.conftest import THREADS
@@ -70,7 +70,7 @@ def test_shards_that_are_given_up_are_named_and_tried_again(
     config = ScanConfig(spec, CorpusSpec(str(corpus_folder)), TokenPlan(60), shard_size=2, batch_tokens=150)
     lossy, whole = Store(tmp_path / "lossy.duckdb"), Store(tmp_path / "whole.duckdb")
     with pytest.raises(IncompleteError, match=r"^shard 1, shard 4: 3 workers failed on it"):
-        scan(config, Run(spec, lossy, lambda _: LosingPool(spec, THREADS)))
+        run_scan(config, Run(spec, lossy, lambda _: LosingPool(spec, THREADS)))
     assert (lossy.runs()[0]["status"], lossy.runs()[0]["finished_shards"], lossy.runs()[0]["total_shards"]) == (
         "failed",
         3,
@@ -78,9 +78,9 @@ def test_shards_that_are_given_up_are_named_and_tried_again(
     )
     assert main(["status", "--store", str(lossy.path)]) == 0
     assert "3/5" in capsys.readouterr().out
-    result = scan(config, Run(spec, lossy, lambda _: InProcessPool(spec, THREADS)))
+    result = run_scan(config, Run(spec, lossy, lambda _: InProcessPool(spec, THREADS)))
     assert (result.measured, result.skipped) == (2, 3)
-    scan(config, Run(spec, whole, lambda _: InProcessPool(spec, THREADS)))
+    run_scan(config, Run(spec, whole, lambda _: InProcessPool(spec, THREADS)))
     assert lossy.query(ROWS) == whole.query(ROWS)
     assert (lossy.runs()[0]["status"], lossy.runs()[0]["corpus_hash"]) == ("finished", whole.runs()[0]["corpus_hash"])
 

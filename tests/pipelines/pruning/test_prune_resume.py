@@ -20,7 +20,7 @@ from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.pruning.prune_config import PruneConfig, RepairChoice, Timing
 from headscan.pipelines.pruning.pruned_arms import BuiltModel
 from headscan.pipelines.pruning.pruning_units import LossBudget, ShareBudget
-from headscan.pipelines.pruning.run_prune import prune
+from headscan.pipelines.pruning.run_prune import run_prune
 from headscan.pipelines.runs.run_context import Run, StoredNumbers
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig
@@ -66,7 +66,7 @@ def pruned(
     with monkeypatch.context() as patched, InProcessPool(spec, THREADS) as pool:
         patched.setattr(StoredNumbers, "add", added)
         patched.setattr(Divergence, "_cross_entropy", counted)
-        found = prune(config(spec, corpus, folder), Run(spec, Store(folder / "s.duckdb"), lambda _: pool))
+        found = run_prune(config(spec, corpus, folder), Run(spec, Store(folder / "s.duckdb"), lambda _: pool))
     weights = {
         each.folder.name: hashlib.sha256((each.folder / "model.safetensors").read_bytes()).hexdigest()
         for each in found.models
@@ -159,7 +159,7 @@ def test_a_stopped_pruning_builds_again_with_another_judgement(
 
     def found(settings: PruneConfig) -> BuiltModel:
         with InProcessPool(spec, THREADS) as pool:
-            return prune(settings, Run(spec, Store(tmp_path / "s.duckdb"), lambda _: pool)).models[0]
+            return run_prune(settings, Run(spec, Store(tmp_path / "s.duckdb"), lambda _: pool)).models[0]
 
     def stop(folders: object) -> None:
         raise Stopped

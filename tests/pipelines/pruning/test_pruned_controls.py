@@ -70,7 +70,7 @@ def test_an_interrupted_evaluation_names_the_saved_models_and_resumes(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("headscan.pipelines.pruning.run_prune.evaluate", interrupt)
+        patched.setattr("headscan.pipelines.pruning.run_prune.run_evaluation", interrupt)
         assert main([*command, "--heads", "0:1"]) != 0
     said = "".join(capsys.readouterr())
     assert f"the pruned models are saved: {tmp_path / 'smaller'}. Judge them" in said

@@ -9,7 +9,7 @@ import pytest
 from headscan.analysis.store.store import Store
 from headscan.cluster.pool import InProcessPool, open_pool
 from headscan.pipelines.measure.run_corpus import CorpusRunResult
-from headscan.pipelines.measure.run_scan import scan
+from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.measure_settings import ScanConfig
 from tests.pipelines.conftest import THREADS
@@ -30,13 +30,13 @@ class DyingPool(InProcessPool):
 
 
 def run(config: ScanConfig, store: Store, **options: Any) -> CorpusRunResult:
-    return scan(config, Run(config.model, store, lambda _: open_pool(config.model, THREADS), **options))
+    return run_scan(config, Run(config.model, store, lambda _: open_pool(config.model, THREADS), **options))
 
 
 def interrupt(config: ScanConfig, store: Store) -> str:
     """Leave a scan with two shards."""
     with pytest.raises(Interrupted):
-        scan(config, Run(config.model, store, lambda _: DyingPool(config.model, THREADS)))
+        run_scan(config, Run(config.model, store, lambda _: DyingPool(config.model, THREADS)))
     (left,) = store.runs()
     assert (left["status"], left["finished_shards"], left["total_shards"]) == ("failed", 2, 5)
     return str(left["run_id"])

@@ -14,9 +14,9 @@ from headscan.analysis.store.store import Store
 from headscan.cluster.pool import InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec
-from headscan.pipelines.evaluate.run_evaluation import evaluate
+from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.measure.run_corpus import CorpusRunResult
-from headscan.pipelines.measure.run_scan import scan
+from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
@@ -84,12 +84,12 @@ def test_questions_that_changed_name_the_unfinished_evaluation(
     described = json.loads((tasks / "counting.yaml").read_text())
     config = EvaluateConfig(spec, TaskConfig(("counting",), include_path=str(tasks), limit=3), recall=None)
     pool = InProcessPool(spec, THREADS)
-    run_id = evaluate(config, run_on(pool, store), [BASELINE])
+    run_id = run_evaluation(config, run_on(pool, store), [BASELINE])
     store.finish_run(run_id, status="failed")
     described["doc_to_text"] = "What follows? {{q}}"
     (tasks / "counting.yaml").write_text(json.dumps(described))
     said: list[str] = []
-    assert evaluate(config, run_on(pool, store, say=said.append), [BASELINE]) != run_id
+    assert run_evaluation(config, run_on(pool, store, say=said.append), [BASELINE]) != run_id
     assert changed_line(said, run_id).startswith(f"questions changed since run {run_id} (failed). A new run begins")
 
 
@@ -101,7 +101,7 @@ def test_a_given_shard_size_resumes_only_runs_of_this_size(
     lines: list[str] = []
     chosen, one, largest = (dataclasses.replace(config, shard_size=size) for size in (None, 1, 64))
     with pytest.raises(Interrupted):
-        scan(chosen, Run(config.model, store, lambda _: DyingPool(config.model, THREADS)))
+        run_scan(chosen, Run(config.model, store, lambda _: DyingPool(config.model, THREADS)))
     (begun,) = store.runs()
     assert (begun["config"]["shard_size"], begun["finished_shards"]) == (1, 2)
     own = run(largest, store, say=lines.append)

@@ -17,10 +17,10 @@ from headscan.loading import load_spec
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.evaluate.run_evaluation import evaluate
-from headscan.pipelines.evaluate.run_sweep import sweep
-from headscan.pipelines.measure.run_probe import probe
-from headscan.pipelines.measure.run_scan import scan
+from headscan.pipelines.evaluate.run_evaluation import run_evaluation
+from headscan.pipelines.evaluate.run_sweep import run_sweep
+from headscan.pipelines.measure.run_probe import run_probe
+from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.runs import code_version as software
 from headscan.pipelines.runs.code_version import code_version
 from headscan.pipelines.runs.model_identity import identify
@@ -73,7 +73,7 @@ def test_a_scan_resumes_with_other_software_only_on_request(
         if change is other_device:  # known once the model is loaded
             run(config, store)
         else:
-            scan(config, Run(config.model, store, lambda _: pytest.fail("the model was loaded")))
+            run_scan(config, Run(config.model, store, lambda _: pytest.fail("the model was loaded")))
     assert f"cannot resume run {run_id}" in str(refused.value) and named in str(refused.value)
     assert store.runs() == before and store.query(ROWS).equals(rows)
 
@@ -108,7 +108,7 @@ def test_a_finished_scan_is_done_and_says_that_the_software_changed(
     run_id = run(config, store).run_id
     other_torch(monkeypatch)
     said: list[str] = []
-    again = scan(
+    again = run_scan(
         config, Run(config.model, store, lambda _: pytest.fail("a finished scan opened a pool"), say=said.append)
     )
     assert again.already_done
@@ -148,20 +148,20 @@ def test_an_evaluation_asks_before_more_arms_are_added(
     tasks = TaskConfig(("counting",), include_path=str(task_folder), limit=3)
     config = EvaluateConfig(spec, tasks, recall=None)
     pool = InProcessPool(spec, THREADS)
-    run_id = evaluate(config, run_on(pool, store), ARMS[:1])
+    run_id = run_evaluation(config, run_on(pool, store), ARMS[:1])
     before = store.query("from answers").to_pylist()
     other_torch(monkeypatch)
     # Nothing is added to a finished run.
     said: list[str] = []
-    assert evaluate(config, run_on(pool, store, say=said.append), ARMS[:1]) == run_id
+    assert run_evaluation(config, run_on(pool, store, say=said.append), ARMS[:1]) == run_id
     assert said[0].startswith(f"run {run_id} is complete, with other software")
     # An arm would be compared with a baseline that other software answered.
     with pytest.raises(ResumeError, match=rf"cannot resume run {run_id}.*torch {TORCH.replace('+', '.')} -> 99.0"):
-        evaluate(config, run_on(pool, store), ARMS)
+        run_evaluation(config, run_on(pool, store), ARMS)
     assert store.query("from answers").to_pylist() == before
     assert store.query("from arms").num_rows == 1
     assert store.resolve_run(run_id, "evaluate")["status"] == "finished"
-    assert evaluate(config, run_on(pool, store, resume_anyway=True), ARMS) == run_id
+    assert run_evaluation(config, run_on(pool, store, resume_anyway=True), ARMS) == run_id
     row = store.resolve_run(run_id, "evaluate")
     assert [entry["packages"]["torch"] for entry in row["provenance"]] == [TORCH, "99.0"]
     assert store.query("from arms where status = 'finished'").num_rows == 2
@@ -175,15 +175,15 @@ def test_a_sweep_hands_the_answer_to_both_of_its_runs(
     evaluation = EvaluateConfig(spec, tasks, recall=None)
     config = SweepConfig(evaluation, ("output_norm_ln",), (0.2,), masks=(), seeds=0)
     pool = InProcessPool(spec, THREADS)
-    runs = sweep(config, run_on(pool, store))
+    runs = run_sweep(config, run_on(pool, store))
     with store.connect() as connection:
         connection.execute("update runs set status = 'failed'")
         connection.execute("update arms set status = 'running' where kind = 'rule'")
         connection.execute("delete from answers where arm_id in (select arm_id from arms where kind = 'rule')")
     other_torch(monkeypatch)
     with pytest.raises(ResumeError, match=runs.scan_run):
-        sweep(config, run_on(pool, store))
-    assert sweep(config, run_on(pool, store, resume_anyway=True)) == runs
+        run_sweep(config, run_on(pool, store))
+    assert run_sweep(config, run_on(pool, store, resume_anyway=True)) == runs
     for row in store.runs():
         assert (row["status"], len(row["provenance"])) == ("finished", 2)
 
@@ -191,12 +191,12 @@ def test_a_sweep_hands_the_answer_to_both_of_its_runs(
 def test_a_probe_asks_as_scans_do(spec: ModelSpec, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = BehaviourProbe(sequences=2, tokens=8)
     config = ProbeConfig(spec, ("induction_score",), settings=settings)
-    run_id = probe(config, Run(spec, store, lambda _: open_pool(spec, THREADS))).run_id
+    run_id = run_probe(config, Run(spec, store, lambda _: open_pool(spec, THREADS))).run_id
     store.finish_run(run_id, status="failed")
     other_torch(monkeypatch)
     with pytest.raises(ResumeError, match=run_id):
-        probe(config, Run(spec, store, lambda _: open_pool(spec, THREADS)))
-    assert probe(config, Run(spec, store, lambda _: open_pool(spec, THREADS), resume_anyway=True)).run_id == run_id
+        run_probe(config, Run(spec, store, lambda _: open_pool(spec, THREADS)))
+    assert run_probe(config, Run(spec, store, lambda _: open_pool(spec, THREADS), resume_anyway=True)).run_id == run_id
     (row,) = store.runs("probe")
     assert [entry["packages"]["torch"] for entry in row["provenance"]] == [TORCH, "99.0"]
 
@@ -251,7 +251,7 @@ def test_a_model_with_other_code_files_resumes_only_on_request(
     (old,) = store.resolve_run(run_id)["provenance"]
     (own_code / "scaling.py").write_text("SCALE = 2.0\n")
     with pytest.raises(ResumeError, match=f"model code files {old['code_files_hash']} -> [0-9a-f]{{16}}"):
-        scan(config, Run(config.model, store, lambda _: pytest.fail("the model was loaded")))
+        run_scan(config, Run(config.model, store, lambda _: pytest.fail("the model was loaded")))
     assert run(config, store, resume_anyway=True).skipped == 2
     hashes = [entry["code_files_hash"] for entry in store.resolve_run(run_id)["provenance"]]
     assert hashes == [old["code_files_hash"], identify(config.model).code_files_hash]

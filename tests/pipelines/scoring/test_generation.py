@@ -22,7 +22,7 @@ from headscan.grid import Head
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.answering import work_items
 from headscan.pipelines.evaluate.harness import HeadscanLM
-from headscan.pipelines.evaluate.run_evaluation import evaluate
+from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.evaluate.tasks import Tasks
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scoring import generation
@@ -175,7 +175,7 @@ def test_in_half_precision_all_arms_write_as_rules_do(
     spec = dataclasses.replace(spec, dtype=dtype)
     rule = Arm("rule", ArmKind.RULE, headscan.HeadRule("entropy", threshold=float("-inf")), "entropy")
     config = EvaluateConfig(spec, TaskConfig(("telling",), include_path=str(task_folder), limit=4), recall=None)
-    evaluate(config, run_on(InProcessPool(spec, THREADS), store), [BASELINE, rule])
+    run_evaluation(config, run_on(InProcessPool(spec, THREADS), store), [BASELINE, rule])
     assert (max(sizes) == 1) == alone
     texts = store.query(
         "select name, question, response from answers join arms using (arm_id) order by all"
@@ -220,7 +220,7 @@ def test_a_task_with_samples_is_graded_by_the_first_of_each(
     rule = headscan.HeadRule("entropy", 1.0)
     arms = [BASELINE, Arm("rule", ArmKind.RULE, rule, "entropy")]
     config = EvaluateConfig(spec, TaskConfig(("dreaming",), include_path=str(task_folder)), recall=None)
-    evaluate(config, run_on(InProcessPool(spec, THREADS), store), arms)
+    run_evaluation(config, run_on(InProcessPool(spec, THREADS), store), arms)
     adapter = HeadscanLM(identify(spec))
     Tasks(config.tasks).collect(adapter)
     (item,) = work_items(adapter.requests, config.batch_tokens)

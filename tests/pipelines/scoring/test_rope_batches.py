@@ -23,9 +23,9 @@ from headscan.model_spec import ModelSpec
 from headscan.models import token_batches
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora import CorpusSpec, Shard, TokenPlan, TokenSequence
-from headscan.pipelines.evaluate.run_evaluation import evaluate
+from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.measure.run_probe import ProbeItem, probe_heads
-from headscan.pipelines.measure.run_scan import ShardItem, measure_shard, scan
+from headscan.pipelines.measure.run_scan import ShardItem, measure_shard, run_scan
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring import likelihood
 from headscan.pipelines.scoring.arms import BASELINE, Arm
@@ -151,13 +151,15 @@ def test_scans_and_evaluations_use_the_lengths_of_their_model(
         (texts / f"{number:02}.txt").write_text(" ".join(map(str, range(8 * number + 3))))
     plan = ScanConfig(spec, CorpusSpec(str(texts)), TokenPlan(200), batch_tokens=2000)
     with InProcessPool(spec, THREADS) as pool:
-        scan(plan, Run(spec, store, lambda _: InProcessPool(spec, THREADS)))
+        run_scan(plan, Run(spec, store, lambda _: InProcessPool(spec, THREADS)))
         rows = [{"q": "1 " * (4 * n), "choices": [" 2", " 3"], "a": n % 2} for n in range(1, 20)]
         choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{a}}"}
         write_task(tmp_path, "long", rows, choice | {"metric_list": [{"metric": "acc"}]})
         rule = Arm("rule", ArmKind.RULE, headscan.HeadRule("output_norm_ln", 0.9), "output_norm_ln")
         tasks = TaskConfig(("long",), include_path=str(tmp_path))
         # A rule that met a mixed batch would have raised.
-        evaluate(EvaluateConfig(spec, tasks, recall=None, batch_tokens=3000), run_on(pool, store), [BASELINE, rule])
+        run_evaluation(
+            EvaluateConfig(spec, tasks, recall=None, batch_tokens=3000), run_on(pool, store), [BASELINE, rule]
+        )
     tokens_of = [row["tokens"] for row in store.query("from sequences").to_pylist()]
     assert min(tokens_of) <= LIMIT < max(tokens_of)

@@ -22,12 +22,12 @@ from headscan.pipelines.cli.main import main, read_command
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.evaluate.continuation_task import write_task
 from headscan.pipelines.pruning.prune_config import PruneConfig
-from headscan.pipelines.pruning.run_prune import prune
+from headscan.pipelines.pruning.run_prune import run_prune
 from headscan.pipelines.runs.head_orders import imported_heads
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
-from headscan.pipelines.study.run_study import _Study, study
+from headscan.pipelines.study.run_study import _Study, run_study
 from headscan.pipelines.study.study_answer import ABLATED, CACHED, REMOVED, StudyAnswer
 from headscan.pipelines.study.study_config import StudyConfig, StudyError, read_study, study_from, write_study
 from headscan.pipelines.study.study_texts import StudyTexts, split_texts
@@ -59,7 +59,7 @@ def run(config: StudyConfig, lines: list[str]) -> StudyAnswer:
         return InProcessPool(spec, THREADS)
 
     with Run(SPEC, Store(Path(config.out) / "study.duckdb"), opened, say=lines.append) as model_run:
-        return study(config, model_run)
+        return run_study(config, model_run)
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +215,7 @@ def test_a_stop_right_after_the_pruning_loses_no_model(tmp_path: Path, monkeypat
     texts = split_texts(config.corpus, tmp_path / "texts")
 
     def stopped(pruning: PruneConfig, pruning_run: Run) -> None:
-        prune(pruning, pruning_run)
+        run_prune(pruning, pruning_run)
         raise KeyboardInterrupt
 
     monkeypatch.setattr("headscan.pipelines.pruning.work_folder.check_reload", lambda folders: None)
@@ -224,10 +224,10 @@ def test_a_stop_right_after_the_pruning_loses_no_model(tmp_path: Path, monkeypat
     with Run(SPEC, Store(tmp_path / "s.duckdb"), lambda spec: InProcessPool(spec, THREADS)) as study_run:
         a_study = _Study(config, study_run, texts, 88, 0.0)
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr("headscan.pipelines.study.run_study.prune", stopped)
+            patched.setattr("headscan.pipelines.study.run_study.run_prune", stopped)
             a_study._pruned("output_norm_ln")
         with monkeypatch.context() as patched:
-            patched.setattr("headscan.pipelines.study.run_study.prune", pytest.fail)
+            patched.setattr("headscan.pipelines.study.run_study.run_prune", pytest.fail)
             small, large = a_study._pruned("output_norm_ln")
         assert set(small.removed) < set(large.removed) and (small.share, large.share) == (0.05, 0.1)
         (large.folder / "model.safetensors").unlink()

@@ -89,7 +89,7 @@ class Increase:
 
 
 @dataclass(frozen=True)
-class Measure:
+class TaskMetric:
     """A metric of a task; None if lm-eval has no value. ``increase`` is the paired difference by document; None if the
     metric is no sum over documents.
     """
@@ -105,10 +105,10 @@ class Measure:
         return text if self.increase is None else f"{text}: {self.increase.words()}"
 
 
-def measure_words(measures: Sequence[Measure]) -> list[str]:
-    """Return the measures in words; bits per byte are left out next to the loss of the same text."""
-    losses = {measure.task for measure in measures if measure.metric == LOSS}
-    return [each.words() for each in measures if not (each.metric == BITS_PER_BYTE and each.task in losses)]
+def metric_words(metrics: Sequence[TaskMetric]) -> list[str]:
+    """Return the metrics in words; bits per byte are left out next to the loss of the same text."""
+    losses = {measure.task for measure in metrics if measure.metric == LOSS}
+    return [each.words() for each in metrics if not (each.metric == BITS_PER_BYTE and each.task in losses)]
 
 
 def rate_increase(
@@ -184,9 +184,9 @@ def _weights(units: int) -> np.ndarray:
     return np.random.default_rng(seed).multinomial(units, even, size=_RESAMPLES).astype(float)
 
 
-def read_measures(
+def read_metrics(
     store: Store, run_id: str, baseline: FinishedArm, *, comparisons: int = 1
-) -> Mapping[str, tuple[Measure, ...]]:
+) -> Mapping[str, tuple[TaskMetric, ...]]:
     """Return the metrics of tasks without right answers, by arm id."""
     rows = store.query(
         "SELECT r.arm_id, task, metric, r.value AS arm, b.value AS baseline"
@@ -202,13 +202,13 @@ def read_measures(
         for task, metric in dict.fromkeys((row["task"], row["metric"]) for row in rows)
         if metric in RATES
     }
-    measures: dict[str, list[Measure]] = defaultdict(list)
+    metrics: dict[str, list[TaskMetric]] = defaultdict(list)
     for row in rows:
         increase = increases.get((row["task"], row["metric"]), {}).get(row["arm_id"])
-        measures[row["arm_id"]].append(
-            Measure(row["task"], row["metric"], row["baseline"], row["arm"], increase=increase)
+        metrics[row["arm_id"]].append(
+            TaskMetric(row["task"], row["metric"], row["baseline"], row["arm"], increase=increase)
         )
-    return {arm_id: tuple(own) for arm_id, own in measures.items()}
+    return {arm_id: tuple(own) for arm_id, own in metrics.items()}
 
 
 def _increases(

@@ -13,7 +13,7 @@ import pytest
 from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import judge
-from headscan.analysis.verdicts.measures import RATES, rate_increase
+from headscan.analysis.verdicts.metrics import RATES, rate_increase
 from tests.analysis.conftest import HEADS, LAYERS, answer_table
 
 LOSS = RATES["loss"]
