@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from stat import S_ISREG
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
+from pydantic_core import to_jsonable_python
 
 from headscan.analysis.plans.plan_budgets import Budget
 from headscan.analysis.plans.plan_records import (
@@ -186,7 +186,7 @@ class HeadPlan(PlanRecord):
     def to_json(self) -> str:
         """Return the text of ``head_plan.json``, with one line per head and per other field."""
         lines = []
-        for key, value in {"format": FORMAT, "version": VERSION, **asdict(self)}.items():
+        for key, value in {"format": FORMAT, "version": VERSION, **to_jsonable_python(self)}.items():
             if key in ("heads", "query_heads"):
                 rows = ",\n".join("  " + json.dumps(row, allow_nan=False) for row in value)
                 lines.append(f"{json.dumps(key)}: [\n{rows}\n]")

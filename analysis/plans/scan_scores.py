@@ -80,7 +80,8 @@ def measure_query_heads(store: Store, run_id: str) -> list[QueryHead]:
         columns: dict[str, Any] = {"layer": heads.layer, "head": heads.head, "kv_head": heads.kv_head}
         columns |= {name: spreads[name].long_mean if name in spreads else None for name in _LONG_MEANS}
         columns["far_mass"] = spreads["distant_mass"].far_mean if "distant_mass" in spreads else None
-        rows = [{name: _number(of_all, i) for name, of_all in columns.items()} for i in range(len(heads))]
+        numbers = [_numbers(values, len(heads)) for values in columns.values()]
+        rows = [dict(zip(columns, of_head, strict=True)) for of_head in zip(*numbers, strict=True)]
     for name in ("distant_mass", "output_norm"):
         if all(row[name] is None for row in rows):
             raise PlanError(
@@ -96,10 +97,11 @@ def measure_query_heads(store: Store, run_id: str) -> list[QueryHead]:
     return [QueryHead(**row) for row in rows]
 
 
-def _number(values: np.ndarray | None, row: int) -> Any:
-    """Return a number of a head; None if it was not measured."""
-    value = None if values is None else values[row].item()
-    return None if value is None or math.isnan(value) else value
+def _numbers(values: np.ndarray | None, heads: int) -> list[Any]:
+    """Return a column as numbers; None for a head that was not measured."""
+    if values is None:
+        return [None] * heads
+    return [None if math.isnan(value) else value for value in values.tolist()]
 
 
 def by_kv_head(query_heads: Iterable[QueryHead]) -> dict[tuple[int, int], list[QueryHead]]:
