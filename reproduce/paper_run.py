@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,21 +34,29 @@ class Step:
     """One command of a script.
 
     Attributes:
-        words: The command line, without ``headscan``.
+        words: The command line, without ``headscan`` or the script.
         tokens: Tokens that pass through the whole model if nothing is shared: an upper bound.
         passes: Operations per token, in forward passes.
         downloads: What the step downloads, in addition to the model.
+        script: Script of this folder that runs instead of ``headscan``.
     """
 
     words: tuple[str, ...]
     tokens: int
     passes: int = FORWARD
     downloads: str = ""
+    script: str = ""
 
     @property
     def shown(self) -> str:
         """The command line as a shell takes it."""
-        return shlex.join(("headscan", *self.words))
+        return shlex.join((*(("python", f"reproduce/{self.script}") if self.script else ("headscan",)), *self.words))
+
+    def run(self) -> int:
+        """Run the command and return its exit code."""
+        if not self.script:
+            return headscan(self.words)
+        return subprocess.run([sys.executable, str(Path(__file__).parent / self.script), *self.words]).returncode
 
 
 def parser(text: str, model: str) -> argparse.ArgumentParser:
@@ -89,7 +99,7 @@ def run(options: argparse.Namespace, steps: Sequence[Step], compare: Callable[[]
     options.out.mkdir(parents=True, exist_ok=True)
     for step in steps:
         print(f"\n$ {step.shown}", flush=True)
-        if code := headscan(step.words):
+        if code := step.run():
             return code
     print("\n" + "\n".join(compare()))
     return 0

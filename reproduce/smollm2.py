@@ -22,6 +22,7 @@ from typing import Any
 
 import yaml
 from paper_run import Step, parser, run
+from plans import MEASURED
 
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.criterion_points import agreements, criterion_points
@@ -40,6 +41,12 @@ _COMPARED = tuple("--shares 0.05,0.1,0.2,0.3,0.4 --seeds 3 --max-tokens 256 --se
 #: Options of the pruning; a random model and one without whole layers, both with the same repair, stand beside each.
 _PRUNED = tuple("--shares 0.1,0.2,0.3,0.4 --sequences 64 --recall-lengths 512 --recall-questions 80".split())
 _PRUNING_TOKENS = 5_000_000
+#: Options of the plans by length: half of the KV heads have a window of an eighth of the length.
+_PLANNED = {
+    2048: "--recent 252 --sequences 8 --recall-prompts 8 --judged-texts 8 --judged-prompts 8",
+    4096: "--recent 508 --sequences 8 --recall-prompts 8 --judged-texts 8 --judged-prompts 8",
+}
+_PLAN_WINDOWS = 45
 #: Criteria with a colour in the figure, the best ones.
 _COLOURED = 8
 #: Behaviours whose strongest heads are looked up in the order of inactive heads.
@@ -52,13 +59,20 @@ _SPEED = 400
 
 
 def steps(options: argparse.Namespace) -> list[Step]:
-    """Return the study of all savings, that of heads alone with more questions, the comparison of criteria, and the
-    pruned models.
+    """Return the study of all savings, that of heads alone with more questions, the comparison of criteria, the plans
+    by length, and the pruned models.
     """
 
     def study(folder: str, *words: str) -> tuple[str, ...]:
         out = str(options.out / folder)
         return ("study", options.model, "--corpus", options.corpus, "--out", out, "--hours", hours, *words)
+
+    def plans(tokens: int, windows: int, rest: str) -> Step:
+        name, half = options.out / f"plans-{tokens}", options.out / "study" / "texts"
+        texts = ("--corpus", str(half / "measure"), "--judge", str(half / "judge"))
+        kept = ("--store", f"{name}.duckdb", "--json", f"{name}.json")
+        words = ("--model", options.model, *texts, *kept, "--tokens", f"{tokens}", "--windows", f"{windows}")
+        return Step((*words, "--threads", "2", *rest.split()), 60 * 24 * tokens, script="plans.py")
 
     measured = str(options.out / "study" / "texts" / "measure")
     referee = ("referee", options.model, "--store", str(options.out / "referee.duckdb"), "--corpus", measured)
@@ -75,7 +89,8 @@ def steps(options: argparse.Namespace) -> list[Step]:
         found = [study("study", *few, *asked, *saved), study("heads", *few, *asked, *alone)]
         few_models = ("--share", "0.1", *few, "--recall-lengths", "256", "--recall-questions", "8")
         commands = [*found, (*referee, *few, *compared, "--no-recall"), *([] if pruned else [(*prune, *few_models)])]
-        return [Step(words, 200_000) for words in commands]
+        planned = "--recent 28 --sequences 4 --recall-prompts 8 --judged-texts 4 --judged-prompts 8"
+        return [*(Step(words, 200_000) for words in commands), plans(256, 12, planned)]
     hours, tokens = f"{options.hours:g}", int(3600 * options.hours * _SPEED)
     alone = ("--shares", "0.02,0.05,0.1", "--window-shares", "none", "--prune-shares", "none")
     asked = ("--questions", "400", "--recall-questions", "340")
@@ -83,6 +98,7 @@ def steps(options: argparse.Namespace) -> list[Step]:
         Step(study("study"), tokens),
         Step(study("heads", *alone, *asked), tokens),
         Step((*referee, "--criteria", ",".join(CRITERIA), *_COMPARED), 24 * 256 * 5 * (len(CRITERIA) + 3)),
+        *(plans(tokens, _PLAN_WINDOWS, rest) for tokens, rest in _PLANNED.items()),
         *([] if pruned else [Step((*prune, *_PRUNED), _PRUNING_TOKENS)]),
     ]
 
@@ -104,6 +120,8 @@ def write_page(options: argparse.Namespace) -> list[str]:
         parts.append(_criteria(Store(referee), heads, figures))
     if models := _judged_models(options.out / "pruned.duckdb"):
         parts.append(_pruning(models))
+    if plans := {int(file.stem.partition("-")[2]): file for file in options.out.glob("plans-*.json")}:
+        parts.append(_plans({tokens: json.loads(plans[tokens].read_text("utf-8")) for tokens in sorted(plans)}))
     parts += [_choice(store, figures), _tail(heads), _commands(options, files)]
     page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return [f"page     {page}", f"figures  {figures}"]
@@ -317,6 +335,31 @@ def _pruning(models: Sequence[_PrunedModel]) -> str:
         f" nor repaired and {asked} recall questions of each kind: what is left of the original's recall. All have the"
         " same repair. Losses of zeroed heads without repair stand in the table of criteria."
         f" `headscan prune {' '.join(_PRUNED)}`.\n\n{_table(rows)}"
+    )
+
+
+def _plans(lost: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
+    """Return a table of what plans cost, by length in tokens; ``lost`` holds the rows of plans.py."""
+    rows = [("tokens", "judged on", "plan", "windows", "loss, nats per token", "minus measured", "heads differ")]
+    for tokens, losses in lost.items():
+        for number, row in enumerate(losses):
+            first = number == 0 or losses[number - 1]["judged_on"] != row["judged_on"]
+            value, low, high = row["minus_measured"]
+            rows.append(
+                (
+                    f"{tokens:,}" if number == 0 else "",
+                    f"{row['judged_on']} ({row['prompts']})" if first else "",
+                    f"`{row['plan']}`",
+                    f"{row['windows']}",
+                    f"{row['loss']:+.3f}",
+                    "" if row["plan"] == MEASURED else f"{value:+.3f} [{low:+.3f}, {high:+.3f}]",
+                    f"{row['heads_differ']}",
+                )
+            )
+    return (
+        "## What windows on KV heads cost\n\nPlans with windows on the same number of KV heads, on texts and prompts"
+        " that neither ranked heads nor chose a plan. A window has 4 first tokens, and as many last ones as make it an"
+        " eighth of the length. Differences have paired 95 % intervals (t, over texts or prompts).\n\n" + _table(rows)
     )
 
 

@@ -1,27 +1,26 @@
 """Loss of plans by method and budget, on texts and prompts that neither ranked heads nor chose between plans.
 
-    python -m tests.benchmarks.bench_plans [--model demo --corpus FOLDER --judge CORPUS,CORPUS --windows 12,15,18,21]
-    python -m tests.benchmarks.bench_plans --by-layer [--sink 0]
+    python reproduce/plans.py [--model demo --corpus FOLDER --judge CORPUS,CORPUS --windows 12,15,18,21]
+    python reproduce/plans.py --by-layer [--sink 0]
 
-Each plan, also the one by ``retrieval_score`` and a random one, is compared with ``distant_mass`` on the same texts and
-prompts: differences of the loss with their 95 % intervals (t, over texts or prompts), and the number of KV heads that
-have a window in one of the two plans alone. With ``--by-layer`` plans by layer are rows as well, and all plans are
-compared with the measured one by head: the cost of whole layers at equal bytes. With ``--store`` a stopped call
-resumes.
+The measured plan is compared with those by ``retrieval_score`` and ``distant_mass``, the lowest estimates without a
+search, and a random plan, on the same texts and prompts: differences of the loss with their 95 % intervals (t, over
+texts or prompts), and the number of KV heads that have a window in one of the two plans alone. With ``--by-layer``
+plans by layer are rows as well: the cost of whole layers at equal bytes. With ``--store`` a stopped call resumes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from scipy import stats
 
 from headscan.analysis.plans import (
@@ -46,19 +45,40 @@ from headscan.pipelines.kv.measured_plan import measured_plan
 from headscan.pipelines.measure.run_probe import run_probe
 from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.runs.model_identity import fingerprint
+from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.run_context import Run
+from headscan.pipelines.runs.text_tables import text_table
 from headscan.pipelines.scoring.prompt_losses import ALL_KEYS, PromptPool, Prompts, recall_prompts, text_prompts
 from headscan.pipelines.settings.measure_settings import ProbeConfig, ScanConfig
 from headscan.pipelines.settings.saving_settings import PlanConfig
-from tests.benchmarks.measuring import Table, machine, show
 
-#: The plan that all others are compared with.
-_REFERENCE: PlanMethod = "distant_mass"
-#: The plan that all others are compared with next to plans by layer.
-_MEASURED = "measured"
-_BY_SCORE: tuple[PlanMethod, ...] = (_REFERENCE, "retrieval_score")
+#: The plan that is compared with all others.
+MEASURED = "measured"
+_BY_SCORE: tuple[PlanMethod, ...] = ("distant_mass", "retrieval_score")
+#: Plans by layer are made by measured damage, by chance, and by this score.
+_LAYER_SCORE: PlanMethod = "distant_mass"
 #: Seed of the judged prompts; plans are measured with seed 0.
 _JUDGE_SEED = 1
+
+
+@dataclass(frozen=True)
+class PlanLoss:
+    """The loss that a plan adds on one kind of texts or prompts, in nats per scored token.
+
+    Attributes:
+        windows: Number of KV heads with a window.
+        judged_on: Name of the texts or prompts; ``prompts`` is their number.
+        minus_measured: Difference to the measured plan, with the ends of its 95 % interval.
+        heads_differ: Number of KV heads that have a window here and none in the measured plan.
+    """
+
+    windows: int
+    judged_on: str
+    prompts: int
+    plan: str
+    loss: float
+    minus_measured: tuple[float, float, float]
+    heads_differ: int
 
 
 def main() -> None:
@@ -74,53 +94,66 @@ def main() -> None:
         recall_prompts=options.recall_prompts,
         batch_tokens=2048,
     )
-    print(f"{machine(torch.device(options.device))}, {vars(options)}\n", flush=True)
     with (
         InProcessPool(spec, WholePlacement(1, options.device, options.threads)) as pool,
         tempfile.TemporaryDirectory() as folder,
     ):
         run = Run(spec, Store(options.store or Path(folder) / "s.duckdb"), lambda _: pool)
-        counts = options.windows
-        if options.by_layer:
-            counts = sorted({whole_layers(Measurement.of(config, run).model, count) for count in counts})
-        plans = plans_by_budget(run, config, counts, by_layer=options.by_layer)
-        compared = _MEASURED if options.by_layer else _REFERENCE
-        columns = (
-            "windows",
-            "judged on",
+        rows = losses_of_plans(run, config, options)
+    print("\n" + text_table([_cells(row) for row in rows]))
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+
+
+def _cells(row: PlanLoss) -> dict[str, object]:
+    value, low, high = row.minus_measured
+    return {
+        "windows": row.windows,
+        "judged on": f"{row.judged_on} ({row.prompts})",
+        "plan": row.plan,
+        "loss increase": f"{row.loss:+.4f}",
+        "minus measured [95 %]": f"{value:+.4f} [{low:+.4f}, {high:+.4f}]",
+        "heads differ": row.heads_differ,
+    }
+
+
+def losses_of_plans(run: Run, config: PlanConfig, options: argparse.Namespace) -> list[PlanLoss]:
+    """Return the loss of each plan on unseen texts and prompts, by number of windows."""
+    counts = options.windows
+    if options.by_layer:
+        counts = sorted({whole_layers(Measurement.of(config, run).model, count) for count in counts})
+    plans = plans_by_budget(run, config, counts, by_layer=options.by_layer)
+    rows = []
+    for prompts in judged_prompts(run, config, options):
+        sets = [ALL_KEYS, *(kept for named in plans.values() for kept in named.values())]
+        record = run.record(
             "plan",
-            "loss increase",
-            f"minus {compared} [95 %]",
-            "ratio",
-            "heads differ",
+            fingerprint({"judged": prompts.content_hash, "model": run.identity.fingerprint()}),
+            config={},
+            corpus=prompts.name,
+            corpus_hash=prompts.content_hash,
         )
-        table = Table("## Loss increase, nats per token", columns)
-        for prompts in judged_prompts(run, config, options):
-            sets = [ALL_KEYS, *(kept for named in plans.values() for kept in named.values())]
-            record = run.record(
-                "plan",
-                fingerprint({"judged": prompts.content_hash, "model": run.identity.fingerprint()}),
-                config={},
-                corpus=prompts.name,
-                corpus_hash=prompts.content_hash,
-            )
-            with run.keeping(record) as known:
-                nats = PromptPool(pool, 2048, known=known).losses(prompts.requests, sets).nats
-            lost = iter(nats[1:] - nats[:1])
-            for count, named in plans.items():
-                found = {name: next(lost) for name in named}
-                for name, values in found.items():
-                    reference = found[compared]
-                    low, high = interval(values - reference)
-                    table.row(
+        total = len(sets) * len(prompts.requests)
+        with run.keeping(record) as known, Progress(f"plans on {prompts.name}", total, "prompts") as progress:
+            pool = PromptPool(run.pool, config.batch_tokens, known=known, progress=progress)
+            nats = pool.losses(prompts.requests, sets).nats
+        lost = iter(nats[1:] - nats[:1])
+        for count, named in plans.items():
+            found = {name: next(lost) for name in named}
+            for name, values in found.items():
+                difference = values - found[MEASURED]
+                rows.append(
+                    PlanLoss(
                         count,
-                        f"{prompts.name} ({len(prompts.requests)})",
+                        prompts.name,
+                        len(prompts.requests),
                         name,
-                        f"{values.mean():+.5f}",
-                        f"{(values - reference).mean():+.5f} [{low:+.5f}, {high:+.5f}]",
-                        f"{values.mean() / reference.mean():.2f}",
-                        len(places(named[name]) ^ places(named[compared])) // 2,
+                        float(values.mean()),
+                        (float(difference.mean()), *interval(difference)),
+                        len(places(named[name]) - places(named[MEASURED])),
                     )
+                )
+    return rows
 
 
 def _options() -> argparse.Namespace:
@@ -154,6 +187,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 (default: cpu)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--store", type=Path, help="keeps what is measured, and resumes")
+    parser.add_argument("--json", type=Path, help="file of the rows")
     return parser.parse_args()
 
 
@@ -179,17 +213,17 @@ def plans_by_budget(
     for count in counts:
         budget, start = WindowHeads(count), time.perf_counter()
         measured = measured_plan(config, run, budget)
-        show(f"{count} windows: measured in {time.perf_counter() - start:.0f} s; {measured.notes[0]}")
+        run.say(f"{count} windows: measured in {time.perf_counter() - start:.0f} s; {measured.notes[0]}")
         options: dict[str, Any] = {"budget": budget, "sink": sink, "recent": recent}
         by_score: dict[str, HeadPlan] = {name: make_plan(run.store, None, method=name, **options) for name in _BY_SCORE}
-        plans = {_MEASURED: measured, **by_score, "random, seed 0": random_plan(measured, 0)}
+        plans = {MEASURED: measured, **by_score, "random, seed 0": random_plan(measured, 0)}
         if by_layer:
             start = time.perf_counter()
             layers = measured_plan(replace(config, granularity="layer"), run, budget)
-            show(f"{count} windows, by layer: {time.perf_counter() - start:.0f} s; {layers.notes[0]}")
-            plans |= {f"{_MEASURED} by layer": layers, "random by layer, seed 0": random_plan(layers, 0)}
-            of_layers = make_plan(run.store, None, method=_REFERENCE, granularity="layer", **options)
-            plans[f"{_REFERENCE} by layer"] = of_layers
+            run.say(f"{count} windows, by layer: {time.perf_counter() - start:.0f} s; {layers.notes[0]}")
+            plans |= {f"{MEASURED} by layer": layers, "random by layer, seed 0": random_plan(layers, 0)}
+            of_layers = make_plan(run.store, None, method=_LAYER_SCORE, granularity="layer", **options)
+            plans[f"{_LAYER_SCORE} by layer"] = of_layers
         found[count] = {
             name: KeptKeys.of([(*place, window) for place in plan.window_heads]) for name, plan in plans.items()
         }
