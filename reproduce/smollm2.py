@@ -25,9 +25,10 @@ from paper_run import Step, parser, run
 from plans import MEASURED
 
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.tables import LOSS
 from headscan.analysis.verdicts.criterion_points import agreements, criterion_points
 from headscan.analysis.verdicts.judge import ArmVerdict, judge
-from headscan.analysis.verdicts.metrics import Increase
+from headscan.analysis.verdicts.metrics import RATES, Increase, rate_increase
 from headscan.analysis.verdicts.ordered_shares import read_losses
 from headscan.analysis.verdicts.paired import Interval
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict
@@ -282,7 +283,9 @@ _CHOSEN = {"damage": "damage", RANDOM: "chance", LAYER_DROP: "damage, whole laye
 
 @dataclass(frozen=True)
 class _PrunedModel:
-    """A pruned model or a control: its arm in the store with its settings, how it was judged, and the loss of text."""
+    """A pruned model or a control: its arm in the store with its settings, how it was judged, and the loss of text with
+    an interval over texts, which may be parts of one document.
+    """
 
     arm: Mapping[str, Any]
     outcome: ArmVerdict
@@ -295,17 +298,29 @@ def _judged_models(file: Path) -> list[_PrunedModel]:
         return []
     store = Store(file)
     arms = store.query(
-        "SELECT run_id, name, score, share, zeroed_share, arms.config FROM arms JOIN runs USING (run_id)"
+        "SELECT run_id, arm_id, name, score, share, zeroed_share, arms.config FROM arms JOIN runs USING (run_id)"
         " WHERE arms.kind IN ('pruned', 'random_pruned', 'layers_dropped') AND runs.finished_at IS NOT NULL"
         " ORDER BY share, list_position(?, score)",
         [list(_CHOSEN)],
     ).to_pylist()
-    judged = {run_id: (judge(store, run_id), read_losses(store, run_id)) for run_id in {arm["run_id"] for arm in arms}}
-    models = []
-    for arm in arms:
-        verdict, losses = judged[arm["run_id"]]
-        models.append(_PrunedModel(arm, verdict.outcomes[arm["name"]], losses[arm["name"]]))
-    return models
+    verdicts = {run_id: judge(store, run_id) for run_id in {arm["run_id"] for arm in arms}}
+    return [
+        _PrunedModel(arm, verdicts[arm["run_id"]].outcomes[arm["name"]], _increase_by_text(store, arm)) for arm in arms
+    ]
+
+
+def _increase_by_text(store: Store, arm: Mapping[str, Any]) -> Increase:
+    """Return the increase of the loss of held-out text, with texts instead of documents as independent units."""
+    sums = store.query(
+        "SELECT a.question,"
+        " (a.metrics ->> '$.loss[0]')::DOUBLE AS arm, (b.metrics ->> '$.loss[0]')::DOUBLE AS baseline,"
+        " (b.metrics ->> '$.loss[1]')::DOUBLE AS tokens FROM answers a JOIN answers b USING (task, question)"
+        " WHERE a.arm_id = $1 AND a.metrics ->> '$.loss[0]' IS NOT NULL AND b.arm_id ="
+        " (SELECT arm_id FROM arms WHERE run_id = $2 AND kind = 'baseline') ORDER BY a.question",
+        [arm["arm_id"], arm["run_id"]],
+    )
+    columns = (sums[name].to_numpy() for name in ("baseline", "arm", "tokens", "question"))
+    return rate_increase(RATES[LOSS], *columns)
 
 
 def _pruning(models: Sequence[_PrunedModel]) -> str:
@@ -321,8 +336,7 @@ def _pruning(models: Sequence[_PrunedModel]) -> str:
             (
                 f"{100 * model.arm['share']:g} %: {removed}",
                 _CHOSEN[model.arm["score"]],
-                f"{model.loss.difference:+.3f} "
-                + (_range(asdict(model.loss), "+.3f") if model.loss.documents > 1 else "(one document: no interval)"),
+                f"{model.loss.difference:+.3f} {_range(asdict(model.loss), '+.3f')}",
                 *(_left(kept.get(family)) for family in RECALL_FAMILIES),
                 f"{100 * details['weights_left']:.1f} %",
                 f"{100 * details['cache_left']:.1f} %",
@@ -331,10 +345,11 @@ def _pruning(models: Sequence[_PrunedModel]) -> str:
         )
     asked = max(each.paired.questions for each in models[0].outcome.recall)
     return (
-        "## What pruning removes\n\nModels without heads, their other projections repaired, on texts that neither chose"
-        f" nor repaired and {asked} recall questions of each kind: what is left of the original's recall. All have the"
-        " same repair. Losses of zeroed heads without repair stand in the table of criteria."
-        f" `headscan prune {' '.join(_PRUNED)}`.\n\n{_table(rows)}"
+        "## What pruning removes\n\nModels without heads, their other projections repaired, on"
+        f" {models[0].loss.documents} texts that neither chose nor repaired and {asked} recall questions of each kind:"
+        " what is left of the original's recall. Intervals of the loss are over texts, which are parts of few"
+        " documents. All models have the same repair. Losses of zeroed heads without repair stand in the table of"
+        f" criteria. `headscan prune {' '.join(_PRUNED)}`.\n\n{_table(rows)}"
     )
 
 
