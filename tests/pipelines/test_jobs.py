@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 
 import duckdb
 import pytest
+from pydantic.fields import FieldInfo
 
 import headscan
 from headscan.analysis.errors import StoreMissingError
@@ -17,6 +18,7 @@ from headscan.errors import HeadscanError
 from headscan.gates.gate_settings import GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
+from headscan.options import FieldType, Limits, field_hint, field_type
 from headscan.pipelines import jobs
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
@@ -187,6 +189,72 @@ def test_a_memory_limit_sets_the_batch_size_of_jobs_and_verbs(
     words = ["scan", "demo", "--corpus", str(corpus_folder), "--max-tokens", "64", "--device", "cpu"]
     assert main([*words, "--memory", "64MiB", "--store", str(store)]) == 0
     assert f"run {run_id} is complete" in capsys.readouterr().out
+
+
+#: Numbers of exported classes without limits.
+UNLIMITED = {
+    "Arm.share": "a label of the arm's curve in the store; the heads are chosen already",
+    "Arm.seed": "likewise",
+}
+
+
+def numbers_of(cls: Any) -> dict[str, tuple[FieldType, tuple[Any, ...]]]:
+    """Return type and marks of the fields of a class that hold numbers."""
+    numbers = {}
+    for name in (each.name for each in fields(cls)):
+        hint = field_hint(cls, name)
+        hint, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        kind = field_type(hint)
+        if kind.kind in (int, float):
+            numbers[name] = kind, tuple(mark for mark in marks if isinstance(mark, (Limits, FieldInfo)))
+    return numbers
+
+
+def test_every_number_of_the_settings_has_limits_and_a_bad_one_is_named(
+    spec: ModelSpec, evaluation: jobs.EvaluateConfig, tmp_path: Path
+) -> None:
+    texts, tokens = CorpusSpec("python-stdlib"), TokenPlan(64)
+    needed: dict[str, tuple[Any, ...]] = {
+        "BytesBudget": (1000, 64),
+        "CorpusSpec": ("python-stdlib",),
+        "DataSpec": ("examples.tsv",),
+        "EvaluateConfig": (spec, evaluation.tasks),
+        "GatesConfig": (spec, texts),
+        "ImportanceConfig": (spec, texts, tokens),
+        "KVBytes": (1000, 64),
+        "LossBudget": (0.1,),
+        "LossLimit": (0.1,),
+        "LossTexts": (texts,),
+        "Part": (1, 2),
+        "PlanConfig": (spec,),
+        "ProbeConfig": (spec,),
+        "PruneConfig": (evaluation, tmp_path, (ShareBudget(0.3),)),
+        "ScanConfig": (spec, texts, tokens),
+        "ShareBudget": (0.3,),
+        "StudyConfig": (spec, texts),
+        "SweepConfig": (evaluation,),
+        "TaskConfig": ((),),
+        "TokenPlan": (64,),
+        "WindowHeads": (2,),
+        "WindowShare": (0.5,),
+    }
+    unlimited, checked = set(), 0
+    for name in jobs.__all__:
+        cls = getattr(jobs, name)
+        if not isinstance(cls, type) or not is_dataclass(cls):
+            continue
+        for field, (kind, marks) in numbers_of(cls).items():
+            if not marks:
+                unlimited.add(f"{name}.{field}")
+                continue
+            low: float = float("nan") if kind.kind is float else -1
+            for bad in ("many", low):
+                value = (bad,) if kind.many else bad
+                with pytest.raises(HeadscanError, match=rf"^(`|{name}\.){field}\b.*$") as refused:
+                    replace(cls(*needed.get(name, ())), **{field: value})
+                assert "\n" not in str(refused.value)
+            checked += 1
+    assert unlimited == UNLIMITED.keys() and checked >= 50
 
 
 class Begun(Exception):
