@@ -27,7 +27,7 @@ from headscan.options import BATCH_TOKENS
 from headscan.pipelines.ablate.single_heads import AblateResult, run_ablate
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen, run_evaluation
-from headscan.pipelines.evaluate.run_sweep import run_sweep
+from headscan.pipelines.evaluate.run_sweep import SweepResult, judge_runs, run_sweep
 from headscan.pipelines.kv.measured_plan import measured_plan
 from headscan.pipelines.measure.run_corpus import CorpusRunResult
 from headscan.pipelines.measure.run_gates import GatesResult, run_gates
@@ -217,10 +217,9 @@ def evaluate(
         return judge(run.store, run_id)
 
 
-def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions]) -> Verdict:
-    """Evaluate rules and masks of scores at every share, and judge the arms on all questions.
-    `headscan.analysis.verdicts.confirmation.judge_sweep` returns the best arms, judged on the questions that did not
-    select them.
+def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions]) -> SweepResult:
+    """Evaluate rules and masks of scores at every share. The result has the best arms, judged on the questions that did
+    not select them, and the verdict on all arms, judged on all questions.
 
     Raises:
         HeadscanError: An error of the user; answers stored before stay.
@@ -228,7 +227,7 @@ def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions])
     evaluation = config.evaluation
     opener = _opener(evaluation.model, TASK_TOKENS, options, evaluation.batch_tokens, evaluates=True)
     with _run(opener, store, options) as run:
-        return judge(run.store, run_sweep(opener.with_evaluation(config), run).evaluate_run)
+        return judge_runs(run.store, run_sweep(opener.with_evaluation(config), run), confirm=config.confirm)
 
 
 def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptions]) -> Verdict:

@@ -143,7 +143,13 @@ def test_ablate_sweep_and_referee_judge_their_arms(
     assert len(effects) == 18
     sweeping = jobs.SweepConfig(evaluation, ("entropy",), (0.2,), masks=("effect",), seeds=0, confirm=False)
     swept = jobs.sweep(sweeping, store, devices=cpu, say=quiet)
-    assert [arm.name.partition(" of ")[0] for arm in swept.arms] == ["rule entropy 20%", "mask effect 20%"]
+    assert [arm.name.partition(" of ")[0] for arm in swept.verdict.arms] == ["rule entropy 20%", "mask effect 20%"]
+    assert {choice.verdict.name for choice in swept.choices} == {arm.name for arm in swept.verdict.arms}
+    assert not any(choice.confirmed for choice in swept.choices)
+    confirmed = jobs.sweep(replace(sweeping, confirm=True), store, devices=cpu, say=quiet)
+    assert confirmed.verdict == swept.verdict and len(confirmed.choices) == 2
+    for choice in confirmed.choices:
+        assert choice.confirmed and choice.selected_on + choice.verdict.paired.questions == 6
     masked = Store(store).query(
         "SELECT layer, head FROM arms JOIN mask_heads USING (mask_id) WHERE score = 'effect' ORDER BY layer, head"
     )
