@@ -124,7 +124,8 @@ class JobOptions(TypedDict, total=False):
 
     Attributes:
         devices: Placement and devices; None, the default, chooses them. Its ``batch_tokens`` replaces that of the
-            settings, if given.
+            settings, if given. If neither is set (8,192, the default of the settings, counts as not set), its
+            ``memory`` lowers the batch size to what fits, and a line reports that.
         resume_anyway: Resume although software, device or the model's code changed; the store records both.
         say: Called with lines for the user; the default prints them.
     """
@@ -139,8 +140,7 @@ def scan(config: ScanConfig, store: str | Path, **options: Unpack[JobOptions]) -
 
     Args:
         store: DuckDB file; a missing one is created.
-        options: See `JobOptions`. Batches have ``config.batch_tokens``; with ``devices.memory`` its default is lowered
-            to what fits.
+        options: See `JobOptions`.
 
     Raises:
         HeadscanError: An error of the user; shards stored before stay.

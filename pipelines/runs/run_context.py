@@ -186,10 +186,10 @@ class ModelOpener:
 
     Attributes:
         tokens: Tokens of the longest sequence.
-        batch_tokens: Tokens of one forward pass in the settings of the job. Those of the request replace them; without
-            either (8,192, the default, counts as neither), as many as the request's ``memory`` holds. The memory that
-            is free now does not change them, because they are part of a run's identity, and the same command resumes
-            the run.
+        batch_tokens: Tokens of one forward pass in the settings of the job. Those of the request replace them. Without
+            either (8,192, the default, counts as neither), they are as many as the request's ``memory`` holds, which a
+            line reports. The memory that is free now does not change them, because they are part of a run's identity,
+            and the same command resumes the run.
         nodes: Returns the machines.
         on_cluster: A Ray cluster is connected, and runs single replicas, too.
         say: Called with lines about every placement.
@@ -209,7 +209,11 @@ class ModelOpener:
             self.request = replace(self.request, batch_tokens=self.batch_tokens)
         self.batch_tokens = self.request.batch_tokens or BATCH_TOKENS
         self._placed = self._place(self.model)
-        if self._fills_memory:
+        if self._fills_memory and self._placed.batch_tokens < self.batch_tokens:
+            self.say(
+                f"batches have {self._placed.batch_tokens} tokens instead of {self.batch_tokens}, as many as `memory`"
+                " holds"
+            )
             self.batch_tokens = self._placed.batch_tokens
 
     def __call__(self, model: ModelSpec) -> Pool:
