@@ -23,7 +23,6 @@ from headscan.cluster.placement_base import PlacementRequest
 from headscan.gates.gate_settings import GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
-from headscan.options import BATCH_TOKENS
 from headscan.pipelines.ablate.single_heads import AblateResult, run_ablate
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen, run_evaluation
@@ -178,7 +177,7 @@ def gates(config: GatesConfig, store: str | Path, **options: Unpack[JobOptions])
     Raises:
         HeadscanError: An error of the user; the same call again continues the fit.
     """
-    opener = _opener(config.model, config.max_tokens, options)
+    opener = _opener(config.model, config.max_tokens, options, config.fit.batch_tokens)
     with _run(opener, store, options) as run:
         return run_gates(opener.with_fit(config), run)
 
@@ -305,7 +304,7 @@ def _opener(
     model: ModelSpec,
     tokens: int,
     options: JobOptions,
-    batch_tokens: int = BATCH_TOKENS,
+    batch_tokens: int,
     *,
     evaluates: bool = False,
     here: bool = False,

@@ -231,10 +231,9 @@ class ModelOpener:
         return replace(settings, evaluation=self.sized(config.evaluation))
 
     def with_fit(self, config: F) -> F:
-        """Return settings whose fit has the batch size of the request, if that has one: it changes the steps."""
+        """Return settings whose fit has the batch size of the placement."""
         settings: Any = config
-        tokens = self.request.batch_tokens
-        return config if tokens is None else replace(settings, fit=replace(settings.fit, batch_tokens=tokens))
+        return replace(settings, fit=self.sized(config.fit))
 
     @property
     def _fills_memory(self) -> bool:

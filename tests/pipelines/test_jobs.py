@@ -24,6 +24,7 @@ from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, TextChunk
 from headscan.pipelines.pruning.pruning_units import ShareBudget
+from headscan.pipelines.runs import run_context
 from headscan.pipelines.runs.head_orders import head_order
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, Comparison, TaskConfig
@@ -317,6 +318,26 @@ def test_the_batch_size_of_the_devices_reaches_every_job(
     # The settings of the job themselves, those of its evaluation, or those of its fit.
     sized = getattr(settings, "evaluation", getattr(settings, "fit", settings))
     assert sized.batch_tokens == 640
+
+
+def test_gates_are_placed_for_the_steps_of_their_fit(
+    corpus_folder: Path, spec: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The verb and the job pass the tokens of a step to the opener."""
+    placed = list[int]()
+
+    def opener(model: ModelSpec, tokens: int, request: jobs.PlacementRequest, batch_tokens: int, **_: object) -> None:
+        placed.append(batch_tokens)
+        raise HeadscanError("placed")
+
+    monkeypatch.setattr(run_context, "ModelOpener", opener)
+    monkeypatch.setattr(jobs, "ModelOpener", opener)
+    config = jobs.GatesConfig(spec, CorpusSpec(str(corpus_folder)), GateFitConfig(batch_tokens=256))
+    with pytest.raises(HeadscanError, match="placed"):
+        jobs.gates(config, tmp_path / "s.duckdb", say=quiet)
+    words = ["gates", "demo", "--corpus", str(corpus_folder), "--step-tokens", "256"]
+    assert main([*words, "--store", str(tmp_path / "s.duckdb")]) == 2
+    assert placed == [256, 256]
 
 
 def test_jobs_that_remove_heads_need_one_whole_replica(evaluation: jobs.EvaluateConfig, tmp_path: Path) -> None:
