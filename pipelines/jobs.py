@@ -1,7 +1,7 @@
 """The command line's jobs as functions.
 
-Each takes the settings object of its verb, chooses a placement, runs with a progress bar and resumes as the verb does.
-Their settings have their names here, too:
+Each takes the settings object of its verb, chooses a placement, opens the store and calls ``run_VERB(settings, run)``,
+as the verb does: with a progress bar, and the same call again resumes. The settings have their names here, too:
 
     from headscan.pipelines import jobs
 
@@ -254,7 +254,8 @@ def plan(
         store: DuckDB file that keeps what is measured, so that the same call resumes; None keeps nothing.
 
     Raises:
-        PlanError: A budget out of reach, or texts longer than the model's context.
+        PlanError: A budget out of reach.
+        SequenceError: Texts longer than the model's context.
     """
     identity = identify(config.model)
     opener = _opener(config.model, config.tokens(identity), options, config.batch_tokens, evaluates=True)
