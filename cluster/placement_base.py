@@ -120,7 +120,12 @@ class PlacementRequest:
     stages: Annotated[int | None, Option("number of pipeline stages (default: the fewest that fit)", least=1)] = None
     memory: Annotated[
         int | None,
-        Option("memory limit of streaming, such as 2GiB (default: all free memory)", parse=parse_bytes),
+        Option(
+            "memory limit of streaming, such as 2GiB (default: all free memory)",
+            parse=parse_bytes,
+            least=1,
+            most=_LARGEST,
+        ),
     ] = None
     offload: Annotated[
         Offload | None, Option("place for layers of a sharded copy that exceed its devices (default: none)")

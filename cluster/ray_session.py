@@ -90,7 +90,11 @@ class RaySession:
         # By default Ray gives its workers the lowest priority, but they do the command's own work.
         os.environ.setdefault("RAY_worker_niceness", "0")
         start_local(self.ray, self._cpus)
-        self._watch = OrphanWatch()
+        try:
+            self._watch = OrphanWatch()
+        except BaseException:
+            self.ray.shutdown()
+            raise
 
     def _stop(self) -> None:
         self.ray.shutdown()

@@ -89,6 +89,7 @@ class Option(Limits):
         sets: Words that stand for several values, or for none.
         spaces: Values may also be separated by spaces.
         negated: The option sets False.
+        repeated: Values are given one by one, as in ``--run A --run B``, and may contain commas.
         one_of: Name of a group of options that exclude each other.
         required: The option, or one of its group, is required.
         only: Methods or formats of the verb that use the option; empty: all of them.

@@ -1,7 +1,7 @@
 """The command line's jobs as functions.
 
-Each takes the settings object of its verb, chooses a placement, runs with a progress bar and resumes as the verb does.
-Their settings have their names here, too:
+Each takes the settings object of its verb, chooses a placement, opens the store and calls ``run_VERB(settings, run)``,
+as the verb does: with a progress bar, and the same call again resumes. The settings have their names here, too:
 
     from headscan.pipelines import jobs
 
@@ -23,11 +23,10 @@ from headscan.cluster.placement_base import PlacementRequest
 from headscan.gates.gate_settings import GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
-from headscan.options import BATCH_TOKENS
 from headscan.pipelines.ablate.single_heads import AblateResult, run_ablate
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen, run_evaluation
-from headscan.pipelines.evaluate.run_sweep import run_sweep
+from headscan.pipelines.evaluate.run_sweep import SweepResult, judge_runs, run_sweep
 from headscan.pipelines.kv.measured_plan import measured_plan
 from headscan.pipelines.measure.run_corpus import CorpusRunResult
 from headscan.pipelines.measure.run_gates import GatesResult, run_gates
@@ -124,7 +123,8 @@ class JobOptions(TypedDict, total=False):
 
     Attributes:
         devices: Placement and devices; None, the default, chooses them. Its ``batch_tokens`` replaces that of the
-            settings, if given.
+            settings, if given. If neither is set (8,192, the default of the settings, counts as not set), its
+            ``memory`` lowers the batch size to what fits, and a line reports that.
         resume_anyway: Resume although software, device or the model's code changed; the store records both.
         say: Called with lines for the user; the default prints them.
     """
@@ -139,8 +139,7 @@ def scan(config: ScanConfig, store: str | Path, **options: Unpack[JobOptions]) -
 
     Args:
         store: DuckDB file; a missing one is created.
-        options: See `JobOptions`. Batches have ``config.batch_tokens``; with ``devices.memory`` its default is lowered
-            to what fits.
+        options: See `JobOptions`.
 
     Raises:
         HeadscanError: An error of the user; shards stored before stay.
@@ -178,7 +177,7 @@ def gates(config: GatesConfig, store: str | Path, **options: Unpack[JobOptions])
     Raises:
         HeadscanError: An error of the user; the same call again continues the fit.
     """
-    opener = _opener(config.model, config.max_tokens, options)
+    opener = _opener(config.model, config.max_tokens, options, config.fit.batch_tokens)
     with _run(opener, store, options) as run:
         return run_gates(opener.with_fit(config), run)
 
@@ -217,10 +216,9 @@ def evaluate(
         return judge(run.store, run_id)
 
 
-def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions]) -> Verdict:
-    """Evaluate rules and masks of scores at every share, and judge the arms on all questions.
-    `headscan.analysis.verdicts.confirmation.judge_sweep` returns the best arms, judged on the questions that did not
-    select them.
+def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions]) -> SweepResult:
+    """Evaluate rules and masks of scores at every share. The result has the best arms, judged on the questions that did
+    not select them, and the verdict on all arms, judged on all questions.
 
     Raises:
         HeadscanError: An error of the user; answers stored before stay.
@@ -228,7 +226,7 @@ def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions])
     evaluation = config.evaluation
     opener = _opener(evaluation.model, TASK_TOKENS, options, evaluation.batch_tokens, evaluates=True)
     with _run(opener, store, options) as run:
-        return judge(run.store, run_sweep(opener.with_evaluation(config), run).evaluate_run)
+        return judge_runs(run.store, run_sweep(opener.with_evaluation(config), run), confirm=config.confirm)
 
 
 def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptions]) -> Verdict:
@@ -256,7 +254,8 @@ def plan(
         store: DuckDB file that keeps what is measured, so that the same call resumes; None keeps nothing.
 
     Raises:
-        PlanError: A budget out of reach, or texts longer than the model's context.
+        PlanError: A budget out of reach.
+        SequenceError: Texts longer than the model's context.
     """
     identity = identify(config.model)
     opener = _opener(config.model, config.tokens(identity), options, config.batch_tokens, evaluates=True)
@@ -306,7 +305,7 @@ def _opener(
     model: ModelSpec,
     tokens: int,
     options: JobOptions,
-    batch_tokens: int = BATCH_TOKENS,
+    batch_tokens: int,
     *,
     evaluates: bool = False,
     here: bool = False,

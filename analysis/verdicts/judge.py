@@ -65,7 +65,11 @@ class ArmVerdict:
         zeroed_share: Measured share of ablated or removed heads, 0 to 1.
         share: Nominal share, 0 to 1.
         selection: How the heads were selected, or the mode of a plan.
+        recall: Comparisons of the recall families; empty if no recall question was asked.
+        metrics: Metrics that are no accuracies, such as the loss of text.
         weights_left: Share of the weights' bytes that a pruned model keeps; None for other arms.
+        cache_left: Share of the KV cache that a pruned model keeps; None for other arms, and if it cannot be sized.
+        pruned_controls: Random and layer-drop models of about the same size; empty for other arms.
         replacement: What replaces the output of ablated heads; None for other arms.
         accuracy: Comparison of all benchmark questions that have a right answer; None if there are none: then the arm
             has results, but no verdict.

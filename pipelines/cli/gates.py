@@ -41,7 +41,8 @@ class Gates(RunVerb):
         spec, identity = self.identified()
         config = self.settings(model=spec, corpus=corpus)
         config = replace(config, max_tokens=min(config.max_tokens, identity.max_tokens or config.max_tokens))
-        with self.opened(spec, identity, tokens=config.max_tokens) as (run, opener):
+        step = config.fit.batch_tokens
+        with self.opened(spec, identity, tokens=config.max_tokens, batch_tokens=step) as (run, opener):
             result = run_gates(opener.with_fit(config), run)
         if result.already_done:
             say(f"run {result.run_id} is complete in {self.store.path}: nothing to do")

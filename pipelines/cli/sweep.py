@@ -47,11 +47,8 @@ class Sweep(TaskVerb):
     arms: Annotated[_SweepOptions, Group("arms")]
 
     def run(self) -> Result:
-        from headscan.analysis.verdicts.confirmation import judge_sweep
         from headscan.analysis.verdicts.curves import read_curves
-        from headscan.analysis.verdicts.judge import judge
-        from headscan.pipelines.evaluate.run_sweep import run_sweep
-        from headscan.pipelines.runs.progress import at_work
+        from headscan.pipelines.evaluate.run_sweep import judge_runs, run_sweep
 
         quiet_libraries()
         spec = self.spec()
@@ -63,9 +60,9 @@ class Sweep(TaskVerb):
                 run.say = lambda line: say(with_flags(line, Sweep))
                 runs = run_sweep(opener.with_evaluation(config), run)
         store = run.store
-        curves, verdict = read_curves(store, runs.evaluate_run), judge(store, runs.evaluate_run)
-        with at_work("verdicts on the choices"):
-            choices = judge_sweep(store, verdict, confirm=config.confirm)
+        curves = read_curves(store, runs.evaluate_run)
+        result = judge_runs(store, runs, confirm=config.confirm)
+        verdict, choices = result.verdict, result.choices
 
         def text() -> str:
             parts = [

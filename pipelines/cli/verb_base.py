@@ -16,7 +16,7 @@ from headscan.checkpoints.source_folder import DEMO_MODEL, check_folder
 from headscan.cluster.placement_base import PlacementRequest, Timeouts
 from headscan.errors import ModelLoadError
 from headscan.model_spec import ModelSpec
-from headscan.options import LONGEST_WAIT, Group, Option
+from headscan.options import BATCH_TOKENS, LONGEST_WAIT, Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, with_flags
 from headscan.pipelines.runs.text_tables import printable_lines
 from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec
@@ -132,14 +132,19 @@ class Devices:
         connect(self.ray_address)
         return ray_nodes(import_ray(local=False))
 
-    def opener(self, spec: ModelSpec, *, tokens: int, evaluates: bool = False) -> ModelOpener:
-        """Return the opener of a model for sequences of up to ``tokens`` tokens, which prints every placement."""
+    def opener(
+        self, spec: ModelSpec, *, tokens: int, batch_tokens: int = BATCH_TOKENS, evaluates: bool = False
+    ) -> ModelOpener:
+        """Return the opener of a model for sequences of up to ``tokens`` tokens, which prints every placement. The
+        request replaces ``batch_tokens``.
+        """
         from headscan.pipelines.runs.run_context import ModelOpener
 
         return ModelOpener(
             spec,
             tokens,
             replace(self.request, evaluates=evaluates),
+            batch_tokens,
             nodes=self.nodes,
             on_cluster=bool(self.ray_address),
             timeouts=self.timeouts,
@@ -226,12 +231,18 @@ class RunVerb(ModelVerb, StoreVerb):
 
     @contextmanager
     def opened(
-        self, spec: ModelSpec, identity: ModelIdentity | None, *, tokens: int, evaluates: bool = False
+        self,
+        spec: ModelSpec,
+        identity: ModelIdentity | None,
+        *,
+        tokens: int,
+        batch_tokens: int = BATCH_TOKENS,
+        evaluates: bool = False,
     ) -> Iterator[tuple[Run, ModelOpener]]:
         """Yield a run of a model on the devices, and the opener of its pool; ``identity`` None computes it."""
         from headscan.pipelines.runs.run_context import Run
 
         store = self.store.open(writes=True)
-        opener = self.devices.opener(spec, tokens=tokens, evaluates=evaluates)
+        opener = self.devices.opener(spec, tokens=tokens, batch_tokens=batch_tokens, evaluates=evaluates)
         with Run(spec, store, opener, identity=identity, resume_anyway=self.resume_anyway, say=say) as run:
             yield run, opener

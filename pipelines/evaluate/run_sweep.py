@@ -21,7 +21,8 @@ from headscan.ablation.rules import HeadRule
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.verdict_limits import RECALL_PARTS, identical_questions
-from headscan.analysis.verdicts.confirmation import record_confirmation
+from headscan.analysis.verdicts.confirmation import SweepChoice, judge_sweep, record_confirmation
+from headscan.analysis.verdicts.judge import Verdict, judge
 from headscan.analysis.verdicts.verdict_rows import least_questions, recall_needed, solves
 from headscan.catalog import RECALL_FAMILIES, SCORES, MassWidths, head_count, statistics_for
 from headscan.errors import InterventionError
@@ -178,6 +179,29 @@ def _sequences(prompts: Iterable[tuple[int, ...]], source: str, report: CorpusRe
 class SweepRuns:
     scan_run: str
     evaluate_run: str
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """The verdicts of a sweep.
+
+    Attributes:
+        scan_run: Run with the recorded scores of the prompts.
+        verdict: All arms, judged on all questions, without a correction for the choice of the best one.
+        choices: The best rule and the best mask, if there are such arms, judged on the questions that did not select
+            them; with ``confirm=False`` all questions select and judge.
+    """
+
+    scan_run: str
+    verdict: Verdict
+    choices: tuple[SweepChoice, ...]
+
+
+def judge_runs(store: Store, runs: SweepRuns, *, confirm: bool) -> SweepResult:
+    """Judge the arms of a sweep on all questions, and its best arms as ``confirm`` of `SweepConfig` states."""
+    verdict = judge(store, runs.evaluate_run)
+    with at_work("verdicts on the choices"):
+        return SweepResult(runs.scan_run, verdict, judge_sweep(store, verdict, confirm=confirm))
 
 
 def run_sweep(config: SweepConfig, run: Run) -> SweepRuns:

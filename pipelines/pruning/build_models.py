@@ -231,7 +231,7 @@ class _Builder:
     def _caches(self) -> Sequence[LayerCache]:
         caches = find_layer_caches(self._lm)
         if caches is None:
-            raise PruningError("kv_bytes: the KV cache of this model cannot be sized. Use `share`")
+            raise PruningError("cannot apply `kv_bytes`: the KV cache of this model cannot be sized. Set `share`")
         return caches
 
     def _unit_bytes(self, units: Sequence[tuple[Head, ...]], tokens: int) -> list[int]:

@@ -1,4 +1,8 @@
-"""What every job needs: a model with pool and store, and records with the versions that decide numbers."""
+"""What every job needs, as its argument ``run``.
+
+`ModelOpener` chooses the placement of a model and opens its pool. `ModelContext` has the model's identity, facts and
+pool, and `Run` adds the store. `StoredNumbers` keeps what a stopped plan or prune run has measured.
+"""
 
 from __future__ import annotations
 
@@ -29,126 +33,6 @@ from headscan.pipelines.runs.code_version import code_version
 from headscan.pipelines.runs.model_identity import ModelFacts, ModelIdentity, identify, model_facts
 from headscan.pipelines.runs.progress import at_work
 from headscan.sizing.model_sizes import model_sizes
-
-_PACKAGES = ("torch", "transformers", "accelerate", "ray", "datasets", "lm-eval", "duckdb", "numpy")
-
-
-def package_versions() -> dict[str, str]:
-    """Return the installed versions of the packages that decide numbers."""
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
-#: Columns of ``runs`` that identify a command's inputs, and their names in messages.
-_INPUTS = {
-    "corpus_hash": "corpus",
-    "model_revision": "revision",
-    "model_config_hash": "model configuration",
-    "weights_hash": "weights",
-    "tokenizer_hash": "tokenizer",
-    "dtype": "dtype",
-}
-#: Runs whose ``corpus_hash`` is not of a corpus.
-_TEXTS = {"recording": "prompts", "evaluate": "questions", "ablate": "questions"}
-#: Options that decide no numbers: locations, and the panel, whose statistics are listed separately.
-_PLACES = ("model.source", "model.revision", "model.trust_remote_code", "model.safetensors", "corpus.name", "panel")
-
-
-def _software(identity: ModelIdentity) -> dict[str, Any]:
-    """Return the provenance that is known before the model is loaded."""
-    return {
-        "packages": package_versions(),
-        "code_version": code_version(),
-        "code_files_hash": identity.code_files_hash,
-    }
-
-
-def _finished_with(run_id: str, changes: tuple[str, ...]) -> str:
-    return f"run {run_id} is complete, with other software or another device ({', '.join(changes)}); its rows stay"
-
-
-def _unfinished(store: Store, record: RunRecord, run_id: str) -> Iterator[str]:
-    """Yield a line for each similar unfinished run. The user may have meant to resume it with this command."""
-    model = {column: getattr(record, column) for column in (*_INPUTS, "model")}
-    for run in store.runs(record.kind):
-        if run["run_id"] == run_id or run["status"] == "finished" or run["corpus"] != record.corpus:
-            continue
-        if run["model"] != record.model and not same_model(model, run):
-            continue
-        shards = ""
-        if record.kind in SHARDED_KINDS:
-            shards = f", {run['finished_shards']} of {run['total_shards'] or '?'} shards"
-        yield (
-            f"{', '.join(_differences(run, record)) or 'settings'} changed since run {run['run_id']} ({run['status']}"
-            f"{shards}). A new run begins; the old rows stay, and summary views leave out unfinished runs"
-        )
-
-
-def _differences(run: Mapping[str, Any], record: RunRecord) -> list[str]:
-    """Return the names of inputs and options that differ. Values unknown to either run count as equal."""
-    pairs = {column: (run[column], getattr(record, column)) for column in _INPUTS}
-    names = _INPUTS | ({"corpus_hash": _TEXTS[record.kind]} if record.kind in _TEXTS else {})
-    inputs = [names[column] for column, pair in pairs.items() if None not in pair and pair[0] != pair[1]]
-    theirs, ours = _options(run["config"]), _options(record.config)
-    options = [name.rpartition(".")[2] for name in ours if name in theirs and ours[name] != theirs[name]]
-    return list(dict.fromkeys(inputs + options))
-
-
-def _options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that decide numbers, by dotted names. The values are as read from JSON."""
-    flat: dict[str, Any] = {}
-    for name, value in json.loads(json.dumps(config)).items():
-        flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
-    return {name: value for name, value in flat.items() if name not in _PLACES}
-
-
-#: Seconds between two writes: a process that is killed loses about as much work, and the unit in progress.
-WRITE_SECONDS = 5.0
-_UNITS = pa.schema({"unit": pa.string(), "what": pa.string(), "numbers": pa.list_(pa.float64())})
-
-
-class StoredNumbers(KnownNumbers):
-    """Numbers by unit of work in the table ``measured_units``; the caller calls `write` at the end.
-
-    ``begin`` begins or resumes the run and returns its id; the first write calls it.
-    """
-
-    def __init__(self, store: Store, begin: Callable[[], str]) -> None:
-        super().__init__()
-        self._store, self._begin = store, begin
-        self.run_id: str | None = None
-        self._waiting: list[WorkUnit] = []
-        self._written = time.monotonic()
-
-    def resume(self) -> None:
-        """Read the numbers of the run, which the store has."""
-        self.run_id = self._begin()
-        self._known |= self._store.measured_units(self.run_id)
-
-    def add(self, unit: WorkUnit, numbers: ArrayLike) -> None:
-        super().add(unit, numbers)
-        self._waiting.append(unit)
-        if time.monotonic() - self._written >= WRITE_SECONDS:
-            self.write()
-
-    def write(self) -> None:
-        """Store what was added since the last write."""
-        if self._waiting:
-            if self.run_id is None:
-                self.run_id = self._begin()
-            rows = [
-                {"unit": (name := hash_of(unit)), "what": str(unit[0]), "numbers": self._known[name]}
-                for unit in self._waiting
-            ]
-            self._store.add_measured_units(self.run_id, pa.Table.from_pylist(rows, schema=_UNITS))
-        self._waiting.clear()
-        self._written = time.monotonic()
-
 
 #: Opens the pool of a model.
 OpenModel = Callable[[ModelSpec], Pool]
@@ -182,14 +66,15 @@ F = TypeVar("F", bound=HasFit)
 
 @dataclass
 class ModelOpener:
-    """Opens the pool of a model, whose placement is chosen now, and pools of other models of the same job.
+    """Opens the pool of a model, and pools of other models of the same job. The placement of the first is chosen and
+    reported when the opener is made, because it gives the settings of the job their batch size (`sized`).
 
     Attributes:
         tokens: Tokens of the longest sequence.
-        batch_tokens: Tokens of one forward pass in the settings of the job. Those of the request replace them; without
-            either (8,192, the default, counts as neither), as many as the request's ``memory`` holds. The memory that
-            is free now does not change them, because they are part of a run's identity, and the same command resumes
-            the run.
+        batch_tokens: Tokens of one forward pass in the settings of the job. Those of the request replace them. Without
+            either (8,192, the default, counts as neither), they are as many as the request's ``memory`` holds, which a
+            line reports. The memory that is free now does not change them, because they are part of a run's identity,
+            and the same command resumes the run.
         nodes: Returns the machines.
         on_cluster: A Ray cluster is connected, and runs single replicas, too.
         say: Called with lines about every placement.
@@ -209,7 +94,11 @@ class ModelOpener:
             self.request = replace(self.request, batch_tokens=self.batch_tokens)
         self.batch_tokens = self.request.batch_tokens or BATCH_TOKENS
         self._placed = self._place(self.model)
-        if self._fills_memory:
+        if self._fills_memory and self._placed.batch_tokens < self.batch_tokens:
+            self.say(
+                f"batches have {self._placed.batch_tokens} tokens instead of {self.batch_tokens}, as many as `memory`"
+                " holds"
+            )
             self.batch_tokens = self._placed.batch_tokens
 
     def __call__(self, model: ModelSpec) -> Pool:
@@ -227,10 +116,9 @@ class ModelOpener:
         return replace(settings, evaluation=self.sized(config.evaluation))
 
     def with_fit(self, config: F) -> F:
-        """Return settings whose fit has the batch size of the request, if that has one: it changes the steps."""
+        """Return settings whose fit has the batch size of the placement."""
         settings: Any = config
-        tokens = self.request.batch_tokens
-        return config if tokens is None else replace(settings, fit=replace(settings.fit, batch_tokens=tokens))
+        return replace(settings, fit=self.sized(config.fit))
 
     @property
     def _fills_memory(self) -> bool:
@@ -449,3 +337,123 @@ class Run(ModelContext):
         with suppress(StoreError):  # a full disk may also prevent this write
             if run_id is not None:
                 self.store.finish_run(run_id, status="failed")
+
+
+#: Seconds between two writes: a process that is killed loses about as much work, and the unit in progress.
+WRITE_SECONDS = 5.0
+_UNITS = pa.schema({"unit": pa.string(), "what": pa.string(), "numbers": pa.list_(pa.float64())})
+
+
+class StoredNumbers(KnownNumbers):
+    """Numbers by unit of work in the table ``measured_units``; the caller calls `write` at the end.
+
+    ``begin`` begins or resumes the run and returns its id; the first write calls it.
+    """
+
+    def __init__(self, store: Store, begin: Callable[[], str]) -> None:
+        super().__init__()
+        self._store, self._begin = store, begin
+        self.run_id: str | None = None
+        self._waiting: list[WorkUnit] = []
+        self._written = time.monotonic()
+
+    def resume(self) -> None:
+        """Read the numbers of the run, which the store has."""
+        self.run_id = self._begin()
+        self._known |= self._store.measured_units(self.run_id)
+
+    def add(self, unit: WorkUnit, numbers: ArrayLike) -> None:
+        super().add(unit, numbers)
+        self._waiting.append(unit)
+        if time.monotonic() - self._written >= WRITE_SECONDS:
+            self.write()
+
+    def write(self) -> None:
+        """Store what was added since the last write."""
+        if self._waiting:
+            if self.run_id is None:
+                self.run_id = self._begin()
+            rows = [
+                {"unit": (name := hash_of(unit)), "what": str(unit[0]), "numbers": self._known[name]}
+                for unit in self._waiting
+            ]
+            self._store.add_measured_units(self.run_id, pa.Table.from_pylist(rows, schema=_UNITS))
+        self._waiting.clear()
+        self._written = time.monotonic()
+
+
+_PACKAGES = ("torch", "transformers", "accelerate", "ray", "datasets", "lm-eval", "duckdb", "numpy")
+
+
+def package_versions() -> dict[str, str]:
+    """Return the installed versions of the packages that decide numbers."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _software(identity: ModelIdentity) -> dict[str, Any]:
+    """Return the provenance that is known before the model is loaded."""
+    return {
+        "packages": package_versions(),
+        "code_version": code_version(),
+        "code_files_hash": identity.code_files_hash,
+    }
+
+
+#: Columns of ``runs`` that identify a command's inputs, and their names in messages.
+_INPUTS = {
+    "corpus_hash": "corpus",
+    "model_revision": "revision",
+    "model_config_hash": "model configuration",
+    "weights_hash": "weights",
+    "tokenizer_hash": "tokenizer",
+    "dtype": "dtype",
+}
+#: Runs whose ``corpus_hash`` is not of a corpus.
+_TEXTS = {"recording": "prompts", "evaluate": "questions", "ablate": "questions"}
+#: Options that decide no numbers: locations, and the panel, whose statistics are listed separately.
+_PLACES = ("model.source", "model.revision", "model.trust_remote_code", "model.safetensors", "corpus.name", "panel")
+
+
+def _finished_with(run_id: str, changes: tuple[str, ...]) -> str:
+    return f"run {run_id} is complete, with other software or another device ({', '.join(changes)}); its rows stay"
+
+
+def _unfinished(store: Store, record: RunRecord, run_id: str) -> Iterator[str]:
+    """Yield a line for each similar unfinished run. The user may have meant to resume it with this command."""
+    model = {column: getattr(record, column) for column in (*_INPUTS, "model")}
+    for run in store.runs(record.kind):
+        if run["run_id"] == run_id or run["status"] == "finished" or run["corpus"] != record.corpus:
+            continue
+        if run["model"] != record.model and not same_model(model, run):
+            continue
+        shards = ""
+        if record.kind in SHARDED_KINDS:
+            shards = f", {run['finished_shards']} of {run['total_shards'] or '?'} shards"
+        yield (
+            f"{', '.join(_differences(run, record)) or 'settings'} changed since run {run['run_id']} ({run['status']}"
+            f"{shards}). A new run begins; the old rows stay, and summary views leave out unfinished runs"
+        )
+
+
+def _differences(run: Mapping[str, Any], record: RunRecord) -> list[str]:
+    """Return the names of inputs and options that differ. Values unknown to either run count as equal."""
+    pairs = {column: (run[column], getattr(record, column)) for column in _INPUTS}
+    names = _INPUTS | ({"corpus_hash": _TEXTS[record.kind]} if record.kind in _TEXTS else {})
+    inputs = [names[column] for column, pair in pairs.items() if None not in pair and pair[0] != pair[1]]
+    theirs, ours = _options(run["config"]), _options(record.config)
+    options = [name.rpartition(".")[2] for name in ours if name in theirs and ours[name] != theirs[name]]
+    return list(dict.fromkeys(inputs + options))
+
+
+def _options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that decide numbers, by dotted names. The values are as read from JSON."""
+    flat: dict[str, Any] = {}
+    for name, value in json.loads(json.dumps(config)).items():
+        flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+    return {name: value for name, value in flat.items() if name not in _PLACES}

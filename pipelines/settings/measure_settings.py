@@ -43,11 +43,12 @@ class CorpusRunError(HeadscanError):
 class Part:
     """One of ``of`` equal parts of a corpus: every shard whose index is ``number - 1`` modulo ``of``."""
 
-    number: int
-    of: int
+    number: Count
+    of: Count
 
     def __post_init__(self) -> None:
-        if not 1 <= self.number <= self.of:
+        check_limits(self, CorpusRunError)
+        if self.number > self.of:
             raise CorpusRunError(f"`part={self}` (limit 1/{self.of} to {self.of}/{self.of}). Change `part`")
 
     def __str__(self) -> str:

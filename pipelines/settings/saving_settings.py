@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK, RECALL_NAMES
 from headscan.errors import PruningError
-from headscan.kv.kept_keys import Window, checked_window
+from headscan.kv.kept_keys import Window
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, Count, Limits, Option, Seed, check_limits
 from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec, longest_text
@@ -122,13 +122,12 @@ class PlanConfig:
 
     Raises:
         PlanError: A number is out of range.
-        PlanMismatchError: A window is out of range.
     """
 
     model: ModelSpec
     corpus: CorpusSpec = field(default_factory=lambda: CorpusSpec("python-stdlib"))
-    sink: int = DEFAULT_SINK
-    recents: tuple[int, ...] = (DEFAULT_RECENT,)
+    sink: Annotated[int, Limits(least=0)] = DEFAULT_SINK
+    recents: Annotated[tuple[int, ...], Limits(least=1)] = (DEFAULT_RECENT,)
     max_tokens: Annotated[
         int | None,
         Option(
@@ -146,7 +145,7 @@ class PlanConfig:
             multiple=8,
         ),
     ] = 8
-    gates: tuple[float, ...] = (0.5,)
+    gates: Annotated[tuple[float, ...], Limits(least=0, most=1)] = (0.5,)
     confirm: Annotated[
         bool, Option("choose the KV heads or layers near the budget's edge by their loss with real window masks")
     ] = True
@@ -158,10 +157,9 @@ class PlanConfig:
         from headscan.analysis.plans import PlanError
 
         check_limits(self, PlanError)
-        if not self.recents:
-            raise PlanError("recent names no width. Give at least one")
-        for recent in self.recents:
-            checked_window(self.sink, recent)
+        for name in ("recents", "gates"):
+            if not getattr(self, name):
+                raise PlanError(f"`{name}` is empty (limit 1 value). Set `{name}`")
 
     @property
     def windows(self) -> tuple[Window, ...]:

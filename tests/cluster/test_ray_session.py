@@ -152,6 +152,19 @@ def test_a_session_is_local_unless_a_cluster_is_connected(monkeypatch: pytest.Mo
     assert ray.shutdowns == int(not connected)
 
 
+def test_a_session_that_cannot_watch_its_ray_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def watch() -> None:
+        raise OSError("no more processes")
+
+    ray = IdleRay(connected=False)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    monkeypatch.setattr(ray_session, "OrphanWatch", watch)
+    with pytest.raises(OSError, match="no more processes"):
+        ray_session.RaySession(1)
+    assert (ray.starts, ray.shutdowns) == (1, 1)
+
+
 @pytest.mark.slow
 def test_waiting_for_a_busy_cluster_has_a_limit(spec: ModelSpec, tmp_path: Path) -> None:
     with ray_nodes(1) as cluster:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 
 import duckdb
 import pytest
+from pydantic.fields import FieldInfo
 
 import headscan
 from headscan.analysis.errors import StoreMissingError
@@ -17,11 +18,13 @@ from headscan.errors import HeadscanError
 from headscan.gates.gate_settings import GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
+from headscan.options import FieldType, Limits, field_hint, field_type
 from headscan.pipelines import jobs
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, TextChunk
 from headscan.pipelines.pruning.pruning_units import ShareBudget
+from headscan.pipelines.runs import run_context
 from headscan.pipelines.runs.head_orders import head_order
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, Comparison, TaskConfig
@@ -141,7 +144,13 @@ def test_ablate_sweep_and_referee_judge_their_arms(
     assert len(effects) == 18
     sweeping = jobs.SweepConfig(evaluation, ("entropy",), (0.2,), masks=("effect",), seeds=0, confirm=False)
     swept = jobs.sweep(sweeping, store, devices=cpu, say=quiet)
-    assert [arm.name.partition(" of ")[0] for arm in swept.arms] == ["rule entropy 20%", "mask effect 20%"]
+    assert [arm.name.partition(" of ")[0] for arm in swept.verdict.arms] == ["rule entropy 20%", "mask effect 20%"]
+    assert {choice.verdict.name for choice in swept.choices} == {arm.name for arm in swept.verdict.arms}
+    assert not any(choice.confirmed for choice in swept.choices)
+    confirmed = jobs.sweep(replace(sweeping, confirm=True), store, devices=cpu, say=quiet)
+    assert confirmed.verdict == swept.verdict and len(confirmed.choices) == 2
+    for choice in confirmed.choices:
+        assert choice.confirmed and choice.selected_on + choice.verdict.paired.questions == 6
     masked = Store(store).query(
         "SELECT layer, head FROM arms JOIN mask_heads USING (mask_id) WHERE score = 'effect' ORDER BY layer, head"
     )
@@ -187,6 +196,72 @@ def test_a_memory_limit_sets_the_batch_size_of_jobs_and_verbs(
     words = ["scan", "demo", "--corpus", str(corpus_folder), "--max-tokens", "64", "--device", "cpu"]
     assert main([*words, "--memory", "64MiB", "--store", str(store)]) == 0
     assert f"run {run_id} is complete" in capsys.readouterr().out
+
+
+#: Numbers of exported classes without limits.
+UNLIMITED = {
+    "Arm.share": "a label of the arm's curve in the store; the heads are chosen already",
+    "Arm.seed": "likewise",
+}
+
+
+def numbers_of(cls: Any) -> dict[str, tuple[FieldType, tuple[Any, ...]]]:
+    """Return type and marks of the fields of a class that hold numbers."""
+    numbers = {}
+    for name in (each.name for each in fields(cls)):
+        hint = field_hint(cls, name)
+        hint, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        kind = field_type(hint)
+        if kind.kind in (int, float):
+            numbers[name] = kind, tuple(mark for mark in marks if isinstance(mark, (Limits, FieldInfo)))
+    return numbers
+
+
+def test_every_number_of_the_settings_has_limits_and_a_bad_one_is_named(
+    spec: ModelSpec, evaluation: jobs.EvaluateConfig, tmp_path: Path
+) -> None:
+    texts, tokens = CorpusSpec("python-stdlib"), TokenPlan(64)
+    needed: dict[str, tuple[Any, ...]] = {
+        "BytesBudget": (1000, 64),
+        "CorpusSpec": ("python-stdlib",),
+        "DataSpec": ("examples.tsv",),
+        "EvaluateConfig": (spec, evaluation.tasks),
+        "GatesConfig": (spec, texts),
+        "ImportanceConfig": (spec, texts, tokens),
+        "KVBytes": (1000, 64),
+        "LossBudget": (0.1,),
+        "LossLimit": (0.1,),
+        "LossTexts": (texts,),
+        "Part": (1, 2),
+        "PlanConfig": (spec,),
+        "ProbeConfig": (spec,),
+        "PruneConfig": (evaluation, tmp_path, (ShareBudget(0.3),)),
+        "ScanConfig": (spec, texts, tokens),
+        "ShareBudget": (0.3,),
+        "StudyConfig": (spec, texts),
+        "SweepConfig": (evaluation,),
+        "TaskConfig": ((),),
+        "TokenPlan": (64,),
+        "WindowHeads": (2,),
+        "WindowShare": (0.5,),
+    }
+    unlimited, checked = set(), 0
+    for name in jobs.__all__:
+        cls = getattr(jobs, name)
+        if not isinstance(cls, type) or not is_dataclass(cls):
+            continue
+        for field, (kind, marks) in numbers_of(cls).items():
+            if not marks:
+                unlimited.add(f"{name}.{field}")
+                continue
+            low: float = float("nan") if kind.kind is float else -1
+            for bad in ("many", low):
+                value = (bad,) if kind.many else bad
+                with pytest.raises(HeadscanError, match=rf"^(`|{name}\.){field}\b.*$") as refused:
+                    replace(cls(*needed.get(name, ())), **{field: value})
+                assert "\n" not in str(refused.value)
+            checked += 1
+    assert unlimited == UNLIMITED.keys() and checked >= 50
 
 
 class Begun(Exception):
@@ -243,6 +318,26 @@ def test_the_batch_size_of_the_devices_reaches_every_job(
     # The settings of the job themselves, those of its evaluation, or those of its fit.
     sized = getattr(settings, "evaluation", getattr(settings, "fit", settings))
     assert sized.batch_tokens == 640
+
+
+def test_gates_are_placed_for_the_steps_of_their_fit(
+    corpus_folder: Path, spec: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The verb and the job pass the tokens of a step to the opener."""
+    placed = list[int]()
+
+    def opener(model: ModelSpec, tokens: int, request: jobs.PlacementRequest, batch_tokens: int, **_: object) -> None:
+        placed.append(batch_tokens)
+        raise HeadscanError("placed")
+
+    monkeypatch.setattr(run_context, "ModelOpener", opener)
+    monkeypatch.setattr(jobs, "ModelOpener", opener)
+    config = jobs.GatesConfig(spec, CorpusSpec(str(corpus_folder)), GateFitConfig(batch_tokens=256))
+    with pytest.raises(HeadscanError, match="placed"):
+        jobs.gates(config, tmp_path / "s.duckdb", say=quiet)
+    words = ["gates", "demo", "--corpus", str(corpus_folder), "--step-tokens", "256"]
+    assert main([*words, "--store", str(tmp_path / "s.duckdb")]) == 2
+    assert placed == [256, 256]
 
 
 def test_jobs_that_remove_heads_need_one_whole_replica(evaluation: jobs.EvaluateConfig, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from headscan.analysis.plans import (
 from headscan.analysis.store.store import Store
 from headscan.catalog import RECALL_FAMILIES, MassWidths
 from headscan.cluster.pool import InProcessPool
-from headscan.errors import HeadscanError, PlanMismatchError, SequenceError
+from headscan.errors import HeadscanError, SequenceError
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_windows import KvWindows
 from headscan.model_spec import ModelSpec
@@ -254,14 +254,15 @@ def test_recall_prompts_are_no_questions_of_an_evaluation(context: ModelContext)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"recents": ()}, "recent names no width"),
-        ({"recents": (0,)}, "limit sink 0, recent 1"),
+        ({"recents": ()}, "`recents` is empty"),
+        ({"recents": (0,)}, r"`recents=0` \(limit 1\)"),
+        ({"gates": ()}, "`gates` is empty"),
         ({"sequences": 1}, "sequences=1"),
         ({"recall_prompts": 12}, "recall_prompts=12"),
     ],
 )
 def test_settings_out_of_range_are_refused(changes: dict[str, object], words: str) -> None:
-    with pytest.raises((PlanError, PlanMismatchError), match=words):
+    with pytest.raises(PlanError, match=words):
         PlanConfig(**{**vars(SMALL), **changes})  # type: ignore[arg-type]
 
 

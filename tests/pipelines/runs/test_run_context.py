@@ -58,12 +58,16 @@ def test_settings_take_the_batch_size_of_the_placement() -> None:
     """
     demo, limited = ModelSpec("demo"), PlacementRequest(device="cpu", memory=64 << 20)
 
+    lines = list[str]()
+
     def opener(request: PlacementRequest, batch_tokens: int = BATCH_TOKENS) -> ModelOpener:
-        return ModelOpener(demo, 64, request, batch_tokens)
+        lines.clear()
+        return ModelOpener(demo, 64, request, batch_tokens, say=lines.append)
 
     held = opener(limited).batch_tokens
     assert 64 <= held < BATCH_TOKENS
-    assert opener(limited, 300).batch_tokens == 300
+    assert lines[1:] == [f"batches have {held} tokens instead of 8192, as many as `memory` holds"]
+    assert opener(limited, 300).batch_tokens == 300 and len(lines) == 1
     assert opener(replace(limited, batch_tokens=200), 300).batch_tokens == 200
     assert opener(PlacementRequest(device="cpu")).batch_tokens == BATCH_TOKENS
     with pytest.raises(PlacementError, match=r"`batch_tokens=4096` in 64.0 MiB \(limit \d+\)"):
