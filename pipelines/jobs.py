@@ -1,7 +1,7 @@
-"""The command line's jobs as functions.
+"""The jobs of the command line as Python functions.
 
-Each takes the settings object of its verb, chooses a placement, runs with a progress bar and resumes as the verb does.
-Their settings have their names here, too:
+Each function takes the settings of its verb, chooses a placement, shows a progress bar and resumes as the verb does.
+All settings classes can be imported from here:
 
     from headscan.pipelines import jobs
 
@@ -123,10 +123,10 @@ class JobOptions(TypedDict, total=False):
     """Options of every job.
 
     Attributes:
-        devices: Placement and devices; None, the default, chooses them. Its ``batch_tokens`` replaces that of the
-            settings, if given.
-        resume_anyway: Resume although software, device or the model's code changed; the store records both.
-        say: Called with lines for the user; the default prints them.
+        devices: Placement and devices; None, the default, chooses them. ``devices.batch_tokens``, if given, replaces
+            the ``batch_tokens`` of the settings.
+        resume_anyway: Resume although software, device or the model's code changed; the store records both versions.
+        say: Function that receives lines for the user; the default prints them.
     """
 
     devices: PlacementRequest | None
@@ -139,11 +139,11 @@ def scan(config: ScanConfig, store: str | Path, **options: Unpack[JobOptions]) -
 
     Args:
         store: DuckDB file; a missing one is created.
-        options: See `JobOptions`. Batches have ``config.batch_tokens``; with ``devices.memory`` its default is lowered
-            to what fits.
+        options: See `JobOptions`. Batches have ``config.batch_tokens`` tokens; with ``devices.memory`` the default is
+            lowered to what fits.
 
     Raises:
-        HeadscanError: An error of the user; shards stored before stay.
+        HeadscanError: A setting, a file or the model does not fit; shards stored before stay.
     """
     opener = _opener(config.model, config.tokens.max_tokens, options, config.batch_tokens)
     with _run(opener, store, options) as run:
@@ -154,7 +154,7 @@ def importance(config: ImportanceConfig, store: str | Path, **options: Unpack[Jo
     """Measure the importance of every head on a corpus, and on recall prompts if ``config`` asks for some.
 
     Raises:
-        HeadscanError: An error of the user; shards stored before stay.
+        HeadscanError: A setting, a file or the model does not fit; shards stored before stay.
     """
     opener = _opener(config.model, config.tokens.max_tokens, options, config.batch_tokens)
     with _run(opener, store, options) as run:
@@ -162,10 +162,10 @@ def importance(config: ImportanceConfig, store: str | Path, **options: Unpack[Jo
 
 
 def probe(config: ProbeConfig, store: str | Path, **options: Unpack[JobOptions]) -> ProbeResult:
-    """Score the behaviours of every head into a store.
+    """Score every head on each behaviour, and store the scores.
 
     Raises:
-        HeadscanError: An error of the user, such as lengths beyond the model's context.
+        HeadscanError: A setting does not fit, such as lengths beyond the model's context.
     """
     opener = _opener(config.model, max(config.settings.lengths), options, config.batch_tokens)
     with _run(opener, store, options) as run:
@@ -176,7 +176,7 @@ def gates(config: GatesConfig, store: str | Path, **options: Unpack[JobOptions])
     """Fit gates on the heads of a frozen model, and store them and the mask of the closed heads.
 
     Raises:
-        HeadscanError: An error of the user; the same call again continues the fit.
+        HeadscanError: A setting, a file or the model does not fit; the same call again continues the fit.
     """
     opener = _opener(config.model, config.max_tokens, options)
     with _run(opener, store, options) as run:
@@ -187,7 +187,7 @@ def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions
     """Measure the effect of every head, ablated alone, on tasks or on the loss of texts.
 
     Raises:
-        HeadscanError: An error of the user; answers stored before stay.
+        HeadscanError: A setting, a file or the model does not fit; answers stored before stay.
     """
     evaluation = config.evaluation
     opener = _opener(evaluation.model, TASK_TOKENS, options, evaluation.batch_tokens, evaluates=True)
@@ -198,14 +198,14 @@ def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions
 def evaluate(
     config: EvaluateConfig, store: str | Path, arms: Sequence[Arm] | ChosenArms, **options: Unpack[JobOptions]
 ) -> Verdict:
-    """Run a baseline and further arms over the questions of tasks, and judge the arms.
+    """Ask the baseline and further arms the questions of tasks, and judge the arms.
 
     Args:
         arms: Arms next to the baseline, such as ``[mask_arm([(3, 5)])]``, or how to choose them, such as
             ``ChosenArms(score="output_norm_ln", rule=True, controls=19)`` by a scan in the store.
 
     Raises:
-        HeadscanError: An error of the user; answers stored before stay.
+        HeadscanError: A setting, a file or the model does not fit; answers stored before stay.
     """
     opener = _opener(config.model, TASK_TOKENS, options, config.batch_tokens, evaluates=True)
     with _run(opener, store, options) as run:
@@ -218,12 +218,13 @@ def evaluate(
 
 
 def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions]) -> Verdict:
-    """Evaluate rules and masks of scores at every share, and judge the arms on all questions.
-    `headscan.analysis.verdicts.confirmation.judge_sweep` returns the best arms, judged on the questions that did not
-    select them.
+    """Evaluate rules and masks of scores at every share, and judge all arms on all questions.
+
+    The best of many arms looks better than it is: `headscan.analysis.verdicts.confirmation.judge_sweep` returns the
+    best arms, judged on the questions that did not select them.
 
     Raises:
-        HeadscanError: An error of the user; answers stored before stay.
+        HeadscanError: A setting, a file or the model does not fit; answers stored before stay.
     """
     evaluation = config.evaluation
     opener = _opener(evaluation.model, TASK_TOKENS, options, evaluation.batch_tokens, evaluates=True)
@@ -232,10 +233,10 @@ def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions])
 
 
 def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptions]) -> Verdict:
-    """Remove heads by every criterion of ``config.compared``, and judge all choices.
+    """Ablate or remove heads by every criterion of ``config.compared``, and judge all choices.
 
     Raises:
-        HeadscanError: An error of the user; choices and answers stored before stay.
+        HeadscanError: A setting, a file or the model does not fit; choices and answers stored before stay.
     """
     evaluation, identity = config.evaluation, identify(config.evaluation.model)
     tokens = config.texts.placed_tokens(identity)
@@ -250,10 +251,13 @@ def plan(
     budget: BudgetRequest | LossLimit,
     **options: Unpack[JobOptions],
 ) -> HeadPlan:
-    """Measure the damage of a window on each KV head, and make a plan; ``make_plan`` makes plans from a store.
+    """Measure the damage of a window on each KV head, and make a plan.
+
+    `headscan.analysis.plans.make_plan` makes plans from a scan or a probe instead.
 
     Args:
-        store: DuckDB file that keeps what is measured, so that the same call resumes; None keeps nothing.
+        store: DuckDB file that keeps the damages, so that the same call resumes; None keeps nothing.
+        budget: Number of windows, bytes of the cache, or largest loss.
 
     Raises:
         PlanError: A budget out of reach, or texts longer than the model's context.
@@ -287,7 +291,7 @@ def study(config: StudyConfig, **options: Unpack[JobOptions]) -> StudyAnswer:
     """Find the largest safe shares of heads and of KV cache, and write plan, models and report into ``config.out``.
 
     Raises:
-        StudyError: Settings out of range, or of another study in the same folder.
+        StudyError: A setting is out of range, or the folder holds a study with other settings.
         HeadscanError: A step fails; what was stored before stays.
     """
     store = Path(config.out) / "study.duckdb"
