@@ -51,9 +51,10 @@ docs: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/mkdocs build --strict
 
-# The digest of a changed schema, in analysis/store/connection.py.
+# What follows from the declarations: the digest of a changed schema, in analysis/store/connection.py, and docs/catalogue.md.
 schema: $(VENV)/.ready
 	$(BIN)/python -m tests.analysis.store.write_digest
+	$(BIN)/python docs/generated_pages.py
 
 gpu:
 	$(GPU_PYTHON) -m pytest tests/headscan -m gpu --device cuda --minutes 5 -n 8 --dist loadfile

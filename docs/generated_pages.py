@@ -1,4 +1,8 @@
-"""Pages of the site that are generated from the declarations: the catalogue, and the schema of the store."""
+"""Pages that are generated from the declarations: the catalogue, and the schema of the store.
+
+The catalogue is a file, because other pages link to it and are read on GitHub, too: ``make schema`` writes it. The
+schema is made when the site is built.
+"""
 
 from __future__ import annotations
 
@@ -13,33 +17,57 @@ from headscan.analysis.store.tables import TABLES
 from headscan.analysis.store.views import ALL_RUNS, VIEW_COMMENTS, VIEWS
 from headscan.catalog import BEHAVIOURS, CRITERIA, IMPORTANCES, PROFILES, SCORES, STATISTICS
 
+CATALOGUE = Path(__file__).parent / "catalogue.md"
+
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the generated pages to the site; mkdocs calls this hook."""
+    """Add the schema to the site; mkdocs calls this hook."""
     from mkdocs.structure.files import File
 
-    for name, text in generated_pages().items():
-        files.append(File.generated(config, name, content=text))
+    files.append(File.generated(config, "schema.md", content=schema_page()))
     return files
 
 
-def generated_pages() -> dict[str, str]:
-    """Return the Markdown text of each generated page by its path."""
-    return {"catalogue.md": "\n".join(_catalogue()), "schema.md": "\n".join(_schema())}
+def catalogue_page() -> str:
+    """Return the Markdown text of the catalogue."""
+    return "\n".join(_catalogue())
+
+
+def schema_page() -> str:
+    """Return the Markdown text of the page on the store's schema."""
+    return "\n".join(_schema())
+
+
+#: The kinds of declarations, and the sentence under the heading of each.
+_SECTIONS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "Statistics": ("Measured by a scan, and stored ([notation](measuring.md#statistics)).", STATISTICS),
+    "Profiles": ("Histograms that a scan with the panel `full` stores.", PROFILES),
+    "Scores": (
+        "Derived from statistics ([scores](measuring.md#scores)). `over` says what the denominator `normaliser` is:"
+        " its mean over the `layer`, or that of the `head` itself. Heads at the `inactive` end contribute little.",
+        SCORES,
+    ),
+    "Behaviours": (
+        "Measured by a probe on sequences made for them ([behaviours](measuring.md#behaviours)).",
+        BEHAVIOURS,
+    ),
+    "Importances": (
+        "From derivatives of the loss `L` by gates `g` on heads ([importance](importance.md)).",
+        IMPORTANCES,
+    ),
+    "Criteria": (
+        "All that can choose heads ([referee](referee.md#criteria)). `run` is the kind of run in a store that orders"
+        " heads by it. `by value`: each head has a number of its own. `on recall`: recall prompts are measured in"
+        " addition to texts.",
+        CRITERIA,
+    ),
+}
 
 
 def _catalogue() -> Iterator[str]:
-    yield "# Catalogue\n\nGenerated from `headscan/catalog.py`; [Measuring](measuring.md) explains the notation.\n"
-    sections = {
-        "Statistics": STATISTICS,
-        "Profiles": PROFILES,
-        "Scores": SCORES,
-        "Behaviours": BEHAVIOURS,
-        "Importances": IMPORTANCES,
-        "Criteria": CRITERIA,
-    }
-    for title, declared in sections.items():
-        yield f"## {title}\n"
+    yield "# Catalogue\n\nGenerated from `headscan/catalog.py` by `make schema`.\n"
+    for title, (sentence, declared) in _SECTIONS.items():
+        yield f"## {title}\n\n{sentence}\n"
         yield from _declarations(declared)
 
 
@@ -101,9 +129,15 @@ def _table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str
 
 def _text(value: Any, none: str = "") -> str:
     """Return a value as the text of a table's cell."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     shown = ", ".join(map(str, value)) if isinstance(value, tuple) else none if value is None else str(value)
     return shown.replace("|", "\\|").replace("[", "\\[").replace("<", "&lt;").replace("*", "\\*")
 
 
 def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
+
+
+if __name__ == "__main__":
+    CATALOGUE.write_text(catalogue_page(), encoding="utf-8")

@@ -7,9 +7,18 @@
     lm.model.generate(**inputs, past_key_values=headscan.PlanCache(plan))
     headscan.save_pruned(headscan.slice_heads(lm, [(3, 5)]), "smaller-model")
 
-Importing this package loads no torch; what needs it is imported when first asked for. It registers pruned models with
-transformers: a finder on ``sys.meta_path`` waits until a program imports transformers, which takes seconds, and then
-removes itself. transformers has no entry point for model types.
+Importing this package does not load torch; each public name imports its module when it is first used. The import also
+registers pruned models with transformers, which has no entry point for model types: a finder on ``sys.meta_path`` waits
+until a program imports transformers, and then removes itself.
+
+At the top of the package, `loading` loads a model by its `model_spec`, and `grid` names its heads. `catalog` declares
+statistics, scores and criteria. `options` describes settings to the command line, `errors` holds the errors of users,
+`long_work` keeps the numbers of long jobs, and `architectures` holds small random models for tests.
+
+The folders: `models`, `checkpoints` and `sizing` (a model, its files, its costs); `attention`, `statistics` and
+`measure` (statistics of heads); `ablation` and `layers` (heads ablated, parts of a model run); `gradients` and `gates`
+(heads judged by derivatives of the loss); `kv` and `pruning` (smaller caches, smaller models). The packages `cluster`,
+`analysis` and `pipelines` build on these.
 """
 
 import sys

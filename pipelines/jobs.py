@@ -1,7 +1,7 @@
-"""The command line's jobs as functions.
+"""The jobs of the command line as Python functions.
 
-Each takes the settings object of its verb, chooses a placement, opens the store and calls ``run_VERB(settings, run)``,
-as the verb does: with a progress bar, and the same call again resumes. The settings have their names here, too:
+Each function takes the settings of its verb, chooses a placement, opens the store and calls
+``run_VERB(settings, run)``, as the verb does. All settings classes can be imported from here:
 
     from headscan.pipelines import jobs
 
@@ -122,11 +122,11 @@ class JobOptions(TypedDict, total=False):
     """Options of every job.
 
     Attributes:
-        devices: Placement and devices; None, the default, chooses them. Its ``batch_tokens`` replaces that of the
-            settings, if given. If neither is set (8,192, the default of the settings, counts as not set), its
-            ``memory`` lowers the batch size to what fits, and a line reports that.
-        resume_anyway: Resume although software, device or the model's code changed; the store records both.
-        say: Called with lines for the user; the default prints them.
+        devices: Placement and devices; None, the default, chooses them. ``devices.batch_tokens``, if given, replaces
+            the ``batch_tokens`` of the settings. If neither is set (8,192, the default of the settings, counts as not
+            set), ``devices.memory`` lowers the batch size to what fits, and a line reports that.
+        resume_anyway: Resume although software, device or the model's code changed; the store records both versions.
+        say: Function that receives lines for the user; the default prints them.
     """
 
     devices: PlacementRequest | None
@@ -142,7 +142,7 @@ def scan(config: ScanConfig, store: str | Path, **options: Unpack[JobOptions]) -
         options: See `JobOptions`.
 
     Raises:
-        HeadscanError: An error of the user; shards stored before stay.
+        HeadscanError: A setting, a file or the model does not fit; shards stored before stay.
     """
     opener = _opener(config.model, config.tokens.max_tokens, options, config.batch_tokens)
     with _run(opener, store, options) as run:
@@ -153,7 +153,7 @@ def importance(config: ImportanceConfig, store: str | Path, **options: Unpack[Jo
     """Measure the importance of every head on a corpus, and on recall prompts if ``config`` asks for some.
 
     Raises:
-        HeadscanError: An error of the user; shards stored before stay.
+        HeadscanError: A setting, a file or the model does not fit; shards stored before stay.
     """
     opener = _opener(config.model, config.tokens.max_tokens, options, config.batch_tokens)
     with _run(opener, store, options) as run:
@@ -161,10 +161,10 @@ def importance(config: ImportanceConfig, store: str | Path, **options: Unpack[Jo
 
 
 def probe(config: ProbeConfig, store: str | Path, **options: Unpack[JobOptions]) -> ProbeResult:
-    """Score the behaviours of every head into a store.
+    """Score every head on each behaviour, and store the scores.
 
     Raises:
-        HeadscanError: An error of the user, such as lengths beyond the model's context.
+        HeadscanError: A setting does not fit, such as lengths beyond the model's context.
     """
     opener = _opener(config.model, max(config.settings.lengths), options, config.batch_tokens)
     with _run(opener, store, options) as run:
@@ -175,7 +175,7 @@ def gates(config: GatesConfig, store: str | Path, **options: Unpack[JobOptions])
     """Fit gates on the heads of a frozen model, and store them and the mask of the closed heads.
 
     Raises:
-        HeadscanError: An error of the user; the same call again continues the fit.
+        HeadscanError: A setting, a file or the model does not fit; the same call again continues the fit.
     """
     opener = _opener(config.model, config.max_tokens, options, config.fit.batch_tokens)
     with _run(opener, store, options) as run:
@@ -186,7 +186,7 @@ def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions
     """Measure the effect of every head, ablated alone, on tasks or on the loss of texts.
 
     Raises:
-        HeadscanError: An error of the user; answers stored before stay.
+        HeadscanError: A setting, a file or the model does not fit; answers stored before stay.
     """
     evaluation = config.evaluation
     opener = _opener(evaluation.model, TASK_TOKENS, options, evaluation.batch_tokens, evaluates=True)
@@ -197,14 +197,14 @@ def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions
 def evaluate(
     config: EvaluateConfig, store: str | Path, arms: Sequence[Arm] | ChosenArms, **options: Unpack[JobOptions]
 ) -> Verdict:
-    """Run a baseline and further arms over the questions of tasks, and judge the arms.
+    """Ask the baseline and further arms the questions of tasks, and judge the arms.
 
     Args:
         arms: Arms next to the baseline, such as ``[mask_arm([(3, 5)])]``, or how to choose them, such as
             ``ChosenArms(score="output_norm_ln", rule=True, controls=19)`` by a scan in the store.
 
     Raises:
-        HeadscanError: An error of the user; answers stored before stay.
+        HeadscanError: A setting, a file or the model does not fit; answers stored before stay.
     """
     opener = _opener(config.model, TASK_TOKENS, options, config.batch_tokens, evaluates=True)
     with _run(opener, store, options) as run:
@@ -217,11 +217,13 @@ def evaluate(
 
 
 def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions]) -> SweepResult:
-    """Evaluate rules and masks of scores at every share. The result has the best arms, judged on the questions that did
-    not select them, and the verdict on all arms, judged on all questions.
+    """Evaluate rules and masks of scores at every share.
+
+    The best of many arms looks better than it is. So the result has the best rule and the best mask, judged on the
+    questions that did not select them, in addition to the verdict on all arms and all questions.
 
     Raises:
-        HeadscanError: An error of the user; answers stored before stay.
+        HeadscanError: A setting, a file or the model does not fit; answers stored before stay.
     """
     evaluation = config.evaluation
     opener = _opener(evaluation.model, TASK_TOKENS, options, evaluation.batch_tokens, evaluates=True)
@@ -230,10 +232,10 @@ def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions])
 
 
 def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptions]) -> Verdict:
-    """Remove heads by every criterion of ``config.compared``, and judge all choices.
+    """Ablate or remove heads by every criterion of ``config.compared``, and judge all choices.
 
     Raises:
-        HeadscanError: An error of the user; choices and answers stored before stay.
+        HeadscanError: A setting, a file or the model does not fit; choices and answers stored before stay.
     """
     evaluation, identity = config.evaluation, identify(config.evaluation.model)
     tokens = config.texts.placed_tokens(identity)
@@ -248,10 +250,13 @@ def plan(
     budget: BudgetRequest | LossLimit,
     **options: Unpack[JobOptions],
 ) -> HeadPlan:
-    """Measure the damage of a window on each KV head, and make a plan; ``make_plan`` makes plans from a store.
+    """Measure the damage of a window on each KV head, and make a plan.
+
+    `headscan.analysis.plans.make_plan` makes plans from a scan or a probe instead.
 
     Args:
-        store: DuckDB file that keeps what is measured, so that the same call resumes; None keeps nothing.
+        store: DuckDB file that keeps the damages, so that the same call resumes; None keeps nothing.
+        budget: Number of windows, bytes of the cache, or largest loss.
 
     Raises:
         PlanError: A budget out of reach.
@@ -286,7 +291,7 @@ def study(config: StudyConfig, **options: Unpack[JobOptions]) -> StudyAnswer:
     """Find the largest safe shares of heads and of KV cache, and write plan, models and report into ``config.out``.
 
     Raises:
-        StudyError: Settings out of range, or of another study in the same folder.
+        StudyError: A setting is out of range, or the folder holds a study with other settings.
         HeadscanError: A step fails; what was stored before stays.
     """
     store = Path(config.out) / "study.duckdb"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from headscan.pipelines.cli.main import VERBS
 from tests.sources import PACKAGES, ROOT, cycles, imports_of, modules, package_of
 
 #: What each package may import in addition to the standard library and itself.
@@ -157,6 +158,18 @@ def test_names_in_the_docstrings_of_packages_exist() -> None:
         inside |= {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
         named = re.findall(r"(?<!`)`(\w+)`(?!`)", ast.get_docstring(tree) or "")
         assert not set(named) - inside, f"{path.relative_to(ROOT)} names {set(named) - inside}"
+
+
+def test_the_docstring_of_a_package_names_what_it_holds() -> None:
+    """A newcomer picks a file by it. Verbs are left out: each has the file of its name."""
+    files_of_verbs = {f"headscan.pipelines.cli.{verb}" for verb in VERBS}
+    for module, path in modules().items():
+        inside = {other for other in modules() if other.rpartition(".")[0] == module} - files_of_verbs
+        if path.stem == "__init__" and len(inside) > 1:
+            docstring = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+            unnamed = {other.rpartition(".")[2] for other in inside if not other.endswith(".__main__")}
+            unnamed -= set(re.findall(r"`(\w+)`", docstring))
+            assert not unnamed, f"the docstring of {path.relative_to(ROOT)} lacks {', '.join(sorted(unnamed))}"
 
 
 def test_the_folders_of_tests_are_those_of_the_packages() -> None:

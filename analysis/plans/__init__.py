@@ -1,7 +1,8 @@
 """Head plans: which tokens each KV head keeps in the cache, and plan files.
 
-Methods score the KV heads (`keep_scores`, `scan_scores`). `allocate` turns scores and a budget into a plan
-(`head_plan`). `pattern_files` reads and writes the formats of other tools.
+Methods score the KV heads (`keep_scores`, `scan_scores`). `allocate` turns scores and a budget (`plan_budgets`) into a
+plan (`head_plan`), which is made of `plan_records`. `pattern_files` reads and writes the formats of other tools, and
+`layer_windows` plans that hold one window per layer, for serving engines.
 """
 
 from headscan.analysis.plans.allocate import (

@@ -1,1 +1,9 @@
-"""Arms (ablated heads, plans, other models) against their baseline: differences, controls, recall, curves."""
+"""Verdicts: arms (ablated heads, plans, other models) compared with their baseline.
+
+`answer_sheets` reads the answers, `paired` compares those of two arms, `metrics` does so for losses, `controls` ranks
+an arm among random ones, and `judge` gives the verdict. `verdict_rows` holds the stored comparisons of tasks and
+recall.
+
+Several arms: `curves` and `confirmation` judge a sweep, `ordered_shares` a study, `criterion_points` a referee, and
+`head_effects` single heads.
+"""

@@ -41,8 +41,8 @@ _MOST_NAMED = 3
 
 
 class Outcome(StrEnum):
-    """The verdict in one word. ``OPEN`` is every arm that is shown neither safe nor to lose: the questions are too few,
-    the model itself is at chance on them, or the loss is about one point; `ArmVerdict.why` says which.
+    """The verdict in one word. ``OPEN`` is an arm that is shown neither to be safe nor to lose: the questions are too
+    few, the model itself is at chance on them, or the loss is about one point. `ArmVerdict.why` says which.
     """
 
     SAFE = "safe"
@@ -51,7 +51,7 @@ class Outcome(StrEnum):
 
 
 def outcome_label(outcome: Outcome, recall_unknown: str) -> str:
-    """Return an outcome in words; one that is safe says so if ``recall_unknown``, of an arm, names what is unknown."""
+    """Return an outcome in words. A safe one adds what the arm's ``recall_unknown`` names."""
     if outcome is Outcome.SAFE and recall_unknown:
         return f"{outcome}, {recall_unknown.partition(' is unknown')[0]} unknown"
     return str(outcome)
@@ -71,9 +71,9 @@ class ArmVerdict:
         cache_left: Share of the KV cache that a pruned model keeps; None for other arms, and if it cannot be sized.
         pruned_controls: Random and layer-drop models of about the same size; empty for other arms.
         replacement: What replaces the output of ablated heads; None for other arms.
-        accuracy: Comparison of all benchmark questions that have a right answer; None if there are none: then the arm
+        accuracy: Comparison on all benchmark questions that have a right answer. None if there are none; then the arm
             has results, but no verdict.
-        tasks: The same of its tasks and groups, clearest loss first.
+        tasks: The same comparison for each task and group, clearest loss first.
         controls: Random arms of the same size; None if there are none.
     """
 
@@ -96,7 +96,7 @@ class ArmVerdict:
 
     @property
     def paired(self) -> PairedDifference:
-        """The accuracy of a judged arm.
+        """The comparison of accuracies of a judged arm.
 
         Raises:
             VerdictError: The arm has no verdict.
@@ -151,8 +151,10 @@ class ArmVerdict:
 
     def value(self, measure: str) -> Interval | None:
         """Return a number of the arm with its interval; None if it was not measured, or if the baseline guesses.
-        ``measure`` is ``accuracy`` (minus the baseline's, in points), ``loss`` (minus the baseline's, by token, else by
-        byte), or a family of recall tasks (share of the ability that is left, in percent).
+
+        Args:
+            measure: ``accuracy`` (minus the baseline's, in points), ``loss`` (minus the baseline's, per token, or per
+                byte if only that was measured), or a family of recall tasks (share of the ability left, in percent).
         """
         if measure == ACCURACY:
             return None if self.accuracy is None else self.accuracy.interval
@@ -224,7 +226,9 @@ class ArmVerdict:
 
     @property
     def questions_needed(self) -> int:
-        """Questions that would judge an arm like this without loss; 0 if these are enough or show any drop."""
+        """Number of questions that an arm without loss, with as many changed answers, needs; 0 if these are enough, or
+        show a drop.
+        """
         needed = self.paired.questions_needed(self.comparisons)
         return 0 if self.paired.questions >= needed or self.paired.high < 0 else round(needed / self.judging_share)
 
@@ -242,7 +246,7 @@ class ArmVerdict:
 
     @property
     def label(self) -> str:
-        """The verdict as a table shows it: safe heads of unknown recall are named so."""
+        """The verdict as a table shows it, such as "safe, recall unknown"."""
         return outcome_label(self.outcome, self.recall_unknown)
 
     @property
@@ -253,7 +257,7 @@ class ArmVerdict:
         return "; ".join(filter(None, [*(short for short, _ in self.gaps()), self.recall_unknown]))
 
     def losses(self) -> list[tuple[str, str]]:
-        """Return the losses that the questions show, each in short with its numbers, and in words that follow "it"."""
+        """Return the losses that the questions show, each as a text with numbers and as words that follow "it"."""
         losses = []
         if self.paired.shows_loss:
             losses.append((f"accuracy ({self.paired.difference:+.1f} points)", "loses more than one point of accuracy"))
@@ -266,8 +270,8 @@ class ArmVerdict:
         return losses
 
     def gaps(self) -> list[tuple[str, str]]:
-        """Return the missing evidence of an arm that shows no loss, each in short and in full; the short form names no
-        other gap if the model is at chance.
+        """Return the missing evidence of an arm that shows no loss, each as a short and a full text. If the model is at
+        chance, the short texts name only that.
         """
         gaps = []
         paired = self.paired
@@ -431,9 +435,12 @@ def arm_outcome(
     confirmation: bool = False,
     comparisons: int = 1,
 ) -> ArmVerdict:
-    """Judge one arm by its comparisons; without one of the benchmark it has no accuracy. With ``confirmation`` the
-    questions are the judging part of a sweep's, and ``comparisons`` is the number of arms for which the intervals are
-    widened.
+    """Judge one arm by its comparisons.
+
+    Args:
+        scopes: Comparisons by scope; an arm without one on the benchmark has no accuracy.
+        confirmation: True if the questions are the judging part of a sweep.
+        comparisons: Number of arms for which the intervals are widened.
     """
     return ArmVerdict(
         name=arm.name,

@@ -1,1 +1,1 @@
-"""Gates on the heads of a frozen model, fitted by gradient steps: which heads may close."""
+"""Gates on the heads of a frozen model: `fit_gates` fits them by gradient steps, with `gate_settings`."""

@@ -1,1 +1,6 @@
-"""KV caches that keep less: windows per KV head, the damage they cause, and a cache for generation."""
+"""KV caches that keep less.
+
+`kept_keys` says what a KV head keeps. `kv_windows` applies it as masks to whole texts, and `kv_damage` estimates the
+loss that it costs. For generation, `plan_cache` is the cache, `plan_layer` its part in one layer, `window_keys` the
+keys that it holds, and `decode_attention` the attention of new tokens to them.
+"""

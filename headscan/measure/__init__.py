@@ -1,1 +1,3 @@
-"""Statistics, scores and behaviours of every head."""
+"""Measurements of every head: `collect` (statistics and scores on given texts) and `behaviour_probes` (scores on
+sequences made for a behaviour, with `probe_settings`).
+"""

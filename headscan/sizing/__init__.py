@@ -1,1 +1,1 @@
-"""Bytes and FLOPs of a model before it is loaded: weights, activations, KV cache, passes."""
+"""Costs of a model before it is loaded: bytes (`model_sizes`) and FLOPs of a pass (`forward_flops`)."""

@@ -1,1 +1,3 @@
-"""Effects of single heads: an arm for every head, and the table of their effects."""
+"""Effects of heads that are ablated one at a time: on tasks or texts (`single_heads`), and the arms that answer
+labelled examples (`labelled_arms`).
+"""

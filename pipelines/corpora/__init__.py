@@ -7,6 +7,9 @@
         ...                                                          # shard.sequences, shard.content_hash
     print("\\n".join(report.lines()))
 
+`corpus` opens a corpus by name: local `files`, tables on the hub or in files (`data_sets`), or `stdlib_files`. Each
+yields `documents`, `tokenising` turns them into tokens, and `sequences` cuts these into sequences and shards.
+
 The `CorpusReport` counts everything that is dropped: empty or undecodable documents, records without text, pieces that
 are too short, and files of unknown type. It names the first few of each.
 """

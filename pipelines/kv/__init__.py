@@ -1,1 +1,5 @@
-"""KV-cache plans: measuring them, evaluating them, and generating with them."""
+"""KV-cache plans.
+
+`measured_plan` makes a plan from measured damage, which `damage_measurement` measures. `plan_arms` evaluates plans,
+and `compare_generation` generates text with and without one.
+"""

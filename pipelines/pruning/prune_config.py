@@ -1,4 +1,4 @@
-"""Settings of a pruning, and the models that they ask for."""
+"""Settings of a pruning, and the models that are built by them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ from headscan.pruning.repair import DistillConfig, RepairConfig, Target, distill
 
 @dataclass(frozen=True)
 class RepairChoice:
-    """A repair by its name in `REPAIRS`, and gradient steps after it; 0 omits them."""
+    """A repair.
+
+    Attributes:
+        name: Name in `REPAIRS`, which lists the projections that are solved again.
+        distill_steps: Gradient steps after it; 0 omits them.
+    """
 
     name: str = "o+down"
     distill_steps: Annotated[int, Limits(least=0)] = 0
@@ -69,8 +74,11 @@ class RepairChoice:
 
 @dataclass(frozen=True)
 class Timing:
-    """How prefill and decoding are timed. The model's context limits the prompt; ``rounds`` repetitions alternate with
-    the other model, and times are medians.
+    """Timing of prefill and decoding.
+
+    Attributes:
+        prompt_tokens: Length of the prompt, at most the model's context.
+        rounds: Repetitions, which alternate with the original model; times are their medians.
     """
 
     prompt_tokens: Count = 512
@@ -83,9 +91,13 @@ class Timing:
 
 @dataclass(frozen=True)
 class WantedModel:
-    """A pruned model to build. ``budget`` None removes ``heads``, which are empty if the method chooses. Its controls
-    are in ``random_folders``, without random units, and in ``layers_folder``, without whole attention layers; None
-    builds none.
+    """A pruned model to build.
+
+    Attributes:
+        budget: Size; None removes ``heads``.
+        heads: Heads to remove; empty if the method chooses them.
+        random_folders: Folders of its controls without random units.
+        layers_folder: Folder of its control without whole attention layers; None builds none.
     """
 
     folder: Path
@@ -103,16 +115,16 @@ class PruneConfig:
     Attributes:
         evaluation: Questions that judge the models; the held-out text is added.
         out: Folder of the model; with several models, of their folders.
-        budgets: Sizes; empty if ``heads`` names the heads.
-        methods: Methods that choose heads.
-        heads: Heads of a mask or list, by its name; empty lets the methods choose.
-        orders: Heads by method, the most removable first, of methods from outside.
+        budgets: Sizes of the models; empty if ``heads`` names the heads.
+        methods: Methods that choose heads; one model is built for each size and method.
+        heads: Heads to remove by the name of their mask or list; empty lets the methods choose.
+        orders: All heads, the most removable first, by method; only for methods that are criteria of a run in a store.
         texts: Texts that choose, repair and judge.
         recall_prompts: Recall prompts that choose heads, repair and measure held-out losses, next to the texts.
         unit: Unit of removal.
         kv_counts: ``divisors`` leaves each layer a number of KV heads that a DeciLM folder holds without KV heads of
-            zeros: a divisor of the query heads, or 0 except in the first layer. The share that is reached may fall
-            short by less than one step of a layer.
+            zeros: a divisor of the query heads, or 0 except in the first layer. The removed share may be smaller than
+            the budget's by less than one step of a layer.
         selection: Effort of the methods ``damage`` and ``layer-drop``.
         repair: Projections that are solved again.
         controls: Number of random controls of each model: models of about the same size with the same repair, without

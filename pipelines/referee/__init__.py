@@ -1,1 +1,4 @@
-"""The referee: every published criterion removes heads from one model, on one curve."""
+"""The referee: every published criterion removes heads from one model.
+
+`run_referee` compares them on tasks and texts, `site_referee` on labelled examples; `referee_table` is the result.
+"""

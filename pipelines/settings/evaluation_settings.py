@@ -54,19 +54,14 @@ class RecallError(HeadscanError):
 class RecallPlan:
     """Settings of the recall questions.
 
-    An arm keeps recall if it is shown to keep 90 % of the ability above chance (`verdict_limits`). In simulations with
-    400 needle questions (100 texts), an arm that loses nothing but changes 4 % of the answers by chance is shown to
-    keep recall in 99 % of cases if the model finds 90 % or more of the needles, and in 53 % if it finds 65 %. An arm
-    that loses a tenth of the ability passes in at most 1 % of cases, one that loses five points in 4 to 9 %. With 72
-    questions no arm passes. A sweep, which judges on three quarters of them, asks the whole model first and makes as
-    many as its recall needs (`run_sweep.size_recall`).
-
-    A model with 4,096 or more positions gets 80 questions for each of five lengths: 1.3 million tokens per arm, an
-    eighth of MMLU's 14,042 prompts of about 700 tokens, or 0.33 million if common prefixes are read once.
+    By default a model with 4,096 or more positions gets 80 questions of each kind for each of five lengths: 1.3 million
+    tokens per arm, or 0.33 million if common prefixes are read once. `docs/verdicts_simulated.md` shows how many
+    questions are enough; with 72 no arm can be shown to keep recall. A sweep judges on three quarters of the questions,
+    so it asks the whole model first, and then as many questions as its recall needs (`run_sweep.size_recall`).
 
     Attributes:
         lengths: Tokens that the model reads in a question; None uses those of `recall_lengths`.
-        questions: Number for each length and kind, a multiple of 4; None makes as many as ``in_all`` says.
+        questions: Number for each length and kind, a multiple of 4; None makes ``in_all`` over all lengths.
         in_all: Numbers over all lengths, one for each family of `RECALL_FAMILIES`; None makes `IN_ALL` of each.
     """
 
@@ -109,7 +104,7 @@ class RecallPlan:
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """Tasks and the form of their prompts; without ``names`` only recall and text are asked."""
+    """Tasks of lm-eval, and the form of their prompts. Without ``names`` an evaluation asks recall and text only."""
 
     names: tuple[str, ...]
     include_path: Annotated[
@@ -153,13 +148,13 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Everything that an arm's answers depend on, apart from the arm.
+    """Settings of an evaluation: model, questions and how prompts are read.
 
     Attributes:
         recall: Recall questions; None omits them.
         batch_tokens: Tokens of one forward pass, padding included; the same for all arms.
-        share_prefixes: Read common prefixes once. None shares them unless arms would use different kernels in half
-            precision, whose rounding differs.
+        share_prefixes: Read common prefixes of prompts once. None does so, unless arms would then use different kernels
+            in half precision, whose rounding differs.
         text: Ordinary text whose loss is measured; None omits it.
 
     Raises:
@@ -192,13 +187,14 @@ ReplacementOption = Annotated[
 
 @dataclass(frozen=True)
 class ReplacementConfig:
-    """What replaces the output of ablated heads.
+    """Replacement of the output of ablated heads.
 
     Attributes:
         value: ``zero``; ``mean``, the head's mean output over the tokens of ``texts`` texts; or ``resample``, its
             output at the same position of another text, which ``seed`` chooses for each input.
-        corpus: The texts; None for zero.
-        samples: Texts of a resampling, each as long as the longest input; they are in memory, in all layers.
+        corpus: The texts of ``mean`` and ``resample``; None for ``zero``.
+        samples: Number of texts of ``resample``, each as long as the longest input; their outputs in all layers stay in
+            memory.
     """
 
     value: ReplacementOption = "zero"
@@ -231,12 +227,11 @@ PLAN_MODES: tuple[PlanMode, ...] = ("forward", "decode")
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenArms:
-    """What is compared with the baseline.
+    """Choice of the arms that are compared with the baseline.
 
     Attributes:
         score: Criterion whose order gives a mask of ``share`` heads, and a rule if ``rule``; None gives neither.
         plans: Plans of the KV cache, each evaluated in all ``plan_modes``.
-        replacement: What takes the place of the outputs of ablated heads.
 
     Raises:
         InterventionError: A number is out of range.
@@ -407,8 +402,12 @@ class LossTexts:
 
 @dataclass(frozen=True)
 class AblateConfig:
-    """Settings of a table of effects on ``texts`` (None uses the tasks; recall questions and held-out text are left
-    out). Modes: ``each`` ablates one head, ``all_but_one`` all other heads of its layer.
+    """Settings of a table of the effects of single heads.
+
+    Attributes:
+        evaluation: Tasks of which the accuracy is measured, or none; recall questions and held-out text are ignored.
+        texts: Texts of which the loss is measured; None uses the tasks.
+        modes: ``each`` ablates one head at a time, ``all_but_one`` all other heads of its layer.
     """
 
     evaluation: EvaluateConfig
@@ -448,7 +447,7 @@ _OTHERS = tuple(name for name in CRITERIA if name not in SCORES)
 
 @dataclass(frozen=True)
 class Comparison:
-    """Criteria, names in `CRITERIA`, and the shares of heads above 0 that each removes; repeated ones count once."""
+    """Criteria (names in `CRITERIA`) and the shares of heads that each removes; repeated ones count once."""
 
     criteria: Annotated[
         tuple[str, ...],

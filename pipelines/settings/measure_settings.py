@@ -185,8 +185,11 @@ class ProbeError(HeadscanError):
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    """Settings of a probe. ``corpus`` is the haystack; empty ``behaviours`` uses all of the catalogue, without those
-    that need a tokenizer if there is none.
+    """Settings of a probe.
+
+    Attributes:
+        behaviours: Names from the catalogue. Empty uses all of them, or those that need no tokenizer if there is none.
+        corpus: The text in which needles are hidden.
     """
 
     model: ModelSpec
@@ -206,7 +209,7 @@ class ProbeConfig:
 
 @dataclass(frozen=True)
 class GatesConfig:
-    """Settings of a gates run; those of ``fit``, which closes gates, need a share."""
+    """Settings of a gates run; ``fit.share`` must be set, the share of heads whose gates close."""
 
     model: ModelSpec
     corpus: CorpusSpec

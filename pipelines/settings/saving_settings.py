@@ -109,7 +109,7 @@ _PLAN_TOKENS = 1024
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Settings of a damage measurement.
+    """Settings of the measured damage of windows, from which a plan is made.
 
     Attributes:
         corpus: Ordinary text.

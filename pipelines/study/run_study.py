@@ -255,7 +255,7 @@ class _Study:
 
     def _masks(self) -> tuple[list[Arm], str]:
         """Return the arms of the best criterion, from small to large, and its name."""
-        self._begin_step("3. choice of a criterion, on texts that judge nothing")
+        self._begin_step("3. importance, criterion: which score ranks the heads, on texts that judge nothing")
         by_criterion = {name: self._mask_arms(name, self._order(name)) for name in self.config.criteria}
         best = self._best_criterion(by_criterion) if len(by_criterion) > 1 else next(iter(by_criterion))
         return by_criterion[best], best

@@ -204,8 +204,9 @@ def decided(config: StudyConfig, speed: float, costs: QuestionCosts, say: Callab
         f"a forward pass reads {speed:,.0f} tokens per second; about {time_text(sum(steps.values()))} in all"
         f" (limit {config.hours:g} h)"
     )
+    width = max(map(len, steps))
     for name, each in steps.items():
-        say(f"  {name:<14}{time_text(each)}")
+        say(f"  {name:<{width}}  {time_text(each)}")
     needs = f"{costs.enough:,} questions"
     if costs.enough_recall:
         needs += f" and {costs.enough_recall:,} of each recall task (the whole model: {costs.recalls})"
@@ -256,7 +257,7 @@ def _step_seconds(config: StudyConfig, sequences: int, judged_texts: int, speed:
         # 60 sequences of repeats and prompts with needles.
         "2. probe": 60 * 256 / speed,
         # Importance has a backward pass, which costs two forward passes; arms share the layers below their heads.
-        "3. criterion": (3 * measured + candidates * (judged_texts / 2 + RECALL_PROMPTS)) * per_text,
+        "3. importance, criterion": (3 * measured + candidates * (judged_texts / 2 + RECALL_PROMPTS)) * per_text,
         # Gradients of every head, and each set of windows; 6 fits a run on SmolLM2 (5 minutes estimated, 6 taken).
         "4. plans": (6 + windows) * prompts * per_text,
         # Twice the texts and prompts run through both models, and solving takes time; 3.5 fits a run on SmolLM2.

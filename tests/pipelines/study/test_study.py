@@ -73,6 +73,7 @@ def test_a_study_ends_with_answers_and_files(found: tuple[StudyConfig, StudyAnsw
     out = Path(config.out)
     assert [each.kind for each in answer.savings] == [ABLATED, CACHED, REMOVED]
     assert any("tokens per second" in line for line in lines)
+    assert any(line.startswith("\n3. importance, criterion: ") for line in lines)
     heads = answer.savings[0]
     # Half of the heads cost far more than the limit: the loss alone says so, and no question is asked.
     assert answer.losses[heads.tried[-1][0]].low > config.max_loss
@@ -278,6 +279,21 @@ def test_the_time_decides_texts_and_shares(tmp_path: Path) -> None:
     assert len(found[0].shares or ()) == 6
     assert len(found[-1].shares or ()) == 2 and {each.window_shares for each in found} == {(0.5,)}
     assert (found[0].questions or 0) > (found[-1].questions or 0)
+
+
+def test_each_step_is_listed_with_its_time(tmp_path: Path) -> None:
+    lines: list[str] = []
+    decided(StudyConfig(SPEC, CorpusSpec("texts/"), str(tmp_path), tokens=256), 1_000.0, COSTS, lines.append)
+    steps = [line.split("  ")[1] for line in lines if line.startswith("  ")]
+    assert steps == [
+        "1. scan",
+        "2. probe",
+        "3. importance, criterion",
+        "4. plans",
+        "5. pruning",
+        "6. loss",
+        "7. questions",
+    ]
 
 
 def test_questions_are_as_many_as_they_must_be_or_as_the_time_allows(tmp_path: Path) -> None:
