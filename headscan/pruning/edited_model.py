@@ -286,7 +286,7 @@ def _unit(batch: str, layer: int, candidate: LayerEdits, below: Edits) -> WorkUn
 
 
 #: Predictions that are summed over the vocabulary together: copies of all logits would need more memory and time.
-_ROWS = 256
+ROWS = 256
 
 
 class Divergence:
@@ -310,7 +310,7 @@ class Divergence:
             for batch in self._batches:
                 expected = logits(lm, batch)
                 negated_entropies = []
-                for rows in expected.split(_ROWS):
+                for rows in expected.split(ROWS):
                     log_probabilities = rows.log_softmax(-1)
                     torch.exp(log_probabilities, out=rows)
                     negated_entropies.append(torch.linalg.vecdot(rows, log_probabilities))
@@ -389,7 +389,7 @@ class Divergence:
     def _cross_entropy(self, batch: CalibrationBatch, expected: Tensor) -> float:
         """Return the summed cross-entropy of the model's predictions to those of the original."""
         predicted = logits(self._lm, batch)
-        pairs = zip(predicted.split(_ROWS), expected.to(predicted.device).split(_ROWS), strict=True)
+        pairs = zip(predicted.split(ROWS), expected.to(predicted.device).split(ROWS), strict=True)
         return self._weighted(batch, torch.cat([p.logsumexp(-1) - torch.linalg.vecdot(e, p) for p, e in pairs]))
 
     @staticmethod

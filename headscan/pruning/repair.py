@@ -34,6 +34,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.options import Count, Limits, check_limits
 from headscan.pruning.calibration import Calibration, CalibrationBatch
 from headscan.pruning.edited_model import (
+    ROWS,
     Edits,
     Writer,
     edited,
@@ -157,13 +158,20 @@ def divergences(lm: LoadedModel, calibration: Calibration, models: Sequence[Edit
     for batch in calibration.batches(lm.device):
         weights = batch.weights_M
         weight += float(weights.sum())
-        expected = logits(lm, batch).log_softmax(-1)
+        expected = logits(lm, batch)
         for index, edits in enumerate(models):
             with edited(lm, edits):
-                log_probabilities = logits(lm, batch).log_softmax(-1)
-            each = torch.linalg.vecdot(expected.exp(), expected - log_probabilities)
+                predicted = logits(lm, batch)
+            pairs = zip(expected.split(ROWS), predicted.split(ROWS), strict=True)
+            each = torch.cat([_divergence(*rows) for rows in pairs])
             totals[index] += float((each * weights.to(each)).sum(dtype=torch.float64))
     return [total / weight for total in totals]
+
+
+def _divergence(expected_MV: Tensor, predicted_MV: Tensor) -> Tensor:
+    """Return the Kullback-Leibler divergence of each prediction (M,) from logits."""
+    expected, predicted = expected_MV.log_softmax(-1), predicted_MV.log_softmax(-1)
+    return torch.linalg.vecdot(expected.exp(), expected - predicted)
 
 
 #: Sums of the batches that fit, and of those that choose the strength.
