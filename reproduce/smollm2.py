@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -53,6 +54,8 @@ _COLOURED = 8
 #: Behaviours whose strongest heads are looked up in the order of inactive heads.
 BEHAVIOURS = ("induction_score", "previous_token_score", "retrieval_score")
 _STRONGEST = 5
+#: Characters of a line of the page.
+_WIDTH = 130
 #: Limit of the increase of the loss, in nats per token, as in the study.
 _MAX_LOSS = 0.05
 #: Tokens per second that the plan assumes of two CPU cores; the study takes the hours that it is given.
@@ -110,12 +113,11 @@ def write_page(options: argparse.Namespace) -> list[str]:
     files = [options.out / name / "answers.json" for name in ("study", "heads")]
     files = [file for file in files if file.exists()]
     found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    answers = found[0]
     page: Path = options.page or options.out / "smollm2.md"
     figures = page.with_suffix("")
     figures.mkdir(parents=True, exist_ok=True)
     heads = _heads(store)
-    parts = [_opening(answers, store), _answers(found), _sinks(heads, figures)]
+    parts = [_opening(found, store), _answers(found), _sinks(heads, figures)]
     referee = options.out / "referee.duckdb"
     if referee.exists():
         parts.append(_criteria(Store(referee), heads, figures))
@@ -124,11 +126,12 @@ def write_page(options: argparse.Namespace) -> list[str]:
     if plans := {int(file.stem.partition("-")[2]): file for file in options.out.glob("plans-*.json")}:
         parts.append(_plans({tokens: json.loads(plans[tokens].read_text("utf-8")) for tokens in sorted(plans)}))
     parts += [_choice(store, figures), _tail(heads), _commands(options, files)]
-    page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    page.write_text("\n\n".join(map(_wrapped, "\n\n".join(parts).split("\n\n"))) + "\n", encoding="utf-8")
     return [f"page     {page}", f"figures  {figures}"]
 
 
-def _opening(answers: Mapping[str, Any], store: Store) -> str:
+def _opening(studies: Sequence[Mapping[str, Any]], store: Store) -> str:
+    answers, asked = studies[0], " and ".join(f"{each['questions']:,}" for each in studies)
     runs = store.query(
         "SELECT kind, sum(epoch(finished_at - started_at)) / 60 AS minutes FROM runs"
         " WHERE finished_at IS NOT NULL GROUP BY kind ORDER BY kind"
@@ -137,7 +140,7 @@ def _opening(answers: Mapping[str, Any], store: Store) -> str:
     return (
         f"# {answers['model']}: what can go\n\n"
         f"`headscan study` on a real model: {answers['layers']} layers, {answers['heads']} heads, judged on"
-        f" {answers['questions']:,} questions and {answers['texts']} texts of up to {answers['tokens']:,} tokens."
+        f" {asked} questions and {answers['texts']} texts of up to {answers['tokens']:,} tokens."
         f" Machine: {os.cpu_count()} CPU cores ({platform.machine()}), no GPU, with"
         f" other work beside it. Time by kind of run: {took}.\n\n"
         "The weights are a 4-bit checkpoint of a model with 135 million parameters, read as float32: its numbers are"
@@ -484,6 +487,13 @@ def _commands(options: argparse.Namespace, answers: Sequence[Path]) -> str:
         plain = {name: value for name, value in settings.items() if name not in ("model", "corpus", "out", "judge")}
         parts.append(f"`{file.parent.name}/study.yaml`:\n\n```yaml\n{yaml.safe_dump(plain, sort_keys=False)}```")
     return "\n\n".join(parts)
+
+
+def _wrapped(paragraph: str) -> str:
+    """Return a paragraph with the line width of the other pages; tables and figures stay."""
+    if paragraph.startswith(("|", "#", "!", "```")):
+        return paragraph
+    return textwrap.fill(paragraph, _WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
