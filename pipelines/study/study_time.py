@@ -23,6 +23,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.evaluate.continuation_task import CONTINUATION, make_questions, write_task
 from headscan.pipelines.evaluate.run_sweep import whole_model_recall
 from headscan.pipelines.evaluate.tasks import Questions, Tasks
+from headscan.pipelines.runs.head_orders import run_kind
 from headscan.pipelines.runs.progress import time_text
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, RecallPlan, TaskConfig
@@ -249,8 +250,10 @@ def _step_seconds(config: StudyConfig, sequences: int, judged_texts: int, speed:
     per_text = config.tokens / speed
     masks, windows, pruned = (_number(getattr(config, name)) for name in SHARE_SETTINGS)
     prompts = sequences / 2 + RECALL_PROMPTS
-    candidates = len(config.criteria) * masks
-    measured = sequences + len(RECALL_FAMILIES) * RECALL_PROMPTS * measures_recall(config)
+    # One criterion needs no comparison, and scores of the scan no importance.
+    candidates = masks * len(config.criteria) if len(config.criteria) > 1 else 0
+    by_importance = masks > 0 and any(run_kind(name) != "scan" for name in config.criteria)
+    measured = (sequences + len(RECALL_FAMILIES) * RECALL_PROMPTS * measures_recall(config)) * by_importance
     return {
         # Statistics cost about half of a pass.
         "1. scan": 1.5 * sequences * per_text,

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ from headscan.pipelines.evaluate.continuation_task import write_task
 from headscan.pipelines.pruning.prune_config import PruneConfig
 from headscan.pipelines.pruning.run_prune import run_prune
 from headscan.pipelines.runs.head_orders import imported_heads
+from headscan.pipelines.runs.progress import time_text
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
@@ -294,6 +296,17 @@ def test_each_step_is_listed_with_its_time(tmp_path: Path) -> None:
         "6. loss",
         "7. questions",
     ]
+
+
+def test_importance_takes_time_only_if_a_criterion_needs_it(tmp_path: Path) -> None:
+    def third_step(**changed: Any) -> str:
+        lines: list[str] = []
+        settings = StudyConfig(SPEC, CorpusSpec("texts/"), str(tmp_path), tokens=256, **changed)
+        decided(settings, 1_000.0, COSTS, lines.append)
+        return next(line.split("  ")[-1] for line in lines if "3. importance" in line)
+
+    assert third_step(criteria=("output_norm_ln",)) == third_step(shares=()) == time_text(0.0)
+    assert third_step(criteria=("importance",)) != time_text(0.0)
 
 
 def test_questions_are_as_many_as_they_must_be_or_as_the_time_allows(tmp_path: Path) -> None:
