@@ -6,7 +6,7 @@ Shapes: B sequences, N tokens (padded on the right).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from torch.nn import functional as F
 from headscan.errors import SequenceError
 from headscan.models.forward_inputs import real_tokens
 from headscan.options import BATCH_TOKENS
+
+#: Part of the tokens of a pass that a pass takes if all its logits are kept: they are far wider than hidden states.
+_KEPT_LOGITS = 4
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,11 @@ class Calibration:
     @property
     def _counted(self) -> Tensor:
         return real_tokens(self.lengths - 1, self.ids.shape[1]) if self.scoring_BN is None else self.scoring_BN
+
+    @property
+    def for_logits(self) -> Calibration:
+        """The same sequences in shorter passes, whose logits fit into memory together."""
+        return replace(self, batch_tokens=self.batch_tokens // _KEPT_LOGITS)
 
     def with_prompts(self, prompts: Sequence[Calibration], weight: float) -> Calibration:
         """Return these texts with the prompts of recall tasks spread evenly among them, so that `first` and `split`

@@ -79,8 +79,9 @@ class RepairConfig:
 
 @dataclass(frozen=True)
 class Repaired:
-    """A repaired model: its edits, and by layer the sums of the output projection's least squares. Their inputs are the
-    outputs of all heads, the removed ones included, so that other choices in this layer can be solved too.
+    """A repaired model: its edits, and by layer the sums of the output projection's least squares, if they were kept.
+    Their inputs are the outputs of all heads, the removed ones included, so that other choices in this layer can be
+    solved too.
     """
 
     edits: Edits
@@ -119,7 +120,9 @@ def repaired_model(
     all_layers: bool = False,
     progress: Callable[[int], None] = lambda layer: None,
 ) -> Repaired:
-    """Return the repaired model with the sums that solved it, even if it diverges more; see `repair`."""
+    """Return the repaired model, even if it diverges more; see `repair`. With ``all_layers``, those below the first
+    removed head are solved, too, and the sums of every layer are kept.
+    """
     refuse_training(lm.model)
     heads = lm.grid.check(removed)
     if not heads or not config.targets:
@@ -139,7 +142,7 @@ def repaired_model(
         work.run(batches, original, pruned)
         original, pruned = work.original_out, work.pruned_out
         weights |= work.weights
-        if work.sums is not None:
+        if all_layers and work.sums is not None:
             sums[layer] = work.sums
         progress(layer)
     return Repaired(Edits(heads, weights), sums)
@@ -155,7 +158,7 @@ def _parts(calibration: Calibration) -> tuple[Calibration, Calibration]:
 def divergences(lm: LoadedModel, calibration: Calibration, models: Sequence[Edits]) -> list[float]:
     """Return the mean divergence of edited models from the original, without keeping its predictions in memory."""
     totals, weight = [0.0] * len(models), 0.0
-    for batch in calibration.batches(lm.device):
+    for batch in calibration.for_logits.batches(lm.device):
         weights = batch.weights_M
         weight += float(weights.sum())
         expected = logits(lm, batch)

@@ -18,7 +18,7 @@ from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.scoring.prompt_losses import Prompts
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pruning.calibration import Calibration
-from headscan.pruning.edited_model import NO_EDITS, ROWS, Edits, edited, logits
+from headscan.pruning.edited_model import NO_EDITS, Edits, edited, logits
 
 #: Most held-out texts whose loss is measured for each model; an evaluation reads all of them.
 _TEXTS = 32
@@ -64,14 +64,12 @@ class HeldOutLosses:
         losses = {}
         for task, texts in self._tasks.items():
             total: Tensor | float = 0.0
-            for batch in texts.batches(self._lm.device):
+            for batch in texts.for_logits.batches(self._lm.device):
                 with edited(self._lm, edits):
                     predicted = logits(self._lm, batch)
                 next_BN = batch.ids.roll(-1, 1)
                 targets = next_BN[batch.scoring_BN].to(predicted.device)
-                pairs = zip(predicted.split(ROWS), targets.split(ROWS), strict=True)
-                nats = torch.cat([F.cross_entropy(*rows, reduction="none") for rows in pairs])
-                total = total + nats.sum(dtype=torch.float64)
+                total = total + F.cross_entropy(predicted, targets, reduction="none").sum(dtype=torch.float64)
             losses[task] = float(total) / int(texts.predictions.sum())
         return losses
 
