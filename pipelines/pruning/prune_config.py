@@ -155,6 +155,7 @@ class PruneConfig:
     skip_verdict: bool = False
 
     def __post_init__(self) -> None:
+        check_limits(self, PruningError)
         if not (self.budgets and self.methods) and not self.heads:
             raise PruningError("nothing to prune: 0 sizes (limit 1). Set `budgets` and `methods`, or `heads`")
         if self.kv_counts != "any" and (self.unit != "group" or self.heads):
@@ -162,7 +163,6 @@ class PruneConfig:
                 f"`kv_counts={self.kv_counts}` with `unit={self.unit}` or named heads (limit: `unit=group`). Choose"
                 " `unit=group`, or leave it out"
             )
-        check_limits(self, PruningError)
 
     @property
     def folders(self) -> tuple[Path, ...]:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from headscan.analysis.store.tables import ALL_BUT_ONE, EACH
+from headscan.analysis.store.tables import EACH
 from headscan.analysis.store.verdict_limits import QUESTIONS_PER_TEXT
 from headscan.catalog import (
     CRITERIA,
@@ -381,8 +381,8 @@ class SweepConfig:
         return tuple(sorted({quantile for quantile in self.quantiles if quantile}))
 
 
-#: Modes of an ablate run.
-MODES = (EACH, ALL_BUT_ONE)
+#: Mode of an ablate run.
+AblationMode = Literal["each", "all_but_one"]
 
 
 @dataclass(frozen=True)
@@ -412,13 +412,13 @@ class AblateConfig:
 
     evaluation: EvaluateConfig
     texts: LossTexts | None = None
-    modes: tuple[str, ...] = (EACH,)
+    modes: tuple[AblationMode, ...] = (EACH,)
     replacement: ReplacementConfig = field(default_factory=ReplacementConfig)
 
     def __post_init__(self) -> None:
-        unknown = [mode for mode in self.modes if mode not in MODES]
-        if unknown or not self.modes:
-            raise InterventionError(f"unknown mode {(unknown or [''])[0]!r}. Choose {' or '.join(MODES)}")
+        check_limits(self, InterventionError)
+        if not self.modes:
+            raise InterventionError("`modes` is empty (limit 1 mode). Set `modes`")
         if bool(self.evaluation.tasks.names) == (self.texts is not None):
             both = "tasks and texts" if self.texts is not None else "neither tasks nor texts"
             raise InterventionError(f"{both}, but effects have one metric. Set either `tasks` or `corpus`")
@@ -466,8 +466,8 @@ class Comparison:
     iterative: Annotated[bool, Option("scores, importances and effects are measured again after each share")] = False
 
     def __post_init__(self) -> None:
+        check_limits(self, InterventionError)
         for name in ("criteria", "shares"):
             object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
-        check_limits(self, InterventionError)
         if not self.criteria or not self.shares:
             raise InterventionError("nothing to compare: 0 criteria or shares (limit 1). Set `criteria` and `shares`")

@@ -198,13 +198,6 @@ def test_a_memory_limit_sets_the_batch_size_of_jobs_and_verbs(
     assert f"run {run_id} is complete" in capsys.readouterr().out
 
 
-#: Numbers of exported classes without limits.
-UNLIMITED = {
-    "Arm.share": "a label of the arm's curve in the store; the heads are chosen already",
-    "Arm.seed": "likewise",
-}
-
-
 def numbers_of(cls: Any) -> dict[str, tuple[FieldType, tuple[Any, ...]]]:
     """Return type and marks of the fields of a class that hold numbers."""
     numbers = {}
@@ -217,11 +210,16 @@ def numbers_of(cls: Any) -> dict[str, tuple[FieldType, tuple[Any, ...]]]:
     return numbers
 
 
-def test_every_number_of_the_settings_has_limits_and_a_bad_one_is_named(
-    spec: ModelSpec, evaluation: jobs.EvaluateConfig, tmp_path: Path
-) -> None:
+#: Exported dataclasses that jobs make; users may make arms and held-out text, too.
+RECORDS = {"Arm", "HeadPlan", "HeldOutText"}
+
+
+@pytest.fixture
+def all_settings(spec: ModelSpec, evaluation: jobs.EvaluateConfig, tmp_path: Path) -> dict[str, Any]:
+    """Settings of every exported class by its name."""
     texts, tokens = CorpusSpec("python-stdlib"), TokenPlan(64)
     needed: dict[str, tuple[Any, ...]] = {
+        "AblateConfig": (evaluation,),
         "BytesBudget": (1000, 64),
         "CorpusSpec": ("python-stdlib",),
         "DataSpec": ("examples.tsv",),
@@ -232,10 +230,12 @@ def test_every_number_of_the_settings_has_limits_and_a_bad_one_is_named(
         "LossBudget": (0.1,),
         "LossLimit": (0.1,),
         "LossTexts": (texts,),
+        "ModelSpec": ("demo",),
         "Part": (1, 2),
         "PlanConfig": (spec,),
         "ProbeConfig": (spec,),
         "PruneConfig": (evaluation, tmp_path, (ShareBudget(0.3),)),
+        "RefereeConfig": (evaluation,),
         "ScanConfig": (spec, texts, tokens),
         "ShareBudget": (0.3,),
         "StudyConfig": (spec, texts),
@@ -245,23 +245,49 @@ def test_every_number_of_the_settings_has_limits_and_a_bad_one_is_named(
         "WindowHeads": (2,),
         "WindowShare": (0.5,),
     }
+    classes = {name: getattr(jobs, name) for name in jobs.__all__ if name not in RECORDS | {"BASELINE"}}
+    return {name: cls(*needed.get(name, ())) for name, cls in classes.items() if is_dataclass(cls)}
+
+
+def assert_refused(settings: Any, field: str, value: object) -> None:
+    """Assert that settings refuse the value of a field on one line that begins with the field's name, or with the noun
+    for a name that is one of many.
+    """
+    message = rf"^(`|{type(settings).__name__}\.){field}\b|^unknown plan mode "
+    with pytest.raises(HeadscanError, match=message) as refused:
+        replace(settings, **{field: value})
+    assert "\n" not in str(refused.value)
+
+
+def test_every_number_of_the_settings_has_limits_and_a_bad_one_is_named(all_settings: dict[str, Any]) -> None:
     unlimited, checked = set(), 0
-    for name in jobs.__all__:
-        cls = getattr(jobs, name)
-        if not isinstance(cls, type) or not is_dataclass(cls):
-            continue
-        for field, (kind, marks) in numbers_of(cls).items():
+    for name, settings in all_settings.items():
+        for field, (kind, marks) in numbers_of(type(settings)).items():
             if not marks:
                 unlimited.add(f"{name}.{field}")
                 continue
             low: float = float("nan") if kind.kind is float else -1
             for bad in ("many", low):
-                value = (bad,) if kind.many else bad
-                with pytest.raises(HeadscanError, match=rf"^(`|{name}\.){field}\b.*$") as refused:
-                    replace(cls(*needed.get(name, ())), **{field: value})
-                assert "\n" not in str(refused.value)
+                assert_refused(settings, field, (bad,) if kind.many else bad)
             checked += 1
-    assert unlimited == UNLIMITED.keys() and checked >= 50
+    assert not unlimited and checked >= 50
+
+
+def test_every_literal_refuses_an_unknown_word_and_every_tuple_a_text(all_settings: dict[str, Any]) -> None:
+    literals, tuples = set(), set()
+    for name, settings in all_settings.items():
+        for field in (each.name for each in fields(settings)):
+            hint = field_hint(type(settings), field)
+            kind = field_type(get_args(hint)[0] if get_origin(hint) is Annotated else hint)
+            if kind.many:
+                tuples.add(f"{name}.{field}")
+                assert_refused(settings, field, "mmlu")
+                assert_refused(settings, field, b"mmlu")
+            if kind.choices:
+                literals.add(f"{name}.{field}")
+                assert_refused(settings, field, ("unknown",) if kind.many else "unknown")
+    assert {"PruneConfig.unit", "PlanConfig.granularity", "StudyConfig.prune_by", "AblateConfig.modes"} <= literals
+    assert {"TaskConfig.names", "Comparison.criteria", "PruneConfig.methods"} <= tuples
 
 
 class Begun(Exception):
