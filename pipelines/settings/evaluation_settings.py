@@ -106,7 +106,7 @@ class RecallPlan:
 class TaskConfig:
     """Tasks of lm-eval, and the form of their prompts. Without ``names`` an evaluation asks recall and text only."""
 
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ()
     include_path: Annotated[
         str | None,
         Option(

@@ -106,6 +106,8 @@ class StudyConfig:
             object.__setattr__(self, name, values)
         if self.shares != () and not self.criteria:
             raise StudyError("criteria are empty (limit 1). Name a score or an importance")
+        if self.tasks is not None and not self.tasks.names:
+            raise StudyError("`tasks.names` is empty (limit 1 task). Name tasks, or leave out `tasks`")
         if not self.kind_count:
             raise StudyError("nothing to study: no shares. Set `shares`, `window_shares` or `prune_shares`")
 

@@ -100,7 +100,7 @@ def test_text_alone_judges_heads_that_are_replaced_by_their_mean(
     spec: ModelSpec, corpus_folder: Path, cpu: jobs.PlacementRequest, tmp_path: Path
 ) -> None:
     chunks = tuple(TextChunk(f"document {first}", tuple(range(first, first + 32)), 100) for first in range(4, 8))
-    config = jobs.EvaluateConfig(spec, TaskConfig(()), recall=None, text=HeldOutText("numbers", chunks))
+    config = jobs.EvaluateConfig(spec, TaskConfig(), recall=None, text=HeldOutText("numbers", chunks))
     means = jobs.ReplacementConfig("mean", CorpusSpec(str(corpus_folder)), texts=4)
     chosen = jobs.ChosenArms(heads=((0, 1), (1, 2)), replacement=means)
     jobs.evaluate(config, tmp_path / "s.duckdb", chosen, devices=cpu, say=quiet)
@@ -240,7 +240,6 @@ def all_settings(spec: ModelSpec, evaluation: jobs.EvaluateConfig, tmp_path: Pat
         "ShareBudget": (0.3,),
         "StudyConfig": (spec, texts),
         "SweepConfig": (evaluation,),
-        "TaskConfig": ((),),
         "TokenPlan": (64,),
         "WindowHeads": (2,),
         "WindowShare": (0.5,),

@@ -48,7 +48,7 @@ def test_units_are_removed_whole(lm: LoadedModel, unit: Unit) -> None:
 
 
 def test_an_unknown_unit_is_refused(lm: LoadedModel) -> None:
-    with pytest.raises(PruningError, match="`unit='heads'` is unknown. Choose head or group or layer"):
+    with pytest.raises(PruningError, match=r"`unit='heads'` is unknown. Choose head or group or layer"):
         find_units(lm.grid, "heads")  # type: ignore[arg-type]
 
 

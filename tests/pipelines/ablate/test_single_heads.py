@@ -49,7 +49,7 @@ LAYERS = 3
 @pytest.fixture(scope="module")
 def on_text(spec: ModelSpec, corpus_folder: Path) -> AblateConfig:
     texts = LossTexts(CorpusSpec(str(corpus_folder)), sequences=10, max_tokens=40)
-    return AblateConfig(EvaluateConfig(spec, TaskConfig(()), batch_tokens=120), texts)
+    return AblateConfig(EvaluateConfig(spec, TaskConfig(), batch_tokens=120), texts)
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +295,7 @@ def test_bad_settings_name_their_fix(on_text: AblateConfig, on_task: AblateConfi
         replace(on_text, texts=None)
     with pytest.raises(InterventionError, match="tasks and texts"):
         replace(on_task, texts=on_text.texts)
-    with pytest.raises(InterventionError, match="`modes='some'` is unknown. Choose each or all_but_one"):
+    with pytest.raises(InterventionError, match=r"`modes='some'` is unknown. Choose each or all_but_one"):
         replace(on_text, modes=("some",))  # type: ignore[arg-type]
     with pytest.raises(InterventionError, match="`modes='each'` is no tuple"):
         replace(on_text, modes="each")  # type: ignore[arg-type]
