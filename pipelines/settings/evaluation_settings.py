@@ -207,6 +207,8 @@ class ReplacementConfig:
         check_limits(self, InterventionError)
         if self.value != "zero" and self.corpus is None:
             raise InterventionError(f"`value={self.value}` needs texts: no corpus. Set `corpus`")
+        if self.value == "zero" and self.corpus is not None:
+            raise InterventionError("`corpus` has no effect with `value=zero`: leave it out, or use mean or resample")
 
 
 #: Score of arms where a setting needs one and none is named.
@@ -234,7 +236,7 @@ class ChosenArms:
         plans: Plans of the KV cache, each evaluated in all ``plan_modes``.
 
     Raises:
-        InterventionError: A number is out of range.
+        InterventionError: A number is out of range, or a setting has no effect on the arms.
         UnknownNameError: The score or a mode is unknown.
     """
 
@@ -298,6 +300,28 @@ class ChosenArms:
 
     def __post_init__(self) -> None:
         check_limits(self, InterventionError)
+        if not self.plan_modes:
+            raise InterventionError("`plan_modes` is empty (limit 1 mode). Set `plan_modes`")
+        ablates = bool(self.heads or self.mask or self.score)
+        if self.replacement.value != "zero" and not ablates:
+            raise InterventionError(
+                f"`value={self.replacement.value}` needs ablated heads. Set `heads`, `mask` or `score`"
+            )
+        for name, needed, is_used in (
+            ("share", "`score`", bool(self.score)),
+            ("order", "`score`", bool(self.score)),
+            ("run_id", "`score`", bool(self.score)),
+            ("rule", "`score`", bool(self.score)),
+            ("plan_modes", "`plans`", bool(self.plans)),
+            ("controls", "`heads`, `mask`, `score` or `plans`", ablates or bool(self.plans)),
+        ):
+            if not is_used and getattr(self, name) != getattr(ChosenArms, name):
+                raise InterventionError(f"`{name}` has no effect without {needed}: leave it out")
+        if self.score not in (None, *SCORES) and (self.rule or self.order != "mean"):
+            raise InterventionError(
+                f"`{'rule' if self.rule else 'order'}` needs a score of each input, which `score={self.score}` is not."
+                " Choose another `score`"
+            )
 
     @property
     def is_empty(self) -> bool:
