@@ -445,7 +445,7 @@ class AblateConfig:
             raise InterventionError("`modes` is empty (limit 1 mode). Set `modes`")
         if bool(self.evaluation.tasks.names) == (self.texts is not None):
             both = "tasks and texts" if self.texts is not None else "neither tasks nor texts"
-            raise InterventionError(f"{both}, but effects have one metric. Set either `tasks` or `corpus`")
+            raise InterventionError(f"{both}, but effects have one metric. Set either `evaluation.tasks` or `texts`")
 
 
 #: One of each kind, the two best-known scores among them.
