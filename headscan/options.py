@@ -144,10 +144,10 @@ def field_hint(cls: type, name: str) -> Any:
 
 
 def without_none(hint: Any) -> tuple[Any, bool]:
-    """Return a type without ``| None``, and whether that was there."""
+    """Return a type without ``| None``, and whether that was there; of several types, the first."""
     if get_origin(hint) in (Union, UnionType):
         kinds = [kind for kind in get_args(hint) if kind is not NoneType]
-        return kinds[0], True
+        return kinds[0], len(kinds) < len(get_args(hint))
     return hint, False
 
 

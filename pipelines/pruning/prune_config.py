@@ -114,7 +114,7 @@ class PruneConfig:
 
     Attributes:
         evaluation: Questions that judge the models; the held-out text is added.
-        out: Folder of the model; with several models, of their folders.
+        out: Folder of the model; with several models, of their folders. It becomes a `Path`.
         budgets: Sizes of the models; empty if ``heads`` names the heads.
         methods: Methods that choose heads; one model is built for each size and method.
         heads: Heads to remove by the name of their mask or list; empty lets the methods choose.
@@ -138,7 +138,7 @@ class PruneConfig:
     """
 
     evaluation: EvaluateConfig
-    out: Path
+    out: str | Path
     budgets: tuple[PruneBudget, ...] = ()
     methods: tuple[str, ...] = ("damage",)
     heads: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
@@ -156,6 +156,7 @@ class PruneConfig:
 
     def __post_init__(self) -> None:
         check_limits(self, PruningError)
+        object.__setattr__(self, "out", Path(self.out))
         if not (self.budgets and self.methods) and not self.heads:
             raise PruningError("nothing to prune: 0 sizes (limit 1). Set `budgets` and `methods`, or `heads`")
         if self.kv_counts != "any" and (self.unit != "group" or self.heads):
@@ -167,7 +168,8 @@ class PruneConfig:
     @property
     def folders(self) -> tuple[Path, ...]:
         names = [_folder_name(method, budget) for method, budget, _ in self._sizes]
-        return (self.out,) if len(names) == 1 else tuple(self.out / name for name in names)
+        out = Path(self.out)
+        return (out,) if len(names) == 1 else tuple(out / name for name in names)
 
     @property
     def _sizes(self) -> list[tuple[str, PruneBudget | None, tuple[tuple[int, int], ...]]]:

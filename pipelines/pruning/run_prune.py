@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from headscan.analysis.store.output_files import write_text
 from headscan.analysis.verdicts.judge import Verdict, judge
@@ -53,7 +54,8 @@ def run_prune(config: PruneConfig, run: Run) -> PruneResult:
     """Build pruned models, save and judge them; the same call resumes after an interruption. The original is held whole
     in this process, and closed before pruned models are opened.
     """
-    check_place(config.out)
+    out = Path(config.out)
+    check_place(out)
     refuse_staged(run.pool, "the removal of heads")
     identity, say = run.identity, run.say
     columns = run.pool.one(columns_to_solve, config.repair.targets)
@@ -85,7 +87,7 @@ def run_prune(config: PruneConfig, run: Run) -> PruneResult:
         )
 
     settings_hash = _settings_hash(config, run, texts, held_out, held_out_prompts)
-    with work_folder(config.out, config.folders, settings_hash, say) as work:
+    with work_folder(out, config.folders, settings_hash, say) as work:
         with kept_damages(
             run, texts, config.selection, evaluation.batch_tokens, prompts, config.recall_prompts.weight
         ) as known:

@@ -172,7 +172,7 @@ def test_prune_saves_a_model_that_loads(
 ) -> None:
     config = jobs.PruneConfig(
         evaluation=evaluation,
-        out=tmp_path / "smaller",
+        out=str(tmp_path / "smaller"),
         budgets=(ShareBudget(0.3),),
         texts=TextConfig(CorpusSpec(str(corpus_folder)), sequences=16, max_tokens=64),
         timing=None,
@@ -180,6 +180,16 @@ def test_prune_saves_a_model_that_loads(
     )
     (built,) = jobs.prune(config, tmp_path / "s.duckdb", devices=cpu, say=quiet).models
     assert len(list(headscan.load(built.folder, device="cpu").grid.heads())) < 18
+
+
+def test_the_output_folder_of_models_and_studies_is_a_path_or_a_text(
+    spec: ModelSpec, evaluation: jobs.EvaluateConfig, tmp_path: Path
+) -> None:
+    for make in (
+        lambda out: jobs.PruneConfig(evaluation, out, (ShareBudget(0.3),)),
+        lambda out: jobs.StudyConfig(spec, CorpusSpec("texts/"), out),
+    ):
+        assert make(tmp_path) == make(str(tmp_path)) and make(str(tmp_path)).out == tmp_path
 
 
 def test_a_memory_limit_sets_the_batch_size_of_jobs_and_verbs(
