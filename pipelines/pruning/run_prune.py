@@ -27,6 +27,7 @@ from headscan.pipelines.pruning.prune_config import PruneConfig
 from headscan.pipelines.pruning.pruned_arms import BuiltModel, pruned_arm
 from headscan.pipelines.pruning.work_folder import check_place, work_folder
 from headscan.pipelines.runs.code_version import code_version
+from headscan.pipelines.runs.head_orders import stored_orders
 from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE
@@ -56,6 +57,11 @@ def run_prune(config: PruneConfig, run: Run) -> PruneResult:
     """
     out = Path(config.out)
     check_place(out)
+    if config.budgets:
+        # A missing run fails before the model is loaded.
+        missing = [method for method in config.methods if method not in config.orders]
+        stored = stored_orders(run.store, run.identity, missing, config.run_id)
+        config = replace(config, orders={**config.orders, **stored})
     refuse_staged(run.pool, "the removal of heads")
     identity, say = run.identity, run.say
     columns = run.pool.one(columns_to_solve, config.repair.targets)

@@ -14,7 +14,7 @@ import headscan
 from headscan.analysis.errors import StoreMissingError
 from headscan.analysis.plans import WindowShare
 from headscan.analysis.store.store import Store
-from headscan.errors import HeadscanError
+from headscan.errors import HeadscanError, UnknownNameError
 from headscan.gates.gate_settings import GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
@@ -180,6 +180,39 @@ def test_prune_saves_a_model_that_loads(
     )
     (built,) = jobs.prune(config, tmp_path / "s.duckdb", devices=cpu, say=quiet).models
     assert len(list(headscan.load(built.folder, device="cpu").grid.heads())) < 18
+
+
+def test_prune_takes_the_order_of_a_criterion_from_the_store(
+    spec: ModelSpec, corpus_folder: Path, evaluation: jobs.EvaluateConfig, cpu: jobs.PlacementRequest, tmp_path: Path
+) -> None:
+    store, texts = tmp_path / "s.duckdb", CorpusSpec(str(corpus_folder))
+    config = jobs.PruneConfig(
+        evaluation,
+        tmp_path / "smaller",
+        (ShareBudget(0.2),),
+        ("output_norm_ln",),
+        texts=TextConfig(texts, sequences=4, max_tokens=64),
+        repair=jobs.RepairChoice("none"),
+        timing=None,
+        skip_verdict=True,
+    )
+    with pytest.raises(HeadscanError, match="there is no store at"):
+        jobs.prune(config, store, devices=cpu, say=quiet)
+    run_id = jobs.scan(jobs.ScanConfig(spec, texts, TokenPlan(64)), store, devices=cpu, say=quiet).run_id
+    with pytest.raises(HeadscanError, match="has no scan run none"):
+        jobs.prune(replace(config, run_id="none"), store, devices=cpu, say=quiet)
+    (built,) = jobs.prune(replace(config, run_id=run_id[:6]), store, devices=cpu, say=quiet).models
+    first = head_order(Store(store), run_id, "output_norm_ln")[: len(built.removed)]
+    assert built.removed == tuple(sorted((each.layer, each.head) for each in first)) and len(first) == 4
+
+
+def test_unknown_methods_of_a_pruning_are_refused(evaluation: jobs.EvaluateConfig, tmp_path: Path) -> None:
+    config = jobs.PruneConfig(evaluation, tmp_path, (ShareBudget(0.3),))
+    with pytest.raises(UnknownNameError, match=r"unknown method 'damge'; did you mean damage\?"):
+        replace(config, methods=("damge",))
+    replace(config, methods=("mine",), orders={"mine": [(0, 0)]})
+    with pytest.raises(HeadscanError, match="`run_id` has no effect without a criterion of a run in `methods`"):
+        replace(config, run_id="1a2b")
 
 
 def test_the_output_folder_of_models_and_studies_is_a_path_or_a_text(
