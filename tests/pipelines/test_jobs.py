@@ -14,7 +14,7 @@ import headscan
 from headscan.analysis.errors import StoreMissingError
 from headscan.analysis.plans import WindowShare
 from headscan.analysis.store.store import Store
-from headscan.errors import HeadscanError, UnknownNameError
+from headscan.errors import HeadscanError, InterventionError, UnknownNameError
 from headscan.gates.gate_settings import GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
@@ -204,6 +204,11 @@ def test_prune_takes_the_order_of_a_criterion_from_the_store(
     (built,) = jobs.prune(replace(config, run_id=run_id[:6]), store, devices=cpu, say=quiet).models
     first = head_order(Store(store), run_id, "output_norm_ln")[: len(built.removed)]
     assert built.removed == tuple(sorted((each.layer, each.head) for each in first)) and len(first) == 4
+
+
+def test_a_referee_refuses_to_remove_all_heads(evaluation: jobs.EvaluateConfig) -> None:
+    with pytest.raises(InterventionError, match=r"`shares=1` \(limit below 1\)"):
+        jobs.RefereeConfig(evaluation, Comparison(shares=(0.5, 1.0)))
 
 
 def test_unknown_methods_of_a_pruning_are_refused(evaluation: jobs.EvaluateConfig, tmp_path: Path) -> None:
