@@ -25,7 +25,7 @@ from headscan.errors import HeadscanError, InterventionError
 from headscan.grid import parse_head
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, Count, Limits, Option, Seed, check_limits
-from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec
+from headscan.pipelines.settings.corpus_settings import SHORTEST, BosPolicy, CorpusSpec
 
 if TYPE_CHECKING:
     from headscan.analysis.plans import HeadPlan
@@ -122,9 +122,7 @@ class TaskConfig:
     fewshot_as_multiturn: Annotated[
         bool | None, Option("examples as turns of the chat (default: yes with a chat template)")
     ] = None
-    bos: Annotated[
-        Literal["auto", "always", "never"], Option("BOS token before each prompt; auto follows the tokenizer")
-    ] = "auto"
+    bos: Annotated[BosPolicy, Option("BOS token before each prompt; auto follows the tokenizer")] = "auto"
     mmlu_cloze: Annotated[
         bool,
         Option(
