@@ -21,7 +21,7 @@ shutil.rmtree(out, ignore_errors=True)
 
 # 1. Choose a fifth of the heads, repair what is left, and save. `headscan prune` also gives a verdict.
 config = jobs.PruneConfig(
-    evaluation=jobs.EvaluateConfig(jobs.ModelSpec("demo", dtype="float32"), jobs.TaskConfig(()), recall=None),
+    evaluation=jobs.EvaluateConfig(jobs.ModelSpec("demo", dtype="float32"), jobs.TaskConfig(), recall=None),
     out=out,
     budgets=(jobs.ShareBudget(0.2),),
     texts=jobs.TextConfig(

@@ -4,7 +4,7 @@
     stats = headscan.collect(lm, input_ids, lengths)
     headscan.score(stats, "output_norm_ln")
     with headscan.intervene(lm, headscan.HeadMask([(3, 5)])): ...
-    lm.model.generate(**inputs, past_key_values=headscan.PlanCache(plan))
+    lm.model.generate(**inputs, past_key_values=headscan.PlanCache(plan, lm.model.config))
     headscan.save_pruned(headscan.slice_heads(lm, [(3, 5)]), "smaller-model")
 
 Importing this package does not load torch; each public name imports its module when it is first used. The import also

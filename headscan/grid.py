@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
-from headscan.errors import HeadIndexError
+from headscan.errors import HeadIndexError, PruningError
 
 #: What is removed at once: a query head, the heads of a KV head, or all heads of a layer.
 Unit = Literal["head", "group", "layer"]
@@ -207,7 +207,11 @@ class HeadGrid:
 
 
 def find_units(grid: HeadGrid, unit: Unit) -> dict[int, list[tuple[Head, ...]]]:
-    """Return the heads of each unit, by layer."""
+    """Return the heads of each unit, by layer.
+
+    Raises:
+        PruningError: The unit is unknown.
+    """
     units: dict[int, list[tuple[Head, ...]]] = {}
     for site in grid.sites:
         heads = [Head(site.layer, head) for head in range(site.num_attention_heads)]
@@ -217,6 +221,8 @@ def find_units(grid: HeadGrid, unit: Unit) -> dict[int, list[tuple[Head, ...]]]:
             index = site.kv_head_of
             groups = (tuple(h for h in heads if index[h.head] == kv) for kv in range(site.num_key_value_heads))
             units[site.layer] = [group for group in groups if group]
-        else:
+        elif unit == "layer":
             units[site.layer] = [tuple(heads)] if heads else []
+        else:
+            raise PruningError(f"`unit={unit!r}` is unknown. Choose {' or '.join(get_args(Unit))}")
     return units

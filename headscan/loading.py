@@ -65,7 +65,6 @@ def load(
 def load_spec(spec: ModelSpec, device: str | Sharding, tokenizer: PreTrainedTokenizerBase | None = None) -> LoadedModel:
     """Load a model; see `load`."""
     check_device(device)
-    check_dtype(spec.dtype)
     config = spec.config()
     _warn_of_ignored_windows(config, spec.source)
     model = read_model(spec, config, _device_map(device, config, spec))

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from headscan.checkpoints.source_folder import locate
-from headscan.options import Option
+from headscan.errors import ModelLoadError
+from headscan.options import Option, check_limits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-#: Dtypes of loaded weights; others are for the library alone.
+#: Dtypes of loaded weights.
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -29,6 +30,7 @@ class ModelSpec:
     ] = True
 
     def __post_init__(self) -> None:
+        check_limits(self, ModelLoadError)
         object.__setattr__(self, "source", locate(self.source))
 
     def config(self) -> PreTrainedConfig:

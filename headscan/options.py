@@ -144,10 +144,10 @@ def field_hint(cls: type, name: str) -> Any:
 
 
 def without_none(hint: Any) -> tuple[Any, bool]:
-    """Return a type without ``| None``, and whether that was there."""
+    """Return a type without ``| None``, and whether that was there; of several types, the first."""
     if get_origin(hint) in (Union, UnionType):
         kinds = [kind for kind in get_args(hint) if kind is not NoneType]
-        return kinds[0], True
+        return kinds[0], len(kinds) < len(get_args(hint))
     return hint, False
 
 
@@ -162,21 +162,25 @@ def field_type(hint: Any) -> FieldType:
 
 
 @cache
-def _limited(cls: Any) -> tuple[tuple[str, FieldType, Limits], ...]:
-    """Return name, type and limits of the fields that have limits."""
-    hints = [(each.name, field_hint(cls, each.name)) for each in fields(cls)]
-    marked = [(name, *get_args(hint)) for name, hint in hints if get_origin(hint) is Annotated]
-    return tuple(
-        (name, field_type(hint), mark) for name, hint, *marks in marked for mark in marks if isinstance(mark, Limits)
-    )
+def _checked(cls: Any) -> tuple[tuple[str, FieldType, Limits | None], ...]:
+    """Return name, type and limits of the fields that have limits or choices, or hold a tuple."""
+    checked: list[tuple[str, FieldType, Limits | None]] = []
+    for each in fields(cls):
+        hint = field_hint(cls, each.name)
+        hint, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        kind, limits = field_type(hint), [mark for mark in marks if isinstance(mark, Limits)]
+        if limits or kind.choices is not None or kind.many:
+            checked += [(each.name, kind, limit) for limit in limits or (None,)]
+    return tuple(checked)
 
 
 def check_limits(settings: Any, error: type[HeadscanError]) -> None:
-    """Raise ``error`` if a number of the settings breaks its `Limits` or those of its `Option`, or is no number, and if
-    a text is none of the choices. For a name that is none of an option's names, raise UnknownNameError.
+    """Raise ``error`` if a number of the settings breaks its `Limits` or those of its `Option`, or is no number, if a
+    value is none of the choices of its `Literal` or `Option`, and if a tuple is something else, such as one text. For a
+    name that is none of an option's names, raise UnknownNameError.
     """
     cls: Any = type(settings)
-    for name, kind, limits in _limited(cls):
+    for name, kind, limits in _checked(cls):
         given = getattr(settings, name)
         if given is None and kind.optional:
             continue
@@ -188,19 +192,19 @@ def check_limits(settings: Any, error: type[HeadscanError]) -> None:
 
 
 def _problem(
-    name: str, value: Any, kind: FieldType, limits: Limits, error: type[HeadscanError]
+    name: str, value: Any, kind: FieldType, limits: Limits | None, error: type[HeadscanError]
 ) -> HeadscanError | None:
-    numbers: Any
-    if kind.kind in (int, float):
+    option = limits if isinstance(limits, Option) else None
+    choices = (option and option.choices) or kind.choices
+    if limits is not None and kind.kind in (int, float):
+        numbers: Any
         noun, numbers = ("a whole number", Integral) if kind.kind is int else ("a number", Real)
         if isinstance(value, bool) or not isinstance(value, numbers):
             return error(f"`{name}={value!r}` is not {noun}. Change `{name}`")
         if broken := limits.problem(value):
             return error(f"`{name}={_short(value)}` (limit {broken[0]}). {broken[1]} `{name}`")
-    elif isinstance(limits, Option):
-        if limits.names is not None and value not in limits.names:
-            return unknown_name(limits.kind, value, limits.names)
-        choices = limits.choices or kind.choices
-        if choices is not None and value not in choices:
-            return error(f"unknown {name} {value!r}. Choose {' or '.join(choices)}")
+    elif option is not None and option.names is not None and value not in option.names:
+        return unknown_name(option.kind, value, option.names)
+    elif choices is not None and value not in choices:
+        return error(f"`{name}={value!r}` is unknown. Choose {' or '.join(choices)}")
     return None

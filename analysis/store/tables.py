@@ -6,6 +6,8 @@ declarations.
 
 from __future__ import annotations
 
+from typing import Final
+
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.scan_tables import (
     HEAD,
@@ -224,7 +226,8 @@ SPLIT_VERDICTS = Table(
 
 
 #: A single head is ablated, or all heads of its layer but this one.
-EACH, ALL_BUT_ONE = "each", "all_but_one"
+EACH: Final = "each"
+ALL_BUT_ONE: Final = "all_but_one"
 
 #: Metrics of effects.
 ACCURACY, LOSS, BITS_PER_BYTE, BLEU = "accuracy", "loss", "bits_per_byte", "bleu"

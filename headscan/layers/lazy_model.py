@@ -34,7 +34,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from headscan.checkpoints.headers import FileHeader, read_header
 from headscan.checkpoints.sources import commit_of, source_options
 from headscan.errors import ModelLoadError
-from headscan.loading import check_device, check_dtype, read_model
+from headscan.loading import check_device, read_model
 from headscan.model_spec import ModelSpec
 
 #: Smallest tensor in a map of its own, in bytes.
@@ -148,7 +148,6 @@ class LazyModel:
     def __init__(self, spec: ModelSpec, device: str) -> None:
         self.source = spec.source
         check_device(device)
-        check_dtype(spec.dtype)
         self.device = torch.device(device)
         config = spec.config()
         if getattr(config, "quantization_config", None) is not None:

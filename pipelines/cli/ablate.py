@@ -23,7 +23,7 @@ from headscan.pipelines.cli.task_options import (
 )
 from headscan.pipelines.cli.verb_base import CORPORA, CorpusOptions, RunVerb, quiet_libraries
 from headscan.pipelines.settings.corpus_settings import DataSpec
-from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, LossTexts, ReplacementOption
+from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, AblationMode, LossTexts, ReplacementOption
 
 if TYPE_CHECKING:
     from headscan.analysis.verdicts.head_effects import HeadEffect
@@ -45,8 +45,10 @@ class _Heads:
     value: ReplacementOption = "zero"
 
     @property
-    def modes(self) -> tuple[str, ...]:
-        return ((EACH,) if self.each or not self.all_but_one else ()) + (ALL_BUT_ONE,) * self.all_but_one
+    def modes(self) -> tuple[AblationMode, ...]:
+        if not self.all_but_one:
+            return (EACH,)
+        return (EACH, ALL_BUT_ONE) if self.each else (ALL_BUT_ONE,)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from headscan.catalog import SCORES
 from headscan.options import Group, Option
-from headscan.pipelines.cli.option_parser import UsageError
 from headscan.pipelines.cli.results import Result, arm_row, verdict_text
 from headscan.pipelines.cli.task_options import DemoSize, TaskVerb, evaluation_of, replacement_config
 from headscan.pipelines.cli.verb_base import quiet_libraries
@@ -27,10 +25,13 @@ _DEMO = DemoSize(questions=400, recall=200, sequences=0)
 @dataclass(frozen=True, kw_only=True)
 class _ArmOptions:
     settings: Annotated[partial[ChosenArms], Group()]
-    plan: Annotated[
+    plans: Annotated[
         tuple[str, ...],
         Option(
-            "comma-separated files of KV-cache plans, from `headscan plan` (default: none)", metavar="FILE", spaces=True
+            "comma-separated files of KV-cache plans, from `headscan plan` (default: none)",
+            flag="--plan",
+            metavar="FILE",
+            spaces=True,
         ),
     ] = ()
     value: ReplacementOption = "zero"
@@ -41,23 +42,6 @@ class _ArmOptions:
         if "share" in given or given.get("rule") or given.get("run_id"):
             others = {"score": COMMON_SCORE} | given | others
         return self.settings(**others)
-
-    def check(self) -> None:
-        """Raise UsageError if an option changes no arm."""
-        arms = self.chosen()
-        ablates = bool(arms.heads or arms.mask or arms.score)
-        if self.value != "zero" and not ablates:
-            raise UsageError(f"--replace {self.value} needs ablated heads: give --heads, --mask or --score")
-        for flag, is_given, needed, is_used in (
-            ("--mask-order", arms.order != "mean", "--score", bool(arms.score)),
-            ("--plan-mode", arms.plan_modes != ("forward",), "--plan", bool(self.plan)),
-            ("--controls", bool(arms.controls), "--heads, --mask, --score or --plan", ablates or bool(self.plan)),
-        ):
-            if is_given and not is_used:
-                raise UsageError(f"{flag} has no effect without {needed}: leave it out")
-        if arms.score not in (None, *SCORES) and (arms.rule or arms.order != "mean"):
-            flag = "--rule" if arms.rule else "--mask-order"
-            raise UsageError(f"{flag} needs a score of each input, which {arms.score} is not: name a score")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +66,14 @@ class Evaluate(TaskVerb):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.arms.check()
+        if not self.arms.plans:
+            # With plans, the options are checked when their files are read.
+            self.arms.chosen()
 
     def run(self) -> Result:
         from headscan.analysis.plans import load_plan
 
-        plans = tuple(load_plan(path) for path in self.arms.plan)
+        plans = tuple(load_plan(path) for path in self.arms.plans)
         replacement = replacement_config(self.arms.value, self.texts, self)
         chosen = self.arms.chosen(plans=plans, replacement=replacement)
         if chosen.mask or chosen.score:

@@ -16,7 +16,7 @@ from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, changed
 from headscan.pipelines.cli.results import Json, Result, arm_row, verdict_notes
 from headscan.pipelines.cli.task_options import DemoSize, WholeModelVerb
-from headscan.pipelines.settings.saving_settings import REPAIRS, KvCounts, RecallConfig
+from headscan.pipelines.settings.saving_settings import PRUNE_METHODS, REPAIRS, KvCounts, RecallConfig
 
 if TYPE_CHECKING:
     from headscan.pipelines.pruning.prune_config import PruneConfig
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from headscan.pipelines.settings.saving_settings import TextConfig
     from headscan.pruning.head_selection import SelectionConfig
 
-#: An imported list is the option --import-heads.
-METHODS = (*SET_METHODS, *RANKED_CRITERIA)
 #: Four models answer the demo's questions in half a minute on two cores.
 _DEMO = DemoSize(questions=80, recall=40, sequences=128)
 
@@ -104,7 +102,7 @@ class _Choice:
             "comma-separated methods: damage (loss left after repair), random, layer-drop, or a score or another "
             "criterion of a run in the store",
             kind="method",
-            names=METHODS,
+            names=PRUNE_METHODS,
         ),
     ] = ("damage",)
     run_id: Annotated[
@@ -248,7 +246,7 @@ class Prune(WholeModelVerb):
         from headscan.analysis.heads.head_roles import find_mask
         from headscan.models.model_facts import check_bounds
         from headscan.pipelines.pruning.prune_config import PruneConfig, RepairChoice
-        from headscan.pipelines.runs.head_orders import imported_heads, stored_orders
+        from headscan.pipelines.runs.head_orders import imported_heads
 
         spec, size, choice = run.model, self.size, self.choice
         named: dict[str, tuple[tuple[int, int], ...]] = {}
@@ -264,11 +262,10 @@ class Prune(WholeModelVerb):
         with tempfile.TemporaryDirectory() as scratch:
             yield PruneConfig(
                 evaluation=self.evaluation(spec, Path(scratch), _DEMO),
-                out=Path(self.out),
+                out=self.out,
                 budgets=size.budgets(),
                 methods=choice.method,
                 heads=named,
-                orders=stored_orders(run.store, run.identity, choice.method, choice.run_id),
                 texts=texts,
                 recall_prompts=RecallConfig(prompts=0) if alone else RecallConfig(weight=choice.recall_weight),
                 unit=self.unit,
@@ -278,6 +275,7 @@ class Prune(WholeModelVerb):
                 controls=PruneConfig.controls if self.controls is None else self.controls,
                 remote_code=self.remote_code,
                 skip_verdict=self.skip_verdict,
+                run_id=choice.run_id,
             )
 
 

@@ -95,4 +95,4 @@ def study_result(config: StudyConfig, devices: Devices, *, resume_anyway: bool) 
     answer = jobs.study(
         config, devices=here.request, resume_anyway=resume_anyway, say=lambda line: say(with_flags(line, Devices))
     )
-    return Result([answer.as_dict()], answer.lines, {"out": config.out})
+    return Result([answer.as_dict()], answer.lines, {"out": str(config.out)})

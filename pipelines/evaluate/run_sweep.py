@@ -69,7 +69,7 @@ def whole_model_recall(config: EvaluateConfig, run: Run) -> dict[str, tuple[floa
     """Ask the whole model the recall questions; return accuracy in percent and number of questions by kind. The result
     is empty if the questions fit neither the context nor the tokenizer.
     """
-    tasks = TaskConfig((), bos=config.tasks.bos)
+    tasks = TaskConfig(bos=config.tasks.bos)
     questions = Questions(tasks, config.recall, run.identity, recall_only=True)
     if not questions.requests:
         return {}

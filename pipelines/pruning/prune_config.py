@@ -9,15 +9,15 @@ from typing import Annotated
 
 from torch import Tensor
 
-from headscan.catalog import LAYER_DROP, RANDOM
-from headscan.errors import PruningError
+from headscan.catalog import LAYER_DROP, RANDOM, RANKED_CRITERIA
+from headscan.errors import PruningError, unknown_name
 from headscan.grid import Unit
 from headscan.models.loaded_model import LoadedModel
 from headscan.options import Count, Limits, check_limits
 from headscan.pipelines.pruning.pruning_units import PruneBudget
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
-from headscan.pipelines.settings.saving_settings import REPAIRS, KvCounts, RecallConfig, TextConfig
+from headscan.pipelines.settings.saving_settings import PRUNE_METHODS, REPAIRS, KvCounts, RecallConfig, TextConfig
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.head_selection import SelectionConfig
 from headscan.pruning.repair import DistillConfig, RepairConfig, Target, distill, mean_outputs, repair
@@ -114,11 +114,13 @@ class PruneConfig:
 
     Attributes:
         evaluation: Questions that judge the models; the held-out text is added.
-        out: Folder of the model; with several models, of their folders.
+        out: Folder of the model; with several models, of their folders. It becomes a `Path`.
         budgets: Sizes of the models; empty if ``heads`` names the heads.
-        methods: Methods that choose heads; one model is built for each size and method.
+        methods: Methods that choose heads, of `PRUNE_METHODS` or ``orders``; one model is built for each size and
+            method.
         heads: Heads to remove by the name of their mask or list; empty lets the methods choose.
-        orders: All heads, the most removable first, by method; only for methods that are criteria of a run in a store.
+        orders: All heads, the most removable first, by method; criteria without an entry take the order of a run in the
+            store.
         texts: Texts that choose, repair and judge.
         recall_prompts: Recall prompts that choose heads, repair and measure held-out losses, next to the texts.
         unit: Unit of removal.
@@ -132,13 +134,16 @@ class PruneConfig:
         remote_code: Copy the code of pruned models into the folders.
         timing: How prefill and decoding are timed; None skips it.
         skip_verdict: Judge nothing, and build no controls.
+        run_id: First characters of the id of the run whose numbers order heads by a criterion; None uses the newest run
+            of this model.
 
     Raises:
-        PruningError: There is nothing to build, or ``controls`` is negative.
+        PruningError: There is nothing to build, a value is out of range, or ``kv_counts`` or ``run_id`` has no effect.
+        UnknownNameError: A method is unknown.
     """
 
     evaluation: EvaluateConfig
-    out: Path
+    out: str | Path
     budgets: tuple[PruneBudget, ...] = ()
     methods: tuple[str, ...] = ("damage",)
     heads: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
@@ -153,21 +158,30 @@ class PruneConfig:
     remote_code: bool = False
     timing: Timing | None = field(default_factory=Timing)
     skip_verdict: bool = False
+    run_id: str | None = None
 
     def __post_init__(self) -> None:
+        check_limits(self, PruningError)
+        object.__setattr__(self, "out", Path(self.out))
         if not (self.budgets and self.methods) and not self.heads:
             raise PruningError("nothing to prune: 0 sizes (limit 1). Set `budgets` and `methods`, or `heads`")
+        known = (*PRUNE_METHODS, *self.orders)
+        for method in self.methods:
+            if method not in known:
+                raise unknown_name("method", method, known)
+        if self.run_id is not None and not set(self.methods) & set(RANKED_CRITERIA):
+            raise PruningError("`run_id` has no effect without a criterion of a run in `methods`: leave it out")
         if self.kv_counts != "any" and (self.unit != "group" or self.heads):
             raise PruningError(
                 f"`kv_counts={self.kv_counts}` with `unit={self.unit}` or named heads (limit: `unit=group`). Choose"
                 " `unit=group`, or leave it out"
             )
-        check_limits(self, PruningError)
 
     @property
     def folders(self) -> tuple[Path, ...]:
         names = [_folder_name(method, budget) for method, budget, _ in self._sizes]
-        return (self.out,) if len(names) == 1 else tuple(self.out / name for name in names)
+        out = Path(self.out)
+        return (out,) if len(names) == 1 else tuple(out / name for name in names)
 
     @property
     def _sizes(self) -> list[tuple[str, PruneBudget | None, tuple[tuple[int, int], ...]]]:

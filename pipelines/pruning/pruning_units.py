@@ -169,7 +169,9 @@ class LossBudget(PruneBudget):
         return f"at most {self.max_loss:g} nats"
 
     def count(self, units: int, search: BudgetSearch) -> int:
-        """Return the largest number of units within the loss, by bisection."""
+        """Return a number of units within the loss, of which one more exceeds it, by bisection: the largest such number
+        if the loss grows with every unit.
+        """
         low, high = 0, units
         while high - low > 1:
             middle = (low + high) // 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from headscan.analysis.store.output_files import write_text
 from headscan.analysis.verdicts.judge import Verdict, judge
@@ -26,6 +27,7 @@ from headscan.pipelines.pruning.prune_config import PruneConfig
 from headscan.pipelines.pruning.pruned_arms import BuiltModel, pruned_arm
 from headscan.pipelines.pruning.work_folder import check_place, work_folder
 from headscan.pipelines.runs.code_version import code_version
+from headscan.pipelines.runs.head_orders import stored_orders
 from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE
@@ -53,7 +55,13 @@ def run_prune(config: PruneConfig, run: Run) -> PruneResult:
     """Build pruned models, save and judge them; the same call resumes after an interruption. The original is held whole
     in this process, and closed before pruned models are opened.
     """
-    check_place(config.out)
+    out = Path(config.out)
+    check_place(out)
+    if config.budgets:
+        # A missing run fails before the model is loaded.
+        missing = [method for method in config.methods if method not in config.orders]
+        stored = stored_orders(run.store, run.identity, missing, config.run_id)
+        config = replace(config, orders={**config.orders, **stored})
     refuse_staged(run.pool, "the removal of heads")
     identity, say = run.identity, run.say
     columns = run.pool.one(columns_to_solve, config.repair.targets)
@@ -85,7 +93,7 @@ def run_prune(config: PruneConfig, run: Run) -> PruneResult:
         )
 
     settings_hash = _settings_hash(config, run, texts, held_out, held_out_prompts)
-    with work_folder(config.out, config.folders, settings_hash, say) as work:
+    with work_folder(out, config.folders, settings_hash, say) as work:
         with kept_damages(
             run, texts, config.selection, evaluation.batch_tokens, prompts, config.recall_prompts.weight
         ) as known:

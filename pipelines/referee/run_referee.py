@@ -187,13 +187,17 @@ class StoredChoices:
 @dataclass(frozen=True)
 class RefereeConfig:
     """Settings of a referee. The held-out text of ``texts`` is added to the evaluation's questions; repair ``none``
-    ablates heads in the original model.
+    ablates heads in the original model. Shares are below 1.
     """
 
     evaluation: EvaluateConfig
     compared: Comparison = field(default_factory=Comparison)
     texts: TextConfig = field(default_factory=TextConfig)
     repair: RepairChoice = field(default_factory=lambda: RepairChoice("none"))
+
+    def __post_init__(self) -> None:
+        if max(self.compared.shares) >= 1:
+            raise InterventionError(f"`shares={max(self.compared.shares):g}` (limit below 1). Lower `shares`")
 
 
 def run_referee(config: RefereeConfig, run: Run) -> str:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from headscan.analysis.store.tables import ALL_BUT_ONE, EACH
+from headscan.analysis.store.tables import EACH
 from headscan.analysis.store.verdict_limits import QUESTIONS_PER_TEXT
 from headscan.catalog import (
     CRITERIA,
@@ -25,7 +25,7 @@ from headscan.errors import HeadscanError, InterventionError
 from headscan.grid import parse_head
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, Count, Limits, Option, Seed, check_limits
-from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec
+from headscan.pipelines.settings.corpus_settings import SHORTEST, BosPolicy, CorpusSpec
 
 if TYPE_CHECKING:
     from headscan.analysis.plans import HeadPlan
@@ -106,7 +106,7 @@ class RecallPlan:
 class TaskConfig:
     """Tasks of lm-eval, and the form of their prompts. Without ``names`` an evaluation asks recall and text only."""
 
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ()
     include_path: Annotated[
         str | None,
         Option(
@@ -122,9 +122,7 @@ class TaskConfig:
     fewshot_as_multiturn: Annotated[
         bool | None, Option("examples as turns of the chat (default: yes with a chat template)")
     ] = None
-    bos: Annotated[
-        Literal["auto", "always", "never"], Option("BOS token before each prompt; auto follows the tokenizer")
-    ] = "auto"
+    bos: Annotated[BosPolicy, Option("BOS token before each prompt; auto follows the tokenizer")] = "auto"
     mmlu_cloze: Annotated[
         bool,
         Option(
@@ -207,6 +205,8 @@ class ReplacementConfig:
         check_limits(self, InterventionError)
         if self.value != "zero" and self.corpus is None:
             raise InterventionError(f"`value={self.value}` needs texts: no corpus. Set `corpus`")
+        if self.value == "zero" and self.corpus is not None:
+            raise InterventionError("`corpus` has no effect with `value=zero`: leave it out, or use mean or resample")
 
 
 #: Score of arms where a setting needs one and none is named.
@@ -234,7 +234,7 @@ class ChosenArms:
         plans: Plans of the KV cache, each evaluated in all ``plan_modes``.
 
     Raises:
-        InterventionError: A number is out of range.
+        InterventionError: A number is out of range, or a setting has no effect on the arms.
         UnknownNameError: The score or a mode is unknown.
     """
 
@@ -298,6 +298,28 @@ class ChosenArms:
 
     def __post_init__(self) -> None:
         check_limits(self, InterventionError)
+        if not self.plan_modes:
+            raise InterventionError("`plan_modes` is empty (limit 1 mode). Set `plan_modes`")
+        ablates = bool(self.heads or self.mask or self.score)
+        if self.replacement.value != "zero" and not ablates:
+            raise InterventionError(
+                f"`value={self.replacement.value}` needs ablated heads. Set `heads`, `mask` or `score`"
+            )
+        for name, needed, is_used in (
+            ("share", "`score`", bool(self.score)),
+            ("order", "`score`", bool(self.score)),
+            ("run_id", "`score`", bool(self.score)),
+            ("rule", "`score`", bool(self.score)),
+            ("plan_modes", "`plans`", bool(self.plans)),
+            ("controls", "`heads`, `mask`, `score` or `plans`", ablates or bool(self.plans)),
+        ):
+            if not is_used and getattr(self, name) != getattr(ChosenArms, name):
+                raise InterventionError(f"`{name}` has no effect without {needed}: leave it out")
+        if self.score not in (None, *SCORES) and (self.rule or self.order != "mean"):
+            raise InterventionError(
+                f"`{'rule' if self.rule else 'order'}` needs a score of each input, which `score={self.score}` is not."
+                " Choose another `score`"
+            )
 
     @property
     def is_empty(self) -> bool:
@@ -381,8 +403,8 @@ class SweepConfig:
         return tuple(sorted({quantile for quantile in self.quantiles if quantile}))
 
 
-#: Modes of an ablate run.
-MODES = (EACH, ALL_BUT_ONE)
+#: Mode of an ablate run.
+AblationMode = Literal["each", "all_but_one"]
 
 
 @dataclass(frozen=True)
@@ -412,16 +434,16 @@ class AblateConfig:
 
     evaluation: EvaluateConfig
     texts: LossTexts | None = None
-    modes: tuple[str, ...] = (EACH,)
+    modes: tuple[AblationMode, ...] = (EACH,)
     replacement: ReplacementConfig = field(default_factory=ReplacementConfig)
 
     def __post_init__(self) -> None:
-        unknown = [mode for mode in self.modes if mode not in MODES]
-        if unknown or not self.modes:
-            raise InterventionError(f"unknown mode {(unknown or [''])[0]!r}. Choose {' or '.join(MODES)}")
+        check_limits(self, InterventionError)
+        if not self.modes:
+            raise InterventionError("`modes` is empty (limit 1 mode). Set `modes`")
         if bool(self.evaluation.tasks.names) == (self.texts is not None):
             both = "tasks and texts" if self.texts is not None else "neither tasks nor texts"
-            raise InterventionError(f"{both}, but effects have one metric. Set either `tasks` or `corpus`")
+            raise InterventionError(f"{both}, but effects have one metric. Set either `evaluation.tasks` or `texts`")
 
 
 #: One of each kind, the two best-known scores among them.
@@ -466,8 +488,8 @@ class Comparison:
     iterative: Annotated[bool, Option("scores, importances and effects are measured again after each share")] = False
 
     def __post_init__(self) -> None:
+        check_limits(self, InterventionError)
         for name in ("criteria", "shares"):
             object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
-        check_limits(self, InterventionError)
         if not self.criteria or not self.shares:
             raise InterventionError("nothing to compare: 0 criteria or shares (limit 1). Set `criteria` and `shares`")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK, RECALL_NAMES
+from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK, RANKED_CRITERIA, RECALL_NAMES, SET_METHODS
 from headscan.errors import PruningError
 from headscan.kv.kept_keys import Window
 from headscan.model_spec import ModelSpec
@@ -91,6 +91,9 @@ class RecallConfig:
 
 #: Numbers of KV heads that the layers of a pruned model may have.
 KvCounts = Literal["any", "divisors"]
+
+#: Methods that choose heads: those that choose a set, and criteria by which a run in a store orders heads.
+PRUNE_METHODS = (*SET_METHODS, *RANKED_CRITERIA)
 
 #: Projections that each repair solves; ``mean`` adds the mean outputs of removed heads instead.
 REPAIRS: Mapping[str, tuple[Literal["o", "v", "down"], ...]] = {

@@ -9,6 +9,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from headscan.errors import HeadscanError
+from headscan.options import without_none
 
 
 def settings_file(path: str | Path, error: type[HeadscanError]) -> dict[str, Any]:
@@ -54,10 +55,8 @@ def _value(hint: Any, value: Any, error: type[HeadscanError], place: str) -> Any
             raise error(f"{place}={value!r} is no list. Write [a, b]")
         return tuple(_value(options[0], each, error, place) for each in value)
     if get_origin(hint) in (Union, UnionType):
-        if value is None:
-            return None
-        (inner,) = [each for each in options if each is not type(None)]
-        return _value(inner, value, error, place)
+        inner, optional = without_none(hint)
+        return None if value is None and optional else _value(inner, value, error, place)
     if is_dataclass(hint):
         # A single word names a model, a corpus or a task, and a list several tasks.
         first = fields(hint)[0].name

@@ -277,7 +277,7 @@ class _Study:
         config = self.config
         text = self._read(self.texts.choose, max(FEWEST_STUDY_TEXTS, self._judged_texts // 2), "choose")
         recall_plan = RecallPlan(lengths=(self._recall_tokens,), questions=RECALL_PROMPTS, seed=1)
-        choosing = EvaluateConfig(config.model, TaskConfig(()), recall_plan, config.batch_tokens, text=text)
+        choosing = EvaluateConfig(config.model, TaskConfig(), recall_plan, config.batch_tokens, text=text)
         run_id = self._evaluate(choosing, [arm for of_one in arms.values() for arm in of_one])
         verdict = judge(self.run.store, run_id)
         outcomes = verdict.outcomes
@@ -329,7 +329,7 @@ class _Study:
         config, out = self.config, Path(self.config.out) / "pruned"
         method = "damage" if config.prune_by == "damage" or not criterion else criterion
         pruning = PruneConfig(
-            EvaluateConfig(config.model, TaskConfig(()), None, config.batch_tokens),
+            EvaluateConfig(config.model, TaskConfig(), None, config.batch_tokens),
             out,
             budgets=tuple(ShareBudget(share) for share in config.prune_shares or ()),
             methods=(method,),
@@ -349,7 +349,7 @@ class _Study:
     def _losses(self, arms: list[Arm]) -> dict[str, Increase]:
         """Return the increases of the judged loss by arm name, widened for the kinds of savings."""
         self._begin_step("6. held-out loss of every candidate")
-        reading = EvaluateConfig(self.config.model, TaskConfig(()), None, self.config.batch_tokens, text=self._text)
+        reading = EvaluateConfig(self.config.model, TaskConfig(), None, self.config.batch_tokens, text=self._text)
         return read_losses(self.run.store, self._evaluate(reading, arms), comparisons=self.config.kind_count)
 
     def _judged(

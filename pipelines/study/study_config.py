@@ -37,7 +37,7 @@ class StudyConfig:
 
     Attributes:
         corpus: Texts; one part measures, one chooses between criteria, and one judges.
-        out: Folder for the store, the plans, the pruned models, the answers and the report.
+        out: Folder for the store, the plans, the pruned models, the answers and the report; it becomes a `Path`.
         tasks: Tasks that judge; None asks which of four passages continues this one, on the judging texts.
         criteria: Scores and importances that may rank the heads; the best one on the choosing texts does.
         shares: Shares of ablated heads; None tries those that the time allows, an empty tuple none. The same holds for
@@ -52,7 +52,7 @@ class StudyConfig:
 
     model: ModelSpec
     corpus: CorpusSpec
-    out: Annotated[str, Option("output folder")] = "study"
+    out: Annotated[str | Path, Option("output folder")] = "study"
     tasks: TaskConfig | None = None
     hours: Annotated[float, Option("time limit, in hours", above=0, most=1e6)] = 2.0
     tokens: Annotated[
@@ -99,6 +99,7 @@ class StudyConfig:
 
     def __post_init__(self) -> None:
         check_limits(self, StudyError)
+        object.__setattr__(self, "out", Path(self.out))
         for name in SHARE_SETTINGS:
             if getattr(self, name) is None:
                 continue
@@ -106,6 +107,8 @@ class StudyConfig:
             object.__setattr__(self, name, values)
         if self.shares != () and not self.criteria:
             raise StudyError("criteria are empty (limit 1). Name a score or an importance")
+        if self.tasks is not None and not self.tasks.names:
+            raise StudyError("`tasks.names` is empty (limit 1 task). Name tasks, or leave out `tasks`")
         if not self.kind_count:
             raise StudyError("nothing to study: no shares. Set `shares`, `window_shares` or `prune_shares`")
 
@@ -159,4 +162,6 @@ def resumed(path: Path, config: StudyConfig) -> StudyConfig | None:
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, Path) else value

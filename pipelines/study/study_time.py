@@ -139,10 +139,10 @@ def question_costs(config: StudyConfig, run: Run, texts: StudyTexts) -> Question
         tokens = sample.tokens_to_read() / max(1, sampled)
     available = sum(of_task.values()) if config.tasks else len(make_questions(texts.judged_files, enough))
     asked = RecallPlan(lengths=lengths, questions=_ASKED_FIRST, seed=1)
-    recall = Questions(TaskConfig(()), asked, run.identity, recall_only=True)
+    recall = Questions(TaskConfig(), asked, run.identity, recall_only=True)
     needed, words = [0], []
     if config.recall_questions is None:
-        asking = EvaluateConfig(config.model, TaskConfig(()), asked, config.batch_tokens)
+        asking = EvaluateConfig(config.model, TaskConfig(), asked, config.batch_tokens)
         for kind, (right, number) in whole_model_recall(asking, run).items():
             words.append(f"{kind} {right:.0f} %")
             if solves(kind, right, number):

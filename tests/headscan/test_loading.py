@@ -225,7 +225,7 @@ def test_errors_of_a_wrong_model(folder: Path, tmp_path: Path) -> None:
         headscan.load(tmp_path)
     with pytest.raises(ModelLoadError, match="there is no such folder, the cache does not hold all of it"):
         headscan.load("nobody/no-such-model")
-    with pytest.raises(ModelLoadError, match="unknown dtype 'int3'"):
+    with pytest.raises(ModelLoadError, match=r"`dtype='int3'` is unknown. Choose auto or float32"):
         headscan.load(folder, dtype="int3")
     with pytest.raises(ModelLoadError, match="unknown device"):
         headscan.load(folder, device="toaster")

@@ -19,6 +19,9 @@ class Settings:
     sizes: Annotated[tuple[int, ...], Option("sizes", least=8, multiple=4)] = (8,)
     mode: Annotated[Literal["one", "two"], Option("mode")] = "one"
     names: Annotated[tuple[str, ...], Option("names", kind="score", names=("left", "right"))] = ()
+    side: Literal["left", "right"] | None = None
+    sides: tuple[Literal["left", "right"], ...] = ()
+    words: tuple[str, ...] = ()
     free: int = -1
 
     def __post_init__(self) -> None:
@@ -27,7 +30,17 @@ class Settings:
 
 def test_values_within_their_limits() -> None:
     Settings()
-    Settings(count=np.int64(2), share=np.float32(0.5), rate=0, sizes=(8, 12), mode="two", names=("right",))
+    Settings(
+        count=np.int64(2),
+        share=np.float32(0.5),
+        rate=0,
+        sizes=(8, 12),
+        mode="two",
+        names=("right",),
+        side="left",
+        words=("",),
+    )
+    Settings(side="left", sides=("left", "right"), words=("any",))
     Settings(share=None, sizes=[16], count=10**400)  # type: ignore[arg-type]
 
 
@@ -47,7 +60,12 @@ def test_values_within_their_limits() -> None:
         ({"sizes": (8, 4)}, "`sizes=4` (limit 8, a multiple of 4). Raise `sizes`"),
         ({"sizes": (8, 9)}, "`sizes=9` (limit a multiple of 4). Change `sizes`"),
         ({"sizes": 8}, "`sizes=8` is no tuple. Change `sizes`"),
-        ({"mode": "three"}, "unknown mode 'three'. Choose one or two"),
+        ({"mode": "three"}, "`mode='three'` is unknown. Choose one or two"),
+        ({"side": "up"}, "`side='up'` is unknown. Choose left or right"),
+        ({"sides": ("left", "up")}, "`sides='up'` is unknown. Choose left or right"),
+        ({"sides": "left"}, "`sides='left'` is no tuple. Change `sides`"),
+        ({"words": "left"}, "`words='left'` is no tuple. Change `words`"),
+        ({"names": "left"}, "`names='left'` is no tuple. Change `names`"),
     ],
 )
 def test_errors_name_field_value_limit_and_fix(given: dict[str, Any], message: str) -> None:

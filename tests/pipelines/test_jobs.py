@@ -14,7 +14,7 @@ import headscan
 from headscan.analysis.errors import StoreMissingError
 from headscan.analysis.plans import WindowShare
 from headscan.analysis.store.store import Store
-from headscan.errors import HeadscanError
+from headscan.errors import HeadscanError, InterventionError, UnknownNameError
 from headscan.gates.gate_settings import GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
@@ -100,7 +100,7 @@ def test_text_alone_judges_heads_that_are_replaced_by_their_mean(
     spec: ModelSpec, corpus_folder: Path, cpu: jobs.PlacementRequest, tmp_path: Path
 ) -> None:
     chunks = tuple(TextChunk(f"document {first}", tuple(range(first, first + 32)), 100) for first in range(4, 8))
-    config = jobs.EvaluateConfig(spec, TaskConfig(()), recall=None, text=HeldOutText("numbers", chunks))
+    config = jobs.EvaluateConfig(spec, TaskConfig(), recall=None, text=HeldOutText("numbers", chunks))
     means = jobs.ReplacementConfig("mean", CorpusSpec(str(corpus_folder)), texts=4)
     chosen = jobs.ChosenArms(heads=((0, 1), (1, 2)), replacement=means)
     jobs.evaluate(config, tmp_path / "s.duckdb", chosen, devices=cpu, say=quiet)
@@ -172,7 +172,7 @@ def test_prune_saves_a_model_that_loads(
 ) -> None:
     config = jobs.PruneConfig(
         evaluation=evaluation,
-        out=tmp_path / "smaller",
+        out=str(tmp_path / "smaller"),
         budgets=(ShareBudget(0.3),),
         texts=TextConfig(CorpusSpec(str(corpus_folder)), sequences=16, max_tokens=64),
         timing=None,
@@ -180,6 +180,54 @@ def test_prune_saves_a_model_that_loads(
     )
     (built,) = jobs.prune(config, tmp_path / "s.duckdb", devices=cpu, say=quiet).models
     assert len(list(headscan.load(built.folder, device="cpu").grid.heads())) < 18
+
+
+def test_prune_takes_the_order_of_a_criterion_from_the_store(
+    spec: ModelSpec, corpus_folder: Path, evaluation: jobs.EvaluateConfig, cpu: jobs.PlacementRequest, tmp_path: Path
+) -> None:
+    store, texts = tmp_path / "s.duckdb", CorpusSpec(str(corpus_folder))
+    config = jobs.PruneConfig(
+        evaluation,
+        tmp_path / "smaller",
+        (ShareBudget(0.2),),
+        ("output_norm_ln",),
+        texts=TextConfig(texts, sequences=4, max_tokens=64),
+        repair=jobs.RepairChoice("none"),
+        timing=None,
+        skip_verdict=True,
+    )
+    with pytest.raises(HeadscanError, match="there is no store at"):
+        jobs.prune(config, store, devices=cpu, say=quiet)
+    run_id = jobs.scan(jobs.ScanConfig(spec, texts, TokenPlan(64)), store, devices=cpu, say=quiet).run_id
+    with pytest.raises(HeadscanError, match="has no scan run none"):
+        jobs.prune(replace(config, run_id="none"), store, devices=cpu, say=quiet)
+    (built,) = jobs.prune(replace(config, run_id=run_id[:6]), store, devices=cpu, say=quiet).models
+    first = head_order(Store(store), run_id, "output_norm_ln")[: len(built.removed)]
+    assert built.removed == tuple(sorted((each.layer, each.head) for each in first)) and len(first) == 4
+
+
+def test_a_referee_refuses_to_remove_all_heads(evaluation: jobs.EvaluateConfig) -> None:
+    with pytest.raises(InterventionError, match=r"`shares=1` \(limit below 1\)"):
+        jobs.RefereeConfig(evaluation, Comparison(shares=(0.5, 1.0)))
+
+
+def test_unknown_methods_of_a_pruning_are_refused(evaluation: jobs.EvaluateConfig, tmp_path: Path) -> None:
+    config = jobs.PruneConfig(evaluation, tmp_path, (ShareBudget(0.3),))
+    with pytest.raises(UnknownNameError, match=r"unknown method 'damge'; did you mean damage\?"):
+        replace(config, methods=("damge",))
+    replace(config, methods=("mine",), orders={"mine": [(0, 0)]})
+    with pytest.raises(HeadscanError, match="`run_id` has no effect without a criterion of a run in `methods`"):
+        replace(config, run_id="1a2b")
+
+
+def test_the_output_folder_of_models_and_studies_is_a_path_or_a_text(
+    spec: ModelSpec, evaluation: jobs.EvaluateConfig, tmp_path: Path
+) -> None:
+    for make in (
+        lambda out: jobs.PruneConfig(evaluation, out, (ShareBudget(0.3),)),
+        lambda out: jobs.StudyConfig(spec, CorpusSpec("texts/"), out),
+    ):
+        assert make(tmp_path) == make(str(tmp_path)) and make(str(tmp_path)).out == tmp_path
 
 
 def test_a_memory_limit_sets_the_batch_size_of_jobs_and_verbs(
@@ -198,13 +246,6 @@ def test_a_memory_limit_sets_the_batch_size_of_jobs_and_verbs(
     assert f"run {run_id} is complete" in capsys.readouterr().out
 
 
-#: Numbers of exported classes without limits.
-UNLIMITED = {
-    "Arm.share": "a label of the arm's curve in the store; the heads are chosen already",
-    "Arm.seed": "likewise",
-}
-
-
 def numbers_of(cls: Any) -> dict[str, tuple[FieldType, tuple[Any, ...]]]:
     """Return type and marks of the fields of a class that hold numbers."""
     numbers = {}
@@ -217,11 +258,16 @@ def numbers_of(cls: Any) -> dict[str, tuple[FieldType, tuple[Any, ...]]]:
     return numbers
 
 
-def test_every_number_of_the_settings_has_limits_and_a_bad_one_is_named(
-    spec: ModelSpec, evaluation: jobs.EvaluateConfig, tmp_path: Path
-) -> None:
+#: Exported dataclasses that jobs make; users may make arms and held-out text, too.
+RECORDS = {"Arm", "HeadPlan", "HeldOutText"}
+
+
+@pytest.fixture
+def all_settings(spec: ModelSpec, evaluation: jobs.EvaluateConfig, tmp_path: Path) -> dict[str, Any]:
+    """Settings of every exported class by its name."""
     texts, tokens = CorpusSpec("python-stdlib"), TokenPlan(64)
     needed: dict[str, tuple[Any, ...]] = {
+        "AblateConfig": (evaluation,),
         "BytesBudget": (1000, 64),
         "CorpusSpec": ("python-stdlib",),
         "DataSpec": ("examples.tsv",),
@@ -232,36 +278,63 @@ def test_every_number_of_the_settings_has_limits_and_a_bad_one_is_named(
         "LossBudget": (0.1,),
         "LossLimit": (0.1,),
         "LossTexts": (texts,),
+        "ModelSpec": ("demo",),
         "Part": (1, 2),
         "PlanConfig": (spec,),
         "ProbeConfig": (spec,),
         "PruneConfig": (evaluation, tmp_path, (ShareBudget(0.3),)),
+        "RefereeConfig": (evaluation,),
         "ScanConfig": (spec, texts, tokens),
         "ShareBudget": (0.3,),
         "StudyConfig": (spec, texts),
         "SweepConfig": (evaluation,),
-        "TaskConfig": ((),),
         "TokenPlan": (64,),
         "WindowHeads": (2,),
         "WindowShare": (0.5,),
     }
+    classes = {name: getattr(jobs, name) for name in jobs.__all__ if name not in RECORDS | {"BASELINE"}}
+    return {name: cls(*needed.get(name, ())) for name, cls in classes.items() if is_dataclass(cls)}
+
+
+def assert_refused(settings: Any, field: str, value: object) -> None:
+    """Assert that settings refuse the value of a field on one line that begins with the field's name, or with the noun
+    for a name that is one of many.
+    """
+    message = rf"^(`|{type(settings).__name__}\.){field}\b|^unknown plan mode "
+    with pytest.raises(HeadscanError, match=message) as refused:
+        replace(settings, **{field: value})
+    assert "\n" not in str(refused.value)
+
+
+def test_every_number_of_the_settings_has_limits_and_a_bad_one_is_named(all_settings: dict[str, Any]) -> None:
     unlimited, checked = set(), 0
-    for name in jobs.__all__:
-        cls = getattr(jobs, name)
-        if not isinstance(cls, type) or not is_dataclass(cls):
-            continue
-        for field, (kind, marks) in numbers_of(cls).items():
+    for name, settings in all_settings.items():
+        for field, (kind, marks) in numbers_of(type(settings)).items():
             if not marks:
                 unlimited.add(f"{name}.{field}")
                 continue
             low: float = float("nan") if kind.kind is float else -1
             for bad in ("many", low):
-                value = (bad,) if kind.many else bad
-                with pytest.raises(HeadscanError, match=rf"^(`|{name}\.){field}\b.*$") as refused:
-                    replace(cls(*needed.get(name, ())), **{field: value})
-                assert "\n" not in str(refused.value)
+                assert_refused(settings, field, (bad,) if kind.many else bad)
             checked += 1
-    assert unlimited == UNLIMITED.keys() and checked >= 50
+    assert not unlimited and checked >= 50
+
+
+def test_every_literal_refuses_an_unknown_word_and_every_tuple_a_text(all_settings: dict[str, Any]) -> None:
+    literals, tuples = set(), set()
+    for name, settings in all_settings.items():
+        for field in (each.name for each in fields(settings)):
+            hint = field_hint(type(settings), field)
+            kind = field_type(get_args(hint)[0] if get_origin(hint) is Annotated else hint)
+            if kind.many:
+                tuples.add(f"{name}.{field}")
+                assert_refused(settings, field, "mmlu")
+                assert_refused(settings, field, b"mmlu")
+            if kind.choices:
+                literals.add(f"{name}.{field}")
+                assert_refused(settings, field, ("unknown",) if kind.many else "unknown")
+    assert {"PruneConfig.unit", "PlanConfig.granularity", "StudyConfig.prune_by", "AblateConfig.modes"} <= literals
+    assert {"TaskConfig.names", "Comparison.criteria", "PruneConfig.methods"} <= tuples
 
 
 class Begun(Exception):

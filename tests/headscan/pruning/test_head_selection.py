@@ -47,6 +47,11 @@ def test_units_are_removed_whole(lm: LoadedModel, unit: Unit) -> None:
             assert sum(each <= chosen for each in units) == count
 
 
+def test_an_unknown_unit_is_refused(lm: LoadedModel) -> None:
+    with pytest.raises(PruningError, match=r"`unit='heads'` is unknown. Choose head or group or layer"):
+        find_units(lm.grid, "heads")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("tries", [0, 6])
 def test_layers_keep_allowed_numbers_at_every_size(tries: int) -> None:
     """Also where further stages move layers on a repaired model; every size is missed by less than one step."""

@@ -81,7 +81,7 @@ def test_another_dtype_takes_other_bytes(tmp_path: Path) -> None:
     assert whole.hidden == 2 * half.hidden == 4 * 48
     assert whole.cache == tuple(2 * size for size in half.cache)
     assert half.plain < whole.plain
-    with pytest.raises(ModelLoadError, match="unknown dtype 'int3'"):
+    with pytest.raises(ModelLoadError, match=r"`dtype='int3'` is unknown. Choose auto or float32"):
         model_sizes(ModelSpec(str(tmp_path), dtype="int3"))
 
 

@@ -49,7 +49,7 @@ LAYERS = 3
 @pytest.fixture(scope="module")
 def on_text(spec: ModelSpec, corpus_folder: Path) -> AblateConfig:
     texts = LossTexts(CorpusSpec(str(corpus_folder)), sequences=10, max_tokens=40)
-    return AblateConfig(EvaluateConfig(spec, TaskConfig(()), batch_tokens=120), texts)
+    return AblateConfig(EvaluateConfig(spec, TaskConfig(), batch_tokens=120), texts)
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +287,9 @@ def test_another_value_is_another_run_with_other_arms(
 def test_bad_settings_name_their_fix(on_text: AblateConfig, on_task: AblateConfig, tmp_path: Path) -> None:
     with pytest.raises(InterventionError, match=r"`value=mean` needs texts: no corpus\. Set `corpus`"):
         ReplacementConfig("mean")
-    with pytest.raises(InterventionError, match="unknown value 'median'"):
+    with pytest.raises(InterventionError, match="`corpus` has no effect with `value=zero`"):
+        ReplacementConfig("zero", CorpusSpec("texts/"))
+    with pytest.raises(InterventionError, match=r"`value='median'` is unknown"):
         ReplacementConfig("median")  # type: ignore[arg-type]
     with pytest.raises(InterventionError, match=r"`samples=1` \(limit 2\)"):
         ReplacementConfig(samples=1)
@@ -295,8 +297,10 @@ def test_bad_settings_name_their_fix(on_text: AblateConfig, on_task: AblateConfi
         replace(on_text, texts=None)
     with pytest.raises(InterventionError, match="tasks and texts"):
         replace(on_task, texts=on_text.texts)
-    with pytest.raises(InterventionError, match="unknown mode 'some'"):
-        replace(on_text, modes=("some",))
+    with pytest.raises(InterventionError, match=r"`modes='some'` is unknown. Choose each or all_but_one"):
+        replace(on_text, modes=("some",))  # type: ignore[arg-type]
+    with pytest.raises(InterventionError, match="`modes='each'` is no tuple"):
+        replace(on_text, modes="each")  # type: ignore[arg-type]
     with pytest.raises(SequenceError, match=r"`max_tokens=5000` \(limit \d+ positions of"):
         read_texts(replace(on_text.texts, max_tokens=5000), identify(on_text.evaluation.model))  # type: ignore[type-var]
 

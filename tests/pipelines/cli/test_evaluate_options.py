@@ -9,7 +9,8 @@ import pytest
 from headscan.errors import HeadscanError
 from headscan.pipelines.cli.main import read_command
 from headscan.pipelines.cli.option_parser import UsageError
-from headscan.pipelines.settings.evaluation_settings import ChosenArms
+from headscan.pipelines.settings.corpus_settings import CorpusSpec
+from headscan.pipelines.settings.evaluation_settings import ChosenArms, ReplacementConfig
 
 
 @pytest.mark.parametrize(
@@ -17,6 +18,7 @@ from headscan.pipelines.settings.evaluation_settings import ChosenArms
     [
         (["--mask-order", "inactive"], "--mask-order has no effect without --score"),
         (["--heads", "3:5", "--plan-mode", "decode"], "--plan-mode has no effect without --plan"),
+        (["--rule", "--score", "importance"], "--rule needs a score of each input, which --score importance is not"),
         (["--controls", "19"], "--controls has no effect without --heads, --mask, --score or --plan"),
         (["--models", "a/", "--controls", "19"], "--controls has no effect"),
         (["--no-recall", "--recall-lengths", "256"], "--no-recall asks no recall questions"),
@@ -62,6 +64,16 @@ def test_options_of_a_score_name_the_score(words: list[str], score: str | None) 
         ({"controls": -1}, r"`controls=-1` \(limit 0\)"),
         ({"score": "entropi"}, "unknown score 'entropi'; did you mean entropy"),
         ({"plan_modes": ("backward",)}, "unknown plan mode 'backward'"),
+        ({"plan_modes": ()}, "`plan_modes` is empty"),
+        ({"plan_modes": ("decode",), "heads": ((0, 1),)}, "`plan_modes` has no effect without `plans`"),
+        ({"share": 0.2}, "`share` has no effect without `score`"),
+        ({"order": "inactive", "mask": "mine"}, "`order` has no effect without `score`"),
+        ({"rule": True}, "`rule` has no effect without `score`"),
+        ({"run_id": "1a2b"}, "`run_id` has no effect without `score`"),
+        ({"controls": 19, "models": ("a",)}, "`controls` has no effect without `heads`, `mask`, `score` or `plans`"),
+        ({"rule": True, "score": "importance"}, "`rule` needs a score of each input, which `score=importance` is not"),
+        ({"order": "inactive", "score": "gate"}, "`order` needs a score of each input"),
+        ({"replacement": ReplacementConfig("mean", CorpusSpec("texts/"))}, "`value=mean` needs ablated heads"),
     ],
 )
 def test_arms_have_limits_without_the_command_line(settings: dict[str, Any], message: str) -> None:

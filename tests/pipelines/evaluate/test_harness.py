@@ -197,7 +197,7 @@ def test_what_a_user_can_get_wrong(spec: ModelSpec, pool: InProcessPool, task_fo
     with pytest.raises(HarnessError, match="is no folder"):
         TaskConfig(("counting",), include_path=str(tmp_path / "absent"))
     with pytest.raises(HarnessError, match="no tasks"):
-        run_evaluation(EvaluateConfig(spec, TaskConfig(())), run_on(pool, store), [BASELINE])
+        run_evaluation(EvaluateConfig(spec, TaskConfig()), run_on(pool, store), [BASELINE])
     with pytest.raises(InterventionError, match="empty mask"):
         mask_arm([])
     with pytest.raises(HeadscanError, match="limit=0"):

@@ -122,9 +122,7 @@ def test_the_loss_of_text_is_that_of_separate_passes(
 ) -> None:
     arms = [BASELINE, model_arm_of(other_folder, spec)]
     with Watched(spec, THREADS) as pool:
-        run_id = run_evaluation(
-            dataclasses.replace(config, tasks=TaskConfig(())), run_on(pool, store, open_model), arms
-        )
+        run_id = run_evaluation(dataclasses.replace(config, tasks=TaskConfig()), run_on(pool, store, open_model), arms)
     losses = []
     for source in (spec.source, str(other_folder)):
         lm = headscan.load(source, device="cpu")

@@ -245,7 +245,7 @@ def test_what_a_user_can_get_wrong(config: ScanConfig, spec: ModelSpec, tmp_path
         run(dataclasses.replace(config, tokens=TokenPlan(5000)), store)
     with pytest.raises(UnknownNameError, match="entrop"):
         dataclasses.replace(config, statistics=("entrop",))
-    with pytest.raises(CorpusRunError, match=r"unknown panel 'slow'. Choose fast or full"):
+    with pytest.raises(CorpusRunError, match=r"`panel='slow'` is unknown. Choose fast or full"):
         dataclasses.replace(config, panel="slow")  # type: ignore[arg-type]
     with pytest.raises(CorpusRunError, match="shard_size=0"):
         dataclasses.replace(config, shard_size=0)

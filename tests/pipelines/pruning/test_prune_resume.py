@@ -76,7 +76,7 @@ def pruned(
 
 def config(spec: ModelSpec, corpus: Path, folder: Path) -> PruneConfig:
     return PruneConfig(
-        EvaluateConfig(spec, TaskConfig(()), None, 512),
+        EvaluateConfig(spec, TaskConfig(), None, 512),
         folder / "smaller",
         budgets=(ShareBudget(0.35), LossBudget(0.02)),
         texts=TextConfig(CorpusSpec(str(corpus)), sequences=16, max_tokens=64),

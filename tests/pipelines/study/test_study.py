@@ -172,7 +172,7 @@ def test_settings_come_back_from_their_file(tmp_path: Path) -> None:
         ({"recall_questions": 10}, "multiple of 4"),
         ({"tasks": {"names": ["mmlu"], "limits": 1}}, "unknown setting tasks.limits"),
         ({"sequences": True}, "sequences=True is no int"),
-        ({"tasks": {"limit": 3}}, "tasks.names is missing"),
+        ({"tasks": {"limit": 3}}, "`tasks.names` is empty"),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, object], message: str) -> None:
