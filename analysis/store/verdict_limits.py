@@ -34,7 +34,7 @@ def identical_questions(comparisons: int = 1) -> int:
     return floor(_Z**2 * (100 * few_factor(comparisons) / MARGIN - 1)) + 1
 
 
-#: Minimum number of questions with which identical answers of one arm pass.
+#: Minimum number of texts (questions, if each has its own) with which identical answers of one arm pass.
 LEAST_QUESTIONS = identical_questions()
 
 #: Minimum accuracy of the baseline above chance, in percentage points; below it there is little more than the margin

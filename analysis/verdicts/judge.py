@@ -330,7 +330,7 @@ class ArmVerdict:
         """Return the sentence on the worst task; empty with one task."""
         if len(self.tasks) < 2:
             return ""
-        smallest = min(self.tasks, key=lambda task: task.paired.questions).paired
+        smallest = min(self.tasks, key=lambda task: task.paired.texts).paired
         visible = least_visible_loss(smallest, len(self.tasks))
         return (
             f"Worst of {len(self.tasks)} tasks and groups, with an interval widened for their number:"
