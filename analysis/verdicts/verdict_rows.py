@@ -71,11 +71,6 @@ class RecallVerdict:
     comparisons: int = 1
 
     @property
-    def texts(self) -> int:
-        """Number of texts, which are independent; their questions are not."""
-        return ceil(self.paired.questions / QUESTIONS_PER_TEXT)
-
-    @property
     def informative(self) -> bool:
         """True if the baseline solves the task."""
         p = self.paired
@@ -87,7 +82,7 @@ class RecallVerdict:
         kept = self.paired.retained
         if kept is None or not self.informative:
             return False
-        return (kept.high < LEAST_RETAINED and self.texts >= LEAST_TEXTS) or shows_loss(self.paired.high, self.texts)
+        return (kept.high < LEAST_RETAINED and self.paired.texts >= LEAST_TEXTS) or self.paired.shows_loss
 
     @property
     def kept(self) -> bool:
