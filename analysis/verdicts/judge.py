@@ -211,7 +211,8 @@ class ArmVerdict:
         left = ", ".join(each.points() for each in self.judged_recall)
         return (
             f"Recall left, where 100 % is what the whole model does beyond guessing: {left}"
-            f" (95 % intervals; at least {LEAST_RETAINED:.0f} %, or at most {MARGIN:.0f} point lost)"
+            f" (95 % intervals; kept if at least {LEAST_RETAINED:.0f} % is shown to be left, and no loss of more than"
+            f" {MARGIN:.0f} point of the answers is shown)"
         )
 
     @property

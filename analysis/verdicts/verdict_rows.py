@@ -78,7 +78,7 @@ class RecallVerdict:
 
     @property
     def failed(self) -> bool:
-        """True if the arm loses more than a tenth of the ability, or more than one point."""
+        """True if a loss of more than a tenth of the ability, or of more than one point of the answers, is shown."""
         kept = self.paired.retained
         if kept is None or not self.informative:
             return False
@@ -86,7 +86,7 @@ class RecallVerdict:
 
     @property
     def kept(self) -> bool:
-        """True if the arm keeps at least nine tenths of the ability."""
+        """True if at least nine tenths of the ability are shown to be left, and `failed` is false."""
         kept = self.paired.retained
         return self.informative and kept is not None and kept.low >= LEAST_RETAINED and not self.failed
 

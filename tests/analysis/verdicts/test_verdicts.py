@@ -430,3 +430,6 @@ def test_the_table_of_a_terminal_has_the_numbers_and_says_what_is_missing(evalua
     assert "harmful: accuracy (-4.0 points)" in text and f"close: {by_name['close'].why}" in text
     assert "harmless: recall is unknown: it was not asked\n" in text
     assert text.endswith("less than 90 % of recall is shown")
+    assert (
+        "at least 90 % of recall is shown to be left, and no loss of more than 1 point of its answers is shown" in text
+    )
