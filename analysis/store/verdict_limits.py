@@ -61,7 +61,7 @@ def limits_words(max_loss: float | None = None) -> str:
     text = "" if max_loss is None else f", or a loss above {max_loss:g} nats per token"
     points = f"{MARGIN:.0f} point of accuracy"
     return (
-        f"safe: no more than {points} is lost, at least {LEAST_RETAINED:.0f} % of recall is shown to be left, and no loss"
-        f" of more than {MARGIN:.0f} point of its answers is shown. Loses: a loss of more than {points} or of the recall"
-        f" answers, less than {LEAST_RETAINED:.0f} % of recall{text} is shown"
+        f"safe: no more than {points} is lost, at least {LEAST_RETAINED:.0f} % of recall is shown to be left, and no"
+        f" loss of more than {MARGIN:.0f} point of its answers is shown. Loses: a loss of more than {points} or of the"
+        f" recall answers, less than {LEAST_RETAINED:.0f} % of recall{text} is shown"
     )
