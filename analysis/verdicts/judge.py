@@ -228,10 +228,11 @@ class ArmVerdict:
     @property
     def questions_needed(self) -> int:
         """Number of questions that an arm without loss, with as many changed answers, needs; 0 if these are enough, or
-        show a drop.
+        show a drop that may exceed one point.
         """
-        needed = self.paired.questions_needed(self.comparisons)
-        return 0 if self.paired.questions >= needed or self.paired.high < 0 else round(needed / self.judging_share)
+        paired, needed = self.paired, self.paired.questions_needed(self.comparisons)
+        drops = paired.high < 0 and paired.low <= -MARGIN
+        return 0 if paired.questions >= needed or drops else round(needed / self.judging_share)
 
     @property
     def is_safe(self) -> bool:
