@@ -98,11 +98,11 @@ def _strictest_first(curves: Sequence[Curve]) -> list[Curve]:
 def _best(curves: Sequence[Curve]) -> str:
     """Return the headline of curves, by the strict share only."""
     best = curves[0]
-    questions = max(point.questions for curve in curves for point in curve.points)
+    texts = max(point.texts for curve in curves for point in curve.points)
     if best.removable_share_strict is None:
-        if questions < LEAST_QUESTIONS:
+        if texts < LEAST_QUESTIONS:
             return (
-                f"{questions:,} questions cannot show that heads are removable within {MARGIN:g} point: at least"
+                f"{texts:,} questions cannot show that heads are removable within {MARGIN:g} point: at least"
                 f" {LEAST_QUESTIONS} are needed. Sweep with more questions."
             )
         return "The model answers too few questions right to show that heads are removable."

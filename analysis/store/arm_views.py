@@ -64,8 +64,8 @@ _SWEEP_POINTS = f"""
             count(*) AS arms, avg(zeroed_share) AS zeroed_share, avg(accuracy) AS accuracy, avg(baseline) AS baseline,
             avg(difference) AS difference, avg(low) AS low, avg(high) AS high,
             min(difference) AS lowest, max(difference) AS highest, max(questions) AS questions,
-            coalesce(bool_or(recall_lost), false) AS recall_lost,
-            CASE WHEN min(questions) >= {LEAST_QUESTIONS} AND avg(baseline) >= {LEAST_BASELINE / 100}
+            min(coalesce(texts, questions)) AS texts, coalesce(bool_or(recall_lost), false) AS recall_lost,
+            CASE WHEN min(coalesce(texts, questions)) >= {LEAST_QUESTIONS} AND avg(baseline) >= {LEAST_BASELINE / 100}
                 AND bool_and(informative IS NOT false)
                 THEN avg(low) > {-MARGIN / 100} AND bool_and(everything_kept) END AS passes
         FROM chosen GROUP BY run_id, kind, score, selection, share, CASE WHEN seed IS NULL THEN arm_id END
@@ -74,7 +74,7 @@ _SWEEP_POINTS = f"""
     UNION ALL BY NAME
     SELECT run_id, kind, score, selection, 0.0 AS share, 0 AS arms, 0.0 AS zeroed_share, avg(baseline) AS accuracy,
         avg(baseline) AS baseline, 0.0 AS difference, 0.0 AS low, 0.0 AS high, 0.0 AS lowest, 0.0 AS highest,
-        max(questions) AS questions, false AS recall_lost, true AS passes
+        max(questions) AS questions, max(texts) AS texts, false AS recall_lost, true AS passes
     FROM measured GROUP BY run_id, kind, score, selection
 """
 
@@ -186,9 +186,10 @@ ARM_VIEWS: dict[str, View] = {
             "lowest": "difference of the worst arm, -1 to 1",
             "highest": "difference of the best arm, -1 to 1",
             "questions": _VERDICT["questions"],
+            "texts": "number of independent texts; both forms of a question share a text",
             "recall_lost": "true if an arm fails a family of recall tasks that the baseline solves",
             "passes": f"true if low is above -{MARGIN:g} point, the arms have no failed row in arm_verdicts, and they"
-            f" keep the recall of the baseline; NULL with fewer than {LEAST_QUESTIONS} questions, or if the baseline is"
+            f" keep the recall of the baseline; NULL with fewer than {LEAST_QUESTIONS} texts, or if the baseline is"
             f" not shown to be above chance or is less than {LEAST_BASELINE:g} points above it",
         },
     ),

@@ -169,13 +169,13 @@ ARM_VERDICTS = Table(
             baseline DOUBLE accuracy of the baseline, 0 to 1
             accuracy DOUBLE accuracy of the arm, 0 to 1
             difference DOUBLE accuracy minus baseline, -1 to 1
-            low DOUBLE lower end of the difference's 95 % interval, -1 to 1: bootstrap within tasks (of whole texts
-                in recall tasks), or the interval of the score test if few answers differ and it is wider
+            low DOUBLE lower end of the difference's 95 % interval, -1 to 1: bootstrap of whole texts within tasks,
+                or the interval of the score test if few answers differ and it is wider
             high DOUBLE upper end of the same interval, -1 to 1
             gained INTEGER number of questions on which the arm is better
             lost INTEGER number of questions on which the arm is worse
-            p_value DOUBLE two-sided p-value of McNemar's exact test, which ignores that recall questions share
-                texts
+            p_value DOUBLE two-sided p-value of McNemar's exact test, which ignores that recall questions, and both
+                forms of a question, share texts
             informative BOOLEAN? true if the baseline solves the family of recall tasks, or is shown to be above
                 chance in the task or benchmark; NULL in rows of single recall tasks
             chance DOUBLE? accuracy of guessing, 0 to 1: mean over the questions of 1 / choices, 0 for questions
@@ -196,6 +196,8 @@ ARM_VERDICTS = Table(
             retained_high DOUBLE? upper end of the same interval, with one more gained text
             kept BOOLEAN? in rows of families of recall tasks, true if the arm keeps the ability (retained_low is at
                 least 0.9, and failed is false); NULL in other rows
+            texts INTEGER? number of independent texts; recall questions share texts, and so do both forms of a
+                question. NULL in rows before schema 12, which are computed again
         """),
     ),
     (("arm_id", "task", "recall"),),
@@ -314,7 +316,7 @@ MEASURED_UNITS = Table(
 
 #: Raise it with every change of a table, view or function, but not of a comment. `connection` upgrades older stores, so
 #: new columns of old tables must be nullable.
-SCHEMA_VERSION = 11
+SCHEMA_VERSION = 12
 
 #: Value of the key ``format`` in ``meta``, which distinguishes a store from other DuckDB files.
 FORMAT = "headscan store"

@@ -34,7 +34,7 @@ def identical_questions(comparisons: int = 1) -> int:
     return floor(_Z**2 * (100 * few_factor(comparisons) / MARGIN - 1)) + 1
 
 
-#: Minimum number of questions with which identical answers of one arm pass.
+#: Minimum number of texts (questions, if each has its own) with which identical answers of one arm pass.
 LEAST_QUESTIONS = identical_questions()
 
 #: Minimum accuracy of the baseline above chance, in percentage points; below it there is little more than the margin
@@ -61,6 +61,7 @@ def limits_words(max_loss: float | None = None) -> str:
     text = "" if max_loss is None else f", or a loss above {max_loss:g} nats per token"
     points = f"{MARGIN:.0f} point of accuracy"
     return (
-        f"safe: no more than {points} lost, and {LEAST_RETAINED:.0f} % of recall kept. Loses: more than {points} or of"
-        f" recall, less than {LEAST_RETAINED:.0f} % of recall{text} is shown"
+        f"safe: no more than {points} is lost, at least {LEAST_RETAINED:.0f} % of recall is shown to be left, and no"
+        f" loss of more than {MARGIN:.0f} point of its answers is shown. Loses: a loss of more than {points} or of the"
+        f" recall answers, less than {LEAST_RETAINED:.0f} % of recall{text} is shown"
     )

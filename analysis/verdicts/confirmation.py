@@ -26,7 +26,7 @@ from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.scan_tables import literal
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ALL_TASKS, CONFIRMATION, SELECTION, SPLIT_VERDICTS
-from headscan.analysis.store.verdict_limits import FEW_DIFFER, LEAST_RETAINED, few_factor
+from headscan.analysis.store.verdict_limits import LEAST_RETAINED, few_factor
 from headscan.analysis.verdicts.answer_sheets import (
     BENCHMARK,
     AnswerSheets,
@@ -400,7 +400,7 @@ def widened(scopes: Mapping[Scope, PairedDifference], comparisons: int) -> dict[
         rare = few_factor(comparisons)
         if scope == BENCHMARK:
             wide, further = paired.among(comparisons), paired.interval.widened(rare)
-            if paired.gained + paired.lost < FEW_DIFFER:
+            if paired.few_differ:
                 wide = Interval(min(wide.low, further.low), wide.value, max(wide.high, further.high))
             all_widened[scope] = replace(paired, low=max(-100.0, wide.low), high=min(100.0, wide.high))
         elif scope.is_recall_family and paired.retained is not None:

@@ -29,6 +29,7 @@ class SweepPoint(NamedTuple):
     lowest: float
     highest: float
     questions: int
+    texts: int
     recall_lost: bool
     passes: bool | None
 

@@ -211,7 +211,8 @@ class ArmVerdict:
         left = ", ".join(each.points() for each in self.judged_recall)
         return (
             f"Recall left, where 100 % is what the whole model does beyond guessing: {left}"
-            f" (95 % intervals; at least {LEAST_RETAINED:.0f} %, or at most {MARGIN:.0f} point lost)"
+            f" (95 % intervals; kept if at least {LEAST_RETAINED:.0f} % is shown to be left, and no loss of more than"
+            f" {MARGIN:.0f} point of the answers is shown)"
         )
 
     @property
@@ -227,10 +228,11 @@ class ArmVerdict:
     @property
     def questions_needed(self) -> int:
         """Number of questions that an arm without loss, with as many changed answers, needs; 0 if these are enough, or
-        show a drop.
+        show a drop that may exceed one point.
         """
-        needed = self.paired.questions_needed(self.comparisons)
-        return 0 if self.paired.questions >= needed or self.paired.high < 0 else round(needed / self.judging_share)
+        paired, needed = self.paired, self.paired.questions_needed(self.comparisons)
+        drops = paired.high < 0 and paired.low <= -MARGIN
+        return 0 if paired.questions >= needed or drops else round(needed / self.judging_share)
 
     @property
     def is_safe(self) -> bool:
@@ -330,7 +332,7 @@ class ArmVerdict:
         """Return the sentence on the worst task; empty with one task."""
         if len(self.tasks) < 2:
             return ""
-        smallest = min(self.tasks, key=lambda task: task.paired.questions).paired
+        smallest = min(self.tasks, key=lambda task: task.paired.texts).paired
         visible = least_visible_loss(smallest, len(self.tasks))
         return (
             f"Worst of {len(self.tasks)} tasks and groups, with an interval widened for their number:"

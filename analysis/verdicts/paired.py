@@ -117,6 +117,7 @@ class PairedDifference:
     Attributes:
         baseline: Accuracy in percent, as ``arm``.
         difference: Arm minus baseline in percentage points.
+        texts: Number of independent texts: questions of one text, such as the two forms of a question, are correlated.
         low: Lower end of the 95 % interval of the difference: the wider one of Student's t and of a bootstrap with t
             quantiles; if few answers differ, the score test counts if it is wider.
         gained: Number of questions where the arm is better; ``lost`` where it is worse.
@@ -127,6 +128,7 @@ class PairedDifference:
     """
 
     questions: int
+    texts: int
     baseline: float
     arm: float
     difference: float
@@ -146,34 +148,39 @@ class PairedDifference:
     def above_chance(self) -> bool:
         """True if ``baseline - chance >= LEAST_BASELINE`` and `wilson_low` exceeds ``chance``; unknown counts as 0."""
         chance = self.chance or 0.0
-        by_chance = 100 * wilson_low(round(self.baseline / 100 * self.questions), self.questions) <= chance
+        by_chance = 100 * wilson_low(round(self.baseline / 100 * self.texts), self.texts) <= chance
         return self.baseline - chance >= LEAST_BASELINE and not (chance and by_chance)
 
     @property
     def can_show_loss(self) -> bool:
-        """True if the questions, and the baseline's right answers, are enough to show a loss."""
-        return self.questions >= LEAST_QUESTIONS and self.above_chance
+        """True if the texts, and the baseline's right answers, are enough to show a loss."""
+        return self.texts >= LEAST_QUESTIONS and self.above_chance
 
     @property
     def shows_loss(self) -> bool:
         """True if a loss of more than one point is shown."""
-        return shows_loss(self.high, self.questions)
+        return shows_loss(self.high, self.texts)
+
+    @property
+    def few_differ(self) -> bool:
+        """True if the changed answers, in whole texts, are so few that they are rare events."""
+        return (self.gained + self.lost) * self.texts < FEW_DIFFER * self.questions
 
     def questions_needed(self, comparisons: int = 1) -> int:
         """Return a number of questions for an arm that loses nothing and changes as many answers as this one: with so
         many it is shown to be removable in four of five cases. If few answers differ, their share gives the variance;
         otherwise the width of the interval does, which also counts partial credit and correlated questions. This
-        interval must be widened for ``comparisons``, as `among` does.
+        interval must be widened for ``comparisons``, as `among` does. The number of questions per text stays the same.
         """
-        changed = self.gained + self.lost
-        if changed < FEW_DIFFER:
-            return enough_questions(changed / self.questions, comparisons)
-        error = (self.high - self.low) / 2 / t_quantile(TAIL / comparisons, max(1, self.questions - 1))
-        return enough_questions(self.questions * (error / 100) ** 2, comparisons)
+        variance = (self.gained + self.lost) / self.questions
+        if not self.few_differ:
+            error = (self.high - self.low) / 2 / t_quantile(TAIL / comparisons, max(1, self.texts - 1))
+            variance = self.texts * (error / 100) ** 2
+        return ceil(enough_questions(variance, comparisons) * self.questions / self.texts)
 
     def among(self, comparisons: int) -> Interval:
         """Return the interval widened for ``comparisons`` simultaneous ones at 95 % (Bonferroni, by Student's t)."""
-        freedom = max(1, self.questions - 1)
+        freedom = max(1, self.texts - 1)
         factor = t_quantile(TAIL / comparisons, freedom) / t_quantile(TAIL, freedom)
         return self.interval.widened(factor)
 
@@ -241,13 +248,19 @@ class _Members(NamedTuple):
 
 
 class Sampling:
-    """How questions fall into strata and texts, which is the same for every arm; see `compare`."""
+    """How questions fall into strata and texts, which is the same for every arm; see `compare`.
+
+    Attributes:
+        text: (questions,) index of the text of each question.
+        sizes: (texts,) number of questions of each text.
+    """
 
     def __init__(self, count: int, strata: np.ndarray | None = None, texts: np.ndarray | None = None) -> None:
         self.count = count
         groups = np.zeros(count, int) if strata is None else np.unique(strata, return_inverse=True)[1]
         numbers = np.arange(count) if texts is None else np.unique(texts, return_inverse=True)[1]
         distinct, text = np.unique(groups * count + numbers, return_inverse=True)
+        self.text, self.sizes = text, np.bincount(text)
         # Strata of one text are pooled; a single one joins the largest.
         sizes = np.bincount(distinct // max(1, count))
         alone = sizes == 1
@@ -329,8 +342,20 @@ def _percentiles(strata: tuple[_Kinds, ...], resamples: int) -> tuple[float, flo
     return float(low), float(high)
 
 
+def _rare_low(delta: np.ndarray, sampling: Sampling) -> float:
+    """Return the lower end of the score interval of the mean of ``delta`` (questions,), -1, 0 or 1, by texts.
+
+    The unit is the largest text, gained or lost as a whole: what few texts show is not more certain if each is asked
+    in two forms. A smaller text, or a part of one, counts as that fraction of a unit. Fractions make the interval wider
+    than necessary, because their variance is smaller than that of whole units with the same mean.
+    """
+    changes = np.bincount(sampling.text, delta) / sampling.sizes.max()
+    gained, lost = float(changes[changes > 0].sum()), float(-changes[changes < 0].sum())
+    return _score_interval(gained, lost, sampling.count / int(sampling.sizes.max()))[0]
+
+
 @lru_cache(maxsize=1 << 14)
-def _score_interval(gained: int, lost: int, questions: int) -> tuple[float, float]:
+def _score_interval(gained: float, lost: float, questions: float) -> tuple[float, float]:
     """Return the 95 % interval of (gained - lost) / questions by Tango's score test (Tango 1998).
 
     With few lost questions the bootstrap interval is too narrow: it only resamples the observed losses.
@@ -410,11 +435,15 @@ def compare_sampled(
     delta = arm - baseline
     gained, lost = int((delta > 0).sum()), int((delta < 0).sum())
     low, high = _resampled_interval(sampling.strata(delta), resamples)
-    if gained + lost < FEW_DIFFER and ((delta == 0) | (np.abs(delta) == 1)).all():
-        by_score = _score_interval(gained, lost, len(delta))
-        low, high = min(low, by_score[0]), max(high, by_score[1])
+    if ((delta == 0) | (np.abs(delta) == 1)).all():
+        if np.count_nonzero(np.bincount(sampling.text, delta != 0)) < FEW_DIFFER:
+            low = min(low, _rare_low(delta, sampling))
+        # The bootstrap's upper end is wide enough for correlated questions: losses that few texts hide only lower it.
+        if gained + lost < FEW_DIFFER:
+            high = max(high, _score_interval(gained, lost, len(delta))[1])
     return PairedDifference(
         questions=len(delta),
+        texts=len(sampling.sizes),
         baseline=100 * float(baseline.mean()),
         arm=100 * float(arm.mean()),
         difference=100 * float(delta.mean()),

@@ -71,11 +71,6 @@ class RecallVerdict:
     comparisons: int = 1
 
     @property
-    def texts(self) -> int:
-        """Number of texts, which are independent; their questions are not."""
-        return ceil(self.paired.questions / QUESTIONS_PER_TEXT)
-
-    @property
     def informative(self) -> bool:
         """True if the baseline solves the task."""
         p = self.paired
@@ -83,15 +78,15 @@ class RecallVerdict:
 
     @property
     def failed(self) -> bool:
-        """True if the arm loses more than a tenth of the ability, or more than one point."""
+        """True if a loss of more than a tenth of the ability, or of more than one point of the answers, is shown."""
         kept = self.paired.retained
         if kept is None or not self.informative:
             return False
-        return (kept.high < LEAST_RETAINED and self.texts >= LEAST_TEXTS) or shows_loss(self.paired.high, self.texts)
+        return (kept.high < LEAST_RETAINED and self.paired.texts >= LEAST_TEXTS) or self.paired.shows_loss
 
     @property
     def kept(self) -> bool:
-        """True if the arm keeps at least nine tenths of the ability."""
+        """True if at least nine tenths of the ability are shown to be left, and `failed` is false."""
         kept = self.paired.retained
         return self.informative and kept is not None and kept.low >= LEAST_RETAINED and not self.failed
 
@@ -168,7 +163,7 @@ class TaskVerdict:
     @property
     def failed(self) -> bool:
         """True if the interval shows a loss of more than one point."""
-        return shows_loss(self.wide.high, self.paired.questions)
+        return shows_loss(self.wide.high, self.paired.texts)
 
     def points(self) -> str:
         return f"{self.task}: {self.wide.words(unit=' points')}"
@@ -184,20 +179,21 @@ def task_verdicts(scopes: Mapping[Scope, PairedDifference]) -> tuple[TaskVerdict
 def least_visible_loss(paired: PairedDifference, tasks: int) -> float:
     """Return the smallest loss in points, at most 100, that the interval of one of ``tasks`` tasks shows in four of
     five cases: ``loss - MARGIN >= (t(TAIL / tasks) + t(1 - POWER)) * 100 * sqrt((loss / 100 + changed - (loss /
-    100)**2) / questions)``. t(p) is the quantile of Student's t with the probability p beyond it. The root has the
-    variance of a question's difference: the share of changed answers minus the squared loss. ``changed`` is the part
-    of these answers without a net loss, twice the smaller one of the shares of gained and lost answers.
+    100)**2) / texts)``. t(p) is the quantile of Student's t with the probability p beyond it. The root has the
+    variance of a text's difference, if its questions change together: the share of changed answers minus the squared
+    loss. ``changed`` is the part of these answers without a net loss, twice the smaller one of the shares of gained and
+    lost answers.
     """
-    questions = paired.questions
-    changed = 2 * min(paired.gained, paired.lost) / questions
-    reach = t_quantile(TAIL / tasks, max(1, questions - 1)) + t_quantile(1 - POWER, max(1, questions - 1))
+    texts = paired.texts
+    changed = 2 * min(paired.gained, paired.lost) / paired.questions
+    reach = t_quantile(TAIL / tasks, max(1, texts - 1)) + t_quantile(1 - POWER, max(1, texts - 1))
     # The standard error grows with the loss; the smallest loss is where the two sides meet.
     losses = [loss / 10 for loss in range(int(10 * MARGIN), 1001)]
     return next(
         (
             loss
             for loss in losses
-            if loss - MARGIN >= reach * 100 * sqrt(max(0.0, loss / 100 + changed - (loss / 100) ** 2) / questions)
+            if loss - MARGIN >= reach * 100 * sqrt(max(0.0, loss / 100 + changed - (loss / 100) ** 2) / texts)
         ),
         100.0,
     )
@@ -205,7 +201,7 @@ def least_visible_loss(paired: PairedDifference, tasks: int) -> float:
 
 #: Columns of the table in shares and their attributes of ``PairedDifference`` in percent.
 _PERCENT = {"baseline": "baseline", "accuracy": "arm", "difference": "difference", "low": "low", "high": "high"}
-_PLAIN = ("questions", "gained", "lost", "p_value")
+_PLAIN = ("questions", "texts", "gained", "lost", "p_value")
 
 #: Columns of the table and their fields of the retained ability.
 _RETAINED = {"retained": "value", "retained_low": "low", "retained_high": "high"}
@@ -271,6 +267,8 @@ def complete_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _lacks_columns(row: Mapping[str, Any]) -> bool:
+    if row["texts"] is None:
+        return True
     if row["recall"]:
         return row["informative"] is not None and row["retained"] is None
     return row["failed"] is None or row["informative"] is None
@@ -328,9 +326,11 @@ def _worst_columns(worst: TaskVerdict) -> dict[str, Any]:
 
 def _paired(row: Mapping[str, Any]) -> PairedDifference:
     kept = {attribute: row[column] for column, attribute in _RETAINED.items() if row[column] is not None}
+    # Rows before schema 12, which only widen later verdicts, do not hold the number of texts.
+    texts = row["questions"] if row["texts"] is None else row["texts"]
     return PairedDifference(
         **{attribute: 100 * row[column] for column, attribute in _PERCENT.items()},
-        **{name: row[name] for name in _PLAIN},
+        **{name: row[name] for name in _PLAIN} | {"texts": texts},
         retained=Interval(**{attribute: 100 * share for attribute, share in kept.items()}) if kept else None,
         chance=None if row["chance"] is None else 100 * row["chance"],
     )

@@ -49,10 +49,11 @@ class Result:
 
 
 def arm_row(arm: ArmVerdict) -> dict[str, Any]:
-    """Return the settings, the numbers and the verdict in words of an arm; accuracy and `removable` are None without
-    tasks that have right answers.
+    """Return the settings, the numbers and the verdict in words of an arm. Without tasks that have right answers,
+    accuracy, `removable`, `outcome`, `label` and `why` are None.
     """
     accuracy = arm.accuracy
+    judged = accuracy is not None
     return {
         "arm": arm.name,
         "kind": arm.kind,
@@ -61,7 +62,10 @@ def arm_row(arm: ArmVerdict) -> dict[str, Any]:
         "zeroed_share": arm.zeroed_share,
         "selection": arm.selection,
         "replacement": arm.replacement,
-        "removable": None if accuracy is None else arm.is_safe,
+        "removable": arm.is_safe if judged else None,
+        "outcome": arm.outcome if judged else None,
+        "label": arm.label if judged else None,
+        "why": arm.why if judged else None,
         "accuracy": None if accuracy is None else {k: v for k, v in asdict(accuracy).items() if k != "retained"},
         "recall": [_recall(each) for each in arm.recall],
         "recall_unknown": arm.recall_unknown or None,

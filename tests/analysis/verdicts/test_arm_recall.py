@@ -21,6 +21,7 @@ def _verdict(
 ) -> RecallVerdict:
     paired = PairedDifference(
         questions=questions,
+        texts=questions // 4,
         baseline=baseline,
         arm=baseline,
         difference=0.0,

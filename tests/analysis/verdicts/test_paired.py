@@ -7,9 +7,12 @@ import pytest
 from scipy.stats import binom, binomtest, norm, t
 
 from headscan.analysis.errors import VerdictError
+from headscan.analysis.store.verdict_limits import FEW_DIFFER, LEAST_QUESTIONS
 from headscan.analysis.verdicts.paired import (
+    PairedDifference,
     Sampling,
     _percentiles,
+    _resampled_interval,
     _score_interval,
     about,
     compare,
@@ -266,3 +269,60 @@ def test_the_p_value_is_that_of_the_binomial_test() -> None:
         for gained in range(0, differ + 1, max(1, differ // 9)):
             baseline, arm = _pair(3, differ - gained, gained, 0)
             assert compare(baseline, arm, resamples=2).p_value == binomtest(gained, differ, 0.5).pvalue
+
+
+def _in_two_forms(delta: np.ndarray, single: int = 0, **options: int) -> PairedDifference:
+    """Compare texts in two forms that change together, and ``single`` further texts without a change."""
+    both = np.concatenate([delta, delta, np.zeros(single)])
+    texts = np.concatenate([np.arange(len(delta)), np.arange(len(delta) + single)])
+    return compare(both < 0, both > 0, texts=texts, **options)
+
+
+def test_a_text_in_two_forms_counts_once() -> None:
+    found, alone = _in_two_forms(np.zeros(191)), compare(np.ones(191), np.ones(191))
+    assert (found.questions, found.texts, alone.texts) == (382, 191, 191)
+    assert found.low == alone.low == pytest.approx(-1.97, abs=0.01)
+    assert replace(found, baseline=90.0).above_chance and not replace(found, baseline=90.0).can_show_loss
+    for lost, gained in ((4, 0), (9, 3), (30, 10)):
+        delta = np.repeat([-1, 1, 0], [lost, gained, 1000 - lost - gained])
+        together, once = _in_two_forms(delta), compare(delta < 0, delta > 0)
+        assert (together.low, together.difference) == (pytest.approx(once.low), pytest.approx(once.difference))
+        assert together.questions_needed() == pytest.approx(2 * once.questions_needed(), abs=2)
+        assert together.among(5) == pytest.approx(once.among(5), abs=0.06)
+    # A form that changes alone is half of a text: the interval is narrower than if both did.
+    forms = np.concatenate([np.repeat([-1, 1, 0], [8, 8, 984]), np.repeat([0, -1, 1, 0], [16, 8, 8, 968])])
+    apart = compare(forms < 0, forms > 0, texts=np.tile(np.arange(1000), 2))
+    assert apart.low > _in_two_forms(np.repeat([-1, 1, 0], [16, 16, 968])).low
+
+
+def test_texts_of_one_question_have_the_score_interval_of_questions() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        count, changed = int(rng.integers(50, 2000)), rng.random() * 0.04
+        delta = rng.choice([-1, 0, 1], count, p=[changed / 2, 1 - changed, changed / 2])
+        strata, texts = rng.integers(0, 3, count), rng.permutation(count)
+        gained, lost = int((delta > 0).sum()), int((delta < 0).sum())
+        low, high = _resampled_interval(Sampling(count, strata, texts).strata(delta.astype(float)), 200)
+        if gained + lost < FEW_DIFFER:
+            score = _score_interval(gained, lost, count)
+            low, high = min(low, score[0]), max(high, score[1])
+        found = compare(delta < 0, delta > 0, strata, texts, resamples=200)
+        assert (found.low, found.high, found.texts) == (100 * low, 100 * high, count)
+
+
+@pytest.mark.parametrize("single", [0, 381])
+def test_texts_in_two_forms_seldom_pass_by_chance(single: int) -> None:
+    """The fewest texts that can pass. Both forms change together, and one question in a hundred is lost net."""
+    texts = LEAST_QUESTIONS
+    loss = 0.01 * (2 * texts + single) / (2 * texts)
+    passed = 0.0
+    for lost in range(texts):
+        if _in_two_forms(np.repeat([-1, 0], [lost, texts - lost]), single, resamples=50).low <= -1:
+            break
+        passed += float(binom.pmf(lost, texts, loss))
+    assert passed <= 0.026
+    rng, by_chance = np.random.default_rng(0), 0
+    for _ in range(800):
+        delta = rng.choice([-1, 0, 1], texts, p=[loss + 0.01, 0.98 - loss, 0.01])
+        by_chance += _in_two_forms(delta, single, resamples=50).low > -1
+    assert by_chance / 800 <= 0.025 + 0.011

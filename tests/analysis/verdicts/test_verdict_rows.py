@@ -156,7 +156,7 @@ def test_comparisons_without_the_columns_of_later_rules_are_made_again(run: tupl
     store, run_id = run
     record_verdicts(store, run_id)
     before = store.query("FROM arm_verdicts ORDER BY ALL")
-    for column in ("failed", "retained", "informative"):
+    for column in ("failed", "retained", "informative", "texts"):
         old = before.set_column(before.column_names.index(column), column, pa.nulls(before.num_rows))
         store.add_verdicts(old)
         assert store.query("FROM arm_verdicts ORDER BY ALL") != before
@@ -252,7 +252,7 @@ def test_the_clearest_loss_comes_first_and_one_task_keeps_its_interval() -> None
 
 def test_the_widened_interval_is_bonferronis() -> None:
     """Of a difference with a normal error: 1.96 standard errors become 3.33 for 57 tasks."""
-    paired = PairedDifference(1000, 70.0, 65.0, -5.0, -5.0 - 1.96, -5.0 + 1.96, 0, 0, 1.0)
+    paired = PairedDifference(1000, 1000, 70.0, 65.0, -5.0, -5.0 - 1.96, -5.0 + 1.96, 0, 0, 1.0)
     assert paired.among(57) == pytest.approx((-5 - 3.327, -5, -5 + 3.327), abs=0.01)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,12 +9,13 @@ import pyarrow as pa
 import pytest
 
 from headscan.analysis.errors import StoreError, VerdictError
-from headscan.analysis.store.records import ArmRecord, RunRecord
+from headscan.analysis.store.records import ArmKind, ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import ArmVerdict, Outcome, judge
 from headscan.analysis.verdicts.ordered_shares import share_verdict
+from headscan.analysis.verdicts.paired import compare
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
-from headscan.pipelines.cli.results import verdict_text
+from headscan.pipelines.cli.results import arm_row, verdict_text
 from tests.analysis.conftest import answer_table
 
 Evaluate = Callable[..., tuple[Store, str]]
@@ -407,6 +409,32 @@ def test_arms_that_cannot_be_judged(evaluate: Evaluate) -> None:
         judge(store, "nobody")
 
 
+def test_rows_of_json_have_the_outcome_and_its_reason(evaluate: Evaluate) -> None:
+    arms = {"baseline": ("baseline", BASELINE, 0.0, {}), "close": ("mask", _losing(8), 0.1, {})}
+    arms |= {"harmful": ("mask", _losing(40), 0.1, {}), "harmless": ("mask", BASELINE, 0.1, {})}
+    rows = {arm.name: arm_row(arm) for arm in judge(*evaluate(TASKS, arms)).arms}
+    words = {name: (row["outcome"], row["label"], row["removable"]) for name, row in rows.items()}
+    assert words == {
+        "close": ("too few questions", "too few questions", False),
+        "harmful": ("loses", "loses", False),
+        "harmless": ("safe", "safe, recall unknown", True),
+    }
+    assert rows["harmful"]["why"] == "accuracy (-4.0 points)" and rows["close"]["why"].startswith("may lose more")
+    unjudged = arm_row(ArmVerdict(name="a", kind=ArmKind.MASK, zeroed_share=0.1))
+    assert {unjudged[name] for name in ("removable", "outcome", "label", "why", "accuracy")} == {None}
+
+
+def test_the_reason_of_an_open_verdict_is_the_true_one() -> None:
+    """Partial credit on few questions: a small drop is shown, and it is below one point."""
+    drop = np.tile([0.004, 0.006], 150)
+    paired = compare(np.full(300, 0.8), 0.8 - drop)
+    assert -1 < paired.low < paired.high < 0
+    arm = ArmVerdict(name="a", kind=ArmKind.MASK, zeroed_share=0.1, accuracy=paired)
+    assert arm.outcome is Outcome.OPEN and arm.why.startswith("needs about 3")
+    assert replace(arm, accuracy=replace(paired, low=-1.5)).why.startswith("may lose more than one point")
+    assert replace(arm, accuracy=replace(paired, chance=78.0)).why.startswith("the model itself is at or near chance")
+
+
 def test_the_table_of_a_terminal_has_the_numbers_and_says_what_is_missing(evaluate: Evaluate) -> None:
     """Controls have no row; a lost task, too few questions and recall that nobody asked are all named."""
     arms = {
@@ -430,3 +458,6 @@ def test_the_table_of_a_terminal_has_the_numbers_and_says_what_is_missing(evalua
     assert "harmful: accuracy (-4.0 points)" in text and f"close: {by_name['close'].why}" in text
     assert "harmless: recall is unknown: it was not asked\n" in text
     assert text.endswith("less than 90 % of recall is shown")
+    assert (
+        "at least 90 % of recall is shown to be left, and no loss of more than 1 point of its answers is shown" in text
+    )
