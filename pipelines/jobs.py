@@ -12,7 +12,6 @@ Each function takes the settings of its verb, chooses a placement, opens the sto
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -322,7 +321,8 @@ def _opener(
     return ModelOpener(
         model,
         tokens,
-        replace(devices.in_this_process() if here else devices, evaluates=evaluates),
+        devices.in_this_process() if here else devices,
         batch_tokens,
+        evaluates=evaluates,
         say=options.get("say", print),
     )

@@ -143,8 +143,9 @@ class Devices:
         return ModelOpener(
             spec,
             tokens,
-            replace(self.request, evaluates=evaluates),
+            self.request,
             batch_tokens,
+            evaluates=evaluates,
             nodes=self.nodes,
             on_cluster=bool(self.ray_address),
             timeouts=self.timeouts,

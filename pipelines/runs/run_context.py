@@ -75,6 +75,7 @@ class ModelOpener:
             either (8,192, the default, counts as neither), they are as many as the request's ``memory`` holds, which a
             line reports. The memory that is free now does not change them, because they are part of a run's identity,
             and the same command resumes the run.
+        evaluates: The job evaluates tasks, which needs memory for logits and a KV cache.
         nodes: Returns the machines.
         on_cluster: A Ray cluster is connected, and runs single replicas, too.
         say: Called with lines about every placement.
@@ -84,6 +85,7 @@ class ModelOpener:
     tokens: int
     request: PlacementRequest
     batch_tokens: int = BATCH_TOKENS
+    evaluates: bool = False
     nodes: Callable[[], tuple[Node, ...]] = lambda: (this_machine(),)
     on_cluster: bool = False
     timeouts: Timeouts | None = None
@@ -126,8 +128,13 @@ class ModelOpener:
 
     def _place(self, model: ModelSpec) -> ChosenPlacement:
         """Return and report the placement of a model."""
-        request = replace(self.request, max_threads=max_threads())
-        placed = place(model_sizes(model, self.tokens), self.nodes(), request)
+        placed = place(
+            model_sizes(model, self.tokens),
+            self.nodes(),
+            self.request,
+            evaluates=self.evaluates,
+            max_threads=max_threads(),
+        )
         for line in (*(f"not {refusal}" for refusal in placed.why), placed.placement.describe()):
             self.say(line)
         if placed.batch_tokens < self.batch_tokens and not self._fills_memory:
