@@ -17,6 +17,7 @@ from typing import TypedDict, Unpack
 
 from headscan.analysis.plans import BudgetRequest, HeadPlan, KVBytes, WindowHeads, WindowShare
 from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.answer_sheets import can_be_judged
 from headscan.analysis.verdicts.judge import Verdict, judge
 from headscan.cluster.placement_base import PlacementRequest
 from headscan.gates.gate_settings import GateFitConfig
@@ -200,7 +201,8 @@ def evaluate(
 
     Args:
         arms: Arms next to the baseline, such as ``[mask_arm([(3, 5)])]``, or how to choose them, such as
-            ``ChosenArms(score="output_norm_ln", rule=True, controls=19)`` by a scan in the store.
+            ``ChosenArms(score="output_norm_ln", rule=True, controls=19)`` by a scan in the store. Without any, only the
+            baseline answers, and the verdict has no arms.
 
     Raises:
         HeadscanError: A setting, a file or the model does not fit; answers stored before stay.
@@ -212,6 +214,8 @@ def evaluate(
             run_id = evaluate_chosen(sized, run, arms)
         else:
             run_id = run_evaluation(sized, run, [BASELINE, *(arm for arm in arms if arm is not BASELINE)])
+        if not can_be_judged(run.store, run_id):
+            return Verdict(run_id, run.identity.name, ())
         return judge(run.store, run_id)
 
 

@@ -96,6 +96,17 @@ def test_scan_evaluate_and_plan_fill_the_tables(
     assert plan.budget.window_heads == 3
 
 
+@pytest.mark.parametrize("arms", [[], [jobs.BASELINE], jobs.ChosenArms()])
+def test_the_baseline_alone_has_a_verdict_without_arms(
+    arms: list[jobs.Arm] | jobs.ChosenArms, evaluation: jobs.EvaluateConfig, cpu: jobs.PlacementRequest, tmp_path: Path
+) -> None:
+    store = tmp_path / "s.duckdb"
+    verdict = jobs.evaluate(evaluation, store, arms, devices=cpu, say=quiet)
+    (run,) = Store(store).runs()
+    assert (verdict.run_id, verdict.model, verdict.finished) == (run["run_id"], run["model"], ())
+    assert run["status"] == "finished"
+
+
 def test_text_alone_judges_heads_that_are_replaced_by_their_mean(
     spec: ModelSpec, corpus_folder: Path, cpu: jobs.PlacementRequest, tmp_path: Path
 ) -> None:
