@@ -107,6 +107,18 @@ def test_the_baseline_alone_has_a_verdict_without_arms(
     assert run["status"] == "finished"
 
 
+def test_arms_of_one_name_are_equal(
+    evaluation: jobs.EvaluateConfig, cpu: jobs.PlacementRequest, tmp_path: Path
+) -> None:
+    store, mask = tmp_path / "s.duckdb", jobs.mask_arm([(0, 1)])
+    same = replace(jobs.mask_arm([(0, 1)]), measured=(("seconds", 3),))
+    other = replace(jobs.mask_arm([(1, 1)]), name=mask.name)
+    with pytest.raises(HeadscanError, match=r"^2 different arms are named 'mask 0:1' \(limit 1\)\. Give each .*$"):
+        jobs.evaluate(evaluation, store, [mask, other], devices=cpu, say=quiet)
+    (judged,) = jobs.evaluate(evaluation, store, [mask, same], devices=cpu, say=quiet).arms
+    assert judged.name == mask.name
+
+
 def test_text_alone_judges_heads_that_are_replaced_by_their_mean(
     spec: ModelSpec, corpus_folder: Path, cpu: jobs.PlacementRequest, tmp_path: Path
 ) -> None:
