@@ -96,7 +96,9 @@ class PlacementRequest:
     """The placement that a user requests; None leaves a choice to `placements.place`.
 
     Attributes:
-        batch_tokens: Tokens of one forward pass. None uses `BATCH_TOKENS`, or the most that ``memory`` holds.
+        batch_tokens: Tokens of one forward pass, in place of the ``batch_tokens`` of a job's settings; refused if
+            ``memory`` does not hold them. None uses those of the settings, or as many as ``memory`` holds if they are
+            fewer.
     """
 
     placement: Annotated[
@@ -131,7 +133,9 @@ class PlacementRequest:
     batch_tokens: Annotated[
         int | None,
         Option(
-            "maximum tokens of one forward pass, with padding (default: 8192, or as many as fit into --memory)", least=1
+            "tokens of one forward pass, with padding (default: 8192, or --step-tokens of gates; fewer if --memory "
+            "holds fewer)",
+            least=1,
         ),
     ] = None
 

@@ -351,6 +351,7 @@ def place(
     nodes: Sequence[Node],
     request: PlacementRequest,
     *,
+    batch_tokens: int = BATCH_TOKENS,
     evaluates: bool = False,
     max_threads: int | None = None,
 ) -> ChosenPlacement:
@@ -358,12 +359,13 @@ def place(
 
     Args:
         sizes: The model's bytes for the longest sequence.
+        batch_tokens: Most tokens of a batch, if the request does not state its size.
         evaluates: Tasks are evaluated, which needs memory for logits and a KV cache.
         max_threads: Limit of the CPU threads of a worker. None uses its share of the cores.
     """
     kinds = kinds_to_try(request)
     places = Places(nodes, request, max_threads)
-    demand = Demand(sizes, request.batch_tokens or BATCH_TOKENS, evaluates)
+    demand = Demand(sizes, request.batch_tokens or batch_tokens, evaluates)
     refusals: list[str] = []
     for kind in kinds:
         try:

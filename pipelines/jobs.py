@@ -123,8 +123,8 @@ class JobOptions(TypedDict, total=False):
 
     Attributes:
         devices: Placement and devices; None, the default, chooses them. ``devices.batch_tokens``, if given, replaces
-            the ``batch_tokens`` of the settings. If neither is set (8,192, the default of the settings, counts as not
-            set), ``devices.memory`` lowers the batch size to what fits, and a line reports that.
+            the ``batch_tokens`` of the settings. If it is not given, ``devices.memory`` lowers those of the settings to
+            what fits, and a line reports that.
         resume_anyway: Resume although software, device or the model's code changed; the store records both versions.
         say: Function that receives lines for the user; the default prints them.
     """

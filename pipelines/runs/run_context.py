@@ -71,10 +71,10 @@ class ModelOpener:
 
     Attributes:
         tokens: Tokens of the longest sequence.
-        batch_tokens: Tokens of one forward pass in the settings of the job. Those of the request replace them. Without
-            either (8,192, the default, counts as neither), they are as many as the request's ``memory`` holds, which a
-            line reports. The memory that is free now does not change them, because they are part of a run's identity,
-            and the same command resumes the run.
+        batch_tokens: Most tokens of one forward pass in the settings of the job. With ``memory`` in the request, they
+            are lowered to what fits, which a line reports. The memory that is free now does not change them, because
+            they are part of a run's identity, and the same command resumes the run. The ``batch_tokens`` of the
+            request, if given, replace them, and are refused if ``memory`` does not hold them.
         evaluates: The job evaluates tasks, which needs memory for logits and a KV cache.
         nodes: Returns the machines.
         on_cluster: A Ray cluster is connected, and runs single replicas, too.
@@ -92,11 +92,9 @@ class ModelOpener:
     say: Callable[[str], None] = lambda line: None
 
     def __post_init__(self) -> None:
-        if self.request.batch_tokens is None and self.batch_tokens != BATCH_TOKENS:
-            self.request = replace(self.request, batch_tokens=self.batch_tokens)
-        self.batch_tokens = self.request.batch_tokens or BATCH_TOKENS
+        self.batch_tokens = self.request.batch_tokens or self.batch_tokens
         self._placed = self._place(self.model)
-        if self._fills_memory and self._placed.batch_tokens < self.batch_tokens:
+        if self.request.memory is not None and self._placed.batch_tokens < self.batch_tokens:
             self.say(
                 f"batches have {self._placed.batch_tokens} tokens instead of {self.batch_tokens}, as many as `memory`"
                 " holds"
@@ -122,22 +120,19 @@ class ModelOpener:
         settings: Any = config
         return replace(settings, fit=self.sized(config.fit))
 
-    @property
-    def _fills_memory(self) -> bool:
-        return self.request.batch_tokens is None and self.request.memory is not None
-
     def _place(self, model: ModelSpec) -> ChosenPlacement:
         """Return and report the placement of a model."""
         placed = place(
             model_sizes(model, self.tokens),
             self.nodes(),
             self.request,
+            batch_tokens=self.batch_tokens,
             evaluates=self.evaluates,
             max_threads=max_threads(),
         )
         for line in (*(f"not {refusal}" for refusal in placed.why), placed.placement.describe()):
             self.say(line)
-        if placed.batch_tokens < self.batch_tokens and not self._fills_memory:
+        if placed.batch_tokens < self.batch_tokens and self.request.memory is None:
             self.say(f"batches of {placed.batch_tokens} tokens fit; larger ones are halved when memory runs out")
         return placed
 
