@@ -19,7 +19,7 @@ from headscan.analysis.plans import BudgetRequest, HeadPlan, KVBytes, WindowHead
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.answer_sheets import can_be_judged
 from headscan.analysis.verdicts.judge import Verdict, judge
-from headscan.cluster.placement_base import PlacementRequest
+from headscan.cluster.placement_base import PlacementError, PlacementRequest, Timeouts
 from headscan.gates.gate_settings import GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
@@ -99,6 +99,7 @@ __all__ = [
     "SweepConfig",
     "TaskConfig",
     "TextConfig",
+    "Timeouts",
     "Timing",
     "TokenPlan",
     "WindowHeads",
@@ -125,11 +126,17 @@ class JobOptions(TypedDict, total=False):
         devices: Placement and devices; None, the default, chooses them. ``devices.batch_tokens``, if given, replaces
             the ``batch_tokens`` of the settings. If it is not given, ``devices.memory`` lowers those of the settings to
             what fits, and a line reports that.
+        ray_address: Address of a running Ray cluster, such as ``first:6379``; None, the default, uses this machine, and
+            a local Ray for several replicas. The process stays connected, so that all its jobs use one cluster. Jobs
+            that remove heads (`referee`, `prune`, `study`) run here, and refuse an address.
+        timeouts: Timeouts of workers on Ray; None uses their defaults.
         resume_anyway: Resume although software, device or the model's code changed; the store records both versions.
         say: Function that receives lines for the user; the default prints them.
     """
 
     devices: PlacementRequest | None
+    ray_address: str | None
+    timeouts: Timeouts | None
     resume_anyway: bool
     say: Callable[[str], None]
 
@@ -321,12 +328,16 @@ def _opener(
     """Return the opener of a model; a job that runs ``here`` needs one replica, in this process."""
     if unknown := options.keys() - JobOptions.__annotations__.keys():
         raise TypeError(f"unknown option {min(unknown)!r}. Choose from {', '.join(JobOptions.__annotations__)}")
-    devices = options.get("devices") or PlacementRequest()
+    devices, ray_address = options.get("devices") or PlacementRequest(), options.get("ray_address")
+    if here and ray_address is not None:
+        raise PlacementError(f"`ray_address={ray_address}`: this job runs in one process. Leave out `ray_address`")
     return ModelOpener(
         model,
         tokens,
         devices.in_this_process() if here else devices,
         batch_tokens,
         evaluates=evaluates,
+        ray_address=ray_address,
+        timeouts=options.get("timeouts"),
         say=options.get("say", print),
     )

@@ -177,12 +177,12 @@ class Place(ModelVerb):
         return Result([{**asdict(device), "total": device.total} for device in placed.devices], text, facts)
 
     def _nodes(self) -> tuple[Node, ...]:
-        from headscan.cluster.devices import imagined
+        from headscan.cluster.devices import imagined, machines
 
-        machines = self.machines
-        if machines.nodes is None:
-            return self.devices.nodes()
-        return imagined(machines.nodes, machines.gpus, machines.gpu_memory, machines.cpu_memory, machines.cpus)
+        like = self.machines
+        if like.nodes is None:
+            return machines(self.devices.ray_address)
+        return imagined(like.nodes, like.gpus, like.gpu_memory, like.cpu_memory, like.cpus)
 
     def _hours(self, tokens: int, sizes: ModelSizes, placed: ChosenPlacement) -> ScanHours:
         from headscan.sizing.forward_flops import forward_flops

@@ -22,8 +22,8 @@ from headscan.analysis.errors import StoreError
 from headscan.analysis.store.provenance import provenance_changes, provenance_history, same_model
 from headscan.analysis.store.records import SHARDED_KINDS, RunKind, RunRecord, RunState
 from headscan.analysis.store.store import Store, refuse_resume, run_identity
-from headscan.cluster.devices import max_threads, this_machine
-from headscan.cluster.placement_base import ChosenPlacement, Node, PlacementRequest, Timeouts
+from headscan.cluster.devices import machines, max_threads
+from headscan.cluster.placement_base import ChosenPlacement, PlacementRequest, Timeouts
 from headscan.cluster.placements import place
 from headscan.cluster.pool import Pool, open_pool
 from headscan.long_work import KnownNumbers, WorkUnit, hash_of
@@ -76,8 +76,7 @@ class ModelOpener:
             they are part of a run's identity, and the same command resumes the run. The ``batch_tokens`` of the
             request, if given, replace them, and are refused if ``memory`` does not hold them.
         evaluates: The job evaluates tasks, which needs memory for logits and a KV cache.
-        nodes: Returns the machines.
-        on_cluster: A Ray cluster is connected, and runs single replicas, too.
+        ray_address: Address of a running Ray cluster, which runs single replicas, too. None uses this machine.
         say: Called with lines about every placement.
     """
 
@@ -86,8 +85,7 @@ class ModelOpener:
     request: PlacementRequest
     batch_tokens: int = BATCH_TOKENS
     evaluates: bool = False
-    nodes: Callable[[], tuple[Node, ...]] = lambda: (this_machine(),)
-    on_cluster: bool = False
+    ray_address: str | None = None
     timeouts: Timeouts | None = None
     say: Callable[[str], None] = lambda line: None
 
@@ -103,7 +101,7 @@ class ModelOpener:
 
     def __call__(self, model: ModelSpec) -> Pool:
         placed = self._placed if model == self.model else self._place(model)
-        return open_pool(model, placed.placement, on_cluster=self.on_cluster, timeouts=self.timeouts)
+        return open_pool(model, placed.placement, on_cluster=bool(self.ray_address), timeouts=self.timeouts)
 
     def sized(self, config: S) -> S:
         """Return settings with the batch size of the placement."""
@@ -124,7 +122,7 @@ class ModelOpener:
         """Return and report the placement of a model."""
         placed = place(
             model_sizes(model, self.tokens),
-            self.nodes(),
+            machines(self.ray_address),
             self.request,
             batch_tokens=self.batch_tokens,
             evaluates=self.evaluates,

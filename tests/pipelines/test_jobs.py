@@ -371,6 +371,8 @@ def test_jobs_that_remove_heads_need_one_whole_replica(evaluation: jobs.Evaluate
     ):
         with pytest.raises(HeadscanError, match=message):
             jobs.prune(config, tmp_path / "s.duckdb", devices=devices, say=quiet)
+    with pytest.raises(HeadscanError, match=r"^`ray_address=auto`: this job runs in one process\. Leave out .*$"):
+        jobs.prune(config, tmp_path / "s.duckdb", ray_address="auto", say=quiet)
 
 
 @pytest.mark.parametrize(("longest", "placed"), [(4096, 4096), (64, TASK_TOKENS)])
@@ -396,5 +398,5 @@ def test_a_missing_store_is_named(tmp_path: Path) -> None:
 
 def test_an_option_that_jobs_lack_is_named(spec: ModelSpec, tmp_path: Path) -> None:
     config = jobs.ScanConfig(spec, CorpusSpec("python-stdlib"), TokenPlan(64))
-    with pytest.raises(TypeError, match=r"unknown option 'here'. Choose from devices, resume_anyway, say"):
+    with pytest.raises(TypeError, match=r"unknown option 'here'. Choose from devices, ray_address, .*, say"):
         jobs.scan(config, tmp_path / "s.duckdb", here=True)  # type: ignore[call-arg]
