@@ -22,7 +22,6 @@ from headscan.options import FieldType, Limits, field_hint, field_type
 from headscan.pipelines import jobs
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
-from headscan.pipelines.evaluate.held_out_text import HeldOutText, TextChunk
 from headscan.pipelines.pruning.pruning_units import ShareBudget
 from headscan.pipelines.runs import run_context
 from headscan.pipelines.runs.head_orders import head_order
@@ -122,12 +121,14 @@ def test_arms_of_one_name_are_equal(
 def test_text_alone_judges_heads_that_are_replaced_by_their_mean(
     spec: ModelSpec, corpus_folder: Path, cpu: jobs.PlacementRequest, tmp_path: Path
 ) -> None:
-    chunks = tuple(TextChunk(f"document {first}", tuple(range(first, first + 32)), 100) for first in range(4, 8))
-    config = jobs.EvaluateConfig(spec, TaskConfig(()), recall=None, text=HeldOutText("numbers", chunks))
+    text = jobs.HeldOutText.of_corpus(CorpusSpec(str(corpus_folder)), spec, sequences=4, max_tokens=32)
+    config = jobs.EvaluateConfig(spec, TaskConfig(()), recall=None, text=text)
     means = jobs.ReplacementConfig("mean", CorpusSpec(str(corpus_folder)), texts=4)
     chosen = jobs.ChosenArms(heads=((0, 1), (1, 2)), replacement=means)
     jobs.evaluate(config, tmp_path / "s.duckdb", chosen, devices=cpu, say=quiet)
     asked = "SELECT count(*) AS answers, count(DISTINCT arm_id) AS arms FROM answers WHERE task = 'text'"
+    with pytest.raises(HeadscanError, match="`max_tokens=1` is below"):
+        jobs.HeldOutText.of_corpus(CorpusSpec(str(corpus_folder)), spec, max_tokens=1)
     assert Store(tmp_path / "s.duckdb").query(asked).to_pylist() == [{"answers": 8, "arms": 2}]
 
 
