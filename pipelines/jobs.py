@@ -1,7 +1,9 @@
-"""The jobs of the command line as Python functions.
+"""The jobs that run a model as Python functions.
 
 Each function takes the settings of its verb, chooses a placement, opens the store and calls
-``run_VERB(settings, run)``, as the verb does. All settings classes can be imported from here:
+``run_VERB(settings, run)``, as the verb does. Importance, ablation and referee have a second function for labelled
+examples. `generate`, `export`, and verbs that read a store or a plan only, have no function here. The settings of all
+jobs can be imported from here:
 
     from headscan.pipelines import jobs
 
@@ -11,32 +13,39 @@ Each function takes the settings of its verb, chooses a placement, opens the sto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import TypedDict, TypeVar, Unpack
 
 from headscan.analysis.plans import BudgetRequest, HeadPlan, KVBytes, WindowHeads, WindowShare
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.tables import EACH
 from headscan.analysis.verdicts.answer_sheets import can_be_judged
 from headscan.analysis.verdicts.judge import Verdict, judge
+from headscan.catalog import MassWidths
 from headscan.cluster.placement_base import PlacementError, PlacementRequest, Timeouts
 from headscan.gates.gate_settings import GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
+from headscan.pipelines.ablate.labelled_arms import LabelledConfig, labelled_effects
 from headscan.pipelines.ablate.single_heads import AblateResult, run_ablate
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen, run_evaluation
 from headscan.pipelines.evaluate.run_sweep import SweepResult, judge_runs, run_sweep
 from headscan.pipelines.kv.measured_plan import measured_plan
+from headscan.pipelines.measure.labelled_texts import LabelledTexts, read_labelled
 from headscan.pipelines.measure.run_corpus import CorpusRunResult
 from headscan.pipelines.measure.run_gates import GatesResult, run_gates
-from headscan.pipelines.measure.run_importance import run_importance
+from headscan.pipelines.measure.run_importance import run_importance, run_labelled_importance
 from headscan.pipelines.measure.run_probe import ProbeResult, run_probe
 from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.pruning.prune_config import PruneConfig, RepairChoice, Timing
 from headscan.pipelines.pruning.pruning_units import BytesBudget, LossBudget, ShareBudget
 from headscan.pipelines.pruning.run_prune import PruneResult, run_prune
 from headscan.pipelines.referee.run_referee import RefereeConfig, run_referee
+from headscan.pipelines.referee.site_referee import SiteRefereeConfig, SiteRefereeResult, site_referee
 from headscan.pipelines.runs.model_identity import ModelIdentity, identify
 from headscan.pipelines.runs.run_context import ModelContext, ModelOpener, Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
@@ -53,7 +62,14 @@ from headscan.pipelines.settings.evaluation_settings import (
     SweepConfig,
     TaskConfig,
 )
-from headscan.pipelines.settings.measure_settings import GatesConfig, ImportanceConfig, Part, ProbeConfig, ScanConfig
+from headscan.pipelines.settings.measure_settings import (
+    GatesConfig,
+    ImportanceConfig,
+    LabelledImportanceConfig,
+    Part,
+    ProbeConfig,
+    ScanConfig,
+)
 from headscan.pipelines.settings.saving_settings import LossLimit, PlanConfig, RecallConfig, TextConfig
 from headscan.pipelines.study.run_study import run_study
 from headscan.pipelines.study.study_answer import StudyAnswer
@@ -78,9 +94,12 @@ __all__ = [
     "ImportanceConfig",
     "JobOptions",
     "KVBytes",
+    "LabelledConfig",
+    "LabelledImportanceConfig",
     "LossBudget",
     "LossLimit",
     "LossTexts",
+    "MassWidths",
     "ModelSpec",
     "Part",
     "PlacementRequest",
@@ -95,6 +114,7 @@ __all__ = [
     "ScanConfig",
     "SelectionConfig",
     "ShareBudget",
+    "SiteRefereeConfig",
     "StudyConfig",
     "SweepConfig",
     "TaskConfig",
@@ -108,6 +128,9 @@ __all__ = [
     "evaluate",
     "gates",
     "importance",
+    "labelled_ablate",
+    "labelled_importance",
+    "labelled_referee",
     "mask_arm",
     "plan",
     "probe",
@@ -117,6 +140,10 @@ __all__ = [
     "study",
     "sweep",
 ]
+
+
+#: Settings of jobs on labelled examples.
+L = TypeVar("L", LabelledConfig, LabelledImportanceConfig)
 
 
 class JobOptions(TypedDict, total=False):
@@ -199,6 +226,43 @@ def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions
     opener = _opener(evaluation.model, TASK_TOKENS, options, evaluation.batch_tokens, evaluates=True)
     with _run(opener, store, options) as run:
         return run_ablate(opener.with_evaluation(config), run)
+
+
+def labelled_importance(
+    config: LabelledImportanceConfig, store: str | Path, **options: Unpack[JobOptions]
+) -> CorpusRunResult:
+    """Measure the importance of every head of a classifier or an encoder-decoder on labelled examples.
+
+    Raises:
+        HeadscanError: A setting, a file or the model does not fit; shards stored before stay.
+    """
+    with _on_examples(config, store, options) as (sized, texts, run):
+        return run_labelled_importance(sized, run, texts=texts)
+
+
+def labelled_ablate(
+    config: LabelledConfig, store: str | Path, modes: Sequence[str] = (EACH,), **options: Unpack[JobOptions]
+) -> AblateResult:
+    """Measure the effect of every head, ablated alone, on labelled examples.
+
+    Args:
+        modes: ``each`` ablates one head at a time, ``all_but_one`` all other heads of its layer.
+
+    Raises:
+        HeadscanError: A setting, a file or the model does not fit; answers stored before stay.
+    """
+    with _on_examples(config, store, options) as (sized, texts, run):
+        return labelled_effects(sized, run, modes, texts=texts)
+
+
+def labelled_referee(config: SiteRefereeConfig, store: str | Path, **options: Unpack[JobOptions]) -> SiteRefereeResult:
+    """Ablate heads of every site by every criterion, and measure the metric of labelled examples.
+
+    Raises:
+        HeadscanError: A setting, a file or the model does not fit; answers stored before stay.
+    """
+    with _on_examples(config.judging, store, options) as (sized, texts, run):
+        return site_referee(replace(config, judging=sized), run, texts=texts)
 
 
 def evaluate(
@@ -314,6 +378,16 @@ def _run(opener: ModelOpener, store: str | Path, options: JobOptions, identity: 
     """Return the run of a job; ``identity`` None computes it."""
     anyway, say = options.get("resume_anyway", False), options.get("say", print)
     return Run(opener.model, Store(store, on_wait=say), opener, identity=identity, resume_anyway=anyway, say=say)
+
+
+@contextmanager
+def _on_examples(config: L, store: str | Path, options: JobOptions) -> Iterator[tuple[L, LabelledTexts, Run]]:
+    """Yield settings with the batch size of the placement, the labelled examples, and the run of a job."""
+    identity = identify(config.model)
+    texts = read_labelled(config.data, config.model, identity, config.max_tokens)
+    opener = _opener(config.model, texts.longest, options, config.batch_tokens)
+    with _run(opener, store, options, identity) as run:
+        yield opener.sized(config), texts, run
 
 
 def _opener(

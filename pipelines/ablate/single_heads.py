@@ -49,7 +49,7 @@ def head_arms(grid: HeadGrid, mode: str, replacement: ArmReplacement = ZERO_REPL
 
 
 class AblateResult(NamedTuple):
-    """The run of a finished table, and its effects by mode, layer and head."""
+    """The run of a finished table, and its effects by mode, site, layer and head."""
 
     run_id: str
     effects: tuple[HeadEffect, ...]

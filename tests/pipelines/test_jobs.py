@@ -14,6 +14,7 @@ import headscan
 from headscan.analysis.errors import StoreMissingError
 from headscan.analysis.plans import WindowShare
 from headscan.analysis.store.store import Store
+from headscan.architectures import HEADS, LAYERS
 from headscan.errors import HeadscanError
 from headscan.gates.gate_settings import GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe
@@ -28,6 +29,7 @@ from headscan.pipelines.runs.head_orders import head_order
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, Comparison, TaskConfig
 from headscan.pipelines.settings.saving_settings import TextConfig
+from tests.pipelines.ablate.labelled_models import LABELLED, save_classifier, write_lines
 
 
 def quiet(line: str) -> None:
@@ -37,6 +39,12 @@ def quiet(line: str) -> None:
 @pytest.fixture
 def evaluation(spec: ModelSpec, task_folder: Path) -> jobs.EvaluateConfig:
     return jobs.EvaluateConfig(spec, TaskConfig(("counting",), include_path=str(task_folder), limit=6), recall=None)
+
+
+@pytest.fixture
+def labelled(tmp_path: Path) -> jobs.LabelledConfig:
+    examples = write_lines(tmp_path / "d.tsv", LABELLED)
+    return jobs.LabelledConfig(ModelSpec(str(save_classifier(tmp_path / "bert"))), jobs.DataSpec(str(examples)))
 
 
 @pytest.fixture
@@ -191,6 +199,19 @@ def test_ablate_sweep_and_referee_judge_their_arms(
     assert [arm.name.partition(" of ")[0] for arm in compared.arms] == ["importance 50%", "importance_recall 50%"]
 
 
+def test_labelled_examples_judge_the_heads_of_a_classifier(
+    labelled: jobs.LabelledConfig, cpu: jobs.PlacementRequest, tmp_path: Path
+) -> None:
+    store = tmp_path / "s.duckdb"
+    measuring = jobs.LabelledImportanceConfig(labelled.model, labelled.data)
+    run_id = jobs.labelled_importance(measuring, store, devices=cpu, say=quiet).run_id
+    assert len(head_order(Store(store), run_id, "importance")) == LAYERS * HEADS
+    assert len(jobs.labelled_ablate(labelled, store, devices=cpu, say=quiet).effects) == LAYERS * HEADS
+    comparing = jobs.SiteRefereeConfig(labelled, Comparison(("importance",), (0.5,), seeds=0))
+    (point,) = jobs.labelled_referee(comparing, store, devices=cpu, say=quiet).points
+    assert (point.curve[0], point.share) == ("importance", 0.5)
+
+
 def test_prune_saves_a_model_that_loads(
     corpus_folder: Path, evaluation: jobs.EvaluateConfig, cpu: jobs.PlacementRequest, tmp_path: Path
 ) -> None:
@@ -253,6 +274,8 @@ def test_every_number_of_the_settings_has_limits_and_a_bad_one_is_named(
         "GatesConfig": (spec, texts),
         "ImportanceConfig": (spec, texts, tokens),
         "KVBytes": (1000, 64),
+        "LabelledConfig": (spec, jobs.DataSpec("examples.tsv")),
+        "LabelledImportanceConfig": (spec, jobs.DataSpec("examples.tsv")),
         "LossBudget": (0.1,),
         "LossLimit": (0.1,),
         "LossTexts": (texts,),
@@ -300,6 +323,9 @@ class Begun(Exception):
         ("probe", "run_probe"),
         ("gates", "run_gates"),
         ("ablate", "run_ablate"),
+        ("labelled_importance", "run_labelled_importance"),
+        ("labelled_ablate", "labelled_effects"),
+        ("labelled_referee", "site_referee"),
         ("evaluate", "run_evaluation"),
         ("sweep", "run_sweep"),
         ("referee", "run_referee"),
@@ -309,7 +335,12 @@ class Begun(Exception):
     ],
 )
 def test_the_batch_size_of_the_devices_reaches_every_job(
-    job: str, does: str, evaluation: jobs.EvaluateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: str,
+    does: str,
+    evaluation: jobs.EvaluateConfig,
+    labelled: jobs.LabelledConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spec, texts, store = evaluation.model, CorpusSpec("python-stdlib"), tmp_path / "s.duckdb"
     calls: dict[str, tuple[Any, ...]] = {
@@ -318,6 +349,9 @@ def test_the_batch_size_of_the_devices_reaches_every_job(
         "probe": (jobs.ProbeConfig(spec), store),
         "gates": (jobs.GatesConfig(spec, texts), store),
         "ablate": (jobs.AblateConfig(evaluation), store),
+        "labelled_importance": (jobs.LabelledImportanceConfig(labelled.model, labelled.data), store),
+        "labelled_ablate": (labelled, store),
+        "labelled_referee": (jobs.SiteRefereeConfig(labelled, Comparison(("importance",))), store),
         "evaluate": (evaluation, store, []),
         "sweep": (jobs.SweepConfig(evaluation, ("entropy",), (0.2,)), store),
         "referee": (jobs.RefereeConfig(evaluation, texts=TextConfig(texts, max_tokens=64)), store),
@@ -331,7 +365,7 @@ def test_the_batch_size_of_the_devices_reaches_every_job(
     assert calls.keys() == {name for name in jobs.__all__ if name.islower()} - {"mask_arm"}
     received = list[Any]()
 
-    def begun(*arguments: Any) -> None:
+    def begun(*arguments: Any, **_: Any) -> None:
         received.append(arguments[0])
         raise Begun
 
@@ -339,8 +373,9 @@ def test_the_batch_size_of_the_devices_reaches_every_job(
     with pytest.raises(Begun):
         getattr(jobs, job)(*calls[job], devices=jobs.PlacementRequest(device="cpu", batch_tokens=640), say=quiet)
     (settings,) = received
-    # The settings of the job themselves, those of its evaluation, or those of its fit.
-    sized = getattr(settings, "evaluation", getattr(settings, "fit", settings))
+    # The settings of the job themselves, or those of its evaluation, fit or labelled examples.
+    parts = (getattr(settings, part, None) for part in ("evaluation", "fit", "judging"))
+    sized = next(filter(None, parts), settings)
     assert sized.batch_tokens == 640
 
 
