@@ -145,6 +145,16 @@ def imagined(nodes: int, gpus: int, gpu_memory: int, cpu_memory: int, cpus: int)
     return tuple(Node(f"node {i}", usable, int(_RAM_SHARE * cpu_memory), cpus) for i in range(nodes))
 
 
+def machines(ray_address: str | None) -> tuple[Node, ...]:
+    """Return the nodes of the Ray cluster at an address, to which this process connects; None returns this machine."""
+    if not ray_address:
+        return (this_machine(),)
+    from headscan.cluster.ray_session import connect, import_ray
+
+    connect(ray_address)
+    return ray_nodes(import_ray(local=False))
+
+
 def ray_nodes(ray: Any) -> tuple[Node, ...]:
     """Return the nodes of the connected cluster with their free memory."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

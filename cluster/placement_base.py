@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from headscan.errors import HeadscanError
-from headscan.options import LONGEST_WAIT, Limits, Option, check_limits
+from headscan.options import LONGEST_WAIT, Option, check_limits
 
 if TYPE_CHECKING:
     from headscan.models.loaded_model import Sharding
@@ -96,9 +96,9 @@ class PlacementRequest:
     """The placement that a user requests; None leaves a choice to `placements.place`.
 
     Attributes:
-        batch_tokens: Tokens of one forward pass. None uses `BATCH_TOKENS`, or the most that ``memory`` holds.
-        evaluates: Tasks are evaluated, which needs memory for logits and a KV cache.
-        max_threads: Limit of the CPU threads of a worker. None uses its share of the cores.
+        batch_tokens: Tokens of one forward pass, in place of the ``batch_tokens`` of a job's settings; refused if
+            ``memory`` does not hold them. None uses those of the settings, or as many as ``memory`` holds if they are
+            fewer.
     """
 
     placement: Annotated[
@@ -133,11 +133,11 @@ class PlacementRequest:
     batch_tokens: Annotated[
         int | None,
         Option(
-            "maximum tokens of one forward pass, with padding (default: 8192, or as many as fit into --memory)", least=1
+            "tokens of one forward pass, with padding (default: 8192, or --step-tokens of gates; fewer if --memory "
+            "holds fewer)",
+            least=1,
         ),
     ] = None
-    evaluates: bool = False
-    max_threads: Annotated[int | None, Limits(least=1)] = None
 
     def __post_init__(self) -> None:
         check_limits(self, PlacementError)
@@ -165,12 +165,14 @@ class Node:
 
 
 class Places:
-    """The machines (``nodes``) with devices of the requested type; ``device`` is ``cpu``, ``cuda`` or ``cuda:N``."""
+    """The machines (``nodes``) with devices of the requested type; ``device`` is ``cpu``, ``cuda`` or ``cuda:N``. A
+    worker has its share of the cores, and no more than ``max_threads`` CPU threads, if given.
+    """
 
-    def __init__(self, nodes: Sequence[Node], request: PlacementRequest) -> None:
+    def __init__(self, nodes: Sequence[Node], request: PlacementRequest, max_threads: int | None = None) -> None:
         machine = "this machine" if len(nodes) == 1 else "the cluster"
         self.device = request.device
-        self._max_threads = request.max_threads
+        self._max_threads = max_threads
         if request.device == "auto":
             self.device = "cuda" if any(node.gpus for node in nodes) else "cpu"
         if ":" in self.device:
@@ -231,7 +233,7 @@ class Places:
         return self.allowed(max(1, share))
 
     def allowed(self, threads: int) -> int:
-        """Limit a number of CPU threads by the request's ``max_threads``."""
+        """Limit a number of CPU threads by ``max_threads``."""
         return min(threads, self._max_threads or threads)
 
     def refusal(self, need: int, wanted: int | None, worker: str, where: str) -> PlacementError:

@@ -346,11 +346,26 @@ PLACEMENTS: dict[str, type[Placement]] = {
 }
 
 
-def place(sizes: ModelSizes, nodes: Sequence[Node], request: PlacementRequest) -> ChosenPlacement:
-    """Choose a placement; ``sizes`` are the model's bytes for the longest sequence."""
+def place(
+    sizes: ModelSizes,
+    nodes: Sequence[Node],
+    request: PlacementRequest,
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+    evaluates: bool = False,
+    max_threads: int | None = None,
+) -> ChosenPlacement:
+    """Choose a placement.
+
+    Args:
+        sizes: The model's bytes for the longest sequence.
+        batch_tokens: Most tokens of a batch, if the request does not state its size.
+        evaluates: Tasks are evaluated, which needs memory for logits and a KV cache.
+        max_threads: Limit of the CPU threads of a worker. None uses its share of the cores.
+    """
     kinds = kinds_to_try(request)
-    places = Places(nodes, request)
-    demand = Demand(sizes, request.batch_tokens or BATCH_TOKENS, request.evaluates)
+    places = Places(nodes, request, max_threads)
+    demand = Demand(sizes, request.batch_tokens or batch_tokens, evaluates)
     refusals: list[str] = []
     for kind in kinds:
         try:

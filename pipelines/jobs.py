@@ -1,7 +1,9 @@
-"""The jobs of the command line as Python functions.
+"""The jobs that run a model as Python functions.
 
 Each function takes the settings of its verb, chooses a placement, opens the store and calls
-``run_VERB(settings, run)``, as the verb does. All settings classes can be imported from here:
+``run_VERB(settings, run)``, as the verb does. Importance, ablation and referee have a second function for labelled
+examples. `generate`, `export`, and verbs that read a store or a plan only, have no function here. The settings of all
+jobs can be imported from here:
 
     from headscan.pipelines import jobs
 
@@ -11,32 +13,39 @@ Each function takes the settings of its verb, chooses a placement, opens the sto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import TypedDict, TypeVar, Unpack
 
 from headscan.analysis.plans import BudgetRequest, HeadPlan, KVBytes, WindowHeads, WindowShare
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.tables import EACH
+from headscan.analysis.verdicts.answer_sheets import can_be_judged
 from headscan.analysis.verdicts.judge import Verdict, judge
-from headscan.cluster.placement_base import PlacementRequest
+from headscan.catalog import MassWidths
+from headscan.cluster.placement_base import PlacementError, PlacementRequest, Timeouts
 from headscan.gates.gate_settings import GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
+from headscan.pipelines.ablate.labelled_arms import LabelledConfig, labelled_effects
 from headscan.pipelines.ablate.single_heads import AblateResult, run_ablate
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen, run_evaluation
 from headscan.pipelines.evaluate.run_sweep import SweepResult, judge_runs, run_sweep
 from headscan.pipelines.kv.measured_plan import measured_plan
+from headscan.pipelines.measure.labelled_texts import LabelledTexts, read_labelled
 from headscan.pipelines.measure.run_corpus import CorpusRunResult
 from headscan.pipelines.measure.run_gates import GatesResult, run_gates
-from headscan.pipelines.measure.run_importance import run_importance
+from headscan.pipelines.measure.run_importance import run_importance, run_labelled_importance
 from headscan.pipelines.measure.run_probe import ProbeResult, run_probe
 from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.pruning.prune_config import PruneConfig, RepairChoice, Timing
 from headscan.pipelines.pruning.pruning_units import BytesBudget, LossBudget, ShareBudget
 from headscan.pipelines.pruning.run_prune import PruneResult, run_prune
 from headscan.pipelines.referee.run_referee import RefereeConfig, run_referee
+from headscan.pipelines.referee.site_referee import SiteRefereeConfig, SiteRefereeResult, site_referee
 from headscan.pipelines.runs.model_identity import ModelIdentity, identify
 from headscan.pipelines.runs.run_context import ModelContext, ModelOpener, Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
@@ -53,7 +62,14 @@ from headscan.pipelines.settings.evaluation_settings import (
     SweepConfig,
     TaskConfig,
 )
-from headscan.pipelines.settings.measure_settings import GatesConfig, ImportanceConfig, Part, ProbeConfig, ScanConfig
+from headscan.pipelines.settings.measure_settings import (
+    GatesConfig,
+    ImportanceConfig,
+    LabelledImportanceConfig,
+    Part,
+    ProbeConfig,
+    ScanConfig,
+)
 from headscan.pipelines.settings.saving_settings import LossLimit, PlanConfig, RecallConfig, TextConfig
 from headscan.pipelines.study.run_study import run_study
 from headscan.pipelines.study.study_answer import StudyAnswer
@@ -78,9 +94,12 @@ __all__ = [
     "ImportanceConfig",
     "JobOptions",
     "KVBytes",
+    "LabelledConfig",
+    "LabelledImportanceConfig",
     "LossBudget",
     "LossLimit",
     "LossTexts",
+    "MassWidths",
     "ModelSpec",
     "Part",
     "PlacementRequest",
@@ -95,10 +114,12 @@ __all__ = [
     "ScanConfig",
     "SelectionConfig",
     "ShareBudget",
+    "SiteRefereeConfig",
     "StudyConfig",
     "SweepConfig",
     "TaskConfig",
     "TextConfig",
+    "Timeouts",
     "Timing",
     "TokenPlan",
     "WindowHeads",
@@ -107,6 +128,9 @@ __all__ = [
     "evaluate",
     "gates",
     "importance",
+    "labelled_ablate",
+    "labelled_importance",
+    "labelled_referee",
     "mask_arm",
     "plan",
     "probe",
@@ -118,18 +142,28 @@ __all__ = [
 ]
 
 
+#: Settings of jobs on labelled examples.
+L = TypeVar("L", LabelledConfig, LabelledImportanceConfig)
+
+
 class JobOptions(TypedDict, total=False):
     """Options of every job.
 
     Attributes:
         devices: Placement and devices; None, the default, chooses them. ``devices.batch_tokens``, if given, replaces
-            the ``batch_tokens`` of the settings. If neither is set (8,192, the default of the settings, counts as not
-            set), ``devices.memory`` lowers the batch size to what fits, and a line reports that.
+            the ``batch_tokens`` of the settings. If it is not given, ``devices.memory`` lowers those of the settings to
+            what fits, and a line reports that.
+        ray_address: Address of a running Ray cluster, such as ``first:6379``; None, the default, uses this machine, and
+            a local Ray for several replicas. The process stays connected, so that all its jobs use one cluster. Jobs
+            that remove heads (`referee`, `prune`, `study`) run here, and refuse an address.
+        timeouts: Timeouts of workers on Ray; None uses their defaults.
         resume_anyway: Resume although software, device or the model's code changed; the store records both versions.
         say: Function that receives lines for the user; the default prints them.
     """
 
     devices: PlacementRequest | None
+    ray_address: str | None
+    timeouts: Timeouts | None
     resume_anyway: bool
     say: Callable[[str], None]
 
@@ -194,6 +228,43 @@ def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions
         return run_ablate(opener.with_evaluation(config), run)
 
 
+def labelled_importance(
+    config: LabelledImportanceConfig, store: str | Path, **options: Unpack[JobOptions]
+) -> CorpusRunResult:
+    """Measure the importance of every head of a classifier or an encoder-decoder on labelled examples.
+
+    Raises:
+        HeadscanError: A setting, a file or the model does not fit; shards stored before stay.
+    """
+    with _on_examples(config, store, options) as (sized, texts, run):
+        return run_labelled_importance(sized, run, texts=texts)
+
+
+def labelled_ablate(
+    config: LabelledConfig, store: str | Path, modes: Sequence[str] = (EACH,), **options: Unpack[JobOptions]
+) -> AblateResult:
+    """Measure the effect of every head, ablated alone, on labelled examples.
+
+    Args:
+        modes: ``each`` ablates one head at a time, ``all_but_one`` all other heads of its layer.
+
+    Raises:
+        HeadscanError: A setting, a file or the model does not fit; answers stored before stay.
+    """
+    with _on_examples(config, store, options) as (sized, texts, run):
+        return labelled_effects(sized, run, modes, texts=texts)
+
+
+def labelled_referee(config: SiteRefereeConfig, store: str | Path, **options: Unpack[JobOptions]) -> SiteRefereeResult:
+    """Ablate heads of every site by every criterion, and measure the metric of labelled examples.
+
+    Raises:
+        HeadscanError: A setting, a file or the model does not fit; answers stored before stay.
+    """
+    with _on_examples(config.judging, store, options) as (sized, texts, run):
+        return site_referee(replace(config, judging=sized), run, texts=texts)
+
+
 def evaluate(
     config: EvaluateConfig, store: str | Path, arms: Sequence[Arm] | ChosenArms, **options: Unpack[JobOptions]
 ) -> Verdict:
@@ -201,7 +272,8 @@ def evaluate(
 
     Args:
         arms: Arms next to the baseline, such as ``[mask_arm([(3, 5)])]``, or how to choose them, such as
-            ``ChosenArms(score="output_norm_ln", rule=True, controls=19)`` by a scan in the store.
+            ``ChosenArms(score="output_norm_ln", rule=True, controls=19)`` by a scan in the store. Without any, only the
+            baseline answers, and the verdict has no arms.
 
     Raises:
         HeadscanError: A setting, a file or the model does not fit; answers stored before stay.
@@ -213,6 +285,8 @@ def evaluate(
             run_id = evaluate_chosen(sized, run, arms)
         else:
             run_id = run_evaluation(sized, run, [BASELINE, *(arm for arm in arms if arm is not BASELINE)])
+        if not can_be_judged(run.store, run_id):
+            return Verdict(run_id, run.identity.name, ())
         return judge(run.store, run_id)
 
 
@@ -306,6 +380,16 @@ def _run(opener: ModelOpener, store: str | Path, options: JobOptions, identity: 
     return Run(opener.model, Store(store, on_wait=say), opener, identity=identity, resume_anyway=anyway, say=say)
 
 
+@contextmanager
+def _on_examples(config: L, store: str | Path, options: JobOptions) -> Iterator[tuple[L, LabelledTexts, Run]]:
+    """Yield settings with the batch size of the placement, the labelled examples, and the run of a job."""
+    identity = identify(config.model)
+    texts = read_labelled(config.data, config.model, identity, config.max_tokens)
+    opener = _opener(config.model, texts.longest, options, config.batch_tokens)
+    with _run(opener, store, options, identity) as run:
+        yield opener.sized(config), texts, run
+
+
 def _opener(
     model: ModelSpec,
     tokens: int,
@@ -318,11 +402,16 @@ def _opener(
     """Return the opener of a model; a job that runs ``here`` needs one replica, in this process."""
     if unknown := options.keys() - JobOptions.__annotations__.keys():
         raise TypeError(f"unknown option {min(unknown)!r}. Choose from {', '.join(JobOptions.__annotations__)}")
-    devices = options.get("devices") or PlacementRequest()
+    devices, ray_address = options.get("devices") or PlacementRequest(), options.get("ray_address")
+    if here and ray_address is not None:
+        raise PlacementError(f"`ray_address={ray_address}`: this job runs in one process. Leave out `ray_address`")
     return ModelOpener(
         model,
         tokens,
-        replace(devices.in_this_process() if here else devices, evaluates=evaluates),
+        devices.in_this_process() if here else devices,
         batch_tokens,
+        evaluates=evaluates,
+        ray_address=ray_address,
+        timeouts=options.get("timeouts"),
         say=options.get("say", print),
     )

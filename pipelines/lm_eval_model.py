@@ -86,8 +86,8 @@ class HeadscanModel(HeadscanLM):
             raise HarnessError(f"`plan_mode={plan_mode!r}`. Choose {' or '.join(get_args(PlanMode))}")
         spec = ModelSpec(pretrained, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
         where = "auto" if device in (None, "cuda", "cuda:0") else device
-        request = PlacementRequest(device=where, evaluates=True)
-        self._context = ModelContext(spec, ModelOpener(spec, TASK_TOKENS, request, batch_tokens))
+        request = PlacementRequest(device=where)
+        self._context = ModelContext(spec, ModelOpener(spec, TASK_TOKENS, request, batch_tokens, evaluates=True))
         super().__init__(self._context.identity, bos=bos)
         check_predicts(self._context)
         self._arm = BASELINE

@@ -114,7 +114,7 @@ def plan_text(options: argparse.Namespace, steps: Sequence[Step]) -> list[str]:
     try:
         spec = ModelSpec(options.model)
         sizes = model_sizes(spec, longest)
-        placed = place(sizes, nodes, PlacementRequest(evaluates=True))
+        placed = place(sizes, nodes, PlacementRequest(), evaluates=True)
         forward = forward_flops(spec)
     except (HeadscanError, OSError) as problem:
         return [f"no plan for {options.model}: {problem}", *(f"$ {step.shown}" for step in steps)]

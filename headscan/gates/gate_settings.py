@@ -36,7 +36,7 @@ class GateFitConfig:
     rate: Annotated[float, Limits(above=0)] = 0.15
     start: Annotated[float, Limits()] = 1.5
     batch_tokens: Annotated[
-        int, Option("tokens of a step, with padding, unless --batch-tokens is given", flag="--step-tokens", least=1)
+        int, Option("tokens of a step, with padding; --batch-tokens replaces them", flag="--step-tokens", least=1)
     ] = 1024
     seed: Annotated[int, Option("seed of the noise", least=0)] = 0
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +22,7 @@ from headscan.ablation.ablation import Ablation
 from headscan.ablation.masks import SiteMask
 from headscan.analysis.store.records import ArmKind, RunRecord
 from headscan.analysis.store.tables import ACCURACY, BLEU, EACH, LOSS
-from headscan.analysis.verdicts.head_effects import HeadEffect, bleu, record_effects
+from headscan.analysis.verdicts.head_effects import bleu, record_effects
 from headscan.cluster.pool import refuse_staged
 from headscan.errors import InterventionError, NotFiniteError
 from headscan.grid import Head, HeadGrid
@@ -31,8 +31,8 @@ from headscan.models.forward_inputs import batch_kwargs
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import RopeLengths
 from headscan.models.token_batches import pad, run_halving, whole_batches
-from headscan.options import BATCH_TOKENS, Count, check_limits
-from headscan.pipelines.ablate.single_heads import ablated_sets
+from headscan.options import BATCH_TOKENS, Count, Limits, check_limits
+from headscan.pipelines.ablate.single_heads import AblateResult, ablated_sets
 from headscan.pipelines.evaluate.answering import AnsweringSettings, WorkItem
 from headscan.pipelines.evaluate.run_evaluation import answer_arms
 from headscan.pipelines.evaluate.tasks import ANSWERS, RESULTS, TaskResults
@@ -184,7 +184,7 @@ class LabelledConfig:
     model: ModelSpec
     data: DataSpec
     metric: str | None = None
-    max_tokens: int | None = None
+    max_tokens: Annotated[int | None, Limits(least=1)] = None
     batch_tokens: Count = BATCH_TOKENS
 
     def __post_init__(self) -> None:
@@ -314,9 +314,8 @@ def answer_labelled(questions: LabelledQuestions, run: Run, run_id: str, arms: S
 
 def labelled_effects(
     config: LabelledConfig, run: Run, modes: Sequence[str] = (EACH,), *, texts: LabelledTexts | None = None
-) -> tuple[str, list[HeadEffect]]:
-    """Measure the effect of every head of every site, and record the table in the store. Return the id of the run, and
-    the effects by mode, site, layer and head.
+) -> AblateResult:
+    """Measure the effect of every head of every site, record the table in the store, and return it.
 
     Args:
         modes: ``each``: one head is ablated; ``all_but_one``: all other heads of its layer.
@@ -330,4 +329,4 @@ def labelled_effects(
     with run.recording(questions.record(run), arms=[arm.name for arm in arms]) as state:
         answer_labelled(questions, run, state.run_id, arms)
     with at_work("effects and their intervals"):
-        return state.run_id, record_effects(run.store, state.run_id)
+        return AblateResult(state.run_id, tuple(record_effects(run.store, state.run_id)))

@@ -15,17 +15,14 @@ from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.tables import EACH
 from headscan.analysis.verdicts.head_effects import HeadEffect, record_effects
 from headscan.grid import Head, HeadGrid
-from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.evaluate.checks import check_predicts
-from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
+from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.evaluate.run_evaluation import Purpose, run_evaluation
 from headscan.pipelines.evaluate.tasks import Questions
-from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.runs.progress import at_work
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm
 from headscan.pipelines.scoring.replacements import ZERO_REPLACEMENT, ArmReplacement, collect_replacement
-from headscan.pipelines.settings.corpus_settings import SHORTEST, longest_text
 from headscan.pipelines.settings.evaluation_settings import AblateConfig, LossTexts
 
 
@@ -52,7 +49,7 @@ def head_arms(grid: HeadGrid, mode: str, replacement: ArmReplacement = ZERO_REPL
 
 
 class AblateResult(NamedTuple):
-    """The run of a finished table, and its effects by mode, layer and head."""
+    """The run of a finished table, and its effects by mode, site, layer and head."""
 
     run_id: str
     effects: tuple[HeadEffect, ...]
@@ -61,7 +58,7 @@ class AblateResult(NamedTuple):
 def run_ablate(config: AblateConfig, run: Run) -> AblateResult:
     """Measure the effect of every head, record the table in the store, and return it."""
     check_predicts(run)
-    text = None if config.texts is None else read_texts(config.texts, run.identity)
+    text = None if config.texts is None else _held_out(config.texts, run)
     evaluation = replace(config.evaluation, recall=None, text=text)
     questions = Questions(evaluation.tasks, None, run.identity, text)
     replacement = collect_replacement(config.replacement, run, questions.longest_input())
@@ -76,7 +73,7 @@ def run_ablate(config: AblateConfig, run: Run) -> AblateResult:
         return AblateResult(run_id, tuple(record_effects(run.store, run_id)))
 
 
-def read_texts(texts: LossTexts, identity: ModelIdentity) -> HeldOutText:
-    tokens = longest_text(identity, texts.max_tokens)
-    held_out = read_spread(texts.corpus, identity.tokenizer, tokens, texts.sequences, shortest=min(SHORTEST, tokens))
-    return HeldOutText(texts.corpus.name, chunks(identity.tokenizer, held_out))
+def _held_out(texts: LossTexts, run: Run) -> HeldOutText:
+    return HeldOutText.of_corpus(
+        texts.corpus, run.model, sequences=texts.sequences, max_tokens=texts.max_tokens, identity=run.identity
+    )

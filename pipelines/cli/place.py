@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from headscan.cluster.devices import max_threads
@@ -154,10 +154,9 @@ class Place(ModelVerb):
         from headscan.sizing.model_sizes import model_sizes
 
         quiet_libraries()
-        request = replace(self.devices.request, evaluates=self.evaluate, max_threads=max_threads())
         nodes = self._nodes()
         sizes = model_sizes(self.spec(), self.max_tokens)
-        placed = place(sizes, nodes, request)
+        placed = place(sizes, nodes, self.devices.request, evaluates=self.evaluate, max_threads=max_threads())
         hours = None if self.time.tokens is None else self._hours(self.time.tokens, sizes, placed)
         facts = {
             "model": {"name": sizes.name, "parameters": sizes.parameters, "weights": sizes.weights},
@@ -178,12 +177,12 @@ class Place(ModelVerb):
         return Result([{**asdict(device), "total": device.total} for device in placed.devices], text, facts)
 
     def _nodes(self) -> tuple[Node, ...]:
-        from headscan.cluster.devices import imagined
+        from headscan.cluster.devices import imagined, machines
 
-        machines = self.machines
-        if machines.nodes is None:
-            return self.devices.nodes()
-        return imagined(machines.nodes, machines.gpus, machines.gpu_memory, machines.cpu_memory, machines.cpus)
+        like = self.machines
+        if like.nodes is None:
+            return machines(self.devices.ray_address)
+        return imagined(like.nodes, like.gpus, like.gpu_memory, like.cpu_memory, like.cpus)
 
     def _hours(self, tokens: int, sizes: ModelSizes, placed: ChosenPlacement) -> ScanHours:
         from headscan.sizing.forward_flops import forward_flops

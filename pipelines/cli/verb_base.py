@@ -24,7 +24,6 @@ from headscan.pipelines.settings.evaluation_settings import ResumeAnyway
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
-    from headscan.cluster.placement_base import Node
     from headscan.pipelines.runs.model_identity import ModelIdentity
     from headscan.pipelines.runs.run_context import ModelOpener, Run
 
@@ -121,17 +120,6 @@ class Devices:
     ] = None
     timeouts: Annotated[Timeouts, Group()]
 
-    def nodes(self) -> tuple[Node, ...]:
-        """Return the nodes of the Ray cluster, or this machine without one."""
-        from headscan.cluster.devices import ray_nodes, this_machine
-
-        if not self.ray_address:
-            return (this_machine(),)
-        from headscan.cluster.ray_session import connect, import_ray
-
-        connect(self.ray_address)
-        return ray_nodes(import_ray(local=False))
-
     def opener(
         self, spec: ModelSpec, *, tokens: int, batch_tokens: int = BATCH_TOKENS, evaluates: bool = False
     ) -> ModelOpener:
@@ -143,10 +131,10 @@ class Devices:
         return ModelOpener(
             spec,
             tokens,
-            replace(self.request, evaluates=evaluates),
+            self.request,
             batch_tokens,
-            nodes=self.nodes,
-            on_cluster=bool(self.ray_address),
+            evaluates=evaluates,
+            ray_address=self.ray_address,
             timeouts=self.timeouts,
             say=lambda line: say(with_flags(line, Devices)),
         )

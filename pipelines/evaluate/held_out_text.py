@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from headscan.analysis.store.tables import BITS_PER_BYTE, LOSS
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.corpora.sequences import read_spread
+from headscan.pipelines.runs.model_identity import ModelIdentity, identify
 from headscan.pipelines.scoring.token_requests import Likelihood, Request, request_hash
+from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec, longest_text
 
 #: Name of the task in the store.
 TEXT_TASK = "text"
@@ -33,10 +37,36 @@ class TextChunk:
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """Chunks that no choice of heads has seen."""
+    """Chunks that no choice of heads has seen; `of_corpus` reads them."""
 
     corpus: str
     chunks: tuple[TextChunk, ...]
+
+    @classmethod
+    def of_corpus(
+        cls,
+        corpus: CorpusSpec,
+        model: ModelSpec,
+        *,
+        sequences: int = 128,
+        max_tokens: int | None = None,
+        identity: ModelIdentity | None = None,
+    ) -> HeldOutText:
+        """Read texts for a model, spread over the documents of a corpus.
+
+        Args:
+            sequences: Number of texts; all of them if the corpus has fewer.
+            max_tokens: Longest text in tokens; None uses the model's context, at most 2,048 tokens.
+            identity: Identity of the model; None computes it.
+
+        Raises:
+            HeadscanError: The corpus cannot be read, or its texts do not fit the model.
+        """
+        identity = identity or identify(model)
+        tokens = longest_text(identity, max_tokens)
+        shortest = min(SHORTEST, max(2, tokens))  # of one token nothing is predicted
+        found = read_spread(corpus, identity.tokenizer, tokens, sequences, shortest=shortest)
+        return cls(corpus.name, chunks(identity.tokenizer, found))
 
     @property
     def tokens(self) -> int:

@@ -42,6 +42,7 @@ from headscan.pipelines.scoring.arms import (
     Arm,
     check_arms,
     controls,
+    distinct_arms,
     mask_arm,
     model_arm,
     scored_masks,
@@ -111,8 +112,7 @@ def run_evaluation(
     if questions is None:
         questions = Questions(config.tasks, config.recall, run.identity, config.text)
     check_predicts(run)
-    # Arms with the same name are the same, such as the random controls of two plans with the same windows.
-    arms = list({arm.name: arm for arm in arms}.values())
+    arms = distinct_arms(arms)
     models = check_models(arms, run.identity, questions)
     for note in (*questions.notes, *check_arms(run.facts.grid, arms), *window_notes(arms, questions.requests.values())):
         run.say(note)

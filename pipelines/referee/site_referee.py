@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -148,11 +149,16 @@ class SiteRefereeConfig:
                 raise unknown_name("criterion of labelled examples", name, SITE_CRITERIA)
 
 
-def site_referee(
-    config: SiteRefereeConfig, run: Run, *, texts: LabelledTexts | None = None
-) -> tuple[str, list[SitePoint]]:
+class SiteRefereeResult(NamedTuple):
+    """The run of a finished referee on labelled examples, and the points of its curves."""
+
+    run_id: str
+    points: list[SitePoint]
+
+
+def site_referee(config: SiteRefereeConfig, run: Run, *, texts: LabelledTexts | None = None) -> SiteRefereeResult:
     """Remove heads of each site by every criterion, and measure the metric at every share. Models with several sites
-    also have curves of all sites together. Return the id of the run and its points; ``texts`` None reads the file.
+    also have curves of all sites together. ``texts`` None reads the file.
     """
     judged, compared = config.judging, config.compared
     if texts is None:
@@ -176,7 +182,8 @@ def site_referee(
         arms = _arms(curves, compared, run, item, _stored_heads(run.store, state.run_id))
         answer_labelled(questions, run, state.run_id, [WITHOUT_ABLATION, *arms])
     points = read_site_points(run.store, state.run_id)
-    return state.run_id, [point for point in points if _name(*point.curve, point.site, point.share) in names]
+    shown = [point for point in points if _name(*point.curve, point.site, point.share) in names]
+    return SiteRefereeResult(state.run_id, shown)
 
 
 def _stored_heads(store: Store, run_id: str) -> dict[str, tuple[SiteHead, ...]]:

@@ -22,8 +22,8 @@ from headscan.analysis.errors import StoreError
 from headscan.analysis.store.provenance import provenance_changes, provenance_history, same_model
 from headscan.analysis.store.records import SHARDED_KINDS, RunKind, RunRecord, RunState
 from headscan.analysis.store.store import Store, refuse_resume, run_identity
-from headscan.cluster.devices import max_threads, this_machine
-from headscan.cluster.placement_base import ChosenPlacement, Node, PlacementRequest, Timeouts
+from headscan.cluster.devices import machines, max_threads
+from headscan.cluster.placement_base import ChosenPlacement, PlacementRequest, Timeouts
 from headscan.cluster.placements import place
 from headscan.cluster.pool import Pool, open_pool
 from headscan.long_work import KnownNumbers, WorkUnit, hash_of
@@ -71,12 +71,12 @@ class ModelOpener:
 
     Attributes:
         tokens: Tokens of the longest sequence.
-        batch_tokens: Tokens of one forward pass in the settings of the job. Those of the request replace them. Without
-            either (8,192, the default, counts as neither), they are as many as the request's ``memory`` holds, which a
-            line reports. The memory that is free now does not change them, because they are part of a run's identity,
-            and the same command resumes the run.
-        nodes: Returns the machines.
-        on_cluster: A Ray cluster is connected, and runs single replicas, too.
+        batch_tokens: Most tokens of one forward pass in the settings of the job. With ``memory`` in the request, they
+            are lowered to what fits, which a line reports. The memory that is free now does not change them, because
+            they are part of a run's identity, and the same command resumes the run. The ``batch_tokens`` of the
+            request, if given, replace them, and are refused if ``memory`` does not hold them.
+        evaluates: The job evaluates tasks, which needs memory for logits and a KV cache.
+        ray_address: Address of a running Ray cluster, which runs single replicas, too. None uses this machine.
         say: Called with lines about every placement.
     """
 
@@ -84,17 +84,15 @@ class ModelOpener:
     tokens: int
     request: PlacementRequest
     batch_tokens: int = BATCH_TOKENS
-    nodes: Callable[[], tuple[Node, ...]] = lambda: (this_machine(),)
-    on_cluster: bool = False
+    evaluates: bool = False
+    ray_address: str | None = None
     timeouts: Timeouts | None = None
     say: Callable[[str], None] = lambda line: None
 
     def __post_init__(self) -> None:
-        if self.request.batch_tokens is None and self.batch_tokens != BATCH_TOKENS:
-            self.request = replace(self.request, batch_tokens=self.batch_tokens)
-        self.batch_tokens = self.request.batch_tokens or BATCH_TOKENS
+        self.batch_tokens = self.request.batch_tokens or self.batch_tokens
         self._placed = self._place(self.model)
-        if self._fills_memory and self._placed.batch_tokens < self.batch_tokens:
+        if self.request.memory is not None and self._placed.batch_tokens < self.batch_tokens:
             self.say(
                 f"batches have {self._placed.batch_tokens} tokens instead of {self.batch_tokens}, as many as `memory`"
                 " holds"
@@ -103,7 +101,7 @@ class ModelOpener:
 
     def __call__(self, model: ModelSpec) -> Pool:
         placed = self._placed if model == self.model else self._place(model)
-        return open_pool(model, placed.placement, on_cluster=self.on_cluster, timeouts=self.timeouts)
+        return open_pool(model, placed.placement, on_cluster=bool(self.ray_address), timeouts=self.timeouts)
 
     def sized(self, config: S) -> S:
         """Return settings with the batch size of the placement."""
@@ -120,17 +118,19 @@ class ModelOpener:
         settings: Any = config
         return replace(settings, fit=self.sized(config.fit))
 
-    @property
-    def _fills_memory(self) -> bool:
-        return self.request.batch_tokens is None and self.request.memory is not None
-
     def _place(self, model: ModelSpec) -> ChosenPlacement:
         """Return and report the placement of a model."""
-        request = replace(self.request, max_threads=max_threads())
-        placed = place(model_sizes(model, self.tokens), self.nodes(), request)
+        placed = place(
+            model_sizes(model, self.tokens),
+            machines(self.ray_address),
+            self.request,
+            batch_tokens=self.batch_tokens,
+            evaluates=self.evaluates,
+            max_threads=max_threads(),
+        )
         for line in (*(f"not {refusal}" for refusal in placed.why), placed.placement.describe()):
             self.say(line)
-        if placed.batch_tokens < self.batch_tokens and not self._fills_memory:
+        if placed.batch_tokens < self.batch_tokens and self.request.memory is None:
             self.say(f"batches of {placed.batch_tokens} tokens fit; larger ones are halved when memory runs out")
         return placed
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headscan.ablation.ablation import Ablation, LayerwiseAblation
 from headscan.ablation.masks import HeadMask, RandomHeads
@@ -29,7 +29,7 @@ class Arm:
     """One way of running the model.
 
     Attributes:
-        name: Unique in an evaluation; arms with the same name ablate the same heads and have the same ``details``.
+        name: Unique in an evaluation; arms of the same name are equal, apart from what was ``measured``.
         ablated: None for the baseline.
         share: Nominal share of heads, 0 to 1; a rule may ablate another share.
         selection: Further description of the selection; arms that differ in it are points of different curves.
@@ -223,6 +223,20 @@ def controls(
     for share in sorted({arm.share for arm in arms if arm.kind is ArmKind.RULE and arm.share}):
         drawn_arms += random_rules(share, seeds, replacement)
     return drawn_arms
+
+
+def distinct_arms(arms: Sequence[Arm]) -> list[Arm]:
+    """Return arms without repetitions, such as the random controls of two plans with the same windows.
+
+    Raises:
+        InterventionError: Arms of one name differ.
+    """
+    by_name: dict[str, Arm] = {}
+    for arm in arms:
+        first = by_name.setdefault(arm.name, arm)
+        if replace(arm, measured=first.measured) != first:
+            raise InterventionError(f"2 different arms are named {arm.name!r} (limit 1). Give each a name of its own")
+    return list(by_name.values())
 
 
 def check_arms(grid: HeadGrid, arms: Sequence[Arm]) -> list[str]:

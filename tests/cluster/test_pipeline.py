@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headscan.analysis.store.store import Store
 from headscan.cluster.placement_base import PlacementError
 from headscan.cluster.placements import PipelinePlacement, WholePlacement
 from headscan.cluster.pool import InProcessPool, StagingError, WorkError, open_pool
 from headscan.cluster.ray_pool import PipelinePool, RayPool
 from headscan.model_spec import ModelSpec
+from headscan.pipelines import jobs
 from headscan.pipelines.measure.run_scan import ShardItem, measure_shard
 from headscan.pipelines.runs.model_identity import model_facts
 from headscan.pipelines.scoring.likelihood import score_requests
@@ -72,6 +75,26 @@ def test_a_pipeline_gives_what_one_process_gives(family: str, stages: int, saved
                 assert one.log_likelihood == pytest.approx(other.log_likelihood, abs=1e-6, rel=1e-6), name
                 assert one.greedy_tokens == other.greedy_tokens, name
             assert ours.zeroed_shares == pytest.approx(theirs.zeroed_shares, abs=1e-12), name
+
+
+@pytest.mark.slow
+def test_a_job_of_python_runs_on_a_cluster(two_nodes: Any, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "one.txt").write_text("def twice(number):\n    return 2 * number\n" * 20)
+    lines = list[str]()
+    found = jobs.scan(
+        jobs.ScanConfig(jobs.ModelSpec("demo"), jobs.CorpusSpec(str(tmp_path / "texts")), jobs.TokenPlan(64)),
+        tmp_path / "s.duckdb",
+        devices=jobs.PlacementRequest(device="cpu", replicas=1),
+        ray_address=two_nodes.address,
+        timeouts=jobs.Timeouts(start=120),
+        say=lines.append,
+    )
+    (run,) = Store(tmp_path / "s.duckdb").runs()
+    assert (run["run_id"], run["status"]) == (found.run_id, "finished")
+    assert lines[0].startswith("placement: whole, 1 replica on cpu")
+    workers = Store(tmp_path / "s.duckdb").query("SELECT worker FROM shards")["worker"].to_pylist()
+    assert workers and "in-process" not in workers
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import headscan
 from headscan.analysis.errors import StoreMissingError
 from headscan.analysis.plans import WindowShare
 from headscan.analysis.store.store import Store
+from headscan.architectures import HEADS, LAYERS
 from headscan.errors import HeadscanError, InterventionError, UnknownNameError
 from headscan.gates.gate_settings import GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe
@@ -22,13 +23,13 @@ from headscan.options import FieldType, Limits, field_hint, field_type
 from headscan.pipelines import jobs
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
-from headscan.pipelines.evaluate.held_out_text import HeldOutText, TextChunk
 from headscan.pipelines.pruning.pruning_units import ShareBudget
 from headscan.pipelines.runs import run_context
 from headscan.pipelines.runs.head_orders import head_order
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, Comparison, TaskConfig
 from headscan.pipelines.settings.saving_settings import TextConfig
+from tests.pipelines.ablate.labelled_models import LABELLED, save_classifier, write_lines
 
 
 def quiet(line: str) -> None:
@@ -38,6 +39,12 @@ def quiet(line: str) -> None:
 @pytest.fixture
 def evaluation(spec: ModelSpec, task_folder: Path) -> jobs.EvaluateConfig:
     return jobs.EvaluateConfig(spec, TaskConfig(("counting",), include_path=str(task_folder), limit=6), recall=None)
+
+
+@pytest.fixture
+def labelled(tmp_path: Path) -> jobs.LabelledConfig:
+    examples = write_lines(tmp_path / "d.tsv", LABELLED)
+    return jobs.LabelledConfig(ModelSpec(str(save_classifier(tmp_path / "bert"))), jobs.DataSpec(str(examples)))
 
 
 @pytest.fixture
@@ -96,15 +103,40 @@ def test_scan_evaluate_and_plan_fill_the_tables(
     assert plan.budget.window_heads == 3
 
 
+@pytest.mark.parametrize("arms", [[], [jobs.BASELINE], jobs.ChosenArms()])
+def test_the_baseline_alone_has_a_verdict_without_arms(
+    arms: list[jobs.Arm] | jobs.ChosenArms, evaluation: jobs.EvaluateConfig, cpu: jobs.PlacementRequest, tmp_path: Path
+) -> None:
+    store = tmp_path / "s.duckdb"
+    verdict = jobs.evaluate(evaluation, store, arms, devices=cpu, say=quiet)
+    (run,) = Store(store).runs()
+    assert (verdict.run_id, verdict.model, verdict.finished) == (run["run_id"], run["model"], ())
+    assert run["status"] == "finished"
+
+
+def test_arms_of_one_name_are_equal(
+    evaluation: jobs.EvaluateConfig, cpu: jobs.PlacementRequest, tmp_path: Path
+) -> None:
+    store, mask = tmp_path / "s.duckdb", jobs.mask_arm([(0, 1)])
+    same = replace(jobs.mask_arm([(0, 1)]), measured=(("seconds", 3),))
+    other = replace(jobs.mask_arm([(1, 1)]), name=mask.name)
+    with pytest.raises(HeadscanError, match=r"^2 different arms are named 'mask 0:1' \(limit 1\)\. Give each .*$"):
+        jobs.evaluate(evaluation, store, [mask, other], devices=cpu, say=quiet)
+    (judged,) = jobs.evaluate(evaluation, store, [mask, same], devices=cpu, say=quiet).arms
+    assert judged.name == mask.name
+
+
 def test_text_alone_judges_heads_that_are_replaced_by_their_mean(
     spec: ModelSpec, corpus_folder: Path, cpu: jobs.PlacementRequest, tmp_path: Path
 ) -> None:
-    chunks = tuple(TextChunk(f"document {first}", tuple(range(first, first + 32)), 100) for first in range(4, 8))
-    config = jobs.EvaluateConfig(spec, TaskConfig(), recall=None, text=HeldOutText("numbers", chunks))
+    text = jobs.HeldOutText.of_corpus(CorpusSpec(str(corpus_folder)), spec, sequences=4, max_tokens=32)
+    config = jobs.EvaluateConfig(spec, TaskConfig(), recall=None, text=text)
     means = jobs.ReplacementConfig("mean", CorpusSpec(str(corpus_folder)), texts=4)
     chosen = jobs.ChosenArms(heads=((0, 1), (1, 2)), replacement=means)
     jobs.evaluate(config, tmp_path / "s.duckdb", chosen, devices=cpu, say=quiet)
     asked = "SELECT count(*) AS answers, count(DISTINCT arm_id) AS arms FROM answers WHERE task = 'text'"
+    with pytest.raises(HeadscanError, match="`max_tokens=1` is below"):
+        jobs.HeldOutText.of_corpus(CorpusSpec(str(corpus_folder)), spec, max_tokens=1)
     assert Store(tmp_path / "s.duckdb").query(asked).to_pylist() == [{"answers": 8, "arms": 2}]
 
 
@@ -165,6 +197,19 @@ def test_ablate_sweep_and_referee_judge_their_arms(
     )
     compared = jobs.referee(comparing, store, devices=cpu, say=quiet)
     assert [arm.name.partition(" of ")[0] for arm in compared.arms] == ["importance 50%", "importance_recall 50%"]
+
+
+def test_labelled_examples_judge_the_heads_of_a_classifier(
+    labelled: jobs.LabelledConfig, cpu: jobs.PlacementRequest, tmp_path: Path
+) -> None:
+    store = tmp_path / "s.duckdb"
+    measuring = jobs.LabelledImportanceConfig(labelled.model, labelled.data)
+    run_id = jobs.labelled_importance(measuring, store, devices=cpu, say=quiet).run_id
+    assert len(head_order(Store(store), run_id, "importance")) == LAYERS * HEADS
+    assert len(jobs.labelled_ablate(labelled, store, devices=cpu, say=quiet).effects) == LAYERS * HEADS
+    comparing = jobs.SiteRefereeConfig(labelled, Comparison(("importance",), (0.5,), seeds=0))
+    (point,) = jobs.labelled_referee(comparing, store, devices=cpu, say=quiet).points
+    assert (point.curve[0], point.share) == ("importance", 0.5)
 
 
 def test_prune_saves_a_model_that_loads(
@@ -275,6 +320,8 @@ def all_settings(spec: ModelSpec, evaluation: jobs.EvaluateConfig, tmp_path: Pat
         "GatesConfig": (spec, texts),
         "ImportanceConfig": (spec, texts, tokens),
         "KVBytes": (1000, 64),
+        "LabelledConfig": (spec, jobs.DataSpec("examples.tsv")),
+        "LabelledImportanceConfig": (spec, jobs.DataSpec("examples.tsv")),
         "LossBudget": (0.1,),
         "LossLimit": (0.1,),
         "LossTexts": (texts,),
@@ -349,6 +396,9 @@ class Begun(Exception):
         ("probe", "run_probe"),
         ("gates", "run_gates"),
         ("ablate", "run_ablate"),
+        ("labelled_importance", "run_labelled_importance"),
+        ("labelled_ablate", "labelled_effects"),
+        ("labelled_referee", "site_referee"),
         ("evaluate", "run_evaluation"),
         ("sweep", "run_sweep"),
         ("referee", "run_referee"),
@@ -358,7 +408,12 @@ class Begun(Exception):
     ],
 )
 def test_the_batch_size_of_the_devices_reaches_every_job(
-    job: str, does: str, evaluation: jobs.EvaluateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: str,
+    does: str,
+    evaluation: jobs.EvaluateConfig,
+    labelled: jobs.LabelledConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spec, texts, store = evaluation.model, CorpusSpec("python-stdlib"), tmp_path / "s.duckdb"
     calls: dict[str, tuple[Any, ...]] = {
@@ -367,6 +422,9 @@ def test_the_batch_size_of_the_devices_reaches_every_job(
         "probe": (jobs.ProbeConfig(spec), store),
         "gates": (jobs.GatesConfig(spec, texts), store),
         "ablate": (jobs.AblateConfig(evaluation), store),
+        "labelled_importance": (jobs.LabelledImportanceConfig(labelled.model, labelled.data), store),
+        "labelled_ablate": (labelled, store),
+        "labelled_referee": (jobs.SiteRefereeConfig(labelled, Comparison(("importance",))), store),
         "evaluate": (evaluation, store, []),
         "sweep": (jobs.SweepConfig(evaluation, ("entropy",), (0.2,)), store),
         "referee": (jobs.RefereeConfig(evaluation, texts=TextConfig(texts, max_tokens=64)), store),
@@ -380,7 +438,7 @@ def test_the_batch_size_of_the_devices_reaches_every_job(
     assert calls.keys() == {name for name in jobs.__all__ if name.islower()} - {"mask_arm"}
     received = list[Any]()
 
-    def begun(*arguments: Any) -> None:
+    def begun(*arguments: Any, **_: Any) -> None:
         received.append(arguments[0])
         raise Begun
 
@@ -388,8 +446,9 @@ def test_the_batch_size_of_the_devices_reaches_every_job(
     with pytest.raises(Begun):
         getattr(jobs, job)(*calls[job], devices=jobs.PlacementRequest(device="cpu", batch_tokens=640), say=quiet)
     (settings,) = received
-    # The settings of the job themselves, those of its evaluation, or those of its fit.
-    sized = getattr(settings, "evaluation", getattr(settings, "fit", settings))
+    # The settings of the job themselves, or those of its evaluation, fit or labelled examples.
+    parts = (getattr(settings, part, None) for part in ("evaluation", "fit", "judging"))
+    sized = next(filter(None, parts), settings)
     assert sized.batch_tokens == 640
 
 
@@ -421,6 +480,8 @@ def test_jobs_that_remove_heads_need_one_whole_replica(evaluation: jobs.Evaluate
     ):
         with pytest.raises(HeadscanError, match=message):
             jobs.prune(config, tmp_path / "s.duckdb", devices=devices, say=quiet)
+    with pytest.raises(HeadscanError, match=r"^`ray_address=auto`: this job runs in one process\. Leave out .*$"):
+        jobs.prune(config, tmp_path / "s.duckdb", ray_address="auto", say=quiet)
 
 
 @pytest.mark.parametrize(("longest", "placed"), [(4096, 4096), (64, TASK_TOKENS)])
@@ -446,5 +507,5 @@ def test_a_missing_store_is_named(tmp_path: Path) -> None:
 
 def test_an_option_that_jobs_lack_is_named(spec: ModelSpec, tmp_path: Path) -> None:
     config = jobs.ScanConfig(spec, CorpusSpec("python-stdlib"), TokenPlan(64))
-    with pytest.raises(TypeError, match=r"unknown option 'here'. Choose from devices, resume_anyway, say"):
+    with pytest.raises(TypeError, match=r"unknown option 'here'. Choose from devices, ray_address, .*, say"):
         jobs.scan(config, tmp_path / "s.duckdb", here=True)  # type: ignore[call-arg]

@@ -24,9 +24,10 @@ from headscan.architectures import HEADS
 from headscan.cluster.pool import Finished, InProcessPool, Task
 from headscan.errors import InterventionError, SequenceError
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.ablate.single_heads import head_arms, read_texts, run_ablate
+from headscan.pipelines.ablate.single_heads import head_arms, run_ablate
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.corpora.sequences import read_spread
+from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.runs.model_identity import identify
@@ -88,7 +89,14 @@ def every_head() -> list[tuple[int, int]]:
 
 def questions_of(config: AblateConfig) -> Questions:
     identity = identify(config.evaluation.model)
-    text = None if config.texts is None else read_texts(config.texts, identity)
+    texts = config.texts
+    text = (
+        None
+        if texts is None
+        else HeldOutText.of_corpus(
+            texts.corpus, config.evaluation.model, sequences=texts.sequences, max_tokens=texts.max_tokens
+        )
+    )
     return Questions(config.evaluation.tasks, None, identity, text)
 
 
@@ -302,7 +310,7 @@ def test_bad_settings_name_their_fix(on_text: AblateConfig, on_task: AblateConfi
     with pytest.raises(InterventionError, match="`modes='each'` is no tuple"):
         replace(on_text, modes="each")  # type: ignore[arg-type]
     with pytest.raises(SequenceError, match=r"`max_tokens=5000` \(limit \d+ positions of"):
-        read_texts(replace(on_text.texts, max_tokens=5000), identify(on_text.evaluation.model))  # type: ignore[type-var]
+        HeldOutText.of_corpus(CorpusSpec("python-stdlib"), on_text.evaluation.model, max_tokens=5000)
 
 
 def test_arms_cover_every_head_once(pool: InProcessPool) -> None:

@@ -53,8 +53,8 @@ def test_the_facts_of_a_model_are_computed_once(spec: ModelSpec, monkeypatch: py
 
 
 def test_settings_take_the_batch_size_of_the_placement() -> None:
-    """The request has precedence over the settings, and these over the memory; jobs on tasks have it in their
-    evaluation.
+    """The request has precedence over the settings, and is exact; the memory lowers those of the settings, whatever
+    they state. Jobs on tasks have it in their evaluation.
     """
     demo, limited = ModelSpec("demo"), PlacementRequest(device="cpu", memory=64 << 20)
 
@@ -70,8 +70,12 @@ def test_settings_take_the_batch_size_of_the_placement() -> None:
     assert opener(limited, 300).batch_tokens == 300 and len(lines) == 1
     assert opener(replace(limited, batch_tokens=200), 300).batch_tokens == 200
     assert opener(PlacementRequest(device="cpu")).batch_tokens == BATCH_TOKENS
-    with pytest.raises(PlacementError, match=r"`batch_tokens=4096` in 64.0 MiB \(limit \d+\)"):
-        opener(limited, 4096)
+    for stated in (held + 1, BATCH_TOKENS // 2, 3 * BATCH_TOKENS):
+        assert opener(limited, stated).batch_tokens == held
+        assert lines[1:] == [f"batches have {held} tokens instead of {stated}, as many as `memory` holds"]
+    assert opener(PlacementRequest(device="cpu"), 3 * BATCH_TOKENS).batch_tokens == 3 * BATCH_TOKENS
+    with pytest.raises(PlacementError, match=rf"`batch_tokens={BATCH_TOKENS}` in 64.0 MiB \(limit \d+\)"):
+        opener(replace(limited, batch_tokens=BATCH_TOKENS), 300)
     sweep = SweepConfig(EvaluateConfig(demo, TaskConfig(("any",))))
     sized = replace(sweep.evaluation, batch_tokens=held)
     assert opener(limited).sized(sweep.evaluation) == sized
