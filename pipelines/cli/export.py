@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from headscan.checkpoints.source_folder import check_folder
 from headscan.errors import ExportError
@@ -23,9 +23,28 @@ if TYPE_CHECKING:
     from headscan.pipelines.export.servable_model import HeldSize
 
 Format = Literal["gguf", "decilm", "layer-types", "tensorrt-llm", "duoattention", "rlkv", "prulong", "parquet"]
-_OF_MODEL = ("gguf", "decilm", "layer-types")
-_NEED_MODEL = ("gguf", "decilm")
-_OF_PLAN = ("decilm", "layer-types", "tensorrt-llm", "duoattention", "rlkv", "prulong")
+
+
+class _Kind(NamedTuple):
+    """How a format is written, and from what: a model, a plan, both, or the store."""
+
+    write: Callable[[Export], Result]
+    model: Literal["none", "optional", "needed"] = "none"
+    plan: bool = False
+
+
+_KINDS: Mapping[Format, _Kind] = {
+    "gguf": _Kind(lambda verb: verb._gguf(), model="needed"),
+    "decilm": _Kind(lambda verb: verb._decilm(), model="needed", plan=True),
+    "layer-types": _Kind(lambda verb: verb._layer_types(), model="optional", plan=True),
+    "tensorrt-llm": _Kind(lambda verb: verb._tensorrt_llm(), plan=True),
+    "duoattention": _Kind(lambda verb: verb._pattern("duoattention"), plan=True),
+    "rlkv": _Kind(lambda verb: verb._pattern("rlkv"), plan=True),
+    "prulong": _Kind(lambda verb: verb._pattern("prulong"), plan=True),
+    "parquet": _Kind(lambda verb: verb._parquet()),
+}
+_OF_MODEL = tuple(name for name, kind in _KINDS.items() if kind.model != "none")
+_OF_PLAN = tuple(name for name, kind in _KINDS.items() if kind.plan)
 #: File of a plan unless another is named; of decilm none.
 _PLAN = "head_plan.json"
 
@@ -92,29 +111,15 @@ class Export(StoreVerb):
     store: Annotated[StoreOptions, Group(only=("parquet",))]
 
     def __post_init__(self) -> None:
-        if (self.model is None and self.format in _NEED_MODEL) or (self.model and self.format not in _OF_MODEL):
+        wrong = "needed" if self.model is None else "none"
+        if _KINDS[self.format].model == wrong:
             raise UsageError("MODEL goes with a format of models: give both or neither")
         if self.model is None and self.architecture != "llama":
             raise UsageError("--architecture has no effect without MODEL: leave it out")
         check_used(self, self.format, self.format)
 
     def run(self) -> Result:
-        if self.format == "gguf":
-            return self._gguf(self._loaded())
-        if self.format == "decilm":
-            return self._decilm()
-        if self.format == "layer-types":
-            return self._layer_types()
-        if self.format == "tensorrt-llm":
-            return self._tensorrt_llm()
-        if self.format == "parquet":
-            paths = self.store.open().export_parquet(self.out)
-        else:
-            from headscan.analysis.plans import write_pattern
-
-            paths = write_pattern(self._plan(), self.out, self.format)
-        files = [{"file": str(path)} for path in paths]
-        return Result(files, lambda: "\n".join(each["file"] for each in files))
+        return _KINDS[self.format].write(self)
 
     def _plan(self) -> HeadPlan:
         """Return the plan, which is for the model if one is named."""
@@ -139,13 +144,13 @@ class Export(StoreVerb):
         quiet_libraries()
         return load_spec(self.loading(self.model), "cpu")
 
-    def _gguf(self, lm: LoadedModel) -> Result:
+    def _gguf(self) -> Result:
         try:
             from headscan.pipelines.export.gguf_file import write_gguf
         except ModuleNotFoundError as problem:
             raise ExportError("GGUF files need the package gguf. Run `pip install 'headscan[gguf]'`") from problem
 
-        written = write_gguf(lm, self.out, type=self.type, tokenizer=self._tokenizer())
+        written = write_gguf(self._loaded(), self.out, type=self.type, tokenizer=self._tokenizer())
         facts = {"file": str(written.file), "architecture": written.architecture, "bytes": written.bytes}
         line = f"{written.file}: architecture {written.architecture}, {written.bytes / 2**20:,.1f} MiB"
         return _result(written.sizes, facts, [line])
@@ -220,10 +225,23 @@ class Export(StoreVerb):
             lines.append(f"{_windows(written.windows)}; vLLM reads them, and the table does not count what they save")
         return _result(written.sizes, facts, lines)
 
+    def _pattern(self, tool: Literal["duoattention", "rlkv", "prulong"]) -> Result:
+        from headscan.analysis.plans import write_pattern
+
+        return _files(write_pattern(self._plan(), self.out, tool))
+
+    def _parquet(self) -> Result:
+        return _files(self.store.open().export_parquet(self.out))
+
     def _tokenizer(self) -> str | None:
         """Return the GGUF file whose tokenizer is copied: the one that is named, or the model itself."""
         is_gguf = self.model is not None and self.model.lower().endswith(".gguf")
         return self.tokenizer or (self.model if is_gguf else None)
+
+
+def _files(paths: Iterable[object]) -> Result:
+    files = [{"file": str(path)} for path in paths]
+    return Result(files, lambda: "\n".join(each["file"] for each in files))
 
 
 def _layer_rows(windows: SlidingLayers) -> list[dict[str, Any]]:
