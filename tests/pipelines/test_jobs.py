@@ -310,7 +310,8 @@ RECORDS = {"Arm", "HeadPlan", "HeldOutText"}
 @pytest.fixture
 def all_settings(spec: ModelSpec, evaluation: jobs.EvaluateConfig, tmp_path: Path) -> dict[str, Any]:
     """Settings of every exported class by its name."""
-    texts, tokens = CorpusSpec("python-stdlib"), TokenPlan(64)
+    texts, tokens, examples = CorpusSpec("python-stdlib"), TokenPlan(64), jobs.DataSpec("examples.tsv")
+    labelled = jobs.LabelledConfig(spec, examples)
     needed: dict[str, tuple[Any, ...]] = {
         "AblateConfig": (evaluation,),
         "BytesBudget": (1000, 64),
@@ -320,8 +321,8 @@ def all_settings(spec: ModelSpec, evaluation: jobs.EvaluateConfig, tmp_path: Pat
         "GatesConfig": (spec, texts),
         "ImportanceConfig": (spec, texts, tokens),
         "KVBytes": (1000, 64),
-        "LabelledConfig": (spec, jobs.DataSpec("examples.tsv")),
-        "LabelledImportanceConfig": (spec, jobs.DataSpec("examples.tsv")),
+        "LabelledConfig": (spec, examples),
+        "LabelledImportanceConfig": (spec, examples),
         "LossBudget": (0.1,),
         "LossLimit": (0.1,),
         "LossTexts": (texts,),
@@ -333,6 +334,7 @@ def all_settings(spec: ModelSpec, evaluation: jobs.EvaluateConfig, tmp_path: Pat
         "RefereeConfig": (evaluation,),
         "ScanConfig": (spec, texts, tokens),
         "ShareBudget": (0.3,),
+        "SiteRefereeConfig": (labelled, jobs.Comparison(("importance",))),
         "StudyConfig": (spec, texts),
         "SweepConfig": (evaluation,),
         "TokenPlan": (64,),

@@ -226,7 +226,7 @@ def test_models_without_gates_are_refused() -> None:
     [
         ({"share": 0.0}, "`share=0` "),
         ({"share": 1.0}, "`share=1` "),
-        ({"objective": "accuracy"}, "unknown objective"),
+        ({"objective": "accuracy"}, "`objective='accuracy'` is unknown"),
         ({"steps": 0}, "steps=0"),
         ({"batch_tokens": 0}, "batch_tokens=0"),
         ({"seed": -1}, "seed=-1"),

@@ -405,5 +405,5 @@ def test_tokenizers_that_cannot_write_the_questions_are_refused() -> None:
         recall_questions(few, SMALL, 512, bos="auto")
     with pytest.raises(RecallError, match=r"neither BOS nor EOS. Use `bos=auto`"):
         recall_questions(few, SMALL, 512, bos="always")
-    with pytest.raises(CorpusError, match="unknown bos 'sometimes'"):
+    with pytest.raises(CorpusError, match="`bos='sometimes'` is unknown"):
         recall_questions(few, SMALL, 512, bos="sometimes")
