@@ -42,7 +42,8 @@ _MOST_NAMED = 3
 
 class Outcome(StrEnum):
     """The verdict in one word. ``OPEN`` is an arm that is shown neither to be safe nor to lose: the questions are too
-    few, the model itself is at chance on them, or the loss is about one point. `ArmVerdict.why` says which.
+    few, the model itself is at chance on them, or the loss is about one point. `ArmVerdict.why` says which,
+    and `outcome_label` tells the first from the others.
     """
 
     SAFE = "safe"
@@ -50,8 +51,16 @@ class Outcome(StrEnum):
     OPEN = "too few questions"
 
 
-def outcome_label(outcome: Outcome, recall_unknown: str) -> str:
-    """Return an outcome in words. A safe one adds what the arm's ``recall_unknown`` names."""
+#: First words of missing evidence that more questions would give.
+_NEEDS = "needs about"
+
+
+def outcome_label(outcome: Outcome, why: str, recall_unknown: str) -> str:
+    """Return an outcome in words. A safe one adds what the arm's ``recall_unknown`` names; one that is open has "too
+    few questions" only if ``why`` says how many would be enough.
+    """
+    if outcome is Outcome.OPEN and _NEEDS not in why:
+        return "not shown"
     if outcome is Outcome.SAFE and recall_unknown:
         return f"{outcome}, {recall_unknown.partition(' is unknown')[0]} unknown"
     return str(outcome)
@@ -249,7 +258,7 @@ class ArmVerdict:
     @property
     def label(self) -> str:
         """The verdict as a table shows it, such as "safe, recall unknown"."""
-        return outcome_label(self.outcome, self.recall_unknown)
+        return outcome_label(self.outcome, self.why, self.recall_unknown)
 
     @property
     def why(self) -> str:
@@ -287,7 +296,7 @@ class ArmVerdict:
             gaps.append(("the model itself is at or near chance on these questions", words))
         elif paired.low <= -MARGIN or not paired.can_show_loss:
             needed = self.questions_needed
-            short = f"needs about {about(needed)} questions" if needed else "may lose more than one point"
+            short = f"{_NEEDS} {about(needed)} questions" if needed else "may lose more than one point"
             gaps.append((short, self._questions_words() or "its loss may be more than one point"))
         if open_recall := [each for each in self.judged_recall if not (each.failed or each.kept)]:
             wanting = [(each, each.wanting()) for each in open_recall]

@@ -50,7 +50,7 @@ class ShareVerdict:
     @property
     def label(self) -> str:
         """The verdict as a table shows it."""
-        return outcome_label(self.outcome, self.recall_unknown)
+        return outcome_label(self.outcome, self.why, self.recall_unknown)
 
 
 def read_losses(store: Store, run_id: str, *, comparisons: int = 1) -> dict[str, Increase]:

@@ -98,7 +98,7 @@ class Saving:
             detail = f"{self.answer()}.{numbers} Next: {self.next()}."
             headline = f"{self.safe.share:.1%} is {self.safe.label}"
             return Answer(question, headline, detail, "open" if self.safe.recall_unknown else "known", link)
-        too_few = shown is not None and shown.outcome is Outcome.OPEN
+        too_few = shown is not None and shown.label == Outcome.OPEN
         headline = "Too few questions" if too_few else "None shown to be safe"
         following = self.next()
         return Answer(question, headline, f"{following[0].upper()}{following[1:]}.{numbers}", "open", link)

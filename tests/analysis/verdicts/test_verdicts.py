@@ -415,7 +415,7 @@ def test_rows_of_json_have_the_outcome_and_its_reason(evaluate: Evaluate) -> Non
     rows = {arm.name: arm_row(arm) for arm in judge(*evaluate(TASKS, arms)).arms}
     words = {name: (row["outcome"], row["label"], row["removable"]) for name, row in rows.items()}
     assert words == {
-        "close": ("too few questions", "too few questions", False),
+        "close": ("too few questions", "not shown", False),
         "harmful": ("loses", "loses", False),
         "harmless": ("safe", "safe, recall unknown", True),
     }
