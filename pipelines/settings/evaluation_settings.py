@@ -110,7 +110,7 @@ class TaskConfig:
     include_path: Annotated[
         str | None,
         Option(
-            "folder with your own lm-eval tasks, such as headscan-demo/task for headscan_demo, the task of the demo; "
+            "folder with your own lm-eval tasks, such as headscan-demo/task for `continuation`, the task of the demo; "
             "task files can run code, so name only folders that you trust (default: none)"
         ),
     ] = None
