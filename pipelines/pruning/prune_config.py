@@ -138,7 +138,8 @@ class PruneConfig:
             of this model.
 
     Raises:
-        PruningError: There is nothing to build, a value is out of range, or ``kv_counts`` or ``run_id`` has no effect.
+        PruningError: There is nothing to build, a value is out of range, two models have one folder, or ``kv_counts``
+            or ``run_id`` has no effect.
         UnknownNameError: A method is unknown.
     """
 
@@ -176,11 +177,23 @@ class PruneConfig:
                 f"`kv_counts={self.kv_counts}` with `unit={self.unit}` or named heads (limit: `unit=group`). Choose"
                 " `unit=group`, or leave it out"
             )
+        names = self._folder_names
+        for name in names:
+            if name in ("", "..") or Path(name).name != name or "\\" in name:
+                raise PruningError(f"{name!r} names no folder in `out`. Change its name in `heads` or `methods`")
+            if names.count(name) > 1:
+                raise PruningError(
+                    f"{names.count(name)} models have the folder {name!r} (limit 1). Give each of `budgets`, `methods`"
+                    " and `heads` once"
+                )
+
+    @property
+    def _folder_names(self) -> list[str]:
+        return [_folder_name(method, budget) for method, budget, _ in self._sizes]
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        names = [_folder_name(method, budget) for method, budget, _ in self._sizes]
-        out = Path(self.out)
+        names, out = self._folder_names, Path(self.out)
         return (out,) if len(names) == 1 else tuple(out / name for name in names)
 
     @property

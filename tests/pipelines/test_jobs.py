@@ -15,7 +15,7 @@ from headscan.analysis.errors import StoreMissingError
 from headscan.analysis.plans import WindowShare
 from headscan.analysis.store.store import Store
 from headscan.architectures import HEADS, LAYERS
-from headscan.errors import HeadscanError, InterventionError, UnknownNameError
+from headscan.errors import HeadscanError, InterventionError, PruningError, UnknownNameError
 from headscan.gates.gate_settings import GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
@@ -263,6 +263,25 @@ def test_unknown_methods_of_a_pruning_are_refused(evaluation: jobs.EvaluateConfi
     replace(config, methods=("mine",), orders={"mine": [(0, 0)]})
     with pytest.raises(HeadscanError, match="`run_id` has no effect without a criterion of a run in `methods`"):
         replace(config, run_id="1a2b")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"budgets": (ShareBudget(0.1),) * 2}, r"2 models have the folder 'damage-0\.1' \(limit 1\)"),
+        ({"budgets": (ShareBudget(0.1), ShareBudget(0.1000000001))}, "2 models have the folder"),
+        ({"methods": ("random", "random")}, r"'random-0\.3'"),
+        ({"heads": {"damage-0.3": ((0, 0),)}}, "2 models have the folder 'damage-0.3'"),
+        ({"heads": {"../x": ((0, 0),)}}, "^'../x' names no folder in `out`"),
+        ({"heads": {"..": ((0, 0),)}}, "^'..' names no folder in `out`"),
+        ({"methods": ("a/b",), "orders": {"a/b": [(0, 0)]}}, "^'a/b-0.3' names no folder in `out`"),
+    ],
+)
+def test_every_pruned_model_has_a_folder_of_its_own_in_out(
+    settings: dict[str, Any], message: str, evaluation: jobs.EvaluateConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(PruningError, match=message):
+        jobs.PruneConfig(evaluation, tmp_path, **{"budgets": (ShareBudget(0.3),), **settings})
 
 
 def test_the_output_folder_of_models_and_studies_is_a_path_or_a_text(
