@@ -177,6 +177,8 @@ class PruneConfig:
                 f"`kv_counts={self.kv_counts}` with `unit={self.unit}` or named heads (limit: `unit=group`). Choose"
                 " `unit=group`, or leave it out"
             )
+        if self.unit == "head" and any(budget.is_of_cache for budget in self.budgets):
+            raise PruningError("`kv_bytes` with `unit=head`: single query heads free no KV cache. Choose group or layer")
         names = self._folder_names
         for name in names:
             if name in ("", "..") or Path(name).name != name or "\\" in name:

@@ -23,7 +23,7 @@ from headscan.options import FieldType, Limits, field_hint, field_type
 from headscan.pipelines import jobs
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
-from headscan.pipelines.pruning.pruning_units import ShareBudget
+from headscan.pipelines.pruning.pruning_units import BytesBudget, ShareBudget
 from headscan.pipelines.runs import run_context
 from headscan.pipelines.runs.head_orders import head_order
 from headscan.pipelines.runs.model_identity import identify
@@ -282,6 +282,13 @@ def test_every_pruned_model_has_a_folder_of_its_own_in_out(
 ) -> None:
     with pytest.raises(PruningError, match=message):
         jobs.PruneConfig(evaluation, tmp_path, **{"budgets": (ShareBudget(0.3),), **settings})
+
+
+def test_a_size_of_the_cache_needs_units_that_free_it(evaluation: jobs.EvaluateConfig, tmp_path: Path) -> None:
+    budgets = (ShareBudget(0.3), BytesBudget(1000, 64))
+    with pytest.raises(PruningError, match="`kv_bytes` with `unit=head`: single query heads free no KV cache"):
+        jobs.PruneConfig(evaluation, tmp_path, budgets)
+    assert jobs.PruneConfig(evaluation, tmp_path, budgets, unit="group").budgets == budgets
 
 
 def test_the_output_folder_of_models_and_studies_is_a_path_or_a_text(
