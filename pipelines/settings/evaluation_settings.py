@@ -22,7 +22,7 @@ from headscan.catalog import (
 )
 from headscan.checkpoints.source_folder import check_folder
 from headscan.errors import HeadscanError, InterventionError
-from headscan.grid import parse_head
+from headscan.grid import check_pairs, parse_head
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, Count, Limits, Option, Seed, check_limits
 from headscan.pipelines.settings.corpus_settings import SHORTEST, BosPolicy, CorpusSpec
@@ -234,6 +234,7 @@ class ChosenArms:
         plans: Plans of the KV cache, each evaluated in all ``plan_modes``.
 
     Raises:
+        HeadIndexError: One of ``heads`` is no pair of indices.
         InterventionError: A number is out of range, or a setting has no effect on the arms.
         UnknownNameError: The score or a mode is unknown.
     """
@@ -298,6 +299,7 @@ class ChosenArms:
 
     def __post_init__(self) -> None:
         check_limits(self, InterventionError)
+        check_pairs(self.heads)
         if not self.plan_modes:
             raise InterventionError("`plan_modes` is empty (limit 1 mode). Set `plan_modes`")
         ablates = bool(self.heads or self.mask or self.score)

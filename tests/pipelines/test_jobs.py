@@ -15,7 +15,7 @@ from headscan.analysis.errors import StoreMissingError
 from headscan.analysis.plans import WindowShare
 from headscan.analysis.store.store import Store
 from headscan.architectures import HEADS, LAYERS
-from headscan.errors import HeadscanError, InterventionError, PruningError, UnknownNameError
+from headscan.errors import HeadIndexError, HeadscanError, InterventionError, PruningError, UnknownNameError
 from headscan.gates.gate_settings import GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
@@ -282,6 +282,18 @@ def test_every_pruned_model_has_a_folder_of_its_own_in_out(
 ) -> None:
     with pytest.raises(PruningError, match=message):
         jobs.PruneConfig(evaluation, tmp_path, **{"budgets": (ShareBudget(0.3),), **settings})
+
+
+@pytest.mark.parametrize("heads", [(3, 5), ("3:5",), ((1.5, 2),), ((0, -1),)])
+def test_heads_of_arms_and_prunings_are_pairs_of_indices(
+    heads: Any, evaluation: jobs.EvaluateConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(HeadIndexError, match=r"^not a head: .* Pass \(layer, head\) pairs of "):
+        jobs.ChosenArms(heads=heads)
+    with pytest.raises(HeadIndexError, match=r"^not a head: .* Pass \(layer, head\) pairs of "):
+        jobs.PruneConfig(evaluation, tmp_path, heads={"mine": heads})
+    with pytest.raises(PruningError, match=r"^`heads` of 'mine' are empty \(limit 1 head\)"):
+        jobs.PruneConfig(evaluation, tmp_path, heads={"mine": ()})
 
 
 def test_a_size_of_the_cache_needs_units_that_free_it(evaluation: jobs.EvaluateConfig, tmp_path: Path) -> None:
