@@ -183,9 +183,7 @@ class PruneConfig:
                 " `unit=group`, or leave it out"
             )
         if self.unit == "head" and any(budget.is_of_cache for budget in self.budgets):
-            raise PruningError(
-                "`kv_bytes` with `unit=head`: single query heads free no KV cache. Change `unit`"
-            )
+            raise PruningError("`kv_bytes` with `unit=head`: single query heads free no KV cache. Change `unit`")
         names = self._folder_names
         for name in names:
             if name in ("", "..") or Path(name).name != name or "\\" in name:

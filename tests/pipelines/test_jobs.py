@@ -424,6 +424,24 @@ def test_every_literal_refuses_an_unknown_word_and_every_tuple_a_text(all_settin
     assert {"TaskConfig.names", "Comparison.criteria", "PruneConfig.methods"} <= tuples
 
 
+def test_settings_refuse_what_is_not_of_the_class_of_a_field(all_settings: dict[str, Any], spec: ModelSpec) -> None:
+    checked = set()
+    for name, settings in all_settings.items():
+        for field in (each.name for each in fields(settings)):
+            hint = field_hint(type(settings), field)
+            kind = field_type(get_args(hint)[0] if get_origin(hint) is Annotated else hint)
+            if kind.cls is not None:
+                checked.add(f"{name}.{field}")
+                assert_refused(settings, field, (512,) if kind.many else 512)
+                if not kind.optional:
+                    assert_refused(settings, field, (None,) if kind.many else None)
+    assert {"ScanConfig.tokens", "EvaluateConfig.tasks", "PruneConfig.budgets", "RefereeConfig.compared"} <= checked
+    with pytest.raises(HeadscanError, match=r"^`tasks=\('mmlu',\)` is no TaskConfig\. Pass a TaskConfig$"):
+        jobs.EvaluateConfig(spec, ("mmlu",))  # type: ignore[arg-type]
+    with pytest.raises(HeadscanError, match=r"^`budgets=0\.4` .* Pass a ShareBudget or a BytesBudget or a LossBudget$"):
+        replace(all_settings["PruneConfig"], budgets=(0.4,))
+
+
 class Begun(Exception):
     """A job has begun."""
 
