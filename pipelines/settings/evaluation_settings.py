@@ -62,7 +62,8 @@ class RecallPlan:
     Attributes:
         lengths: Tokens that the model reads in a question; None uses those of `recall_lengths`.
         questions: Number for each length and kind, a multiple of 4; None makes ``in_all`` over all lengths.
-        in_all: Numbers over all lengths, one for each family of `RECALL_FAMILIES`; None makes `IN_ALL` of each.
+        in_all: Numbers over all lengths, multiples of 4, one for each family of `RECALL_FAMILIES`; None makes `IN_ALL`
+            of each. It goes without ``questions``.
     """
 
     lengths: Annotated[
@@ -85,7 +86,7 @@ class RecallPlan:
         ),
     ] = None
     seed: Seed = 0
-    in_all: Annotated[tuple[int, ...] | None, Limits(least=1)] = None
+    in_all: Annotated[tuple[int, ...] | None, Limits(least=QUESTIONS_PER_TEXT, multiple=QUESTIONS_PER_TEXT)] = None
 
     def __post_init__(self) -> None:
         check_limits(self, RecallError)
@@ -94,6 +95,8 @@ class RecallPlan:
                 raise RecallError("recall lengths are empty. Give at least one, or None for the default")
             if len(set(self.lengths)) < len(self.lengths):
                 raise RecallError(f"recall lengths {', '.join(map(str, self.lengths))} repeat. Give each once")
+        if self.in_all is not None and self.questions is not None:
+            raise RecallError("`in_all` has no effect with `questions`: leave one of them out")
         if self.in_all is not None and len(self.in_all) != len(RECALL_FAMILIES):
             raise RecallError(f"in_all has {len(self.in_all)} numbers. Give one each for {RECALL_NAMES}")
 
