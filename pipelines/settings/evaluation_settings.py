@@ -56,8 +56,9 @@ class RecallPlan:
 
     By default a model with 4,096 or more positions gets 80 questions of each kind for each of five lengths: 1.3 million
     tokens per arm, or 0.33 million if common prefixes are read once. `docs/verdicts_simulated.md` shows how many
-    questions are enough; with 72 no arm can be shown to keep recall. A sweep judges on three quarters of the questions,
-    so it asks the whole model first, and then as many questions as its recall needs (`run_sweep.size_recall`).
+    questions are enough; with fewer than 192 needles or 144 copying questions no arm can be shown to keep recall. A
+    sweep judges on three quarters of the questions, so it asks the whole model first, and then as many questions as its
+    recall needs (`run_sweep.size_recall`).
 
     Attributes:
         lengths: Tokens that the model reads in a question; None uses those of `recall_lengths`.
