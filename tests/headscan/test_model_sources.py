@@ -144,6 +144,13 @@ def test_a_missing_name_proposes_the_nearest(demo: headscan.LoadedModel) -> None
         headscan.probe(demo, ["induction_score"])["inducton_score"]
 
 
+def test_one_text_is_no_list_of_names(demo: headscan.LoadedModel) -> None:
+    with pytest.raises(UnknownNameError, match=r"^`statistics='entropy'` is one text\. .* such as \['entropy'\]$"):
+        headscan.collect(demo, TEXTS, statistics="entropy")
+    with pytest.raises(UnknownNameError, match=r"^`behaviours='induction_score'` is one text"):
+        headscan.probe(demo, "induction_score")
+
+
 @pytest.mark.parametrize("heads", [["3.5"], [3], [(1.5, 2)], [(1, 2, 3)]])
 def test_what_is_not_a_head_is_named(heads: list[object]) -> None:
     with pytest.raises(HeadIndexError, match=r"^not a head: .* Pass \(layer, head\) pairs of integers"):
