@@ -89,6 +89,9 @@ def test_texts_arrays_and_lists_are_the_same_tokens(demo: headscan.LoadedModel) 
         headscan.collect(demo, ids.numpy(), np.array(lengths)),
     ):
         assert torch.equal(given["output_norm"], expected)
+    expected = headscan.importance(demo, ids, lengths)["importance"]
+    for found in (headscan.importance(demo, TEXTS), headscan.importance(demo, ids.numpy(), lengths)):
+        assert torch.equal(found["importance"], expected)
 
 
 @pytest.mark.parametrize(
