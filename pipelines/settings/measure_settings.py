@@ -209,7 +209,7 @@ class ProbeConfig:
 
 @dataclass(frozen=True)
 class GatesConfig:
-    """Settings of a gates run; ``fit.share`` must be set, the share of heads whose gates close."""
+    """Settings of a gates run; ``fit.share``, the share of heads whose gates close, must not be None."""
 
     model: ModelSpec
     corpus: CorpusSpec
