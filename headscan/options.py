@@ -201,7 +201,8 @@ def check_limits(settings: Any, error: type[HeadscanError]) -> None:
 
 def _to_pass(cls: type) -> str:
     """Return a class with its article, or the classes that implement an abstract one."""
-    names = [each.__name__ for each in cls.__subclasses__()] if ABC in cls.__bases__ else [cls.__name__]
+    classes: list[type] = cls.__subclasses__() if ABC in cls.__bases__ else [cls]
+    names = [each.__name__ for each in classes]
     return " or ".join(f"{'an' if name[0] in 'AEIOU' else 'a'} {name}" for name in names)
 
 
