@@ -17,7 +17,7 @@ from dataclasses import KW_ONLY, dataclass
 from math import floor
 from typing import Annotated, Literal
 
-from headscan.errors import InterventionError, unknown_name
+from headscan.errors import InterventionError, UnknownNameError, unknown_name
 from headscan.options import Option, check_limits
 
 #: Number of first tokens that form the sink (arXiv 2309.17453), and of last tokens that are recent: the keys of the
@@ -509,6 +509,7 @@ class MassWidths:
 
 def check_statistics(names: Iterable[str] | None) -> frozenset[str]:
     """Return the named statistics and profiles; None returns the fast panel."""
+    _refuse_text("statistics", names)
     wanted = frozenset(panel_names("fast") if names is None else names)
     known = [*STATISTICS, *PROFILES]
     for name in sorted(wanted.difference(known)):
@@ -518,7 +519,14 @@ def check_statistics(names: Iterable[str] | None) -> frozenset[str]:
 
 def check_behaviours(names: Iterable[str]) -> tuple[str, ...]:
     """Return the names in the catalogue's order."""
+    _refuse_text("behaviours", names)
     wanted = set(names)
     for name in sorted(wanted.difference(BEHAVIOURS)):
         raise unknown_name("behaviour", name, BEHAVIOURS)
     return tuple(name for name in BEHAVIOURS if name in wanted)
+
+
+def _refuse_text(parameter: str, names: Iterable[str] | None) -> None:
+    """Raise UnknownNameError if names are one text, whose letters would be read as names."""
+    if isinstance(names, str):
+        raise UnknownNameError(f"`{parameter}={names!r}` is one text. Pass a list of names, such as [{names!r}]")

@@ -35,6 +35,13 @@ class Head(NamedTuple):
         raise HeadIndexError(f"not a head: {pair!r}. Pass (layer, head) pairs of integers, such as (3, 5)")
 
 
+def check_pairs(heads: Iterable[tuple[int, int]]) -> None:
+    """Raise HeadIndexError if one of ``heads`` is no (layer, head) pair of integers of at least 0."""
+    for pair in heads:
+        if min(Head.of(pair)) < 0:
+            raise HeadIndexError(f"not a head: {pair!r} (limit 0). Pass (layer, head) pairs of indices from 0")
+
+
 def parse_head(text: str) -> tuple[int, int]:
     """Return layer and head that a text such as ``3:5`` names."""
     match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)

@@ -13,9 +13,11 @@ library.
 
 from __future__ import annotations
 
+import reprlib
 import sys
+from abc import ABC
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from math import isfinite
 from numbers import Integral, Real
@@ -124,13 +126,14 @@ class Group:
 @dataclass(frozen=True)
 class FieldType:
     """The type of a field: that of one value (int, float, str or bool), whether they form a tuple, whether None is
-    permitted, and the values of a `Literal`.
+    permitted, the values of a `Literal`, and the class of each value if that is a dataclass or an abstract class.
     """
 
     kind: Any
     many: bool
     optional: bool
     choices: tuple[str, ...] | None
+    cls: type | None = None
 
 
 def field_hint(cls: type, name: str) -> Any:
@@ -158,26 +161,29 @@ def field_type(hint: Any) -> FieldType:
         kind = get_args(kind)[0]
     if get_origin(kind) is Literal:
         return FieldType(str, many, optional, get_args(kind))
-    return FieldType(kind if kind in (int, float, str, bool) else str, many, optional, None)
+    # `issubclass` also finds classes such as int that an abstract class registers.
+    cls = kind if isinstance(kind, type) and (is_dataclass(kind) or ABC in kind.__mro__) else None
+    return FieldType(kind if kind in (int, float, str, bool) else str, many, optional, None, cls)
 
 
 @cache
 def _checked(cls: Any) -> tuple[tuple[str, FieldType, Limits | None], ...]:
-    """Return name, type and limits of the fields that have limits or choices, or hold a tuple."""
+    """Return name, type and limits of the fields that have limits, choices or a class, or hold a tuple."""
     checked: list[tuple[str, FieldType, Limits | None]] = []
     for each in fields(cls):
         hint = field_hint(cls, each.name)
         hint, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         kind, limits = field_type(hint), [mark for mark in marks if isinstance(mark, Limits)]
-        if limits or kind.choices is not None or kind.many:
+        if limits or kind.choices is not None or kind.many or kind.cls is not None:
             checked += [(each.name, kind, limit) for limit in limits or (None,)]
     return tuple(checked)
 
 
 def check_limits(settings: Any, error: type[HeadscanError]) -> None:
     """Raise ``error`` if a number of the settings breaks its `Limits` or those of its `Option`, or is no number, if a
-    value is none of the choices of its `Literal` or `Option`, and if a tuple is something else, such as one text. For a
-    name that is none of an option's names, raise UnknownNameError.
+    value is none of the choices of its `Literal` or `Option`, if a tuple is something else, such as one text, and if a
+    value, or one of a tuple, is no instance of the field's dataclass or abstract class. For a name that is none of an
+    option's names, raise UnknownNameError.
     """
     cls: Any = type(settings)
     for name, kind, limits in _checked(cls):
@@ -187,8 +193,17 @@ def check_limits(settings: Any, error: type[HeadscanError]) -> None:
         if kind.many and not isinstance(given, (tuple, list)):
             raise error(f"`{name}={given!r}` is no tuple. Change `{name}`")
         for value in given if kind.many else (given,):
+            if kind.cls is not None and not isinstance(value, kind.cls):
+                raise error(f"`{name}={reprlib.repr(value)}` is no {kind.cls.__name__}. Pass {_to_pass(kind.cls)}")
             if problem := _problem(name, value, kind, limits, error):
                 raise problem
+
+
+def _to_pass(cls: type) -> str:
+    """Return a class with its article, or the classes that implement an abstract one."""
+    classes: list[type] = cls.__subclasses__() if ABC in cls.__bases__ else [cls]
+    names = [each.__name__ for each in classes]
+    return " or ".join(f"{'an' if name[0] in 'AEIOU' else 'a'} {name}" for name in names)
 
 
 def _problem(

@@ -20,7 +20,7 @@ from headscan.analysis.store.tables import TABLES
 from headscan.analysis.store.views import VIEWS
 from headscan.catalog import SCORES, STATISTICS
 from headscan.pipelines.corpora.stdlib_files import held_out_files
-from headscan.pipelines.evaluate.continuation_task import write_task
+from headscan.pipelines.evaluate.continuation_task import CONTINUATION, write_task
 from tests.analysis.conftest import make_profiles, make_stats, write_scan
 from tests.analysis.sweep_fixtures import write_sweep
 from tests.sources import ROOT
@@ -130,7 +130,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 def test_the_python_of_readme_and_api_runs_on_the_demo(tmp_path: Path) -> None:
     for command in ("scan demo --store s.duckdb --limit-sequences 4", "plan --store s.duckdb --window-share 0.5"):
         subprocess.run([sys.executable, "-m", "headscan", *command.split()], check=True, cwd=tmp_path, env=OFFLINE)
-    write_task(tmp_path / "headscan-demo/task", held_out_files(), 40)
+    write_task(tmp_path / "headscan-demo/task", held_out_files(), 40, name=CONTINUATION)
     code = "\n".join(blocks(README, "python") + blocks(PAGES["api.md"], "python"))
     code = code.replace("path-or-hub-name", "demo").replace('device="auto"', 'device="cpu"')
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=OFFLINE)

@@ -13,6 +13,8 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from math import isnan
+from numbers import Real
 from typing import Any
 
 import torch
@@ -168,7 +170,7 @@ class HeadRule(LayerwiseAblation):
 
     Raises:
         UnknownNameError: The catalogue has no such score.
-        InterventionError: The threshold is NaN, or the score needs token ids.
+        InterventionError: The threshold is NaN or no number, or the score needs token ids.
     """
 
     score: str
@@ -185,8 +187,8 @@ class HeadRule(LayerwiseAblation):
                     f"rules measure no score on {name}, which leaves out sink tokens, because rules see no token ids: "
                     f"{self.score}. Use another score, or a mask of the heads that a scan ranks by it"
                 )
-        if not self.threshold == self.threshold:
-            raise InterventionError(f"threshold of {self.score}: NaN. Set `threshold` to a number")
+        if isinstance(self.threshold, bool) or not isinstance(self.threshold, Real) or isnan(self.threshold):
+            raise InterventionError(f"`threshold={self.threshold!r}` of {self.score} is not a number. Set `threshold`")
 
     @property
     def label(self) -> str:

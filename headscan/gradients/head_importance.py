@@ -19,7 +19,7 @@ from headscan.errors import NamedValues, NotFiniteError, UnsupportedModelError
 from headscan.gradients.backward import backward
 from headscan.gradients.losses import Loss, MaskedTokenLoss, NextTokenLoss, TargetTextLoss
 from headscan.grid import AttentionSite
-from headscan.measure.collect import check_ids, collect
+from headscan.measure.collect import TokenIds, check_ids, collect
 from headscan.models.loaded_model import LoadedModel
 
 #: Largest estimate of a graph that is kept whole, which takes less time than running the blocks again.
@@ -40,7 +40,7 @@ class HeadGradients:
 
 def importance(
     lm: LoadedModel,
-    input_ids: Tensor,
+    input_ids: TokenIds,
     lengths: Tensor | Sequence[int] | None = None,
     *,
     loss: Loss | None = None,
@@ -50,8 +50,9 @@ def importance(
 
     Args:
         lm: A model from `headscan.load`; `LoadedModel.at` chooses the site of an encoder-decoder.
-        input_ids: Token ids (B, N), padded on the right with any id.
-        lengths: Real tokens of each sequence (B,); None means all N.
+        input_ids: Token ids (B, N), padded on the right with any id, as a tensor or NumPy array; or B texts, or B
+            lists of ids.
+        lengths: Real tokens of each sequence (B,); None means all N. Texts and lists have their own.
         loss: The loss of each sequence; None uses `default_loss`.
         summed: The default loss of a sequence is the sum over its tokens instead of the mean.
 
@@ -80,7 +81,7 @@ def importance(
 
 def default_loss(
     lm: LoadedModel,
-    input_ids: Tensor,
+    input_ids: TokenIds,
     lengths: Tensor | Sequence[int] | None = None,
     *,
     keys: Sequence[int] | None = None,

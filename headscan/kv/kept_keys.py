@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Protocol
 
 from headscan.errors import PlanMismatchError
@@ -47,13 +48,18 @@ class Window:
     ``DROPPED`` keeps none: the query heads that read the KV head output zero.
 
     Raises:
-        PlanMismatchError: ``sink`` or ``recent`` is negative or too large, or ``recent`` is 0 and ``sink`` is not.
+        PlanMismatchError: ``sink`` or ``recent`` is no whole number, negative or too large, or ``recent`` is 0 and
+            ``sink`` is not.
     """
 
     sink: int
     recent: int
 
     def __post_init__(self) -> None:
+        if not isinstance(self.sink, Integral) or not isinstance(self.recent, Integral):
+            raise PlanMismatchError(
+                f"window of a KV head: sink {self.sink!r}, recent {self.recent!r}. Pass whole numbers of keys"
+            )
         if self.sink < 0 or self.recent < 0 or (self.recent == 0 and self.sink > 0):
             raise PlanMismatchError(
                 f"window of a KV head: sink {self.sink}, recent {self.recent} (limit sink 0, recent 1). Widen it"

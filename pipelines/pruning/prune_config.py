@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headscan.catalog import LAYER_DROP, RANDOM, RANKED_CRITERIA
 from headscan.errors import PruningError, unknown_name
-from headscan.grid import Unit
+from headscan.grid import Unit, check_pairs
 from headscan.models.loaded_model import LoadedModel
 from headscan.options import Count, Limits, check_limits
 from headscan.pipelines.pruning.pruning_units import PruneBudget
@@ -138,7 +138,9 @@ class PruneConfig:
             of this model.
 
     Raises:
-        PruningError: There is nothing to build, a value is out of range, or ``kv_counts`` or ``run_id`` has no effect.
+        HeadIndexError: One of ``heads`` is no pair of indices.
+        PruningError: There is nothing to build, a value is out of range, two models have one folder, or ``kv_counts``
+            or ``run_id`` has no effect.
         UnknownNameError: A method is unknown.
     """
 
@@ -165,6 +167,10 @@ class PruneConfig:
         object.__setattr__(self, "out", Path(self.out))
         if not (self.budgets and self.methods) and not self.heads:
             raise PruningError("nothing to prune: 0 sizes (limit 1). Set `budgets` and `methods`, or `heads`")
+        for name, heads in self.heads.items():
+            if not heads:
+                raise PruningError(f"`heads` of {name!r} are empty (limit 1 head). Name heads, or leave {name!r} out")
+            check_pairs(heads)
         known = (*PRUNE_METHODS, *self.orders)
         for method in self.methods:
             if method not in known:
@@ -176,11 +182,25 @@ class PruneConfig:
                 f"`kv_counts={self.kv_counts}` with `unit={self.unit}` or named heads (limit: `unit=group`). Choose"
                 " `unit=group`, or leave it out"
             )
+        if self.unit == "head" and any(budget.is_of_cache for budget in self.budgets):
+            raise PruningError("`kv_bytes` with `unit=head`: single query heads free no KV cache. Change `unit`")
+        names = self._folder_names
+        for name in names:
+            if name in ("", "..") or Path(name).name != name or "\\" in name:
+                raise PruningError(f"{name!r} names no folder in `out`. Change its name in `heads` or `methods`")
+            if names.count(name) > 1:
+                raise PruningError(
+                    f"{names.count(name)} models have the folder {name!r} (limit 1). Give each of `budgets`, `methods`"
+                    " and `heads` once"
+                )
+
+    @property
+    def _folder_names(self) -> list[str]:
+        return [_folder_name(method, budget) for method, budget, _ in self._sizes]
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        names = [_folder_name(method, budget) for method, budget, _ in self._sizes]
-        out = Path(self.out)
+        names, out = self._folder_names, Path(self.out)
         return (out,) if len(names) == 1 else tuple(out / name for name in names)
 
     @property

@@ -75,6 +75,11 @@ class PruneBudget(ABC):
         """True if the number of units does not depend on the method that chooses them."""
         return False
 
+    @property
+    def is_of_cache(self) -> bool:
+        """True if the budget is a size of the KV cache, which single query heads do not free."""
+        return False
+
     @abstractmethod
     def count(self, units: int, search: BudgetSearch) -> int:
         """Return the number of units to remove, of ``units``."""
@@ -132,6 +137,10 @@ class BytesBudget(PruneBudget):
     @property
     def label(self) -> str:
         return f"{self.kv_bytes:,} bytes at {self.at:,} tokens"
+
+    @property
+    def is_of_cache(self) -> bool:
+        return True
 
     def count(self, units: int, search: BudgetSearch) -> int:
         sizes = sorted(search.unit_bytes(self.at), reverse=True)

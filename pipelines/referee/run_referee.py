@@ -24,7 +24,7 @@ from headscan.grid import Head, HeadGrid
 from headscan.long_work import KnownNumbers, LongWork
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pad
-from headscan.options import BATCH_TOKENS
+from headscan.options import BATCH_TOKENS, check_limits
 from headscan.pipelines.evaluate.checks import check_predicts
 from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.evaluate.tasks import Questions
@@ -196,6 +196,7 @@ class RefereeConfig:
     repair: RepairChoice = field(default_factory=lambda: RepairChoice("none"))
 
     def __post_init__(self) -> None:
+        check_limits(self, InterventionError)
         if max(self.compared.shares) >= 1:
             raise InterventionError(f"`shares={max(self.compared.shares):g}` (limit below 1). Lower `shares`")
 

@@ -25,12 +25,13 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.criterion_points import ALL_SITES, SitePoint, read_site_points
 from headscan.catalog import EFFECT, IMPORTANCES, RANDOM, head_count
 from headscan.cluster.pool import Pool
-from headscan.errors import unknown_name
+from headscan.errors import InterventionError, unknown_name
 from headscan.gradients.losses import Loss
 from headscan.grid import Head, HeadGrid
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.models.token_batches import run_halving, whole_batches
+from headscan.options import check_limits
 from headscan.pipelines.ablate.labelled_arms import (
     WITHOUT_ABLATION,
     LabelledConfig,
@@ -144,6 +145,7 @@ class SiteRefereeConfig:
     rank_data: DataSpec | None = None
 
     def __post_init__(self) -> None:
+        check_limits(self, InterventionError)
         for name in self.compared.criteria:
             if name not in SITE_CRITERIA:
                 raise unknown_name("criterion of labelled examples", name, SITE_CRITERIA)

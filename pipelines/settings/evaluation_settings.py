@@ -22,7 +22,7 @@ from headscan.catalog import (
 )
 from headscan.checkpoints.source_folder import check_folder
 from headscan.errors import HeadscanError, InterventionError
-from headscan.grid import parse_head
+from headscan.grid import check_pairs, parse_head
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, Count, Limits, Option, Seed, check_limits
 from headscan.pipelines.settings.corpus_settings import SHORTEST, BosPolicy, CorpusSpec
@@ -56,13 +56,15 @@ class RecallPlan:
 
     By default a model with 4,096 or more positions gets 80 questions of each kind for each of five lengths: 1.3 million
     tokens per arm, or 0.33 million if common prefixes are read once. `docs/verdicts_simulated.md` shows how many
-    questions are enough; with 72 no arm can be shown to keep recall. A sweep judges on three quarters of the questions,
-    so it asks the whole model first, and then as many questions as its recall needs (`run_sweep.size_recall`).
+    questions are enough; with fewer than 192 needles or 144 copying questions no arm can be shown to keep recall. A
+    sweep judges on three quarters of the questions, so it asks the whole model first, and then as many questions as its
+    recall needs (`run_sweep.size_recall`).
 
     Attributes:
         lengths: Tokens that the model reads in a question; None uses those of `recall_lengths`.
         questions: Number for each length and kind, a multiple of 4; None makes ``in_all`` over all lengths.
-        in_all: Numbers over all lengths, one for each family of `RECALL_FAMILIES`; None makes `IN_ALL` of each.
+        in_all: Numbers over all lengths, multiples of 4, one for each family of `RECALL_FAMILIES`; None makes `IN_ALL`
+            of each. It goes without ``questions``.
     """
 
     lengths: Annotated[
@@ -85,7 +87,7 @@ class RecallPlan:
         ),
     ] = None
     seed: Seed = 0
-    in_all: Annotated[tuple[int, ...] | None, Limits(least=1)] = None
+    in_all: Annotated[tuple[int, ...] | None, Limits(least=QUESTIONS_PER_TEXT, multiple=QUESTIONS_PER_TEXT)] = None
 
     def __post_init__(self) -> None:
         check_limits(self, RecallError)
@@ -94,6 +96,8 @@ class RecallPlan:
                 raise RecallError("recall lengths are empty. Give at least one, or None for the default")
             if len(set(self.lengths)) < len(self.lengths):
                 raise RecallError(f"recall lengths {', '.join(map(str, self.lengths))} repeat. Give each once")
+        if self.in_all is not None and self.questions is not None:
+            raise RecallError("`in_all` has no effect with `questions`: leave one of them out")
         if self.in_all is not None and len(self.in_all) != len(RECALL_FAMILIES):
             raise RecallError(f"in_all has {len(self.in_all)} numbers. Give one each for {RECALL_NAMES}")
 
@@ -110,7 +114,7 @@ class TaskConfig:
     include_path: Annotated[
         str | None,
         Option(
-            "folder with your own lm-eval tasks, such as headscan-demo/task for headscan_demo, the task of the demo; "
+            "folder with your own lm-eval tasks, such as headscan-demo/task for `continuation`, the task of the demo; "
             "task files can run code, so name only folders that you trust (default: none)"
         ),
     ] = None
@@ -234,6 +238,7 @@ class ChosenArms:
         plans: Plans of the KV cache, each evaluated in all ``plan_modes``.
 
     Raises:
+        HeadIndexError: One of ``heads`` is no pair of indices.
         InterventionError: A number is out of range, or a setting has no effect on the arms.
         UnknownNameError: The score or a mode is unknown.
     """
@@ -298,6 +303,7 @@ class ChosenArms:
 
     def __post_init__(self) -> None:
         check_limits(self, InterventionError)
+        check_pairs(self.heads)
         if not self.plan_modes:
             raise InterventionError("`plan_modes` is empty (limit 1 mode). Set `plan_modes`")
         ablates = bool(self.heads or self.mask or self.score)

@@ -209,7 +209,7 @@ class ProbeConfig:
 
 @dataclass(frozen=True)
 class GatesConfig:
-    """Settings of a gates run; ``fit.share`` must be set, the share of heads whose gates close."""
+    """Settings of a gates run; ``fit.share``, the share of heads whose gates close, must not be None."""
 
     model: ModelSpec
     corpus: CorpusSpec
@@ -222,6 +222,6 @@ class GatesConfig:
     max_tokens: Annotated[int, Option("longest text in tokens", least=SHORTEST)] = 128
 
     def __post_init__(self) -> None:
+        check_limits(self, GateError)
         if self.fit.share is None:
             raise GateError("`share=None` (limit above 0, below 1). Set the share of heads to close")
-        check_limits(self, GateError)

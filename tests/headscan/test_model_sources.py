@@ -89,6 +89,9 @@ def test_texts_arrays_and_lists_are_the_same_tokens(demo: headscan.LoadedModel) 
         headscan.collect(demo, ids.numpy(), np.array(lengths)),
     ):
         assert torch.equal(given["output_norm"], expected)
+    expected = headscan.importance(demo, ids, lengths)["importance"]
+    for found in (headscan.importance(demo, TEXTS), headscan.importance(demo, ids.numpy(), lengths)):
+        assert torch.equal(found["importance"], expected)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +145,13 @@ def test_a_missing_name_proposes_the_nearest(demo: headscan.LoadedModel) -> None
         headscan.importance(demo, TEXTS)["importanc"]
     with pytest.raises(UnknownNameError, match="unknown behaviour 'inducton_score'; did you mean induction_score"):
         headscan.probe(demo, ["induction_score"])["inducton_score"]
+
+
+def test_one_text_is_no_list_of_names(demo: headscan.LoadedModel) -> None:
+    with pytest.raises(UnknownNameError, match=r"^`statistics='entropy'` is one text\. .* such as \['entropy'\]$"):
+        headscan.collect(demo, TEXTS, statistics="entropy")
+    with pytest.raises(UnknownNameError, match=r"^`behaviours='induction_score'` is one text"):
+        headscan.probe(demo, "induction_score")
 
 
 @pytest.mark.parametrize("heads", [["3.5"], [3], [(1.5, 2)], [(1, 2, 3)]])

@@ -23,6 +23,8 @@ class Settings:
     sides: tuple[Literal["left", "right"], ...] = ()
     words: tuple[str, ...] = ()
     free: int = -1
+    inner: Limits | None = None
+    inners: tuple[Limits, ...] = ()
 
     def __post_init__(self) -> None:
         check_limits(self, GateError)
@@ -41,6 +43,7 @@ def test_values_within_their_limits() -> None:
         words=("",),
     )
     Settings(side="left", sides=("left", "right"), words=("any",))
+    Settings(inner=Option("help"), inners=(Limits(),))
     Settings(share=None, sizes=[16], count=10**400)  # type: ignore[arg-type]
 
 
@@ -65,6 +68,8 @@ def test_values_within_their_limits() -> None:
         ({"sides": ("left", "up")}, "`sides='up'` is unknown. Choose left or right"),
         ({"sides": "left"}, "`sides='left'` is no tuple. Change `sides`"),
         ({"words": "left"}, "`words='left'` is no tuple. Change `words`"),
+        ({"inner": 512}, "`inner=512` is no Limits. Pass a Limits"),
+        ({"inners": (Limits(), None)}, "`inners=None` is no Limits. Pass a Limits"),
         ({"names": "left"}, "`names='left'` is no tuple. Change `names`"),
     ],
 )

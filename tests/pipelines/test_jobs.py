@@ -15,7 +15,7 @@ from headscan.analysis.errors import StoreMissingError
 from headscan.analysis.plans import WindowShare
 from headscan.analysis.store.store import Store
 from headscan.architectures import HEADS, LAYERS
-from headscan.errors import HeadscanError, InterventionError, UnknownNameError
+from headscan.errors import HeadIndexError, HeadscanError, InterventionError, PruningError, UnknownNameError
 from headscan.gates.gate_settings import GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
@@ -23,7 +23,7 @@ from headscan.options import FieldType, Limits, field_hint, field_type
 from headscan.pipelines import jobs
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
-from headscan.pipelines.pruning.pruning_units import ShareBudget
+from headscan.pipelines.pruning.pruning_units import BytesBudget, ShareBudget
 from headscan.pipelines.runs import run_context
 from headscan.pipelines.runs.head_orders import head_order
 from headscan.pipelines.runs.model_identity import identify
@@ -265,6 +265,44 @@ def test_unknown_methods_of_a_pruning_are_refused(evaluation: jobs.EvaluateConfi
         replace(config, run_id="1a2b")
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"budgets": (ShareBudget(0.1),) * 2}, r"2 models have the folder 'damage-0\.1' \(limit 1\)"),
+        ({"budgets": (ShareBudget(0.1), ShareBudget(0.1000000001))}, "2 models have the folder"),
+        ({"methods": ("random", "random")}, r"'random-0\.3'"),
+        ({"heads": {"damage-0.3": ((0, 0),)}}, "2 models have the folder 'damage-0.3'"),
+        ({"heads": {"../x": ((0, 0),)}}, "^'../x' names no folder in `out`"),
+        ({"heads": {"..": ((0, 0),)}}, "^'..' names no folder in `out`"),
+        ({"methods": ("a/b",), "orders": {"a/b": [(0, 0)]}}, "^'a/b-0.3' names no folder in `out`"),
+    ],
+)
+def test_every_pruned_model_has_a_folder_of_its_own_in_out(
+    settings: dict[str, Any], message: str, evaluation: jobs.EvaluateConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(PruningError, match=message):
+        jobs.PruneConfig(evaluation, tmp_path, **{"budgets": (ShareBudget(0.3),), **settings})
+
+
+@pytest.mark.parametrize("heads", [(3, 5), ("3:5",), ((1.5, 2),), ((0, -1),)])
+def test_heads_of_arms_and_prunings_are_pairs_of_indices(
+    heads: Any, evaluation: jobs.EvaluateConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(HeadIndexError, match=r"^not a head: .* Pass \(layer, head\) pairs of "):
+        jobs.ChosenArms(heads=heads)
+    with pytest.raises(HeadIndexError, match=r"^not a head: .* Pass \(layer, head\) pairs of "):
+        jobs.PruneConfig(evaluation, tmp_path, heads={"mine": heads})
+    with pytest.raises(PruningError, match=r"^`heads` of 'mine' are empty \(limit 1 head\)"):
+        jobs.PruneConfig(evaluation, tmp_path, heads={"mine": ()})
+
+
+def test_a_size_of_the_cache_needs_units_that_free_it(evaluation: jobs.EvaluateConfig, tmp_path: Path) -> None:
+    budgets = (ShareBudget(0.3), BytesBudget(1000, 64))
+    with pytest.raises(PruningError, match="`kv_bytes` with `unit=head`: single query heads free no KV cache"):
+        jobs.PruneConfig(evaluation, tmp_path, budgets)
+    assert jobs.PruneConfig(evaluation, tmp_path, budgets, unit="group").budgets == budgets
+
+
 def test_the_output_folder_of_models_and_studies_is_a_path_or_a_text(
     spec: ModelSpec, evaluation: jobs.EvaluateConfig, tmp_path: Path
 ) -> None:
@@ -384,6 +422,24 @@ def test_every_literal_refuses_an_unknown_word_and_every_tuple_a_text(all_settin
                 assert_refused(settings, field, ("unknown",) if kind.many else "unknown")
     assert {"PruneConfig.unit", "PlanConfig.granularity", "StudyConfig.prune_by", "AblateConfig.modes"} <= literals
     assert {"TaskConfig.names", "Comparison.criteria", "PruneConfig.methods"} <= tuples
+
+
+def test_settings_refuse_what_is_not_of_the_class_of_a_field(all_settings: dict[str, Any], spec: ModelSpec) -> None:
+    checked = set()
+    for name, settings in all_settings.items():
+        for field in (each.name for each in fields(settings)):
+            hint = field_hint(type(settings), field)
+            kind = field_type(get_args(hint)[0] if get_origin(hint) is Annotated else hint)
+            if kind.cls is not None:
+                checked.add(f"{name}.{field}")
+                assert_refused(settings, field, (512,) if kind.many else 512)
+                if not kind.optional:
+                    assert_refused(settings, field, (None,) if kind.many else None)
+    assert {"ScanConfig.tokens", "EvaluateConfig.tasks", "PruneConfig.budgets", "RefereeConfig.compared"} <= checked
+    with pytest.raises(HeadscanError, match=r"^`tasks=\('mmlu',\)` is no TaskConfig\. Pass a TaskConfig$"):
+        jobs.EvaluateConfig(spec, ("mmlu",))  # type: ignore[arg-type]
+    with pytest.raises(HeadscanError, match=r"^`budgets=0\.4` .* Pass a ShareBudget or a BytesBudget or a LossBudget$"):
+        replace(all_settings["PruneConfig"], budgets=(0.4,))
 
 
 class Begun(Exception):

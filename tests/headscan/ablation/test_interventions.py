@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -272,8 +273,10 @@ def test_mistakes_are_named() -> None:
         headscan.intervene(lm, headscan.HeadMask([(9, 0)])).__enter__()
     with pytest.raises(UnknownNameError, match="did you mean output_norm"):
         headscan.HeadRule("output_nrom", threshold=1.0)
-    with pytest.raises(InterventionError, match="NaN"):
-        headscan.HeadRule("entropy", threshold=float("nan"))
+    for threshold in (float("nan"), "0.5", None, True):
+        with pytest.raises(InterventionError, match=r"^`threshold=\S+` of entropy is not a number"):
+            headscan.HeadRule("entropy", threshold=threshold)  # type: ignore[arg-type]
+    headscan.HeadRule("entropy", threshold=np.float32(0.5))  # type: ignore[arg-type]
     for share in (-0.1, 1.1, float("nan")):
         with pytest.raises(InterventionError, match=r"share=\S+ \(limit (0|1|finite numbers)\)"):
             headscan.RandomHeads(share, seed=0)

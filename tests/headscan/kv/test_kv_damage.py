@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -182,6 +184,12 @@ def test_short_sequences_are_left_out_and_reported(caplog) -> None:
     assert torch.equal(found.nanmean(0), found[[0, 2]].mean(0))
     with pytest.raises(SequenceError, match="longest sequence has 11 tokens"):
         kv_damages(lm, ids, [11, 9, 10], SINK, RECENT)
+
+
+@pytest.mark.parametrize(("sink", "recent"), [(4.5, 1), (1, "4")])
+def test_a_window_has_whole_numbers_of_keys(sink: Any, recent: Any) -> None:
+    with pytest.raises(PlanMismatchError, match=r"^window of a KV head: sink .* Pass whole numbers of keys$"):
+        Window(sink, recent)
 
 
 @pytest.mark.parametrize(("sink", "recent"), [(-1, 4), (4, 0), (0, 0)])

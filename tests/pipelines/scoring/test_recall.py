@@ -20,8 +20,8 @@ from headscan.analysis.verdicts.judge import Outcome
 from headscan.analysis.verdicts.metrics import Increase
 from headscan.analysis.verdicts.ordered_shares import ShareVerdict
 from headscan.analysis.verdicts.paired import Interval, PairedDifference
-from headscan.analysis.verdicts.verdict_rows import RecallVerdict, solves
-from headscan.catalog import RECALL_FAMILIES, RecallFamily
+from headscan.analysis.verdicts.verdict_rows import RecallVerdict, least_questions, solves
+from headscan.catalog import RECALL_FAMILIES, RecallFamily, recall_family
 from headscan.checkpoints.sources import load_tokenizer
 from headscan.errors import NotFiniteError
 from headscan.pipelines.corpora import CorpusError
@@ -145,6 +145,12 @@ def test_a_kind_has_400_questions_over_all_lengths(limit: int, each: int) -> Non
     if limit == 256:
         questions = recall_questions(make_tokenizer(300), plan, limit, bos="auto")
         assert len(family(questions, "needle")) == len(family(questions, "copying")) == 400
+
+
+def test_the_least_numbers_of_questions_are_those_of_the_verdicts() -> None:
+    needles, copying = (least_questions(100, recall_family(kind).chance) for kind in ("needle", "copying"))
+    words = " ".join(str(RecallPlan.__doc__).split())
+    assert f"with fewer than {needles} needles or {copying} copying questions" in words
 
 
 def test_one_input_answers_a_needle_question_where_names_begin_differently() -> None:
@@ -375,7 +381,9 @@ def test_a_third_family_costs_an_entry_and_a_generator(monkeypatch: pytest.Monke
         ({"lengths": (64, 64)}, "recall lengths 64, 64 repeat. Give each once"),
         ({"questions": 10}, r"`questions=10` \(limit a multiple of 4\)"),
         ({"questions": 0}, r"`questions=0` \(limit 4, a multiple of 4\)"),
-        ({"in_all": (0, 4)}, r"`in_all=0` \(limit 1\)"),
+        ({"in_all": (0, 4)}, r"`in_all=0` \(limit 4, a multiple of 4\)"),
+        ({"in_all": (4, 10)}, r"`in_all=10` \(limit a multiple of 4\)"),
+        ({"in_all": (4, 8), "questions": 8}, "`in_all` has no effect with `questions`"),
         ({"in_all": (4,)}, "in_all has 1 numbers. Give one each for needle, copying"),
         ({"seed": -1}, r"`seed=-1` \(limit 0\)"),
     ],
