@@ -21,7 +21,6 @@ from typing import TypedDict, TypeVar, Unpack
 
 from headscan.analysis.plans import BudgetRequest, HeadPlan, KVBytes, WindowHeads, WindowShare
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.tables import EACH
 from headscan.analysis.verdicts.answer_sheets import can_be_judged
 from headscan.analysis.verdicts.judge import Verdict, judge
 from headscan.catalog import MassWidths
@@ -29,7 +28,7 @@ from headscan.cluster.placement_base import PlacementError, PlacementRequest, Ti
 from headscan.gates.gate_settings import GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.ablate.labelled_arms import LabelledConfig, labelled_effects
+from headscan.pipelines.ablate.labelled_arms import LabelledAblateConfig, LabelledConfig, labelled_effects
 from headscan.pipelines.ablate.single_heads import AblateResult, run_ablate
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen, run_evaluation
@@ -94,6 +93,7 @@ __all__ = [
     "ImportanceConfig",
     "JobOptions",
     "KVBytes",
+    "LabelledAblateConfig",
     "LabelledConfig",
     "LabelledImportanceConfig",
     "LossBudget",
@@ -240,19 +240,14 @@ def labelled_importance(
         return run_labelled_importance(sized, run, texts=texts)
 
 
-def labelled_ablate(
-    config: LabelledConfig, store: str | Path, modes: Sequence[str] = (EACH,), **options: Unpack[JobOptions]
-) -> AblateResult:
+def labelled_ablate(config: LabelledAblateConfig, store: str | Path, **options: Unpack[JobOptions]) -> AblateResult:
     """Measure the effect of every head, ablated alone, on labelled examples.
-
-    Args:
-        modes: ``each`` ablates one head at a time, ``all_but_one`` all other heads of its layer.
 
     Raises:
         HeadscanError: A setting, a file or the model does not fit; answers stored before stay.
     """
-    with _on_examples(config, store, options) as (sized, texts, run):
-        return labelled_effects(sized, run, modes, texts=texts)
+    with _on_examples(config.judging, store, options) as (sized, texts, run):
+        return labelled_effects(replace(config, judging=sized), run, texts=texts)
 
 
 def labelled_referee(config: SiteRefereeConfig, store: str | Path, **options: Unpack[JobOptions]) -> SiteRefereeResult:

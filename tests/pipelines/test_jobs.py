@@ -206,7 +206,8 @@ def test_labelled_examples_judge_the_heads_of_a_classifier(
     measuring = jobs.LabelledImportanceConfig(labelled.model, labelled.data)
     run_id = jobs.labelled_importance(measuring, store, devices=cpu, say=quiet).run_id
     assert len(head_order(Store(store), run_id, "importance")) == LAYERS * HEADS
-    assert len(jobs.labelled_ablate(labelled, store, devices=cpu, say=quiet).effects) == LAYERS * HEADS
+    ablating = jobs.LabelledAblateConfig(labelled)
+    assert len(jobs.labelled_ablate(ablating, store, devices=cpu, say=quiet).effects) == LAYERS * HEADS
     comparing = jobs.SiteRefereeConfig(labelled, Comparison(("importance",), (0.5,), seeds=0))
     (point,) = jobs.labelled_referee(comparing, store, devices=cpu, say=quiet).points
     assert (point.curve[0], point.share) == ("importance", 0.5)
@@ -321,6 +322,7 @@ def all_settings(spec: ModelSpec, evaluation: jobs.EvaluateConfig, tmp_path: Pat
         "GatesConfig": (spec, texts),
         "ImportanceConfig": (spec, texts, tokens),
         "KVBytes": (1000, 64),
+        "LabelledAblateConfig": (labelled,),
         "LabelledConfig": (spec, examples),
         "LabelledImportanceConfig": (spec, examples),
         "LossBudget": (0.1,),
@@ -383,6 +385,7 @@ def test_every_literal_refuses_an_unknown_word_and_every_tuple_a_text(all_settin
                 literals.add(f"{name}.{field}")
                 assert_refused(settings, field, ("unknown",) if kind.many else "unknown")
     assert {"PruneConfig.unit", "PlanConfig.granularity", "StudyConfig.prune_by", "AblateConfig.modes"} <= literals
+    assert {"LabelledAblateConfig.modes", "LabelledConfig.metric"} <= literals
     assert {"TaskConfig.names", "Comparison.criteria", "PruneConfig.methods"} <= tuples
 
 
@@ -425,7 +428,7 @@ def test_the_batch_size_of_the_devices_reaches_every_job(
         "gates": (jobs.GatesConfig(spec, texts), store),
         "ablate": (jobs.AblateConfig(evaluation), store),
         "labelled_importance": (jobs.LabelledImportanceConfig(labelled.model, labelled.data), store),
-        "labelled_ablate": (labelled, store),
+        "labelled_ablate": (jobs.LabelledAblateConfig(labelled), store),
         "labelled_referee": (jobs.SiteRefereeConfig(labelled, Comparison(("importance",))), store),
         "evaluate": (evaluation, store, []),
         "sweep": (jobs.SweepConfig(evaluation, ("entropy",), (0.2,)), store),
