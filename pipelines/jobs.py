@@ -2,8 +2,8 @@
 
 Each function takes the settings of its verb, chooses a placement, opens the store and calls
 ``run_VERB(settings, run)``, as the verb does. Importance, ablation and referee have a second function for labelled
-examples. `generate`, `export`, and verbs that read a store or a plan only, have no function here. The settings of all
-jobs can be imported from here:
+examples, which calls ``run_labelled_VERB``. `generate`, `export`, and verbs that read a store or a plan only, have no
+function here. The settings of all jobs can be imported from here:
 
     from headscan.pipelines import jobs
 
@@ -28,12 +28,12 @@ from headscan.cluster.placement_base import PlacementError, PlacementRequest, Ti
 from headscan.gates.gate_settings import GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.ablate.labelled_arms import LabelledAblateConfig, LabelledConfig, labelled_effects
+from headscan.pipelines.ablate.labelled_arms import LabelledAblateConfig, LabelledConfig, run_labelled_ablate
 from headscan.pipelines.ablate.single_heads import AblateResult, run_ablate
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen, run_evaluation
 from headscan.pipelines.evaluate.run_sweep import SweepResult, judge_runs, run_sweep
-from headscan.pipelines.kv.measured_plan import measured_plan
+from headscan.pipelines.kv.measured_plan import run_plan
 from headscan.pipelines.measure.labelled_texts import LabelledTexts, read_labelled
 from headscan.pipelines.measure.run_corpus import CorpusRunResult
 from headscan.pipelines.measure.run_gates import GatesResult, run_gates
@@ -44,7 +44,7 @@ from headscan.pipelines.pruning.prune_config import PruneConfig, RepairChoice, T
 from headscan.pipelines.pruning.pruning_units import BytesBudget, LossBudget, ShareBudget
 from headscan.pipelines.pruning.run_prune import PruneResult, run_prune
 from headscan.pipelines.referee.run_referee import RefereeConfig, run_referee
-from headscan.pipelines.referee.site_referee import SiteRefereeConfig, SiteRefereeResult, site_referee
+from headscan.pipelines.referee.site_referee import SiteRefereeConfig, SiteRefereeResult, run_labelled_referee
 from headscan.pipelines.runs.model_identity import ModelIdentity, identify
 from headscan.pipelines.runs.run_context import ModelContext, ModelOpener, Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
@@ -247,7 +247,7 @@ def labelled_ablate(config: LabelledAblateConfig, store: str | Path, **options: 
         HeadscanError: A setting, a file or the model does not fit; answers stored before stay.
     """
     with _on_examples(config.judging, store, options) as (sized, texts, run):
-        return labelled_effects(replace(config, judging=sized), run, texts=texts)
+        return run_labelled_ablate(replace(config, judging=sized), run, texts=texts)
 
 
 def labelled_referee(config: SiteRefereeConfig, store: str | Path, **options: Unpack[JobOptions]) -> SiteRefereeResult:
@@ -257,7 +257,7 @@ def labelled_referee(config: SiteRefereeConfig, store: str | Path, **options: Un
         HeadscanError: A setting, a file or the model does not fit; answers stored before stay.
     """
     with _on_examples(config.judging, store, options) as (sized, texts, run):
-        return site_referee(replace(config, judging=sized), run, texts=texts)
+        return run_labelled_referee(replace(config, judging=sized), run, texts=texts)
 
 
 def evaluate(
@@ -339,7 +339,7 @@ def plan(
         else _run(opener, store, options, identity)
     )
     with context:
-        return measured_plan(opener.sized(config), context, budget)
+        return run_plan(opener.sized(config), context, budget)
 
 
 def prune(config: PruneConfig, store: str | Path, **options: Unpack[JobOptions]) -> PruneResult:

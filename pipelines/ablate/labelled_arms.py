@@ -330,7 +330,7 @@ def answer_labelled(questions: LabelledQuestions, run: Run, run_id: str, arms: S
     answer_arms(run, run_id, arms, questions, questions.items(run.identity), lambda *_: settings, judges_arms=False)
 
 
-def labelled_effects(config: LabelledAblateConfig, run: Run, *, texts: LabelledTexts | None = None) -> AblateResult:
+def run_labelled_ablate(config: LabelledAblateConfig, run: Run, *, texts: LabelledTexts | None = None) -> AblateResult:
     """Measure the effect of every head of every site, record the table in the store, and return it. ``texts`` None
     reads the file.
     """
