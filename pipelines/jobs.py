@@ -3,7 +3,7 @@
 Each function takes the settings of its verb, chooses a placement, opens the store and calls
 ``run_VERB(settings, run)``, as the verb does. Importance, ablation and referee have a second function for labelled
 examples, which calls ``run_labelled_VERB``. `generate`, `export`, and verbs that read a store or a plan only, have no
-function here. The settings of all jobs can be imported from here:
+function here. The settings and the results of all jobs can be imported from here:
 
     from headscan.pipelines import jobs
 
@@ -22,7 +22,12 @@ from typing import TypedDict, TypeVar, Unpack
 from headscan.analysis.plans import BudgetRequest, HeadPlan, KVBytes, WindowHeads, WindowShare
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.answer_sheets import can_be_judged
-from headscan.analysis.verdicts.judge import Verdict, judge
+from headscan.analysis.verdicts.confirmation import SweepChoice
+from headscan.analysis.verdicts.criterion_points import SitePoint
+from headscan.analysis.verdicts.head_effects import HeadEffect
+from headscan.analysis.verdicts.judge import ArmVerdict, Outcome, Verdict, judge
+from headscan.analysis.verdicts.ordered_shares import ShareVerdict
+from headscan.analysis.verdicts.paired import PairedDifference
 from headscan.catalog import MassWidths
 from headscan.cluster.placement_base import PlacementError, PlacementRequest, Timeouts
 from headscan.gates.gate_settings import GateFitConfig
@@ -41,6 +46,7 @@ from headscan.pipelines.measure.run_importance import run_importance, run_labell
 from headscan.pipelines.measure.run_probe import ProbeResult, run_probe
 from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.pruning.prune_config import PruneConfig, RepairChoice, Timing
+from headscan.pipelines.pruning.pruned_arms import BuiltModel
 from headscan.pipelines.pruning.pruning_units import BytesBudget, LossBudget, ShareBudget
 from headscan.pipelines.pruning.run_prune import PruneResult, run_prune
 from headscan.pipelines.referee.run_referee import RefereeConfig, run_referee
@@ -71,23 +77,29 @@ from headscan.pipelines.settings.measure_settings import (
 )
 from headscan.pipelines.settings.saving_settings import LossLimit, PlanConfig, RecallConfig, TextConfig
 from headscan.pipelines.study.run_study import run_study
-from headscan.pipelines.study.study_answer import StudyAnswer
+from headscan.pipelines.study.study_answer import Saving, StudyAnswer
 from headscan.pipelines.study.study_config import StudyConfig
 from headscan.pruning.head_selection import SelectionConfig
 
 __all__ = [
     "BASELINE",
     "AblateConfig",
+    "AblateResult",
     "Arm",
+    "ArmVerdict",
     "BehaviourProbe",
+    "BuiltModel",
     "BytesBudget",
     "ChosenArms",
     "Comparison",
+    "CorpusRunResult",
     "CorpusSpec",
     "DataSpec",
     "EvaluateConfig",
     "GateFitConfig",
     "GatesConfig",
+    "GatesResult",
+    "HeadEffect",
     "HeadPlan",
     "HeldOutText",
     "ImportanceConfig",
@@ -101,27 +113,39 @@ __all__ = [
     "LossTexts",
     "MassWidths",
     "ModelSpec",
+    "Outcome",
+    "PairedDifference",
     "Part",
     "PlacementRequest",
     "PlanConfig",
     "ProbeConfig",
+    "ProbeResult",
     "PruneConfig",
+    "PruneResult",
     "RecallConfig",
     "RecallPlan",
     "RefereeConfig",
     "RepairChoice",
     "ReplacementConfig",
+    "Saving",
     "ScanConfig",
     "SelectionConfig",
     "ShareBudget",
+    "ShareVerdict",
+    "SitePoint",
     "SiteRefereeConfig",
+    "SiteRefereeResult",
+    "StudyAnswer",
     "StudyConfig",
+    "SweepChoice",
     "SweepConfig",
+    "SweepResult",
     "TaskConfig",
     "TextConfig",
     "Timeouts",
     "Timing",
     "TokenPlan",
+    "Verdict",
     "WindowHeads",
     "WindowShare",
     "ablate",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import duckdb
 import pytest
@@ -305,7 +305,26 @@ def numbers_of(cls: Any) -> dict[str, tuple[FieldType, tuple[Any, ...]]]:
 
 
 #: Exported dataclasses that jobs make; users may make arms and held-out text, too.
-RECORDS = {"Arm", "HeadPlan", "HeldOutText"}
+RECORDS = {
+    "Arm",
+    "ArmVerdict",
+    "BuiltModel",
+    "CorpusRunResult",
+    "GatesResult",
+    "HeadEffect",
+    "HeadPlan",
+    "HeldOutText",
+    "PairedDifference",
+    "ProbeResult",
+    "PruneResult",
+    "Saving",
+    "ShareVerdict",
+    "SitePoint",
+    "StudyAnswer",
+    "SweepChoice",
+    "SweepResult",
+    "Verdict",
+}
 
 
 @pytest.fixture
@@ -387,6 +406,11 @@ def test_every_literal_refuses_an_unknown_word_and_every_tuple_a_text(all_settin
     assert {"PruneConfig.unit", "PlanConfig.granularity", "StudyConfig.prune_by", "AblateConfig.modes"} <= literals
     assert {"LabelledAblateConfig.modes", "LabelledConfig.metric"} <= literals
     assert {"TaskConfig.names", "Comparison.criteria", "PruneConfig.methods"} <= tuples
+
+
+def test_the_results_of_all_jobs_are_exported() -> None:
+    functions = [getattr(jobs, name) for name in jobs.__all__ if name.islower() and name != "mask_arm"]
+    assert {get_type_hints(each)["return"].__name__ for each in functions} <= {*jobs.__all__}
 
 
 class Begun(Exception):
