@@ -2,8 +2,8 @@
 
 Each function takes the settings of its verb, chooses a placement, opens the store and calls
 ``run_VERB(settings, run)``, as the verb does. Importance, ablation and referee have a second function for labelled
-examples. `generate`, `export`, and verbs that read a store or a plan only, have no function here. The settings of all
-jobs can be imported from here:
+examples, which calls ``run_labelled_VERB``. `generate`, `export`, and verbs that read a store or a plan only, have no
+function here. The settings and the results of all jobs can be imported from here:
 
     from headscan.pipelines import jobs
 
@@ -21,20 +21,24 @@ from typing import TypedDict, TypeVar, Unpack
 
 from headscan.analysis.plans import BudgetRequest, HeadPlan, KVBytes, WindowHeads, WindowShare
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.tables import EACH
 from headscan.analysis.verdicts.answer_sheets import can_be_judged
-from headscan.analysis.verdicts.judge import Verdict, judge
+from headscan.analysis.verdicts.confirmation import SweepChoice
+from headscan.analysis.verdicts.criterion_points import SitePoint
+from headscan.analysis.verdicts.head_effects import HeadEffect
+from headscan.analysis.verdicts.judge import ArmVerdict, Outcome, Verdict, judge
+from headscan.analysis.verdicts.ordered_shares import ShareVerdict
+from headscan.analysis.verdicts.paired import PairedDifference
 from headscan.catalog import MassWidths
 from headscan.cluster.placement_base import PlacementError, PlacementRequest, Timeouts
 from headscan.gates.gate_settings import GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.ablate.labelled_arms import LabelledConfig, labelled_effects
+from headscan.pipelines.ablate.labelled_arms import LabelledAblateConfig, LabelledConfig, run_labelled_ablate
 from headscan.pipelines.ablate.single_heads import AblateResult, run_ablate
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen, run_evaluation
 from headscan.pipelines.evaluate.run_sweep import SweepResult, judge_runs, run_sweep
-from headscan.pipelines.kv.measured_plan import measured_plan
+from headscan.pipelines.kv.measured_plan import run_plan
 from headscan.pipelines.measure.labelled_texts import LabelledTexts, read_labelled
 from headscan.pipelines.measure.run_corpus import CorpusRunResult
 from headscan.pipelines.measure.run_gates import GatesResult, run_gates
@@ -42,10 +46,11 @@ from headscan.pipelines.measure.run_importance import run_importance, run_labell
 from headscan.pipelines.measure.run_probe import ProbeResult, run_probe
 from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.pruning.prune_config import PruneConfig, RepairChoice, Timing
+from headscan.pipelines.pruning.pruned_arms import BuiltModel
 from headscan.pipelines.pruning.pruning_units import BytesBudget, LossBudget, ShareBudget
 from headscan.pipelines.pruning.run_prune import PruneResult, run_prune
 from headscan.pipelines.referee.run_referee import RefereeConfig, run_referee
-from headscan.pipelines.referee.site_referee import SiteRefereeConfig, SiteRefereeResult, site_referee
+from headscan.pipelines.referee.site_referee import SiteRefereeConfig, SiteRefereeResult, run_labelled_referee
 from headscan.pipelines.runs.model_identity import ModelIdentity, identify
 from headscan.pipelines.runs.run_context import ModelContext, ModelOpener, Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
@@ -72,28 +77,35 @@ from headscan.pipelines.settings.measure_settings import (
 )
 from headscan.pipelines.settings.saving_settings import LossLimit, PlanConfig, RecallConfig, TextConfig
 from headscan.pipelines.study.run_study import run_study
-from headscan.pipelines.study.study_answer import StudyAnswer
+from headscan.pipelines.study.study_answer import Saving, StudyAnswer
 from headscan.pipelines.study.study_config import StudyConfig
 from headscan.pruning.head_selection import SelectionConfig
 
 __all__ = [
     "BASELINE",
     "AblateConfig",
+    "AblateResult",
     "Arm",
+    "ArmVerdict",
     "BehaviourProbe",
+    "BuiltModel",
     "BytesBudget",
     "ChosenArms",
     "Comparison",
+    "CorpusRunResult",
     "CorpusSpec",
     "DataSpec",
     "EvaluateConfig",
     "GateFitConfig",
     "GatesConfig",
+    "GatesResult",
+    "HeadEffect",
     "HeadPlan",
     "HeldOutText",
     "ImportanceConfig",
     "JobOptions",
     "KVBytes",
+    "LabelledAblateConfig",
     "LabelledConfig",
     "LabelledImportanceConfig",
     "LossBudget",
@@ -101,27 +113,39 @@ __all__ = [
     "LossTexts",
     "MassWidths",
     "ModelSpec",
+    "Outcome",
+    "PairedDifference",
     "Part",
     "PlacementRequest",
     "PlanConfig",
     "ProbeConfig",
+    "ProbeResult",
     "PruneConfig",
+    "PruneResult",
     "RecallConfig",
     "RecallPlan",
     "RefereeConfig",
     "RepairChoice",
     "ReplacementConfig",
+    "Saving",
     "ScanConfig",
     "SelectionConfig",
     "ShareBudget",
+    "ShareVerdict",
+    "SitePoint",
     "SiteRefereeConfig",
+    "SiteRefereeResult",
+    "StudyAnswer",
     "StudyConfig",
+    "SweepChoice",
     "SweepConfig",
+    "SweepResult",
     "TaskConfig",
     "TextConfig",
     "Timeouts",
     "Timing",
     "TokenPlan",
+    "Verdict",
     "WindowHeads",
     "WindowShare",
     "ablate",
@@ -240,19 +264,14 @@ def labelled_importance(
         return run_labelled_importance(sized, run, texts=texts)
 
 
-def labelled_ablate(
-    config: LabelledConfig, store: str | Path, modes: Sequence[str] = (EACH,), **options: Unpack[JobOptions]
-) -> AblateResult:
+def labelled_ablate(config: LabelledAblateConfig, store: str | Path, **options: Unpack[JobOptions]) -> AblateResult:
     """Measure the effect of every head, ablated alone, on labelled examples.
-
-    Args:
-        modes: ``each`` ablates one head at a time, ``all_but_one`` all other heads of its layer.
 
     Raises:
         HeadscanError: A setting, a file or the model does not fit; answers stored before stay.
     """
-    with _on_examples(config, store, options) as (sized, texts, run):
-        return labelled_effects(sized, run, modes, texts=texts)
+    with _on_examples(config.judging, store, options) as (sized, texts, run):
+        return run_labelled_ablate(replace(config, judging=sized), run, texts=texts)
 
 
 def labelled_referee(config: SiteRefereeConfig, store: str | Path, **options: Unpack[JobOptions]) -> SiteRefereeResult:
@@ -262,7 +281,7 @@ def labelled_referee(config: SiteRefereeConfig, store: str | Path, **options: Un
         HeadscanError: A setting, a file or the model does not fit; answers stored before stay.
     """
     with _on_examples(config.judging, store, options) as (sized, texts, run):
-        return site_referee(replace(config, judging=sized), run, texts=texts)
+        return run_labelled_referee(replace(config, judging=sized), run, texts=texts)
 
 
 def evaluate(
@@ -344,7 +363,7 @@ def plan(
         else _run(opener, store, options, identity)
     )
     with context:
-        return measured_plan(opener.sized(config), context, budget)
+        return run_plan(opener.sized(config), context, budget)
 
 
 def prune(config: PruneConfig, store: str | Path, **options: Unpack[JobOptions]) -> PruneResult:

@@ -41,7 +41,7 @@ from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.kv.damage_measurement import Measurement
-from headscan.pipelines.kv.measured_plan import measured_plan
+from headscan.pipelines.kv.measured_plan import run_plan
 from headscan.pipelines.measure.run_probe import run_probe
 from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.runs.model_identity import fingerprint
@@ -207,19 +207,19 @@ def plans_by_budget(
     settings = ScanConfig(run.model, config.corpus, tokens, widths=MassWidths(sink, recent), batch_tokens=2048)
     run_scan(settings, run)
     run_probe(ProbeConfig(run.model, ("retrieval_score",), config.corpus), run)
-    unsearched = measured_plan(replace(config, confirm=False), run, WindowHeads(counts[0]))
+    unsearched = run_plan(replace(config, confirm=False), run, WindowHeads(counts[0]))
     candidates = [head for head in unsearched.heads if head.head_class != "protected"]
     estimated = [(head.layer, head.kv_head) for head in sorted(candidates, key=lambda head: head.score)]
     for count in counts:
         budget, start = WindowHeads(count), time.perf_counter()
-        measured = measured_plan(config, run, budget)
+        measured = run_plan(config, run, budget)
         run.say(f"{count} windows: measured in {time.perf_counter() - start:.0f} s; {measured.notes[0]}")
         options: dict[str, Any] = {"budget": budget, "sink": sink, "recent": recent}
         by_score: dict[str, HeadPlan] = {name: make_plan(run.store, None, method=name, **options) for name in _BY_SCORE}
         plans = {MEASURED: measured, **by_score, "random, seed 0": random_plan(measured, 0)}
         if by_layer:
             start = time.perf_counter()
-            layers = measured_plan(replace(config, granularity="layer"), run, budget)
+            layers = run_plan(replace(config, granularity="layer"), run, budget)
             run.say(f"{count} windows, by layer: {time.perf_counter() - start:.0f} s; {layers.notes[0]}")
             plans |= {f"{MEASURED} by layer": layers, "random by layer, seed 0": random_plan(layers, 0)}
             of_layers = make_plan(run.store, None, method=_LAYER_SCORE, granularity="layer", **options)

@@ -306,48 +306,86 @@ def _confirmed(store: Store, run_id: str, arms: FinishedArms) -> _Confirmed:
     if not tried:
         return _Confirmed((), [], True)
     recorded = _recorded(store, run_id)
+    selected = _selected(store, run_id, arms, tried, recorded)
+    second, differences = _judge_others(store, run_id, arms, selected, recorded)
+    second += _selected_before(recorded, selected)
+    comparisons = _comparisons(store, run_id, second)
+    second = _widened_rows(second, arms.others, comparisons)
+    choices = _choices(selected, tried, arms, second, differences, comparisons)
+    rows = [*selected.rows, *second]
+    return _Confirmed(choices, rows, _by_key(rows) == _by_key(recorded))
+
+
+class _Selected(NamedTuple):
+    """What the selecting questions choose.
+
+    Attributes:
+        rows: Rows of ``split_verdicts`` on the selecting part.
+        judged: Verdicts of the arms on that part, by name.
+        best: Arm, candidate and number of candidates of each kind's selected arm.
+        randoms: The best arms of random curves, by kind.
+    """
+
+    rows: list[dict[str, Any]]
+    judged: dict[str, ArmVerdict]
+    best: list[tuple[FinishedArm, Candidate, int]]
+    randoms: dict[ArmKind, list[tuple[FinishedArm, Candidate]]]
+
+
+def _selected(
+    store: Store, run_id: str, arms: FinishedArms, tried: Sequence[FinishedArm], recorded: Sequence[dict[str, Any]]
+) -> _Selected:
+    """Select the best arm of each kind and of each random curve on the selecting part."""
     curves = {
         kind: of_one_kind if len(of_one_kind) >= least_controls(_scores(tried, kind)) else []
         for kind, of_one_kind in _random_curves(tried, arms.others).items()
     }
     compared_first = [*tried, *(arm for of_kind in curves.values() for curve in of_kind for arm in curve)]
-    first = complete_rows([row for row in recorded if row["part"] == SELECTION])
-    missing = _without_rows(compared_first, first)
+    rows = complete_rows([row for row in recorded if row["part"] == SELECTION])
+    missing = _without_rows(compared_first, rows)
     if missing:
         sheets = _sheets(store, run_id, arms.baseline, missing, SELECTION)
-        first += [row for arm in missing for row in _split_rows(sheets, arms.baseline, arm, SELECTION)]
-    compared = compared_by_arm(first)
+        rows += [row for arm in missing for row in _split_rows(sheets, arms.baseline, arm, SELECTION)]
+    compared = compared_by_arm(rows)
     outcomes = (arm_outcome(arm, compared.get(arm.arm_id, {})) for arm in compared_first)
     judged = {outcome.name: outcome for outcome in outcomes if outcome.accuracy is not None}
     passes = {name: _may_be_selected(arm) for name, arm in judged.items()}
+    by_name = {arm.name: arm for arm in tried}
+    best = [(by_name[candidate.name], candidate, count) for count, candidate in _select(tried, judged, passes)]
     randoms = {kind: _best_of_curves(of_kind, judged, passes) for kind, of_kind in curves.items()}
-    selected = _select(tried, judged, passes)
-    best = {arm.name: arm for _, candidate in selected for arm in tried if arm.name == candidate.name}
-    second, differences = _judge_others(
-        store,
-        run_id,
-        arms,
-        list(best.values()),
-        [arm for of_one_kind in randoms.values() for arm, _ in of_one_kind],
-        recorded,
-    )
-    # Arms that were selected before count, too.
-    earlier = {row["arm_id"] for row in recorded if row["part"] == CONFIRMATION} - {arm.arm_id for arm in best.values()}
-    second += [
-        row | {"selected": False} for row in recorded if row["arm_id"] in earlier and row["part"] == CONFIRMATION
-    ]
+    return _Selected(rows, judged, best, randoms)
+
+
+def _selected_before(recorded: Sequence[dict[str, Any]], selected: _Selected) -> list[dict[str, Any]]:
+    """Return the judging part's rows of arms that were selected before, which count as comparisons, too."""
+    now = {arm.arm_id for arm, _, _ in selected.best}
+    return [row | {"selected": False} for row in recorded if row["part"] == CONFIRMATION and row["arm_id"] not in now]
+
+
+def _comparisons(store: Store, run_id: str, rows: Sequence[Mapping[str, Any]]) -> int:
+    """Return the number of arms that were judged on the judging questions, those of ``rows`` included."""
     known = judged_on_same(store, run_id)
-    known[run_id] = known[run_id] | {row["arm_id"] for row in second}
-    comparisons = sum(map(len, known.values()))
-    second = _widened_rows(second, arms.others, comparisons)
+    known[run_id] = known[run_id] | {row["arm_id"] for row in rows}
+    return sum(map(len, known.values()))
+
+
+def _choices(
+    selected: _Selected,
+    tried: Sequence[FinishedArm],
+    arms: FinishedArms,
+    rows: Sequence[dict[str, Any]],
+    differences: Mapping[str, float],
+    comparisons: int,
+) -> tuple[SweepChoice, ...]:
+    """Return the selected arms with their verdicts and ranks by the rows of the judging part."""
     against = judge_controls(arms.others, differences)
-    compared = compared_by_arm(second)
+    compared = compared_by_arm(rows)
     choices = []
-    for count, candidate in selected:
-        arm = best[candidate.name]
+    for arm, candidate, count in selected.best:
         controls = against.get(arm.arm_id)
         if controls is not None:
-            controls = replace(controls, selected=_rank(candidate, tried, randoms[arm.kind], differences))
+            rank = _rank(candidate, tried, selected.randoms[arm.kind], differences)
+            controls = replace(controls, selected=rank)
         wide = widened(compared.get(arm.arm_id, {}), comparisons)
         outcome = arm_outcome(arm, wide, controls=controls, confirmation=True, comparisons=comparisons)
         if outcome.accuracy is not None:
@@ -356,26 +394,26 @@ def _confirmed(store: Store, run_id: str, arms: FinishedArms) -> _Confirmed:
                     outcome,
                     candidates=count,
                     passed=candidate.passes,
-                    selected_on=judged[candidate.name].paired.questions,
+                    selected_on=selected.judged[candidate.name].paired.questions,
                     confirmed=True,
                     comparisons=comparisons,
                 )
             )
-    rows = [*first, *second]
-    return _Confirmed(tuple(choices), rows, _by_key(rows) == _by_key(recorded))
+    return tuple(choices)
 
 
 def _judge_others(
     store: Store,
     run_id: str,
     arms: FinishedArms,
-    best: Sequence[FinishedArm],
-    randoms: Sequence[FinishedArm],
+    selected: _Selected,
     recorded: Sequence[dict[str, Any]],
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """Judge the selected arms on the other part. Return their rows of ``split_verdicts``, and the benchmark differences
-    by arm id of these arms and of their controls. ``randoms`` are the best arms of random curves.
+    by arm id of these arms and of their controls.
     """
+    best = [arm for arm, _, _ in selected.best]
+    randoms = [arm for of_kind in selected.randoms.values() for arm, _ in of_kind]
     chosen = {arm.arm_id for arm in best}
     rows = complete_rows([row for row in recorded if row["part"] == CONFIRMATION and row["arm_id"] in chosen])
     missing = _without_rows(best, rows)

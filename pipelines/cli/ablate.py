@@ -131,11 +131,11 @@ class Ablate(RunVerb):
         return {"include_path": demo_task(scratch)["include_path"]}
 
     def _on_examples(self, data: DataSpec) -> Result:
-        from headscan.pipelines.ablate.labelled_arms import labelled_effects
+        from headscan.pipelines.ablate.labelled_arms import LabelledAblateConfig, run_labelled_ablate
 
         max_tokens = self.texts.loss.keywords.get("max_tokens")
         with labelled_model(self, data, self.metric, max_tokens) as (config, texts, run):
-            run_id, effects = labelled_effects(config, run, self.heads.modes, texts=texts)
+            run_id, effects = run_labelled_ablate(LabelledAblateConfig(config, self.heads.modes), run, texts=texts)
         return effects_result(run_id, self.store.path, effects)
 
 

@@ -182,7 +182,7 @@ class Plan(OptionalModelVerb, RunVerb):
         return plan
 
     def _measured(self) -> HeadPlan:
-        from headscan.pipelines.kv.measured_plan import measured_plan
+        from headscan.pipelines.kv.measured_plan import run_plan
         from headscan.pipelines.settings.saving_settings import LossLimit
 
         corpus = self.measured.required(self)
@@ -198,7 +198,7 @@ class Plan(OptionalModelVerb, RunVerb):
         assert budget is not None
         tokens = config.tokens(identity)
         with self.opened(spec, identity, tokens=tokens, evaluates=True) as (run, opener):
-            return measured_plan(opener.sized(config), run, budget)
+            return run_plan(opener.sized(config), run, budget)
 
     def _budget(self) -> BudgetRequest | None:
         """Return the budget; None for the pattern's own."""

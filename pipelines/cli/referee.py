@@ -83,7 +83,7 @@ class Referee(WholeModelVerb):
         return self._on_tasks() if self.data is None else self._on_examples(self.data)
 
     def _on_examples(self, data: DataSpec) -> Result:
-        from headscan.pipelines.referee.site_referee import SiteRefereeConfig, site_referee
+        from headscan.pipelines.referee.site_referee import SiteRefereeConfig, run_labelled_referee
 
         compared = self.criteria.compared()
         if compared.criteria == DEFAULT_CRITERIA:
@@ -92,7 +92,7 @@ class Referee(WholeModelVerb):
         ranking = None if self.rank_data is None else DataSpec(self.rank_data)
         max_tokens = self.calibration.texts.keywords.get("max_tokens")
         with labelled_model(self, data, self.metric, max_tokens) as (config, texts, run):
-            run_id, points = site_referee(SiteRefereeConfig(config, compared, ranking), run, texts=texts)
+            run_id, points = run_labelled_referee(SiteRefereeConfig(config, compared, ranking), run, texts=texts)
         return site_result(run.store, run_id, points)
 
     def _on_tasks(self) -> Result:

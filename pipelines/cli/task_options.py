@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from headscan.catalog import RECALL_NAMES
 from headscan.model_spec import ModelSpec
@@ -15,7 +15,7 @@ from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, changed
 from headscan.pipelines.cli.results import Json
 from headscan.pipelines.cli.verb_base import CORPORA, CorpusOptions, ModelVerb, RunVerb, quiet_libraries
-from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec
+from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec, LabelledMetric
 from headscan.pipelines.settings.evaluation_settings import (
     EvaluateConfig,
     RecallPlan,
@@ -206,7 +206,7 @@ def replacement_config(value: ReplacementKind, texts: CorpusOptions, verb: Model
 
 #: Option of verbs on labelled examples.
 Metric = Annotated[
-    Literal["accuracy", "bleu", "loss"] | None,
+    LabelledMetric | None,
     Option("metric on --data (default: accuracy for classifiers, bleu for encoder-decoders)"),
 ]
 
@@ -224,7 +224,7 @@ def check_labelled(verb: RunVerb, data: DataSpec | None, metric: str | None, wit
 
 @contextmanager
 def labelled_model(
-    verb: RunVerb, data: DataSpec, metric: str | None, max_tokens: int | None
+    verb: RunVerb, data: DataSpec, metric: LabelledMetric | None, max_tokens: int | None
 ) -> Iterator[tuple[LabelledConfig, LabelledTexts, Run]]:
     """Yield settings, examples, and the run of the model that a command line names."""
     from headscan.pipelines.ablate.labelled_arms import LabelledConfig

@@ -223,7 +223,7 @@ def means(increases: Increases) -> tuple[float, ...]:
     return (text, sum(recall) / len(recall)) if recall else (text,)
 
 
-def measured_plan(config: PlanConfig, model: ModelContext, budget: BudgetRequest | LossLimit) -> HeadPlan:
+def run_plan(config: PlanConfig, model: ModelContext, budget: BudgetRequest | LossLimit) -> HeadPlan:
     """Make a plan whose keep-scores are the measured damage of a window on each KV head or layer. The same call with a
     `Run` resumes.
     """
@@ -233,7 +233,7 @@ def measured_plan(config: PlanConfig, model: ModelContext, budget: BudgetRequest
 def measured_plans(
     config: PlanConfig, model: ModelContext, budgets: Sequence[BudgetRequest | LossLimit]
 ) -> list[HeadPlan]:
-    """Make a plan for each budget from one measurement; see `measured_plan`. A `Run` keeps what is measured in its
+    """Make a plan for each budget from one measurement; see `run_plan`. A `Run` keeps what is measured in its
     store, so that the same call resumes, and another budget measures only what it needs in addition.
     """
     prompts = read_prompts(config, model.identity)

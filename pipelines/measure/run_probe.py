@@ -56,6 +56,8 @@ NEEDLES = (
 
 @dataclass(frozen=True)
 class ProbeResult:
+    """A probe run, and True if the run was complete before."""
+
     run_id: str
     already_done: bool
 

@@ -158,7 +158,9 @@ class SiteRefereeResult(NamedTuple):
     points: list[SitePoint]
 
 
-def site_referee(config: SiteRefereeConfig, run: Run, *, texts: LabelledTexts | None = None) -> SiteRefereeResult:
+def run_labelled_referee(
+    config: SiteRefereeConfig, run: Run, *, texts: LabelledTexts | None = None
+) -> SiteRefereeResult:
     """Remove heads of each site by every criterion, and measure the metric at every share. Models with several sites
     also have curves of all sites together. ``texts`` None reads the file.
     """

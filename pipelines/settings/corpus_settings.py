@@ -110,6 +110,10 @@ class ExampleError(HeadscanError):
     """A file of labelled examples cannot be read, or does not fit the model."""
 
 
+#: Metrics of labelled examples; the kind of their targets decides which of them there are.
+LabelledMetric = Literal["accuracy", "bleu", "loss"]
+
+
 @dataclass(frozen=True)
 class DataSpec:
     """Settings of a file of labelled examples: a ``.tsv`` file of two columns, with or without a header, or a

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from headscan.catalog import IMPORTANCES, RECALL_NAMES, SCORES
+from headscan.checkpoints.source_folder import portable_source
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, Count, Option, check_limits
@@ -129,12 +130,14 @@ def read_study(path: str | Path) -> StudyConfig:
 
 
 def write_study(path: Path, config: StudyConfig) -> None:
-    """Write settings to a YAML file that `read_study` reads."""
+    """Write settings to a YAML file that `read_study` reads, in another installation, too."""
     import yaml
 
     from headscan.analysis.store.output_files import write_text
 
-    write_text(path, yaml.safe_dump(_plain(asdict(config)), sort_keys=False, allow_unicode=True))
+    settings = _plain(asdict(config))
+    settings["model"]["source"] = portable_source(config.model.source)
+    write_text(path, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
 
 def resumed(path: Path, config: StudyConfig) -> StudyConfig | None:

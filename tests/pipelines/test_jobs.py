@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import duckdb
 import pytest
@@ -206,7 +206,8 @@ def test_labelled_examples_judge_the_heads_of_a_classifier(
     measuring = jobs.LabelledImportanceConfig(labelled.model, labelled.data)
     run_id = jobs.labelled_importance(measuring, store, devices=cpu, say=quiet).run_id
     assert len(head_order(Store(store), run_id, "importance")) == LAYERS * HEADS
-    assert len(jobs.labelled_ablate(labelled, store, devices=cpu, say=quiet).effects) == LAYERS * HEADS
+    ablating = jobs.LabelledAblateConfig(labelled)
+    assert len(jobs.labelled_ablate(ablating, store, devices=cpu, say=quiet).effects) == LAYERS * HEADS
     comparing = jobs.SiteRefereeConfig(labelled, Comparison(("importance",), (0.5,), seeds=0))
     (point,) = jobs.labelled_referee(comparing, store, devices=cpu, say=quiet).points
     assert (point.curve[0], point.share) == ("importance", 0.5)
@@ -342,7 +343,26 @@ def numbers_of(cls: Any) -> dict[str, tuple[FieldType, tuple[Any, ...]]]:
 
 
 #: Exported dataclasses that jobs make; users may make arms and held-out text, too.
-RECORDS = {"Arm", "HeadPlan", "HeldOutText"}
+RECORDS = {
+    "Arm",
+    "ArmVerdict",
+    "BuiltModel",
+    "CorpusRunResult",
+    "GatesResult",
+    "HeadEffect",
+    "HeadPlan",
+    "HeldOutText",
+    "PairedDifference",
+    "ProbeResult",
+    "PruneResult",
+    "Saving",
+    "ShareVerdict",
+    "SitePoint",
+    "StudyAnswer",
+    "SweepChoice",
+    "SweepResult",
+    "Verdict",
+}
 
 
 @pytest.fixture
@@ -359,6 +379,7 @@ def all_settings(spec: ModelSpec, evaluation: jobs.EvaluateConfig, tmp_path: Pat
         "GatesConfig": (spec, texts),
         "ImportanceConfig": (spec, texts, tokens),
         "KVBytes": (1000, 64),
+        "LabelledAblateConfig": (labelled,),
         "LabelledConfig": (spec, examples),
         "LabelledImportanceConfig": (spec, examples),
         "LossBudget": (0.1,),
@@ -421,6 +442,7 @@ def test_every_literal_refuses_an_unknown_word_and_every_tuple_a_text(all_settin
                 literals.add(f"{name}.{field}")
                 assert_refused(settings, field, ("unknown",) if kind.many else "unknown")
     assert {"PruneConfig.unit", "PlanConfig.granularity", "StudyConfig.prune_by", "AblateConfig.modes"} <= literals
+    assert {"LabelledAblateConfig.modes", "LabelledConfig.metric"} <= literals
     assert {"TaskConfig.names", "Comparison.criteria", "PruneConfig.methods"} <= tuples
 
 
@@ -442,6 +464,11 @@ def test_settings_refuse_what_is_not_of_the_class_of_a_field(all_settings: dict[
         replace(all_settings["PruneConfig"], budgets=(0.4,))
 
 
+def test_the_results_of_all_jobs_are_exported() -> None:
+    functions = [getattr(jobs, name) for name in jobs.__all__ if name.islower() and name != "mask_arm"]
+    assert {get_type_hints(each)["return"].__name__ for each in functions} <= {*jobs.__all__}
+
+
 class Begun(Exception):
     """A job has begun."""
 
@@ -455,12 +482,12 @@ class Begun(Exception):
         ("gates", "run_gates"),
         ("ablate", "run_ablate"),
         ("labelled_importance", "run_labelled_importance"),
-        ("labelled_ablate", "labelled_effects"),
-        ("labelled_referee", "site_referee"),
+        ("labelled_ablate", "run_labelled_ablate"),
+        ("labelled_referee", "run_labelled_referee"),
         ("evaluate", "run_evaluation"),
         ("sweep", "run_sweep"),
         ("referee", "run_referee"),
-        ("plan", "measured_plan"),
+        ("plan", "run_plan"),
         ("prune", "run_prune"),
         ("study", "run_study"),
     ],
@@ -481,7 +508,7 @@ def test_the_batch_size_of_the_devices_reaches_every_job(
         "gates": (jobs.GatesConfig(spec, texts), store),
         "ablate": (jobs.AblateConfig(evaluation), store),
         "labelled_importance": (jobs.LabelledImportanceConfig(labelled.model, labelled.data), store),
-        "labelled_ablate": (labelled, store),
+        "labelled_ablate": (jobs.LabelledAblateConfig(labelled), store),
         "labelled_referee": (jobs.SiteRefereeConfig(labelled, Comparison(("importance",))), store),
         "evaluate": (evaluation, store, []),
         "sweep": (jobs.SweepConfig(evaluation, ("entropy",), (0.2,)), store),

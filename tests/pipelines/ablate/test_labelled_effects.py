@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from headscan.analysis.store.tables import ALL_BUT_ONE, EACH
 from headscan.analysis.verdicts.head_effects import HeadEffect, read_effects
 from headscan.architectures import HEADS, LAYERS
 from headscan.errors import InterventionError
-from headscan.pipelines.ablate.labelled_arms import labelled_effects
+from headscan.pipelines.ablate.labelled_arms import LabelledAblateConfig, run_labelled_ablate
+from headscan.pipelines.settings.corpus_settings import ExampleError, LabelledMetric
 from tests.pipelines.ablate.labelled_oracle import Oracle, Refusing, config_of, pool_of
 from tests.pipelines.conftest import THREADS, run_on
 
@@ -28,10 +30,10 @@ from tests.pipelines.conftest import THREADS, run_on
     ],
 )
 def test_effects_equal_one_masked_head_at_a_time(
-    family: str, metric: str, sites: list[str], tmp_path: Path, store: Store
+    family: str, metric: LabelledMetric, sites: list[str], tmp_path: Path, store: Store
 ) -> None:
     config = config_of(tmp_path, family, metric)
-    run_id, effects = labelled_effects(config, run_on(pool_of(config), store))
+    run_id, effects = run_labelled_ablate(LabelledAblateConfig(config), run_on(pool_of(config), store))
     oracle = Oracle(config, family)
     assert sorted({effect.site for effect in effects}) == sorted(sites)
     assert len(effects) == len(sites) * LAYERS * HEADS and {effect.metric for effect in effects} == {metric}
@@ -51,13 +53,14 @@ def key(effect: HeadEffect) -> tuple[str, str, int, int]:
 @pytest.mark.slow
 def test_all_but_one_joins_the_run_and_nothing_runs_again(tmp_path: Path, store: Store) -> None:
     config = config_of(tmp_path, "bert", "loss")
-    run_id, first = labelled_effects(config, run_on(pool_of(config), store))
-    again, both = labelled_effects(config, run_on(pool_of(config), store), (EACH, ALL_BUT_ONE))
+    run_id, first = run_labelled_ablate(LabelledAblateConfig(config), run_on(pool_of(config), store))
+    asked = LabelledAblateConfig(config, (EACH, ALL_BUT_ONE))
+    again, both = run_labelled_ablate(asked, run_on(pool_of(config), store))
     assert again == run_id and len(first) == LAYERS * HEADS
     layers = [effect for effect in both if effect.mode == ALL_BUT_ONE]
     assert [key(effect) for effect in both if effect.mode == EACH] == [key(effect) for effect in first]
     assert [effect.layer for effect in layers] == list(range(LAYERS))
-    assert labelled_effects(config, run_on(Refusing(config.model, THREADS), store), (EACH, ALL_BUT_ONE))[1] == both
+    assert run_labelled_ablate(asked, run_on(Refusing(config.model, THREADS), store))[1] == both
     assert read_effects(store, run_id, ALL_BUT_ONE) == layers
     kept = layers[0]
     oracle = Oracle(config, "bert")
@@ -69,7 +72,20 @@ def test_all_but_one_joins_the_run_and_nothing_runs_again(tmp_path: Path, store:
     assert rows["value"][0].as_py() == pytest.approx(oracle.metric("loss", others), abs=1e-4)
 
 
+def test_unknown_metrics_and_modes_are_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "bert")
+    with pytest.raises(ExampleError, match=r"`metric='f1'` is unknown. Choose accuracy or bleu or loss"):
+        replace(config, metric="f1")  # type: ignore[arg-type]
+    for modes, message in (
+        (("all",), r"`modes='all'` is unknown. Choose each or all_but_one"),
+        ("each", "`modes='each'` is no tuple"),
+        ((), "`modes` is empty"),
+    ):
+        with pytest.raises(InterventionError, match=message):
+            LabelledAblateConfig(config, modes)  # type: ignore[arg-type]
+
+
 def test_metrics_that_targets_lack_are_refused(tmp_path: Path, store: Store) -> None:
     config = config_of(tmp_path, "bert", "bleu")
     with pytest.raises(InterventionError, match=r"metric 'bleu' of class targets \(limit accuracy, loss\)"):
-        labelled_effects(config, run_on(pool_of(config), store))
+        run_labelled_ablate(LabelledAblateConfig(config), run_on(pool_of(config), store))

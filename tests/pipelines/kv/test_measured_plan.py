@@ -32,7 +32,7 @@ from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
 from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.kv.damage_measurement import DamagePool, Measurement
-from headscan.pipelines.kv.measured_plan import measured_plan, smallest_windows
+from headscan.pipelines.kv.measured_plan import run_plan, smallest_windows
 from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.runs.run_context import ModelContext, Run
 from headscan.pipelines.scoring.prompt_losses import ALL_KEYS, Losses, PromptPool, recall_prompts, text_prompts
@@ -64,7 +64,7 @@ def context():
 
 
 def test_a_share_gives_windows_evidence_and_a_held_out_loss(context: ModelContext) -> None:
-    plan = measured_plan(SMALL, context, WindowShare(0.5))
+    plan = run_plan(SMALL, context, WindowShare(0.5))
     assert (plan.method, plan.budget.window_heads) == ("measured", 12)
     assert all(head.evidence.damage is not None and head.evidence.damage.text is not None for head in plan.heads)
     confirmed = [
@@ -81,7 +81,7 @@ def test_a_loss_limit_gives_as_many_windows_as_it_allows(context: ModelContext) 
     config = PlanConfig(**{**vars(SMALL), "recall_prompts": 0})
     counts = []
     for limit in (1e-6, 0.05, 50.0):
-        plan = measured_plan(config, context, LossLimit(limit))
+        plan = run_plan(config, context, LossLimit(limit))
         counts.append(plan.budget.window_heads)
         assert plan.validation is not None
         assert plan.validation["max_loss"] == limit
@@ -113,7 +113,7 @@ def test_a_plan_loses_no_more_than_the_other_methods_on_the_prompts_that_chose_i
     order = measurement.distant_order(SMALL.windows[0])
     assert order is not None and sorted(order) == sorted(measurement.heads)
     for count in (9, 18):
-        plan = measured_plan(SMALL, context, WindowHeads(count))
+        plan = run_plan(SMALL, context, WindowHeads(count))
         other = KeptKeys.of([(*head, SMALL.windows[0]) for head in order[:count]])
         losses = measurement.nats(measurement.ranking, [KeptKeys.of_plan(plan), other])
         assert all((nats[0] - nats[1]).mean() <= 1e-6 for nats in losses.values())
@@ -140,7 +140,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[AddedLoss], None]:
 
 def test_recall_that_the_model_cannot_do_is_named(context: ModelContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headscan.pipelines.scoring.prompt_losses._ABLE", 1.1)
-    plan = measured_plan(replace(SMALL, confirm=False), context, WindowShare(0.5))
+    plan = run_plan(replace(SMALL, confirm=False), context, WindowShare(0.5))
     assert plan.validation is not None and plan.validation["recall_unknown"] == list(RECALL_FAMILIES)
     assert (
         "Recall is unknown (needle, copying): their prompts were left out, so the windows may cost it" in plan.notes[0]
@@ -154,7 +154,7 @@ def test_held_out_prompts_decide_nothing(context: ModelContext, pretend: Callabl
         text_prompts(config.corpus, context.identity, config.max_tokens or 0, config.sequences, 20).halves()[1].requests
     )
     pretend(lambda request: 0.5 if request in held_out else 0.125)
-    plan = measured_plan(config, context, LossLimit(1.0))
+    plan = run_plan(config, context, LossLimit(1.0))
     assert plan.budget.window_heads == 8
     assert plan.validation is not None and plan.validation["loss_increase"] == {"text": 4.0}
     assert "+4.0000 on text nats per token; this exceeds the limit of 1" in plan.notes[0]
@@ -163,7 +163,7 @@ def test_held_out_prompts_decide_nothing(context: ModelContext, pretend: Callabl
 def test_each_recall_task_keeps_the_loss_limit(context: ModelContext, pretend: Callable[[AddedLoss], None]) -> None:
     copied = 16
     pretend(lambda request: 0.25 if request.scored == copied else -0.25)
-    plan = measured_plan(SMALL, context, LossLimit(1.0))
+    plan = run_plan(SMALL, context, LossLimit(1.0))
     assert plan.validation is not None
     assert plan.validation["loss_increase"] == {"text": -1.0, "needle": -1.0, "copying": 1.0}
     assert plan.budget.window_heads == 4
@@ -171,7 +171,7 @@ def test_each_recall_task_keeps_the_loss_limit(context: ModelContext, pretend: C
 
 def test_heads_get_windows_of_different_widths(context: ModelContext) -> None:
     config = replace(SMALL, recents=(48, 16), recall_prompts=0, confirm=False)
-    plan = measured_plan(config, context, WindowHeads(12))
+    plan = run_plan(config, context, WindowHeads(12))
     measurement = Measurement.of(config, context)
     damages = {window: measurement.damages(window)["text"] for window in config.windows}
     chosen = smallest_windows({window: [values] for window, values in damages.items()})
@@ -185,7 +185,7 @@ def test_heads_get_windows_of_different_widths(context: ModelContext) -> None:
 
 def test_damages_of_layers_are_those_of_masks_opened_by_hand(context: ModelContext) -> None:
     config = replace(SMALL, sink=0, granularity="layer", confirm=False)
-    plan = measured_plan(config, context, WindowShare(0.5))
+    plan = run_plan(config, context, WindowShare(0.5))
     measurement = Measurement.of(config, context)
     lm, window = context.pool.one(lambda lm, _: lm, None), Window(0, 16)
     found: dict[int, dict[str, list[float]]] = {layer: {} for layer in range(6)}
@@ -217,13 +217,13 @@ def _loss(lm: LoadedModel, ids: Sequence[int], scored: int, kept: KeptKeys | Non
 
 def test_a_plan_by_layer_is_searched_and_limited_in_whole_layers(context: ModelContext) -> None:
     config = replace(SMALL, granularity="layer", recall_prompts=0)
-    plan = measured_plan(config, context, WindowShare(0.5))
+    plan = run_plan(config, context, WindowShare(0.5))
     assert "of 3 layers with windows are not among the lowest estimates" in plan.notes[1]
     confirmed = {
         head.layer for head in plan.heads if head.evidence.damage and head.evidence.damage.confirmed_text is not None
     }
     assert confirmed == set(range(6))
-    limited = measured_plan(config, context, LossLimit(0.01))
+    limited = run_plan(config, context, LossLimit(0.01))
     for each in (plan, limited):
         windowed = {layer for layer, _ in each.window_heads}
         assert each.window_heads == [(layer, kv_head) for layer in sorted(windowed) for kv_head in range(4)]
@@ -268,7 +268,7 @@ def test_settings_out_of_range_are_refused(changes: dict[str, object], words: st
 
 def test_texts_shorter_than_the_window_are_refused(context: ModelContext) -> None:
     with pytest.raises(HeadscanError, match=r"`max_tokens=72` \(at least 261"):
-        measured_plan(PlanConfig(**{**vars(SMALL), "recents": (256,)}), context, WindowShare(0.5))
+        run_plan(PlanConfig(**{**vars(SMALL), "recents": (256,)}), context, WindowShare(0.5))
 
 
 def test_the_command_writes_a_plan_and_keeps_the_damages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -329,7 +329,7 @@ def test_measured_plans_lose_less_than_plans_by_attention_and_random_ones(
     names = ["measured", "distant_mass", *(f"random {seed}" for seed in range(5))]
     plans = []
     for count in counts:
-        measured = measured_plan(config, context, WindowHeads(count))
+        measured = run_plan(config, context, WindowHeads(count))
         distant = make_plan(store, None, method="distant_mass", budget=WindowHeads(count), sink=4, recent=60)
         plans += [measured, distant, *(random_plan(measured, seed) for seed in range(5))]
     prompts = [text_prompts(corpus, identity, 512, 32, 64), *recall_prompts(identity, 512, 32, 0)]

@@ -15,7 +15,7 @@ from headscan.analysis.errors import ResumeError
 from headscan.analysis.plans import HeadPlan, WindowHeads, WindowShare
 from headscan.analysis.store.store import Store
 from headscan.cluster.pool import InProcessPool
-from headscan.pipelines.kv.measured_plan import measured_plan
+from headscan.pipelines.kv.measured_plan import run_plan
 from headscan.pipelines.runs import run_context
 from headscan.pipelines.runs.run_context import ModelContext, Run
 from tests.pipelines.conftest import THREADS
@@ -61,7 +61,7 @@ def made(store: Path | None, most: int | None = None, count: int = 2, **options:
         context = ModelContext(SPEC, lambda _: pool)
         if store is not None:
             context = Run(SPEC, Store(store), lambda _: pool, **options)
-        return measured_plan(SMALL, context, WindowHeads(count)), pool.measured
+        return run_plan(SMALL, context, WindowHeads(count)), pool.measured
 
 
 @pytest.fixture(scope="module")
@@ -165,5 +165,5 @@ def test_other_software(undisturbed: tuple[str, list[Any]], tmp_path: Path, monk
 def test_a_plan_without_a_store_reports_that_it_keeps_nothing() -> None:
     lines: list[str] = []
     with CountingPool(0) as pool, pytest.raises(Stopped):
-        measured_plan(SMALL, ModelContext(SPEC, lambda _: pool, say=lines.append), WindowShare(0.5))
+        run_plan(SMALL, ModelContext(SPEC, lambda _: pool, say=lines.append), WindowShare(0.5))
     assert lines[0] == "without a store, a job that stops keeps nothing of what it measured"

@@ -31,7 +31,7 @@ from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
 from headscan.pipelines.study.run_study import _Study, run_study
 from headscan.pipelines.study.study_answer import ABLATED, CACHED, REMOVED, StudyAnswer
-from headscan.pipelines.study.study_config import StudyConfig, StudyError, read_study, study_from, write_study
+from headscan.pipelines.study.study_config import StudyConfig, StudyError, read_study, resumed, study_from, write_study
 from headscan.pipelines.study.study_texts import StudyTexts, split_texts
 from headscan.pipelines.study.study_time import QuestionCosts, decided, limit_per_task, question_costs
 from tests.pipelines.conftest import THREADS
@@ -156,6 +156,16 @@ def test_settings_come_back_from_their_file(tmp_path: Path) -> None:
     (tmp_path / "short.yaml").write_text("model: demo\ncorpus: texts/\nshares: [0.2, 0.1]\nhours: 1\n")
     short = read_study(tmp_path / "short.yaml")
     assert (short.corpus.name, short.shares, short.hours) == ("texts/", (0.1, 0.2), 1.0)
+
+
+def test_a_study_resumes_in_another_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, config = tmp_path / "study.yaml", tiny(tmp_path)
+    write_study(path, config)
+    monkeypatch.setattr("headscan.checkpoints.source_folder.DEMO_FOLDER", tmp_path / "venv/demo-5m")
+    again = replace(config, model=ModelSpec("demo", "float32"))
+    assert again.model.source != config.model.source and resumed(path, again) == again
+    with pytest.raises(StudyError, match="model differ"):
+        resumed(path, replace(config, model=ModelSpec("other", "float32")))
 
 
 @pytest.mark.parametrize(
