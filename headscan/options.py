@@ -168,22 +168,24 @@ def field_type(hint: Any) -> FieldType:
 
 @cache
 def _checked(cls: Any) -> tuple[tuple[str, FieldType, Limits | None], ...]:
-    """Return name, type and limits of the fields that have limits, choices or a class, or hold a tuple."""
+    """Return name, type and limits of the fields that have limits, choices or a class, or hold a tuple or a bool."""
     checked: list[tuple[str, FieldType, Limits | None]] = []
     for each in fields(cls):
         hint = field_hint(cls, each.name)
         hint, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         kind, limits = field_type(hint), [mark for mark in marks if isinstance(mark, Limits)]
-        if limits or kind.choices is not None or kind.many or kind.cls is not None:
+        if limits or kind.choices is not None or kind.many or kind.cls is not None or kind.kind is bool:
             checked += [(each.name, kind, limit) for limit in limits or (None,)]
     return tuple(checked)
 
 
 def check_limits(settings: Any, error: type[HeadscanError]) -> None:
-    """Raise ``error`` if a number of the settings breaks its `Limits` or those of its `Option`, or is no number, if a
-    value is none of the choices of its `Literal` or `Option`, if a tuple is something else, such as one text, and if a
-    value, or one of a tuple, is no instance of the field's dataclass or abstract class. For a name that is none of an
-    option's names, raise UnknownNameError.
+    """Check the fields of settings, and turn lists into tuples, because settings are compared and hashed.
+
+    Raise ``error`` if a number breaks its `Limits` or those of its `Option`, or is no number, if a bool is neither True
+    nor False, if a value is none of the choices of its `Literal` or `Option`, if a tuple is something else, such as one
+    text, and if a value, or one of a tuple, is no instance of the field's dataclass or abstract class. For a name that
+    is none of an option's names, raise UnknownNameError.
     """
     cls: Any = type(settings)
     for name, kind, limits in _checked(cls):
@@ -192,6 +194,8 @@ def check_limits(settings: Any, error: type[HeadscanError]) -> None:
             continue
         if kind.many and not isinstance(given, (tuple, list)):
             raise error(f"`{name}={given!r}` is no tuple. Change `{name}`")
+        if isinstance(given, list):
+            object.__setattr__(settings, name, tuple(given))
         for value in given if kind.many else (given,):
             if kind.cls is not None and not isinstance(value, kind.cls):
                 raise error(f"`{name}={reprlib.repr(value)}` is no {kind.cls.__name__}. Pass {_to_pass(kind.cls)}")
@@ -218,6 +222,8 @@ def _problem(
             return error(f"`{name}={value!r}` is not {noun}. Change `{name}`")
         if broken := limits.problem(value):
             return error(f"`{name}={_short(value)}` (limit {broken[0]}). {broken[1]} `{name}`")
+    elif kind.kind is bool and not isinstance(value, bool):
+        return error(f"`{name}={value!r}` is not True or False. Change `{name}`")
     elif option is not None and option.names is not None and value not in option.names:
         return unknown_name(option.kind, value, option.names)
     elif choices is not None and value not in choices:

@@ -141,8 +141,8 @@ def write_study(path: Path, config: StudyConfig) -> None:
 
 
 def resumed(path: Path, config: StudyConfig) -> StudyConfig | None:
-    """Return the settings that an earlier call with the same settings wrote, with its decisions; None
-    without an earlier call.
+    """Return the settings that an earlier call with the same settings wrote, with its decisions; None without an
+    earlier call. The hours are those of each call.
 
     Raises:
         StudyError: The folder holds a study with other settings.
@@ -152,12 +152,10 @@ def resumed(path: Path, config: StudyConfig) -> StudyConfig | None:
     known = read_study(path)
     # What was None may have been decided since.
     decided = {each.name: getattr(known, each.name) for each in fields(config) if getattr(config, each.name) is None}
-    if replace(config, **decided) != known:
-        names = [
-            each.name
-            for each in fields(config)
-            if getattr(replace(config, **decided), each.name) != getattr(known, each.name)
-        ]
+    known = replace(known, hours=config.hours)
+    asked = replace(config, **decided)
+    if asked != known:
+        names = [each.name for each in fields(config) if getattr(asked, each.name) != getattr(known, each.name)]
         raise StudyError(f"{path} records another study ({', '.join(names)} differ). Choose another folder as `out`")
     return known
 

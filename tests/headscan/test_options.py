@@ -25,6 +25,7 @@ class Settings:
     free: int = -1
     inner: Limits | None = None
     inners: tuple[Limits, ...] = ()
+    flag: bool | None = None
 
     def __post_init__(self) -> None:
         check_limits(self, GateError)
@@ -44,7 +45,8 @@ def test_values_within_their_limits() -> None:
     )
     Settings(side="left", sides=("left", "right"), words=("any",))
     Settings(inner=Option("help"), inners=(Limits(),))
-    Settings(share=None, sizes=[16], count=10**400)  # type: ignore[arg-type]
+    listed = Settings(share=None, sizes=[16], count=10**400, flag=True)  # type: ignore[arg-type]
+    assert listed.sizes == (16,) and hash(listed) == hash(Settings(sizes=(16,), count=10**400, flag=True))
 
 
 @pytest.mark.parametrize(
@@ -70,6 +72,7 @@ def test_values_within_their_limits() -> None:
         ({"words": "left"}, "`words='left'` is no tuple. Change `words`"),
         ({"inner": 512}, "`inner=512` is no Limits. Pass a Limits"),
         ({"inners": (Limits(), None)}, "`inners=None` is no Limits. Pass a Limits"),
+        ({"flag": "no"}, "`flag='no'` is not True or False. Change `flag`"),
         ({"names": "left"}, "`names='left'` is no tuple. Change `names`"),
     ],
 )

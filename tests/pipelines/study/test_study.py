@@ -168,6 +168,13 @@ def test_a_study_resumes_in_another_installation(tmp_path: Path, monkeypatch: py
         resumed(path, replace(config, model=ModelSpec("other", "float32")))
 
 
+def test_a_study_may_get_more_hours(tmp_path: Path) -> None:
+    path, config = tmp_path / "study.yaml", tiny(tmp_path)
+    write_study(path, config)
+    longer = resumed(path, replace(config, hours=10 * config.hours))
+    assert longer is not None and longer.hours == 10 * config.hours and replace(longer, hours=config.hours) == config
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
