@@ -174,8 +174,8 @@ ARM_VERDICTS = Table(
             high DOUBLE upper end of the same interval, -1 to 1
             gained INTEGER number of questions on which the arm is better
             lost INTEGER number of questions on which the arm is worse
-            p_value DOUBLE two-sided p-value of McNemar's exact test, which ignores that recall questions, and both
-                forms of a question, share texts
+            p_value DOUBLE two-sided p-value of McNemar's exact test on texts: one is gained or lost by the sum of its
+                questions' differences
             informative BOOLEAN? true if the baseline solves the family of recall tasks, or is shown to be above
                 chance in the task or benchmark; NULL in rows of single recall tasks
             chance DOUBLE? accuracy of guessing, 0 to 1: mean over the questions of 1 / choices, 0 for questions

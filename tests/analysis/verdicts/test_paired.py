@@ -257,7 +257,10 @@ def test_the_interval_and_p_value_are_those_of_the_definition(case: str) -> None
     found = compare(baseline, arm, tasks, texts)
     low, high = _plain_interval(arm - baseline, tasks, texts, 2000)
     assert (found.low, found.high) == (pytest.approx(100 * low, rel=1e-12), pytest.approx(100 * high, rel=1e-12))
-    assert found.p_value == binomtest(found.gained, found.gained + found.lost, 0.5).pvalue
+    own = np.unique(tasks * len(tasks) + texts, return_inverse=True)[1]
+    changes = np.bincount(own, arm - baseline)
+    gained, lost = int((changes > 1e-9).sum()), int((changes < -1e-9).sum())
+    assert found.p_value == binomtest(gained, gained + lost, 0.5).pvalue
     sampling = Sampling(len(tasks), tasks, texts)
     other = np.where(rng.random(len(tasks)) < 0.1, 1 - arm, arm)
     for answers in (arm, other, arm):
@@ -326,3 +329,14 @@ def test_texts_in_two_forms_seldom_pass_by_chance(single: int) -> None:
         delta = rng.choice([-1, 0, 1], texts, p=[loss + 0.01, 0.98 - loss, 0.01])
         by_chance += _in_two_forms(delta, single, resamples=50).low > -1
     assert by_chance / 800 <= 0.025 + 0.011
+
+
+def test_the_p_value_counts_a_text_once() -> None:
+    """Five of 200 documents are lost in both of their forms."""
+    lost = np.repeat(np.arange(200) < 5, 2)
+    texts = np.repeat(np.arange(200), 2)
+    found = compare(np.ones(400), 1.0 - lost, texts=texts)
+    assert found.p_value == pytest.approx(2 * 0.5**5) and (found.lost, found.texts) == (10, 200)
+    # A text that gains one form and loses the other is unchanged.
+    even = compare(np.tile([1.0, 0.0], 200), np.tile([0.0, 1.0], 200), texts=texts)
+    assert even.p_value == 1.0
