@@ -58,7 +58,7 @@ schema: $(VENV)/.ready
 
 gpu:
 	$(GPU_PYTHON) -m pytest tests/headscan -m gpu --device cuda --minutes 5 -n 8 --dist loadfile
-	$(GPU_PYTHON) -m tests.benchmarks.bench_instrument --device cuda --dtype bfloat16 --parts --seconds 6 --loads 8B:8:4096,8B:4:32768,1B:8:4096
+	$(GPU_PYTHON) -m tests.benchmarks.bench_instrument --device cuda --dtype bfloat16 --parts --seconds 6 --loads 8B:8:4096,8B:4:32768,1B:8:4096,1B:8:4096:8
 	$(GPU_PYTHON) -m tests.benchmarks.bench_cache --device cuda --dtype bfloat16 --shape 8B --layers 4 --tokens 32768 --rows 1,8,32 --steps 8
 	$(GPU_PYTHON) -m tests.benchmarks.bench_arms --device cuda --dtype bfloat16 --beside whole --shapes 8B --questions 40 --batch 32 --rounds 1
 

