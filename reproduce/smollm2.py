@@ -33,8 +33,9 @@ from headscan.analysis.verdicts.metrics import RATES, Increase, rate_increase
 from headscan.analysis.verdicts.ordered_shares import read_losses
 from headscan.analysis.verdicts.paired import Interval
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict
-from headscan.catalog import LAYER_DROP, RANDOM, RECALL_FAMILIES, SCORES
+from headscan.catalog import DAMAGE, LAYER_DROP, RANDOM, RECALL_FAMILIES, SCORES
 from headscan.pipelines.referee.referee_table import CriterionLoss, criterion_losses
+from headscan.pipelines.runs.progress import time_text
 
 #: Criteria of the comparison by loss.
 CRITERIA = (*SCORES, "importance", "importance_entropy", "layer-drop")
@@ -138,10 +139,10 @@ def write_page(options: argparse.Namespace) -> list[str]:
 def _opening(studies: Sequence[Mapping[str, Any]], store: Store, beside: str) -> str:
     answers, asked = studies[0], " and ".join(f"{each['questions']:,}" for each in studies)
     runs = store.query(
-        "SELECT kind, sum(epoch(finished_at - started_at)) / 60 AS minutes FROM runs"
+        "SELECT kind, sum(epoch(finished_at - started_at)) AS seconds FROM runs"
         " WHERE finished_at IS NOT NULL GROUP BY kind ORDER BY kind"
     ).to_pylist()
-    took = ", ".join(f"{row['kind']} {row['minutes']:.1f} min" for row in runs)
+    took = ", ".join(f"{row['kind']} {time_text(row['seconds'])}" for row in runs)
     devices = store.query("SELECT DISTINCT provenance ->> '$[#-1].device' AS name FROM runs ORDER BY name").to_pylist()
     machine = " and ".join(row["name"] or "unknown" for row in devices)
     return (
@@ -228,7 +229,8 @@ def _referee(store: Store, heads: Sequence[tuple[int, int]]) -> tuple[list[Crite
     """Return the losses of the newest comparison of criteria, and each criterion's tau with ``importance``."""
     rows = store.query(
         "SELECT DISTINCT run_id, runs.started_at FROM runs JOIN arms USING (run_id) WHERE runs.kind = 'evaluate'"
-        " AND arms.config->>'$.criterion' IS NOT NULL ORDER BY runs.started_at DESC LIMIT 1"
+        " AND runs.finished_at IS NOT NULL AND arms.config->>'$.criterion' IS NOT NULL"
+        " ORDER BY runs.started_at DESC LIMIT 1"
     ).to_pylist()
     verdict = judge(store, rows[0]["run_id"])
     points = criterion_points(store, verdict)
@@ -287,18 +289,20 @@ def _criteria(store: Store, heads: Sequence[Mapping[str, Any]], figures: Path) -
 
 
 #: What chose the heads of a pruned model, by its method.
-_CHOSEN = {"damage": "damage", RANDOM: "chance", LAYER_DROP: "damage, whole layers"}
+_CHOSEN = {DAMAGE: "damage", RANDOM: "chance", LAYER_DROP: "damage, whole layers"}
 
 
 @dataclass(frozen=True)
 class _PrunedModel:
-    """A pruned model or a control: its arm in the store with its settings, how it was judged, and the loss of text with
-    an interval over texts, which may be parts of one document.
+    """A pruned model or a control: its arm in the store with its settings, how it was judged, and the loss of text,
+    minus that of the original and of the model without the heads of least damage. Intervals are over texts, which may
+    be parts of one document.
     """
 
     arm: Mapping[str, Any]
     outcome: ArmVerdict
     loss: Increase
+    minus_damage: Increase | None
 
 
 def _judged_models(file: Path) -> list[_PrunedModel]:
@@ -313,43 +317,64 @@ def _judged_models(file: Path) -> list[_PrunedModel]:
         [list(_CHOSEN)],
     ).to_pylist()
     verdicts = {run_id: judge(store, run_id) for run_id in {arm["run_id"] for arm in arms}}
-    return [
-        _PrunedModel(arm, verdicts[arm["run_id"]].outcomes[arm["name"]], _increase_by_text(store, arm)) for arm in arms
-    ]
+    originals = store.query("SELECT run_id, arm_id FROM arms WHERE kind = 'baseline'").to_pylist()
+    original = {row["run_id"]: row["arm_id"] for row in originals}
+    by_damage = {arm["share"]: arm["arm_id"] for arm in arms if arm["score"] == DAMAGE}
+    models = []
+    for arm in arms:
+        other = by_damage.get(arm["share"], arm["arm_id"])
+        models.append(
+            _PrunedModel(
+                arm,
+                verdicts[arm["run_id"]].outcomes[arm["name"]],
+                _increase_by_text(store, arm["arm_id"], original[arm["run_id"]]),
+                _increase_by_text(store, arm["arm_id"], other) if other != arm["arm_id"] else None,
+            )
+        )
+    return models
 
 
-def _increase_by_text(store: Store, arm: Mapping[str, Any]) -> Increase:
-    """Return the increase of the loss of held-out text, with texts instead of documents as independent units."""
+def _increase_by_text(store: Store, arm: str, other: str) -> Increase:
+    """Return the difference of two arms in the loss of held-out text, with texts instead of documents as independent
+    units.
+    """
     sums = store.query(
         "SELECT a.question,"
-        " (a.metrics ->> '$.loss[0]')::DOUBLE AS arm, (b.metrics ->> '$.loss[0]')::DOUBLE AS baseline,"
+        " (a.metrics ->> '$.loss[0]')::DOUBLE AS arm, (b.metrics ->> '$.loss[0]')::DOUBLE AS other,"
         " (b.metrics ->> '$.loss[1]')::DOUBLE AS tokens FROM answers a JOIN answers b USING (task, question)"
-        " WHERE a.arm_id = $1 AND a.metrics ->> '$.loss[0]' IS NOT NULL AND b.arm_id ="
-        " (SELECT arm_id FROM arms WHERE run_id = $2 AND kind = 'baseline') ORDER BY a.question",
-        [arm["arm_id"], arm["run_id"]],
+        " WHERE a.arm_id = ? AND b.arm_id = ? AND a.metrics ->> '$.loss[0]' IS NOT NULL ORDER BY a.question",
+        [arm, other],
     )
-    columns = (sums[name].to_numpy() for name in ("baseline", "arm", "tokens", "question"))
+    columns = (sums[name].to_numpy() for name in ("other", "arm", "tokens", "question"))
     return rate_increase(RATES[LOSS], *columns)
 
 
 def _pruning(models: Sequence[_PrunedModel]) -> str:
     rows = [
-        ("heads removed", "chosen by", "loss, nats per token", *_recall_headings(), "weights", "KV cache", "prefill")
+        (
+            "heads removed",
+            "chosen by",
+            "loss, nats per token",
+            "minus damage",
+            *_recall_headings(),
+            "weights",
+            "KV cache",
+        )
     ]
-    for model in models:
+    for number, model in enumerate(models):
         details = json.loads(model.arm["config"])
         kept = {each.family: each.paired.retained for each in model.outcome.recall}
         removed = round(model.arm["zeroed_share"] * details["before"]["query_heads"])
-        seconds = [details[when].get("prefill_seconds") for when in ("before", "after")]
+        share = f"{100 * model.arm['share']:g} %: {removed}"
         rows.append(
             (
-                f"{100 * model.arm['share']:g} %: {removed}",
+                share if number == 0 or models[number - 1].arm["share"] != model.arm["share"] else "",
                 _CHOSEN[model.arm["score"]],
-                f"{model.loss.difference:+.3f} {_range(asdict(model.loss), '+.3f')}",
+                _increased(model.loss),
+                _increased(model.minus_damage) if model.minus_damage else "",
                 *(_left(kept.get(family)) for family in RECALL_FAMILIES),
                 f"{100 * details['weights_left']:.1f} %",
                 f"{100 * details['cache_left']:.1f} %",
-                f"{seconds[0] / seconds[1]:.2f} x" if all(seconds) else "",
             )
         )
     asked = max(each.paired.questions for each in models[0].outcome.recall)
@@ -357,9 +382,15 @@ def _pruning(models: Sequence[_PrunedModel]) -> str:
         "## What pruning removes\n\nModels without heads, their other projections repaired, on"
         f" {models[0].loss.documents} texts that neither chose nor repaired and {asked} recall questions of each kind:"
         " what is left of the original's recall. Intervals of the loss are over texts, which are parts of few"
-        " documents. All models have the same repair. Losses of zeroed heads without repair stand in the table of"
-        f" criteria. `headscan prune {' '.join(_PRUNED)} --recall-questions {asked}`.\n\n{_table(rows)}"
+        " documents. All models have the same repair, and random heads are one draw. *Minus damage* is the paired"
+        " difference to the loss without as many heads of least damage. Losses of zeroed heads without repair stand"
+        f" in the table of criteria. `headscan prune {' '.join(_PRUNED)} --recall-questions {asked}`."
+        f"\n\n{_table(rows)}"
     )
+
+
+def _increased(loss: Increase) -> str:
+    return f"{loss.difference:+.3f} {_range(asdict(loss), '+.3f')}"
 
 
 def _plans(lost: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
@@ -368,11 +399,13 @@ def _plans(lost: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
     for tokens, losses in lost.items():
         for number, row in enumerate(losses):
             first = number == 0 or losses[number - 1]["judged_on"] != row["judged_on"]
+            family = row["judged_on"].partition("@")[0]
+            judged_on = RECALL_FAMILIES[family].heading if family in RECALL_FAMILIES else "text"
             value, low, high = row["minus_measured"]
             rows.append(
                 (
                     f"{tokens:,}" if number == 0 else "",
-                    f"{row['judged_on']} ({row['prompts']})" if first else "",
+                    f"{judged_on} ({row['prompts']})" if first else "",
                     f"`{row['plan']}`",
                     f"{row['windows']}",
                     f"{row['loss']:+.3f}",
@@ -486,8 +519,11 @@ def _tail(heads: Sequence[Mapping[str, Any]]) -> str:
 
 def _commands(options: argparse.Namespace, answers: Sequence[Path]) -> str:
     """Return the command that writes the page, and what each study ran with."""
-    parts = [f"## Settings\n\n`python reproduce/smollm2.py --corpus texts/ --hours {options.hours:g}`; texts:"]
-    parts[0] += f" {options.texts}." if options.texts else f" {options.corpus}."
+    asked = ""
+    if options.questions is not None:
+        asked = f" --questions {options.questions} --recall-questions {options.recall_questions}"
+    command = f"python reproduce/smollm2.py --corpus texts/ --hours {options.hours:g}{asked}"
+    parts = [f"## Settings\n\n`{command}`; texts: {options.texts or options.corpus}."]
     for file in answers:
         settings = yaml.safe_load((file.parent / "study.yaml").read_text(encoding="utf-8"))
         plain = {name: value for name, value in settings.items() if name not in ("model", "corpus", "out", "judge")}
