@@ -159,11 +159,12 @@ def _opening(studies: Sequence[Mapping[str, Any]], store: Store, beside: str) ->
 def _answers(studies: Sequence[Mapping[str, Any]]) -> str:
     rows = [("saving", "share tried", "loss, nats per token", "accuracy, points", *_recall_headings(), "verdict")]
     for answers in studies:
+        asked = f", {answers['questions']:,} questions" * (len(studies) > 1)
         for saving in answers["savings"]:
             judged = {each["name"]: each for each in saving["judged"]}
             for number, (name, share) in enumerate(saving["tried"]):
                 loss, verdict = answers["losses"][name], judged.get(name)
-                kind = f"{saving['kind']}, {answers['questions']:,} questions" if number == 0 else ""
+                kind = f"{saving['kind']}{asked}" if number == 0 else ""
                 cells = ["", "", "", "loses (loss)" if (loss["low"] or 0) > answers["max_loss"] else "not asked"]
                 if verdict is not None:
                     recall = {each["family"]: each["paired"]["retained"] for each in verdict["recall"]}
