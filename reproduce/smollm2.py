@@ -549,6 +549,7 @@ def _figure(path: Path, draw: Callable[[Any], None], title: str, size: tuple[flo
     import matplotlib
 
     matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = path.stem  # the same numbers give the same file
     from matplotlib import pyplot as plt
 
     plt.figure(figsize=size)
