@@ -47,7 +47,8 @@ class StudyConfig:
             allows, at most `MOST_STUDY_TEXTS`.
         judge: Texts that judge instead of a part of ``corpus``; None uses the part.
         search: Search for better plans with real windows; None does so if the time allows it.
-        prune_by: ``damage``, ``criterion`` (the chosen one), or None, which takes damage if the time allows it.
+        prune_by: ``damage``, ``criterion`` (the chosen one, which needs ``shares``), or None, which takes damage if the
+            time allows it, or if there is no criterion.
         batch_tokens: Tokens of one forward pass, padding included.
     """
 
@@ -110,6 +111,11 @@ class StudyConfig:
             raise StudyError("criteria are empty (limit 1). Name a score or an importance")
         if self.tasks is not None and not self.tasks.names:
             raise StudyError("`tasks.names` is empty (limit 1 task). Name tasks, or leave out `tasks`")
+        if self.prune_by == "criterion" and self.shares == ():
+            raise StudyError(
+                "`prune_by='criterion'` needs `shares` of heads to ablate, which choose the criterion. Set `shares`, or"
+                " `prune_by='damage'`"
+            )
         if not self.kind_count:
             raise StudyError("nothing to study: no shares. Set `shares`, `window_shares` or `prune_shares`")
 

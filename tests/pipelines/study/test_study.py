@@ -190,6 +190,7 @@ def test_a_study_may_get_more_hours(tmp_path: Path) -> None:
         ({"tasks": {"names": ["mmlu"], "limits": 1}}, "unknown setting tasks.limits"),
         ({"sequences": True}, "sequences=True is no int"),
         ({"tasks": {"limit": 3}}, "`tasks.names` is empty"),
+        ({"shares": [], "prune_by": "criterion"}, "needs `shares` of heads"),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, object], message: str) -> None:
@@ -324,6 +325,24 @@ def test_importance_takes_time_only_if_a_criterion_needs_it(tmp_path: Path) -> N
 
     assert third_step(criteria=("output_norm_ln",)) == third_step(shares=()) == time_text(0.0)
     assert third_step(criteria=("importance",)) != time_text(0.0)
+
+
+def test_without_ablated_heads_pruning_is_by_damage_and_its_time_counts(tmp_path: Path) -> None:
+    """No criterion is chosen, however little time there is."""
+
+    def fifth_step(**changed: Any) -> tuple[str | None, str]:
+        lines: list[str] = []
+        settings = StudyConfig(
+            SPEC, CorpusSpec("texts/"), str(tmp_path), tokens=256, hours=0.1, prune_shares=(0.05,), **changed
+        )
+        found = decided(settings, 300.0, COSTS, lines.append)
+        assert found.sequences == 8
+        return found.prune_by, next(line.split("  ")[-1] for line in lines if "5. pruning" in line)
+
+    by_criterion, short = fifth_step()
+    alone, long = fifth_step(shares=())
+    assert (by_criterion, alone) == ("criterion", "damage")
+    assert long == fifth_step(prune_by="damage")[1] != short
 
 
 def test_questions_are_as_many_as_they_must_be_or_as_the_time_allows(tmp_path: Path) -> None:
