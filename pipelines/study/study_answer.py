@@ -81,12 +81,12 @@ class Saving:
         return ", ".join(parts)
 
     def next(self) -> str:
-        """Return the outcome of the first share that is not safe."""
+        """Return the first share that is not safe, with its verdict as the table shows it, and why."""
         failed = next((each for each in self.judged if each.outcome is not Outcome.SAFE), None)
         if failed is None:
             rest = len(self.tried) - len(self.judged)
             return f"{rest} larger not asked" if rest else "all tried shares are safe"
-        why = f"loses {failed.why}" if failed.outcome is Outcome.LOSES else f"{failed.outcome}: {failed.why}"
+        why = f"loses {failed.why}" if failed.outcome is Outcome.LOSES else f"{failed.label}: {failed.why}"
         return f"{100 * failed.share:.3g}% {why}"
 
     def card(self) -> Answer:

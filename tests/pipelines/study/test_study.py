@@ -15,7 +15,8 @@ from headscan.ablation.masks import HeadMask
 from headscan.analysis.plans import load_plan
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdicts.ordered_shares import Outcome
+from headscan.analysis.verdicts.metrics import Increase
+from headscan.analysis.verdicts.ordered_shares import Outcome, ShareVerdict
 from headscan.cluster.pool import InProcessPool, Pool
 from headscan.errors import HeadscanError, PruningError
 from headscan.model_spec import ModelSpec
@@ -30,7 +31,7 @@ from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
 from headscan.pipelines.study.run_study import _Study, run_study
-from headscan.pipelines.study.study_answer import ABLATED, CACHED, REMOVED, StudyAnswer
+from headscan.pipelines.study.study_answer import ABLATED, CACHED, REMOVED, Saving, StudyAnswer
 from headscan.pipelines.study.study_config import StudyConfig, StudyError, read_study, resumed, study_from, write_study
 from headscan.pipelines.study.study_texts import StudyTexts, split_texts
 from headscan.pipelines.study.study_time import QuestionCosts, decided, limit_per_task, question_costs
@@ -285,6 +286,22 @@ def test_answers_hold_no_infinity(found: tuple[StudyConfig, StudyAnswer, list[st
     unknown = replace(answer, losses={**answer.losses, name: replace(loss, low=-math.inf, high=math.inf)})
     unknown.save(tmp_path / "answers.json")
     assert json.loads((tmp_path / "answers.json").read_text())["losses"][name]["low"] is None
+
+
+def test_an_open_share_has_the_label_of_the_table() -> None:
+    """More questions do not help against what makes this share open."""
+    loss = Increase("nats per token", 64, 0.02, 0.01, 0.03)
+    share = ShareVerdict("arm", 0.1, loss, Outcome.OPEN, "may lose more than one point")
+    saving = Saving(ABLATED, (share,), (("arm", 0.1),), units=48)
+    assert saving.next() == "10% not shown: may lose more than one point"
+    card = saving.card()
+    assert (card.headline, card.state) == ("None shown to be safe", "open")
+    assert card.detail == (
+        "10% not shown: may lose more than one point. At 10%: loss +0.0200 [+0.0100, +0.0300] nats per token."
+    )
+    few = replace(saving, judged=(replace(share, why="needs about 900 questions"),))
+    assert few.next() == "10% too few questions: needs about 900 questions"
+    assert few.card().headline == "Too few questions"
 
 
 COSTS = QuestionCosts(280.0, 300.0, enough=3_000, available=2_500, enough_recall=500, recalls="copying 60 %")
