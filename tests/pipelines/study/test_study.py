@@ -200,6 +200,15 @@ def test_wrong_settings_are_named(settings: dict[str, object], message: str) -> 
         study_from(whole)
 
 
+def test_equal_documents_go_to_one_part(tmp_path: Path) -> None:
+    for number in range(60):
+        text = f"file {number % 30} has a text of its own\n" * 100
+        (tmp_path / f"{number}.txt").write_text(text)
+    split_texts(CorpusSpec(str(tmp_path)), tmp_path / "parts")
+    files = [file.read_text() for file in (tmp_path / "parts").glob("*/*.txt")]
+    assert len(files) == len(set(files)) == 30
+
+
 @pytest.mark.parametrize("documents", [1, 3, 40])
 def test_parts_share_no_text(tmp_path: Path, documents: int) -> None:
     folder = tmp_path / "texts"
@@ -222,6 +231,23 @@ def test_a_short_corpus_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("too short\n" * 50)
     with pytest.raises(StudyError, match="too short"):
         split_texts(CorpusSpec(str(tmp_path / "a.txt")), tmp_path / "parts")
+
+
+def test_texts_that_judge_are_not_those_that_measure(tmp_path: Path) -> None:
+    for folder, first in (("measure", 0), ("judge", 29), ("others", 30)):
+        (tmp_path / folder).mkdir()
+        for number in range(first, first + 30):
+            text = f"file {number} has a text of its own\n" * 100
+            (tmp_path / folder / f"{number} of {folder}.txt").write_text(text)
+        (tmp_path / folder / "heading.txt").write_text("Notes\n")
+    corpus, judge, others = (CorpusSpec(str(tmp_path / name)) for name in ("measure", "judge", "others"))
+    message = r"1 of 31 documents of `judge` .*: 29 of judge\.txt equals 29 of measure\.txt \(limit 0\). Remove"
+    with pytest.raises(StudyError, match=message):
+        split_texts(corpus, tmp_path / "parts", judge)
+    assert not (tmp_path / "parts").exists()
+    with pytest.raises(StudyError, match="30 of 31 documents"):
+        split_texts(corpus, tmp_path / "parts", corpus)
+    assert len(split_texts(corpus, tmp_path / "parts", others).judged_files) == 31
 
 
 def test_the_safe_heads_are_a_file_that_prune_reads(tmp_path: Path) -> None:
