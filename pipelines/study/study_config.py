@@ -40,9 +40,10 @@ class StudyConfig:
         corpus: Texts; one part measures, one chooses between criteria, and one judges.
         out: Folder for the store, the plans, the pruned models, the answers and the report; it becomes a `Path`.
         tasks: Tasks that judge; None asks which of four passages continues this one, on the judging texts.
-        criteria: Scores and importances that may rank the heads; the best one on the choosing texts does.
-        shares: Shares of ablated heads; None tries those that the time allows, an empty tuple none. The same holds for
-            ``window_shares`` and ``prune_shares``.
+        criteria: Scores and importances that may rank the heads; the best one on the choosing texts does. Repeated ones
+            count once.
+        shares: Shares of ablated heads; None tries those that the time allows, an empty tuple none. They are sorted,
+            and repeated ones count once. The same holds for ``window_shares`` and ``prune_shares``.
         sequences: Texts that measure, and texts that calibrate plans and repairs; None takes as many as the time
             allows, at most `MOST_STUDY_TEXTS`.
         judge: Texts that judge instead of a part of ``corpus``; None uses the part.
@@ -102,6 +103,7 @@ class StudyConfig:
     def __post_init__(self) -> None:
         check_limits(self, StudyError)
         object.__setattr__(self, "out", Path(self.out))
+        object.__setattr__(self, "criteria", tuple(dict.fromkeys(self.criteria)))
         for name in SHARE_SETTINGS:
             if getattr(self, name) is None:
                 continue

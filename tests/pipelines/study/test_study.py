@@ -159,6 +159,13 @@ def test_settings_come_back_from_their_file(tmp_path: Path) -> None:
     assert (short.corpus.name, short.shares, short.hours) == ("texts/", (0.1, 0.2), 1.0)
 
 
+def test_repeated_values_count_once(tmp_path: Path) -> None:
+    repeated: dict[str, Any] = dict.fromkeys(("shares", "window_shares", "prune_shares"), (0.2, 0.1, 0.2))
+    config = tiny(tmp_path, criteria=("importance", "output_norm_ln", "importance"), **repeated)
+    assert config.shares == config.window_shares == config.prune_shares == (0.1, 0.2)
+    assert config.criteria == ("importance", "output_norm_ln")
+
+
 def test_a_study_resumes_in_another_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, config = tmp_path / "study.yaml", tiny(tmp_path)
     write_study(path, config)
