@@ -16,7 +16,7 @@ from headscan.analysis.plans import load_plan
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.metrics import Increase
-from headscan.analysis.verdicts.ordered_shares import Outcome, ShareVerdict
+from headscan.analysis.verdicts.ordered_shares import Outcome, ShareVerdict, judge_shares, largest_safe
 from headscan.cluster.pool import InProcessPool, Pool
 from headscan.errors import HeadscanError, PruningError
 from headscan.model_spec import ModelSpec
@@ -91,6 +91,8 @@ def test_a_study_ends_with_answers_and_files(found: tuple[StudyConfig, StudyAnsw
     written = json.loads((out / "answers.json").read_text())
     assert written["questions"] == 8
     assert [each["kind"] for each in written["savings"]] == ["heads ablated", "KV cache", "heads removed"]
+    labels = [[verdict["label"] for verdict in each["judged"]] for each in written["savings"]]
+    assert labels == [[verdict.label for verdict in each.judged] for each in answer.savings]
     assert "<html" in (out / "report.html").read_text()[:200].lower()
     plan = load_plan(out / "plans" / "0.5.json")
     assert len(plan.window_heads) == 12
@@ -142,6 +144,24 @@ def test_heads_that_recall_needs_are_important(found: tuple[StudyConfig, StudyAn
     # The two importances do not agree, or the criterion would say nothing new.
     alone = [set(sorted(share, key=share.__getitem__)[:24]) for share in shares]
     assert alone[0] != set(expected[:24])
+
+
+def test_the_order_ends_with_a_loss_that_is_not_shown_to_be_within_the_limit(
+    found: tuple[StudyConfig, StudyAnswer, list[str]],
+) -> None:
+    config, answer, _ = found
+    store = Store(Path(config.out) / "study.duckdb")
+    (asked,) = store.query(
+        "SELECT DISTINCT run_id FROM answers JOIN arms USING (arm_id) WHERE task = 'continuation'"
+    ).to_pylist()
+    first = next(each.judged[0] for each in answer.savings if each.judged[0].outcome is Outcome.OPEN)
+    assert "texts" not in first.why
+    name, share = first.name, first.share
+    wide = {name: Increase("nats per token", 8, 0.01, -0.1, 0.2)}
+    (verdict,) = judge_shares(store, asked["run_id"], [(name, share)], wide, max_loss=0.05, comparisons=3)
+    assert (verdict.outcome, verdict.label) == (Outcome.OPEN, "too few texts")
+    assert "texts: the loss may rise by 0.2 nats per token (limit 0.05); " + first.why in verdict.why
+    assert largest_safe([verdict]) is None
 
 
 def test_other_settings_need_another_folder(found: tuple[StudyConfig, StudyAnswer, list[str]]) -> None:
