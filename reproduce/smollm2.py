@@ -173,14 +173,14 @@ def _answers(studies: Sequence[Mapping[str, Any]]) -> str:
                     cells = [
                         f"{paired['difference']:+.1f} {_range(paired, '+.1f')}" if paired else "",
                         *("" if each is None else f"{each['value']:.0f} {_range(each, '.0f')}" for each in kept),
-                        verdict["outcome"] + (f": {verdict['why']}" if verdict["why"] else ""),
+                        verdict["label"] + (f": {verdict['why']}" if verdict["why"] else ""),
                     ]
                 rows.append((kind, f"{100 * share:.3g} %", f"{loss['difference']:+.3f} {_range(loss, '+.3f')}", *cells))
     limits = (
-        "*Safe*: at most one point of accuracy is lost and 90 % of recall is kept, shown by 95 % intervals that hold"
-        " for all kinds of savings of a study together. *Loses*: a loss is shown, or the text's loss rises by more than"
-        f" {studies[0]['max_loss']:g} nats per token. The shares of a kind are tested from small to large, and the"
-        " first that is not safe ends the test."
+        "*Safe*: at most one point of accuracy is lost, the text's loss rises by at most"
+        f" {studies[0]['max_loss']:g} nats per token, and 90 % of recall is kept, shown by 95 % intervals that hold"
+        " for all kinds of savings of a study together. *Loses*: one of these limits is shown to be broken. The shares"
+        " of a kind are tested from small to large, and the first that is not safe ends the test."
         + " Both studies judge on the same texts, so for both together a wrong *safe* is at most twice as likely: 5 %."
         * (len(studies) > 1)
     )

@@ -58,10 +58,11 @@ LEAST_RETAINED = 90.0
 
 def limits_words(max_loss: float | None = None) -> str:
     """Return the meaning of the outcomes of verdicts; ``max_loss``, in nats per token, is a limit of studies alone."""
-    text = "" if max_loss is None else f", or a loss above {max_loss:g} nats per token"
+    within = "" if max_loss is None else f"the loss of text is shown to rise by at most {max_loss:g} nats per token, "
+    text = "" if max_loss is None else f", or a rise of the loss by more than {max_loss:g} nats per token"
     points = f"{MARGIN:.0f} point of accuracy"
     return (
-        f"safe: no more than {points} is lost, at least {LEAST_RETAINED:.0f} % of recall is shown to be left, and no"
-        f" loss of more than {MARGIN:.0f} point of its answers is shown. Loses: a loss of more than {points} or of the"
-        f" recall answers, less than {LEAST_RETAINED:.0f} % of recall{text} is shown"
+        f"safe: no more than {points} is lost, {within}at least {LEAST_RETAINED:.0f} % of recall is shown to be left,"
+        f" and no loss of more than {MARGIN:.0f} point of its answers is shown. Loses: a loss of more than {points} or"
+        f" of the recall answers, less than {LEAST_RETAINED:.0f} % of recall{text} is shown"
     )

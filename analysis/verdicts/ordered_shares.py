@@ -6,23 +6,30 @@ fixed order: Maurer, Hothorn and Lehmacher 1995). Kinds of savings that share th
 (``comparisons``).
 
 Loss comes first, because its paired interval is narrow and needs few passes: a share whose interval lies above the
-limit is out before any question is asked. Recall comes next, and the benchmark makes the claim.
+limit is out before any question is asked, and one whose interval reaches above it is not safe, whatever the answers.
+Recall comes next, and the benchmark makes the claim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil, inf, isfinite
+from statistics import NormalDist
 
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import LOSS
+from headscan.analysis.store.verdict_limits import POWER, TAIL
 from headscan.analysis.verdicts.answer_sheets import finished_arms
 from headscan.analysis.verdicts.confirmation import widened
 from headscan.analysis.verdicts.judge import ArmVerdict, Outcome, arm_outcome, outcome_label
 from headscan.analysis.verdicts.metrics import Increase, read_metrics
-from headscan.analysis.verdicts.paired import PairedDifference
+from headscan.analysis.verdicts.paired import PairedDifference, about
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict, StoredRows
+
+#: Label of a share that more texts, whose loss is measured, could show to be safe.
+TOO_FEW_TEXTS = "too few texts"
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,8 @@ class ShareVerdict:
         why: Losses, or missing evidence; empty if the share is safe and its recall is known.
         accuracy: Comparison on the benchmark; None if the loss ended the test.
         recall_unknown: What of recall was not judged, and why; empty if all of it was, or if the loss ended the test.
+        texts_needed: Number of texts that would show the loss of an open share to be within its limit; 0 if no number
+            is known to, None if these texts are enough, or if the loss was not measured.
     """
 
     name: str
@@ -46,11 +55,16 @@ class ShareVerdict:
     cache_left: float | None = None
     weights_left: float | None = None
     recall_unknown: str = ""
+    texts_needed: int | None = None
 
     @property
     def label(self) -> str:
         """The verdict as a table shows it."""
-        return outcome_label(self.outcome, self.why, self.recall_unknown)
+        if self.texts_needed:
+            return TOO_FEW_TEXTS
+        # Where no number of texts helps, no number of questions does.
+        why = "" if self.texts_needed == 0 else self.why
+        return outcome_label(self.outcome, why, self.recall_unknown)
 
 
 def read_losses(store: Store, run_id: str, *, comparisons: int = 1) -> dict[str, Increase]:
@@ -71,6 +85,24 @@ def read_losses(store: Store, run_id: str, *, comparisons: int = 1) -> dict[str,
 def exceeds(loss: Increase | None, max_loss: float) -> bool:
     """Return True if a loss increase is shown to exceed the limit."""
     return loss is not None and loss.low > max_loss
+
+
+def enough_texts(loss: Increase, max_loss: float, comparisons: int = 1) -> int | None:
+    """Return the number of texts with which the loss is shown to be within its limit in four of five cases, if this
+    increase and the spread of the texts are the true ones: the interval narrows with the root of their number. None if
+    these texts show it; 0 if no number is known to, because the increase itself exceeds the limit, or has no known
+    upper end.
+
+    Args:
+        comparisons: Number of kinds of savings for which the interval is widened.
+    """
+    if loss.high <= max_loss:
+        return None
+    if loss.difference >= max_loss or not isfinite(loss.high):
+        return 0
+    normal = NormalDist()
+    spare = 1 + normal.inv_cdf(POWER) / normal.inv_cdf(1 - TAIL / comparisons)
+    return ceil(loss.documents * (spare * (loss.high - loss.difference) / (max_loss - loss.difference)) ** 2)
 
 
 def judge_shares(
@@ -101,7 +133,7 @@ def judge_shares(
         elif name in by_name:
             arm = by_name[name]
             outcome = arm_outcome(arm, widened(compared.get(arm.arm_id, {}), comparisons), comparisons=comparisons)
-            verdicts.append(share_verdict(outcome, share, loss))
+            verdicts.append(share_verdict(outcome, share, loss, max_loss=max_loss))
         else:
             return verdicts
         if verdicts[-1].outcome is not Outcome.SAFE:
@@ -114,19 +146,38 @@ def largest_safe(verdicts: Sequence[ShareVerdict]) -> ShareVerdict | None:
     return next((each for each in reversed(verdicts) if each.outcome is Outcome.SAFE), None)
 
 
-def share_verdict(outcome: ArmVerdict, share: float, loss: Increase | None) -> ShareVerdict:
-    """Return the verdict on an arm whose interval is widened already."""
+def share_verdict(outcome: ArmVerdict, share: float, loss: Increase | None, *, max_loss: float = inf) -> ShareVerdict:
+    """Return the verdict on an arm whose intervals are widened already. An arm that shows no loss is safe only if the
+    upper end of its loss is at most ``max_loss``, in nats per token.
+    """
     if outcome.accuracy is None:
         raise VerdictError("these questions have no right answers, so no share can be judged. Choose other tasks")
+    judged, why, texts = outcome.outcome, outcome.why, None
+    if judged is not Outcome.LOSES and loss is not None:
+        texts = enough_texts(loss, max_loss, outcome.comparisons)
+    if loss is not None and texts is not None:
+        judged, why = Outcome.OPEN, "; ".join(filter(None, [_loss_gap(loss, max_loss, texts), why]))
     return ShareVerdict(
         outcome.name,
         share,
         loss,
-        outcome.outcome,
-        outcome.why,
+        judged,
+        why,
         accuracy=outcome.accuracy,
         recall=outcome.judged_recall,
         cache_left=outcome.cache_left,
         weights_left=outcome.weights_left,
         recall_unknown=outcome.recall_unknown,
+        texts_needed=texts,
     )
+
+
+def _loss_gap(loss: Increase, max_loss: float, needed: int) -> str:
+    """Return why a loss is not shown to be within its limit; ``needed`` is `enough_texts`."""
+    if not isfinite(loss.high):
+        of = f"{loss.documents:,} text{'s' * (loss.documents != 1)}"
+        return f"the upper end of the loss is unknown on {of} (limit {max_loss:g} nats per token)"
+    high = f"the loss may rise by {loss.high:.3g} nats per token (limit {max_loss:g})"
+    if needed:
+        return f"needs about {about(needed)} texts: {high}"
+    return f"{high}, and more texts do not help: the estimate itself is {loss.difference:+.3g}"

@@ -327,7 +327,7 @@ class _Study:
     def _pruned(self, criterion: str) -> list[BuiltModel]:
         """Return the pruned models, smallest share first; those on disk stay."""
         config, out = self.config, Path(self.config.out) / "pruned"
-        method = "damage" if config.prune_by == "damage" or not criterion else criterion
+        method = "damage" if config.prune_by == "damage" else criterion
         pruning = PruneConfig(
             EvaluateConfig(config.model, TaskConfig(), None, config.batch_tokens),
             out,

@@ -15,7 +15,7 @@ from headscan.analysis.store.output_files import write_text
 from headscan.analysis.store.verdict_limits import limits_words
 from headscan.analysis.verdicts.judge import Outcome
 from headscan.analysis.verdicts.metrics import Increase
-from headscan.analysis.verdicts.ordered_shares import ShareVerdict, exceeds, largest_safe
+from headscan.analysis.verdicts.ordered_shares import TOO_FEW_TEXTS, ShareVerdict, exceeds, largest_safe
 from headscan.catalog import RECALL_FAMILIES, head_count
 from headscan.pipelines.runs.progress import time_text
 from headscan.pipelines.runs.text_tables import plain, text_table
@@ -81,12 +81,12 @@ class Saving:
         return ", ".join(parts)
 
     def next(self) -> str:
-        """Return the outcome of the first share that is not safe."""
+        """Return the first share that is not safe, with its verdict as the table shows it, and why."""
         failed = next((each for each in self.judged if each.outcome is not Outcome.SAFE), None)
         if failed is None:
             rest = len(self.tried) - len(self.judged)
             return f"{rest} larger not asked" if rest else "all tried shares are safe"
-        why = f"loses {failed.why}" if failed.outcome is Outcome.LOSES else f"{failed.outcome}: {failed.why}"
+        why = f"loses {failed.why}" if failed.outcome is Outcome.LOSES else f"{failed.label}: {failed.why}"
         return f"{100 * failed.share:.3g}% {why}"
 
     def card(self) -> Answer:
@@ -98,8 +98,9 @@ class Saving:
             detail = f"{self.answer()}.{numbers} Next: {self.next()}."
             headline = f"{self.safe.share:.1%} is {self.safe.label}"
             return Answer(question, headline, detail, "open" if self.safe.recall_unknown else "known", link)
-        too_few = shown is not None and shown.label == Outcome.OPEN
-        headline = "Too few questions" if too_few else "None shown to be safe"
+        headline = "None shown to be safe"
+        if shown is not None and shown.label in (Outcome.OPEN, TOO_FEW_TEXTS):
+            headline = shown.label.capitalize()
         following = self.next()
         return Answer(question, headline, f"{following[0].upper()}{following[1:]}.{numbers}", "open", link)
 
@@ -180,6 +181,8 @@ class StudyAnswer:
         fields = asdict(self)
         for saving, row in zip(self.savings, fields["savings"], strict=True):
             safe = None if saving.safe is None else saving.safe.share
+            for verdict, judged in zip(saving.judged, row["judged"], strict=True):
+                judged["label"] = verdict.label
             row |= {"kind": saving.kind.name, "answer": saving.answer(), "safe": safe}
         whole: dict[str, Any] = plain(fields)
         return whole

@@ -40,14 +40,16 @@ class StudyConfig:
         corpus: Texts; one part measures, one chooses between criteria, and one judges.
         out: Folder for the store, the plans, the pruned models, the answers and the report; it becomes a `Path`.
         tasks: Tasks that judge; None asks which of four passages continues this one, on the judging texts.
-        criteria: Scores and importances that may rank the heads; the best one on the choosing texts does.
-        shares: Shares of ablated heads; None tries those that the time allows, an empty tuple none. The same holds for
-            ``window_shares`` and ``prune_shares``.
+        criteria: Scores and importances that may rank the heads; the best one on the choosing texts does. Repeated ones
+            count once.
+        shares: Shares of ablated heads; None tries those that the time allows, an empty tuple none. They are sorted,
+            and repeated ones count once. The same holds for ``window_shares`` and ``prune_shares``.
         sequences: Texts that measure, and texts that calibrate plans and repairs; None takes as many as the time
             allows, at most `MOST_STUDY_TEXTS`.
         judge: Texts that judge instead of a part of ``corpus``; None uses the part.
         search: Search for better plans with real windows; None does so if the time allows it.
-        prune_by: ``damage``, ``criterion`` (the chosen one), or None, which takes damage if the time allows it.
+        prune_by: ``damage``, ``criterion`` (the chosen one, which needs ``shares``), or None, which takes damage if the
+            time allows it, or if there is no criterion.
         batch_tokens: Tokens of one forward pass, padding included.
     """
 
@@ -101,6 +103,7 @@ class StudyConfig:
     def __post_init__(self) -> None:
         check_limits(self, StudyError)
         object.__setattr__(self, "out", Path(self.out))
+        object.__setattr__(self, "criteria", tuple(dict.fromkeys(self.criteria)))
         for name in SHARE_SETTINGS:
             if getattr(self, name) is None:
                 continue
@@ -110,6 +113,11 @@ class StudyConfig:
             raise StudyError("criteria are empty (limit 1). Name a score or an importance")
         if self.tasks is not None and not self.tasks.names:
             raise StudyError("`tasks.names` is empty (limit 1 task). Name tasks, or leave out `tasks`")
+        if self.prune_by == "criterion" and self.shares == ():
+            raise StudyError(
+                "`prune_by='criterion'` needs `shares` of heads to ablate, which choose the criterion. Set `shares`, or"
+                " `prune_by='damage'`"
+            )
         if not self.kind_count:
             raise StudyError("nothing to study: no shares. Set `shares`, `window_shares` or `prune_shares`")
 

@@ -16,6 +16,8 @@ _BLOCK, _LEAST_BLOCK = 20_000, 500
 _MOST = 16_000_000
 #: Documents from which whole documents go to one part; fewer are cut, each into all parts.
 _WHOLE = 20
+#: Characters from which equal documents are one text; shorter ones, such as headings, are often equal.
+_LEAST_SHARED = 100
 #: Parts of ten blocks.
 _JUDGE = "judge"
 _PARTS = (*["measure"] * 4, *["choose"] * 2, *[_JUDGE] * 4)
@@ -52,14 +54,19 @@ def split_texts(corpus: CorpusSpec, folder: Path, judge: CorpusSpec | None = Non
 
     Args:
         judge: Texts that judge; None takes a part of the corpus.
+
+    Raises:
+        StudyError: The corpus is too short, or has a document that judges, too.
     """
     done = folder / "parts"
     if not done.exists():
         if judge is None:
-            blocks = _assigned(list(_documents(corpus)), _PARTS)
+            blocks = _assigned([text for _, text in _documents(corpus)], _PARTS)
         else:
-            blocks = _assigned(list(_documents(corpus)), tuple(part for part in _PARTS if part != _JUDGE))
-            blocks += _assigned(list(_documents(judge)), (_JUDGE,))
+            documents, judging = list(_documents(corpus)), list(_documents(judge))
+            _refuse_shared(corpus, documents, judge, judging)
+            blocks = _assigned([text for _, text in documents], tuple(part for part in _PARTS if part != _JUDGE))
+            blocks += _assigned([text for _, text in judging], (_JUDGE,))
         for part in dict.fromkeys(_PARTS):
             texts = [text for name, text in blocks if name == part]
             if not texts:
@@ -74,8 +81,23 @@ def split_texts(corpus: CorpusSpec, folder: Path, judge: CorpusSpec | None = Non
     return StudyTexts(folder)
 
 
-def _documents(corpus: CorpusSpec) -> Iterator[str]:
-    left = _MOST
+def _refuse_shared(
+    corpus: CorpusSpec, documents: list[tuple[str, str]], judge: CorpusSpec, judging: list[tuple[str, str]]
+) -> None:
+    """Raise if a document is in both corpora, by its text."""
+    sources = {text: source for source, text in documents if len(text) >= _LEAST_SHARED}
+    shared = [(source, sources[text]) for source, text in judging if text in sources]
+    if shared:
+        source, other = shared[0]
+        raise StudyError(
+            f"{len(shared)} of {len(judging)} documents of `judge` ({judge.name}) are also in `corpus` ({corpus.name}):"
+            f" {source} equals {other} (limit 0). Remove them from one of the two, or leave out `judge`"
+        )
+
+
+def _documents(corpus: CorpusSpec) -> Iterator[tuple[str, str]]:
+    """Return names and texts of the documents; equal ones are returned once, so that they go to one part."""
+    left, seen = _MOST, set[str]()
     for document in open_corpus(corpus).documents():
         if document.content is None or left <= 0:
             continue
@@ -85,7 +107,12 @@ def _documents(corpus: CorpusSpec) -> Iterator[str]:
             left -= len(piece)
             if left <= 0:
                 break
-        yield "".join(pieces)
+        text = "".join(pieces)
+        if text in seen:
+            continue
+        if len(text) >= _LEAST_SHARED:
+            seen.add(text)
+        yield document.source, text
 
 
 def _assigned(documents: list[str], parts: tuple[str, ...]) -> list[tuple[str, str]]:

@@ -177,13 +177,17 @@ def decided(config: StudyConfig, speed: float, costs: QuestionCosts, say: Callab
         config = _with_shares(asked, tried)
         sequences, judged_texts = config.sequences or texts_read, config.judged_texts or texts_read
         steps = _step_seconds(config, sequences, judged_texts, speed)
+        damage = _DAMAGE_PASSES * _number(config.prune_shares) * sequences * per_text
+        # Without ablated heads there is no criterion, so fewer texts and shares make room for damage.
+        only_damage = config.prune_by == "damage" or not config.shares
+        if only_damage:
+            steps["5. pruning"] += damage
         if sum(steps.values()) <= _STEPS * seconds:
             break
     spare = _STEPS * seconds - sum(steps.values())
-    damage = _DAMAGE_PASSES * _number(config.prune_shares) * sequences * per_text
     search = _SETS * _number(config.window_shares) * (sequences / 2 + RECALL_PROMPTS) * per_text
-    prune_by = config.prune_by or ("damage" if damage < spare else "criterion")
-    if prune_by == "damage":
+    prune_by = config.prune_by or ("damage" if only_damage or damage < spare else "criterion")
+    if prune_by == "damage" and not only_damage:
         steps["5. pruning"] += damage
         spare -= damage
     searches = config.search if config.search is not None else bool(config.window_shares) and search < spare

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from math import sqrt
+from collections.abc import Callable
+from math import inf, sqrt
 
 import numpy as np
 import pytest
 
 from headscan.analysis.store.records import ArmKind
-from headscan.analysis.store.verdict_limits import MARGIN
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, FinishedArm
 from headscan.analysis.verdicts.confirmation import widened
 from headscan.analysis.verdicts.judge import arm_outcome
 from headscan.analysis.verdicts.metrics import RATES, Increase, rate_increase
-from headscan.analysis.verdicts.ordered_shares import Outcome, ShareVerdict, exceeds, largest_safe, share_verdict
+from headscan.analysis.verdicts.ordered_shares import (
+    Outcome,
+    ShareVerdict,
+    enough_texts,
+    exceeds,
+    largest_safe,
+    share_verdict,
+)
 from headscan.analysis.verdicts.paired import PairedDifference, compare
 
 SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
@@ -89,9 +96,102 @@ def test_the_loss_of_a_harmless_share_is_rarely_shown_to_exceed_its_limit(texts:
     assert below / draws > 0.88
 
 
-def outcome(paired: PairedDifference) -> ShareVerdict:
+def normal(rng: np.random.Generator, texts: int) -> np.ndarray:
+    return rng.normal(0, 1, texts)
+
+
+def few_lose_most(rng: np.random.Generator, texts: int) -> np.ndarray:
+    return (rng.lognormal(0, 1, texts) - np.exp(0.5)) / sqrt((np.e - 1) * np.e)
+
+
+def few_gain_most(rng: np.random.Generator, texts: int) -> np.ndarray:
+    return -few_lose_most(rng, texts)
+
+
+@pytest.mark.parametrize(
+    ("of_texts", "texts", "most"),
+    [
+        (normal, 8, 0.025),
+        (normal, 20, 0.025),
+        (few_gain_most, 8, 0.025),
+        (few_gain_most, 20, 0.025),
+        # Of few texts, those that lose most are often missing, which no interval shows.
+        (few_lose_most, 8, 0.17),
+        (few_lose_most, 20, 0.065),
+        (few_lose_most, 64, 0.045),
+    ],
+)
+def test_a_loss_at_its_limit_is_rarely_shown_to_be_within_it(
+    of_texts: Callable[[np.random.Generator, int], np.ndarray], texts: int, most: float
+) -> None:
+    """The true loss is at the limit, and differs between texts by 0.05 nats."""
+    rng, draws, safe = np.random.default_rng(texts), 600, 0
+    sizes = np.full(texts, 255.0)
+    for _ in range(draws):
+        rises = 0.05 + 0.05 * of_texts(rng, texts)
+        loss = rate_increase(RATES["loss"], np.zeros(texts), -rises * sizes, sizes, np.arange(texts))
+        safe += enough_texts(loss, 0.05) is None
+    assert safe / draws <= most + 0.013
+
+
+def test_the_texts_that_are_said_to_be_enough_are() -> None:
+    """A share with a true loss of 0.02 is within 0.05 in four of five cases."""
+    texts, draws, shown = 40, 200, {1: 0, 3: 0}
+    rng = np.random.default_rng(0)
+    for comparisons in shown:
+        below, sizes = 0.1 * normal(rng, texts), np.full(texts, 255.0)
+        rises = 0.02 + 0.1 * (below - below.mean()) / below.std(ddof=1)
+        few = rate_increase(
+            RATES["loss"], np.zeros(texts), -rises * sizes, sizes, np.arange(texts), comparisons=comparisons
+        )
+        needed = enough_texts(few, 0.05, comparisons)
+        assert needed is not None and needed > texts
+        for _ in range(draws):
+            rises, sizes = 0.02 + 0.1 * normal(rng, needed), np.full(needed, 255.0)
+            loss = rate_increase(
+                RATES["loss"], np.zeros(needed), -rises * sizes, sizes, np.arange(needed), comparisons=comparisons
+            )
+            shown[comparisons] += loss.high <= 0.05
+    assert all(0.75 <= number / draws <= 0.95 for number in shown.values())
+
+
+def outcome(paired: PairedDifference, loss: Increase | None = None) -> ShareVerdict:
     arm = FinishedArm("a", "arm", ArmKind.MASK, None, None, 0.1, 0.1)
-    return share_verdict(arm_outcome(arm, {BENCHMARK: paired}), 0.1, None)
+    return share_verdict(arm_outcome(arm, {BENCHMARK: paired}), 0.1, loss, max_loss=0.05)
+
+
+def nats(difference: float, low: float, high: float, texts: int = 64) -> Increase:
+    return Increase("nats per token", texts, difference, low, high)
+
+
+def test_a_share_is_safe_only_if_its_loss_is_shown_to_be_within_the_limit() -> None:
+    right = np.ones(2000)
+    same = compare(right, right)
+    within = outcome(same, nats(0.0006, -0.0006, 0.0019))
+    assert (within.outcome, within.texts_needed) == (Outcome.SAFE, None)
+    assert outcome(same, nats(0.02, -0.01, 0.05)).outcome is Outcome.SAFE
+    few = outcome(same, nats(0.02, -0.04, 0.08))
+    assert (few.outcome, few.label) == (Outcome.OPEN, "too few texts")
+    # Half the width takes 4 times as many texts, and a chance of four in five about twice as many.
+    assert few.texts_needed == 524
+    assert few.why.startswith("needs about 530 texts: the loss may rise by 0.08 nats per token (limit 0.05)")
+    above = outcome(same, nats(0.05, -0.1, 0.2))
+    assert (above.outcome, above.label, above.texts_needed) == (Outcome.OPEN, "not shown", 0)
+    assert "may rise by 0.2 nats per token (limit 0.05), and more texts do not help" in above.why
+    unknown = outcome(same, nats(0.02, -inf, inf, texts=1))
+    assert (unknown.outcome, unknown.label) == (Outcome.OPEN, "not shown")
+    assert "upper end of the loss is unknown on 1 text (" in unknown.why
+
+
+def test_the_loss_is_named_before_missing_questions_and_after_shown_losses() -> None:
+    right = np.ones(2000)
+    lost = outcome(compare(right, right - (np.arange(2000) < 100)), nats(0.02, -0.04, 0.08))
+    assert (lost.label, lost.texts_needed) == ("loses", None) and "nats" not in lost.why
+    asked = compare(right[:300], right[:300] - (np.arange(300) < 1))
+    both = outcome(asked, nats(0.02, -0.04, 0.08))
+    assert both.label == "too few texts" and "; needs about" in both.why and "questions" in both.why
+    assert outcome(asked, nats(0.06, -0.04, 0.16)).label == "not shown"
+    assert outcome(asked, nats(0.02, 0.01, 0.03)).label == "too few questions"
 
 
 def test_the_three_outcomes() -> None:
@@ -107,6 +207,6 @@ def test_the_three_outcomes() -> None:
 
 
 def test_a_loss_above_the_limit_is_shown_by_its_whole_interval() -> None:
-    assert exceeds(Increase("nats per token", 64, 0.08, 0.06, 0.10), MARGIN / 20)
-    assert not exceeds(Increase("nats per token", 64, 0.08, 0.04, 0.12), MARGIN / 20)
+    assert exceeds(Increase("nats per token", 64, 0.08, 0.06, 0.10), 0.05)
+    assert not exceeds(Increase("nats per token", 64, 0.08, 0.04, 0.12), 0.05)
     assert not exceeds(None, 0.05)

@@ -15,7 +15,8 @@ from headscan.ablation.masks import HeadMask
 from headscan.analysis.plans import load_plan
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdicts.ordered_shares import Outcome
+from headscan.analysis.verdicts.metrics import Increase
+from headscan.analysis.verdicts.ordered_shares import Outcome, ShareVerdict, judge_shares, largest_safe
 from headscan.cluster.pool import InProcessPool, Pool
 from headscan.errors import HeadscanError, PruningError
 from headscan.model_spec import ModelSpec
@@ -30,7 +31,7 @@ from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
 from headscan.pipelines.study.run_study import _Study, run_study
-from headscan.pipelines.study.study_answer import ABLATED, CACHED, REMOVED, StudyAnswer
+from headscan.pipelines.study.study_answer import ABLATED, CACHED, REMOVED, Saving, StudyAnswer
 from headscan.pipelines.study.study_config import StudyConfig, StudyError, read_study, resumed, study_from, write_study
 from headscan.pipelines.study.study_texts import StudyTexts, split_texts
 from headscan.pipelines.study.study_time import QuestionCosts, decided, limit_per_task, question_costs
@@ -90,6 +91,8 @@ def test_a_study_ends_with_answers_and_files(found: tuple[StudyConfig, StudyAnsw
     written = json.loads((out / "answers.json").read_text())
     assert written["questions"] == 8
     assert [each["kind"] for each in written["savings"]] == ["heads ablated", "KV cache", "heads removed"]
+    labels = [[verdict["label"] for verdict in each["judged"]] for each in written["savings"]]
+    assert labels == [[verdict.label for verdict in each.judged] for each in answer.savings]
     assert "<html" in (out / "report.html").read_text()[:200].lower()
     plan = load_plan(out / "plans" / "0.5.json")
     assert len(plan.window_heads) == 12
@@ -143,6 +146,24 @@ def test_heads_that_recall_needs_are_important(found: tuple[StudyConfig, StudyAn
     assert alone[0] != set(expected[:24])
 
 
+def test_the_order_ends_with_a_loss_that_is_not_shown_to_be_within_the_limit(
+    found: tuple[StudyConfig, StudyAnswer, list[str]],
+) -> None:
+    config, answer, _ = found
+    store = Store(Path(config.out) / "study.duckdb")
+    (asked,) = store.query(
+        "SELECT DISTINCT run_id FROM answers JOIN arms USING (arm_id) WHERE task = 'continuation'"
+    ).to_pylist()
+    first = next(each.judged[0] for each in answer.savings if each.judged[0].outcome is Outcome.OPEN)
+    assert "texts" not in first.why
+    name, share = first.name, first.share
+    wide = {name: Increase("nats per token", 8, 0.01, -0.1, 0.2)}
+    (verdict,) = judge_shares(store, asked["run_id"], [(name, share)], wide, max_loss=0.05, comparisons=3)
+    assert (verdict.outcome, verdict.label) == (Outcome.OPEN, "too few texts")
+    assert "texts: the loss may rise by 0.2 nats per token (limit 0.05); " + first.why in verdict.why
+    assert largest_safe([verdict]) is None
+
+
 def test_other_settings_need_another_folder(found: tuple[StudyConfig, StudyAnswer, list[str]]) -> None:
     config, _, _ = found
     with pytest.raises(StudyError, match="max_loss differ"):
@@ -156,6 +177,13 @@ def test_settings_come_back_from_their_file(tmp_path: Path) -> None:
     (tmp_path / "short.yaml").write_text("model: demo\ncorpus: texts/\nshares: [0.2, 0.1]\nhours: 1\n")
     short = read_study(tmp_path / "short.yaml")
     assert (short.corpus.name, short.shares, short.hours) == ("texts/", (0.1, 0.2), 1.0)
+
+
+def test_repeated_values_count_once(tmp_path: Path) -> None:
+    repeated: dict[str, Any] = dict.fromkeys(("shares", "window_shares", "prune_shares"), (0.2, 0.1, 0.2))
+    config = tiny(tmp_path, criteria=("importance", "output_norm_ln", "importance"), **repeated)
+    assert config.shares == config.window_shares == config.prune_shares == (0.1, 0.2)
+    assert config.criteria == ("importance", "output_norm_ln")
 
 
 def test_a_study_resumes_in_another_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,12 +218,22 @@ def test_a_study_may_get_more_hours(tmp_path: Path) -> None:
         ({"tasks": {"names": ["mmlu"], "limits": 1}}, "unknown setting tasks.limits"),
         ({"sequences": True}, "sequences=True is no int"),
         ({"tasks": {"limit": 3}}, "`tasks.names` is empty"),
+        ({"shares": [], "prune_by": "criterion"}, "needs `shares` of heads"),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, object], message: str) -> None:
     whole = settings if "corpus" in settings or "modle" in settings else {"model": "demo", "corpus": "a"} | settings
     with pytest.raises(HeadscanError, match=message):
         study_from(whole)
+
+
+def test_equal_documents_go_to_one_part(tmp_path: Path) -> None:
+    for number in range(60):
+        text = f"file {number % 30} has a text of its own\n" * 100
+        (tmp_path / f"{number}.txt").write_text(text)
+    split_texts(CorpusSpec(str(tmp_path)), tmp_path / "parts")
+    files = [file.read_text() for file in (tmp_path / "parts").glob("*/*.txt")]
+    assert len(files) == len(set(files)) == 30
 
 
 @pytest.mark.parametrize("documents", [1, 3, 40])
@@ -220,6 +258,23 @@ def test_a_short_corpus_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("too short\n" * 50)
     with pytest.raises(StudyError, match="too short"):
         split_texts(CorpusSpec(str(tmp_path / "a.txt")), tmp_path / "parts")
+
+
+def test_texts_that_judge_are_not_those_that_measure(tmp_path: Path) -> None:
+    for folder, first in (("measure", 0), ("judge", 29), ("others", 30)):
+        (tmp_path / folder).mkdir()
+        for number in range(first, first + 30):
+            text = f"file {number} has a text of its own\n" * 100
+            (tmp_path / folder / f"{number} of {folder}.txt").write_text(text)
+        (tmp_path / folder / "heading.txt").write_text("Notes\n")
+    corpus, judge, others = (CorpusSpec(str(tmp_path / name)) for name in ("measure", "judge", "others"))
+    message = r"1 of 31 documents of `judge` .*: 29 of judge\.txt equals 29 of measure\.txt \(limit 0\). Remove"
+    with pytest.raises(StudyError, match=message):
+        split_texts(corpus, tmp_path / "parts", judge)
+    assert not (tmp_path / "parts").exists()
+    with pytest.raises(StudyError, match="30 of 31 documents"):
+        split_texts(corpus, tmp_path / "parts", corpus)
+    assert len(split_texts(corpus, tmp_path / "parts", others).judged_files) == 31
 
 
 def test_the_safe_heads_are_a_file_that_prune_reads(tmp_path: Path) -> None:
@@ -286,6 +341,22 @@ def test_answers_hold_no_infinity(found: tuple[StudyConfig, StudyAnswer, list[st
     assert json.loads((tmp_path / "answers.json").read_text())["losses"][name]["low"] is None
 
 
+def test_an_open_share_has_the_label_of_the_table() -> None:
+    """More questions do not help against what makes this share open."""
+    loss = Increase("nats per token", 64, 0.02, 0.01, 0.03)
+    share = ShareVerdict("arm", 0.1, loss, Outcome.OPEN, "may lose more than one point")
+    saving = Saving(ABLATED, (share,), (("arm", 0.1),), units=48)
+    assert saving.next() == "10% not shown: may lose more than one point"
+    card = saving.card()
+    assert (card.headline, card.state) == ("None shown to be safe", "open")
+    assert card.detail == (
+        "10% not shown: may lose more than one point. At 10%: loss +0.0200 [+0.0100, +0.0300] nats per token."
+    )
+    few = replace(saving, judged=(replace(share, why="needs about 900 questions"),))
+    assert few.next() == "10% too few questions: needs about 900 questions"
+    assert few.card().headline == "Too few questions"
+
+
 COSTS = QuestionCosts(280.0, 300.0, enough=3_000, available=2_500, enough_recall=500, recalls="copying 60 %")
 
 
@@ -324,6 +395,24 @@ def test_importance_takes_time_only_if_a_criterion_needs_it(tmp_path: Path) -> N
 
     assert third_step(criteria=("output_norm_ln",)) == third_step(shares=()) == time_text(0.0)
     assert third_step(criteria=("importance",)) != time_text(0.0)
+
+
+def test_without_ablated_heads_pruning_is_by_damage_and_its_time_counts(tmp_path: Path) -> None:
+    """No criterion is chosen, however little time there is."""
+
+    def fifth_step(**changed: Any) -> tuple[str | None, str]:
+        lines: list[str] = []
+        settings = StudyConfig(
+            SPEC, CorpusSpec("texts/"), str(tmp_path), tokens=256, hours=0.1, prune_shares=(0.05,), **changed
+        )
+        found = decided(settings, 300.0, COSTS, lines.append)
+        assert found.sequences == 8
+        return found.prune_by, next(line.split("  ")[-1] for line in lines if "5. pruning" in line)
+
+    by_criterion, short = fifth_step()
+    alone, long = fifth_step(shares=())
+    assert (by_criterion, alone) == ("criterion", "damage")
+    assert long == fifth_step(prune_by="damage")[1] != short
 
 
 def test_questions_are_as_many_as_they_must_be_or_as_the_time_allows(tmp_path: Path) -> None:
