@@ -20,7 +20,7 @@ from statistics import NormalDist
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import LOSS
-from headscan.analysis.store.verdict_limits import POWER, TAIL
+from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS, POWER, TAIL
 from headscan.analysis.verdicts.answer_sheets import finished_arms
 from headscan.analysis.verdicts.confirmation import widened
 from headscan.analysis.verdicts.judge import ArmVerdict, Outcome, arm_outcome, outcome_label
@@ -89,20 +89,23 @@ def exceeds(loss: Increase | None, max_loss: float) -> bool:
 
 def enough_texts(loss: Increase, max_loss: float, comparisons: int = 1) -> int | None:
     """Return the number of texts with which the loss is shown to be within its limit in four of five cases, if this
-    increase and the spread of the texts are the true ones: the interval narrows with the root of their number. None if
-    these texts show it; 0 if no number is known to, because the increase itself exceeds the limit, or has no known
-    upper end.
+    increase and the spread of the texts are the true ones: the interval narrows with the root of their number. At least
+    `LEAST_LOSS_TEXTS`; None if these texts show it; 0 if no number is known to, because the increase itself exceeds the
+    limit.
 
     Args:
         comparisons: Number of kinds of savings for which the interval is widened.
     """
-    if loss.high <= max_loss:
+    if loss.high <= max_loss and loss.documents >= LEAST_LOSS_TEXTS:
         return None
-    if loss.difference >= max_loss or not isfinite(loss.high):
+    if loss.difference >= max_loss:
         return 0
+    if loss.high <= max_loss or not isfinite(loss.high):
+        return LEAST_LOSS_TEXTS
     normal = NormalDist()
     spare = 1 + normal.inv_cdf(POWER) / normal.inv_cdf(1 - TAIL / comparisons)
-    return ceil(loss.documents * (spare * (loss.high - loss.difference) / (max_loss - loss.difference)) ** 2)
+    needed = loss.documents * (spare * (loss.high - loss.difference) / (max_loss - loss.difference)) ** 2
+    return max(LEAST_LOSS_TEXTS, ceil(needed))
 
 
 def judge_shares(
@@ -174,10 +177,12 @@ def share_verdict(outcome: ArmVerdict, share: float, loss: Increase | None, *, m
 
 def _loss_gap(loss: Increase, max_loss: float, needed: int) -> str:
     """Return why a loss is not shown to be within its limit; ``needed`` is `enough_texts`."""
-    if not isfinite(loss.high):
-        of = f"{loss.documents:,} text{'s' * (loss.documents != 1)}"
-        return f"the upper end of the loss is unknown on {of} (limit {max_loss:g} nats per token)"
-    high = f"the loss may rise by {loss.high:.3g} nats per token (limit {max_loss:g})"
-    if needed:
-        return f"needs about {about(needed)} texts: {high}"
-    return f"{high}, and more texts do not help: the estimate itself is {loss.difference:+.3g}"
+    of = f"{loss.documents:,} text{'s' * (loss.documents != 1)}"
+    if not needed:
+        high = f"the loss may rise by {loss.high:.3g} nats per token (limit {max_loss:g})"
+        return f"{high}, and more texts do not help: the estimate itself is {loss.difference:+.3g}"
+    if loss.high <= max_loss or not isfinite(loss.high):
+        found = f"{of} cannot show that the loss rises by at most {max_loss:g} nats per token"
+    else:
+        found = f"the loss may rise by {loss.high:.3g} nats per token (limit {max_loss:g})"
+    return f"needs about {about(needed)} texts: {found}"

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS
 from headscan.catalog import IMPORTANCES, RECALL_NAMES, SCORES
 from headscan.checkpoints.source_folder import portable_source
 from headscan.errors import HeadscanError
@@ -18,6 +19,8 @@ from headscan.pipelines.settings.settings_file import build_settings, settings_f
 
 #: Fewest texts that measure or judge, and most if the time decides.
 FEWEST_STUDY_TEXTS, MOST_STUDY_TEXTS = 8, 64
+#: Fewest texts that judge if the time decides: more than `LEAST_LOSS_TEXTS`, because some may be of one document.
+FEWEST_JUDGED_TEXTS = LEAST_LOSS_TEXTS + 4
 #: Settings with the shares of each kind of saving.
 SHARE_SETTINGS = ("shares", "window_shares", "prune_shares")
 
@@ -81,7 +84,11 @@ class StudyConfig:
         ),
     ] = None
     judged_texts: Annotated[
-        int | None, Option("texts whose loss is judged (default: as many as measure)", least=FEWEST_STUDY_TEXTS)
+        int | None,
+        Option(
+            f"texts whose loss is judged (default: as many as measure, at least {FEWEST_JUDGED_TEXTS})",
+            least=FEWEST_STUDY_TEXTS,
+        ),
     ] = None
     questions: Annotated[int | None, Option("number of questions (default: as the time allows)", least=1)] = None
     recall_questions: Annotated[

@@ -28,7 +28,13 @@ from headscan.pipelines.runs.progress import time_text
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, RecallPlan, TaskConfig
 from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS
-from headscan.pipelines.study.study_config import FEWEST_STUDY_TEXTS, MOST_STUDY_TEXTS, SHARE_SETTINGS, StudyConfig
+from headscan.pipelines.study.study_config import (
+    FEWEST_JUDGED_TEXTS,
+    FEWEST_STUDY_TEXTS,
+    MOST_STUDY_TEXTS,
+    SHARE_SETTINGS,
+    StudyConfig,
+)
 from headscan.pipelines.study.study_texts import StudyTexts
 
 #: Share of the time that the steps before the questions may take.
@@ -175,7 +181,10 @@ def decided(config: StudyConfig, speed: float, costs: QuestionCosts, say: Callab
     seconds, per_text = 3600 * config.hours, length / speed
     for texts_read, tried in _EFFORTS:
         config = _with_shares(asked, tried)
-        sequences, judged_texts = config.sequences or texts_read, config.judged_texts or texts_read
+        sequences, judged_texts = (
+            config.sequences or texts_read,
+            config.judged_texts or max(texts_read, FEWEST_JUDGED_TEXTS),
+        )
         steps = _step_seconds(config, sequences, judged_texts, speed)
         damage = _DAMAGE_PASSES * _number(config.prune_shares) * sequences * per_text
         # Without ablated heads there is no criterion, so fewer texts and shares make room for damage.

@@ -176,7 +176,9 @@ def verdict_on_goal(ratios: dict[str, float]) -> str:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--loads", type=Load.parse, default=LOADS, help=f"shape:layers:tokens[:sequences] (default: {LOADS})")
+    parser.add_argument(
+        "--loads", type=Load.parse, default=LOADS, help=f"shape:layers:tokens[:sequences] (default: {LOADS})"
+    )
     parser.add_argument("--seconds", type=float, default=20.0, help="time for one load's rounds (default: 20)")
     parser.add_argument("--parts", action="store_true", help="also time parts of the statistics, and attention calls")
     options = parser.parse_args()

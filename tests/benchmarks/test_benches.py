@@ -27,7 +27,9 @@ def test_scans_are_timed_by_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "| 135M | 1 | 128 | the entropy's part of the 15 scores |" in found
     assert "| 135M | 128 | identities: output and log-sum-exp |" in found and "| 135M | 1 | 128 | eager |" in found
     assert "| 135M | 1 | 2 x 64 | eager |" in found
-    assert re.search(r"Goal of 1.08 x plain for the 15 scores: (not )?met \(135M, 128 tokens: \d.*; 135M, 2 x 64", found)
+    assert re.search(
+        r"Goal of 1.08 x plain for the 15 scores: (not )?met \(135M, 128 tokens: \d.*; 135M, 2 x 64", found
+    )
 
 
 def test_arms_are_timed_beside_whole_prompts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

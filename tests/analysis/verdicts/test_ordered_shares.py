@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from headscan.analysis.store.records import ArmKind
+from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, FinishedArm
 from headscan.analysis.verdicts.confirmation import widened
 from headscan.analysis.verdicts.judge import arm_outcome
@@ -111,12 +112,9 @@ def few_gain_most(rng: np.random.Generator, texts: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("of_texts", "texts", "most"),
     [
-        (normal, 8, 0.025),
         (normal, 20, 0.025),
-        (few_gain_most, 8, 0.025),
         (few_gain_most, 20, 0.025),
         # Of few texts, those that lose most are often missing, which no interval shows.
-        (few_lose_most, 8, 0.17),
         (few_lose_most, 20, 0.065),
         (few_lose_most, 64, 0.045),
     ],
@@ -132,6 +130,16 @@ def test_a_loss_at_its_limit_is_rarely_shown_to_be_within_it(
         loss = rate_increase(RATES["loss"], np.zeros(texts), -rises * sizes, sizes, np.arange(texts))
         safe += enough_texts(loss, 0.05) is None
     assert safe / draws <= most + 0.013
+
+
+def test_few_texts_never_show_that_a_loss_is_within_its_limit() -> None:
+    few = nats(0.001, 0.0, 0.002, texts=LEAST_LOSS_TEXTS - 1)
+    assert enough_texts(few, 0.05) == LEAST_LOSS_TEXTS
+    same = compare(np.ones(2000), np.ones(2000))
+    judged = outcome(same, few)
+    assert judged.outcome is Outcome.OPEN and judged.label == "too few texts"
+    assert judged.why.startswith("needs about 20 texts: 19 texts cannot show that the loss rises by at most 0.05 nats")
+    assert outcome(same, nats(0.001, 0.0, 0.002, texts=LEAST_LOSS_TEXTS)).outcome is Outcome.SAFE
 
 
 def test_the_texts_that_are_said_to_be_enough_are() -> None:
@@ -179,8 +187,8 @@ def test_a_share_is_safe_only_if_its_loss_is_shown_to_be_within_the_limit() -> N
     assert (above.outcome, above.label, above.texts_needed) == (Outcome.OPEN, "not shown", 0)
     assert "may rise by 0.2 nats per token (limit 0.05), and more texts do not help" in above.why
     unknown = outcome(same, nats(0.02, -inf, inf, texts=1))
-    assert (unknown.outcome, unknown.label) == (Outcome.OPEN, "not shown")
-    assert "upper end of the loss is unknown on 1 text (" in unknown.why
+    assert (unknown.outcome, unknown.label, unknown.texts_needed) == (Outcome.OPEN, "too few texts", 20)
+    assert "1 text cannot show" in unknown.why
 
 
 def test_the_loss_is_named_before_missing_questions_and_after_shown_losses() -> None:

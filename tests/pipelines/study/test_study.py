@@ -48,7 +48,7 @@ def tiny(out: Path, **changes: object) -> StudyConfig:
         "window_shares": (0.5,),
         "prune_shares": (0.05,),
         "sequences": 8,
-        "judged_texts": 8,
+        "judged_texts": 26,
         "questions": 8,
         "recall_questions": 8,
         "search": False,
