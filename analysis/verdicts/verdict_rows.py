@@ -201,7 +201,9 @@ def least_visible_loss(paired: PairedDifference, tasks: int) -> float:
 
 #: Columns of the table in shares and their attributes of ``PairedDifference`` in percent.
 _PERCENT = {"baseline": "baseline", "accuracy": "arm", "difference": "difference", "low": "low", "high": "high"}
-_PLAIN = ("questions", "texts", "gained", "lost", "p_value")
+_PLAIN = ("questions", "gained", "lost", "p_value")
+#: Columns of later schemas, NULL in older rows.
+_LATER = ("texts", "texts_differ", "degrees_of_freedom")
 
 #: Columns of the table and their fields of the retained ability.
 _RETAINED = {"retained": "value", "retained_low": "low", "retained_high": "high"}
@@ -267,7 +269,7 @@ def complete_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _lacks_columns(row: Mapping[str, Any]) -> bool:
-    if row["texts"] is None:
+    if any(row[name] is None for name in _LATER):
         return True
     if row["recall"]:
         return row["informative"] is not None and row["retained"] is None
@@ -308,7 +310,7 @@ def _row(sheets: AnswerSheets, scope: Scope, baseline: FinishedArm, arm: Finishe
         "arm_id": arm.arm_id,
         **scope._asdict(),
         **{column: getattr(paired, attribute) / 100 for column, attribute in _PERCENT.items()},
-        **{name: getattr(paired, name) for name in _PLAIN},
+        **{name: getattr(paired, name) for name in (*_PLAIN, *_LATER)},
         "chance": None if paired.chance is None else paired.chance / 100,
         **{column: getattr(kept, attribute) / 100 for column, attribute in _RETAINED.items() if kept},
     }
@@ -326,11 +328,17 @@ def _worst_columns(worst: TaskVerdict) -> dict[str, Any]:
 
 def _paired(row: Mapping[str, Any]) -> PairedDifference:
     kept = {attribute: row[column] for column, attribute in _RETAINED.items() if row[column] is not None}
-    # Rows before schema 12, which only widen later verdicts, do not hold the number of texts.
-    texts = row["questions"] if row["texts"] is None else row["texts"]
+    # Rows of older schemas, which only count as comparisons of later verdicts, have estimates.
+    questions, texts = row["questions"], row["questions"] if row["texts"] is None else row["texts"]
+    estimates = {
+        "texts": texts,
+        "texts_differ": (row["gained"] + row["lost"]) * texts // questions,
+        "degrees_of_freedom": max(1, texts - 1),
+    }
     return PairedDifference(
         **{attribute: 100 * row[column] for column, attribute in _PERCENT.items()},
-        **{name: row[name] for name in _PLAIN} | {"texts": texts},
+        **{name: row[name] for name in _PLAIN},
+        **{name: estimate if row[name] is None else row[name] for name, estimate in estimates.items()},
         retained=Interval(**{attribute: 100 * share for attribute, share in kept.items()}) if kept else None,
         chance=None if row["chance"] is None else 100 * row["chance"],
     )

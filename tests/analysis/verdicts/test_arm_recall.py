@@ -30,6 +30,8 @@ def _verdict(
         gained=0,
         lost=0,
         p_value=1.0,
+        texts_differ=0,
+        degrees_of_freedom=questions // 4 - 1,
         retained=Interval(retained[0], 97.6, retained[1]),
     )
     return RecallVerdict(family, paired)

@@ -164,7 +164,18 @@ def test_arms_that_share_a_half_share_the_error_of_one(arms: int, before: float)
 def _paired(questions: int, gained: int, lost: int, low: float) -> PairedDifference:
     difference = 100 * (gained - lost) / questions
     return PairedDifference(
-        questions, questions, 75.0, 75.0 + difference, difference, low, 2 * difference - low, gained, lost, 1.0
+        questions,
+        questions,
+        75.0,
+        75.0 + difference,
+        difference,
+        low,
+        2 * difference - low,
+        gained,
+        lost,
+        1.0,
+        texts_differ=gained + lost,
+        degrees_of_freedom=questions - 1,
     )
 
 
