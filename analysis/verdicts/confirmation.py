@@ -27,21 +27,19 @@ from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.scan_tables import literal
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ALL_TASKS, CONFIRMATION, SELECTION, SPLIT_VERDICTS
-from headscan.analysis.store.verdict_limits import LEAST_RETAINED, few_factor
+from headscan.analysis.store.verdict_limits import LEAST_RETAINED
 from headscan.analysis.verdicts.answer_sheets import (
     BENCHMARK,
     AnswerSheets,
     FinishedArm,
     FinishedArms,
-    Scope,
     can_be_judged,
     finished_arms,
     read_answers,
 )
 from headscan.analysis.verdicts.controls import SelectedRank, Standing, controls_of, judge_controls, least_controls
 from headscan.analysis.verdicts.judge import ArmVerdict, Verdict, arm_outcome, benchmark_differences
-from headscan.analysis.verdicts.paired import Interval, PairedDifference
-from headscan.analysis.verdicts.verdict_rows import compared_by_arm, complete_rows, verdict_rows
+from headscan.analysis.verdicts.verdict_rows import compared_by_arm, complete_rows, verdict_rows, widened
 
 #: A sweep selects one arm of each kind, because rules and masks are used differently.
 KINDS = (ArmKind.RULE, ArmKind.MASK)
@@ -428,25 +426,6 @@ def _judge_others(
             differences = {c.arm_id: sheets.difference(BENCHMARK, baseline, sheets.correct[c.arm_id]) for c in controls}
     rows = [row | {"selected": True} for row in rows]
     return rows, differences | benchmark_differences(compared_by_arm(rows))
-
-
-def widened(scopes: Mapping[Scope, PairedDifference], comparisons: int) -> dict[Scope, PairedDifference]:
-    """Return comparisons whose intervals of the benchmark and of recall are widened for so many arms. Intervals of
-    tasks stay as they are, because they only show losses.
-    """
-    all_widened = dict(scopes)
-    for scope, paired in scopes.items() if comparisons > 1 else ():
-        rare = few_factor(comparisons)
-        if scope == BENCHMARK:
-            wide, further = paired.among(comparisons), paired.interval.widened(rare)
-            if paired.few_differ:
-                wide = Interval(min(wide.low, further.low), wide.value, max(wide.high, further.high))
-            all_widened[scope] = replace(paired, low=max(-100.0, wide.low), high=min(100.0, wide.high))
-        elif scope.is_recall_family and paired.retained is not None:
-            wide = paired.retained.widened(rare)
-            kept = Interval(max(-100.0, wide.low), wide.value, min(200.0, wide.high))
-            all_widened[scope] = replace(paired, retained=kept)
-    return all_widened
 
 
 def _widened_rows(

@@ -18,11 +18,10 @@ from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import LOSS
 from headscan.analysis.verdicts.answer_sheets import finished_arms
-from headscan.analysis.verdicts.confirmation import widened
 from headscan.analysis.verdicts.judge import ArmVerdict, Outcome, arm_outcome, outcome_label
 from headscan.analysis.verdicts.metrics import Increase, read_metrics
 from headscan.analysis.verdicts.paired import PairedDifference
-from headscan.analysis.verdicts.verdict_rows import RecallVerdict, StoredRows
+from headscan.analysis.verdicts.verdict_rows import RecallVerdict, StoredRows, widened
 
 
 @dataclass(frozen=True)

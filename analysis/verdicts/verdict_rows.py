@@ -16,7 +16,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, log, sqrt
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from headscan.analysis.store.verdict_limits import (
     POWER,
     QUESTIONS_PER_TEXT,
     TAIL,
+    few_factor,
 )
 from headscan.analysis.verdicts.answer_sheets import (
     BENCHMARK,
@@ -197,6 +198,28 @@ def least_visible_loss(paired: PairedDifference, tasks: int) -> float:
         ),
         100.0,
     )
+
+
+def widened(scopes: Mapping[Scope, PairedDifference], comparisons: int) -> dict[Scope, PairedDifference]:
+    """Return comparisons whose intervals of the benchmark and of recall, in points and as the share that is left, are
+    widened for so many arms. Intervals of tasks stay as they are.
+    """
+    if comparisons == 1:
+        return dict(scopes)
+    judging = {scope: paired for scope, paired in scopes.items() if scope == BENCHMARK or scope.is_recall_family}
+    return {**scopes, **{scope: _widened(paired, comparisons) for scope, paired in judging.items()}}
+
+
+def _widened(paired: PairedDifference, comparisons: int) -> PairedDifference:
+    rare = few_factor(comparisons)
+    wide, further = paired.among(comparisons), paired.interval.widened(rare)
+    if paired.few_differ:
+        wide = Interval(min(wide.low, further.low), wide.value, max(wide.high, further.high))
+    kept = paired.retained
+    if kept is not None:
+        kept = kept.widened(rare)
+        kept = Interval(max(-100.0, kept.low), kept.value, min(200.0, kept.high))
+    return replace(paired, low=max(-100.0, wide.low), high=min(100.0, wide.high), retained=kept)
 
 
 #: Columns of the table in shares and their attributes of ``PairedDifference`` in percent.

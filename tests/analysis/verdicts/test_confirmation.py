@@ -23,12 +23,11 @@ from headscan.analysis.verdicts.confirmation import (
     judge_sweep,
     judged_on_same,
     record_confirmation,
-    widened,
 )
 from headscan.analysis.verdicts.controls import SelectedRank
 from headscan.analysis.verdicts.judge import judge
-from headscan.analysis.verdicts.paired import PairedDifference, about, compare, retained
-from headscan.analysis.verdicts.verdict_rows import record_verdicts
+from headscan.analysis.verdicts.paired import Interval, PairedDifference, about, compare, retained
+from headscan.analysis.verdicts.verdict_rows import RecallVerdict, record_verdicts, widened
 from headscan.catalog import SCORES
 from tests.analysis.sweep_fixtures import write_sweep
 from tests.stores import copy_store
@@ -209,6 +208,35 @@ def test_recall_of_identical_answers_is_widened_enough(comparisons: int) -> None
             break
     else:
         pytest.fail("no number of texts is enough")
+
+
+def test_a_loss_of_recall_in_points_is_widened() -> None:
+    """Of 1,000 texts an arm loses 55 and gains 25. One comparison shows a loss of more than a point, five do not."""
+    scope, texts = Scope("copying", True), np.arange(1000)
+    baseline, arm = np.where(texts < 25, 0.0, 1.0), np.where(texts >= 945, 0.0, 1.0)
+    paired = replace(compare(baseline, arm, texts=texts), retained=retained(baseline, arm, texts, 0.0))
+    one, five = (RecallVerdict("copying", widened({scope: paired}, count)[scope]) for count in (1, 5))
+    assert paired.retained is not None and paired.retained.high > LEAST_RETAINED
+    assert one.paired == paired and one.failed and not five.failed
+    assert five.paired.interval == pytest.approx(paired.among(5))
+
+
+@pytest.mark.parametrize("comparisons", [2, 5])
+def test_kinds_that_share_recall_questions_share_the_error_of_a_loss(comparisons: int) -> None:
+    """Independent arms that truly lose one point of recall: one of them is called lost in 2.5 % of cases."""
+    rng, scope, texts = np.random.default_rng(0), Scope("copying", True), np.arange(800)
+    runs, lost = 400, {1: 0, comparisons: 0}
+    for _ in range(runs):
+        arms = []
+        for _ in range(comparisons):
+            delta = rng.choice([-1, 0, 1], 800, p=[0.05, 0.91, 0.04])
+            paired = compare(delta < 0, delta > 0, texts=texts, resamples=100)
+            arms.append(replace(paired, baseline=80.0, retained=Interval(80, 95, 110)))
+        for count in lost:
+            verdicts = (RecallVerdict("copying", widened({scope: paired}, count)[scope]) for paired in arms)
+            lost[count] += any(verdict.failed for verdict in verdicts)
+    assert lost[comparisons] / runs <= 0.025 + 0.016
+    assert lost[1] > lost[comparisons]
 
 
 # The verdict

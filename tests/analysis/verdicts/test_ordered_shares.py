@@ -10,11 +10,11 @@ import pytest
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.verdict_limits import MARGIN
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, FinishedArm
-from headscan.analysis.verdicts.confirmation import widened
 from headscan.analysis.verdicts.judge import arm_outcome
 from headscan.analysis.verdicts.metrics import RATES, Increase, rate_increase
 from headscan.analysis.verdicts.ordered_shares import Outcome, ShareVerdict, exceeds, largest_safe, share_verdict
 from headscan.analysis.verdicts.paired import PairedDifference, compare
+from headscan.analysis.verdicts.verdict_rows import widened
 
 SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
 
