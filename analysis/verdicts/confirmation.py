@@ -71,8 +71,8 @@ class SweepChoice:
         passed: False if no arm qualified on the selecting questions; this one comes closest (see `best_candidate`).
         selected_on: Number of benchmark questions that selected it.
         confirmed: True if other questions judged it.
-        comparisons: Number of arms that the store has judged on these other questions, for which the intervals are
-            widened; 1 if the same questions selected and judged it.
+        comparisons: Number of arms that the store has judged on these other questions of the benchmark, for which the
+            interval is widened; 1 if the same questions selected and judged it. `RecallVerdict` has that of recall.
     """
 
     verdict: ArmVerdict
@@ -93,8 +93,11 @@ class SweepChoice:
         judged_on = self.verdict.paired.questions
         if self.confirmed:
             questions = f"selected on {self.selected_on:,} questions and judged on {judged_on:,} others"
-            if self.comparisons > 1:
-                questions += f" by intervals widened for the {self.comparisons} arms that they have judged"
+            recall = max((each.comparisons for each in self.verdict.judged_recall), default=self.comparisons)
+            if max(self.comparisons, recall) > 1:
+                judged = f"{self.comparisons} arm{'s' * (self.comparisons > 1)}"
+                questions += f" by intervals widened for the {judged} that they have judged"
+                questions += f" ({recall} in recall)" * (recall != self.comparisons)
         else:
             questions = (
                 f"selected and judged on the same {judged_on:,} questions, so its interval is not corrected for the"
@@ -154,20 +157,45 @@ def record_confirmation(store: Store, run_id: str) -> None:
     confirmed = _confirmed(store, run_id, finished_arms(store, run_id))
     if confirmed.rows and not confirmed.recorded:
         store.replace_split_verdicts(run_id, pa.Table.from_pylist(confirmed.rows))
-    for other in sorted(run for run in judged_on_same(store, run_id) if run != run_id and can_be_judged(store, run)):
+    for other in sorted(judged_on_same(store, run_id).runs - {run_id}):
+        if not can_be_judged(store, other):
+            continue
         recorded, arms = _recorded(store, other), finished_arms(store, other).others
         # Its questions overlap with those of other runs than this run's do.
-        rows = _widened_rows(recorded, arms, sum(map(len, judged_on_same(store, other).values())))
+        rows = _widened_rows(recorded, arms, judged_on_same(store, other).comparisons())
         if rows != recorded:
             store.replace_split_verdicts(other, pa.Table.from_pylist(rows))
 
 
-def judged_on_same(store: Store, run_id: str) -> dict[str, set[str]]:
-    """Return the recorded arms that were judged on questions that judge this run's arms, by run. The runs have the same
-    model, and their judging parts of the benchmark have a document of a task in common.
+class Comparisons(NamedTuple):
+    """Numbers of arms that the judging questions of a sweep have judged, in the benchmark and in recall."""
+
+    benchmark: int
+    recall: int
+
+
+class JudgedArms(NamedTuple):
+    """Recorded arms, by run, that were judged on the questions that judge a run's arms."""
+
+    benchmark: dict[str, set[str]]
+    recall: dict[str, set[str]]
+
+    @property
+    def runs(self) -> set[str]:
+        return self.benchmark.keys() | self.recall.keys()
+
+    def comparisons(self, more: Iterable[str] = ()) -> Comparisons:
+        """Return the number of arms, with those whose ids are in ``more``."""
+        return Comparisons(*(len(set(more).union(*judged.values())) for judged in self))
+
+
+def judged_on_same(store: Store, run_id: str) -> JudgedArms:
+    """Return the arms that were judged on the same questions as the arms of a run. The runs have the same model, and
+    their judging parts of the benchmark, or of recall, have a question in common: a document of a task, or a recall
+    question with the same seed, whose text the seed, the task and the number decide.
     """
-    judged: dict[str, set[str]] = defaultdict(set)
     with store.reading():
+        judged: dict[str, set[str]] = defaultdict(set)
         for row in store.query(
             "SELECT DISTINCT r.run_id, v.arm_id FROM split_verdicts v JOIN arms a ON a.arm_id = v.arm_id"
             " JOIN runs r ON r.run_id = a.run_id JOIN runs own ON own.run_id = $1"
@@ -179,19 +207,27 @@ def judged_on_same(store: Store, run_id: str) -> dict[str, set[str]]:
         ).to_pylist():
             judged[row["run_id"]].add(row["arm_id"])
         others = judged.keys() - {run_id}
+        overlapping = []
         if others:
             overlapping = store.query(
-                "WITH asked AS (SELECT s.run_id, s.task, coalesce(q.doc_hash, s.question::VARCHAR) AS document"
-                " FROM all_question_split s JOIN arms a ON a.run_id = s.run_id AND a.kind = 'baseline'"
+                "WITH asked AS (SELECT s.run_id, s.recall, s.task,"
+                " CASE WHEN s.recall THEN concat_ws(' ', r.config ->> '$.recall.seed', s.question)"
+                " ELSE coalesce(q.doc_hash, s.question::VARCHAR) END AS document"
+                " FROM all_question_split s JOIN runs r ON r.run_id = s.run_id"
+                " JOIN arms a ON a.run_id = s.run_id AND a.kind = 'baseline'"
                 " JOIN answers q ON q.arm_id = a.arm_id AND q.task = s.task AND q.question = s.question"
-                f" WHERE s.part = {literal(CONFIRMATION)} AND NOT s.recall AND list_contains($2, s.run_id))"
-                " SELECT DISTINCT o.run_id FROM asked o JOIN asked own USING (task, document) WHERE own.run_id = $1",
+                f" WHERE s.part = {literal(CONFIRMATION)} AND list_contains($2, s.run_id))"
+                " SELECT DISTINCT o.recall, o.run_id FROM asked o JOIN asked own USING (recall, task, document)"
+                " WHERE own.run_id = $1",
                 [run_id, [run_id, *others]],
-            )["run_id"].to_pylist()
-            judged = defaultdict(
-                set, {run: arms for run, arms in judged.items() if run == run_id or run in overlapping}
-            )
-    return judged
+            ).to_pylist()
+    shared = {(row["recall"], row["run_id"]) for row in overlapping}
+    return JudgedArms(
+        *(
+            {run: arms for run, arms in judged.items() if run == run_id or (recall, run) in shared}
+            for recall in (False, True)
+        )
+    )
 
 
 def _tried(arms: FinishedArms) -> list[FinishedArm]:
@@ -307,7 +343,7 @@ def _confirmed(store: Store, run_id: str, arms: FinishedArms) -> _Confirmed:
     selected = _selected(store, run_id, arms, tried, recorded)
     second, differences = _judge_others(store, run_id, arms, selected, recorded)
     second += _selected_before(recorded, selected)
-    comparisons = _comparisons(store, run_id, second)
+    comparisons = judged_on_same(store, run_id).comparisons({row["arm_id"] for row in second})
     second = _widened_rows(second, arms.others, comparisons)
     choices = _choices(selected, tried, arms, second, differences, comparisons)
     rows = [*selected.rows, *second]
@@ -360,20 +396,13 @@ def _selected_before(recorded: Sequence[dict[str, Any]], selected: _Selected) ->
     return [row | {"selected": False} for row in recorded if row["part"] == CONFIRMATION and row["arm_id"] not in now]
 
 
-def _comparisons(store: Store, run_id: str, rows: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of arms that were judged on the judging questions, those of ``rows`` included."""
-    known = judged_on_same(store, run_id)
-    known[run_id] = known[run_id] | {row["arm_id"] for row in rows}
-    return sum(map(len, known.values()))
-
-
 def _choices(
     selected: _Selected,
     tried: Sequence[FinishedArm],
     arms: FinishedArms,
     rows: Sequence[dict[str, Any]],
     differences: Mapping[str, float],
-    comparisons: int,
+    comparisons: Comparisons,
 ) -> tuple[SweepChoice, ...]:
     """Return the selected arms with their verdicts and ranks by the rows of the judging part."""
     against = judge_controls(arms.others, differences)
@@ -384,8 +413,14 @@ def _choices(
         if controls is not None:
             rank = _rank(candidate, tried, selected.randoms[arm.kind], differences)
             controls = replace(controls, selected=rank)
-        wide = widened(compared.get(arm.arm_id, {}), comparisons)
-        outcome = arm_outcome(arm, wide, controls=controls, confirmation=True, comparisons=comparisons)
+        outcome = arm_outcome(
+            arm,
+            widened(compared.get(arm.arm_id, {}), *comparisons),
+            controls=controls,
+            confirmation=True,
+            comparisons=comparisons.benchmark,
+            recall_comparisons=comparisons.recall,
+        )
         if outcome.accuracy is not None:
             choices.append(
                 SweepChoice(
@@ -394,7 +429,7 @@ def _choices(
                     passed=candidate.passes,
                     selected_on=selected.judged[candidate.name].paired.questions,
                     confirmed=True,
-                    comparisons=comparisons,
+                    comparisons=comparisons.benchmark,
                 )
             )
     return tuple(choices)
@@ -429,7 +464,7 @@ def _judge_others(
 
 
 def _widened_rows(
-    rows: Sequence[dict[str, Any]], arms: Sequence[FinishedArm], comparisons: int
+    rows: Sequence[dict[str, Any]], arms: Sequence[FinishedArm], comparisons: Comparisons
 ) -> list[dict[str, Any]]:
     """Return rows of ``split_verdicts`` whose verdicts on the confirmation part count the comparisons."""
     by_id = {arm.arm_id: arm for arm in arms}
@@ -437,10 +472,10 @@ def _widened_rows(
     all_widened = []
     for row in rows:
         if row["part"] == CONFIRMATION and row["task"] == ALL_TASKS and row["arm_id"] in by_id:
-            outcome = arm_outcome(by_id[row["arm_id"]], widened(compared[row["arm_id"]], comparisons))
+            outcome = arm_outcome(by_id[row["arm_id"]], widened(compared[row["arm_id"]], *comparisons))
             if outcome.accuracy is not None:
                 wide = {"passes": outcome.is_safe, "wide_low": outcome.accuracy.low / 100}
-                row = row | {"comparisons": comparisons, **wide}
+                row = row | {"comparisons": comparisons.benchmark, **wide}
         all_widened.append(row)
     return all_widened
 

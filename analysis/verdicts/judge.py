@@ -445,21 +445,24 @@ def arm_outcome(
     pruned: tuple[PrunedControls, ...] = (),
     confirmation: bool = False,
     comparisons: int = 1,
+    recall_comparisons: int | None = None,
 ) -> ArmVerdict:
     """Judge one arm by its comparisons.
 
     Args:
         scopes: Comparisons by scope; an arm without one on the benchmark has no accuracy.
         confirmation: True if the questions are the judging part of a sweep.
-        comparisons: Number of arms for which the intervals are widened.
+        comparisons: Number of arms for which the intervals are widened; ``recall_comparisons`` in recall, None if it is
+            the same.
     """
+    recall_comparisons = comparisons if recall_comparisons is None else recall_comparisons
     return ArmVerdict(
         name=arm.name,
         kind=arm.kind,
         zeroed_share=arm.zeroed_share,
         share=arm.share,
         selection=arm.selection,
-        recall=_families(scopes, 1 - 1 / RECALL_PARTS if confirmation else 1.0, comparisons),
+        recall=_families(scopes, 1 - 1 / RECALL_PARTS if confirmation else 1.0, recall_comparisons),
         metrics=metrics,
         weights_left=arm.weights_left,
         cache_left=arm.cache_left,

@@ -200,17 +200,25 @@ def least_visible_loss(paired: PairedDifference, tasks: int) -> float:
     )
 
 
-def widened(scopes: Mapping[Scope, PairedDifference], comparisons: int) -> dict[Scope, PairedDifference]:
+def widened(
+    scopes: Mapping[Scope, PairedDifference], comparisons: int, recall: int | None = None
+) -> dict[Scope, PairedDifference]:
     """Return comparisons whose intervals of the benchmark and of recall, in points and as the share that is left, are
-    widened for so many arms. Intervals of tasks stay as they are.
+    widened for so many arms. Intervals of tasks stay as they are. ``recall`` is the number of arms in recall; None
+    stands for ``comparisons``.
     """
-    if comparisons == 1:
-        return dict(scopes)
-    judging = {scope: paired for scope, paired in scopes.items() if scope == BENCHMARK or scope.is_recall_family}
-    return {**scopes, **{scope: _widened(paired, comparisons) for scope, paired in judging.items()}}
+    all_widened = dict(scopes)
+    for scope, paired in scopes.items():
+        if scope == BENCHMARK:
+            all_widened[scope] = _widened(paired, comparisons)
+        elif scope.is_recall_family:
+            all_widened[scope] = _widened(paired, comparisons if recall is None else recall)
+    return all_widened
 
 
 def _widened(paired: PairedDifference, comparisons: int) -> PairedDifference:
+    if comparisons == 1:
+        return paired
     rare = few_factor(comparisons)
     wide, further = paired.among(comparisons), paired.interval.widened(rare)
     if paired.few_differ:

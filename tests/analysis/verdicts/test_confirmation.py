@@ -465,7 +465,53 @@ def test_later_sweeps_on_the_same_questions_widen_all_judgements(tmp_path: Path)
         other_model: 1,
     }
     assert {row["run_id"] for row in rows if row["removable"]} == {other_model}
-    assert judged_on_same(reopened, first).keys() == {first, overlapping, *later}
+    assert judged_on_same(reopened, first).runs == {first, overlapping, *later}
+
+
+def test_sweeps_on_other_tasks_share_the_recall_questions(tmp_path: Path) -> None:
+    """The task, the number and the seed decide a recall question, whatever the benchmark asks."""
+    store = Store(tmp_path / "s.duckdb", lock_timeout=5.0)
+    recall = 800
+
+    def swept(task: str, seed: int = 0, model: str = "tiny") -> str:
+        config = {"recall": {"seed": seed}}
+        run = RunRecord("evaluate", f"{task} {seed} {model}", model, 3, 8, config=config)
+        answers = pa.table(
+            {
+                "task": [task] * 2000 + ["copying@64"] * recall,
+                "question": [*range(2000), *range(recall)],
+                "recall": [False] * 2000 + [True] * recall,
+                "correct": np.ones(2000 + recall),
+            }
+        )
+        with store.one_transaction():
+            run_id = store.begin_run(run).run_id
+            arms = (
+                ArmRecord(run_id, "baseline", "baseline"),
+                ArmRecord(run_id, "m", "mask", score="entropy", share=0.1),
+            )
+            for record in arms:
+                store.finish_arm(store.begin_arm(record).arm_id, answers, zeroed_share=record.share)
+        record_confirmation(store, run_id)
+        return run_id
+
+    first = swept("a")
+    alone = _choices(store, first)["mask"]
+    other = [swept("b"), swept("c", seed=1), swept("d", model="another")]
+    counts = {}
+    for run_id in (first, *other):
+        choice = _choices(store, run_id)["mask"]
+        (copying,) = choice.verdict.recall
+        counts[run_id] = (choice.comparisons, copying.comparisons)
+    assert counts == {first: (1, 2), other[0]: (1, 2), other[1]: (1, 1), other[2]: (1, 1)}
+    choice = _choices(store, first)["mask"]
+    assert choice.verdict.accuracy == alone.verdict.accuracy
+    wide, narrow = (each.verdict.recall[0].paired.retained for each in (choice, alone))
+    assert wide is not None and narrow is not None and wide.low < narrow.low
+    assert "judged on 1,000 others by intervals widened for the 1 arm that they have judged (2 in recall)" in (
+        choice.sentence()
+    )
+    assert "widened" not in alone.sentence()
 
 
 def test_a_half_with_too_few_questions_is_reported(tmp_path: Path) -> None:
