@@ -134,6 +134,7 @@ def judge_sweep(store: Store, verdict: Verdict, *, confirm: bool = True) -> tupl
     arms = finished_arms(store, verdict.run_id)
     if confirm:
         return _confirmed(store, verdict.run_id, arms).choices
+    arms = _of_sweep(arms)
     tried, judged = _tried(arms), {arm.name: arm for arm in verdict.arms}
     curves = _random_curves(tried, arms.others)
     selected = _select(tried, judged, {name: arm.is_safe for name, arm in judged.items()})
@@ -228,6 +229,14 @@ def judged_on_same(store: Store, run_id: str) -> JudgedArms:
             for recall in (False, True)
         )
     )
+
+
+def _of_sweep(arms: FinishedArms) -> FinishedArms:
+    """Return the arms that the sweep tried and drew: later evaluations into its run change neither its choice nor the
+    rank. Runs of earlier versions do not mark them, so all of their arms count.
+    """
+    swept = tuple(arm for arm in arms.others if arm.swept)
+    return arms._replace(others=swept) if swept else arms
 
 
 def _tried(arms: FinishedArms) -> list[FinishedArm]:
@@ -336,6 +345,7 @@ class _Confirmed(NamedTuple):
 
 def _confirmed(store: Store, run_id: str, arms: FinishedArms) -> _Confirmed:
     """Select the best arms on one part, and judge on the other."""
+    finished, arms = arms.others, _of_sweep(arms)
     tried = _tried(arms)
     if not tried:
         return _Confirmed((), [], True)
@@ -344,7 +354,7 @@ def _confirmed(store: Store, run_id: str, arms: FinishedArms) -> _Confirmed:
     second, differences = _judge_others(store, run_id, arms, selected, recorded)
     second += _selected_before(recorded, selected)
     comparisons = judged_on_same(store, run_id).comparisons({row["arm_id"] for row in second})
-    second = _widened_rows(second, arms.others, comparisons)
+    second = _widened_rows(second, finished, comparisons)
     choices = _choices(selected, tried, arms, second, differences, comparisons)
     rows = [*selected.rows, *second]
     return _Confirmed(choices, rows, _by_key(rows) == _by_key(recorded))

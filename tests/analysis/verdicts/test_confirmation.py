@@ -429,6 +429,29 @@ def test_random_curves_go_through_the_same_selection(tmp_path: Path) -> None:
         assert says in controls.sentence(ArmKind.MASK, 0.1) and "p =" not in controls.sentence(ArmKind.MASK, 0.1)
 
 
+def test_later_arms_in_the_run_of_a_sweep_change_neither_its_choice_nor_the_rank(tmp_path: Path) -> None:
+    """An evaluation adds a mask of another score and share, with random ones, to the run."""
+    store = Store(tmp_path / "s.duckdb", lock_timeout=5.0)
+    settings = {"scores": tuple(SCORES)[:1], "shares": (0.05, 0.1), "kinds": ("mask",), "recall": False}
+    run_id = write_sweep(store, **settings, seeds=19, questions=1000)  # type: ignore[arg-type]
+    before = {confirm: _choices(store, run_id, confirm=confirm)["mask"] for confirm in (True, False)}
+    baseline = store.query("SELECT arm_id FROM arms WHERE kind = 'baseline'")["arm_id"].to_pylist()
+    same = store.query("SELECT task, question, recall, correct FROM answers WHERE list_contains(?, arm_id)", [baseline])
+    with store.one_transaction():
+        mask = ArmRecord(run_id, "mask by hand", "mask", score=tuple(SCORES)[1], share=0.2)
+        drawn = [ArmRecord(run_id, f"random 20% {seed}", "random_mask", share=0.2, seed=seed) for seed in range(3)]
+        drawn += [ArmRecord(run_id, f"random 10% {seed}", "random_mask", share=0.1, seed=seed) for seed in (19, 20)]
+        for record in (mask, *drawn):
+            store.finish_arm(store.begin_arm(record).arm_id, same, zeroed_share=record.share)
+    for _ in range(2):
+        assert _choices(store, run_id)["mask"] == before[True]
+        record_confirmation(store, run_id)
+    after = _choices(store, run_id, confirm=False)["mask"]
+    controls = (after.verdict.controls, before[False].verdict.controls)
+    assert [each and each.selected for each in controls] == [SelectedRank(1, 19, 19)] * 2
+    assert after.verdict.name == before[False].verdict.name and after.candidates == before[False].candidates
+
+
 def test_later_sweeps_on_the_same_questions_widen_all_judgements(tmp_path: Path) -> None:
     """Sweeps of other values are runs of their own, on the same half; other questions and models do not count."""
     store = Store(tmp_path / "s.duckdb", lock_timeout=5.0)
