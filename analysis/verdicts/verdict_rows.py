@@ -113,12 +113,11 @@ class RecallVerdict:
         """Return the family and what is left of it."""
         return f"{self.family} {self.loss_left()}"
 
-    def wanting(self) -> str:
-        """Return the required number of questions in words; empty if there are enough."""
+    @property
+    def questions_needed(self) -> int:
+        """Number of questions that an arm without loss needs; 0 if these are enough."""
         needed = recall_needed(self.family, self.paired.baseline, self.comparisons)
-        if self.paired.questions >= needed:
-            return ""
-        return f"about {ceil(needed / self.judging_share):,} {self.family} questions"
+        return 0 if self.paired.questions >= needed else ceil(needed / self.judging_share)
 
 
 def solves(family: str, baseline: float, questions: int) -> bool:
