@@ -270,7 +270,7 @@ class CacheHint:
 def _cost(arm: ArmVerdict, what: str) -> str:
     """Return the difference in accuracy that ``what`` makes, and the recall left."""
     p = arm.paired
-    recall = ", ".join(each.points() for each in arm.judged_recall)
+    recall = ", ".join(each.words() for each in arm.judged_recall)
     text = (
         f"{arm.name}: {what} accuracy by {p.interval.words(unit=' points')} on {p.questions:,} questions"
         f" (baseline {p.baseline:.1f} %)"

@@ -218,7 +218,7 @@ class ArmVerdict:
             return "Recall was not tested"
         if not self.judged_recall:
             return "Recall cannot be judged: the baseline fails the recall tasks"
-        left = ", ".join(each.points() for each in self.judged_recall)
+        left = ", ".join(each.words() for each in self.judged_recall)
         return (
             f"Recall left, where 100 % is what the whole model does beyond guessing: {left}"
             f" (95 % intervals; kept if at least {LEAST_RETAINED:.0f} % is shown to be left, and no loss of more than"
@@ -287,7 +287,7 @@ class ArmVerdict:
             words = f"loses more than one point in {_names(self.tasks_lost)}"
             losses.append((f"accuracy in {self.tasks_lost[0].task}", words))
         if self.recall_lost:
-            numbers = " and ".join(each.points() for each in self.recall if each.failed)
+            numbers = " and ".join(each.loss_words() for each in self.recall if each.failed)
             losses.append((numbers, f"loses recall ({self.recall_lost})"))
         return losses
 

@@ -102,16 +102,25 @@ class RecallVerdict:
         kept = self.paired.retained
         return "unknown" if kept is None else f"{kept.value:.0f} % [{kept.low:.0f} %, {kept.high:.0f} %]"
 
+    @property
+    def loss_in_points(self) -> str:
+        """The loss in points in words, if it is shown and the share alone does not show it; empty otherwise."""
+        kept = self.paired.retained
+        in_points = self.failed and kept is not None and kept.high >= LEAST_RETAINED
+        return self.paired.interval.words(1, " points") if in_points else ""
+
     def loss_left(self) -> str:
         """Return the retained share, and the loss in points if the share alone does not show it."""
-        kept, p = self.paired.retained, self.paired
-        in_points = self.failed and kept is not None and kept.high >= LEAST_RETAINED
-        points = f" ({p.interval.words(1, ' points')})" if in_points else ""
+        points = f" ({self.loss_in_points})" if self.loss_in_points else ""
         return f"{self.share_left()}{points}"
 
-    def points(self) -> str:
+    def words(self) -> str:
         """Return the family and what is left of it."""
         return f"{self.family} {self.loss_left()}"
+
+    def loss_words(self) -> str:
+        """Return the family and in brackets what is left of it, to follow "loses"."""
+        return f"{self.family} ({', '.join(filter(None, [f'{self.share_left()} left', self.loss_in_points]))})"
 
     @property
     def questions_needed(self) -> int:
