@@ -437,7 +437,7 @@ def judge(store: Store, run_id: str) -> Verdict:
     controls = judge_controls(arms.others, benchmark_differences(compared))
     points = {arm_id: scopes[BENCHMARK] for arm_id, scopes in compared.items() if BENCHMARK in scopes}
     judged = tuple(
-        arm_outcome(
+        arm_verdict(
             arm,
             compared.get(arm.arm_id, {}),
             metrics=metrics.get(arm.arm_id, ()),
@@ -454,7 +454,7 @@ def benchmark_differences(compared: Mapping[str, Mapping[Scope, PairedDifference
     return {arm_id: scopes[BENCHMARK].difference for arm_id, scopes in compared.items() if BENCHMARK in scopes}
 
 
-def arm_outcome(
+def arm_verdict(
     arm: FinishedArm,
     scopes: Mapping[Scope, PairedDifference],
     *,

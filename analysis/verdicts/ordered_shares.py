@@ -18,7 +18,7 @@ from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import LOSS
 from headscan.analysis.verdicts.answer_sheets import finished_arms
-from headscan.analysis.verdicts.judge import ArmVerdict, Outcome, arm_outcome
+from headscan.analysis.verdicts.judge import ArmVerdict, Outcome, arm_verdict
 from headscan.analysis.verdicts.metrics import Increase, read_metrics
 from headscan.analysis.verdicts.paired import PairedDifference
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict, StoredRows, widened
@@ -96,7 +96,7 @@ def judge_shares(
             verdicts.append(ShareVerdict(name, share, loss, Outcome.LOSES, str(Outcome.LOSES), why))
         elif name in by_name:
             arm = by_name[name]
-            outcome = arm_outcome(arm, widened(compared.get(arm.arm_id, {}), comparisons), comparisons=comparisons)
+            outcome = arm_verdict(arm, widened(compared.get(arm.arm_id, {}), comparisons), comparisons=comparisons)
             verdicts.append(share_verdict(outcome, share, loss))
         else:
             return verdicts

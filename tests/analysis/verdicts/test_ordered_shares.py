@@ -10,7 +10,7 @@ import pytest
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.verdict_limits import MARGIN
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, FinishedArm
-from headscan.analysis.verdicts.judge import arm_outcome
+from headscan.analysis.verdicts.judge import arm_verdict
 from headscan.analysis.verdicts.metrics import RATES, Increase, rate_increase
 from headscan.analysis.verdicts.ordered_shares import Outcome, ShareVerdict, exceeds, largest_safe, share_verdict
 from headscan.analysis.verdicts.paired import PairedDifference, compare
@@ -32,7 +32,7 @@ def walk(rng: np.random.Generator, gained: np.ndarray, lost: np.ndarray, questio
         arm = np.where(right, unlucky >= lose / 0.75, lucky < win / 0.25)
         paired = compare(right.astype(float), arm.astype(float), resamples=200)
         of_arm = FinishedArm("a", f"arm {share}", ArmKind.MASK, None, None, share, share)
-        outcome = arm_outcome(of_arm, widened({BENCHMARK: paired}, comparisons), comparisons=comparisons)
+        outcome = arm_verdict(of_arm, widened({BENCHMARK: paired}, comparisons), comparisons=comparisons)
         found.append(share_verdict(outcome, share, None))
         if found[-1].outcome is not Outcome.SAFE:
             break
@@ -91,7 +91,7 @@ def test_the_loss_of_a_harmless_share_is_rarely_shown_to_exceed_its_limit(texts:
 
 def outcome(paired: PairedDifference) -> ShareVerdict:
     arm = FinishedArm("a", "arm", ArmKind.MASK, None, None, 0.1, 0.1)
-    return share_verdict(arm_outcome(arm, {BENCHMARK: paired}), 0.1, None)
+    return share_verdict(arm_verdict(arm, {BENCHMARK: paired}), 0.1, None)
 
 
 def test_the_three_outcomes() -> None:
