@@ -361,6 +361,20 @@ def test_texts_in_two_forms_seldom_pass_by_chance(single: int) -> None:
     assert by_chance / 800 <= 0.025 + 0.011
 
 
+@pytest.mark.parametrize("texts", [100, 400, 1000])
+@pytest.mark.parametrize("alike", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("gained", [0.0, 0.02])
+def test_texts_in_two_forms_seldom_lose_by_chance(texts: int, alike: float, gained: float) -> None:
+    """An arm truly loses one point; in a share ``alike`` of the texts both forms change together."""
+    rng, numbers, lost, runs = np.random.default_rng(0), np.tile(np.arange(texts), 2), 0, 600
+    for _ in range(runs):
+        forms = rng.choice([-1, 0, 1], (2, texts), p=[gained + 0.01, 0.99 - 2 * gained, gained])
+        forms[1] = np.where(rng.random(texts) < alike, forms[0], forms[1])
+        delta = forms.ravel()
+        lost += compare(delta < 0, delta > 0, texts=numbers, resamples=200).shows_loss
+    assert lost / runs <= 0.025 + 0.012
+
+
 def test_the_p_value_counts_a_text_once() -> None:
     """Five of 200 documents are lost in both of their forms."""
     lost = np.repeat(np.arange(200) < 5, 2)
