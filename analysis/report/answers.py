@@ -167,9 +167,8 @@ def cache_answer(
 
 def _shown_safe(question: str, headline: str, detail: str, best: ArmVerdict, link: str) -> Answer:
     """Return the answer from an arm that passes; without a verdict on recall it is open."""
-    unknown = best.recall_unknown.partition(" is unknown")[0]
-    if unknown:
-        return Answer(question, f"{headline}, {unknown} unknown", detail, "open", link)
+    if best.unjudged_recall:
+        return Answer(question, f"{headline}, {best.unjudged_recall} unknown", detail, "open", link)
     return Answer(question, headline, detail, "known", link)
 
 
@@ -177,7 +176,7 @@ def _not_shown(best: ArmVerdict, what: str) -> tuple[str, str]:
     """Return the headline and the reason if no ``what`` passes; ``best`` comes closest."""
     if not best.paired.above_chance:
         return "Model at chance", "The model itself is at or near chance, so its questions show nothing."
-    if best.questions_needed and not best.losses():
+    if best.questions_needed and best.too_few_questions:
         needed = about(best.questions_needed)
         return (
             "Too few questions",
@@ -271,7 +270,7 @@ class CacheHint:
 def _cost(arm: ArmVerdict, what: str) -> str:
     """Return the difference in accuracy that ``what`` makes, and the recall left."""
     p = arm.paired
-    recall = ", ".join(each.points() for each in arm.judged_recall)
+    recall = ", ".join(each.words() for each in arm.judged_recall)
     text = (
         f"{arm.name}: {what} accuracy by {p.interval.words(unit=' points')} on {p.questions:,} questions"
         f" (baseline {p.baseline:.1f} %)"

@@ -47,7 +47,7 @@ def cache_section(store: Store, verdict: Verdict) -> str | None:
             arm.name,
             f"{details[arm.name].kv_shares[tokens]:.1%}",
             _accuracy(arm),
-            "; ".join(each.points() for each in arm.judged_recall) or "–",
+            "; ".join(each.words() for each in arm.judged_recall) or "–",
             "; ".join(measure.words() for measure in arm.metrics) or "–",
         ]
         for arm in arms

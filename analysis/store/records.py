@@ -204,7 +204,8 @@ class ArmRecord:
         share: Nominal share of heads to ablate, 0 to 1.
         replacement: None if the arm ablates no heads.
         config: Further options that identify the arm, and its replacement if that is not zero, as JSON data.
-        measured: Further entries of the stored config that do not identify the arm, such as times.
+        measured: Further entries of the stored config that do not identify the arm, such as times, or ``swept`` for the
+            arms of a sweep.
     """
 
     run_id: str

@@ -315,16 +315,21 @@ class Store:
         return Mask(row[0], row[1], heads[0][0], tuple((layer, head) for _, layer, head in heads), *row[2:])
 
     def begin_arm(self, arm: ArmRecord) -> ArmState:
-        """Begin an arm, or find it in its run. An unfinished arm sets the run to running."""
+        """Begin an arm, or find it in its run, which adds the entries of ``measured`` that it lacks. An unfinished arm
+        sets the run to running.
+        """
         with self._writing() as connection:
             _require_run(connection, arm.run_id)
             row = {column: getattr(arm, column) for column in _ARM_COLUMNS}
             arm_id = short_hash(row, dict(arm.config))
             known = connection.execute(
-                "SELECT arm_id, status FROM arms WHERE run_id = ? AND name = ?", [arm.run_id, arm.name]
+                "SELECT arm_id, status, config FROM arms WHERE run_id = ? AND name = ?", [arm.run_id, arm.name]
             ).fetchone()
             if known is not None and known[0] != arm_id:
                 raise StoreError(f"run {arm.run_id} has another arm named {arm.name}. Choose another name")
+            if known is not None and arm.measured.keys() - (stored := json.loads(known[2])).keys():
+                config = to_json({**arm.measured, **stored})
+                connection.execute("UPDATE arms SET config = ? WHERE arm_id = ?", [config, arm_id])
             if known is not None and known[1] == "finished":
                 return ArmState(arm_id, True)
             # Not now(), which is one time in a whole transaction: arms are listed in the order in which they began.

@@ -198,6 +198,10 @@ ARM_VERDICTS = Table(
                 least 0.9, and failed is false); NULL in other rows
             texts INTEGER? number of independent texts; recall questions share texts, and so do both forms of a
                 question. NULL in rows before schema 12, which are computed again
+            texts_differ INTEGER? number of texts with an answer that differs. NULL in rows before schema 13, which are
+                computed again
+            degrees_of_freedom INTEGER? degrees of freedom of the difference's interval, at least 1: Satterthwaite's,
+                by which it is widened for comparisons. NULL in rows before schema 13
         """),
     ),
     (("arm_id", "task", "recall"),),
@@ -316,7 +320,7 @@ MEASURED_UNITS = Table(
 
 #: Raise it with every change of a table, view or function, but not of a comment. `connection` upgrades older stores, so
 #: new columns of old tables must be nullable.
-SCHEMA_VERSION = 12
+SCHEMA_VERSION = 13
 
 #: Value of the key ``format`` in ``meta``, which distinguishes a store from other DuckDB files.
 FORMAT = "headscan store"

@@ -27,6 +27,7 @@ class FinishedArm(NamedTuple):
         granularity: ``layer`` for a plan by layer; None for other arms.
         weights_left: Share of the weights' bytes that a pruned model keeps; None for other arms.
         replacement: None if the arm ablates no heads.
+        swept: True if a sweep tried or drew the arm; None otherwise, and in runs of earlier versions.
     """
 
     arm_id: str
@@ -43,6 +44,7 @@ class FinishedArm(NamedTuple):
     layers_dropped: int | None = None
     replacement: str | None = None
     seed: int | None = None
+    swept: bool | None = None
 
 
 #: Fields in the arm's settings, and their SQL types.
@@ -52,6 +54,7 @@ _SETTINGS = {
     "weights_left": "DOUBLE",
     "cache_left": "DOUBLE",
     "layers_dropped": "INTEGER",
+    "swept": "BOOLEAN",
 }
 
 

@@ -27,21 +27,19 @@ from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.scan_tables import literal
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ALL_TASKS, CONFIRMATION, SELECTION, SPLIT_VERDICTS
-from headscan.analysis.store.verdict_limits import LEAST_RETAINED, few_factor
+from headscan.analysis.store.verdict_limits import LEAST_RETAINED
 from headscan.analysis.verdicts.answer_sheets import (
     BENCHMARK,
     AnswerSheets,
     FinishedArm,
     FinishedArms,
-    Scope,
     can_be_judged,
     finished_arms,
     read_answers,
 )
 from headscan.analysis.verdicts.controls import SelectedRank, Standing, controls_of, judge_controls, least_controls
-from headscan.analysis.verdicts.judge import ArmVerdict, Verdict, arm_outcome, benchmark_differences
-from headscan.analysis.verdicts.paired import Interval, PairedDifference
-from headscan.analysis.verdicts.verdict_rows import compared_by_arm, complete_rows, verdict_rows
+from headscan.analysis.verdicts.judge import ArmVerdict, Verdict, arm_verdict, benchmark_differences
+from headscan.analysis.verdicts.verdict_rows import compared_by_arm, complete_rows, verdict_rows, widened
 
 #: A sweep selects one arm of each kind, because rules and masks are used differently.
 KINDS = (ArmKind.RULE, ArmKind.MASK)
@@ -73,8 +71,8 @@ class SweepChoice:
         passed: False if no arm qualified on the selecting questions; this one comes closest (see `best_candidate`).
         selected_on: Number of benchmark questions that selected it.
         confirmed: True if other questions judged it.
-        comparisons: Number of arms that the store has judged on these other questions, for which the intervals are
-            widened; 1 if the same questions selected and judged it.
+        comparisons: Number of arms that the store has judged on these other questions of the benchmark, for which the
+            interval is widened; 1 if the same questions selected and judged it. `RecallVerdict` has that of recall.
     """
 
     verdict: ArmVerdict
@@ -95,8 +93,11 @@ class SweepChoice:
         judged_on = self.verdict.paired.questions
         if self.confirmed:
             questions = f"selected on {self.selected_on:,} questions and judged on {judged_on:,} others"
-            if self.comparisons > 1:
-                questions += f" by intervals widened for the {self.comparisons} arms that they have judged"
+            recall = max((each.comparisons for each in self.verdict.judged_recall), default=self.comparisons)
+            if max(self.comparisons, recall) > 1:
+                judged = f"{self.comparisons} arm{'s' * (self.comparisons > 1)}"
+                questions += f" by intervals widened for the {judged} that they have judged"
+                questions += f" ({recall} in recall)" * (recall != self.comparisons)
         else:
             questions = (
                 f"selected and judged on the same {judged_on:,} questions, so its interval is not corrected for the"
@@ -132,17 +133,18 @@ def judge_sweep(store: Store, verdict: Verdict, *, confirm: bool = True) -> tupl
     """
     arms = finished_arms(store, verdict.run_id)
     if confirm:
-        return _confirmed(store, verdict.run_id, arms).choices
-    tried, judged = _tried(arms), {arm.name: arm for arm in verdict.arms}
-    curves = _random_curves(tried, arms.others)
-    selected = _select(tried, judged, {name: arm.is_safe for name, arm in judged.items()})
+        return _confirm(store, verdict.run_id, arms).choices
+    arms = _of_sweep(arms)
+    scored, judged = _chosen_by_scores(arms), {arm.name: arm for arm in verdict.arms}
+    curves = _random_curves(scored, arms.others)
+    selected = _best_per_kind(scored, judged, {name: arm.is_safe for name, arm in judged.items()})
     choices = []
     for count, best in selected:
         chosen = judged[best.name]
         if chosen.controls is not None:
             randoms = _best_of_curves(curves[chosen.kind], judged, {name: arm.is_safe for name, arm in judged.items()})
             differences = {arm.arm_id: judged[arm.name].paired.difference for arm in arms.others if arm.name in judged}
-            rank = _rank(best, tried, randoms, differences)
+            rank = _rank(best, scored, randoms, differences)
             chosen = replace(chosen, controls=replace(chosen.controls, selected=rank))
         asked = chosen.paired.questions
         choices.append(SweepChoice(chosen, candidates=count, passed=best.passes, selected_on=asked, confirmed=False))
@@ -153,23 +155,48 @@ def record_confirmation(store: Store, run_id: str) -> None:
     """Write the comparisons behind `judge_sweep` that the store lacks. The job that sweeps calls this at its end. A new
     judgement also widens those of earlier sweeps on the same questions.
     """
-    confirmed = _confirmed(store, run_id, finished_arms(store, run_id))
+    confirmed = _confirm(store, run_id, finished_arms(store, run_id))
     if confirmed.rows and not confirmed.recorded:
         store.replace_split_verdicts(run_id, pa.Table.from_pylist(confirmed.rows))
-    for other in sorted(run for run in judged_on_same(store, run_id) if run != run_id and can_be_judged(store, run)):
+    for other in sorted(judged_on_same(store, run_id).runs - {run_id}):
+        if not can_be_judged(store, other):
+            continue
         recorded, arms = _recorded(store, other), finished_arms(store, other).others
         # Its questions overlap with those of other runs than this run's do.
-        rows = _widened_rows(recorded, arms, sum(map(len, judged_on_same(store, other).values())))
+        rows = _widened_rows(recorded, arms, judged_on_same(store, other).comparisons())
         if rows != recorded:
             store.replace_split_verdicts(other, pa.Table.from_pylist(rows))
 
 
-def judged_on_same(store: Store, run_id: str) -> dict[str, set[str]]:
-    """Return the recorded arms that were judged on questions that judge this run's arms, by run. The runs have the same
-    model, and their judging parts of the benchmark have a document of a task in common.
+class Comparisons(NamedTuple):
+    """Numbers of arms that the judging questions of a sweep have judged, in the benchmark and in recall."""
+
+    benchmark: int
+    recall: int
+
+
+class JudgedArms(NamedTuple):
+    """Recorded arms, by run, that were judged on the questions that judge a run's arms."""
+
+    benchmark: dict[str, set[str]]
+    recall: dict[str, set[str]]
+
+    @property
+    def runs(self) -> set[str]:
+        return self.benchmark.keys() | self.recall.keys()
+
+    def comparisons(self, more: Iterable[str] = ()) -> Comparisons:
+        """Return the number of arms, with those whose ids are in ``more``."""
+        return Comparisons(*(len(set(more).union(*judged.values())) for judged in self))
+
+
+def judged_on_same(store: Store, run_id: str) -> JudgedArms:
+    """Return the arms that were judged on the same questions as the arms of a run. The runs have the same model, and
+    their judging parts of the benchmark, or of recall, have a question in common: a document of a task, or a recall
+    question with the same seed, whose text the seed, the task and the number decide.
     """
-    judged: dict[str, set[str]] = defaultdict(set)
     with store.reading():
+        judged: dict[str, set[str]] = defaultdict(set)
         for row in store.query(
             "SELECT DISTINCT r.run_id, v.arm_id FROM split_verdicts v JOIN arms a ON a.arm_id = v.arm_id"
             " JOIN runs r ON r.run_id = a.run_id JOIN runs own ON own.run_id = $1"
@@ -181,32 +208,48 @@ def judged_on_same(store: Store, run_id: str) -> dict[str, set[str]]:
         ).to_pylist():
             judged[row["run_id"]].add(row["arm_id"])
         others = judged.keys() - {run_id}
+        overlapping = []
         if others:
             overlapping = store.query(
-                "WITH asked AS (SELECT s.run_id, s.task, coalesce(q.doc_hash, s.question::VARCHAR) AS document"
-                " FROM all_question_split s JOIN arms a ON a.run_id = s.run_id AND a.kind = 'baseline'"
+                "WITH asked AS (SELECT s.run_id, s.recall, s.task,"
+                " CASE WHEN s.recall THEN concat_ws(' ', r.config ->> '$.recall.seed', s.question)"
+                " ELSE coalesce(q.doc_hash, s.question::VARCHAR) END AS document"
+                " FROM all_question_split s JOIN runs r ON r.run_id = s.run_id"
+                " JOIN arms a ON a.run_id = s.run_id AND a.kind = 'baseline'"
                 " JOIN answers q ON q.arm_id = a.arm_id AND q.task = s.task AND q.question = s.question"
-                f" WHERE s.part = {literal(CONFIRMATION)} AND NOT s.recall AND list_contains($2, s.run_id))"
-                " SELECT DISTINCT o.run_id FROM asked o JOIN asked own USING (task, document) WHERE own.run_id = $1",
+                f" WHERE s.part = {literal(CONFIRMATION)} AND list_contains($2, s.run_id))"
+                " SELECT DISTINCT o.recall, o.run_id FROM asked o JOIN asked own USING (recall, task, document)"
+                " WHERE own.run_id = $1",
                 [run_id, [run_id, *others]],
-            )["run_id"].to_pylist()
-            judged = defaultdict(
-                set, {run: arms for run, arms in judged.items() if run == run_id or run in overlapping}
-            )
-    return judged
+            ).to_pylist()
+    shared = {(row["recall"], row["run_id"]) for row in overlapping}
+    return JudgedArms(
+        *(
+            {run: arms for run, arms in judged.items() if run == run_id or (recall, run) in shared}
+            for recall in (False, True)
+        )
+    )
 
 
-def _tried(arms: FinishedArms) -> list[FinishedArm]:
+def _of_sweep(arms: FinishedArms) -> FinishedArms:
+    """Return the arms that the sweep tried and drew: later evaluations into its run change neither its choice nor the
+    rank. Runs of earlier versions do not mark them, so all of their arms count.
+    """
+    swept = tuple(arm for arm in arms.others if arm.swept)
+    return arms._replace(others=swept) if swept else arms
+
+
+def _chosen_by_scores(arms: FinishedArms) -> list[FinishedArm]:
     return [arm for arm in arms.others if arm.kind in KINDS and arm.score is not None and arm.zeroed_share]
 
 
 def _random_curves(
-    tried: Sequence[FinishedArm], others: Sequence[FinishedArm]
+    scored: Sequence[FinishedArm], others: Sequence[FinishedArm]
 ) -> dict[ArmKind, list[list[FinishedArm]]]:
     """Return each kind's random curves: the controls of one seed, one at each nominal share of the kind's arms."""
     curves_of: dict[ArmKind, list[list[FinishedArm]]] = {}
     for kind in KINDS:
-        of_kind = [arm for arm in tried if arm.kind is kind]
+        of_kind = [arm for arm in scored if arm.kind is kind]
         shares = {None if arm.share is None else round(arm.share, 9) for arm in of_kind}
         replacements = {arm.replacement for arm in of_kind}
         curves: dict[tuple[Any, ...], dict[float, FinishedArm]] = defaultdict(dict)
@@ -219,9 +262,9 @@ def _random_curves(
     return curves_of
 
 
-def _scores(tried: Sequence[FinishedArm], kind: ArmKind) -> int:
+def _scores(scored: Sequence[FinishedArm], kind: ArmKind) -> int:
     """Return the number of curves of scores of a kind."""
-    return len({(arm.score, arm.selection) for arm in tried if arm.kind is kind})
+    return len({(arm.score, arm.selection) for arm in scored if arm.kind is kind})
 
 
 def _best_of_curves(
@@ -239,15 +282,15 @@ def _best_of_curves(
 
 def _rank(
     best: Candidate,
-    tried: Sequence[FinishedArm],
+    scored: Sequence[FinishedArm],
     randoms: Sequence[tuple[FinishedArm, Candidate]],
     differences: Mapping[str, float],
 ) -> SelectedRank:
     """Return the rank of a selected arm among the best arms of random curves, by ``differences`` to the baseline on the
     judging questions, in percentage points by arm id.
     """
-    arm = next(arm for arm in tried if arm.name == best.name)
-    scores = _scores(tried, arm.kind)
+    arm = next(arm for arm in scored if arm.name == best.name)
+    scores = _scores(scored, arm.kind)
     if len(randoms) < least_controls(scores):
         return SelectedRank(scores, len(randoms), None)
     selected, *others = (
@@ -268,13 +311,13 @@ def _candidate(arm: FinishedArm, judged: Mapping[str, ArmVerdict], passes: Mappi
     )
 
 
-def _select(
-    tried: Sequence[FinishedArm], judged: Mapping[str, ArmVerdict], passes: Mapping[str, bool]
+def _best_per_kind(
+    scored: Sequence[FinishedArm], judged: Mapping[str, ArmVerdict], passes: Mapping[str, bool]
 ) -> list[tuple[int, Candidate]]:
     """Return number and best of each kind's candidates; ``judged`` and ``passes`` have arm names as keys."""
     selected = []
     for kind in KINDS:
-        candidates = [_candidate(arm, judged, passes) for arm in tried if arm.kind == kind and arm.name in judged]
+        candidates = [_candidate(arm, judged, passes) for arm in scored if arm.kind == kind and arm.name in judged]
         if (best := best_candidate(candidates)) is not None:
             selected.append((len(candidates), best))
     return selected
@@ -292,7 +335,7 @@ def _may_be_selected(verdict: ArmVerdict) -> bool:
     return verdict.keeps_accuracy and not _loses_recall(verdict)
 
 
-class _Confirmed(NamedTuple):
+class _ConfirmedChoices(NamedTuple):
     """Selected arms and their rows of ``split_verdicts``; ``recorded`` is True if the store has exactly these."""
 
     choices: tuple[SweepChoice, ...]
@@ -300,23 +343,24 @@ class _Confirmed(NamedTuple):
     recorded: bool
 
 
-def _confirmed(store: Store, run_id: str, arms: FinishedArms) -> _Confirmed:
+def _confirm(store: Store, run_id: str, arms: FinishedArms) -> _ConfirmedChoices:
     """Select the best arms on one part, and judge on the other."""
-    tried = _tried(arms)
-    if not tried:
-        return _Confirmed((), [], True)
+    finished, arms = arms.others, _of_sweep(arms)
+    scored = _chosen_by_scores(arms)
+    if not scored:
+        return _ConfirmedChoices((), [], True)
     recorded = _recorded(store, run_id)
-    selected = _selected(store, run_id, arms, tried, recorded)
+    selected = _select_on_first_part(store, run_id, arms, scored, recorded)
     second, differences = _judge_others(store, run_id, arms, selected, recorded)
-    second += _selected_before(recorded, selected)
-    comparisons = _comparisons(store, run_id, second)
-    second = _widened_rows(second, arms.others, comparisons)
-    choices = _choices(selected, tried, arms, second, differences, comparisons)
+    second += _earlier_rows(recorded, selected)
+    comparisons = judged_on_same(store, run_id).comparisons({row["arm_id"] for row in second})
+    second = _widened_rows(second, finished, comparisons)
+    choices = _choices(selected, scored, arms, second, differences, comparisons)
     rows = [*selected.rows, *second]
-    return _Confirmed(choices, rows, _by_key(rows) == _by_key(recorded))
+    return _ConfirmedChoices(choices, rows, _by_key(rows) == _by_key(recorded))
 
 
-class _Selected(NamedTuple):
+class _SelectedArms(NamedTuple):
     """What the selecting questions choose.
 
     Attributes:
@@ -332,50 +376,43 @@ class _Selected(NamedTuple):
     randoms: dict[ArmKind, list[tuple[FinishedArm, Candidate]]]
 
 
-def _selected(
-    store: Store, run_id: str, arms: FinishedArms, tried: Sequence[FinishedArm], recorded: Sequence[dict[str, Any]]
-) -> _Selected:
+def _select_on_first_part(
+    store: Store, run_id: str, arms: FinishedArms, scored: Sequence[FinishedArm], recorded: Sequence[dict[str, Any]]
+) -> _SelectedArms:
     """Select the best arm of each kind and of each random curve on the selecting part."""
     curves = {
-        kind: of_one_kind if len(of_one_kind) >= least_controls(_scores(tried, kind)) else []
-        for kind, of_one_kind in _random_curves(tried, arms.others).items()
+        kind: of_one_kind if len(of_one_kind) >= least_controls(_scores(scored, kind)) else []
+        for kind, of_one_kind in _random_curves(scored, arms.others).items()
     }
-    compared_first = [*tried, *(arm for of_kind in curves.values() for curve in of_kind for arm in curve)]
+    compared_first = [*scored, *(arm for of_kind in curves.values() for curve in of_kind for arm in curve)]
     rows = complete_rows([row for row in recorded if row["part"] == SELECTION])
     missing = _without_rows(compared_first, rows)
     if missing:
         sheets = _sheets(store, run_id, arms.baseline, missing, SELECTION)
         rows += [row for arm in missing for row in _split_rows(sheets, arms.baseline, arm, SELECTION)]
     compared = compared_by_arm(rows)
-    outcomes = (arm_outcome(arm, compared.get(arm.arm_id, {})) for arm in compared_first)
-    judged = {outcome.name: outcome for outcome in outcomes if outcome.accuracy is not None}
+    verdicts = (arm_verdict(arm, compared.get(arm.arm_id, {})) for arm in compared_first)
+    judged = {verdict.name: verdict for verdict in verdicts if verdict.accuracy is not None}
     passes = {name: _may_be_selected(arm) for name, arm in judged.items()}
-    by_name = {arm.name: arm for arm in tried}
-    best = [(by_name[candidate.name], candidate, count) for count, candidate in _select(tried, judged, passes)]
+    by_name = {arm.name: arm for arm in scored}
+    best = [(by_name[candidate.name], candidate, count) for count, candidate in _best_per_kind(scored, judged, passes)]
     randoms = {kind: _best_of_curves(of_kind, judged, passes) for kind, of_kind in curves.items()}
-    return _Selected(rows, judged, best, randoms)
+    return _SelectedArms(rows, judged, best, randoms)
 
 
-def _selected_before(recorded: Sequence[dict[str, Any]], selected: _Selected) -> list[dict[str, Any]]:
+def _earlier_rows(recorded: Sequence[dict[str, Any]], selected: _SelectedArms) -> list[dict[str, Any]]:
     """Return the judging part's rows of arms that were selected before, which count as comparisons, too."""
     now = {arm.arm_id for arm, _, _ in selected.best}
     return [row | {"selected": False} for row in recorded if row["part"] == CONFIRMATION and row["arm_id"] not in now]
 
 
-def _comparisons(store: Store, run_id: str, rows: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of arms that were judged on the judging questions, those of ``rows`` included."""
-    known = judged_on_same(store, run_id)
-    known[run_id] = known[run_id] | {row["arm_id"] for row in rows}
-    return sum(map(len, known.values()))
-
-
 def _choices(
-    selected: _Selected,
-    tried: Sequence[FinishedArm],
+    selected: _SelectedArms,
+    scored: Sequence[FinishedArm],
     arms: FinishedArms,
     rows: Sequence[dict[str, Any]],
     differences: Mapping[str, float],
-    comparisons: int,
+    comparisons: Comparisons,
 ) -> tuple[SweepChoice, ...]:
     """Return the selected arms with their verdicts and ranks by the rows of the judging part."""
     against = judge_controls(arms.others, differences)
@@ -384,19 +421,25 @@ def _choices(
     for arm, candidate, count in selected.best:
         controls = against.get(arm.arm_id)
         if controls is not None:
-            rank = _rank(candidate, tried, selected.randoms[arm.kind], differences)
+            rank = _rank(candidate, scored, selected.randoms[arm.kind], differences)
             controls = replace(controls, selected=rank)
-        wide = widened(compared.get(arm.arm_id, {}), comparisons)
-        outcome = arm_outcome(arm, wide, controls=controls, confirmation=True, comparisons=comparisons)
-        if outcome.accuracy is not None:
+        verdict = arm_verdict(
+            arm,
+            widened(compared.get(arm.arm_id, {}), *comparisons),
+            controls=controls,
+            confirmation=True,
+            comparisons=comparisons.benchmark,
+            recall_comparisons=comparisons.recall,
+        )
+        if verdict.accuracy is not None:
             choices.append(
                 SweepChoice(
-                    outcome,
+                    verdict,
                     candidates=count,
                     passed=candidate.passes,
                     selected_on=selected.judged[candidate.name].paired.questions,
                     confirmed=True,
-                    comparisons=comparisons,
+                    comparisons=comparisons.benchmark,
                 )
             )
     return tuple(choices)
@@ -406,7 +449,7 @@ def _judge_others(
     store: Store,
     run_id: str,
     arms: FinishedArms,
-    selected: _Selected,
+    selected: _SelectedArms,
     recorded: Sequence[dict[str, Any]],
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """Judge the selected arms on the other part. Return their rows of ``split_verdicts``, and the benchmark differences
@@ -430,27 +473,8 @@ def _judge_others(
     return rows, differences | benchmark_differences(compared_by_arm(rows))
 
 
-def widened(scopes: Mapping[Scope, PairedDifference], comparisons: int) -> dict[Scope, PairedDifference]:
-    """Return comparisons whose intervals of the benchmark and of recall are widened for so many arms. Intervals of
-    tasks stay as they are, because they only show losses.
-    """
-    all_widened = dict(scopes)
-    for scope, paired in scopes.items() if comparisons > 1 else ():
-        rare = few_factor(comparisons)
-        if scope == BENCHMARK:
-            wide, further = paired.among(comparisons), paired.interval.widened(rare)
-            if paired.few_differ:
-                wide = Interval(min(wide.low, further.low), wide.value, max(wide.high, further.high))
-            all_widened[scope] = replace(paired, low=max(-100.0, wide.low), high=min(100.0, wide.high))
-        elif scope.is_recall_family and paired.retained is not None:
-            wide = paired.retained.widened(rare)
-            kept = Interval(max(-100.0, wide.low), wide.value, min(200.0, wide.high))
-            all_widened[scope] = replace(paired, retained=kept)
-    return all_widened
-
-
 def _widened_rows(
-    rows: Sequence[dict[str, Any]], arms: Sequence[FinishedArm], comparisons: int
+    rows: Sequence[dict[str, Any]], arms: Sequence[FinishedArm], comparisons: Comparisons
 ) -> list[dict[str, Any]]:
     """Return rows of ``split_verdicts`` whose verdicts on the confirmation part count the comparisons."""
     by_id = {arm.arm_id: arm for arm in arms}
@@ -458,10 +482,10 @@ def _widened_rows(
     all_widened = []
     for row in rows:
         if row["part"] == CONFIRMATION and row["task"] == ALL_TASKS and row["arm_id"] in by_id:
-            outcome = arm_outcome(by_id[row["arm_id"]], widened(compared[row["arm_id"]], comparisons))
-            if outcome.accuracy is not None:
-                wide = {"passes": outcome.is_safe, "wide_low": outcome.accuracy.low / 100}
-                row = row | {"comparisons": comparisons, **wide}
+            verdict = arm_verdict(by_id[row["arm_id"]], widened(compared[row["arm_id"]], *comparisons))
+            if verdict.accuracy is not None:
+                wide = {"passes": verdict.is_safe, "wide_low": verdict.accuracy.low / 100}
+                row = row | {"comparisons": comparisons.benchmark, **wide}
         all_widened.append(row)
     return all_widened
 
@@ -485,9 +509,9 @@ def _by_key(rows: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, A
 def _split_rows(sheets: AnswerSheets, baseline: FinishedArm, arm: FinishedArm, part: str) -> list[dict[str, Any]]:
     """Return an arm's rows of ``split_verdicts`` on one part; `_widened_rows` judges those of the confirmation part."""
     rows = verdict_rows(sheets, baseline, arm)
-    outcome = arm_outcome(arm, compared_by_arm(rows).get(arm.arm_id, {}))
+    verdict = arm_verdict(arm, compared_by_arm(rows).get(arm.arm_id, {}))
     known = dict.fromkeys(("passes", "comparisons", "wide_low", "selected")) | {"part": part}
-    passes = _may_be_selected(outcome) if part == SELECTION and outcome.accuracy is not None else None
+    passes = _may_be_selected(verdict) if part == SELECTION and verdict.accuracy is not None else None
     return [row | known | {"passes": passes if row["task"] == ALL_TASKS else None} for row in rows]
 
 

@@ -287,13 +287,13 @@ def judge_controls(others: Sequence[FinishedArm], differences: Mapping[str, floa
     """
     judged = [arm for arm in others if arm.arm_id in differences]
     return {
-        arm.arm_id: _against(arm, controls, differences, _tried(arm, others))
+        arm.arm_id: _against(arm, controls, differences, _number_tried(arm, others))
         for arm in judged
         if (controls := controls_of(arm, judged))
     }
 
 
-def _tried(arm: FinishedArm, others: Sequence[FinishedArm]) -> int:
+def _number_tried(arm: FinishedArm, others: Sequence[FinishedArm]) -> int:
     """Return the number of arms like this one that scores chose; 1 for other arms."""
     if arm.score is None:
         return 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.records import ArmKind
@@ -42,8 +42,8 @@ _MOST_NAMED = 3
 
 class Outcome(StrEnum):
     """The verdict in one word. ``OPEN`` is an arm that is shown neither to be safe nor to lose: the questions are too
-    few, the model itself is at chance on them, or the loss is about one point. `ArmVerdict.why` says which,
-    and `outcome_label` tells the first from the others.
+    few, the model itself is at chance on them, or the loss is about one point. `ArmVerdict.why` says which, and
+    `ArmVerdict.label` tells the first from the others.
     """
 
     SAFE = "safe"
@@ -51,19 +51,22 @@ class Outcome(StrEnum):
     OPEN = "too few questions"
 
 
-#: First words of missing evidence that more questions would give.
-_NEEDS = "needs about"
+#: Label of an open arm for which no number of questions is known to be enough.
+NOT_SHOWN = "not shown"
 
 
-def outcome_label(outcome: Outcome, why: str, recall_unknown: str) -> str:
-    """Return an outcome in words. A safe one adds what the arm's ``recall_unknown`` names; one that is open has "too
-    few questions" only if ``why`` says how many would be enough.
+class Gap(NamedTuple):
+    """Missing evidence of an arm that shows no loss.
+
+    Attributes:
+        short: A few words; empty if another gap says enough.
+        words: Words that follow "not shown to be removable".
+        questions: Number of questions that would give the evidence; None if no number is known to help.
     """
-    if outcome is Outcome.OPEN and _NEEDS not in why:
-        return "not shown"
-    if outcome is Outcome.SAFE and recall_unknown:
-        return f"{outcome}, {recall_unknown.partition(' is unknown')[0]} unknown"
-    return str(outcome)
+
+    short: str
+    words: str
+    questions: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,17 +136,19 @@ class ArmVerdict:
         return ", ".join(each.family for each in self.judged_recall if not (each.failed or each.kept))
 
     @property
+    def unjudged_recall(self) -> str:
+        """Names of the recall families that these questions cannot judge, "recall" for all; empty if there is none."""
+        guessed = [each.family for each in self.recall if not each.informative]
+        return "recall" if len(guessed) == len(self.recall) else " and ".join(guessed)
+
+    @property
     def recall_unknown(self) -> str:
         """What of recall these questions cannot judge, and why; empty if they judge every family."""
-        if not self.recall:
-            return "recall is unknown: it was not asked"
-        guessed = [each.family for each in self.recall if not each.informative]
-        if not guessed:
+        if not self.unjudged_recall:
             return ""
-        what = "recall" if len(guessed) == len(self.recall) else " and ".join(guessed)
-        return (
-            f"{what} is unknown: the model itself does not solve {'these tasks' if len(guessed) > 1 else 'this task'}"
-        )
+        several = len(self.recall) - len(self.judged_recall) > 1
+        why = f"the model itself does not solve {'these tasks' if several else 'this task'}"
+        return f"{self.unjudged_recall} is unknown: {why if self.recall else 'it was not asked'}"
 
     @property
     def other_metrics(self) -> list[str]:
@@ -217,7 +222,7 @@ class ArmVerdict:
             return "Recall was not tested"
         if not self.judged_recall:
             return "Recall cannot be judged: the baseline fails the recall tasks"
-        left = ", ".join(each.points() for each in self.judged_recall)
+        left = ", ".join(each.words() for each in self.judged_recall)
         return (
             f"Recall left, where 100 % is what the whole model does beyond guessing: {left}"
             f" (95 % intervals; kept if at least {LEAST_RETAINED:.0f} % is shown to be left, and no loss of more than"
@@ -256,16 +261,26 @@ class ArmVerdict:
         return Outcome.SAFE if self.is_safe else Outcome.OPEN
 
     @property
+    def too_few_questions(self) -> bool:
+        """True if nothing but a known number of questions is missing to show that an arm without loss is safe."""
+        return self.outcome is Outcome.OPEN and all(gap.questions is not None for gap in self.gaps())
+
+    @property
     def label(self) -> str:
-        """The verdict as a table shows it, such as "safe, recall unknown"."""
-        return outcome_label(self.outcome, self.why, self.recall_unknown)
+        """The verdict as a table shows it: "safe, recall unknown" names what of recall is unknown, and "not shown" is
+        an open one for which no number of questions is known to be enough.
+        """
+        if self.outcome is Outcome.OPEN:
+            return str(self.outcome) if self.too_few_questions else NOT_SHOWN
+        unknown = self.unjudged_recall if self.outcome is Outcome.SAFE else ""
+        return f"{self.outcome}, {unknown} unknown" if unknown else str(self.outcome)
 
     @property
     def why(self) -> str:
         """Losses, or missing evidence, in a few words; empty if the arm is safe and its recall is known."""
         if losses := self.losses():
             return " and ".join(short for short, _ in losses)
-        return "; ".join(filter(None, [*(short for short, _ in self.gaps()), self.recall_unknown]))
+        return "; ".join(filter(None, [*(gap.short for gap in self.gaps()), self.recall_unknown]))
 
     def losses(self) -> list[tuple[str, str]]:
         """Return the losses that the questions show, each as a text with numbers and as words that follow "it"."""
@@ -276,14 +291,12 @@ class ArmVerdict:
             words = f"loses more than one point in {_names(self.tasks_lost)}"
             losses.append((f"accuracy in {self.tasks_lost[0].task}", words))
         if self.recall_lost:
-            numbers = " and ".join(each.points() for each in self.recall if each.failed)
+            numbers = " and ".join(each.loss_words() for each in self.recall if each.failed)
             losses.append((numbers, f"loses recall ({self.recall_lost})"))
         return losses
 
-    def gaps(self) -> list[tuple[str, str]]:
-        """Return the missing evidence of an arm that shows no loss, each as a short and a full text. If the model is at
-        chance, the short texts name only that.
-        """
+    def gaps(self) -> list[Gap]:
+        """Return the missing evidence of an arm that shows no loss; at chance, the short words name only that."""
         gaps = []
         paired = self.paired
         if not paired.above_chance:
@@ -293,20 +306,29 @@ class ArmVerdict:
                 else f"the model itself is at or near chance ({paired.baseline:.1f} % right, {paired.chance:.1f} % by"
                 " guessing), so these questions show nothing"
             )
-            gaps.append(("the model itself is at or near chance on these questions", words))
+            gaps.append(Gap("the model itself is at or near chance on these questions", words, None))
         elif paired.low <= -MARGIN or not paired.can_show_loss:
             needed = self.questions_needed
-            short = f"{_NEEDS} {about(needed)} questions" if needed else "may lose more than one point"
-            gaps.append((short, self._questions_words() or "its loss may be more than one point"))
+            short = f"needs about {about(needed)} questions" if needed else "may lose more than one point"
+            words = self._questions_words() or "its loss may be more than one point"
+            gaps.append(Gap(short, words, needed or None))
         if open_recall := [each for each in self.judged_recall if not (each.failed or each.kept)]:
-            wanting = [(each, each.wanting()) for each in open_recall]
-            short = "; ".join(
-                f"needs {words}" if words else f"may lose {each.family} (keeps {each.share_left()})"
-                for each, words in wanting
+            shorts, needed_words = [], ""
+            for each in open_recall:
+                if each.questions_needed:
+                    needs = f"about {each.questions_needed:,} {each.family} questions"
+                    shorts.append(f"needs {needs}")
+                    needed_words += f"; {needs} are needed"
+                else:
+                    shorts.append(f"may lose {each.family} (keeps {each.share_left()})")
+            numbers = [each.questions_needed for each in open_recall]
+            gaps.append(
+                Gap(
+                    "; ".join(shorts) if paired.above_chance else "",
+                    f"recall is not shown to be kept ({self.recall_open}{needed_words})",
+                    sum(numbers) if all(numbers) else None,
+                )
             )
-            needed_words = "; ".join(f"{words} are needed" for _, words in wanting if words)
-            words = f"recall is not shown to be kept ({self.recall_open}{f'; {needed_words}' if needed_words else ''})"
-            gaps.append((short if paired.above_chance else "", words))
         return gaps
 
     def _control_words(self) -> str:
@@ -321,9 +343,9 @@ class ArmVerdict:
         if losses := self.losses():
             return f"not {word}: it {' and '.join(words for _, words in losses)}"
         if gaps := self.gaps():
-            return f"not shown to be {word}: {' and '.join(words for _, words in gaps)}"
+            return f"not shown to be {word}: {' and '.join(gap.words for gap in gaps)}"
         inactive = ": the heads are inactive" if self.replacement == "zero" else ""
-        unknown = f"; {self.recall_unknown.partition(':')[0]}" if self.recall_unknown else ""
+        unknown = f"; {self.unjudged_recall} is unknown" if self.unjudged_recall else ""
         return f"{word} within one point{inactive}{unknown}"
 
     def _questions_words(self) -> str:
@@ -419,7 +441,7 @@ def judge(store: Store, run_id: str) -> Verdict:
     controls = judge_controls(arms.others, benchmark_differences(compared))
     points = {arm_id: scopes[BENCHMARK] for arm_id, scopes in compared.items() if BENCHMARK in scopes}
     judged = tuple(
-        arm_outcome(
+        arm_verdict(
             arm,
             compared.get(arm.arm_id, {}),
             metrics=metrics.get(arm.arm_id, ()),
@@ -436,7 +458,7 @@ def benchmark_differences(compared: Mapping[str, Mapping[Scope, PairedDifference
     return {arm_id: scopes[BENCHMARK].difference for arm_id, scopes in compared.items() if BENCHMARK in scopes}
 
 
-def arm_outcome(
+def arm_verdict(
     arm: FinishedArm,
     scopes: Mapping[Scope, PairedDifference],
     *,
@@ -445,21 +467,24 @@ def arm_outcome(
     pruned: tuple[PrunedControls, ...] = (),
     confirmation: bool = False,
     comparisons: int = 1,
+    recall_comparisons: int | None = None,
 ) -> ArmVerdict:
     """Judge one arm by its comparisons.
 
     Args:
         scopes: Comparisons by scope; an arm without one on the benchmark has no accuracy.
         confirmation: True if the questions are the judging part of a sweep.
-        comparisons: Number of arms for which the intervals are widened.
+        comparisons: Number of arms for which the intervals are widened; ``recall_comparisons`` in recall, None if it is
+            the same.
     """
+    recall_comparisons = comparisons if recall_comparisons is None else recall_comparisons
     return ArmVerdict(
         name=arm.name,
         kind=arm.kind,
         zeroed_share=arm.zeroed_share,
         share=arm.share,
         selection=arm.selection,
-        recall=_families(scopes, 1 - 1 / RECALL_PARTS if confirmation else 1.0, comparisons),
+        recall=_families(scopes, 1 - 1 / RECALL_PARTS if confirmation else 1.0, recall_comparisons),
         metrics=metrics,
         weights_left=arm.weights_left,
         cache_left=arm.cache_left,

@@ -22,11 +22,10 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import LOSS
 from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS, POWER, TAIL
 from headscan.analysis.verdicts.answer_sheets import finished_arms
-from headscan.analysis.verdicts.confirmation import widened
-from headscan.analysis.verdicts.judge import ArmVerdict, Outcome, arm_outcome, outcome_label
+from headscan.analysis.verdicts.judge import NOT_SHOWN, ArmVerdict, Outcome, arm_verdict
 from headscan.analysis.verdicts.metrics import Increase, read_metrics
 from headscan.analysis.verdicts.paired import PairedDifference, about
-from headscan.analysis.verdicts.verdict_rows import RecallVerdict, StoredRows
+from headscan.analysis.verdicts.verdict_rows import RecallVerdict, StoredRows, widened
 
 #: Label of a share that more texts, whose loss is measured, could show to be safe.
 TOO_FEW_TEXTS = "too few texts"
@@ -38,6 +37,7 @@ class ShareVerdict:
 
     Attributes:
         loss: Increase of the held-out loss, in nats per token; None if it was not measured.
+        label: The verdict as a table shows it; see `ArmVerdict.label`.
         why: Losses, or missing evidence; empty if the share is safe and its recall is known.
         accuracy: Comparison on the benchmark; None if the loss ended the test.
         recall_unknown: What of recall was not judged, and why; empty if all of it was, or if the loss ended the test.
@@ -49,6 +49,7 @@ class ShareVerdict:
     share: float
     loss: Increase | None
     outcome: Outcome
+    label: str
     why: str = ""
     accuracy: PairedDifference | None = None
     recall: tuple[RecallVerdict, ...] = ()
@@ -56,15 +57,6 @@ class ShareVerdict:
     weights_left: float | None = None
     recall_unknown: str = ""
     texts_needed: int | None = None
-
-    @property
-    def label(self) -> str:
-        """The verdict as a table shows it."""
-        if self.texts_needed:
-            return TOO_FEW_TEXTS
-        # Where no number of texts helps, no number of questions does.
-        why = "" if self.texts_needed == 0 else self.why
-        return outcome_label(self.outcome, why, self.recall_unknown)
 
 
 def read_losses(store: Store, run_id: str, *, comparisons: int = 1) -> dict[str, Increase]:
@@ -132,10 +124,10 @@ def judge_shares(
         if exceeds(loss, max_loss):
             assert loss is not None
             why = f"{loss.difference:+.3f} nats per token (limit {max_loss:g})"
-            verdicts.append(ShareVerdict(name, share, loss, Outcome.LOSES, why))
+            verdicts.append(ShareVerdict(name, share, loss, Outcome.LOSES, str(Outcome.LOSES), why))
         elif name in by_name:
             arm = by_name[name]
-            outcome = arm_outcome(arm, widened(compared.get(arm.arm_id, {}), comparisons), comparisons=comparisons)
+            outcome = arm_verdict(arm, widened(compared.get(arm.arm_id, {}), comparisons), comparisons=comparisons)
             verdicts.append(share_verdict(outcome, share, loss, max_loss=max_loss))
         else:
             return verdicts
@@ -155,16 +147,19 @@ def share_verdict(outcome: ArmVerdict, share: float, loss: Increase | None, *, m
     """
     if outcome.accuracy is None:
         raise VerdictError("these questions have no right answers, so no share can be judged. Choose other tasks")
-    judged, why, texts = outcome.outcome, outcome.why, None
+    judged, label, why, texts = outcome.outcome, outcome.label, outcome.why, None
     if judged is not Outcome.LOSES and loss is not None:
         texts = enough_texts(loss, max_loss, outcome.comparisons)
     if loss is not None and texts is not None:
+        # More texts help only if nothing else stands in the way for which no number of questions does.
+        label = TOO_FEW_TEXTS if texts and label != NOT_SHOWN else NOT_SHOWN
         judged, why = Outcome.OPEN, "; ".join(filter(None, [_loss_gap(loss, max_loss, texts), why]))
     return ShareVerdict(
         outcome.name,
         share,
         loss,
         judged,
+        label,
         why,
         accuracy=outcome.accuracy,
         recall=outcome.judged_recall,

@@ -123,6 +123,8 @@ class PairedDifference:
         gained: Number of questions where the arm is better; ``lost`` where it is worse.
         p_value: Two-sided p-value of McNemar's exact test on texts: one is gained or lost by the sum of its questions'
             differences, because these are correlated.
+        texts_differ: Number of texts with an answer that differs.
+        degrees_of_freedom: Of the interval, at least 1: Satterthwaite's; with one stratum ``texts - 1``.
         retained: Retained ability in a family of recall tasks; None elsewhere.
         chance: Accuracy of guessing in percent; None if it is unknown, as for generated answers.
     """
@@ -137,6 +139,8 @@ class PairedDifference:
     gained: int
     lost: int
     p_value: float
+    texts_differ: int
+    degrees_of_freedom: int
     retained: Interval | None = None
     chance: float | None = None
 
@@ -163,8 +167,8 @@ class PairedDifference:
 
     @property
     def few_differ(self) -> bool:
-        """True if the changed answers, in whole texts, are so few that they are rare events."""
-        return (self.gained + self.lost) * self.texts < FEW_DIFFER * self.questions
+        """True if so few texts differ that they are rare events."""
+        return few_differ(self.texts_differ)
 
     def questions_needed(self, comparisons: int = 1) -> int:
         """Return a number of questions for an arm that loses nothing and changes as many answers as this one: with so
@@ -174,15 +178,19 @@ class PairedDifference:
         """
         variance = (self.gained + self.lost) / self.questions
         if not self.few_differ:
-            error = (self.high - self.low) / 2 / t_quantile(TAIL / comparisons, max(1, self.texts - 1))
+            error = (self.high - self.low) / 2 / t_quantile(TAIL / comparisons, self.degrees_of_freedom)
             variance = self.texts * (error / 100) ** 2
         return ceil(enough_questions(variance, comparisons) * self.questions / self.texts)
 
     def among(self, comparisons: int) -> Interval:
         """Return the interval widened for ``comparisons`` simultaneous ones at 95 % (Bonferroni, by Student's t)."""
-        freedom = max(1, self.texts - 1)
-        factor = t_quantile(TAIL / comparisons, freedom) / t_quantile(TAIL, freedom)
-        return self.interval.widened(factor)
+        freedom = self.degrees_of_freedom
+        return self.interval.widened(t_quantile(TAIL / comparisons, freedom) / t_quantile(TAIL, freedom))
+
+
+def few_differ(texts: float) -> bool:
+    """Return True if a number of differing texts is so small that they are rare events."""
+    return texts < FEW_DIFFER
 
 
 def enough_questions(changed: float, comparisons: int = 1) -> int:
@@ -193,7 +201,7 @@ def enough_questions(changed: float, comparisons: int = 1) -> int:
     changes, 0 to 1, or the variance of a question's difference.
     """
     questions = ((_NORMAL.inv_cdf(1 - TAIL / comparisons) + _NORMAL.inv_cdf(POWER)) * 100 / MARGIN) ** 2 * changed
-    if changed * questions < FEW_DIFFER:
+    if few_differ(changed * questions):
         questions += identical_questions(comparisons)
     return ceil(questions - 1e-9)
 
@@ -280,8 +288,9 @@ class Sampling:
         ]
 
 
-def _resampled_interval(strata: list[_Stratum], resamples: int) -> tuple[float, float]:
-    """Return the 95 % interval of a mean: the wider one of Student's t and of a bootstrap of texts, at each end.
+def _resampled_interval(strata: list[_Stratum], resamples: int) -> tuple[float, float, int]:
+    """Return the 95 % interval of a mean and its degrees of freedom. Each end is the wider one of Student's t and of a
+    bootstrap of texts.
 
     A percentile interval is too narrow with few texts: of two texts it holds the mean in half of the cases. Its ends
     are therefore moved out by the ratio of the t quantile to the normal one, and the t interval counts where it is
@@ -290,16 +299,17 @@ def _resampled_interval(strata: list[_Stratum], resamples: int) -> tuple[float, 
     count = sum(stratum.questions for stratum in strata)
     observed = sum(stratum.texts[:, 0].sum() for stratum in strata) / count
     if any(len(stratum.texts) < 2 for stratum in strata):  # there is one text in all
-        return -1.0, 1.0
+        return -1.0, 1.0, 1
     freedoms = np.array([len(stratum.texts) - 1 for stratum in strata])
     variances = np.array([stratum.variance for stratum in strata])
     freedom = variances.sum() ** 2 / (variances**2 / freedoms).sum() if variances.any() else freedoms.sum()
-    quantile = t_quantile(TAIL, max(1, int(freedom)))
+    whole = max(1, floor(freedom + 1e-9))  # one stratum has exactly its own, in spite of rounding
+    quantile = t_quantile(TAIL, whole)
     half = quantile * sqrt(variances.sum()) / count
     low, high = _percentiles(tuple(_kinds(stratum) for stratum in strata), resamples)
     wider = quantile / _Z
     below, above = max(half, wider * (observed - low)), max(half, wider * (high - observed))
-    return float(max(-1.0, observed - below)), float(min(1.0, observed + above))
+    return float(max(-1.0, observed - below)), float(min(1.0, observed + above)), whole
 
 
 class _Kinds(NamedTuple):
@@ -436,13 +446,12 @@ def compare_sampled(
     gained, lost = int((delta > 0).sum()), int((delta < 0).sum())
     # Sums of partial credit that cancel leave a rounding error.
     of_text = np.bincount(sampling.text, delta).round(12)
-    low, high = _resampled_interval(sampling.strata(delta), resamples)
-    if ((delta == 0) | (np.abs(delta) == 1)).all():
-        if np.count_nonzero(np.bincount(sampling.text, delta != 0)) < FEW_DIFFER:
-            low = min(low, _rare_low(delta, sampling))
+    low, high, freedom = _resampled_interval(sampling.strata(delta), resamples)
+    texts_differ = int(np.count_nonzero(np.bincount(sampling.text, delta != 0)))
+    if few_differ(texts_differ) and ((delta == 0) | (np.abs(delta) == 1)).all():
+        low = min(low, _rare_low(delta, sampling))
         # The bootstrap's upper end is wide enough for correlated questions: losses that few texts hide only lower it.
-        if gained + lost < FEW_DIFFER:
-            high = max(high, _score_interval(gained, lost, len(delta))[1])
+        high = max(high, _score_interval(gained, lost, len(delta))[1])
     return PairedDifference(
         questions=len(delta),
         texts=len(sampling.sizes),
@@ -454,4 +463,6 @@ def compare_sampled(
         gained=gained,
         lost=lost,
         p_value=_mcnemar(int((of_text > 0).sum()), int((of_text < 0).sum())),
+        texts_differ=texts_differ,
+        degrees_of_freedom=freedom,
     )

@@ -16,7 +16,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, log, sqrt
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from headscan.analysis.store.verdict_limits import (
     POWER,
     QUESTIONS_PER_TEXT,
     TAIL,
+    few_factor,
 )
 from headscan.analysis.verdicts.answer_sheets import (
     BENCHMARK,
@@ -101,23 +102,31 @@ class RecallVerdict:
         kept = self.paired.retained
         return "unknown" if kept is None else f"{kept.value:.0f} % [{kept.low:.0f} %, {kept.high:.0f} %]"
 
+    @property
+    def loss_in_points(self) -> str:
+        """The loss in points in words, if it is shown and the share alone does not show it; empty otherwise."""
+        kept = self.paired.retained
+        in_points = self.failed and kept is not None and kept.high >= LEAST_RETAINED
+        return self.paired.interval.words(1, " points") if in_points else ""
+
     def loss_left(self) -> str:
         """Return the retained share, and the loss in points if the share alone does not show it."""
-        kept, p = self.paired.retained, self.paired
-        in_points = self.failed and kept is not None and kept.high >= LEAST_RETAINED
-        points = f" ({p.interval.words(1, ' points')})" if in_points else ""
+        points = f" ({self.loss_in_points})" if self.loss_in_points else ""
         return f"{self.share_left()}{points}"
 
-    def points(self) -> str:
+    def words(self) -> str:
         """Return the family and what is left of it."""
         return f"{self.family} {self.loss_left()}"
 
-    def wanting(self) -> str:
-        """Return the required number of questions in words; empty if there are enough."""
+    def loss_words(self) -> str:
+        """Return the family and in brackets what is left of it, to follow "loses"."""
+        return f"{self.family} ({', '.join(filter(None, [f'{self.share_left()} left', self.loss_in_points]))})"
+
+    @property
+    def questions_needed(self) -> int:
+        """Number of questions that an arm without loss needs; 0 if these are enough."""
         needed = recall_needed(self.family, self.paired.baseline, self.comparisons)
-        if self.paired.questions >= needed:
-            return ""
-        return f"about {ceil(needed / self.judging_share):,} {self.family} questions"
+        return 0 if self.paired.questions >= needed else ceil(needed / self.judging_share)
 
 
 def solves(family: str, baseline: float, questions: int) -> bool:
@@ -199,9 +208,41 @@ def least_visible_loss(paired: PairedDifference, tasks: int) -> float:
     )
 
 
+def widened(
+    scopes: Mapping[Scope, PairedDifference], comparisons: int, recall: int | None = None
+) -> dict[Scope, PairedDifference]:
+    """Return comparisons whose intervals of the benchmark and of recall, in points and as the share that is left, are
+    widened for so many arms. Intervals of tasks stay as they are. ``recall`` is the number of arms in recall; None
+    stands for ``comparisons``.
+    """
+    all_widened = dict(scopes)
+    for scope, paired in scopes.items():
+        if scope == BENCHMARK:
+            all_widened[scope] = _widened(paired, comparisons)
+        elif scope.is_recall_family:
+            all_widened[scope] = _widened(paired, comparisons if recall is None else recall)
+    return all_widened
+
+
+def _widened(paired: PairedDifference, comparisons: int) -> PairedDifference:
+    if comparisons == 1:
+        return paired
+    rare = few_factor(comparisons)
+    wide, further = paired.among(comparisons), paired.interval.widened(rare)
+    if paired.few_differ:
+        wide = Interval(min(wide.low, further.low), wide.value, max(wide.high, further.high))
+    kept = paired.retained
+    if kept is not None:
+        kept = kept.widened(rare)
+        kept = Interval(max(-100.0, kept.low), kept.value, min(200.0, kept.high))
+    return replace(paired, low=max(-100.0, wide.low), high=min(100.0, wide.high), retained=kept)
+
+
 #: Columns of the table in shares and their attributes of ``PairedDifference`` in percent.
 _PERCENT = {"baseline": "baseline", "accuracy": "arm", "difference": "difference", "low": "low", "high": "high"}
-_PLAIN = ("questions", "texts", "gained", "lost", "p_value")
+_PLAIN = ("questions", "gained", "lost", "p_value")
+#: Columns of later schemas, NULL in older rows.
+_LATER = ("texts", "texts_differ", "degrees_of_freedom")
 
 #: Columns of the table and their fields of the retained ability.
 _RETAINED = {"retained": "value", "retained_low": "low", "retained_high": "high"}
@@ -267,7 +308,7 @@ def complete_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _lacks_columns(row: Mapping[str, Any]) -> bool:
-    if row["texts"] is None:
+    if any(row[name] is None for name in _LATER):
         return True
     if row["recall"]:
         return row["informative"] is not None and row["retained"] is None
@@ -308,7 +349,7 @@ def _row(sheets: AnswerSheets, scope: Scope, baseline: FinishedArm, arm: Finishe
         "arm_id": arm.arm_id,
         **scope._asdict(),
         **{column: getattr(paired, attribute) / 100 for column, attribute in _PERCENT.items()},
-        **{name: getattr(paired, name) for name in _PLAIN},
+        **{name: getattr(paired, name) for name in (*_PLAIN, *_LATER)},
         "chance": None if paired.chance is None else paired.chance / 100,
         **{column: getattr(kept, attribute) / 100 for column, attribute in _RETAINED.items() if kept},
     }
@@ -326,11 +367,17 @@ def _worst_columns(worst: TaskVerdict) -> dict[str, Any]:
 
 def _paired(row: Mapping[str, Any]) -> PairedDifference:
     kept = {attribute: row[column] for column, attribute in _RETAINED.items() if row[column] is not None}
-    # Rows before schema 12, which only widen later verdicts, do not hold the number of texts.
-    texts = row["questions"] if row["texts"] is None else row["texts"]
+    # Rows of older schemas, which only count as comparisons of later verdicts, have estimates.
+    questions, texts = row["questions"], row["questions"] if row["texts"] is None else row["texts"]
+    estimates = {
+        "texts": texts,
+        "texts_differ": (row["gained"] + row["lost"]) * texts // questions,
+        "degrees_of_freedom": max(1, texts - 1),
+    }
     return PairedDifference(
         **{attribute: 100 * row[column] for column, attribute in _PERCENT.items()},
-        **{name: row[name] for name in _PLAIN} | {"texts": texts},
+        **{name: row[name] for name in _PLAIN},
+        **{name: estimate if row[name] is None else row[name] for name, estimate in estimates.items()},
         retained=Interval(**{attribute: 100 * share for attribute, share in kept.items()}) if kept else None,
         chance=None if row["chance"] is None else 100 * row["chance"],
     )

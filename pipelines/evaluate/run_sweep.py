@@ -260,7 +260,8 @@ def sweep_arms(
     others: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Arm]:
     """Return the baseline, then all other arms share by share: rules, masks and random controls of a share are
-    together, so that all curves grow together. ``others`` are the runs of masks that are no scores of the scan.
+    together, so that all curves grow together. ``others`` are the runs of masks that are no scores of the scan. The
+    arms are marked, because later evaluations may add others to the run.
     """
     rules = [scored_rules(store, scan_run, score, config.shares, replacement) for score in config.scores]
     masks = [
@@ -276,4 +277,4 @@ def sweep_arms(
         arms += of_share
         if of_share:
             arms += random_masks(facts.grid, share, len(of_share[0].fixed_heads or ()), config.seeds, replacement)
-    return arms
+    return [arm if arm == BASELINE else replace(arm, measured=(*arm.measured, ("swept", True))) for arm in arms]

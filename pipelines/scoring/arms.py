@@ -35,7 +35,7 @@ class Arm:
         selection: Further description of the selection; arms that differ in it are points of different curves.
         model: Model that answers and ablates nothing; None uses the baseline's.
         removed: Heads that this model lacks.
-        measured: Measured sizes and times for the store, which differ between runs of one arm.
+        measured: What differs between runs of one arm, for the store: measured sizes and times, ``swept`` in a sweep.
     """
 
     name: str

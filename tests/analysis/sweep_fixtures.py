@@ -18,6 +18,9 @@ RECALL_TASKS = ("needle@512", "needle@1024", "copying@512")
 #: Questions of each recall task: enough to show that recall is kept, also on the part that judges a selected arm.
 RECALL_QUESTIONS = 240
 
+#: The mark of a sweep's arms.
+SWEPT = {"swept": True}
+
 
 def realised(score: str | None, share: float) -> float:
     """A rule's measured share differs from its quantile, for each score differently."""
@@ -57,10 +60,11 @@ def write_sweep(
             for share in shares:
                 for score in scores:
                     name = f"{kind} {score} {share:.0%}"
-                    records.append(ArmRecord(run_id, name, kind, score=score, share=share))  # type: ignore[arg-type]
+                    records.append(ArmRecord(run_id, name, kind, score=score, share=share, measured=SWEPT))  # type: ignore[arg-type]
                 for seed in range(seeds):
                     name = f"random {kind} {share:.0%} seed {seed}"
-                    records.append(ArmRecord(run_id, name, f"random_{kind}", share=share, seed=seed))  # type: ignore[arg-type]
+                    drawn = ArmRecord(run_id, name, f"random_{kind}", share=share, seed=seed, measured=SWEPT)  # type: ignore[arg-type]
+                    records.append(drawn)
         for record in records:
             share = record.share or 0.0
             correct = baseline.copy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,16 @@ def test_an_arm_keeps_the_fields_of_its_begin(arm: tuple[Store, ArmRecord, str])
     assert other != arm_id
     store.finish_arm(arm_id, answer_table(TASKS, np.ones(3)), zeroed_share=0.5)
     assert store.begin_arm(record) == ArmState(arm_id, True)
+
+
+def test_an_arm_that_is_begun_again_gets_new_measured_entries(arm: tuple[Store, ArmRecord, str]) -> None:
+    """Such as the mark of a sweep on an arm that was evaluated before; the first values stay."""
+    store, record, arm_id = arm
+    store.finish_arm(arm_id, answer_table(TASKS, np.zeros(3)))
+    for measured in ({"folder": "a"}, {"folder": "b", "swept": True}, {}):
+        assert store.begin_arm(dataclasses.replace(record, measured=measured)) == ArmState(arm_id, True)
+    (config,) = store.query("SELECT config FROM arms WHERE arm_id = ?", [arm_id])["config"].to_pylist()
+    assert json.loads(config) == {**record.config, "folder": "a", "swept": True}
 
 
 def test_recall_is_false_by_default(arm: tuple[Store, ArmRecord, str]) -> None:

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
+from headscan.analysis.store.records import ArmKind
+from headscan.analysis.verdicts.judge import ArmVerdict
 from headscan.analysis.verdicts.paired import Interval, PairedDifference, compare, retained, wilson_low
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict, least_questions, recall_needed
 from headscan.catalog import recall_family
@@ -30,6 +32,8 @@ def _verdict(
         gained=0,
         lost=0,
         p_value=1.0,
+        texts_differ=0,
+        degrees_of_freedom=questions // 4 - 1,
         retained=Interval(retained[0], 97.6, retained[1]),
     )
     return RecallVerdict(family, paired)
@@ -81,8 +85,15 @@ def test_wilson_s_interval_is_scipy_s(right: int, questions: int) -> None:
     assert wilson_low(right, questions) == pytest.approx(float(expected), abs=1e-12)
 
 
-def test_points_name_the_share_and_its_interval() -> None:
-    assert _verdict("needle").points() == "needle 98 % [91 %, 105 %]"
+def test_words_name_the_share_that_is_left_and_a_loss_says_so() -> None:
+    assert _verdict("needle").words() == "needle 98 % [91 %, 105 %]"
+    lost = _verdict("needle", retained=(25.0, 56.0))
+    assert lost.failed and lost.loss_words() == "needle (98 % [25 %, 56 %] left)"
+    points = _verdict("copying", high=-1.3)
+    assert points.words() == "copying 98 % [91 %, 105 %] (+0.0 points [-10.0, -1.3])"
+    assert points.loss_words() == "copying (98 % [91 %, 105 %] left, +0.0 points [-10.0, -1.3])"
+    arm = ArmVerdict(name="a", kind=ArmKind.MASK, zeroed_share=0.1, accuracy=_verdict("needle").paired, recall=(lost,))
+    assert arm.why == "needle (98 % [25 %, 56 %] left)"
 
 
 @pytest.mark.parametrize(("family", "baseline"), [("needle", 65.0), ("needle", 98.0), ("copying", 34.0)])

@@ -23,12 +23,11 @@ from headscan.analysis.verdicts.confirmation import (
     judge_sweep,
     judged_on_same,
     record_confirmation,
-    widened,
 )
 from headscan.analysis.verdicts.controls import SelectedRank
 from headscan.analysis.verdicts.judge import judge
-from headscan.analysis.verdicts.paired import PairedDifference, about, compare, retained
-from headscan.analysis.verdicts.verdict_rows import record_verdicts
+from headscan.analysis.verdicts.paired import Interval, PairedDifference, about, compare, retained
+from headscan.analysis.verdicts.verdict_rows import RecallVerdict, record_verdicts, widened
 from headscan.catalog import SCORES
 from tests.analysis.sweep_fixtures import write_sweep
 from tests.stores import copy_store
@@ -164,7 +163,18 @@ def test_arms_that_share_a_half_share_the_error_of_one(arms: int, before: float)
 def _paired(questions: int, gained: int, lost: int, low: float) -> PairedDifference:
     difference = 100 * (gained - lost) / questions
     return PairedDifference(
-        questions, questions, 75.0, 75.0 + difference, difference, low, 2 * difference - low, gained, lost, 1.0
+        questions,
+        questions,
+        75.0,
+        75.0 + difference,
+        difference,
+        low,
+        2 * difference - low,
+        gained,
+        lost,
+        1.0,
+        texts_differ=gained + lost,
+        degrees_of_freedom=questions - 1,
     )
 
 
@@ -198,6 +208,35 @@ def test_recall_of_identical_answers_is_widened_enough(comparisons: int) -> None
             break
     else:
         pytest.fail("no number of texts is enough")
+
+
+def test_a_loss_of_recall_in_points_is_widened() -> None:
+    """Of 1,000 texts an arm loses 55 and gains 25. One comparison shows a loss of more than a point, five do not."""
+    scope, texts = Scope("copying", True), np.arange(1000)
+    baseline, arm = np.where(texts < 25, 0.0, 1.0), np.where(texts >= 945, 0.0, 1.0)
+    paired = replace(compare(baseline, arm, texts=texts), retained=retained(baseline, arm, texts, 0.0))
+    one, five = (RecallVerdict("copying", widened({scope: paired}, count)[scope]) for count in (1, 5))
+    assert paired.retained is not None and paired.retained.high > LEAST_RETAINED
+    assert one.paired == paired and one.failed and not five.failed
+    assert five.paired.interval == pytest.approx(paired.among(5))
+
+
+@pytest.mark.parametrize("comparisons", [2, 5])
+def test_kinds_that_share_recall_questions_share_the_error_of_a_loss(comparisons: int) -> None:
+    """Independent arms that truly lose one point of recall: one of them is called lost in 2.5 % of cases."""
+    rng, scope, texts = np.random.default_rng(0), Scope("copying", True), np.arange(800)
+    runs, lost = 400, {1: 0, comparisons: 0}
+    for _ in range(runs):
+        arms = []
+        for _ in range(comparisons):
+            delta = rng.choice([-1, 0, 1], 800, p=[0.05, 0.91, 0.04])
+            paired = compare(delta < 0, delta > 0, texts=texts, resamples=100)
+            arms.append(replace(paired, baseline=80.0, retained=Interval(80, 95, 110)))
+        for count in lost:
+            verdicts = (RecallVerdict("copying", widened({scope: paired}, count)[scope]) for paired in arms)
+            lost[count] += any(verdict.failed for verdict in verdicts)
+    assert lost[comparisons] / runs <= 0.025 + 0.016
+    assert lost[1] > lost[comparisons]
 
 
 # The verdict
@@ -390,6 +429,29 @@ def test_random_curves_go_through_the_same_selection(tmp_path: Path) -> None:
         assert says in controls.sentence(ArmKind.MASK, 0.1) and "p =" not in controls.sentence(ArmKind.MASK, 0.1)
 
 
+def test_later_arms_in_the_run_of_a_sweep_change_neither_its_choice_nor_the_rank(tmp_path: Path) -> None:
+    """An evaluation adds a mask of another score and share, with random ones, to the run."""
+    store = Store(tmp_path / "s.duckdb", lock_timeout=5.0)
+    settings = {"scores": tuple(SCORES)[:1], "shares": (0.05, 0.1), "kinds": ("mask",), "recall": False}
+    run_id = write_sweep(store, **settings, seeds=19, questions=1000)  # type: ignore[arg-type]
+    before = {confirm: _choices(store, run_id, confirm=confirm)["mask"] for confirm in (True, False)}
+    baseline = store.query("SELECT arm_id FROM arms WHERE kind = 'baseline'")["arm_id"].to_pylist()
+    same = store.query("SELECT task, question, recall, correct FROM answers WHERE list_contains(?, arm_id)", [baseline])
+    with store.one_transaction():
+        mask = ArmRecord(run_id, "mask by hand", "mask", score=tuple(SCORES)[1], share=0.2)
+        drawn = [ArmRecord(run_id, f"random 20% {seed}", "random_mask", share=0.2, seed=seed) for seed in range(3)]
+        drawn += [ArmRecord(run_id, f"random 10% {seed}", "random_mask", share=0.1, seed=seed) for seed in (19, 20)]
+        for record in (mask, *drawn):
+            store.finish_arm(store.begin_arm(record).arm_id, same, zeroed_share=record.share)
+    for _ in range(2):
+        assert _choices(store, run_id)["mask"] == before[True]
+        record_confirmation(store, run_id)
+    after = _choices(store, run_id, confirm=False)["mask"]
+    controls = (after.verdict.controls, before[False].verdict.controls)
+    assert [each and each.selected for each in controls] == [SelectedRank(1, 19, 19)] * 2
+    assert after.verdict.name == before[False].verdict.name and after.candidates == before[False].candidates
+
+
 def test_later_sweeps_on_the_same_questions_widen_all_judgements(tmp_path: Path) -> None:
     """Sweeps of other values are runs of their own, on the same half; other questions and models do not count."""
     store = Store(tmp_path / "s.duckdb", lock_timeout=5.0)
@@ -426,7 +488,53 @@ def test_later_sweeps_on_the_same_questions_widen_all_judgements(tmp_path: Path)
         other_model: 1,
     }
     assert {row["run_id"] for row in rows if row["removable"]} == {other_model}
-    assert judged_on_same(reopened, first).keys() == {first, overlapping, *later}
+    assert judged_on_same(reopened, first).runs == {first, overlapping, *later}
+
+
+def test_sweeps_on_other_tasks_share_the_recall_questions(tmp_path: Path) -> None:
+    """The task, the number and the seed decide a recall question, whatever the benchmark asks."""
+    store = Store(tmp_path / "s.duckdb", lock_timeout=5.0)
+    recall = 800
+
+    def swept(task: str, seed: int = 0, model: str = "tiny") -> str:
+        config = {"recall": {"seed": seed}}
+        run = RunRecord("evaluate", f"{task} {seed} {model}", model, 3, 8, config=config)
+        answers = pa.table(
+            {
+                "task": [task] * 2000 + ["copying@64"] * recall,
+                "question": [*range(2000), *range(recall)],
+                "recall": [False] * 2000 + [True] * recall,
+                "correct": np.ones(2000 + recall),
+            }
+        )
+        with store.one_transaction():
+            run_id = store.begin_run(run).run_id
+            arms = (
+                ArmRecord(run_id, "baseline", "baseline"),
+                ArmRecord(run_id, "m", "mask", score="entropy", share=0.1),
+            )
+            for record in arms:
+                store.finish_arm(store.begin_arm(record).arm_id, answers, zeroed_share=record.share)
+        record_confirmation(store, run_id)
+        return run_id
+
+    first = swept("a")
+    alone = _choices(store, first)["mask"]
+    other = [swept("b"), swept("c", seed=1), swept("d", model="another")]
+    counts = {}
+    for run_id in (first, *other):
+        choice = _choices(store, run_id)["mask"]
+        (copying,) = choice.verdict.recall
+        counts[run_id] = (choice.comparisons, copying.comparisons)
+    assert counts == {first: (1, 2), other[0]: (1, 2), other[1]: (1, 1), other[2]: (1, 1)}
+    choice = _choices(store, first)["mask"]
+    assert choice.verdict.accuracy == alone.verdict.accuracy
+    wide, narrow = (each.verdict.recall[0].paired.retained for each in (choice, alone))
+    assert wide is not None and narrow is not None and wide.low < narrow.low
+    assert "judged on 1,000 others by intervals widened for the 1 arm that they have judged (2 in recall)" in (
+        choice.sentence()
+    )
+    assert "widened" not in alone.sentence()
 
 
 def test_a_half_with_too_few_questions_is_reported(tmp_path: Path) -> None:

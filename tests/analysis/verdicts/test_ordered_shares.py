@@ -11,8 +11,7 @@ import pytest
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, FinishedArm
-from headscan.analysis.verdicts.confirmation import widened
-from headscan.analysis.verdicts.judge import arm_outcome
+from headscan.analysis.verdicts.judge import arm_verdict
 from headscan.analysis.verdicts.metrics import RATES, Increase, rate_increase
 from headscan.analysis.verdicts.ordered_shares import (
     Outcome,
@@ -23,6 +22,7 @@ from headscan.analysis.verdicts.ordered_shares import (
     share_verdict,
 )
 from headscan.analysis.verdicts.paired import PairedDifference, compare
+from headscan.analysis.verdicts.verdict_rows import widened
 
 SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
 
@@ -40,7 +40,7 @@ def walk(rng: np.random.Generator, gained: np.ndarray, lost: np.ndarray, questio
         arm = np.where(right, unlucky >= lose / 0.75, lucky < win / 0.25)
         paired = compare(right.astype(float), arm.astype(float), resamples=200)
         of_arm = FinishedArm("a", f"arm {share}", ArmKind.MASK, None, None, share, share)
-        outcome = arm_outcome(of_arm, widened({BENCHMARK: paired}, comparisons), comparisons=comparisons)
+        outcome = arm_verdict(of_arm, widened({BENCHMARK: paired}, comparisons), comparisons=comparisons)
         found.append(share_verdict(outcome, share, None))
         if found[-1].outcome is not Outcome.SAFE:
             break
@@ -165,7 +165,7 @@ def test_the_texts_that_are_said_to_be_enough_are() -> None:
 
 def outcome(paired: PairedDifference, loss: Increase | None = None) -> ShareVerdict:
     arm = FinishedArm("a", "arm", ArmKind.MASK, None, None, 0.1, 0.1)
-    return share_verdict(arm_outcome(arm, {BENCHMARK: paired}), 0.1, loss, max_loss=0.05)
+    return share_verdict(arm_verdict(arm, {BENCHMARK: paired}), 0.1, loss, max_loss=0.05)
 
 
 def nats(difference: float, low: float, high: float, texts: int = 64) -> Increase:

@@ -21,6 +21,36 @@ from headscan.analysis.verdicts.paired import (
 )
 
 
+def test_an_interval_is_widened_by_its_own_degrees_of_freedom() -> None:
+    """Eight texts of a small task have all the variance: 408 texts, and an error known by eight of them."""
+    arm = np.concatenate([np.full(400, 0.5), 0.5 + np.array([-4, -3, -2, -1, 1, 2, 3, 4]) / 10])
+    found = compare(np.full(408, 0.5), arm, np.repeat([0, 1], [400, 8]))
+    assert (found.texts, found.degrees_of_freedom) == (408, 7)
+    factor = t.ppf(1 - 0.025 / 20, 7) / t.ppf(0.975, 7)
+    assert found.among(20) == pytest.approx((factor * found.low, 0.0, factor * found.high))
+    error = 0.5 * (found.high - found.low) / t.ppf(0.975, 7)
+    assert replace(found, texts_differ=FEW_DIFFER).questions_needed() == pytest.approx(
+        enough_questions(408 * (error / 100) ** 2), abs=1
+    )
+
+
+@pytest.mark.parametrize("texts", [2, 7, 50, 399, 1000])
+def test_one_stratum_has_a_degree_of_freedom_less_than_texts(texts: int) -> None:
+    rng = np.random.default_rng(texts)
+    for answers in (np.ones(texts), rng.random(texts), rng.random(texts) < 0.7):
+        assert compare(np.ones(texts), answers).degrees_of_freedom == texts - 1
+
+
+@pytest.mark.parametrize(("both", "single", "few"), [(30, 0, True), (0, 60, False), (20, 29, True), (20, 30, False)])
+def test_few_differ_by_the_number_of_texts(both: int, single: int, few: bool) -> None:
+    """Of 1,000 texts in two forms, some are lost in both forms, and some in one of them."""
+    lost = np.concatenate([np.arange(1000) < both + single, np.arange(1000) < both])
+    found = compare(np.ones(2000), 1.0 - lost, texts=np.tile(np.arange(1000), 2))
+    assert (found.texts_differ, found.few_differ) == (both + single, few)
+    sampled = _resampled_interval(Sampling(2000, texts=np.tile(np.arange(1000), 2)).strata(-1.0 * lost), 2000)
+    assert (found.low < 100 * sampled[0] - 1e-9) is few
+
+
 def _pair(both: int, lost: int, gained: int, neither: int) -> tuple[np.ndarray, np.ndarray]:
     baseline = np.repeat([1, 1, 0, 0], [both, lost, gained, neither])
     arm = np.repeat([1, 0, 1, 0], [both, lost, gained, neither])
@@ -305,7 +335,7 @@ def test_texts_of_one_question_have_the_score_interval_of_questions() -> None:
         delta = rng.choice([-1, 0, 1], count, p=[changed / 2, 1 - changed, changed / 2])
         strata, texts = rng.integers(0, 3, count), rng.permutation(count)
         gained, lost = int((delta > 0).sum()), int((delta < 0).sum())
-        low, high = _resampled_interval(Sampling(count, strata, texts).strata(delta.astype(float)), 200)
+        low, high, _ = _resampled_interval(Sampling(count, strata, texts).strata(delta.astype(float)), 200)
         if gained + lost < FEW_DIFFER:
             score = _score_interval(gained, lost, count)
             low, high = min(low, score[0]), max(high, score[1])
@@ -329,6 +359,20 @@ def test_texts_in_two_forms_seldom_pass_by_chance(single: int) -> None:
         delta = rng.choice([-1, 0, 1], texts, p=[loss + 0.01, 0.98 - loss, 0.01])
         by_chance += _in_two_forms(delta, single, resamples=50).low > -1
     assert by_chance / 800 <= 0.025 + 0.011
+
+
+@pytest.mark.parametrize("texts", [100, 400, 1000])
+@pytest.mark.parametrize("alike", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("gained", [0.0, 0.02])
+def test_texts_in_two_forms_seldom_lose_by_chance(texts: int, alike: float, gained: float) -> None:
+    """An arm truly loses one point; in a share ``alike`` of the texts both forms change together."""
+    rng, numbers, lost, runs = np.random.default_rng(0), np.tile(np.arange(texts), 2), 0, 600
+    for _ in range(runs):
+        forms = rng.choice([-1, 0, 1], (2, texts), p=[gained + 0.01, 0.99 - 2 * gained, gained])
+        forms[1] = np.where(rng.random(texts) < alike, forms[0], forms[1])
+        delta = forms.ravel()
+        lost += compare(delta < 0, delta > 0, texts=numbers, resamples=200).shows_loss
+    assert lost / runs <= 0.025 + 0.012
 
 
 def test_the_p_value_counts_a_text_once() -> None:

@@ -156,12 +156,26 @@ def test_comparisons_without_the_columns_of_later_rules_are_made_again(run: tupl
     store, run_id = run
     record_verdicts(store, run_id)
     before = store.query("FROM arm_verdicts ORDER BY ALL")
-    for column in ("failed", "retained", "informative", "texts"):
+    for column in ("failed", "retained", "informative", "texts", "texts_differ", "degrees_of_freedom"):
         old = before.set_column(before.column_names.index(column), column, pa.nulls(before.num_rows))
         store.add_verdicts(old)
         assert store.query("FROM arm_verdicts ORDER BY ALL") != before
         record_verdicts(store, run_id)
         assert store.query("FROM arm_verdicts ORDER BY ALL") == before
+
+
+def test_rows_of_older_schemas_have_estimates(run: tuple[Store, str]) -> None:
+    """Such as those of an arm that another one has replaced, which are only counted."""
+    rows = read_verdict_rows(*run).computed
+    ((scopes,), (older,)) = (
+        compared_by_arm([row | changes for row in rows]).values()
+        for changes in ({}, {"texts_differ": None, "degrees_of_freedom": None})
+    )
+    for scope in (BENCHMARK, Scope("copying", True)):
+        new, old = scopes[scope], older[scope]
+        assert old.degrees_of_freedom == new.texts - 1
+        assert old.texts_differ == (new.gained + new.lost) * new.texts // new.questions
+        assert old.low == new.low
 
 
 def test_only_missing_rows_are_computed(run: tuple[Store, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +266,7 @@ def test_the_clearest_loss_comes_first_and_one_task_keeps_its_interval() -> None
 
 def test_the_widened_interval_is_bonferronis() -> None:
     """Of a difference with a normal error: 1.96 standard errors become 3.33 for 57 tasks."""
-    paired = PairedDifference(1000, 1000, 70.0, 65.0, -5.0, -5.0 - 1.96, -5.0 + 1.96, 0, 0, 1.0)
+    paired = PairedDifference(1000, 1000, 70.0, 65.0, -5.0, -5.0 - 1.96, -5.0 + 1.96, 0, 0, 1.0, 0, 999)
     assert paired.among(57) == pytest.approx((-5 - 3.327, -5, -5 + 3.327), abs=0.01)
 
 

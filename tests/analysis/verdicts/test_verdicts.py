@@ -13,8 +13,8 @@ from headscan.analysis.store.records import ArmKind, ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import ArmVerdict, Outcome, judge
 from headscan.analysis.verdicts.ordered_shares import share_verdict
-from headscan.analysis.verdicts.paired import compare
-from headscan.analysis.verdicts.verdict_rows import record_verdicts
+from headscan.analysis.verdicts.paired import Interval, compare, retained
+from headscan.analysis.verdicts.verdict_rows import RecallVerdict, record_verdicts
 from headscan.pipelines.cli.results import arm_row, verdict_text
 from tests.analysis.conftest import answer_table
 
@@ -433,6 +433,29 @@ def test_the_reason_of_an_open_verdict_is_the_true_one() -> None:
     assert arm.outcome is Outcome.OPEN and arm.why.startswith("needs about 3")
     assert replace(arm, accuracy=replace(paired, low=-1.5)).why.startswith("may lose more than one point")
     assert replace(arm, accuracy=replace(paired, chance=78.0)).why.startswith("the model itself is at or near chance")
+
+
+def test_too_few_questions_are_named_only_if_more_could_settle_everything() -> None:
+    """A drop of up to 1.8 points, and 72 needle questions: more of these cannot show that accuracy is kept."""
+    right = np.ones(2000)
+    accuracy = replace(compare(right, right), difference=-0.95, low=-1.8, high=-0.1, gained=20, lost=39)
+    needles = np.tile(np.repeat([1.0, 0.0], [9, 1]), 8)[:72]
+    texts = np.arange(72) // 4
+    asked = replace(compare(needles, needles, texts=texts), retained=retained(needles, needles, texts, 25.0))
+    recall = RecallVerdict("needle", asked)
+    arm = ArmVerdict(name="a", kind=ArmKind.MASK, zeroed_share=0.1, accuracy=accuracy, recall=(recall,))
+    assert arm.why.startswith("may lose more than one point; needs about 332 needle questions")
+    assert [gap.questions for gap in arm.gaps()] == [None, 332]
+    assert (arm.outcome, arm.too_few_questions, arm.label) == (Outcome.OPEN, False, "not shown")
+    assert share_verdict(arm, 0.1, None).label == "not shown"
+    kept = replace(arm, accuracy=compare(right, right))
+    assert (kept.why, kept.label) == ("needs about 332 needle questions", "too few questions")
+    few = replace(kept, accuracy=compare(right[:300], right[:300]))
+    assert [gap.questions for gap in few.gaps()] == [381, 332] and few.label == "too few questions"
+    assert replace(few, recall=(replace(recall, judging_share=0.75),)).gaps()[1].questions == 443
+    # More needles than an arm without loss needs, and still not shown to be kept.
+    many = replace(recall, paired=replace(asked, questions=400, retained=Interval(85.0, 92.0, 99.0)))
+    assert replace(few, recall=(many,)).label == "not shown"
 
 
 def test_the_table_of_a_terminal_has_the_numbers_and_says_what_is_missing(evaluate: Evaluate) -> None:

@@ -81,6 +81,8 @@ def test_arms_are_every_score_and_control_at_every_share(swept: Swept) -> None:
         **{(kind, share, None): 2 for kind in ("random_rule", "random_mask") for share in (0.2, 0.4)},
     }
     assert {arm["status"] for arm in arms} == {"finished"}
+    marks = store.query("SELECT kind = 'baseline' AS whole, config ->> '$.swept' AS swept FROM arms GROUP BY ALL")
+    assert {tuple(row.values()) for row in marks.to_pylist()} == {(True, None), (False, "true")}
     assert "15 arms: the baseline, 4 rules, 2 masks, 8 random controls" in said
     sizes = store.query(
         "select share, kind, count(*) / count(distinct mask_id) as heads from arms join mask_heads using (mask_id)"

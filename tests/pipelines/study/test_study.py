@@ -48,13 +48,13 @@ def tiny(out: Path, **changes: object) -> StudyConfig:
         "window_shares": (0.5,),
         "prune_shares": (0.05,),
         "sequences": 8,
-        "judged_texts": 26,
+        "judged_texts": 24,
         "questions": 8,
         "recall_questions": 8,
         "search": False,
         "prune_by": "criterion",
     }
-    return StudyConfig(SPEC, CorpusSpec("python-stdlib-heldout"), str(out), **settings | changes)  # type: ignore[arg-type]
+    return StudyConfig(SPEC, CorpusSpec("python-stdlib-modules"), str(out), **settings | changes)  # type: ignore[arg-type]
 
 
 def run(config: StudyConfig, lines: list[str]) -> StudyAnswer:
@@ -344,7 +344,7 @@ def test_answers_hold_no_infinity(found: tuple[StudyConfig, StudyAnswer, list[st
 def test_an_open_share_has_the_label_of_the_table() -> None:
     """More questions do not help against what makes this share open."""
     loss = Increase("nats per token", 64, 0.02, 0.01, 0.03)
-    share = ShareVerdict("arm", 0.1, loss, Outcome.OPEN, "may lose more than one point")
+    share = ShareVerdict("arm", 0.1, loss, Outcome.OPEN, "not shown", "may lose more than one point")
     saving = Saving(ABLATED, (share,), (("arm", 0.1),), units=48)
     assert saving.next() == "10% not shown: may lose more than one point"
     card = saving.card()
@@ -352,7 +352,8 @@ def test_an_open_share_has_the_label_of_the_table() -> None:
     assert card.detail == (
         "10% not shown: may lose more than one point. At 10%: loss +0.0200 [+0.0100, +0.0300] nats per token."
     )
-    few = replace(saving, judged=(replace(share, why="needs about 900 questions"),))
+    open_share = replace(share, label="too few questions", why="needs about 900 questions")
+    few = replace(saving, judged=(open_share,))
     assert few.next() == "10% too few questions: needs about 900 questions"
     assert few.card().headline == "Too few questions"
 
