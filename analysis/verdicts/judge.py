@@ -51,6 +51,17 @@ class Outcome(StrEnum):
     OPEN = "too few questions"
 
 
+def outcome_label(outcome: Outcome, too_few_questions: bool, unjudged_recall: str) -> str:
+    """Return an outcome in words. A safe one adds the recall that is not judged; an open one is "not shown" unless more
+    questions could show all that is missing.
+    """
+    if outcome is Outcome.OPEN and not too_few_questions:
+        return "not shown"
+    if outcome is Outcome.SAFE and unjudged_recall:
+        return f"{outcome}, {unjudged_recall} unknown"
+    return str(outcome)
+
+
 class Gap(NamedTuple):
     """Missing evidence of an arm that shows no loss.
 
@@ -263,13 +274,8 @@ class ArmVerdict:
 
     @property
     def label(self) -> str:
-        """The verdict as a table shows it: "safe, recall unknown" names what of recall is unknown, and "not shown" is
-        an open one for which no number of questions is known to be enough.
-        """
-        if self.outcome is Outcome.OPEN:
-            return str(self.outcome) if self.too_few_questions else "not shown"
-        unknown = self.unjudged_recall if self.outcome is Outcome.SAFE else ""
-        return f"{self.outcome}, {unknown} unknown" if unknown else str(self.outcome)
+        """The verdict as a table shows it, such as "safe, recall unknown"; see `outcome_label`."""
+        return outcome_label(self.outcome, self.too_few_questions, self.unjudged_recall)
 
     @property
     def why(self) -> str:

@@ -18,7 +18,7 @@ from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import LOSS
 from headscan.analysis.verdicts.answer_sheets import finished_arms
-from headscan.analysis.verdicts.judge import ArmVerdict, Outcome, arm_verdict
+from headscan.analysis.verdicts.judge import ArmVerdict, Outcome, arm_verdict, outcome_label
 from headscan.analysis.verdicts.metrics import Increase, read_metrics
 from headscan.analysis.verdicts.paired import PairedDifference
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict, StoredRows, widened
@@ -30,23 +30,30 @@ class ShareVerdict:
 
     Attributes:
         loss: Increase of the held-out loss, in nats per token; None if it was not measured.
-        label: The verdict as a table shows it; see `ArmVerdict.label`.
         why: Losses, or missing evidence; empty if the share is safe and its recall is known.
         accuracy: Comparison on the benchmark; None if the loss ended the test.
         recall_unknown: What of recall was not judged, and why; empty if all of it was, or if the loss ended the test.
+        unjudged_recall: Only the names of what was not judged.
+        too_few_questions: True if more questions could show all that is missing.
     """
 
     name: str
     share: float
     loss: Increase | None
     outcome: Outcome
-    label: str
     why: str = ""
     accuracy: PairedDifference | None = None
     recall: tuple[RecallVerdict, ...] = ()
     cache_left: float | None = None
     weights_left: float | None = None
     recall_unknown: str = ""
+    unjudged_recall: str = ""
+    too_few_questions: bool = False
+
+    @property
+    def label(self) -> str:
+        """The verdict as a table shows it."""
+        return outcome_label(self.outcome, self.too_few_questions, self.unjudged_recall)
 
 
 def read_losses(store: Store, run_id: str, *, comparisons: int = 1) -> dict[str, Increase]:
@@ -93,7 +100,7 @@ def judge_shares(
         if exceeds(loss, max_loss):
             assert loss is not None
             why = f"{loss.difference:+.3f} nats per token (limit {max_loss:g})"
-            verdicts.append(ShareVerdict(name, share, loss, Outcome.LOSES, str(Outcome.LOSES), why))
+            verdicts.append(ShareVerdict(name, share, loss, Outcome.LOSES, why))
         elif name in by_name:
             arm = by_name[name]
             outcome = arm_verdict(arm, widened(compared.get(arm.arm_id, {}), comparisons), comparisons=comparisons)
@@ -119,11 +126,12 @@ def share_verdict(outcome: ArmVerdict, share: float, loss: Increase | None) -> S
         share,
         loss,
         outcome.outcome,
-        outcome.label,
         outcome.why,
         accuracy=outcome.accuracy,
         recall=outcome.judged_recall,
         cache_left=outcome.cache_left,
         weights_left=outcome.weights_left,
         recall_unknown=outcome.recall_unknown,
+        unjudged_recall=outcome.unjudged_recall,
+        too_few_questions=outcome.too_few_questions,
     )

@@ -364,7 +364,7 @@ def test_a_third_family_costs_an_entry_and_a_generator(monkeypatch: pytest.Monke
     kept = Interval(91.0, 99.0, 107.0)
     paired = PairedDifference(400, 100, 80.0, 80.0, 0.0, -1.0, 1.0, 4, 4, 1.0, 8, 99, retained=kept)
     loss = Increase("nats per token", 10, 0.0, -0.01, 0.01)
-    share = ShareVerdict("arm", 0.1, loss, Outcome.SAFE, "safe", recall=(RecallVerdict("parrot", paired),))
+    share = ShareVerdict("arm", 0.1, loss, Outcome.SAFE, recall=(RecallVerdict("parrot", paired),))
     saving = Saving(ABLATED, (share,), (("arm", 0.1),), units=10)
     lines = StudyAnswer("m", "c", 1, 10, 100, 10, 64, 0.05, (saving,), {"arm": loss}, "r", "s", 1.0).lines()
     assert re.search(r"needles +copying +parrots +verdict", lines) and "99 % [91 %, 107 %]" in lines
