@@ -212,7 +212,7 @@ def widened(
     scopes: Mapping[Scope, PairedDifference], comparisons: int, recall: int | None = None
 ) -> dict[Scope, PairedDifference]:
     """Return comparisons whose intervals of the benchmark and of recall, in points and as the share that is left, are
-    widened for so many arms. Intervals of tasks stay as they are. ``recall`` is the number of arms in recall; None
+    widened for so many arms. Intervals of tasks count the tasks alone. ``recall`` is the number of arms in recall; None
     stands for ``comparisons``.
     """
     all_widened = dict(scopes)
