@@ -2,8 +2,8 @@
 
 Each function takes the settings of its verb, chooses a placement, opens the store and calls
 ``run_VERB(settings, run)``, as the verb does. Importance, ablation and referee have a second function for labelled
-examples, which calls ``run_labelled_VERB``. `generate`, `export`, and verbs that read a store or a plan only, have no
-function here. The settings and the results of all jobs can be imported from here:
+examples, which calls ``run_labelled_VERB``. `generate`, and verbs that read a store or a plan only, have no function
+here. The settings and the results of all jobs can be imported from here:
 
     from headscan.pipelines import jobs
 
@@ -38,6 +38,7 @@ from headscan.pipelines.ablate.single_heads import AblateResult, run_ablate
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen, run_evaluation
 from headscan.pipelines.evaluate.run_sweep import SweepResult, judge_runs, run_sweep
+from headscan.pipelines.export.formats import ExportConfig, Exported, run_export
 from headscan.pipelines.kv.measured_plan import run_plan
 from headscan.pipelines.measure.labelled_texts import LabelledTexts, read_labelled
 from headscan.pipelines.measure.run_corpus import CorpusRunResult
@@ -96,6 +97,8 @@ __all__ = [
     "CorpusSpec",
     "DataSpec",
     "EvaluateConfig",
+    "ExportConfig",
+    "Exported",
     "GateFitConfig",
     "GatesConfig",
     "GatesResult",
@@ -150,6 +153,7 @@ __all__ = [
     "WindowShare",
     "ablate",
     "evaluate",
+    "export",
     "gates",
     "importance",
     "labelled_ablate",
@@ -171,7 +175,7 @@ L = TypeVar("L", LabelledConfig, LabelledImportanceConfig)
 
 
 class JobOptions(TypedDict, total=False):
-    """Options of every job.
+    """Options of every job but `export`.
 
     Attributes:
         devices: Placement and devices; None, the default, chooses them. ``devices.batch_tokens``, if given, replaces
@@ -391,6 +395,19 @@ def study(config: StudyConfig, **options: Unpack[JobOptions]) -> StudyAnswer:
     opener = _opener(config.model, TASK_TOKENS, options, config.batch_tokens, evaluates=True, here=True)
     with _run(opener, store, options) as run:
         return run_study(opener.sized(config), run)
+
+
+def export(config: ExportConfig, store: str | Path | None = None) -> Exported:
+    """Write a model for a serving engine, a plan for a KV-cache tool, or a store as a Parquet data set.
+
+    Args:
+        store: DuckDB file of the format parquet; None for all other formats.
+
+    Raises:
+        ExportError: The format has no place for the model, or needs another package.
+        PlanError: The format has no place for the plan, or the plan is of another model.
+    """
+    return run_export(config, None if store is None else Store(store))
 
 
 def _run(opener: ModelOpener, store: str | Path, options: JobOptions, identity: ModelIdentity | None = None) -> Run:

@@ -103,6 +103,37 @@ def test_scan_evaluate_and_plan_fill_the_tables(
     assert plan.budget.window_heads == 3
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"format": "ggml"}, r"^unknown format 'ggml'\. Choose one of gguf, "),
+        ({"model": None}, "^`model` goes with a format of models: give both or neither"),
+        ({"plan": "p.json"}, r"^`plan` has no effect on gguf \(only on decilm, layer-types, .*\): leave it out$"),
+        ({"format": "layer-types", "type": "f32"}, r"^`type` has no effect on layer-types \(only on gguf\)"),
+        (
+            {"format": "layer-types", "model": None, "architecture": "ministral"},
+            "^`architecture` has no effect without `model`",
+        ),
+    ],
+)
+def test_exports_without_effect_are_refused(settings: dict[str, Any], message: str, spec: ModelSpec) -> None:
+    with pytest.raises(HeadscanError, match=message):
+        jobs.ExportConfig(**{"format": "gguf", "out": "x", "model": spec, **settings})
+
+
+def test_export_writes_the_model_and_names_its_files(tmp_path: Path) -> None:
+    done = jobs.export(jobs.ExportConfig("decilm", tmp_path / "served", jobs.ModelSpec("demo")))
+    assert done.files == (str(tmp_path / "served"),) and (tmp_path / "served" / "config.json").is_file()
+    assert [each.model for each in done.sizes[:2]] == ["original", "this model"]
+    assert "vllm serve" in done.lines[1]
+    for config, store in (
+        (jobs.ExportConfig("parquet", tmp_path / "tables"), None),
+        (jobs.ExportConfig("rlkv", tmp_path / "pattern"), tmp_path / "s.duckdb"),
+    ):
+        with pytest.raises(HeadscanError, match=r"^`store` goes with parquet: give both or neither$"):
+            jobs.export(config, store)
+
+
 @pytest.mark.parametrize("arms", [[], [jobs.BASELINE], jobs.ChosenArms()])
 def test_the_baseline_alone_has_a_verdict_without_arms(
     arms: list[jobs.Arm] | jobs.ChosenArms, evaluation: jobs.EvaluateConfig, cpu: jobs.PlacementRequest, tmp_path: Path
@@ -348,6 +379,7 @@ RECORDS = {
     "ArmVerdict",
     "BuiltModel",
     "CorpusRunResult",
+    "Exported",
     "GatesResult",
     "HeadEffect",
     "HeadPlan",
@@ -376,6 +408,7 @@ def all_settings(spec: ModelSpec, evaluation: jobs.EvaluateConfig, tmp_path: Pat
         "CorpusSpec": ("python-stdlib",),
         "DataSpec": ("examples.tsv",),
         "EvaluateConfig": (spec, evaluation.tasks),
+        "ExportConfig": ("gguf", tmp_path / "x", spec),
         "GatesConfig": (spec, texts),
         "ImportanceConfig": (spec, texts, tokens),
         "KVBytes": (1000, 64),
@@ -520,7 +553,7 @@ def test_the_batch_size_of_the_devices_reaches_every_job(
         ),
         "study": (jobs.StudyConfig(spec, texts, str(tmp_path / "study")),),
     }
-    assert calls.keys() == {name for name in jobs.__all__ if name.islower()} - {"mask_arm"}
+    assert calls.keys() == {name for name in jobs.__all__ if name.islower()} - {"mask_arm", "export"}
     received = list[Any]()
 
     def begun(*arguments: Any, **_: Any) -> None:
