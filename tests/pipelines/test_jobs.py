@@ -627,3 +627,42 @@ def test_an_option_that_jobs_lack_is_named(spec: ModelSpec, tmp_path: Path) -> N
     config = jobs.ScanConfig(spec, CorpusSpec("python-stdlib"), TokenPlan(64))
     with pytest.raises(TypeError, match=r"unknown option 'here'. Choose from devices, ray_address, .*, say"):
         jobs.scan(config, tmp_path / "s.duckdb", here=True)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"devices": "cuda"}, r"^`devices='cuda'` is no PlacementRequest\. Pass a PlacementRequest$"),
+        ({"timeouts": 60}, r"^`timeouts=60` is no Timeouts\."),
+        ({"resume_anyway": "yes"}, r"^`resume_anyway='yes'` is not True or False\."),
+        ({"ray_address": "first"}, r"^'first' is no address of a Ray cluster: write HOST:PORT, such as first:6379, or"),
+        ({"ray_address": 6379}, r"^6379 is no address of a Ray cluster"),
+    ],
+)
+def test_options_are_checked_before_files_are_read(
+    options: dict[str, Any],
+    message: str,
+    labelled: jobs.LabelledConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def read(*_: object) -> None:
+        raise AssertionError("a file was read")
+
+    for reader in ("identify", "read_labelled", "ModelOpener"):
+        monkeypatch.setattr(jobs, reader, read)
+    store = tmp_path / "s.duckdb"
+    with pytest.raises(HeadscanError, match=message):
+        jobs.scan(jobs.ScanConfig(labelled.model, CorpusSpec("python-stdlib"), TokenPlan(64)), store, **options)
+    with pytest.raises(HeadscanError, match=message):
+        jobs.labelled_ablate(jobs.LabelledAblateConfig(labelled), store, **options)
+
+
+def test_a_plan_without_a_store_cannot_resume(spec: ModelSpec) -> None:
+    with pytest.raises(HeadscanError, match=r"^`resume_anyway` has no effect without `store`: leave it out$"):
+        jobs.plan(jobs.PlanConfig(spec), None, WindowShare(0.5), resume_anyway=True)
+
+
+def test_placements_and_options_that_exclude_each_other_are_refused_when_they_are_made() -> None:
+    with pytest.raises(HeadscanError, match=r"^`stages` is only for `placement=pipeline`\. Leave out one of the two$"):
+        jobs.PlacementRequest("whole", stages=2)
