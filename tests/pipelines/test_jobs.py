@@ -328,6 +328,22 @@ def test_heads_of_arms_and_prunings_are_pairs_of_indices(
         jobs.PruneConfig(evaluation, tmp_path, heads={"mine": ()})
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"heads": {"mine": 3}}, r"^`heads` of 'mine' are 3\. Pass a tuple of \(layer, head\) pairs$"),
+        ({"heads": ((0, 1),)}, r"^`heads=\(\(0, 1\),\)` is no mapping\. Pass \(layer, head\) pairs by name$"),
+        ({"orders": {"mine": 3}}, r"^`orders` of 'mine' are 3\."),
+        ({"orders": {"mine": [3]}}, r"^not a head: 3\. Pass"),
+    ],
+)
+def test_heads_and_orders_of_prunings_are_lists_by_name(
+    settings: dict[str, Any], message: str, evaluation: jobs.EvaluateConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(HeadscanError, match=message):
+        jobs.PruneConfig(evaluation, tmp_path, (ShareBudget(0.3),), **settings)
+
+
 def test_a_size_of_the_cache_needs_units_that_free_it(evaluation: jobs.EvaluateConfig, tmp_path: Path) -> None:
     budgets = (ShareBudget(0.3), BytesBudget(1000, 64))
     with pytest.raises(PruningError, match="`kv_bytes` with `unit=head`: single query heads free no KV cache"):
