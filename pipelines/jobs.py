@@ -21,7 +21,6 @@ from typing import TypedDict, TypeVar, Unpack
 
 from headscan.analysis.plans import BudgetRequest, HeadPlan, KVBytes, PlanError, WindowHeads, WindowShare
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdicts.answer_sheets import can_be_judged
 from headscan.analysis.verdicts.confirmation import SweepChoice
 from headscan.analysis.verdicts.criterion_points import SitePoint
 from headscan.analysis.verdicts.head_effects import HeadEffect
@@ -37,7 +36,7 @@ from headscan.options import check_limits
 from headscan.pipelines.ablate.labelled_arms import LabelledAblateConfig, LabelledConfig, run_labelled_ablate
 from headscan.pipelines.ablate.single_heads import AblateResult, run_ablate
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
-from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen, run_evaluation
+from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen, judge_evaluation, run_evaluation
 from headscan.pipelines.evaluate.run_sweep import SweepResult, judge_runs, run_sweep
 from headscan.pipelines.export.formats import ExportConfig, Exported, run_export
 from headscan.pipelines.kv.measured_plan import run_plan
@@ -309,9 +308,7 @@ def evaluate(
             run_id = evaluate_chosen(sized, run, arms)
         else:
             run_id = run_evaluation(sized, run, [BASELINE, *(arm for arm in arms if arm is not BASELINE)])
-        if not can_be_judged(run.store, run_id):
-            return Verdict(run_id, run.identity.name, ())
-        return judge(run.store, run_id)
+        return judge_evaluation(run, run_id)
 
 
 def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions]) -> SweepResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -143,6 +144,24 @@ def test_the_baseline_alone_has_a_verdict_without_arms(
     (run,) = Store(store).runs()
     assert (verdict.run_id, verdict.model, verdict.finished) == (run["run_id"], run["model"], ())
     assert run["status"] == "finished"
+
+
+def test_the_verb_and_the_job_judge_the_arms_that_a_run_has(
+    evaluation: jobs.EvaluateConfig,
+    cpu: jobs.PlacementRequest,
+    task_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also those of an earlier call, if this one asks the baseline alone."""
+    store, task = tmp_path / "s.duckdb", ["--tasks", "counting", "--include-path", str(task_folder), "--limit", "6"]
+    jobs.evaluate(evaluation, store, [jobs.mask_arm([(0, 1)])], devices=cpu, say=quiet)
+    verdict = jobs.evaluate(evaluation, store, [], devices=cpu, say=quiet)
+    words = ["evaluate", evaluation.model.source, *task, "--no-recall", "--device", "cpu", "--store", str(store)]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["arm"] for row in found["rows"]] == [arm.name for arm in verdict.arms] == ["mask 0:1"]
+    assert (found["run_id"], found["unfinished"]) == (verdict.run_id, 0)
 
 
 def test_arms_of_one_name_are_equal(
