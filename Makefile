@@ -51,7 +51,8 @@ docs: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/mkdocs build --strict
 
-# What follows from the declarations: the digest of a changed schema, in analysis/store/connection.py, and docs/catalogue.md.
+# What follows from the declarations: the digest of a changed schema, in analysis/store/connection.py, docs/catalogue.md, and the
+# table of statistics in docs/measuring.md.
 schema: $(VENV)/.ready
 	$(BIN)/python -m tests.analysis.store.write_digest
 	$(BIN)/python docs/generated_pages.py

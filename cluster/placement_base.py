@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
 from headscan.errors import HeadscanError
 from headscan.options import LONGEST_WAIT, Option, check_limits
@@ -82,12 +82,37 @@ def device_name(text: str) -> str:
 DEVICE = Option("device: auto, cpu, cuda or cuda:N", parse=device_name)
 
 
-#: Names of the placements in the order in which ``auto`` tries them, and the pool of each in `headscan.cluster`.
-POOLS = {
-    "whole": "ray_pool:RayPool",
-    "sharded": "ray_pool:RayPool",
-    "pipeline": "ray_pool:PipelinePool",
-    "streamed": "streamed_pool:StreamedPool",
+def ray_address(text: str) -> str:
+    """Return the address of a Ray cluster, checked."""
+    if text != "auto" and not re.fullmatch(r"(ray://)?(\[[\da-fA-F:.]+\]|[^\s:/\[\]]+):\d{1,5}", str(text)):
+        raise PlacementError(f"{text!r} is no address of a Ray cluster: write HOST:PORT, such as first:6379, or auto")
+    return text
+
+
+class PlacementKind(NamedTuple):
+    """What a placement is to users and to `pool.open_pool`, without its code.
+
+    Attributes:
+        summary: Phrase of the help.
+        pool: Its class of pools, in `headscan.cluster`.
+        options: Fields of `PlacementRequest` that only this placement uses.
+    """
+
+    summary: str
+    pool: str
+    options: tuple[str, ...] = ()
+
+
+#: The placements by name, in the order in which ``auto`` tries them.
+KINDS = {
+    "whole": PlacementKind("one copy per device", "ray_pool:RayPool"),
+    "sharded": PlacementKind(
+        "one copy over the GPUs of a node", "ray_pool:RayPool", options=("gpus_per_replica", "offload")
+    ),
+    "pipeline": PlacementKind("layer ranges on devices of several nodes", "ray_pool:PipelinePool", options=("stages",)),
+    "streamed": PlacementKind(
+        "one layer range at a time on one device", "streamed_pool:StreamedPool", options=("memory",)
+    ),
 }
 
 
@@ -104,10 +129,9 @@ class PlacementRequest:
     placement: Annotated[
         str,
         Option(
-            "whole: one copy per device; sharded: one copy over the GPUs of a node; pipeline: layer ranges on "
-            "devices of several nodes; streamed: one layer range at a time on one device "
-            "(default: the first of these that fits)",
-            choices=("auto", *POOLS),
+            "; ".join(f"{name}: {kind.summary}" for name, kind in KINDS.items())
+            + " (default: the first of these that fits)",
+            choices=("auto", *KINDS),
         ),
     ] = "auto"
     device: Annotated[str, DEVICE] = "auto"
@@ -142,6 +166,22 @@ class PlacementRequest:
     def __post_init__(self) -> None:
         check_limits(self, PlacementError)
         device_name(self.device)
+        self.kinds()
+
+    def kinds(self) -> tuple[str, ...]:
+        """Return the names of the placements to try: the named one, else the one that has a given option, else all.
+
+        Raises:
+            PlacementError: Another placement has a given option.
+        """
+        given = {name: self._given(kind.options) for name, kind in KINDS.items()}
+        with_options = [name for name, options in given.items() if options]
+        named = (self.placement,) if self.placement != "auto" else tuple(with_options[:1])
+        chosen = named or tuple(KINDS)
+        for name in with_options:
+            if name not in chosen:
+                raise PlacementError(f"`{given[name][0]}` is only for `placement={name}`. Leave out one of the two")
+        return chosen
 
     def in_this_process(self) -> PlacementRequest:
         """Return the request with one replica, which runs in this process; raise PlacementError if it has several."""
@@ -149,7 +189,7 @@ class PlacementRequest:
             raise PlacementError(f"`replicas={self.replicas}` (limit 1 for this job). Set `replicas` to 1")
         return replace(self, replicas=1)
 
-    def given(self, names: Iterable[str]) -> list[str]:
+    def _given(self, names: Iterable[str]) -> list[str]:
         """Return the names of the fields that have a value."""
         return [name for name in names if getattr(self, name) is not None]
 
@@ -378,15 +418,13 @@ class Demand:
 class Placement(ABC):
     """The layout of a model's replicas on devices.
 
-    A new placement is a subclass, listed in `placements.PLACEMENTS`, and a line in `POOLS`.
+    A new placement is a subclass, listed in `placements.PLACEMENTS`, and an entry of its ``name`` in `KINDS`.
 
     Attributes:
-        options: Fields of `PlacementRequest` that only this placement uses.
         staged: True if passes run range by range of the layers; its pools take a `StagedTask` only.
     """
 
     name: ClassVar[str]
-    options: ClassVar[tuple[str, ...]] = ()
     staged: ClassVar[bool] = False
     replicas: int
     threads: int

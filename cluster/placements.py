@@ -90,7 +90,6 @@ class ShardedPlacement(ReplicaPlacement):
     """
 
     name: ClassVar[str] = "sharded"
-    options: ClassVar[tuple[str, ...]] = ("gpus_per_replica", "offload")
 
     replicas: int
     devices: int
@@ -211,7 +210,6 @@ class PipelinePlacement(Placement):
     """Replicas whose layer ranges run in actors on any nodes, on ``cpu`` or ``cuda`` (one GPU per stage)."""
 
     name: ClassVar[str] = "pipeline"
-    options: ClassVar[tuple[str, ...]] = ("stages",)
     staged: ClassVar[bool] = True
 
     replicas: int
@@ -268,7 +266,6 @@ class StreamedPlacement(Placement):
     """
 
     name: ClassVar[str] = "streamed"
-    options: ClassVar[tuple[str, ...]] = ("memory",)
     staged: ClassVar[bool] = True
 
     device: str
@@ -340,7 +337,7 @@ class StreamedPlacement(Placement):
         )
 
 
-#: Every placement by its name, in the order of `POOLS`.
+#: Every placement by its name in `KINDS`.
 PLACEMENTS: dict[str, type[Placement]] = {
     kind.name: kind for kind in (WholePlacement, ShardedPlacement, PipelinePlacement, StreamedPlacement)
 }
@@ -363,7 +360,7 @@ def place(
         evaluates: Tasks are evaluated, which needs memory for logits and a KV cache.
         max_threads: Limit of the CPU threads of a worker. None uses its share of the cores.
     """
-    kinds = kinds_to_try(request)
+    kinds = [PLACEMENTS[name] for name in request.kinds()]
     places = Places(nodes, request, max_threads)
     demand = Demand(sizes, request.batch_tokens or batch_tokens, evaluates)
     refusals: list[str] = []
@@ -376,17 +373,3 @@ def place(
             return replace(plan, why=tuple(refusals))
     fix = "Set `placement=auto` to use what fits" if len(kinds) == 1 else "Use larger devices, or more of them"
     raise PlacementError(f"{sizes.name} cannot be placed. {'. '.join(refusals)}. {fix}")
-
-
-def kinds_to_try(request: PlacementRequest) -> tuple[type[Placement], ...]:
-    """Return the named placement, else the one that has a given option, else all."""
-    if request.placement != "auto":
-        kinds: tuple[type[Placement], ...] = (PLACEMENTS[request.placement],)
-    else:
-        with_options = ((kind,) for kind in PLACEMENTS.values() if request.given(kind.options))
-        kinds = next(with_options, tuple(PLACEMENTS.values()))
-    for kind in PLACEMENTS.values():
-        if kind not in kinds:
-            for name in request.given(kind.options):
-                raise PlacementError(f"`{name}` is only for `placement={kind.name}`. Leave out one of the two")
-    return kinds

@@ -121,14 +121,41 @@ class RaySession:
 
 
 def connect(address: str) -> list[dict[str, float]]:
-    """Connect to a running cluster; return each living node's resources."""
+    """Connect to a running cluster; return each living node's resources. A process has one connection, which stays."""
     ray = import_ray(local=False)
-    if not ray.is_initialized():
+    if ray.is_initialized():
+        _check_same(ray, address)
+    else:
         failure, began = f"no Ray cluster answers at {address}", time.monotonic()
         _check_port(address, failure)
         _check_answer(address, failure, began + _ANSWER_TIMEOUT)
         _init(ray, failure, address=address)
     return living_nodes(ray)
+
+
+def _check_same(ray: Any, address: str) -> None:
+    """Raise if Ray is connected to another cluster than that at ``address``."""
+    # Ray Client (ray://) has ports of its own and reports no address, so there is nothing to compare.
+    connected = getattr(ray.get_runtime_context(), "gcs_address", None)
+    if address in ("auto", connected) or address.startswith("ray://") or connected is None:
+        return
+    here = ray.util.get_node_ip_address()
+    if not _machines(address, here) & _machines(connected, here):
+        raise PlacementError(
+            f"this process is connected to the Ray cluster at {connected}, and cannot connect to {address} (limit 1"
+            f" cluster). Pass `ray_address={connected}`, or call `ray.shutdown()` first"
+        )
+
+
+def _machines(address: str, here: str) -> set[tuple[str, str]]:
+    """Return the IP addresses of a host, each with the port; ``here`` replaces those of the loopback interface."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    try:
+        found = {str(each[4][0]) for each in socket.getaddrinfo(host, None)}
+    except OSError:
+        found = {host}
+    return {(here if ip == "::1" or ip.startswith("127.") else ip, port) for ip in found}
 
 
 def living_nodes(ray: Any) -> list[dict[str, float]]:

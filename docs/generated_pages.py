@@ -1,7 +1,7 @@
-"""Pages that are generated from the declarations: the catalogue, and the schema of the store.
+"""What is generated from the declarations: the catalogue, the table of statistics, and the schema of the store.
 
-The catalogue is a file, because other pages link to it and are read on GitHub, too: ``make schema`` writes it. The
-schema is made when the site is built.
+The catalogue is a file, because other pages link to it and are read on GitHub, too: ``make schema`` writes it, and the
+table of statistics into the page on measuring. The schema is made when the site is built.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from headscan.analysis.store.tables import TABLES
 from headscan.analysis.store.views import ALL_RUNS, VIEW_COMMENTS, VIEWS
 from headscan.catalog import BEHAVIOURS, CRITERIA, IMPORTANCES, PROFILES, SCORES, STATISTICS
 
-CATALOGUE = Path(__file__).parent / "catalogue.md"
+CATALOGUE, MEASURING = (Path(__file__).parent / name for name in ("catalogue.md", "measuring.md"))
+#: Lines around the table of statistics.
+_BEGIN, _END = "<!-- statistics: `make schema` writes this table -->\n", "<!-- end of statistics -->\n"
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -31,6 +33,16 @@ def on_files(files: Any, config: Any) -> Any:
 def catalogue_page() -> str:
     """Return the Markdown text of the catalogue."""
     return "\n".join(_catalogue())
+
+
+def measuring_page(page: str) -> str:
+    """Return a page with the table of statistics between its two markers."""
+    before, _, rest = page.partition(_BEGIN)
+    rows = [
+        [f"`{each.name}`", each.formula.replace("|", "\\|"), each.unit, each.source] for each in STATISTICS.values()
+    ]
+    table = "\n".join(_table(["statistic", "what it is", "unit", "source"], rows))
+    return f"{before}{_BEGIN}\n{table}\n{_END}{rest.partition(_END)[2]}"
 
 
 def schema_page() -> str:
@@ -141,3 +153,4 @@ def _sentence(text: str) -> str:
 
 if __name__ == "__main__":
     CATALOGUE.write_text(catalogue_page(), encoding="utf-8")
+    MEASURING.write_text(measuring_page(MEASURING.read_text(encoding="utf-8")), encoding="utf-8")

@@ -2,8 +2,8 @@
 
 Each function takes the settings of its verb, chooses a placement, opens the store and calls
 ``run_VERB(settings, run)``, as the verb does. Importance, ablation and referee have a second function for labelled
-examples, which calls ``run_labelled_VERB``. `generate`, `export`, and verbs that read a store or a plan only, have no
-function here. The settings and the results of all jobs can be imported from here:
+examples, which calls ``run_labelled_VERB``. `generate`, and verbs that read a store or a plan only, have no function
+here. The settings and the results of all jobs can be imported from here:
 
     from headscan.pipelines import jobs
 
@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict, TypeVar, Unpack
 
-from headscan.analysis.plans import BudgetRequest, HeadPlan, KVBytes, WindowHeads, WindowShare
+from headscan.analysis.plans import BudgetRequest, HeadPlan, KVBytes, PlanError, WindowHeads, WindowShare
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdicts.answer_sheets import can_be_judged
 from headscan.analysis.verdicts.confirmation import SweepChoice
 from headscan.analysis.verdicts.criterion_points import SitePoint
 from headscan.analysis.verdicts.head_effects import HeadEffect
@@ -29,15 +28,17 @@ from headscan.analysis.verdicts.judge import ArmVerdict, Outcome, Verdict, judge
 from headscan.analysis.verdicts.ordered_shares import ShareVerdict
 from headscan.analysis.verdicts.paired import PairedDifference
 from headscan.catalog import MassWidths
-from headscan.cluster.placement_base import PlacementError, PlacementRequest, Timeouts
+from headscan.cluster.placement_base import PlacementError, PlacementRequest, Timeouts, ray_address
 from headscan.gates.gate_settings import GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
+from headscan.options import check_limits
 from headscan.pipelines.ablate.labelled_arms import LabelledAblateConfig, LabelledConfig, run_labelled_ablate
 from headscan.pipelines.ablate.single_heads import AblateResult, run_ablate
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
-from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen, run_evaluation
+from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen, judge_evaluation, run_evaluation
 from headscan.pipelines.evaluate.run_sweep import SweepResult, judge_runs, run_sweep
+from headscan.pipelines.export.formats import ExportConfig, Exported, run_export
 from headscan.pipelines.kv.measured_plan import run_plan
 from headscan.pipelines.measure.labelled_texts import LabelledTexts, read_labelled
 from headscan.pipelines.measure.run_corpus import CorpusRunResult
@@ -96,6 +97,8 @@ __all__ = [
     "CorpusSpec",
     "DataSpec",
     "EvaluateConfig",
+    "ExportConfig",
+    "Exported",
     "GateFitConfig",
     "GatesConfig",
     "GatesResult",
@@ -150,6 +153,7 @@ __all__ = [
     "WindowShare",
     "ablate",
     "evaluate",
+    "export",
     "gates",
     "importance",
     "labelled_ablate",
@@ -171,7 +175,7 @@ L = TypeVar("L", LabelledConfig, LabelledImportanceConfig)
 
 
 class JobOptions(TypedDict, total=False):
-    """Options of every job.
+    """Options of every job but `export`.
 
     Attributes:
         devices: Placement and devices; None, the default, chooses them. ``devices.batch_tokens``, if given, replaces
@@ -304,9 +308,7 @@ def evaluate(
             run_id = evaluate_chosen(sized, run, arms)
         else:
             run_id = run_evaluation(sized, run, [BASELINE, *(arm for arm in arms if arm is not BASELINE)])
-        if not can_be_judged(run.store, run_id):
-            return Verdict(run_id, run.identity.name, ())
-        return judge(run.store, run_id)
+        return judge_evaluation(run, run_id)
 
 
 def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions]) -> SweepResult:
@@ -330,7 +332,7 @@ def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptio
     Raises:
         HeadscanError: A setting, a file or the model does not fit; choices and answers stored before stay.
     """
-    evaluation, identity = config.evaluation, identify(config.evaluation.model)
+    evaluation, identity = config.evaluation, _identified(config.evaluation.model, options, here=True)
     tokens = config.texts.placed_tokens(identity)
     opener = _opener(evaluation.model, tokens, options, evaluation.batch_tokens, evaluates=True, here=True)
     with _run(opener, store, options, identity) as run:
@@ -352,10 +354,12 @@ def plan(
         budget: Number of windows, bytes of the cache, or largest loss.
 
     Raises:
-        PlanError: A budget out of reach.
+        PlanError: A budget out of reach, or ``resume_anyway`` without a store.
         SequenceError: Texts longer than the model's context.
     """
-    identity = identify(config.model)
+    if store is None and options.get("resume_anyway"):
+        raise PlanError("`resume_anyway` has no effect without `store`: leave it out")
+    identity = _identified(config.model, options)
     opener = _opener(config.model, config.tokens(identity), options, config.batch_tokens, evaluates=True)
     context = (
         ModelContext(config.model, opener, identity=identity, say=options.get("say", print))
@@ -373,7 +377,7 @@ def prune(config: PruneConfig, store: str | Path, **options: Unpack[JobOptions])
         PruningError: The output folder is not empty, or the models cannot be built.
         HeadscanError: The evaluation fails; the models are saved.
     """
-    evaluation, identity = config.evaluation, identify(config.evaluation.model)
+    evaluation, identity = config.evaluation, _identified(config.evaluation.model, options, here=True)
     tokens = config.texts.placed_tokens(identity)
     opener = _opener(evaluation.model, tokens, options, evaluation.batch_tokens, evaluates=True, here=True)
     with _run(opener, store, options, identity) as run:
@@ -393,6 +397,19 @@ def study(config: StudyConfig, **options: Unpack[JobOptions]) -> StudyAnswer:
         return run_study(opener.sized(config), run)
 
 
+def export(config: ExportConfig, store: str | Path | None = None) -> Exported:
+    """Write a model for a serving engine, a plan for a KV-cache tool, or a store as a Parquet data set.
+
+    Args:
+        store: DuckDB file of the format parquet; None for all other formats.
+
+    Raises:
+        ExportError: The format has no place for the model, or needs another package.
+        PlanError: The format has no place for the plan, or the plan is of another model.
+    """
+    return run_export(config, None if store is None else Store(store))
+
+
 def _run(opener: ModelOpener, store: str | Path, options: JobOptions, identity: ModelIdentity | None = None) -> Run:
     """Return the run of a job; ``identity`` None computes it."""
     anyway, say = options.get("resume_anyway", False), options.get("say", print)
@@ -402,7 +419,7 @@ def _run(opener: ModelOpener, store: str | Path, options: JobOptions, identity: 
 @contextmanager
 def _on_examples(config: L, store: str | Path, options: JobOptions) -> Iterator[tuple[L, LabelledTexts, Run]]:
     """Yield settings with the batch size of the placement, the labelled examples, and the run of a job."""
-    identity = identify(config.model)
+    identity = _identified(config.model, options)
     texts = read_labelled(config.data, config.model, identity, config.max_tokens)
     opener = _opener(config.model, texts.longest, options, config.batch_tokens)
     with _run(opener, store, options, identity) as run:
@@ -419,18 +436,56 @@ def _opener(
     here: bool = False,
 ) -> ModelOpener:
     """Return the opener of a model; a job that runs ``here`` needs one replica, in this process."""
-    if unknown := options.keys() - JobOptions.__annotations__.keys():
-        raise TypeError(f"unknown option {min(unknown)!r}. Choose from {', '.join(JobOptions.__annotations__)}")
-    devices, ray_address = options.get("devices") or PlacementRequest(), options.get("ray_address")
-    if here and ray_address is not None:
-        raise PlacementError(f"`ray_address={ray_address}`: this job runs in one process. Leave out `ray_address`")
+    chosen = _checked(options, here=here)
+    devices = chosen.devices or PlacementRequest()
     return ModelOpener(
         model,
         tokens,
         devices.in_this_process() if here else devices,
         batch_tokens,
         evaluates=evaluates,
-        ray_address=ray_address,
-        timeouts=options.get("timeouts"),
-        say=options.get("say", print),
+        ray_address=chosen.ray_address,
+        timeouts=chosen.timeouts,
+        say=chosen.say,
     )
+
+
+@dataclass(frozen=True)
+class _Options:
+    """`JobOptions` with their defaults, checked."""
+
+    devices: PlacementRequest | None = None
+    ray_address: str | None = None
+    timeouts: Timeouts | None = None
+    resume_anyway: bool = False
+    say: Callable[[str], None] = print
+
+    def __post_init__(self) -> None:
+        check_limits(self, PlacementError)
+        if self.ray_address is not None:
+            ray_address(self.ray_address)
+
+
+def _checked(options: JobOptions, *, here: bool = False) -> _Options:
+    """Check the options of a job, before it reads a file; a job that runs ``here`` needs one replica, in this process.
+
+    Raises:
+        TypeError: An option is unknown.
+        PlacementError: An option is no value, or not one of this job.
+    """
+    if unknown := options.keys() - JobOptions.__annotations__.keys():
+        raise TypeError(f"unknown option {min(unknown)!r}. Choose from {', '.join(JobOptions.__annotations__)}")
+    chosen = _Options(**options)
+    if here and chosen.ray_address is not None:
+        raise PlacementError(
+            f"`ray_address={chosen.ray_address}`: this job runs in one process. Leave out `ray_address`"
+        )
+    if here and chosen.devices is not None:
+        chosen.devices.in_this_process()
+    return chosen
+
+
+def _identified(model: ModelSpec, options: JobOptions, *, here: bool = False) -> ModelIdentity:
+    """Return the identity of a model from its files, after the options are checked."""
+    _checked(options, here=here)
+    return identify(model)

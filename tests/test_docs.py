@@ -140,10 +140,13 @@ def test_the_python_of_readme_and_api_runs_on_the_demo(tmp_path: Path) -> None:
 def test_generated_pages_cover_the_declarations() -> None:
     sys.path.insert(0, str(ROOT / "docs"))
     try:
-        from generated_pages import catalogue_page, schema_page
+        from generated_pages import catalogue_page, measuring_page, schema_page
     finally:
         sys.path.remove(str(ROOT / "docs"))
     assert PAGES["catalogue.md"] == catalogue_page(), "run `make schema`"
+    measuring = PAGES["measuring.md"]
+    assert measuring == measuring_page(measuring), "run `make schema`"
+    assert all(f"| `{name}` |" in measuring for name in STATISTICS)
     for name in (*STATISTICS, *SCORES):
         assert f"| `{name}` |" in PAGES["catalogue.md"]
     schema = schema_page()

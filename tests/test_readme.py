@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headscan.analysis.store.views import ALL_RUNS, VIEWS
-from headscan.catalog import BEHAVIOURS, IMPORTANCES, PROFILES, STATISTICS
+from headscan.catalog import BEHAVIOURS, IMPORTANCES, PROFILES
 from headscan.pipelines.cli.main import VERBS, read_command, verb_class
 from headscan.pipelines.cli.option_parser import UsageError, options_of, verb_parser
 from headscan.pipelines.cli.sql import Sql
@@ -24,9 +24,7 @@ GENERATED = ("schema.md",)
 MEASURING, STORE = PAGES["measuring.md"], PAGES["store.md"]
 
 
-def test_every_statistic_behaviour_and_importance_has_its_row() -> None:
-    for s in STATISTICS.values():
-        assert f"| `{s.name}` | {s.formula} | {s.unit} | {s.source} |" in MEASURING
+def test_every_profile_behaviour_and_importance_has_its_row() -> None:
     for p in PROFILES.values():
         formula = p.formula.replace("|", r"\|")
         assert re.search(rf"\| `{p.name}` \| {re.escape(formula)} \| [^|]+ \| {re.escape(p.source)} \|", MEASURING)

@@ -14,7 +14,7 @@ from itertools import chain, pairwise, permutations
 from math import isfinite
 from typing import Annotated
 
-from headscan.catalog import DAMAGE, LAYER_DROP, RANDOM, SET_METHODS
+from headscan.catalog import DAMAGE, LAYER_DROP, RANDOM
 from headscan.errors import PruningError
 from headscan.grid import Head, Unit, find_units
 from headscan.long_work import LongWork
@@ -313,25 +313,23 @@ class HeadSelection:
         """Return the heads of ``count`` units, sorted; ``layer-drop`` counts layers (the control of LLM-Drop). Allowed
         numbers by layer may leave fewer units, or none.
         """
-        if method not in SET_METHODS:
-            raise PruningError(f"unknown method {method!r}. Choose one of {', '.join(SET_METHODS)}")
+        if (choice := CHOICES.get(method)) is None:
+            raise PruningError(f"unknown method {method!r}. Choose one of {', '.join(CHOICES)}")
         if not 0 <= count < self.total:
             raise PruningError(f"{count} units to remove (limit {self.total - 1} of {self.total}). Remove fewer")
-        if count == 0:
-            return ()
-        if method == RANDOM:
-            every = list(chain.from_iterable(self.units.values()))
-            if self._allowed is not None:
-                ranks = {heads: rank for rank, heads in enumerate(random.Random(seed).sample(every, len(every)))}
-                return allocate_ranked(self.units, ranks, count, self._allowed)
-            return tuple(sorted(chain.from_iterable(random.Random(seed).sample(every, count))))
-        if method == LAYER_DROP and self._unit != "layer":
-            return self._layers.choose(count=count)
-        if method not in (DAMAGE, LAYER_DROP):
-            raise PruningError(
-                f"no choice of heads for the criterion {method!r}, which the catalogue declares. Add it to "
-                "HeadSelection.choose"
-            )
+        return choice(self, count, seed) if count else ()
+
+    def _random(self, count: int, seed: int) -> tuple[Head, ...]:
+        every = list(chain.from_iterable(self.units.values()))
+        if self._allowed is not None:
+            ranks = {heads: rank for rank, heads in enumerate(random.Random(seed).sample(every, len(every)))}
+            return allocate_ranked(self.units, ranks, count, self._allowed)
+        return tuple(sorted(chain.from_iterable(random.Random(seed).sample(every, count))))
+
+    def _whole_layers(self, count: int, seed: int) -> tuple[Head, ...]:
+        return (self if self._unit == "layer" else self._layers).choose(count=count)
+
+    def _by_damage(self, count: int, seed: int) -> tuple[Head, ...]:
         if count not in self._chosen:
             self._chosen[count] = self._least_damage(count)
         return self._chosen[count]
@@ -420,3 +418,11 @@ class HeadSelection:
             self._work,
             self._allowed,
         )
+
+
+#: How each method of `catalog.SET_METHODS` chooses ``count`` units, not 0; only random choices use a seed.
+CHOICES: Mapping[str, Callable[[HeadSelection, int, int], tuple[Head, ...]]] = {
+    RANDOM: HeadSelection._random,
+    DAMAGE: HeadSelection._by_damage,
+    LAYER_DROP: HeadSelection._whole_layers,
+}

@@ -79,9 +79,8 @@ class Evaluate(TaskVerb):
         if chosen.mask or chosen.score:
             self.store.check_exists()
         # The imports below load torch, which takes seconds.
-        from headscan.analysis.verdicts.judge import judge
         from headscan.models.model_facts import check_bounds
-        from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen
+        from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen, judge_evaluation
 
         quiet_libraries()
         spec = self.spec()
@@ -92,15 +91,15 @@ class Evaluate(TaskVerb):
             self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, opener),
         ):
             config = evaluation_of(self, self.tasks, self.recall, spec, Path(scratch), _DEMO)
-            run_id = evaluate_chosen(opener.sized(config), run, chosen)
-        title = f"run {run_id} in {self.store.path}"
-        facts: dict[str, Any] = {"run_id": run_id, "store": self.store.path}
-        if chosen.is_empty:
-            return Result([], lambda: title, facts)
-        verdict = judge(run.store, run_id)
-        parts = [title, verdict.progress, verdict_text(verdict.outcomes.values())]
+            verdict = judge_evaluation(run, evaluate_chosen(opener.sized(config), run, chosen))
+        facts = {"run_id": verdict.run_id, "store": self.store.path, "unfinished": verdict.unfinished}
+        parts = [
+            f"run {verdict.run_id} in {self.store.path}",
+            verdict.progress,
+            verdict_text(verdict.outcomes.values()),
+        ]
         return Result(
             [arm_row(arm) for arm in verdict.outcomes.values()],
             lambda: "\n\n".join(filter(None, parts)),
-            {**facts, "unfinished": verdict.unfinished},
+            facts,
         )

@@ -485,11 +485,12 @@ def with_flags(message: str, cls: type) -> str:
     """Return a message of the library with the options of a verb instead of the names of fields in backticks.
 
     ``replicas`` in backticks becomes ``--replicas``, ``replicas=3`` becomes ``--replicas 3``, and ``confirm=True`` and
-    ``confirm=False`` become ``--confirm`` and ``--no-confirm``. All other words, such as paths, stay as they are.
+    ``confirm=False`` become ``--confirm`` and ``--no-confirm``. A positional argument has its name of the usage line,
+    such as ``MODEL``. All other words, such as paths, stay as they are.
     """
-    bound = [option for option in options_of(cls) if option.flag.startswith("--")]
+    bound = options_of(cls)
     flags = {option.path[-1]: option for option in bound}
-    flags |= {option.flag[2:].replace("-", "_"): option for option in bound}
+    flags |= {option.flag[2:].replace("-", "_"): option for option in bound if option.flag.startswith("--")}
     return re.sub(r"`([a-z_]+)(?:=([^`]*))?`", lambda found: _renamed(found, flags), message)
 
 

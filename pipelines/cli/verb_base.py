@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from headscan.checkpoints.source_folder import DEMO_MODEL, check_folder
-from headscan.cluster.placement_base import PlacementRequest, Timeouts
+from headscan.cluster.placement_base import PlacementRequest, Timeouts, ray_address
 from headscan.errors import ModelLoadError
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, LONGEST_WAIT, Group, Option
@@ -116,7 +116,10 @@ class Devices:
 
     request: Annotated[PlacementRequest, Group()]
     ray_address: Annotated[
-        str | None, Option("address of a running Ray cluster (default: a local Ray if there are several replicas)")
+        str | None,
+        Option(
+            "address of a running Ray cluster (default: a local Ray if there are several replicas)", parse=ray_address
+        ),
     ] = None
     timeouts: Annotated[Timeouts, Group()]
 

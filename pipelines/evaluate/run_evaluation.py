@@ -20,6 +20,8 @@ from headscan.ablation.ablation import Ablation
 from headscan.analysis.heads.head_roles import find_mask
 from headscan.analysis.store.records import ArmState, RunKind, RunRecord
 from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.answer_sheets import can_be_judged
+from headscan.analysis.verdicts.judge import Verdict, judge
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from headscan.errors import NotFiniteError
 from headscan.model_spec import ModelSpec
@@ -96,6 +98,13 @@ def evaluate_chosen(config: EvaluateConfig, run: Run, chosen: ChosenArms) -> str
         arms += plan_arms(plan, chosen.plan_modes, chosen.controls)
     arms += compared
     return run_evaluation(config, run, arms, questions=questions)
+
+
+def judge_evaluation(run: Run, run_id: str) -> Verdict:
+    """Judge every finished arm of an evaluation; a verdict on the baseline alone has no arms."""
+    if not can_be_judged(run.store, run_id):
+        return Verdict(run_id, run.identity.name, ())
+    return judge(run.store, run_id)
 
 
 def run_evaluation(

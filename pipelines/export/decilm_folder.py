@@ -18,7 +18,6 @@ from torch import Tensor
 
 from headscan.analysis.plans import HeadPlan, SlidingLayers
 from headscan.checkpoints.decilm_source import RECORD
-from headscan.grid import HeadGrid
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.export.layer_types_folder import windows_of
 from headscan.pipelines.export.llama_folder import llama_fields, llama_weights, write_folder
@@ -120,17 +119,6 @@ def decilm_places(own: Sequence[HeadSlots], most: int) -> tuple[HeadSlots, ...]:
         if (fitting := [each for each in rows if each is not None]) and len(fitting) == len(rows):
             places.append((sum(each.kv_heads for each in fitting), heads, tuple(fitting)))
     return min(places)[2]
-
-
-def unpadded_kv_heads(grid: HeadGrid) -> dict[int, tuple[int, ...]]:
-    """Return by layer the numbers of KV heads, at most its own, that a folder holds without KV heads of zeros."""
-    unpadded = {}
-    for site in grid.sites:
-        group = max(site.group_sizes, default=0)
-        numbers = range(0 if site.layer else 1, site.num_key_value_heads + 1)
-        rows = [_divided(grid.max_heads, HeadSlots(K, group if K else 0)) for K in numbers]
-        unpadded[site.layer] = tuple(K for K, each in zip(numbers, rows, strict=True) if each and each.kv_heads == K)
-    return unpadded
 
 
 def _divided(heads: int, own: HeadSlots) -> HeadSlots | None:

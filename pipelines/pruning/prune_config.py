@@ -108,6 +108,18 @@ class WantedModel:
     layers_folder: Path | None = None
 
 
+def _check_heads(field: str, by_name: Mapping[str, Sequence[tuple[int, int]]]) -> None:
+    """Raise if a field is no mapping, and if the value of a name is no list of heads, or empty."""
+    if not isinstance(by_name, Mapping):
+        raise PruningError(f"`{field}={by_name!r}` is no mapping. Pass (layer, head) pairs by name")
+    for name, heads in by_name.items():
+        if not isinstance(heads, Sequence):
+            raise PruningError(f"`{field}` of {name!r} are {heads!r}. Pass a tuple of (layer, head) pairs")
+        if not heads:
+            raise PruningError(f"`{field}` of {name!r} are empty (limit 1 head). Name heads, or leave {name!r} out")
+        check_pairs(heads)
+
+
 @dataclass(frozen=True)
 class PruneConfig:
     """Settings of a pruning.
@@ -138,7 +150,7 @@ class PruneConfig:
             of this model.
 
     Raises:
-        HeadIndexError: One of ``heads`` is no pair of indices.
+        HeadIndexError: One of ``heads`` or ``orders`` is no pair of indices.
         PruningError: There is nothing to build, a value is out of range, two models have one folder, or ``kv_counts``
             or ``run_id`` has no effect.
         UnknownNameError: A method is unknown.
@@ -167,10 +179,8 @@ class PruneConfig:
         object.__setattr__(self, "out", Path(self.out))
         if not (self.budgets and self.methods) and not self.heads:
             raise PruningError("nothing to prune: 0 sizes (limit 1). Set `budgets` and `methods`, or `heads`")
-        for name, heads in self.heads.items():
-            if not heads:
-                raise PruningError(f"`heads` of {name!r} are empty (limit 1 head). Name heads, or leave {name!r} out")
-            check_pairs(heads)
+        _check_heads("heads", self.heads)
+        _check_heads("orders", self.orders)
         known = (*PRUNE_METHODS, *self.orders)
         for method in self.methods:
             if method not in known:

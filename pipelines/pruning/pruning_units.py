@@ -11,7 +11,6 @@ from headscan.catalog import head_count
 from headscan.errors import PruningError
 from headscan.grid import Head, HeadGrid, Unit, find_units
 from headscan.options import Count, Limits, check_limits
-from headscan.pipelines.export.decilm_folder import unpadded_kv_heads
 from headscan.pipelines.settings.saving_settings import KvCounts
 from headscan.pruning.head_selection import Allowed
 
@@ -28,8 +27,24 @@ def allowed_groups(grid: HeadGrid, kv_counts: KvCounts) -> Allowed | None:
     most = {site.layer: site.num_key_value_heads for site in grid.sites}
     return {
         layer: sorted({0, *(most[layer] - each for each in numbers)})
-        for layer, numbers in unpadded_kv_heads(grid).items()
+        for layer, numbers in divisor_kv_heads(grid).items()
     }
+
+
+def divisor_kv_heads(grid: HeadGrid) -> dict[int, tuple[int, ...]]:
+    """Return by layer the numbers of KV heads, at most its own, among which the query heads of an engine's layer can be
+    divided, and 0 except in the first layer, which engines cannot skip.
+    """
+    numbers = {}
+    for site in grid.sites:
+        group = max(site.group_sizes, default=0)
+        divisors = [
+            K
+            for K in range(1, site.num_key_value_heads + 1)
+            if grid.max_heads % K == 0 and grid.max_heads // K >= group
+        ]
+        numbers[site.layer] = (*((0,) if site.layer else ()), *divisors)
+    return numbers
 
 
 def first_units(units: Sequence[tuple[Head, ...]], order: Sequence[tuple[int, int]], count: int) -> tuple[Head, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from headscan.analysis.store.output_files import write_text
@@ -20,7 +21,7 @@ from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.export.servable_model import obstacle
 from headscan.pipelines.pruning.build_models import BuildJob, build_models, kept_damages
-from headscan.pipelines.pruning.calibration_texts import CalibrationTexts, read_recall, read_texts
+from headscan.pipelines.pruning.calibration_texts import CalibrationPrompts, CalibrationTexts, read_recall, read_texts
 from headscan.pipelines.pruning.model_card import model_card
 from headscan.pipelines.pruning.model_costs import columns_to_solve
 from headscan.pipelines.pruning.prune_config import PruneConfig
@@ -51,87 +52,112 @@ class PruneResult:
     has_code: bool = False
 
 
+@dataclass(frozen=True)
+class _Inputs:
+    """What a pruning reads before it builds a model. ``questions`` is None if nothing is judged."""
+
+    texts: CalibrationTexts
+    held_out: HeldOutText
+    prompts: tuple[CalibrationPrompts, ...]
+    held_out_prompts: tuple[Prompts, ...]
+    questions: Questions | None
+
+
 def run_prune(config: PruneConfig, run: Run) -> PruneResult:
     """Build pruned models, save and judge them; the same call resumes after an interruption. The original is held whole
     in this process, and closed before pruned models are opened.
     """
-    out = Path(config.out)
-    check_place(out)
-    if config.budgets:
-        # A missing run fails before the model is loaded.
-        missing = [method for method in config.methods if method not in config.orders]
-        stored = stored_orders(run.store, run.identity, missing, config.run_id)
-        config = replace(config, orders={**config.orders, **stored})
+    check_place(Path(config.out))
+    config = _with_orders(config, run)
     refuse_staged(run.pool, "the removal of heads")
-    identity, say = run.identity, run.say
-    columns = run.pool.one(columns_to_solve, config.repair.targets)
-    texts, held_out = read_texts(config.texts, identity, columns, say)
-    evaluation = replace(config.evaluation, text=held_out)
-    questions = None
-    if not config.skip_verdict:
-        # Questions that cannot be made fail before any model is built.
-        questions = Questions(evaluation.tasks, evaluation.recall, identity, held_out)
-    prompts, held_out_prompts = read_recall(config.recall_prompts, run, evaluation.batch_tokens)
-    calibration = f"texts of {texts.corpus}"
-    if prompts:
-        calibration += f", and {', '.join(each.name for each in prompts)} with weight {config.recall_prompts.weight:g}"
-
-    spec = evaluation.model
-    original = spec.config()
-    is_servable = obstacle(original, identity.name) is None
-
-    def card(model: BuiltModel, *sentences: str) -> str:
-        return model_card(
-            model,
-            model=identity.name,
-            revision=identity.revision,
-            calibration=calibration,
-            version=code_version(),
-            remote_code=config.remote_code,
-            is_servable=is_servable,
-            verdict=sentences,
-        )
-
-    settings_hash = _settings_hash(config, run, texts, held_out, held_out_prompts)
-    with work_folder(out, config.folders, settings_hash, say) as work:
-        with kept_damages(
-            run, texts, config.selection, evaluation.batch_tokens, prompts, config.recall_prompts.weight
-        ) as known:
-            job = BuildJob(
-                config,
-                texts,
-                config.wanted(work.path),
-                prompts,
-                held_out,
-                held_out_prompts,
-                known=known,
-                say=say,
-            )
-            models = run.pool.one(build_models, job)
-        built = work.deliver(models, card, say)
+    inputs = _read_inputs(config, run)
+    is_servable = obstacle(config.evaluation.model.config(), run.identity.name) is None
+    card = partial(
+        model_card,
+        model=run.identity.name,
+        revision=run.identity.revision,
+        calibration=_calibration(config, inputs),
+        version=code_version(),
+        remote_code=config.remote_code,
+        is_servable=is_servable,
+    )
+    with work_folder(Path(config.out), config.folders, _settings_hash(config, run, inputs), run.say) as work:
+        built = work.deliver(_built(config, run, inputs, work.path), card, run.say)
         result = PruneResult(built, is_servable=is_servable, has_code=config.remote_code)
-        if not config.skip_verdict:
-            with _report_saved(built, identity.name, say):
-                arms = [pruned_arm(each, evaluation.model, identity) for each in built]
-                run_id = run_evaluation(evaluation, run, [BASELINE, *arms], questions=questions)
-                names = tuple(arm.name for arm in arms)
-                result = replace(result, names=names, verdict=judge(run.store, run_id))
+        if inputs.questions is not None:
+            result = _judged(result, config, run, inputs, inputs.questions)
             _write_verdicts(result, card)
     return result
 
 
-def _settings_hash(
-    config: PruneConfig, run: Run, texts: CalibrationTexts, held_out: HeldOutText, held_out_prompts: Sequence[Prompts]
-) -> str:
+def _with_orders(config: PruneConfig, run: Run) -> PruneConfig:
+    """Return settings with the orders that the store has; a missing run fails before the model is loaded."""
+    if not config.budgets:
+        return config
+    missing = [method for method in config.methods if method not in config.orders]
+    stored = stored_orders(run.store, run.identity, missing, config.run_id)
+    return replace(config, orders={**config.orders, **stored})
+
+
+def _read_inputs(config: PruneConfig, run: Run) -> _Inputs:
+    """Return texts, prompts and questions; questions that cannot be made fail before any model is built."""
+    evaluation = config.evaluation
+    columns = run.pool.one(columns_to_solve, config.repair.targets)
+    texts, held_out = read_texts(config.texts, run.identity, columns, run.say)
+    questions = None
+    if not config.skip_verdict:
+        questions = Questions(evaluation.tasks, evaluation.recall, run.identity, held_out)
+    prompts, held_out_prompts = read_recall(config.recall_prompts, run, evaluation.batch_tokens)
+    return _Inputs(texts, held_out, prompts, held_out_prompts, questions)
+
+
+def _built(config: PruneConfig, run: Run, inputs: _Inputs, folder: Path) -> list[BuiltModel]:
+    """Build the models that a folder lacks, and return all."""
+    weight = config.recall_prompts.weight
+    with kept_damages(
+        run, inputs.texts, config.selection, config.evaluation.batch_tokens, inputs.prompts, weight
+    ) as known:
+        job = BuildJob(
+            config,
+            inputs.texts,
+            config.wanted(folder),
+            inputs.prompts,
+            inputs.held_out,
+            inputs.held_out_prompts,
+            known=known,
+            say=run.say,
+        )
+        return run.pool.one(build_models, job)
+
+
+def _judged(result: PruneResult, config: PruneConfig, run: Run, inputs: _Inputs, questions: Questions) -> PruneResult:
+    """Return a result with the verdict on its models; if that fails, report where they are saved."""
+    evaluation = replace(config.evaluation, text=inputs.held_out)
+    with _report_saved(result.models, run.identity.name, run.say):
+        arms = [pruned_arm(each, evaluation.model, run.identity) for each in result.models]
+        run_id = run_evaluation(evaluation, run, [BASELINE, *arms], questions=questions)
+        return replace(result, names=tuple(arm.name for arm in arms), verdict=judge(run.store, run_id))
+
+
+def _calibration(config: PruneConfig, inputs: _Inputs) -> str:
+    """Return in words what chose the heads and repaired the projections."""
+    words = f"texts of {inputs.texts.corpus}"
+    if inputs.prompts:
+        names = ", ".join(each.name for each in inputs.prompts)
+        words += f", and {names} with weight {config.recall_prompts.weight:g}"
+    return words
+
+
+def _settings_hash(config: PruneConfig, run: Run, inputs: _Inputs) -> str:
     """Return a hash of the settings, texts and prompts on which the models and their records depend, but for rounding:
     a run that ran out of memory resumes with smaller batches.
     """
     settings = {
         "model": run.identity.fingerprint(),
         "dtype": config.evaluation.model.dtype,
-        "texts": texts.content_hash,
-        "held_out": [held_out.corpus, hash_of(tuple(chunk.request for chunk in held_out.chunks))],
-        "held_out_prompts": [(each.name, hash_of(each.requests)) for each in held_out_prompts],
+        "texts": inputs.texts.content_hash,
+        "held_out": [inputs.held_out.corpus, hash_of(tuple(chunk.request for chunk in inputs.held_out.chunks))],
+        "held_out_prompts": [(each.name, hash_of(each.requests)) for each in inputs.held_out_prompts],
         "version": code_version(),
         "sizes": [config.budgets, config.methods, *config.heads.items()],
         "orders": [(name, *map(tuple, order)) for name, order in config.orders.items()],
@@ -170,4 +196,4 @@ def _write_verdicts(result: PruneResult, card: Callable[..., str]) -> None:
     outcomes = {} if verdict is None else verdict.outcomes
     for built, name in zip(result.models, result.names, strict=True):
         if not built.is_control and name in outcomes:
-            write_text(built.folder / "README.md", card(built, outcomes[name].sentence()))
+            write_text(built.folder / "README.md", card(built, verdict=[outcomes[name].sentence()]))

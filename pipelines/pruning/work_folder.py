@@ -7,10 +7,12 @@ process of their own has loaded them and computed the same logits. The folder go
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,19 +32,53 @@ from headscan.pruning.save_model import check_output_folder, check_reload, save_
 _OWNER = "owner"
 
 
-def own(folder: Path) -> None:
-    """Name this process as a folder's owner."""
-    write_text(folder / _OWNER, this_process())
+def own(folder: Path) -> str | None:
+    """Make this process a folder's owner, and return None; return the mark of a living process that is it already."""
+    file = folder / _OWNER
+    while not _created(file, this_process()):
+        if (owner := owner_of(folder)) is not None:
+            return owner
+        moved = file.with_name(f".{_OWNER}.{secrets.token_hex(4)}")
+        with suppress(FileNotFoundError):  # of several processes, one moves the mark of an ended one
+            file.rename(moved)
+            if (other := _other_living(moved)) is not None:  # another one was faster, and this is its mark
+                _created(file, other)
+            moved.unlink()
+    return None
 
 
 def owner_of(folder: Path) -> str | None:
     """Return the mark of the process that owns a folder; None if that process has ended, or is this one."""
+    return _other_living(folder / _OWNER)
+
+
+def _other_living(file: Path) -> str | None:
+    """Return the mark in a file; None if its process has ended, or is this one."""
     try:
-        mark = (folder / _OWNER).read_text(encoding="utf-8")
+        mark = file.read_text(encoding="utf-8")
     except OSError:
         return None
     is_mark = len(mark.split()) == len(this_process().split())
     return mark if is_mark and not has_ended(mark) and mark != this_process() else None
+
+
+def _created(file: Path, text: str) -> bool:
+    """Create a file, which appears with its content; return False if it exists."""
+    fresh = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+    fresh.write_text(text, encoding="utf-8")
+    try:
+        os.link(fresh, file)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without hard links: other processes see the file empty for a moment
+        try:
+            with file.open("x", encoding="utf-8") as opened:
+                opened.write(text)
+        except FileExistsError:
+            return False
+    finally:
+        fresh.unlink()
+    return True
 
 
 @contextmanager
@@ -109,27 +145,14 @@ def work_folder(
     reports. ``targets`` are ``out`` or folders in it.
     """
     path = _work(out)
-    if (owner := owner_of(path)) is not None:
-        host, *_, pid, _ = owner.split()
-        raise PruningError(
-            f"{out} is being built by process {pid} on {host} (limit 1 process). Wait for it, choose another folder, or"
-            f" delete {path} if it has ended"
-        )
-    check_place(out)
-    if _read(path / _SETTINGS).get("settings") != settings_hash:
-        if out.exists() and any(out.iterdir()):
-            raise PruningError(
-                f"{out} is not empty: an unfinished run with other settings, or another version of headscan, saved a "
-                f"model there. Choose a new folder, or delete {out} and {path}"
-            )
-        shutil.rmtree(path, ignore_errors=True)
+    _claim(path, out)
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        own(path)
-        names = [str(each.relative_to(out)) for each in targets]
-        write_text(path / _SETTINGS, json.dumps({"settings": settings_hash, "targets": names}))
-    except OSError as problem:
-        raise PruningError(f"{path} cannot be written: {problem.strerror}. Choose another folder") from problem
+        _prepare(path, out, targets, settings_hash)
+    except BaseException:
+        (path / _OWNER).unlink()
+        with suppress(OSError):  # models of an earlier run stay
+            path.rmdir()
+        raise
     for each in [folder for folder in path.iterdir() if folder.is_dir()]:
         if not _record_file(each).is_file():  # the run ended while it was written
             shutil.rmtree(each)
@@ -148,6 +171,39 @@ def work_folder(
             say(f"{path} keeps what is finished; the same command resumes")
         raise
     shutil.rmtree(path)
+
+
+def _claim(path: Path, out: Path) -> None:
+    """Make the folder in which ``out`` is built, or take over that of an ended process."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        owner = own(path)
+    except OSError as problem:
+        raise PruningError(f"{path} cannot be written: {problem.strerror}. Choose another folder") from problem
+    if owner is not None:
+        host, *_, pid, _ = owner.split()
+        raise PruningError(
+            f"{out} is being built by process {pid} on {host} (limit 1 process). Wait for it, choose another folder, or"
+            f" delete {path} if it has ended"
+        )
+
+
+def _prepare(path: Path, out: Path, targets: Sequence[Path], settings_hash: str) -> None:
+    """Check the place of the models, empty a folder of other settings, and record these."""
+    check_place(out)
+    if _read(path / _SETTINGS).get("settings") != settings_hash:
+        if out.exists() and any(out.iterdir()):
+            raise PruningError(
+                f"{out} is not empty: an unfinished run with other settings, or another version of headscan, saved a "
+                f"model there. Choose a new folder, or delete {out} and {path}"
+            )
+        for each in path.iterdir():
+            if each.is_dir():
+                shutil.rmtree(each)
+            elif each.name != _OWNER:
+                each.unlink()
+    names = [str(each.relative_to(out)) for each in targets]
+    write_text(path / _SETTINGS, json.dumps({"settings": settings_hash, "targets": names}))
 
 
 def write_model(lm: LoadedModel, built: BuiltModel, remote_code: bool) -> None:

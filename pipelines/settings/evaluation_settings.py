@@ -327,11 +327,6 @@ class ChosenArms:
                 " Choose another `score`"
             )
 
-    @property
-    def is_empty(self) -> bool:
-        """True if only the baseline runs."""
-        return not (self.heads or self.mask or self.score or self.plans or self.models)
-
 
 #: Words that stand for several scores.
 _SETS = {"all": tuple(SCORES), "none": ()}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headscan.cluster.placement_base import (
-    POOLS,
+    KINDS,
     ChosenPlacement,
     Node,
     PlacementError,
@@ -363,10 +363,10 @@ def test_every_placement_has_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
         "pipeline": "ray_pool.PipelinePool",
         "streamed": "streamed_pool.StreamedPool",
     }
-    assert list(opened) == list(PLACEMENTS) == list(POOLS)
-    for name in POOLS:
+    assert list(opened) == list(PLACEMENTS) == list(KINDS)
+    for name in KINDS:
         assert PlacementRequest(name).placement == name
     assert all(PLACEMENTS[name].name == name for name in PLACEMENTS)
-    assert {option for kind in PLACEMENTS.values() for option in kind.options} <= {
+    assert {option for kind in KINDS.values() for option in kind.options} <= {
         field.name for field in fields(PlacementRequest)
     }

@@ -13,6 +13,7 @@ import time
 from collections import namedtuple
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -150,6 +151,46 @@ def test_a_session_is_local_unless_a_cluster_is_connected(monkeypatch: pytest.Mo
         found.close()
         assert found.local is not connected
     assert ray.shutdowns == int(not connected)
+
+
+class ConnectedRay(IdleRay):
+    """A replacement of Ray that is connected to the cluster at an address."""
+
+    def __init__(self, address: str | None) -> None:
+        super().__init__(connected=True)
+        self.context = SimpleNamespace(gcs_address=address) if address else SimpleNamespace()
+        self.util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.5")
+
+    def get_runtime_context(self) -> SimpleNamespace:
+        return self.context
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "Resources": {"CPU": 1.0}}]
+
+
+@pytest.mark.parametrize(
+    ("connected", "address"),
+    [
+        ("first.invalid:6379", "first.invalid:6379"),
+        ("10.0.0.5:6379", "auto"),
+        ("10.0.0.5:6379", "127.0.0.1:6379"),
+        ("10.0.0.5:6379", "localhost:6379"),
+        ("127.0.0.1:6379", "[::1]:6379"),
+        ("10.0.0.5:6379", "ray://first.invalid:10001"),
+        (None, "first.invalid:6379"),
+    ],
+)
+def test_a_connection_is_used_again(monkeypatch: pytest.MonkeyPatch, connected: str | None, address: str) -> None:
+    monkeypatch.setitem(sys.modules, "ray", ConnectedRay(connected))
+    assert connect(address) == [{"CPU": 1.0}]
+
+
+@pytest.mark.parametrize("address", ["10.0.0.6:6379", "10.0.0.5:6380", "second.invalid:6379", "127.0.0.1:6380"])
+def test_another_cluster_than_the_connected_one_is_refused(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    monkeypatch.setitem(sys.modules, "ray", ConnectedRay("10.0.0.5:6379"))
+    message = f"^this process is connected to the Ray cluster at 10.0.0.5:6379, and cannot connect to {address} "
+    with pytest.raises(PlacementError, match=message):
+        connect(address)
 
 
 def test_a_session_that_cannot_watch_its_ray_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -103,6 +104,37 @@ def test_scan_evaluate_and_plan_fill_the_tables(
     assert plan.budget.window_heads == 3
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"format": "ggml"}, r"^unknown format 'ggml'\. Choose one of gguf, "),
+        ({"model": None}, "^`model` goes with a format of models: give both or neither"),
+        ({"plan": "p.json"}, r"^`plan` has no effect on gguf \(only on decilm, layer-types, .*\): leave it out$"),
+        ({"format": "layer-types", "type": "f32"}, r"^`type` has no effect on layer-types \(only on gguf\)"),
+        (
+            {"format": "layer-types", "model": None, "architecture": "ministral"},
+            "^`architecture` has no effect without `model`",
+        ),
+    ],
+)
+def test_exports_without_effect_are_refused(settings: dict[str, Any], message: str, spec: ModelSpec) -> None:
+    with pytest.raises(HeadscanError, match=message):
+        jobs.ExportConfig(**{"format": "gguf", "out": "x", "model": spec, **settings})
+
+
+def test_export_writes_the_model_and_names_its_files(tmp_path: Path) -> None:
+    done = jobs.export(jobs.ExportConfig("decilm", tmp_path / "served", jobs.ModelSpec("demo")))
+    assert done.files == (str(tmp_path / "served"),) and (tmp_path / "served" / "config.json").is_file()
+    assert [each.model for each in done.sizes[:2]] == ["original", "this model"]
+    assert "vllm serve" in done.lines[1]
+    for config, store in (
+        (jobs.ExportConfig("parquet", tmp_path / "tables"), None),
+        (jobs.ExportConfig("rlkv", tmp_path / "pattern"), tmp_path / "s.duckdb"),
+    ):
+        with pytest.raises(HeadscanError, match=r"^`store` goes with parquet: give both or neither$"):
+            jobs.export(config, store)
+
+
 @pytest.mark.parametrize("arms", [[], [jobs.BASELINE], jobs.ChosenArms()])
 def test_the_baseline_alone_has_a_verdict_without_arms(
     arms: list[jobs.Arm] | jobs.ChosenArms, evaluation: jobs.EvaluateConfig, cpu: jobs.PlacementRequest, tmp_path: Path
@@ -112,6 +144,24 @@ def test_the_baseline_alone_has_a_verdict_without_arms(
     (run,) = Store(store).runs()
     assert (verdict.run_id, verdict.model, verdict.finished) == (run["run_id"], run["model"], ())
     assert run["status"] == "finished"
+
+
+def test_the_verb_and_the_job_judge_the_arms_that_a_run_has(
+    evaluation: jobs.EvaluateConfig,
+    cpu: jobs.PlacementRequest,
+    task_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also those of an earlier call, if this one asks the baseline alone."""
+    store, task = tmp_path / "s.duckdb", ["--tasks", "counting", "--include-path", str(task_folder), "--limit", "6"]
+    jobs.evaluate(evaluation, store, [jobs.mask_arm([(0, 1)])], devices=cpu, say=quiet)
+    verdict = jobs.evaluate(evaluation, store, [], devices=cpu, say=quiet)
+    words = ["evaluate", evaluation.model.source, *task, "--no-recall", "--device", "cpu", "--store", str(store)]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["arm"] for row in found["rows"]] == [arm.name for arm in verdict.arms] == ["mask 0:1"]
+    assert (found["run_id"], found["unfinished"]) == (verdict.run_id, 0)
 
 
 def test_arms_of_one_name_are_equal(
@@ -297,6 +347,22 @@ def test_heads_of_arms_and_prunings_are_pairs_of_indices(
         jobs.PruneConfig(evaluation, tmp_path, heads={"mine": ()})
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"heads": {"mine": 3}}, r"^`heads` of 'mine' are 3\. Pass a tuple of \(layer, head\) pairs$"),
+        ({"heads": ((0, 1),)}, r"^`heads=\(\(0, 1\),\)` is no mapping\. Pass \(layer, head\) pairs by name$"),
+        ({"orders": {"mine": 3}}, r"^`orders` of 'mine' are 3\."),
+        ({"orders": {"mine": [3]}}, r"^not a head: 3\. Pass"),
+    ],
+)
+def test_heads_and_orders_of_prunings_are_lists_by_name(
+    settings: dict[str, Any], message: str, evaluation: jobs.EvaluateConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(HeadscanError, match=message):
+        jobs.PruneConfig(evaluation, tmp_path, (ShareBudget(0.3),), **settings)
+
+
 def test_a_size_of_the_cache_needs_units_that_free_it(evaluation: jobs.EvaluateConfig, tmp_path: Path) -> None:
     budgets = (ShareBudget(0.3), BytesBudget(1000, 64))
     with pytest.raises(PruningError, match="`kv_bytes` with `unit=head`: single query heads free no KV cache"):
@@ -348,6 +414,7 @@ RECORDS = {
     "ArmVerdict",
     "BuiltModel",
     "CorpusRunResult",
+    "Exported",
     "GatesResult",
     "HeadEffect",
     "HeadPlan",
@@ -376,6 +443,7 @@ def all_settings(spec: ModelSpec, evaluation: jobs.EvaluateConfig, tmp_path: Pat
         "CorpusSpec": ("python-stdlib",),
         "DataSpec": ("examples.tsv",),
         "EvaluateConfig": (spec, evaluation.tasks),
+        "ExportConfig": ("gguf", tmp_path / "x", spec),
         "GatesConfig": (spec, texts),
         "ImportanceConfig": (spec, texts, tokens),
         "KVBytes": (1000, 64),
@@ -520,7 +588,7 @@ def test_the_batch_size_of_the_devices_reaches_every_job(
         ),
         "study": (jobs.StudyConfig(spec, texts, str(tmp_path / "study")),),
     }
-    assert calls.keys() == {name for name in jobs.__all__ if name.islower()} - {"mask_arm"}
+    assert calls.keys() == {name for name in jobs.__all__ if name.islower()} - {"mask_arm", "export"}
     received = list[Any]()
 
     def begun(*arguments: Any, **_: Any) -> None:
@@ -594,3 +662,42 @@ def test_an_option_that_jobs_lack_is_named(spec: ModelSpec, tmp_path: Path) -> N
     config = jobs.ScanConfig(spec, CorpusSpec("python-stdlib"), TokenPlan(64))
     with pytest.raises(TypeError, match=r"unknown option 'here'. Choose from devices, ray_address, .*, say"):
         jobs.scan(config, tmp_path / "s.duckdb", here=True)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"devices": "cuda"}, r"^`devices='cuda'` is no PlacementRequest\. Pass a PlacementRequest$"),
+        ({"timeouts": 60}, r"^`timeouts=60` is no Timeouts\."),
+        ({"resume_anyway": "yes"}, r"^`resume_anyway='yes'` is not True or False\."),
+        ({"ray_address": "first"}, r"^'first' is no address of a Ray cluster: write HOST:PORT, such as first:6379, or"),
+        ({"ray_address": 6379}, r"^6379 is no address of a Ray cluster"),
+    ],
+)
+def test_options_are_checked_before_files_are_read(
+    options: dict[str, Any],
+    message: str,
+    labelled: jobs.LabelledConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def read(*_: object) -> None:
+        raise AssertionError("a file was read")
+
+    for reader in ("identify", "read_labelled", "ModelOpener"):
+        monkeypatch.setattr(jobs, reader, read)
+    store = tmp_path / "s.duckdb"
+    with pytest.raises(HeadscanError, match=message):
+        jobs.scan(jobs.ScanConfig(labelled.model, CorpusSpec("python-stdlib"), TokenPlan(64)), store, **options)
+    with pytest.raises(HeadscanError, match=message):
+        jobs.labelled_ablate(jobs.LabelledAblateConfig(labelled), store, **options)
+
+
+def test_a_plan_without_a_store_cannot_resume(spec: ModelSpec) -> None:
+    with pytest.raises(HeadscanError, match=r"^`resume_anyway` has no effect without `store`: leave it out$"):
+        jobs.plan(jobs.PlanConfig(spec), None, WindowShare(0.5), resume_anyway=True)
+
+
+def test_placements_and_options_that_exclude_each_other_are_refused_when_they_are_made() -> None:
+    with pytest.raises(HeadscanError, match=r"^`stages` is only for `placement=pipeline`\. Leave out one of the two$"):
+        jobs.PlacementRequest("whole", stages=2)

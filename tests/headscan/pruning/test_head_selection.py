@@ -10,14 +10,15 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from headscan.catalog import SET_METHODS
 from headscan.errors import PruningError
 from headscan.grid import Head, Unit, find_units
 from headscan.models.loaded_model import LoadedModel
-from headscan.pruning import head_selection
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.damage_curve import layer_moments
 from headscan.pruning.edited_model import NO_EDITS, Divergence, Edits
 from headscan.pruning.head_selection import (
+    CHOICES,
     Counts,
     HeadSelection,
     RepairedDamage,
@@ -112,12 +113,8 @@ def test_wrong_choices_are_refused(lm: LoadedModel) -> None:
     assert len(layers) == 1
 
 
-def test_a_criterion_without_a_choice_is_not_answered_by_another_one(
-    lm: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(head_selection, "SET_METHODS", (*head_selection.SET_METHODS, "newest"))
-    with pytest.raises(PruningError, match="no choice of heads for the criterion 'newest'"):
-        HeadSelection(lm, random_texts(lm)).choose(method="newest", count=1)
+def test_every_method_of_sets_has_a_choice() -> None:
+    assert tuple(CHOICES) == SET_METHODS
 
 
 def test_no_choice_nearby_is_better(lm: LoadedModel) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from headscan.pipelines.cli import main
-from headscan.pipelines.cli.export import _KINDS, Format
 from headscan.pipelines.cli.option_parser import BoundOption, options_of
 from tests.pipelines.conftest import make_tokenizer
 from tests.small_models import make_model
@@ -258,7 +257,3 @@ def test_weights_of_another_configuration_name_the_tensor_and_both_shapes(
     assert "ignore_mismatched_sizes" not in line
     assert "model.embed_tokens.weight has shape (300, " in line or "lm_head.weight has shape (300, " in line
     assert "the model (320, " in line
-
-
-def test_every_export_format_has_a_writer() -> None:
-    assert set(_KINDS) == set(get_args(Format))

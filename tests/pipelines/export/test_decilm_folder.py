@@ -19,8 +19,9 @@ from headscan.grid import HeadGrid
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.export import llama_folder
-from headscan.pipelines.export.decilm_folder import decilm_places, unpadded_kv_heads, write_decilm
+from headscan.pipelines.export.decilm_folder import decilm_places, write_decilm
 from headscan.pipelines.export.servable_model import HeadSlots
+from headscan.pipelines.pruning.pruning_units import divisor_kv_heads
 from tests.pipelines.export.test_gguf_export import REMOVED, logits
 from tests.small_models import make_loaded
 
@@ -201,7 +202,7 @@ def test_places_have_the_smallest_cache_that_one_number_of_query_heads_allows(
 def test_numbers_of_kv_heads_that_need_no_zeros(heads: int, kv_heads: int, numbers: tuple[int, ...]) -> None:
     site = replace(make_loaded("llama").grid.sites[0], num_attention_heads=heads, num_key_value_heads=kv_heads)
     grid = HeadGrid(tuple(replace(site, layer=layer) for layer in range(2)), 2, "sdpa")
-    assert unpadded_kv_heads(grid) == {0: numbers[1:], 1: numbers}  # engines cannot skip the first layer
+    assert divisor_kv_heads(grid) == {0: numbers[1:], 1: numbers}  # engines cannot skip the first layer
     own = HeadSlots(kv_heads, heads // kv_heads)
     for number in range(kv_heads + 1):
         places = decilm_places([own, HeadSlots(number, own.group if number else 0)], heads)
