@@ -82,7 +82,10 @@ def run_prune(config: PruneConfig, run: Run) -> PruneResult:
         is_servable=is_servable,
     )
     with work_folder(Path(config.out), config.folders, _settings_hash(config, run, inputs), run.say) as work:
-        built = work.deliver(_built(config, run, inputs, work.path), card, run.say)
+        models = _built(config, run, inputs, work.path)
+        if inputs.questions is None:
+            run.close()  # the check loads a model of this size in another process
+        built = work.deliver(models, card, run.say)
         result = PruneResult(built, is_servable=is_servable, has_code=config.remote_code)
         if inputs.questions is not None:
             result = _judged(result, config, run, inputs, inputs.questions)
