@@ -113,5 +113,6 @@ def test_messages_of_the_library_name_the_flags_of_the_command_line() -> None:
     assert with_flags("`offload=cpu` keeps layers in RAM", Plan) == "--offload cpu keeps layers in RAM"
     assert with_flags("`memory=700 B` (limit 500 B)", Plan) == "--memory 700 B (limit 500 B)"
     assert with_flags("`safetensors=False`", Plan) == "--pickled-weights"
-    untouched = "`model=x`, `wait=3`, memory, /data/memory=1, memory=1.json and `ray start`"
+    assert with_flags("`model=x`", Plan) == "MODEL x"
+    untouched = "`source=x`, `wait=3`, memory, /data/memory=1, memory=1.json and `ray start`"
     assert with_flags(untouched, Plan) == untouched
