@@ -103,8 +103,14 @@ class StudyConfig:
         float, Option("largest increase of the held-out loss, in nats per token", above=0, most=100)
     ] = 0.05
     judge: CorpusSpec | None = None
-    search: bool | None = None
-    prune_by: Literal["damage", "criterion"] | None = None
+    search: Annotated[
+        bool | None,
+        Option("search for windows that cost less than those of least estimated damage (default: if the time allows)"),
+    ] = None
+    prune_by: Annotated[
+        Literal["damage", "criterion"] | None,
+        Option("what chooses the heads that are removed (default: damage if the time allows)"),
+    ] = None
     batch_tokens: Count = BATCH_TOKENS
 
     def __post_init__(self) -> None:

@@ -316,6 +316,9 @@ def test_a_file_and_options_become_one_study(tmp_path: Path, capsys: pytest.Capt
     found = read_command(["study", "--config", str(file), "--hours", "1", "--judge", "others/"])._config()
     assert (found.hours, found.shares, found.batch_tokens) == (1.0, (0.1,), 4096)
     assert found.judge is not None and found.judge.name == "others/"
+    assert (found.search, found.prune_by) == (None, None)
+    chosen = read_command(["study", "--config", str(file), "--no-search", "--prune-by", "criterion"])._config()
+    assert (chosen.search, chosen.prune_by) == (False, "criterion")
     named = read_command(["study", "demo", "--config", str(file), "--tasks", "mmlu", "--limit", "5"])._config()
     assert named.tasks == TaskConfig(("mmlu",), limit=5) and named.model.dtype == "float32"
     file.write_text("model: demo\ncorpus: texts/\ntasks: [arc_easy, hellaswag]\n")
