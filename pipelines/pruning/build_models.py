@@ -1,4 +1,4 @@
-"""Building of pruned models on one loaded model: choose, repair, slice, save.
+"""Building of pruned models on one loaded model: choose the heads of all, then repair, slice and save each.
 
 Moments, subsets and loss curves are computed once for all methods and shares.
 """
@@ -77,8 +77,19 @@ def build_models(lm: LoadedModel, job: BuildJob) -> list[BuiltModel]:
     """Pool task: build every wanted model and its controls, one after the other; those that are finished stay."""
     # Refuses models whose heads cannot be removed before anything is measured.
     slice_heads(lm, all_units(lm.grid, "head")[0])
-    builder = _Builder(lm, job)
-    return [built for wanted in job.wanted for built in builder.build(wanted)]
+    texts, calibration = _calibrations(lm, job)
+    # The moments of the choice are as large as a repair needs, so all choices are made before the first repair.
+    chosen = list(_Chooser(lm, job, texts, calibration).choose())
+    builder = _Builder(lm, job, texts, calibration)
+    return [builder.build(model) for model in chosen]
+
+
+def _calibrations(lm: LoadedModel, job: BuildJob) -> tuple[Calibration, Calibration]:
+    """Return the texts of a job, and the same with its recall prompts among them."""
+    batch_tokens = pass_tokens(lm.device.type, job.config.evaluation.batch_tokens)
+    texts = Calibration(torch.from_numpy(job.texts.ids), torch.from_numpy(job.texts.lengths), batch_tokens)
+    prompts = [each.as_calibration(batch_tokens) for each in job.prompts]
+    return texts, texts.with_prompts(prompts, job.config.recall_prompts.weight) if prompts else texts
 
 
 def kept_damages(
@@ -108,23 +119,30 @@ def kept_damages(
     return run.keeping(record)
 
 
-class _Builder:
-    """Builds one model after the other on one loaded original; choices, moments and curves are shared."""
+@dataclass(frozen=True)
+class _Chosen:
+    """A model whose heads are chosen; ``finished`` if it was built before."""
 
-    def __init__(self, lm: LoadedModel, job: BuildJob) -> None:
+    folder: Path
+    method: str
+    share: float
+    removed: tuple[Head, ...]
+    seed: int | None = None
+    is_control: bool = False
+    finished: BuiltModel | None = None
+
+
+class _Chooser:
+    """Chooses the heads of one model after the other on the loaded original; moments and curves are shared."""
+
+    def __init__(self, lm: LoadedModel, job: BuildJob, texts: Calibration, calibration: Calibration) -> None:
         self._lm, self._job, self._config = lm, job, job.config
+        self._texts, self._calibration = texts, calibration
         self._work = LongWork(job.known, shown_steps, job.say)
         self._units = all_units(lm.grid, self._config.unit)
         self._allowed = allowed_groups(lm.grid, self._config.kv_counts)
         self._controls: set[tuple[str, float, tuple[Head, ...]]] = set()
         self._passed_over: list[Callable[[], tuple[Head, ...]]] = []
-        ids, lengths = (torch.from_numpy(each) for each in (job.texts.ids, job.texts.lengths))
-        batch_tokens = pass_tokens(lm.device.type, self._config.evaluation.batch_tokens)
-        self._texts = Calibration(ids, lengths, batch_tokens)
-        prompts = [each.as_calibration(batch_tokens) for each in job.prompts]
-        self._calibration = (
-            self._texts.with_prompts(prompts, self._config.recall_prompts.weight) if prompts else self._texts
-        )
 
     @cached_property
     def _selection(self) -> HeadSelection:
@@ -137,9 +155,12 @@ class _Builder:
             work=self._work,
         )
 
-    def build(self, wanted: WantedModel) -> Iterator[BuiltModel]:
-        """Yield a model, then its controls."""
-        job = self._job
+    def choose(self) -> Iterator[_Chosen]:
+        """Yield every wanted model, each before its controls."""
+        for wanted in self._job.wanted:
+            yield from self._with_controls(wanted)
+
+    def _with_controls(self, wanted: WantedModel) -> Iterator[_Chosen]:
         finished = read_model(wanted.folder)
         removed = self._chosen(finished, lambda: self._removed(wanted))
         share, rounding = None, ""
@@ -150,18 +171,17 @@ class _Builder:
             share = len(removed) / self._lm.grid.total_heads
         for note in (rounding, skipped_layers(skipped_by(self._lm.grid, removed))):
             if note:
-                job.say(note)
-        yield finished or self._one(wanted.folder, wanted.method, share, removed)
+                self._job.say(note)
+        yield _Chosen(wanted.folder, wanted.method, share, removed, finished=finished)
         for seed, folder in enumerate(wanted.random_folders):
-            finished = read_model(folder)
             heads = self._choose(RANDOM, self._count_of(removed), seed)
             if self._is_new((RANDOM, share, heads)):
-                yield finished or self._one(folder, RANDOM, share, heads, seed=seed, is_control=True)
+                yield _Chosen(folder, RANDOM, share, heads, seed, is_control=True, finished=read_model(folder))
         if wanted.layers_folder is not None:
             finished = read_model(wanted.layers_folder)
             heads = self._chosen(finished, lambda: self._layers(len(removed)))
             if heads and self._is_new((LAYER_DROP, share, heads)):
-                yield finished or self._one(wanted.layers_folder, LAYER_DROP, share, heads, is_control=True)
+                yield _Chosen(wanted.layers_folder, LAYER_DROP, share, heads, is_control=True, finished=finished)
 
     def _chosen(self, finished: BuiltModel | None, choose: Callable[[], tuple[Head, ...]]) -> tuple[Head, ...]:
         """Return the heads of a model; those of finished models are chosen again only before further choices. A choice
@@ -253,6 +273,13 @@ class _Builder:
         unit = ("divergence of a model within a loss limit", self._config.repair.words, heads)
         return float(self._work.known.measured(unit, measure)[0])
 
+
+class _Builder:
+    """Repairs, slices and writes one chosen model after the other on the loaded original."""
+
+    def __init__(self, lm: LoadedModel, job: BuildJob, texts: Calibration, calibration: Calibration) -> None:
+        self._lm, self._job, self._texts, self._calibration = lm, job, texts, calibration
+
     @cached_property
     def _held_out(self) -> HeldOutLosses | None:
         job = self._job
@@ -260,40 +287,34 @@ class _Builder:
             return None
         return HeldOutLosses(self._lm, job.held_out, job.held_out_prompts, self._texts.batch_tokens)
 
-    def _one(
-        self,
-        folder: Path,
-        method: str,
-        share: float,
-        removed: tuple[Head, ...],
-        *,
-        seed: int | None = None,
-        is_control: bool = False,
-    ) -> BuiltModel:
-        config = self._config
-        self._job.say(f"{method}: {len(removed)} of {self._lm.grid.total_heads} heads are removed and repaired")
+    def build(self, model: _Chosen) -> BuiltModel:
+        """Return a model with its costs and losses, written to its folder."""
+        if model.finished is not None:
+            return model.finished
+        config, removed = self._job.config, model.removed
+        self._job.say(f"{model.method}: {len(removed)} of {self._lm.grid.total_heads} heads are removed and repaired")
         weights = config.repair.weights(self._lm, self._calibration, removed)
         changes = {}
-        if not is_control and self._held_out is not None:
+        if not model.is_control and self._held_out is not None:
             with at_work("held-out losses"):
-                changes = self._held_out.changes(Edits(tuple(removed), weights))
+                changes = self._held_out.changes(Edits(removed, weights))
         smaller = slice_heads(self._lm, removed, weights)
         with at_work("timing both models"):
-            costs = compare_costs(self._lm, smaller, removed, None if is_control else config.timing)
+            costs = compare_costs(self._lm, smaller, removed, None if model.is_control else config.timing)
         built = BuiltModel(
-            folder=folder,
-            method=method,
-            share=share,
+            folder=model.folder,
+            method=model.method,
+            share=model.share,
             unit=config.unit,
             kv_counts=config.kv_counts,
             repair=config.repair.words,
-            removed=tuple(removed),
+            removed=removed,
             skipped=skipped_by(self._lm.grid, removed),
             costs=costs,
-            seed=seed,
-            is_control=is_control,
+            seed=model.seed,
+            is_control=model.is_control,
             losses=changes,
         )
-        with at_work(f"writing {folder.name}"):
+        with at_work(f"writing {model.folder.name}"):
             write_model(smaller, built, config.remote_code)
         return built
