@@ -7,8 +7,6 @@ process of their own has loaded them and computed the same logits. The folder go
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,8 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from headscan.analysis.store.output_files import write_text
-from headscan.analysis.store.provenance import has_ended, this_process
 from headscan.checkpoints.headers import weights_hash
 from headscan.errors import PruningError
 from headscan.grid import Head
@@ -29,68 +28,23 @@ from headscan.pipelines.pruning.pruned_arms import BuiltModel
 from headscan.pipelines.runs.progress import at_work
 from headscan.pruning.save_model import check_output_folder, check_reload, save_logits, save_pruned
 
-_OWNER = "owner"
-
-
-def own(folder: Path) -> str | None:
-    """Make this process a folder's owner, and return None; return the mark of a living process that is it already."""
-    file = folder / _OWNER
-    while not _created(file, this_process()):
-        if (owner := owner_of(folder)) is not None:
-            return owner
-        moved = file.with_name(f".{_OWNER}.{secrets.token_hex(4)}")
-        with suppress(FileNotFoundError):  # of several processes, one moves the mark of an ended one
-            file.rename(moved)
-            if (other := _other_living(moved)) is not None:  # another one was faster, and this is its mark
-                _created(file, other)
-            moved.unlink()
-    return None
-
-
-def owner_of(folder: Path) -> str | None:
-    """Return the mark of the process that owns a folder; None if that process has ended, or is this one."""
-    return _other_living(folder / _OWNER)
-
-
-def _other_living(file: Path) -> str | None:
-    """Return the mark in a file; None if its process has ended, or is this one."""
-    try:
-        mark = file.read_text(encoding="utf-8")
-    except OSError:
-        return None
-    is_mark = len(mark.split()) == len(this_process().split())
-    return mark if is_mark and not has_ended(mark) and mark != this_process() else None
-
-
-def _created(file: Path, text: str) -> bool:
-    """Create a file, which appears with its content; return False if it exists."""
-    fresh = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
-    fresh.write_text(text, encoding="utf-8")
-    try:
-        os.link(fresh, file)
-    except FileExistsError:
-        return False
-    except OSError:  # a file system without hard links: other processes see the file empty for a moment
-        try:
-            with file.open("x", encoding="utf-8") as opened:
-                opened.write(text)
-        except FileExistsError:
-            return False
-    finally:
-        fresh.unlink()
-    return True
+#: Locked by the process that works in a folder; the system unlocks it when the process ends.
+_LOCK = ".lock"
 
 
 @contextmanager
 def owned_folder(parent: Path, prefix: str) -> Iterator[Path]:
     """Yield a temporary folder, removed on exit; first remove those of the same prefix whose processes have ended."""
     for old in parent.glob(f"{prefix}*"):
-        if (old / _OWNER).is_file() and owner_of(old) is None:
-            shutil.rmtree(old, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as name:
-        folder = Path(name)
-        own(folder)
-        yield folder
+        if (old / _LOCK).is_file():
+            with suppress(Timeout), _lock(old):
+                shutil.rmtree(old, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as name, _lock(Path(name)):
+        yield Path(name)
+
+
+def _lock(folder: Path) -> FileLock:
+    return FileLock(folder / _LOCK, timeout=0)
 
 
 _SETTINGS = "settings.json"
@@ -145,47 +99,48 @@ def work_folder(
     reports. ``targets`` are ``out`` or folders in it.
     """
     path = _work(out)
-    _claim(path, out)
-    try:
-        _prepare(path, out, targets, settings_hash)
-    except BaseException:
-        (path / _OWNER).unlink()
-        with suppress(OSError):  # models of an earlier run stay
-            path.rmdir()
-        raise
-    for each in [folder for folder in path.iterdir() if folder.is_dir()]:
-        if not _record_file(each).is_file():  # the run ended while it was written
-            shutil.rmtree(each)
-    moved = [
-        _record_file(path / str(number)) for number, each in enumerate(targets) if _is_finished(path, number, each)
-    ]
-    for record in path.glob("*.json"):
-        if record.name != _SETTINGS and record not in moved and not record.with_suffix("").is_dir():
-            record.unlink()  # the finished model was removed or changed
-    try:
-        yield WorkFolder(path, tuple(targets))
-    except BaseException:
-        if not any(_record_file(path / str(number)).is_file() for number in range(len(targets))):
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            say(f"{path} keeps what is finished; the same command resumes")
-        raise
-    shutil.rmtree(path)
+    with _claimed(path, out):
+        try:
+            _prepare(path, out, targets, settings_hash)
+        except BaseException:
+            (path / _LOCK).unlink()
+            with suppress(OSError):  # models of an earlier run stay
+                path.rmdir()
+            raise
+        for each in [folder for folder in path.iterdir() if folder.is_dir()]:
+            if not _record_file(each).is_file():  # the run ended while it was written
+                shutil.rmtree(each)
+        moved = [
+            _record_file(path / str(number)) for number, each in enumerate(targets) if _is_finished(path, number, each)
+        ]
+        for record in path.glob("*.json"):
+            if record.name != _SETTINGS and record not in moved and not record.with_suffix("").is_dir():
+                record.unlink()  # the finished model was removed or changed
+        try:
+            yield WorkFolder(path, tuple(targets))
+        except BaseException:
+            if not any(_record_file(path / str(number)).is_file() for number in range(len(targets))):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                say(f"{path} keeps what is finished; the same command resumes")
+            raise
+        shutil.rmtree(path)
 
 
-def _claim(path: Path, out: Path) -> None:
-    """Make the folder in which ``out`` is built, or take over that of an ended process."""
+@contextmanager
+def _claimed(path: Path, out: Path) -> Iterator[None]:
+    """Lock the folder in which ``out`` is built, for one process."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        owner = own(path)
+        lock = _lock(path).acquire()
+    except Timeout as taken:
+        raise PruningError(
+            f"{out} is being built by another process (limit 1). Wait for it, or choose another folder"
+        ) from taken
     except OSError as problem:
         raise PruningError(f"{path} cannot be written: {problem.strerror}. Choose another folder") from problem
-    if owner is not None:
-        host, *_, pid, _ = owner.split()
-        raise PruningError(
-            f"{out} is being built by process {pid} on {host} (limit 1 process). Wait for it, choose another folder, or"
-            f" delete {path} if it has ended"
-        )
+    with lock:
+        yield
 
 
 def _prepare(path: Path, out: Path, targets: Sequence[Path], settings_hash: str) -> None:
@@ -200,7 +155,7 @@ def _prepare(path: Path, out: Path, targets: Sequence[Path], settings_hash: str)
         for each in path.iterdir():
             if each.is_dir():
                 shutil.rmtree(each)
-            elif each.name != _OWNER:
+            elif each.name != _LOCK:
                 each.unlink()
     names = [str(each.relative_to(out)) for each in targets]
     write_text(path / _SETTINGS, json.dumps({"settings": settings_hash, "targets": names}))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
-from headscan.analysis.store.provenance import _start, this_process
 from headscan.analysis.store.store import Store
 from headscan.grid import Unit
 from headscan.model_spec import ModelSpec
@@ -95,14 +94,9 @@ def test_files_of_the_user_and_running_processes_are_respected(
 ) -> None:
     work = tmp_path / ".smaller-pruning"
     work.mkdir()
-    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    pid = f" {os.getpid()} {_start(os.getpid())}"
-    (work / "owner").write_text(this_process().replace(pid, f" {other.pid} {_start(other.pid)}"))
-    assert main([*command, "--heads", "0:1"]) == 2
-    assert f"is being built by process {other.pid} on" in capsys.readouterr().err
-    assert other.stdin is not None
-    other.stdin.close()
-    other.wait()
+    with FileLock(work / ".lock"):
+        assert main([*command, "--heads", "0:1"]) == 2
+    assert "is being built by another process" in capsys.readouterr().err
     (work / "settings.json").write_text(json.dumps({"settings": "0", "targets": ["."]}))
     (tmp_path / "smaller").mkdir()
     (tmp_path / "smaller" / "mine.txt").write_text("kept")
