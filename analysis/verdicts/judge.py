@@ -41,18 +41,17 @@ _MOST_NAMED = 3
 
 
 class Outcome(StrEnum):
-    """The verdict in one word. ``OPEN`` is an arm that is shown neither to be safe nor to lose: the questions are too
-    few, the model itself is at chance on them, or the loss is about one point. `ArmVerdict.why` says which, and
-    `ArmVerdict.label` tells the first from the others.
+    """The verdict in one word. An arm is ``NOT_SHOWN`` if it is shown neither to be safe nor to lose: the questions are
+    too few, the model itself is at chance on them, or the loss is about one point. `ArmVerdict.why` says which.
     """
 
     SAFE = "safe"
     LOSES = "loses"
-    OPEN = "too few questions"
+    NOT_SHOWN = "not shown"
 
 
-#: Label of an open arm for which no number of questions is known to be enough.
-NOT_SHOWN = "not shown"
+#: Label of an arm that is not shown to be safe, where a known number of questions could show it.
+TOO_FEW_QUESTIONS = "too few questions"
 
 
 class Gap(NamedTuple):
@@ -258,20 +257,20 @@ class ArmVerdict:
         """The verdict in one word."""
         if self.losses():
             return Outcome.LOSES
-        return Outcome.SAFE if self.is_safe else Outcome.OPEN
+        return Outcome.SAFE if self.is_safe else Outcome.NOT_SHOWN
 
     @property
     def too_few_questions(self) -> bool:
         """True if nothing but a known number of questions is missing to show that an arm without loss is safe."""
-        return self.outcome is Outcome.OPEN and all(gap.questions is not None for gap in self.gaps())
+        return self.outcome is Outcome.NOT_SHOWN and all(gap.questions is not None for gap in self.gaps())
 
     @property
     def label(self) -> str:
-        """The verdict as a table shows it: "safe, recall unknown" names what of recall is unknown, and "not shown" is
-        an open one for which no number of questions is known to be enough.
+        """The verdict as a table shows it: "safe, recall unknown" names what of recall is unknown, and "too few
+        questions" is one that is not shown, but would be by a known number of questions.
         """
-        if self.outcome is Outcome.OPEN:
-            return str(self.outcome) if self.too_few_questions else NOT_SHOWN
+        if self.too_few_questions:
+            return TOO_FEW_QUESTIONS
         unknown = self.unjudged_recall if self.outcome is Outcome.SAFE else ""
         return f"{self.outcome}, {unknown} unknown" if unknown else str(self.outcome)
 

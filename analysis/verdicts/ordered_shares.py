@@ -22,7 +22,7 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import LOSS
 from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS, POWER, TAIL
 from headscan.analysis.verdicts.answer_sheets import finished_arms
-from headscan.analysis.verdicts.judge import NOT_SHOWN, ArmVerdict, Outcome, arm_verdict
+from headscan.analysis.verdicts.judge import ArmVerdict, Outcome, arm_verdict
 from headscan.analysis.verdicts.metrics import Increase, read_metrics
 from headscan.analysis.verdicts.paired import PairedDifference, about
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict, StoredRows, widened
@@ -152,8 +152,8 @@ def share_verdict(outcome: ArmVerdict, share: float, loss: Increase | None, *, m
         texts = enough_texts(loss, max_loss, outcome.comparisons)
     if loss is not None and texts is not None:
         # More texts help only if nothing else stands in the way for which no number of questions does.
-        label = TOO_FEW_TEXTS if texts and label != NOT_SHOWN else NOT_SHOWN
-        judged, why = Outcome.OPEN, "; ".join(filter(None, [_loss_gap(loss, max_loss, texts), why]))
+        label = TOO_FEW_TEXTS if texts and label != Outcome.NOT_SHOWN else str(Outcome.NOT_SHOWN)
+        judged, why = Outcome.NOT_SHOWN, "; ".join(filter(None, [_loss_gap(loss, max_loss, texts), why]))
     return ShareVerdict(
         outcome.name,
         share,

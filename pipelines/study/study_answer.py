@@ -13,7 +13,7 @@ from headscan.analysis.report.answers import ABLATED_QUESTION, CACHE_QUESTION, R
 from headscan.analysis.report.saving_costs import CACHE, REMOVAL
 from headscan.analysis.store.output_files import write_text
 from headscan.analysis.store.verdict_limits import limits_words
-from headscan.analysis.verdicts.judge import Outcome
+from headscan.analysis.verdicts.judge import TOO_FEW_QUESTIONS, Outcome
 from headscan.analysis.verdicts.metrics import Increase
 from headscan.analysis.verdicts.ordered_shares import TOO_FEW_TEXTS, ShareVerdict, exceeds, largest_safe
 from headscan.catalog import RECALL_FAMILIES, head_count
@@ -99,7 +99,7 @@ class Saving:
             headline = f"{self.safe.share:.1%} is {self.safe.label}"
             return Answer(question, headline, detail, "open" if self.safe.recall_unknown else "known", link)
         headline = "None shown to be safe"
-        if shown is not None and shown.label in (Outcome.OPEN, TOO_FEW_TEXTS):
+        if shown is not None and shown.label in (TOO_FEW_QUESTIONS, TOO_FEW_TEXTS):
             headline = shown.label.capitalize()
         following = self.next()
         return Answer(question, headline, f"{following[0].upper()}{following[1:]}.{numbers}", "open", link)

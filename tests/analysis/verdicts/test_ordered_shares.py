@@ -137,7 +137,7 @@ def test_few_texts_never_show_that_a_loss_is_within_its_limit() -> None:
     assert enough_texts(few, 0.05) == LEAST_LOSS_TEXTS
     same = compare(np.ones(2000), np.ones(2000))
     judged = outcome(same, few)
-    assert judged.outcome is Outcome.OPEN and judged.label == "too few texts"
+    assert judged.outcome is Outcome.NOT_SHOWN and judged.label == "too few texts"
     assert judged.why.startswith("needs about 20 texts: 19 texts cannot show that the loss rises by at most 0.05 nats")
     assert outcome(same, nats(0.001, 0.0, 0.002, texts=LEAST_LOSS_TEXTS)).outcome is Outcome.SAFE
 
@@ -179,15 +179,15 @@ def test_a_share_is_safe_only_if_its_loss_is_shown_to_be_within_the_limit() -> N
     assert (within.outcome, within.texts_needed) == (Outcome.SAFE, None)
     assert outcome(same, nats(0.02, -0.01, 0.05)).outcome is Outcome.SAFE
     few = outcome(same, nats(0.02, -0.04, 0.08))
-    assert (few.outcome, few.label) == (Outcome.OPEN, "too few texts")
+    assert (few.outcome, few.label) == (Outcome.NOT_SHOWN, "too few texts")
     # Half the width takes 4 times as many texts, and a chance of four in five about twice as many.
     assert few.texts_needed == 524
     assert few.why.startswith("needs about 530 texts: the loss may rise by 0.08 nats per token (limit 0.05)")
     above = outcome(same, nats(0.05, -0.1, 0.2))
-    assert (above.outcome, above.label, above.texts_needed) == (Outcome.OPEN, "not shown", 0)
+    assert (above.outcome, above.label, above.texts_needed) == (Outcome.NOT_SHOWN, "not shown", 0)
     assert "may rise by 0.2 nats per token (limit 0.05), and more texts do not help" in above.why
     unknown = outcome(same, nats(0.02, -inf, inf, texts=1))
-    assert (unknown.outcome, unknown.label, unknown.texts_needed) == (Outcome.OPEN, "too few texts", 20)
+    assert (unknown.outcome, unknown.label, unknown.texts_needed) == (Outcome.NOT_SHOWN, "too few texts", 20)
     assert "1 text cannot show" in unknown.why
 
 
@@ -208,7 +208,7 @@ def test_the_three_outcomes() -> None:
     lost = outcome(compare(right, right - (np.arange(2000) < 100)))
     assert lost.outcome is Outcome.LOSES and "-5.0 points" in lost.why
     few = outcome(compare(right[:300], right[:300] - (np.arange(300) < 1)))
-    assert few.outcome is Outcome.OPEN and few.why.startswith("needs about")
+    assert few.outcome is Outcome.NOT_SHOWN and few.why.startswith("needs about")
     guessing = np.tile([1.0, 0.0, 0.0, 0.0], 100)
     chance = compare(guessing, guessing)
     assert "chance" in outcome(PairedDifference(**vars(chance) | {"chance": 25.0})).why

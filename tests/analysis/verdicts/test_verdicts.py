@@ -415,7 +415,7 @@ def test_rows_of_json_have_the_outcome_and_its_reason(evaluate: Evaluate) -> Non
     rows = {arm.name: arm_row(arm) for arm in judge(*evaluate(TASKS, arms)).arms}
     words = {name: (row["outcome"], row["label"], row["removable"]) for name, row in rows.items()}
     assert words == {
-        "close": ("too few questions", "not shown", False),
+        "close": ("not shown", "not shown", False),
         "harmful": ("loses", "loses", False),
         "harmless": ("safe", "safe, recall unknown", True),
     }
@@ -430,7 +430,7 @@ def test_the_reason_of_an_open_verdict_is_the_true_one() -> None:
     paired = compare(np.full(300, 0.8), 0.8 - drop)
     assert -1 < paired.low < paired.high < 0
     arm = ArmVerdict(name="a", kind=ArmKind.MASK, zeroed_share=0.1, accuracy=paired)
-    assert arm.outcome is Outcome.OPEN and arm.why.startswith("needs about 3")
+    assert arm.outcome is Outcome.NOT_SHOWN and arm.why.startswith("needs about 3")
     assert replace(arm, accuracy=replace(paired, low=-1.5)).why.startswith("may lose more than one point")
     assert replace(arm, accuracy=replace(paired, chance=78.0)).why.startswith("the model itself is at or near chance")
 
@@ -446,7 +446,7 @@ def test_too_few_questions_are_named_only_if_more_could_settle_everything() -> N
     arm = ArmVerdict(name="a", kind=ArmKind.MASK, zeroed_share=0.1, accuracy=accuracy, recall=(recall,))
     assert arm.why.startswith("may lose more than one point; needs about 332 needle questions")
     assert [gap.questions for gap in arm.gaps()] == [None, 332]
-    assert (arm.outcome, arm.too_few_questions, arm.label) == (Outcome.OPEN, False, "not shown")
+    assert (arm.outcome, arm.too_few_questions, arm.label) == (Outcome.NOT_SHOWN, False, "not shown")
     assert share_verdict(arm, 0.1, None).label == "not shown"
     kept = replace(arm, accuracy=compare(right, right))
     assert (kept.why, kept.label) == ("needs about 332 needle questions", "too few questions")
@@ -477,7 +477,7 @@ def test_the_table_of_a_terminal_has_the_numbers_and_says_what_is_missing(evalua
         arm = by_name[name]
         assert arm.paired.interval.words(1) in line and "1 of 1" in line and line.endswith(arm.label)
     outcomes = [by_name[name].outcome for name in ("harmful", "close", "harmless")]
-    assert outcomes == [Outcome.LOSES, Outcome.OPEN, Outcome.SAFE]
+    assert outcomes == [Outcome.LOSES, Outcome.NOT_SHOWN, Outcome.SAFE]
     assert "harmful: accuracy (-4.0 points)" in text and f"close: {by_name['close'].why}" in text
     assert "harmless: recall is unknown: it was not asked\n" in text
     assert text.endswith("less than 90 % of recall is shown")

@@ -85,7 +85,7 @@ def test_a_study_ends_with_answers_and_files(found: tuple[StudyConfig, StudyAnsw
         assert (saving.safe is None) == (not saving.file)
     # With 8 questions nothing can be shown.
     assert all(each.safe is None for each in answer.savings)
-    assert {each.judged[-1].outcome for each in answer.savings} <= {Outcome.OPEN, Outcome.LOSES}
+    assert {each.judged[-1].outcome for each in answer.savings} <= {Outcome.NOT_SHOWN, Outcome.LOSES}
     text = answer.lines()
     assert "none shown to be safe" in text and "too few questions" in text and "loses (loss)" in text
     written = json.loads((out / "answers.json").read_text())
@@ -154,12 +154,12 @@ def test_the_order_ends_with_a_loss_that_is_not_shown_to_be_within_the_limit(
     (asked,) = store.query(
         "SELECT DISTINCT run_id FROM answers JOIN arms USING (arm_id) WHERE task = 'continuation'"
     ).to_pylist()
-    first = next(each.judged[0] for each in answer.savings if each.judged[0].outcome is Outcome.OPEN)
+    first = next(each.judged[0] for each in answer.savings if each.judged[0].outcome is Outcome.NOT_SHOWN)
     assert "texts" not in first.why
     name, share = first.name, first.share
     wide = {name: Increase("nats per token", 8, 0.01, -0.1, 0.2)}
     (verdict,) = judge_shares(store, asked["run_id"], [(name, share)], wide, max_loss=0.05, comparisons=3)
-    assert (verdict.outcome, verdict.label) == (Outcome.OPEN, "too few texts")
+    assert (verdict.outcome, verdict.label) == (Outcome.NOT_SHOWN, "too few texts")
     assert "texts: the loss may rise by 0.2 nats per token (limit 0.05); " + first.why in verdict.why
     assert largest_safe([verdict]) is None
 
@@ -347,7 +347,7 @@ def test_answers_hold_no_infinity(found: tuple[StudyConfig, StudyAnswer, list[st
 def test_an_open_share_has_the_label_of_the_table() -> None:
     """More questions do not help against what makes this share open."""
     loss = Increase("nats per token", 64, 0.02, 0.01, 0.03)
-    share = ShareVerdict("arm", 0.1, loss, Outcome.OPEN, "not shown", "may lose more than one point")
+    share = ShareVerdict("arm", 0.1, loss, Outcome.NOT_SHOWN, "not shown", "may lose more than one point")
     saving = Saving(ABLATED, (share,), (("arm", 0.1),), units=48)
     assert saving.next() == "10% not shown: may lose more than one point"
     card = saving.card()
