@@ -20,7 +20,7 @@ from headscan.analysis.plans import HeadPlan, WindowShare, load_plan, planned_by
 from headscan.analysis.report.write_report import write_report
 from headscan.analysis.store.output_files import write_text
 from headscan.analysis.store.records import ArmKind
-from headscan.analysis.store.verdict_limits import LEAST_RETAINED
+from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS, LEAST_RETAINED
 from headscan.analysis.verdicts.judge import judge
 from headscan.analysis.verdicts.metrics import Increase
 from headscan.analysis.verdicts.ordered_shares import (
@@ -52,7 +52,7 @@ from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm
 from headscan.pipelines.settings.corpus_settings import SHORTEST
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, RecallPlan, TaskConfig
-from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS, ImportanceConfig, ProbeConfig, ScanConfig
+from headscan.pipelines.settings.measure_settings import ImportanceConfig, ProbeConfig, ScanConfig
 from headscan.pipelines.settings.saving_settings import PlanConfig, RecallConfig, TextConfig
 from headscan.pipelines.study.study_answer import ABLATED, CACHED, REMOVED, Saving, SavingKind, StudyAnswer
 from headscan.pipelines.study.study_config import (
@@ -69,6 +69,7 @@ from headscan.pipelines.study.study_time import (
     limit_per_task,
     measures_recall,
     question_costs,
+    repair_texts,
     time_pass,
 )
 
@@ -141,6 +142,11 @@ class _Study:
                 f"{record}: resuming with {known.questions:,} questions and"
                 f" {known.recall_questions} of each recall task"
             )
+        if (blocks := len(texts.judged_files)) < LEAST_LOSS_TEXTS:
+            run.say(
+                f"the texts that judge are of {blocks} documents or blocks of 20,000 characters (limit"
+                f" {LEAST_LOSS_TEXTS}): no share can be shown to be safe. Give more text"
+            )
         return cls(known, run, texts, tokens, started)
 
     # The steps.
@@ -195,7 +201,7 @@ class _Study:
             self._measured_tokens,
             shard_size=max(1, self._sequences // 8),
             batch_tokens=self.config.batch_tokens,
-            recall_prompts=RECALL_PROMPTS if measures_recall(self.config) else 0,
+            recall_prompts=self.config.recall_prompts if measures_recall(self.config) else 0,
         )
         return run_importance(measuring, self.run).run_id
 
@@ -256,7 +262,7 @@ class _Study:
     def _masks(self) -> tuple[list[Arm], str]:
         """Return the arms of the best criterion, from small to large, and its name."""
         self._begin_step("3. importance, criterion: which score ranks the heads, on texts that judge nothing")
-        by_criterion = {name: self._mask_arms(name, self._order(name)) for name in self.config.criteria}
+        by_criterion = {name: self._mask_arms(name, self._order(name)) for name in self.config.ranking}
         best = self._best_criterion(by_criterion) if len(by_criterion) > 1 else next(iter(by_criterion))
         return by_criterion[best], best
 
@@ -276,7 +282,7 @@ class _Study:
         """
         config = self.config
         text = self._read(self.texts.choose, max(FEWEST_STUDY_TEXTS, self._judged_texts // 2), "choose")
-        recall_plan = RecallPlan(lengths=(self._recall_tokens,), questions=RECALL_PROMPTS, seed=1)
+        recall_plan = self._recall(config.recall_prompts, seed=1)
         choosing = EvaluateConfig(config.model, TaskConfig(), recall_plan, config.batch_tokens, text=text)
         run_id = self._evaluate(choosing, [arm for of_one in arms.values() for arm in of_one])
         verdict = judge(self.run.store, run_id)
@@ -313,7 +319,7 @@ class _Study:
                 recents=(self._recent,),
                 max_tokens=self.tokens,
                 sequences=self._sequences,
-                recall_prompts=RECALL_PROMPTS,
+                recall_prompts=config.recall_prompts,
                 confirm=bool(config.search),
                 batch_tokens=config.batch_tokens,
             )
@@ -328,14 +334,15 @@ class _Study:
         """Return the pruned models, smallest share first; those on disk stay."""
         config, out = self.config, Path(self.config.out) / "pruned"
         method = "damage" if config.prune_by == "damage" else criterion
+        repairing = max(self._sequences, repair_texts(self.run, self.tokens))
         pruning = PruneConfig(
             EvaluateConfig(config.model, TaskConfig(), None, config.batch_tokens),
             out,
             budgets=tuple(ShareBudget(share) for share in config.prune_shares or ()),
             methods=(method,),
             orders={} if method == "damage" else {method: self._order(method)},
-            texts=TextConfig(self.texts.measure, self.texts.choose, 2 * self._sequences, self.tokens),
-            recall_prompts=RecallConfig(prompts=2 * RECALL_PROMPTS, tokens=self._recall_tokens),
+            texts=TextConfig(self.texts.measure, self.texts.choose, 2 * repairing, self.tokens),
+            recall_prompts=RecallConfig(prompts=2 * config.recall_prompts, tokens=self._recall_tokens),
             controls=0,
             timing=None,
             skip_verdict=True,
@@ -446,8 +453,12 @@ class _Study:
             tasks = TaskConfig((CONTINUATION,), include_path=str(folder))
         elif tasks.limit is None:
             tasks = replace(tasks, limit=limit_per_task(tasks, config.questions))
-        recall = RecallPlan(lengths=(self._recall_tokens,), questions=config.recall_questions)
+        assert config.recall_questions is not None
+        recall = self._recall(config.recall_questions, seed=0)
         return EvaluateConfig(config.model, tasks, recall, config.batch_tokens)
+
+    def _recall(self, questions: int, seed: int) -> RecallPlan | None:
+        return RecallPlan(lengths=(self._recall_tokens,), questions=questions, seed=seed) if questions else None
 
     def _read(self, corpus: Any, count: int, name: str) -> HeldOutText:
         tokenizer = self.run.identity.tokenizer

@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS
-from headscan.catalog import IMPORTANCES, RECALL_NAMES, SCORES
+from headscan.catalog import CRITERIA, DEFAULT_SINK, IMPORTANCES, RECALL_NAMES, SCORES
 from headscan.checkpoints.source_folder import portable_source
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, Count, Option, check_limits
-from headscan.pipelines.settings.corpus_settings import CorpusSpec
+from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
+from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS
 from headscan.pipelines.settings.settings_file import build_settings, settings_file
 
-#: Fewest texts that measure or judge, and most if the time decides.
+#: Fewest texts that measure, and most if the time decides.
 FEWEST_STUDY_TEXTS, MOST_STUDY_TEXTS = 8, 64
 #: Fewest texts that judge if the time decides: more than `LEAST_LOSS_TEXTS`, because some may be of one document.
 FEWEST_JUDGED_TEXTS = LEAST_LOSS_TEXTS + 4
@@ -50,6 +51,8 @@ class StudyConfig:
         sequences: Texts that measure, and texts that calibrate plans and repairs; None takes as many as the time
             allows, at most `MOST_STUDY_TEXTS`.
         judge: Texts that judge instead of a part of ``corpus``; None uses the part.
+        recall_questions: None asks as many as the time allows; 0 asks none, and measures on texts alone. None becomes 0
+            if no question fits the texts or the tokenizer.
         search: Search for better plans with real windows; None does so if the time allows it.
         prune_by: ``damage``, ``criterion`` (the chosen one, which needs ``shares``), or None, which takes damage if the
             time allows it, or if there is no criterion.
@@ -63,7 +66,7 @@ class StudyConfig:
     hours: Annotated[float, Option("time limit, in hours", above=0, most=1e6)] = 2.0
     tokens: Annotated[
         int | None,
-        Option("longest text, in tokens (default: at most 512)", flag="--max-tokens", metavar="TOKENS", least=1),
+        Option("longest text, in tokens (default: at most 512)", flag="--max-tokens", metavar="TOKENS", least=SHORTEST),
     ] = None
     criteria: Annotated[
         tuple[str, ...],
@@ -87,15 +90,15 @@ class StudyConfig:
         int | None,
         Option(
             f"texts whose loss is judged (default: as many as measure, at least {FEWEST_JUDGED_TEXTS})",
-            least=FEWEST_STUDY_TEXTS,
+            least=LEAST_LOSS_TEXTS,
         ),
     ] = None
     questions: Annotated[int | None, Option("number of questions (default: as the time allows)", least=1)] = None
     recall_questions: Annotated[
         int | None,
         Option(
-            f"questions of each recall task ({RECALL_NAMES}), a multiple of 4 (default: as the time allows)",
-            least=8,
+            f"questions of each recall task ({RECALL_NAMES}), a multiple of 4, or 0 (default: as the time allows)",
+            least=0,
             multiple=4,
         ),
     ] = None
@@ -124,6 +127,14 @@ class StudyConfig:
             object.__setattr__(self, name, values)
         if self.shares != () and not self.criteria:
             raise StudyError("criteria are empty (limit 1). Name a score or an importance")
+        if self.shares != () and not self.ranking:
+            raise StudyError(f"{self.criteria[0]} needs recall questions (`recall_questions=0`). Name other criteria")
+        widest = None if self.tokens is None else self.tokens - DEFAULT_SINK - 1
+        if self.window_shares != () and widest is not None and (self.recent or 1) > widest:
+            raise StudyError(
+                f"`recent={self.recent}` (limit {widest} in texts of {self.tokens} tokens, of which a window also keeps"
+                f" the first {DEFAULT_SINK}). Lower `recent`, or raise `tokens`"
+            )
         if self.tasks is not None and not self.tasks.names:
             raise StudyError("`tasks.names` is empty (limit 1 task). Name tasks, or leave out `tasks`")
         if self.prune_by == "criterion" and self.shares == ():
@@ -133,6 +144,16 @@ class StudyConfig:
             )
         if not self.kind_count:
             raise StudyError("nothing to study: no shares. Set `shares`, `window_shares` or `prune_shares`")
+
+    @property
+    def ranking(self) -> tuple[str, ...]:
+        """The criteria without those that need recall questions, if there are none."""
+        return tuple(name for name in self.criteria if self.recall_questions != 0 or not CRITERIA[name].on_recall)
+
+    @property
+    def recall_prompts(self) -> int:
+        """Number of prompts of each recall task that measure."""
+        return 0 if self.recall_questions == 0 else RECALL_PROMPTS
 
     @property
     def kind_count(self) -> int:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from headscan.analysis.store.output_files import write_text
@@ -11,16 +16,18 @@ from headscan.pipelines.corpora import CorpusSpec, open_corpus
 from headscan.pipelines.study.study_config import StudyError
 
 #: Characters of a block: texts of one block are about as dependent as those of one document.
-_BLOCK, _LEAST_BLOCK = 20_000, 500
+_BLOCK = 20_000
+#: Characters from which one of a few documents is cut into all parts.
+_LEAST_CUT = 5_000
 #: Characters that are read from a corpus.
 _MOST = 16_000_000
 #: Documents from which whole documents go to one part; fewer are cut, each into all parts.
 _WHOLE = 20
 #: Characters from which equal documents are one text; shorter ones, such as headings, are often equal.
 _LEAST_SHARED = 100
-#: Parts of ten blocks.
 _JUDGE = "judge"
-_PARTS = (*["measure"] * 4, *["choose"] * 2, *[_JUDGE] * 4)
+#: Parts by their share of the text, in tenths.
+_PARTS = {"measure": 4, "choose": 2, _JUDGE: 4}
 
 
 @dataclass(frozen=True)
@@ -49,36 +56,45 @@ class StudyTexts:
 def split_texts(corpus: CorpusSpec, folder: Path, judge: CorpusSpec | None = None) -> StudyTexts:
     """Write the parts of a corpus as files, unless they are there; no part shares text with another.
 
-    Of many documents, whole ones go to each part. A few long ones are cut into blocks, and consecutive blocks stay in
-    one part.
+    Of many documents, whole ones go to each part. Of a few, long ones are cut into all parts, each part into blocks,
+    and each short one goes to the part that has least of its share.
 
     Args:
         judge: Texts that judge; None takes a part of the corpus.
 
     Raises:
-        StudyError: The corpus is too short, or has a document that judges, too.
+        StudyError: The corpus is too short, has a document that judges, too, or has changed since it was written.
     """
-    done = folder / "parts"
-    if not done.exists():
-        if judge is None:
-            blocks = _assigned([text for _, text in _documents(corpus)], _PARTS)
-        else:
-            documents, judging = list(_documents(corpus)), list(_documents(judge))
-            _refuse_shared(corpus, documents, judge, judging)
-            blocks = _assigned([text for _, text in documents], tuple(part for part in _PARTS if part != _JUDGE))
-            blocks += _assigned([text for _, text in judging], (_JUDGE,))
-        for part in dict.fromkeys(_PARTS):
-            texts = [text for name, text in blocks if name == part]
-            if not texts:
-                name = judge.name if judge is not None and part == _JUDGE else corpus.name
-                raise StudyError(
-                    f"{name} is too short for the parts of a study (limit {len(_PARTS) * _LEAST_BLOCK} characters)."
-                    " Give more text"
-                )
-            for number, text in enumerate(texts):
-                write_text(folder / part / f"{number:05}.txt", text)
-        write_text(done, ", ".join(dict.fromkeys(_PARTS)))
+    documents = list(_documents(corpus))
+    judging = [] if judge is None else list(_documents(judge))
+    content = _hash([text for _, text in documents], [text for _, text in judging])
+    mark = folder / "content"
+    if folder.exists():
+        if not mark.exists() or mark.read_text(encoding="utf-8") != content:
+            raise StudyError(
+                f"{folder} has the texts of another corpus, or of an earlier version of headscan: `corpus` or `judge`"
+                " changed. Restore them, or choose another folder as `out`"
+            )
+        return StudyTexts(folder)
+    if judge is None:
+        blocks = _assigned(documents, _PARTS, corpus)
+    else:
+        _refuse_shared(corpus, documents, judge, judging)
+        measuring = {part: share for part, share in _PARTS.items() if part != _JUDGE}
+        blocks = _assigned(documents, measuring, corpus) | _assigned(judging, {_JUDGE: _PARTS[_JUDGE]}, judge)
+    # A folder of that name is complete, and a stopped run leaves none of its files in another part.
+    unfinished = folder.with_name(f".{folder.name}-unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    for part, texts in blocks.items():
+        for number, text in enumerate(texts):
+            write_text(unfinished / part / f"{number:05}.txt", text)
+    write_text(unfinished / mark.name, content)
+    unfinished.rename(folder)
     return StudyTexts(folder)
+
+
+def _hash(*texts: Sequence[str]) -> str:
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
 def _refuse_shared(
@@ -115,29 +131,52 @@ def _documents(corpus: CorpusSpec) -> Iterator[tuple[str, str]]:
         yield document.source, text
 
 
-def _assigned(documents: list[str], parts: tuple[str, ...]) -> list[tuple[str, str]]:
-    if len(documents) >= _WHOLE:
+def _assigned(
+    documents: Sequence[tuple[str, str]], parts: Mapping[str, int], corpus: CorpusSpec
+) -> dict[str, list[str]]:
+    """Return the blocks of each part, one at least, in the order of the documents."""
+    texts, total = [text for _, text in documents], sum(parts.values())
+    assigned: dict[str, list[str]] = {part: [] for part in parts}
+    if len(texts) >= _WHOLE:
+        names = [part for part, share in parts.items() for _ in range(share)]
         # 7 has no divisor in common with the numbers of parts, so that neighbours go to different ones.
-        return [
-            (parts[7 * number % len(parts)], text)
-            for number, document in enumerate(documents)
-            for text in _blocks(document, _BLOCK)
-        ]
-    assigned: list[tuple[str, str]] = []
-    for document in documents:
-        size = min(_BLOCK, len(document) // len(parts))
-        blocks = _blocks(document, size) if size >= _LEAST_BLOCK else []
-        assigned += [(parts[len(parts) * number // len(blocks)], text) for number, text in enumerate(blocks)]
+        for number, text in enumerate(texts):
+            assigned[names[7 * number % total]] += _blocks(text)
+    else:
+        filled = Counter[str]()
+        for text in filter(str.strip, texts):
+            least = min(parts, key=lambda part: filled[part] / parts[part])
+            pieces = _cut(text, parts) if len(text) >= _LEAST_CUT else {least: text}
+            for part, piece in pieces.items():
+                filled[part] += len(piece)
+                assigned[part] += _blocks(piece)
+    if not all(assigned.values()):
+        raise StudyError(
+            f"{corpus.name} is too short for {len(parts)} part{'s' * (len(parts) > 1)} of a study: documents with text:"
+            f" {sum(bool(text.strip()) for text in texts)} (limit {len(parts)}, or one of {_LEAST_CUT:,} characters)."
+            " Give more text"
+        )
     return assigned
 
 
-def _blocks(document: str, size: int) -> list[str]:
+def _cut(text: str, parts: Mapping[str, int]) -> dict[str, str]:
+    """Return consecutive pieces in proportion to the parts' shares; they end at line breaks where there are some."""
+    pieces, start = {}, 0
+    for part, tenths in zip(parts, accumulate(parts.values()), strict=True):
+        end = len(text) * tenths // sum(parts.values())
+        stop = end if end == len(text) else text.rfind("\n", (start + end) // 2, end) + 1 or end
+        pieces[part] = text[start:stop]
+        start = stop
+    return pieces
+
+
+def _blocks(text: str) -> list[str]:
     """Return consecutive blocks that end at line breaks where there are some."""
     blocks, start = [], 0
-    while start < len(document):
-        end = document.rfind("\n", start + size // 2, start + size) + 1 or start + size
-        if len(document) - end < size // 2:
-            end = len(document)
-        blocks.append(document[start:end])
+    while start < len(text):
+        end = text.rfind("\n", start + _BLOCK // 2, start + _BLOCK) + 1 or start + _BLOCK
+        if len(text) - end < _BLOCK // 2:
+            end = len(text)
+        blocks.append(text[start:end])
         start = end
     return [block for block in blocks if block.strip()]

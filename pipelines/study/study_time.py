@@ -11,6 +11,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,23 @@ from headscan.analysis.verdicts.paired import enough_questions
 from headscan.analysis.verdicts.verdict_rows import recall_needed, solves
 from headscan.catalog import CRITERIA, RECALL_FAMILIES
 from headscan.models.loaded_model import LoadedModel
+from headscan.pipelines.corpora import CorpusError
 from headscan.pipelines.evaluate.continuation_task import CONTINUATION, make_questions, write_task
 from headscan.pipelines.evaluate.run_sweep import whole_model_recall
 from headscan.pipelines.evaluate.tasks import Questions, Tasks
+from headscan.pipelines.pruning.model_costs import columns_to_solve
+from headscan.pipelines.pruning.prune_config import RepairChoice
 from headscan.pipelines.runs.head_orders import run_kind
 from headscan.pipelines.runs.progress import time_text
 from headscan.pipelines.runs.run_context import Run
-from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, RecallPlan, TaskConfig
-from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, RecallError, RecallPlan, TaskConfig
 from headscan.pipelines.study.study_config import (
     FEWEST_JUDGED_TEXTS,
     FEWEST_STUDY_TEXTS,
     MOST_STUDY_TEXTS,
     SHARE_SETTINGS,
     StudyConfig,
+    StudyError,
 )
 from headscan.pipelines.study.study_texts import StudyTexts
 
@@ -114,6 +118,8 @@ class QuestionCosts:
         enough_recall: Recall questions of each kind with which such a share is shown to keep recall; 0 if the model
             recalls too little to judge.
         recalls: What the whole model recalls, in words.
+        repair_texts: Fewest texts that repair a pruned model: the widest projection that is solved has as many columns
+            as these have tokens, with a quarter to spare for shorter texts.
     """
 
     tokens: float
@@ -122,6 +128,7 @@ class QuestionCosts:
     available: int
     enough_recall: int
     recalls: str
+    repair_texts: int = 0
 
     @property
     def tokens_enough(self) -> float:
@@ -132,8 +139,13 @@ class QuestionCosts:
 def question_costs(config: StudyConfig, run: Run, texts: StudyTexts) -> QuestionCosts:
     """Count the tokens of some questions, and ask the whole model recall questions that judge nothing."""
     assert config.tokens is not None
-    lengths = (config.tokens - 1,)
     enough = enough_questions(_CHANGED, config.kind_count)
+    made = len(make_questions(texts.judged_files, enough))
+    if config.tasks is None and not made:
+        raise StudyError(
+            "no question can be made of the texts that judge: each needs about 800 characters of one text. Give longer"
+            " texts, or `tasks`"
+        )
     with tempfile.TemporaryDirectory() as folder:
         tasks = config.tasks
         if tasks is None:
@@ -143,24 +155,47 @@ def question_costs(config: StudyConfig, run: Run, texts: StudyTexts) -> Question
         of_task = {name: min(count, tasks.limit or count) for name, count in sample.available.items()}
         sampled = sum(min(_SAMPLE, count) for count in of_task.values())
         tokens = sample.tokens_to_read() / max(1, sampled)
-    available = sum(of_task.values()) if config.tasks else len(make_questions(texts.judged_files, enough))
-    asked = RecallPlan(lengths=lengths, questions=_ASKED_FIRST, seed=1)
-    recall = Questions(TaskConfig(), asked, run.identity, recall_only=True)
+    available = sum(of_task.values()) if config.tasks else made
+    if not available:
+        raise StudyError("the tasks have no question with a right answer, so they cannot judge. Choose other `tasks`")
+    asked = RecallPlan(lengths=(config.tokens - 1,), questions=_ASKED_FIRST, seed=1)
+    recall_tokens = _recall_tokens(config, asked, run)
     needed, words = [0], []
-    if config.recall_questions is None:
+    if config.recall_questions is None and recall_tokens:
         asking = EvaluateConfig(config.model, TaskConfig(), asked, config.batch_tokens)
         for kind, (right, number) in whole_model_recall(asking, run).items():
             words.append(f"{kind} {right:.0f} %")
             if solves(kind, right, number):
                 needed.append(recall_needed(kind, right, config.kind_count))
-    return QuestionCosts(
-        tokens, recall.tokens_to_read() / _ASKED_FIRST, enough, available, max(needed), ", ".join(words)
-    )
+    repairing = 0 if config.prune_shares == () else repair_texts(run, config.tokens)
+    return QuestionCosts(tokens, recall_tokens, enough, available, max(needed), ", ".join(words), repairing)
+
+
+def repair_texts(run: Run, tokens: int) -> int:
+    """Return `QuestionCosts.repair_texts` of texts of some length."""
+    columns: int = run.pool.one(columns_to_solve, RepairChoice().targets)
+    return ceil(1.25 * columns / tokens)
+
+
+def _recall_tokens(config: StudyConfig, asked: RecallPlan, run: Run) -> float:
+    """Return the tokens of one question of each recall task; 0 if none is asked, or if none fits."""
+    if config.recall_questions == 0:
+        return 0.0
+    try:
+        return Questions(TaskConfig(), asked, run.identity, recall_only=True).tokens_to_read() / _ASKED_FIRST
+    except (RecallError, CorpusError) as problem:
+        if config.recall_questions is not None:
+            raise StudyError(
+                f"`recall_questions={config.recall_questions}` do not fit `tokens={config.tokens}` or the tokenizer"
+                f" ({problem}). Raise `tokens`, or set `recall_questions` to 0"
+            ) from problem
+        run.say(f"no recall question is asked, so it stays unknown whether recall is kept ({problem})")
+        return 0.0
 
 
 def measures_recall(config: StudyConfig) -> bool:
     """Return True if a criterion needs the importance on recall prompts."""
-    return any(CRITERIA[name].on_recall for name in config.criteria)
+    return any(CRITERIA[name].on_recall for name in config.ranking)
 
 
 def limit_per_task(tasks: TaskConfig, questions: int) -> int:
@@ -176,6 +211,8 @@ def decided(config: StudyConfig, speed: float, costs: QuestionCosts, say: Callab
     Args:
         speed: Tokens per second of a forward pass.
     """
+    if not costs.recall_tokens:
+        config = replace(config, recall_questions=0)
     asked, length = config, config.tokens
     assert length is not None
     seconds, per_text = 3600 * config.hours, length / speed
@@ -185,8 +222,9 @@ def decided(config: StudyConfig, speed: float, costs: QuestionCosts, say: Callab
             config.sequences or texts_read,
             config.judged_texts or max(texts_read, FEWEST_JUDGED_TEXTS),
         )
-        steps = _step_seconds(config, sequences, judged_texts, speed)
-        damage = _DAMAGE_PASSES * _number(config.prune_shares) * sequences * per_text
+        repairing = max(sequences, costs.repair_texts)
+        steps = _step_seconds(config, sequences, repairing, judged_texts, speed)
+        damage = _DAMAGE_PASSES * _number(config.prune_shares) * repairing * per_text
         # Without ablated heads there is no criterion, so fewer texts and shares make room for damage.
         only_damage = config.prune_by == "damage" or not config.shares
         if only_damage:
@@ -194,7 +232,7 @@ def decided(config: StudyConfig, speed: float, costs: QuestionCosts, say: Callab
         if sum(steps.values()) <= _STEPS * seconds:
             break
     spare = _STEPS * seconds - sum(steps.values())
-    search = _SETS * _number(config.window_shares) * (sequences / 2 + RECALL_PROMPTS) * per_text
+    search = _SETS * _number(config.window_shares) * (sequences / 2 + config.recall_prompts) * per_text
     prune_by = config.prune_by or ("damage" if only_damage or damage < spare else "criterion")
     if prune_by == "damage" and not only_damage:
         steps["5. pruning"] += damage
@@ -224,8 +262,9 @@ def decided(config: StudyConfig, speed: float, costs: QuestionCosts, say: Callab
     needs = f"{costs.enough:,} questions"
     if costs.enough_recall:
         needs += f" and {costs.enough_recall:,} of each recall task (the whole model: {costs.recalls})"
+    judging = min(questions, costs.available)
     say(
-        f"{sequences} texts measure; {judged_texts} texts, {questions:,} questions and {recall} of each recall task"
+        f"{sequences} texts measure; {judged_texts} texts, {judging:,} questions and {recall} of each recall task"
         f" judge. To show that a harmless share, which changes {_CHANGED:.0%} of the answers, is safe takes about"
         f" {needs}, with which the study takes {time_text(before + arms * costs.tokens_enough / speed)}"
     )
@@ -252,7 +291,9 @@ def _with_shares(config: StudyConfig, tried: Mapping[str, tuple[float, ...]]) ->
     return replace(config, **shares_given)
 
 
-def _step_seconds(config: StudyConfig, sequences: int, judged_texts: int, speed: float) -> dict[str, float]:
+def _step_seconds(
+    config: StudyConfig, sequences: int, repairing: int, judged_texts: int, speed: float
+) -> dict[str, float]:
     """Return the approximate seconds of each step before the questions, without searches, from the number of its passes
     over texts and prompts.
 
@@ -262,21 +303,21 @@ def _step_seconds(config: StudyConfig, sequences: int, judged_texts: int, speed:
     assert config.tokens is not None
     per_text = config.tokens / speed
     masks, windows, pruned = (_number(getattr(config, name)) for name in SHARE_SETTINGS)
-    prompts = sequences / 2 + RECALL_PROMPTS
+    prompts = sequences / 2 + config.recall_prompts
     # One criterion needs no comparison, and scores of the scan no importance.
-    candidates = masks * len(config.criteria) if len(config.criteria) > 1 else 0
-    by_importance = masks > 0 and any(run_kind(name) != "scan" for name in config.criteria)
-    measured = (sequences + len(RECALL_FAMILIES) * RECALL_PROMPTS * measures_recall(config)) * by_importance
+    candidates = masks * len(config.ranking) if len(config.ranking) > 1 else 0
+    by_importance = masks > 0 and any(run_kind(name) != "scan" for name in config.ranking)
+    measured = (sequences + len(RECALL_FAMILIES) * config.recall_prompts * measures_recall(config)) * by_importance
     return {
         # Statistics cost about half of a pass.
         "1. scan": 1.5 * sequences * per_text,
         # 60 sequences of repeats and prompts with needles.
         "2. probe": 60 * 256 / speed,
         # Importance has a backward pass, which costs two forward passes; arms share the layers below their heads.
-        "3. importance, criterion": (3 * measured + candidates * (judged_texts / 2 + RECALL_PROMPTS)) * per_text,
+        "3. importance, criterion": (3 * measured + candidates * (judged_texts / 2 + config.recall_prompts)) * per_text,
         # Gradients of every head, and each set of windows; 6 fits a run on SmolLM2 (5 minutes estimated, 6 taken).
         "4. plans": (6 + windows) * prompts * per_text,
         # Twice the texts and prompts run through both models, and solving takes time; 3.5 fits a run on SmolLM2.
-        "5. pruning": 3.5 * pruned * (2 * sequences + 4 * RECALL_PROMPTS) * per_text,
+        "5. pruning": 3.5 * pruned * (2 * repairing + 4 * config.recall_prompts) * per_text,
         "6. loss": (1 + masks + windows + pruned) * judged_texts * per_text,
     }

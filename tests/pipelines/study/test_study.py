@@ -13,6 +13,7 @@ import pytest
 
 from headscan.ablation.masks import HeadMask
 from headscan.analysis.plans import load_plan
+from headscan.analysis.store.output_files import write_text
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.metrics import Increase
@@ -219,6 +220,10 @@ def test_a_study_may_get_more_hours(tmp_path: Path) -> None:
         ({"sequences": True}, "sequences=True is no int"),
         ({"tasks": {"limit": 3}}, "`tasks.names` is empty"),
         ({"shares": [], "prune_by": "criterion"}, "needs `shares` of heads"),
+        ({"judged_texts": 19}, r"judged_texts=19` \(limit 20"),
+        ({"tokens": 15}, r"tokens=15` \(limit 16"),
+        ({"tokens": 64, "recent": 60}, r"`recent=60` \(limit 59 in texts of 64 tokens"),
+        ({"recall_questions": 0, "criteria": ["importance_recall"]}, "needs recall questions"),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, object], message: str) -> None:
@@ -255,9 +260,71 @@ def test_parts_share_no_text(tmp_path: Path, documents: int) -> None:
 
 
 def test_a_short_corpus_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("too short\n" * 50)
-    with pytest.raises(StudyError, match="too short"):
-        split_texts(CorpusSpec(str(tmp_path / "a.txt")), tmp_path / "parts")
+    for number in range(2):
+        (tmp_path / f"{number}.txt").write_text(f"{number} is too short\n" * 50)
+    (tmp_path / "2.txt").write_text(" \n" * 50)
+    message = r"too short for 3 parts of a study: documents with text: 2 \(limit 3, or one of 5,000 characters\)"
+    with pytest.raises(StudyError, match=message):
+        split_texts(CorpusSpec(str(tmp_path)), tmp_path / "parts")
+    assert not (tmp_path / "parts").exists()
+
+
+@pytest.mark.parametrize("long", [0, 260_000])
+def test_a_few_short_documents_lose_no_text(tmp_path: Path, long: int) -> None:
+    """They go whole to a part, next to one that is long enough to be cut."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    documents = [f"document {number} has this line\n" * 160 for number in range(19)]
+    documents[3] = "".join(f"line {line}\n" for line in range(long // 10)) or documents[3]
+    for number, text in enumerate(documents):
+        (folder / f"{number:02}.txt").write_text(text)
+    split_texts(CorpusSpec(str(folder)), tmp_path / "parts")
+    files = {part: sorted((tmp_path / "parts" / part).iterdir()) for part in ("measure", "choose", "judge")}
+    sizes = {part: sum(len(file.read_text()) for file in of_part) for part, of_part in files.items()}
+    whole = sum(map(len, documents))
+    assert sum(sizes.values()) == whole
+    for part, share in (("measure", 0.4), ("choose", 0.2), ("judge", 0.4)):
+        assert abs(sizes[part] / whole - share) < 0.06, (part, sizes)
+    # A block of a part counts as a document, so it is no shorter than half of 20,000 characters.
+    assert len(files["judge"]) == (7 if not long else 12)
+
+
+def test_an_interrupted_split_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number:02}.txt").write_text(f"document {number} has this line\n" * 100)
+    written: list[Path] = []
+
+    def stopped(path: Path, text: str) -> None:
+        if len(written) == 30:
+            raise KeyboardInterrupt
+        write_text(path, text)
+        written.append(path)
+
+    corpus, parts = CorpusSpec(str(folder)), tmp_path / "parts"
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("headscan.pipelines.study.study_texts.write_text", stopped)
+        split_texts(corpus, parts)
+    for number in range(0, 40, 2):
+        (folder / f"{number:02}.txt").unlink()
+    split_texts(corpus, parts)
+    files = [file.read_text() for file in parts.glob("*/*.txt")]
+    assert len(files) == len(set(files)) == 20
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["parts", "texts"]
+
+
+def test_a_corpus_that_changed_is_no_longer_the_study_s(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(20):
+        (folder / f"{number:02}.txt").write_text(f"document {number} has this line\n" * 100)
+    corpus = CorpusSpec(str(folder))
+    texts = split_texts(corpus, tmp_path / "parts")
+    assert split_texts(corpus, tmp_path / "parts") == texts
+    (folder / "20.txt").write_text("one document more\n" * 100)
+    with pytest.raises(StudyError, match=r"`corpus` or `judge` changed\. Restore them, or choose another folder"):
+        split_texts(corpus, tmp_path / "parts")
 
 
 def test_texts_that_judge_are_not_those_that_measure(tmp_path: Path) -> None:
@@ -448,6 +515,44 @@ def test_costs_follow_from_the_questions_and_the_recall_of_the_whole_model(tmp_p
     assert 87 / 2 <= costs.recall_tokens <= 2 * 87
     assert "copying" in costs.recalls and costs.enough_recall % 4 == 0
     assert (given.enough_recall, given.recalls) == (0, "")
+
+
+def test_a_study_without_recall_questions(tmp_path: Path) -> None:
+    """Texts of 40 tokens hold none; everything else is measured on texts, and no table claims that recall is kept."""
+    config, lines = tiny(tmp_path / "out", tokens=40, recall_questions=None, shares=(0.02,)), list[str]()
+    with pytest.raises(StudyError, match=r"`recall_questions=8` do not fit `tokens=40` .*Raise `tokens`, or set"):
+        run(replace(config, recall_questions=8), [])
+    answer = run(config, lines)
+    assert any("no recall question is asked" in line for line in lines)
+    assert read_study(tmp_path / "out" / "study.yaml").recall_questions == 0
+    assert [each.kind for each in answer.savings] == [ABLATED, CACHED, REMOVED]
+    assert answer.savings[0].criterion == "output_norm_ln"
+    assert all(each.judged[0].recall == () for each in answer.savings if each.judged[0].outcome is Outcome.NOT_SHOWN)
+    rows = Store(tmp_path / "out" / "study.duckdb").query("SELECT count(*) FROM answers WHERE recall").to_pylist()
+    assert rows == [{"count_star()": 0}]
+    assert run(config, lines).savings == answer.savings
+
+
+def test_texts_and_tasks_without_questions_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(60):
+        (folder / f"{number}.txt").write_text(f"document {number} has this short line\n" * 6)
+    config = replace(tiny(tmp_path / "out"), corpus=CorpusSpec(str(folder)))
+    with pytest.raises(StudyError, match="no question can be made of the texts that judge"):
+        run(config, [])
+
+
+def test_few_blocks_of_text_are_named_at_the_start(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(20):
+        lines = [f"line {line} of document {number} is of text\n" for line in range(50)]
+        (folder / f"{number}.txt").write_text("".join(lines))
+    config, said = replace(tiny(tmp_path / "out"), corpus=CorpusSpec(str(folder))), list[str]()
+    with Run(SPEC, Store(tmp_path / "s.duckdb"), lambda spec: InProcessPool(spec, THREADS), say=said.append) as opened:
+        _Study.begin(config, opened)
+    assert any("of 8 documents or blocks of 20,000 characters (limit 20): no share can" in line for line in said)
 
 
 def test_the_limit_of_each_task_gives_the_number_of_questions(tmp_path: Path) -> None:
