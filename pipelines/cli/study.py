@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar
@@ -11,7 +10,7 @@ from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, with_flags
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import DEMO_CORPUS, Devices, OptionalModelVerb, quiet_libraries, say
-from headscan.pipelines.settings.evaluation_settings import ResumeAnyway
+from headscan.pipelines.settings.evaluation_settings import ResumeAnyway, TaskConfig
 from headscan.pipelines.study.study_config import StudyConfig, read_study, study_from
 
 
@@ -43,10 +42,7 @@ class Study(OptionalModelVerb):
         tuple[str, ...],
         Option("comma-separated lm-eval tasks that judge (default: which passage continues a text of the corpus)"),
     ] = ()
-    include_path: Annotated[str | None, Option("folder with more tasks, whose files can run code (default: none)")] = (
-        None
-    )
-    limit: Annotated[int | None, Option("most questions per task (default: none)", least=1)] = None
+    prompts: Annotated[partial[TaskConfig], Group()]
     settings: Annotated[partial[StudyConfig], Group()]
     json: Json = False
     devices: Annotated[Devices, Group("devices")]
@@ -58,11 +54,10 @@ class Study(OptionalModelVerb):
     def _config(self) -> StudyConfig:
         given: dict[str, Any] = dict(self.settings.keywords)
         given |= {name: value for name, value in (("corpus", self.corpus), ("judge", self.judge)) if value is not None}
-        if not self.tasks and (self.include_path is not None or self.limit is not None):
-            raise UsageError("--include-path and --limit belong to --tasks: name the tasks, too")
+        if not self.tasks and self.prompts.keywords:
+            raise UsageError(f"`{next(iter(self.prompts.keywords))}` belongs to --tasks: name the tasks, too")
         if self.tasks:
-            tasks: Mapping[str, Any] = {"names": self.tasks, "include_path": self.include_path, "limit": self.limit}
-            given["tasks"] = {name: value for name, value in tasks.items() if value is not None}
+            given["tasks"] = {"names": self.tasks, **self.prompts.keywords}
         if self.model is not None:
             given["model"] = {**asdict(self.full_precision()), "source": self.model}
         if self.config_file is None:
