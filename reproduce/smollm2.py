@@ -26,7 +26,7 @@ from paper_run import Step, parser, run
 from plans import MEASURED
 
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.tables import LOSS
+from headscan.analysis.store.tables import ACCURACY, LOSS
 from headscan.analysis.verdicts.criterion_points import agreements, criterion_points
 from headscan.analysis.verdicts.judge import ArmVerdict, judge
 from headscan.analysis.verdicts.metrics import RATES, Increase, rate_increase
@@ -41,10 +41,16 @@ from headscan.pipelines.runs.progress import time_text
 CRITERIA = (*SCORES, "importance", "importance_entropy", "layer-drop")
 #: Options of the comparison: one half of the texts measures the criteria, the other one judges.
 _COMPARED = tuple("--shares 0.05,0.1,0.2,0.3,0.4 --seeds 3 --max-tokens 256 --sequences 48 --no-recall".split())
+#: Options of the comparison by accuracy, on the questions of the study.
+_ASKED = tuple(
+    "--tasks continuation --shares 0.05,0.1,0.2 --seeds 3 --max-tokens 256 --sequences 48 --no-recall".split()
+)
 #: Options of the pruning; a random model and one without whole layers, both with the same repair, stand beside each.
 _PRUNED = tuple("--shares 0.1,0.2,0.3,0.4 --sequences 64 --recall-lengths 512".split())
 _PRUNED_RECALL = 80
 _PRUNING_TOKENS = 5_000_000
+#: Tokens of a question with its four passages, read after the context and alone.
+_QUESTION_TOKENS = 300
 #: Options of the plans by length: half of the KV heads have a window of an eighth of the length.
 _PLANNED = {
     2048: "--recent 252 --sequences 16 --recall-prompts 16 --judged-texts 24 --judged-prompts 24",
@@ -105,9 +111,17 @@ def steps(options: argparse.Namespace) -> list[Step]:
         asked = ("--questions", f"{options.questions}", "--recall-questions", f"{options.recall_questions}")
         studies = [study("study", *asked)]
     recall = _PRUNED_RECALL if options.questions is None else options.recall_questions
+    criteria = ("--criteria", ",".join(CRITERIA))
+    asking = ("--include-path", str(options.out / "study" / "task"), "--limit", f"{options.criteria_questions}")
+    answered = Step(
+        ("referee", options.model, "--store", str(options.out / "accuracy.duckdb"), "--corpus", measured, *criteria)
+        + (*_ASKED, *asking),
+        options.criteria_questions * _QUESTION_TOKENS * 3 * (len(CRITERIA) + 3),
+    )
     return [
         *(Step(words, tokens) for words in studies),
-        Step((*referee, "--criteria", ",".join(CRITERIA), *_COMPARED), 24 * 256 * 5 * (len(CRITERIA) + 3)),
+        Step((*referee, *criteria, *_COMPARED), 24 * 256 * 5 * (len(CRITERIA) + 3)),
+        *([answered] if options.criteria_questions else []),
         *(plans(tokens, _PLAN_WINDOWS, rest) for tokens, rest in _PLANNED.items()),
         *([] if pruned else [Step((*prune, *_PRUNED, "--recall-questions", f"{recall}"), _PRUNING_TOKENS)]),
     ]
@@ -124,9 +138,11 @@ def write_page(options: argparse.Namespace) -> list[str]:
     figures.mkdir(parents=True, exist_ok=True)
     heads = _heads(store)
     parts = [_opening(found, store, options.beside), _answers(found), _sinks(heads, figures)]
-    referee = options.out / "referee.duckdb"
+    referee, accuracy = options.out / "referee.duckdb", options.out / "accuracy.duckdb"
     if referee.exists():
         parts.append(_criteria(Store(referee), heads, figures))
+    if accuracy.exists():
+        parts.append(_accuracies(Store(accuracy), heads))
     if models := _judged_models(options.out / "pruned.duckdb"):
         parts.append(_pruning(models))
     if plans := {int(file.stem.partition("-")[2]): file for file in options.out.glob("plans-*.json")}:
@@ -227,7 +243,7 @@ def _sinks(heads: Sequence[Mapping[str, Any]], figures: Path) -> str:
 
 
 def _referee(store: Store, heads: Sequence[tuple[int, int]]) -> tuple[list[CriterionLoss], dict[str, float]]:
-    """Return the losses of the newest comparison of criteria, and each criterion's tau with ``importance``."""
+    """Return the results of the newest comparison of criteria, and each criterion's tau with ``importance``."""
     rows = store.query(
         "SELECT DISTINCT run_id, runs.started_at FROM runs JOIN arms USING (run_id) WHERE runs.kind = 'evaluate'"
         " AND runs.finished_at IS NOT NULL AND arms.config->>'$.criterion' IS NOT NULL"
@@ -242,11 +258,12 @@ def _referee(store: Store, heads: Sequence[tuple[int, int]]) -> tuple[list[Crite
         for this, other in ((found.first[0], found.second[0]), (found.second[0], found.first[0]))
         if this == "importance"
     }
-    return [row for row in criterion_losses(points, controls) if row.measure == "loss"], tau
+    return criterion_losses(points, controls), tau
 
 
 def _criteria(store: Store, heads: Sequence[Mapping[str, Any]], figures: Path) -> str:
-    losses, tau = _referee(store, [(head["layer"], head["head"]) for head in heads])
+    results, tau = _referee(store, [(head["layer"], head["head"]) for head in heads])
+    losses = [row for row in results if row.measure == LOSS]
     curves: dict[str, list[CriterionLoss]] = {}
     for row in sorted(losses, key=lambda row: row.share):
         curves.setdefault(row.criterion, []).append(row)
@@ -286,6 +303,32 @@ def _criteria(store: Store, heads: Sequence[Mapping[str, Any]], figures: Path) -
         f" stay below {_MAX_LOSS:g} nats: {_shown(losses)}; with the other criteria not even {least} of the heads."
         f" Recall is not part of it. `headscan referee {' '.join(_COMPARED)}`, with these"
         f" criteria.\n\n{_table(table)}\n\n{image}"
+    )
+
+
+def _accuracies(store: Store, heads: Sequence[Mapping[str, Any]]) -> str:
+    results, _ = _referee(store, [(head["layer"], head["head"]) for head in heads])
+    rows = [row for row in results if row.measure == ACCURACY]
+    shares = sorted({row.share for row in rows})
+    curves: dict[str, dict[float, CriterionLoss]] = {}
+    for row in rows:
+        curves.setdefault(row.criterion, {})[row.share] = row
+    order = sorted(curves, key=lambda name: -sum(row.value for row in curves[name].values()))
+    table = [("criterion", *(f"{100 * share:g} %" for share in shares))]
+    for name in order:
+        cells = [
+            f"{row.value:+.1f}" + ("" if row.low is None else f" [{row.low:+.1f}, {row.high:+.1f}]")
+            for row in (curves[name][share] for share in shares)
+        ]
+        table.append((name if "random" in name else f"`{name}`", *cells))
+    (asked,) = store.query(
+        "SELECT count(*) AS questions, 100 * avg(correct) AS accuracy FROM answers JOIN arms USING (arm_id)"
+        " WHERE kind = 'baseline' AND NOT recall"
+    ).to_pylist()
+    return (
+        f"### By accuracy\n\nChange of accuracy in points, with 95 % intervals, on {asked['questions']:,} of the"
+        f" study's questions, of which the whole model answers {asked['accuracy']:.1f} % right (25 % by guessing); best"
+        f" first by the mean. `headscan referee {' '.join(_ASKED)} --limit {asked['questions']}`.\n\n{_table(table)}"
     )
 
 
@@ -568,6 +611,12 @@ def main() -> int:
     found.add_argument("--texts", default="", help="what the page calls the texts (default: the corpus)")
     found.add_argument("--questions", type=int, help="questions of one study of all savings (default: two studies)")
     found.add_argument("--recall-questions", type=int, default=800, help="recall questions of it (default: 800)")
+    found.add_argument(
+        "--criteria-questions",
+        type=int,
+        default=0,
+        help="questions of a comparison of criteria by accuracy, which takes hours on a CPU (default: 0, none)",
+    )
     found.add_argument(
         "--beside", default="with other work beside it", help="what the page says of the machine beside its device"
     )
