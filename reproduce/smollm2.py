@@ -42,9 +42,7 @@ CRITERIA = (*SCORES, "importance", "importance_entropy", "layer-drop")
 #: Options of the comparison: one half of the texts measures the criteria, the other one judges.
 _COMPARED = tuple("--shares 0.05,0.1,0.2,0.3,0.4 --seeds 3 --max-tokens 256 --sequences 48 --no-recall".split())
 #: Options of the comparison by accuracy, on the questions of the study.
-_ASKED = tuple(
-    "--tasks continuation --shares 0.05,0.1,0.2 --seeds 3 --max-tokens 256 --sequences 48 --no-recall".split()
-)
+_ASKED = ("--tasks", "continuation", "--shares", "0.05,0.1,0.2", *_COMPARED[2:])
 #: Options of the pruning; a random model and one without whole layers, both with the same repair, stand beside each.
 _PRUNED = tuple("--shares 0.1,0.2,0.3,0.4 --sequences 64 --recall-lengths 512".split())
 _PRUNED_RECALL = 80
@@ -113,9 +111,9 @@ def steps(options: argparse.Namespace) -> list[Step]:
     recall = _PRUNED_RECALL if options.questions is None else options.recall_questions
     criteria = ("--criteria", ",".join(CRITERIA))
     asking = ("--include-path", str(options.out / "study" / "task"), "--limit", f"{options.criteria_questions}")
+    by_accuracy = ("referee", options.model, "--store", str(options.out / "accuracy.duckdb"), "--corpus", measured)
     answered = Step(
-        ("referee", options.model, "--store", str(options.out / "accuracy.duckdb"), "--corpus", measured, *criteria)
-        + (*_ASKED, *asking),
+        (*by_accuracy, *criteria, *_ASKED, *asking),
         options.criteria_questions * _QUESTION_TOKENS * 3 * (len(CRITERIA) + 3),
     )
     return [
