@@ -302,7 +302,7 @@ class Divergence:
         self._blocks = find_blocks(lm)
         attending = {site.layer for site in lm.grid.sites}
         self._behind_attention = attending - cannot_resume(self._blocks, attending, behind_attention=True).keys()
-        self._batches = list(calibration.batches(lm.device))
+        self._batches = list(calibration.for_logits.batches(lm.device))
         self._hashes = [hash_of(tuple(each.tolist() for each in vars(batch).values())) for batch in self._batches]
         self._expected: list[Tensor] = []
         self._entropy = 0.0
