@@ -265,7 +265,7 @@ HEAD_EFFECTS = Table(
             low DOUBLE? lower end of the effect's 95 % interval; NULL with too few documents
             high DOUBLE? upper end of the same interval; NULL with too few documents
             p_value DOUBLE two-sided p-value: McNemar's exact test for {ACCURACY}, a paired bootstrap over sentences
-                for {BLEU}, a studentised bootstrap over documents for the others
+                for {BLEU}, the larger one of Student's t and of a studentised bootstrap over documents for the others
             q_value DOUBLE p-value adjusted by Benjamini and Hochberg over all rows of the run and mode
             n INTEGER number of questions, or of documents
             confirmed BOOLEAN? {EACH}: true if the effect is significant in one half of the questions (q at most

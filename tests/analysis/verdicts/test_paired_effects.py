@@ -14,14 +14,13 @@ from headscan.analysis.verdicts.head_effects import (
     BleuOutcomes,
     HeadEffect,
     PairedOutcomes,
-    _tail,
     best_of_each,
     bleu,
     each_effect,
     halves,
     q_values,
 )
-from headscan.analysis.verdicts.metrics import _weights, ratio_with_error, studentised
+from headscan.analysis.verdicts.metrics import _RESAMPLES, _tail, ratio_with_error, resample_weights, studentised
 
 
 def outcomes(metric: str, baseline: np.ndarray, sizes: np.ndarray | None = None) -> PairedOutcomes:
@@ -50,7 +49,7 @@ def test_resamples_equal_those_of_a_loop() -> None:
     amounts, documents = rng.exponential(sizes), np.arange(9) // 2  # five documents, of two texts and of one
     ratio, _, count = ratio_with_error(amounts, sizes, documents)
     expected = []
-    for drawn in _weights(count)[:200].astype(int):
+    for drawn in resample_weights(LOSS, count, count, _RESAMPLES)[:200].astype(int):
         rows = [np.flatnonzero(documents == d) for d in np.repeat(np.arange(count), drawn)]
         numbers = np.repeat(np.arange(count), [len(of_one) for of_one in rows])
         taken = np.concatenate(rows)
