@@ -41,8 +41,8 @@ LEAST_QUESTIONS = identical_questions()
 #: to lose.
 LEAST_BASELINE = 5.0
 
-#: Minimum number of texts (questions, if each has its own) that can show a loss. If an arm gains and loses whole texts
-#: by chance, fewer are all lost in more than 2.5 % of cases.
+#: Minimum number of texts (questions, if each has its own) that can show a loss of accuracy, or a change of the loss of
+#: text. If an arm gains and loses whole texts by chance, fewer are all lost in more than 2.5 % of cases.
 LEAST_TEXTS = ceil(log(TAIL) / log(0.5))
 
 #: A sweep selects on one of this many documents, or recall texts, and judges on the others. Few recall texts suffice to

@@ -51,7 +51,7 @@ class Effect(NamedTuple):
     Attributes:
         standard_error: Infinite with one document.
         low, high: 95 % interval; unbounded with too few documents.
-        p_value: Two-sided; 1 with one document.
+        p_value: Two-sided; 1 with too few documents.
         n: Number of questions, or of documents.
     """
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ACCURACY, BITS_PER_BYTE, BLEU, LOSS
-from headscan.analysis.store.verdict_limits import TAIL
+from headscan.analysis.store.verdict_limits import LEAST_TEXTS, TAIL
 from headscan.analysis.verdicts.answer_sheets import FinishedArm
 from headscan.analysis.verdicts.paired import Interval, t_quantile
 
@@ -61,6 +61,8 @@ METRICS: Mapping[str, Metric] = {
 _RESAMPLES = 4000
 #: Resamples beyond an effect of which the tail is counted; with fewer it is extrapolated.
 _COUNTED = 10
+#: Standard errors up to this share of a ratio are rounding errors of documents with equal ratios.
+_ROUNDING = 1e-9
 #: Most units that are resampled; of more documents, groups are the units.
 _MOST_UNITS = 1000
 
@@ -68,7 +70,7 @@ _MOST_UNITS = 1000
 @dataclass(frozen=True)
 class Increase:
     """Paired difference of a metric, arm minus baseline, with its 95 % interval over independent documents; the
-    interval is infinite with one document.
+    interval is infinite with fewer than `LEAST_TEXTS` documents.
     """
 
     unit: str
@@ -135,8 +137,8 @@ class RatioEstimate(NamedTuple):
 
     Attributes:
         standard_error: Infinite with one document.
-        low, high: 95 % interval; unbounded with too few documents.
-        p_value: Two-sided, of a ratio of 0; 1 with one document.
+        low, high: 95 % interval; unbounded with fewer than `LEAST_TEXTS` documents.
+        p_value: Two-sided, of a ratio of 0; 1 with fewer than `LEAST_TEXTS` documents.
     """
 
     ratio: float
@@ -170,13 +172,16 @@ def estimate_ratio(
 
     If few documents have most of the difference, they are missing from many samples, which no interval shows.
 
+    Fewer than `LEAST_TEXTS` documents show nothing: all change in one direction by chance in more than 5 % of cases. If
+    more documents have the same ratio, their spread is unknown, and the p-value is that of the sign test.
+
     The interval is widened for ``comparisons`` ratios (Bonferroni); the p-value is that of one.
     """
     ratio, error, count = ratio_with_error(amounts, sizes, documents)
-    if count < 2:
-        return RatioEstimate(ratio, inf, -inf, inf, 1.0, count)
-    if error == 0:
-        return RatioEstimate(ratio, error, ratio, ratio, 1.0 if ratio == 0 else 0.0, count)
+    if count < LEAST_TEXTS:
+        return RatioEstimate(ratio, error, -inf, inf, 1.0, count)
+    if error <= _ROUNDING * abs(ratio):
+        return RatioEstimate(ratio, error, ratio, ratio, 1.0 if ratio == 0 else 2 * 0.5**count, count)
     from scipy.special import stdtr  # slow to import, and stored effects are read without it
 
     tail, ratios = TAIL / comparisons, studentised(amounts, sizes, documents)
