@@ -130,11 +130,14 @@ class RecallVerdict:
 
 
 def solves(family: str, baseline: float, questions: int) -> bool:
-    """Return True if a baseline (accuracy in percent) solves a family of recall tasks, so that recall can be lost."""
+    """Return True if a baseline (accuracy in percent) solves a family of recall tasks, so that recall can be lost. Of
+    questions that can be guessed, that must be shown, by independent texts.
+    """
     declared = recall_family(family)
     if declared.choices is None:
         return baseline >= declared.least
-    return 100 * wilson_low(round(baseline / 100 * questions), questions) > declared.least
+    texts = max(1, questions // QUESTIONS_PER_TEXT)
+    return 100 * wilson_low(round(baseline / 100 * texts), texts) > declared.least
 
 
 def recall_needed(family: str, baseline: float, comparisons: int = 1) -> int:
