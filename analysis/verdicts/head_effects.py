@@ -292,8 +292,14 @@ def read_baseline(store: Store, run_id: str) -> tuple[str, PairedOutcomes]:
         documents = table["document"].to_pylist()
         if len(set(documents)) == 1:  # texts of one document are the only units
             documents = [f"{documents[0]} {number}" for number in table["question"].to_pylist()]
+        values = _numbers(table["value"])
+        if np.isinf(values).any():
+            raise EffectError(
+                f"the whole model has an infinite loss in run {run_id}, so no effect is known. Use another dtype, or"
+                " other texts"
+            )
         kind = BleuOutcomes if metric == BLEU else PairedOutcomes
-        return arm_id, kind.of(metric, _numbers(table["value"]), _numbers(table["size"]), tasks, documents)
+        return arm_id, kind.of(metric, values, _numbers(table["size"]), tasks, documents)
     raise EffectError(f"run {run_id} has neither right answers nor losses by text. Use other tasks, or a corpus")
 
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import inf, log, sqrt
+from math import inf, log, nan, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -136,7 +136,7 @@ class RatioEstimate(NamedTuple):
     """A ratio of sums over independent documents.
 
     Attributes:
-        standard_error: Infinite with one document.
+        standard_error: Infinite with one document; NaN if the ratio is infinite.
         low, high: 95 % interval; unbounded with fewer than `LEAST_TEXTS` documents.
         p_value: Two-sided, of a ratio of 0; 1 with fewer than `LEAST_TEXTS` documents.
     """
@@ -173,10 +173,14 @@ def estimate_ratio(
     If few documents have most of the difference, they are missing from many samples, which no interval shows.
 
     Fewer than `LEAST_TEXTS` documents show nothing: all change in one direction by chance in more than 5 % of cases. If
-    more documents have the same ratio, their spread is unknown, and the p-value is that of the sign test.
+    more documents have the same ratio, their spread is unknown, and the p-value is that of the sign test. An infinite
+    amount of one document makes the ratio infinite, and its interval has no width: a mean that can be infinite is.
 
     The interval is widened for ``comparisons`` ratios (Bonferroni); the p-value is that of one.
     """
+    if np.isinf(amounts).any():
+        infinite = float(amounts.sum() / sizes.sum())
+        return RatioEstimate(infinite, nan, infinite, infinite, 0.0, len(np.unique(documents)))
     ratio, error, count = ratio_with_error(amounts, sizes, documents)
     if count < LEAST_TEXTS:
         return RatioEstimate(ratio, error, -inf, inf, 1.0, count)
@@ -293,7 +297,9 @@ def read_metrics(
 def _increases(
     store: Store, run_id: str, baseline: FinishedArm, task: str, metric: str, comparisons: int
 ) -> dict[str, Increase]:
-    """Return the increase of a rate by arm id; arms whose documents differ from the baseline's have none."""
+    """Return the increase of a rate by arm id; arms whose documents differ from the baseline's have none. A sum of an
+    arm may be infinite: the arm gives a document no probability, and its loss rises without limit.
+    """
     sum_, size = (f"(metrics ->> '$.{metric}[{place}]')::DOUBLE" for place in (0, 1))
     table = store.query(
         f"SELECT arm_id, coalesce(doc_hash, question::VARCHAR) AS document, {sum_} AS sum, {size} AS size"
@@ -307,7 +313,7 @@ def _increases(
         arm_id: {name: values[arm_ids == arm_id] for name, values in columns.items()} for arm_id in np.unique(arm_ids)
     }
     base = of_arm.pop(baseline.arm_id, None)
-    if base is None or not _is_rate(base):
+    if base is None or not _is_rate(base) or np.isinf(base["sum"]).any():
         return {}
     return {
         arm_id: rate_increase(
@@ -319,9 +325,9 @@ def _increases(
 
 
 def _is_rate(values: Mapping[str, np.ndarray]) -> bool:
-    """Return True if every row has a finite sum, and a size above 0."""
+    """Return True if every row has a sum, and a size above 0."""
     sums, sizes = values["sum"].astype(np.float64), values["size"].astype(np.float64)
-    return bool(len(sums) and np.isfinite(sums).all() and np.isfinite(sizes).all() and (sizes > 0).all())
+    return bool(len(sums) and not np.isnan(sums).any() and np.isfinite(sizes).all() and (sizes > 0).all())
 
 
 def _same(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], names: Sequence[str]) -> bool:

@@ -63,12 +63,15 @@ def read_losses(store: Store, run_id: str, *, comparisons: int = 1) -> dict[str,
     """Return the increase of the loss of ordinary text by arm name, with intervals widened for the comparisons."""
     arms = finished_arms(store, run_id)
     metrics = read_metrics(store, run_id, arms.baseline, comparisons=comparisons)
-    losses = {
-        arm.name: measure.increase
-        for arm in arms.others
-        for measure in metrics.get(arm.arm_id, ())
-        if measure.metric == LOSS and measure.increase is not None
-    }
+    of_text = [
+        (arm.name, measure) for arm in arms.others for measure in metrics.get(arm.arm_id, ()) if measure.metric == LOSS
+    ]
+    if any(measure.baseline == inf for _, measure in of_text):
+        raise VerdictError(
+            f"the whole model has an infinite loss in run {run_id}, so no increase is known. Use another dtype, or"
+            " other texts"
+        )
+    losses = {name: measure.increase for name, measure in of_text if measure.increase is not None}
     if not losses:
         raise VerdictError(f"run {run_id} has 0 arms with a loss (limit 1). Evaluate held-out text, too")
     return losses

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from math import inf, isclose
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,11 @@ import pytest
 
 from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdicts.head_effects import PairedOutcomes
-from headscan.analysis.verdicts.judge import judge
+from headscan.analysis.verdicts.head_effects import PairedOutcomes, read_baseline
+from headscan.analysis.verdicts.judge import Outcome, judge
 from headscan.analysis.verdicts.metrics import RATES, estimate_ratio, rate_increase
+from headscan.analysis.verdicts.ordered_shares import exceeds, judge_shares, read_losses
+from headscan.errors import HeadscanError
 from tests.analysis.conftest import HEADS, LAYERS, answer_table
 
 LOSS = RATES["loss"]
@@ -175,6 +178,31 @@ def test_a_pruned_model_names_its_size_and_its_controls(tmp_path: Any) -> None:
     assert "text next_token_accuracy: 2.05 against 2: +0.00 [+0.00, +0.00] points" in words
     assert "No random control with as many heads and the same repair." in by_name["pruned 20%"].sentence()
     assert [line.partition(" (")[0] for line in verdict.sentences()] == ["pruned 40%", "pruned 20%"]
+
+
+def test_an_infinite_loss_exceeds_every_limit(tmp_path: Path) -> None:
+    arms = {
+        "baseline": ("baseline", 0, 0.0, {}),
+        "calm": pruned("pruned", 0, 0.05),
+        "infinite": pruned("pruned", 0, inf),
+    }
+    store = Store(tmp_path / "s.duckdb")
+    run_id = write(store, arms, benchmark=True)
+    losses = read_losses(store, run_id)
+    assert losses["infinite"].interval == (inf, inf, inf) and losses["infinite"].words() == "+inf nats per token"
+    shares = [("infinite", 0.4)]
+    (judged,) = judge_shares(store, run_id, shares, losses, max_loss=1e6, comparisons=1)
+    assert judged.outcome is Outcome.LOSES and judged.why.startswith("+inf nats per token (limit")
+    assert not exceeds(losses["calm"], 0.1)
+
+
+def test_an_infinite_loss_of_the_whole_model_is_refused(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s.duckdb")
+    arms = {"baseline": ("baseline", 0, inf, {}), "arm": pruned("pruned", 0, inf)}
+    run_id = write(store, arms, benchmark=False)
+    for read in (read_losses, read_baseline):
+        with pytest.raises(HeadscanError, match="the whole model has an infinite loss"):
+            read(store, run_id)
 
 
 def test_without_right_answers_the_controls_are_compared_by_loss(tmp_path: Any) -> None:
