@@ -54,9 +54,11 @@ class Interval(NamedTuple):
         return Interval(*(self.value + factor * (end - self.value) for end in self))
 
     def words(self, digits: int = 2, unit: str = "", sign: str = "+") -> str:
-        """Return the number with its unit, and its interval if it is known; an empty ``sign`` shows minus only."""
-        text = f"{self.value:{sign}.{digits}f}{unit}"
-        return f"{text} [{self.low:{sign}.{digits}f}, {self.high:{sign}.{digits}f}]" if self.known else text
+        """Return the number with its unit, and its interval if it is known; an empty ``sign`` shows minus only. What is
+        rounded to 0 has no minus.
+        """
+        low, value, high = (f"{number:{sign}z.{digits}f}" for number in self)
+        return f"{value}{unit} [{low}, {high}]" if self.known else f"{value}{unit}"
 
 
 def retained(baseline: np.ndarray, arm: np.ndarray, texts: np.ndarray, chance: float) -> Interval:

@@ -9,6 +9,7 @@ from scipy.stats import binom, binomtest, norm, t
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.verdict_limits import FEW_DIFFER, LEAST_QUESTIONS
 from headscan.analysis.verdicts.paired import (
+    Interval,
     PairedDifference,
     Sampling,
     _percentiles,
@@ -19,6 +20,13 @@ from headscan.analysis.verdicts.paired import (
     compare_sampled,
     enough_questions,
 )
+
+
+def test_a_number_that_is_rounded_to_zero_has_no_minus() -> None:
+    around = Interval(-0.04, -0.01, 0.04)
+    assert around.words(1, " points") == "+0.0 points [+0.0, +0.0]"
+    assert around.words(1, sign="") == "0.0 [0.0, 0.0]"
+    assert around.words() == "-0.01 [-0.04, +0.04]"
 
 
 def test_an_interval_is_widened_by_its_own_degrees_of_freedom() -> None:
