@@ -39,7 +39,7 @@ from headscan.analysis.verdicts.answer_sheets import (
 )
 from headscan.analysis.verdicts.controls import SelectedRank, Standing, controls_of, judge_controls, least_controls
 from headscan.analysis.verdicts.judge import ArmVerdict, Verdict, arm_verdict, benchmark_differences
-from headscan.analysis.verdicts.verdict_rows import compared_by_arm, complete_rows, verdict_rows, widened
+from headscan.analysis.verdicts.verdict_rows import compared_by_arm, complete_rows, for_comparisons, verdict_rows
 
 #: A sweep selects one arm of each kind, because rules and masks are used differently.
 KINDS = (ArmKind.RULE, ArmKind.MASK)
@@ -163,7 +163,7 @@ def record_confirmation(store: Store, run_id: str) -> None:
             continue
         recorded, arms = _recorded(store, other), finished_arms(store, other).others
         # Its questions overlap with those of other runs than this run's do.
-        rows = _widened_rows(recorded, arms, judged_on_same(store, other).comparisons())
+        rows = _rejudged(recorded, arms, judged_on_same(store, other).comparisons())
         if rows != recorded:
             store.replace_split_verdicts(other, pa.Table.from_pylist(rows))
 
@@ -354,7 +354,7 @@ def _confirm(store: Store, run_id: str, arms: FinishedArms) -> _ConfirmedChoices
     second, differences = _judge_others(store, run_id, arms, selected, recorded)
     second += _earlier_rows(recorded, selected)
     comparisons = judged_on_same(store, run_id).comparisons({row["arm_id"] for row in second})
-    second = _widened_rows(second, finished, comparisons)
+    second = _rejudged(second, finished, comparisons)
     choices = _choices(selected, scored, arms, second, differences, comparisons)
     rows = [*selected.rows, *second]
     return _ConfirmedChoices(choices, rows, _by_key(rows) == _by_key(recorded))
@@ -425,7 +425,7 @@ def _choices(
             controls = replace(controls, selected=rank)
         verdict = arm_verdict(
             arm,
-            widened(compared.get(arm.arm_id, {}), *comparisons),
+            for_comparisons(compared.get(arm.arm_id, {}), *comparisons),
             controls=controls,
             confirmation=True,
             comparisons=comparisons.benchmark,
@@ -473,21 +473,21 @@ def _judge_others(
     return rows, differences | benchmark_differences(compared_by_arm(rows))
 
 
-def _widened_rows(
+def _rejudged(
     rows: Sequence[dict[str, Any]], arms: Sequence[FinishedArm], comparisons: Comparisons
 ) -> list[dict[str, Any]]:
     """Return rows of ``split_verdicts`` whose verdicts on the confirmation part count the comparisons."""
     by_id = {arm.arm_id: arm for arm in arms}
     compared = compared_by_arm([row for row in rows if row["part"] == CONFIRMATION])
-    all_widened = []
+    rejudged = []
     for row in rows:
         if row["part"] == CONFIRMATION and row["task"] == ALL_TASKS and row["arm_id"] in by_id:
-            verdict = arm_verdict(by_id[row["arm_id"]], widened(compared[row["arm_id"]], *comparisons))
+            verdict = arm_verdict(by_id[row["arm_id"]], for_comparisons(compared[row["arm_id"]], *comparisons))
             if verdict.accuracy is not None:
                 wide = {"passes": verdict.is_safe, "wide_low": verdict.accuracy.low / 100}
                 row = row | {"comparisons": comparisons.benchmark, **wide}
-        all_widened.append(row)
-    return all_widened
+        rejudged.append(row)
+    return rejudged
 
 
 def _sheets(store: Store, run_id: str, baseline: FinishedArm, others: Sequence[FinishedArm], part: str) -> AnswerSheets:
@@ -507,7 +507,7 @@ def _by_key(rows: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, A
 
 
 def _split_rows(sheets: AnswerSheets, baseline: FinishedArm, arm: FinishedArm, part: str) -> list[dict[str, Any]]:
-    """Return an arm's rows of ``split_verdicts`` on one part; `_widened_rows` judges those of the confirmation part."""
+    """Return an arm's rows of ``split_verdicts`` on one part; `_rejudged` judges those of the confirmation part."""
     rows = verdict_rows(sheets, baseline, arm)
     verdict = arm_verdict(arm, compared_by_arm(rows).get(arm.arm_id, {}))
     known = dict.fromkeys(("passes", "comparisons", "wide_low", "selected")) | {"part": part}

@@ -382,7 +382,7 @@ class HeadEffect:
 
     @property
     def value(self) -> float:
-        """The number that orders the heads."""
+        """The harm, as the number that orders heads of any ranking."""
         return self.harm
 
     @property
@@ -393,8 +393,8 @@ class HeadEffect:
     @property
     def significant(self) -> bool:
         """True if the q-value is at most the false discovery rate; a loss that falls must also be confirmed."""
-        believed = self.harm >= 0 or self.metric in HIGHER_IS_BETTER or bool(self.confirmed)
-        return self.q_value <= FALSE_DISCOVERY_RATE and believed
+        evidence = self.harm >= 0 or self.metric in HIGHER_IS_BETTER or bool(self.confirmed)
+        return self.q_value <= FALSE_DISCOVERY_RATE and evidence
 
 
 class _HeadArm(NamedTuple):

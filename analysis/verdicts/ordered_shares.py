@@ -25,7 +25,7 @@ from headscan.analysis.verdicts.answer_sheets import finished_arms
 from headscan.analysis.verdicts.judge import ArmVerdict, Outcome, arm_verdict
 from headscan.analysis.verdicts.metrics import Increase, read_metrics
 from headscan.analysis.verdicts.paired import PairedDifference, about
-from headscan.analysis.verdicts.verdict_rows import RecallVerdict, StoredRows, widened
+from headscan.analysis.verdicts.verdict_rows import RecallVerdict, StoredRows, for_comparisons
 
 #: Label of a share that more texts, whose loss is measured, could show to be safe.
 TOO_FEW_TEXTS = "too few texts"
@@ -130,7 +130,9 @@ def judge_shares(
             verdicts.append(ShareVerdict(name, share, loss, Outcome.LOSES, str(Outcome.LOSES), why))
         elif name in by_name:
             arm = by_name[name]
-            outcome = arm_verdict(arm, widened(compared.get(arm.arm_id, {}), comparisons), comparisons=comparisons)
+            outcome = arm_verdict(
+                arm, for_comparisons(compared.get(arm.arm_id, {}), comparisons), comparisons=comparisons
+            )
             verdicts.append(share_verdict(outcome, share, loss, max_loss=max_loss))
         else:
             return verdicts

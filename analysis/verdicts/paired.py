@@ -49,7 +49,7 @@ class Interval(NamedTuple):
         """Return the numbers times a positive factor, plus an offset."""
         return Interval(*(offset + factor * number for number in self))
 
-    def widened(self, factor: float) -> Interval:
+    def stretched(self, factor: float) -> Interval:
         """Return the number with both ends moved away from it by a factor."""
         return Interval(*(self.value + factor * (end - self.value) for end in self))
 
@@ -176,7 +176,8 @@ class PairedDifference:
         """Return a number of questions for an arm that loses nothing and changes as many answers as this one: with so
         many it is shown to be removable in four of five cases. If few answers differ, their share gives the variance;
         otherwise the width of the interval does, which also counts partial credit and correlated questions. This
-        interval must be widened for ``comparisons``, as `among` does. The number of questions per text stays the same.
+        interval must be that for ``comparisons``, see `simultaneous_interval`. The number of questions per text stays
+        the same.
         """
         variance = (self.gained + self.lost) / self.questions
         if not self.few_differ:
@@ -184,10 +185,10 @@ class PairedDifference:
             variance = self.texts * (error / 100) ** 2
         return ceil(enough_questions(variance, comparisons) * self.questions / self.texts)
 
-    def among(self, comparisons: int) -> Interval:
+    def simultaneous_interval(self, comparisons: int) -> Interval:
         """Return the interval widened for ``comparisons`` simultaneous ones at 95 % (Bonferroni, by Student's t)."""
         freedom = self.degrees_of_freedom
-        return self.interval.widened(t_quantile(TAIL / comparisons, freedom) / t_quantile(TAIL, freedom))
+        return self.interval.stretched(t_quantile(TAIL / comparisons, freedom) / t_quantile(TAIL, freedom))
 
 
 def few_differ(texts: float) -> bool:

@@ -22,7 +22,7 @@ from headscan.analysis.verdicts.ordered_shares import (
     share_verdict,
 )
 from headscan.analysis.verdicts.paired import PairedDifference, compare
-from headscan.analysis.verdicts.verdict_rows import widened
+from headscan.analysis.verdicts.verdict_rows import for_comparisons
 
 SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
 
@@ -40,7 +40,7 @@ def walk(rng: np.random.Generator, gained: np.ndarray, lost: np.ndarray, questio
         arm = np.where(right, unlucky >= lose / 0.75, lucky < win / 0.25)
         paired = compare(right.astype(float), arm.astype(float), resamples=200)
         of_arm = FinishedArm("a", f"arm {share}", ArmKind.MASK, None, None, share, share)
-        outcome = arm_verdict(of_arm, widened({BENCHMARK: paired}, comparisons), comparisons=comparisons)
+        outcome = arm_verdict(of_arm, for_comparisons({BENCHMARK: paired}, comparisons), comparisons=comparisons)
         found.append(share_verdict(outcome, share, None))
         if found[-1].outcome is not Outcome.SAFE:
             break
