@@ -372,7 +372,12 @@ def differences(present: Definitions, kinds: Collection[str] = KINDS) -> list[st
 #: columns were added and before views and functions are created.
 STEPS: Mapping[int, Sequence[str]] = {
     # Before schema 8, ablated heads were always replaced by zero.
-    7: (f"UPDATE arms SET replacement = 'zero' WHERE kind IN ({ABLATING_KINDS_SQL}) AND replacement IS NULL",)
+    7: (f"UPDATE arms SET replacement = 'zero' WHERE kind IN ({ABLATING_KINDS_SQL}) AND replacement IS NULL",),
+    # Before schema 14, questions instead of texts showed that a baseline solves recall tasks. Rows without a number of
+    # texts are computed again.
+    13: tuple(
+        f"UPDATE {table} SET texts = NULL WHERE recall AND informative" for table in ("arm_verdicts", "split_verdicts")
+    ),
 }
 
 _SHOWN_DIFFERENCES = 5

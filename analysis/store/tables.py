@@ -265,7 +265,7 @@ HEAD_EFFECTS = Table(
             low DOUBLE? lower end of the effect's 95 % interval; NULL with too few documents
             high DOUBLE? upper end of the same interval; NULL with too few documents
             p_value DOUBLE two-sided p-value: McNemar's exact test for {ACCURACY}, a paired bootstrap over sentences
-                for {BLEU}, a studentised bootstrap over documents for the others
+                for {BLEU}, the larger one of Student's t and of a studentised bootstrap over documents for the others
             q_value DOUBLE p-value adjusted by Benjamini and Hochberg over all rows of the run and mode
             n INTEGER number of questions, or of documents
             confirmed BOOLEAN? {EACH}: true if the effect is significant in one half of the questions (q at most
@@ -318,9 +318,9 @@ MEASURED_UNITS = Table(
 )
 
 
-#: Raise it with every change of a table, view or function, but not of a comment. `connection` upgrades older stores, so
-#: new columns of old tables must be nullable.
-SCHEMA_VERSION = 13
+#: Raise it with every change of a table, view or function, but not of a comment, and with every change of a rule of
+#: stored verdicts. `connection` upgrades older stores, so new columns of old tables must be nullable.
+SCHEMA_VERSION = 14
 
 #: Value of the key ``format`` in ``meta``, which distinguishes a store from other DuckDB files.
 FORMAT = "headscan store"

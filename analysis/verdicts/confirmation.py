@@ -32,14 +32,13 @@ from headscan.analysis.verdicts.answer_sheets import (
     BENCHMARK,
     AnswerSheets,
     FinishedArm,
-    FinishedArms,
     can_be_judged,
     finished_arms,
     read_answers,
 )
 from headscan.analysis.verdicts.controls import SelectedRank, Standing, controls_of, judge_controls, least_controls
 from headscan.analysis.verdicts.judge import ArmVerdict, Verdict, arm_verdict, benchmark_differences
-from headscan.analysis.verdicts.verdict_rows import compared_by_arm, complete_rows, verdict_rows, widened
+from headscan.analysis.verdicts.verdict_rows import compared_by_arm, complete_rows, for_comparisons, verdict_rows
 
 #: A sweep selects one arm of each kind, because rules and masks are used differently.
 KINDS = (ArmKind.RULE, ArmKind.MASK)
@@ -131,31 +130,15 @@ def judge_sweep(store: Store, verdict: Verdict, *, confirm: bool = True) -> tupl
     and stay in memory. With ``confirm``, one part of the questions selects and the other judges (the view
     ``question_split``); without it all questions do both, and the interval is too optimistic.
     """
-    arms = finished_arms(store, verdict.run_id)
-    if confirm:
-        return _confirm(store, verdict.run_id, arms).choices
-    arms = _of_sweep(arms)
-    scored, judged = _chosen_by_scores(arms), {arm.name: arm for arm in verdict.arms}
-    curves = _random_curves(scored, arms.others)
-    selected = _best_per_kind(scored, judged, {name: arm.is_safe for name, arm in judged.items()})
-    choices = []
-    for count, best in selected:
-        chosen = judged[best.name]
-        if chosen.controls is not None:
-            randoms = _best_of_curves(curves[chosen.kind], judged, {name: arm.is_safe for name, arm in judged.items()})
-            differences = {arm.arm_id: judged[arm.name].paired.difference for arm in arms.others if arm.name in judged}
-            rank = _rank(best, scored, randoms, differences)
-            chosen = replace(chosen, controls=replace(chosen.controls, selected=rank))
-        asked = chosen.paired.questions
-        choices.append(SweepChoice(chosen, candidates=count, passed=best.passes, selected_on=asked, confirmed=False))
-    return tuple(choices)
+    sweep = SweepConfirmation(store, verdict.run_id)
+    return sweep.confirm().choices if confirm else sweep.judge_on_the_same(verdict)
 
 
 def record_confirmation(store: Store, run_id: str) -> None:
     """Write the comparisons behind `judge_sweep` that the store lacks. The job that sweeps calls this at its end. A new
     judgement also widens those of earlier sweeps on the same questions.
     """
-    confirmed = _confirm(store, run_id, finished_arms(store, run_id))
+    confirmed = SweepConfirmation(store, run_id).confirm()
     if confirmed.rows and not confirmed.recorded:
         store.replace_split_verdicts(run_id, pa.Table.from_pylist(confirmed.rows))
     for other in sorted(judged_on_same(store, run_id).runs - {run_id}):
@@ -163,7 +146,7 @@ def record_confirmation(store: Store, run_id: str) -> None:
             continue
         recorded, arms = _recorded(store, other), finished_arms(store, other).others
         # Its questions overlap with those of other runs than this run's do.
-        rows = _widened_rows(recorded, arms, judged_on_same(store, other).comparisons())
+        rows = _rejudged(recorded, arms, judged_on_same(store, other).comparisons())
         if rows != recorded:
             store.replace_split_verdicts(other, pa.Table.from_pylist(rows))
 
@@ -231,73 +214,234 @@ def judged_on_same(store: Store, run_id: str) -> JudgedArms:
     )
 
 
-def _of_sweep(arms: FinishedArms) -> FinishedArms:
-    """Return the arms that the sweep tried and drew: later evaluations into its run change neither its choice nor the
-    rank. Runs of earlier versions do not mark them, so all of their arms count.
+class _ConfirmedChoices(NamedTuple):
+    """Selected arms and their rows of ``split_verdicts``; ``recorded`` is True if the store has exactly these."""
+
+    choices: tuple[SweepChoice, ...]
+    rows: list[dict[str, Any]]
+    recorded: bool
+
+
+class _Selected(NamedTuple):
+    """What the selecting questions choose.
+
+    Attributes:
+        judged: Verdicts of the arms on these questions, by name.
+        best: Arm, candidate and number of candidates of each kind's selected arm.
+        randoms: The best arms of random curves, by kind.
     """
-    swept = tuple(arm for arm in arms.others if arm.swept)
-    return arms._replace(others=swept) if swept else arms
+
+    judged: Mapping[str, ArmVerdict]
+    best: list[tuple[FinishedArm, Candidate, int]]
+    randoms: dict[ArmKind, list[tuple[FinishedArm, Candidate]]]
 
 
-def _chosen_by_scores(arms: FinishedArms) -> list[FinishedArm]:
-    return [arm for arm in arms.others if arm.kind in KINDS and arm.score is not None and arm.zeroed_share]
+class SweepConfirmation:
+    """The selection of a sweep's best arms and their judgement, from the finished arms of a run."""
 
+    def __init__(self, store: Store, run_id: str) -> None:
+        self._store, self._run_id = store, run_id
+        finished = finished_arms(store, run_id)
+        self._baseline, self._finished = finished.baseline, finished.others
+        # Later evaluations into the run change neither the choice nor its rank. Runs of earlier versions do not mark
+        # the arms that a sweep tried and drew, so all of their arms count.
+        self._arms = tuple(arm for arm in finished.others if arm.swept) or finished.others
+        self._scored = [arm for arm in self._arms if arm.kind in KINDS and arm.score is not None and arm.zeroed_share]
+        self._recorded = _recorded(store, run_id)
 
-def _random_curves(
-    scored: Sequence[FinishedArm], others: Sequence[FinishedArm]
-) -> dict[ArmKind, list[list[FinishedArm]]]:
-    """Return each kind's random curves: the controls of one seed, one at each nominal share of the kind's arms."""
-    curves_of: dict[ArmKind, list[list[FinishedArm]]] = {}
-    for kind in KINDS:
-        of_kind = [arm for arm in scored if arm.kind is kind]
+    def judge_on_the_same(self, verdict: Verdict) -> tuple[SweepChoice, ...]:
+        """Return the choices that all questions select and judge."""
+        judged = {arm.name: arm for arm in verdict.arms}
+        curves = {kind: self._random_curves(kind) for kind in KINDS}
+        selected = self._select(judged, {name: arm.is_safe for name, arm in judged.items()}, curves)
+        differences = {arm.arm_id: judged[arm.name].paired.difference for arm in self._arms if arm.name in judged}
+        return self._choices(selected, judged, differences)
+
+    def confirm(self) -> _ConfirmedChoices:
+        """Select the best arms on one part of the questions, and judge them on the other."""
+        if not self._scored:
+            return _ConfirmedChoices((), [], True)
+        first, selected = self._select_on_first_part()
+        second, differences = self._judge_on_second_part(selected)
+        comparisons = judged_on_same(self._store, self._run_id).comparisons({row["arm_id"] for row in second})
+        second = _rejudged(second, self._finished, comparisons)
+        judged = self._verdicts(selected, second, differences, comparisons)
+        choices = self._choices(selected, judged, differences, confirmed=True, comparisons=comparisons.benchmark)
+        recorded = _by_key(self._recorded)
+        rows = recorded | _by_key([*first, *second])
+        return _ConfirmedChoices(choices, list(rows.values()), rows == recorded)
+
+    def _select_on_first_part(self) -> tuple[list[dict[str, Any]], _Selected]:
+        """Return the rows of ``split_verdicts`` on the selecting part, and the arms that it selects."""
+        curves = {kind: self._random_curves(kind) for kind in KINDS}
+        # Fewer random curves give no rank, so they are not compared.
+        ranked = {
+            kind: of_kind if len(of_kind) >= least_controls(self._scores(kind)) else []
+            for kind, of_kind in curves.items()
+        }
+        arms = [*self._scored, *(arm for of_kind in ranked.values() for curve in of_kind for arm in curve)]
+        rows = self._rows(arms, SELECTION)
+        compared = compared_by_arm(rows)
+        verdicts = (arm_verdict(arm, compared.get(arm.arm_id, {})) for arm in arms)
+        judged = {verdict.name: verdict for verdict in verdicts if verdict.accuracy is not None}
+        return rows, self._select(judged, {name: _may_be_selected(arm) for name, arm in judged.items()}, ranked)
+
+    def _select(
+        self,
+        judged: Mapping[str, ArmVerdict],
+        passes: Mapping[str, bool],
+        curves: Mapping[ArmKind, Sequence[Sequence[FinishedArm]]],
+    ) -> _Selected:
+        """Return the best arm of each kind and of each random curve; ``judged`` and ``passes`` are by arm name."""
+
+        def best_of(arms: Sequence[FinishedArm]) -> list[tuple[FinishedArm, Candidate, int]]:
+            candidates = [_candidate(arm, judged, passes) for arm in arms if arm.name in judged]
+            best = best_candidate(candidates)
+            return [(arm, best, len(candidates)) for arm in arms if best is not None and arm.name == best.name]
+
+        best = [each for kind in KINDS for each in best_of([arm for arm in self._scored if arm.kind is kind])]
+        randoms = {
+            kind: [(arm, candidate) for curve in of_kind for arm, candidate, _ in best_of(curve)]
+            for kind, of_kind in curves.items()
+        }
+        return _Selected(judged, best, randoms)
+
+    def _judge_on_second_part(self, selected: _Selected) -> tuple[list[dict[str, Any]], dict[str, float]]:
+        """Return the rows of ``split_verdicts`` of the selected arms on the judging part, and of those that were
+        selected before, which count as comparisons, too; and the benchmark differences by arm id of the selected arms
+        and of their controls.
+        """
+        best = [arm for arm, _, _ in selected.best]
+        chosen = {arm.arm_id for arm in best}
+        against = {control for arm in best for control in controls_of(arm, self._arms)}
+        against |= {arm for of_kind in selected.randoms.values() for arm, _ in of_kind}
+        controls = [arm for arm in self._arms if arm in against]
+        rows = [row | {"selected": True} for row in self._rows(best, CONFIRMATION)]
+        differences = self._differences(controls) | benchmark_differences(compared_by_arm(rows))
+        rows += [
+            row | {"selected": False}
+            for row in self._recorded
+            if row["part"] == CONFIRMATION and row["arm_id"] not in chosen
+        ]
+        return rows, differences
+
+    def _verdicts(
+        self,
+        selected: _Selected,
+        rows: Sequence[dict[str, Any]],
+        differences: Mapping[str, float],
+        comparisons: Comparisons,
+    ) -> dict[str, ArmVerdict]:
+        """Return the verdicts on the selected arms by name, from rows of the judging part."""
+        controls, compared = judge_controls(self._arms, differences), compared_by_arm(rows)
+        verdicts = (
+            arm_verdict(
+                arm,
+                for_comparisons(compared.get(arm.arm_id, {}), *comparisons),
+                controls=controls.get(arm.arm_id),
+                confirmation=True,
+                comparisons=comparisons.benchmark,
+                recall_comparisons=comparisons.recall,
+            )
+            for arm, _, _ in selected.best
+        )
+        return {verdict.name: verdict for verdict in verdicts if verdict.accuracy is not None}
+
+    def _choices(
+        self,
+        selected: _Selected,
+        judged: Mapping[str, ArmVerdict],
+        differences: Mapping[str, float],
+        *,
+        confirmed: bool = False,
+        comparisons: int = 1,
+    ) -> tuple[SweepChoice, ...]:
+        """Return the selected arms with their verdicts, which are ranked by ``differences`` to the baseline on the
+        judging questions, in percentage points by arm id.
+        """
+        choices = []
+        for arm, candidate, count in selected.best:
+            verdict = judged.get(arm.name)
+            if verdict is None:
+                continue
+            if verdict.controls is not None:
+                rank = self._rank(arm, candidate, selected.randoms[arm.kind], differences)
+                verdict = replace(verdict, controls=replace(verdict.controls, selected=rank))
+            choices.append(
+                SweepChoice(
+                    verdict,
+                    candidates=count,
+                    passed=candidate.passes,
+                    selected_on=selected.judged[arm.name].paired.questions,
+                    confirmed=confirmed,
+                    comparisons=comparisons,
+                )
+            )
+        return tuple(choices)
+
+    def _rank(
+        self,
+        arm: FinishedArm,
+        best: Candidate,
+        randoms: Sequence[tuple[FinishedArm, Candidate]],
+        differences: Mapping[str, float],
+    ) -> SelectedRank:
+        """Return the rank of a selected arm among the best arms of random curves."""
+        scores = self._scores(arm.kind)
+        if len(randoms) < least_controls(scores):
+            return SelectedRank(scores, len(randoms), None)
+        chosen, *others = (
+            Standing(candidate.passes, each.share or 0.0, differences[each.arm_id])
+            for each, candidate in ((arm, best), *randoms)
+        )
+        return SelectedRank.of(chosen, others, scores)
+
+    def _scores(self, kind: ArmKind) -> int:
+        """Return the number of curves of scores of a kind."""
+        return len({(arm.score, arm.selection) for arm in self._scored if arm.kind is kind})
+
+    def _random_curves(self, kind: ArmKind) -> list[list[FinishedArm]]:
+        """Return a kind's random curves: the controls of one seed, one at each nominal share of the kind's arms."""
+        of_kind = [arm for arm in self._scored if arm.kind is kind]
         shares = {None if arm.share is None else round(arm.share, 9) for arm in of_kind}
         replacements = {arm.replacement for arm in of_kind}
         curves: dict[tuple[Any, ...], dict[float, FinishedArm]] = defaultdict(dict)
-        for arm in others:
+        for arm in self._arms:
             if arm.kind is not kind.control or arm.seed is None or arm.share is None or not arm.zeroed_share:
                 continue
             if arm.replacement in replacements and round(arm.share, 9) in shares:
                 curves[arm.replacement, arm.seed][round(arm.share, 9)] = arm
-        curves_of[kind] = [list(curve.values()) for curve in curves.values() if curve.keys() == shares]
-    return curves_of
+        return [list(curve.values()) for curve in curves.values() if curve.keys() == shares]
 
+    def _rows(self, arms: Sequence[FinishedArm], part: str) -> list[dict[str, Any]]:
+        """Return the rows of ``split_verdicts`` of arms on one part; those that the store lacks are computed."""
+        wanted = {arm.arm_id for arm in arms}
+        rows = complete_rows([row for row in self._recorded if row["part"] == part and row["arm_id"] in wanted])
+        known = {row["arm_id"] for row in rows}
+        missing = [arm for arm in arms if arm.arm_id not in known]
+        if missing:
+            sheets = self._sheets(missing, part)
+            rows += [row for arm in missing for row in _split_rows(sheets, self._baseline, arm, part)]
+        return rows
 
-def _scores(scored: Sequence[FinishedArm], kind: ArmKind) -> int:
-    """Return the number of curves of scores of a kind."""
-    return len({(arm.score, arm.selection) for arm in scored if arm.kind is kind})
+    def _differences(self, arms: Sequence[FinishedArm]) -> dict[str, float]:
+        """Return the benchmark differences of arms on the judging part by arm id; empty without a benchmark."""
+        if not arms:
+            return {}
+        sheets = self._sheets(arms, CONFIRMATION)
+        if BENCHMARK not in sheets.scopes:
+            return {}
+        correct = sheets.correct
+        baseline = correct[self._baseline.arm_id]
+        return {arm.arm_id: sheets.difference(BENCHMARK, baseline, correct[arm.arm_id]) for arm in arms}
 
-
-def _best_of_curves(
-    curves: Sequence[Sequence[FinishedArm]], judged: Mapping[str, ArmVerdict], passes: Mapping[str, bool]
-) -> list[tuple[FinishedArm, Candidate]]:
-    """Return the arm that the selection takes of each random curve."""
-    chosen = []
-    for curve in curves:
-        by_name = {arm.name: arm for arm in curve}
-        best = best_candidate(_candidate(arm, judged, passes) for arm in curve if arm.name in judged)
-        if best is not None:
-            chosen.append((by_name[best.name], best))
-    return chosen
-
-
-def _rank(
-    best: Candidate,
-    scored: Sequence[FinishedArm],
-    randoms: Sequence[tuple[FinishedArm, Candidate]],
-    differences: Mapping[str, float],
-) -> SelectedRank:
-    """Return the rank of a selected arm among the best arms of random curves, by ``differences`` to the baseline on the
-    judging questions, in percentage points by arm id.
-    """
-    arm = next(arm for arm in scored if arm.name == best.name)
-    scores = _scores(scored, arm.kind)
-    if len(randoms) < least_controls(scores):
-        return SelectedRank(scores, len(randoms), None)
-    selected, *others = (
-        Standing(candidate.passes, each.share or 0.0, differences[each.arm_id])
-        for each, candidate in ((arm, best), *randoms)
-    )
-    return SelectedRank.of(selected, others, scores)
+    def _sheets(self, arms: Sequence[FinishedArm], part: str) -> AnswerSheets:
+        with self._store.reading():
+            parts = self._store.query(
+                "SELECT part FROM all_question_split WHERE run_id = ? ORDER BY task, question", [self._run_id]
+            )
+            answers = read_answers(self._store, self._baseline, arms)
+        return answers.only(np.array([of_question == part for of_question in parts["part"].to_pylist()], dtype=bool))
 
 
 def _candidate(arm: FinishedArm, judged: Mapping[str, ArmVerdict], passes: Mapping[str, bool]) -> Candidate:
@@ -309,18 +453,6 @@ def _candidate(arm: FinishedArm, judged: Mapping[str, ArmVerdict], passes: Mappi
         loses_recall=_loses_recall(judged[arm.name]),
         low=judged[arm.name].paired.low,
     )
-
-
-def _best_per_kind(
-    scored: Sequence[FinishedArm], judged: Mapping[str, ArmVerdict], passes: Mapping[str, bool]
-) -> list[tuple[int, Candidate]]:
-    """Return number and best of each kind's candidates; ``judged`` and ``passes`` have arm names as keys."""
-    selected = []
-    for kind in KINDS:
-        candidates = [_candidate(arm, judged, passes) for arm in scored if arm.kind == kind and arm.name in judged]
-        if (best := best_candidate(candidates)) is not None:
-            selected.append((len(candidates), best))
-    return selected
 
 
 def _loses_recall(verdict: ArmVerdict) -> bool:
@@ -335,171 +467,21 @@ def _may_be_selected(verdict: ArmVerdict) -> bool:
     return verdict.keeps_accuracy and not _loses_recall(verdict)
 
 
-class _ConfirmedChoices(NamedTuple):
-    """Selected arms and their rows of ``split_verdicts``; ``recorded`` is True if the store has exactly these."""
-
-    choices: tuple[SweepChoice, ...]
-    rows: list[dict[str, Any]]
-    recorded: bool
-
-
-def _confirm(store: Store, run_id: str, arms: FinishedArms) -> _ConfirmedChoices:
-    """Select the best arms on one part, and judge on the other."""
-    finished, arms = arms.others, _of_sweep(arms)
-    scored = _chosen_by_scores(arms)
-    if not scored:
-        return _ConfirmedChoices((), [], True)
-    recorded = _recorded(store, run_id)
-    selected = _select_on_first_part(store, run_id, arms, scored, recorded)
-    second, differences = _judge_others(store, run_id, arms, selected, recorded)
-    second += _earlier_rows(recorded, selected)
-    comparisons = judged_on_same(store, run_id).comparisons({row["arm_id"] for row in second})
-    second = _widened_rows(second, finished, comparisons)
-    choices = _choices(selected, scored, arms, second, differences, comparisons)
-    rows = [*selected.rows, *second]
-    return _ConfirmedChoices(choices, rows, _by_key(rows) == _by_key(recorded))
-
-
-class _SelectedArms(NamedTuple):
-    """What the selecting questions choose.
-
-    Attributes:
-        rows: Rows of ``split_verdicts`` on the selecting part.
-        judged: Verdicts of the arms on that part, by name.
-        best: Arm, candidate and number of candidates of each kind's selected arm.
-        randoms: The best arms of random curves, by kind.
-    """
-
-    rows: list[dict[str, Any]]
-    judged: dict[str, ArmVerdict]
-    best: list[tuple[FinishedArm, Candidate, int]]
-    randoms: dict[ArmKind, list[tuple[FinishedArm, Candidate]]]
-
-
-def _select_on_first_part(
-    store: Store, run_id: str, arms: FinishedArms, scored: Sequence[FinishedArm], recorded: Sequence[dict[str, Any]]
-) -> _SelectedArms:
-    """Select the best arm of each kind and of each random curve on the selecting part."""
-    curves = {
-        kind: of_one_kind if len(of_one_kind) >= least_controls(_scores(scored, kind)) else []
-        for kind, of_one_kind in _random_curves(scored, arms.others).items()
-    }
-    compared_first = [*scored, *(arm for of_kind in curves.values() for curve in of_kind for arm in curve)]
-    rows = complete_rows([row for row in recorded if row["part"] == SELECTION])
-    missing = _without_rows(compared_first, rows)
-    if missing:
-        sheets = _sheets(store, run_id, arms.baseline, missing, SELECTION)
-        rows += [row for arm in missing for row in _split_rows(sheets, arms.baseline, arm, SELECTION)]
-    compared = compared_by_arm(rows)
-    verdicts = (arm_verdict(arm, compared.get(arm.arm_id, {})) for arm in compared_first)
-    judged = {verdict.name: verdict for verdict in verdicts if verdict.accuracy is not None}
-    passes = {name: _may_be_selected(arm) for name, arm in judged.items()}
-    by_name = {arm.name: arm for arm in scored}
-    best = [(by_name[candidate.name], candidate, count) for count, candidate in _best_per_kind(scored, judged, passes)]
-    randoms = {kind: _best_of_curves(of_kind, judged, passes) for kind, of_kind in curves.items()}
-    return _SelectedArms(rows, judged, best, randoms)
-
-
-def _earlier_rows(recorded: Sequence[dict[str, Any]], selected: _SelectedArms) -> list[dict[str, Any]]:
-    """Return the judging part's rows of arms that were selected before, which count as comparisons, too."""
-    now = {arm.arm_id for arm, _, _ in selected.best}
-    return [row | {"selected": False} for row in recorded if row["part"] == CONFIRMATION and row["arm_id"] not in now]
-
-
-def _choices(
-    selected: _SelectedArms,
-    scored: Sequence[FinishedArm],
-    arms: FinishedArms,
-    rows: Sequence[dict[str, Any]],
-    differences: Mapping[str, float],
-    comparisons: Comparisons,
-) -> tuple[SweepChoice, ...]:
-    """Return the selected arms with their verdicts and ranks by the rows of the judging part."""
-    against = judge_controls(arms.others, differences)
-    compared = compared_by_arm(rows)
-    choices = []
-    for arm, candidate, count in selected.best:
-        controls = against.get(arm.arm_id)
-        if controls is not None:
-            rank = _rank(candidate, scored, selected.randoms[arm.kind], differences)
-            controls = replace(controls, selected=rank)
-        verdict = arm_verdict(
-            arm,
-            widened(compared.get(arm.arm_id, {}), *comparisons),
-            controls=controls,
-            confirmation=True,
-            comparisons=comparisons.benchmark,
-            recall_comparisons=comparisons.recall,
-        )
-        if verdict.accuracy is not None:
-            choices.append(
-                SweepChoice(
-                    verdict,
-                    candidates=count,
-                    passed=candidate.passes,
-                    selected_on=selected.judged[candidate.name].paired.questions,
-                    confirmed=True,
-                    comparisons=comparisons.benchmark,
-                )
-            )
-    return tuple(choices)
-
-
-def _judge_others(
-    store: Store,
-    run_id: str,
-    arms: FinishedArms,
-    selected: _SelectedArms,
-    recorded: Sequence[dict[str, Any]],
-) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Judge the selected arms on the other part. Return their rows of ``split_verdicts``, and the benchmark differences
-    by arm id of these arms and of their controls.
-    """
-    best = [arm for arm, _, _ in selected.best]
-    randoms = [arm for of_kind in selected.randoms.values() for arm, _ in of_kind]
-    chosen = {arm.arm_id for arm in best}
-    rows = complete_rows([row for row in recorded if row["part"] == CONFIRMATION and row["arm_id"] in chosen])
-    missing = _without_rows(best, rows)
-    against = {control for arm in best for control in controls_of(arm, arms.others)} | set(randoms)
-    controls = [arm for arm in arms.others if arm in against]
-    differences: dict[str, float] = {}
-    if missing or controls:
-        sheets = _sheets(store, run_id, arms.baseline, [*missing, *controls], CONFIRMATION)
-        rows += [row for arm in missing for row in _split_rows(sheets, arms.baseline, arm, CONFIRMATION)]
-        if BENCHMARK in sheets.scopes:
-            baseline = sheets.correct[arms.baseline.arm_id]
-            differences = {c.arm_id: sheets.difference(BENCHMARK, baseline, sheets.correct[c.arm_id]) for c in controls}
-    rows = [row | {"selected": True} for row in rows]
-    return rows, differences | benchmark_differences(compared_by_arm(rows))
-
-
-def _widened_rows(
+def _rejudged(
     rows: Sequence[dict[str, Any]], arms: Sequence[FinishedArm], comparisons: Comparisons
 ) -> list[dict[str, Any]]:
     """Return rows of ``split_verdicts`` whose verdicts on the confirmation part count the comparisons."""
     by_id = {arm.arm_id: arm for arm in arms}
     compared = compared_by_arm([row for row in rows if row["part"] == CONFIRMATION])
-    all_widened = []
+    rejudged = []
     for row in rows:
         if row["part"] == CONFIRMATION and row["task"] == ALL_TASKS and row["arm_id"] in by_id:
-            verdict = arm_verdict(by_id[row["arm_id"]], widened(compared[row["arm_id"]], *comparisons))
+            verdict = arm_verdict(by_id[row["arm_id"]], for_comparisons(compared[row["arm_id"]], *comparisons))
             if verdict.accuracy is not None:
                 wide = {"passes": verdict.is_safe, "wide_low": verdict.accuracy.low / 100}
                 row = row | {"comparisons": comparisons.benchmark, **wide}
-        all_widened.append(row)
-    return all_widened
-
-
-def _sheets(store: Store, run_id: str, baseline: FinishedArm, others: Sequence[FinishedArm], part: str) -> AnswerSheets:
-    with store.reading():
-        parts = store.query("SELECT part FROM all_question_split WHERE run_id = ? ORDER BY task, question", [run_id])
-        answers = read_answers(store, baseline, others)
-    return answers.only(np.array([of_question == part for of_question in parts["part"].to_pylist()], dtype=bool))
-
-
-def _without_rows(arms: Sequence[FinishedArm], rows: Sequence[Mapping[str, Any]]) -> list[FinishedArm]:
-    known = {row["arm_id"] for row in rows}
-    return [arm for arm in arms if arm.arm_id not in known]
+        rejudged.append(row)
+    return rejudged
 
 
 def _by_key(rows: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -507,7 +489,7 @@ def _by_key(rows: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, A
 
 
 def _split_rows(sheets: AnswerSheets, baseline: FinishedArm, arm: FinishedArm, part: str) -> list[dict[str, Any]]:
-    """Return an arm's rows of ``split_verdicts`` on one part; `_widened_rows` judges those of the confirmation part."""
+    """Return an arm's rows of ``split_verdicts`` on one part; `_rejudged` judges those of the confirmation part."""
     rows = verdict_rows(sheets, baseline, arm)
     verdict = arm_verdict(arm, compared_by_arm(rows).get(arm.arm_id, {}))
     known = dict.fromkeys(("passes", "comparisons", "wide_low", "selected")) | {"part": part}

@@ -6,7 +6,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import inf, isfinite
+from math import isfinite
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from headscan.analysis.store.tables import (
 )
 from headscan.analysis.store.verdict_limits import TAIL
 from headscan.analysis.verdicts.answer_sheets import CLOZE_SUFFIX
-from headscan.analysis.verdicts.metrics import RATES, ratio_with_error, studentised
+from headscan.analysis.verdicts.metrics import RATES, estimate_ratio, ratio_with_error, resample_weights
 from headscan.analysis.verdicts.paired import Interval, compare, t_quantile
 
 
@@ -44,9 +44,6 @@ def q_values(p_values: np.ndarray) -> np.ndarray:
 #: Least questions or documents in each half of a split.
 _LEAST_HALF = 2
 
-#: Resamples beyond an effect of which the tail is counted; with fewer it is extrapolated.
-_COUNTED = 10
-
 
 class Effect(NamedTuple):
     """Change of a metric by an ablation, with ablation minus baseline, in the metric's unit.
@@ -54,7 +51,7 @@ class Effect(NamedTuple):
     Attributes:
         standard_error: Infinite with one document.
         low, high: 95 % interval; unbounded with too few documents.
-        p_value: Two-sided; 1 with one document.
+        p_value: Two-sided; 1 with too few documents.
         n: Number of questions, or of documents.
     """
 
@@ -112,20 +109,12 @@ class PairedOutcomes:
         """Return the effect of an arm's outcomes (rows,) on ``rows`` (rows,) bool; None uses all rows."""
         kept = self._kept(rows)
         base, own, sizes = self.baseline[kept], arm[kept], self.sizes[kept]
-        effect, error, count = ratio_with_error(own - base, sizes, self.documents[kept])
         level = float(base.sum() / sizes.sum())
         if self.metric == ACCURACY:
+            effect, error, _ = ratio_with_error(own - base, sizes, self.documents[kept])
             paired = compare(base, own, self.strata[kept], self.documents[kept])
             return Effect(level, effect, error, paired.low / 100, paired.high / 100, paired.p_value, len(base))
-        if count < 2:
-            return Effect(level, effect, inf, -inf, inf, 1.0, count)
-        if error == 0:
-            return Effect(level, effect, error, effect, effect, 1.0 if effect == 0 else 0.0, count)
-        ratios = studentised(own - base, sizes, self.documents[kept])
-        # Resamples far above the effect show how far the truth may be below it, and the other way round.
-        most, least = np.quantile(ratios, [1 - TAIL, TAIL], method="inverted_cdf")
-        p_value = min(1.0, 2 * min(_tail(ratios, effect / error, count), _tail(-ratios, -effect / error, count)))
-        return Effect(level, effect, error, effect - float(most) * error, effect - float(least) * error, p_value, count)
+        return Effect(level, *estimate_ratio(own - base, sizes, self.documents[kept]))
 
     def change(self, arm: np.ndarray, rows: np.ndarray | None = None) -> float:
         """Return the change of the metric; `effect` also computes its interval."""
@@ -134,23 +123,6 @@ class PairedOutcomes:
 
     def _kept(self, rows: np.ndarray | None) -> np.ndarray:
         return np.ones(len(self.baseline), dtype=bool) if rows is None else rows
-
-
-def _tail(ratios: np.ndarray, ratio: float, documents: int) -> float:
-    """Return the share of resamples at or below ``ratio``. Below the tenth resample the tail is that of Student's t,
-    stretched to agree with it there, because a correction over hundreds of heads needs smaller shares than can be
-    counted.
-    """
-    below = int((ratios <= ratio).sum())
-    counted = (1 + max(below, _COUNTED)) / (1 + len(ratios))
-    if below >= _COUNTED:
-        return counted
-    edge = float(np.partition(ratios, _COUNTED - 1)[_COUNTED - 1])
-    if edge == -inf:
-        return counted
-    from scipy.special import stdtr, stdtrit  # slow to import, and stored effects are read without it
-
-    return min(counted, float(stdtr(documents - 1, ratio * stdtrit(documents - 1, counted) / edge)))
 
 
 def halves(documents: Sequence[str], tasks: Sequence[str]) -> np.ndarray:
@@ -262,7 +234,8 @@ class BleuOutcomes(PairedOutcomes):
             return Effect(level, effect, np.inf, -np.inf, np.inf, 1.0, sentences)
         if np.array_equal(base, own):
             return Effect(level, 0.0, 0.0, 0.0, 0.0, 1.0, sentences)
-        drawn = _weights(len(base))
+        # Drawing all documents would make the variance too small (Rao and Wu 1988).
+        drawn = resample_weights(BLEU, len(base), len(base) - 1, RESAMPLES)
         changes = bleu(drawn @ own) - bleu(drawn @ base)
         from scipy.special import stdtr  # slow to import, and stored effects are read without it
 
@@ -288,15 +261,6 @@ def _by_document(counts: np.ndarray, documents: np.ndarray) -> np.ndarray:
     total = np.zeros((number.max() + 1, COUNTS))
     np.add.at(total, number, counts)
     return total
-
-
-def _weights(documents: int) -> np.ndarray:
-    """Return how often each resample draws each document (resamples, documents), the same for all arms. Each draws one
-    document fewer than there are, because drawing all would make the variance too small (Rao and Wu 1988).
-    """
-    seed = int.from_bytes(hashlib.sha256(f"bleu {documents}".encode()).digest()[:8], "little")
-    even = np.full(documents, 1 / documents)
-    return np.random.default_rng(seed).multinomial(documents - 1, even, size=RESAMPLES).astype(float)
 
 
 #: Arms whose answers are in memory at a time.
@@ -328,8 +292,14 @@ def read_baseline(store: Store, run_id: str) -> tuple[str, PairedOutcomes]:
         documents = table["document"].to_pylist()
         if len(set(documents)) == 1:  # texts of one document are the only units
             documents = [f"{documents[0]} {number}" for number in table["question"].to_pylist()]
+        values = _numbers(table["value"])
+        if np.isinf(values).any():
+            raise EffectError(
+                f"the whole model has an infinite loss in run {run_id}, so no effect is known. Use another dtype, or"
+                " other texts"
+            )
         kind = BleuOutcomes if metric == BLEU else PairedOutcomes
-        return arm_id, kind.of(metric, _numbers(table["value"]), _numbers(table["size"]), tasks, documents)
+        return arm_id, kind.of(metric, values, _numbers(table["size"]), tasks, documents)
     raise EffectError(f"run {run_id} has neither right answers nor losses by text. Use other tasks, or a corpus")
 
 
@@ -412,7 +382,7 @@ class HeadEffect:
 
     @property
     def value(self) -> float:
-        """The number that orders the heads."""
+        """The harm, as the number that orders heads of any ranking."""
         return self.harm
 
     @property
@@ -423,8 +393,8 @@ class HeadEffect:
     @property
     def significant(self) -> bool:
         """True if the q-value is at most the false discovery rate; a loss that falls must also be confirmed."""
-        believed = self.harm >= 0 or self.metric in HIGHER_IS_BETTER or bool(self.confirmed)
-        return self.q_value <= FALSE_DISCOVERY_RATE and believed
+        evidence = self.harm >= 0 or self.metric in HIGHER_IS_BETTER or bool(self.confirmed)
+        return self.q_value <= FALSE_DISCOVERY_RATE and evidence
 
 
 class _HeadArm(NamedTuple):

@@ -25,7 +25,7 @@ from headscan.analysis.verdicts.answer_sheets import finished_arms
 from headscan.analysis.verdicts.judge import ArmVerdict, Outcome, arm_verdict
 from headscan.analysis.verdicts.metrics import Increase, read_metrics
 from headscan.analysis.verdicts.paired import PairedDifference, about
-from headscan.analysis.verdicts.verdict_rows import RecallVerdict, StoredRows, widened
+from headscan.analysis.verdicts.verdict_rows import RecallVerdict, StoredRows, for_comparisons
 
 #: Label of a share that more texts, whose loss is measured, could show to be safe.
 TOO_FEW_TEXTS = "too few texts"
@@ -63,12 +63,15 @@ def read_losses(store: Store, run_id: str, *, comparisons: int = 1) -> dict[str,
     """Return the increase of the loss of ordinary text by arm name, with intervals widened for the comparisons."""
     arms = finished_arms(store, run_id)
     metrics = read_metrics(store, run_id, arms.baseline, comparisons=comparisons)
-    losses = {
-        arm.name: measure.increase
-        for arm in arms.others
-        for measure in metrics.get(arm.arm_id, ())
-        if measure.metric == LOSS and measure.increase is not None
-    }
+    of_text = [
+        (arm.name, measure) for arm in arms.others for measure in metrics.get(arm.arm_id, ()) if measure.metric == LOSS
+    ]
+    if any(measure.baseline == inf for _, measure in of_text):
+        raise VerdictError(
+            f"the whole model has an infinite loss in run {run_id}, so no increase is known. Use another dtype, or"
+            " other texts"
+        )
+    losses = {name: measure.increase for name, measure in of_text if measure.increase is not None}
     if not losses:
         raise VerdictError(f"run {run_id} has 0 arms with a loss (limit 1). Evaluate held-out text, too")
     return losses
@@ -127,7 +130,9 @@ def judge_shares(
             verdicts.append(ShareVerdict(name, share, loss, Outcome.LOSES, str(Outcome.LOSES), why))
         elif name in by_name:
             arm = by_name[name]
-            outcome = arm_verdict(arm, widened(compared.get(arm.arm_id, {}), comparisons), comparisons=comparisons)
+            outcome = arm_verdict(
+                arm, for_comparisons(compared.get(arm.arm_id, {}), comparisons), comparisons=comparisons
+            )
             verdicts.append(share_verdict(outcome, share, loss, max_loss=max_loss))
         else:
             return verdicts

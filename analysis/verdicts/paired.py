@@ -49,14 +49,16 @@ class Interval(NamedTuple):
         """Return the numbers times a positive factor, plus an offset."""
         return Interval(*(offset + factor * number for number in self))
 
-    def widened(self, factor: float) -> Interval:
+    def stretched(self, factor: float) -> Interval:
         """Return the number with both ends moved away from it by a factor."""
         return Interval(*(self.value + factor * (end - self.value) for end in self))
 
     def words(self, digits: int = 2, unit: str = "", sign: str = "+") -> str:
-        """Return the number with its unit, and its interval if it is known; an empty ``sign`` shows minus only."""
-        text = f"{self.value:{sign}.{digits}f}{unit}"
-        return f"{text} [{self.low:{sign}.{digits}f}, {self.high:{sign}.{digits}f}]" if self.known else text
+        """Return the number with its unit, and its interval if it is known; an empty ``sign`` shows minus only. What is
+        rounded to 0 has no minus.
+        """
+        low, value, high = (f"{number:{sign}z.{digits}f}" for number in self)
+        return f"{value}{unit} [{low}, {high}]" if self.known else f"{value}{unit}"
 
 
 def retained(baseline: np.ndarray, arm: np.ndarray, texts: np.ndarray, chance: float) -> Interval:
@@ -174,7 +176,8 @@ class PairedDifference:
         """Return a number of questions for an arm that loses nothing and changes as many answers as this one: with so
         many it is shown to be removable in four of five cases. If few answers differ, their share gives the variance;
         otherwise the width of the interval does, which also counts partial credit and correlated questions. This
-        interval must be widened for ``comparisons``, as `among` does. The number of questions per text stays the same.
+        interval must be that for ``comparisons``, see `simultaneous_interval`. The number of questions per text stays
+        the same.
         """
         variance = (self.gained + self.lost) / self.questions
         if not self.few_differ:
@@ -182,10 +185,10 @@ class PairedDifference:
             variance = self.texts * (error / 100) ** 2
         return ceil(enough_questions(variance, comparisons) * self.questions / self.texts)
 
-    def among(self, comparisons: int) -> Interval:
+    def simultaneous_interval(self, comparisons: int) -> Interval:
         """Return the interval widened for ``comparisons`` simultaneous ones at 95 % (Bonferroni, by Student's t)."""
         freedom = self.degrees_of_freedom
-        return self.interval.widened(t_quantile(TAIL / comparisons, freedom) / t_quantile(TAIL, freedom))
+        return self.interval.stretched(t_quantile(TAIL / comparisons, freedom) / t_quantile(TAIL, freedom))
 
 
 def few_differ(texts: float) -> bool:

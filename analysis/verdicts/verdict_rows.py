@@ -130,11 +130,14 @@ class RecallVerdict:
 
 
 def solves(family: str, baseline: float, questions: int) -> bool:
-    """Return True if a baseline (accuracy in percent) solves a family of recall tasks, so that recall can be lost."""
+    """Return True if a baseline (accuracy in percent) solves a family of recall tasks, so that recall can be lost. Of
+    questions that can be guessed, that must be shown, by independent texts.
+    """
     declared = recall_family(family)
     if declared.choices is None:
         return baseline >= declared.least
-    return 100 * wilson_low(round(baseline / 100 * questions), questions) > declared.least
+    texts = max(1, questions // QUESTIONS_PER_TEXT)
+    return 100 * wilson_low(round(baseline / 100 * texts), texts) > declared.least
 
 
 def recall_needed(family: str, baseline: float, comparisons: int = 1) -> int:
@@ -181,7 +184,7 @@ class TaskVerdict:
 def task_verdicts(scopes: Mapping[Scope, PairedDifference]) -> tuple[TaskVerdict, ...]:
     """Judge each task and group of a benchmark, clearest loss first."""
     tasks = {scope.task: paired for scope, paired in scopes.items() if scope.is_benchmark_task}
-    verdicts = [TaskVerdict(task, paired, paired.among(len(tasks))) for task, paired in tasks.items()]
+    verdicts = [TaskVerdict(task, paired, paired.simultaneous_interval(len(tasks))) for task, paired in tasks.items()]
     return tuple(sorted(verdicts, key=lambda verdict: (verdict.wide.high, verdict.wide.low, verdict.task)))
 
 
@@ -208,32 +211,32 @@ def least_visible_loss(paired: PairedDifference, tasks: int) -> float:
     )
 
 
-def widened(
+def for_comparisons(
     scopes: Mapping[Scope, PairedDifference], comparisons: int, recall: int | None = None
 ) -> dict[Scope, PairedDifference]:
     """Return comparisons whose intervals of the benchmark and of recall, in points and as the share that is left, are
     widened for so many arms. Intervals of tasks count the tasks alone. ``recall`` is the number of arms in recall; None
     stands for ``comparisons``.
     """
-    all_widened = dict(scopes)
+    corrected = dict(scopes)
     for scope, paired in scopes.items():
         if scope == BENCHMARK:
-            all_widened[scope] = _widened(paired, comparisons)
+            corrected[scope] = _corrected(paired, comparisons)
         elif scope.is_recall_family:
-            all_widened[scope] = _widened(paired, comparisons if recall is None else recall)
-    return all_widened
+            corrected[scope] = _corrected(paired, comparisons if recall is None else recall)
+    return corrected
 
 
-def _widened(paired: PairedDifference, comparisons: int) -> PairedDifference:
+def _corrected(paired: PairedDifference, comparisons: int) -> PairedDifference:
     if comparisons == 1:
         return paired
     rare = few_factor(comparisons)
-    wide, further = paired.among(comparisons), paired.interval.widened(rare)
+    wide, further = paired.simultaneous_interval(comparisons), paired.interval.stretched(rare)
     if paired.few_differ:
         wide = Interval(min(wide.low, further.low), wide.value, max(wide.high, further.high))
     kept = paired.retained
     if kept is not None:
-        kept = kept.widened(rare)
+        kept = kept.stretched(rare)
         kept = Interval(max(-100.0, kept.low), kept.value, min(200.0, kept.high))
     return replace(paired, low=max(-100.0, wide.low), high=min(100.0, wide.high), retained=kept)
 

@@ -66,7 +66,7 @@ def _losses(arm: ArmVerdict) -> dict[str, str]:
     columns = {}
     increase = loss_increase(arm.metrics)
     if increase is not None:
-        low_high = f" [{increase.low:+.3f}, {increase.high:+.3f}]" if increase.documents > 1 else ""
+        low_high = f" [{increase.low:+.3f}, {increase.high:+.3f}]" if increase.interval.known else ""
         columns["loss, nats" if increase.unit == "nats per token" else "loss, bits"] = (
             f"{increase.difference:+.3f}{low_high}"
         )

@@ -17,11 +17,13 @@ import pytest
 import headscan.analysis.store.connection
 from headscan.analysis.errors import StoreChangedError, StoreError, StoreVersionError
 from headscan.analysis.store.connection import connected, migrate
+from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import SCHEMA_VERSION, TABLES
 from headscan.analysis.store.views import VIEWS
+from headscan.analysis.verdicts.verdict_rows import read_verdict_rows, record_verdicts
 from headscan.pipelines.cli.main import main
-from tests.analysis.conftest import Scan, scan_record
+from tests.analysis.conftest import Scan, answer_table, scan_record
 from tests.sources import ROOT
 
 DATA = ROOT / "tests/analysis/data"
@@ -254,6 +256,26 @@ def test_a_read_only_store_error_has_a_fix(old: Path, monkeypatch: pytest.Monkey
     with pytest.raises(StoreVersionError, match=r"read-only\. Copy the store to a folder that you can write to"):
         Store(old).runs()
     assert (list(old.parent.iterdir()), old.read_bytes()) == ([old], content)
+
+
+def test_recall_verdicts_by_questions_are_computed_again(tmp_path: Path) -> None:
+    path = tmp_path / "s.duckdb"
+    store = Store(path)
+    with store.one_transaction():
+        run_id = store.begin_run(RunRecord("evaluate", "e", "tiny", 2, 3)).run_id
+        for name in ("baseline", "mask"):
+            arm = store.begin_arm(ArmRecord(run_id, name, name))  # type: ignore[arg-type]
+            store.finish_arm(arm.arm_id, answer_table(np.array(["needle@512"] * 100), np.arange(100) < 39))
+        store.finish_run(run_id)
+    record_verdicts(store, run_id)
+    assert not any(row["informative"] for row in read_verdict_rows(store, run_id).stored if row["task"] == "needle")
+    alter(
+        path,
+        "UPDATE meta SET value = 13 WHERE key = 'schema_version'",
+        "UPDATE arm_verdicts SET informative = true WHERE task = 'needle'",
+    )
+    (needle,) = [row for row in read_verdict_rows(Store(path), run_id).computed if row["task"] == "needle"]
+    assert needle["informative"] is False
 
 
 def test_missing_tables_and_nullable_columns_are_added_to_an_even_older_store(old: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headscan.analysis.store.records import ArmKind
-from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS
+from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS, LEAST_TEXTS
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, FinishedArm
 from headscan.analysis.verdicts.judge import arm_verdict
 from headscan.analysis.verdicts.metrics import RATES, Increase, rate_increase
@@ -22,7 +22,7 @@ from headscan.analysis.verdicts.ordered_shares import (
     share_verdict,
 )
 from headscan.analysis.verdicts.paired import PairedDifference, compare
-from headscan.analysis.verdicts.verdict_rows import widened
+from headscan.analysis.verdicts.verdict_rows import for_comparisons
 
 SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
 
@@ -40,7 +40,7 @@ def walk(rng: np.random.Generator, gained: np.ndarray, lost: np.ndarray, questio
         arm = np.where(right, unlucky >= lose / 0.75, lucky < win / 0.25)
         paired = compare(right.astype(float), arm.astype(float), resamples=200)
         of_arm = FinishedArm("a", f"arm {share}", ArmKind.MASK, None, None, share, share)
-        outcome = arm_verdict(of_arm, widened({BENCHMARK: paired}, comparisons), comparisons=comparisons)
+        outcome = arm_verdict(of_arm, for_comparisons({BENCHMARK: paired}, comparisons), comparisons=comparisons)
         found.append(share_verdict(outcome, share, None))
         if found[-1].outcome is not Outcome.SAFE:
             break
@@ -140,6 +140,15 @@ def test_few_texts_never_show_that_a_loss_is_within_its_limit() -> None:
     assert judged.outcome is Outcome.NOT_SHOWN and judged.label == "too few texts"
     assert judged.why.startswith("needs about 20 texts: 19 texts cannot show that the loss rises by at most 0.05 nats")
     assert outcome(same, nats(0.001, 0.0, 0.002, texts=LEAST_LOSS_TEXTS)).outcome is Outcome.SAFE
+
+
+@pytest.mark.parametrize("texts", [2, LEAST_TEXTS - 1])
+def test_a_few_texts_whose_loss_rises_equally_show_nothing(texts: int) -> None:
+    rises, sizes = np.full(texts, 0.06), np.full(texts, 255.0)
+    loss = rate_increase(RATES["loss"], np.zeros(texts), -rises * sizes, sizes, np.arange(texts))
+    assert not exceeds(loss, 0.05) and loss.words() == "+0.0600 nats per token"
+    assert enough_texts(loss, 0.1) == LEAST_LOSS_TEXTS
+    assert "[" not in loss.numbers()
 
 
 def test_the_texts_that_are_said_to_be_enough_are() -> None:

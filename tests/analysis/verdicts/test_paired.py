@@ -9,6 +9,7 @@ from scipy.stats import binom, binomtest, norm, t
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.verdict_limits import FEW_DIFFER, LEAST_QUESTIONS
 from headscan.analysis.verdicts.paired import (
+    Interval,
     PairedDifference,
     Sampling,
     _percentiles,
@@ -21,13 +22,20 @@ from headscan.analysis.verdicts.paired import (
 )
 
 
+def test_a_number_that_is_rounded_to_zero_has_no_minus() -> None:
+    around = Interval(-0.04, -0.01, 0.04)
+    assert around.words(1, " points") == "+0.0 points [+0.0, +0.0]"
+    assert around.words(1, sign="") == "0.0 [0.0, 0.0]"
+    assert around.words() == "-0.01 [-0.04, +0.04]"
+
+
 def test_an_interval_is_widened_by_its_own_degrees_of_freedom() -> None:
     """Eight texts of a small task have all the variance: 408 texts, and an error known by eight of them."""
     arm = np.concatenate([np.full(400, 0.5), 0.5 + np.array([-4, -3, -2, -1, 1, 2, 3, 4]) / 10])
     found = compare(np.full(408, 0.5), arm, np.repeat([0, 1], [400, 8]))
     assert (found.texts, found.degrees_of_freedom) == (408, 7)
     factor = t.ppf(1 - 0.025 / 20, 7) / t.ppf(0.975, 7)
-    assert found.among(20) == pytest.approx((factor * found.low, 0.0, factor * found.high))
+    assert found.simultaneous_interval(20) == pytest.approx((factor * found.low, 0.0, factor * found.high))
     error = 0.5 * (found.high - found.low) / t.ppf(0.975, 7)
     assert replace(found, texts_differ=FEW_DIFFER).questions_needed() == pytest.approx(
         enough_questions(408 * (error / 100) ** 2), abs=1
@@ -321,7 +329,7 @@ def test_a_text_in_two_forms_counts_once() -> None:
         together, once = _in_two_forms(delta), compare(delta < 0, delta > 0)
         assert (together.low, together.difference) == (pytest.approx(once.low), pytest.approx(once.difference))
         assert together.questions_needed() == pytest.approx(2 * once.questions_needed(), abs=2)
-        assert together.among(5) == pytest.approx(once.among(5), abs=0.06)
+        assert together.simultaneous_interval(5) == pytest.approx(once.simultaneous_interval(5), abs=0.06)
     # A form that changes alone is half of a text: the interval is narrower than if both did.
     forms = np.concatenate([np.repeat([-1, 1, 0], [8, 8, 984]), np.repeat([0, -1, 1, 0], [16, 8, 8, 968])])
     apart = compare(forms < 0, forms > 0, texts=np.tile(np.arange(1000), 2))

@@ -10,18 +10,18 @@ from scipy import stats
 from scipy.stats import t
 
 from headscan.analysis.store.tables import ACCURACY, FALSE_DISCOVERY_RATE, LOSS
+from headscan.analysis.store.verdict_limits import LEAST_TEXTS
 from headscan.analysis.verdicts.head_effects import (
     BleuOutcomes,
     HeadEffect,
     PairedOutcomes,
-    _tail,
     best_of_each,
     bleu,
     each_effect,
     halves,
     q_values,
 )
-from headscan.analysis.verdicts.metrics import _weights, ratio_with_error, studentised
+from headscan.analysis.verdicts.metrics import _RESAMPLES, _tail, ratio_with_error, resample_weights, studentised
 
 
 def outcomes(metric: str, baseline: np.ndarray, sizes: np.ndarray | None = None) -> PairedOutcomes:
@@ -50,7 +50,7 @@ def test_resamples_equal_those_of_a_loop() -> None:
     amounts, documents = rng.exponential(sizes), np.arange(9) // 2  # five documents, of two texts and of one
     ratio, _, count = ratio_with_error(amounts, sizes, documents)
     expected = []
-    for drawn in _weights(count)[:200].astype(int):
+    for drawn in resample_weights(LOSS, count, count, _RESAMPLES)[:200].astype(int):
         rows = [np.flatnonzero(documents == d) for d in np.repeat(np.arange(count), drawn)]
         numbers = np.repeat(np.arange(count), [len(of_one) for of_one in rows])
         taken = np.concatenate(rows)
@@ -71,10 +71,18 @@ def test_small_shares_of_resamples_continue_as_students_t() -> None:
 
 
 def test_too_few_documents_have_no_interval() -> None:
-    for count in (2, 3):
-        found = outcomes(LOSS, np.zeros(count)).effect(np.linspace(0.9, 1.1, count))
-        assert (found.low, found.high) == (-np.inf, np.inf) and found.p_value > 0.05
-    assert np.isfinite(outcomes(LOSS, np.zeros(4)).effect(np.linspace(0.9, 1.1, 4))[3:5]).all()
+    for count in range(2, LEAST_TEXTS):
+        for changes in (np.linspace(0.9, 1.1, count), np.full(count, 0.01), np.zeros(count)):
+            found = outcomes(LOSS, np.zeros(count)).effect(changes)
+            assert (found.low, found.high, found.p_value) == (-np.inf, np.inf, 1.0)
+    assert np.isfinite(outcomes(LOSS, np.zeros(LEAST_TEXTS)).effect(np.linspace(0.9, 1.1, LEAST_TEXTS))[3:5]).all()
+
+
+def test_equal_changes_of_documents_have_the_p_value_of_a_sign_test() -> None:
+    sizes = np.array([3.0, 7.0, 11.0, 13.0, 17.0, 19.0, 23.0])
+    found = outcomes(LOSS, np.zeros(7), sizes).effect(0.01 * sizes)
+    assert (found.low, found.high) == pytest.approx((0.01, 0.01))
+    assert found.p_value == pytest.approx(stats.binomtest(7, 7).pvalue)
 
 
 def test_of_accuracy_it_is_mcnemars_test() -> None:
@@ -93,7 +101,7 @@ def test_one_document_has_no_interval_and_equal_arms_no_effect() -> None:
     )
     assert (alone.effect, alone.n, alone.p_value) == (0.5, 1, 1.0)
     assert (alone.low, alone.high, alone.standard_error) == (-np.inf, np.inf, np.inf)
-    same = outcomes(LOSS, np.arange(5.0)).effect(np.arange(5.0))
+    same = outcomes(LOSS, np.arange(6.0)).effect(np.arange(6.0))
     assert (same.effect, same.low, same.high, same.p_value) == (0, 0, 0, 1)
 
 

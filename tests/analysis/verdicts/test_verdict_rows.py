@@ -267,7 +267,7 @@ def test_the_clearest_loss_comes_first_and_one_task_keeps_its_interval() -> None
 def test_the_widened_interval_is_bonferronis() -> None:
     """Of a difference with a normal error: 1.96 standard errors become 3.33 for 57 tasks."""
     paired = PairedDifference(1000, 1000, 70.0, 65.0, -5.0, -5.0 - 1.96, -5.0 + 1.96, 0, 0, 1.0, 0, 999)
-    assert paired.among(57) == pytest.approx((-5 - 3.327, -5, -5 + 3.327), abs=0.01)
+    assert paired.simultaneous_interval(57) == pytest.approx((-5 - 3.327, -5, -5 + 3.327), abs=0.01)
 
 
 @pytest.mark.parametrize(("questions", "tasks"), [(100, 57), (40, 2), (1000, 57)])
@@ -280,7 +280,7 @@ def test_the_least_visible_loss_is_seen_in_four_of_five_cases(questions: int, ta
         for _ in range(200):
             lost = rng.random(questions) < loss / 100
             paired = compare(np.ones(questions), ~lost, resamples=300)
-            found += paired.among(tasks).high < -1
+            found += paired.simultaneous_interval(tasks).high < -1
         return found / 200
 
     visible = least_visible_loss(compare(np.ones(questions), np.ones(questions)), tasks)
