@@ -93,6 +93,15 @@ class HeldSize:
     parameters: int
 
 
+class ServedForm(NamedTuple):
+    """A model in a format: the architecture that it names, its places by layer, its parameters, and their bytes."""
+
+    architecture: str
+    places: tuple[HeadSlots, ...]
+    parameters: int
+    bytes: int
+
+
 class ServableModel:
     """A loaded model with its heads by layer.
 
