@@ -320,7 +320,7 @@ MEASURED_UNITS = Table(
 
 #: Raise it with every change of a table, view or function, but not of a comment. `connection` upgrades older stores, so
 #: new columns of old tables must be nullable.
-SCHEMA_VERSION = 13
+SCHEMA_VERSION = 14
 
 #: Value of the key ``format`` in ``meta``, which distinguishes a store from other DuckDB files.
 FORMAT = "headscan store"
