@@ -90,28 +90,40 @@ def ray_address(text: str) -> str:
 
 
 class PlacementKind(NamedTuple):
-    """What a placement is to users and to `pool.open_pool`, without its code.
+    """A placement before its code is imported.
 
     Attributes:
         summary: Phrase of the help.
-        pool: Its class of pools, in `headscan.cluster`.
+        placement, pool: Its subclasses of `Placement` and of `Pool`, in `headscan.cluster`.
         options: Fields of `PlacementRequest` that only this placement uses.
     """
 
     summary: str
+    placement: str
     pool: str
     options: tuple[str, ...] = ()
 
 
 #: The placements by name, in the order in which ``auto`` tries them.
-KINDS = {
-    "whole": PlacementKind("one copy per device", "ray_pool:RayPool"),
+PLACEMENTS = {
+    "whole": PlacementKind("one copy per device", "placements:WholePlacement", "ray_pool:RayPool"),
     "sharded": PlacementKind(
-        "one copy over the GPUs of a node", "ray_pool:RayPool", options=("gpus_per_replica", "offload")
+        "one copy over the GPUs of a node",
+        "placements:ShardedPlacement",
+        "ray_pool:RayPool",
+        options=("gpus_per_replica", "offload"),
     ),
-    "pipeline": PlacementKind("layer ranges on devices of several nodes", "ray_pool:PipelinePool", options=("stages",)),
+    "pipeline": PlacementKind(
+        "layer ranges on devices of several nodes",
+        "placements:PipelinePlacement",
+        "ray_pool:PipelinePool",
+        options=("stages",),
+    ),
     "streamed": PlacementKind(
-        "one layer range at a time on one device", "streamed_pool:StreamedPool", options=("memory",)
+        "one layer range at a time on one device",
+        "placements:StreamedPlacement",
+        "streamed_pool:StreamedPool",
+        options=("memory",),
     ),
 }
 
@@ -129,9 +141,9 @@ class PlacementRequest:
     placement: Annotated[
         str,
         Option(
-            "; ".join(f"{name}: {kind.summary}" for name, kind in KINDS.items())
+            "; ".join(f"{name}: {kind.summary}" for name, kind in PLACEMENTS.items())
             + " (default: the first of these that fits)",
-            choices=("auto", *KINDS),
+            choices=("auto", *PLACEMENTS),
         ),
     ] = "auto"
     device: Annotated[str, DEVICE] = "auto"
@@ -174,10 +186,10 @@ class PlacementRequest:
         Raises:
             PlacementError: Another placement has a given option.
         """
-        given = {name: self._given(kind.options) for name, kind in KINDS.items()}
+        given = {name: self._given(kind.options) for name, kind in PLACEMENTS.items()}
         with_options = [name for name, options in given.items() if options]
         named = (self.placement,) if self.placement != "auto" else tuple(with_options[:1])
-        chosen = named or tuple(KINDS)
+        chosen = named or tuple(PLACEMENTS)
         for name in with_options:
             if name not in chosen:
                 raise PlacementError(f"`{given[name][0]}` is only for `placement={name}`. Leave out one of the two")
@@ -418,7 +430,7 @@ class Demand:
 class Placement(ABC):
     """The layout of a model's replicas on devices.
 
-    A new placement is a subclass, listed in `placements.PLACEMENTS`, and an entry of its ``name`` in `KINDS`.
+    A new placement is a subclass, and an entry of its ``name`` in `PLACEMENTS`.
 
     Attributes:
         staged: True if passes run range by range of the layers; its pools take a `StagedTask` only.

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, ClassVar
 
 from headscan.cluster.devices import roomiest, roomiest_gpus
 from headscan.cluster.placement_base import (
+    PLACEMENTS,
     ChosenPlacement,
     Demand,
     DeviceBytes,
@@ -337,12 +339,6 @@ class StreamedPlacement(Placement):
         )
 
 
-#: Every placement by its name in `KINDS`.
-PLACEMENTS: dict[str, type[Placement]] = {
-    kind.name: kind for kind in (WholePlacement, ShardedPlacement, PipelinePlacement, StreamedPlacement)
-}
-
-
 def place(
     sizes: ModelSizes,
     nodes: Sequence[Node],
@@ -360,7 +356,9 @@ def place(
         evaluates: Tasks are evaluated, which needs memory for logits and a KV cache.
         max_threads: Limit of the CPU threads of a worker. None uses its share of the cores.
     """
-    kinds = [PLACEMENTS[name] for name in request.kinds()]
+    kinds: list[type[Placement]] = [
+        resolve_name(f"headscan.cluster.{PLACEMENTS[name].placement}") for name in request.kinds()
+    ]
     places = Places(nodes, request, max_threads)
     demand = Demand(sizes, request.batch_tokens or batch_tokens, evaluates)
     refusals: list[str] = []

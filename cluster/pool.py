@@ -23,7 +23,7 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 from torch import Tensor
 
-from headscan.cluster.placement_base import KINDS, LayerRange, Placement, ReplicaPlacement, Timeouts
+from headscan.cluster.placement_base import PLACEMENTS, LayerRange, Placement, ReplicaPlacement, Timeouts
 from headscan.errors import HeadscanError
 from headscan.layers.layer_ranges import Layers, Stage
 from headscan.loading import load_spec
@@ -166,7 +166,8 @@ def open_pool(
     if isinstance(placement, ReplicaPlacement) and placement.replicas == 1 and not on_cluster:
         return InProcessPool(spec, placement)
     # Each pool is imported when it opens, because Ray takes a second to import and a single device does not need it.
-    opened: Pool = resolve_name(f"headscan.cluster.{KINDS[placement.name].pool}")(spec, placement, timeouts=timeouts)
+    pool = resolve_name(f"headscan.cluster.{PLACEMENTS[placement.name].pool}")
+    opened: Pool = pool(spec, placement, timeouts=timeouts)
     return opened
 
 

@@ -162,7 +162,7 @@ class StreamedPool(Pool):
     """
 
     def __init__(self, spec: ModelSpec, placement: StreamedPlacement, *, timeouts: Timeouts | None = None) -> None:
-        # The pools in `KINDS` take the same arguments; this one has no workers whose timeouts matter.
+        # The pools in `PLACEMENTS` take the same arguments; this one has no workers whose timeouts matter.
         self._spec, self._placement = spec, placement
         self._layers: Layers | None = None
 

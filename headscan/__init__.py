@@ -69,7 +69,8 @@ if TYPE_CHECKING:
 
 __version__ = "1.0.0rc1"
 
-#: Home of each public name, which is imported when it is first used.
+#: Home of each public name, which is imported when it is first used. Type checkers cannot read a table, and the imports
+#: above would load torch if they ran, so both list the names; tests hold them against each other.
 _HOMES = {
     "BEHAVIOURS": "catalog",
     "SCORES": "catalog",

@@ -316,25 +316,48 @@ BEHAVIOURS: dict[str, Behaviour] = {
 }
 
 
+#: What makes means of heads comparable: the division by their l2 norm over a layer (``norm``) or by their mean over all
+#: heads (``mean``), the scaling to 0 to 1 over all heads (``range``), or 1 minus that.
+TermScale = Literal["none", "norm", "mean", "range", "1 - range"]
+
+
+@dataclass(frozen=True)
+class Term:
+    """A part of an importance: a mean over sequences, scaled, times a weight.
+
+    Attributes:
+        mean: ``importance``, ``sequence_importance``, ``relative_entropy`` or `PROMPT_IMPORTANCE`.
+    """
+
+    mean: str
+    scale: TermScale = "none"
+    weight: float = 1.0
+
+    def __str__(self) -> str:
+        weight = "" if self.weight == 1 else f"{self.weight:g} "
+        return f"{weight}{self.mean}" + ("" if self.scale == "none" else f" ({self.scale})")
+
+
 @dataclass(frozen=True)
 class Importance:
     """A score from derivatives of the loss, one number per head of a run; low heads are removed first. In its formula g
     is a gate of 1 on a head's output, for all tokens of a sequence or for one, L the loss of the sequence in nats.
 
     Attributes:
-        largest_of: The score is the largest of these means over sequences, each divided by its mean over all heads,
-            because the losses of different sequences differ in size; empty for a score with another formula.
+        formula: The terms, in words. SQL views and `headscan.pruning` compute the score from ``terms``.
+        combined: The score is the sum of the terms, or the largest.
     """
 
     name: str
     formula: str
     source: str
-    largest_of: tuple[str, ...] = ()
+    terms: tuple[Term, ...]
+    combined: Literal["sum", "largest"] = "sum"
 
     @property
     def on_recall(self) -> bool:
         """True if recall prompts are measured in addition to texts."""
-        return PROMPT_IMPORTANCE in self.largest_of
+        return any(term.mean == PROMPT_IMPORTANCE for term in self.terms)
 
 
 #: ``importance`` on recall prompts instead of texts.
@@ -350,23 +373,38 @@ IMPORTANCES: dict[str, Importance] = {
             "importance",
             "mean over sequences of the sum over tokens of |dL/dg of the token|",
             "published code of arXiv 1905.10650",
+            (Term("importance"),),
         ),
         Importance(
-            "importance_ln", "importance / l2 norm of importance over the heads of the layer", "arXiv 1905.10650"
+            "importance_ln",
+            "importance / l2 norm of importance over the heads of the layer",
+            "arXiv 1905.10650",
+            (Term("importance", "norm"),),
         ),
         Importance(
             "importance_entropy",
             f"{IMPORTANCE_WEIGHT} i + {1 - IMPORTANCE_WEIGHT} (1 - e), where i is importance and e the mean over "
             "sequences of entropy / ln N, each scaled to 0 to 1 over all heads",
             "arXiv 2510.13832, HIES",
+            (
+                Term("importance", "range", IMPORTANCE_WEIGHT),
+                Term("relative_entropy", "1 - range", 1 - IMPORTANCE_WEIGHT),
+            ),
         ),
-        Importance("sequence_importance", "mean over sequences of |dL/dg|", "equation 2 of arXiv 1905.10650"),
+        Importance(
+            "sequence_importance",
+            "mean over sequences of |dL/dg|",
+            "equation 2 of arXiv 1905.10650",
+            (Term("sequence_importance"),),
+        ),
+        # Each is divided by its mean, because the losses of different sequences differ in size.
         Importance(
             "importance_recall",
             f"the larger of importance and {PROMPT_IMPORTANCE}, which is importance on recall prompts, each divided by "
             "its mean over all heads",
             "headscan",
-            largest_of=("importance", PROMPT_IMPORTANCE),
+            (Term("importance", "mean"), Term(PROMPT_IMPORTANCE, "mean")),
+            "largest",
         ),
     )
 }

@@ -19,159 +19,101 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict, TypeVar, Unpack
 
-from headscan.analysis.plans import BudgetRequest, HeadPlan, KVBytes, PlanError, WindowHeads, WindowShare
+# Names imported `as` themselves are public: type checkers let others import these alone from here.
+from headscan.analysis.plans import BudgetRequest, PlanError
+from headscan.analysis.plans import HeadPlan as HeadPlan
+from headscan.analysis.plans import KVBytes as KVBytes
+from headscan.analysis.plans import WindowHeads as WindowHeads
+from headscan.analysis.plans import WindowShare as WindowShare
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdicts.confirmation import SweepChoice
-from headscan.analysis.verdicts.criterion_points import SitePoint
-from headscan.analysis.verdicts.head_effects import HeadEffect
-from headscan.analysis.verdicts.judge import ArmVerdict, Outcome, Verdict, judge
-from headscan.analysis.verdicts.ordered_shares import ShareVerdict
-from headscan.analysis.verdicts.paired import PairedDifference
-from headscan.catalog import MassWidths
-from headscan.cluster.placement_base import PlacementError, PlacementRequest, Timeouts, ray_address
-from headscan.gates.gate_settings import GateFitConfig
-from headscan.measure.probe_settings import BehaviourProbe
-from headscan.model_spec import ModelSpec
+from headscan.analysis.verdicts.confirmation import SweepChoice as SweepChoice
+from headscan.analysis.verdicts.criterion_points import SitePoint as SitePoint
+from headscan.analysis.verdicts.head_effects import HeadEffect as HeadEffect
+from headscan.analysis.verdicts.judge import ArmVerdict as ArmVerdict
+from headscan.analysis.verdicts.judge import Outcome as Outcome
+from headscan.analysis.verdicts.judge import Verdict as Verdict
+from headscan.analysis.verdicts.judge import judge
+from headscan.analysis.verdicts.ordered_shares import ShareVerdict as ShareVerdict
+from headscan.analysis.verdicts.paired import PairedDifference as PairedDifference
+from headscan.catalog import MassWidths as MassWidths
+from headscan.cluster.placement_base import PlacementError, ray_address
+from headscan.cluster.placement_base import PlacementRequest as PlacementRequest
+from headscan.cluster.placement_base import Timeouts as Timeouts
+from headscan.gates.gate_settings import GateFitConfig as GateFitConfig
+from headscan.measure.probe_settings import BehaviourProbe as BehaviourProbe
+from headscan.model_spec import ModelSpec as ModelSpec
 from headscan.options import check_limits
-from headscan.pipelines.ablate.labelled_arms import LabelledAblateConfig, LabelledConfig, run_labelled_ablate
-from headscan.pipelines.ablate.single_heads import AblateResult, run_ablate
-from headscan.pipelines.evaluate.held_out_text import HeldOutText
+from headscan.pipelines.ablate.labelled_arms import LabelledAblateConfig as LabelledAblateConfig
+from headscan.pipelines.ablate.labelled_arms import LabelledConfig as LabelledConfig
+from headscan.pipelines.ablate.labelled_arms import run_labelled_ablate
+from headscan.pipelines.ablate.single_heads import AblateResult as AblateResult
+from headscan.pipelines.ablate.single_heads import run_ablate
+from headscan.pipelines.evaluate.held_out_text import HeldOutText as HeldOutText
 from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen, judge_evaluation, run_evaluation
-from headscan.pipelines.evaluate.run_sweep import SweepResult, judge_runs, run_sweep
-from headscan.pipelines.export.formats import ExportConfig, Exported, run_export
+from headscan.pipelines.evaluate.run_sweep import SweepResult as SweepResult
+from headscan.pipelines.evaluate.run_sweep import judge_runs, run_sweep
+from headscan.pipelines.export.formats import ExportConfig as ExportConfig
+from headscan.pipelines.export.formats import Exported as Exported
+from headscan.pipelines.export.formats import run_export
 from headscan.pipelines.kv.measured_plan import run_plan
 from headscan.pipelines.measure.labelled_texts import LabelledTexts, read_labelled
-from headscan.pipelines.measure.run_corpus import CorpusRunResult
-from headscan.pipelines.measure.run_gates import GatesResult, run_gates
+from headscan.pipelines.measure.run_corpus import CorpusRunResult as CorpusRunResult
+from headscan.pipelines.measure.run_gates import GatesResult as GatesResult
+from headscan.pipelines.measure.run_gates import run_gates
 from headscan.pipelines.measure.run_importance import run_importance, run_labelled_importance
-from headscan.pipelines.measure.run_probe import ProbeResult, run_probe
+from headscan.pipelines.measure.run_probe import ProbeResult as ProbeResult
+from headscan.pipelines.measure.run_probe import run_probe
 from headscan.pipelines.measure.run_scan import run_scan
-from headscan.pipelines.pruning.prune_config import PruneConfig, RepairChoice, Timing
-from headscan.pipelines.pruning.pruned_arms import BuiltModel
-from headscan.pipelines.pruning.pruning_units import BytesBudget, LossBudget, ShareBudget
-from headscan.pipelines.pruning.run_prune import PruneResult, run_prune
-from headscan.pipelines.referee.run_referee import RefereeConfig, run_referee
-from headscan.pipelines.referee.site_referee import SiteRefereeConfig, SiteRefereeResult, run_labelled_referee
+from headscan.pipelines.pruning.prune_config import PruneConfig as PruneConfig
+from headscan.pipelines.pruning.prune_config import RepairChoice as RepairChoice
+from headscan.pipelines.pruning.prune_config import Timing as Timing
+from headscan.pipelines.pruning.pruned_arms import BuiltModel as BuiltModel
+from headscan.pipelines.pruning.pruning_units import BytesBudget as BytesBudget
+from headscan.pipelines.pruning.pruning_units import LossBudget as LossBudget
+from headscan.pipelines.pruning.pruning_units import ShareBudget as ShareBudget
+from headscan.pipelines.pruning.run_prune import PruneResult as PruneResult
+from headscan.pipelines.pruning.run_prune import run_prune
+from headscan.pipelines.referee.run_referee import RefereeConfig as RefereeConfig
+from headscan.pipelines.referee.run_referee import run_referee
+from headscan.pipelines.referee.site_referee import SiteRefereeConfig as SiteRefereeConfig
+from headscan.pipelines.referee.site_referee import SiteRefereeResult as SiteRefereeResult
+from headscan.pipelines.referee.site_referee import run_labelled_referee
 from headscan.pipelines.runs.model_identity import ModelIdentity, identify
 from headscan.pipelines.runs.run_context import ModelContext, ModelOpener, Run
-from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
-from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec, TokenPlan
-from headscan.pipelines.settings.evaluation_settings import (
-    TASK_TOKENS,
-    AblateConfig,
-    ChosenArms,
-    Comparison,
-    EvaluateConfig,
-    LossTexts,
-    RecallPlan,
-    ReplacementConfig,
-    SweepConfig,
-    TaskConfig,
-)
-from headscan.pipelines.settings.measure_settings import (
-    GatesConfig,
-    ImportanceConfig,
-    LabelledImportanceConfig,
-    Part,
-    ProbeConfig,
-    ScanConfig,
-)
-from headscan.pipelines.settings.saving_settings import LossLimit, PlanConfig, RecallConfig, TextConfig
+from headscan.pipelines.scoring.arms import BASELINE as BASELINE
+from headscan.pipelines.scoring.arms import Arm as Arm
+from headscan.pipelines.scoring.arms import mask_arm as mask_arm
+from headscan.pipelines.settings.corpus_settings import CorpusSpec as CorpusSpec
+from headscan.pipelines.settings.corpus_settings import DataSpec as DataSpec
+from headscan.pipelines.settings.corpus_settings import TokenPlan as TokenPlan
+from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS
+from headscan.pipelines.settings.evaluation_settings import AblateConfig as AblateConfig
+from headscan.pipelines.settings.evaluation_settings import ChosenArms as ChosenArms
+from headscan.pipelines.settings.evaluation_settings import Comparison as Comparison
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig as EvaluateConfig
+from headscan.pipelines.settings.evaluation_settings import LossTexts as LossTexts
+from headscan.pipelines.settings.evaluation_settings import RecallPlan as RecallPlan
+from headscan.pipelines.settings.evaluation_settings import ReplacementConfig as ReplacementConfig
+from headscan.pipelines.settings.evaluation_settings import SweepConfig as SweepConfig
+from headscan.pipelines.settings.evaluation_settings import TaskConfig as TaskConfig
+from headscan.pipelines.settings.measure_settings import GatesConfig as GatesConfig
+from headscan.pipelines.settings.measure_settings import ImportanceConfig as ImportanceConfig
+from headscan.pipelines.settings.measure_settings import LabelledImportanceConfig as LabelledImportanceConfig
+from headscan.pipelines.settings.measure_settings import Part as Part
+from headscan.pipelines.settings.measure_settings import ProbeConfig as ProbeConfig
+from headscan.pipelines.settings.measure_settings import ScanConfig as ScanConfig
+from headscan.pipelines.settings.saving_settings import LossLimit as LossLimit
+from headscan.pipelines.settings.saving_settings import PlanConfig as PlanConfig
+from headscan.pipelines.settings.saving_settings import RecallConfig as RecallConfig
+from headscan.pipelines.settings.saving_settings import TextConfig as TextConfig
 from headscan.pipelines.study.run_study import run_study
-from headscan.pipelines.study.study_answer import Saving, StudyAnswer
-from headscan.pipelines.study.study_config import StudyConfig
-from headscan.pruning.head_selection import SelectionConfig
-
-__all__ = [
-    "BASELINE",
-    "AblateConfig",
-    "AblateResult",
-    "Arm",
-    "ArmVerdict",
-    "BehaviourProbe",
-    "BuiltModel",
-    "BytesBudget",
-    "ChosenArms",
-    "Comparison",
-    "CorpusRunResult",
-    "CorpusSpec",
-    "DataSpec",
-    "EvaluateConfig",
-    "ExportConfig",
-    "Exported",
-    "GateFitConfig",
-    "GatesConfig",
-    "GatesResult",
-    "HeadEffect",
-    "HeadPlan",
-    "HeldOutText",
-    "ImportanceConfig",
-    "JobOptions",
-    "KVBytes",
-    "LabelledAblateConfig",
-    "LabelledConfig",
-    "LabelledImportanceConfig",
-    "LossBudget",
-    "LossLimit",
-    "LossTexts",
-    "MassWidths",
-    "ModelSpec",
-    "Outcome",
-    "PairedDifference",
-    "Part",
-    "PlacementRequest",
-    "PlanConfig",
-    "ProbeConfig",
-    "ProbeResult",
-    "PruneConfig",
-    "PruneResult",
-    "RecallConfig",
-    "RecallPlan",
-    "RefereeConfig",
-    "RepairChoice",
-    "ReplacementConfig",
-    "Saving",
-    "ScanConfig",
-    "SelectionConfig",
-    "ShareBudget",
-    "ShareVerdict",
-    "SitePoint",
-    "SiteRefereeConfig",
-    "SiteRefereeResult",
-    "StudyAnswer",
-    "StudyConfig",
-    "SweepChoice",
-    "SweepConfig",
-    "SweepResult",
-    "TaskConfig",
-    "TextConfig",
-    "Timeouts",
-    "Timing",
-    "TokenPlan",
-    "Verdict",
-    "WindowHeads",
-    "WindowShare",
-    "ablate",
-    "evaluate",
-    "export",
-    "gates",
-    "importance",
-    "labelled_ablate",
-    "labelled_importance",
-    "labelled_referee",
-    "mask_arm",
-    "plan",
-    "probe",
-    "prune",
-    "referee",
-    "scan",
-    "study",
-    "sweep",
-]
-
+from headscan.pipelines.study.study_answer import Saving as Saving
+from headscan.pipelines.study.study_answer import StudyAnswer as StudyAnswer
+from headscan.pipelines.study.study_config import StudyConfig as StudyConfig
+from headscan.pruning.head_selection import SelectionConfig as SelectionConfig
 
 #: Settings of jobs on labelled examples.
-L = TypeVar("L", LabelledConfig, LabelledImportanceConfig)
+_L = TypeVar("_L", LabelledConfig, LabelledImportanceConfig)
 
 
 class JobOptions(TypedDict, total=False):
@@ -417,7 +359,7 @@ def _run(opener: ModelOpener, store: str | Path, options: JobOptions, identity: 
 
 
 @contextmanager
-def _on_examples(config: L, store: str | Path, options: JobOptions) -> Iterator[tuple[L, LabelledTexts, Run]]:
+def _on_examples(config: _L, store: str | Path, options: JobOptions) -> Iterator[tuple[_L, LabelledTexts, Run]]:
     """Yield settings with the batch size of the placement, the labelled examples, and the run of a job."""
     identity = _identified(config.model, options)
     texts = read_labelled(config.data, config.model, identity, config.max_tokens)

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
 #: Files next to the repository that are no part of it; tests that need them are skipped where they are missing.
@@ -36,6 +37,24 @@ def modules() -> dict[str, Path]:
 def package_of(module: str) -> str:
     """The one of the four packages that holds a module."""
     return max((name for name in PACKAGES.values() if f"{module}.".startswith(f"{name}.")), key=len)
+
+
+def re_exports(module: ModuleType) -> dict[str, str]:
+    """Names that a module imports ``as`` themselves, for others, and where they come from."""
+    tree = ast.parse(Path(str(module.__file__)).read_text("utf-8"))
+    return {
+        alias.asname: f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname
+    }
+
+
+def public_names(module: ModuleType) -> set[str]:
+    """The re-exports of a module, and its own classes and functions without an underscore."""
+    own = {name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
+    return {name for name in own if not name.startswith("_")} | re_exports(module).keys()
 
 
 @cache

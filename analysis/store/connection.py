@@ -297,7 +297,7 @@ _QUERIES: Mapping[str, str] = {
 }
 
 #: All kinds of entries.
-KINDS = tuple(_QUERIES)
+DEFINITION_KINDS = tuple(_QUERIES)
 
 #: headscan never reads other schemas of a file.
 _OWN = "WHERE database_name NOT IN ('system', 'temp') AND schema_name = 'main'"
@@ -330,7 +330,7 @@ def definitions(connection: duckdb.DuckDBPyConnection) -> Definitions:
 #: The `digest` of `declared`, which takes 0.3 s to compute, by version of DuckDB. A store with this digest can be
 #: trusted. With other versions of DuckDB, the definitions themselves are compared.
 DIGESTS: Mapping[str, str] = {
-    "2.0.0": "061216b3c6967e83792d19f35faa7082ed3938d9fa7df5f7120b43455fddb8e2",
+    "2.0.0": "66b270293de1d74a0cdb40523fffa13b0a5e2f5c291978c24772ad24c2554c34",
 }
 
 
@@ -350,7 +350,7 @@ def declared() -> Definitions:
         return definitions(connection)
 
 
-def differences(present: Definitions, kinds: Collection[str] = KINDS) -> list[str]:
+def differences(present: Definitions, kinds: Collection[str] = DEFINITION_KINDS) -> list[str]:
     """Return the differences of a store from the schema, as phrases. The list is empty if the store can be trusted."""
     expected = {entry: definition for entry, definition in declared().items() if entry.kind in kinds}
     lost = {entry.name for entry in expected if entry.kind == "table" and entry not in present}
@@ -419,7 +419,7 @@ def _meta(connection: duckdb.DuckDBPyConnection) -> dict[str, str | None]:
     return dict(rows)
 
 
-def verify(connection: duckdb.DuckDBPyConnection, path: Path, kinds: Collection[str] = KINDS) -> None:
+def verify(connection: duckdb.DuckDBPyConnection, path: Path, kinds: Collection[str] = DEFINITION_KINDS) -> None:
     """Raise StoreChangedError unless the definitions of the open file equal the schema."""
     own = definitions(connection)
     if digest(own) == DIGESTS.get(duckdb.__version__):

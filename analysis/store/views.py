@@ -28,7 +28,6 @@ from headscan.analysis.store.tables import (
 from headscan.analysis.store.verdict_limits import MARGIN
 from headscan.catalog import (
     BEHAVIOURS,
-    IMPORTANCE_WEIGHT,
     IMPORTANCES,
     PROFILES,
     PROMPT_IMPORTANCE,
@@ -37,6 +36,8 @@ from headscan.catalog import (
     Importance,
     Profile,
     Score,
+    Term,
+    TermScale,
 )
 
 #: Thresholds without a paper.
@@ -262,6 +263,7 @@ def importance_sql(sequences: str = "sequences", part: str = "run_id") -> str:
     parts = "run_id, site" if part == "run_id" else f"run_id, {part}, site"
     of_site = f"PARTITION BY {parts}"
     of_texts = "FILTER (recall_task IS NULL)"
+    scores = [_importance_sql(each, of_site) for each in IMPORTANCES.values()]
     return f"""
     WITH heads AS (
         SELECT {parts}, layer, head, kv_head, count(*) {of_texts} AS sequences,
@@ -274,31 +276,36 @@ def importance_sql(sequences: str = "sequences", part: str = "run_id") -> str:
             avg(token_gradient) FILTER (recall_task IS NOT NULL) AS {PROMPT_IMPORTANCE}
         FROM head_importance JOIN {sequences} USING (run_id, sequence)
         GROUP BY {parts}, layer, head, kv_head
-    ),
-    scaled AS (
-        SELECT *,
-            importance / nullif(sqrt(sum(importance ** 2) OVER ({of_site}, layer)), 0) AS importance_ln,
-            (importance - min(importance) OVER ({of_site}))
-                / nullif(max(importance) OVER ({of_site}) - min(importance) OVER ({of_site}), 0) AS scaled_importance,
-            (relative_entropy - min(relative_entropy) OVER ({of_site}))
-                / nullif(max(relative_entropy) OVER ({of_site}) - min(relative_entropy) OVER ({of_site}), 0)
-                AS scaled_entropy
-        FROM heads
     )
-    SELECT {parts}, layer, head, kv_head, sequences, importance, importance_ln,
-        {IMPORTANCE_WEIGHT} * scaled_importance + {1 - IMPORTANCE_WEIGHT} * (1 - scaled_entropy) AS importance_entropy,
-        {", ".join(_largest_sql(each, of_site) for each in IMPORTANCES.values() if each.largest_of)},
-        importance_std, sequence_importance, sequence_importance_std, mean_gate_gradient, relative_entropy,
-        {PROMPT_IMPORTANCE}
-    FROM scaled
+    SELECT {parts}, layer, head, kv_head, sequences, {", ".join(scores)},
+        importance_std, sequence_importance_std, mean_gate_gradient, relative_entropy, {PROMPT_IMPORTANCE}
+    FROM heads
 """
 
 
-def _largest_sql(importance: Importance, of_site: str) -> str:
-    """Return SQL for an importance that is the largest of several means; NULL if one of them was not measured."""
-    shares = [f"{name} / nullif(avg({name}) OVER ({of_site}), 0)" for name in importance.largest_of]
-    measured = " AND ".join(f"{name} IS NOT NULL" for name in importance.largest_of)
-    return f"CASE WHEN {measured} THEN greatest({', '.join(shares)}) END AS {importance.name}"
+def _scaled_sql(term: Term, of_site: str) -> str:
+    """Return SQL for a term of an importance without its weight; NULL if its denominator is zero."""
+    value, over = term.mean, f"OVER ({of_site})"
+    in_range = f"({value} - min({value}) {over}) / nullif(max({value}) {over} - min({value}) {over}, 0)"
+    scales: dict[TermScale, str] = {
+        "none": value,
+        "norm": f"{value} / nullif(sqrt(sum({value} ** 2) OVER ({of_site}, layer)), 0)",
+        "mean": f"{value} / nullif(avg({value}) {over}, 0)",
+        "range": in_range,
+        "1 - range": f"(1 - {in_range})",
+    }
+    return scales[term.scale]
+
+
+def _importance_sql(importance: Importance, of_site: str) -> str:
+    """Return SQL for an importance; NULL if one of its means was not measured."""
+    terms = [
+        f"{'' if term.weight == 1 else f'{term.weight} * '}{_scaled_sql(term, of_site)}" for term in importance.terms
+    ]
+    if importance.combined == "sum":
+        return f"{' + '.join(terms)} AS {importance.name}"
+    measured = " AND ".join(f"{term.mean} IS NOT NULL" for term in importance.terms)
+    return f"CASE WHEN {measured} THEN greatest({', '.join(terms)}) END AS {importance.name}"
 
 
 IMPORTANCE_SUMMARY = f"""

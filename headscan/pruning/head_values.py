@@ -5,7 +5,7 @@ Shapes: B sequences, L layers, H query heads of the widest layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,10 +15,10 @@ from torch import Tensor
 from headscan.catalog import (
     CRITERIA,
     EFFECT,
-    IMPORTANCE_WEIGHT,
     IMPORTANCES,
     PROMPT_IMPORTANCE,
     SCORES,
+    TermScale,
     statistics_for,
 )
 from headscan.errors import PruningError
@@ -96,32 +96,34 @@ def criterion_values(name: str, means: Mapping[str, Tensor]) -> Tensor:
     """
     if name in SCORES:
         return means[name] if SCORES[name].inactive == "low" else -means[name]
-    if name in IMPORTANCES and (parts := IMPORTANCES[name].largest_of):
-        return torch.stack([means[part] / means[part].nanmean() for part in parts]).amax(0)
-    if name == "importance_ln":
-        return _scaled_by_layer(means["importance"])
-    if name == "importance_entropy":
-        return _combined_with_entropy(means["importance"], means[RELATIVE_ENTROPY])
-    return means[name]
+    if name not in IMPORTANCES:
+        return means[name]
+    declared = IMPORTANCES[name]
+    terms = torch.stack([term.weight * _SCALES[term.scale](means[term.mean]) for term in declared.terms])
+    return terms.sum(0) if declared.combined == "sum" else terms.amax(0)
 
 
-def _scaled_by_layer(importance: Tensor) -> Tensor:
-    """Return importances (L, H) divided by their l2 norm over a layer; zeros stay zeros (arXiv 1905.10650)."""
-    norms = importance.nan_to_num().norm(dim=1, keepdim=True)
-    return importance / norms.where(norms > 0, 1.0)
+def _over_norm(values: Tensor) -> Tensor:
+    """Return values (L, H) divided by their l2 norm over a layer; zeros stay zeros."""
+    norms = values.nan_to_num().norm(dim=1, keepdim=True)
+    return values / norms.where(norms > 0, 1.0)
 
 
-def _combined_with_entropy(importance: Tensor, relative_entropy: Tensor) -> Tensor:
-    """Return importance and low relative entropy as one number (L, H) (arXiv 2510.13832, HIES)."""
-    focus = 1 - _scaled(relative_entropy)
-    return IMPORTANCE_WEIGHT * _scaled(importance) + (1 - IMPORTANCE_WEIGHT) * focus
-
-
-def _scaled(values: Tensor) -> Tensor:
+def _in_range(values: Tensor) -> Tensor:
     """Return values scaled to 0 to 1 over all heads."""
     present = values[values.isfinite()]
     least, most = present.min(), present.max()
     return (values - least) / (most - least if most > least else 1.0)
+
+
+#: Every `TermScale`, which `headscan.analysis.store.views` writes as SQL.
+_SCALES: Mapping[TermScale, Callable[[Tensor], Tensor]] = {
+    "none": lambda values: values,
+    "norm": _over_norm,
+    "mean": lambda values: values / values.nanmean(),
+    "range": _in_range,
+    "1 - range": lambda values: 1 - _in_range(values),
+}
 
 
 def _means(

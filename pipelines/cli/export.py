@@ -31,18 +31,22 @@ class Export(StoreVerb):
         headscan export duoattention --plan head_plan.json --out pattern/
         headscan export parquet --store s.duckdb --out tables/
 
-    gguf is for llama.cpp, decilm for vLLM and SGLang; both take Llama-type models, pruned or not, and decilm also a
-    plan by layer. layer-types is a model with such a plan for vLLM, or without MODEL the two fields of its
-    configuration; tensorrt-llm configures a KV cache. duoattention, rlkv and prulong are tables of layers x KV heads.
-    `headscan plan` reads them back with `--method imported`; examples/read_with_kvpress.py reads the first one with
-    kvpress.
+    `headscan plan --method imported` reads tables of layers x KV heads back; examples/read_with_kvpress.py reads that
+    of duoattention with kvpress.
     """
 
-    format: Annotated[str, Option("output format", flag="format", choices=tuple(EXPORT_FORMATS))]
+    format: Annotated[
+        str,
+        Option(
+            "; ".join(f"{name}: {each.help}" for name, each in EXPORT_FORMATS.items()),
+            flag="format",
+            choices=tuple(EXPORT_FORMATS),
+        ),
+    ]
     model: Annotated[
         str | None,
         Option(
-            "model of gguf, decilm or layer-types: folder, name on the hub, `demo` or `smollm2`",
+            f"model of {' or '.join(OF_MODEL)}: folder, name on the hub, `demo` or `smollm2`",
             flag="MODEL",
             parse=check_folder,
             only=OF_MODEL,

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from headscan.catalog import RANKED_CRITERIA, RECALL_NAMES, SET_METHODS
+from headscan.catalog import CRITERIA, RANDOM, RANKED_CRITERIA, RECALL_NAMES, SET_METHODS
 from headscan.cluster.placement_base import parse_bytes
 from headscan.grid import Unit, parse_head
 from headscan.options import Group, Option
@@ -99,8 +99,9 @@ class _Choice:
     method: Annotated[
         tuple[str, ...],
         Option(
-            "comma-separated methods: damage (loss left after repair), random, layer-drop, or a score or another "
-            "criterion of a run in the store",
+            f"comma-separated methods: {RANDOM}; "
+            + "; ".join(f"{name}: {CRITERIA[name].removed_first}" for name in SET_METHODS if name != RANDOM)
+            + "; or a score or another criterion of a run in the store",
             kind="method",
             names=PRUNE_METHODS,
         ),

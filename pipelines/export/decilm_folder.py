@@ -21,7 +21,7 @@ from headscan.checkpoints.decilm_source import RECORD
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.export.layer_types_folder import windows_of
 from headscan.pipelines.export.llama_folder import llama_fields, llama_weights, write_folder
-from headscan.pipelines.export.servable_model import HeadSlots, HeldSize, ServableModel
+from headscan.pipelines.export.servable_model import HeadSlots, HeldSize, ServableModel, ServedForm
 
 #: The configuration class: engines read ``block_configs`` as objects, and its model type belongs to no library.
 _CODE = '''"""The configuration of this model."""
@@ -92,7 +92,7 @@ def write_decilm(
     served = ServableModel(lm, "DeciLM folders")
     windows = None if plan is None else windows_of(lm, plan)
     target = Path(folder)
-    places, weights = decilm_weights(served)
+    places, weights = _weights(served)
     config = _config(served, places, weights)
     if windows is not None:
         config |= {"layer_types": list(windows.layer_types), "sliding_window": windows.sliding_window}
@@ -103,7 +103,14 @@ def write_decilm(
     return WrittenDecilm(target, config["num_attention_heads"], nbytes, has_mult, sizes, windows)
 
 
-def decilm_weights(served: ServableModel) -> tuple[tuple[HeadSlots, ...], dict[str, Tensor]]:
+def decilm_form(served: ServableModel) -> ServedForm:
+    """Return what the folder of a model holds, without writing it."""
+    places, weights = _weights(served)
+    nbytes = sum(each.numel() * each.element_size() for each in weights.values())
+    return ServedForm("DeciLMForCausalLM", places, sum(each.numel() for each in weights.values()), nbytes)
+
+
+def _weights(served: ServableModel) -> tuple[tuple[HeadSlots, ...], dict[str, Tensor]]:
     """Return the places of a folder, and its weights by name."""
     places = decilm_places(served.own_places(), max(each.heads for each in served.heads))
     return places, llama_weights(served, places)

@@ -1,6 +1,7 @@
 """The formats of exports: models for serving engines, plans for KV-cache tools, the store as a Parquet data set.
 
-A format is a function here and its entry in `EXPORT_FORMATS`. Functions import their writers, which load torch.
+A format is a function here and its entry in `EXPORT_FORMATS`, from which the help and the sizes that `headscan prune`
+prints follow. Functions import their writers, which load torch.
 """
 
 from __future__ import annotations
@@ -143,25 +144,66 @@ def _parquet(config: ExportConfig, store: Store | None) -> Exported:
     return _files(store.export_parquet(config.out))
 
 
+class _Form(NamedTuple):
+    """A format that holds pruned heads in another shape.
+
+    Attributes:
+        name: Name in tables.
+        size: Function in `headscan.pipelines.export` from a `ServableModel` to its `ServedForm`.
+        extra: Extra of headscan, named like its package, that the function needs.
+    """
+
+    name: str
+    size: str
+    extra: str = ""
+
+
 class _Format(NamedTuple):
-    """How a format is written, and from what: a model, the store, and the options of `ExportConfig` that it uses."""
+    """An export format.
+
+    Attributes:
+        help: Phrase of the help.
+        options: Options of `ExportConfig` that it uses.
+        store: It is written from the store.
+    """
 
     write: Callable[[ExportConfig, Store | None], Exported]
+    help: str
     model: Literal["none", "optional", "needed"] = "none"
     options: tuple[str, ...] = ()
     store: bool = False
+    form: _Form | None = None
 
 
 #: All formats by name, in the order of the help.
 EXPORT_FORMATS: Mapping[str, _Format] = {
-    "gguf": _Format(_gguf, "needed", ("type", "tokenizer")),
-    "decilm": _Format(_decilm, "needed", ("plan",)),
-    "layer-types": _Format(_layer_types, "optional", ("plan", "architecture")),
-    "tensorrt-llm": _Format(_tensorrt_llm, options=("plan",)),
-    "duoattention": _Format(_pattern, options=("plan",)),
-    "rlkv": _Format(_pattern, options=("plan",)),
-    "prulong": _Format(_pattern, options=("plan",)),
-    "parquet": _Format(_parquet, store=True),
+    "gguf": _Format(
+        _gguf,
+        "file of a Llama-type model, pruned or not, for llama.cpp",
+        "needed",
+        ("type", "tokenizer"),
+        form=_Form("GGUF", "gguf_file:gguf_form", extra="gguf"),
+    ),
+    "decilm": _Format(
+        _decilm,
+        "folder of such a model for vLLM and SGLang, also with a plan by layer",
+        "needed",
+        ("plan",),
+        form=_Form("DeciLM", "decilm_folder:decilm_form"),
+    ),
+    "layer-types": _Format(
+        _layer_types,
+        "folder of a model with a plan by layer for vLLM, or without MODEL a file of two fields of its configuration",
+        "optional",
+        ("plan", "architecture"),
+    ),
+    "tensorrt-llm": _Format(_tensorrt_llm, "file that configures a KV cache", options=("plan",)),
+    "duoattention": _Format(_pattern, "table of layers x KV heads for DuoAttention", options=("plan",)),
+    "rlkv": _Format(_pattern, "such a table for RLKV", options=("plan",)),
+    "prulong": _Format(_pattern, "such a table for PruLong", options=("plan",)),
+    "parquet": _Format(
+        _parquet, "the store as a data set, in a folder or at a URL of fsspec such as s3://bucket/tables", store=True
+    ),
 }
 #: Formats that a model can go into, and those of the store.
 OF_MODEL = tuple(name for name, each in EXPORT_FORMATS.items() if each.model != "none")
@@ -178,20 +220,14 @@ class ExportConfig:
 
     Attributes:
         format: A key of `EXPORT_FORMATS`, such as ``gguf``.
-        model: Model of gguf, decilm or layer-types, which is loaded on the CPU; a plan must be for it. None with
+        model: Model of a format that holds one, which is loaded on the CPU; a plan must be for it. None with
             layer-types writes two fields of a configuration alone.
         plan: File of the plan. None reads ``head_plan.json``; decilm then writes no windows.
         tokenizer: GGUF file whose tokenizer is copied. None uses that of the model.
     """
 
     format: str
-    out: Annotated[
-        str | Path,
-        Option(
-            "output folder, or the file of gguf, tensorrt-llm and layer-types without MODEL; of parquet also a URL of "
-            "fsspec, such as s3://bucket/tables"
-        ),
-    ]
+    out: Annotated[str | Path, Option("output file or folder, as the format states")]
     model: ModelSpec | None = None
     type: Annotated[
         Literal["f16", "f32", "q8_0"], Option("type of the matrices in a GGUF file", only=_using("type"))

@@ -29,7 +29,7 @@ from headscan.checkpoints.source_folder import packaged_file
 from headscan.errors import ExportError, ModelLoadError
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.export.gguf_tokenizer import Key, copied_keys, made_keys
-from headscan.pipelines.export.servable_model import HeadSlots, HeldSize, ServableModel
+from headscan.pipelines.export.servable_model import HeadSlots, HeldSize, ServableModel, ServedForm
 
 GgufType = Literal["f16", "f32", "q8_0"]
 _TYPES = {
@@ -107,7 +107,7 @@ def write_gguf(
     """
     served = ServableModel(lm, "GGUF files of headscan")
     keys = _tokenizer_keys(served, tokenizer)
-    architecture, places, tensors = gguf_tensors(served, type)
+    architecture, places, tensors = _tensors(served, type)
     target = Path(out)
     try:
         with replacing(target) as fresh:
@@ -125,7 +125,14 @@ def write_gguf(
     return WrittenGguf(target, architecture, target.stat().st_size, sizes)
 
 
-def gguf_tensors(served: ServableModel, type: GgufType) -> tuple[str, tuple[HeadSlots, ...], list[GgufTensor]]:
+def gguf_form(served: ServableModel) -> ServedForm:
+    """Return what a file of type f16 holds of a model, without writing it."""
+    architecture, places, tensors = _tensors(served, "f16")
+    parameters = sum(math.prod(each.shape) for each in tensors)
+    return ServedForm(architecture, places, parameters, sum(each.bytes for each in tensors))
+
+
+def _tensors(served: ServableModel, type: GgufType) -> tuple[str, tuple[HeadSlots, ...], list[GgufTensor]]:
     """Return the architecture of a file, its places, and its tensors."""
     places = served.own_places()
     architecture = "llama" if len(set(places)) == 1 else "deci"

@@ -22,7 +22,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.format.attention_parts import LayerHeads
 
 #: Model types whose attention and MLP are those of Llama, up to biases.
-KINDS = ("llama", "mistral", "qwen2")
+LLAMA_TYPES = ("llama", "mistral", "qwen2")
 #: What other families have that these formats lack.
 _LACKING = {
     "qwen3": "norms of queries and keys",
@@ -37,9 +37,9 @@ def obstacle(config: Any, source: str, engines: str = "serving engines") -> str 
     """Return why a model of a configuration has no place in the formats of ``engines``, and the fix; None if it has."""
     kind = getattr(config, "base_model_type", None) or config.model_type
     fix = "Serve the folder with transformers"
-    if kind not in KINDS:
+    if kind not in LLAMA_TYPES:
         lacking = f" has {_LACKING[kind]}, which have no place there" if kind in _LACKING else " has no place there"
-        return f"{engines} hold models of type {', '.join(KINDS)}; {kind}{lacking}. {fix}"
+        return f"{engines} hold models of type {', '.join(LLAMA_TYPES)}; {kind}{lacking}. {fix}"
     types = set(getattr(config, "layer_types", None) or ())
     window = None if types == {"full_attention"} else getattr(config, "sliding_window", None)
     if kind == "qwen2" and not config.use_sliding_window:
@@ -91,6 +91,15 @@ class HeldSize:
     attention_layers: int
     kv_bytes: int
     parameters: int
+
+
+class ServedForm(NamedTuple):
+    """A model in a format: the architecture that it names, its places by layer, its parameters, and their bytes."""
+
+    architecture: str
+    places: tuple[HeadSlots, ...]
+    parameters: int
+    bytes: int
 
 
 class ServableModel:

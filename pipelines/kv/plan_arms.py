@@ -24,7 +24,9 @@ from headscan.pipelines.settings.evaluation_settings import PlanMode
 
 @dataclass(frozen=True)
 class KeptHead:
-    """Decision on one KV head, as in `headscan.analysis.plans`."""
+    """Decision on one KV head, as in `headscan.analysis.plans`. Stored names of arms hold a hash of its repr, so fields
+    and names stay as they are.
+    """
 
     layer: int
     kv_head: int

@@ -1,4 +1,4 @@
-"""What a saved model holds in each form: as headscan saves it, as a DeciLM folder, as a GGUF file.
+"""What a saved model holds in each form: as headscan saves it, and in the formats of `EXPORT_FORMATS` with a form.
 
 The configuration alone decides: the exporters run on a model without weights.
 """
@@ -6,9 +6,9 @@ The configuration alone decides: the exporters run on a model without weights.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from headscan.grid import HeadGrid
 from headscan.loading import empty_model
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.export.decilm_folder import decilm_weights
-from headscan.pipelines.export.servable_model import HeadSlots, ServableModel, obstacle
+from headscan.pipelines.export.formats import EXPORT_FORMATS
+from headscan.pipelines.export.servable_model import ServableModel, ServedForm, obstacle
 from headscan.pipelines.pruning.model_costs import ModelCost
 
 
@@ -27,7 +27,7 @@ class FormSize:
     """A form of a model; None where the model has no place in it.
 
     Attributes:
-        form: ``headscan``, ``DeciLM`` or ``GGUF``.
+        form: ``headscan``, or the name of an export format's form, such as ``DeciLM``.
         architecture: The one that the form names.
         kv_bytes: Bytes of the KV cache of a token in 16 bits, the width of engines.
         bytes: Bytes of the weights, in the model's dtype; in GGUF as type f16.
@@ -59,7 +59,7 @@ class FormSize:
 
 
 def form_sizes(folder: str | os.PathLike[str], cost: ModelCost) -> tuple[FormSize, ...]:
-    """Return the forms of a saved model, whose own sizes are known. GGUF needs the package gguf.
+    """Return the forms of a saved model, whose own sizes are known; those of other formats by name.
 
     Raises:
         ModelLoadError: The folder has no model.
@@ -70,27 +70,19 @@ def form_sizes(folder: str | os.PathLike[str], cost: ModelCost) -> tuple[FormSiz
     kv_bytes = None if cost.cache_bytes is None else cost.cache_bytes * 2 // dtype.itemsize
     heads = (cost.query_heads, cost.kv_heads, kv_bytes)
     own = FormSize("headscan", config.model_type, *heads, cost.parameters, cost.weight_bytes)
+    forms = sorted(each.form for each in EXPORT_FORMATS.values() if each.form is not None)
     if obstacle(config, spec.source) is not None:
-        return own, FormSize("DeciLM"), FormSize("GGUF")
+        return own, *(FormSize(form.name) for form in forms)
     # Exporters read the heads from the model; a grid would need weights.
     empty = LoadedModel(empty_model(spec, config, dtype), None, HeadGrid((), 0, ""), spec.source)
-    return own, *_exported(ServableModel(empty, "serving engines"))
-
-
-def _exported(served: ServableModel) -> Iterator[FormSize]:
-    def form(name: str, architecture: str, places: tuple[HeadSlots, ...], parameters: int, nbytes: int) -> FormSize:
-        size = served.sizes(name, places, parameters)[-1]
-        return FormSize(name, architecture, size.query_heads, size.kv_heads, size.kv_bytes, parameters, nbytes)
-
-    places, weights = decilm_weights(served)
-    parameters = sum(each.numel() for each in weights.values())
-    nbytes = sum(each.numel() * each.element_size() for each in weights.values())
-    yield form("DeciLM", "DeciLMForCausalLM", places, parameters, nbytes)
-    if find_spec("gguf") is None:
-        yield FormSize("GGUF", "needs headscan[gguf]")
-        return
-    from headscan.pipelines.export.gguf_file import gguf_tensors
-
-    architecture, places, tensors = gguf_tensors(served, "f16")
-    numel = sum(torch.Size(each.shape).numel() for each in tensors)
-    yield form("GGUF", architecture, places, numel, sum(each.bytes for each in tensors))
+    served = ServableModel(empty, "serving engines")
+    sizes = [own]
+    for form in forms:
+        if form.extra and find_spec(form.extra) is None:
+            sizes.append(FormSize(form.name, f"needs headscan[{form.extra}]"))
+            continue
+        held: ServedForm = resolve_name(f"headscan.pipelines.export.{form.size}")(served)
+        size = served.sizes(form.name, held.places, held.parameters)[-1]
+        heads = (size.query_heads, size.kv_heads, size.kv_bytes)
+        sizes.append(FormSize(form.name, held.architecture, *heads, held.parameters, held.bytes))
+    return tuple(sizes)

@@ -6,12 +6,13 @@ import random
 import re
 from dataclasses import fields, replace
 from itertools import combinations, pairwise
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 
 from headscan.cluster.placement_base import (
-    KINDS,
+    PLACEMENTS,
     ChosenPlacement,
     Node,
     PlacementError,
@@ -20,7 +21,6 @@ from headscan.cluster.placement_base import (
     fewest_ranges,
 )
 from headscan.cluster.placements import (
-    PLACEMENTS,
     PipelinePlacement,
     ShardedPlacement,
     StreamedPlacement,
@@ -363,10 +363,9 @@ def test_every_placement_has_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
         "pipeline": "ray_pool.PipelinePool",
         "streamed": "streamed_pool.StreamedPool",
     }
-    assert list(opened) == list(PLACEMENTS) == list(KINDS)
-    for name in KINDS:
-        assert PlacementRequest(name).placement == name
-    assert all(PLACEMENTS[name].name == name for name in PLACEMENTS)
-    assert {option for kind in KINDS.values() for option in kind.options} <= {
-        field.name for field in fields(PlacementRequest)
-    }
+    assert list(opened) == list(PLACEMENTS)
+    for each in placements:
+        kind = PLACEMENTS[each.name]
+        assert resolve_name(f"headscan.cluster.{kind.placement}") is type(each)
+        assert PlacementRequest(each.name).placement == each.name
+        assert {*kind.options} <= {field.name for field in fields(PlacementRequest)}

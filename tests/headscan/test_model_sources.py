@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import pickle
-from pathlib import Path
 from pkgutil import resolve_name
 
 import numpy as np
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 import headscan
 from headscan.errors import HeadIndexError, ModelLoadError, SequenceError, UnknownNameError
 from tests.small_models import make_loaded, make_model
+from tests.sources import re_exports
 
 TEXTS = ["def area(x):\n    return x * x", "import os"]
 
@@ -116,14 +115,7 @@ def test_the_public_names_are_listed() -> None:
 
 
 def test_type_checkers_find_every_public_name_at_its_home() -> None:
-    source = ast.parse(Path(headscan.__file__).read_text("utf-8"))
-    found = {
-        alias.asname: f"{node.module}.{alias.name}"
-        for node in ast.walk(source)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-        if alias.asname
-    }
+    found = re_exports(headscan)
     assert found.keys() == {*headscan.__all__} - {"open_store"}
     for name, path in found.items():
         assert getattr(headscan, name) is resolve_name(path)

@@ -31,6 +31,7 @@ from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, Comparison, TaskConfig
 from headscan.pipelines.settings.saving_settings import TextConfig
 from tests.pipelines.ablate.labelled_models import LABELLED, save_classifier, write_lines
+from tests.sources import public_names
 
 
 def quiet(line: str) -> None:
@@ -468,7 +469,7 @@ def all_settings(spec: ModelSpec, evaluation: jobs.EvaluateConfig, tmp_path: Pat
         "WindowHeads": (2,),
         "WindowShare": (0.5,),
     }
-    classes = {name: getattr(jobs, name) for name in jobs.__all__ if name not in RECORDS | {"BASELINE"}}
+    classes = {name: getattr(jobs, name) for name in public_names(jobs) if name not in RECORDS | {"BASELINE"}}
     return {name: cls(*needed.get(name, ())) for name, cls in classes.items() if is_dataclass(cls)}
 
 
@@ -533,8 +534,8 @@ def test_settings_refuse_what_is_not_of_the_class_of_a_field(all_settings: dict[
 
 
 def test_the_results_of_all_jobs_are_exported() -> None:
-    functions = [getattr(jobs, name) for name in jobs.__all__ if name.islower() and name != "mask_arm"]
-    assert {get_type_hints(each)["return"].__name__ for each in functions} <= {*jobs.__all__}
+    functions = [getattr(jobs, name) for name in public_names(jobs) if name.islower() and name != "mask_arm"]
+    assert {get_type_hints(each)["return"].__name__ for each in functions} <= public_names(jobs)
 
 
 class Begun(Exception):
@@ -588,7 +589,7 @@ def test_the_batch_size_of_the_devices_reaches_every_job(
         ),
         "study": (jobs.StudyConfig(spec, texts, str(tmp_path / "study")),),
     }
-    assert calls.keys() == {name for name in jobs.__all__ if name.islower()} - {"mask_arm", "export"}
+    assert calls.keys() == {name for name in public_names(jobs) if name.islower()} - {"mask_arm", "export"}
     received = list[Any]()
 
     def begun(*arguments: Any, **_: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +28,7 @@ from headscan.analysis.heads.head_ranking import (
 from headscan.analysis.store.records import RunRecord, ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.views import importance_sql
-from headscan.catalog import BEHAVIOURS, IMPORTANCES, PROMPT_IMPORTANCE, SCORES, Importance
+from headscan.catalog import BEHAVIOURS, IMPORTANCES, PROMPT_IMPORTANCE, SCORES, Importance, Term, TermScale
 from headscan.errors import UnknownNameError
 from headscan.pruning.head_values import criterion_values
 from tests.analysis.conftest import HEADS, LAYERS, Scan, head_table, make_stats, scan_record, sequence_table, write_scan
@@ -230,25 +231,28 @@ def test_rankings_follow_the_definitions(
     assert [(h.layer, h.head) for h in highest_first] == [(h.layer, h.head) for h in ranked[::-1]]
 
 
+@pytest.mark.parametrize("scale", get_args(TermScale))
+@pytest.mark.parametrize("combined", ["sum", "largest"])
 def test_another_importance_costs_an_entry(
-    values: dict[str, np.ndarray], prompts: dict[str, np.ndarray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    values: dict[str, np.ndarray],
+    prompts: dict[str, np.ndarray],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    combined: Literal["sum", "largest"],
+    scale: TermScale,
 ) -> None:
-    """SQL and the values of the referee follow from the declaration alone."""
-    parts = ("sequence_importance", PROMPT_IMPORTANCE)
-    monkeypatch.setitem(
-        IMPORTANCES,
-        "importance_larger",
-        Importance("importance_larger", "the larger of both", "headscan", largest_of=parts),
-    )
+    """SQL and the values of the referee follow from the declaration alone, and agree."""
+    terms = (Term("sequence_importance", scale, 0.25), Term(PROMPT_IMPORTANCE, "mean"))
+    entry = Importance("importance_of_both", "0.25 of one, and the other", "headscan", terms, combined)
+    monkeypatch.setitem(IMPORTANCES, entry.name, entry)
     store, _ = write(tmp_path / "s.duckdb", values, prompts)
-    rows = store.query(
-        f"SELECT {', '.join(parts)}, importance_larger FROM ({importance_sql()}) ORDER BY layer, head"
-    ).to_pydict()
-    columns = {name: np.array(numbers) for name, numbers in rows.items()}
-    expected = np.maximum(*(columns[name] / columns[name].mean() for name in parts))
-    np.testing.assert_allclose(columns["importance_larger"], expected)
-    means = {name: torch.tensor(columns[name]).reshape(LAYERS, HEADS) for name in parts}
-    np.testing.assert_allclose(criterion_values("importance_larger", means).ravel().numpy(), expected)
+    rows = store.query(f"FROM ({importance_sql()}) ORDER BY layer, head").to_pydict()
+    means = {term.mean: torch.tensor(rows[term.mean], dtype=torch.float64).reshape(LAYERS, HEADS) for term in terms}
+    np.testing.assert_allclose(criterion_values(entry.name, means).ravel().numpy(), rows[entry.name])
+    if scale == "mean":
+        first, second = (mean.numpy() / mean.numpy().mean() for mean in means.values())
+        expected = 0.25 * first + second if combined == "sum" else np.maximum(0.25 * first, second)
+        np.testing.assert_allclose(rows[entry.name], expected.ravel())
 
 
 def test_sites_are_summarised_apart(values: dict[str, np.ndarray], tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_wrong_choices_are_refused(lm: LoadedModel) -> None:
 
 
 def test_every_method_of_sets_has_a_choice() -> None:
-    assert tuple(CHOICES) == SET_METHODS
+    assert {*CHOICES} == {*SET_METHODS}
 
 
 def test_no_choice_nearby_is_better(lm: LoadedModel) -> None:

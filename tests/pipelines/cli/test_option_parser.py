@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 
 import pytest
 
-from headscan.cluster.placement_base import PlacementRequest
-from headscan.cluster.placements import PLACEMENTS
+from headscan.cluster.placement_base import PLACEMENTS, PlacementRequest
 from headscan.errors import HeadscanError
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import (

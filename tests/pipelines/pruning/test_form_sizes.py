@@ -23,12 +23,12 @@ def demo() -> LoadedModel:
     return headscan.load("demo", device="cpu", dtype="float32")
 
 
-def saved(whole: LoadedModel, removed: list[tuple[int, int]], folder: Path) -> tuple[LoadedModel, list[FormSize]]:
-    """Return a model that was saved without some heads, and its forms."""
+def saved(whole: LoadedModel, removed: list[tuple[int, int]], folder: Path) -> tuple[LoadedModel, dict[str, FormSize]]:
+    """Return a model that was saved without some heads, and its forms by name."""
     smaller = headscan.slice_heads(whole, removed)
     headscan.save_pruned(smaller, folder)
     cost = compare_costs(whole, smaller, removed, None).after
-    return smaller, list(form_sizes(folder, cost))
+    return smaller, {each.form: each for each in form_sizes(folder, cost)}
 
 
 def stored(folder: Path) -> tuple[int, int]:
@@ -55,7 +55,8 @@ FAST = {"llama": (*REMOVED,), "llama-mha": ("equal", "no attention"), "qwen2": (
     ],
 )
 def test_sizes_are_those_of_the_exported_files(name: str, case: str, demo: LoadedModel, tmp_path: Path) -> None:
-    lm, [own, decilm, gguf] = saved(small(name, demo), REMOVED[case], tmp_path / "smaller")
+    lm, forms = saved(small(name, demo), REMOVED[case], tmp_path / "smaller")
+    own, decilm, gguf = (forms[form] for form in ("headscan", "DeciLM", "GGUF"))
     assert (own.parameters, own.bytes) == stored(tmp_path / "smaller")
     kv_heads = sum(site.num_key_value_heads for site in lm.grid.sites)
     assert (own.kv_heads, own.kv_bytes) == (kv_heads, 2 * 2 * 8 * kv_heads)
@@ -79,8 +80,10 @@ def test_sizes_are_those_of_the_exported_files(name: str, case: str, demo: Loade
 
 
 def test_models_without_a_place_have_dashes(demo: LoadedModel, tmp_path: Path) -> None:
-    _, [own, *others] = saved(small("qwen3", demo), [(1, 0)], tmp_path / "smaller")
+    _, forms = saved(small("qwen3", demo), [(1, 0)], tmp_path / "smaller")
+    own = forms.pop("headscan")
     assert own.parameters and own.kv_heads == 6
-    for name, form in zip(("DeciLM", "GGUF"), others, strict=True):
+    assert {*forms} >= {"DeciLM", "GGUF"}
+    for name, form in forms.items():
         assert form == FormSize(name)
         assert set(list(form.row().values())[1:]) == {"-"}
