@@ -43,6 +43,7 @@ ALLOWED = {
         "datasets",
         "lm_eval",
         "sacrebleu",
+        "filelock",
         "gguf",
         "huggingface_hub",
         "numpy",
