@@ -1,9 +1,9 @@
 """The jobs that run a model as Python functions.
 
 Each function takes the settings of its verb, chooses a placement, opens the store and calls
-``run_VERB(settings, run)``, as the verb does. Importance, ablation and referee have a second function for labelled
-examples, which calls ``run_labelled_VERB``. `generate`, and verbs that read a store or a plan only, have no function
-here. The settings and the results of all jobs can be imported from here:
+``run_VERB(settings, run)``; the verb calls the function, too. Importance, ablation and referee have a second function
+for labelled examples, which calls ``run_labelled_VERB``. `generate`, and verbs that read a store or a plan only, have
+no function here. The settings and the results of all jobs can be imported from here:
 
     from headscan.pipelines import jobs
 
@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypedDict, TypeVar, Unpack
+from typing import Annotated, TypedDict, TypeVar, Unpack
 
 from headscan.analysis.plans import BudgetRequest, HeadPlan, KVBytes, PlanError, WindowHeads, WindowShare
+from headscan.analysis.store.parquet_store import store_at
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.confirmation import SweepChoice
 from headscan.analysis.verdicts.criterion_points import SitePoint
@@ -32,7 +33,7 @@ from headscan.cluster.placement_base import PlacementError, PlacementRequest, Ti
 from headscan.gates.gate_settings import GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
-from headscan.options import check_limits
+from headscan.options import LOCK_TIMEOUT, LONGEST_WAIT, Limits, check_limits
 from headscan.pipelines.ablate.labelled_arms import LabelledAblateConfig, LabelledConfig, run_labelled_ablate
 from headscan.pipelines.ablate.single_heads import AblateResult, run_ablate
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
@@ -186,6 +187,8 @@ class JobOptions(TypedDict, total=False):
             that remove heads (`referee`, `prune`, `study`) run here, and refuse an address.
         timeouts: Timeouts of workers on Ray; None uses their defaults.
         resume_anyway: Resume although software, device or the model's code changed; the store records both versions.
+        lock_timeout: Seconds to wait while another process has the store open.
+        identity: Names and hashes of the model, if they are known; None reads its files.
         say: Function that receives lines for the user; the default prints them.
     """
 
@@ -193,6 +196,8 @@ class JobOptions(TypedDict, total=False):
     ray_address: str | None
     timeouts: Timeouts | None
     resume_anyway: bool
+    lock_timeout: float
+    identity: ModelIdentity | None
     say: Callable[[str], None]
 
 
@@ -411,9 +416,16 @@ def export(config: ExportConfig, store: str | Path | None = None) -> Exported:
 
 
 def _run(opener: ModelOpener, store: str | Path, options: JobOptions, identity: ModelIdentity | None = None) -> Run:
-    """Return the run of a job; ``identity`` None computes it."""
-    anyway, say = options.get("resume_anyway", False), options.get("say", print)
-    return Run(opener.model, Store(store, on_wait=say), opener, identity=identity, resume_anyway=anyway, say=say)
+    """Return the run of a job; ``identity`` None takes that of the options, or computes it."""
+    chosen = _Options(**options)
+    return Run(
+        opener.model,
+        store_at(store, lock_timeout=chosen.lock_timeout, on_wait=chosen.say),
+        opener,
+        identity=identity or chosen.identity,
+        resume_anyway=chosen.resume_anyway,
+        say=chosen.say,
+    )
 
 
 @contextmanager
@@ -458,6 +470,8 @@ class _Options:
     ray_address: str | None = None
     timeouts: Timeouts | None = None
     resume_anyway: bool = False
+    lock_timeout: Annotated[float, Limits(least=0, most=LONGEST_WAIT)] = LOCK_TIMEOUT
+    identity: ModelIdentity | None = None
     say: Callable[[str], None] = print
 
     def __post_init__(self) -> None:
@@ -486,6 +500,5 @@ def _checked(options: JobOptions, *, here: bool = False) -> _Options:
 
 
 def _identified(model: ModelSpec, options: JobOptions, *, here: bool = False) -> ModelIdentity:
-    """Return the identity of a model from its files, after the options are checked."""
-    _checked(options, here=here)
-    return identify(model)
+    """Return the identity of a model, after the options are checked."""
+    return _checked(options, here=here).identity or identify(model)
