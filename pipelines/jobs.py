@@ -246,7 +246,7 @@ def gates(config: GatesConfig, store: str | Path, **options: Unpack[JobOptions])
     """
     opener = _opener(config.model, config.max_tokens, options, config.fit.batch_tokens)
     with _run(opener, store, options) as run:
-        return run_gates(opener.with_fit(config), run)
+        return run_gates(replace(config, fit=opener.sized(config.fit)), run)
 
 
 def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions]) -> AblateResult:
@@ -258,7 +258,7 @@ def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions
     evaluation = config.evaluation
     opener = _opener(evaluation.model, TASK_TOKENS, options, evaluation.batch_tokens, evaluates=True)
     with _run(opener, store, options) as run:
-        return run_ablate(opener.with_evaluation(config), run)
+        return run_ablate(replace(config, evaluation=opener.sized(evaluation)), run)
 
 
 def labelled_importance(
@@ -328,7 +328,8 @@ def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions])
     evaluation = config.evaluation
     opener = _opener(evaluation.model, TASK_TOKENS, options, evaluation.batch_tokens, evaluates=True)
     with _run(opener, store, options) as run:
-        return judge_runs(run.store, run_sweep(opener.with_evaluation(config), run), confirm=config.confirm)
+        runs = run_sweep(replace(config, evaluation=opener.sized(evaluation)), run)
+        return judge_runs(run.store, runs, confirm=config.confirm)
 
 
 def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptions]) -> Verdict:
@@ -341,7 +342,7 @@ def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptio
     tokens = config.texts.placed_tokens(identity)
     opener = _opener(evaluation.model, tokens, options, evaluation.batch_tokens, evaluates=True, here=True)
     with _run(opener, store, options, identity) as run:
-        return judge(run.store, run_referee(opener.with_evaluation(config), run))
+        return judge(run.store, run_referee(replace(config, evaluation=opener.sized(evaluation)), run))
 
 
 def plan(
@@ -386,7 +387,7 @@ def prune(config: PruneConfig, store: str | Path, **options: Unpack[JobOptions])
     tokens = config.texts.placed_tokens(identity)
     opener = _opener(evaluation.model, tokens, options, evaluation.batch_tokens, evaluates=True, here=True)
     with _run(opener, store, options, identity) as run:
-        return run_prune(opener.with_evaluation(config), run)
+        return run_prune(replace(config, evaluation=opener.sized(evaluation)), run)
 
 
 def study(config: StudyConfig, **options: Unpack[JobOptions]) -> StudyAnswer:
