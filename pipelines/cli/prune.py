@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from headscan.catalog import RANKED_CRITERIA, RECALL_NAMES, SET_METHODS
+from headscan.catalog import RECALL_NAMES, SET_METHODS
 from headscan.cluster.placement_base import parse_bytes
 from headscan.grid import Unit, parse_head
 from headscan.options import Group, Option
@@ -207,20 +207,14 @@ class Prune(WholeModelVerb):
         size, choice, given = self.size, self.choice, changed(self)
         if (size.kv_bytes is None) != (size.at is None):
             raise UsageError("--kv-bytes and --at go together: give bytes and the length at which they count")
-        if size.kv_bytes is not None and choice.unit == "head":
-            raise UsageError("--kv-bytes needs --unit group or layer: single query heads free no KV cache")
         if size.names_heads and (choice.unit is not None or "choice.method" in given or choice.kv_counts != "any"):
             raise UsageError("--method, --unit and --kv-counts have no effect on named heads: leave them out")
-        if choice.kv_counts != "any" and self.unit != "group":
-            raise UsageError("--kv-counts divisors goes with --unit group: add it, or leave --kv-counts out")
         if choice.tries and not size.names_heads and not {"damage", "layer-drop"} & set(choice.method):
             raise UsageError("--tries has no effect without --method damage or layer-drop: leave it out")
         unused = ("tasks.names", "controls", "recall.plan.lengths", "recall.plan.questions")
         for name in unused if self.skip_verdict else ():
             if name in given:
                 raise UsageError(f"{given[name]} has no effect with --skip-verdict: leave one of them out")
-        if choice.run_id is not None and not set(choice.method) & set(RANKED_CRITERIA):
-            raise UsageError("--run has no effect without a score as --method: leave it out, or name a score")
         self.check_texts()
 
     @property
