@@ -27,7 +27,6 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.pipelines.scoring.bundles import BundleItem, Start, start_of
 from headscan.pipelines.scoring.eviction import EvictionItem
-from headscan.pipelines.scoring.generation import GenerationItem
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, can_read_shared_rows
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Request, ScoringItem
@@ -57,6 +56,9 @@ class Reading(NamedTuple):
         self, name: str, prompts: tuple[GenerationRequest, ...], ablated: Ablation | None, batch_tokens: int
     ) -> ScoringItem:
         """Return the item of prompts that the model continues under one arm."""
+        # Generation needs lm-eval, which benchmarks of scoring do without.
+        from headscan.pipelines.scoring.generation import GenerationItem
+
         return GenerationItem(name, prompts, ablated, batch_tokens, one_by_one=self.as_rules)
 
     def bundle(
