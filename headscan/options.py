@@ -30,6 +30,8 @@ from headscan.errors import HeadscanError, unknown_name
 BATCH_TOKENS = 8192
 #: About four months in seconds. Longer waits overflow in threads and locks.
 LONGEST_WAIT = 1e7
+#: Seconds to wait by default while another process has the store open.
+LOCK_TIMEOUT = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,9 @@
 """The jobs that run a model as Python functions.
 
 Each function takes the settings of its verb, chooses a placement, opens the store and calls
-``run_VERB(settings, run)``, as the verb does. Importance, ablation and referee have a second function for labelled
-examples, which calls ``run_labelled_VERB``. `generate`, and verbs that read a store or a plan only, have no function
-here. The settings and the results of all jobs can be imported from here:
+``run_VERB(settings, run)``; the verb calls the function, too. Importance, ablation and referee have a second function
+for labelled examples, which calls ``run_labelled_VERB``. `generate`, and verbs that read a store or a plan only, have
+no function here. The settings and the results of all jobs can be imported from here:
 
     from headscan.pipelines import jobs
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypedDict, TypeVar, Unpack
+from typing import Annotated, TypedDict, TypeVar, Unpack
 
 # Names imported `as` themselves are public: type checkers let others import these alone from here.
 from headscan.analysis.plans import BudgetRequest, PlanError
@@ -25,6 +25,7 @@ from headscan.analysis.plans import HeadPlan as HeadPlan
 from headscan.analysis.plans import KVBytes as KVBytes
 from headscan.analysis.plans import WindowHeads as WindowHeads
 from headscan.analysis.plans import WindowShare as WindowShare
+from headscan.analysis.store.parquet_store import store_at
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.confirmation import SweepChoice as SweepChoice
 from headscan.analysis.verdicts.criterion_points import SitePoint as SitePoint
@@ -42,7 +43,7 @@ from headscan.cluster.placement_base import Timeouts as Timeouts
 from headscan.gates.gate_settings import GateFitConfig as GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe as BehaviourProbe
 from headscan.model_spec import ModelSpec as ModelSpec
-from headscan.options import check_limits
+from headscan.options import LOCK_TIMEOUT, LONGEST_WAIT, Limits, check_limits
 from headscan.pipelines.ablate.labelled_arms import LabelledAblateConfig as LabelledAblateConfig
 from headscan.pipelines.ablate.labelled_arms import LabelledConfig as LabelledConfig
 from headscan.pipelines.ablate.labelled_arms import run_labelled_ablate
@@ -128,6 +129,8 @@ class JobOptions(TypedDict, total=False):
             that remove heads (`referee`, `prune`, `study`) run here, and refuse an address.
         timeouts: Timeouts of workers on Ray; None uses their defaults.
         resume_anyway: Resume although software, device or the model's code changed; the store records both versions.
+        lock_timeout: Seconds to wait while another process has the store open.
+        identity: Names and hashes of the model, if they are known; None reads its files.
         say: Function that receives lines for the user; the default prints them.
     """
 
@@ -135,6 +138,8 @@ class JobOptions(TypedDict, total=False):
     ray_address: str | None
     timeouts: Timeouts | None
     resume_anyway: bool
+    lock_timeout: float
+    identity: ModelIdentity | None
     say: Callable[[str], None]
 
 
@@ -183,7 +188,7 @@ def gates(config: GatesConfig, store: str | Path, **options: Unpack[JobOptions])
     """
     opener = _opener(config.model, config.max_tokens, options, config.fit.batch_tokens)
     with _run(opener, store, options) as run:
-        return run_gates(opener.with_fit(config), run)
+        return run_gates(replace(config, fit=opener.sized(config.fit)), run)
 
 
 def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions]) -> AblateResult:
@@ -195,7 +200,7 @@ def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions
     evaluation = config.evaluation
     opener = _opener(evaluation.model, TASK_TOKENS, options, evaluation.batch_tokens, evaluates=True)
     with _run(opener, store, options) as run:
-        return run_ablate(opener.with_evaluation(config), run)
+        return run_ablate(replace(config, evaluation=opener.sized(evaluation)), run)
 
 
 def labelled_importance(
@@ -265,7 +270,8 @@ def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions])
     evaluation = config.evaluation
     opener = _opener(evaluation.model, TASK_TOKENS, options, evaluation.batch_tokens, evaluates=True)
     with _run(opener, store, options) as run:
-        return judge_runs(run.store, run_sweep(opener.with_evaluation(config), run), confirm=config.confirm)
+        runs = run_sweep(replace(config, evaluation=opener.sized(evaluation)), run)
+        return judge_runs(run.store, runs, confirm=config.confirm)
 
 
 def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptions]) -> Verdict:
@@ -278,7 +284,7 @@ def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptio
     tokens = config.texts.placed_tokens(identity)
     opener = _opener(evaluation.model, tokens, options, evaluation.batch_tokens, evaluates=True, here=True)
     with _run(opener, store, options, identity) as run:
-        return judge(run.store, run_referee(opener.with_evaluation(config), run))
+        return judge(run.store, run_referee(replace(config, evaluation=opener.sized(evaluation)), run))
 
 
 def plan(
@@ -323,7 +329,7 @@ def prune(config: PruneConfig, store: str | Path, **options: Unpack[JobOptions])
     tokens = config.texts.placed_tokens(identity)
     opener = _opener(evaluation.model, tokens, options, evaluation.batch_tokens, evaluates=True, here=True)
     with _run(opener, store, options, identity) as run:
-        return run_prune(opener.with_evaluation(config), run)
+        return run_prune(replace(config, evaluation=opener.sized(evaluation)), run)
 
 
 def study(config: StudyConfig, **options: Unpack[JobOptions]) -> StudyAnswer:
@@ -353,9 +359,16 @@ def export(config: ExportConfig, store: str | Path | None = None) -> Exported:
 
 
 def _run(opener: ModelOpener, store: str | Path, options: JobOptions, identity: ModelIdentity | None = None) -> Run:
-    """Return the run of a job; ``identity`` None computes it."""
-    anyway, say = options.get("resume_anyway", False), options.get("say", print)
-    return Run(opener.model, Store(store, on_wait=say), opener, identity=identity, resume_anyway=anyway, say=say)
+    """Return the run of a job; ``identity`` None takes that of the options, or computes it."""
+    chosen = _Options(**options)
+    return Run(
+        opener.model,
+        store_at(store, lock_timeout=chosen.lock_timeout, on_wait=chosen.say),
+        opener,
+        identity=identity or chosen.identity,
+        resume_anyway=chosen.resume_anyway,
+        say=chosen.say,
+    )
 
 
 @contextmanager
@@ -400,6 +413,8 @@ class _Options:
     ray_address: str | None = None
     timeouts: Timeouts | None = None
     resume_anyway: bool = False
+    lock_timeout: Annotated[float, Limits(least=0, most=LONGEST_WAIT)] = LOCK_TIMEOUT
+    identity: ModelIdentity | None = None
     say: Callable[[str], None] = print
 
     def __post_init__(self) -> None:
@@ -428,6 +443,5 @@ def _checked(options: JobOptions, *, here: bool = False) -> _Options:
 
 
 def _identified(model: ModelSpec, options: JobOptions, *, here: bool = False) -> ModelIdentity:
-    """Return the identity of a model from its files, after the options are checked."""
-    _checked(options, here=here)
-    return identify(model)
+    """Return the identity of a model, after the options are checked."""
+    return _checked(options, here=here).identity or identify(model)

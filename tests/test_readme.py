@@ -75,6 +75,16 @@ def test_every_file_that_is_named_exists() -> None:
             assert (ROOT / path).exists(), f"{source.relative_to(ROOT)}: {path}"
 
 
+def test_the_reading_orders_state_how_many_files_they_list() -> None:
+    design = PAGES["design.md"]
+    lists = re.findall(r"read these (\d+)\b[^:`]*:\s+((?:\d\. |`)(?:.|\n)*?)(?=\n\n|\. To )", design)
+    shared = design.partition("### What all verbs share\n")[2].partition("###")[0]
+    lists += [(count, shared) for count in re.findall(r"the (\d+) files \[that all verbs share\]", design)]
+    assert len(lists) == 6
+    for count, listed in lists:
+        assert len(set(re.findall(r"`([\w/]+\.py)`", listed))) == int(count), listed
+
+
 def test_every_verb_with_json_is_named() -> None:
     [verbs] = re.findall(r"takes `--json`: ([^.]*)\.", PAGES["howto/use_in_scripts.md"])
     with_json = [verb for verb in VERBS if "--json" in [each.flag for each in options_of(verb_class(verb))]]

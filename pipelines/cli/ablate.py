@@ -18,12 +18,12 @@ from headscan.pipelines.cli.task_options import (
     OptionalTaskOptions,
     check_labelled,
     demo_task,
-    labelled_model,
+    labelled_config,
     replacement_config,
 )
 from headscan.pipelines.cli.verb_base import CORPORA, CorpusOptions, RunVerb, quiet_libraries
 from headscan.pipelines.settings.corpus_settings import DataSpec
-from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, AblationMode, LossTexts, ReplacementOption
+from headscan.pipelines.settings.evaluation_settings import AblationMode, LossTexts, ReplacementOption
 
 if TYPE_CHECKING:
     from headscan.analysis.verdicts.head_effects import HeadEffect
@@ -106,7 +106,7 @@ class Ablate(RunVerb):
     def run(self) -> Result:
         if self.data is not None:
             return self._on_examples(self.data)
-        from headscan.pipelines.ablate.single_heads import run_ablate
+        from headscan.pipelines import jobs
         from headscan.pipelines.settings.evaluation_settings import AblateConfig
 
         texts = None if self.tasks.names else self.texts.loss(corpus=self.texts.required(self))
@@ -116,8 +116,7 @@ class Ablate(RunVerb):
             evaluation = self.tasks.config(spec, **self._demo_task(Path(scratch)))
             replacement = replacement_config(self.heads.value, self.texts, self)
             config = AblateConfig(evaluation, texts, self.heads.modes, replacement)
-            with self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, opener):
-                result = run_ablate(opener.with_evaluation(config), run)
+            result = jobs.ablate(config, self.store.path, **self.job_options())
         return effects_result(result.run_id, self.store.path, result.effects)
 
     def _demo_task(self, scratch: Path) -> dict[str, Any]:
@@ -131,12 +130,12 @@ class Ablate(RunVerb):
         return {"include_path": demo_task(scratch)["include_path"]}
 
     def _on_examples(self, data: DataSpec) -> Result:
-        from headscan.pipelines.ablate.labelled_arms import LabelledAblateConfig, run_labelled_ablate
+        from headscan.pipelines import jobs
 
-        max_tokens = self.texts.loss.keywords.get("max_tokens")
-        with labelled_model(self, data, self.metric, max_tokens) as (config, texts, run):
-            run_id, effects = run_labelled_ablate(LabelledAblateConfig(config, self.heads.modes), run, texts=texts)
-        return effects_result(run_id, self.store.path, effects)
+        judging = labelled_config(self, data, self.metric, self.texts.loss.keywords.get("max_tokens"))
+        config = jobs.LabelledAblateConfig(judging, self.heads.modes)
+        result = jobs.labelled_ablate(config, self.store.path, **self.job_options())
+        return effects_result(result.run_id, self.store.path, result.effects)
 
 
 def effects_result(run_id: str, store: str, effects: Sequence[HeadEffect]) -> Result:

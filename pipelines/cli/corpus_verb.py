@@ -15,7 +15,6 @@ from headscan.pipelines.settings.measure_settings import CorpusRunConfig
 if TYPE_CHECKING:
     from headscan.pipelines.corpora import CorpusReport
     from headscan.pipelines.measure.run_corpus import CorpusRunResult
-    from headscan.pipelines.runs.run_context import Run
 
 C = TypeVar("C", bound=CorpusRunConfig)
 
@@ -48,16 +47,15 @@ class CorpusVerb(RunVerb):
     corpus: Annotated[_LimitedCorpusOptions, Group("corpus")]
     tokens: Annotated[_SequenceOptions, Group("sequences")]
 
-    def run_measurement(self, config_of: Callable[..., C], measure: Callable[[C, Run], CorpusRunResult]) -> str:
-        """Measure the corpus, print the counts, and return the id of the run."""
+    def run_measurement(self, config_of: Callable[..., C], job: Callable[..., CorpusRunResult]) -> str:
+        """Measure the corpus with a job, print the counts, and return the id of the run."""
         from headscan.pipelines.settings.corpus_settings import longest_text
 
         corpus = self.corpus.required(self, limit_documents=self.corpus.limit_documents)
         spec, identity = self.identified()
         tokens = self.tokens.plan(longest_text(identity, self.tokens.max_tokens))
         config = config_of(model=spec, corpus=corpus, tokens=tokens)
-        with self.opened(spec, identity, tokens=tokens.max_tokens) as (run, opener):
-            result = measure(opener.sized(config), run)
+        result = job(config, self.store.path, **self.job_options(identity))
         title = f"run {result.run_id}" if result.part is None else f"part {result.part} of run {result.run_id}"
         if result.already_done:
             print(f"{title} is complete in {self.store.path}: nothing to do")

@@ -14,7 +14,6 @@ from headscan.pipelines.cli.task_options import DemoSize, TaskVerb, evaluation_o
 from headscan.pipelines.cli.verb_base import quiet_libraries
 from headscan.pipelines.settings.evaluation_settings import (
     COMMON_SCORE,
-    TASK_TOKENS,
     ChosenArms,
     ReplacementOption,
 )
@@ -80,18 +79,16 @@ class Evaluate(TaskVerb):
             self.store.check_exists()
         # The imports below load torch, which takes seconds.
         from headscan.models.model_facts import check_bounds
-        from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen, judge_evaluation
+        from headscan.pipelines import jobs
 
         quiet_libraries()
         spec = self.spec()
         if chosen.heads:
             check_bounds(spec.config(), chosen.heads)
-        with (
-            tempfile.TemporaryDirectory() as scratch,
-            self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, opener),
-        ):
+        options = self.job_options()
+        with tempfile.TemporaryDirectory() as scratch:
             config = evaluation_of(self, self.tasks, self.recall, spec, Path(scratch), _DEMO)
-            verdict = judge_evaluation(run, evaluate_chosen(opener.sized(config), run, chosen))
+            verdict = jobs.evaluate(config, self.store.path, chosen, **options)
         facts = {"run_id": verdict.run_id, "store": self.store.path, "unfinished": verdict.unfinished}
         parts = [
             f"run {verdict.run_id} in {self.store.path}",

@@ -35,18 +35,16 @@ class Gates(RunVerb):
     settings: Annotated[partial[GatesConfig], Group("fit")]
 
     def run(self) -> Result:
-        from headscan.pipelines.measure.run_gates import run_gates
+        from headscan.pipelines import jobs
 
         corpus = self.corpus.required(self)
         spec, identity = self.identified()
         config = self.settings(model=spec, corpus=corpus)
         config = replace(config, max_tokens=min(config.max_tokens, identity.max_tokens or config.max_tokens))
-        step = config.fit.batch_tokens
-        with self.opened(spec, identity, tokens=config.max_tokens, batch_tokens=step) as (run, opener):
-            result = run_gates(opener.with_fit(config), run)
+        result = jobs.gates(config, self.store.path, **self.job_options(identity))
         if result.already_done:
             say(f"run {result.run_id} is complete in {self.store.path}: nothing to do")
-        return _result(run.store, result.run_id, self.store.path, config.site, result.mask)
+        return _result(self.store.open(), result.run_id, self.store.path, config.site, result.mask)
 
 
 def _result(store: Store, run_id: str, path: str, site: str, mask: str) -> Result:

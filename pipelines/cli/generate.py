@@ -64,7 +64,7 @@ class Generate(ModelVerb):
             KeptHeads.of(plan.heads), prompt, self.text.max_new_tokens, self.text.prefill_chunk, self.text.rounds
         )
         tokens = len(prompt) + self.text.max_new_tokens
-        opener = self.devices.opener(spec, tokens=tokens, evaluates=True)
+        opener = self.devices.opener(spec, tokens)
         with ModelContext(spec, opener, identity=identity) as model:
             refuse_staged(model.pool, "generation of text")
             check_plan(plan, model)

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar
 from headscan.options import Group
 from headscan.pipelines.cli.corpus_verb import CorpusVerb
 from headscan.pipelines.cli.option_parser import UsageError, changed
+from headscan.pipelines.cli.verb_base import quiet_libraries
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.measure_settings import ImportanceConfig
 
@@ -59,28 +60,24 @@ class Importance(CorpusVerb):
 
     def _on_corpus(self) -> str:
         from headscan.models.model_facts import is_classifier
-        from headscan.pipelines.measure.run_importance import run_importance
+        from headscan.pipelines import jobs
 
         spec = self.spec()
         if is_classifier(spec.config()):
             raise UsageError(f"{self.model} is a classifier, and text has no labels. Give --data")
-        return self.run_measurement(self.settings, run_importance)
+        return self.run_measurement(self.settings, jobs.importance)
 
     def _on_examples(self, data: DataSpec) -> str:
-        from headscan.pipelines.measure.labelled_texts import read_labelled
-        from headscan.pipelines.measure.run_importance import run_labelled_importance
-        from headscan.pipelines.settings.measure_settings import LabelledImportanceConfig
+        from headscan.pipelines import jobs
 
-        spec, identity = self.identified()
-        config = LabelledImportanceConfig(spec, data, self.tokens.max_tokens, **self.settings.keywords)
-        texts = read_labelled(data, spec, identity, self.tokens.max_tokens)
-        with self.opened(spec, identity, tokens=texts.longest) as (run, opener):
-            result = run_labelled_importance(opener.sized(config), run, texts=texts)
-        if result.already_done:
+        quiet_libraries()
+        config = jobs.LabelledImportanceConfig(self.spec(), data, self.tokens.max_tokens, **self.settings.keywords)
+        result = jobs.labelled_importance(config, self.store.path, **self.job_options())
+        if result.report is None:
             print(f"run {result.run_id} is complete in {self.store.path}: nothing to do")
             return result.run_id
         print(
-            f"run {result.run_id}: {len(texts.texts)} examples, {result.measured} shards measured, {result.skipped}"
-            f" stored before, in {self.store.path}"
+            f"run {result.run_id}: {result.report.sequences} examples, {result.measured} shards measured,"
+            f" {result.skipped} stored before, in {self.store.path}"
         )
         return result.run_id

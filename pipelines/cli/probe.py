@@ -57,16 +57,16 @@ class Probe(RunVerb):
     retrieval: Annotated[_Retrieval, Group("retrieval_score")]
 
     def run(self) -> Result:
-        from headscan.pipelines.measure.run_probe import default_lengths, run_probe
+        from headscan.pipelines import jobs
+        from headscan.pipelines.measure.run_probe import default_lengths
 
         spec, identity = self.identified(need_tokenizer=False)
         lengths = tuple(self.retrieval.lengths or default_lengths(identity))
         config = self.settings(
             model=spec, corpus=self.retrieval.corpus.spec(), settings=self.retrieval.probe(lengths=lengths)
         )
-        with self.opened(spec, identity, tokens=max(lengths)) as (run, opener):
-            result = run_probe(opener.sized(config), run)
-        return _result(run.store, result.run_id, self.store.path, already_done=result.already_done)
+        result = jobs.probe(config, self.store.path, **self.job_options(identity))
+        return _result(self.store.open(), result.run_id, self.store.path, already_done=result.already_done)
 
 
 def _result(store: Store, run_id: str, path: str, *, already_done: bool) -> Result:

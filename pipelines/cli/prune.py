@@ -16,14 +16,15 @@ from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, changed
 from headscan.pipelines.cli.results import Json, Result, arm_row, verdict_notes
 from headscan.pipelines.cli.task_options import DemoSize, WholeModelVerb
+from headscan.pipelines.cli.verb_base import quiet_libraries
 from headscan.pipelines.settings.saving_settings import PRUNE_METHODS, REPAIRS, KvCounts, RecallConfig
 
 if TYPE_CHECKING:
+    from headscan.model_spec import ModelSpec
     from headscan.pipelines.pruning.prune_config import PruneConfig
     from headscan.pipelines.pruning.pruning_units import PruneBudget
     from headscan.pipelines.pruning.run_prune import PruneResult
-    from headscan.pipelines.runs.run_context import Run
-    from headscan.pipelines.settings.saving_settings import TextConfig
+    from headscan.pipelines.runs.model_identity import ModelIdentity
     from headscan.pruning.head_selection import SelectionConfig
 
 #: Four models answer the demo's questions in half a minute on two cores.
@@ -232,29 +233,33 @@ class Prune(WholeModelVerb):
             raise UsageError(f"no file {self.size.import_heads}: give a JSON list of [layer, head]")
         if self.size.mask or (not self.size.names_heads and not set(self.choice.method) <= set(SET_METHODS)):
             self.store.check_exists()
-        from headscan.pipelines.pruning.run_prune import run_prune
+        from headscan.pipelines import jobs
         from headscan.pipelines.pruning.work_folder import check_place
+        from headscan.pipelines.runs.model_identity import identify
 
         check_place(Path(self.out))
-        texts = self.text_config(_DEMO)
-        with self.opened_whole(texts) as (run, opener), self._config(run, texts) as config:
-            result = run_prune(opener.with_evaluation(config), run)
+        options = self.whole_model_options()
+        quiet_libraries()
+        spec = self.full_precision()
+        options["identity"] = identity = identify(spec)
+        with self._config(spec, identity) as config:
+            result = jobs.prune(config, self.store.path, **options)
         return _result(self.store.path, result)
 
     @contextmanager
-    def _config(self, run: Run, texts: TextConfig) -> Iterator[PruneConfig]:
+    def _config(self, spec: ModelSpec, identity: ModelIdentity) -> Iterator[PruneConfig]:
         """Yield the settings; the demo's task exists inside the context."""
         from headscan.analysis.heads.head_roles import find_mask
         from headscan.models.model_facts import check_bounds
         from headscan.pipelines.pruning.prune_config import PruneConfig, RepairChoice
         from headscan.pipelines.runs.head_orders import imported_heads
 
-        spec, size, choice = run.model, self.size, self.choice
+        size, choice = self.size, self.choice
         named: dict[str, tuple[tuple[int, int], ...]] = {}
         if size.heads:
             named["heads"] = size.heads
         elif size.mask:
-            named["mask"] = find_mask(run.store, size.mask, run.identity.columns()).heads
+            named["mask"] = find_mask(self.store.open(), size.mask, identity.columns()).heads
         elif size.import_heads:
             named["imported"] = tuple(imported_heads(size.import_heads))
         for heads in named.values():
@@ -267,7 +272,7 @@ class Prune(WholeModelVerb):
                 budgets=size.budgets(),
                 methods=choice.method,
                 heads=named,
-                texts=texts,
+                texts=self.text_config(_DEMO),
                 recall_prompts=RecallConfig(prompts=0) if alone else RecallConfig(weight=choice.recall_weight),
                 unit=self.unit,
                 kv_counts=choice.kv_counts,

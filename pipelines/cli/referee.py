@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError
 from headscan.pipelines.cli.results import Json, Result
-from headscan.pipelines.cli.task_options import DemoSize, Metric, WholeModelVerb, check_labelled, labelled_model
-from headscan.pipelines.cli.verb_base import say
+from headscan.pipelines.cli.task_options import DemoSize, Metric, WholeModelVerb, check_labelled, labelled_config
+from headscan.pipelines.cli.verb_base import quiet_libraries, say
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.evaluation_settings import DEFAULT_CRITERIA, SITE_CRITERIA, Comparison
 from headscan.pipelines.settings.saving_settings import REPAIRS
@@ -21,6 +21,7 @@ from headscan.pipelines.settings.saving_settings import REPAIRS
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
     from headscan.analysis.verdicts.criterion_points import SitePoint
+    from headscan.analysis.verdicts.judge import Verdict
 
 #: Some sixty models answer the demo's questions.
 _DEMO = DemoSize(questions=30, recall=20, sequences=96)
@@ -83,7 +84,7 @@ class Referee(WholeModelVerb):
         return self._on_tasks() if self.data is None else self._on_examples(self.data)
 
     def _on_examples(self, data: DataSpec) -> Result:
-        from headscan.pipelines.referee.site_referee import SiteRefereeConfig, run_labelled_referee
+        from headscan.pipelines import jobs
 
         compared = self.criteria.compared()
         if compared.criteria == DEFAULT_CRITERIA:
@@ -91,33 +92,32 @@ class Referee(WholeModelVerb):
             say(f"on labelled examples: {', '.join(compared.criteria)}")
         ranking = None if self.rank_data is None else DataSpec(self.rank_data)
         max_tokens = self.calibration.texts.keywords.get("max_tokens")
-        with labelled_model(self, data, self.metric, max_tokens) as (config, texts, run):
-            run_id, points = run_labelled_referee(SiteRefereeConfig(config, compared, ranking), run, texts=texts)
-        return site_result(run.store, run_id, points)
+        config = jobs.SiteRefereeConfig(labelled_config(self, data, self.metric, max_tokens), compared, ranking)
+        result = jobs.labelled_referee(config, self.store.path, **self.job_options())
+        return site_result(self.store.open(), result.run_id, result.points)
 
     def _on_tasks(self) -> Result:
-        from headscan.pipelines.pruning.prune_config import RepairChoice
-        from headscan.pipelines.referee.run_referee import RefereeConfig, run_referee
+        from headscan.pipelines import jobs
 
-        texts = self.text_config(_DEMO)
-        with tempfile.TemporaryDirectory() as scratch, self.opened_whole(texts) as (run, opener):
-            config = RefereeConfig(
-                evaluation=self.evaluation(run.model, Path(scratch), _DEMO),
+        options = self.whole_model_options()
+        quiet_libraries()
+        with tempfile.TemporaryDirectory() as scratch:
+            config = jobs.RefereeConfig(
+                evaluation=self.evaluation(self.full_precision(), Path(scratch), _DEMO),
                 compared=self.criteria.compared(),
-                texts=texts,
-                repair=RepairChoice(self.criteria.repair),
+                texts=self.text_config(_DEMO),
+                repair=jobs.RepairChoice(self.criteria.repair),
             )
-            run_id = run_referee(opener.with_evaluation(config), run)
-        return referee_result(run.store, run_id)
+            verdict = jobs.referee(config, self.store.path, **options)
+        return referee_result(self.store.open(), verdict)
 
 
-def referee_result(store: Store, run_id: str) -> Result:
+def referee_result(store: Store, verdict: Verdict) -> Result:
     """Return the losses of a finished referee, and how far its criteria agree."""
     from headscan.analysis.verdicts.criterion_points import agreements, criterion_points
-    from headscan.analysis.verdicts.judge import judge
     from headscan.pipelines.referee.referee_table import agreement_text, criterion_losses, referee_text
 
-    verdict = judge(store, run_id)
+    run_id = verdict.run_id
     points = criterion_points(store, verdict)
     losses = criterion_losses(points, [arm for arm in verdict.outcomes.values() if arm.is_random])
     heads = [(layer, head) for site, layer, head in _heads(store, run_id) if site == "self"]

@@ -30,6 +30,6 @@ class Scan(CorpusVerb):
     settings: Annotated[partial[ScanConfig], Group("statistics")]
 
     def run(self) -> None:
-        from headscan.pipelines.measure.run_scan import run_scan
+        from headscan.pipelines import jobs
 
-        self.run_measurement(self.settings, run_scan)
+        self.run_measurement(self.settings, jobs.scan)

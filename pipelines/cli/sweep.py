@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.options import Group
-from headscan.pipelines.cli.option_parser import with_flags
 from headscan.pipelines.cli.results import Result, arm_row, verdict_text
 from headscan.pipelines.cli.task_options import DemoSize, TaskVerb, evaluation_of, replacement_config
-from headscan.pipelines.cli.verb_base import quiet_libraries, say
-from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, ReplacementOption, SweepConfig
+from headscan.pipelines.cli.verb_base import quiet_libraries
+from headscan.pipelines.settings.evaluation_settings import ReplacementOption, SweepConfig
 
 if TYPE_CHECKING:
     from headscan.analysis.verdicts.confirmation import SweepChoice
@@ -48,7 +47,7 @@ class Sweep(TaskVerb):
 
     def run(self) -> Result:
         from headscan.analysis.verdicts.curves import read_curves
-        from headscan.pipelines.evaluate.run_sweep import judge_runs, run_sweep
+        from headscan.pipelines import jobs
 
         quiet_libraries()
         spec = self.spec()
@@ -56,17 +55,13 @@ class Sweep(TaskVerb):
         with tempfile.TemporaryDirectory() as scratch:
             evaluation = evaluation_of(self, self.tasks, self.recall, spec, Path(scratch), _DEMO)
             config = self.arms.sweep(evaluation=evaluation, replacement=replacement)
-            with self.opened(spec, None, tokens=TASK_TOKENS, evaluates=True) as (run, opener):
-                run.say = lambda line: say(with_flags(line, Sweep))
-                runs = run_sweep(opener.with_evaluation(config), run)
-        store = run.store
-        curves = read_curves(store, runs.evaluate_run)
-        result = judge_runs(store, runs, confirm=config.confirm)
+            result = jobs.sweep(config, self.store.path, **self.job_options())
         verdict, choices = result.verdict, result.choices
+        curves = read_curves(self.store.open(), verdict.run_id)
 
         def text() -> str:
             parts = [
-                f"scan {runs.scan_run} and sweep {runs.evaluate_run} in {self.store.path}",
+                f"scan {result.scan_run} and sweep {verdict.run_id} in {self.store.path}",
                 curves_text(curves),
                 verdict.progress if verdict.unfinished else "",
                 choices_text(choices, confirm=config.confirm),
@@ -74,8 +69,8 @@ class Sweep(TaskVerb):
             return "\n\n".join(filter(None, parts))
 
         facts = {
-            "run_id": runs.evaluate_run,
-            "scan_run_id": runs.scan_run,
+            "run_id": verdict.run_id,
+            "scan_run_id": result.scan_run,
             "store": self.store.path,
             "unfinished": verdict.unfinished,
             "choices": [{**asdict(choice), "verdict": arm_row(choice.verdict)} for choice in choices],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,8 +25,7 @@ from headscan.pipelines.settings.saving_settings import TextConfig
 if TYPE_CHECKING:
     from headscan.catalog import ReplacementKind
     from headscan.pipelines.ablate.labelled_arms import LabelledConfig
-    from headscan.pipelines.measure.labelled_texts import LabelledTexts
-    from headscan.pipelines.runs.run_context import ModelOpener, Run
+    from headscan.pipelines.jobs import JobOptions
 
 #: Length of the demo's recall questions.
 _DEMO_RECALL = 256
@@ -138,16 +135,9 @@ class WholeModelVerb(RunVerb):
     def evaluation(self, spec: ModelSpec, scratch: Path, demo: DemoSize) -> EvaluateConfig:
         return evaluation_of(self, self.tasks, self.recall, spec, scratch, demo)
 
-    @contextmanager
-    def opened_whole(self, texts: TextConfig) -> Iterator[tuple[Run, ModelOpener]]:
-        from headscan.pipelines.runs.model_identity import identify
-
-        verb = replace(self, devices=self.devices.in_this_process())
-        quiet_libraries()
-        spec = self.full_precision()
-        identity = identify(spec)
-        with verb.opened(spec, identity, tokens=texts.placed_tokens(identity), evaluates=True) as opened:
-            yield opened
+    def whole_model_options(self) -> JobOptions:
+        """Return the options of a job that runs in this process."""
+        return replace(self, devices=self.devices.in_this_process()).job_options()
 
 
 def evaluation_of(
@@ -222,17 +212,11 @@ def check_labelled(verb: RunVerb, data: DataSpec | None, metric: str | None, wit
             raise UsageError(f"{flag} has no effect with --data: leave one of them out")
 
 
-@contextmanager
-def labelled_model(
+def labelled_config(
     verb: RunVerb, data: DataSpec, metric: LabelledMetric | None, max_tokens: int | None
-) -> Iterator[tuple[LabelledConfig, LabelledTexts, Run]]:
-    """Yield settings, examples, and the run of the model that a command line names."""
+) -> LabelledConfig:
+    """Return the settings of the examples and the model that a command line names."""
     from headscan.pipelines.ablate.labelled_arms import LabelledConfig
-    from headscan.pipelines.measure.labelled_texts import read_labelled
 
-    spec, identity = verb.identified()
-    config = LabelledConfig(spec, data, metric, max_tokens)
-    texts = read_labelled(config.data, spec, identity, max_tokens)
-    config.metric_of(texts)
-    with verb.opened(spec, identity, tokens=texts.longest) as (run, opener):
-        yield opener.sized(config), texts, run
+    quiet_libraries()
+    return LabelledConfig(verb.spec(), data, metric, max_tokens)

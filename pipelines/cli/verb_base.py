@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from headscan.checkpoints.source_folder import DEMO_MODEL, check_folder
 from headscan.cluster.placement_base import PlacementRequest, Timeouts, ray_address
 from headscan.errors import ModelLoadError
 from headscan.model_spec import ModelSpec
-from headscan.options import BATCH_TOKENS, LONGEST_WAIT, Group, Option
+from headscan.options import LOCK_TIMEOUT, LONGEST_WAIT, Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, with_flags
 from headscan.pipelines.runs.text_tables import printable_lines
 from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec
@@ -24,8 +23,9 @@ from headscan.pipelines.settings.evaluation_settings import ResumeAnyway
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
+    from headscan.pipelines.jobs import JobOptions
     from headscan.pipelines.runs.model_identity import ModelIdentity
-    from headscan.pipelines.runs.run_context import ModelOpener, Run
+    from headscan.pipelines.runs.run_context import ModelOpener
 
 #: Corpus of the bundled model unless one is named: modules of the standard library that it has not read.
 DEMO_CORPUS = "python-stdlib-heldout"
@@ -69,7 +69,7 @@ class StoreOptions:
         Option(
             "wait for another process that holds the store, in seconds", metavar="SECONDS", least=0, most=LONGEST_WAIT
         ),
-    ] = 30.0
+    ] = LOCK_TIMEOUT
 
     def open(self, *, writes: bool = False) -> Store:
         """Return the store, and report a wait for another process. ``writes`` raises now, before anything is measured,
@@ -123,20 +123,15 @@ class Devices:
     ] = None
     timeouts: Annotated[Timeouts, Group()]
 
-    def opener(
-        self, spec: ModelSpec, *, tokens: int, batch_tokens: int = BATCH_TOKENS, evaluates: bool = False
-    ) -> ModelOpener:
-        """Return the opener of a model for sequences of up to ``tokens`` tokens, which prints every placement. The
-        request replaces ``batch_tokens``.
-        """
+    def opener(self, spec: ModelSpec, tokens: int) -> ModelOpener:
+        """Return the opener of a model that generates, for texts of ``tokens`` tokens; it prints every placement."""
         from headscan.pipelines.runs.run_context import ModelOpener
 
         return ModelOpener(
             spec,
             tokens,
             self.request,
-            batch_tokens,
-            evaluates=evaluates,
+            evaluates=True,
             ray_address=self.ray_address,
             timeouts=self.timeouts,
             say=lambda line: say(with_flags(line, Devices)),
@@ -220,20 +215,17 @@ class RunVerb(ModelVerb, StoreVerb):
     devices: Annotated[Devices, Group("devices")]
     resume_anyway: ResumeAnyway = False
 
-    @contextmanager
-    def opened(
-        self,
-        spec: ModelSpec,
-        identity: ModelIdentity | None,
-        *,
-        tokens: int,
-        batch_tokens: int = BATCH_TOKENS,
-        evaluates: bool = False,
-    ) -> Iterator[tuple[Run, ModelOpener]]:
-        """Yield a run of a model on the devices, and the opener of its pool; ``identity`` None computes it."""
-        from headscan.pipelines.runs.run_context import Run
-
-        store = self.store.open(writes=True)
-        opener = self.devices.opener(spec, tokens=tokens, batch_tokens=batch_tokens, evaluates=evaluates)
-        with Run(spec, store, opener, identity=identity, resume_anyway=self.resume_anyway, say=say) as run:
-            yield run, opener
+    def job_options(self, identity: ModelIdentity | None = None) -> JobOptions:
+        """Return the options of the job of this verb; ``identity`` None lets the job read it. Raise now, before
+        anything is measured, if the store cannot be written.
+        """
+        self.store.open(writes=True)
+        return {
+            "devices": self.devices.request,
+            "ray_address": self.devices.ray_address,
+            "timeouts": self.devices.timeouts,
+            "resume_anyway": self.resume_anyway,
+            "lock_timeout": self.store.lock_timeout,
+            "identity": identity,
+            "say": lambda line: say(with_flags(line, type(self))),
+        }

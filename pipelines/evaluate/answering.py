@@ -17,8 +17,7 @@ from headscan.cluster.pool import Pool
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.scoring.arms import Arm
-from headscan.pipelines.scoring.bundles import LEAST_SIZE, BundleItem, Start, bundle, start_of
-from headscan.pipelines.scoring.generation import GenerationItem
+from headscan.pipelines.scoring.bundles import LEAST_SIZE, BundleItem, Start, bundle
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, common_tokens
 from headscan.pipelines.scoring.reading import Reading
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
@@ -242,26 +241,25 @@ def _todo(
                 most = pace.most_arms(item) if item.scored else 1
                 part, lacking = lacking[:most], lacking[most:]
                 arms = [by_arm[index].arm for index in part]
-                work = _together(arms, item, settings) if len(part) > 1 else arm_work(arms[0], item, settings)
+                work = _bundle_work(arms, item, settings) if len(part) > 1 else arm_work(arms[0], item, settings)
                 yield ArmsWork(part, item.index, work)
 
 
 def arm_work(arm: Arm, item: WorkItem, settings: AnsweringSettings) -> ScoringItem:
-    """Return the work of one arm on one item."""
-    name = f"{arm.name}, requests {item.index}"
+    """Return the work of one arm on one item; see the table of `reading`."""
+    name, reading = f"{arm.name}, requests {item.index}", settings.reading
     if item.work_of is not None:
         return item.work_of(name, arm.ablated)
     if item.scored:
-        return settings.reading.item(name, item.scored, arm.ablated, settings.batch_tokens)
-    return GenerationItem(name, item.written, arm.ablated, settings.batch_tokens, one_by_one=settings.reading.as_rules)
+        return reading.item(name, item.scored, arm.ablated, settings.batch_tokens)
+    return reading.generation(name, item.written, arm.ablated, settings.batch_tokens)
 
 
-def _together(arms: Sequence[Arm], item: WorkItem, settings: AnsweringSettings) -> BundleItem:
+def _bundle_work(arms: Sequence[Arm], item: WorkItem, settings: AnsweringSettings) -> ScoringItem:
+    """Return the work of several masks on one item."""
     masks = tuple(arm.ablated for arm in arms)
-    starts = tuple(start_of(mask, settings.starts) for mask in masks)
     name = f"{arms[0].name} and {len(arms) - 1} more, requests {item.index}"
-    share = settings.reading.share_prefixes and all(mask is None or mask.may_share_prefix for mask in masks)
-    return BundleItem(name, item.scored, masks, starts, settings.batch_tokens, share)
+    return settings.reading.bundle(name, item.scored, masks, settings.starts, settings.batch_tokens)
 
 
 class _AnswerWriter:

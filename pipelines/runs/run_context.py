@@ -45,23 +45,7 @@ class HasBatchSize(Protocol):
     def batch_tokens(self) -> int: ...
 
 
-class HasEvaluation(Protocol):
-    """Settings of a job on tasks."""
-
-    @property
-    def evaluation(self) -> HasBatchSize: ...
-
-
-class HasFit(Protocol):
-    """Settings of a job that fits gates."""
-
-    @property
-    def fit(self) -> HasBatchSize: ...
-
-
 S = TypeVar("S", bound=HasBatchSize)
-E = TypeVar("E", bound=HasEvaluation)
-F = TypeVar("F", bound=HasFit)
 
 
 @dataclass
@@ -107,16 +91,6 @@ class ModelOpener:
         """Return settings with the batch size of the placement."""
         settings: Any = config
         return replace(settings, batch_tokens=self.batch_tokens)
-
-    def with_evaluation(self, config: E) -> E:
-        """Return settings whose evaluation has the batch size of the placement."""
-        settings: Any = config
-        return replace(settings, evaluation=self.sized(config.evaluation))
-
-    def with_fit(self, config: F) -> F:
-        """Return settings whose fit has the batch size of the placement."""
-        settings: Any = config
-        return replace(settings, fit=self.sized(config.fit))
 
     def _place(self, model: ModelSpec) -> ChosenPlacement:
         """Return and report the placement of a model."""

@@ -1,5 +1,5 @@
 """A study: the largest safe savings of a model, within a number of hours.
 
 `run_study` runs the steps, `study_config` holds the settings, `study_time` decides what the hours allow,
-`study_texts` splits the texts, and `study_answer` is the result.
+`study_texts` splits the texts, `study_candidates` makes the arms, and `study_answer` is the result.
 """

@@ -7,21 +7,16 @@ the judging questions are read. The same call resumes; every step is a run in th
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from headscan.ablation.masks import HeadMask
-from headscan.analysis.plans import HeadPlan, WindowShare, load_plan, planned_bytes
+from headscan.analysis.plans import HeadPlan, WindowShare, load_plan
 from headscan.analysis.report.write_report import write_report
-from headscan.analysis.store.output_files import write_text
-from headscan.analysis.store.records import ArmKind
-from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS, LEAST_RETAINED
-from headscan.analysis.verdicts.judge import judge
+from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS
 from headscan.analysis.verdicts.metrics import Increase
 from headscan.analysis.verdicts.ordered_shares import (
     Outcome,
@@ -30,19 +25,17 @@ from headscan.analysis.verdicts.ordered_shares import (
     judge_shares,
     read_losses,
 )
-from headscan.catalog import head_count
 from headscan.pipelines.corpora import TokenPlan
 from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.evaluate.continuation_task import CONTINUATION, write_task
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
 from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.kv.measured_plan import measured_plans
-from headscan.pipelines.kv.plan_arms import plan_arms
 from headscan.pipelines.measure.run_importance import run_importance
 from headscan.pipelines.measure.run_probe import run_probe
 from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.pruning.prune_config import PruneConfig
-from headscan.pipelines.pruning.pruned_arms import BuiltModel, pruned_arm
+from headscan.pipelines.pruning.pruned_arms import BuiltModel
 from headscan.pipelines.pruning.pruning_units import ShareBudget
 from headscan.pipelines.pruning.run_prune import run_prune
 from headscan.pipelines.pruning.work_folder import delivered_model
@@ -54,7 +47,8 @@ from headscan.pipelines.settings.corpus_settings import SHORTEST
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, RecallPlan, TaskConfig
 from headscan.pipelines.settings.measure_settings import ImportanceConfig, ProbeConfig, ScanConfig
 from headscan.pipelines.settings.saving_settings import PlanConfig, RecallConfig, TextConfig
-from headscan.pipelines.study.study_answer import ABLATED, CACHED, REMOVED, Saving, SavingKind, StudyAnswer
+from headscan.pipelines.study.study_answer import Saving, SavingKind, StudyAnswer
+from headscan.pipelines.study.study_candidates import Candidates, ablations, best_criterion, caches, mask_arms, removals
 from headscan.pipelines.study.study_config import (
     FEWEST_STUDY_TEXTS,
     StudyConfig,
@@ -84,31 +78,6 @@ def run_study(config: StudyConfig, run: Run) -> StudyAnswer:
         run: The store in the study's folder, and the model, held whole in this process.
     """
     return _Study.begin(config, run).answer()
-
-
-@dataclass(frozen=True)
-class _Candidates:
-    """The arms of one kind of saving, from small to large.
-
-    Attributes:
-        saving: What is known of them before they are judged.
-        write: Returns the file of one of them by its number; the largest safe one is asked for.
-    """
-
-    arms: list[Arm]
-    saving: Saving
-    write: Callable[[int], str]
-
-    @property
-    def kind(self) -> SavingKind:
-        return self.saving.kind
-
-    def saving_of(self, verdicts: Sequence[ShareVerdict]) -> Saving:
-        """Return the saving with its verdicts, and with the file of the largest safe share, if there is one."""
-        saving = replace(self.saving, judged=tuple(verdicts))
-        if saving.safe is None:
-            return saving
-        return replace(saving, file=self.write([arm.name for arm in self.arms].index(saving.safe.name)))
 
 
 @dataclass(frozen=True)
@@ -210,102 +179,36 @@ class _Study:
         run_id = self._scan_run if run_kind(criterion) == "scan" else self._importance_run
         return [(head.layer, head.head) for head in head_order(self.run.store, run_id, criterion)]
 
-    def _candidates(self) -> list[_Candidates]:
+    def _candidates(self) -> list[Candidates]:
         """Return the candidates of every kind that the settings and the hours allow."""
-        config, found, criterion = self.config, list[_Candidates](), ""
+        config, found, criterion = self.config, list[Candidates](), ""
         if config.shares:
             masks, criterion = self._masks()
-            found.append(self._ablations(masks, criterion))
+            heads = self.run.facts.grid.total_heads
+            found.append(ablations(masks, criterion, heads, Path(config.out) / "heads.json"))
         if config.window_shares and self._has_time("the plans"):
-            found.append(self._caches(self._plans()))
+            found.append(caches(self._plans(), self.tokens, self._plan_file))
         if config.prune_shares and self._has_time("the pruned models"):
-            found.append(self._removals(self._pruned(criterion)))
+            found.append(removals(self._pruned(criterion), config.model, self.run))
         if not found:
             raise StudyError(
                 f"`hours={config.hours:g}` were used up before anything could be tried. Run the same command again"
             )
         return found
 
-    def _ablations(self, masks: list[Arm], criterion: str) -> _Candidates:
-        heads = self.run.facts.grid.total_heads
-        saving = Saving(ABLATED, (), _tried(masks), units=heads, criterion=criterion)
-        return _Candidates(masks, saving, lambda number: self._write_heads(masks[number]))
-
-    def _caches(self, plans: Sequence[HeadPlan]) -> _Candidates:
-        arms = [plan_arms(plan, ("forward",), 0)[0] for plan in plans]
-        layers = plans[0].model.layers
-        whole = sum(layer.cache_bytes(self.tokens) for layer in layers)
-        saved = [1 - planned_bytes(plan, self.tokens) / whole for plan in plans]
-        saving = Saving(
-            CACHED,
-            (),
-            _tried(arms),
-            units=sum(layer.num_key_value_heads for layer in layers),
-            length=self.tokens,
-            cache_saved={arm.name: share for arm, share in zip(arms, saved, strict=True)},
-        )
-        return _Candidates(arms, saving, lambda number: str(plans[number].save(self._plan_file)))
-
-    def _removals(self, built: Sequence[BuiltModel]) -> _Candidates:
-        arms = [pruned_arm(each, self.config.model, self.run.identity) for each in built]
-        costs = {arm.name: each.costs for arm, each in zip(arms, built, strict=True)}
-        saving = Saving(
-            REMOVED,
-            (),
-            _tried(arms),
-            units=self.run.facts.grid.total_heads,
-            cache_saved={name: 1 - cost.cache_left for name, cost in costs.items() if cost.cache_left is not None},
-            weights_saved={name: 1 - cost.weights_left for name, cost in costs.items()},
-        )
-        return _Candidates(arms, saving, lambda number: str(built[number].folder))
-
     def _masks(self) -> tuple[list[Arm], str]:
         """Return the arms of the best criterion, from small to large, and its name."""
         self._begin_step("3. importance, criterion: which score ranks the heads, on texts that judge nothing")
-        by_criterion = {name: self._mask_arms(name, self._order(name)) for name in self.config.ranking}
-        best = self._best_criterion(by_criterion) if len(by_criterion) > 1 else next(iter(by_criterion))
-        return by_criterion[best], best
-
-    def _mask_arms(self, criterion: str, order: Sequence[tuple[int, int]]) -> list[Arm]:
-        total = len(order)
-        counts = {share: head_count(share, total) for share in self.config.shares or ()}
-        arms = []
-        for share, count in counts.items():
-            name = f"mask {criterion} {100 * share:g}% of study"
-            heads = HeadMask(order[:count])
-            arms.append(Arm(name, ArmKind.MASK, heads, criterion, share, selection="study"))
-        return arms
-
-    def _best_criterion(self, arms: dict[str, list[Arm]]) -> str:
-        """Return the criterion with most shares below the limits on the choosing texts, by the best estimates; the
-        least mean loss breaks ties.
-        """
         config = self.config
+        arms = {name: mask_arms(name, self._order(name), config.shares or ()) for name in config.ranking}
+        if len(arms) == 1:
+            return arms[config.ranking[0]], config.ranking[0]
         text = self._read(self.texts.choose, max(FEWEST_STUDY_TEXTS, self._judged_texts // 2), "choose")
         recall_plan = self._recall(config.recall_prompts, seed=1)
         choosing = EvaluateConfig(config.model, TaskConfig(), recall_plan, config.batch_tokens, text=text)
         run_id = self._evaluate(choosing, [arm for of_one in arms.values() for arm in of_one])
-        verdict = judge(self.run.store, run_id)
-        outcomes = verdict.outcomes
-        losses = read_losses(self.run.store, run_id)
-        ranks = {}
-        for criterion, of_one in arms.items():
-            kept = 0
-            for arm in of_one:
-                recall = [each.paired.retained for each in outcomes[arm.name].judged_recall]
-                lost = any(each is not None and each.value < LEAST_RETAINED for each in recall)
-                if lost or losses[arm.name].difference > config.max_loss:
-                    break
-                kept += 1
-            mean = sum(losses[arm.name].difference for arm in of_one) / len(of_one)
-            ranks[criterion] = (-kept, mean)
-            listed = ", ".join(f"{100 * (arm.share or 0):g}% {losses[arm.name].difference:+.3f}" for arm in of_one)
-            self.run.say(
-                f"{criterion}: loss {listed} nats per token; {kept} of {len(of_one)} shares keep loss and recall"
-            )
-        best = min(ranks, key=lambda name: ranks[name])
-        self.run.say(f"{best} ranks the heads")
-        return best
+        best = best_criterion(self.run, run_id, arms, config.max_loss)
+        return arms[best], best
 
     def _plans(self) -> list[HeadPlan]:
         """Return the plans, smallest share first; those on disk stay."""
@@ -360,7 +263,7 @@ class _Study:
         return read_losses(self.run.store, self._evaluate(reading, arms), comparisons=self.config.kind_count)
 
     def _judged(
-        self, candidates: Sequence[_Candidates], losses: dict[str, Increase]
+        self, candidates: Sequence[Candidates], losses: dict[str, Increase]
     ) -> tuple[str, dict[SavingKind, list[ShareVerdict]]]:
         """Ask the questions from small to large shares; each kind ends with its first failure. Return the run's id and
         the verdicts of every kind, of which each has at least one.
@@ -368,14 +271,14 @@ class _Study:
         config = self.config
         self._begin_step("7. questions, from small to large shares; the first failure ends each kind")
         judged: dict[SavingKind, list[ShareVerdict]] = {}
-        tried = {each.kind: each.arms for each in candidates}
+        tried = {each.kind: each for each in candidates}
         live = dict.fromkeys(tried, 0)
         while live:
             # The arms of one round share the work of the baseline.
-            asked = [tried[kind][number] for kind, number in live.items()]
+            asked = [tried[kind].arms[number] for kind, number in live.items()]
             run_id = self._evaluate(self._judging, [a for a in asked if not exceeds(losses[a.name], config.max_loss)])
             for kind, number in list(live.items()):
-                shares = _tried(tried[kind])
+                shares = tried[kind].saving.tried
                 judged[kind] = judge_shares(
                     self.run.store, run_id, shares, losses, max_loss=config.max_loss, comparisons=config.kind_count
                 )
@@ -478,15 +381,3 @@ class _Study:
 
     def _count(self, sql: str, run_id: str) -> int:
         return int(self.run.store.query(sql, [run_id])[0][0].as_py())
-
-    def _write_heads(self, arm: Arm) -> str:
-        """Write the ablated heads as a list that `headscan prune --import-heads` reads, and return its path."""
-        assert isinstance(arm.ablated, HeadMask)
-        path = Path(self.config.out) / "heads.json"
-        write_text(path, json.dumps([list(head) for head in arm.ablated.heads]) + "\n")
-        return str(path)
-
-
-def _tried(arms: Sequence[Arm]) -> tuple[tuple[str, float], ...]:
-    """Return the names and nominal shares of arms."""
-    return tuple((arm.name, arm.share or 0.0) for arm in arms)

@@ -15,7 +15,7 @@ from headscan.options import BATCH_TOKENS
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.runs import model_identity
 from headscan.pipelines.runs.run_context import ModelContext, ModelOpener
-from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, SweepConfig, TaskConfig
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from tests.pipelines.conftest import THREADS
 
 
@@ -76,7 +76,5 @@ def test_settings_take_the_batch_size_of_the_placement() -> None:
     assert opener(PlacementRequest(device="cpu"), 3 * BATCH_TOKENS).batch_tokens == 3 * BATCH_TOKENS
     with pytest.raises(PlacementError, match=rf"`batch_tokens={BATCH_TOKENS}` in 64.0 MiB \(limit \d+\)"):
         opener(replace(limited, batch_tokens=BATCH_TOKENS), 300)
-    sweep = SweepConfig(EvaluateConfig(demo, TaskConfig(("any",))))
-    sized = replace(sweep.evaluation, batch_tokens=held)
-    assert opener(limited).sized(sweep.evaluation) == sized
-    assert opener(limited).with_evaluation(sweep) == replace(sweep, evaluation=sized)
+    evaluation = EvaluateConfig(demo, TaskConfig(("any",)))
+    assert opener(limited).sized(evaluation) == replace(evaluation, batch_tokens=held)

@@ -33,8 +33,9 @@ from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
 from headscan.pipelines.study.run_study import _Study, run_study
 from headscan.pipelines.study.study_answer import ABLATED, CACHED, REMOVED, Saving, StudyAnswer
+from headscan.pipelines.study.study_candidates import write_heads
 from headscan.pipelines.study.study_config import StudyConfig, StudyError, read_study, resumed, study_from, write_study
-from headscan.pipelines.study.study_texts import StudyTexts, split_texts
+from headscan.pipelines.study.study_texts import split_texts
 from headscan.pipelines.study.study_time import QuestionCosts, decided, limit_per_task, question_costs
 from tests.pipelines.conftest import THREADS
 
@@ -346,10 +347,7 @@ def test_texts_that_judge_are_not_those_that_measure(tmp_path: Path) -> None:
 
 def test_the_safe_heads_are_a_file_that_prune_reads(tmp_path: Path) -> None:
     arm = Arm("b", ArmKind.MASK, HeadMask([(2, 3), (0, 1)]))
-    with Run(SPEC, Store(tmp_path / "s.duckdb"), lambda spec: InProcessPool(spec, THREADS)) as study_run:
-        a_study = _Study(tiny(tmp_path), study_run, StudyTexts(tmp_path), 128, 0.0)
-        file = a_study._write_heads(arm)
-    assert list(imported_heads(file)) == [(0, 1), (2, 3)]
+    assert imported_heads(write_heads(arm, tmp_path / "heads.json")) == [(0, 1), (2, 3)]
 
 
 def test_a_stop_right_after_the_pruning_loses_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
