@@ -1,4 +1,5 @@
-"""The jobs that a person runs. `jobs` has them as functions, `cli` as verbs of the command line.
+"""The jobs that a person runs: functions in `job_functions`, which the verbs of the command line (`cli`) call. `jobs`
+exports them to Python, with their settings and results.
 
 A folder for each job: `measure` (scan, probe, importance, gates), `ablate`, `evaluate` (and sweep), `referee`, `kv`
 (plans), `pruning`, `study`, `export`, and `demo` with the bundled model.

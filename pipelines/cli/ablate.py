@@ -106,7 +106,7 @@ class Ablate(RunVerb):
     def run(self) -> Result:
         if self.data is not None:
             return self._on_examples(self.data)
-        from headscan.pipelines import jobs
+        from headscan.pipelines import job_functions
         from headscan.pipelines.settings.evaluation_settings import AblateConfig
 
         texts = None if self.tasks.names else self.texts.loss(corpus=self.texts.required(self))
@@ -116,7 +116,7 @@ class Ablate(RunVerb):
             evaluation = self.tasks.config(spec, **self._demo_task(Path(scratch)))
             replacement = replacement_config(self.heads.value, self.texts, self)
             config = AblateConfig(evaluation, texts, self.heads.modes, replacement)
-            result = jobs.ablate(config, self.store.path, **self.job_options())
+            result = job_functions.ablate(config, self.store.path, **self.job_options())
         return effects_result(result.run_id, self.store.path, result.effects)
 
     def _demo_task(self, scratch: Path) -> dict[str, Any]:
@@ -130,11 +130,12 @@ class Ablate(RunVerb):
         return {"include_path": demo_task(scratch)["include_path"]}
 
     def _on_examples(self, data: DataSpec) -> Result:
-        from headscan.pipelines import jobs
+        from headscan.pipelines import job_functions
+        from headscan.pipelines.ablate.labelled_arms import LabelledAblateConfig
 
         judging = labelled_config(self, data, self.metric, self.texts.loss.keywords.get("max_tokens"))
-        config = jobs.LabelledAblateConfig(judging, self.heads.modes)
-        result = jobs.labelled_ablate(config, self.store.path, **self.job_options())
+        config = LabelledAblateConfig(judging, self.heads.modes)
+        result = job_functions.labelled_ablate(config, self.store.path, **self.job_options())
         return effects_result(result.run_id, self.store.path, result.effects)
 
 

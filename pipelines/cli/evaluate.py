@@ -79,7 +79,7 @@ class Evaluate(TaskVerb):
             self.store.check_exists()
         # The imports below load torch, which takes seconds.
         from headscan.models.model_facts import check_bounds
-        from headscan.pipelines import jobs
+        from headscan.pipelines import job_functions
 
         quiet_libraries()
         spec = self.spec()
@@ -88,7 +88,7 @@ class Evaluate(TaskVerb):
         options = self.job_options()
         with tempfile.TemporaryDirectory() as scratch:
             config = evaluation_of(self, self.tasks, self.recall, spec, Path(scratch), _DEMO)
-            verdict = jobs.evaluate(config, self.store.path, chosen, **options)
+            verdict = job_functions.evaluate(config, self.store.path, chosen, **options)
         facts = {"run_id": verdict.run_id, "store": self.store.path, "unfinished": verdict.unfinished}
         parts = [
             f"run {verdict.run_id} in {self.store.path}",

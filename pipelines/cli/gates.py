@@ -35,13 +35,13 @@ class Gates(RunVerb):
     settings: Annotated[partial[GatesConfig], Group("fit")]
 
     def run(self) -> Result:
-        from headscan.pipelines import jobs
+        from headscan.pipelines import job_functions
 
         corpus = self.corpus.required(self)
         spec, identity = self.identified()
         config = self.settings(model=spec, corpus=corpus)
         config = replace(config, max_tokens=min(config.max_tokens, identity.max_tokens or config.max_tokens))
-        result = jobs.gates(config, self.store.path, **self.job_options(identity))
+        result = job_functions.gates(config, self.store.path, **self.job_options(identity))
         if result.already_done:
             say(f"run {result.run_id} is complete in {self.store.path}: nothing to do")
         return _result(self.store.open(), result.run_id, self.store.path, config.site, result.mask)

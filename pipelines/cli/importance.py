@@ -60,19 +60,20 @@ class Importance(CorpusVerb):
 
     def _on_corpus(self) -> str:
         from headscan.models.model_facts import is_classifier
-        from headscan.pipelines import jobs
+        from headscan.pipelines import job_functions
 
         spec = self.spec()
         if is_classifier(spec.config()):
             raise UsageError(f"{self.model} is a classifier, and text has no labels. Give --data")
-        return self.run_measurement(self.settings, jobs.importance)
+        return self.run_measurement(self.settings, job_functions.importance)
 
     def _on_examples(self, data: DataSpec) -> str:
-        from headscan.pipelines import jobs
+        from headscan.pipelines import job_functions
+        from headscan.pipelines.settings.measure_settings import LabelledImportanceConfig
 
         quiet_libraries()
-        config = jobs.LabelledImportanceConfig(self.spec(), data, self.tokens.max_tokens, **self.settings.keywords)
-        result = jobs.labelled_importance(config, self.store.path, **self.job_options())
+        config = LabelledImportanceConfig(self.spec(), data, self.tokens.max_tokens, **self.settings.keywords)
+        result = job_functions.labelled_importance(config, self.store.path, **self.job_options())
         if result.report is None:
             print(f"run {result.run_id} is complete in {self.store.path}: nothing to do")
             return result.run_id

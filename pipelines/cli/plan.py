@@ -182,7 +182,7 @@ class Plan(OptionalModelVerb, RunVerb):
         return plan
 
     def _measured(self) -> HeadPlan:
-        from headscan.pipelines import jobs
+        from headscan.pipelines import job_functions
         from headscan.pipelines.settings.saving_settings import LossLimit
 
         corpus = self.measured.required(self)
@@ -196,7 +196,7 @@ class Plan(OptionalModelVerb, RunVerb):
         )
         budget = self._budget() if self.budget.max_loss is None else LossLimit(self.budget.max_loss)
         assert budget is not None
-        return jobs.plan(config, self.store.path, budget, **self.job_options(identity))
+        return job_functions.plan(config, self.store.path, budget, **self.job_options(identity))
 
     def _budget(self) -> BudgetRequest | None:
         """Return the budget; None for the pattern's own."""

@@ -57,7 +57,7 @@ class Probe(RunVerb):
     retrieval: Annotated[_Retrieval, Group("retrieval_score")]
 
     def run(self) -> Result:
-        from headscan.pipelines import jobs
+        from headscan.pipelines import job_functions
         from headscan.pipelines.measure.run_probe import default_lengths
 
         spec, identity = self.identified(need_tokenizer=False)
@@ -65,7 +65,7 @@ class Probe(RunVerb):
         config = self.settings(
             model=spec, corpus=self.retrieval.corpus.spec(), settings=self.retrieval.probe(lengths=lengths)
         )
-        result = jobs.probe(config, self.store.path, **self.job_options(identity))
+        result = job_functions.probe(config, self.store.path, **self.job_options(identity))
         return _result(self.store.open(), result.run_id, self.store.path, already_done=result.already_done)
 
 

@@ -233,7 +233,7 @@ class Prune(WholeModelVerb):
             raise UsageError(f"no file {self.size.import_heads}: give a JSON list of [layer, head]")
         if self.size.mask or (not self.size.names_heads and not set(self.choice.method) <= set(SET_METHODS)):
             self.store.check_exists()
-        from headscan.pipelines import jobs
+        from headscan.pipelines import job_functions
         from headscan.pipelines.pruning.work_folder import check_place
         from headscan.pipelines.runs.model_identity import identify
 
@@ -243,7 +243,7 @@ class Prune(WholeModelVerb):
         spec = self.full_precision()
         options["identity"] = identity = identify(spec)
         with self._config(spec, identity) as config:
-            result = jobs.prune(config, self.store.path, **options)
+            result = job_functions.prune(config, self.store.path, **options)
         return _result(self.store.path, result)
 
     @contextmanager

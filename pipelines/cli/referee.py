@@ -84,7 +84,8 @@ class Referee(WholeModelVerb):
         return self._on_tasks() if self.data is None else self._on_examples(self.data)
 
     def _on_examples(self, data: DataSpec) -> Result:
-        from headscan.pipelines import jobs
+        from headscan.pipelines import job_functions
+        from headscan.pipelines.referee.site_referee import SiteRefereeConfig
 
         compared = self.criteria.compared()
         if compared.criteria == DEFAULT_CRITERIA:
@@ -92,23 +93,25 @@ class Referee(WholeModelVerb):
             say(f"on labelled examples: {', '.join(compared.criteria)}")
         ranking = None if self.rank_data is None else DataSpec(self.rank_data)
         max_tokens = self.calibration.texts.keywords.get("max_tokens")
-        config = jobs.SiteRefereeConfig(labelled_config(self, data, self.metric, max_tokens), compared, ranking)
-        result = jobs.labelled_referee(config, self.store.path, **self.job_options())
+        config = SiteRefereeConfig(labelled_config(self, data, self.metric, max_tokens), compared, ranking)
+        result = job_functions.labelled_referee(config, self.store.path, **self.job_options())
         return site_result(self.store.open(), result.run_id, result.points)
 
     def _on_tasks(self) -> Result:
-        from headscan.pipelines import jobs
+        from headscan.pipelines import job_functions
+        from headscan.pipelines.pruning.prune_config import RepairChoice
+        from headscan.pipelines.referee.run_referee import RefereeConfig
 
         options = self.whole_model_options()
         quiet_libraries()
         with tempfile.TemporaryDirectory() as scratch:
-            config = jobs.RefereeConfig(
+            config = RefereeConfig(
                 evaluation=self.evaluation(self.full_precision(), Path(scratch), _DEMO),
                 compared=self.criteria.compared(),
                 texts=self.text_config(_DEMO),
-                repair=jobs.RepairChoice(self.criteria.repair),
+                repair=RepairChoice(self.criteria.repair),
             )
-            verdict = jobs.referee(config, self.store.path, **options)
+            verdict = job_functions.referee(config, self.store.path, **options)
         return referee_result(self.store.open(), verdict)
 
 

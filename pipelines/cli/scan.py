@@ -30,6 +30,6 @@ class Scan(CorpusVerb):
     settings: Annotated[partial[ScanConfig], Group("statistics")]
 
     def run(self) -> None:
-        from headscan.pipelines import jobs
+        from headscan.pipelines import job_functions
 
-        self.run_measurement(self.settings, jobs.scan)
+        self.run_measurement(self.settings, job_functions.scan)

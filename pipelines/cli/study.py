@@ -83,11 +83,11 @@ def study_result(config: StudyConfig, devices: Devices, *, resume_anyway: bool) 
         if corpus is not None:
             check_corpus(corpus.name)
     # The import loads torch, which takes seconds.
-    from headscan.pipelines import jobs
+    from headscan.pipelines import job_functions
 
     here = devices.in_this_process()
     quiet_libraries()
-    answer = jobs.study(
+    answer = job_functions.study(
         config, devices=here.request, resume_anyway=resume_anyway, say=lambda line: say(with_flags(line, Devices))
     )
     return Result([answer.as_dict()], answer.lines, {"out": str(config.out)})

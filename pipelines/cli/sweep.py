@@ -47,7 +47,7 @@ class Sweep(TaskVerb):
 
     def run(self) -> Result:
         from headscan.analysis.verdicts.curves import read_curves
-        from headscan.pipelines import jobs
+        from headscan.pipelines import job_functions
 
         quiet_libraries()
         spec = self.spec()
@@ -55,7 +55,7 @@ class Sweep(TaskVerb):
         with tempfile.TemporaryDirectory() as scratch:
             evaluation = evaluation_of(self, self.tasks, self.recall, spec, Path(scratch), _DEMO)
             config = self.arms.sweep(evaluation=evaluation, replacement=replacement)
-            result = jobs.sweep(config, self.store.path, **self.job_options())
+            result = job_functions.sweep(config, self.store.path, **self.job_options())
         verdict, choices = result.verdict, result.choices
         curves = read_curves(self.store.open(), verdict.run_id)
 

@@ -25,7 +25,7 @@ from headscan.pipelines.settings.saving_settings import TextConfig
 if TYPE_CHECKING:
     from headscan.catalog import ReplacementKind
     from headscan.pipelines.ablate.labelled_arms import LabelledConfig
-    from headscan.pipelines.jobs import JobOptions
+    from headscan.pipelines.job_functions import JobOptions
 
 #: Length of the demo's recall questions.
 _DEMO_RECALL = 256

@@ -23,7 +23,7 @@ from headscan.pipelines.settings.evaluation_settings import ResumeAnyway
 
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
-    from headscan.pipelines.jobs import JobOptions
+    from headscan.pipelines.job_functions import JobOptions
     from headscan.pipelines.runs.model_identity import ModelIdentity
     from headscan.pipelines.runs.run_context import ModelOpener
 

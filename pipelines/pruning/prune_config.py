@@ -186,7 +186,7 @@ class PruneConfig:
             if method not in known:
                 raise unknown_name("method", method, known)
         if self.run_id is not None and not set(self.methods) & set(RANKED_CRITERIA):
-            raise PruningError("`run_id` has no effect without a method that is a criterion of a run: leave it out")
+            raise PruningError("`run_id` has no effect without a criterion of a run in `methods`: leave it out")
         if self.kv_counts != "any" and (self.unit != "group" or self.heads):
             raise PruningError(
                 f"`kv_counts={self.kv_counts}` with `unit={self.unit}` or named heads (limit: `unit=group`). Choose"

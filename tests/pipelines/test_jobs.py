@@ -21,7 +21,7 @@ from headscan.gates.gate_settings import GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
 from headscan.options import FieldType, Limits, field_hint, field_type
-from headscan.pipelines import jobs
+from headscan.pipelines import job_functions, jobs
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.pruning.pruning_units import BytesBudget, ShareBudget
@@ -535,7 +535,8 @@ def test_settings_refuse_what_is_not_of_the_class_of_a_field(all_settings: dict[
 
 def test_the_results_of_all_jobs_are_exported() -> None:
     functions = [getattr(jobs, name) for name in public_names(jobs) if name.islower() and name != "mask_arm"]
-    assert {get_type_hints(each)["return"].__name__ for each in functions} <= public_names(jobs)
+    names = vars(job_functions) | vars(jobs) | {"BudgetRequest": None}
+    assert {get_type_hints(each, names)["return"].__name__ for each in functions} <= public_names(jobs)
 
 
 class Begun(Exception):
@@ -545,20 +546,20 @@ class Begun(Exception):
 @pytest.mark.parametrize(
     ("job", "does"),
     [
-        ("scan", "run_scan"),
-        ("importance", "run_importance"),
-        ("probe", "run_probe"),
-        ("gates", "run_gates"),
-        ("ablate", "run_ablate"),
-        ("labelled_importance", "run_labelled_importance"),
-        ("labelled_ablate", "run_labelled_ablate"),
-        ("labelled_referee", "run_labelled_referee"),
-        ("evaluate", "run_evaluation"),
-        ("sweep", "run_sweep"),
-        ("referee", "run_referee"),
-        ("plan", "run_plan"),
-        ("prune", "run_prune"),
-        ("study", "run_study"),
+        ("scan", "measure.run_scan.run_scan"),
+        ("importance", "measure.run_importance.run_importance"),
+        ("probe", "measure.run_probe.run_probe"),
+        ("gates", "measure.run_gates.run_gates"),
+        ("ablate", "ablate.single_heads.run_ablate"),
+        ("labelled_importance", "measure.run_importance.run_labelled_importance"),
+        ("labelled_ablate", "ablate.labelled_arms.run_labelled_ablate"),
+        ("labelled_referee", "referee.site_referee.run_labelled_referee"),
+        ("evaluate", "evaluate.run_evaluation.run_evaluation"),
+        ("sweep", "evaluate.run_sweep.run_sweep"),
+        ("referee", "referee.run_referee.run_referee"),
+        ("plan", "kv.measured_plan.run_plan"),
+        ("prune", "pruning.run_prune.run_prune"),
+        ("study", "study.run_study.run_study"),
     ],
 )
 def test_the_batch_size_of_the_devices_reaches_every_job(
@@ -596,7 +597,7 @@ def test_the_batch_size_of_the_devices_reaches_every_job(
         received.append(arguments[0])
         raise Begun
 
-    monkeypatch.setattr(jobs, does, begun)
+    monkeypatch.setattr(f"headscan.pipelines.{does}", begun)
     with pytest.raises(Begun):
         getattr(jobs, job)(*calls[job], devices=jobs.PlacementRequest(device="cpu", batch_tokens=640), say=quiet)
     (settings,) = received
@@ -617,7 +618,7 @@ def test_gates_are_placed_for_the_steps_of_their_fit(
         raise HeadscanError("placed")
 
     monkeypatch.setattr(run_context, "ModelOpener", opener)
-    monkeypatch.setattr(jobs, "ModelOpener", opener)
+    monkeypatch.setattr(job_functions, "ModelOpener", opener)
     config = jobs.GatesConfig(spec, CorpusSpec(str(corpus_folder)), GateFitConfig(batch_tokens=256))
     with pytest.raises(HeadscanError, match="placed"):
         jobs.gates(config, tmp_path / "s.duckdb", say=quiet)
@@ -646,8 +647,8 @@ def test_pruning_has_memory_for_its_longest_text(
         raise HeadscanError(f"placed for {tokens} tokens")
 
     identity = replace(identify(evaluation.model), max_tokens=8192)
-    monkeypatch.setattr(jobs, "identify", lambda model: identity)
-    monkeypatch.setattr(jobs, "ModelOpener", opener)
+    monkeypatch.setattr(job_functions, "identify", lambda model: identity)
+    monkeypatch.setattr(job_functions, "ModelOpener", opener)
     texts = TextConfig(CorpusSpec("python-stdlib"), max_tokens=longest)
     config = jobs.PruneConfig(evaluation, tmp_path / "smaller", budgets=(ShareBudget(0.3),), texts=texts)
     with pytest.raises(HeadscanError, match=f"placed for {placed} tokens"):
@@ -685,8 +686,8 @@ def test_options_are_checked_before_files_are_read(
     def read(*_: object) -> None:
         raise AssertionError("a file was read")
 
-    for reader in ("identify", "read_labelled", "ModelOpener"):
-        monkeypatch.setattr(jobs, reader, read)
+    for reader in ("job_functions.identify", "measure.labelled_texts.read_labelled", "job_functions.ModelOpener"):
+        monkeypatch.setattr(f"headscan.pipelines.{reader}", read)
     store = tmp_path / "s.duckdb"
     with pytest.raises(HeadscanError, match=message):
         jobs.scan(jobs.ScanConfig(labelled.model, CorpusSpec("python-stdlib"), TokenPlan(64)), store, **options)

@@ -1,0 +1,418 @@
+"""Jobs that run a model: each function opens the store and the pool for its settings, and calls ``run_VERB``.
+
+`headscan.pipelines.jobs` exports them with all settings and results. Each imports its run when it is called, so that a
+verb loads its own alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypedDict, TypeVar, Unpack
+
+from headscan.analysis.plans import PlanError
+from headscan.analysis.store.parquet_store import store_at
+from headscan.analysis.store.store import Store
+from headscan.cluster.placement_base import PlacementError, PlacementRequest, Timeouts, ray_address
+from headscan.options import LOCK_TIMEOUT, LONGEST_WAIT, Limits, check_limits
+from headscan.pipelines.runs.model_identity import ModelIdentity, identify
+from headscan.pipelines.runs.run_context import ModelContext, ModelOpener, Run
+from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, ChosenArms
+
+if TYPE_CHECKING:
+    from headscan.analysis.plans import BudgetRequest, HeadPlan
+    from headscan.analysis.verdicts.judge import Verdict
+    from headscan.model_spec import ModelSpec
+    from headscan.pipelines.ablate.labelled_arms import LabelledAblateConfig, LabelledConfig
+    from headscan.pipelines.ablate.single_heads import AblateResult
+    from headscan.pipelines.evaluate.run_sweep import SweepResult
+    from headscan.pipelines.export.formats import ExportConfig, Exported
+    from headscan.pipelines.measure.labelled_texts import LabelledTexts
+    from headscan.pipelines.measure.run_corpus import CorpusRunResult
+    from headscan.pipelines.measure.run_gates import GatesResult
+    from headscan.pipelines.measure.run_probe import ProbeResult
+    from headscan.pipelines.pruning.prune_config import PruneConfig
+    from headscan.pipelines.pruning.run_prune import PruneResult
+    from headscan.pipelines.referee.run_referee import RefereeConfig
+    from headscan.pipelines.referee.site_referee import SiteRefereeConfig, SiteRefereeResult
+    from headscan.pipelines.scoring.arms import Arm
+    from headscan.pipelines.settings.evaluation_settings import AblateConfig, EvaluateConfig, SweepConfig
+    from headscan.pipelines.settings.measure_settings import (
+        GatesConfig,
+        ImportanceConfig,
+        LabelledImportanceConfig,
+        ProbeConfig,
+        ScanConfig,
+    )
+    from headscan.pipelines.settings.saving_settings import LossLimit, PlanConfig
+    from headscan.pipelines.study.study_answer import StudyAnswer
+    from headscan.pipelines.study.study_config import StudyConfig
+
+#: Settings of jobs on labelled examples.
+_L = TypeVar("_L", "LabelledConfig", "LabelledImportanceConfig")
+
+
+class JobOptions(TypedDict, total=False):
+    """Options of every job but `export`.
+
+    Attributes:
+        devices: Placement and devices; None, the default, chooses them. ``devices.batch_tokens``, if given, replaces
+            the ``batch_tokens`` of the settings. If it is not given, ``devices.memory`` lowers those of the settings to
+            what fits, and a line reports that.
+        ray_address: Address of a running Ray cluster, such as ``first:6379``; None, the default, uses this machine, and
+            a local Ray for several replicas. The process stays connected, so that all its jobs use one cluster. Jobs
+            that remove heads (`referee`, `prune`, `study`) run here, and refuse an address.
+        timeouts: Timeouts of workers on Ray; None uses their defaults.
+        resume_anyway: Resume although software, device or the model's code changed; the store records both versions.
+        lock_timeout: Seconds to wait while another process has the store open.
+        identity: Names and hashes of the model, if they are known; None reads its files.
+        say: Function that receives lines for the user; the default prints them.
+    """
+
+    devices: PlacementRequest | None
+    ray_address: str | None
+    timeouts: Timeouts | None
+    resume_anyway: bool
+    lock_timeout: float
+    identity: ModelIdentity | None
+    say: Callable[[str], None]
+
+
+def scan(config: ScanConfig, store: str | Path, **options: Unpack[JobOptions]) -> CorpusRunResult:
+    """Scan a corpus into a store; the same call again resumes.
+
+    Args:
+        store: DuckDB file; a missing one is created.
+        options: See `JobOptions`.
+
+    Raises:
+        HeadscanError: A setting, a file or the model does not fit; shards stored before stay.
+    """
+    from headscan.pipelines.measure.run_scan import run_scan
+
+    opener = _opener(config.model, config.tokens.max_tokens, options, config.batch_tokens)
+    with _run(opener, store, options) as run:
+        return run_scan(opener.sized(config), run)
+
+
+def importance(config: ImportanceConfig, store: str | Path, **options: Unpack[JobOptions]) -> CorpusRunResult:
+    """Measure the importance of every head on a corpus, and on recall prompts if ``config`` asks for some.
+
+    Raises:
+        HeadscanError: A setting, a file or the model does not fit; shards stored before stay.
+    """
+    from headscan.pipelines.measure.run_importance import run_importance
+
+    opener = _opener(config.model, config.tokens.max_tokens, options, config.batch_tokens)
+    with _run(opener, store, options) as run:
+        return run_importance(opener.sized(config), run)
+
+
+def probe(config: ProbeConfig, store: str | Path, **options: Unpack[JobOptions]) -> ProbeResult:
+    """Score every head on each behaviour, and store the scores.
+
+    Raises:
+        HeadscanError: A setting does not fit, such as lengths beyond the model's context.
+    """
+    from headscan.pipelines.measure.run_probe import run_probe
+
+    opener = _opener(config.model, max(config.settings.lengths), options, config.batch_tokens)
+    with _run(opener, store, options) as run:
+        return run_probe(opener.sized(config), run)
+
+
+def gates(config: GatesConfig, store: str | Path, **options: Unpack[JobOptions]) -> GatesResult:
+    """Fit gates on the heads of a frozen model, and store them and the mask of the closed heads.
+
+    Raises:
+        HeadscanError: A setting, a file or the model does not fit; the same call again continues the fit.
+    """
+    from headscan.pipelines.measure.run_gates import run_gates
+
+    opener = _opener(config.model, config.max_tokens, options, config.fit.batch_tokens)
+    with _run(opener, store, options) as run:
+        return run_gates(replace(config, fit=opener.sized(config.fit)), run)
+
+
+def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions]) -> AblateResult:
+    """Measure the effect of every head, ablated alone, on tasks or on the loss of texts.
+
+    Raises:
+        HeadscanError: A setting, a file or the model does not fit; answers stored before stay.
+    """
+    from headscan.pipelines.ablate.single_heads import run_ablate
+
+    evaluation = config.evaluation
+    opener = _opener(evaluation.model, TASK_TOKENS, options, evaluation.batch_tokens, evaluates=True)
+    with _run(opener, store, options) as run:
+        return run_ablate(replace(config, evaluation=opener.sized(evaluation)), run)
+
+
+def labelled_importance(
+    config: LabelledImportanceConfig, store: str | Path, **options: Unpack[JobOptions]
+) -> CorpusRunResult:
+    """Measure the importance of every head of a classifier or an encoder-decoder on labelled examples.
+
+    Raises:
+        HeadscanError: A setting, a file or the model does not fit; shards stored before stay.
+    """
+    from headscan.pipelines.measure.run_importance import run_labelled_importance
+
+    with _on_examples(config, store, options) as (sized, texts, run):
+        return run_labelled_importance(sized, run, texts=texts)
+
+
+def labelled_ablate(config: LabelledAblateConfig, store: str | Path, **options: Unpack[JobOptions]) -> AblateResult:
+    """Measure the effect of every head, ablated alone, on labelled examples.
+
+    Raises:
+        HeadscanError: A setting, a file or the model does not fit; answers stored before stay.
+    """
+    from headscan.pipelines.ablate.labelled_arms import run_labelled_ablate
+
+    with _on_examples(config.judging, store, options) as (sized, texts, run):
+        return run_labelled_ablate(replace(config, judging=sized), run, texts=texts)
+
+
+def labelled_referee(config: SiteRefereeConfig, store: str | Path, **options: Unpack[JobOptions]) -> SiteRefereeResult:
+    """Ablate heads of every site by every criterion, and measure the metric of labelled examples.
+
+    Raises:
+        HeadscanError: A setting, a file or the model does not fit; answers stored before stay.
+    """
+    from headscan.pipelines.referee.site_referee import run_labelled_referee
+
+    with _on_examples(config.judging, store, options) as (sized, texts, run):
+        return run_labelled_referee(replace(config, judging=sized), run, texts=texts)
+
+
+def evaluate(
+    config: EvaluateConfig, store: str | Path, arms: Sequence[Arm] | ChosenArms, **options: Unpack[JobOptions]
+) -> Verdict:
+    """Ask the baseline and further arms the questions of tasks, and judge the arms.
+
+    Args:
+        arms: Arms next to the baseline, such as ``[mask_arm([(3, 5)])]``, or how to choose them, such as
+            ``ChosenArms(score="output_norm_ln", rule=True, controls=19)`` by a scan in the store. Without any, only the
+            baseline answers, and the verdict has no arms.
+
+    Raises:
+        HeadscanError: A setting, a file or the model does not fit; answers stored before stay.
+    """
+    from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen, judge_evaluation, run_evaluation
+    from headscan.pipelines.scoring.arms import BASELINE
+
+    opener = _opener(config.model, TASK_TOKENS, options, config.batch_tokens, evaluates=True)
+    with _run(opener, store, options) as run:
+        sized = opener.sized(config)
+        if isinstance(arms, ChosenArms):
+            run_id = evaluate_chosen(sized, run, arms)
+        else:
+            run_id = run_evaluation(sized, run, [BASELINE, *(arm for arm in arms if arm is not BASELINE)])
+        return judge_evaluation(run, run_id)
+
+
+def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions]) -> SweepResult:
+    """Evaluate rules and masks of scores at every share.
+
+    The best of many arms looks better than it is. So the result has the best rule and the best mask, judged on the
+    questions that did not select them, in addition to the verdict on all arms and all questions.
+
+    Raises:
+        HeadscanError: A setting, a file or the model does not fit; answers stored before stay.
+    """
+    from headscan.pipelines.evaluate.run_sweep import judge_runs, run_sweep
+
+    evaluation = config.evaluation
+    opener = _opener(evaluation.model, TASK_TOKENS, options, evaluation.batch_tokens, evaluates=True)
+    with _run(opener, store, options) as run:
+        runs = run_sweep(replace(config, evaluation=opener.sized(evaluation)), run)
+        return judge_runs(run.store, runs, confirm=config.confirm)
+
+
+def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptions]) -> Verdict:
+    """Ablate or remove heads by every criterion of ``config.compared``, and judge all choices.
+
+    Raises:
+        HeadscanError: A setting, a file or the model does not fit; choices and answers stored before stay.
+    """
+    from headscan.analysis.verdicts.judge import judge
+    from headscan.pipelines.referee.run_referee import run_referee
+
+    evaluation, identity = config.evaluation, _identified(config.evaluation.model, options, here=True)
+    tokens = config.texts.placed_tokens(identity)
+    opener = _opener(evaluation.model, tokens, options, evaluation.batch_tokens, evaluates=True, here=True)
+    with _run(opener, store, options, identity) as run:
+        return judge(run.store, run_referee(replace(config, evaluation=opener.sized(evaluation)), run))
+
+
+def plan(
+    config: PlanConfig,
+    store: str | Path | None,
+    budget: BudgetRequest | LossLimit,
+    **options: Unpack[JobOptions],
+) -> HeadPlan:
+    """Measure the damage of a window on each KV head, and make a plan.
+
+    `headscan.analysis.plans.make_plan` makes plans from a scan or a probe instead.
+
+    Args:
+        store: DuckDB file that keeps the damages, so that the same call resumes; None keeps nothing.
+        budget: Number of windows, bytes of the cache, or largest loss.
+
+    Raises:
+        PlanError: A budget out of reach, or ``resume_anyway`` without a store.
+        SequenceError: Texts longer than the model's context.
+    """
+    from headscan.pipelines.kv.measured_plan import run_plan
+
+    if store is None and options.get("resume_anyway"):
+        raise PlanError("`resume_anyway` has no effect without `store`: leave it out")
+    identity = _identified(config.model, options)
+    opener = _opener(config.model, config.tokens(identity), options, config.batch_tokens, evaluates=True)
+    context = (
+        ModelContext(config.model, opener, identity=identity, say=options.get("say", print))
+        if store is None
+        else _run(opener, store, options, identity)
+    )
+    with context:
+        return run_plan(opener.sized(config), context, budget)
+
+
+def prune(config: PruneConfig, store: str | Path, **options: Unpack[JobOptions]) -> PruneResult:
+    """Build pruned models, save them, and judge them against the original.
+
+    Raises:
+        PruningError: The output folder is not empty, or the models cannot be built.
+        HeadscanError: The evaluation fails; the models are saved.
+    """
+    from headscan.pipelines.pruning.run_prune import run_prune
+
+    evaluation, identity = config.evaluation, _identified(config.evaluation.model, options, here=True)
+    tokens = config.texts.placed_tokens(identity)
+    opener = _opener(evaluation.model, tokens, options, evaluation.batch_tokens, evaluates=True, here=True)
+    with _run(opener, store, options, identity) as run:
+        return run_prune(replace(config, evaluation=opener.sized(evaluation)), run)
+
+
+def study(config: StudyConfig, **options: Unpack[JobOptions]) -> StudyAnswer:
+    """Find the largest safe shares of heads and of KV cache, and write plan, models and report into ``config.out``.
+
+    Raises:
+        StudyError: A setting is out of range, or the folder holds a study with other settings.
+        HeadscanError: A step fails; what was stored before stays.
+    """
+    from headscan.pipelines.study.run_study import run_study
+
+    store = Path(config.out) / "study.duckdb"
+    opener = _opener(config.model, TASK_TOKENS, options, config.batch_tokens, evaluates=True, here=True)
+    with _run(opener, store, options) as run:
+        return run_study(opener.sized(config), run)
+
+
+def export(config: ExportConfig, store: str | Path | None = None) -> Exported:
+    """Write a model for a serving engine, a plan for a KV-cache tool, or a store as a Parquet data set.
+
+    Args:
+        store: DuckDB file of the format parquet; None for all other formats.
+
+    Raises:
+        ExportError: The format has no place for the model, or needs another package.
+        PlanError: The format has no place for the plan, or the plan is of another model.
+    """
+    from headscan.pipelines.export.formats import run_export
+
+    return run_export(config, None if store is None else Store(store))
+
+
+def _run(opener: ModelOpener, store: str | Path, options: JobOptions, identity: ModelIdentity | None = None) -> Run:
+    """Return the run of a job; ``identity`` None takes that of the options, or computes it."""
+    chosen = _Options(**options)
+    return Run(
+        opener.model,
+        store_at(store, lock_timeout=chosen.lock_timeout, on_wait=chosen.say),
+        opener,
+        identity=identity or chosen.identity,
+        resume_anyway=chosen.resume_anyway,
+        say=chosen.say,
+    )
+
+
+@contextmanager
+def _on_examples(config: _L, store: str | Path, options: JobOptions) -> Iterator[tuple[_L, LabelledTexts, Run]]:
+    """Yield settings with the batch size of the placement, the labelled examples, and the run of a job."""
+    from headscan.pipelines.measure.labelled_texts import read_labelled
+
+    identity = _identified(config.model, options)
+    texts = read_labelled(config.data, config.model, identity, config.max_tokens)
+    opener = _opener(config.model, texts.longest, options, config.batch_tokens)
+    with _run(opener, store, options, identity) as run:
+        yield opener.sized(config), texts, run
+
+
+def _opener(
+    model: ModelSpec,
+    tokens: int,
+    options: JobOptions,
+    batch_tokens: int,
+    *,
+    evaluates: bool = False,
+    here: bool = False,
+) -> ModelOpener:
+    """Return the opener of a model; a job that runs ``here`` needs one replica, in this process."""
+    chosen = _checked(options, here=here)
+    devices = chosen.devices or PlacementRequest()
+    return ModelOpener(
+        model,
+        tokens,
+        devices.in_this_process() if here else devices,
+        batch_tokens,
+        evaluates=evaluates,
+        ray_address=chosen.ray_address,
+        timeouts=chosen.timeouts,
+        say=chosen.say,
+    )
+
+
+@dataclass(frozen=True)
+class _Options:
+    """`JobOptions` with their defaults, checked."""
+
+    devices: PlacementRequest | None = None
+    ray_address: str | None = None
+    timeouts: Timeouts | None = None
+    resume_anyway: bool = False
+    lock_timeout: Annotated[float, Limits(least=0, most=LONGEST_WAIT)] = LOCK_TIMEOUT
+    identity: ModelIdentity | None = None
+    say: Callable[[str], None] = print
+
+    def __post_init__(self) -> None:
+        check_limits(self, PlacementError)
+        if self.ray_address is not None:
+            ray_address(self.ray_address)
+
+
+def _checked(options: JobOptions, *, here: bool = False) -> _Options:
+    """Check the options of a job, before it reads a file; a job that runs ``here`` needs one replica, in this process.
+
+    Raises:
+        TypeError: An option is unknown.
+        PlacementError: An option is no value, or not one of this job.
+    """
+    if unknown := options.keys() - JobOptions.__annotations__.keys():
+        raise TypeError(f"unknown option {min(unknown)!r}. Choose from {', '.join(JobOptions.__annotations__)}")
+    chosen = _Options(**options)
+    if here and chosen.ray_address is not None:
+        raise PlacementError(
+            f"`ray_address={chosen.ray_address}`: this job runs in one process. Leave out `ray_address`"
+        )
+    if here and chosen.devices is not None:
+        chosen.devices.in_this_process()
+    return chosen
+
+
+def _identified(model: ModelSpec, options: JobOptions, *, here: bool = False) -> ModelIdentity:
+    """Return the identity of a model, after the options are checked."""
+    return _checked(options, here=here).identity or identify(model)
