@@ -7,6 +7,7 @@ the judging questions are read. The same call resumes; every step is a run in th
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from typing import Any
 
 from headscan.analysis.plans import HeadPlan, WindowShare, load_plan
 from headscan.analysis.report.write_report import write_report
+from headscan.analysis.store.output_files import write_text
 from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS
 from headscan.analysis.verdicts.metrics import Increase
 from headscan.analysis.verdicts.ordered_shares import (
@@ -80,6 +82,23 @@ def run_study(config: StudyConfig, run: Run) -> StudyAnswer:
     return _Study.begin(config, run).answer()
 
 
+def _check_model(file: Path, run: Run) -> None:
+    """Record whose study a folder holds: the plans and the pruned models in it are of one model.
+
+    Raises:
+        StudyError: They are of another one.
+    """
+    identity = run.identity.fingerprint()
+    if not file.exists():
+        write_text(file, json.dumps(identity))
+    known = json.loads(file.read_text(encoding="utf-8"))
+    if differing := [name for name, value in identity.items() if known.get(name) != value]:
+        raise StudyError(
+            f"{file.parent} holds a study of another model ({', '.join(differing)} differ). Choose another folder as"
+            " `out`"
+        )
+
+
 @dataclass(frozen=True)
 class _Study:
     """A study in progress; ``config`` has no open decisions."""
@@ -96,7 +115,9 @@ class _Study:
         started = time.monotonic()
         record = Path(config.out) / "study.yaml"
         known = resumed(record, config)
-        texts = split_texts(config.corpus, Path(config.out) / "texts", config.judge)
+        _check_model(Path(config.out) / "model.json", run)
+        settings = known or config
+        texts = split_texts(settings.corpus, Path(config.out) / "texts", settings.judge)
         limit = run.identity.max_tokens
         tokens = config.tokens or min(limit or _TOKENS, _TOKENS)
         if limit is not None and tokens > limit:

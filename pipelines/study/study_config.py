@@ -184,7 +184,8 @@ def write_study(path: Path, config: StudyConfig) -> None:
 
 def resumed(path: Path, config: StudyConfig) -> StudyConfig | None:
     """Return the settings that an earlier call with the same settings wrote, with its decisions; None without an
-    earlier call. The hours are those of each call.
+    earlier call. The hours are those of each call, and so are the places of model, texts and folder, whose contents the
+    study compares.
 
     Raises:
         StudyError: The folder holds a study with other settings.
@@ -194,7 +195,15 @@ def resumed(path: Path, config: StudyConfig) -> StudyConfig | None:
     known = read_study(path)
     # What was None may have been decided since.
     decided = {each.name: getattr(known, each.name) for each in fields(config) if getattr(config, each.name) is None}
-    known = replace(known, hours=config.hours)
+    known = replace(
+        known,
+        hours=config.hours,
+        out=config.out,
+        model=replace(known.model, source=config.model.source),
+        corpus=replace(known.corpus, name=config.corpus.name),
+    )
+    if known.judge is not None and config.judge is not None:
+        known = replace(known, judge=replace(known.judge, name=config.judge.name))
     asked = replace(config, **decided)
     if asked != known:
         names = [each.name for each in fields(config) if getattr(asked, each.name) != getattr(known, each.name)]

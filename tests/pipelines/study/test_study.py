@@ -195,7 +195,33 @@ def test_a_study_resumes_in_another_installation(tmp_path: Path, monkeypatch: py
     again = replace(config, model=ModelSpec("demo", "float32"))
     assert again.model.source != config.model.source and resumed(path, again) == again
     with pytest.raises(StudyError, match="model differ"):
-        resumed(path, replace(config, model=ModelSpec("other", "float32")))
+        resumed(path, replace(config, model=ModelSpec("demo", "bfloat16")))
+
+
+def test_a_study_resumes_where_its_folder_and_texts_were_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, config = tmp_path / "out" / "study.yaml", replace(tiny(tmp_path / "out"), judge=CorpusSpec("others/"))
+    write_study(path, config)
+    monkeypatch.chdir(tmp_path)
+    moved = replace(config, out="out", corpus=CorpusSpec("/elsewhere/texts"), judge=CorpusSpec("/elsewhere/others"))
+    assert resumed(Path("out") / "study.yaml", moved) == moved
+    assert resumed(path, replace(config, judge=None)) == config
+    write_study(path, replace(config, judge=None))
+    with pytest.raises(StudyError, match="judge differ"):
+        resumed(path, config)
+
+
+def test_a_study_of_other_weights_needs_another_folder(tmp_path: Path) -> None:
+    """Its plans and pruned models are files, which other weights would be judged by."""
+    lines, config = list[str](), tiny(tmp_path / "out")
+    with Run(SPEC, Store(tmp_path / "s.duckdb"), lambda spec: InProcessPool(spec, THREADS), say=lines.append) as opened:
+        _Study.begin(config, opened)
+        _Study.begin(config, opened)
+        other = replace(opened.identity, weights_hash="0" * 64)
+        with (
+            Run(SPEC, opened.store, lambda spec: opened.pool, identity=other, say=lines.append) as changed,
+            pytest.raises(StudyError, match=r"out holds a study of another model \(weights differ\)"),
+        ):
+            _Study.begin(config, changed)
 
 
 def test_a_study_may_get_more_hours(tmp_path: Path) -> None:
