@@ -92,7 +92,7 @@ def steps(options: argparse.Namespace) -> list[Step]:
     pruned = _judged_models(Path(store))
     if options.stand_in:
         hours, few = "0.05", ("--max-tokens", "128", "--sequences", "16")
-        asked = ("--judged-texts", "8", "--questions", "16", "--recall-questions", "8", "--shares", "0.05")
+        asked = ("--judged-texts", "20", "--questions", "16", "--recall-questions", "8", "--shares", "0.05")
         saved = ("--window-shares", "0.5", "--prune-shares", "0.05", "--criteria", "importance,importance_recall")
         alone = ("--window-shares", "none", "--prune-shares", "none", "--criteria", "importance")
         compared = ("--criteria", "output_norm_ln,importance", "--shares", "0.1,0.3", "--seeds", "1")
