@@ -60,6 +60,7 @@ def test_a_page_shows_the_usual_options_and_another_all(verb: str, capsys: pytes
     ("verb", "text"),
     [
         ("scan", f"and {_PART_SHARD} for a part of a corpus"),
+        ("sweep", "on half of the task questions and a quarter of the recall texts"),
     ],
 )
 def test_options_say_what_the_program_does(verb: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
