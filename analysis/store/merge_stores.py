@@ -1,8 +1,10 @@
 """Merge stores: the runs of several stores in one.
 
-A run that both stores have is joined shard by shard, an evaluation arm by arm. What both have must be equal. A group of
-shards, an arm, a mask or another table of a run lands in one transaction with the row that says so, and rows that are
-there already are compared instead of written, so the same merge again resumes an interrupted one.
+A run that both stores have is joined shard by shard, an evaluation arm by arm, effects of heads mode by mode. What both
+have must be equal, except summaries, verdicts and effects: these follow from shards and arms that are compared, in
+floating-point numbers that differ between processors, so the rows of the target stay. A group of shards, an arm, a mask
+or another table of a run lands in one transaction with the row that says so, and rows that are there already are
+compared instead of written, so the same merge again resumes an interrupted one.
 
 Every declared table takes part: its first column says whether its rows belong to a run, an arm or a mask, and a column
 ``sequence`` or ``shard`` that rows of a run belong to a shard. Rows pass through Arrow in bounded groups, so that
@@ -25,7 +27,7 @@ from headscan.analysis.store.provenance import provenance_changes, provenance_hi
 from headscan.analysis.store.records import SHARDED_KINDS, RunStatus
 from headscan.analysis.store.scan_tables import Table
 from headscan.analysis.store.store import Store, joined_parts, to_json
-from headscan.analysis.store.tables import TABLES
+from headscan.analysis.store.tables import ALL_BUT_ONE, EACH, TABLES
 
 #: Rows of heads that are read and written together.
 _GROUP_ROWS = 1_000_000
@@ -178,10 +180,14 @@ class _RunMerge:
                 self._compare_runs(self._ours)
             common, new_shards = self._read_ledgers()
             arms = self._read_arms()
+            for row in self._contradicting("measured_units", ["unit", "what"], of_run):
+                raise self._contradiction(f"unit {row['unit']} ({row['what']}) has other numbers")
             units = _rows(self._source, "measured_units", of_run)
-            missing = self._missing(_OF_RUN, of_run)
+            missing = {table.name: of_run for table in self._missing(_OF_RUN, of_run)}
             if not self._by_shard and not (arms.ours or arms.theirs):
-                self._compare_tables([table for table in _OF_RUN if table not in missing], of_run)
+                self._compare_tables([table for table in _OF_RUN if table.name not in missing], of_run)
+            if modes := sorted(self._modes(self._source) - self._modes(self._into)):
+                missing["head_effects"] = ("run_id = ? AND mode IN (SELECT unnest(?))", [self._run_id, modes])
             schema = _rows(self._source, "runs", ("false", [])).schema
         if self._ours is None:
             begun = {**self._theirs, "status": "running", "writer": this_process(), "finished_at": None}
@@ -194,7 +200,7 @@ class _RunMerge:
         tables = dict[str, pa.Table]()
         if missing:
             with self._source.reading():
-                tables = {table.name: _rows(self._source, table.name, of_run) for table in missing}
+                tables = {name: _rows(self._source, name, where) for name, where in missing.items()}
         with self._into.merge_transaction() as connection:
             _insert(connection, "measured_units", units, "OR IGNORE ")
             for name, rows in tables.items():
@@ -297,6 +303,11 @@ class _RunMerge:
                 if not _equal(self._source, self._into, TABLES["answers"], where):
                     raise self._contradiction(f"arm {arms.ours[arm_id]['name']} has other answers")
                 missing.append((self._missing(_OF_ARM, where), where))
+        if open_arms:
+            where = "arm_id IN (SELECT unnest(?))", [open_arms]
+            with self._reading():
+                for row in self._contradicting("responses", ["arm_id", "request"], where):
+                    raise self._contradiction(f"arm {arms.ours[row['arm_id']]['name']} has other responses")
         of_arm = ("arms", *_names(_OF_ARM))
         for first in range(0, len(new), _GROUP_ARMS):
             where = "arm_id IN (SELECT unnest(?))", [new[first : first + _GROUP_ARMS]]
@@ -321,6 +332,21 @@ class _RunMerge:
         """Return the tables of which the source has rows and the store has none."""
         return [t for t in tables if not _count(self._into, t, where) and _count(self._source, t, where)]
 
+    def _modes(self, store: Store) -> set[str]:
+        """Return the modes of an ablate run that have their effects; a mode has those of all its heads or of none."""
+        rows = store.query("SELECT DISTINCT mode FROM head_effects WHERE run_id = ?", [self._run_id])
+        return set(rows["mode"].to_pylist())
+
+    def _contradicting(self, name: str, key: Sequence[str], where: _Where) -> list[dict[str, Any]]:
+        """Return the keys of a table's rows that have other numbers in the two stores."""
+        columns = f"{', '.join(key)}, hash({', '.join(TABLES[name].names)})::VARCHAR AS hash"
+        query = f"SELECT {columns} FROM {name} WHERE {where[0]}"
+        theirs, ours = (
+            {tuple(row[column] for column in key): row["hash"] for row in store.query(query, where[1]).to_pylist()}
+            for store in (self._source, self._into)
+        )
+        return [dict(zip(key, row, strict=True)) for row in theirs.keys() & ours.keys() if theirs[row] != ours[row]]
+
     def _compare_tables(self, tables: Sequence[Table], where: _Where) -> None:
         """Raise MergeError if results of the whole run differ; those that follow from shards or arms may."""
         for table in tables:
@@ -334,12 +360,19 @@ class _RunMerge:
         total = next((run["total_shards"] for run in (read, ours, theirs) if run["total_shards"] is not None), None)
         counted = "(SELECT count(*) FROM shards WHERE run_id = $1)"
         unfinished = "(SELECT count(*) FROM arms WHERE run_id = $1 AND status <> 'finished')"
-        [(shards, open_arms)] = connection.execute(f"SELECT {counted}, {unfinished}", [self._run_id]).fetchall()
+        # Arms of one mode may come from several stores, none of which has all of them and therefore their effects.
+        no_effects = (
+            f"(SELECT count(*) FROM arms WHERE run_id = $1 AND config ->> '$.mode' IN ('{EACH}', '{ALL_BUT_ONE}')"
+            " AND config ->> '$.mode' NOT IN (SELECT mode FROM head_effects WHERE run_id = $1))"
+        )
+        [(shards, open_work)] = connection.execute(
+            f"SELECT {counted}, {unfinished} + {no_effects}", [self._run_id]
+        ).fetchall()
         status: RunStatus
         if self._by_shard:
             status = "finished" if _is_read(read) and shards == total else "part"
         else:
-            status = "finished" if "finished" in (ours["status"], theirs["status"]) and not open_arms else "running"
+            status = "finished" if "finished" in (ours["status"], theirs["status"]) and not open_work else "running"
         parts = json.loads(theirs["config"]).get("parts", ())
         values = {
             "started_at": min(ours["started_at"], theirs["started_at"]),

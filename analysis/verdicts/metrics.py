@@ -69,8 +69,9 @@ _MOST_UNITS = 1000
 
 @dataclass(frozen=True)
 class Increase:
-    """Paired difference of a metric, arm minus baseline, with its 95 % interval over independent documents; the
-    interval is infinite with fewer than `LEAST_TEXTS` documents.
+    """Paired difference of a metric, arm minus baseline, with its 95 % interval over independent documents. The
+    interval is unbounded with fewer than `LEAST_TEXTS` documents. If an arm gives a text no probability, the difference
+    and both ends of its interval are one infinity, however few the documents, and the arm loses.
     """
 
     unit: str
@@ -136,9 +137,11 @@ class RatioEstimate(NamedTuple):
     """A ratio of sums over independent documents.
 
     Attributes:
-        standard_error: Infinite with one document; NaN if the ratio is infinite.
-        low, high: 95 % interval; unbounded with fewer than `LEAST_TEXTS` documents.
-        p_value: Two-sided, of a ratio of 0; 1 with fewer than `LEAST_TEXTS` documents.
+        ratio: Infinite if amounts of one sign are, however few the documents; NaN if amounts of both signs are.
+        standard_error: Infinite with one document; NaN if amounts are infinite.
+        low, high: 95 % interval: an infinite ratio twice; unbounded if the ratio is NaN, or finite with fewer than
+            `LEAST_TEXTS` documents.
+        p_value: Two-sided, of a ratio of 0: 0 if the ratio is infinite; 1 if the interval is unbounded.
     """
 
     ratio: float
@@ -175,12 +178,16 @@ def estimate_ratio(
     Fewer than `LEAST_TEXTS` documents show nothing: all change in one direction by chance in more than 5 % of cases. If
     more documents have the same ratio, their spread is unknown, and the p-value is that of the sign test. An infinite
     amount of one document makes the ratio infinite, and its interval has no width: a mean that can be infinite is.
+    Infinite amounts of both signs show nothing.
 
     The interval is widened for ``comparisons`` ratios (Bonferroni); the p-value is that of one.
     """
-    if np.isinf(amounts).any():
-        infinite = float(amounts.sum() / sizes.sum())
-        return RatioEstimate(infinite, nan, infinite, infinite, 0.0, len(np.unique(documents)))
+    if (infinite := np.unique(amounts[np.isinf(amounts)])).size:
+        count = len(np.unique(documents))
+        if len(infinite) > 1:
+            return RatioEstimate(nan, nan, -inf, inf, 1.0, count)
+        ratio = float(infinite[0])
+        return RatioEstimate(ratio, nan, ratio, ratio, 0.0, count)
     ratio, error, count = ratio_with_error(amounts, sizes, documents)
     if count < LEAST_TEXTS:
         return RatioEstimate(ratio, error, -inf, inf, 1.0, count)

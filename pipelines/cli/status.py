@@ -43,7 +43,7 @@ def _run_row(store: Store, run: Mapping[str, Any]) -> dict[str, Any]:
     status = run["status"]
     if status == "running" and not is_visible(run["writer"]):
         status = f"running on {host_of(run['writer'])}, when last heard of"
-    sharded, has_arms = run["kind"] in SHARDED_KINDS, run["kind"] in ("evaluate", "ablate")
+    sharded, has_arms = run["kind"] in SHARDED_KINDS, run["kind"] in ("evaluate", "ablate", "recall")
     units = None
     if run["kind"] in ("plan", "prune"):
         units = store.query("select count(*) from measured_units where run_id = ?", [run["run_id"]])[0][0].as_py()

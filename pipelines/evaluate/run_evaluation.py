@@ -83,6 +83,8 @@ def evaluate_chosen(config: EvaluateConfig, run: Run, chosen: ChosenArms) -> str
     ordering = None if chosen.score is None else find_run(store, identity, chosen.score, chosen.run_id)
     others = [replace(config.model, source=source, revision=None) for source in dict.fromkeys(chosen.models)]
     compared = [model_arm(other, identify(other), identity) for other in others]
+    for plan in chosen.plans:
+        check_plan(plan, run)
     replaces = chosen.replacement.value != "zero"
     questions = Questions(config.tasks, config.recall, identity, config.text) if replaces else None
     replacement = collect_replacement(chosen.replacement, run, 0 if questions is None else questions.longest_input())
@@ -94,7 +96,6 @@ def evaluate_chosen(config: EvaluateConfig, run: Run, chosen: ChosenArms) -> str
     if chosen.controls:
         arms += controls(run.facts.grid, arms, chosen.controls, replacement)
     for plan in chosen.plans:
-        check_plan(plan, run)
         arms += plan_arms(plan, chosen.plan_modes, chosen.controls)
     arms += compared
     return run_evaluation(config, run, arms, questions=questions)

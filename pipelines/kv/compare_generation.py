@@ -82,16 +82,18 @@ def compare_generation(lm: LoadedModel, task: GenerationTask) -> GenerationCompa
             f"prompt of {len(task.prompt)} tokens and {task.max_new_tokens} new ones are {total} (limit"
             f" {lm.max_tokens}, the model's context). Shorten the prompt, or lower `max_new_tokens`"
         )
-    # The first passes of a process are slow, and would be charged to the full cache.
-    short = replace(task, prompt=task.prompt[:_WARM_UP], max_new_tokens=2)
-    _generate(lm, short, DynamicCache(config=lm.model.config))
-    generated: dict[str, list[Generated]] = {"full": [], "planned": []}
-    for _ in range(task.rounds):
-        generated["full"].append(_generate(lm, task, DynamicCache(config=lm.model.config)))
-        planned = PlanCache(task.kept, lm.model.config, max_tokens=total)
-        with cache_attention(lm.model):
-            generated["planned"].append(_generate(lm, task, planned))
-    return GenerationComparison(_typical(generated["full"]), _typical(generated["planned"]))
+    # The first passes of a process, and of each cache, are slow.
+    _generate_both(lm, replace(task, prompt=task.prompt[:_WARM_UP], max_new_tokens=2))
+    full, planned = zip(*(_generate_both(lm, task) for _ in range(task.rounds)), strict=True)
+    return GenerationComparison(_typical(full), _typical(planned))
+
+
+def _generate_both(lm: LoadedModel, task: GenerationTask) -> tuple[Generated, Generated]:
+    """Generate the text with the full cache, and with the plan's."""
+    full = _generate(lm, task, DynamicCache(config=lm.model.config))
+    planned = PlanCache(task.kept, lm.model.config, max_tokens=len(task.prompt) + task.max_new_tokens)
+    with cache_attention(lm.model):
+        return full, _generate(lm, task, planned)
 
 
 def _typical(rounds: Sequence[Generated]) -> Generated:

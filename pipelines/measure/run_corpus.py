@@ -137,9 +137,10 @@ def run_corpus(
     texts = shards(sequences(corpus, identity.tokenizer, config.tokens, report), shard_size=shard_size)
     first, rest = _read_ahead(_followed_by(texts, prompts(), shard_size))
     if config.tokens.mode == "truncate" and report.truncated:
+        read = "" if rest is None and not report.stopped_at_limit else "the first "
         run.say(
-            f"{report.truncated:,} of {report.documents:,} documents exceed {config.tokens.max_tokens:,} tokens: only"
-            " their beginnings are measured; the mode chunk measures all of them"
+            f"{report.truncated:,} of {read}{report.documents:,} documents exceed {config.tokens.max_tokens:,} tokens:"
+            " only their beginnings are measured; the mode chunk measures all of them"
         )
     record = run.record(
         kind,

@@ -107,7 +107,7 @@ def run_gates(config: GatesConfig, run: Run) -> GatesResult:
             share=config.fit.share,
             config={"method": "gates", "penalty": down.penalty},
         )
-    run.store.finish_run(state.run_id)
+        run.store.finish_run(state.run_id)
     shutil.rmtree(_folder(run.store.path, state.run_id), ignore_errors=True)
     return GatesResult(state.run_id, name, False)
 

@@ -128,13 +128,13 @@ def run_probe(config: ProbeConfig, run: Run) -> ProbeResult:
             for done_item in run.pool.map(probe_heads, items):
                 strengths[done_item.item.name] = done_item.value
                 progress.update(done_item.item.sequences)
-    # In the order of the items, not in which they finished, because a sum of floats depends on the order.
-    scores = {
-        name: np.concatenate([strengths[item.name][name] for item in items if name in strengths[item.name]]).mean(0)
-        for name in names
-    }
-    run.store.add_behaviours(state.run_id, behaviour_table(run.facts.grid, scores))
-    run.store.finish_run(state.run_id)
+        # In the order of the items, not in which they finished, because a sum of floats depends on the order.
+        scores = {
+            name: np.concatenate([strengths[item.name][name] for item in items if name in strengths[item.name]]).mean(0)
+            for name in names
+        }
+        run.store.add_behaviours(state.run_id, behaviour_table(run.facts.grid, scores))
+        run.store.finish_run(state.run_id)
     return ProbeResult(state.run_id, False)
 
 

@@ -334,8 +334,8 @@ _SETS = {"all": tuple(SCORES), "none": ()}
 Confirm = Annotated[
     bool,
     Option(
-        "select the best arm of a sweep on one half of the questions and judge it on the other; --no-confirm uses all "
-        "questions for both, and the interval is then too narrow"
+        "select the best arm of a sweep on half of the task questions and a quarter of the recall texts, and judge it "
+        "on the others; --no-confirm uses all questions for both, and the interval is then too narrow"
     ),
 ]
 

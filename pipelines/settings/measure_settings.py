@@ -29,7 +29,8 @@ Site = Annotated[Literal["self", "encoder", "cross"], Option("attention of the l
 _ShardSize = Annotated[
     int | None,
     Option(
-        "number of sequences stored and resumed together (default: about 20 s of work by the sizes of model and texts)",
+        "number of sequences stored and resumed together (default: about 20 s of work by the sizes of model and texts,"
+        " and 16 for a part of a corpus)",
         least=1,
     ),
 ]
@@ -69,7 +70,7 @@ class Part:
 @dataclass(frozen=True)
 class CorpusRunConfig:
     """Settings of every run over a corpus. ``shard_size`` sequences are stored and resumed together; None chooses about
-    20 s of work when the run begins.
+    20 s of work when the run begins, and 16 sequences for a part of the corpus.
     """
 
     model: ModelSpec

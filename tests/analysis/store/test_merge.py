@@ -13,7 +13,8 @@ from headscan.analysis.errors import MergeError
 from headscan.analysis.store.merge_stores import merge_stores
 from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.tables import TABLES
+from headscan.analysis.store.tables import ALL_BUT_ONE, EACH, TABLES
+from headscan.analysis.verdicts.head_effects import record_effects
 from headscan.analysis.verdicts.judge import judge
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from tests.analysis.conftest import HEADS, LAYERS, Scan, answer_table, make_stats, write_scan
@@ -230,6 +231,74 @@ def test_measured_units_of_two_stores_come_together(new: dict[str, Store]) -> No
     assert new["all"].measured_units(run_id) == {"a": [1.0, 2.0], "b": [0.1], "c": []}
     merge_stores([new["one"], new["two"]], new["all"])
     assert new["all"].query("FROM measured_units").num_rows == 3
+
+
+def test_other_numbers_of_a_measured_unit_are_a_contradiction(new: dict[str, Store]) -> None:
+    _units(new["one"], {"a": [1.0, float("nan")], "b": [0.1]}, finished=True)
+    run_id = _units(new["two"], {"a": [1.0, float("nan")], "b": [0.2], "c": []}, finished=True)
+    with pytest.raises(MergeError, match=rf"run {run_id}: unit b \(damage\) has other numbers in .*two.* and in .*all"):
+        merge_stores([new["one"], new["two"]], new["all"])
+    assert new["all"].measured_units(run_id).keys() == {"a", "b"}
+
+
+def test_other_responses_of_an_unfinished_arm_are_a_contradiction(new: dict[str, Store]) -> None:
+    for name in ("one", "two"):
+        write_arms(new[name], ("baseline",), open_arms=("mask",), judged=False)
+    with new["two"].connect() as connection:
+        connection.execute("UPDATE responses SET log_likelihood = -2 WHERE request = 'both'")
+    with pytest.raises(MergeError, match=r"arm mask has other responses in .*two.* and in .*all"):
+        merge_stores([new["one"], new["two"]], new["all"])
+
+
+def _ablate(store: Store, *modes: str, open_heads: Sequence[int] = (), effects: bool = True) -> str:
+    """Write a table of two heads of one layer, as `run_ablate` does; arms of ``open_heads`` are unfinished."""
+    with store.one_transaction():
+        run_id = store.begin_run(RunRecord("ablate", "a", "tiny", LAYERS, HEADS)).run_id
+        arms = [ArmRecord(run_id, "baseline", "baseline")]
+        for mode in modes:
+            for head in (0, 1):
+                config = {"mode": mode, "site": "self", "layer": 0, "head": head, "kv_head": 0}
+                arms.append(ArmRecord(run_id, f"{mode} {head}", "mask", replacement="zero", config=config))
+        for number, arm in enumerate(arms):
+            state = store.begin_arm(arm)
+            right = (np.arange(len(TASKS)) % (number + 2) > 0).astype(float)
+            if not state.finished and arm.config.get("head") not in open_heads:
+                store.finish_arm(state.arm_id, answer_table(TASKS, right), zeroed_share=0.1)
+        if not open_heads:
+            store.finish_run(run_id)
+    if effects and not open_heads:
+        record_effects(store, run_id)
+    return run_id
+
+
+@pytest.mark.parametrize("order", [("one", "two"), ("two", "one")])
+def test_effects_of_both_stores_come_together(new: dict[str, Store], order: tuple[str, str]) -> None:
+    _ablate(new["one"], EACH)
+    _ablate(new["two"], EACH, ALL_BUT_ONE)
+    merged = [merge_stores([new[name]], new["all"])[0] for name in order]
+    assert [run.status for run in merged] == ["finished", "finished"]
+    with new["all"].reading(), new["two"].reading():
+        for table in ("arms", "answers", "head_effects"):
+            assert content(new["all"], table) == content(new["two"], table), table
+
+
+def test_a_run_without_the_effects_of_its_arms_is_running(new: dict[str, Store]) -> None:
+    """Two stores have half of the arms of all but one each, and neither has the effects."""
+    _ablate(new["one"], EACH)
+    _ablate(new["one"], EACH, ALL_BUT_ONE, open_heads=[0])
+    run_id = _ablate(new["two"], EACH, ALL_BUT_ONE, open_heads=[1])
+    third = Store(new["all"].path.with_name("third.duckdb"))
+    _ablate(third, EACH)
+    [merged] = merge_stores([new["one"], new["two"], third], new["all"])
+    assert merged.status == "running"
+    assert {row["mode"] for row in content(new["all"], "head_effects")} == {EACH}
+    _ablate(new["all"], EACH, ALL_BUT_ONE)
+    [merged] = merge_stores([third], new["all"])
+    assert merged.status == "finished"
+    assert run_id == merged.run_id and {row["mode"] for row in content(new["all"], "head_effects")} == {
+        EACH,
+        ALL_BUT_ONE,
+    }
 
 
 def test_a_restarted_run_has_no_units_and_its_new_software(new: dict[str, Store]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from math import inf, isclose
+from math import inf, isclose, isnan
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +178,19 @@ def test_a_pruned_model_names_its_size_and_its_controls(tmp_path: Any) -> None:
     assert "text next_token_accuracy: 2.05 against 2: +0.00 [+0.00, +0.00] points" in words
     assert "No random control with as many heads and the same repair." in by_name["pruned 20%"].sentence()
     assert [line.partition(" (")[0] for line in verdict.sentences()] == ["pruned 40%", "pruned 20%"]
+
+
+@pytest.mark.parametrize("documents", [1, 8])
+def test_infinite_amounts_decide_a_ratio_only_if_they_have_one_sign(documents: int) -> None:
+    amounts, sizes, owner = np.ones(8), np.full(8, 2.0), np.arange(8) % documents
+    for infinite in (inf, -inf):
+        amounts[3] = infinite
+        found = estimate_ratio(amounts, sizes, owner)
+        assert (found.ratio, found.low, found.high, found.p_value) == (infinite, infinite, infinite, 0.0)
+    amounts[:2] = inf
+    found = estimate_ratio(amounts, sizes, owner)
+    assert isnan(found.ratio) and (found.low, found.high, found.p_value, found.documents) == (-inf, inf, 1.0, documents)
+    assert not rate_increase(LOSS, np.zeros(8), amounts, sizes, owner).interval.known
 
 
 def test_an_infinite_loss_exceeds_every_limit(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_reading_verbs_name_their_scan(
     assert [row.tokens for row in load_plan(tmp_path / "p.json").budget.lengths] == [512]
 
 
-@pytest.mark.parametrize("kind", ["evaluate", "ablate"])
+@pytest.mark.parametrize("kind", ["evaluate", "ablate", "recall"])
 def test_status_shows_the_progress_of_arms(
     kind: RunKind, scan: tuple[Store, str], capsys: pytest.CaptureFixture[str]
 ) -> None:

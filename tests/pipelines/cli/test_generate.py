@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import Cache
 
 import headscan
 from headscan.analysis.plans import PlannedModel, planned_bytes
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.kv.compare_generation import GenerationTask, compare_generation
+from headscan.pipelines.kv import compare_generation as pipeline
+from headscan.pipelines.kv.compare_generation import Generated, GenerationTask, compare_generation
 from headscan.pipelines.kv.plan_arms import KeptHeads
 from tests.headscan.kv.cache_plans import NARROW, random_plan
 from tests.pipelines.conftest import TEXTS, make_tokenizer
@@ -136,3 +138,16 @@ def test_models_with_soft_caps_and_learned_sinks_generate_too() -> None:
                 pad_token_id=0,
             )
         assert found.full.tokens == tuple(out[0, len(ids) :].tolist())
+
+
+def test_both_caches_warm_up_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[tuple[str, int]] = []
+
+    def recorded(lm: LoadedModel, task: GenerationTask, cache: Cache) -> Generated:
+        passes.append((type(cache).__name__, task.max_new_tokens))
+        return Generated((1,), 1, 0.1, None, None)
+
+    monkeypatch.setattr(pipeline, "_generate", recorded)
+    lm = make_loaded("llama")
+    compare_generation(lm, GenerationTask(KeptHeads.of(random_plan(lm, (NARROW,)).heads), (2, 3, 4), 6))
+    assert passes == [("DynamicCache", 2), ("PlanCache", 2), ("DynamicCache", 6), ("PlanCache", 6)]

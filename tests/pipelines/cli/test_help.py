@@ -10,6 +10,7 @@ import pytest
 
 from headscan.pipelines.cli import main
 from headscan.pipelines.cli.option_parser import options_of
+from headscan.pipelines.measure.run_corpus import _PART_SHARD
 
 VERBS = list(main.VERBS)
 _SCREEN = 24
@@ -53,6 +54,17 @@ def test_a_page_shows_the_usual_options_and_another_all(verb: str, capsys: pytes
         assert set(common) <= {"--config-file", *(flag for bound in options for flag in bound.flags)}
         assert {flag for flag in common if not re.search(rf"^  .*{flag}\b", short, re.MULTILINE)} == set()
         assert f"{len(options) + 1 - len(common)} more options" in short or "study" in verb
+
+
+@pytest.mark.parametrize(
+    ("verb", "text"),
+    [
+        ("scan", f"and {_PART_SHARD} for a part of a corpus"),
+        ("sweep", "on half of the task questions and a quarter of the recall texts"),
+    ],
+)
+def test_options_say_what_the_program_does(verb: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert text in " ".join(page(capsys, verb, "--help", "all").split())
 
 
 def test_options_stand_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

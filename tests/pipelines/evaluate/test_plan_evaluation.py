@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headscan.analysis.plans import HeadPlan, PlannedModel
+from headscan.analysis.plans import HeadPlan, PlanError, PlannedModel
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import judge
@@ -18,15 +18,22 @@ from headscan.errors import UnsupportedModelError
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
+from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.evaluate.harness import HeadscanLM
-from headscan.pipelines.evaluate.run_evaluation import run_evaluation
+from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen, run_evaluation
 from headscan.pipelines.evaluate.tasks import Tasks
 from headscan.pipelines.kv.plan_arms import plan_arms
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scoring.arms import BASELINE, Arm
 from headscan.pipelines.scoring.eviction import EvictionItem
 from headscan.pipelines.scoring.token_requests import Request
-from headscan.pipelines.settings.evaluation_settings import PLAN_MODES, EvaluateConfig, TaskConfig
+from headscan.pipelines.settings.evaluation_settings import (
+    PLAN_MODES,
+    ChosenArms,
+    EvaluateConfig,
+    ReplacementConfig,
+    TaskConfig,
+)
 from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood, run_on
 from tests.pipelines.kv.kv_plans import decode_oracle, forward_oracle, model_of, plan_for
 from tests.small_models import make_model
@@ -105,6 +112,26 @@ def test_the_command_line_evaluates_plans_in_both_modes(
     again = [line for line in capsys.readouterr().out.splitlines() if line.startswith("plan ")]
     assert again == rows_and_reasons
     assert likelihoods(store) == found
+
+
+def test_a_plan_of_another_model_is_refused_before_outputs_are_collected(
+    spec: ModelSpec,
+    model: PlannedModel,
+    pool: InProcessPool,
+    task_folder: Path,
+    corpus_folder: Path,
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def collects(*_: object) -> None:
+        pytest.fail("collected outputs")
+
+    monkeypatch.setattr("headscan.pipelines.evaluate.run_evaluation.collect_replacement", collects)
+    other = plan_for(replace(model, config_hash="other"), 1)
+    means = ReplacementConfig("mean", CorpusSpec(str(corpus_folder)))
+    chosen = ChosenArms(heads=((0, 1),), plans=(other,), replacement=means)
+    with pytest.raises(PlanError, match="another configuration hash"):
+        evaluate_chosen(config(spec, task_folder), run_on(pool, store), chosen)
 
 
 def test_full_heads_are_the_baseline(

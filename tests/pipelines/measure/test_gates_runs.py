@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import headscan
+from headscan.analysis.errors import StoreError
 from headscan.analysis.heads.head_ranking import rank_gates
 from headscan.analysis.store.store import Store
 from headscan.cluster.pool import open_pool
@@ -85,6 +87,22 @@ def test_an_interrupted_run_resumes_with_the_same_gates(
         assert rows(store) == []
     run(config, store)
     assert rows(store) == rows(whole)
+
+
+def test_a_run_that_cannot_be_finished_has_failed(
+    config: GatesConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = Store.finish_run
+
+    def breaks(store: Store, run_id: str, **settings: Any) -> None:
+        if "status" not in settings:
+            raise StoreError("made to fail")
+        finish(store, run_id, **settings)
+
+    monkeypatch.setattr(Store, "finish_run", breaks)
+    with pytest.raises(StoreError, match="made to fail"):
+        run(replace(config, fit=replace(config.fit, steps=10), two_sided=False), store)
+    assert [row["status"] for row in store.runs("gates")] == ["failed"]
 
 
 def test_heads_that_the_fit_keeps_open_are_named(config: GatesConfig, store: Store) -> None:

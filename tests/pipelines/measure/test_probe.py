@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import headscan
+from headscan.analysis.errors import StoreError
 from headscan.analysis.store.store import Store
 from headscan.catalog import BEHAVIOURS
 from headscan.cluster.placements import WholePlacement
@@ -111,6 +112,18 @@ def test_a_failed_probe_starts_over(config: ProbeConfig, store: Store, monkeypat
     result = run(config, store)
     assert [(r["run_id"], r["status"]) for r in store.runs("probe")] == [(result.run_id, "finished")]
     assert store.query("from head_behaviours").num_rows == len(BEHAVIOURS) * 18
+
+
+def test_a_probe_whose_rows_cannot_be_written_has_failed(
+    config: ProbeConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*_: object) -> None:
+        raise StoreError("made to fail")
+
+    monkeypatch.setattr(Store, "add_behaviours", breaks)
+    with pytest.raises(StoreError, match="made to fail"):
+        run(replace(config, behaviours=("induction_score",)), store)
+    assert [r["status"] for r in store.runs("probe")] == ["failed"]
 
 
 def test_a_model_without_a_tokenizer_has_the_behaviours_of_random_tokens(bare_folder: Path, store: Store) -> None:

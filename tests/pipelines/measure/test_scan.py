@@ -159,6 +159,22 @@ def test_the_run_records_its_settings(config: ScanConfig, store: Store) -> None:
     assert row["total_shards"] == row["finished_shards"] == result.measured
 
 
+@pytest.mark.parametrize("ahead", [60, 20_000_000])
+def test_cut_documents_are_counted_among_those_that_were_read(
+    config: ScanConfig, store: Store, monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
+    monkeypatch.setattr("headscan.pipelines.measure.run_corpus._READ_AHEAD", ahead)
+    said: list[str] = []
+    few = dataclasses.replace(config, tokens=TokenPlan(40, min_tokens=5), statistics=("entropy",))
+    result = run_scan(few, Run(few.model, store, lambda _: open_pool(few.model, THREADS), say=said.append))
+    assert result.report is not None and result.report.documents == 10
+    (line,) = [line for line in said if "documents exceed 40 tokens" in line]
+    if ahead == 60:  # one shard of 3 documents
+        assert " of the first 3 documents" in line
+    else:
+        assert line.startswith(f"{result.report.truncated} of 10 documents")
+
+
 def test_again_is_nothing_to_do_and_another_setting_is_another_run(config: ScanConfig, store: Store) -> None:
     first = run(config, store)
     again = run_scan(config, Run(config.model, store, lambda _: pytest.fail("a finished scan opened a pool")))
