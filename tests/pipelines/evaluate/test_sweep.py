@@ -226,7 +226,7 @@ def test_the_command_of_a_finished_sweep_runs_nothing_and_prints_every_curve(
 def test_a_sweep_with_too_few_questions_warns_before_it_starts(config: SweepConfig, swept: Swept) -> None:
     warning = "each half of the questions has about "
     [line] = [line for line in swept.said if line.startswith(warning)]
-    assert line.endswith("use confirm=False to judge on all questions")
+    assert line.endswith("use `confirm=False` to judge on all questions")
     said: list[str] = []
     pool = InProcessPool(config.evaluation.model, THREADS)
     run_sweep(dataclasses.replace(config, confirm=False), run_on(pool, swept.store, say=said.append))
