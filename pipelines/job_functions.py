@@ -16,9 +16,9 @@ from headscan.analysis.plans import PlanError
 from headscan.analysis.store.parquet_store import store_at
 from headscan.analysis.store.store import Store
 from headscan.cluster.placement_base import PlacementError, PlacementRequest, Timeouts, ray_address
-from headscan.options import LOCK_TIMEOUT, LONGEST_WAIT, Limits, check_limits
+from headscan.options import BATCH_TOKENS, LOCK_TIMEOUT, LONGEST_WAIT, Limits, check_limits
 from headscan.pipelines.runs.model_identity import ModelIdentity, identify
-from headscan.pipelines.runs.run_context import ModelContext, ModelOpener, Run
+from headscan.pipelines.runs.run_context import ModelContext, ModelOpener, Run, S
 from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, ChosenArms
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from headscan.pipelines.ablate.single_heads import AblateResult
     from headscan.pipelines.evaluate.run_sweep import SweepResult
     from headscan.pipelines.export.formats import ExportConfig, Exported
+    from headscan.pipelines.kv.compare_generation import GenerationComparison
     from headscan.pipelines.measure.labelled_texts import LabelledTexts
     from headscan.pipelines.measure.run_corpus import CorpusRunResult
     from headscan.pipelines.measure.run_gates import GatesResult
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
         ProbeConfig,
         ScanConfig,
     )
-    from headscan.pipelines.settings.saving_settings import LossLimit, PlanConfig
+    from headscan.pipelines.settings.saving_settings import GenerateConfig, LossLimit, PlanConfig
     from headscan.pipelines.study.study_answer import StudyAnswer
     from headscan.pipelines.study.study_config import StudyConfig
 
@@ -92,9 +93,8 @@ def scan(config: ScanConfig, store: str | Path, **options: Unpack[JobOptions]) -
     """
     from headscan.pipelines.measure.run_scan import run_scan
 
-    opener = _opener(config.model, config.tokens.max_tokens, options, config.batch_tokens)
-    with _run(opener, store, options) as run:
-        return run_scan(opener.sized(config), run)
+    with _opened(_checked(options), config.model, config.tokens.max_tokens, config, store) as (sized, run):
+        return run_scan(sized, run)
 
 
 def importance(config: ImportanceConfig, store: str | Path, **options: Unpack[JobOptions]) -> CorpusRunResult:
@@ -105,9 +105,8 @@ def importance(config: ImportanceConfig, store: str | Path, **options: Unpack[Jo
     """
     from headscan.pipelines.measure.run_importance import run_importance
 
-    opener = _opener(config.model, config.tokens.max_tokens, options, config.batch_tokens)
-    with _run(opener, store, options) as run:
-        return run_importance(opener.sized(config), run)
+    with _opened(_checked(options), config.model, config.tokens.max_tokens, config, store) as (sized, run):
+        return run_importance(sized, run)
 
 
 def probe(config: ProbeConfig, store: str | Path, **options: Unpack[JobOptions]) -> ProbeResult:
@@ -118,9 +117,8 @@ def probe(config: ProbeConfig, store: str | Path, **options: Unpack[JobOptions])
     """
     from headscan.pipelines.measure.run_probe import run_probe
 
-    opener = _opener(config.model, max(config.settings.lengths), options, config.batch_tokens)
-    with _run(opener, store, options) as run:
-        return run_probe(opener.sized(config), run)
+    with _opened(_checked(options), config.model, max(config.settings.lengths), config, store) as (sized, run):
+        return run_probe(sized, run)
 
 
 def gates(config: GatesConfig, store: str | Path, **options: Unpack[JobOptions]) -> GatesResult:
@@ -131,9 +129,8 @@ def gates(config: GatesConfig, store: str | Path, **options: Unpack[JobOptions])
     """
     from headscan.pipelines.measure.run_gates import run_gates
 
-    opener = _opener(config.model, config.max_tokens, options, config.fit.batch_tokens)
-    with _run(opener, store, options) as run:
-        return run_gates(replace(config, fit=opener.sized(config.fit)), run)
+    with _opened(_checked(options), config.model, config.max_tokens, config.fit, store) as (sized, run):
+        return run_gates(replace(config, fit=sized), run)
 
 
 def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions]) -> AblateResult:
@@ -144,10 +141,9 @@ def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions
     """
     from headscan.pipelines.ablate.single_heads import run_ablate
 
-    evaluation = config.evaluation
-    opener = _opener(evaluation.model, TASK_TOKENS, options, evaluation.batch_tokens, evaluates=True)
-    with _run(opener, store, options) as run:
-        return run_ablate(replace(config, evaluation=opener.sized(evaluation)), run)
+    chosen, evaluation = _checked(options), config.evaluation
+    with _opened(chosen, evaluation.model, TASK_TOKENS, evaluation, store, evaluates=True) as (sized, run):
+        return run_ablate(replace(config, evaluation=sized), run)
 
 
 def labelled_importance(
@@ -204,9 +200,7 @@ def evaluate(
     from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen, judge_evaluation, run_evaluation
     from headscan.pipelines.scoring.arms import BASELINE
 
-    opener = _opener(config.model, TASK_TOKENS, options, config.batch_tokens, evaluates=True)
-    with _run(opener, store, options) as run:
-        sized = opener.sized(config)
+    with _opened(_checked(options), config.model, TASK_TOKENS, config, store, evaluates=True) as (sized, run):
         if isinstance(arms, ChosenArms):
             run_id = evaluate_chosen(sized, run, arms)
         else:
@@ -223,13 +217,11 @@ def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions])
     Raises:
         HeadscanError: A setting, a file or the model does not fit; answers stored before stay.
     """
-    from headscan.pipelines.evaluate.run_sweep import judge_runs, run_sweep
+    from headscan.pipelines.evaluate.run_sweep import run_sweep
 
-    evaluation = config.evaluation
-    opener = _opener(evaluation.model, TASK_TOKENS, options, evaluation.batch_tokens, evaluates=True)
-    with _run(opener, store, options) as run:
-        runs = run_sweep(replace(config, evaluation=opener.sized(evaluation)), run)
-        return judge_runs(run.store, runs, confirm=config.confirm)
+    chosen, evaluation = _checked(options), config.evaluation
+    with _opened(chosen, evaluation.model, TASK_TOKENS, evaluation, store, evaluates=True) as (sized, run):
+        return run_sweep(replace(config, evaluation=sized), run)
 
 
 def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptions]) -> Verdict:
@@ -241,11 +233,11 @@ def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptio
     from headscan.analysis.verdicts.judge import judge
     from headscan.pipelines.referee.run_referee import run_referee
 
-    evaluation, identity = config.evaluation, _identified(config.evaluation.model, options, here=True)
+    evaluation = config.evaluation
+    chosen, identity = _identified(evaluation.model, options, here=True)
     tokens = config.texts.placed_tokens(identity)
-    opener = _opener(evaluation.model, tokens, options, evaluation.batch_tokens, evaluates=True, here=True)
-    with _run(opener, store, options, identity) as run:
-        return judge(run.store, run_referee(replace(config, evaluation=opener.sized(evaluation)), run))
+    with _opened(chosen, evaluation.model, tokens, evaluation, store, evaluates=True) as (sized, run):
+        return judge(run.store, run_referee(replace(config, evaluation=sized), run))
 
 
 def plan(
@@ -270,15 +262,31 @@ def plan(
 
     if store is None and options.get("resume_anyway"):
         raise PlanError("`resume_anyway` has no effect without `store`: leave it out")
-    identity = _identified(config.model, options)
-    opener = _opener(config.model, config.tokens(identity), options, config.batch_tokens, evaluates=True)
-    context = (
-        ModelContext(config.model, opener, identity=identity, say=options.get("say", print))
-        if store is None
-        else _run(opener, store, options, identity)
-    )
-    with context:
+    chosen, identity = _identified(config.model, options)
+    tokens = config.tokens(identity)
+    if store is not None:
+        with _opened(chosen, config.model, tokens, config, store, evaluates=True) as (sized, run):
+            return run_plan(sized, run, budget)
+    opener = chosen.opener(config.model, tokens, config.batch_tokens, evaluates=True)
+    with ModelContext(config.model, opener, identity=identity, say=chosen.say) as context:
         return run_plan(opener.sized(config), context, budget)
+
+
+def generate(config: GenerateConfig, **options: Unpack[JobOptions]) -> GenerationComparison:
+    """Generate text with the full KV cache and with a plan's.
+
+    Raises:
+        PlanError: The plan is of another model, or ``resume_anyway`` is set, although nothing is stored.
+        SequenceError: The prompt is empty, or longer than the model's context with the new tokens.
+    """
+    from headscan.pipelines.kv.compare_generation import run_generate
+
+    if options.get("resume_anyway"):
+        raise PlanError("`resume_anyway` has no effect on `generate`: leave it out")
+    chosen, identity = _identified(config.model, options)
+    opener = chosen.opener(config.model, config.tokens(identity), evaluates=True)
+    with ModelContext(config.model, opener, identity=identity, say=chosen.say) as context:
+        return run_generate(config, context)
 
 
 def prune(config: PruneConfig, store: str | Path, **options: Unpack[JobOptions]) -> PruneResult:
@@ -290,11 +298,11 @@ def prune(config: PruneConfig, store: str | Path, **options: Unpack[JobOptions])
     """
     from headscan.pipelines.pruning.run_prune import run_prune
 
-    evaluation, identity = config.evaluation, _identified(config.evaluation.model, options, here=True)
+    evaluation = config.evaluation
+    chosen, identity = _identified(evaluation.model, options, here=True)
     tokens = config.texts.placed_tokens(identity)
-    opener = _opener(evaluation.model, tokens, options, evaluation.batch_tokens, evaluates=True, here=True)
-    with _run(opener, store, options, identity) as run:
-        return run_prune(replace(config, evaluation=opener.sized(evaluation)), run)
+    with _opened(chosen, evaluation.model, tokens, evaluation, store, evaluates=True) as (sized, run):
+        return run_prune(replace(config, evaluation=sized), run)
 
 
 def study(config: StudyConfig, **options: Unpack[JobOptions]) -> StudyAnswer:
@@ -307,9 +315,9 @@ def study(config: StudyConfig, **options: Unpack[JobOptions]) -> StudyAnswer:
     from headscan.pipelines.study.run_study import run_study
 
     store = Path(config.out) / "study.duckdb"
-    opener = _opener(config.model, TASK_TOKENS, options, config.batch_tokens, evaluates=True, here=True)
-    with _run(opener, store, options) as run:
-        return run_study(opener.sized(config), run)
+    chosen = _checked(options, here=True)
+    with _opened(chosen, config.model, TASK_TOKENS, config, store, evaluates=True) as (sized, run):
+        return run_study(sized, run)
 
 
 def export(config: ExportConfig, store: str | Path | None = None) -> Exported:
@@ -325,55 +333,6 @@ def export(config: ExportConfig, store: str | Path | None = None) -> Exported:
     from headscan.pipelines.export.formats import run_export
 
     return run_export(config, None if store is None else Store(store))
-
-
-def _run(opener: ModelOpener, store: str | Path, options: JobOptions, identity: ModelIdentity | None = None) -> Run:
-    """Return the run of a job; ``identity`` None takes that of the options, or computes it."""
-    chosen = _Options(**options)
-    return Run(
-        opener.model,
-        store_at(store, lock_timeout=chosen.lock_timeout, on_wait=chosen.say),
-        opener,
-        identity=identity or chosen.identity,
-        resume_anyway=chosen.resume_anyway,
-        say=chosen.say,
-    )
-
-
-@contextmanager
-def _on_examples(config: _L, store: str | Path, options: JobOptions) -> Iterator[tuple[_L, LabelledTexts, Run]]:
-    """Yield settings with the batch size of the placement, the labelled examples, and the run of a job."""
-    from headscan.pipelines.measure.labelled_texts import read_labelled
-
-    identity = _identified(config.model, options)
-    texts = read_labelled(config.data, config.model, identity, config.max_tokens)
-    opener = _opener(config.model, texts.longest, options, config.batch_tokens)
-    with _run(opener, store, options, identity) as run:
-        yield opener.sized(config), texts, run
-
-
-def _opener(
-    model: ModelSpec,
-    tokens: int,
-    options: JobOptions,
-    batch_tokens: int,
-    *,
-    evaluates: bool = False,
-    here: bool = False,
-) -> ModelOpener:
-    """Return the opener of a model; a job that runs ``here`` needs one replica, in this process."""
-    chosen = _checked(options, here=here)
-    devices = chosen.devices or PlacementRequest()
-    return ModelOpener(
-        model,
-        tokens,
-        devices.in_this_process() if here else devices,
-        batch_tokens,
-        evaluates=evaluates,
-        ray_address=chosen.ray_address,
-        timeouts=chosen.timeouts,
-        say=chosen.say,
-    )
 
 
 @dataclass(frozen=True)
@@ -393,6 +352,20 @@ class _Options:
         if self.ray_address is not None:
             ray_address(self.ray_address)
 
+    def opener(
+        self, model: ModelSpec, tokens: int, batch_tokens: int = BATCH_TOKENS, *, evaluates: bool = False
+    ) -> ModelOpener:
+        return ModelOpener(
+            model,
+            tokens,
+            self.devices or PlacementRequest(),
+            batch_tokens,
+            evaluates=evaluates,
+            ray_address=self.ray_address,
+            timeouts=self.timeouts,
+            say=self.say,
+        )
+
 
 def _checked(options: JobOptions, *, here: bool = False) -> _Options:
     """Check the options of a job, before it reads a file; a job that runs ``here`` needs one replica, in this process.
@@ -404,15 +377,46 @@ def _checked(options: JobOptions, *, here: bool = False) -> _Options:
     if unknown := options.keys() - JobOptions.__annotations__.keys():
         raise TypeError(f"unknown option {min(unknown)!r}. Choose from {', '.join(JobOptions.__annotations__)}")
     chosen = _Options(**options)
-    if here and chosen.ray_address is not None:
+    if not here:
+        return chosen
+    if chosen.ray_address is not None:
         raise PlacementError(
             f"`ray_address={chosen.ray_address}`: this job runs in one process. Leave out `ray_address`"
         )
-    if here and chosen.devices is not None:
-        chosen.devices.in_this_process()
-    return chosen
+    return replace(chosen, devices=(chosen.devices or PlacementRequest()).in_this_process())
 
 
-def _identified(model: ModelSpec, options: JobOptions, *, here: bool = False) -> ModelIdentity:
-    """Return the identity of a model, after the options are checked."""
-    return _checked(options, here=here).identity or identify(model)
+def _identified(model: ModelSpec, options: JobOptions, *, here: bool = False) -> tuple[_Options, ModelIdentity]:
+    """Check the options of a job, and return them with the identity of its model, which is read if they lack it."""
+    chosen = _checked(options, here=here)
+    identity = chosen.identity or identify(model)
+    return replace(chosen, identity=identity), identity
+
+
+@contextmanager
+def _opened(
+    options: _Options, model: ModelSpec, tokens: int, settings: S, store: str | Path, *, evaluates: bool = False
+) -> Iterator[tuple[S, Run]]:
+    """Yield settings with the batch size of the placement, and the run of a job whose longest text has ``tokens``."""
+    opener = options.opener(model, tokens, settings.batch_tokens, evaluates=evaluates)
+    run = Run(
+        model,
+        store_at(store, lock_timeout=options.lock_timeout, on_wait=options.say),
+        opener,
+        identity=options.identity,
+        resume_anyway=options.resume_anyway,
+        say=options.say,
+    )
+    with run:
+        yield opener.sized(settings), run
+
+
+@contextmanager
+def _on_examples(config: _L, store: str | Path, options: JobOptions) -> Iterator[tuple[_L, LabelledTexts, Run]]:
+    """Read labelled examples, and yield what `_opened` yields and, between, the examples."""
+    from headscan.pipelines.measure.labelled_texts import read_labelled
+
+    chosen, identity = _identified(config.model, options)
+    texts = read_labelled(config.data, config.model, identity, config.max_tokens)
+    with _opened(chosen, config.model, texts.longest, config, store) as (sized, run):
+        yield sized, texts, run

@@ -2,8 +2,8 @@
 
 Each function takes the settings of its verb, chooses a placement, opens the store and calls
 ``run_VERB(settings, run)``; the verb calls the function, too. Importance, ablation and referee have a second function
-for labelled examples, which calls ``run_labelled_VERB``. `generate`, and verbs that read a store or a plan only, have
-no function here. The settings and the results of all jobs can be imported from here:
+for labelled examples, which calls ``run_labelled_VERB``. Verbs that read a store or a plan only have no function here.
+The settings and the results of all jobs can be imported from here:
 
     from headscan.pipelines import jobs
 
@@ -42,6 +42,7 @@ from headscan.pipelines.job_functions import ablate as ablate
 from headscan.pipelines.job_functions import evaluate as evaluate
 from headscan.pipelines.job_functions import export as export
 from headscan.pipelines.job_functions import gates as gates
+from headscan.pipelines.job_functions import generate as generate
 from headscan.pipelines.job_functions import importance as importance
 from headscan.pipelines.job_functions import labelled_ablate as labelled_ablate
 from headscan.pipelines.job_functions import labelled_importance as labelled_importance
@@ -53,6 +54,8 @@ from headscan.pipelines.job_functions import referee as referee
 from headscan.pipelines.job_functions import scan as scan
 from headscan.pipelines.job_functions import study as study
 from headscan.pipelines.job_functions import sweep as sweep
+from headscan.pipelines.kv.compare_generation import Generated as Generated
+from headscan.pipelines.kv.compare_generation import GenerationComparison as GenerationComparison
 from headscan.pipelines.measure.run_corpus import CorpusRunResult as CorpusRunResult
 from headscan.pipelines.measure.run_gates import GatesResult as GatesResult
 from headscan.pipelines.measure.run_probe import ProbeResult as ProbeResult
@@ -88,6 +91,7 @@ from headscan.pipelines.settings.measure_settings import LabelledImportanceConfi
 from headscan.pipelines.settings.measure_settings import Part as Part
 from headscan.pipelines.settings.measure_settings import ProbeConfig as ProbeConfig
 from headscan.pipelines.settings.measure_settings import ScanConfig as ScanConfig
+from headscan.pipelines.settings.saving_settings import GenerateConfig as GenerateConfig
 from headscan.pipelines.settings.saving_settings import LossLimit as LossLimit
 from headscan.pipelines.settings.saving_settings import PlanConfig as PlanConfig
 from headscan.pipelines.settings.saving_settings import RecallConfig as RecallConfig

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,64 @@ def test_the_reading_orders_state_how_many_files_they_list() -> None:
     assert len(lists) == 6
     for count, listed in lists:
         assert len(set(re.findall(r"`([\w/]+\.py)`", listed))) == int(count), listed
+
+
+#: Functions of a route that call what an earlier one of it passes.
+PASSED_ON = ("CorpusVerb.run_measurement", "Pool.map")
+_NAME = r"`[A-Za-z_]\w*(?:\.(?!py`)[A-Za-z_]\w*)?`"
+
+
+def _names(text: str) -> list[str]:
+    return [each.strip("`") for each in re.findall(_NAME, text)]
+
+
+def _definitions(path: Path) -> dict[str, ast.AST]:
+    """Return classes, functions, methods and other names of a file; functions also with the file's name before them."""
+    found: dict[str, ast.AST] = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        found |= {each.id: node for each in targets if isinstance(each, ast.Name)}
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found |= {node.name: node, f"{path.stem}.{node.name}": node}
+        if isinstance(node, ast.ClassDef):
+            methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+            found |= {name: each for each in methods for name in (f"{node.name}.{each.name}", each.name)}
+    return found
+
+
+def _mentioned(start: ast.AST, names: dict[str, ast.AST]) -> set[str]:
+    """Return the names in a function, and in the functions, constants and private classes of its file that it names."""
+    seen, waiting, reached = set[str](), [start], [start]
+    while waiting:
+        for node in ast.walk(waiting.pop()):
+            name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+            seen.add(name)
+            called = names.get(name)
+            is_public_class = isinstance(called, ast.ClassDef) and not name.startswith("_")
+            if called is not None and not is_public_class and called not in reached:
+                waiting.append(called)
+                reached.append(called)
+    return seen
+
+
+def test_the_routes_of_the_reading_orders_are_those_of_the_code() -> None:
+    """Every name is defined in a listed file, and every function of a route mentions the next one."""
+    orders = PAGES["design.md"].partition("## Reading order\n")[2].partition("\n## ")[0]
+    files = {path: _definitions(ROOT / path) for path in dict.fromkeys(re.findall(r"`([\w/]+\.py)`", orders))}
+    for name in _names(orders):
+        assert any(name in names for names in files.values()), name
+    for listed, path in re.findall(rf"((?:{_NAME}(?:,? and |,\s))*{_NAME})(?: \([^)]*\))?\sin\s`([\w/]+\.py)`", orders):
+        assert set(_names(listed)) <= files[path].keys(), (listed, path)
+    steps = 0
+    for route in re.findall(rf"{_NAME}(?:\s->\s{_NAME})+", orders):
+        before = set[str]()
+        for caller, called in pairwise(_names(route)):
+            mentioned = set[str]().union(*(_mentioned(each[caller], each) for each in files.values() if caller in each))
+            known = mentioned | before if caller in PASSED_ON else mentioned
+            assert called.rpartition(".")[2] in known, f"{caller} -> {called}"
+            before |= mentioned
+            steps += 1
+    assert steps >= 25
 
 
 def test_every_verb_with_json_is_named() -> None:

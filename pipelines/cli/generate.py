@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.options import Group, Option
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import Devices, ModelVerb
+from headscan.pipelines.settings.saving_settings import GenerateConfig
 
 if TYPE_CHECKING:
     from headscan.pipelines.kv.compare_generation import Generated, GenerationComparison
@@ -18,12 +20,7 @@ if TYPE_CHECKING:
 class _Text:
     plan: Annotated[str, Option("file of the plan")] = "head_plan.json"
     prompt_file: Annotated[str, Option("text file with the prompt", metavar="FILE")]
-    max_new_tokens: Annotated[int, Option("most tokens to generate", least=1)] = 64
-    prefill_chunk: Annotated[
-        int | None,
-        Option("prompt tokens read at a time, which bounds the peak memory (default: all)", metavar="TOKENS", least=1),
-    ] = None
-    rounds: Annotated[int, Option("times that each text is generated", least=1)] = 1
+    settings: Annotated[partial[GenerateConfig], Group()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,37 +49,26 @@ class Generate(ModelVerb):
             text = Path(self.text.prompt_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise HeadscanError(f"cannot read {self.text.prompt_file} ({error}). Name a UTF-8 text file") from error
-        from headscan.cluster.pool import refuse_staged
         from headscan.kv.kept_keys import KeptKeys
-        from headscan.pipelines.kv.compare_generation import GenerationTask, compare_generation
-        from headscan.pipelines.kv.plan_arms import KeptHeads, check_plan, narrowest_window
-        from headscan.pipelines.runs.run_context import ModelContext
+        from headscan.pipelines import job_functions
+        from headscan.pipelines.kv.plan_arms import narrowest_window
 
         spec, identity = self.identified()
-        prompt = tuple(identity.tokenizer(text)["input_ids"])
-        task = GenerationTask(
-            KeptHeads.of(plan.heads), prompt, self.text.max_new_tokens, self.text.prefill_chunk, self.text.rounds
-        )
-        tokens = len(prompt) + self.text.max_new_tokens
-        opener = self.devices.opener(spec, tokens)
-        with ModelContext(spec, opener, identity=identity) as model:
-            refuse_staged(model.pool, "generation of text")
-            check_plan(plan, model)
-            comparison = model.pool.one(compare_generation, task)
-        texts = {name: str(identity.tokenizer.decode(list(one.tokens))) for name, one in _both(comparison).items()}
-        rows = [{"cache": name, **asdict(one), "text": texts[name]} for name, one in _both(comparison).items()]
-        facts = {"plan": self.text.plan, "prompt_tokens": len(prompt), "first_difference": comparison.first_difference}
+        config = self.text.settings(model=spec, plan=plan, prompt=text)
+        found = job_functions.generate(config, **self.devices.job_options(identity, type(self)))
+        rows = [{"cache": name, **asdict(one)} for name, one in _both(found).items()]
+        facts = {name: getattr(found, name) for name in ("prompt_tokens", "first_difference")}
         narrowest = narrowest_window(KeptKeys.of_plan(plan))
-        no_gain = narrowest is None or len(prompt) + len(comparison.full.tokens) <= narrowest
-        return Result(rows, lambda: _text(comparison, texts, len(prompt), no_gain=no_gain), facts)
+        no_gain = narrowest is None or found.prompt_tokens + len(found.full.tokens) <= narrowest
+        return Result(rows, lambda: _text(found, no_gain=no_gain), {"plan": self.text.plan, **facts})
 
 
 def _both(comparison: GenerationComparison) -> dict[str, Generated]:
     return {"full cache": comparison.full, "plan": comparison.planned}
 
 
-def _text(comparison: GenerationComparison, texts: dict[str, str], prompt_tokens: int, *, no_gain: bool) -> str:
-    lines = [f"prompt of {prompt_tokens:,} tokens, {len(comparison.full.tokens)} new ones", ""]
+def _text(comparison: GenerationComparison, *, no_gain: bool) -> str:
+    lines = [f"prompt of {comparison.prompt_tokens:,} tokens, {len(comparison.full.tokens)} new ones", ""]
     lines += [_costs(name, generated) for name, generated in _both(comparison).items()]
     lines.append(
         f"the plan's cache has {comparison.planned.cache_bytes / comparison.full.cache_bytes:.1%} of the bytes"
@@ -91,8 +77,8 @@ def _text(comparison: GenerationComparison, texts: dict[str, str], prompt_tokens
         lines.append("the plan frees nothing here: the text is no longer than its narrowest window")
     at = comparison.first_difference
     lines.append("the texts are equal" if at is None else f"the texts differ from token {at + 1} on")
-    for name, text in texts.items():
-        lines += ["", f"--- {name}", *text.splitlines()]
+    for name, generated in _both(comparison).items():
+        lines += ["", f"--- {name}", *generated.text.splitlines()]
     return "\n".join(lines)
 
 

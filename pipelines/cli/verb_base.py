@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
     from headscan.pipelines.job_functions import JobOptions
     from headscan.pipelines.runs.model_identity import ModelIdentity
-    from headscan.pipelines.runs.run_context import ModelOpener
 
 #: Corpus of the bundled model unless one is named: modules of the standard library that it has not read.
 DEMO_CORPUS = "python-stdlib-heldout"
@@ -123,19 +122,15 @@ class Devices:
     ] = None
     timeouts: Annotated[Timeouts, Group()]
 
-    def opener(self, spec: ModelSpec, tokens: int) -> ModelOpener:
-        """Return the opener of a model that generates, for texts of ``tokens`` tokens; it prints every placement."""
-        from headscan.pipelines.runs.run_context import ModelOpener
-
-        return ModelOpener(
-            spec,
-            tokens,
-            self.request,
-            evaluates=True,
-            ray_address=self.ray_address,
-            timeouts=self.timeouts,
-            say=lambda line: say(with_flags(line, Devices)),
-        )
+    def job_options(self, identity: ModelIdentity | None, verb: type) -> JobOptions:
+        """Return the options of a job without a store; its lines have the flags of the verb."""
+        return {
+            "devices": self.request,
+            "ray_address": self.ray_address,
+            "timeouts": self.timeouts,
+            "identity": identity,
+            "say": lambda line: say(with_flags(line, verb)),
+        }
 
     def in_this_process(self) -> Devices:
         """Return the devices of a verb whose one replica is in this process."""
@@ -221,11 +216,7 @@ class RunVerb(ModelVerb, StoreVerb):
         """
         self.store.open(writes=True)
         return {
-            "devices": self.devices.request,
-            "ray_address": self.devices.ray_address,
-            "timeouts": self.devices.timeouts,
+            **self.devices.job_options(identity, type(self)),
             "resume_anyway": self.resume_anyway,
             "lock_timeout": self.store.lock_timeout,
-            "identity": identity,
-            "say": lambda line: say(with_flags(line, type(self))),
         }

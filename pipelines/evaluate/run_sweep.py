@@ -176,12 +176,6 @@ def _sequences(prompts: Iterable[tuple[int, ...]], source: str, report: CorpusRe
 
 
 @dataclass(frozen=True)
-class SweepRuns:
-    scan_run: str
-    evaluate_run: str
-
-
-@dataclass(frozen=True)
 class SweepResult:
     """The verdicts of a sweep.
 
@@ -197,14 +191,8 @@ class SweepResult:
     choices: tuple[SweepChoice, ...]
 
 
-def judge_runs(store: Store, runs: SweepRuns, *, confirm: bool) -> SweepResult:
-    """Judge the arms of a sweep on all questions, and its best arms as ``confirm`` of `SweepConfig` states."""
-    verdict = judge(store, runs.evaluate_run)
-    with at_work("verdicts on the choices"):
-        return SweepResult(runs.scan_run, verdict, judge_sweep(store, verdict, confirm=confirm))
-
-
-def run_sweep(config: SweepConfig, run: Run) -> SweepRuns:
+def run_sweep(config: SweepConfig, run: Run) -> SweepResult:
+    """Evaluate the arms of a sweep; judge all on all questions, and the best as ``confirm`` of the settings states."""
     questions = Questions(config.evaluation.tasks, config.evaluation.recall, run.identity, config.evaluation.text)
     half, least = questions.benchmark_size // 2, identical_questions(bool(config.scores) + bool(config.masks))
     if config.confirm and 0 < half < least:
@@ -237,7 +225,9 @@ def run_sweep(config: SweepConfig, run: Run) -> SweepRuns:
     evaluate_run = run_evaluation(evaluation, run, arms, questions=questions, purpose=purpose)
     if config.confirm:
         record_confirmation(run.store, evaluate_run)
-    return SweepRuns(scan_run, evaluate_run)
+    verdict = judge(run.store, evaluate_run)
+    with at_work("verdicts on the choices"):
+        return SweepResult(scan_run, verdict, judge_sweep(run.store, verdict, confirm=config.confirm))
 
 
 def _check_masks(config: SweepConfig, facts: ModelFacts) -> None:

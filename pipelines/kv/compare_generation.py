@@ -15,10 +15,13 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from headscan.attention.cache_attention import cache_attention
+from headscan.cluster.pool import refuse_staged
 from headscan.errors import SequenceError
 from headscan.kv.plan_cache import PlanCache, cache_bytes
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.kv.plan_arms import KeptHeads
+from headscan.pipelines.kv.plan_arms import KeptHeads, check_plan
+from headscan.pipelines.runs.run_context import ModelContext
+from headscan.pipelines.settings.saving_settings import GenerateConfig
 
 #: Prompt tokens of the pass that warms up.
 _WARM_UP = 32
@@ -43,6 +46,7 @@ class Generated:
     """One text and its cost.
 
     Attributes:
+        text: The tokens decoded; empty for a model without a tokenizer.
         cache_bytes: Bytes of keys and values that the cache holds after the last token.
         prefill_seconds: Time to the first token.
         token_seconds: Median time of each further token; None if there is only one.
@@ -54,12 +58,16 @@ class Generated:
     prefill_seconds: float
     token_seconds: float | None
     peak_bytes: int | None
+    text: str
 
 
 @dataclass(frozen=True)
 class GenerationComparison:
+    """The text with the full KV cache, and with a plan's."""
+
     full: Generated
     planned: Generated
+    prompt_tokens: int
 
     @property
     def first_difference(self) -> int | None:
@@ -70,6 +78,16 @@ class GenerationComparison:
                 return index
         lengths = len(self.full.tokens), len(self.planned.tokens)
         return None if lengths[0] == lengths[1] else min(lengths)
+
+
+def run_generate(config: GenerateConfig, model: ModelContext) -> GenerationComparison:
+    """Generate the text with both caches on one replica."""
+    kept = KeptHeads.of(config.plan.heads)
+    prompt = config.prompt_ids(model.identity)
+    refuse_staged(model.pool, "generation of text")
+    check_plan(config.plan, model)
+    task = GenerationTask(kept, prompt, config.max_new_tokens, config.prefill_chunk, config.rounds)
+    return model.pool.one(compare_generation, task)
 
 
 def compare_generation(lm: LoadedModel, task: GenerationTask) -> GenerationComparison:
@@ -85,7 +103,7 @@ def compare_generation(lm: LoadedModel, task: GenerationTask) -> GenerationCompa
     # The first passes of a process, and of each cache, are slow.
     _generate_both(lm, replace(task, prompt=task.prompt[:_WARM_UP], max_new_tokens=2))
     full, planned = zip(*(_generate_both(lm, task) for _ in range(task.rounds)), strict=True)
-    return GenerationComparison(_typical(full), _typical(planned))
+    return GenerationComparison(_typical(full), _typical(planned), len(task.prompt))
 
 
 def _generate_both(lm: LoadedModel, task: GenerationTask) -> tuple[Generated, Generated]:
@@ -97,14 +115,11 @@ def _generate_both(lm: LoadedModel, task: GenerationTask) -> tuple[Generated, Ge
 
 
 def _typical(rounds: Sequence[Generated]) -> Generated:
-    first = rounds[0]
     steps = [each.token_seconds for each in rounds if each.token_seconds is not None]
-    return Generated(
-        first.tokens,
-        first.cache_bytes,
-        median(each.prefill_seconds for each in rounds),
-        median(steps) if steps else None,
-        first.peak_bytes,
+    return replace(
+        rounds[0],
+        prefill_seconds=median(each.prefill_seconds for each in rounds),
+        token_seconds=median(steps) if steps else None,
     )
 
 
@@ -144,10 +159,12 @@ def _generate(lm: LoadedModel, task: GenerationTask, cache: Cache) -> Generated:
         )
     prompt, *tokens = clock.times
     steps = [after - before for before, after in pairwise(tokens)]
+    generated = out[0, len(task.prompt) :].tolist()
     return Generated(
-        tokens=tuple(out[0, len(task.prompt) :].tolist()),
+        tokens=tuple(generated),
         cache_bytes=cache_bytes(cache),
         prefill_seconds=tokens[0] - prompt,
         token_seconds=median(steps) if steps else None,
         peak_bytes=int(torch.cuda.max_memory_allocated(lm.device)) if on_gpu else None,
+        text=str(lm.tokenizer.decode(generated)) if lm.tokenizer is not None else "",
     )

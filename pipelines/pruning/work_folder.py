@@ -7,6 +7,7 @@ process of their own has loaded them and computed the same logits. The folder go
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -83,7 +84,17 @@ class WorkFolder:
 
 
 def check_place(out: Path) -> None:
-    """Raise if a folder holds something that no unfinished run put there."""
+    """Raise if a folder holds something that no unfinished run put there, or if no model can be moved to its place."""
+    place = out.absolute()
+    for refused, what in (
+        (os.path.ismount(place), "a mount point"),
+        (place.is_symlink(), "a link"),
+        (place.resolve() == Path.cwd(), "the current folder"),
+    ):
+        if refused:
+            raise PruningError(
+                f"no model can be moved to {place}, {what}. Choose a new folder, such as {out / 'model'}"
+            )
     places = [out / name for name in _read(_work(out) / _SETTINGS).get("targets", ())]
     present = [out] if out in places or not out.is_dir() else list(out.iterdir())
     if not all(each in places and _is_finished(_work(out), places.index(each), each) for each in present):

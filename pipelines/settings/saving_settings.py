@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,6 +16,7 @@ from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec, lo
 from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS
 
 if TYPE_CHECKING:
+    from headscan.analysis.plans import HeadPlan
     from headscan.pipelines.runs.model_identity import ModelIdentity
 
 
@@ -176,6 +178,40 @@ class PlanConfig:
 
     def tokens(self, identity: ModelIdentity) -> int:
         return longest_text(identity, self.max_tokens, _PLAN_TOKENS)
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Settings of a text that is generated with the full KV cache and with a plan's.
+
+    Attributes:
+        plan: Plan of the model, as `headscan.analysis.plans.load_plan` reads it.
+        prompt: Text to continue greedily.
+    """
+
+    model: ModelSpec
+    plan: HeadPlan
+    prompt: str
+    max_new_tokens: Annotated[int, Option("most tokens to generate", least=1)] = 64
+    prefill_chunk: Annotated[
+        int | None,
+        Option("prompt tokens read at a time, which bounds the peak memory (default: all)", metavar="TOKENS", least=1),
+    ] = None
+    rounds: Annotated[int, Option("times that each text is generated", least=1)] = 1
+
+    def __post_init__(self) -> None:
+        from headscan.analysis.plans import HeadPlan, PlanError
+
+        check_limits(self, PlanError)
+        if not isinstance(self.plan, HeadPlan):
+            raise PlanError(f"`plan={reprlib.repr(self.plan)}` is no HeadPlan. Read it with load_plan")
+
+    def prompt_ids(self, identity: ModelIdentity) -> tuple[int, ...]:
+        return tuple(identity.tokenizer(self.prompt)["input_ids"])
+
+    def tokens(self, identity: ModelIdentity) -> int:
+        """Return the length of the whole text."""
+        return len(self.prompt_ids(identity)) + self.max_new_tokens
 
 
 @dataclass(frozen=True)

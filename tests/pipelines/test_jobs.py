@@ -31,6 +31,7 @@ from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, Comparison, TaskConfig
 from headscan.pipelines.settings.saving_settings import TextConfig
 from tests.pipelines.ablate.labelled_models import LABELLED, save_classifier, write_lines
+from tests.pipelines.kv.kv_plans import model_of, plan_for
 from tests.sources import public_names
 
 
@@ -417,6 +418,8 @@ RECORDS = {
     "CorpusRunResult",
     "Exported",
     "GatesResult",
+    "Generated",
+    "GenerationComparison",
     "HeadEffect",
     "HeadPlan",
     "HeldOutText",
@@ -446,6 +449,7 @@ def all_settings(spec: ModelSpec, evaluation: jobs.EvaluateConfig, tmp_path: Pat
         "EvaluateConfig": (spec, evaluation.tasks),
         "ExportConfig": ("gguf", tmp_path / "x", spec),
         "GatesConfig": (spec, texts),
+        "GenerateConfig": (spec, plan_for(model_of(spec, headscan.load(spec.source)), 2), "text"),
         "ImportanceConfig": (spec, texts, tokens),
         "KVBytes": (1000, 64),
         "LabelledAblateConfig": (labelled,),
@@ -590,7 +594,7 @@ def test_the_batch_size_of_the_devices_reaches_every_job(
         ),
         "study": (jobs.StudyConfig(spec, texts, str(tmp_path / "study")),),
     }
-    assert calls.keys() == {name for name in public_names(jobs) if name.islower()} - {"mask_arm", "export"}
+    assert calls.keys() == {name for name in public_names(jobs) if name.islower()} - {"mask_arm", "export", "generate"}
     received = list[Any]()
 
     def begun(*arguments: Any, **_: Any) -> None:
@@ -693,6 +697,21 @@ def test_options_are_checked_before_files_are_read(
         jobs.scan(jobs.ScanConfig(labelled.model, CorpusSpec("python-stdlib"), TokenPlan(64)), store, **options)
     with pytest.raises(HeadscanError, match=message):
         jobs.labelled_ablate(jobs.LabelledAblateConfig(labelled), store, **options)
+
+
+def test_generate_returns_both_texts(spec: ModelSpec, cpu: jobs.PlacementRequest) -> None:
+    plan = plan_for(model_of(spec, headscan.load(spec.source)), 5)
+    config = jobs.GenerateConfig(spec, plan, "a text to continue " * 4, max_new_tokens=6)
+    found = jobs.generate(config, devices=cpu, say=quiet)
+    tokenizer = identify(spec).tokenizer
+    assert found.prompt_tokens == len(tokenizer(config.prompt)["input_ids"])
+    for one in (found.full, found.planned):
+        assert len(one.tokens) == 6 and one.text == tokenizer.decode(list(one.tokens))
+    assert found.planned.cache_bytes < found.full.cache_bytes
+    with pytest.raises(HeadscanError, match=r"^`resume_anyway` has no effect on `generate`: leave it out$"):
+        jobs.generate(config, resume_anyway=True)
+    with pytest.raises(HeadscanError, match=r"^`plan='p\.json'` is no HeadPlan\. Read it with load_plan$"):
+        replace(config, plan="p.json")
 
 
 def test_a_plan_without_a_store_cannot_resume(spec: ModelSpec) -> None:

@@ -22,7 +22,7 @@ from headscan.pipelines.cli.main import main
 from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.evaluate.harness import HeadscanLM
 from headscan.pipelines.evaluate.run_evaluation import run_evaluation
-from headscan.pipelines.evaluate.run_sweep import SweepRuns, _size, run_sweep, size_recall
+from headscan.pipelines.evaluate.run_sweep import SweepResult, _size, run_sweep, size_recall
 from headscan.pipelines.evaluate.tasks import Tasks
 from headscan.pipelines.runs.head_orders import find_run
 from headscan.pipelines.runs.model_identity import identify
@@ -35,10 +35,10 @@ from tests.stores import copy_store
 
 
 class Swept(NamedTuple):
-    """A sweep's store, its runs, and its printed lines."""
+    """A sweep's store, its result, and its printed lines."""
 
     store: Store
-    runs: SweepRuns
+    result: SweepResult
     said: list[str]
 
 
@@ -56,8 +56,8 @@ def config(spec: ModelSpec, task_folder: Path) -> SweepConfig:
 @pytest.fixture(scope="module")
 def swept(config: SweepConfig, empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Swept:
     store, said = Store(copy_store(empty_store, tmp_path_factory.mktemp("swept"))), list[str]()
-    runs = run_sweep(config, run_on(InProcessPool(config.evaluation.model, THREADS), store, say=said.append))
-    return Swept(store, runs, said)
+    result = run_sweep(config, run_on(InProcessPool(config.evaluation.model, THREADS), store, say=said.append))
+    return Swept(store, result, said)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def arms_of(store: Store) -> list[dict[str, Any]]:
 
 
 def test_arms_are_every_score_and_control_at_every_share(swept: Swept) -> None:
-    store, runs, said = swept
+    store, result, said = swept
     arms = arms_of(store)
     assert Counter((arm["kind"], arm["share"], arm["score"]) for arm in arms) == {
         ("baseline", None, None): 1,
@@ -93,7 +93,7 @@ def test_arms_are_every_score_and_control_at_every_share(swept: Swept) -> None:
     ]
     assert all(
         store.resolve_run(run, kind)["status"] == "finished"
-        for run, kind in zip((runs.scan_run, runs.evaluate_run), ("recording", "evaluate"), strict=True)
+        for run, kind in zip((result.scan_run, result.verdict.run_id), ("recording", "evaluate"), strict=True)
     )
 
 
@@ -138,8 +138,8 @@ def test_a_score_that_rules_cannot_measure_is_refused_before_prompts_are_recorde
 
 
 def test_masks_are_the_first_heads_of_the_recordings_ranking(swept: Swept) -> None:
-    store, runs, _ = swept
-    ranked = [(head.layer, head.head) for head in rank_heads(store, runs.scan_run, "output_norm_ln")]
+    store, result, _ = swept
+    ranked = [(head.layer, head.head) for head in rank_heads(store, result.scan_run, "output_norm_ln")]
     for arm in arms_of(store):
         if arm["kind"] == "mask":
             heads = store.mask(arm["mask_id"]).heads
@@ -153,14 +153,14 @@ def test_a_recording_is_a_scan_to_choose_heads_from_if_it_is_named(
     requests: list[Request],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    store, runs, _ = swept
+    store, result, _ = swept
     prompts = {request.ids[:-1] for request in requests}
     rows = store.query("select count(*) as n, count(distinct sequence) as s from head_statistics").to_pylist()
     assert rows == [{"n": 18 * len(prompts), "s": len(prompts)}]
-    assert find_run(store, identify(config.evaluation.model), "entropy", runs.scan_run[:6]) == runs.scan_run
-    assert store.resolve_run(runs.scan_run[:6])["corpus"] == "prompts of counting"
+    assert find_run(store, identify(config.evaluation.model), "entropy", result.scan_run[:6]) == result.scan_run
+    assert store.resolve_run(result.scan_run[:6])["corpus"] == "prompts of counting"
     assert (
-        main(["rank", "--by", "output_norm_ln", "--run", runs.scan_run, "--limit", "3", "--store", str(store.path)])
+        main(["rank", "--by", "output_norm_ln", "--run", result.scan_run, "--limit", "3", "--store", str(store.path)])
         == 0
     )
     assert len(capsys.readouterr().out.splitlines()) == 2 + 3
@@ -170,7 +170,7 @@ def test_a_recording_is_a_scan_to_choose_heads_from_if_it_is_named(
 def test_the_command_of_a_finished_sweep_runs_nothing_and_prints_every_curve(
     config: SweepConfig, swept: Swept, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, runs, _ = swept
+    store, result, _ = swept
     asked = []
     map_items = InProcessPool.map
 
@@ -187,11 +187,11 @@ def test_the_command_of_a_finished_sweep_runs_nothing_and_prints_every_curve(
     assert asked == ["model_facts"]
     out, err = capsys.readouterr()
     said = err.splitlines()
-    assert f"run {runs.scan_run}: the prompts of counting were recorded before" in said
+    assert f"run {result.scan_run}: the prompts of counting were recorded before" in said
     assert sorted(line for line in said if "finished" in line) == [
         f"{arm['name']}: finished before" for arm in arms_of(store)
     ]
-    assert f"scan {runs.scan_run} and sweep {runs.evaluate_run} in {store.path}" in out
+    assert f"scan {result.scan_run} and sweep {result.verdict.run_id} in {store.path}" in out
     # Each row of the table against its curve and the accuracy at the first share.
     table, _, choices = out.partition("Closest of")
     table = table.rpartition("\n")[0]  # the line of the first choice names its arm
@@ -226,7 +226,7 @@ def test_the_command_of_a_finished_sweep_runs_nothing_and_prints_every_curve(
 def test_a_sweep_with_too_few_questions_warns_before_it_starts(config: SweepConfig, swept: Swept) -> None:
     warning = "each half of the questions has about "
     [line] = [line for line in swept.said if line.startswith(warning)]
-    assert line.endswith("use confirm=False to judge on all questions")
+    assert line.endswith("use `confirm=False` to judge on all questions")
     said: list[str] = []
     pool = InProcessPool(config.evaluation.model, THREADS)
     run_sweep(dataclasses.replace(config, confirm=False), run_on(pool, swept.store, say=said.append))
@@ -244,7 +244,7 @@ def test_the_whole_model_is_asked_before_any_arm_runs(config: SweepConfig, tmp_p
     small = dataclasses.replace(config, evaluation=asking, scores=RULES[:1], quantiles=(0.2,), masks=(), seeds=0)
     for _ in range(2):
         said: list[str] = []
-        runs = run_sweep(small, run_on(pool, store, say=said.append))
+        result = run_sweep(small, run_on(pool, store, say=said.append))
         lines = [line for line in said if line.startswith("the whole model ")]
         assert [line.rpartition(": ")[2] for line in lines] == [
             "too few to judge needle recall, so no arm is judged by it",
@@ -257,7 +257,7 @@ def test_the_whole_model_is_asked_before_any_arm_runs(config: SweepConfig, tmp_p
         " WHERE runs.kind = 'recall'"
     ).to_pylist()
     assert asked["asked"] == 16
-    assert runs.evaluate_run == store.resolve_run(None, "evaluate")["run_id"]
+    assert result.verdict.run_id == store.resolve_run(None, "evaluate")["run_id"]
 
 
 @pytest.mark.parametrize(

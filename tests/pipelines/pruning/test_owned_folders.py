@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from headscan.errors import PruningError
-from headscan.pipelines.pruning.work_folder import owned_folder, work_folder
+from headscan.pipelines.cli.main import main
+from headscan.pipelines.pruning.work_folder import check_place, owned_folder, work_folder
 from tests.warm_python import WarmProcess
 
 _HOLDS = """
@@ -73,3 +74,24 @@ def test_a_refused_place_leaves_no_work_folder(tmp_path: Path) -> None:
     with pytest.raises(PruningError, match="not empty"), work_folder(out, [out], "settings", print):
         pass
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_place_that_no_folder_can_replace_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models are built beside the place, and renamed."""
+    mount, here, link = (tmp_path / name for name in ("mount", "here", "link"))
+    mount.mkdir()
+    here.mkdir()
+    link.symlink_to(here)
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == mount)
+    refused = {mount: f"{mount}, a mount point", Path(): f"{here}, the current folder", link: f"{link}, a link"}
+    for out, named in refused.items():
+        with pytest.raises(PruningError, match=rf"^no model can be moved to {named}\. Choose a new folder, such as "):
+            check_place(out)
+    check_place(mount / "model")
+    check_place(Path("model"))
+    words = ["prune", "demo", "--share", "0.3", "--out", ".", "--device", "cpu", "--store", str(tmp_path / "s.duckdb")]
+    assert main(words) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "link", "mount"] and not any(here.iterdir())

@@ -175,15 +175,15 @@ def test_a_sweep_hands_the_answer_to_both_of_its_runs(
     evaluation = EvaluateConfig(spec, tasks, recall=None)
     config = SweepConfig(evaluation, ("output_norm_ln",), (0.2,), masks=(), seeds=0)
     pool = InProcessPool(spec, THREADS)
-    runs = run_sweep(config, run_on(pool, store))
+    result = run_sweep(config, run_on(pool, store))
     with store.connect() as connection:
         connection.execute("update runs set status = 'failed'")
         connection.execute("update arms set status = 'running' where kind = 'rule'")
         connection.execute("delete from answers where arm_id in (select arm_id from arms where kind = 'rule')")
     other_torch(monkeypatch)
-    with pytest.raises(ResumeError, match=runs.scan_run):
+    with pytest.raises(ResumeError, match=result.scan_run):
         run_sweep(config, run_on(pool, store))
-    assert run_sweep(config, run_on(pool, store, resume_anyway=True)) == runs
+    assert run_sweep(config, run_on(pool, store, resume_anyway=True)) == result
     for row in store.runs():
         assert (row["status"], len(row["provenance"])) == ("finished", 2)
 
