@@ -287,9 +287,13 @@ class _Joined(argparse.Action):
 _NO_GROUP = Group()
 
 
-@cache
-def options_of(cls: type) -> tuple[BoundOption, ...]:
+def options_of(cls: Any) -> tuple[BoundOption, ...]:
     """Return the options of a settings class, with those of the settings classes in it."""
+    return _cached_options(cls)
+
+
+@cache
+def _cached_options(cls: Any) -> tuple[BoundOption, ...]:
     return tuple(_options_below(cls, MISSING, (), _NO_GROUP))
 
 

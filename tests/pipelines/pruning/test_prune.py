@@ -44,8 +44,9 @@ def command(model_folder: Path, corpus_folder: Path, task_folder: Path, tmp_path
 
 
 def without_tasks(command: list[str]) -> list[str]:
+    """Leave out the tasks and their folder."""
     place = command.index("--tasks")
-    return command[:place] + command[place + 2 :]
+    return command[:place] + command[place + 4 :]
 
 
 IDS = torch.arange(2, 34)[None]
