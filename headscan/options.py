@@ -77,6 +77,28 @@ Count = Annotated[int, Limits(least=1)]
 Seed = Annotated[int, Limits(least=0)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Another option of the verb that decides whether an option has an effect.
+
+    Attributes:
+        key: Names of the fields that lead to the other option, with dots, from the class that declares this or from one
+            around it.
+        values: Values of the other option with which this one has an effect; empty: it has one if the other is given.
+        named: Noun for ``values`` in the error; None lists them.
+        absent: This option has an effect only if the other one is not given.
+        unless: Another condition that is enough.
+        of: Fields of the group whose options need this; empty: all of them.
+    """
+
+    key: str
+    values: tuple[Any, ...] = ()
+    named: str | None = None
+    absent: bool = False
+    unless: Needs | None = None
+    of: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class Option(Limits):
     """The command-line option of a field.
@@ -97,6 +119,7 @@ class Option(Limits):
         one_of: Name of a group of options that exclude each other.
         required: The option, or one of its group, is required.
         only: Methods or formats of the verb that use the option; empty: all of them.
+        needs: Other options that decide whether this one has an effect; all must agree.
     """
 
     help: str
@@ -113,16 +136,18 @@ class Option(Limits):
     one_of: str | None = None
     required: bool = False
     only: tuple[str, ...] = ()
+    needs: tuple[Needs, ...] = ()
 
 
 @dataclass(frozen=True)
 class Group:
     """A settings class inside another one, as a titled group of the help page; without a title, part of the group
-    around. Its options without an ``only`` of their own have that of the group.
+    around. Its options without an ``only`` of their own have that of the group, and all have its ``needs``.
     """
 
     title: str = ""
     only: tuple[str, ...] = ()
+    needs: tuple[Needs, ...] = ()
 
 
 @dataclass(frozen=True)

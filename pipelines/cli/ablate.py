@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from headscan.analysis.store.tables import ALL_BUT_ONE, EACH
-from headscan.options import Group, Option
+from headscan.options import Group, Needs, Option
 from headscan.pipelines.cli.option_parser import UsageError, changed
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.task_options import (
+    NO_DATA,
     Metric,
     OptionalTaskOptions,
-    check_labelled,
     demo_task,
     labelled_config,
     replacement_config,
@@ -28,6 +28,9 @@ from headscan.pipelines.settings.evaluation_settings import AblationMode, LossTe
 if TYPE_CHECKING:
     from headscan.analysis.verdicts.head_effects import HeadEffect
 
+_NO_TASKS = Needs(key="tasks.names", absent=True)
+#: With tasks, texts replace outputs; without, their loss is measured.
+_REPLACED = Needs(key="heads.value", values=("mean", "resample"), unless=_NO_TASKS)
 #: Heads shown at either end of the table.
 _SHOWN = 10
 
@@ -59,9 +62,10 @@ class _Texts(CorpusOptions):
             f"texts whose loss is measured if there are no tasks, and texts of --replace: {CORPORA} (default: required "
             "without tasks, except for `demo`)",
             flag="--corpus",
+            needs=(_REPLACED,),
         ),
     ] = None
-    loss: Annotated[partial[LossTexts], Group()]
+    loss: Annotated[partial[LossTexts], Group(needs=(_NO_TASKS,))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,26 +86,15 @@ class Ablate(RunVerb):
     common: ClassVar = "MODEL --corpus --tasks --data --each --all-but-one --replace --sequences --max-tokens --store"
 
     json: Json = False
-    heads: Annotated[_Heads, Group("heads")]
+    heads: Annotated[_Heads, Group("heads", needs=(replace(NO_DATA, of=("value",)),))]
     data: Annotated[DataSpec | None, Group("labelled examples")]
     metric: Metric = None
-    tasks: Annotated[OptionalTaskOptions, Group("tasks")]
-    texts: Annotated[_Texts, Group("texts")]
+    tasks: Annotated[OptionalTaskOptions, Group("tasks", needs=(NO_DATA, Needs(key="tasks.names", of=("prompts",))))]
+    texts: Annotated[_Texts, Group("texts", needs=(replace(NO_DATA, of=("name", "data_set", "sequences")),))]
 
     def __post_init__(self) -> None:
-        without_effect = ("tasks.names", "tasks.prompts.include_path", "tasks.prompts.limit", "heads.value")
-        check_labelled(self, self.data, self.metric, (*without_effect, "texts.name", "texts.loss.sequences"))
-        if self.data is not None:
-            return
-        if not self.tasks.names:
-            if self.texts.name is None and not self.is_demo:
-                raise UsageError("--tasks or --corpus is required, or --data of labelled examples: name one of them")
-        elif self.texts.name is not None and self.heads.value == "zero":
-            raise UsageError("--corpus has no effect with --tasks and --replace zero: leave one of them out")
-        else:
-            for name, flag in changed(self).items():
-                if name.startswith("texts.loss"):
-                    raise UsageError(f"{flag} has no effect with --tasks: leave one of them out")
+        if not (self.data or self.tasks.names or self.texts.name or self.is_demo):
+            raise UsageError("--tasks or --corpus is required, or --data of labelled examples: name one of them")
 
     def run(self) -> Result:
         if self.data is not None:

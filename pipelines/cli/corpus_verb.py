@@ -20,7 +20,7 @@ C = TypeVar("C", bound=CorpusRunConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _LimitedCorpusOptions(CorpusOptions):
+class LimitedCorpusOptions(CorpusOptions):
     name: Annotated[
         str | None,
         Option(
@@ -33,7 +33,7 @@ class _LimitedCorpusOptions(CorpusOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _SequenceOptions:
+class SequenceOptions:
     max_tokens: Annotated[
         int | None, Option("maximum sequence length (default: the model's context, at most 2048)", least=1)
     ] = None
@@ -44,8 +44,8 @@ class _SequenceOptions:
 class CorpusVerb(RunVerb):
     """A verb that measures the sequences of a corpus."""
 
-    corpus: Annotated[_LimitedCorpusOptions, Group("corpus")]
-    tokens: Annotated[_SequenceOptions, Group("sequences")]
+    corpus: Annotated[LimitedCorpusOptions, Group("corpus")]
+    tokens: Annotated[SequenceOptions, Group("sequences")]
 
     def run_measurement(self, config_of: Callable[..., C], job: Callable[..., CorpusRunResult]) -> str:
         """Measure the corpus with a job, print the counts, and return the id of the run."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, ClassVar
 
 from headscan.options import Group
-from headscan.pipelines.cli.corpus_verb import CorpusVerb
-from headscan.pipelines.cli.option_parser import UsageError, changed
+from headscan.pipelines.cli.corpus_verb import CorpusVerb, LimitedCorpusOptions, SequenceOptions
+from headscan.pipelines.cli.option_parser import UsageError
+from headscan.pipelines.cli.task_options import NO_DATA
 from headscan.pipelines.cli.verb_base import quiet_libraries
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.measure_settings import ImportanceConfig
@@ -33,19 +34,14 @@ class Importance(CorpusVerb):
         "MODEL --corpus --data --store --max-tokens --limit-sequences --reduction --dtype --device --ray-address"
     )
 
+    corpus: Annotated[LimitedCorpusOptions, Group("corpus", needs=(NO_DATA,))]
+    tokens: Annotated[SequenceOptions, Group("sequences", needs=(replace(NO_DATA, of=("plan",)),))]
     data: Annotated[DataSpec | None, Group("labelled examples")]
-    settings: Annotated[partial[ImportanceConfig], Group("loss")]
+    settings: Annotated[partial[ImportanceConfig], Group("loss", needs=(replace(NO_DATA, of=("recall_prompts",)),))]
 
     def __post_init__(self) -> None:
-        if self.data is None:
-            if self.corpus.name is None and not self.is_demo:
-                raise UsageError("--corpus or --data is required: name a text, or a file of labelled examples")
-        elif self.corpus.name is not None:
-            raise UsageError("--corpus and --data exclude each other: leave one of them out")
-        else:
-            for name, flag in changed(self).items():
-                if name.startswith(("corpus.", "tokens.plan.", "settings.recall_prompts")):
-                    raise UsageError(f"{flag} has no effect with --data: leave one of them out")
+        if not (self.data or self.corpus.name or self.is_demo):
+            raise UsageError("--corpus or --data is required: name a text, or a file of labelled examples")
 
     def run(self) -> None:
         from headscan.analysis.heads.head_ranking import halves_agreement

@@ -23,7 +23,8 @@ them `| None` are read from text; an `Option` narrows the values or has a functi
 ``Annotated[partial[TaskConfig], Group()]`` shows the options of `TaskConfig`. Its value is a `partial` that holds the
 given options; the verb calls it with the remaining fields to get the `TaskConfig`. `__post_init__` raises `UsageError`
 if options do not go together; `changed` names those that are given, and `check_used` refuses those that a method does
-not use (``only``).
+not use (``only``). An option that has an effect only with, or only without, another one declares that (``needs``), and
+`read_settings` refuses it elsewhere.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
 from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin
 
 from headscan.errors import HeadscanError, unknown_name
-from headscan.options import Group, Option, field_hint, field_type, without_none
+from headscan.options import Group, Needs, Option, field_hint, field_type, without_none
 from headscan.pipelines.settings.settings_file import settings_file
 
 S = TypeVar("S")
@@ -171,6 +172,7 @@ class BoundOption:
         choices: Permitted values; None permits all.
         default: Value without the option; MISSING if it is required.
         only: Methods or formats of the verb that use it; empty: all of them.
+        needs: Other options that decide whether it has an effect, each with the path of the class that declares that.
     """
 
     path: tuple[str, ...]
@@ -181,6 +183,7 @@ class BoundOption:
     default: Any
     group: str
     only: tuple[str, ...] = ()
+    needs: tuple[tuple[tuple[str, ...], Needs], ...] = ()
 
     @property
     def flag(self) -> str:
@@ -284,11 +287,19 @@ class _Joined(argparse.Action):
 _NO_GROUP = Group()
 
 
-def options_of(
-    cls: type, default: Any = MISSING, path: tuple[str, ...] = (), group: Group = _NO_GROUP
-) -> list[BoundOption]:
-    """Return the options of a settings class, with those of the settings classes in it. ``default`` holds settings
-    whose values are the defaults; MISSING uses those of the fields.
+def options_of(cls: Any) -> tuple[BoundOption, ...]:
+    """Return the options of a settings class, with those of the settings classes in it."""
+    return _cached_options(cls)
+
+
+@cache
+def _cached_options(cls: Any) -> tuple[BoundOption, ...]:
+    return tuple(_options_below(cls, MISSING, (), _NO_GROUP))
+
+
+def _options_below(cls: type, default: Any, path: tuple[str, ...], group: Group) -> list[BoundOption]:
+    """Return the options of a settings class that fields at ``path`` hold. ``default`` holds settings whose values are
+    the defaults; MISSING uses those of the fields.
     """
     options = []
     for name, hint, declared, own in _declared_fields(cls):
@@ -296,17 +307,20 @@ def options_of(
         if isinstance(declared, Group):
             inner, optional, function = _settings_class(hint)
             within = Group(declared.title or group.title, declared.only or group.only)
-            below = options_of(inner, MISSING if function else value, (*path, name), within)
-            options += [
-                replace(option, default=None) if optional and option.default is MISSING else option for option in below
-            ]
+            for option in _options_below(inner, MISSING if function else value, (*path, name), within):
+                needs = [(path, each) for each in declared.needs if not each.of or {*each.of} & {*option.path}]
+                default_value = None if optional and option.default is MISSING else option.default
+                options.append(replace(option, default=default_value, needs=(*needs, *option.needs)))
             continue
         value_type = field_type(hint)
         if declared.one_of is not None and value is MISSING:
             raise TypeError(f"{cls.__name__}.{name} excludes others and has no default")
         permitted = None if declared.names is not None else declared.choices or value_type.choices
         kind, many, only = value_type.kind, value_type.many, declared.only or group.only
-        options.append(BoundOption((*path, name), declared, kind, many, permitted, value, group.title, only))
+        needs = [(path, each) for each in declared.needs]
+        options.append(
+            BoundOption((*path, name), declared, kind, many, permitted, value, group.title, only, tuple(needs))
+        )
     return options
 
 
@@ -380,7 +394,9 @@ def read_settings(verb: str, cls: type[S], words: Sequence[str]) -> S:
     chosen = {groups.get(key) for key in given} - {None}
     kept = {key: value for key, value in preset.items() if groups[key] not in chosen}
     try:
-        return cls(**_arguments(cls, kept | given))
+        settings = cls(**_arguments(cls, kept | given))
+        _check_needs(settings)
+        return settings
     except UsageError:
         raise
     except HeadscanError as problem:
@@ -468,7 +484,60 @@ def check_used(settings: Any, chosen: str, name: str) -> None:
     for bound in options_of(type(settings)):
         if bound.only and chosen not in bound.only and bound.key in given:
             only = ", ".join(bound.only)
-            raise UsageError(f"{bound.flag} has no effect on {name} (only on {only}): leave it out")
+            flag = _written(settings, bound)
+            raise UsageError(f"{flag} has no effect on {name} (only on {only}): leave it out")
+
+
+def needed_option(key: str, path: Sequence[str], options: Mapping[str, BoundOption]) -> BoundOption:
+    """Return the option that a condition names, of the class at ``path`` or of the nearest one around it."""
+    keys = (".".join((*path[:length], key)) for length in range(len(path), -1, -1))
+    return next(options[each] for each in keys if each in options)
+
+
+def _check_needs(settings: Any) -> None:
+    """Raise UsageError if an option is given that has no effect with the other options, or without one of them."""
+    options = {bound.key: bound for bound in options_of(type(settings))}
+    given = changed(settings)
+    for key in given:
+        for path, needs in options[key].needs:
+            if refused := _why_unused(settings, needs, path, options, given):
+                raise UsageError(f"{_written(settings, options[key])} has no effect {refused}")
+
+
+def _why_unused(
+    settings: Any, needs: Needs, path: Sequence[str], options: Mapping[str, BoundOption], given: Collection[str]
+) -> str | None:
+    """Return why an option has no effect, and what to do; None if it has one."""
+    if needs.unless is not None and _why_unused(settings, needs.unless, path, options, given) is None:
+        return None
+    other = needed_option(needs.key, path, options)
+    is_given = other.key in given
+    if needs.values:
+        value = _value(settings, other)
+        several = value if isinstance(value, tuple) else (value,)
+        if not set(several).isdisjoint(needs.values):
+            return None
+        words = needs.named or " or ".join(needs.values)
+        return f"with {other.flag} {','.join(map(str, several))}: leave it out, or use {words}"
+    if needs.absent or other.default is True:
+        return f"with {_written(settings, other)}: leave one of them out" if is_given else None
+    return None if is_given else f"without {other.flag}: add {other.flag}, or leave it out"
+
+
+def _written(settings: Any, bound: BoundOption) -> str:
+    """Return the flag of a given option as the command line has it, such as ``--no-confirm``."""
+    is_off = bound.kind is bool and not bound.option.negated and _value(settings, bound) is False
+    return f"--no-{bound.flag[2:]}" if is_off else bound.flag
+
+
+def _value(settings: Any, bound: BoundOption) -> Any:
+    """Return the value of an option, or its default if its group lacks it."""
+    for name in bound.path:
+        held = settings.keywords if isinstance(settings, partial) else {} if settings is None else vars(settings)
+        if name not in held:
+            return bound.default
+        settings = held[name]
+    return settings
 
 
 def _is_changed(value: Any, path: Sequence[str], default: Any) -> bool:

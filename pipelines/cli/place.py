@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from headscan.cluster.devices import max_threads
 from headscan.cluster.placement_base import parse_bytes
-from headscan.options import Group, Option
+from headscan.options import Group, Needs, Option
 from headscan.pipelines.cli.option_parser import UsageError, operations, with_flags
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import Devices, ModelVerb, StoreOptions, quiet_libraries, say_run
@@ -104,16 +104,20 @@ class _Hours:
             one_of="speed",
         ),
     ] = None
-    store: Annotated[StoreOptions, Group()]
+    store: Annotated[StoreOptions, Group(needs=(Needs(key="measured"),))]
+
+
+#: Condition of options that describe an imagined machine.
+_IMAGINED = (Needs(key="nodes"),)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Machines:
     nodes: Annotated[int | None, Option("number of imagined machines (default: the real ones)", least=1)] = None
-    gpus: Annotated[int, Option("number of GPUs per machine", least=0)] = 0
-    gpu_memory: Annotated[int, Option("memory per GPU (default: 80GiB)", parse=parse_bytes)] = 80 << 30
-    cpu_memory: Annotated[int, Option("RAM per machine (default: 1TiB)", parse=parse_bytes)] = 1 << 40
-    cpus: Annotated[int, Option("number of CPU cores per machine", least=1)] = 64
+    gpus: Annotated[int, Option("number of GPUs per machine", least=0, needs=_IMAGINED)] = 0
+    gpu_memory: Annotated[int, Option("memory per GPU (default: 80GiB)", parse=parse_bytes, needs=_IMAGINED)] = 80 << 30
+    cpu_memory: Annotated[int, Option("RAM per machine (default: 1TiB)", parse=parse_bytes, needs=_IMAGINED)] = 1 << 40
+    cpus: Annotated[int, Option("number of CPU cores per machine", least=1, needs=_IMAGINED)] = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,10 +147,7 @@ class Place(ModelVerb):
             raise UsageError("--tokens needs a speed: give --flops, or --measured with a finished scan")
         if self.time.tokens is None and given:
             raise UsageError("--flops and --measured need --tokens: give the number of tokens of the corpus")
-        machines = self.machines
-        if machines.nodes is None and machines.gpus:
-            raise UsageError(f"--gpus {machines.gpus} without --nodes. Give the number of such machines with --nodes")
-        if machines.nodes is not None and self.devices.ray_address:
+        if self.machines.nodes is not None and self.devices.ray_address:
             raise UsageError("--nodes imagines a cluster, and --ray-address names a real one. Leave out one of them")
 
     def run(self) -> Result:

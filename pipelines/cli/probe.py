@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.catalog import BEHAVIOURS
 from headscan.measure.probe_settings import BehaviourProbe
-from headscan.options import Group, Option
+from headscan.options import Group, Needs, Option
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import CorpusOptions, RunVerb
 from headscan.pipelines.settings.measure_settings import ProbeConfig
@@ -16,6 +16,13 @@ from headscan.pipelines.settings.measure_settings import ProbeConfig
 if TYPE_CHECKING:
     from headscan.analysis.store.store import Store
 
+#: Condition of options of the behaviour that is measured on texts; without --behaviours, it is, too.
+_RETRIEVED = Needs(
+    key="settings.behaviours",
+    values=("retrieval_score",),
+    unless=Needs(key="settings.behaviours", absent=True),
+    of=("lengths", "depths", "corpus"),
+)
 #: Heads shown for each behaviour.
 _SHOWN = 5
 
@@ -54,7 +61,7 @@ class Probe(RunVerb):
 
     json: Json = False
     settings: Annotated[partial[ProbeConfig], Group("behaviours")]
-    retrieval: Annotated[_Retrieval, Group("retrieval_score")]
+    retrieval: Annotated[_Retrieval, Group("retrieval_score", needs=(_RETRIEVED,))]
 
     def run(self) -> Result:
         from headscan.pipelines import job_functions

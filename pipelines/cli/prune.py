@@ -5,17 +5,17 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.catalog import CRITERIA, RANDOM, RANKED_CRITERIA, RECALL_NAMES, SET_METHODS
 from headscan.cluster.placement_base import parse_bytes
 from headscan.grid import Unit, parse_head
-from headscan.options import Group, Option
-from headscan.pipelines.cli.option_parser import UsageError, changed
+from headscan.options import Group, Needs, Option
+from headscan.pipelines.cli.option_parser import UsageError
 from headscan.pipelines.cli.results import Json, Result, arm_row, verdict_notes
-from headscan.pipelines.cli.task_options import DemoSize, WholeModelVerb
+from headscan.pipelines.cli.task_options import DemoSize, OptionalTaskOptions, RecallOptions, WholeModelVerb
 from headscan.pipelines.cli.verb_base import quiet_libraries
 from headscan.pipelines.settings.saving_settings import PRUNE_METHODS, REPAIRS, KvCounts, RecallConfig
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from headscan.pipelines.runs.model_identity import ModelIdentity
     from headscan.pruning.head_selection import SelectionConfig
 
+#: Heads that are named leave nothing to choose.
+_CHOSEN = tuple(Needs(key=f"size.{name}", absent=True) for name in ("heads", "mask", "import_heads"))
+_JUDGED = Needs(key="skip_verdict", absent=True)
 #: Four models answer the demo's questions in half a minute on two cores.
 _DEMO = DemoSize(questions=80, recall=40, sequences=128)
 
@@ -105,24 +108,31 @@ class _Choice:
             + "; or a score or another criterion of a run in the store",
             kind="method",
             names=PRUNE_METHODS,
+            needs=_CHOSEN,
         ),
     ] = ("damage",)
     run_id: Annotated[
         str | None,
-        Option("first characters of the id of that run (default: the newest of this model)", flag="--run"),
+        Option(
+            "first characters of the id of that run (default: the newest of this model)",
+            flag="--run",
+            needs=(*_CHOSEN, Needs(key="method", values=RANKED_CRITERIA, named="a score")),
+        ),
     ] = None
     unit: Annotated[
         Unit | None,
         Option(
             "head: single query heads; group: KV heads with their query heads, which frees KV cache; layer: whole "
-            "attentions (default: head; group with --kv-bytes)"
+            "attentions (default: head; group with --kv-bytes)",
+            needs=_CHOSEN,
         ),
     ] = None
     kv_counts: Annotated[
         KvCounts,
         Option(
             "numbers of KV heads that layers keep, with --unit group; divisors: those that a DeciLM folder for vLLM "
-            "holds without padding, so that the removed share may be less by up to one step of a layer"
+            "holds without padding, so that the removed share may be less by up to one step of a layer",
+            needs=_CHOSEN,
         ),
     ] = "any"
     tries: Annotated[
@@ -131,6 +141,7 @@ class _Choice:
             "choices near the best one that are repaired and compared with it, for damage and layer-drop",
             metavar="N",
             least=0,
+            needs=(Needs(key="method", values=("damage", "layer-drop")),),
         ),
     ] = 0
     repair: Annotated[
@@ -149,6 +160,7 @@ class _Choice:
             metavar="W",
             least=0,
             most=1e3,
+            needs=(Needs(key="recall.asked"),),
         ),
     ] = RecallConfig.weight
     distill_steps: Annotated[
@@ -186,6 +198,8 @@ class Prune(WholeModelVerb):
         "MODEL --share --shares --kv-bytes --at --max-loss --method --unit --corpus --tasks --out --store"
     )
 
+    tasks: Annotated[OptionalTaskOptions, Group("tasks", needs=(_JUDGED,))]
+    recall: Annotated[RecallOptions, Group("tasks", needs=(replace(_JUDGED, of=("plan",)),))]
     json: Json = False
     size: Annotated[_Size, Group("size")]
     choice: Annotated[_Choice, Group("choice and repair")]
@@ -196,6 +210,7 @@ class Prune(WholeModelVerb):
             "are dropped for comparison, too (default: 1)",
             metavar="N",
             least=0,
+            needs=(_JUDGED,),
         ),
     ] = None
     skip_verdict: Annotated[bool, Option("no evaluation, no controls: choose, repair and save only")] = False
@@ -205,23 +220,15 @@ class Prune(WholeModelVerb):
     out: Annotated[str, Option("new folder of the model; with several sizes, of their folders", metavar="DIR")]
 
     def __post_init__(self) -> None:
-        size, choice, given = self.size, self.choice, changed(self)
+        size, choice = self.size, self.choice
         if (size.kv_bytes is None) != (size.at is None):
             raise UsageError("--kv-bytes and --at go together: give bytes and the length at which they count")
         if size.kv_bytes is not None and choice.unit == "head":
             raise UsageError("--kv-bytes needs --unit group or layer: single query heads free no KV cache")
-        if size.names_heads and (choice.unit is not None or "choice.method" in given or choice.kv_counts != "any"):
-            raise UsageError("--method, --unit and --kv-counts have no effect on named heads: leave them out")
-        if choice.kv_counts != "any" and self.unit != "group":
+        if choice.kv_counts != "any" and self.unit != "group" and not size.names_heads:
             raise UsageError("--kv-counts divisors goes with --unit group: add it, or leave --kv-counts out")
-        if choice.tries and not size.names_heads and not {"damage", "layer-drop"} & set(choice.method):
-            raise UsageError("--tries has no effect without --method damage or layer-drop: leave it out")
-        unused = ("tasks.names", "controls", "recall.plan.lengths", "recall.plan.questions")
-        for name in unused if self.skip_verdict else ():
-            if name in given:
-                raise UsageError(f"{given[name]} has no effect with --skip-verdict: leave one of them out")
-        if choice.run_id is not None and not set(choice.method) & set(RANKED_CRITERIA):
-            raise UsageError("--run has no effect without a score as --method: leave it out, or name a score")
+        if choice.tries and size.names_heads and (self.skip_verdict or self.controls == 0):
+            raise UsageError("--tries has no effect on named heads without controls: leave it out")
         self.check_texts()
 
     @property

@@ -9,10 +9,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from headscan.options import Group, Option
-from headscan.pipelines.cli.option_parser import UsageError
+from headscan.options import Group, Needs, Option
 from headscan.pipelines.cli.results import Json, Result
-from headscan.pipelines.cli.task_options import DemoSize, Metric, WholeModelVerb, check_labelled, labelled_config
+from headscan.pipelines.cli.task_options import (
+    NO_DATA,
+    CalibrationOptions,
+    DemoSize,
+    Metric,
+    OptionalTaskOptions,
+    RecallOptions,
+    WholeModelVerb,
+    labelled_config,
+)
 from headscan.pipelines.cli.verb_base import quiet_libraries, say
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.evaluation_settings import DEFAULT_CRITERIA, SITE_CRITERIA, Comparison
@@ -57,25 +65,26 @@ class Referee(WholeModelVerb):
         "MODEL --corpus --tasks --data --criteria --shares --seeds --repair --sequences --max-tokens --store"
     )
 
+    tasks: Annotated[OptionalTaskOptions, Group("tasks", needs=(NO_DATA,))]
+    recall: Annotated[RecallOptions, Group("tasks", needs=(NO_DATA,))]
+    calibration: Annotated[
+        CalibrationOptions, Group("calibration", needs=(replace(NO_DATA, of=("name", "data_set", "sequences")),))
+    ]
     json: Json = False
-    criteria: Annotated[_Criteria, Group("criteria")]
+    criteria: Annotated[_Criteria, Group("criteria", needs=(replace(NO_DATA, of=("repair",)),))]
     data: Annotated[DataSpec | None, Group("labelled examples")]
     metric: Metric = None
     rank_data: Annotated[
         str | None,
         Option(
-            "labelled examples that order the heads (default: one half of --data, judged on the other)", metavar="FILE"
+            "labelled examples that order the heads (default: one half of --data, judged on the other)",
+            metavar="FILE",
+            needs=(Needs(key="data.path"),),
         ),
     ] = None
 
     def __post_init__(self) -> None:
-        without_effect = ("tasks.names", "tasks.prompts.include_path", "tasks.prompts.limit", "criteria.repair")
-        check_labelled(
-            self, self.data, self.metric, (*without_effect, "calibration.name", "calibration.texts.sequences")
-        )
         if self.data is None:
-            if self.rank_data is not None:
-                raise UsageError("--rank-data has no effect without --data: leave it out")
             self.check_texts()
 
     def run(self) -> Result:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from headscan.options import Option
+from headscan.options import Needs, Option
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import StoreVerb, say, say_run
 from headscan.pipelines.settings.measure_settings import Site
@@ -57,7 +57,9 @@ class Roles(StoreVerb):
         Option("name or id of a mask, or name of an arm with fixed heads or of a pruned model (default: none)"),
     ] = None
     site: Site = "self"
-    heads: Annotated[bool, Option("one row per head and role, with its number")] = False
+    heads: Annotated[
+        bool, Option("one row per head and role, with its number", needs=(Needs(key="mask", absent=True),))
+    ] = False
 
     def run(self) -> Result:
         from headscan.analysis.heads.head_roles import read_roles
@@ -69,7 +71,7 @@ class Roles(StoreVerb):
             say_run(origin)
         facts = {"runs": [origin["run_id"] for origin in roles.runs], "site": roles.site, "missing": roles.missing}
         if self.mask is not None:
-            rows, columns = _survival_rows(store, roles, self.mask, per_head=self.heads), _SURVIVAL_COLUMNS
+            rows, columns = _survival_rows(store, roles, self.mask), _SURVIVAL_COLUMNS
         elif self.heads:
             rows, columns = _head_rows(roles), _HEAD_COLUMNS
         else:
@@ -97,12 +99,10 @@ def _head_rows(roles: HeadRoles) -> list[dict[str, Any]]:
     return [{"role": holders.role, **head._asdict()} for holders in roles.found for head in holders.heads]
 
 
-def _survival_rows(store: Any, roles: HeadRoles, name: str, *, per_head: bool) -> list[dict[str, Any]]:
+def _survival_rows(store: Any, roles: HeadRoles, name: str) -> list[dict[str, Any]]:
     from headscan.analysis.errors import SelectionError
     from headscan.analysis.heads.head_roles import find_mask, survival
 
-    if per_head:
-        raise SelectionError("--heads lists heads without a mask. Leave out --heads or --mask")
     mask = find_mask(store, name, roles.model)
     if mask.site != roles.site:
         raise SelectionError(f"mask {mask.name} is of site {mask.site}, not {roles.site}. Set --site {mask.site}")

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from headscan.options import Option
+from headscan.options import Needs, Option
 from headscan.pipelines.cli.option_parser import UsageError
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import StoreOptions, StoreVerb
@@ -51,7 +51,14 @@ class Sql(StoreVerb):
             metavar="FOLDER",
         ),
     ] = None
-    rows: Annotated[int, Option("maximum number of rows of a table", least=0)] = 40
+    rows: Annotated[
+        int,
+        Option(
+            "maximum number of rows of a table",
+            least=0,
+            needs=(Needs(key="format", values=("table",)), Needs(key="json", absent=True)),
+        ),
+    ] = 40
 
     def __post_init__(self) -> None:
         if self.json and self.format != "table":

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
-from headscan.options import Group, Option
+from headscan.options import Group, Needs, Option
 from headscan.pipelines.cli.option_parser import UsageError, with_flags
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import DEMO_CORPUS, Devices, OptionalModelVerb, quiet_libraries, say
@@ -42,7 +42,7 @@ class Study(OptionalModelVerb):
         tuple[str, ...],
         Option("comma-separated lm-eval tasks that judge (default: which passage continues a text of the corpus)"),
     ] = ()
-    prompts: Annotated[partial[TaskConfig], Group()]
+    prompts: Annotated[partial[TaskConfig], Group(needs=(Needs(key="tasks"),))]
     settings: Annotated[partial[StudyConfig], Group()]
     json: Json = False
     devices: Annotated[Devices, Group("devices")]
@@ -54,8 +54,6 @@ class Study(OptionalModelVerb):
     def _config(self) -> StudyConfig:
         given: dict[str, Any] = dict(self.settings.keywords)
         given |= {name: value for name, value in (("corpus", self.corpus), ("judge", self.judge)) if value is not None}
-        if not self.tasks and self.prompts.keywords:
-            raise UsageError(f"`{next(iter(self.prompts.keywords))}` belongs to --tasks: name the tasks, too")
         if self.tasks:
             given["tasks"] = {"names": self.tasks, **self.prompts.keywords}
         if self.model is not None:

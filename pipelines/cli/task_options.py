@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from headscan.catalog import RECALL_NAMES
+from headscan.checkpoints.source_folder import DEMO_MODEL
 from headscan.model_spec import ModelSpec
-from headscan.options import Group, Option
-from headscan.pipelines.cli.option_parser import UsageError, changed
+from headscan.options import Group, Needs, Option
+from headscan.pipelines.cli.option_parser import UsageError
 from headscan.pipelines.cli.results import Json
 from headscan.pipelines.cli.verb_base import CORPORA, CorpusOptions, ModelVerb, RunVerb, quiet_libraries
 from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec, LabelledMetric
@@ -27,6 +28,15 @@ if TYPE_CHECKING:
     from headscan.pipelines.ablate.labelled_arms import LabelledConfig
     from headscan.pipelines.job_functions import JobOptions
 
+_NAMED = Needs(key="names", of=("include_path",))
+#: Options that change the questions of tasks alone, not those of recall. The demo has a task of its own.
+_ASKED = Needs(
+    key="names",
+    of=("num_fewshot", "limit", "apply_chat_template", "fewshot_as_multiturn", "mmlu_cloze"),
+    unless=Needs(key="model", values=(DEMO_MODEL,)),
+)
+#: Condition of options of tasks and texts, which labelled examples replace.
+NO_DATA = Needs(key="data.path", absent=True)
 #: Length of the demo's recall questions.
 _DEMO_RECALL = 256
 
@@ -42,17 +52,13 @@ class TaskOptions:
             flag="--tasks",
         ),
     ] = ()
-    prompts: Annotated[partial[TaskConfig], Group()]
+    prompts: Annotated[partial[TaskConfig], Group(needs=(_NAMED,))]
     evaluation: Annotated[partial[EvaluateConfig], Group()]
 
     def check_required(self, verb: ModelVerb) -> None:
-        """Raise UsageError if there are no tasks, except on the bundled model, or an option of tasks has no effect."""
-        if self.names:
-            return
-        if not verb.is_demo:
+        """Raise UsageError if there are no tasks, except on the bundled model."""
+        if not self.names and not verb.is_demo:
             raise UsageError("--tasks is required: name lm-eval tasks, groups or tags, such as arc_easy")
-        if "include_path" in self.prompts.keywords:
-            raise UsageError("--include-path has no effect on the demo without --tasks: name tasks, too")
 
     def config(self, spec: ModelSpec, *, recall: RecallPlan | None = None, **prompts: Any) -> EvaluateConfig:
         """Return the settings of an evaluation, without the batch size, which the placement decides; ``prompts``
@@ -69,6 +75,7 @@ class OptionalTaskOptions(TaskOptions):
     names: Annotated[
         tuple[str, ...], Option("comma-separated lm-eval tasks, groups or tags (default: none)", flag="--tasks")
     ] = ()
+    prompts: Annotated[partial[TaskConfig], Group(needs=(_NAMED, _ASKED))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +83,7 @@ class RecallOptions:
     """Recall questions."""
 
     asked: Annotated[bool, Option(f"also ask recall questions: {RECALL_NAMES} (default: yes)", flag="--recall")] = True
-    plan: Annotated[partial[RecallPlan], Group()]
-
-    def __post_init__(self) -> None:
-        if not self.asked and self.plan.keywords:
-            raise UsageError("--no-recall asks no recall questions: leave out their lengths and number")
+    plan: Annotated[partial[RecallPlan], Group(needs=(Needs(key="asked"),))]
 
     def config(self, **defaults: Any) -> RecallPlan | None:
         """Return the questions (None without any), with ``defaults`` for settings that the command line leaves out."""
@@ -116,9 +119,7 @@ class WholeModelVerb(RunVerb):
     calibration: Annotated[CalibrationOptions, Group("calibration")]
 
     def check_texts(self) -> None:
-        """Raise UsageError if a corpus is missing, or an option has no effect."""
-        if self.is_demo:
-            self.tasks.check_required(self)
+        """Raise UsageError if a corpus is missing."""
         if self.calibration.name is None and not self.is_demo:
             raise UsageError("--corpus is required: name a text to calibrate on")
 
@@ -158,11 +159,10 @@ class TaskVerb(RunVerb):
     tasks: Annotated[TaskOptions, Group("tasks")]
     recall: Annotated[RecallOptions, Group("tasks")]
     arms: Any
-    texts: Annotated[ReplaceTexts, Group("texts")]
+    texts: Annotated[ReplaceTexts, Group("texts", needs=(Needs(key="arms.value", values=("mean", "resample")),))]
 
     def __post_init__(self) -> None:
         self.tasks.check_required(self)
-        self.texts.check(self.arms.value)
 
 
 def demo_task(scratch: Path, questions: int = 400) -> dict[str, Any]:
@@ -181,11 +181,6 @@ class ReplaceTexts(CorpusOptions):
         str | None, Option(f"texts of --replace mean and resample: {CORPORA} (default: none)", flag="--corpus")
     ] = None
 
-    def check(self, value: ReplacementKind) -> None:
-        """Raise UsageError if the texts have no effect."""
-        if self.name is not None and value == "zero":
-            raise UsageError("--corpus has no effect with --replace zero: leave it out, or use mean or resample")
-
 
 def replacement_config(value: ReplacementKind, texts: CorpusOptions, verb: ModelVerb) -> ReplacementConfig:
     """Return what replaces the output of ablated heads."""
@@ -197,19 +192,11 @@ def replacement_config(value: ReplacementKind, texts: CorpusOptions, verb: Model
 #: Option of verbs on labelled examples.
 Metric = Annotated[
     LabelledMetric | None,
-    Option("metric on --data (default: accuracy for classifiers, bleu for encoder-decoders)"),
+    Option(
+        "metric on --data (default: accuracy for classifiers, bleu for encoder-decoders)",
+        needs=(Needs(key="data.path"),),
+    ),
 ]
-
-
-def check_labelled(verb: RunVerb, data: DataSpec | None, metric: str | None, without_effect: tuple[str, ...]) -> None:
-    """Raise UsageError if options do not go together. ``without_effect`` are the first characters of the names of
-    options that have no effect on examples.
-    """
-    if data is None and metric is not None:
-        raise UsageError("--metric needs --data: name a file of labelled examples")
-    for name, flag in changed(verb).items() if data is not None else ():
-        if name.startswith(without_effect):
-            raise UsageError(f"{flag} has no effect with --data: leave one of them out")
 
 
 def labelled_config(

@@ -15,7 +15,7 @@ from headscan.checkpoints.source_folder import DEMO_MODEL, check_folder
 from headscan.cluster.placement_base import PlacementRequest, Timeouts, ray_address
 from headscan.errors import ModelLoadError
 from headscan.model_spec import ModelSpec
-from headscan.options import LOCK_TIMEOUT, LONGEST_WAIT, Group, Option
+from headscan.options import LOCK_TIMEOUT, LONGEST_WAIT, Group, Needs, Option
 from headscan.pipelines.cli.option_parser import UsageError, with_flags
 from headscan.pipelines.runs.text_tables import printable_lines
 from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec
@@ -146,7 +146,7 @@ class CorpusOptions:
     name: Annotated[
         str | None, Option(f"{CORPORA} (default: required, except for `demo`: {DEMO_CORPUS})", flag="--corpus")
     ] = None
-    data_set: Annotated[partial[CorpusSpec], Group()]
+    data_set: Annotated[partial[CorpusSpec], Group(needs=(Needs(key="name"),))]
 
     def spec(self, **settings: Any) -> CorpusSpec | None:
         return None if self.name is None else self.data_set(self.name, **settings)

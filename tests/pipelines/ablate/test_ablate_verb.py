@@ -114,7 +114,7 @@ def test_bad_options_name_their_fix(
     corpus = ["--corpus", str(corpus_folder)]
     fails(capsys, ["ablate", spec.source, *at], "--tasks or --corpus is required")
     fails(capsys, ["ablate", spec.source, *tasks, "--replace", "mean"], "needs texts: no corpus. Set --corpus")
-    fails(capsys, ["ablate", spec.source, *tasks, *corpus], "--corpus has no effect with --tasks and --replace zero")
+    fails(capsys, ["ablate", spec.source, *tasks, *corpus], "--corpus has no effect with --replace zero")
     fails(capsys, ["ablate", spec.source, *tasks, "--sequences", "3"], "--sequences has no effect with --tasks")
     fails(capsys, ["evaluate", spec.source, *tasks, "--replace", "mean", "--heads", "0:1"], "Set --corpus")
     fails(capsys, ["evaluate", spec.source, *tasks, *corpus, "--heads", "0:1"], "--corpus has no effect with --replace")

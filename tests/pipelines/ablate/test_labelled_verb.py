@@ -35,7 +35,7 @@ def test_faults_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     data = str(write_lines(tmp_path / "d.tsv", LABELLED))
     start = ["ablate", str(model_folder), "--store", str(tmp_path / "s.duckdb")]
     fails(capsys, [*start, "--data", data], "has no loss on labels")
-    fails(capsys, [*start, "--metric", "loss", "--corpus", "c"], "--metric needs --data")
+    fails(capsys, [*start, "--metric", "loss", "--corpus", "c"], "--metric has no effect without --data")
     fails(capsys, [*start, "--data", data, "--corpus", "c"], "--corpus has no effect with --data")
     fails(capsys, [*start, "--data", str(tmp_path / "e.tsv")], "no file")
 

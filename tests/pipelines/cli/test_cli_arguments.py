@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from headscan.pipelines.cli import main
-from headscan.pipelines.cli.option_parser import BoundOption, options_of
+from headscan.pipelines.cli.option_parser import BoundOption, UsageError, needed_option, options_of
 from tests.pipelines.conftest import make_tokenizer
 from tests.small_models import make_model
 
@@ -161,6 +162,167 @@ def test_bad_values_are_refused_before_a_verb_runs(
     command: list[str], words: str, unreachable: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert words in refusal(capsys, command)
+
+
+#: Commands of which at least one refuses, and at least one takes, each option that has an effect only with some others.
+STATES = {
+    "study": ["demo", "demo --tasks mmlu"],
+    "place": ["demo", "demo --nodes 2", "demo --tokens 9 --measured 1a"],
+    "scan": ["demo", "demo --corpus c"],
+    "gates": ["demo", "demo --corpus c"],
+    "probe": ["demo", "demo --corpus c", "demo --behaviours induction_score", "demo --behaviours retrieval_score"],
+    "importance": ["demo", "demo --corpus c", "m --data d"],
+    "sql": ["x", "x --format csv", "x --json"],
+    "roles": ["", "--mask m"],
+    "evaluate": ["demo", "m --tasks mmlu", "demo --replace mean", "demo --replace mean --corpus c", "demo --no-recall"],
+    "sweep": ["demo", "m --tasks mmlu", "demo --replace mean", "demo --replace mean --corpus c", "demo --no-recall"],
+    "ablate": ["demo", "m --corpus c", "m --tasks mmlu", "m --tasks mmlu --replace mean", "m --data d"],
+    "referee": ["demo", "m --corpus c", "m --corpus c --tasks mmlu", "demo --no-recall", "m --data d"],
+    "prune": [
+        f"{words} --out x"
+        for words in (
+            "demo --share 0.1",
+            "m --share 0.1 --corpus c",
+            "m --share 0.1 --corpus c --tasks mmlu",
+            "demo --share 0.1 --no-recall",
+            "demo --share 0.1 --skip-verdict",
+            "demo --share 0.1 --method entropy",
+            "demo --share 0.1 --unit group",
+            "demo --heads 0:1",
+            "demo --mask m",
+            "demo --import-heads f",
+        )
+    ],
+    "plan": [
+        "",
+        "--method random",
+        "--method imported --pattern p",
+        "demo --method measured",
+        "demo --method measured --corpus c",
+    ],
+    "export": [
+        "gguf demo --out x",
+        "layer-types demo --plan p --out x",
+        "layer-types --plan p --out x",
+        "tensorrt-llm --plan p --out x",
+        "parquet --out x",
+    ],
+}
+#: Values of options that are neither numbers nor one of some choices.
+VALUES = {
+    "--memory": "2GiB",
+    "--gpu-memory": "2GiB",
+    "--cpu-memory": "2GiB",
+    "--max-loss": "0.1",
+    "--device": "cpu",
+    "--ray-address": "auto",
+}
+
+
+def conditional_options() -> Iterator[Any]:
+    for verb, option in options():
+        if option.needs or option.only:
+            yield pytest.param(verb, option, id=f"{verb}-{option.flag}")
+
+
+def given(option: BoundOption) -> list[str]:
+    """The words that give an option a value other than its default."""
+    if option.kind is bool:
+        turns_off = option.default is True and not option.option.negated
+        return [f"--no-{option.flag[2:]}" if turns_off else option.flag]
+    if not option.flag.startswith("--"):
+        return ["m"]
+    value = VALUES.get(option.flag, "x")
+    if names := option.choices or option.option.names:
+        held = option.default if isinstance(option.default, tuple) else (option.default,)
+        value = next(name for name in names if name not in held)
+    elif option.kind in (int, float) and option.flag not in VALUES:
+        step = option.option.multiple or 1
+        least = max(step, int(option.option.least or 0))
+        value = str(least + step * (option.default == least))
+    return [option.flag, value]
+
+
+@pytest.mark.parametrize(("verb", "option"), list(conditional_options()))
+def test_an_option_is_refused_where_it_has_no_effect(verb: str, option: BoundOption) -> None:
+    """Each condition of an option refuses it in one of the verb's commands, and one command takes it."""
+    taken, refusals = [], []
+    flag, *value = given(option)
+    for state in STATES[verb]:
+        words = state.split()
+        # A positional argument follows the verb's own, which stands first.
+        place = len(words) if flag.startswith("--") else 1
+        added = [] if flag in words else [flag, *value]
+        try:
+            taken.append(main.read_command([verb, *words[:place], *added, *words[place:]]))
+        except UsageError as problem:
+            refusals.append(str(problem))
+    assert taken, refusals
+    if option.only:
+        # Methods and formats that need an option refuse its absence in the same words.
+        words_of = ("has no effect on", "go together", "goes with")
+        name = flag if flag.startswith("--") else option.flag
+        assert any(name in line and any(words in line for words in words_of) for line in refusals), refusals
+    named = {each.key: each for each in options_of(main.verb_class(verb))}
+    for path, needs in option.needs:
+        other = needed_option(needs.key, path, named).flag.lstrip("-")
+        assert any(line.startswith(f"{flag} has no effect with") and other in line for line in refusals), refusals
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("place demo --gpu-memory 10GiB --cpus 3", "--gpu-memory has no effect without --nodes: add --nodes, or leave"),
+        ("ablate M --each --corpus f --limit 500 --num-fewshot 5", "--num-fewshot has no effect without --tasks"),
+        ("ablate demo --each --limit 500", "--limit has no effect without --tasks: add --tasks, or leave it out"),
+        ("ablate M --data d.tsv --num-fewshot 5 --bos always", "--num-fewshot has no effect with --data: leave one"),
+        ("ablate M --data d.tsv --bos always", "--bos has no effect with --data: leave one of them out"),
+        ("referee M --data d.tsv --recall-questions 8", "--recall-questions has no effect with --data"),
+        ("referee M --data d.tsv --no-recall", "--no-recall has no effect with --data: leave one of them out"),
+        ("referee M --corpus f --limit 5", "--limit has no effect without --tasks"),
+        ("prune M --corpus f --share 0.1 --mmlu-cloze --out x", "--mmlu-cloze has no effect without --tasks"),
+        ("prune M --corpus f --share 0.1 --include-path /tmp --out x", "--include-path has no effect without --tasks"),
+        ("prune demo --share 0.1 --skip-verdict --limit 5 --out x", "--limit has no effect with --skip-verdict"),
+        ("prune demo --share 0.1 --no-recall --recall-weight 2 --out x", "--recall-weight has no effect with --no-"),
+        ("prune demo --heads 1:2 --tries 5 --controls 0 --out x", "--tries has no effect on named heads without c"),
+        (
+            "prune demo --share 0.1 --method random --tries 5 --out x",
+            "with --method random: leave it out, or use",
+        ),
+        (
+            "evaluate M --tasks mmlu --column text",
+            "--column has no effect with --replace zero: leave it out",
+        ),
+        (
+            "evaluate M --tasks mmlu --replace mean --column text",
+            "--column has no effect without --corpus",
+        ),
+        ("probe demo --behaviours induction_score --depths 0.5", "with --behaviours induction_score: leave it out, or"),
+        ("roles --mask m --heads", "--heads has no effect with --mask: leave one of them out"),
+    ],
+)
+def test_a_refusal_names_the_other_option(command: str, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        main.read_command(command.split())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "evaluate demo --limit 5 --num-fewshot 1",
+        "referee demo --limit 5",
+        "prune demo --share 0.1 --limit 5 --out x",
+        "prune demo --share 0.1 --skip-verdict --no-recall --out x",
+        "prune demo --heads 1:2 --tries 5 --out x",
+        "prune M --corpus f --share 0.1 --bos always --out x",
+        "ablate M --data d.tsv --max-tokens 64",
+        "referee M --data d.tsv --max-tokens 64",
+        "importance M --data d.tsv --max-tokens 64",
+        "probe demo --behaviours induction_score --seed 1",
+    ],
+)
+def test_options_with_an_effect_are_taken(command: str) -> None:
+    main.read_command(command.split())
 
 
 def test_good_values_are_read() -> None:

@@ -21,8 +21,8 @@ from headscan.pipelines.settings.evaluation_settings import ChosenArms, Replacem
         (["--rule", "--score", "importance"], "--rule needs a score of each input, which --score importance is not"),
         (["--controls", "19"], "--controls has no effect without --heads, --mask, --score or --plan"),
         (["--models", "a/", "--controls", "19"], "--controls has no effect"),
-        (["--no-recall", "--recall-lengths", "256"], "--no-recall asks no recall questions"),
-        (["--no-recall", "--recall-questions", "8"], "--no-recall asks no recall questions"),
+        (["--no-recall", "--recall-lengths", "256"], "--recall-lengths has no effect with --no-recall"),
+        (["--no-recall", "--recall-questions", "8"], "--recall-questions has no effect with --no-recall"),
     ],
 )
 def test_options_without_effect_are_refused(words: list[str], message: str) -> None:

@@ -218,7 +218,7 @@ def test_tasks_are_required_for_other_models() -> None:
     for verb in ("evaluate", "sweep"):
         with pytest.raises(UsageError, match="--tasks is required"):
             read_command([verb, "my/model"])
-    with pytest.raises(UsageError, match="--include-path has no effect on the demo without --tasks"):
+    with pytest.raises(UsageError, match="--include-path has no effect without --tasks"):
         read_command(["evaluate", "demo", "--include-path", "tasks/"])
 
 

@@ -193,7 +193,7 @@ def test_a_finished_scan_gives_the_speed(
         (["--nodes", "0"], "--nodes: 0 (limit 1)"),
         (["--nodes", "99999999", "--gpus", "8"], "799,999,992 devices (limit 100,000)"),
         (["--nodes", "2", "--gpu-memory", "80"], "has no unit: write 80GiB"),
-        (["--gpus", "8"], "with --nodes"),
+        (["--gpus", "8"], "--gpus has no effect without --nodes"),
         (["--nodes", "2", "--ray-address", "localhost:1"], "Leave out one of them"),
         (["--ray-address", "localhost:1"], "no Ray cluster answers at localhost:1"),
         (["--max-tokens", "0"], "--max-tokens: 0 (limit 1)"),

@@ -293,7 +293,7 @@ def test_the_command_writes_a_plan_and_keeps_the_damages(tmp_path: Path, capsys:
         ("plan some/model --method measured", "--method measured and --corpus go together"),
         ("plan --max-loss 0.1", "--max-loss has no effect on --method distant_mass (only on measured): leave it out"),
         ("plan --sequences 64", "--sequences has no effect on --method distant_mass"),
-        ("plan --no-confirm --method retrieval_score", "--confirm has no effect on --method retrieval_score"),
+        ("plan --no-confirm --method retrieval_score", "--no-confirm has no effect on --method retrieval_score"),
         ("plan --seed 0", "--seed has no effect on --method distant_mass (only on measured, random)"),
         ("plan --dtype float32", "--dtype has no effect on --method distant_mass"),
         ("plan --device cpu --method random", "--device has no effect on --method random"),

@@ -136,7 +136,7 @@ def test_the_verb_reads_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str
     command = ["importance", config.model.source, "--store", store]
     fails(capsys, command, "--corpus or --data is required")
     fails(capsys, [*command, "--corpus", "c"], "is a classifier, and text has no labels. Give --data")
-    fails(capsys, [*command, "--corpus", "c", "--data", "d"], "--corpus and --data exclude each other")
+    fails(capsys, [*command, "--corpus", "c", "--data", "d"], "--corpus has no effect with --data")
     fails(capsys, [*command, "--data", config.data.path, "--mode", "pack"], "--mode has no effect with --data")
     of_decoder = ["importance", str(model_folder), "--store", store, "--data", config.data.path]
     fails(capsys, of_decoder, "has no loss on labels. Load an encoder with a classification head")

@@ -44,8 +44,9 @@ def command(model_folder: Path, corpus_folder: Path, task_folder: Path, tmp_path
 
 
 def without_tasks(command: list[str]) -> list[str]:
+    """Leave out the tasks and their folder."""
     place = command.index("--tasks")
-    return command[:place] + command[place + 2 :]
+    return command[:place] + command[place + 4 :]
 
 
 IDS = torch.arange(2, 34)[None]
@@ -232,12 +233,12 @@ def test_a_pruned_model_is_evaluated_and_pruned_again(
         (["--kv-bytes", "1B", "--at", "1000"], "with one unit left). Raise --kv-bytes"),
         (["--kv-bytes", "1B", "--at", "1000", "--unit", "head"], "single query heads free no KV cache"),
         (["--mask", "absent"], "no mask absent"),
-        (["--heads", "0:1", "--unit", "group"], "have no effect on named heads"),
-        (["--heads", "0:1", "--kv-counts", "divisors"], "have no effect on named heads"),
+        (["--heads", "0:1", "--unit", "group"], "--unit has no effect with --heads"),
+        (["--heads", "0:1", "--kv-counts", "divisors"], "--kv-counts has no effect with --heads"),
         (["--share", "0.3", "--kv-counts", "divisors"], "--kv-counts divisors goes with --unit group: add it"),
         (["--share", "0.2", "--method", "entropy"], "has no finished scan"),
         (["--share", "0.2", "--tasks", "contin"], "did you mean counting"),
-        (["--share", "0.2", "--run", "abc"], "--run has no effect without a score"),
+        (["--share", "0.2", "--run", "abc"], "--run has no effect with --method damage: leave it out, or use a score"),
         (["--share", "0.2", "--skip-verdict"], "--tasks has no effect with --skip-verdict"),
         (["--share", "0.2", "--repair", "none", "--distill", "3"], "Repair a projection, too"),
     ],

@@ -123,7 +123,7 @@ def test_a_model_that_computes_something_else_stays_in_the_work_folder(
     monkeypatch.setattr("headscan.pipelines.pruning.work_folder.save_pruned", damage)
     monkeypatch.setattr("headscan.pruning.save_model.run_python", new_python)
     place = command.index("--tasks")
-    assert main([*command[:place], *command[place + 2 :], "--heads", "0:1", "--skip-verdict"]) == 2
+    assert main([*command[:place], *command[place + 4 :], "--heads", "0:1", "--skip-verdict"]) == 2
     assert "loaded in a fresh process, has other logits: relative error" in capsys.readouterr().err
     assert not (tmp_path / "smaller").exists()
 

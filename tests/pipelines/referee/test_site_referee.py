@@ -190,7 +190,7 @@ def test_faults_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     start = ["referee", save_classifier(tmp_path / "m"), "--store", tmp_path / "s.duckdb"]
     fails(capsys, [*start, "--data", data, "--repair", "o"], "--repair has no effect with --data")
     fails(capsys, [*start, "--data", data, "--criteria", "gate"], "unknown criterion of labelled examples 'gate'")
-    fails(capsys, [*start, "--corpus", "c", "--metric", "loss"], "--metric needs --data")
+    fails(capsys, [*start, "--corpus", "c", "--metric", "loss"], "--metric has no effect without --data")
     fails(capsys, [*start, "--corpus", "c", "--rank-data", data], "--rank-data has no effect without --data")
 
 

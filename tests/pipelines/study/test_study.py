@@ -419,7 +419,7 @@ def test_a_file_and_options_become_one_study(tmp_path: Path, capsys: pytest.Capt
     )._config()
     assert (alone.shares, alone.window_shares, alone.prune_shares, alone.kind_count) == ((0.1, 0.2), (), None, 2)
     for words, message in (
-        (["--limit", "5"], "belongs to --tasks"),
+        (["--limit", "5"], "--limit has no effect without --tasks"),
         (["--dtype", "float16"], "options of the model need MODEL"),
     ):
         assert main(["study", "--config", str(file), *words]) == 2
