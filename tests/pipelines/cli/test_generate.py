@@ -145,7 +145,7 @@ def test_both_caches_warm_up_before_they_are_timed(monkeypatch: pytest.MonkeyPat
 
     def recorded(lm: LoadedModel, task: GenerationTask, cache: Cache) -> Generated:
         passes.append((type(cache).__name__, task.max_new_tokens))
-        return Generated((1,), 1, 0.1, None, None)
+        return Generated((1,), 1, 0.1, None, None, "a")
 
     monkeypatch.setattr(pipeline, "_generate", recorded)
     lm = make_loaded("llama")
