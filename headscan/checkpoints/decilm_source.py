@@ -27,8 +27,11 @@ def recorded_config(folder: Path) -> dict[str, Any] | None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+    if not isinstance(config, dict) or config.get("model_type") != _MODEL_TYPE:
+        return None
+    code = config.get("auto_map")
     # Folders of others bring the code of their models, too.
-    if config.get("model_type") != _MODEL_TYPE or set(config.get("auto_map") or ()) != {"AutoConfig"}:
+    if not isinstance(code, dict) or set(code) != {"AutoConfig"}:
         return None
     if RECORD not in config:
         raise ModelLoadError(f"{folder} is a DeciLM folder without the configuration of its model. Export it again")

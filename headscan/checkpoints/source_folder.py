@@ -58,8 +58,10 @@ def decilm_folder(path: Path) -> Path:
     """Return the folder of the model in a DeciLM folder of headscan; the first call converts it."""
     from headscan.checkpoints.headers import weights_hash
 
-    config = hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:16]
-    folder = _cache() / "decilm" / f"{config}{weights_hash(path)}" / path.resolve().name
+    others = hashlib.sha256()  # the configuration, the tokenizer, the chat template
+    for file in sorted(file for file in path.iterdir() if file.is_file() and file.suffix != ".safetensors"):
+        others.update(f"{file.name}:{file.stat().st_size}:".encode() + file.read_bytes())
+    folder = _cache() / "decilm" / f"{others.hexdigest()[:16]}{weights_hash(path)}" / path.resolve().name
     return _converted(path, folder, lambda scratch: write_pruned_folder(path, scratch))
 
 
@@ -130,7 +132,10 @@ def _convert(path: Path, folder: Path, record: dict[str, str]) -> None:
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        read: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        found: Any = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True
+        )
+        read, report = found
         tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         # transformers refuses to save a model that it read from GGUF, so the weights go into a new one.
         config = type(read.config).from_dict({**read.config.to_dict(), "quantization_config": None})
@@ -143,6 +148,8 @@ def _convert(path: Path, folder: Path, record: dict[str, str]) -> None:
     finally:
         if shown:
             logging.enable_progress_bar()
+    if missing := sorted(report["missing_keys"]):
+        raise ModelLoadError(f"{path} lacks {len(missing)} weights: {missing[0]}, ... Copy or download it again")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     file = folder / "config.json"

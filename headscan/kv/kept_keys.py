@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from numbers import Integral
 from typing import Protocol
 
@@ -97,10 +98,11 @@ class KeptKeys:
     def of(cls, windows: Iterable[tuple[int, int, Window]]) -> KeptKeys:
         """Return the windows sorted; raise PlanMismatchError if a KV head has two."""
         ordered = tuple(sorted(windows))
-        places = [(layer, kv_head) for layer, kv_head, _ in ordered]
-        twice = {place for place in places if places.count(place) > 1}
-        if twice:
-            raise PlanMismatchError(f"windows of (layer, KV head) {min(twice)}: 2 (limit 1). Give each KV head one")
+        for (*head, _), (*following, _) in pairwise(ordered):
+            if head == following:
+                raise PlanMismatchError(
+                    f"windows of (layer, KV head) {tuple(head)}: 2 (limit 1). Give each KV head one"
+                )
         return cls(ordered)
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import glob
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,10 @@ def read_table(file: LocalFile, column: str | None) -> Iterator[Entry]:
     options: dict[str, Any] = {"batch_size": 1000}
     if file.suffix != ".parquet":
         # A cell "NA" or "null" is text, not a missing value.
-        builder, options = "csv", {"keep_default_na": False, "sep": "\t" if file.suffix == ".tsv" else ","}
+        builder, options = "csv", {"keep_default_na": False}
+        if file.suffix == ".tsv":
+            # The format has no quotes: one in a text would join it with the rows up to the next quote.
+            options |= {"sep": "\t", "quoting": csv.QUOTE_NONE}
     rows = 0
     try:
         with file.path.open("rb"):

@@ -55,8 +55,10 @@ def _model() -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config).eval()
 
 
-def _write(path: Path, model: Qwen2ForCausalLM, kind: str = "F32") -> Path:
-    """Write a model as GGUF with the demo model's tokenizer; ``kind`` is the type of its matrices in blocks."""
+def _write(path: Path, model: Qwen2ForCausalLM, kind: str = "F32", without: str = "") -> Path:
+    """Write a model as GGUF with the demo model's tokenizer; ``kind`` is the type of its matrices in blocks, and
+    ``without`` the tensor that is left out.
+    """
     config = model.config
     writer = gguf.GGUFWriter(path, "qwen2")
     writer.add_block_count(config.num_hidden_layers)
@@ -84,6 +86,8 @@ def _write(path: Path, model: Qwen2ForCausalLM, kind: str = "F32") -> Path:
             found = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}[
                 parts[0]
             ] + f".{parts[1]}"
+        if found == without:
+            continue
         values = tensor.numpy()
         if kind != "F32" and found.startswith("blk.") and values.ndim == 2:
             quantised = gguf.GGMLQuantizationType[kind]
@@ -175,6 +179,13 @@ def test_damaged_and_missing_files_give_one_line(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="no model at"):
         headscan.load(tmp_path / "absent.gguf")
     assert not [*(tmp_path / "cache").rglob(".converting-*")]
+
+
+def test_a_file_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
+    """transformers would fill it with random weights, for example from one part of a split file."""
+    path = _write(tmp_path / "part.gguf", _model(), without="blk.1.ffn_down.weight")
+    with pytest.raises(ModelLoadError, match=r"part\.gguf lacks 1 weights: model\.layers\.1\.mlp\.down_proj\.weight"):
+        headscan.load(path)
 
 
 def test_an_unknown_architecture_gives_one_line(tmp_path: Path) -> None:

@@ -17,6 +17,12 @@ from headscan.pipelines.corpora import BUILT_IN, CorpusError, CorpusSpec, TokenP
 from tests.pipelines.corpora.corpus_reading import problems, read, texts, write_parquet
 
 
+def test_a_quote_in_a_tsv_file_is_text(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text('n\ttext\n1\t"Hello\n2\tfoo\n3\tbar" x\n4\tlast\n')
+    documents = read(tmp_path / "a.tsv")
+    assert texts(documents) == ['"Hello', "foo", 'bar" x', "last"] and not problems(documents)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """One file of every kind, and some that are none."""

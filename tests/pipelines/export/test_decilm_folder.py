@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import headscan
+from headscan.checkpoints.source_folder import locate
 from headscan.errors import ExportError, ModelLoadError, PruningError
 from headscan.grid import HeadGrid
 from headscan.models.loaded_model import LoadedModel
@@ -150,6 +151,23 @@ def test_headscan_reads_a_folder_back(
     assert [site.num_key_value_heads for site in again.grid.sites] == [
         site.num_key_value_heads for site in lm.grid.sites
     ]
+
+
+def test_another_tokenizer_is_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A converted folder is kept, with the tokenizer of that time."""
+    monkeypatch.setenv("HEADSCAN_CACHE", str(tmp_path / "cache"))
+    folder = write_decilm(headscan.slice_heads(make_loaded("llama-mha"), [(1, 0)]), tmp_path / "served").folder
+    before = locate(str(folder))
+    assert locate(str(folder)) == before
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    after = Path(locate(str(folder)))
+    assert str(after) != before and (after / "chat_template.jinja").is_file()
+
+
+@pytest.mark.parametrize("text", ["[]", '"a"', '{"model_type": "nemotron-nas", "auto_map": 5}'])
+def test_a_configuration_that_is_no_object_is_of_another_model(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert locate(str(tmp_path)) == str(tmp_path)
 
 
 def test_folders_that_cannot_be_read_back_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
