@@ -140,7 +140,7 @@ def _distance_heatmap(store: Store, run_id: str, site: str) -> _Chart | None:
     if not rows:
         return None
     # The last bins are empty if no sequence is long enough.
-    used = 1 + max(row["bin"] for row in rows if row["share"] > 0)
+    used = 1 + max((row["bin"] for row in rows if row["share"] > 0), default=0)
     layers = sorted({row["layer"] for row in rows})
     labels = [row["label"] for row in rows[:used]]
     values = np.array([row["share"] for row in rows]).reshape(len(layers), -1)[:, :used]
