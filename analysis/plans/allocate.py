@@ -13,7 +13,7 @@ from headscan.analysis.plans.head_plan import HeadPlan, layer_bytes
 from headscan.analysis.plans.keep_scores import (
     RANDOM_SCORE,
     KeepScores,
-    Place,
+    KVHead,
     by_layer,
     full_heads,
     imported_scores,
@@ -54,8 +54,8 @@ def allocate(
     *,
     sink: int = DEFAULT_SINK,
     recent: int = DEFAULT_RECENT,
-    windows: Mapping[Place, tuple[int, int]] | None = None,
-    removable: Mapping[Place, str] | None = None,
+    windows: Mapping[KVHead, tuple[int, int]] | None = None,
+    removable: Mapping[KVHead, str] | None = None,
     validation: Mapping[str, Any] | None = None,
     notes: Sequence[str] = (),
 ) -> HeadPlan:
@@ -135,9 +135,9 @@ def savings(model: PlannedModel, heads: Sequence[PlannedHead], request: BudgetRe
 
 
 def _planned_heads(
-    scores: KeepScores, windowed: set[Place], widths: Mapping[Place, tuple[int, int]], dropped: Mapping[Place, str]
+    scores: KeepScores, windowed: set[KVHead], widths: Mapping[KVHead, tuple[int, int]], dropped: Mapping[KVHead, str]
 ) -> tuple[PlannedHead, ...]:
-    def planned(place: Place) -> PlannedHead:
+    def planned(place: KVHead) -> PlannedHead:
         evidence = scores.evidence.get(place, Evidence())
         sink, recent = widths[place] if place in windowed else (None, None)
         if place in dropped:
@@ -183,16 +183,16 @@ def random_plan(plan: HeadPlan, seed: int) -> HeadPlan:
     Args:
         seed: The same seed and plan give the same plan.
     """
-    by_unit: dict[Place, list[PlannedHead]] = defaultdict(list)
+    by_unit: dict[KVHead, list[PlannedHead]] = defaultdict(list)
     for head in plan.heads:
         if head.head_class != "protected":
             by_unit[head.layer, 0 if plan.granularity == "layer" else head.kv_head].append(head)
     draws = dict(zip(by_unit, np.random.default_rng(seed).random(len(by_unit)).tolist(), strict=True))
     bytes_of = {layer.layer: layer.kv_bytes for layer in plan.model.layers}
-    alike: dict[tuple[int | None, int], list[Place]] = defaultdict(list)
+    alike: dict[tuple[int | None, int], list[KVHead]] = defaultdict(list)
     for unit, heads in by_unit.items():
         alike[bytes_of[unit[0]], len(heads)].append(unit)
-    dealt: dict[Place, PlannedHead] = {}
+    dealt: dict[KVHead, PlannedHead] = {}
     for units in alike.values():
         # The narrowest caches go to the lowest numbers, as if the numbers were keep-scores.
         caches = sorted(

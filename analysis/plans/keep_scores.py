@@ -28,7 +28,7 @@ from headscan.analysis.plans.plan_records import (
 )
 
 #: (layer, KV head).
-Place = tuple[int, int]
+KVHead = tuple[int, int]
 
 UNMEASURED = "not all of their query heads were measured"
 
@@ -54,9 +54,9 @@ class KeepScores:
     method: PlanMethod
     score: str
     model: PlannedModel
-    scores: Mapping[Place, float]
-    order: tuple[Place, ...]
-    evidence: Mapping[Place, Evidence]
+    scores: Mapping[KVHead, float]
+    order: tuple[KVHead, ...]
+    evidence: Mapping[KVHead, Evidence]
     query_heads: tuple[QueryHead, ...]
     calibration: PlanSource
     notes: tuple[str, ...] = ()
@@ -96,19 +96,19 @@ class KeepScores:
                     )
 
     @property
-    def candidates(self) -> frozenset[Place]:
+    def candidates(self) -> frozenset[KVHead]:
         """(layer, KV head) of every head that can get a window."""
         return frozenset(self.scores)
 
 
-def full_heads(model: PlannedModel) -> list[Place]:
+def full_heads(model: PlannedModel) -> list[KVHead]:
     """Return the KV heads with an unbounded cache of their own."""
     return [
         (layer.layer, k) for layer in model.layers if layer.type == "full" for k in range(layer.num_key_value_heads)
     ]
 
 
-def protected_notes(model: PlannedModel, candidates: Collection[Place], unmeasured: str = UNMEASURED) -> list[str]:
+def protected_notes(model: PlannedModel, candidates: Collection[KVHead], unmeasured: str = UNMEASURED) -> list[str]:
     """Return the number of KV heads that cannot get a window, by reason; in full layers it is ``unmeasured``."""
     counts = Counter[str]()
     for layer in model.layers:
@@ -118,7 +118,7 @@ def protected_notes(model: PlannedModel, candidates: Collection[Place], unmeasur
     return [f"{count} KV heads are protected: {why}" for count, why in reasons if count]
 
 
-def require_candidates(model: PlannedModel, candidates: Collection[Place], unmeasured: str = UNMEASURED) -> None:
+def require_candidates(model: PlannedModel, candidates: Collection[KVHead], unmeasured: str = UNMEASURED) -> None:
     """Raise PlanError with the reasons if there are no candidates."""
     if not candidates:
         raise PlanError(
@@ -146,7 +146,7 @@ def by_layer(scores: KeepScores) -> KeepScores:
     )
 
 
-def _whole_layers(model: PlannedModel, places: Collection[Place]) -> dict[int, list[Place]]:
+def _whole_layers(model: PlannedModel, places: Collection[KVHead]) -> dict[int, list[KVHead]]:
     """Return the KV heads of each layer whose KV heads are all among ``places``."""
     groups = {
         layer.layer: [(layer.layer, kv_head) for kv_head in range(layer.num_key_value_heads)] for layer in model.layers
@@ -154,7 +154,7 @@ def _whole_layers(model: PlannedModel, places: Collection[Place]) -> dict[int, l
     return {layer: group for layer, group in groups.items() if all(place in places for place in group)}
 
 
-def _spread(groups: Mapping[int, Sequence[Place]], order: Sequence[int]) -> tuple[Place, ...]:
+def _spread(groups: Mapping[int, Sequence[KVHead]], order: Sequence[int]) -> tuple[KVHead, ...]:
     """Return the KV heads of layers, in the order of the layers."""
     return tuple(place for layer in order for place in groups[layer])
 
@@ -247,8 +247,8 @@ def damage_scores(
     calibration: DamageCalibration,
     confirmed_text: np.ndarray | None = None,
     confirmed_recall: np.ndarray | None = None,
-    chosen: Collection[Place] = (),
-    recents: Mapping[Place, int] | None = None,
+    chosen: Collection[KVHead] = (),
+    recents: Mapping[KVHead, int] | None = None,
     notes: Sequence[str] = (),
     granularity: Granularity = "kv_head",
 ) -> KeepScores:
@@ -342,7 +342,9 @@ def damage_scores(
     )
 
 
-def _check_equal_in_layers(tables: Mapping[str, Mapping[Place, float]], groups: Mapping[int, Sequence[Place]]) -> None:
+def _check_equal_in_layers(
+    tables: Mapping[str, Mapping[KVHead, float]], groups: Mapping[int, Sequence[KVHead]]
+) -> None:
     """Raise PlanError unless each table has one value for all KV heads of a layer."""
     for name, table in tables.items():
         for layer in {layer for layer, _ in table}:
@@ -354,7 +356,7 @@ def _check_equal_in_layers(tables: Mapping[str, Mapping[Place, float]], groups: 
                 )
 
 
-def _table(model: PlannedModel, name: str, values: np.ndarray) -> dict[Place, float]:
+def _table(model: PlannedModel, name: str, values: np.ndarray) -> dict[KVHead, float]:
     """Return the known values of an array by (layer, KV head)."""
     shape = (model.num_layers, max(layer.num_key_value_heads for layer in model.layers))
     if values.shape != shape:
@@ -362,7 +364,7 @@ def _table(model: PlannedModel, name: str, values: np.ndarray) -> dict[Place, fl
             f"{name} has shape {values.shape} (limit {shape}, layers and KV heads). Give one value per head"
         )
     full = set(full_heads(model))
-    score_of: dict[Place, float] = {}
+    score_of: dict[KVHead, float] = {}
     for layer, kv_head in np.argwhere(~np.isnan(values)).tolist():
         value = float(values[layer, kv_head])
         if (layer, kv_head) not in full:
@@ -377,8 +379,8 @@ def _table(model: PlannedModel, name: str, values: np.ndarray) -> dict[Place, fl
 
 
 def _summed_shares(
-    tables: Sequence[Mapping[Place, float]], totals: Sequence[float] | None = None, *, clip: bool
-) -> dict[Place, float]:
+    tables: Sequence[Mapping[KVHead, float]], totals: Sequence[float] | None = None, *, clip: bool
+) -> dict[KVHead, float]:
     """Return the sum over tables of ``clip(damage, 0) / total``, or without ``clip`` of ``damage / total``, by head;
     heads that a table lacks are left out. None for ``totals`` uses ``sum(clip(damage, 0))`` or ``sum(|damage|)`` of
     each table.
@@ -395,14 +397,14 @@ def _summed_shares(
     }
 
 
-def _scaled(scores: dict[Place, float]) -> dict[Place, float]:
+def _scaled(scores: dict[KVHead, float]) -> dict[KVHead, float]:
     most = max(scores.values())
     return {place: score / most for place, score in scores.items()} if most else scores
 
 
 def _exchanged(
-    order: list[Place], scores: dict[Place, float], damage: Mapping[Place, float]
-) -> tuple[list[Place], dict[Place, float]]:
+    order: list[KVHead], scores: dict[KVHead, float], damage: Mapping[KVHead, float]
+) -> tuple[list[KVHead], dict[KVHead, float]]:
     """Return order and scores after heads have exchanged places by their confirmed damage."""
     ranks = [rank for rank, place in enumerate(order) if place in damage]
     new_order = list(order)

@@ -112,11 +112,11 @@ def decilm_form(served: ServableModel) -> ServedForm:
 
 def _weights(served: ServableModel) -> tuple[tuple[HeadSlots, ...], dict[str, Tensor]]:
     """Return the places of a folder, and its weights by name."""
-    places = decilm_places(served.own_places(), max(each.heads for each in served.heads))
+    places = decilm_slots(served.own_slots(), max(each.heads for each in served.heads))
     return places, llama_weights(served, places)
 
 
-def decilm_places(own: Sequence[HeadSlots], most: int) -> tuple[HeadSlots, ...]:
+def decilm_slots(own: Sequence[HeadSlots], most: int) -> tuple[HeadSlots, ...]:
     """Return places that hold ``own`` ones and have one number of query heads, at most ``most``, in all layers with
     attention: those with the fewest KV heads, and then with the fewest query heads.
     """

@@ -134,7 +134,7 @@ def gguf_form(served: ServableModel) -> ServedForm:
 
 def _tensors(served: ServableModel, type: GgufType) -> tuple[str, tuple[HeadSlots, ...], list[GgufTensor]]:
     """Return the architecture of a file, its places, and its tensors."""
-    places = served.own_places()
+    places = served.own_slots()
     architecture = "llama" if len(set(places)) == 1 else "deci"
     tensors = []
     for entry in _entries(served, places):

@@ -55,7 +55,7 @@ def write_layer_types(
     """
     served = ServableModel(lm, "folders with layer types")
     windows = windows_of(lm, plan)
-    places = served.own_places()
+    places = served.own_slots()
     if odd := next((layer for layer, each in enumerate(places) if each != places[0]), None):
         raise ExportError(
             f"layer {odd} of {lm.source} has other heads than layer 0 (limit: equal layers). Write a DeciLM folder"

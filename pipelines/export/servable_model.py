@@ -197,7 +197,7 @@ class ServableModel:
     def zeros(self, *shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=self.model.dtype)
 
-    def own_places(self) -> tuple[HeadSlots, ...]:
+    def own_slots(self) -> tuple[HeadSlots, ...]:
         """Return the smallest places that hold each layer, with groups as wide as the layer's widest. The first layer
         has at least one head, of zeros if need be: engines read the width of heads from it.
         """

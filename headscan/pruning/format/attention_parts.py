@@ -65,7 +65,7 @@ class LayerHeads:
 
 
 @dataclass(frozen=True)
-class Choice:
+class KeptPositions:
     """Heads to keep, as positions among the current H query heads and K KV heads."""
 
     heads: int
@@ -74,7 +74,7 @@ class Choice:
     kept_kv: tuple[int, ...]
 
     @classmethod
-    def between(cls, before: LayerHeads, after: LayerHeads) -> Choice:
+    def between(cls, before: LayerHeads, after: LayerHeads) -> KeptPositions:
         """Return the choice that leads from some heads of a layer to fewer."""
         return cls(
             len(before.kept),
@@ -103,7 +103,7 @@ def output_name(attention: nn.Module) -> str:
     )
 
 
-def kept_rows(attention: nn.Module, choice: Choice) -> dict[str, Rows]:
+def kept_rows(attention: nn.Module, choice: KeptPositions) -> dict[str, Rows]:
     """Return what remains of each parameter that shrinks, by its name in the module."""
     rows_of = {}
     for name, parameter in attention.named_parameters():
@@ -118,7 +118,7 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"
 
 
-def _rows(attention: nn.Module, name: str, parameter: Tensor, choice: Choice) -> Rows | None:
+def _rows(attention: nn.Module, name: str, parameter: Tensor, choice: KeptPositions) -> Rows | None:
     """Return what remains of a parameter; None if it is the same for all heads."""
     part, _, leaf = name.partition(".")
     owner = getattr(attention, part)
@@ -150,7 +150,7 @@ def _of_heads(kept: Sequence[int], heads: int, size: int, name: str) -> Tensor:
     return (torch.tensor(kept, dtype=torch.long)[:, None] * width + torch.arange(width)).flatten()
 
 
-def _norm_rows(name: str, parameter: Tensor, choice: Choice, head_dim: int | None) -> Rows | None:
+def _norm_rows(name: str, parameter: Tensor, choice: KeptPositions, head_dim: int | None) -> Rows | None:
     if parameter.ndim == 1 and parameter.shape[0] == head_dim and name.count(".") == 1:
         return None
     if parameter.ndim == 2 and parameter.shape[0] in (choice.heads, choice.kv_heads):
@@ -163,20 +163,20 @@ def _norm_rows(name: str, parameter: Tensor, choice: Choice, head_dim: int | Non
     raise CannotSliceError(f"{name} normalises over all heads together. Remove all heads of the layer, or none")
 
 
-def _fused_layout(attention: nn.Module, part: str) -> Callable[[Choice, int], Tensor] | None:
+def _fused_layout(attention: nn.Module, part: str) -> Callable[[KeptPositions, int], Tensor] | None:
     """Return the layout of a projection for queries, keys and values; None if it is unknown."""
     names = {cls.__name__ for cls in type(attention).__mro__}
     return next((layout for name, known, layout in _FUSED if name in names and known == part), None)
 
 
-def _concatenated(choice: Choice, size: int) -> Tensor:
+def _concatenated(choice: KeptPositions, size: int) -> Tensor:
     D = size // (choice.heads + 2 * choice.kv_heads)
     query = _of_heads(choice.kept, choice.heads, choice.heads * D, "queries")
     key = choice.heads * D + _of_heads(choice.kept_kv, choice.kv_heads, choice.kv_heads * D, "keys")
     return torch.cat([query, key, key + choice.kv_heads * D])
 
 
-def _grouped(choice: Choice, size: int) -> Tensor:
+def _grouped(choice: KeptPositions, size: int) -> Tensor:
     """Return the rows by group: its queries, its key and its value."""
     G = choice.heads // choice.kv_heads
     D = size // (choice.kv_heads * (G + 2))
@@ -187,7 +187,7 @@ def _grouped(choice: Choice, size: int) -> Tensor:
     return _of_heads(slots, choice.kv_heads * (G + 2), choice.kv_heads * (G + 2) * D, "queries, keys and values")
 
 
-def _in_four_parts(choice: Choice, size: int) -> Tensor:
+def _in_four_parts(choice: KeptPositions, size: int) -> Tensor:
     """Return the rows of CodeGen: four parts, each with queries, values and keys of a quarter of the heads."""
     if len(choice.kept) % 4:
         raise CannotSliceError(f"{len(choice.kept)} heads would remain (limit: a multiple of 4). Remove other heads")
@@ -199,7 +199,7 @@ def _in_four_parts(choice: Choice, size: int) -> Tensor:
     return _of_heads(slots, 3 * choice.heads, 3 * choice.heads * D, "queries, keys and values")
 
 
-_FUSED: tuple[tuple[str, str, Callable[[Choice, int], Tensor]], ...] = (
+_FUSED: tuple[tuple[str, str, Callable[[KeptPositions, int], Tensor]], ...] = (
     ("Phi3Attention", "qkv_proj", _concatenated),
     ("GPT2Attention", "c_attn", _concatenated),
     ("MptAttention", "Wqkv", _concatenated),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
-from .attention_parts import Choice, LayerHeads, Rows, kept_rows, output_name
+from .attention_parts import KeptPositions, LayerHeads, Rows, kept_rows, output_name
 
 #: The attention function of layers whose groups differ in size.
 INDEXED = "headscan-indexed"
@@ -52,7 +52,7 @@ def shrink_attention(model: nn.Module, name: str, layer: int, after: LayerHeads)
         return {}
     if not after.groups_are_equal:
         AttentionInterface.register(INDEXED, indexed_attention)
-    remains = kept_rows(attention, Choice.between(before, after))
+    remains = kept_rows(attention, KeptPositions.between(before, after))
     for parameter, (dim, index) in remains.items():
         owner, _, leaf = parameter.rpartition(".")
         _shrink(attention.get_submodule(owner), leaf, dim, index)

@@ -20,7 +20,7 @@ from headscan.grid import HeadGrid
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.export import llama_folder
-from headscan.pipelines.export.decilm_folder import decilm_places, write_decilm
+from headscan.pipelines.export.decilm_folder import decilm_slots, write_decilm
 from headscan.pipelines.export.servable_model import HeadSlots
 from headscan.pipelines.pruning.pruning_units import divisor_kv_heads
 from tests.pipelines.export.test_gguf_export import REMOVED, logits
@@ -210,7 +210,7 @@ def test_places_have_the_smallest_cache_that_one_number_of_query_heads_allows(
     own: list[tuple[int, int]], places: list[tuple[int, int]]
 ) -> None:
     most = max(K * G for K, G in places)
-    assert decilm_places([HeadSlots(*each) for each in own], most) == tuple(HeadSlots(*each) for each in places)
+    assert decilm_slots([HeadSlots(*each) for each in own], most) == tuple(HeadSlots(*each) for each in places)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_numbers_of_kv_heads_that_need_no_zeros(heads: int, kv_heads: int, numbe
     assert divisor_kv_heads(grid) == {0: numbers[1:], 1: numbers}  # engines cannot skip the first layer
     own = HeadSlots(kv_heads, heads // kv_heads)
     for number in range(kv_heads + 1):
-        places = decilm_places([own, HeadSlots(number, own.group if number else 0)], heads)
+        places = decilm_slots([own, HeadSlots(number, own.group if number else 0)], heads)
         assert (places[1].kv_heads == number) == (number in numbers)
 
 
