@@ -305,6 +305,10 @@ class Places:
         """Limit a number of CPU threads by ``max_threads``."""
         return min(threads, self._max_threads or threads)
 
+    def idle(self, cpus: int) -> int:
+        """Return the CPUs that a worker on the CPU has in addition to its allowed threads."""
+        return 0 if self.on_gpus else cpus - self.allowed(cpus)
+
     def refusal(self, need: int, wanted: int | None, worker: str, where: str) -> PlacementError:
         """Return the error for workers (replicas or stages) that do not fit; ``where`` names the devices of one."""
         has = self.sizes[0]
@@ -460,12 +464,15 @@ class Placement(ABC):
 
     Attributes:
         staged: True if passes run range by range of the layers; its pools take a `StagedTask` only.
+        idle_cpus: CPUs of a worker that its limited ``threads`` do not use. Ray reserves them too, so that a node
+            receives no more workers than planned.
     """
 
     name: ClassVar[str]
     staged: ClassVar[bool] = False
     replicas: int
     threads: int
+    idle_cpus: int = 0
 
     @classmethod
     @abstractmethod

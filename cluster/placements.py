@@ -49,6 +49,7 @@ class WholePlacement(ReplicaPlacement):
     replicas: int
     device: str
     threads: int
+    idle_cpus: int = 0
 
     @classmethod
     def plan(cls, demand: Demand, places: Places, request: PlacementRequest) -> ChosenPlacement:
@@ -61,7 +62,8 @@ class WholePlacement(ReplicaPlacement):
         replicas = request.replicas or fit
         tokens = demand.most_tokens(room - weights, layers)
         device = demand.on_device(places.kind, layers, weights, tokens, room)
-        return ChosenPlacement(cls(replicas, places.device, places.allowed(cpus)), (device,), tokens)
+        placement = cls(replicas, places.device, places.allowed(cpus), places.idle(cpus))
+        return ChosenPlacement(placement, (device,), tokens)
 
     @property
     def gpus(self) -> int:
@@ -216,6 +218,7 @@ class PipelinePlacement(Placement):
     stages: tuple[LayerRange, ...]
     device: str
     threads: int
+    idle_cpus: int = 0
 
     @classmethod
     def plan(cls, demand: Demand, places: Places, request: PlacementRequest) -> ChosenPlacement:
@@ -238,7 +241,7 @@ class PipelinePlacement(Placement):
                 if places.on_gpus:
                     fit, cpus, room = places.workers(need, count * replicas)
                 tokens = min(demand.most_tokens(room - demand.weights(part), part) for part in ranges)
-                placement = cls(replicas, ranges, places.device, places.allowed(cpus))
+                placement = cls(replicas, ranges, places.device, places.allowed(cpus), places.idle(cpus))
                 return ChosenPlacement(placement, demand.on_devices("stage", ranges, tokens, room), tokens)
             refusal = str(places.refusal(need, count * copies, "stage", f"each of {count} stages"))
         raise PlacementError(refusal)

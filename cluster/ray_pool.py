@@ -57,7 +57,7 @@ def _cpus(session: RaySession, placement: ReplicaPlacement | PipelinePlacement) 
     """Return the CPUs that Ray reserves for an actor: none beside GPUs, and none on a local Ray. There the placement
     has divided the CPUs, and a second pool would wait for the first.
     """
-    return 0 if session.local or placement.gpus else placement.threads
+    return 0 if session.local or placement.gpus else placement.threads + placement.idle_cpus
 
 
 class RayPool(SupervisedPool):

@@ -90,6 +90,7 @@ def test_workers_use_no_more_threads_than_the_user_allows() -> None:
     assert whole(cpu(), device="cpu", max_threads=3).threads == 3
     assert whole(cpu(), device="cpu", replicas=3, max_threads=3).threads == 2
     assert whole(gpus(1 << 40), max_threads=3).threads == 3
+    assert whole(cpu(), device="cpu", replicas=2, max_threads=3) == WholePlacement(2, "cpu", 3, idle_cpus=1)
     assert plan(cpu(), placement="sharded", device="cpu", offload="disk", max_threads=3).placement.threads == 3
     assert plan(cpu(), placement="streamed", device="cpu", max_threads=3).placement.threads == 3
 
@@ -153,12 +154,14 @@ def test_no_packing_of_workers_exceeds_the_memory_of_a_node(wishes: dict[str, st
         nodes = [cpu(rng.randint(500, 9000), rng.randint(1, 20)) for _ in range(rng.randint(1, 4))]
         replicas = rng.choice((None, rng.randint(1, sum(node.cpus for node in nodes))))
         try:
-            found = plan(*nodes, replicas=replicas, batch_tokens=rng.choice((10, 10_000)), **wishes)
+            tokens, limit = rng.choice((10, 10_000)), rng.choice((None, 2))
+            found = plan(*nodes, replicas=replicas, batch_tokens=tokens, max_threads=limit, **wishes)
         except PlacementError:
             continue
         placement = found.placement
         workers = placement.replicas * placement.devices_at_once
-        admitted = [min(workers, node.cpus // placement.threads) for node in nodes]
+        reserved = placement.threads + placement.idle_cpus
+        admitted = [min(workers, node.cpus // reserved) for node in nodes]
         assert sum(admitted) >= workers
         worst = max(device.total for device in found.devices)
         assert all(count * worst <= node.memory for node, count in zip(nodes, admitted, strict=True))
