@@ -34,6 +34,10 @@ def max_threads() -> int | None:
 _GPU_SHARE, _RAM_SHARE = 0.95, 0.9
 #: Prints the free bytes of each GPU.
 _ASK_GPUS = "import torch\nfor gpu in range(torch.cuda.device_count()): print(torch.cuda.mem_get_info(gpu)[0])"
+#: Root of the control groups, and the file that names those of this process.
+_CGROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+#: More than any machine has, for a group without a limit.
+_UNLIMITED = 1 << 62
 #: Timeout in seconds for reading the free memory of all nodes; a node may have to import torch first.
 _NODES_TIMEOUT = 120.0
 #: Most devices of an imagined cluster, larger than any real one: each is an entry of a list.
@@ -41,10 +45,9 @@ MOST_IMAGINED = 100_000
 
 
 def usable_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Return the number of CPU cores that this process may use; a part of a core in a quota does not count."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, _cores_of_groups(_CGROUPS)))
 
 
 def this_machine() -> Node:
@@ -61,6 +64,15 @@ def roomiest_gpus(count: int) -> tuple[int, ...]:
     return tuple(sorted(sorted(range(len(free)), key=lambda gpu: -free[gpu])[:count]))
 
 
+def roomiest_names(count: int) -> str | None:
+    """Return CUDA_VISIBLE_DEVICES for the ``count`` GPUs with the most free memory; None if there are no others."""
+    if not count or _gpus_here() <= count:
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = visible if visible[0] else [str(gpu) for gpu in range(_gpus_here())]
+    return ",".join(names[gpu] for gpu in roomiest_gpus(count))
+
+
 def roomiest(device: str) -> str:
     """Replace ``cuda`` by the GPU with the most free memory. Placements on ``cuda`` are planned for that GPU, and torch
     would use the first one.
@@ -69,8 +81,10 @@ def roomiest(device: str) -> str:
 
 
 def free_memory() -> int:
-    """Return the free bytes of RAM, of the machine and its container."""
-    return min(_free_of_machine(), _free_of_container(Path("/sys/fs/cgroup")))
+    """Return the free bytes of RAM that this process may use: those of the machine, or fewer where one of its control
+    groups (a container, a systemd scope, a Slurm job) has a limit.
+    """
+    return min(_free_of_machine(), _free_of_groups(_CGROUPS))
 
 
 def _gpus_here() -> int:
@@ -105,22 +119,49 @@ def _free_of_machine() -> int:
     return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def _free_of_container(root: Path) -> int:
-    """Return the container's limit minus its use, without inactive file pages, which the kernel can drop."""
-    own = [line.split(":", 2) for line in _lines(Path("/proc/self/cgroup"))]
-    inside = next((path for _, kinds, path in own if "memory" in kinds.split(",")), None)
-    free = 1 << 62
-    for folder, limit, used in (
-        (root, "memory.max", "memory.current"),
-        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-        (root / f"memory{inside or ''}", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        allowed, taken = (next(iter(_lines(folder / name)), "") for name in (limit, used))
-        if allowed.isdecimal() and taken.isdecimal():
-            kept = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat") if " " in line)
-            cached = int(kept.get("total_inactive_file") or kept.get("inactive_file") or 0)
-            free = min(free, max(0, int(allowed) - int(taken) + cached))
+def _free_of_groups(root: Path, own: Path = _OWN_GROUPS) -> int:
+    """Return the smallest limit minus use of this process's control groups. The use is counted without inactive file
+    pages, which the kernel can drop.
+    """
+    free = _UNLIMITED
+    for folder in _groups(root, own, "memory"):
+        for limit, used in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            allowed, taken = (next(iter(_lines(folder / name)), "") for name in (limit, used))
+            if allowed.isdecimal() and taken.isdecimal():
+                kept = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat") if " " in line)
+                cached = int(kept.get("total_inactive_file") or kept.get("inactive_file") or 0)
+                free = min(free, max(0, int(allowed) - int(taken) + cached))
     return free
+
+
+def _cores_of_groups(root: Path, own: Path = _OWN_GROUPS) -> int:
+    """Return the whole cores in the smallest CPU quota of this process's control groups."""
+    cores = _UNLIMITED
+    for folder in _groups(root, own, "cpu"):
+        either = _lines(folder / "cpu.max") or [
+            " ".join(_lines(folder / "cpu.cfs_quota_us") + _lines(folder / "cpu.cfs_period_us"))
+        ]
+        quota, _, period = either[0].partition(" ")
+        if quota.isdecimal() and period.isdecimal() and int(period):
+            cores = min(cores, int(quota) // int(period))
+    return cores
+
+
+def _groups(root: Path, own: Path, controller: str) -> list[Path]:
+    """Return the folders of this process's control groups with a controller, and of their ancestors. The folders of
+    version 1 lie below the controller's own. A container may see its own group as the root, whatever its path is.
+    """
+    folders = [root, root / controller]
+    for line in _lines(own):
+        _, controllers, path = line.split(":", 2)
+        parts = [part for part in path.split("/") if part]
+        if (not controllers or controller in controllers.split(",")) and ".." not in parts:
+            top = root / controller if controllers else root
+            folders += [top.joinpath(*parts[:depth]) for depth in range(1, len(parts) + 1)]
+    return folders
 
 
 def _lines(path: Path) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -236,6 +238,8 @@ class Places:
                 if self.on_gpus
                 else f"{machine} has no CPU. Start its nodes with `ray start --num-cpus=N`"
             )
+        #: Number of nodes by CPUs and bytes of RAM: a large cluster has few different nodes.
+        self._alike = Counter((node.cpus, node.memory) for node in self.nodes)
         self._check_count(request.replicas, machine)
 
     @property
@@ -253,10 +257,10 @@ class Places:
         return sorted(usable, reverse=True)
 
     def workers(self, need: int, wanted: int | None) -> tuple[int, int, int]:
-        """Return the number of workers of ``need`` bytes that fit (0 if fewer than ``wanted``), the CPU threads of
-        each, and the bytes of the smallest device among those wanted. None for ``wanted`` requires one worker per GPU,
-        or one per node. On GPUs each worker has a GPU of its own; on CPUs workers share the memory and the cores of
-        their nodes.
+        """Return the number of workers of ``need`` bytes that fit (0 if fewer than ``wanted``), the CPUs of each, and
+        the bytes that each may use wherever it runs. None for ``wanted`` requires one worker per GPU, or one per node
+        whose RAM holds it if so many fit. On GPUs each worker has a GPU of its own; on CPUs workers share the memory
+        and the cores of their nodes.
         """
         if self.on_gpus:
             fit = self.most_workers(need)
@@ -264,20 +268,33 @@ class Places:
             if not fit or fit < used:
                 return 0, 1, 0
             return fit, self.threads(used), self.sizes[used - 1]
-        room = [(node.cpus, node.memory // need, node.memory) for node in self.nodes if node.memory >= need]
-        used = wanted or len(room)
-        for threads in range(max((cpus for cpus, _, _ in room), default=0), 0, -1):
-            fit = sum(min(cpus // threads, copies) for cpus, copies, _ in room)
-            if fit >= used:
-                per_node = -(-used // len(room))
-                return fit, self.allowed(threads), max(need, min(memory for _, _, memory in room) // per_node)
-        return 0, 1, 0
+        used = wanted or min(self.most_workers(need), sum(node.memory >= need for node in self.nodes))
+        cpus = self._most_cpus(need, used)
+        if not cpus:
+            return 0, 1, 0
+        shares = [memory // min(cores // cpus, used) for cores, memory in self._alike if cores >= cpus]
+        return used, cpus, min(shares)
 
     def most_workers(self, need: int) -> int:
         """Return the largest number of workers of ``need`` bytes. On a CPU each has at least one thread."""
         if self.on_gpus:
             return sum(size >= need for size in self.sizes)
-        return sum(min(node.cpus, node.memory // need) for node in self.nodes)
+        counts = range(1, self._by_memory(need) + 1)
+        return bisect_left(counts, True, key=lambda used: not self._most_cpus(need, used))
+
+    def _by_memory(self, need: int) -> int:
+        """Return how many workers of ``need`` bytes the cores and the RAM of all nodes hold."""
+        return sum(count * min(cores, memory // need) for (cores, memory), count in self._alike.items())
+
+    def _most_cpus(self, need: int, used: int) -> int:
+        """Return the most CPUs that each of ``used`` workers may have; 0 if they do not fit. Ray starts a worker on any
+        node with as many free CPUs, so each node has to hold all workers that its CPUs admit.
+        """
+        for cpus in range(max(cores for cores, _ in self._alike), 0, -1) if used else ():
+            if sum(count * (cores // cpus) for (cores, _), count in self._alike.items()) >= used:
+                holds = all(min(cores // cpus, used) * need <= memory for cores, memory in self._alike)
+                return cpus if holds else 0
+        return 0
 
     def threads(self, workers: int, gpus: int = 1) -> int:
         """Return a worker's CPU threads if all workers run."""
@@ -288,14 +305,27 @@ class Places:
         """Limit a number of CPU threads by ``max_threads``."""
         return min(threads, self._max_threads or threads)
 
+    def idle(self, cpus: int) -> int:
+        """Return the CPUs that a worker on the CPU has in addition to its allowed threads."""
+        return 0 if self.on_gpus else cpus - self.allowed(cpus)
+
     def refusal(self, need: int, wanted: int | None, worker: str, where: str) -> PlacementError:
         """Return the error for workers (replicas or stages) that do not fit; ``where`` names the devices of one."""
         has = self.sizes[0]
         if need > has:
             return PlacementError(too_large(need, has, where))
         fit = self.most_workers(need)
-        at_most = "at most 1 does" if fit == 1 else f"at most {fit} do"
-        return PlacementError(f"{wanted} {worker}s of {format_bytes(need)} do not fit; {at_most}")
+        at_most = {0: "none does", 1: "at most 1 does"}.get(fit, f"at most {fit} do")
+        count = wanted or 1
+        remedy = ""
+        if not self.on_gpus and self._by_memory(need) >= max(count, fit + 1):
+            remedy = (
+                ", because Ray chooses nodes by their CPUs alone. Start nodes with little RAM with fewer CPUs "
+                "(`ray start --num-cpus=N`)"
+            )
+        return PlacementError(
+            f"{count} {worker}{'s' * (count > 1)} of {format_bytes(need)} do not fit; {at_most}{remedy}"
+        )
 
     def _check_count(self, replicas: int | None, machine: str) -> None:
         count = len(self.sizes) if self.on_gpus else sum(node.cpus for node in self.nodes)
@@ -434,12 +464,15 @@ class Placement(ABC):
 
     Attributes:
         staged: True if passes run range by range of the layers; its pools take a `StagedTask` only.
+        idle_cpus: CPUs of a worker that its limited ``threads`` do not use. Ray reserves them too, so that a node
+            receives no more workers than planned.
     """
 
     name: ClassVar[str]
     staged: ClassVar[bool] = False
     replicas: int
     threads: int
+    idle_cpus: int = 0
 
     @classmethod
     @abstractmethod

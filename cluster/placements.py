@@ -49,21 +49,21 @@ class WholePlacement(ReplicaPlacement):
     replicas: int
     device: str
     threads: int
+    idle_cpus: int = 0
 
     @classmethod
     def plan(cls, demand: Demand, places: Places, request: PlacementRequest) -> ChosenPlacement:
         layers, weights = (0, demand.sizes.num_layers), demand.sizes.weights
         need = weights + demand.least(layers)
-        fit, threads, room = places.workers(need, request.replicas)
+        fit, cpus, room = places.workers(need, request.replicas)
         if not fit:
             where = f"one {places.kind}" if places.on_gpus else "one node"
             raise places.refusal(need, request.replicas, "replica", where)
-        # A GPU serves one replica; on a CPU one replica with all threads of a node uses it well.
-        best = fit if places.on_gpus else sum(node.memory >= need for node in places.nodes)
-        replicas = request.replicas or best
+        replicas = request.replicas or fit
         tokens = demand.most_tokens(room - weights, layers)
         device = demand.on_device(places.kind, layers, weights, tokens, room)
-        return ChosenPlacement(cls(replicas, places.device, threads), (device,), tokens)
+        placement = cls(replicas, places.device, places.allowed(cpus), places.idle(cpus))
+        return ChosenPlacement(placement, (device,), tokens)
 
     @property
     def gpus(self) -> int:
@@ -218,6 +218,7 @@ class PipelinePlacement(Placement):
     stages: tuple[LayerRange, ...]
     device: str
     threads: int
+    idle_cpus: int = 0
 
     @classmethod
     def plan(cls, demand: Demand, places: Places, request: PlacementRequest) -> ChosenPlacement:
@@ -234,13 +235,13 @@ class PipelinePlacement(Placement):
         for count in ([wanted] if wanted <= most else []) if wanted else range(2, most + 1):
             ranges = balanced_ranges(layers, count)
             need = max(demand.weights(part) + demand.least(part) for part in ranges)
-            fit, threads, room = places.workers(need, count * copies)
+            fit, cpus, room = places.workers(need, count * copies)
             if fit:
                 replicas = request.replicas or (fit // count if places.on_gpus else 1)
                 if places.on_gpus:
-                    fit, threads, room = places.workers(need, count * replicas)
+                    fit, cpus, room = places.workers(need, count * replicas)
                 tokens = min(demand.most_tokens(room - demand.weights(part), part) for part in ranges)
-                placement = cls(replicas, ranges, places.device, threads)
+                placement = cls(replicas, ranges, places.device, places.allowed(cpus), places.idle(cpus))
                 return ChosenPlacement(placement, demand.on_devices("stage", ranges, tokens, room), tokens)
             refusal = str(places.refusal(need, count * copies, "stage", f"each of {count} stages"))
         raise PlacementError(refusal)

@@ -57,7 +57,7 @@ def _cpus(session: RaySession, placement: ReplicaPlacement | PipelinePlacement) 
     """Return the CPUs that Ray reserves for an actor: none beside GPUs, and none on a local Ray. There the placement
     has divided the CPUs, and a second pool would wait for the first.
     """
-    return 0 if session.local or placement.gpus else placement.threads
+    return 0 if session.local or placement.gpus else placement.threads + placement.idle_cpus
 
 
 class RayPool(SupervisedPool):
@@ -69,8 +69,9 @@ class RayPool(SupervisedPool):
     worker: ClassVar[type[Any]] = Worker
 
     def __init__(self, spec: ModelSpec, placement: ReplicaPlacement, *, timeouts: Timeouts | None = None) -> None:
-        session = RaySession(placement.replicas * placement.threads)
-        gpus, cpus = placement.gpus, _cpus(session, placement)
+        gpus = placement.gpus
+        session = RaySession(placement.replicas * placement.threads, placement.replicas * gpus)
+        cpus = _cpus(session, placement)
         session.check(placement.replicas, GPU=gpus, CPU=cpus)
         self._remote = session.ray.remote(num_cpus=cpus, num_gpus=gpus, **ACTOR)(self.worker)
         self._spec, self._placement = spec, placement
@@ -198,8 +199,9 @@ class PipelinePool(SupervisedPool):
 
     def __init__(self, spec: ModelSpec, placement: PipelinePlacement, *, timeouts: Timeouts | None = None) -> None:
         stages = len(placement.stages)
-        session = RaySession(placement.replicas * stages * placement.threads)
-        gpus, cpus = placement.gpus, _cpus(session, placement)
+        workers, gpus = placement.replicas * stages, placement.gpus
+        session = RaySession(workers * placement.threads, workers * gpus)
+        cpus = _cpus(session, placement)
         session.check(placement.replicas, GPU=gpus * stages, CPU=cpus * stages)
         self._remote = session.ray.remote(num_cpus=cpus, num_gpus=gpus, **ACTOR)(StageWorker)
         self._spec, self._placement = spec, placement

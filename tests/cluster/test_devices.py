@@ -103,9 +103,40 @@ def test_a_container_may_have_less_than_the_machine(version: int, tmp_path: Path
     folder.mkdir(exist_ok=True)
     for name, text in zip((*names, "memory.stat"), ("1000", "700", "anon 500\ninactive_file 150\n"), strict=True):
         (folder / name).write_text(text)
-    assert devices._free_of_container(tmp_path) == 450
+    assert devices._free_of_groups(tmp_path) == 450
     (folder / names[0]).write_text("max")
-    assert devices._free_of_container(tmp_path) > 1 << 60
+    assert devices._free_of_groups(tmp_path) > 1 << 60
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("limited", ["job", "job/step"])
+def test_a_group_below_the_root_and_its_ancestors_have_limits(version: int, limited: str, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("4:memory:/job/step\n3:cpu,cpuacct:/job/step\n0::/\n" if version == 1 else "0::/job/step\n")
+    if version == 1:
+        memory, cpu = tmp_path / "memory" / limited, tmp_path / "cpu" / limited
+        texts = {memory / "memory.limit_in_bytes": "1000", memory / "memory.usage_in_bytes": "700"}
+        texts |= {cpu / "cpu.cfs_quota_us": "350000", cpu / "cpu.cfs_period_us": "100000"}
+    else:
+        group = tmp_path / limited
+        texts = {group / "memory.max": "1000", group / "memory.current": "700", group / "cpu.max": "350000 100000"}
+    other = tmp_path / "other"
+    texts |= {other / "memory.max": "10", other / "memory.current": "0", other / "cpu.max": "100000 100000"}
+    for file, text in texts.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n")
+    assert devices._free_of_groups(tmp_path, own) == 300
+    assert devices._cores_of_groups(tmp_path, own) == 3
+    own.write_text("0::/../elsewhere\n")
+    assert devices._free_of_groups(tmp_path, own) > 1 << 60
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("max 100000", 4), ("50000 100000", 1), ("200000 100000", 2)])
+def test_a_quota_limits_the_cores(quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(4)), raising=False)
+    (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    assert usable_cores() == cores
 
 
 def test_imagined_nodes_keep_something_back() -> None:

@@ -168,6 +168,8 @@ def test_what_a_user_can_get_wrong(saved: Callable[[str], ModelSpec], tmp_path: 
             next(iter(pool.map(tasks.measure, [Job(0, "")])))
     with pytest.raises(PlacementError, match=r"`replicas=2` need 6 CPUs .limit 4 of the Ray cluster"):
         PipelinePool(saved("llama"), PipelinePlacement(2, STAGES[3], "cpu", 1))
+    with pytest.raises(PlacementError, match=r"`replicas=1` need 6 CPUs .limit 4 of the Ray cluster"):
+        PipelinePool(saved("llama"), PipelinePlacement(1, STAGES[2], "cpu", 1, idle_cpus=2))
     model = make_model("llama")
     model.model.layers[1].self_attn.v_proj.weight.data[0, 0] = float("nan")
     model.save_pretrained(tmp_path)

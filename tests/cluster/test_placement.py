@@ -90,6 +90,7 @@ def test_workers_use_no_more_threads_than_the_user_allows() -> None:
     assert whole(cpu(), device="cpu", max_threads=3).threads == 3
     assert whole(cpu(), device="cpu", replicas=3, max_threads=3).threads == 2
     assert whole(gpus(1 << 40), max_threads=3).threads == 3
+    assert whole(cpu(), device="cpu", replicas=2, max_threads=3) == WholePlacement(2, "cpu", 3, idle_cpus=1)
     assert plan(cpu(), placement="sharded", device="cpu", offload="disk", max_threads=3).placement.threads == 3
     assert plan(cpu(), placement="streamed", device="cpu", max_threads=3).placement.threads == 3
 
@@ -132,6 +133,40 @@ def test_a_replica_fits_on_one_node_of_a_cluster() -> None:
     assert whole(*mixed) == WholePlacement(16, "cuda", 4)
     with pytest.raises(PlacementError, match="limit 16 on the cluster"):
         plan(*mixed, replicas=17, device="cuda")
+
+
+def test_replicas_that_ray_starts_on_one_node_share_its_memory() -> None:
+    found = plan(cpu(4000, 64), cpu(4000, 4), device="cpu", batch_tokens=10_000)
+    assert found.placement == WholePlacement(2, "cpu", 32)
+    assert found.devices[0].total <= found.devices[0].usable == 2000
+    assert plan(cpu(8000, 10), cpu(8000, 1), replicas=6, device="cpu").devices[0].usable == 8000 // 6
+    small = [cpu(4000, 64), cpu(100, 64)]
+    with pytest.raises(PlacementError, match=r"none does, because Ray .* by their CPUs alone. Start .* fewer CPUs"):
+        plan(*small, placement="whole")
+    assert whole(small[0], cpu(100, 8)).threads == 64
+
+
+@pytest.mark.parametrize("wishes", [{"placement": "whole"}, {"placement": "pipeline"}])
+def test_no_packing_of_workers_exceeds_the_memory_of_a_node(wishes: dict[str, str]) -> None:
+    rng = random.Random(3)
+    several = 0
+    for _ in range(600):
+        nodes = [cpu(rng.randint(500, 9000), rng.randint(1, 20)) for _ in range(rng.randint(1, 4))]
+        replicas = rng.choice((None, rng.randint(1, sum(node.cpus for node in nodes))))
+        try:
+            tokens, limit = rng.choice((10, 10_000)), rng.choice((None, 2))
+            found = plan(*nodes, replicas=replicas, batch_tokens=tokens, max_threads=limit, **wishes)
+        except PlacementError:
+            continue
+        placement = found.placement
+        workers = placement.replicas * placement.devices_at_once
+        reserved = placement.threads + placement.idle_cpus
+        admitted = [min(workers, node.cpus // reserved) for node in nodes]
+        assert sum(admitted) >= workers
+        worst = max(device.total for device in found.devices)
+        assert all(count * worst <= node.memory for node, count in zip(nodes, admitted, strict=True))
+        several += workers > 1
+    assert several > 50
 
 
 def test_a_replica_has_to_fit_into_the_memory() -> None:
