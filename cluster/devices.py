@@ -64,6 +64,15 @@ def roomiest_gpus(count: int) -> tuple[int, ...]:
     return tuple(sorted(sorted(range(len(free)), key=lambda gpu: -free[gpu])[:count]))
 
 
+def roomiest_names(count: int) -> str | None:
+    """Return CUDA_VISIBLE_DEVICES for the ``count`` GPUs with the most free memory; None if there are no others."""
+    if not count or _gpus_here() <= count:
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = visible if visible[0] else [str(gpu) for gpu in range(_gpus_here())]
+    return ",".join(names[gpu] for gpu in roomiest_gpus(count))
+
+
 def roomiest(device: str) -> str:
     """Replace ``cuda`` by the GPU with the most free memory. Placements on ``cuda`` are planned for that GPU, and torch
     would use the first one.

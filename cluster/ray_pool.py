@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
+from headscan.cluster.devices import roomiest_names
 from headscan.cluster.placement_base import ReplicaPlacement, Timeouts
 from headscan.cluster.placements import PipelinePlacement
 from headscan.cluster.pool import Finished, InspectionTask, R, StagedTask, T, Task, check_staged, working_on
@@ -69,8 +71,9 @@ class RayPool(SupervisedPool):
     worker: ClassVar[type[Any]] = Worker
 
     def __init__(self, spec: ModelSpec, placement: ReplicaPlacement, *, timeouts: Timeouts | None = None) -> None:
-        session = RaySession(placement.replicas * placement.threads)
-        gpus, cpus = placement.gpus, _cpus(session, placement)
+        gpus = placement.gpus
+        session = RaySession(placement.replicas * placement.threads, partial(roomiest_names, placement.replicas * gpus))
+        cpus = _cpus(session, placement)
         session.check(placement.replicas, GPU=gpus, CPU=cpus)
         self._remote = session.ray.remote(num_cpus=cpus, num_gpus=gpus, **ACTOR)(self.worker)
         self._spec, self._placement = spec, placement
@@ -198,8 +201,9 @@ class PipelinePool(SupervisedPool):
 
     def __init__(self, spec: ModelSpec, placement: PipelinePlacement, *, timeouts: Timeouts | None = None) -> None:
         stages = len(placement.stages)
-        session = RaySession(placement.replicas * stages * placement.threads)
-        gpus, cpus = placement.gpus, _cpus(session, placement)
+        workers, gpus = placement.replicas * stages, placement.gpus
+        session = RaySession(workers * placement.threads, partial(roomiest_names, workers * gpus))
+        cpus = _cpus(session, placement)
         session.check(placement.replicas, GPU=gpus * stages, CPU=cpus * stages)
         self._remote = session.ray.remote(num_cpus=cpus, num_gpus=gpus, **ACTOR)(StageWorker)
         self._spec, self._placement = spec, placement

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +66,19 @@ def import_ray(*, local: bool) -> Any:
 
 class RaySession:
     """The connected cluster, or a ``local`` Ray that ends with the session, listens on the loopback interface and has
-    no dashboard.
+    no dashboard. A local Ray has ``cpus`` CPUs, and the GPUs in ``choose_gpus()``, a value of CUDA_VISIBLE_DEVICES;
+    None leaves it as it is.
     """
 
-    def __init__(self, cpus: int) -> None:
+    def __init__(self, cpus: int, choose_gpus: Callable[[], str | None] = lambda: None) -> None:
         connected = (loaded := sys.modules.get("ray")) is not None and loaded.is_initialized()
         self.local = not connected
         self.ray = import_ray(local=self.local)
         self._cpus = cpus
         self._closed = False
         self._watch: OrphanWatch | None = None
+        # Chosen once: on a restart, actors of the lost Ray may still fill the memory of these GPUs.
+        self._gpus = choose_gpus() if self.local else None
         if self.local:
             self._start()
 
@@ -89,7 +94,8 @@ class RaySession:
     def _start(self) -> None:
         # By default Ray gives its workers the lowest priority, but they do the command's own work.
         os.environ.setdefault("RAY_worker_niceness", "0")
-        start_local(self.ray, self._cpus)
+        with _visible_gpus(self._gpus):
+            start_local(self.ray, self._cpus)
         try:
             self._watch = OrphanWatch()
         except BaseException:
@@ -118,6 +124,21 @@ class RaySession:
         if self.local and not self._closed:
             self._closed = True
             self._stop()
+
+
+@contextmanager
+def _visible_gpus(names: str | None) -> Iterator[None]:
+    """Set CUDA_VISIBLE_DEVICES for the processes that start meanwhile; None leaves it as it is."""
+    variable = "CUDA_VISIBLE_DEVICES"
+    before = os.environ.get(variable)
+    if names is not None:
+        os.environ[variable] = names
+    try:
+        yield
+    finally:
+        if names is not None:
+            del os.environ[variable]
+            os.environ.update({} if before is None else {variable: before})
 
 
 def connect(address: str) -> list[dict[str, float]]:

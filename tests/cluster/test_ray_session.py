@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections import namedtuple
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ import psutil
 import pytest
 
 from headscan.cluster import ray_session
+from headscan.cluster.devices import roomiest_names
 from headscan.cluster.placement_base import PlacementError, Timeouts
 from headscan.cluster.placements import WholePlacement
 from headscan.cluster.ray_pool import RayPool
@@ -151,6 +153,28 @@ def test_a_session_is_local_unless_a_cluster_is_connected(monkeypatch: pytest.Mo
         found.close()
         assert found.local is not connected
     assert ray.shutdowns == int(not connected)
+
+
+@pytest.mark.parametrize(
+    ("before", "count", "seen"),
+    [(None, 1, "1"), ("GPU-a,GPU-b", 1, "GPU-b"), ("4,7", 2, "4,7"), (None, 2, None), ("4,7", 0, "4,7")],
+)
+def test_a_local_ray_has_the_gpus_with_most_room(
+    before: str | None, count: int, seen: str | None, two_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+
+    class Recording(IdleRay):
+        def init(self, **options: Any) -> None:
+            found.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+    monkeypatch.setitem(sys.modules, "ray", Recording(connected=False))
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before or "")
+    if before is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    ray_session.RaySession(1, partial(roomiest_names, count)).close()
+    assert (found, os.environ.get("CUDA_VISIBLE_DEVICES")) == ([seen], before)
 
 
 class ConnectedRay(IdleRay):
