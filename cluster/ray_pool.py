@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
+from headscan.cluster.devices import roomiest_names
 from headscan.cluster.placement_base import ReplicaPlacement, Timeouts
 from headscan.cluster.placements import PipelinePlacement
 from headscan.cluster.pool import Finished, InspectionTask, R, StagedTask, T, Task, check_staged, working_on
@@ -70,7 +72,7 @@ class RayPool(SupervisedPool):
 
     def __init__(self, spec: ModelSpec, placement: ReplicaPlacement, *, timeouts: Timeouts | None = None) -> None:
         gpus = placement.gpus
-        session = RaySession(placement.replicas * placement.threads, placement.replicas * gpus)
+        session = RaySession(placement.replicas * placement.threads, partial(roomiest_names, placement.replicas * gpus))
         cpus = _cpus(session, placement)
         session.check(placement.replicas, GPU=gpus, CPU=cpus)
         self._remote = session.ray.remote(num_cpus=cpus, num_gpus=gpus, **ACTOR)(self.worker)
@@ -200,7 +202,7 @@ class PipelinePool(SupervisedPool):
     def __init__(self, spec: ModelSpec, placement: PipelinePlacement, *, timeouts: Timeouts | None = None) -> None:
         stages = len(placement.stages)
         workers, gpus = placement.replicas * stages, placement.gpus
-        session = RaySession(workers * placement.threads, workers * gpus)
+        session = RaySession(workers * placement.threads, partial(roomiest_names, workers * gpus))
         cpus = _cpus(session, placement)
         session.check(placement.replicas, GPU=gpus * stages, CPU=cpus * stages)
         self._remote = session.ray.remote(num_cpus=cpus, num_gpus=gpus, **ACTOR)(StageWorker)

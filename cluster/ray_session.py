@@ -11,12 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from headscan.cluster.devices import roomiest_names
 from headscan.cluster.orphan_watch import OrphanWatch
 from headscan.cluster.placement_base import PlacementError
 from headscan.errors import first_line
@@ -67,11 +66,11 @@ def import_ray(*, local: bool) -> Any:
 
 class RaySession:
     """The connected cluster, or a ``local`` Ray that ends with the session, listens on the loopback interface and has
-    no dashboard. A local Ray has ``cpus`` CPUs, and the ``gpus`` GPUs with the most free memory, for which the
-    placement was planned.
+    no dashboard. A local Ray has ``cpus`` CPUs, and the GPUs in ``choose_gpus()``, a value of CUDA_VISIBLE_DEVICES;
+    None leaves it as it is.
     """
 
-    def __init__(self, cpus: int, gpus: int = 0) -> None:
+    def __init__(self, cpus: int, choose_gpus: Callable[[], str | None] = lambda: None) -> None:
         connected = (loaded := sys.modules.get("ray")) is not None and loaded.is_initialized()
         self.local = not connected
         self.ray = import_ray(local=self.local)
@@ -79,7 +78,7 @@ class RaySession:
         self._closed = False
         self._watch: OrphanWatch | None = None
         # Chosen once: on a restart, actors of the lost Ray may still fill the memory of these GPUs.
-        self._gpus = roomiest_names(gpus) if self.local else None
+        self._gpus = choose_gpus() if self.local else None
         if self.local:
             self._start()
 

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections import namedtuple
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ import psutil
 import pytest
 
 from headscan.cluster import ray_session
+from headscan.cluster.devices import roomiest_names
 from headscan.cluster.placement_base import PlacementError, Timeouts
 from headscan.cluster.placements import WholePlacement
 from headscan.cluster.ray_pool import RayPool
@@ -171,7 +173,7 @@ def test_a_local_ray_has_the_gpus_with_most_room(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before or "")
     if before is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    ray_session.RaySession(1, count).close()
+    ray_session.RaySession(1, partial(roomiest_names, count)).close()
     assert (found, os.environ.get("CUDA_VISIBLE_DEVICES")) == ([seen], before)
 
 
