@@ -150,7 +150,7 @@ class PlacementRequest:
     ] = "auto"
     device: Annotated[str, DEVICE] = "auto"
     replicas: Annotated[
-        int | None, Option("number of model copies (default: as many as the GPUs hold, one on a CPU)", least=1)
+        int | None, Option("number of model copies (default: as many as the GPUs hold; one per node on CPUs)", least=1)
     ] = None
     gpus_per_replica: Annotated[
         int | None, Option("number of GPUs per sharded copy (default: the fewest that fit)", least=1)

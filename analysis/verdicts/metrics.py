@@ -173,7 +173,9 @@ def estimate_ratio(
     lognormal   64        0.3, 10.3   1.6, 5.7    0.3, 5.7
     =========== ========= =========== =========== =========
 
-    If few documents have most of the difference, they are missing from many samples, which no interval shows.
+    The lognormal's logarithm has deviation 1; with 1.5, the truth is above 16, 13 and 8 % of intervals of 8, 20 and 64
+    documents. If few documents have most of the difference, they are missing from many samples, which no interval
+    shows.
 
     Fewer than `LEAST_TEXTS` documents show nothing: all change in one direction by chance in more than 5 % of cases. If
     more documents have the same ratio, their spread is unknown, and the p-value is that of the sign test. An infinite
