@@ -83,16 +83,9 @@ def run_study(config: StudyConfig, run: Run) -> StudyAnswer:
 
 
 def _check_model(file: Path, run: Run) -> None:
-    """Record whose study a folder holds: the plans and the pruned models in it are of one model.
-
-    Raises:
-        StudyError: They are of another one.
-    """
-    identity = run.identity.fingerprint()
-    if not file.exists():
-        write_text(file, json.dumps(identity))
-    known = json.loads(file.read_text(encoding="utf-8"))
-    if differing := [name for name, value in identity.items() if known.get(name) != value]:
+    """Raise StudyError if the plans and pruned models of a folder are of another model, whose hashes ``file`` holds."""
+    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if differing := [name for name, value in run.identity.fingerprint().items() if known.get(name) != value]:
         raise StudyError(
             f"{file.parent} holds a study of another model ({', '.join(differing)} differ). Choose another folder as"
             " `out`"
@@ -115,8 +108,9 @@ class _Study:
         started = time.monotonic()
         record = Path(config.out) / "study.yaml"
         known = resumed(record, config)
-        _check_model(Path(config.out) / "model.json", run)
-        settings = known or config
+        settings, model = known or config, Path(config.out) / "model.json"
+        if known is not None:
+            _check_model(model, run)
         texts = split_texts(settings.corpus, Path(config.out) / "texts", settings.judge)
         limit = run.identity.max_tokens
         tokens = config.tokens or min(limit or _TOKENS, _TOKENS)
@@ -126,6 +120,7 @@ class _Study:
             speed = run.pool.one(time_pass, TimedPass(max(1, min(4, 2048 // tokens)), tokens))
             open_config = replace(config, tokens=tokens)
             known = decided(open_config, speed, question_costs(open_config, run, texts), run.say)
+            write_text(model, json.dumps(run.identity.fingerprint()))
             write_study(record, known)
         else:
             run.say(

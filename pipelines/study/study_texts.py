@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +11,7 @@ from pathlib import Path
 
 from headscan.analysis.store.output_files import write_text
 from headscan.pipelines.corpora import CorpusSpec, open_corpus
+from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.study.study_config import StudyError
 
 #: Characters of a block: texts of one block are about as dependent as those of one document.
@@ -67,7 +66,7 @@ def split_texts(corpus: CorpusSpec, folder: Path, judge: CorpusSpec | None = Non
     """
     documents = list(_documents(corpus))
     judging = [] if judge is None else list(_documents(judge))
-    content = _hash([text for _, text in documents], [text for _, text in judging])
+    content = fingerprint({"corpus": [text for _, text in documents], "judge": [text for _, text in judging]})
     mark = folder / "content"
     if folder.exists():
         if not mark.exists() or mark.read_text(encoding="utf-8") != content:
@@ -91,10 +90,6 @@ def split_texts(corpus: CorpusSpec, folder: Path, judge: CorpusSpec | None = Non
     write_text(unfinished / mark.name, content)
     unfinished.rename(folder)
     return StudyTexts(folder)
-
-
-def _hash(*texts: Sequence[str]) -> str:
-    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
 def _refuse_shared(

@@ -565,6 +565,8 @@ def test_texts_and_tasks_without_questions_are_refused(tmp_path: Path) -> None:
     config = replace(tiny(tmp_path / "out"), corpus=CorpusSpec(str(folder)))
     with pytest.raises(StudyError, match="no question can be made of the texts that judge"):
         run(config, [])
+    # Nothing was decided, so another model may have the folder.
+    assert not (tmp_path / "out" / "model.json").exists()
 
 
 def test_few_blocks_of_text_are_named_at_the_start(tmp_path: Path) -> None:
