@@ -52,7 +52,7 @@ def parse_bytes(text: str) -> int:
 def format_bytes(size: float) -> str:
     """Return a size as text, such as ``1.5 GiB``."""
     for power, letter in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
-        if abs(size) >= 1024**power:
+        if abs(size) >= 1024**power * (1 - 0.05 / 1024):  # what would print as 1024.0 of the next smaller unit, too
             return f"{size / 1024**power:.1f} {letter}iB"
     return f"{size:.0f} B"
 
