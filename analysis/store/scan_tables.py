@@ -59,12 +59,12 @@ def literal(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def table_statements(table: Table) -> list[str]:
-    """Return CREATE TABLE and COMMENT ON statements of one table."""
+def table_statement(table: Table) -> str:
+    """Return the CREATE TABLE statement of one table."""
     lines = [f"{c.name} {c.type}{'' if c.nullable else ' NOT NULL'}" for c in table.columns]
     for i, key in enumerate(table.keys):
         lines.append(f"{'UNIQUE' if i else 'PRIMARY KEY'} ({', '.join(key)})")
-    return [f"CREATE TABLE {table.name} ({', '.join(lines)})", *comment_statements(table)]
+    return f"CREATE TABLE {table.name} ({', '.join(lines)})"
 
 
 def comment_statements(table: Table) -> list[str]:

@@ -29,7 +29,6 @@ from headscan.analysis.store.scan_tables import (
     View,
     columns,
     literal,
-    table_statements,
 )
 from headscan.catalog import RECALL_NAMES
 
@@ -318,8 +317,9 @@ MEASURED_UNITS = Table(
 )
 
 
-#: Raise it with every change of a table, view or function, but not of a comment, and with every change of a rule of
-#: stored verdicts. `connection` upgrades older stores, so new columns of old tables must be nullable.
+#: Raise it with every change of a table, but not of a comment, and with every change of a rule of stored verdicts.
+#: `connection` upgrades older stores after a backup, so new columns of old tables must be nullable. Views and
+#: functions need no version: a store in which they differ gets them again.
 SCHEMA_VERSION = 14
 
 #: Value of the key ``format`` in ``meta``, which distinguishes a store from other DuckDB files.
@@ -329,18 +329,11 @@ META = Table(
     "meta",
     "format and versions of this file",
     columns("""
-        key VARCHAR format, schema_version or duckdb_version
+        key VARCHAR format, schema_version (of the tables), duckdb_version or views (hash of the views and functions)
         value VARCHAR value of the key
     """),
     (("key",),),
 )
-
-
-def meta_rows() -> dict[str, str]:
-    """Return the rows of ``meta``. Each DuckDB version writes the SQL of views differently, so its version is one."""
-    import duckdb  # slow to import, and options name columns without it
-
-    return {"format": FORMAT, "schema_version": str(SCHEMA_VERSION), "duckdb_version": duckdb.__version__}
 
 
 TABLES: dict[str, Table] = {
@@ -368,11 +361,3 @@ TABLES: dict[str, Table] = {
         MEASURED_UNITS,
     )
 }
-
-
-def schema_statements() -> list[str]:
-    """Return the statements that create an empty store's tables, in order."""
-    return [
-        *(statement for table in TABLES.values() for statement in table_statements(table)),
-        *(f"INSERT INTO meta VALUES ({literal(key)}, {literal(value)})" for key, value in meta_rows().items()),
-    ]
