@@ -12,7 +12,7 @@ import numpy as np
 from headscan.analysis.errors import SelectionError
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.views import PLAIN_STATISTICS, importance_sql, pool_quantile
-from headscan.catalog import BEHAVIOURS, IMPORTANCES, SCORES, head_count, statistics_for
+from headscan.catalog import BEHAVIOURS, IMPORTANCES, PROMPT_IMPORTANCE, SCORES, head_count, statistics_for
 from headscan.errors import unknown_name
 
 
@@ -216,14 +216,7 @@ def rank_importance(
     if not rows:
         raise SelectionError(f"run {run_id} has no importance at site {site}. Choose another run, or another site")
     if all(row["value"] is None for row in rows):
-        if IMPORTANCES[name].on_recall:
-            raise SelectionError(
-                f"run {run_id} has no {name}: it measured no recall prompts. Measure importance with recall"
-                " prompts, or rank by importance"
-            )
-        raise SelectionError(
-            f"run {run_id} has no {name}: an older version measured it. Measure again, or rank by sequence_importance"
-        )
+        raise _no_importance(store, run_id, name, site)
     return [
         ImportantHead(
             row["layer"],
@@ -233,6 +226,27 @@ def rank_importance(
         )
         for row in rows
     ]
+
+
+def _no_importance(store: Store, run_id: str, name: str, site: str) -> SelectionError:
+    """Return the error for an importance that is NULL for all heads of a site."""
+    means = list(dict.fromkeys([*(term.mean for term in IMPORTANCES[name].terms), "sequence_importance"]))
+    values = store.query(
+        f"SELECT {', '.join(means)} FROM all_importance_summary WHERE run_id = ? AND site = ?", [run_id, site]
+    ).to_pydict()
+    missing = next((mean for mean in means if all(value is None for value in values[mean])), None)
+    if missing == PROMPT_IMPORTANCE:
+        why = "it measured no recall prompts. Measure importance with recall prompts, or rank by importance"
+    elif missing == "relative_entropy":
+        why = "no sequence has 2 tokens and a finite entropy. Measure other texts, or rank by importance"
+    elif missing == "importance" and any(value is not None for value in values["sequence_importance"]):
+        why = "an older version measured it. Measure again, or rank by sequence_importance"
+    elif missing is not None:
+        why = "its gradients are not finite. Measure again in another dtype"
+    else:
+        equal = next((mean for mean in means if len(set(values[mean])) == 1), means[0])
+        why = f"{equal} is equal for all heads at site {site}. Rank by another importance, or measure other texts"
+    return SelectionError(f"run {run_id} has no {name}: {why}")
 
 
 #: Least share of the sequences in the smaller half.
