@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -47,25 +47,32 @@ def rank_heads(
     if descending is None:
         descending = declared is not None and declared.inactive == "high"
     inactive = f"{score}_inactive" if declared is not None else "NULL::DOUBLE"
-    rows = store.query(
-        f"SELECT layer, head, kv_head, {score} AS mean, {score}_std AS std, {inactive} AS inactive"
-        f" FROM all_head_summary WHERE run_id = ? AND site = ?"
-        f" ORDER BY mean {'DESC' if descending else 'ASC'} NULLS LAST, layer, head",
-        [run_id, site],
-    ).to_pylist()
-    if all(row["mean"] is None for row in rows):
+    columns = f"kv_head, {_or_nan(score)} AS value, {_or_nan(f'{score}_std')} AS std, {inactive} AS inactive_share"
+    heads = _ranked(store, RankedHead, columns, "all_head_summary", score, descending, run_id=run_id, site=site)
+    if all(math.isnan(head.value) for head in heads):
         raise _not_measured(store, run_id, score, site)
-    return [
-        RankedHead(
-            row["layer"],
-            row["head"],
-            row["kv_head"],
-            math.nan if row["mean"] is None else row["mean"],
-            math.nan if row["std"] is None else row["std"],
-            row["inactive"],
-        )
-        for row in rows
-    ]
+    return heads
+
+
+_Head = TypeVar("_Head")
+
+
+def _ranked(
+    store: Store, kind: Callable[..., _Head], columns: str, table: str, by: str, descending: bool | None, **where: Any
+) -> list[_Head]:
+    """Return the heads of a table as objects of a kind, whose further fields ``columns`` selects; layer and head break
+    ties, and heads that are not measured are last.
+    """
+    rows = store.query(
+        f"SELECT layer, head, {columns} FROM {table} AS ranked WHERE {' AND '.join(f'{name} = ?' for name in where)}"
+        f" ORDER BY ranked.{by} {'DESC' if descending else 'ASC'} NULLS LAST, layer, head",
+        list(where.values()),
+    )
+    return [kind(**row) for row in rows.to_pylist()]
+
+
+def _or_nan(column: str) -> str:
+    return f"coalesce({column}, 'nan'::DOUBLE)"
 
 
 class OrderedHead(Protocol):
@@ -162,31 +169,15 @@ class GatedHead:
         """The number that orders the heads: many gates are 0 or 1, their probabilities differ."""
         return self.p_open
 
-    def row(self) -> dict[str, Any]:
-        """Return a row of a printed table; columns of the second fit only if there is one."""
-        twice = {} if self.head_class is None else {"gate up": self.gate_up, "class": self.head_class}
-        return {
-            "layer": self.layer,
-            "head": self.head,
-            "kv_head": self.kv_head,
-            "gate": self.gate,
-            "p_open": self.p_open,
-            "closed": self.closed,
-            **twice,
-        }
-
 
 def rank_gates(store: Store, run_id: str, *, site: str = "self", descending: bool | None = None) -> list[GatedHead]:
     """Return all heads of a site, the most closed first; layer and head break ties."""
+    columns = "kv_head, gate, p_open, closed, gate_up, class AS head_class"
     # p_open orders like the location of the gate.
-    rows = store.query(
-        "SELECT layer, head, kv_head, gate, p_open, closed, gate_up, class AS head_class FROM head_gates"
-        f" WHERE run_id = ? AND site = ? ORDER BY p_open {'DESC' if descending else 'ASC'}, layer, head",
-        [run_id, site],
-    ).to_pylist()
-    if not rows:
+    heads = _ranked(store, GatedHead, columns, "head_gates", "p_open", descending, run_id=run_id, site=site)
+    if not heads:
         raise SelectionError(f"run {run_id} has no gates at site {site}. Choose another run, or another site")
-    return [GatedHead(**row) for row in rows]
+    return heads
 
 
 @dataclass(frozen=True)
@@ -208,24 +199,13 @@ def rank_importance(
     """Return all heads of a site by a name of `IMPORTANCES`, least important first; layer and head break ties."""
     if name not in IMPORTANCES:
         raise unknown_name("importance", name, IMPORTANCES)
-    rows = store.query(
-        f"SELECT layer, head, kv_head, {name} AS value, mean_gate_gradient FROM all_importance_summary"
-        f" WHERE run_id = ? AND site = ? ORDER BY value {'DESC' if descending else 'ASC'} NULLS LAST, layer, head",
-        [run_id, site],
-    ).to_pylist()
-    if not rows:
+    columns = f"kv_head, {_or_nan(name)} AS value, {_or_nan('mean_gate_gradient')} AS mean_gate_gradient"
+    heads = _ranked(store, ImportantHead, columns, "all_importance_summary", name, descending, run_id=run_id, site=site)
+    if not heads:
         raise SelectionError(f"run {run_id} has no importance at site {site}. Choose another run, or another site")
-    if all(row["value"] is None for row in rows):
+    if all(math.isnan(head.value) for head in heads):
         raise _no_importance(store, run_id, name, site)
-    return [
-        ImportantHead(
-            row["layer"],
-            row["head"],
-            row["kv_head"],
-            *(math.nan if row[key] is None else row[key] for key in ("value", "mean_gate_gradient")),
-        )
-        for row in rows
-    ]
+    return heads
 
 
 def _no_importance(store: Store, run_id: str, name: str, site: str) -> SelectionError:
@@ -329,14 +309,11 @@ def rank_behaviours(
     """Return all heads of a site, strongest behaviour first, or weakest if ``descending`` is False; layer and head
     break ties.
     """
-    rows = store.query(
-        "SELECT layer, head, value FROM head_behaviours WHERE run_id = ? AND behaviour = ? AND site = ?"
-        f" ORDER BY value {'ASC' if descending is False else 'DESC'}, layer, head",
-        [run_id, behaviour, site],
-    ).to_pylist()
-    if not rows:
+    of_site = {"run_id": run_id, "behaviour": behaviour, "site": site}
+    heads = _ranked(store, BehavingHead, "value", "head_behaviours", "value", descending is not False, **of_site)
+    if not heads:
         raise SelectionError(
             f"run {run_id} has no {behaviour} at site {site}. Choose another probe run, or probe"
             f" {behaviour} with `headscan probe`"
         )
-    return [BehavingHead(row["layer"], row["head"], row["value"]) for row in rows]
+    return heads
