@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headscan.analysis.store.arm_views import ARM_VIEWS
-from headscan.analysis.store.macros import comparison_statements, macro_statements
+from headscan.analysis.store.macros import MACROS, TABLE_MACROS, macro_statements
 from headscan.analysis.store.scan_tables import (
     HEAD,
     INACTIVE_QUANTILE,
@@ -506,7 +506,7 @@ def _column_comments() -> Iterator[tuple[str, Mapping[str, str]]]:
 def view_statements() -> list[str]:
     """Return the statements that create macros, views and all comments, in order. The tables must exist."""
     return [
-        *macro_statements(),
+        *macro_statements(MACROS),
         *(f"CREATE VIEW {name} AS {sql}" for name, sql in VIEWS.items()),
         *(f"COMMENT ON VIEW {name} IS {literal(text)}" for name, text in VIEW_COMMENTS.items()),
         *(
@@ -514,6 +514,6 @@ def view_statements() -> list[str]:
             for view, columns in _column_comments()
             for column, text in columns.items()
         ),
-        *comparison_statements(),
+        *macro_statements(TABLE_MACROS),
         *(comment for table in TABLES.values() for comment in comment_statements(table)),
     ]
