@@ -20,7 +20,7 @@ from headscan.catalog import SCORES, Score
 
 
 class Macro(NamedTuple):
-    """An SQL function; ``signature`` is its name with parameters, and ``sql`` an expression or the query of its rows."""
+    """An SQL function; ``signature`` is its name with parameters, ``sql`` an expression or the query of its rows."""
 
     signature: str
     sql: str
