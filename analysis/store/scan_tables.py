@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from textwrap import dedent
+from typing import TYPE_CHECKING
 
 from headscan.catalog import PROFILES, STATISTICS
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,20 @@ class Table:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(column.name for column in self.columns)
+
+    def schema(self, without: Collection[str] = ()) -> pa.Schema:
+        """Return the Arrow types of the columns, of which those ``without`` are left out; JSON is text."""
+        import pyarrow as pa  # slow to import, and options name columns without it
+
+        def arrow(kind: str) -> pa.DataType:
+            item = kind.removesuffix("[]")
+            return pa.type_for_alias(_ARROW_TYPES[kind]) if item == kind else pa.list_(arrow(item))
+
+        return pa.schema({each.name: arrow(each.type) for each in self.columns if each.name not in without})
+
+
+#: Arrow's names of DuckDB's types.
+_ARROW_TYPES = {"VARCHAR": "string", "JSON": "string", "INTEGER": "int32", "DOUBLE": "float64", "BOOLEAN": "bool"}
 
 
 @dataclass(frozen=True)
