@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from headscan.analysis.errors import SelectionError
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.views import PLAIN_STATISTICS, importance_sql, pool_quantile
-from headscan.catalog import BEHAVIOURS, IMPORTANCES, SCORES, head_count, statistics_for
+from headscan.catalog import BEHAVIOURS, IMPORTANCES, PROMPT_IMPORTANCE, SCORES, head_count, statistics_for
 from headscan.errors import unknown_name
 
 
@@ -47,25 +47,32 @@ def rank_heads(
     if descending is None:
         descending = declared is not None and declared.inactive == "high"
     inactive = f"{score}_inactive" if declared is not None else "NULL::DOUBLE"
-    rows = store.query(
-        f"SELECT layer, head, kv_head, {score} AS mean, {score}_std AS std, {inactive} AS inactive"
-        f" FROM all_head_summary WHERE run_id = ? AND site = ?"
-        f" ORDER BY mean {'DESC' if descending else 'ASC'} NULLS LAST, layer, head",
-        [run_id, site],
-    ).to_pylist()
-    if all(row["mean"] is None for row in rows):
+    columns = f"kv_head, {_or_nan(score)} AS value, {_or_nan(f'{score}_std')} AS std, {inactive} AS inactive_share"
+    heads = _ranked(store, RankedHead, columns, "all_head_summary", score, descending, run_id=run_id, site=site)
+    if all(math.isnan(head.value) for head in heads):
         raise _not_measured(store, run_id, score, site)
-    return [
-        RankedHead(
-            row["layer"],
-            row["head"],
-            row["kv_head"],
-            math.nan if row["mean"] is None else row["mean"],
-            math.nan if row["std"] is None else row["std"],
-            row["inactive"],
-        )
-        for row in rows
-    ]
+    return heads
+
+
+_Head = TypeVar("_Head")
+
+
+def _ranked(
+    store: Store, kind: Callable[..., _Head], columns: str, table: str, by: str, descending: bool | None, **where: Any
+) -> list[_Head]:
+    """Return the heads of a table as objects of a kind, whose further fields ``columns`` selects; layer and head break
+    ties, and heads that are not measured are last.
+    """
+    rows = store.query(
+        f"SELECT layer, head, {columns} FROM {table} AS ranked WHERE {' AND '.join(f'{name} = ?' for name in where)}"
+        f" ORDER BY ranked.{by} {'DESC' if descending else 'ASC'} NULLS LAST, layer, head",
+        list(where.values()),
+    )
+    return [kind(**row) for row in rows.to_pylist()]
+
+
+def _or_nan(column: str) -> str:
+    return f"coalesce({column}, 'nan'::DOUBLE)"
 
 
 class OrderedHead(Protocol):
@@ -162,31 +169,15 @@ class GatedHead:
         """The number that orders the heads: many gates are 0 or 1, their probabilities differ."""
         return self.p_open
 
-    def row(self) -> dict[str, Any]:
-        """Return a row of a printed table; columns of the second fit only if there is one."""
-        twice = {} if self.head_class is None else {"gate up": self.gate_up, "class": self.head_class}
-        return {
-            "layer": self.layer,
-            "head": self.head,
-            "kv_head": self.kv_head,
-            "gate": self.gate,
-            "p_open": self.p_open,
-            "closed": self.closed,
-            **twice,
-        }
-
 
 def rank_gates(store: Store, run_id: str, *, site: str = "self", descending: bool | None = None) -> list[GatedHead]:
     """Return all heads of a site, the most closed first; layer and head break ties."""
+    columns = "kv_head, gate, p_open, closed, gate_up, class AS head_class"
     # p_open orders like the location of the gate.
-    rows = store.query(
-        "SELECT layer, head, kv_head, gate, p_open, closed, gate_up, class AS head_class FROM head_gates"
-        f" WHERE run_id = ? AND site = ? ORDER BY p_open {'DESC' if descending else 'ASC'}, layer, head",
-        [run_id, site],
-    ).to_pylist()
-    if not rows:
+    heads = _ranked(store, GatedHead, columns, "head_gates", "p_open", descending, run_id=run_id, site=site)
+    if not heads:
         raise SelectionError(f"run {run_id} has no gates at site {site}. Choose another run, or another site")
-    return [GatedHead(**row) for row in rows]
+    return heads
 
 
 @dataclass(frozen=True)
@@ -208,31 +199,34 @@ def rank_importance(
     """Return all heads of a site by a name of `IMPORTANCES`, least important first; layer and head break ties."""
     if name not in IMPORTANCES:
         raise unknown_name("importance", name, IMPORTANCES)
-    rows = store.query(
-        f"SELECT layer, head, kv_head, {name} AS value, mean_gate_gradient FROM all_importance_summary"
-        f" WHERE run_id = ? AND site = ? ORDER BY value {'DESC' if descending else 'ASC'} NULLS LAST, layer, head",
-        [run_id, site],
-    ).to_pylist()
-    if not rows:
+    columns = f"kv_head, {_or_nan(name)} AS value, {_or_nan('mean_gate_gradient')} AS mean_gate_gradient"
+    heads = _ranked(store, ImportantHead, columns, "all_importance_summary", name, descending, run_id=run_id, site=site)
+    if not heads:
         raise SelectionError(f"run {run_id} has no importance at site {site}. Choose another run, or another site")
-    if all(row["value"] is None for row in rows):
-        if IMPORTANCES[name].on_recall:
-            raise SelectionError(
-                f"run {run_id} has no {name}: it measured no recall prompts. Measure importance with recall"
-                " prompts, or rank by importance"
-            )
-        raise SelectionError(
-            f"run {run_id} has no {name}: an older version measured it. Measure again, or rank by sequence_importance"
-        )
-    return [
-        ImportantHead(
-            row["layer"],
-            row["head"],
-            row["kv_head"],
-            *(math.nan if row[key] is None else row[key] for key in ("value", "mean_gate_gradient")),
-        )
-        for row in rows
-    ]
+    if all(math.isnan(head.value) for head in heads):
+        raise _no_importance(store, run_id, name, site)
+    return heads
+
+
+def _no_importance(store: Store, run_id: str, name: str, site: str) -> SelectionError:
+    """Return the error for an importance that is NULL for all heads of a site."""
+    means = list(dict.fromkeys([*(term.mean for term in IMPORTANCES[name].terms), "sequence_importance"]))
+    values = store.query(
+        f"SELECT {', '.join(means)} FROM all_importance_summary WHERE run_id = ? AND site = ?", [run_id, site]
+    ).to_pydict()
+    missing = next((mean for mean in means if all(value is None for value in values[mean])), None)
+    if missing == PROMPT_IMPORTANCE:
+        why = "it measured no recall prompts. Measure importance with recall prompts, or rank by importance"
+    elif missing == "relative_entropy":
+        why = "no sequence has 2 tokens and a finite entropy. Measure other texts, or rank by importance"
+    elif missing == "importance" and any(value is not None for value in values["sequence_importance"]):
+        why = "an older version measured it. Measure again, or rank by sequence_importance"
+    elif missing is not None:
+        why = "its gradients are not finite. Measure again in another dtype"
+    else:
+        equal = next((mean for mean in means if len(set(values[mean])) == 1), means[0])
+        why = f"{equal} is equal for all heads at site {site}. Rank by another importance, or measure other texts"
+    return SelectionError(f"run {run_id} has no {name}: {why}")
 
 
 #: Least share of the sequences in the smaller half.
@@ -315,14 +309,11 @@ def rank_behaviours(
     """Return all heads of a site, strongest behaviour first, or weakest if ``descending`` is False; layer and head
     break ties.
     """
-    rows = store.query(
-        "SELECT layer, head, value FROM head_behaviours WHERE run_id = ? AND behaviour = ? AND site = ?"
-        f" ORDER BY value {'ASC' if descending is False else 'DESC'}, layer, head",
-        [run_id, behaviour, site],
-    ).to_pylist()
-    if not rows:
+    of_site = {"run_id": run_id, "behaviour": behaviour, "site": site}
+    heads = _ranked(store, BehavingHead, "value", "head_behaviours", "value", descending is not False, **of_site)
+    if not heads:
         raise SelectionError(
             f"run {run_id} has no {behaviour} at site {site}. Choose another probe run, or probe"
             f" {behaviour} with `headscan probe`"
         )
-    return [BehavingHead(row["layer"], row["head"], row["value"]) for row in rows]
+    return heads

@@ -210,16 +210,7 @@ def imported_scores(model: PlannedModel, pattern: HeadPattern, *, run_id: str | 
         order=tuple(sorted(places, key=lambda place: (values[place], place))),
         evidence={place: Evidence(pattern=values[place]) for place in places},
         query_heads=(),
-        calibration=PatternCalibration(
-            format=pattern.format,
-            path=pattern.path,
-            sha256=pattern.sha256,
-            sink_size=pattern.sink_size,
-            recent_size=pattern.recent_size,
-            sparsity=pattern.sparsity,
-            inverted=pattern.inverted,
-            run_id=run_id,
-        ),
+        calibration=PatternCalibration.by_name(vars(pattern), run_id=run_id),
         notes=(*pattern.notes, *protected_notes(model, places)),
     )
 

@@ -6,8 +6,8 @@ The types of their fields are the checks of a plan file and the source of its JS
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from dataclasses import MISSING, field, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import ConfigDict, Field, StrictBool, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
@@ -74,6 +74,12 @@ CHECKED = ConfigDict(extra="forbid", json_schema_serialization_defaults_required
 
 class PlanRecord:
     """Base of the records. A file must state all fields, also those with a default; a constructor raises PlanError."""
+
+    @classmethod
+    def by_name(cls, values: Mapping[str, Any], **others: Any) -> Self:
+        """Return a record whose fields without a default are the values of their names, or ``others``."""
+        names = (each.name for each in fields(cls) if each.default is MISSING)  # type: ignore[arg-type]
+        return cls(**{name: values[name] for name in names if name not in others}, **others)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -504,16 +510,9 @@ def _derived_cache(run: Mapping[str, Any], site: Mapping[str, Any]) -> dict[str,
 
 def _layer(site: Mapping[str, Any]) -> PlannedLayer:
     kind, heads = _type(site), site["num_key_value_heads"]
-    return PlannedLayer(
-        layer=site["layer"],
+    return PlannedLayer.by_name(
+        site,
         type=kind,
-        num_attention_heads=site["num_attention_heads"],
-        num_key_value_heads=heads,
-        head_dim=site["head_dim"],
-        value_dim=site["value_dim"],
-        sliding_window=site["sliding_window"],
-        cache_bytes_per_token=site["cache_bytes_per_token"],
-        cache_tokens=site["cache_tokens"],
         kv_bytes=site["cache_bytes_per_token"] // heads if kind in ("full", "sliding") else None,
         kv_shared_from=site.get("kv_shared_from"),
     )

@@ -48,22 +48,14 @@ def measure_calibration(store: Store, run: Mapping[str, Any], bounded: int, sink
         " WHERE run_id = ? GROUP BY 1 ORDER BY 1",
         [run["run_id"]],
     ).to_pylist()
-    return ScanCalibration(
-        run_id=run["run_id"],
-        corpus=run["corpus"],
-        corpus_hash=run["corpus_hash"],
-        tokenizer_hash=run["tokenizer_hash"],
-        bos_policy=run["bos_policy"],
+    return ScanCalibration.by_name(
+        {**run, **row},
         dtype=str(run["dtype"]).removeprefix("torch."),
-        attention_path=run["attention_path"],
-        sequences=row["sequences"],
-        tokens=row["tokens"],
         length_histogram=tuple(LengthBin(2 ** b["power"], 2 ** (b["power"] + 1), b["sequences"]) for b in bins),
         sink=sink,
         recent=recent,
         evidence_sequences=row["evidence"],
         evidence_queries=row["queries"],
-        code_version=run["code_version"],
     )
 
 
@@ -287,16 +279,7 @@ def retrieval_scores(store: Store, run_id: str | None) -> KeepScores:
         ),
         evidence={place: reduce_group(group) for place, group in readers.items()},
         query_heads=tuple(heads),
-        calibration=ProbeCalibration(
-            run_id=run["run_id"],
-            behaviours=names,
-            corpus=run["corpus"],
-            corpus_hash=run["corpus_hash"],
-            tokenizer_hash=run["tokenizer_hash"],
-            dtype=str(run["dtype"]).removeprefix("torch."),
-            attention_path=run["attention_path"],
-            code_version=run["code_version"],
-        ),
+        calibration=ProbeCalibration.by_name(run, behaviours=names, dtype=str(run["dtype"]).removeprefix("torch.")),
         notes=(*notes, *sharing_notes(model), *protected_notes(model, scores)),
     )
 

@@ -3,8 +3,9 @@
 After a crash the disk holds either a complete store with its ``.wal``, which the next opening replays, or no store
 and a hidden ``.<name>.<random>.new``, which is never read. A store gets its name only after its tables are complete.
 
-A store with an older schema is backed up first. DuckDB rewrites the SQL of views differently in each version, so
-``meta`` records the version that wrote them.
+A store with older tables is backed up before it is upgraded. Views, functions and comments hold no data, so they are
+created again, without a backup, if the hash of the first two in ``meta`` differs, or the version of DuckDB, each of
+which rewrites the SQL of views differently.
 
 A view or function of an untrusted store could read files or return wrong numbers under a known name, and a function
 named like a built-in one (``avg``) replaces it. A store is trusted only if its tables, views and functions equal
@@ -45,9 +46,9 @@ from headscan.analysis.errors import (
     StoreVersionError,
 )
 from headscan.analysis.store.records import ABLATING_KINDS_SQL
-from headscan.analysis.store.scan_tables import Table, comment_statements, literal, table_statements
+from headscan.analysis.store.scan_tables import Table, literal, table_statement
 from headscan.analysis.store.summaries import incomplete_summaries_sql
-from headscan.analysis.store.tables import FORMAT, SCHEMA_VERSION, TABLES, meta_rows, schema_statements
+from headscan.analysis.store.tables import FORMAT, SCHEMA_VERSION, TABLES
 from headscan.analysis.store.views import ALL_RUNS, VIEWS, view_statements
 from headscan.errors import first_line
 
@@ -334,6 +335,25 @@ DIGESTS: Mapping[str, str] = {
 }
 
 
+def schema_statements() -> list[str]:
+    """Return the statements that create tables, views, functions and comments, in order."""
+    return [*map(table_statement, TABLES.values()), *view_statements()]
+
+
+def _meta_rows() -> dict[str, str]:
+    """Return the rows of ``meta`` of a store that this version wrote."""
+    # Without comments, whose change must not make a store unreadable that cannot be written.
+    created = "\n".join(statement for statement in view_statements() if not statement.startswith("COMMENT "))
+    views = hashlib.sha256(created.encode()).hexdigest()
+    versions = {"schema_version": str(SCHEMA_VERSION), "duckdb_version": duckdb.__version__}
+    return {"format": FORMAT, **versions, "views": views}
+
+
+def _meta_statement() -> str:
+    rows = (f"({literal(key)}, {literal(value)})" for key, value in _meta_rows().items())
+    return f"INSERT OR REPLACE INTO meta VALUES {', '.join(rows)}"
+
+
 def digest(definitions: Definitions) -> str:
     """Return the SHA-256 of definitions."""
     return hashlib.sha256(repr(sorted(definitions.items())).encode()).hexdigest()
@@ -343,7 +363,7 @@ def digest(definitions: Definitions) -> str:
 def declared() -> Definitions:
     """Return this version's definitions as the installed DuckDB writes them."""
     with duckdb.connect(":memory:", config=dict(WRITING)) as connection:
-        for statement in (*schema_statements(), *view_statements()):
+        for statement in schema_statements():
             # Comments are not compared, and they take longer than all other statements.
             if not statement.startswith("COMMENT "):
                 connection.execute(statement)
@@ -384,18 +404,14 @@ _SHOWN_DIFFERENCES = 5
 
 
 class Written(NamedTuple):
-    """Versions of the schema and of DuckDB that wrote a store."""
+    """The version of a store's tables, and whether they, the views or DuckDB differ from those in use."""
 
     schema: int
-    duckdb: str | None
-
-    @property
-    def outdated(self) -> bool:
-        return self.schema < SCHEMA_VERSION or self.duckdb != duckdb.__version__
+    outdated: bool
 
 
 def written_with(connection: duckdb.DuckDBPyConnection, path: Path) -> Written:
-    """Return the versions that wrote the open file, from the table ``meta`` alone."""
+    """Return what wrote the open file, from the table ``meta`` alone."""
     names = tables(connection)
     if not names:
         raise StoreMissingError(f"the store at {path} is empty. Run `headscan scan` first, or name another path")
@@ -408,7 +424,7 @@ def written_with(connection: duckdb.DuckDBPyConnection, path: Path) -> Written:
             f"{path} has schema version {version}, newer than version {SCHEMA_VERSION} of this headscan. Install a"
             " newer headscan"
         )
-    return Written(int(version), meta.get("duckdb_version"))
+    return Written(int(version), not _meta_rows().items() <= meta.items())
 
 
 def _meta(connection: duckdb.DuckDBPyConnection) -> dict[str, str | None]:
@@ -442,8 +458,8 @@ def upgrade(
     """Upgrade an outdated store; ``say`` is called with one line when a backup was written, and None disables it."""
     if not (os.access(path, os.W_OK) and os.access(path.absolute().parent, os.W_OK)):
         raise StoreVersionError(
-            f"{path} was written with an older schema or DuckDB and must be upgraded, but it or its folder is"
-            " read-only. Copy the store to a folder that you can write to and name the copy"
+            f"{path} was written by another version of headscan or DuckDB and must be upgraded, but it or its folder"
+            " is read-only. Copy the store to a folder that you can write to and name the copy"
         )
     # POSIX drops DuckDB's file lock when this process closes any handle of the file, so this handle is closed last.
     with path.open("rb") as content, connect() as connection:
@@ -473,13 +489,10 @@ def migrate(
     for statement in statements:
         connection.execute(statement)
     verify(connection, path, ("table", "column", "constraint"))
-    if version < SCHEMA_VERSION:
-        incomplete = [run_id for (run_id,) in connection.execute(incomplete_summaries_sql()).fetchall()]
-        for table in ("head_summaries", "measure_pools"):
-            connection.execute(f"DELETE FROM {table} WHERE list_contains(?, run_id)", [incomplete])
-    comments = [comment for table in TABLES.values() for comment in comment_statements(table)]
-    rows = (f"({literal(key)}, {literal(value)})" for key, value in meta_rows().items())
-    for statement in (*view_statements(), *comments, f"INSERT OR REPLACE INTO meta VALUES {', '.join(rows)}"):
+    incomplete = [run_id for (run_id,) in connection.execute(incomplete_summaries_sql()).fetchall()]
+    for table in ("head_summaries", "measure_pools"):
+        connection.execute(f"DELETE FROM {table} WHERE list_contains(?, run_id)", [incomplete])
+    for statement in (*view_statements(), _meta_statement()):
         connection.execute(statement)
 
 
@@ -495,7 +508,7 @@ def _drop_statements(present: Definitions, functions_found: Iterable[tuple[str, 
 
 def _table_changes(table: Table, present: Definitions) -> list[str]:
     if CatalogEntry("table", table.name) not in present:
-        return table_statements(table)
+        return [table_statement(table)]
     missing = [c for c in table.columns if c.nullable and CatalogEntry("column", c.name, table.name) not in present]
     return [f"ALTER TABLE {table.name} ADD COLUMN {c.name} {c.type}" for c in missing]
 
@@ -526,7 +539,7 @@ def _back_up(connection: duckdb.DuckDBPyConnection, content: BinaryIO, path: Pat
 
 def _make_schema(connection: duckdb.DuckDBPyConnection, path: Path) -> None:
     with transaction(connection, path):
-        for statement in (*schema_statements(), *view_statements()):
+        for statement in (*schema_statements(), _meta_statement()):
             connection.execute(statement)
 
 

@@ -10,6 +10,8 @@ has tens of millions of scores.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 from headscan.analysis.store.scan_tables import literal
@@ -18,11 +20,12 @@ from headscan.catalog import SCORES, Score
 
 
 class Macro(NamedTuple):
-    """An SQL function; ``signature`` is its name with parameters."""
+    """An SQL function; ``signature`` is its name with parameters, ``sql`` an expression or the query of its rows."""
 
     signature: str
-    expression: str
+    sql: str
     comment: str
+    returns_rows: bool = False
 
     @property
     def name(self) -> str:
@@ -87,28 +90,7 @@ _CURVE_AREA = Macro(
 MACROS: tuple[Macro, ...] = (_TASK_SCOPES, _CURVE_POINTS, _LAST_CROSSING, _CURVE_AREA)
 
 
-def macro_statements() -> list[str]:
-    """Return CREATE MACRO and COMMENT ON statements, in order."""
-    return [
-        statement
-        for macro in MACROS
-        for statement in (
-            f"CREATE MACRO {macro.signature} AS {macro.expression}",
-            f"COMMENT ON MACRO {macro.name} IS {literal(macro.comment)}",
-        )
-    ]
-
-
-class TableMacro(NamedTuple):
-    """An SQL function that returns rows; ``signature`` is its name with parameters."""
-
-    signature: str
-    query: str
-    comment: str
-
-    @property
-    def name(self) -> str:
-        return self.signature.partition("(")[0]
+_table_macro = partial(Macro, returns_rows=True)
 
 
 def _limit(score: Score) -> str:
@@ -143,7 +125,7 @@ _OVERLAP_COLUMNS = (
     " both / (picked_a + picked_b - both), 0 to 1. Scores that pick nothing, or were not measured, have no rows"
 )
 
-_SCORE_OVERLAP = TableMacro(
+_SCORE_OVERLAP = _table_macro(
     "score_overlap(run, quantile, at_site := 'self')",
     f"""
     WITH limits AS (
@@ -167,7 +149,7 @@ def _inactivity(score: Score) -> str:
     return f"{'-' if score.inactive == 'high' else ''}avg({score.name})"
 
 
-_MASK_OVERLAP = TableMacro(
+_MASK_OVERLAP = _table_macro(
     "mask_overlap(run, share, at_site := 'self')",
     f"""
     WITH means AS (
@@ -235,58 +217,51 @@ _DISTANCE_COLUMNS = (
     " values"
 )
 
-_ONE_SCORE_DISTANCE = TableMacro(
+_ONE_SCORE_DISTANCE = _table_macro(
     "one_score_distance(run_a, run_b, of_score, at_site := 'self')",
     _distance(),
     "score_distance of one score, for large runs, in which sorting all scores takes long",
 )
 
-_ONE_LAYER_DISTANCE = TableMacro(
+_ONE_LAYER_DISTANCE = _table_macro(
     "one_layer_distance(run_a, run_b, of_score, at_site := 'self')",
     f"{_distance('layer')} ORDER BY layer",
     "layer_distance of one score",
 )
 
 
-def _of_every_score(macro: TableMacro) -> str:
+def _of_every_score(macro: Macro) -> str:
     calls = (f"FROM {macro.name}(run_a, run_b, {literal(score)}, at_site := at_site)" for score in SCORES)
     return " UNION ALL ".join(f"({call})" for call in calls)
 
 
-_SCORE_DISTANCE = TableMacro(
+_SCORE_DISTANCE = _table_macro(
     "score_distance(run_a, run_b, at_site := 'self')",
     _of_every_score(_ONE_SCORE_DISTANCE),
     "exact Wasserstein-1 distance of each score between the (sequence, layer, head) values of two runs; scores that"
     f" a run did not measure have no rows. Columns: score; {_DISTANCE_COLUMNS}",
 )
 
-_LAYER_DISTANCE = TableMacro(
+_LAYER_DISTANCE = _table_macro(
     "layer_distance(run_a, run_b, at_site := 'self')",
     _of_every_score(_ONE_LAYER_DISTANCE),
     f"score_distance of each layer that both runs have. Columns: score, layer; {_DISTANCE_COLUMNS}",
 )
 
-#: Macros in the order of their creation: each after the ones that it calls.
-TABLE_MACROS: dict[str, TableMacro] = {
-    macro.name: macro
-    for macro in (
-        _SCORE_OVERLAP,
-        _MASK_OVERLAP,
-        _ONE_SCORE_DISTANCE,
-        _ONE_LAYER_DISTANCE,
-        _SCORE_DISTANCE,
-        _LAYER_DISTANCE,
-    )
-}
+#: Macros that read views, in the order of their creation: each after the ones that it calls.
+TABLE_MACROS: tuple[Macro, ...] = (
+    _SCORE_OVERLAP,
+    _MASK_OVERLAP,
+    _ONE_SCORE_DISTANCE,
+    _ONE_LAYER_DISTANCE,
+    _SCORE_DISTANCE,
+    _LAYER_DISTANCE,
+)
 
 
-def comparison_statements() -> list[str]:
-    """Return the statements that create the macros, after the views."""
-    return [
-        statement
-        for macro in TABLE_MACROS.values()
-        for statement in (
-            f"CREATE MACRO {macro.signature} AS TABLE {macro.query}",
-            f"COMMENT ON MACRO TABLE {macro.name} IS {literal(macro.comment)}",
-        )
-    ]
+def macro_statements(macros: Iterable[Macro]) -> Iterator[str]:
+    """Yield CREATE MACRO and COMMENT ON statements, in order."""
+    for macro in macros:
+        yield f"CREATE MACRO {macro.signature} AS {'TABLE ' if macro.returns_rows else ''}{macro.sql}"
+        kind = "MACRO TABLE" if macro.returns_rows else "MACRO"
+        yield f"COMMENT ON {kind} {macro.name} IS {literal(macro.comment)}"

@@ -253,28 +253,17 @@ class _RunMerge:
         """Raise MergeError if a shard of both stores has other rows; its ledger row may differ in time and place."""
         if not shards:
             return
-        theirs, ours = self._shard_hashes(self._source, shards), self._shard_hashes(self._into, shards)
+        where: _Where = ("run_id = ? AND shard IN (SELECT unnest(?))", [self._run_id, list(shards)])
+        tables = [table for table in _OF_SHARD if table.name != "shards"]
+        hashes = []
+        for store in (self._source, self._into):
+            with store.reading():
+                hashes.append({table.name: _hashes(store, table, where, ["shard"]) for table in tables})
+        theirs, ours = hashes
         for name, rows in theirs.items():
             for shard in shards:
-                if rows.get(shard) != ours[name].get(shard):
+                if rows.get((shard,)) != ours[name].get((shard,)):
                     raise self._contradiction(f"shard {shard} has other rows of {name}")
-
-    def _shard_hashes(self, store: Store, shards: Sequence[int]) -> dict[str, dict[int, dict[str, Any]]]:
-        """Return the number of rows and their hash by table and shard."""
-        hashes = {}
-        with store.reading():
-            for table in _OF_SHARD:
-                if table.name == "shards":
-                    continue
-                joined = "" if "shard" in table.names else "JOIN sequences USING (run_id, sequence)"
-                numbers = ", ".join(f"{table.name}.{name}" for name in table.names)
-                query = (
-                    f"SELECT shard, count(*) AS count, sum(hash({numbers}))::VARCHAR AS hash FROM {table.name} {joined}"
-                    " WHERE run_id = ? AND shard IN (SELECT unnest(?)) GROUP BY shard"
-                )
-                rows = store.query(query, [self._run_id, list(shards)]).to_pylist()
-                hashes[table.name] = {row["shard"]: row for row in rows}
-        return hashes
 
     def _read_arms(self) -> _ArmsOfRun:
         arms = "SELECT arm_id, name, status FROM arms WHERE run_id = ? ORDER BY started_at, arm_id"
@@ -300,7 +289,7 @@ class _RunMerge:
         for arm_id in both:
             where: _Where = ("arm_id = ?", [arm_id])
             with self._reading():  # for one arm, because writers wait
-                if not _equal(self._source, self._into, TABLES["answers"], where):
+                if self._differ(TABLES["answers"], where):
                     raise self._contradiction(f"arm {arms.ours[arm_id]['name']} has other answers")
                 missing.append((self._missing(_OF_ARM, where), where))
         if open_arms:
@@ -339,18 +328,16 @@ class _RunMerge:
 
     def _contradicting(self, name: str, key: Sequence[str], where: _Where) -> list[dict[str, Any]]:
         """Return the keys of a table's rows that have other numbers in the two stores."""
-        columns = f"{', '.join(key)}, hash({', '.join(TABLES[name].names)})::VARCHAR AS hash"
-        query = f"SELECT {columns} FROM {name} WHERE {where[0]}"
-        theirs, ours = (
-            {tuple(row[column] for column in key): row["hash"] for row in store.query(query, where[1]).to_pylist()}
-            for store in (self._source, self._into)
-        )
+        theirs, ours = (_hashes(store, TABLES[name], where, key) for store in (self._source, self._into))
         return [dict(zip(key, row, strict=True)) for row in theirs.keys() & ours.keys() if theirs[row] != ours[row]]
+
+    def _differ(self, table: Table, where: _Where) -> bool:
+        return _hashes(self._source, table, where) != _hashes(self._into, table, where)
 
     def _compare_tables(self, tables: Sequence[Table], where: _Where) -> None:
         """Raise MergeError if results of the whole run differ; those that follow from shards or arms may."""
         for table in tables:
-            if not _equal(self._source, self._into, table, where):
+            if self._differ(table, where):
                 raise self._contradiction(f"other rows of {table.name}")
 
     def _finish(self, connection: duckdb.DuckDBPyConnection) -> dict[str, Any]:
@@ -419,13 +406,20 @@ def _count(store: Store, table: Table, where: _Where) -> int:
     )
 
 
-def _equal(source: Store, into: Store, table: Table, where: _Where) -> bool:
-    """Return True if both stores have the same rows, in any order."""
+def _hashes(
+    store: Store, table: Table, where: _Where, by: Sequence[str] = ()
+) -> dict[tuple[Any, ...], tuple[int, str | None]]:
+    """Return the number of rows and their hash, which no order changes, by the values of the columns ``by``; rows
+    without a column ``shard`` have that of their sequence.
+    """
+    joined = " JOIN sequences USING (run_id, sequence)" if {*by} - {*table.names} else ""
+    numbers = ", ".join(f"{table.name}.{name}" for name in table.names)
     query = (
-        f"SELECT count(*) AS count, sum(hash({', '.join(table.names)}))::VARCHAR AS hash FROM {table.name}"
-        f" WHERE {where[0]}"
+        f"SELECT {''.join(f'{name}, ' for name in by)}count(*) AS count, sum(hash({numbers}))::VARCHAR AS hash"
+        f" FROM {table.name}{joined} WHERE {where[0]} GROUP BY ALL"
     )
-    return bool(source.query(query, where[1]).equals(into.query(query, where[1])))
+    rows = zip(*store.query(query, where[1]).to_pydict().values(), strict=True)
+    return {tuple(key): (count, hashed) for *key, count, hashed in rows}
 
 
 def _groups(shards: Sequence[Mapping[str, Any]]) -> Iterator[list[int]]:

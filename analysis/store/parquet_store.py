@@ -18,7 +18,7 @@ import pyarrow as pa
 from headscan.analysis.errors import NotAStoreError, StoreError, StoreMissingError, StoreVersionError
 from headscan.analysis.store.connection import READING, confine
 from headscan.analysis.store.output_files import DATA_SET_FORMAT, PARTITIONS, SCHEMA_FILE, file_system, is_partitioned
-from headscan.analysis.store.scan_tables import Table, comment_statements
+from headscan.analysis.store.scan_tables import Table
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import SCHEMA_VERSION, TABLES
 from headscan.analysis.store.views import view_statements
@@ -66,8 +66,7 @@ class ParquetStore(Store):
                 f"{c.name if c.name in files.schema.names else 'NULL'}::{c.type} AS {c.name}" for c in table.columns
             )
             connection.execute(f"CREATE TEMP VIEW {table.name} AS SELECT {numbers} FROM files_of_{table.name}")
-        comments = [statement for table in TABLES.values() for statement in comment_statements(table)]
-        for statement in (*view_statements(), *comments):
+        for statement in view_statements():
             connection.execute(_temporary(statement))
         confine(connection)
         return connection

@@ -145,13 +145,15 @@ class Store:
 
     @contextmanager
     def one_transaction(self) -> Iterator[None]:
-        """Write all or nothing inside the block, and open the file once; the block may not read."""
+        """Write all or nothing inside the block, and open the file once; the block may not read. A block inside another
+        one is part of its transaction.
+        """
         with self._writing(create=True) as connection:
-            self._transaction = connection
+            outer, self._transaction = self._transaction, connection
             try:
                 yield
             finally:
-                self._transaction = None
+                self._transaction = outer
 
     def merge_transaction(self) -> AbstractContextManager[duckdb.DuckDBPyConnection]:
         """Open a connection for one transaction of `merge_stores`; all other code writes with the methods below."""

@@ -10,35 +10,24 @@ from typing import Final
 
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.scan_tables import (
-    HEAD,
     HEAD_BEHAVIOURS,
     HEAD_GATES,
     HEAD_IMPORTANCE,
     HEAD_STATISTICS,
     HEAD_SUMMARIES,
-    KV_HEAD,
-    LAYER,
     MEASURE_POOLS,
-    RUN,
     RUNS,
     SEQUENCES,
     SHARDS,
-    SITE,
     Column,
     Table,
     View,
     columns,
     literal,
-    table_statements,
 )
-from headscan.catalog import RECALL_NAMES
 
 #: The ``task`` of rows about the whole benchmark, which excludes recall tasks.
 ALL_TASKS = "(all)"
-
-_ARM = Column("arm_id", "VARCHAR", "id of the arm in arms")
-_MASK = Column("mask_id", "VARCHAR", "id of the mask in masks")
-_RECALL = Column("recall", "BOOLEAN", f"true for recall tasks ({RECALL_NAMES}), which are not part of the benchmark")
 
 #: The parts of a sweep's questions: one selects the best arm, the other judges it.
 SELECTION, CONFIRMATION = "selection", "confirmation"
@@ -63,93 +52,86 @@ MASKS = Table(
 )
 
 MASK_HEADS = Table(
-    "mask_heads", "one row per head of a mask", (_MASK, SITE, LAYER, HEAD), (("mask_id", "site", "layer", "head"),)
+    "mask_heads",
+    "one row per head of a mask",
+    columns("mask_id site layer head"),
+    (("mask_id", "site", "layer", "head"),),
 )
 
 ARMS = Table(
     "arms",
     "one row per arm of an evaluate run: the baseline, a way to ablate heads, or another model",
-    (
-        *columns("arm_id VARCHAR 12 hexadecimal digits, computed from the arm"),
-        RUN,
-        *columns(f"""
-            name VARCHAR name of the arm, unique in its run
-            kind VARCHAR {", ".join(kind.value for kind in ArmKind)}
-            mask_id VARCHAR? id of the mask with the ablated heads
-            score VARCHAR? score that selected the heads of a mask or rule
-            selection VARCHAR? how the heads were selected, in addition to the score: the scan, and the order of a
-                mask; NULL for random arms and for masks made by hand
-            threshold DOUBLE? threshold of a rule, in the score's unit
-            share DOUBLE? nominal share of ablated heads, 0 to 1: the quantile of a rule, the size of a mask; for a
-                plan, the share of KV heads that do not keep all keys
-            seed INTEGER? seed of a random arm
-            replacement VARCHAR? what replaces the output of ablated heads: zero (tests whether they are inactive),
-                mean (constant) or resample (independent of the input); NULL if the arm ablates none
-            config JSON all other settings
-            zeroed_share DOUBLE? measured share of ablated or removed heads, 0 to 1
-            started_at TIMESTAMPTZ time when the arm last began
-            finished_at TIMESTAMPTZ? time when the arm finished
-            status VARCHAR running or finished
-        """),
-    ),
+    columns(f"""
+        arm_id VARCHAR 12 hexadecimal digits, computed from the arm
+        run_id
+        name VARCHAR name of the arm, unique in its run
+        kind VARCHAR {", ".join(kind.value for kind in ArmKind)}
+        mask_id VARCHAR? id of the mask with the ablated heads
+        score VARCHAR? score that selected the heads of a mask or rule
+        selection VARCHAR? how the heads were selected, in addition to the score: the scan, and the order of a
+            mask; NULL for random arms and for masks made by hand
+        threshold DOUBLE? threshold of a rule, in the score's unit
+        share DOUBLE? nominal share of ablated heads, 0 to 1: the quantile of a rule, the size of a mask; for a
+            plan, the share of KV heads that do not keep all keys
+        seed INTEGER? seed of a random arm
+        replacement VARCHAR? what replaces the output of ablated heads: zero (tests whether they are inactive),
+            mean (constant) or resample (independent of the input); NULL if the arm ablates none
+        config JSON all other settings
+        zeroed_share DOUBLE? measured share of ablated or removed heads, 0 to 1
+        started_at TIMESTAMPTZ time when the arm last began
+        finished_at TIMESTAMPTZ? time when the arm finished
+        status VARCHAR running or finished
+    """),
     (("arm_id",), ("run_id", "name")),
 )
 
 RESPONSES = Table(
     "responses",
     "responses of an unfinished arm; they are deleted when its answers are stored",
-    (
-        _ARM,
-        *columns("""
-            request VARCHAR hash of the request
-            log_likelihood DOUBLE? log-likelihood of a continuation, in nats; NULL for a generated text
-            greedy_tokens INTEGER? number of tokens of the continuation that greedy decoding would choose; NULL for
-                a generated text
-            text VARCHAR? generated text; NULL for a continuation
-            zeroed_share DOUBLE share of heads ablated in this request, 0 to 1
-        """),
-    ),
+    columns("""
+        arm_id
+        request VARCHAR hash of the request
+        log_likelihood DOUBLE? log-likelihood of a continuation, in nats; NULL for a generated text
+        greedy_tokens INTEGER? number of tokens of the continuation that greedy decoding would choose; NULL for
+            a generated text
+        text VARCHAR? generated text; NULL for a continuation
+        zeroed_share DOUBLE share of heads ablated in this request, 0 to 1
+    """),
     (("arm_id", "request"),),
 )
 
 ANSWERS = Table(
     "answers",
     "one row per arm, task and question; arms are compared question by question",
-    (
-        _ARM,
-        *columns("""
-            task VARCHAR name of the task
-            question INTEGER index of the question in its task, from 0
-        """),
-        _RECALL,
-        *columns("""
-            doc_hash VARCHAR? hash of the question's text
-            target VARCHAR? right answer
-            response VARCHAR? answer of the model
-            correct DOUBLE? 1 for right, 0 for wrong, in between for partial credit; NULL for tasks without right
-                answers
-            log_likelihoods DOUBLE[]? log-likelihoods of the choices, in nats
-            metrics JSON? all metrics of lm-eval for the question
-        """),
-    ),
+    columns("""
+        arm_id
+        task VARCHAR name of the task
+        question INTEGER index of the question in its task, from 0
+        recall
+        doc_hash VARCHAR? hash of the question's text
+        target VARCHAR? right answer
+        response VARCHAR? answer of the model
+        correct DOUBLE? 1 for right, 0 for wrong, in between for partial credit; NULL for tasks without right
+            answers
+        log_likelihoods DOUBLE[]? log-likelihoods of the choices, in nats
+        metrics JSON? all metrics of lm-eval for the question
+    """),
     (("arm_id", "task", "question"),),
 )
 
 ARM_RESULTS = Table(
     "arm_results",
     "one row per arm, task or group of tasks, metric and filter: the results of lm-eval",
-    (
-        _ARM,
-        *columns("""
-            task VARCHAR name of the task or group
-            is_group BOOLEAN true for a group of tasks
-            metric VARCHAR name of the metric
-            filter VARCHAR name of lm-eval's filter of the answers; none if there is none
-            value DOUBLE? value of the metric, in its own unit
-            standard_error DOUBLE? standard error of the value, in the same unit
-            questions INTEGER? number of questions
-        """),
-    ),
+    columns("""
+        arm_id
+        task VARCHAR name of the task or group
+        is_group BOOLEAN true for a group of tasks
+        metric VARCHAR name of the metric
+        filter VARCHAR name of lm-eval's filter of the answers; none if there is none
+        value DOUBLE? value of the metric, in its own unit
+        standard_error DOUBLE? standard error of the value, in the same unit
+        questions INTEGER? number of questions
+    """),
     (("arm_id", "task", "metric", "filter"),),
 )
 
@@ -157,53 +139,49 @@ ARM_VERDICTS = Table(
     "arm_verdicts",
     "one row per arm except the baseline, and per task, family of recall tasks, or whole benchmark: comparison with the"
     " baseline of the run, question by question",
-    (
-        _ARM,
-        *columns(f"""
-            task VARCHAR name of the task, of the requested group of tasks, or of the family of recall tasks;
-                {ALL_TASKS} for the whole benchmark
-        """),
-        _RECALL,
-        *columns(f"""
-            questions INTEGER number of questions with a right answer that both arms answered
-            baseline DOUBLE accuracy of the baseline, 0 to 1
-            accuracy DOUBLE accuracy of the arm, 0 to 1
-            difference DOUBLE accuracy minus baseline, -1 to 1
-            low DOUBLE lower end of the difference's 95 % interval, -1 to 1: bootstrap of whole texts within tasks,
-                or the interval of the score test if few answers differ and it is wider
-            high DOUBLE upper end of the same interval, -1 to 1
-            gained INTEGER number of questions on which the arm is better
-            lost INTEGER number of questions on which the arm is worse
-            p_value DOUBLE two-sided p-value of McNemar's exact test on texts: one is gained or lost by the sum of its
-                questions' differences
-            informative BOOLEAN? true if the baseline solves the family of recall tasks, or is shown to be above
-                chance in the task or benchmark; NULL in rows of single recall tasks
-            chance DOUBLE? accuracy of guessing, 0 to 1: mean over the questions of 1 / choices, 0 for questions
-                without choices; NULL if no question has any (generated answers), and in recall rows
-            failed BOOLEAN? true if a loss is shown. Task or group: more than one point, by an interval corrected
-                for the number of tasks. {ALL_TASKS}: a task or group fails. Family of recall tasks: the baseline
-                solves it, and the arm loses more than a tenth of the ability above chance, or more than one point.
-                NULL in other rows
-            worst_task VARCHAR? in rows of {ALL_TASKS}, the task or group with the clearest loss: the lowest upper
-                end of an interval corrected for the number of tasks; NULL in other rows
-            worst_difference DOUBLE? difference of the worst task, -1 to 1
-            worst_low DOUBLE? lower end of its interval, -1 to 1, corrected for the number of tasks
-            worst_high DOUBLE? upper end of the same interval, -1 to 1
-            retained DOUBLE? in rows of families of recall tasks, accuracy above chance divided by the baseline's;
-                NULL in other rows
-            retained_low DOUBLE? lower end of the 95 % interval of retained (Bayesian bootstrap of whole texts, with
-                one more lost text)
-            retained_high DOUBLE? upper end of the same interval, with one more gained text
-            kept BOOLEAN? in rows of families of recall tasks, true if the arm keeps the ability (retained_low is at
-                least 0.9, and failed is false); NULL in other rows
-            texts INTEGER? number of independent texts; recall questions share texts, and so do both forms of a
-                question. NULL in rows before schema 12, which are computed again
-            texts_differ INTEGER? number of texts with an answer that differs. NULL in rows before schema 13, which are
-                computed again
-            degrees_of_freedom INTEGER? degrees of freedom of the difference's interval, at least 1: Satterthwaite's,
-                by which it is widened for comparisons. NULL in rows before schema 13
-        """),
-    ),
+    columns(f"""
+        arm_id
+        task VARCHAR name of the task, of the requested group of tasks, or of the family of recall tasks;
+            {ALL_TASKS} for the whole benchmark
+        recall
+        questions INTEGER number of questions with a right answer that both arms answered
+        baseline DOUBLE accuracy of the baseline, 0 to 1
+        accuracy DOUBLE accuracy of the arm, 0 to 1
+        difference DOUBLE accuracy minus baseline, -1 to 1
+        low DOUBLE lower end of the difference's 95 % interval, -1 to 1: bootstrap of whole texts within tasks,
+            or the interval of the score test if few answers differ and it is wider
+        high DOUBLE upper end of the same interval, -1 to 1
+        gained INTEGER number of questions on which the arm is better
+        lost INTEGER number of questions on which the arm is worse
+        p_value DOUBLE two-sided p-value of McNemar's exact test on texts: one is gained or lost by the sum of its
+            questions' differences
+        informative BOOLEAN? true if the baseline solves the family of recall tasks, or is shown to be above
+            chance in the task or benchmark; NULL in rows of single recall tasks
+        chance DOUBLE? accuracy of guessing, 0 to 1: mean over the questions of 1 / choices, 0 for questions
+            without choices; NULL if no question has any (generated answers), and in recall rows
+        failed BOOLEAN? true if a loss is shown. Task or group: more than one point, by an interval corrected
+            for the number of tasks. {ALL_TASKS}: a task or group fails. Family of recall tasks: the baseline
+            solves it, and the arm loses more than a tenth of the ability above chance, or more than one point.
+            NULL in other rows
+        worst_task VARCHAR? in rows of {ALL_TASKS}, the task or group with the clearest loss: the lowest upper
+            end of an interval corrected for the number of tasks; NULL in other rows
+        worst_difference DOUBLE? difference of the worst task, -1 to 1
+        worst_low DOUBLE? lower end of its interval, -1 to 1, corrected for the number of tasks
+        worst_high DOUBLE? upper end of the same interval, -1 to 1
+        retained DOUBLE? in rows of families of recall tasks, accuracy above chance divided by the baseline's;
+            NULL in other rows
+        retained_low DOUBLE? lower end of the 95 % interval of retained (Bayesian bootstrap of whole texts, with
+            one more lost text)
+        retained_high DOUBLE? upper end of the same interval, with one more gained text
+        kept BOOLEAN? in rows of families of recall tasks, true if the arm keeps the ability (retained_low is at
+            least 0.9, and failed is false); NULL in other rows
+        texts INTEGER? number of independent texts; recall questions share texts, and so do both forms of a
+            question. NULL in rows before schema 12, which are computed again
+        texts_differ INTEGER? number of texts with an answer that differs. NULL in rows before schema 13, which are
+            computed again
+        degrees_of_freedom INTEGER? degrees of freedom of the difference's interval, at least 1: Satterthwaite's,
+            by which it is widened for comparisons. NULL in rows before schema 13
+    """),
     (("arm_id", "task", "recall"),),
 )
 
@@ -212,9 +190,9 @@ SPLIT_VERDICTS = Table(
     "arm_verdicts on one part of a sweep's questions (see question_split): all arms of scores, and random arms that are"
     " ranked with them, on the selection part; all arms that were ever selected on the confirmation part",
     (
-        _ARM,
+        *columns("arm_id"),
         PART,
-        *(column for column in ARM_VERDICTS.columns if column is not _ARM),
+        *ARM_VERDICTS.columns[1:],
         *columns(f"""
             passes BOOLEAN? in rows of {ALL_TASKS}, true if the arm may be selected (selection part), or is
                 removable within one point by intervals widened for the comparisons (confirmation part); NULL in
@@ -246,34 +224,28 @@ FALSE_DISCOVERY_RATE = 0.05
 HEAD_EFFECTS = Table(
     "head_effects",
     "one row per head of an ablate run: the change of a metric, ablated minus baseline, paired by question or document",
-    (
-        RUN,
-        *columns(f"""
-            mode VARCHAR {EACH}: this head alone is ablated; {ALL_BUT_ONE}: all other heads of its layer are, one
-                row per layer
-        """),
-        SITE,
-        LAYER,
-        HEAD,
-        KV_HEAD,
-        *columns(f"""
-            replacement VARCHAR what replaces the output of ablated heads: zero, mean or resample
-            metric VARCHAR {ACCURACY} (0 to 1), {LOSS} (nats per token), {BITS_PER_BYTE} or {BLEU} (0 to 100)
-            baseline DOUBLE metric without ablation, on the same questions or documents
-            effect DOUBLE metric with ablated heads minus baseline
-            standard_error DOUBLE? standard error of the effect; NULL with one document
-            low DOUBLE? lower end of the effect's 95 % interval; NULL with too few documents
-            high DOUBLE? upper end of the same interval; NULL with too few documents
-            p_value DOUBLE two-sided p-value: McNemar's exact test for {ACCURACY}, a paired bootstrap over sentences
-                for {BLEU}, the larger one of Student's t and of a studentised bootstrap over documents for the others
-            q_value DOUBLE p-value adjusted by Benjamini and Hochberg over all rows of the run and mode
-            n INTEGER number of questions, or of documents
-            confirmed BOOLEAN? {EACH}: true if the effect is significant in one half of the questions (q at most
-                {FALSE_DISCOVERY_RATE:g}) and the interval of the other half is on the same side of 0;
-                {ALL_BUT_ONE}: true if one half chose the head and the other half judges it. NULL if there are too
-                few to split
-        """),
-    ),
+    columns(f"""
+        run_id
+        mode VARCHAR {EACH}: this head alone is ablated; {ALL_BUT_ONE}: all other heads of its layer are, one
+            row per layer
+        site layer
+        head kv_head
+        replacement VARCHAR what replaces the output of ablated heads: zero, mean or resample
+        metric VARCHAR {ACCURACY} (0 to 1), {LOSS} (nats per token), {BITS_PER_BYTE} or {BLEU} (0 to 100)
+        baseline DOUBLE metric without ablation, on the same questions or documents
+        effect DOUBLE metric with ablated heads minus baseline
+        standard_error DOUBLE? standard error of the effect; NULL with one document
+        low DOUBLE? lower end of the effect's 95 % interval; NULL with too few documents
+        high DOUBLE? upper end of the same interval; NULL with too few documents
+        p_value DOUBLE two-sided p-value: McNemar's exact test for {ACCURACY}, a paired bootstrap over sentences
+            for {BLEU}, the larger one of Student's t and of a studentised bootstrap over documents for the others
+        q_value DOUBLE p-value adjusted by Benjamini and Hochberg over all rows of the run and mode
+        n INTEGER number of questions, or of documents
+        confirmed BOOLEAN? {EACH}: true if the effect is significant in one half of the questions (q at most
+            {FALSE_DISCOVERY_RATE:g}) and the interval of the other half is on the same side of 0;
+            {ALL_BUT_ONE}: true if one half chose the head and the other half judges it. NULL if there are too
+            few to split
+    """),
     (("run_id", "mode", "site", "layer", "head"),),
 )
 
@@ -306,20 +278,19 @@ MEASURED_UNITS = Table(
     "measured_units",
     "numbers that a plan or prune run measured, one row per unit of work; a run with the same settings reads them"
     " instead of measuring again",
-    (
-        RUN,
-        *columns("""
-            unit VARCHAR hash of what was measured
-            what VARCHAR what was measured, in words
-            numbers DOUBLE[] the numbers, in the order in which the program needs them
-        """),
-    ),
+    columns("""
+        run_id
+        unit VARCHAR hash of what was measured
+        what VARCHAR what was measured, in words
+        numbers DOUBLE[] the numbers, in the order in which the program needs them
+    """),
     (("run_id", "unit"),),
 )
 
 
-#: Raise it with every change of a table, view or function, but not of a comment, and with every change of a rule of
-#: stored verdicts. `connection` upgrades older stores, so new columns of old tables must be nullable.
+#: Raise it with every change of a table, but not of a comment, and with every change of a rule of stored verdicts.
+#: `connection` upgrades older stores after a backup, so new columns of old tables must be nullable. Views and
+#: functions need no version: a store in which they differ gets them again.
 SCHEMA_VERSION = 14
 
 #: Value of the key ``format`` in ``meta``, which distinguishes a store from other DuckDB files.
@@ -329,18 +300,11 @@ META = Table(
     "meta",
     "format and versions of this file",
     columns("""
-        key VARCHAR format, schema_version or duckdb_version
+        key VARCHAR format, schema_version (of the tables), duckdb_version or views (hash of the views and functions)
         value VARCHAR value of the key
     """),
     (("key",),),
 )
-
-
-def meta_rows() -> dict[str, str]:
-    """Return the rows of ``meta``. Each DuckDB version writes the SQL of views differently, so its version is one."""
-    import duckdb  # slow to import, and options name columns without it
-
-    return {"format": FORMAT, "schema_version": str(SCHEMA_VERSION), "duckdb_version": duckdb.__version__}
 
 
 TABLES: dict[str, Table] = {
@@ -368,11 +332,3 @@ TABLES: dict[str, Table] = {
         MEASURED_UNITS,
     )
 }
-
-
-def schema_statements() -> list[str]:
-    """Return the statements that create an empty store's tables, in order."""
-    return [
-        *(statement for table in TABLES.values() for statement in table_statements(table)),
-        *(f"INSERT INTO meta VALUES ({literal(key)}, {literal(value)})" for key, value in meta_rows().items()),
-    ]

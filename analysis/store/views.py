@@ -18,12 +18,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headscan.analysis.store.arm_views import ARM_VIEWS
-from headscan.analysis.store.macros import comparison_statements, macro_statements
-from headscan.analysis.store.scan_tables import HEAD, INACTIVE_QUANTILE, LAYER, RUN, SITE, View, literal
+from headscan.analysis.store.macros import MACROS, TABLE_MACROS, macro_statements
+from headscan.analysis.store.scan_tables import (
+    HEAD,
+    INACTIVE_QUANTILE,
+    LAYER,
+    RUN,
+    SITE,
+    View,
+    comment_statements,
+    literal,
+)
 from headscan.analysis.store.tables import (
     ACCURACY,
     EACH,
     EFFECT_VIEWS,
+    TABLES,
 )
 from headscan.analysis.store.verdict_limits import MARGIN
 from headscan.catalog import (
@@ -494,9 +504,9 @@ def _column_comments() -> Iterator[tuple[str, Mapping[str, str]]]:
 
 
 def view_statements() -> list[str]:
-    """Return the statements that create macros and views, in order. The tables must exist."""
+    """Return the statements that create macros, views and all comments, in order. The tables must exist."""
     return [
-        *macro_statements(),
+        *macro_statements(MACROS),
         *(f"CREATE VIEW {name} AS {sql}" for name, sql in VIEWS.items()),
         *(f"COMMENT ON VIEW {name} IS {literal(text)}" for name, text in VIEW_COMMENTS.items()),
         *(
@@ -504,5 +514,6 @@ def view_statements() -> list[str]:
             for view, columns in _column_comments()
             for column, text in columns.items()
         ),
-        *comparison_statements(),
+        *macro_statements(TABLE_MACROS),
+        *(comment for table in TABLES.values() for comment in comment_statements(table)),
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -50,17 +50,19 @@ class Gates(RunVerb):
 def _result(store: Store, run_id: str, path: str, site: str, mask: str) -> Result:
     """Return the gates, the most closed first, and the number of heads of each class."""
     from headscan.analysis.heads.head_ranking import rank_gates
-    from headscan.pipelines.runs.text_tables import text_table
+    from headscan.pipelines.runs.text_tables import table_cells, text_table
 
     heads = rank_gates(store, run_id, site=site)
     closed = sorted((head.layer, head.head) for head in heads if head.closed)
     still_open = sum(head.closed and head.gate > 0.5 for head in heads)
     classes = dict(Counter(head.head_class for head in heads if head.head_class is not None).most_common())
+    columns = {name: name for name in ("layer", "head", "kv_head", "gate", "p_open", "closed")}
+    columns |= {"gate up": "gate_up", "class": "head_class"} if classes else {}
 
     def text() -> str:
         listed = ",".join(f"{layer}:{head}" for layer, head in closed)
         lines = [
-            text_table([head.row() for head in heads]),
+            text_table(table_cells([asdict(head) for head in heads], columns)),
             f"{len(closed)} of {len(heads)} heads closed: --heads {listed}",
             f"{still_open} of these the fit keeps open (gate above 0.5): the share is not reached"
             if still_open

@@ -13,6 +13,7 @@ import pyarrow as pa
 from headscan.ablation.ablation import Ablation
 from headscan.analysis.errors import FinishedArmError
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.tables import TABLES
 from headscan.cluster.pool import Pool
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.runs.progress import Progress
@@ -84,15 +85,7 @@ _BUNDLE_SECONDS = 20.0
 #: A stop loses at most the answers of so many seconds; opening the store for every item would cost more.
 _SECONDS_BETWEEN_WRITES = 5.0
 
-_RESPONSES = pa.schema(
-    {
-        "request": pa.string(),
-        "log_likelihood": pa.float64(),
-        "greedy_tokens": pa.int32(),
-        "text": pa.string(),
-        "zeroed_share": pa.float64(),
-    }
-)
+_RESPONSES = TABLES["responses"].schema(without=("arm_id",))
 
 
 @dataclass(frozen=True)

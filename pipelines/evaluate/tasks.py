@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from headscan.analysis.store.tables import TABLES
 from headscan.analysis.verdicts.answer_sheets import CLOZE_SUFFIX
 from headscan.errors import HeadscanError, first_line
 from headscan.pipelines.corpora import CorpusError
@@ -68,19 +69,7 @@ def answer_table(samples: dict[str, list[dict[str, Any]]]) -> pa.Table:
 
 
 #: Columns of an arm's answers.
-ANSWERS = pa.schema(
-    {
-        "task": pa.string(),
-        "question": pa.int32(),
-        "doc_hash": pa.string(),
-        "target": pa.string(),
-        "response": pa.string(),
-        "correct": pa.float64(),
-        "recall": pa.bool_(),
-        "log_likelihoods": pa.list_(pa.float64()),
-        "metrics": pa.string(),
-    }
-)
+ANSWERS = TABLES["answers"].schema(without=("arm_id",))
 
 
 def _metric(questions: Sequence[Mapping[str, Any]]) -> str | None:
@@ -116,17 +105,7 @@ def _result_table(output: Mapping[str, Any]) -> pa.Table:
 
 
 #: Columns of an arm's results.
-RESULTS = pa.schema(
-    {
-        "task": pa.string(),
-        "is_group": pa.bool_(),
-        "metric": pa.string(),
-        "filter": pa.string(),
-        "value": pa.float64(),
-        "standard_error": pa.float64(),
-        "questions": pa.int32(),
-    }
-)
+RESULTS = TABLES["arm_results"].schema(without=("arm_id",))
 
 
 #: Settings of a task that select its questions and examples.

@@ -22,6 +22,7 @@ from headscan.analysis.errors import StoreError
 from headscan.analysis.store.provenance import provenance_changes, provenance_history, same_model
 from headscan.analysis.store.records import SHARDED_KINDS, RunKind, RunRecord, RunState
 from headscan.analysis.store.store import Store, refuse_resume, run_identity
+from headscan.analysis.store.tables import TABLES
 from headscan.cluster.devices import machines, max_threads
 from headscan.cluster.placement_base import ChosenPlacement, PlacementRequest, Timeouts
 from headscan.cluster.placements import place
@@ -315,7 +316,7 @@ class Run(ModelContext):
 
 #: Seconds between two writes: a process that is killed loses about as much work, and the unit in progress.
 WRITE_SECONDS = 5.0
-_UNITS = pa.schema({"unit": pa.string(), "what": pa.string(), "numbers": pa.list_(pa.float64())})
+_UNITS = TABLES["measured_units"].schema(without=("run_id",))
 
 
 class StoredNumbers(KnownNumbers):

@@ -303,6 +303,28 @@ def test_a_run_of_an_older_version_has_the_importance_by_sequence_alone(
     assert halves_agreement(store, run_id, "sequence_importance") is not None
 
 
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"entropy": 1.0}, r"relative_entropy is equal for all heads at site self\. Rank by another importance"),
+        ({"token_gradient": 2.0}, r"importance is equal for all heads at site self\. Rank by another importance"),
+        ({"entropy": np.nan}, r"no sequence has 2 tokens and a finite entropy\. Measure other texts"),
+        (
+            {"gate_gradient": np.nan, "token_gradient": np.nan},
+            r"its gradients are not finite\. Measure again in another",
+        ),
+    ],
+)
+def test_an_importance_that_is_undefined_says_why(
+    values: dict[str, np.ndarray], tmp_path: Path, changed: dict[str, float], why: str
+) -> None:
+    for name, number in changed.items():
+        values[name][:] = number
+    store, run_id = write(tmp_path / "s.duckdb", values)
+    with pytest.raises(SelectionError, match=rf"^run {run_id} has no importance_entropy: {why}"):
+        rank_importance(store, run_id, "importance_entropy")
+
+
 @pytest.mark.parametrize("name", IMPORTANCES)
 def test_halves_are_every_other_document(
     values: dict[str, np.ndarray], prompts: dict[str, np.ndarray], tmp_path: Path, name: str

@@ -255,7 +255,7 @@ def test_an_error_in_a_transaction_takes_its_rows_back(scan: Scan) -> None:
         ):
             connection.execute("INSERT INTO meta VALUES ('half', 'done')")
             raise ZeroDivisionError
-        assert connection.execute("SELECT count(*) FROM meta").fetchone() == (3,)
+        assert connection.execute("SELECT count(*) FROM meta").fetchone() == (4,)
 
 
 def test_a_connection_does_not_see_the_callers_variables(scan: Scan) -> None:

@@ -11,7 +11,7 @@ import duckdb
 import numpy as np
 import pytest
 
-from headscan.analysis.store.macros import macro_statements
+from headscan.analysis.store.macros import MACROS, macro_statements
 from tests.sources import ROOT, SHARED
 
 PUBLISHED = SHARED / "reference/inactive-heads/accuracy_vs_heads_zeroed.tsv"
@@ -20,7 +20,7 @@ PUBLISHED = SHARED / "reference/inactive-heads/accuracy_vs_heads_zeroed.tsv"
 @pytest.fixture(scope="module")
 def sql() -> Iterator[duckdb.DuckDBPyConnection]:
     with duckdb.connect() as connection:
-        for statement in macro_statements():
+        for statement in macro_statements(MACROS):
             connection.execute(statement)
         yield connection
 

@@ -9,10 +9,12 @@ import pytest
 
 from headscan.analysis.errors import NotAStoreError, StoreChangedError
 from headscan.analysis.store.arm_views import ARM_VIEWS
-from headscan.analysis.store.connection import DIGESTS, declared, digest, verify
+from headscan.analysis.store.connection import DIGESTS, declared, digest, schema_statements, verify
 from headscan.analysis.store.macros import MACROS
-from headscan.analysis.store.tables import TABLES, schema_statements
-from headscan.analysis.store.views import ALL_RUNS, VIEWS, view_statements
+from headscan.analysis.store.scan_tables import table_statement
+from headscan.analysis.store.store import short_hash
+from headscan.analysis.store.tables import SCHEMA_VERSION, TABLES
+from headscan.analysis.store.views import ALL_RUNS, VIEWS
 from headscan.catalog import PROFILES, SCORES, STATISTICS
 from headscan.pipelines.cli.main import main
 from tests.analysis.conftest import Scan, scan_record
@@ -73,7 +75,7 @@ def test_views_name_their_columns_as_the_user_types_them(scan: Scan) -> None:
 
 def test_keys_refuse_a_second_row() -> None:
     connection = duckdb.connect()
-    for statement in (*schema_statements(), *view_statements()):
+    for statement in schema_statements():
         connection.execute(statement)
     row = "INSERT INTO shards VALUES ('r', 0, 'h', 1, 1, 0, 1, NULL, NULL, now())"
     connection.execute(row)
@@ -146,6 +148,11 @@ def test_a_changed_definition_is_named(
         out, err = capsys.readouterr()
         assert named in err and "secret words" not in out + err and "Traceback" not in err
     assert path.read_bytes() == before
+
+
+def test_a_change_of_tables_raises_the_schema_version() -> None:
+    found = SCHEMA_VERSION, short_hash(*map(table_statement, TABLES.values()))
+    assert found == (14, "d6b1b742d8e5"), "the tables have changed: raise SCHEMA_VERSION, and write both numbers here"
 
 
 def test_the_digest_of_the_definitions_is_that_of_the_schema() -> None:
@@ -234,17 +241,18 @@ def test_a_file_whose_meta_is_something_else_is_no_store(
     assert err.count("\n") == 1
 
 
-def test_views_of_another_duckdb_are_rewritten(scan: Scan) -> None:
+@pytest.mark.parametrize("other", ["duckdb_version", "views"])
+def test_views_of_another_duckdb_or_headscan_are_rewritten(scan: Scan, other: str) -> None:
     """DuckDB 1.5 and 2.0 write the SQL of one view differently."""
     before = scan.store.query("FROM head_summary ORDER BY layer, head")
     alter(
         scan.store.path,
         "CREATE OR REPLACE VIEW head_summary AS SELECT 'in the words of another version' AS words",
-        "UPDATE meta SET value = '1.5.6' WHERE key = 'duckdb_version'",
+        "DROP VIEW all_head_summary",
+        f"UPDATE meta SET value = '1.5.6' WHERE key = '{other}'",
     )
     assert scan.store.query("FROM head_summary ORDER BY layer, head") == before
-    versions = scan.store.query("SELECT value FROM meta WHERE key = 'duckdb_version'")["value"].to_pylist()
-    assert versions == [duckdb.__version__]
+    assert scan.store.query("SELECT value FROM meta WHERE value = '1.5.6'").num_rows == 0
     assert [p.name for p in scan.store.path.parent.iterdir()] == [scan.store.path.name], "views need no backup"
 
 

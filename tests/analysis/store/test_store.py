@@ -288,3 +288,16 @@ def test_connect_gives_a_plain_connection(scan: Scan) -> None:
     with scan.store.connect(read_only=True) as connection, pytest.raises(duckdb.InvalidInputException):
         connection.execute("DELETE FROM runs")
     assert _rows(scan.store, "runs") == 1
+
+
+def test_a_block_of_one_transaction_inside_another_one_is_part_of_it(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s.duckdb")
+    with pytest.raises(ZeroDivisionError), store.one_transaction():
+        with store.one_transaction():
+            store.add_mask("inner", [(0, 0)])
+        store.add_mask("outer", [(0, 0)])
+        raise ZeroDivisionError
+    assert store.query("FROM masks").num_rows == 0
+    with store.one_transaction(), store.one_transaction():
+        store.add_mask("inner", [(0, 0)])
+    assert store.query("FROM masks").num_rows == 1

@@ -7,7 +7,6 @@ import re
 import duckdb
 
 from headscan.analysis.store.connection import declared, digest
-from headscan.analysis.store.tables import SCHEMA_VERSION
 from tests.sources import ROOT
 
 CONNECTION = ROOT / "analysis" / "store" / "connection.py"
@@ -30,16 +29,10 @@ def main() -> None:
     before = CONNECTION.read_text(encoding="utf-8")
     after = with_digest(before, duckdb.__version__, digest(declared()))
     if after == before:
-        print(f"schema {SCHEMA_VERSION}: the digest for DuckDB {duckdb.__version__} is up to date")
+        print(f"the digest of the schema for DuckDB {duckdb.__version__} is up to date")
         return
     CONNECTION.write_text(after, encoding="utf-8")
-    print(
-        f"schema {SCHEMA_VERSION}: wrote the digest for DuckDB {duckdb.__version__} to {CONNECTION.relative_to(ROOT)}"
-    )
-    print(
-        f"If tables, views or functions have changed since a release with schema {SCHEMA_VERSION}, raise SCHEMA_VERSION"
-        " in analysis/store/tables.py"
-    )
+    print(f"wrote the digest of the schema for DuckDB {duckdb.__version__} to {CONNECTION.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
