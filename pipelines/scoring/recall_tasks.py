@@ -41,28 +41,6 @@ if TYPE_CHECKING:
 #: Default number of questions of each kind, over all lengths.
 IN_ALL = 400
 
-#: Default lengths are the powers of two from the first to the second.
-_SHORTEST, _LONGEST = 256, 4096
-
-
-def recall_lengths(recall: RecallPlan, max_tokens: int | None) -> tuple[int, ...]:
-    """Return the lengths of the settings. Their default is the powers of two from 256 to 4,096 up to the model's limit,
-    and the limit itself if it is below 4,096; ``max_tokens`` None means no limit.
-    """
-    if recall.lengths is not None:
-        longest = max(recall.lengths)
-        if max_tokens is not None and longest > max_tokens:
-            raise RecallError(
-                f"recall length of {longest} tokens (limit {max_tokens} positions of the model). Lower the "
-                "recall lengths"
-            )
-        return recall.lengths
-    limit = _LONGEST if max_tokens is None else min(max_tokens, _LONGEST)
-    lengths = [_SHORTEST]
-    while lengths[-1] < limit:
-        lengths.append(2 * lengths[-1])
-    return tuple(dict.fromkeys(min(length, limit) for length in lengths))
-
 
 def questions_per_length(recall: RecallPlan, lengths: int) -> dict[str, int]:
     """Return the number of questions per length, by kind, for ``lengths`` lengths."""
@@ -525,7 +503,7 @@ def recall_questions(
     ``bos`` is ``auto`` (as the tokenizer does), ``always`` or ``never``.
     """
     beginning = _beginning(tokenizer, bos)
-    lengths = recall_lengths(recall, max_tokens)
+    lengths = recall.lengths_within(max_tokens)
     count = questions_per_length(recall, len(lengths))
     return [
         question
