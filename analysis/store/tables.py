@@ -320,7 +320,7 @@ MEASURED_UNITS = Table(
 
 #: Raise it with every change of a table, view or function, but not of a comment, and with every change of a rule of
 #: stored verdicts. `connection` upgrades older stores, so new columns of old tables must be nullable.
-SCHEMA_VERSION = 14
+SCHEMA_VERSION = 15
 
 #: Value of the key ``format`` in ``meta``, which distinguishes a store from other DuckDB files.
 FORMAT = "headscan store"
