@@ -22,7 +22,7 @@ from headscan.kv.kv_windows import KvWindows
 from headscan.long_work import KnownNumbers, WorkUnit, hash_of
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
-from headscan.options import BATCH_TOKENS
+from headscan.options import BATCH_TOKENS, SEEDS
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
 from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.runs.progress import Progress
@@ -47,10 +47,6 @@ _REQUESTS = 16
 
 #: Sequences read from a corpus for each one that is used: the used ones are spread evenly over them.
 _SPREAD = 16
-
-#: Evaluations draw recall questions with seeds below this one. Seeds from here on give other questions, so no plan is
-#: evaluated on the questions that ranked its heads.
-_FIRST_SEED = 2**32
 
 #: Smallest share of answer tokens that the full cache gets right. Below it, a task says nothing about the heads.
 _ABLE = 0.1
@@ -115,8 +111,8 @@ def recall_prompts(identity: ModelIdentity, tokens: int, count: int, seed: int) 
     """Return the prompts of every family of recall tasks with their right answers: ``count`` of each, a multiple of 4,
     with ``tokens`` tokens including the answer. No evaluation has the same questions.
     """
-    plan = RecallPlan(lengths=(tokens - 1,), questions=count, seed=_FIRST_SEED + seed)
-    questions = recall_questions(identity.tokenizer, plan, identity.max_tokens, bos="auto")
+    plan = RecallPlan(lengths=(tokens - 1,), questions=count, seed=seed)
+    questions = recall_questions(identity.tokenizer, plan, identity.max_tokens, bos="auto", first_seed=SEEDS)
     return [
         Prompts(
             family,

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from headscan.analysis.store.verdict_limits import QUESTIONS_PER_TEXT
 from headscan.catalog import RECALL_FAMILIES
 from headscan.errors import NotFiniteError
+from headscan.options import SEEDS
 from headscan.pipelines.corpora.sequences import special_tokens
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
 from headscan.pipelines.settings.corpus_settings import BosPolicy, TokenPlan
@@ -478,8 +479,9 @@ def recall_series(
     }
 
 
-#: Evaluations draw questions with seeds below 2^32, prompts of plans and of held-out losses with those from there on.
-_SERIES_SEED = 2**33
+#: Evaluations draw questions with seeds below `SEEDS`, prompts of plans and of held-out losses with as many from there
+#: on.
+_SERIES_SEED = 2 * SEEDS
 
 
 def _alone(generator: Generator) -> SeriesGenerator:
@@ -496,11 +498,12 @@ def _alone(generator: Generator) -> SeriesGenerator:
 
 
 def recall_questions(
-    tokenizer: PreTrainedTokenizerBase, recall: RecallPlan, max_tokens: int | None, *, bos: str
+    tokenizer: PreTrainedTokenizerBase, recall: RecallPlan, max_tokens: int | None, *, bos: str, first_seed: int = 0
 ) -> list[RecallQuestion]:
     """Return the questions, by length and then by task, whose requests make the model read exactly the length in the
     task's name. The first questions of a length do not depend on other lengths. ``max_tokens`` None means no limit;
-    ``bos`` is ``auto`` (as the tokenizer does), ``always`` or ``never``.
+    ``bos`` is ``auto`` (as the tokenizer does), ``always`` or ``never``. The seed of the settings counts from
+    ``first_seed``.
     """
     beginning = _beginning(tokenizer, bos)
     lengths = recall.lengths_within(max_tokens)
@@ -509,7 +512,7 @@ def recall_questions(
         question
         for length in lengths
         for kind in RECALL_FAMILIES
-        for question in GENERATORS[kind](tokenizer, beginning, length, count[kind], recall.seed)
+        for question in GENERATORS[kind](tokenizer, beginning, length, count[kind], first_seed + recall.seed)
     ]
 
 

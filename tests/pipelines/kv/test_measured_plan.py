@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,7 @@ from headscan.pipelines.scoring.recall_tasks import recall_questions
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.evaluation_settings import RecallPlan
 from headscan.pipelines.settings.measure_settings import ScanConfig
-from headscan.pipelines.settings.saving_settings import LossLimit, PlanConfig
+from headscan.pipelines.settings.saving_settings import LossLimit, PlanConfig, RecallConfig
 from tests.pipelines.conftest import THREADS
 from tests.sources import SHARED
 
@@ -249,6 +250,11 @@ def test_recall_prompts_are_no_questions_of_an_evaluation(context: ModelContext)
     prompts = [request.ids for each in recall_prompts(context.identity, 257, 8, 0) for request in each.requests]
     assert len(prompts) == 16 and asked.isdisjoint(prompts)
     assert {len(ids) for ids in prompts} == {257} == {len(ids) for ids in asked}
+    most = 2**32 - 1
+    for setting in (RecallPlan, RecallConfig, partial(PlanConfig, SMALL.model)):
+        assert setting(seed=most).seed == most
+        with pytest.raises(HeadscanError, match=rf"^`seed={2**32}` \(limit below {2**32}\)\. Lower `seed`"):
+            setting(seed=2**32)
 
 
 @pytest.mark.parametrize(
