@@ -317,7 +317,8 @@ BEHAVIOURS: dict[str, Behaviour] = {
 
 
 #: What makes means of heads comparable: the division by their l2 norm over a layer (``norm``) or by their mean over all
-#: heads (``mean``), the scaling to 0 to 1 over all heads (``range``), or 1 minus that.
+#: heads (``mean``), the scaling to 0 to 1 over all heads (``range``), or 1 minus that. If the divisor is zero, all
+#: numerators are zero, too, and so are the results: heads of no importance in a layer of such heads are removed first.
 TermScale = Literal["none", "norm", "mean", "range", "1 - range"]
 
 

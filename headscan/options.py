@@ -74,7 +74,10 @@ def _short(number: float) -> str:
 
 #: Numbers of settings that are no options.
 Count = Annotated[int, Limits(least=1)]
-Seed = Annotated[int, Limits(least=0)]
+#: Seeds of settings are below this one: recall prompts that rank heads are made with those from there on, so that no
+#: setting asks the questions that ranked the heads.
+SEEDS = 2**32
+Seed = Annotated[int, Limits(least=0, below=SEEDS)]
 
 
 @dataclass(frozen=True, kw_only=True)

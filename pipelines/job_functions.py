@@ -141,8 +141,10 @@ def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions
     """
     from headscan.pipelines.ablate.single_heads import run_ablate
 
-    chosen, evaluation = _checked(options), config.evaluation
-    with _opened(chosen, evaluation.model, TASK_TOKENS, evaluation, store, evaluates=True) as (sized, run):
+    evaluation = config.evaluation
+    chosen, identity = _identified(evaluation.model, options)
+    tokens = config.placed_tokens(identity)
+    with _opened(chosen, evaluation.model, tokens, evaluation, store, evaluates=True) as (sized, run):
         return run_ablate(replace(config, evaluation=sized), run)
 
 
@@ -200,7 +202,9 @@ def evaluate(
     from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen, judge_evaluation, run_evaluation
     from headscan.pipelines.scoring.arms import BASELINE
 
-    with _opened(_checked(options), config.model, TASK_TOKENS, config, store, evaluates=True) as (sized, run):
+    chosen, identity = _identified(config.model, options)
+    tokens = config.placed_tokens(identity)
+    with _opened(chosen, config.model, tokens, config, store, evaluates=True) as (sized, run):
         if isinstance(arms, ChosenArms):
             run_id = evaluate_chosen(sized, run, arms)
         else:
@@ -219,8 +223,10 @@ def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions])
     """
     from headscan.pipelines.evaluate.run_sweep import run_sweep
 
-    chosen, evaluation = _checked(options), config.evaluation
-    with _opened(chosen, evaluation.model, TASK_TOKENS, evaluation, store, evaluates=True) as (sized, run):
+    evaluation = config.evaluation
+    chosen, identity = _identified(evaluation.model, options)
+    tokens = evaluation.placed_tokens(identity)
+    with _opened(chosen, evaluation.model, tokens, evaluation, store, evaluates=True) as (sized, run):
         return run_sweep(replace(config, evaluation=sized), run)
 
 
@@ -235,7 +241,7 @@ def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptio
 
     evaluation = config.evaluation
     chosen, identity = _identified(evaluation.model, options, here=True)
-    tokens = config.texts.placed_tokens(identity)
+    tokens = max(evaluation.placed_tokens(identity), config.texts.tokens(identity))
     with _opened(chosen, evaluation.model, tokens, evaluation, store, evaluates=True) as (sized, run):
         return judge(run.store, run_referee(replace(config, evaluation=sized), run))
 
@@ -300,7 +306,7 @@ def prune(config: PruneConfig, store: str | Path, **options: Unpack[JobOptions])
 
     evaluation = config.evaluation
     chosen, identity = _identified(evaluation.model, options, here=True)
-    tokens = config.texts.placed_tokens(identity)
+    tokens = max(evaluation.placed_tokens(identity), config.texts.tokens(identity))
     with _opened(chosen, evaluation.model, tokens, evaluation, store, evaluates=True) as (sized, run):
         return run_prune(replace(config, evaluation=sized), run)
 
@@ -316,7 +322,8 @@ def study(config: StudyConfig, **options: Unpack[JobOptions]) -> StudyAnswer:
 
     store = Path(config.out) / "study.duckdb"
     chosen = _checked(options, here=True)
-    with _opened(chosen, config.model, TASK_TOKENS, config, store, evaluates=True) as (sized, run):
+    tokens = max(TASK_TOKENS, config.tokens or 0)
+    with _opened(chosen, config.model, tokens, config, store, evaluates=True) as (sized, run):
         return run_study(sized, run)
 
 

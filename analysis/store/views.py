@@ -294,13 +294,18 @@ def importance_sql(sequences: str = "sequences", part: str = "run_id") -> str:
 
 
 def _scaled_sql(term: Term, of_site: str) -> str:
-    """Return SQL for a term of an importance without its weight; NULL if its denominator is zero."""
+    """Return SQL for a term of an importance without its weight."""
     value, over = term.mean, f"OVER ({of_site})"
-    in_range = f"({value} - min({value}) {over}) / nullif(max({value}) {over} - min({value}) {over}, 0)"
+
+    def divided(numerator: str, divisor: str) -> str:
+        """Return SQL for a quotient; zeros over zero stay zeros."""
+        return f"{numerator} / coalesce(nullif({divisor}, 0), 1)"
+
+    in_range = divided(f"({value} - min({value}) {over})", f"max({value}) {over} - min({value}) {over}")
     scales: dict[TermScale, str] = {
         "none": value,
-        "norm": f"{value} / nullif(sqrt(sum({value} ** 2) OVER ({of_site}, layer)), 0)",
-        "mean": f"{value} / nullif(avg({value}) {over}, 0)",
+        "norm": divided(value, f"sqrt(sum({value} ** 2) OVER ({of_site}, layer))"),
+        "mean": divided(value, f"avg({value}) {over}"),
         "range": in_range,
         "1 - range": f"(1 - {in_range})",
     }

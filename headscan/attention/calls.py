@@ -18,7 +18,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from headscan.attention.fused import FusedKernels, attend_fused, kernels_for
+from headscan.attention.fused import FusedKernels, attend_fused, kernels_for, widened
 from headscan.catalog import MassWidths
 from headscan.errors import InterventionError, UnsupportedModelError
 from headscan.statistics.registry import (
@@ -381,11 +381,10 @@ class WeightsCall(AttentionCall):
         B, H, N, S = self.shape_BHNS
         size = block_rows(B, H, S, self.device)
         for start in range(0, N, size):
-            weights = self.weights_BHNS[:, :, start : start + size]
-            tally.add(weights.to(torch.promote_types(weights.dtype, torch.float32)), start, 0)
+            tally.add(widened(self.weights_BHNS[:, :, start : start + size]), start, 0)
         return self.out_BHND, _statistics(tally.findings(), self.value_BKSD, self.num_attention_heads)
 
     def weights(self, position_BR: Tensor) -> Tensor:
         _, H, _, S = self.weights_BHNS.shape
         at = position_BR.to(self.device)[:, None, :, None].expand(-1, H, -1, S)
-        return self.weights_BHNS.gather(2, at).float()
+        return widened(self.weights_BHNS.gather(2, at))

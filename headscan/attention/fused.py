@@ -381,13 +381,13 @@ class FusedPass:
 
     @cached_property
     def _wide_query_BKGND(self) -> Tensor:
-        return _wide(self.query_BHND).unflatten(1, (self.key_BKND.shape[1], -1))
+        return widened(self.query_BHND).unflatten(1, (self.key_BKND.shape[1], -1))
 
     @cached_property
     def _first_scores_BHNF(self) -> Tensor:
         """Scores on the first keys: those of the sink, at least one."""
         query = self._wide_query_BKGND
-        first = _wide(self.key_BKND[:, :, : max(self.widths.sink, 1)])
+        first = widened(self.key_BKND[:, :, : max(self.widths.sink, 1)])
         return self.scale * (query.flatten(2, 3) @ first.mT).unflatten(2, query.shape[2:4]).flatten(1, 2)
 
     @cached_property
@@ -399,7 +399,7 @@ class FusedPass:
     def scores_before(self, distance: int) -> Tensor:
         """Return the score of each query on the key ``distance`` tokens before its own (B, H, N), 0 without one."""
         query = self._wide_query_BKGND[..., distance:, :]
-        key = _wide(self.key_BKND[:, :, None, : query.shape[3]])
+        key = widened(self.key_BKND[:, :, None, : query.shape[3]])
         return F.pad(self.scale * (query * key).sum(-1), (distance, 0)).flatten(1, 2)
 
     def entropy(self) -> Tensor:
@@ -407,7 +407,7 @@ class FusedPass:
         if self.own_entropy_BHN is not None:
             return self.own_entropy_BHN
         mean_key, _ = _call(self.kernels, self.query_BHND, self.key_BKND, self.centred_BKND, self.scale, self.window)
-        mean_score = self.scale * (self._wide_query_BKGND * _wide(mean_key)).sum(-1).flatten(1, 2)
+        mean_score = self.scale * (self._wide_query_BKGND * widened(mean_key)).sum(-1).flatten(1, 2)
         return (self.centred_lse_BHN - mean_score).clamp_min(0.0)
 
     @cached_property
@@ -510,11 +510,12 @@ def _ungrouped(out_BKGND: Tensor) -> Tensor:
     return out_BKGND.permute(0, 3, 1, 2, 4).flatten(2, 3).transpose(1, 2)
 
 
-def _wide(x: Tensor) -> Tensor:
+def widened(x: Tensor) -> Tensor:
+    """Return values as float32 or wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _scores_on_one(query_BHND: Tensor, key_BK1D: Tensor, scale: float) -> Tensor:
     """Return the score of each query on one key (B, H, N)."""
-    grouped = _wide(query_BHND).unflatten(1, (key_BK1D.shape[1], -1))
-    return scale * (grouped * _wide(key_BK1D)[:, :, None]).sum(-1).flatten(1, 2)
+    grouped = widened(query_BHND).unflatten(1, (key_BK1D.shape[1], -1))
+    return scale * (grouped * widened(key_BK1D)[:, :, None]).sum(-1).flatten(1, 2)

@@ -29,7 +29,7 @@ from headscan.errors import (
 from headscan.grid import AttentionSite, HeadGrid
 from headscan.models.forward_inputs import batch_kwargs, on_cpu, real_tokens, run
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.token_batches import pad
+from headscan.models.token_batches import PADDING, pad
 from headscan.statistics.norm_statistics import ProjectionFactors
 from headscan.statistics.registry import (
     OUTPUT_STATISTICS,
@@ -233,7 +233,7 @@ def _mask(ids: Tensor, lengths: Tensor) -> Tensor:
 
 
 def check_ids(lm: LoadedModel, input_ids: TokenIds, lengths: Tensor | Sequence[int] | None) -> tuple[Tensor, Tensor]:
-    """Return token ids (B, N) and lengths (B,) on the model's input device."""
+    """Return token ids (B, N), as wide as the longest sequence, and lengths (B,) on the model's input device."""
     input_ids, lengths = token_ids(lm, input_ids, lengths)
     if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
         raise SequenceError("input_ids is not an integer tensor. Pass torch.tensor(ids) of shape (sequences, tokens)")
@@ -247,19 +247,22 @@ def check_ids(lm: LoadedModel, input_ids: TokenIds, lengths: Tensor | Sequence[i
         raise SequenceError(
             f"lengths are out of range: {int(lengths.min())} to {int(lengths.max())} (limit 1 to {N}). Correct them"
         )
-    if lm.max_tokens is not None and lm.max_tokens < N:
-        raise SequenceError(f"sequences are too long for {lm.source}: {N} tokens (limit {lm.max_tokens}). Shorten them")
-    if int(input_ids.min()) < 0 or int(input_ids.max()) >= lm.vocab_size:
+    longest = int(lengths.max())
+    input_ids = input_ids[:, :longest]  # the other columns are padding in every row
+    if lm.max_tokens is not None and lm.max_tokens < longest:
         raise SequenceError(
-            f"token ids are out of range: {int(input_ids.min())} to {int(input_ids.max())} "
-            f"(limit 0 to {lm.vocab_size - 1}). "
-            f"Use the tokenizer of {lm.source}"
+            f"sequences are too long for {lm.source}: {longest} tokens (limit {lm.max_tokens}). Shorten them"
         )
-    if lm.rope_lengths.vary:
-        longest = int(lengths.max())
-        if lm.rope_lengths.group(longest) != lm.rope_lengths.group(N):
-            input_ids = input_ids[:, :longest]  # columns that are padding in every row
-        lm.rope_lengths.check(input_ids.shape[1], lengths.tolist())
+    if int(input_ids.min()) < 0 or int(input_ids.max()) >= lm.vocab_size:
+        real = real_tokens(lengths.to(input_ids.device), longest)
+        least, most = int(input_ids[real].min()), int(input_ids[real].max())
+        if least < 0 or most >= lm.vocab_size:
+            raise SequenceError(
+                f"token ids are out of range: {least} to {most} (limit 0 to {lm.vocab_size - 1}). "
+                f"Use the tokenizer of {lm.source}"
+            )
+        input_ids = input_ids.where(real, PADDING)  # the model has no embedding for ids such as -100
+    lm.rope_lengths.check(longest, lengths.tolist())
     return input_ids.to(lm.device), lengths.to(lm.device)
 
 

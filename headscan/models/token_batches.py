@@ -86,13 +86,13 @@ def pass_cost(device: str) -> int:
 
 
 #: The one id that every vocabulary has; padding changes no number.
-_PADDING = 0
+PADDING = 0
 
 
 def pad(sequences: Sequence[Sequence[int] | np.ndarray], width: int | None = None) -> tuple[Tensor, Tensor]:
     """Return token ids (B, N), padded on the right to ``width`` (None: to the longest), and lengths (B,)."""
     lengths = torch.tensor([len(sequence) for sequence in sequences])
-    ids = torch.full((len(sequences), width or int(lengths.max())), _PADDING, dtype=torch.long)
+    ids = torch.full((len(sequences), width or int(lengths.max())), PADDING, dtype=torch.long)
     for row, sequence in enumerate(sequences):
         ids[row, : len(sequence)] = torch.as_tensor(np.asarray(sequence, dtype=np.int64))
     return ids, lengths

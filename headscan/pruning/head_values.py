@@ -103,24 +103,23 @@ def criterion_values(name: str, means: Mapping[str, Tensor]) -> Tensor:
     return terms.sum(0) if declared.combined == "sum" else terms.amax(0)
 
 
-def _over_norm(values: Tensor) -> Tensor:
-    """Return values (L, H) divided by their l2 norm over a layer; zeros stay zeros."""
-    norms = values.nan_to_num().norm(dim=1, keepdim=True)
-    return values / norms.where(norms > 0, 1.0)
+def _over(values: Tensor, divisor: Tensor) -> Tensor:
+    """Return a quotient; zeros over zero stay zeros."""
+    return values / divisor.where(divisor != 0, 1.0)
 
 
 def _in_range(values: Tensor) -> Tensor:
     """Return values scaled to 0 to 1 over all heads."""
     present = values[values.isfinite()]
-    least, most = present.min(), present.max()
-    return (values - least) / (most - least if most > least else 1.0)
+    least = present.min()
+    return _over(values - least, present.max() - least)
 
 
 #: Every `TermScale`, which `headscan.analysis.store.views` writes as SQL.
 _SCALES: Mapping[TermScale, Callable[[Tensor], Tensor]] = {
     "none": lambda values: values,
-    "norm": _over_norm,
-    "mean": lambda values: values / values.nanmean(),
+    "norm": lambda values: _over(values, values.nan_to_num().norm(dim=1, keepdim=True)),
+    "mean": lambda values: _over(values, values.nanmean()),
     "range": _in_range,
     "1 - range": lambda values: 1 - _in_range(values),
 }

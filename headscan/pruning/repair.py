@@ -326,24 +326,29 @@ class _LayerRepair:
 @torch.no_grad()
 def mean_outputs(lm: LoadedModel, calibration: Calibration, removed: Iterable[tuple[int, int]]) -> dict[str, Tensor]:
     """Return new biases of output projections by parameter name, float32. The model without the heads then computes
-    what the original does with their outputs replaced by their means over the tokens of the texts (mean ablation).
+    what the original does with their outputs replaced by their means over the tokens of texts and recall prompts (mean
+    ablation). Tokens have the weights that they have in the least squares of `repair`, of which the mean is the
+    solution if only the bias may change.
     """
     heads = lm.grid.check(removed)
     blocks = find_blocks(lm)
     sites = [site for site in lm.grid.sites if site.layer in {head.layer for head in heads}]
     sums: dict[str, Any] = dict.fromkeys((site.output_projection for site in sites), 0.0)
+    total = 0.0
     for batch in calibration.batches(lm.device):
         with watched_modules(blocks, sums) as seen:
             run(lm.model, {"input_ids": batch.ids})
         for path, inputs in seen.inputs.items():
-            real = batch.real_BN.to(inputs.device)
-            sums[path] = sums[path] + batch.by_token(inputs)[real].sum(0, dtype=torch.float32)
+            real, weights_BN = batch.real_BN.to(inputs.device), batch.weights_BN.to(inputs.device)
+            weighted = batch.by_token(inputs)[real] * weights_BN[real][:, None]
+            sums[path] = sums[path] + weighted.sum(0, dtype=torch.float32)
+        total += float(batch.weights_BN.sum(dtype=torch.float64))
     means = {}
     for site in sites:
         module = lm.module(site.output_projection)
         weight = read_weight(module)
         weight = (weight.T if isinstance(module, Conv1D) else weight).float()
-        mean = sums[site.output_projection].to(weight.device) / calibration.tokens
+        mean = sums[site.output_projection].to(weight.device) / total
         gone = HeadMask(heads).heads_at(site).repeat_interleave(site.value_dim).to(weight.device)
         change = weight[:, gone] @ mean[gone]
         means[f"{site.output_projection}.bias"] = read_bias(module, change) + change

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK
 from headscan.cluster.placement_base import parse_bytes
 from headscan.model_spec import ModelSpec
-from headscan.options import Group, Option
+from headscan.options import SEEDS, Group, Option
 from headscan.pipelines.cli.option_parser import UsageError, check_used
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import CORPORA, CorpusOptions, Devices, OptionalModelVerb, RunVerb, say_run
@@ -130,6 +130,7 @@ class Plan(OptionalModelVerb, RunVerb):
         Option(
             "seed of method random, and of the recall prompts of method measured (default: 0)",
             least=0,
+            below=SEEDS,
             only=("measured", "random"),
         ),
     ] = None

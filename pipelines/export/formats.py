@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
 
 from headscan.errors import ExportError, unknown_name
@@ -71,7 +72,7 @@ def _decilm(config: ExportConfig, store: Store | None) -> Exported:
     facts: dict[str, Any] = {"folder": folder, "heads": written.heads, "bytes": written.bytes}
     lines = [
         f"{folder}: {written.heads} query heads in each layer with attention, {_mib(written.bytes)}",
-        f"serve it with `vllm serve {folder} --trust-remote-code` (the code is the configuration's class)",
+        f"serve it with `vllm serve {quote(folder)} --trust-remote-code` (the code is the configuration's class)",
     ]
     if not written.has_ffn_mult:
         lines.append("the width of the MLP is no multiple of 256, so SGLang cannot read it; vLLM can")
@@ -91,7 +92,7 @@ def _layer_types(config: ExportConfig, store: Store | None) -> Exported:
     folder, windows = str(written.folder), written.windows
     use = "transformers loads it as MinistralForCausalLM, with the windows"
     if config.architecture == "llama":
-        use = f"serve it with `vllm serve {folder}`; transformers ignores the windows of a Llama"
+        use = f"serve it with `vllm serve {quote(folder)}`; transformers ignores the windows of a Llama"
     return Exported(
         (folder,),
         {"folder": folder, "bytes": written.bytes, "sliding_window": windows.sliding_window},
@@ -107,7 +108,7 @@ def _layer_fields(plan: HeadPlan, out: str | Path) -> Exported:
 
     windows = sliding_layers(plan)
     path = str(write_text(out, json.dumps(asdict(windows)) + "\n"))
-    use = f'written to {path}, for `vllm serve MODEL --hf-overrides "$(cat {path})"` with a MODEL of type llama'
+    use = f'written to {path}, for `vllm serve MODEL --hf-overrides "$(cat {quote(path)})"` with a MODEL of type llama'
     return Exported(
         (path,),
         {"file": path, "sliding_window": windows.sliding_window},
@@ -127,7 +128,8 @@ def _tensorrt_llm(config: ExportConfig, store: Store | None) -> Exported:
     words = ", ".join(
         f"{name}={list(value) if isinstance(value, tuple) else value}" for name, value in arguments.items()
     )
-    lines = [f"KvCacheConfig({words})", f"written to {path}, for `trtllm-serve MODEL --extra_llm_api_options {path}`"]
+    use = f"written to {path}, for `trtllm-serve MODEL --extra_llm_api_options {quote(path)}`"
+    lines = [f"KvCacheConfig({words})", use]
     if windows.sink_token_length:
         lines.append("TensorRT-LLM keeps first tokens on its C++ backend alone; the PyTorch backend ignores them")
     return Exported((path,), {"file": path}, tuple(lines), (arguments,))

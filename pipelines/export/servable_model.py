@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from shlex import quote
 from typing import Any, NamedTuple
 
 import torch
@@ -61,12 +62,13 @@ def serving_commands(folder: str, *, serves_itself: bool) -> list[str]:
             vLLM reads it as it is, with as many KV heads as it has.
     """
     name = folder.rstrip("/")
+    model, gguf, served = (quote(f"{name}{ending}") for ending in ("", ".gguf", "-served"))
     commands = [
-        f"headscan export gguf {name} --out {name}.gguf        # llama.cpp",
-        f"headscan export decilm {name} --out {name}-served    # vLLM, SGLang",
+        f"headscan export gguf {model} --out {gguf}        # llama.cpp",
+        f"headscan export decilm {model} --out {served}    # vLLM, SGLang",
     ]
     if serves_itself:
-        commands.append(f"vllm serve {name} --trust-remote-code --model-impl transformers    # without an export")
+        commands.append(f"vllm serve {model} --trust-remote-code --model-impl transformers    # without an export")
     return commands
 
 

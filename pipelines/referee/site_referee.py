@@ -25,7 +25,7 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.criterion_points import ALL_SITES, SitePoint, read_site_points
 from headscan.catalog import EFFECT, IMPORTANCES, RANDOM, head_count
 from headscan.cluster.pool import Pool
-from headscan.errors import InterventionError, unknown_name
+from headscan.errors import InterventionError, NotFiniteError, unknown_name
 from headscan.gradients.losses import Loss
 from headscan.grid import Head, HeadGrid
 from headscan.models.loaded_model import LoadedModel
@@ -100,8 +100,8 @@ def total_values(lm: LoadedModel, item: ValuesItem) -> Totals:
         for site, name, values_BLH in chain(
             criterion_inputs(lm, loss.texts, loss if has_importance else None, item.names), effects
         ):
-            values = values_BLH.double()
-            sums[site, name] = torch.stack([values.nansum(0), values.isfinite().sum(0)])
+            values = values_BLH.double()  # all are finite, or NaN where a layer lacks the head or by definition
+            sums[site, name] = torch.stack([values.nansum(0), (~values.isnan()).sum(0)])
         return sums
 
     total: Totals = {}
@@ -126,7 +126,13 @@ def _effects(lm: LoadedModel, loss: Loss) -> Iterator[tuple[str, str, Tensor]]:
         growth = torch.full((len(before), *grid.shape), float("nan"), dtype=torch.float64)
         for head in grid.heads():
             with intervene(lm.at(kind), HeadMask([Head(*head)])):
-                growth[:, head.layer, head.head] = (loss.losses(lm).cpu() - before).double()
+                grown = (loss.losses(lm).cpu() - before).double()
+            if wrong := int((~grown.isfinite()).sum()):
+                raise NotFiniteError(
+                    f"NaN or infinite losses with or without head {head.layer}:{head.head}, {kind} attention: {wrong}"
+                    f" of {grown.numel()} (limit 0). Load the model in another dtype"
+                )
+            growth[:, head.layer, head.head] = grown
         yield kind, EFFECT, growth
 
 

@@ -22,8 +22,9 @@ from headscan.kv.kv_windows import KvWindows
 from headscan.long_work import KnownNumbers, WorkUnit, hash_of
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
-from headscan.options import BATCH_TOKENS
-from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
+from headscan.options import BATCH_TOKENS, SEEDS
+from headscan.pipelines.corpora import CorpusSpec
+from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.scoring.bundles import (
@@ -44,13 +45,6 @@ T = TypeVar("T")
 
 #: Most requests of one item of work.
 _REQUESTS = 16
-
-#: Sequences read from a corpus for each one that is used: the used ones are spread evenly over them.
-_SPREAD = 16
-
-#: Evaluations draw recall questions with seeds below this one. Seeds from here on give other questions, so no plan is
-#: evaluated on the questions that ranked its heads.
-_FIRST_SEED = 2**32
 
 #: Smallest share of answer tokens that the full cache gets right. Below it, a task says nothing about the heads.
 _ABLE = 0.1
@@ -91,32 +85,30 @@ class Prompts:
 
 
 def text_prompts(corpus: CorpusSpec, identity: ModelIdentity, tokens: int, count: int, longer_than: int) -> Prompts:
-    """Return up to ``count`` texts of a corpus, spread over its beginning. Texts up to ``longer_than`` tokens, the
-    length of the window, show no damage and are left out.
+    """Return up to ``count`` texts from many documents of a corpus. Texts up to ``longer_than`` tokens, the length of
+    the window, show no damage and are left out.
     """
     if tokens <= longer_than:
         raise SequenceError(
             f"`max_tokens={tokens}` (at least {longer_than + 1}, one more than sink and recent). Raise `max_tokens`, "
             "or lower `recent`"
         )
-    plan = TokenPlan(tokens, mode="chunk", min_tokens=longer_than + 1, limit_sequences=count * _SPREAD)
-    rows = [each.ids.tolist() for each in sequences(open_corpus(corpus), identity.tokenizer, plan)]
-    if len(rows) < 2:
+    texts = read_spread(corpus, identity.tokenizer, tokens, count, shortest=longer_than + 1)
+    if len(texts) < 2:
         raise SequenceError(
-            f"texts of {corpus.name} longer than {longer_than} tokens of sink and recent: {len(rows)} (at least 2). "
+            f"texts of {corpus.name} longer than {longer_than} tokens of sink and recent: {len(texts)} (at least 2). "
             "Choose another corpus, or lower `recent`"
         )
-    count = min(count, len(rows))
-    chosen = [rows[i * len(rows) // count] for i in range(count)]
-    return Prompts("text", corpus.name, tuple(Request(tuple(ids), len(ids) - 1) for ids in chosen))
+    requests = tuple(Request(tuple(text.ids.tolist()), len(text.ids) - 1) for text in texts)
+    return Prompts("text", corpus.name, requests)
 
 
 def recall_prompts(identity: ModelIdentity, tokens: int, count: int, seed: int) -> list[Prompts]:
     """Return the prompts of every family of recall tasks with their right answers: ``count`` of each, a multiple of 4,
     with ``tokens`` tokens including the answer. No evaluation has the same questions.
     """
-    plan = RecallPlan(lengths=(tokens - 1,), questions=count, seed=_FIRST_SEED + seed)
-    questions = recall_questions(identity.tokenizer, plan, identity.max_tokens, bos="auto")
+    plan = RecallPlan(lengths=(tokens - 1,), questions=count, seed=seed)
+    questions = recall_questions(identity.tokenizer, plan, identity.max_tokens, bos="auto", first_seed=SEEDS)
     return [
         Prompts(
             family,

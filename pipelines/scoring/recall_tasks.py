@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from headscan.analysis.store.verdict_limits import QUESTIONS_PER_TEXT
 from headscan.catalog import RECALL_FAMILIES
 from headscan.errors import NotFiniteError
+from headscan.options import SEEDS
 from headscan.pipelines.corpora.sequences import special_tokens
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
 from headscan.pipelines.settings.corpus_settings import BosPolicy, TokenPlan
@@ -40,28 +41,6 @@ if TYPE_CHECKING:
 
 #: Default number of questions of each kind, over all lengths.
 IN_ALL = 400
-
-#: Default lengths are the powers of two from the first to the second.
-_SHORTEST, _LONGEST = 256, 4096
-
-
-def recall_lengths(recall: RecallPlan, max_tokens: int | None) -> tuple[int, ...]:
-    """Return the lengths of the settings. Their default is the powers of two from 256 to 4,096 up to the model's limit,
-    and the limit itself if it is below 4,096; ``max_tokens`` None means no limit.
-    """
-    if recall.lengths is not None:
-        longest = max(recall.lengths)
-        if max_tokens is not None and longest > max_tokens:
-            raise RecallError(
-                f"recall length of {longest} tokens (limit {max_tokens} positions of the model). Lower the "
-                "recall lengths"
-            )
-        return recall.lengths
-    limit = _LONGEST if max_tokens is None else min(max_tokens, _LONGEST)
-    lengths = [_SHORTEST]
-    while lengths[-1] < limit:
-        lengths.append(2 * lengths[-1])
-    return tuple(dict.fromkeys(min(length, limit) for length in lengths))
 
 
 def questions_per_length(recall: RecallPlan, lengths: int) -> dict[str, int]:
@@ -500,8 +479,9 @@ def recall_series(
     }
 
 
-#: Evaluations draw questions with seeds below 2^32, prompts of plans and of held-out losses with those from there on.
-_SERIES_SEED = 2**33
+#: Evaluations draw questions with seeds below `SEEDS`, prompts of plans and of held-out losses with as many from there
+#: on.
+_SERIES_SEED = 2 * SEEDS
 
 
 def _alone(generator: Generator) -> SeriesGenerator:
@@ -518,20 +498,21 @@ def _alone(generator: Generator) -> SeriesGenerator:
 
 
 def recall_questions(
-    tokenizer: PreTrainedTokenizerBase, recall: RecallPlan, max_tokens: int | None, *, bos: str
+    tokenizer: PreTrainedTokenizerBase, recall: RecallPlan, max_tokens: int | None, *, bos: str, first_seed: int = 0
 ) -> list[RecallQuestion]:
     """Return the questions, by length and then by task, whose requests make the model read exactly the length in the
     task's name. The first questions of a length do not depend on other lengths. ``max_tokens`` None means no limit;
-    ``bos`` is ``auto`` (as the tokenizer does), ``always`` or ``never``.
+    ``bos`` is ``auto`` (as the tokenizer does), ``always`` or ``never``. The seed of the settings counts from
+    ``first_seed``.
     """
     beginning = _beginning(tokenizer, bos)
-    lengths = recall_lengths(recall, max_tokens)
+    lengths = recall.lengths_within(max_tokens)
     count = questions_per_length(recall, len(lengths))
     return [
         question
         for length in lengths
         for kind in RECALL_FAMILIES
-        for question in GENERATORS[kind](tokenizer, beginning, length, count[kind], recall.seed)
+        for question in GENERATORS[kind](tokenizer, beginning, length, count[kind], first_seed + recall.seed)
     ]
 
 

@@ -25,14 +25,18 @@ from headscan.errors import HeadscanError, InterventionError
 from headscan.grid import check_pairs, parse_head
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, Count, Limits, Option, Seed, check_limits
-from headscan.pipelines.settings.corpus_settings import SHORTEST, BosPolicy, CorpusSpec
+from headscan.pipelines.settings.corpus_settings import SHORTEST, BosPolicy, CorpusSpec, longest_text
 
 if TYPE_CHECKING:
     from headscan.analysis.plans import HeadPlan
     from headscan.pipelines.evaluate.held_out_text import HeldOutText
+    from headscan.pipelines.runs.model_identity import ModelIdentity
 
 #: Prompt length that placement reserves memory for when tasks run. Longer prompts run alone, or fail.
 TASK_TOKENS = 2048
+
+#: Default lengths of recall questions are the powers of two from the first to the second.
+_SHORTEST_RECALL, _LONGEST_RECALL = 256, 4096
 
 #: Option of every verb that writes runs.
 RESUME_ANYWAY = Option(
@@ -61,7 +65,7 @@ class RecallPlan:
     recall needs (`run_sweep.size_recall`).
 
     Attributes:
-        lengths: Tokens that the model reads in a question; None uses those of `recall_lengths`.
+        lengths: Tokens that the model reads in a question; None uses those of `lengths_within`.
         questions: Number for each length and kind, a multiple of 4; None makes ``in_all`` over all lengths.
         in_all: Numbers over all lengths, multiples of 4, one for each family of `RECALL_FAMILIES`; None makes `IN_ALL`
             of each. It goes without ``questions``.
@@ -100,6 +104,24 @@ class RecallPlan:
             raise RecallError("`in_all` has no effect with `questions`: leave one of them out")
         if self.in_all is not None and len(self.in_all) != len(RECALL_FAMILIES):
             raise RecallError(f"in_all has {len(self.in_all)} numbers. Give one each for {RECALL_NAMES}")
+
+    def lengths_within(self, max_tokens: int | None) -> tuple[int, ...]:
+        """Return the lengths of the questions for a model. Their default is the powers of two from 256 to 4,096 up to
+        the model's limit, and the limit itself if it is below 4,096; ``max_tokens`` None means no limit.
+        """
+        if self.lengths is not None:
+            longest = max(self.lengths)
+            if max_tokens is not None and longest > max_tokens:
+                raise RecallError(
+                    f"recall length of {longest} tokens (limit {max_tokens} positions of the model). Lower the "
+                    "recall lengths"
+                )
+            return self.lengths
+        limit = _LONGEST_RECALL if max_tokens is None else min(max_tokens, _LONGEST_RECALL)
+        lengths = [_SHORTEST_RECALL]
+        while lengths[-1] < limit:
+            lengths.append(2 * lengths[-1])
+        return tuple(dict.fromkeys(min(length, limit) for length in lengths))
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that identify a run; earlier runs lack ``in_all``, so its default is left out."""
@@ -174,6 +196,14 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         check_limits(self, HarnessError)
+
+    def placed_tokens(self, identity: ModelIdentity) -> int:
+        """Return the tokens that placement reserves memory for: those of the longest recall question or held-out text,
+        at least those of a task, whose prompts are not known yet.
+        """
+        recall = () if self.recall is None else self.recall.lengths_within(identity.max_tokens)
+        texts = () if self.text is None else (len(chunk.ids) for chunk in self.text.chunks)
+        return max((TASK_TOKENS, *recall, *texts))
 
 
 #: Option of every verb that ablates heads.
@@ -419,6 +449,9 @@ class LossTexts:
         Option("longest of these texts in tokens (default: the model's context, at most 2048)", least=SHORTEST),
     ] = None
 
+    def tokens(self, identity: ModelIdentity) -> int:
+        return longest_text(identity, self.max_tokens)
+
     def __post_init__(self) -> None:
         check_limits(self, InterventionError)
 
@@ -445,6 +478,10 @@ class AblateConfig:
         if bool(self.evaluation.tasks.names) == (self.texts is not None):
             both = "tasks and texts" if self.texts is not None else "neither tasks nor texts"
             raise InterventionError(f"{both}, but effects have one metric. Set either `evaluation.tasks` or `texts`")
+
+    def placed_tokens(self, identity: ModelIdentity) -> int:
+        """Return the tokens that placement reserves memory for: those of the longest text, or those of a task."""
+        return TASK_TOKENS if self.texts is None else self.texts.tokens(identity)
 
 
 #: One of each kind, the two best-known scores among them.

@@ -13,7 +13,6 @@ from headscan.kv.kept_keys import Window
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, Count, Limits, Option, Seed, check_limits
 from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec, longest_text
-from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS
 
 if TYPE_CHECKING:
     from headscan.analysis.plans import HeadPlan
@@ -64,10 +63,6 @@ class TextConfig:
         if self.sequences is not None:
             return self.sequences // 2
         return max(_LEAST_TEXTS // 2, -(-_PER_COLUMN * columns // tokens))
-
-    def placed_tokens(self, identity: ModelIdentity) -> int:
-        """Return the tokens of the longest sequence of a job that reads these texts and answers tasks."""
-        return max(TASK_TOKENS, self.tokens(identity))
 
 
 @dataclass(frozen=True)

@@ -266,6 +266,8 @@ def test_batches_that_cannot_be_measured() -> None:
         headscan.collect(lm, torch.zeros(2, 5, dtype=torch.long), [3])
     with pytest.raises(SequenceError, match=f"limit 0 to {VOCABULARY - 1}"):
         headscan.collect(lm, torch.full((1, 5), VOCABULARY))
+    with pytest.raises(SequenceError, match=r"token ids are out of range: -1 to 2 \(limit"):
+        headscan.collect(lm, torch.tensor([[1, 2, -100], [1, -1, 2]]), [2, 3])
     with pytest.raises(UnknownNameError, match="did you mean entropy"):
         headscan.collect(lm, torch.zeros(1, 5, dtype=torch.long), statistics=["entropi"])
     with pytest.raises(SequenceError, match="not an integer tensor"):

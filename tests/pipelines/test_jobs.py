@@ -24,6 +24,7 @@ from headscan.options import FieldType, Limits, field_hint, field_type
 from headscan.pipelines import job_functions, jobs
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
+from headscan.pipelines.evaluate.held_out_text import HeldOutText, TextChunk
 from headscan.pipelines.pruning.pruning_units import BytesBudget, ShareBudget
 from headscan.pipelines.runs import run_context
 from headscan.pipelines.runs.head_orders import head_order
@@ -643,20 +644,69 @@ def test_jobs_that_remove_heads_need_one_whole_replica(evaluation: jobs.Evaluate
         jobs.prune(config, tmp_path / "s.duckdb", ray_address="auto", say=quiet)
 
 
-@pytest.mark.parametrize(("longest", "placed"), [(4096, 4096), (64, TASK_TOKENS)])
-def test_pruning_has_memory_for_its_longest_text(
-    longest: int, placed: int, evaluation: jobs.EvaluateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def placing(evaluation: jobs.EvaluateConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs on a model with 8,192 positions fail with the tokens for which they are placed."""
+
     def opener(model: ModelSpec, tokens: int, *_: object, **__: object) -> None:
         raise HeadscanError(f"placed for {tokens} tokens")
 
     identity = replace(identify(evaluation.model), max_tokens=8192)
     monkeypatch.setattr(job_functions, "identify", lambda model: identity)
     monkeypatch.setattr(job_functions, "ModelOpener", opener)
+
+
+@pytest.mark.parametrize(("longest", "placed"), [(4096, 4096), (64, TASK_TOKENS)])
+def test_pruning_has_memory_for_its_longest_text(
+    longest: int, placed: int, evaluation: jobs.EvaluateConfig, placing: None, tmp_path: Path
+) -> None:
     texts = TextConfig(CorpusSpec("python-stdlib"), max_tokens=longest)
     config = jobs.PruneConfig(evaluation, tmp_path / "smaller", budgets=(ShareBudget(0.3),), texts=texts)
     with pytest.raises(HeadscanError, match=f"placed for {placed} tokens"):
         jobs.prune(config, tmp_path / "s.duckdb", say=quiet)
+
+
+@pytest.mark.parametrize(
+    ("recall", "text", "placed"),
+    [
+        (None, 64, TASK_TOKENS),
+        (None, 3000, 3000),
+        (jobs.RecallPlan(), None, 4096),
+        (jobs.RecallPlan((256, 6000)), 3000, 6000),
+    ],
+)
+def test_evaluations_have_memory_for_recall_and_held_out_text(
+    recall: jobs.RecallPlan | None,
+    text: int | None,
+    placed: int,
+    evaluation: jobs.EvaluateConfig,
+    placing: None,
+    tmp_path: Path,
+) -> None:
+    held_out = None if text is None else HeldOutText("a corpus", (TextChunk("a.txt", (1,) * text, text),))
+    asked = replace(evaluation, recall=recall, text=held_out)
+    store = tmp_path / "s.duckdb"
+    with pytest.raises(HeadscanError, match=f"placed for {placed} tokens"):
+        jobs.evaluate(asked, store, [], say=quiet)
+    with pytest.raises(HeadscanError, match=f"placed for {placed} tokens"):
+        jobs.sweep(jobs.SweepConfig(asked), store, say=quiet)
+    with pytest.raises(HeadscanError, match=f"placed for {placed} tokens"):
+        jobs.prune(jobs.PruneConfig(asked, tmp_path / "smaller", budgets=(ShareBudget(0.3),)), store, say=quiet)
+
+
+@pytest.mark.parametrize("longest", [3000, 64])
+def test_ablate_and_study_have_memory_for_their_texts(
+    longest: int, evaluation: jobs.EvaluateConfig, placing: None, tmp_path: Path
+) -> None:
+    texts = jobs.LossTexts(CorpusSpec("python-stdlib"), max_tokens=longest)
+    on_texts = jobs.AblateConfig(replace(evaluation, tasks=TaskConfig()), texts)
+    with pytest.raises(HeadscanError, match=f"placed for {longest} tokens"):
+        jobs.ablate(on_texts, tmp_path / "s.duckdb", say=quiet)
+    with pytest.raises(HeadscanError, match=f"placed for {TASK_TOKENS} tokens"):
+        jobs.ablate(jobs.AblateConfig(evaluation), tmp_path / "s.duckdb", say=quiet)
+    study = jobs.StudyConfig(evaluation.model, texts.corpus, tmp_path / "study", tokens=longest)
+    with pytest.raises(HeadscanError, match=f"placed for {max(TASK_TOKENS, longest)} tokens"):
+        jobs.study(study, say=quiet)
 
 
 def test_a_missing_store_is_named(tmp_path: Path) -> None:

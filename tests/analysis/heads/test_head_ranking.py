@@ -265,11 +265,29 @@ def test_sites_are_summarised_apart(values: dict[str, np.ndarray], tmp_path: Pat
     assert len(rank_importance(store, run_id, "importance", site="cross")) == LAYERS * HEADS
 
 
-def test_a_layer_without_importance_has_no_normalised_one(values: dict[str, np.ndarray], tmp_path: Path) -> None:
+def test_a_layer_without_importance_is_the_least_important(values: dict[str, np.ndarray], tmp_path: Path) -> None:
     values["token_gradient"][:, 1] = 0
     store, run_id = write(tmp_path / "s.duckdb", values)
     ranked = rank_importance(store, run_id, "importance_ln")
-    assert [h.layer for h in ranked if np.isnan(h.value)] == [1] * HEADS == [h.layer for h in ranked[-HEADS:]]
+    assert [(h.layer, h.value) for h in ranked[:HEADS]] == [(1, 0.0)] * HEADS
+    assert all(h.value > 0 for h in ranked[HEADS:])
+
+
+@pytest.mark.parametrize("layers", [slice(1, 2), slice(None)])
+@pytest.mark.parametrize("constant", [0, 3])
+def test_zero_and_constant_importances_rank_alike_in_sql_and_in_the_process(
+    values: dict[str, np.ndarray], prompts: dict[str, np.ndarray], tmp_path: Path, constant: float, layers: slice
+) -> None:
+    for numbers in (*values.values(), *prompts.values()):
+        numbers[:, layers] = constant
+    store, _ = write(tmp_path / "s.duckdb", values, prompts)
+    rows = store.query(f"FROM ({importance_sql()}) ORDER BY layer, head").to_pydict()
+    measured = ("importance", "sequence_importance", "relative_entropy", PROMPT_IMPORTANCE)
+    means = {name: torch.tensor(rows[name], dtype=torch.float64).reshape(LAYERS, HEADS) for name in measured}
+    for name in IMPORTANCES:
+        found = criterion_values(name, means).ravel().numpy()
+        assert np.isfinite(found).all()
+        np.testing.assert_allclose(found, rows[name], atol=1e-12, err_msg=name)
 
 
 def test_mistakes_are_named(values: dict[str, np.ndarray], tmp_path: Path) -> None:

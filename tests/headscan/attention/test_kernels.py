@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headscan.attention import calls, fused
-from headscan.attention.calls import ScoredCall, WeightTally, attend_blockwise
+from headscan.attention.calls import ScoredCall, WeightsCall, WeightTally, attend_blockwise
 from headscan.attention.fused import CpuKernels, CudaKernels, FusedKernels, kernels_for
 from headscan.catalog import MassWidths
 from headscan.statistics.registry import fused_numbers, needed_numbers
@@ -377,3 +377,5 @@ def test_weights_of_blocks_equal_their_definition(
         at = torch.randint(N, (B, 7), generator=generator)
         chosen = expected.gather(2, at[:, None, :, None].expand(-1, H, -1, S))
         torch.testing.assert_close(call.weights(at.to(**to)).cpu(), chosen)
+        own = WeightsCall(expected.to(**to), value.to(**to), out, causal)
+        torch.testing.assert_close(own.weights(at.to(**to)).cpu(), chosen, rtol=0, atol=0)

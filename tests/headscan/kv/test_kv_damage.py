@@ -150,6 +150,14 @@ def test_a_subset_of_the_heads_has_the_damage_of_all() -> None:
         kv_damages(lm, ids, LENGTHS, SINK, RECENT, heads=[(2, 1), (2, 9)])
 
 
+def test_padding_has_any_id() -> None:
+    lm, ids = make_loaded("llama"), some_ids()
+    expected = kv_damages(lm, ids, LENGTHS, SINK, RECENT)
+    for row, length in enumerate(LENGTHS):
+        ids[row, length:] = -100
+    assert torch.equal(kv_damages(lm, ids, LENGTHS, SINK, RECENT), expected)
+
+
 def test_damages_that_are_not_finite_are_refused() -> None:
     lm, ids = make_loaded("llama"), some_ids()
     torch.nn.init.constant_(lm.model.model.norm.weight, float("nan"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 import headscan
 from headscan.errors import PruningError
 from headscan.grid import Head
+from headscan.models.forward_inputs import before_last
 from headscan.models.loaded_model import LoadedModel, Sharding
 from headscan.pruning.edited_model import Edits, edited
 from headscan.pruning.repair import mean_outputs
@@ -73,6 +75,27 @@ def test_a_model_with_means_computes_mean_ablation(name: str, tmp_path: Path) ->
     headscan.save_pruned(smaller, tmp_path / "smaller")
     again = headscan.load(str(tmp_path / "smaller"), dtype="float32", device="cpu")
     assert torch.equal(again.model(input_ids=ids).logits, found)
+
+
+@torch.no_grad()
+def test_tokens_of_recall_prompts_have_the_weights_of_the_least_squares() -> None:
+    lm = make_loaded("llama")
+    prompts = random_texts(lm, sequences=3, seed=1)
+    answers = before_last(prompts.lengths, torch.full_like(prompts.lengths, 2), prompts.ids.shape[1])
+    both = random_texts(lm).with_prompts([replace(prompts, scoring_BN=answers)], 0.3)
+    site, head = lm.grid.site_of(1), Head(1, 2)
+    module = lm.module(site.output_projection)
+    inputs, weights = list[Tensor](), list[Tensor]()
+    with module.register_forward_pre_hook(lambda _, args: inputs.append(args[0][0])):
+        for batch in replace(both, batch_tokens=1).batches(lm.device):
+            lm.model(input_ids=batch.ids)
+            weights.append(batch.weights_BN[0])
+    assert len(set(torch.cat(weights).tolist())) == 2
+    mean = torch.cat(weights).double() @ torch.cat(inputs).double() / torch.cat(weights).sum()
+    part = slice(head.head * site.value_dim, (head.head + 1) * site.value_dim)
+    expected = module.weight[:, part].double() @ mean[part]
+    (found,) = mean_outputs(lm, both, [head]).values()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
 
 
 @torch.no_grad()

@@ -131,6 +131,20 @@ def test_padding_beyond_every_sequence_changes_nothing(family: str, site: str) -
         torch.testing.assert_close(lm.model(input_ids=ids, **more).logits, own, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("filler", [-100, VOCABULARY, 0])
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_padding_has_any_id_and_any_width(family: str, filler: int) -> None:
+    lm = make_loaded(family)
+    ids, _ = ragged([60, 41])
+    expected = headscan.collect(lm, ids, [60, 41])
+    assert lm.max_tokens is not None
+    wide = torch.full((2, lm.max_tokens + 1), filler)
+    wide[0, :60], wide[1, :41] = ids[0], ids[1, :41]
+    found = headscan.collect(lm, wide, [60, 41])
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name], values, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gpt_oss", "deepseek_v3", "gptj"])
 def test_paths_agree(family: str) -> None:
     lm = make_loaded(family)

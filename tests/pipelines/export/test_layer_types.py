@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.export.decilm_folder import write_decilm
 from headscan.pipelines.export.layer_types_folder import write_layer_types
+from headscan.pipelines.export.servable_model import serving_commands
 from headscan.pipelines.runs.model_identity import model_facts
 from tests.pipelines.export.test_decilm_folder import DecilmModel, ids
 from tests.small_models import make_loaded
@@ -150,18 +152,20 @@ def test_the_commands_write_folders_and_the_configuration_of_tensorrt(
     plan = load_plan(without)
     layers = sorted({layer for layer, _ in plan.window_heads})
     assert plan.granularity == "layer" and len(layers) == 3 and len(plan.window_heads) == 12
+    (tmp_path := tmp_path / "two words").mkdir()
     out = tmp_path / "served"
     assert main(["export", "layer-types", "demo", "--plan", str(without), "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    assert f"3 of 6 layers see 16 tokens: {', '.join(map(str, layers))}" in said and f"`vllm serve {out}`" in said
+    assert f"3 of 6 layers see 16 tokens: {', '.join(map(str, layers))}" in said and f"`vllm serve '{out}'`" in said
     words = ["--architecture", "ministral", "--plan", str(without)]
     assert main(["export", "layer-types", "demo", *words, "--out", str(tmp_path / "ministral")]) == 0
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "ministral")) is MinistralForCausalLM
     assert main(["export", "decilm", "demo", "--plan", str(without), "--out", str(tmp_path / "decilm")]) == 0
+    assert f"`vllm serve '{tmp_path / 'decilm'}' --trust-remote-code`" in capsys.readouterr().out
     configs = [json.loads((tmp_path / f"{name}/config.json").read_text()) for name in ("served", "ministral", "decilm")]
     fields = tmp_path / "fields.json"
     assert main(["export", "layer-types", "--plan", str(without), "--out", str(fields)]) == 0
-    assert "--hf-overrides" in capsys.readouterr().out
+    assert f"--hf-overrides \"$(cat '{fields}')\"`" in capsys.readouterr().out
     configs.append(json.loads(fields.read_text()))
     assert configs[-1].keys() == {"layer_types", "sliding_window"}
     assert len({json.dumps([config["layer_types"], config["sliding_window"]]) for config in configs}) == 1
@@ -172,6 +176,16 @@ def test_the_commands_write_folders_and_the_configuration_of_tensorrt(
     windowed = {layer for layer, _ in load_plan(with_sinks).window_heads}
     assert arguments["max_attention_window"] == [20 if layer in windowed else 512 for layer in range(6)]
     assert arguments["sink_token_length"] == 4 and "sink_token_length=4)" in said and "C++ backend" in said
+    assert f"--extra_llm_api_options '{yaml}'`" in said
+
+
+def test_commands_for_a_folder_with_spaces_are_shell_words() -> None:
+    commands = serving_commands("my models/small/", serves_itself=True)
+    assert [shlex.split(command, comments=True) for command in commands] == [
+        ["headscan", "export", "gguf", "my models/small", "--out", "my models/small.gguf"],
+        ["headscan", "export", "decilm", "my models/small", "--out", "my models/small-served"],
+        ["vllm", "serve", "my models/small", "--trust-remote-code", "--model-impl", "transformers"],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,7 @@ from headscan.pipelines.scoring.recall_tasks import recall_questions
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.evaluation_settings import RecallPlan
 from headscan.pipelines.settings.measure_settings import ScanConfig
-from headscan.pipelines.settings.saving_settings import LossLimit, PlanConfig
+from headscan.pipelines.settings.saving_settings import LossLimit, PlanConfig, RecallConfig
 from tests.pipelines.conftest import THREADS
 from tests.sources import SHARED
 
@@ -243,12 +244,28 @@ def test_lengths_above_the_context_are_refused(context: ModelContext) -> None:
     assert replace(SMALL, max_tokens=None).tokens(unlimited) == 1024
 
 
+def test_texts_come_from_many_documents(context: ModelContext, tmp_path: Path) -> None:
+    """One long document does not supply all of them."""
+    (tmp_path / "0.txt").write_text("A long document goes on and on. " * 3000)
+    for number in range(1, 8):
+        (tmp_path / f"{number}.txt").write_text(f"Document {number} is short. " * 30)
+    found = text_prompts(CorpusSpec(str(tmp_path)), context.identity, 64, 8, 20)
+    texts = [context.identity.tokenizer.decode(request.ids) for request in found.requests]
+    assert ["goes on" in text for text in texts] == [True] + [False] * 7
+    assert all(f"{number} is short" in texts[number] for number in range(1, 8))
+
+
 def test_recall_prompts_are_no_questions_of_an_evaluation(context: ModelContext) -> None:
     questions = recall_questions(context.identity.tokenizer, RecallPlan((256,), 8), None, bos="auto")
     asked = {request.ids for question in questions for request in question.requests}
     prompts = [request.ids for each in recall_prompts(context.identity, 257, 8, 0) for request in each.requests]
     assert len(prompts) == 16 and asked.isdisjoint(prompts)
     assert {len(ids) for ids in prompts} == {257} == {len(ids) for ids in asked}
+    most = 2**32 - 1
+    for setting in (RecallPlan, RecallConfig, partial(PlanConfig, SMALL.model)):
+        assert setting(seed=most).seed == most
+        with pytest.raises(HeadscanError, match=rf"^`seed={2**32}` \(limit below {2**32}\)\. Lower `seed`"):
+            setting(seed=2**32)
 
 
 @pytest.mark.parametrize(

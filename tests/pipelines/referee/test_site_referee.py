@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from headscan.analysis.report.ablation_costs import site_section
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.criterion_points import SitePoint, read_site_points
 from headscan.architectures import ENCODERS, HEADS, LAYERS
+from headscan.cluster.pool import WorkError
 from headscan.errors import InterventionError, UnknownNameError
+from headscan.gradients.losses import ClassificationLoss
+from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.measure.labelled_texts import LabelledText, read_labelled
 from headscan.pipelines.referee.site_referee import SiteRefereeConfig, run_labelled_referee
@@ -129,6 +133,26 @@ def test_effects_scores_and_entropy_order_heads(family: str, tmp_path: Path, sto
             order = values.flatten().argsort()[: LAYERS * HEADS // 2].tolist()
             chosen = {(kind, place // HEADS, place % HEADS) for place in order}
             assert at(points, name, kind, 0.5).heads == chosen, (name, kind)
+
+
+@pytest.mark.parametrize("wrong", [math.inf, math.nan])
+def test_losses_that_are_not_finite_are_refused(
+    wrong: float, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One example without a loss would else change the mean of a head, or vanish from it."""
+    losses, calls = ClassificationLoss.losses, count(1)
+
+    def broken(self: ClassificationLoss, lm: LoadedModel) -> torch.Tensor:
+        found = losses(self, lm)
+        if next(calls) == 3:
+            found[0] = wrong
+        return found
+
+    monkeypatch.setattr(ClassificationLoss, "losses", broken)
+    config = config_of(tmp_path, "bert", "loss")
+    asked = SiteRefereeConfig(config, Comparison(("effect",), (0.5,), 0), DataSpec(config.data.path))
+    with pytest.raises(WorkError, match=r"NaN or infinite losses with or without head 0:1, self attention: 1 of"):
+        run_labelled_referee(asked, run_on(pool_of(config), store))
 
 
 def loss_of(oracle: Oracle, text: LabelledText, heads: list[Head]) -> float:

@@ -35,7 +35,6 @@ from headscan.pipelines.scoring.recall_tasks import (
     RecallQuestion,
     grade,
     questions_per_length,
-    recall_lengths,
     recall_questions,
     recall_series,
     sentences,
@@ -117,8 +116,8 @@ def find(part: tuple[int, ...], whole: tuple[int, ...]) -> list[int]:
     ],
 )
 def test_chosen_lengths_suit_the_model(max_tokens: int | None, lengths: tuple[int, ...]) -> None:
-    assert recall_lengths(RecallPlan(), max_tokens) == lengths
-    assert recall_lengths(RecallPlan(lengths=(90,)), max_tokens) == (90,)
+    assert RecallPlan().lengths_within(max_tokens) == lengths
+    assert RecallPlan(lengths=(90,)).lengths_within(max_tokens) == (90,)
 
 
 def test_every_request_is_read_in_exactly_the_length_of_its_task(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -137,7 +136,7 @@ def test_every_request_is_read_in_exactly_the_length_of_its_task(tokenizer: PreT
 def test_a_kind_has_400_questions_over_all_lengths(limit: int, each: int) -> None:
     """Over three lengths that would be 134 each, which four do not divide."""
     plan = RecallPlan()
-    lengths = recall_lengths(plan, limit)
+    lengths = plan.lengths_within(limit)
     assert questions_per_length(plan, len(lengths)) == {"needle": each, "copying": each}
     assert questions_per_length(replace(plan, questions=12), len(lengths)) == {"needle": 12, "copying": 12}
     of_each = questions_per_length(replace(plan, in_all=(400, 700)), 5)
