@@ -7,21 +7,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import pyarrow as pa
 
 from headscan.ablation.ablation import Ablation
 from headscan.analysis.errors import FinishedArmError
 from headscan.analysis.store.store import Store
-from headscan.cluster.pool import Pool
-from headscan.models.loaded_model import LoadedModel
+from headscan.cluster.pool import Finished, Pool, Task
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.scoring.arms import Arm
-from headscan.pipelines.scoring.bundles import LEAST_SIZE, BundleItem, Start, bundle
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, common_tokens
+from headscan.pipelines.scoring.bundles import LEAST_SIZE, Start, bundle
+from headscan.pipelines.scoring.likelihood import common_tokens
 from headscan.pipelines.scoring.reading import Reading
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
-from headscan.pipelines.scoring.token_requests import AnswerSet, GenerationRequest, Likelihood, Request, ScoringItem
+from headscan.pipelines.scoring.token_requests import (
+    AnswerSet,
+    ArmItem,
+    GenerationRequest,
+    Likelihood,
+    Request,
+    ScoringItem,
+    score_item,
+)
 
 #: Approximate number of items per arm; fewer if items would be smaller than a batch.
 _ITEMS = 64
@@ -29,15 +37,19 @@ _ITEMS = 64
 
 @dataclass(frozen=True)
 class WorkItem:
-    """Requests to score, or prompts to generate from, and their hashes. Requests of other kinds have ``work_of``, which
-    makes the work of one arm from its name and its ablation.
+    """Requests of one kind and their hashes. ``item_of`` makes the item of one arm and has the arguments of
+    `Reading.item`, which None uses.
     """
 
     index: int
     hashes: tuple[str, ...]
-    scored: tuple[Request, ...] = ()
-    written: tuple[GenerationRequest, ...] = ()
-    work_of: Callable[[str, Ablation | None], ScoringItem] | None = None
+    requests: tuple[Any, ...]
+    item_of: Callable[[str, tuple[Any, ...], Ablation | None, int], ArmItem[Any]] | None = None
+
+    @property
+    def scored(self) -> bool:
+        """True if several masks can be answered in one pass."""
+        return isinstance(self.requests[0], Request)
 
 
 def work_items(requests: Mapping[str, Request | GenerationRequest], batch_tokens: int) -> list[WorkItem]:
@@ -45,10 +57,10 @@ def work_items(requests: Mapping[str, Request | GenerationRequest], batch_tokens
     items: list[WorkItem] = []
     scored, costs = _by_prefix({h: request for h, request in requests.items() if isinstance(request, Request)})
     for part in _cut(list(scored), costs, batch_tokens):
-        items.append(WorkItem(len(items), tuple(part), scored=tuple(scored[h] for h in part)))
+        items.append(WorkItem(len(items), tuple(part), tuple(scored[h] for h in part)))
     written, costs = _by_length({h: r for h, r in requests.items() if isinstance(r, GenerationRequest)})
     for part in _cut(list(written), costs, batch_tokens):
-        items.append(WorkItem(len(items), tuple(part), written=tuple(written[h] for h in part)))
+        items.append(WorkItem(len(items), tuple(part), tuple(written[h] for h in part)))
     return items
 
 
@@ -127,24 +139,6 @@ class ArmAnswers:
         self.answers, self.zeroed = {}, {}
 
 
-@dataclass(frozen=True)
-class ArmsWork:
-    """The work of some arms on the requests of one item, with the indices of the arms and of the item."""
-
-    arms: tuple[int, ...]
-    index: int
-    work: ScoringItem
-
-    @property
-    def name(self) -> str:
-        return self.work.name
-
-
-def answer_item(lm: LoadedModel, item: ArmsWork) -> Sequence[AnswerSet[Likelihood | str]]:
-    """Pool task: answer one item for each of its arms."""
-    return item.work.run(lm)
-
-
 def answer(
     store: Store,
     pool: Pool,
@@ -170,14 +164,15 @@ def answer(
                 yield of_arm
                 of_arm.forget()
         try:
-            pace = _Pace()
-            for indices, item, results in _answered(pool, _todo(by_arm, items, settings, pace), pace):
-                progress.update(len(items[item].hashes) * len(indices))  # at once, or the rate would be that of one arm
-                for index, result in zip(indices, results, strict=True):
-                    of_arm = by_arm[index]
-                    of_arm.take(items[item], result)
+            schedule = _Schedule(by_arm, items, settings)
+            task: Task[Any, Any] = score_in_ranges if pool.staged else score_item
+            for done in pool.map(task, schedule.pool_items()):
+                some, item = schedule.finished(done)
+                progress.update(len(item.hashes) * len(some))  # at once, or the rate would be that of one arm
+                for of_arm, result in zip(some, done.value, strict=True):
+                    of_arm.take(item, result)
                     if of_arm.missing:
-                        writer.add(of_arm, items[item])
+                        writer.add(of_arm, item)
                     else:
                         writer.drop(of_arm)  # a finished arm is stored as a whole
                         yield of_arm
@@ -187,79 +182,55 @@ def answer(
             writer.write()
 
 
-class _Pace:
-    """The time of one token of one arm, which limits the arms of a bundle: a stop loses an unfinished bundle."""
+class _Schedule:
+    """The items of a pool, and which arms and requests each has. The time of one token of one arm limits the arms of a
+    bundle, because a stop loses an unfinished one.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, by_arm: Sequence[ArmAnswers], items: Sequence[WorkItem], settings: AnsweringSettings) -> None:
+        self._by_arm, self._items, self._settings = by_arm, items, settings
+        self._drawn: dict[str, tuple[list[ArmAnswers], WorkItem]] = {}
         self._seconds = self._tokens = 0.0
 
-    def add(self, seconds: float, work: ScoringItem) -> None:
-        if isinstance(work, BundleItem):
-            self._seconds += seconds
-            self._tokens += len(work.masks) * _tokens(work.requests)
+    def pool_items(self) -> Iterator[ScoringItem[Any]]:
+        settings = self._settings
+        ablated = [of_arm.arm.ablated for of_arm in self._by_arm]
+        for group in bundle(ablated, settings.starts, settings.bundle_size):
+            for item in self._items:
+                lacking = [self._by_arm[index] for index in group if item.index in self._by_arm[index].missing]
+                while lacking:
+                    most = self._most_arms(item)
+                    some, lacking = lacking[:most], lacking[most:]
+                    work = self._pool_item([of_arm.arm for of_arm in some], item)
+                    self._drawn[work.name] = some, item
+                    yield work
 
-    def most_arms(self, item: WorkItem) -> int:
+    def finished(self, done: Finished[ScoringItem[Any], Any]) -> tuple[list[ArmAnswers], WorkItem]:
+        """Return the arms and the requests of a finished item of the pool."""
+        some, item = self._drawn.pop(done.item.name)
+        if len(some) > 1:
+            self._seconds += done.seconds
+            self._tokens += len(some) * _tokens(item.requests)
+        return some, item
+
+    def _most_arms(self, item: WorkItem) -> int:
         """Return how many arms are answered in `_BUNDLE_SECONDS`; `LEAST_SIZE` before the first bundle is measured."""
-        seconds = self._seconds / max(1.0, self._tokens) * _tokens(item.scored)
+        if not item.scored:
+            return 1
+        seconds = self._seconds / max(1.0, self._tokens) * _tokens(item.requests)
         return max(LEAST_SIZE, int(_BUNDLE_SECONDS / seconds)) if seconds else LEAST_SIZE
+
+    def _pool_item(self, arms: Sequence[Arm], item: WorkItem) -> ScoringItem[Any]:
+        settings, of_item = self._settings, f"requests {item.index}"
+        if len(arms) == 1:
+            item_of = item.item_of or settings.reading.item
+            return item_of(f"{arms[0].name}, {of_item}", item.requests, arms[0].ablated, settings.batch_tokens)
+        masks, name = tuple(arm.ablated for arm in arms), f"{arms[0].name} and {len(arms) - 1} more, {of_item}"
+        return settings.reading.bundle(name, item.requests, masks, settings.starts, settings.batch_tokens)
 
 
 def _tokens(requests: Sequence[Request]) -> int:
     return sum(len(request.ids) for request in requests)
-
-
-def _answered(
-    pool: Pool, todo: Iterator[ArmsWork], pace: _Pace
-) -> Iterator[tuple[tuple[int, ...], int, Sequence[AnswerSet[Likelihood | str]]]]:
-    """Yield indices of arms, the index of an item, and each arm's answers to the item."""
-    if pool.staged:
-        alone = (_StagedItem(**vars(group.work), arms=group.arms, index=group.index) for group in todo)
-        for scored in pool.map(score_in_ranges, alone):
-            assert isinstance(scored.item, _StagedItem)
-            yield scored.item.arms, scored.item.index, [scored.value]
-    else:
-        for finished in pool.map(answer_item, todo):
-            pace.add(finished.seconds, finished.item.work)
-            yield finished.item.arms, finished.item.index, finished.value
-
-
-@dataclass(frozen=True, kw_only=True)
-class _StagedItem(LikelihoodItem):
-    """The requests of one item under one arm, for models run by layer ranges."""
-
-    arms: tuple[int, ...]
-    index: int
-
-
-def _todo(
-    by_arm: Sequence[ArmAnswers], items: Sequence[WorkItem], settings: AnsweringSettings, pace: _Pace
-) -> Iterator[ArmsWork]:
-    for group in bundle([of_arm.arm.ablated for of_arm in by_arm], settings.starts, settings.bundle_size):
-        for item in items:
-            lacking = tuple(index for index in group if item.index in by_arm[index].missing)
-            while lacking:
-                most = pace.most_arms(item) if item.scored else 1
-                part, lacking = lacking[:most], lacking[most:]
-                arms = [by_arm[index].arm for index in part]
-                work = _bundle_work(arms, item, settings) if len(part) > 1 else arm_work(arms[0], item, settings)
-                yield ArmsWork(part, item.index, work)
-
-
-def arm_work(arm: Arm, item: WorkItem, settings: AnsweringSettings) -> ScoringItem:
-    """Return the work of one arm on one item; see the table of `reading`."""
-    name, reading = f"{arm.name}, requests {item.index}", settings.reading
-    if item.work_of is not None:
-        return item.work_of(name, arm.ablated)
-    if item.scored:
-        return reading.item(name, item.scored, arm.ablated, settings.batch_tokens)
-    return reading.generation(name, item.written, arm.ablated, settings.batch_tokens)
-
-
-def _bundle_work(arms: Sequence[Arm], item: WorkItem, settings: AnsweringSettings) -> ScoringItem:
-    """Return the work of several masks on one item."""
-    masks = tuple(arm.ablated for arm in arms)
-    name = f"{arms[0].name} and {len(arms) - 1} more, requests {item.index}"
-    return settings.reading.bundle(name, item.scored, masks, settings.starts, settings.batch_tokens)
 
 
 class _AnswerWriter:

@@ -33,7 +33,7 @@ from headscan.pipelines.scoring.likelihood import (
     distinct_reads,
     walk,
 )
-from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request
+from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request, ScoringItem
 from headscan.sizing.model_sizes import LayerCache
 
 T = TypeVar("T")
@@ -63,15 +63,13 @@ FROM_TOKENS = Start(0, False)
 
 
 @dataclass(frozen=True)
-class BundleItem:
+class BundleItem(ScoringItem[Request]):
     """Requests for one replica under several masks (None is the whole model), and where the pass of each mask starts.
 
     Attributes:
         base: The ablation from whose pass the others go on, here called the baseline; None is the whole model.
     """
 
-    name: str
-    requests: tuple[Request, ...]
     masks: tuple[Ablation | None, ...]
     starts: tuple[Start, ...]
     batch_tokens: int
@@ -79,7 +77,14 @@ class BundleItem:
     base: Ablation | None = None
 
     def run(self, lm: LoadedModel) -> list[AnswerSet[Likelihood]]:
-        return score_bundle(lm, self)
+        """Answer requests under each of the masks."""
+        bundled = _Bundle(lm, self)
+        reads = distinct_reads(self.requests)
+        with torch.no_grad():
+            walked = walk(lm, reads, self.batch_tokens, self.share_prefixes, bundled.read_on, bundled.answer)
+            answered = dict(walked)
+        of_arms = ({index: answers[arm] for index, answers in answered.items()} for arm in range(len(self.masks)))
+        return [by_request(reads, answers) for answers in of_arms]
 
 
 def possible_starts(lm: LoadedModel, ablated: Sequence[Ablation | None]) -> frozenset[Start]:
@@ -145,15 +150,6 @@ def bundle_starts(starts: Sequence[Start | None], size: int = LEAST_SIZE) -> lis
         return sum(saved) > (0 if any(starts[index] is None for index in group) else max(saved))
 
     return [part for group in groups for part in ([group] if pays(group) else [[index] for index in group])]
-
-
-def score_bundle(lm: LoadedModel, item: BundleItem) -> list[AnswerSet[Likelihood]]:
-    """Answer requests under each of the masks."""
-    bundled = _Bundle(lm, item)
-    reads = distinct_reads(item.requests)
-    with torch.no_grad():
-        answered = dict(walk(lm, reads, item.batch_tokens, item.share_prefixes, bundled.read_on, bundled.answer))
-    return [by_request(reads, {i: answers[arm] for i, answers in answered.items()}) for arm in range(len(item.masks))]
 
 
 @dataclass(frozen=True)

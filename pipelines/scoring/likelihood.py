@@ -27,7 +27,7 @@ from headscan.layers.prefix_cache import Prefix, read_prefix
 from headscan.models.loaded_model import LoadedModel, logits_at
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.models.token_batches import batches, pad, pass_cost, pass_tokens, run_halving
-from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request, input_key
+from headscan.pipelines.scoring.token_requests import AnswerSet, ArmItem, Likelihood, Request, input_key
 
 
 class ReadInput(NamedTuple):
@@ -287,29 +287,23 @@ _PLACES = 512
 
 
 @dataclass(frozen=True)
-class LikelihoodItem:
+class LikelihoodItem(ArmItem[Request]):
     """Requests for one replica. ``as_rules`` computes attention with the kernels of rules, which excludes
     ``share_prefixes``.
     """
 
-    name: str
-    requests: tuple[Request, ...]
-    ablated: Ablation | None
-    batch_tokens: int
     share_prefixes: bool
     as_rules: bool = False
     rope: RopeLengths = UNVARYING
 
     def run(self, lm: LoadedModel) -> list[AnswerSet[Likelihood]]:
-        return [score_requests(lm, self)]
-
-
-def score_requests(lm: LoadedModel, item: LikelihoodItem) -> AnswerSet[Likelihood]:
-    """Answer requests with the item's heads ablated."""
-    reads = distinct_reads(item.requests)
-    share = item.share_prefixes and (item.ablated is None or item.ablated.may_share_prefix)
-    answers = answers_to(lm, reads, item.ablated, item.batch_tokens, share_prefixes=share, as_rules=item.as_rules)
-    return by_request(reads, answers)
+        """Answer requests with the item's heads ablated."""
+        reads = distinct_reads(self.requests)
+        share = self.share_prefixes and (self.ablated is None or self.ablated.may_share_prefix)
+        with torch.no_grad(), ablating(lm, self.ablated, as_rules=self.as_rules) as record:
+            answer = partial(answer_reads, lm, record=record)
+            answers = dict(walk(lm, reads, self.batch_tokens, share, partial(read_prefix, lm), answer))
+        return [by_request(reads, answers)]
 
 
 @contextmanager
@@ -323,25 +317,6 @@ def ablating(
         if as_rules and (ablated is None or not ablated.needs_whole_input):
             context.enter_context(attention_hook(lm, lambda site, call: call.output()))
         yield None if ablated is None else context.enter_context(headscan.intervene(lm, ablated, **about))
-
-
-def answers_to(
-    lm: LoadedModel,
-    reads: Sequence[ReadInput],
-    ablated: Ablation | None,
-    batch_tokens: int,
-    *,
-    share_prefixes: bool = False,
-    as_rules: bool = False,
-) -> dict[int, ReadAnswer]:
-    """Return the answers of all reads by index; ``share_prefixes`` requires `Ablation.may_share_prefix`."""
-    with torch.no_grad(), ExitStack() as context:
-        record = context.enter_context(ablating(lm, ablated, as_rules=as_rules))
-
-        def answer(chosen: list[ReadInput], after: Continued[Prefix]) -> list[ReadAnswer]:
-            return answer_reads(lm, chosen, after, record)
-
-        return dict(walk(lm, reads, batch_tokens, share_prefixes, partial(read_prefix, lm), answer))
 
 
 def answer_reads(

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from headscan.ablation.ablation import Ablation, LayerwiseAblation
+from headscan.ablation.ablation import LayerwiseAblation
 from headscan.ablation.masks import HeadMask
 from headscan.layers.blocks import Blocks, find_blocks
+from headscan.layers.prefix_cache import read_prefix
 from headscan.layers.shared_rows import SharedRow, can_share_rows, read_shared_row
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pass_cost, pass_tokens, run_halving
@@ -22,14 +24,16 @@ from headscan.pipelines.scoring.likelihood import (
     PrefixNode,
     ReadAnswer,
     ReadInput,
-    answers_to,
+    ablating,
+    answer_reads,
     by_request,
     distinct_reads,
     likelihoods_at,
     prefix_tree,
     shareable_tokens,
+    walk,
 )
-from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request
+from headscan.pipelines.scoring.token_requests import AnswerSet, ArmItem, Likelihood, Request
 
 #: A row may have at least so many times the tokens of its prefix: reading a prefix again costs more than a longer pass.
 _PREFIXES = 3
@@ -98,36 +102,30 @@ def _members(node: PrefixNode) -> Iterator[int]:
 
 
 @dataclass(frozen=True)
-class SharedRowItem:
+class SharedRowItem(ArmItem[Request]):
     """Requests for one replica whose model can read shared rows. Requests with an ablation that may not share rows (see
     `LayerwiseAblation`) are read whole.
     """
 
-    name: str
-    requests: tuple[Request, ...]
-    ablated: Ablation | None
-    batch_tokens: int
-
     def run(self, lm: LoadedModel) -> list[AnswerSet[Likelihood]]:
-        return [score_shared_rows(lm, self)]
+        """Answer requests with the item's heads ablated, with the kernels of rules for every arm."""
+        reads = distinct_reads(self.requests)
+        answered: dict[int, ReadAnswer] = {}
+        ablated = HeadMask([]) if self.ablated is None else self.ablated
+        if isinstance(ablated, LayerwiseAblation) and ablated.may_share_rows:
+            answered = _in_rows(lm, ablated, reads, self.batch_tokens)
+        alone = [index for index in range(len(reads)) if index not in answered]
+        whole = [reads[index] for index in alone]
+        with torch.no_grad(), ablating(lm, self.ablated, as_rules=True) as record:
+            answer = partial(answer_reads, lm, record=record)
+            for place, of_read in walk(lm, whole, self.batch_tokens, False, partial(read_prefix, lm), answer):
+                answered[alone[place]] = of_read
+        return [by_request(reads, answered)]
 
 
 def can_read_shared_rows(lm: LoadedModel, item: object) -> bool:
     """Pool task: return True if inputs can share their prefixes in rows."""
     return can_share_rows(lm)
-
-
-def score_shared_rows(lm: LoadedModel, item: SharedRowItem) -> AnswerSet[Likelihood]:
-    """Answer requests with the item's heads ablated, with the kernels of rules for every arm."""
-    reads = distinct_reads(item.requests)
-    answered: dict[int, ReadAnswer] = {}
-    ablated = HeadMask([]) if item.ablated is None else item.ablated
-    if isinstance(ablated, LayerwiseAblation) and ablated.may_share_rows:
-        answered = _in_rows(lm, ablated, reads, item.batch_tokens)
-    alone = [index for index in range(len(reads)) if index not in answered]
-    answers = answers_to(lm, [reads[index] for index in alone], item.ablated, item.batch_tokens, as_rules=True)
-    answered.update((alone[place], answer) for place, answer in answers.items())
-    return by_request(reads, answered)
 
 
 def _in_rows(

@@ -46,8 +46,8 @@ class PartialAnswers:
     heads: int
 
 
-class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, PartialAnswers, AnswerSet[Likelihood]]):
-    """Pool task: answer requests like `likelihood.score_requests`, range by range of layers."""
+class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, PartialAnswers, list[AnswerSet[Likelihood]]]):
+    """Pool task: answer requests like `LikelihoodItem.run`, range by range of layers."""
 
     def passes(self, item: LikelihoodItem) -> list[Batch]:
         lengths = [len(read.ids) for read in distinct_reads(item.requests)]
@@ -84,7 +84,7 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, PartialAnswers, AnswerSet
         zeroed = tuple(chain.from_iterable(half.zeroed for half in halves))
         return PartialAnswers(tuple(chain.from_iterable(scored)) if scored else None, zeroed, halves[0].heads)
 
-    def join(self, item: LikelihoodItem, partials: Sequence[Sequence[PartialAnswers]]) -> AnswerSet[Likelihood]:
+    def join(self, item: LikelihoodItem, partials: Sequence[Sequence[PartialAnswers]]) -> list[AnswerSet[Likelihood]]:
         reads: list[ReadInput] = distinct_reads(item.requests)
         answered: dict[int, ReadAnswer] = {}
         for batch, ranges in zip(self.passes(item), partials, strict=True):
@@ -95,7 +95,7 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, PartialAnswers, AnswerSet
                 batch.rows, likelihoods, *(partial.zeroed for partial in ranges), strict=True
             ):
                 answered[row] = ReadAnswer(scored, sum(zeroed) / heads)
-        return by_request(reads, answered)
+        return [by_request(reads, answered)]
 
 
 score_in_ranges = _ScoreInRanges("score_in_ranges")

@@ -25,7 +25,7 @@ from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.runs.head_orders import find_run
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scoring.arms import BASELINE, Ablation, Arm, controls, mask_arm, scored_masks, scored_rules
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
+from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request, input_key
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, HarnessError, TaskConfig
 from headscan.pipelines.settings.measure_settings import ScanConfig
@@ -61,7 +61,7 @@ def collected(spec: ModelSpec, pairs: list[tuple[str, str]]) -> tuple[HeadscanLM
 def answered(
     lm: headscan.LoadedModel, found: tuple[Request, ...], ablated: Ablation | None, batch_tokens: int, share: bool
 ) -> AnswerSet[Likelihood]:
-    return score_requests(lm, LikelihoodItem("all", found, ablated, batch_tokens, share))
+    return LikelihoodItem("all", found, ablated, batch_tokens, share).run(lm)[0]
 
 
 @pytest.mark.parametrize("share", [True, False])

@@ -19,9 +19,9 @@ from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.kv.plan_arms import plan_arms
 from headscan.pipelines.scoring import eviction
-from headscan.pipelines.scoring.eviction import EvictionItem, score_evicted
-from headscan.pipelines.scoring.generation import GenerationItem, generate_texts
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
+from headscan.pipelines.scoring.eviction import EvictionItem
+from headscan.pipelines.scoring.generation import GenerationItem
+from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.reading import Reading
 from headscan.pipelines.scoring.token_requests import AnswerSet, GenerationRequest, Likelihood, Request
 from headscan.pipelines.settings.evaluation_settings import PLAN_MODES, PlanMode
@@ -48,7 +48,7 @@ def ablation(plan: HeadPlan, mode: PlanMode) -> Ablation:
 def evicted(
     lm: LoadedModel, plan: HeadPlan, requests: Sequence[Request], batch_tokens: int = 1000
 ) -> AnswerSet[Likelihood]:
-    return score_evicted(lm, EvictionItem("all", tuple(requests), ablation(plan, "decode"), batch_tokens))
+    return EvictionItem("all", tuple(requests), ablation(plan, "decode"), batch_tokens).run(lm)[0]
 
 
 def assert_close(found: Sequence[Likelihood], expected: Sequence[Likelihood], tolerance: float = 1e-4) -> None:
@@ -108,7 +108,7 @@ def test_forward_answers_are_those_of_window_masks(lm: LoadedModel, plan: HeadPl
 
 @pytest.mark.parametrize("mode", PLAN_MODES)
 def test_full_heads_give_the_baseline(lm: LoadedModel, model: PlannedModel, mode: PlanMode) -> None:
-    expected = score_requests(lm, LikelihoodItem("all", REQUESTS, None, 1000, False)).answers
+    expected = LikelihoodItem("all", REQUESTS, None, 1000, False).run(lm)[0].answers
     for reading in (Reading(False), Reading(True)):
         (found,) = reading.item("all", REQUESTS, ablation(plan_for(model, 0), mode), 1000).run(lm)
         assert_close(found.answers, expected)
@@ -144,9 +144,9 @@ def test_architectures_without_plain_attention_evict_too(family: str) -> None:
     context = tokens(20, vocabulary=VOCABULARY)
     requests = [Request((*context, *tokens(6, seed, VOCABULARY)), 6) for seed in range(3)]
     plan = random_plan(lm, (NARROW,))
-    found = score_evicted(lm, EvictionItem("all", tuple(requests), KvEviction(plan), 1000)).answers
+    found = EvictionItem("all", tuple(requests), KvEviction(plan), 1000).run(lm)[0].answers
     assert_close(found, [decode_oracle(lm, plan, request) for request in requests], 1e-3)  # type: ignore[arg-type]
-    baseline = score_requests(lm, LikelihoodItem("all", tuple(requests), None, 1000, False)).answers
+    baseline = LikelihoodItem("all", tuple(requests), None, 1000, False).run(lm)[0].answers
     assert all(abs(a.log_likelihood - b.log_likelihood) > 1e-2 for a, b in zip(found, baseline, strict=True))
     assert lm.model.config._attn_implementation == implementation
 
@@ -180,7 +180,7 @@ def test_texts_are_generated_from_what_a_plan_keeps(
 
     def texts(of: HeadPlan | None, batch_tokens: int) -> tuple[str, ...]:
         ablated = None if of is None else ablation(of, mode)
-        return generate_texts(lm, GenerationItem("all", requests, ablated, batch_tokens)).answers
+        return GenerationItem("all", requests, ablated, batch_tokens).run(lm)[0].answers
 
     expected = []
     for prompt in prompts:

@@ -27,7 +27,7 @@ from headscan.pipelines.evaluate.tasks import Tasks
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scoring import generation
 from headscan.pipelines.scoring.arms import BASELINE, Arm
-from headscan.pipelines.scoring.generation import GenerationItem, generate_texts
+from headscan.pipelines.scoring.generation import GenerationItem
 from headscan.pipelines.scoring.token_requests import AnswerSet, GenerationRequest, input_key
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from tests.pipelines.conftest import TEXTS, THREADS, run_on, zeroed_by_hand
@@ -54,7 +54,7 @@ def written(
     ablated: Ablation | None = None,
     batch_tokens: int = 1000,
 ) -> AnswerSet[str]:
-    return generate_texts(lm, GenerationItem("all", tuple(requests), ablated, batch_tokens))
+    return GenerationItem("all", tuple(requests), ablated, batch_tokens).run(lm)[0]
 
 
 @torch.no_grad()
@@ -224,9 +224,11 @@ def test_a_task_with_samples_is_graded_by_the_first_of_each(
     adapter = HeadscanLM(identify(spec))
     Tasks(config.tasks).collect(adapter)
     (item,) = work_items(adapter.requests, config.batch_tokens)
-    assert sorted(request.draw for request in item.written) == [0, 0, 0, 1, 1, 1]
+    assert sorted(request.draw for request in item.requests) == [0, 0, 0, 1, 1, 1]
     for arm in arms:
-        texts = dict(zip(item.hashes, written(lm, item.written, arm.ablated, config.batch_tokens).answers, strict=True))
+        texts = dict(
+            zip(item.hashes, written(lm, item.requests, arm.ablated, config.batch_tokens).answers, strict=True)
+        )
         matches = [re.search(r"\S", texts[found]) for found in [*adapter.requests][::2]]
         answers = store.query("from answers join arms using (arm_id) where name = ? order by question", [arm.name])
         assert answers["response"].to_pylist() == [match.group() if match else "[invalid]" for match in matches]

@@ -114,8 +114,8 @@ def test_items_hold_every_request_once_with_its_hash(batch_tokens: int) -> None:
     assert [item.index for item in items] == list(range(len(items)))
     assert Counter(found for item in items for found in item.hashes) == Counter(list(requests))
     for item in items:
-        assert bool(item.scored) != bool(item.written)
-        assert [requests[found] for found in item.hashes] == [*item.scored, *item.written]
+        assert len({type(request) for request in item.requests}) == 1
+        assert [requests[found] for found in item.hashes] == [*item.requests]
 
 
 def test_items_do_not_depend_on_the_order_of_requests() -> None:
@@ -133,7 +133,7 @@ def test_requests_with_a_common_prefix_are_in_one_item() -> None:
     shuffled = Random(0).sample(list(requests), len(requests))
     items = work_items({found: requests[found] for found in shuffled}, 28)
     # 22 tokens for the first of a kind, one or two for each of the others.
-    assert [len({request.ids[:20] for request in item.scored}) for item in items] == [1] * 8
+    assert [len({request.ids[:20] for request in item.requests}) for item in items] == [1] * 8
 
 
 def test_hashes_distinguish_requests_and_are_equal_in_every_process() -> None:

@@ -16,15 +16,13 @@ from headscan.ablation.ablation import Ablation
 from headscan.catalog import SCORES, STATISTICS, Score, statistics_for
 from headscan.errors import InterventionError
 from headscan.layers.shared_rows import SharedRow, SharedRowHooks
-from headscan.pipelines.evaluate.answering import ArmsWork, answer_item
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, prefix_tree, score_requests
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, prefix_tree
 from headscan.pipelines.scoring.shared_row_likelihood import (
     SharedRowItem,
     can_read_shared_rows,
     pack_rows,
-    score_shared_rows,
 )
-from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood
+from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, score_item
 from headscan.statistics.registry import needs_sink_tokens
 from tests.pipelines.scoring.test_bundles import BATCH_TOKENS, REQUESTS, close
 from tests.pipelines.scoring.test_prefix_tree import random_sequences
@@ -60,11 +58,11 @@ class Tokens:
 
 
 def whole(lm: headscan.LoadedModel, ablated: Ablation | None, as_rules: bool = False) -> AnswerSet[Likelihood]:
-    return score_requests(lm, LikelihoodItem("all", REQUESTS, ablated, BATCH_TOKENS, False, as_rules))
+    return LikelihoodItem("all", REQUESTS, ablated, BATCH_TOKENS, False, as_rules).run(lm)[0]
 
 
 def read_in_rows(lm: headscan.LoadedModel, ablated: Ablation | None) -> AnswerSet[Likelihood]:
-    return score_shared_rows(lm, SharedRowItem("all", REQUESTS, ablated, BATCH_TOKENS))
+    return SharedRowItem("all", REQUESTS, ablated, BATCH_TOKENS).run(lm)[0]
 
 
 @pytest.mark.parametrize("ablated", [*RULES, MASK, RANDOM, None], ids=str)
@@ -129,9 +127,9 @@ def test_a_row_for_which_memory_is_short_is_cut_in_half() -> None:
 def test_an_arm_of_the_pool_is_answered_in_shared_rows() -> None:
     lm = make_loaded("llama")
     item = SharedRowItem("rule", REQUESTS, RULES[0], BATCH_TOKENS)
-    [found] = answer_item(lm, ArmsWork((0,), 0, item))
+    [found] = score_item(lm, item)
     assert isinstance(found, AnswerSet)
-    assert found.answers == score_shared_rows(lm, item).answers
+    assert found.answers == item.run(lm)[0].answers
 
 
 @pytest.mark.parametrize("seed", range(40))
