@@ -136,7 +136,7 @@ class HeadscanModel(HeadscanLM):
         with Progress(self._arm.name, len(new), "requests") as progress:
             for finished in self._context.pool.map(score_item, work):
                 hashes = items[finished.item.name].hashes
-                answers |= zip(hashes, finished.value[0].answers, strict=True)
+                answers |= zip(hashes, finished.value[0].values, strict=True)
                 progress.update(len(hashes))
         self.answers = answers
         return ask()

@@ -33,7 +33,7 @@ from headscan.models.token_batches import pad, run_halving, whole_batches
 from headscan.options import BATCH_TOKENS, Count, Limits, check_limits
 from headscan.pipelines.ablate.single_heads import AblateResult, ablated_sets
 from headscan.pipelines.evaluate.answering import AnsweringSettings, WorkItem
-from headscan.pipelines.evaluate.run_evaluation import answer_arms
+from headscan.pipelines.evaluate.run_evaluation import run_arms
 from headscan.pipelines.evaluate.tasks import ANSWERS, RESULTS, TaskResults
 from headscan.pipelines.measure.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
@@ -42,7 +42,7 @@ from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.scoring.likelihood import ablating
 from headscan.pipelines.scoring.reading import Reading
-from headscan.pipelines.scoring.token_requests import AnswerSet, ArmItem, Likelihood
+from headscan.pipelines.scoring.token_requests import ArmItem, Likelihood, Responses
 from headscan.pipelines.settings.corpus_settings import DataSpec, ExampleError, LabelledMetric
 from headscan.pipelines.settings.evaluation_settings import AblationMode
 
@@ -94,7 +94,7 @@ class LabelledArmItem(ArmItem[LabelledText]):
     rope: RopeLengths
 
     @torch.no_grad()
-    def run(self, lm: LoadedModel) -> list[AnswerSet[Likelihood | str]]:
+    def run(self, lm: LoadedModel) -> list[Responses[Likelihood | str]]:
         """Answer examples: with log-likelihoods of targets for a loss, otherwise with classes or generated texts."""
         lengths = [text.longest for text in self.requests]
         ask = _losses if self.metric == LOSS else _classes if self.answers is Answers.CLASS else _generate
@@ -111,7 +111,7 @@ class LabelledArmItem(ArmItem[LabelledText]):
                     answer_of.update(zip(rows, answers, strict=True))
         heads = 0 if self.ablated is None else len(self.ablated.fixed_heads or ())
         share = heads / sum(lm.grid.at(kind).total_heads for kind in lm.grid.kinds)
-        return [AnswerSet(tuple(answer_of[row] for row in range(len(self.requests))), (share,) * len(self.requests))]
+        return [Responses(tuple(answer_of[row] for row in range(len(self.requests))), (share,) * len(self.requests))]
 
 
 def _losses(lm: LoadedModel, item: LabelledArmItem, texts: list[LabelledText]) -> list[Likelihood]:
@@ -317,7 +317,7 @@ def answer_labelled(questions: LabelledQuestions, run: Run, run_id: str, arms: S
     """Answer the examples with every arm of a run that has begun, and finish the run."""
     refuse_staged(run.pool, "an answer to a labelled example")
     settings = AnsweringSettings(questions.config.batch_tokens, Reading(share_prefixes=False))
-    answer_arms(run, run_id, arms, questions, questions.items(run.identity), lambda *_: settings, judges_arms=False)
+    run_arms(run, run_id, arms, questions, questions.items(run.identity), lambda *_: settings, judges_arms=False)
 
 
 def run_labelled_ablate(config: LabelledAblateConfig, run: Run, *, texts: LabelledTexts | None = None) -> AblateResult:

@@ -22,11 +22,11 @@ from headscan.pipelines.scoring.likelihood import common_tokens
 from headscan.pipelines.scoring.reading import Reading
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
 from headscan.pipelines.scoring.token_requests import (
-    AnswerSet,
     ArmItem,
     GenerationRequest,
     Likelihood,
     Request,
+    Responses,
     ScoringItem,
     score_item,
 )
@@ -120,26 +120,26 @@ class AnsweringSettings:
 
 
 @dataclass
-class ArmAnswers:
-    """Answers and ablated shares (0 to 1) of an arm by the request's hash, and the indices of unanswered items."""
+class ArmResponses:
+    """Responses and ablated shares (0 to 1) of an arm by the request's hash, and the indices of unanswered items."""
 
     arm: Arm
     arm_id: str
-    answers: dict[str, Likelihood | str] = field(default_factory=dict)
+    responses: dict[str, Likelihood | str] = field(default_factory=dict)
     zeroed: dict[str, float] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)
 
-    def take(self, item: WorkItem, result: AnswerSet[Likelihood | str]) -> None:
-        self.answers.update(zip(item.hashes, result.answers, strict=True))
+    def take(self, item: WorkItem, result: Responses[Likelihood | str]) -> None:
+        self.responses.update(zip(item.hashes, result.values, strict=True))
         self.zeroed.update(zip(item.hashes, result.zeroed_shares, strict=True))
         self.missing.discard(item.index)
 
     def forget(self) -> None:
-        """Free the answers: a sweep has hundreds of arms."""
-        self.answers, self.zeroed = {}, {}
+        """Free the responses: a sweep has hundreds of arms."""
+        self.responses, self.zeroed = {}, {}
 
 
-def answer(
+def finished_arms(
     store: Store,
     pool: Pool,
     arms: Sequence[tuple[Arm, str]],
@@ -147,7 +147,7 @@ def answer(
     settings: AnsweringSettings,
     *,
     title: str,
-) -> Iterator[ArmAnswers]:
+) -> Iterator[ArmResponses]:
     """Answer all items with all arms, given with their ids in the store; yield each finished arm.
 
     Stored answers are not computed again. An item is answered completely or not at all, so that a resumed run has the
@@ -156,7 +156,7 @@ def answer(
     by_arm = _stored(store, arms, items)
     total = sum(len(item.hashes) for item in items)
     left = sum(len(items[index].hashes) for of_arm in by_arm for index in of_arm.missing)
-    writer = _AnswerWriter(store)
+    writer = _ResponseWriter(store)
     with Progress(title, total * len(arms), "requests") as progress:
         progress.skip(total * len(arms) - left)
         for of_arm in by_arm:
@@ -187,9 +187,9 @@ class _Schedule:
     bundle, because a stop loses an unfinished one.
     """
 
-    def __init__(self, by_arm: Sequence[ArmAnswers], items: Sequence[WorkItem], settings: AnsweringSettings) -> None:
+    def __init__(self, by_arm: Sequence[ArmResponses], items: Sequence[WorkItem], settings: AnsweringSettings) -> None:
         self._by_arm, self._items, self._settings = by_arm, items, settings
-        self._drawn: dict[str, tuple[list[ArmAnswers], WorkItem]] = {}
+        self._drawn: dict[str, tuple[list[ArmResponses], WorkItem]] = {}
         self._seconds = self._tokens = 0.0
 
     def pool_items(self) -> Iterator[ScoringItem[Any]]:
@@ -205,7 +205,7 @@ class _Schedule:
                     self._drawn[work.name] = some, item
                     yield work
 
-    def finished(self, done: Finished[ScoringItem[Any], Any]) -> tuple[list[ArmAnswers], WorkItem]:
+    def finished(self, done: Finished[ScoringItem[Any], Any]) -> tuple[list[ArmResponses], WorkItem]:
         """Return the arms and the requests of a finished item of the pool."""
         some, item = self._drawn.pop(done.item.name)
         if len(some) > 1:
@@ -233,16 +233,16 @@ def _tokens(requests: Sequence[Request]) -> int:
     return sum(len(request.ids) for request in requests)
 
 
-class _AnswerWriter:
+class _ResponseWriter:
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._waiting: dict[str, tuple[ArmAnswers, list[str]]] = {}
+        self._waiting: dict[str, tuple[ArmResponses, list[str]]] = {}
         self._written = time.monotonic()
 
-    def add(self, of_arm: ArmAnswers, item: WorkItem) -> None:
+    def add(self, of_arm: ArmResponses, item: WorkItem) -> None:
         self._waiting.setdefault(of_arm.arm_id, (of_arm, []))[1].extend(item.hashes)
 
-    def drop(self, of_arm: ArmAnswers) -> None:
+    def drop(self, of_arm: ArmResponses) -> None:
         self._waiting.pop(of_arm.arm_id, None)
 
     def write(self, *, at_least_after: float = 0.0) -> None:
@@ -256,27 +256,27 @@ class _AnswerWriter:
         self._written = time.monotonic()
 
 
-def _response_table(done: ArmAnswers, hashes: Sequence[str]) -> pa.Table:
+def _response_table(done: ArmResponses, hashes: Sequence[str]) -> pa.Table:
     rows = []
     for request in hashes:
-        answer = done.answers[request]
-        columns = {"text": answer} if isinstance(answer, str) else answer._asdict()
+        response = done.responses[request]
+        columns = {"text": response} if isinstance(response, str) else response._asdict()
         rows.append({"request": request, "zeroed_share": done.zeroed[request], **columns})
     return pa.Table.from_pylist(rows, schema=_RESPONSES)
 
 
-def _stored(store: Store, arms: Sequence[tuple[Arm, str]], items: Sequence[WorkItem]) -> list[ArmAnswers]:
-    by_arm = {arm_id: ArmAnswers(arm, arm_id) for arm, arm_id in arms}
+def _stored(store: Store, arms: Sequence[tuple[Arm, str]], items: Sequence[WorkItem]) -> list[ArmResponses]:
+    by_arm = {arm_id: ArmResponses(arm, arm_id) for arm, arm_id in arms}
     for row in store.responses(list(by_arm)).to_pylist():
         of_arm = by_arm[row["arm_id"]]
-        of_arm.answers[row["request"]] = _answer(row)
+        of_arm.responses[row["request"]] = _response_of(row)
         of_arm.zeroed[row["request"]] = row["zeroed_share"]
     for of_arm in by_arm.values():
-        of_arm.missing = {item.index for item in items if not of_arm.answers.keys() >= set(item.hashes)}
+        of_arm.missing = {item.index for item in items if not of_arm.responses.keys() >= set(item.hashes)}
     return list(by_arm.values())
 
 
-def _answer(row: Mapping[str, object]) -> Likelihood | str:
+def _response_of(row: Mapping[str, object]) -> Likelihood | str:
     if row["text"] is not None:
         return str(row["text"])
     return Likelihood(row["log_likelihood"], row["greedy_tokens"])  # type: ignore[arg-type]

@@ -26,14 +26,14 @@ from headscan.layers.prefix_cache import Prefix, read_prefix
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.scoring.likelihood import (
     Continued,
-    ReadAnswer,
     ReadInput,
-    answer_reads,
+    ReadResult,
     by_request,
     distinct_reads,
-    walk,
+    score_in_batches,
+    score_reads,
 )
-from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request, ScoringItem
+from headscan.pipelines.scoring.token_requests import Likelihood, Request, Responses, ScoringItem
 from headscan.sizing.model_sizes import LayerCache
 
 T = TypeVar("T")
@@ -76,15 +76,15 @@ class BundleItem(ScoringItem[Request]):
     share_prefixes: bool
     base: Ablation | None = None
 
-    def run(self, lm: LoadedModel) -> list[AnswerSet[Likelihood]]:
+    def run(self, lm: LoadedModel) -> list[Responses[Likelihood]]:
         """Answer requests under each of the masks."""
         bundled = _Bundle(lm, self)
         reads = distinct_reads(self.requests)
         with torch.no_grad():
-            walked = walk(lm, reads, self.batch_tokens, self.share_prefixes, bundled.read_on, bundled.answer)
-            answered = dict(walked)
-        of_arms = ({index: answers[arm] for index, answers in answered.items()} for arm in range(len(self.masks)))
-        return [by_request(reads, answers) for answers in of_arms]
+            scored = score_in_batches(lm, reads, self.batch_tokens, self.share_prefixes, bundled.read_on, bundled.score)
+            results = dict(scored)
+        of_arms = ({index: of_read[arm] for index, of_read in results.items()} for arm in range(len(self.masks)))
+        return [by_request(reads, of_arm) for of_arm in of_arms]
 
 
 def possible_starts(lm: LoadedModel, ablated: Sequence[Ablation | None]) -> frozenset[Start]:
@@ -194,7 +194,7 @@ class _Bundle:
             arms.append(own.above(start.layer + start.behind_attention, baseline))
         return _Prefixes(baseline, tuple(arms))
 
-    def answer(self, reads: list[ReadInput], after: Continued[_Prefixes]) -> list[list[ReadAnswer]]:
+    def score(self, reads: list[ReadInput], after: Continued[_Prefixes]) -> list[list[ReadResult]]:
         prefixes = after.prefix
 
         def continued(prefix: Prefix | None) -> Continued[Prefix]:
@@ -202,8 +202,8 @@ class _Bundle:
 
         with self._keeping() as kept:
             whole = continued(None if prefixes is None else prefixes.baseline)
-            baseline, _ = self._baseline(lambda record: answer_reads(self._lm, reads, whole, record))
-        of_arms: list[list[ReadAnswer]] = []
+            baseline, _ = self._baseline(lambda record: score_reads(self._lm, reads, whole, record))
+        of_arms: list[list[ReadResult]] = []
         for arm, (mask, start) in enumerate(self._arms):
             if mask == self._item.base:
                 assert baseline is not None
@@ -211,8 +211,8 @@ class _Bundle:
                 continue
             own = continued(None if prefixes is None else prefixes.arms[arm])
             with self._ablated(mask, start, kept) as record:
-                of_arms.append(answer_reads(self._lm, reads, own, record))
-        return [list(answers) for answers in zip(*of_arms, strict=True)]
+                of_arms.append(score_reads(self._lm, reads, own, record))
+        return [list(of_read) for of_read in zip(*of_arms, strict=True)]
 
     @contextmanager
     def _keeping(self) -> Iterator[_Kept]:

@@ -23,7 +23,7 @@ from headscan.ablation.masks import HeadMask
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import batches, run_halving
-from headscan.pipelines.scoring.token_requests import AnswerSet, ArmItem, GenerationRequest, input_key
+from headscan.pipelines.scoring.token_requests import ArmItem, GenerationRequest, Responses, input_key
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class GenerationItem(ArmItem[GenerationRequest]):
 
     one_by_one: bool = False
 
-    def run(self, lm: LoadedModel) -> list[AnswerSet[str]]:
+    def run(self, lm: LoadedModel) -> list[Responses[str]]:
         """Generate the texts with the item's heads ablated."""
         texts: dict[int, str] = {}
         shares: dict[int, float] = {}
@@ -60,7 +60,7 @@ class GenerationItem(ArmItem[GenerationRequest]):
                             texts[rows[i]] = text
                             shares[rows[i]] = 0.0 if mask is None else len(mask.fixed_heads or ()) / total
         order = range(len(self.requests))
-        return [AnswerSet(tuple(texts[i] for i in order), tuple(shares[i] for i in order))]
+        return [Responses(tuple(texts[i] for i in order), tuple(shares[i] for i in order))]
 
 
 def _rope_group(lm: LoadedModel, request: GenerationRequest) -> Hashable:

@@ -27,7 +27,7 @@ from headscan.layers.prefix_cache import Prefix, read_prefix
 from headscan.models.loaded_model import LoadedModel, logits_at
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.models.token_batches import batches, pad, pass_cost, pass_tokens, run_halving
-from headscan.pipelines.scoring.token_requests import AnswerSet, ArmItem, Likelihood, Request, input_key
+from headscan.pipelines.scoring.token_requests import ArmItem, Likelihood, Request, Responses, input_key
 
 
 class ReadInput(NamedTuple):
@@ -47,7 +47,7 @@ class ReadInput(NamedTuple):
         return range(self.first_place, len(self.ids))
 
 
-class ReadAnswer(NamedTuple):
+class ReadResult(NamedTuple):
     """Likelihoods of a read's requests, and its ablated share, 0 to 1."""
 
     likelihoods: list[Likelihood]
@@ -65,15 +65,15 @@ def distinct_reads(requests: Sequence[Request], *, same_context: bool = False) -
     return list(reads.values())
 
 
-def by_request(reads: Sequence[ReadInput], answered: Mapping[int, ReadAnswer]) -> AnswerSet[Likelihood]:
-    """Return the answers of the reads, given by index, in the order of the requests."""
-    answers: dict[int, Likelihood] = {}
+def by_request(reads: Sequence[ReadInput], results: Mapping[int, ReadResult]) -> Responses[Likelihood]:
+    """Return the likelihoods of the reads, given by index, in the order of the requests."""
+    values: dict[int, Likelihood] = {}
     shares: dict[int, float] = {}
     for index, read in enumerate(reads):
-        for (request, _), likelihood in zip(read.requests, answered[index].likelihoods, strict=True):
-            answers[request], shares[request] = likelihood, answered[index].zeroed_share
-    order = range(len(answers))
-    return AnswerSet(tuple(answers[i] for i in order), tuple(shares[i] for i in order))
+        for (request, _), likelihood in zip(read.requests, results[index].likelihoods, strict=True):
+            values[request], shares[request] = likelihood, results[index].zeroed_share
+    order = range(len(values))
+    return Responses(tuple(values[i] for i in order), tuple(shares[i] for i in order))
 
 
 @dataclass
@@ -218,19 +218,19 @@ def shareable_tokens(lm: LoadedModel, reads: Sequence[ReadInput]) -> list[int]:
     return [read.first_place if rope.group(len(read.ids)) == rope.group(1) else 0 for read in reads]
 
 
-def walk(
+def score_in_batches(
     lm: LoadedModel,
     reads: Sequence[ReadInput],
     batch_tokens: int,
     share_prefixes: bool,
     read_on: Callable[[Sequence[Sequence[int]], P | None], P],
-    answer: Callable[[list[ReadInput], Continued[P]], list[A]],
+    score: Callable[[list[ReadInput], Continued[P]], list[A]],
 ) -> Iterator[tuple[int, A]]:
-    """Run all reads in batches, common prefixes first; yield each read's index and its result of ``answer``.
+    """Run all reads in batches, common prefixes first; yield each read's index and its result of ``score``.
 
     Args:
         read_on: Reads the tokens (R, N) after a prefix (None starts at the first token) and returns R longer prefixes.
-        answer: Answers a batch of reads from their prefixes on.
+        score: Scores a batch of reads from their prefixes on.
     """
     cost, limit = pass_cost(lm.device.type), lm.limits["reads"]
     batch_tokens = pass_tokens(lm.device.type, batch_tokens)
@@ -251,31 +251,31 @@ def walk(
 
             parts = [*run_halving(list(range(len(tokens))), longer, [len(ids) for ids in tokens], limit)]
         for chosen, prefix in parts:
-            yield from _answered(lm, reads, group, chosen, prefix, batch_tokens, answer)
+            yield from _score_after(lm, reads, group, chosen, prefix, batch_tokens, score)
         todo += [(child, prefix) for child in group.children]
 
 
-def _answered(
+def _score_after(
     lm: LoadedModel,
     reads: Sequence[ReadInput],
     group: PrefixGroup,
     chosen: Sequence[int],
     prefix: P | None,
     batch_tokens: int,
-    answer: Callable[[list[ReadInput], Continued[P]], list[A]],
+    score: Callable[[list[ReadInput], Continued[P]], list[A]],
 ) -> Iterator[tuple[int, A]]:
     place = {index: row for row, index in enumerate(chosen)}
     rows = [(read, place[index]) for read, index in group.rows if index in place]
     lengths = [_weight(len(reads[read].ids) - group.end, group.end) for read, _ in rows]
     groups = [lm.rope_lengths.group(len(reads[read].ids)) for read, _ in rows]
 
-    def answers(batch: list[int]) -> list[A]:
+    def score_batch(batch: list[int]) -> list[A]:
         after = Continued(group.end, prefix, tuple(rows[i][1] for i in batch))
-        return answer([reads[rows[i][0]] for i in batch], after)
+        return score([reads[rows[i][0]] for i in batch], after)
 
     for batch in batches(lengths, batch_tokens, pass_cost=pass_cost(lm.device.type), groups=groups):
-        for part, answered in run_halving(batch, answers, lengths, lm.limits["reads"]):
-            yield from zip((rows[i][0] for i in part), answered, strict=True)
+        for part, results in run_halving(batch, score_batch, lengths, lm.limits["reads"]):
+            yield from zip((rows[i][0] for i in part), results, strict=True)
 
 
 def _weight(tokens: int, prefix: int) -> int:
@@ -296,14 +296,14 @@ class LikelihoodItem(ArmItem[Request]):
     as_rules: bool = False
     rope: RopeLengths = UNVARYING
 
-    def run(self, lm: LoadedModel) -> list[AnswerSet[Likelihood]]:
+    def run(self, lm: LoadedModel) -> list[Responses[Likelihood]]:
         """Answer requests with the item's heads ablated."""
         reads = distinct_reads(self.requests)
         share = self.share_prefixes and (self.ablated is None or self.ablated.may_share_prefix)
         with torch.no_grad(), ablating(lm, self.ablated, as_rules=self.as_rules) as record:
-            answer = partial(answer_reads, lm, record=record)
-            answers = dict(walk(lm, reads, self.batch_tokens, share, partial(read_prefix, lm), answer))
-        return [by_request(reads, answers)]
+            score = partial(score_reads, lm, record=record)
+            results = dict(score_in_batches(lm, reads, self.batch_tokens, share, partial(read_prefix, lm), score))
+        return [by_request(reads, results)]
 
 
 @contextmanager
@@ -319,9 +319,9 @@ def ablating(
         yield None if ablated is None else context.enter_context(headscan.intervene(lm, ablated, **about))
 
 
-def answer_reads(
+def score_reads(
     lm: LoadedModel, reads: Sequence[ReadInput], after: Continued[Prefix], record: InterventionRecord | None
-) -> list[ReadAnswer]:
+) -> list[ReadResult]:
     ids, lengths = pad([read.ids[after.start :] for read in reads])
     if record is not None:
         record.lengths = lengths
@@ -332,13 +332,13 @@ def answer_reads(
         cache = {"use_cache": True, "past_key_values": after.prefix.continued(after.rows)}
     likelihoods = likelihoods_at(lm, reads, ids, places, **cache)
     shares = [0.0] * len(reads) if record is None else record.zeroed_shares.tolist()
-    return [ReadAnswer(of_read, share) for of_read, share in zip(likelihoods, shares, strict=True)]
+    return [ReadResult(of_read, share) for of_read, share in zip(likelihoods, shares, strict=True)]
 
 
 def likelihoods_at(
     lm: LoadedModel, reads: Sequence[ReadInput], ids: Tensor, places: Sequence[tuple[int, int]], **kwargs: Any
 ) -> list[list[Likelihood]]:
-    """Return likelihoods by read from one pass over ids (B, N); ``places`` are the (row, column) of `Read.places`."""
+    """Return likelihoods by read from one pass over ids (B, N); ``places`` are `ReadInput.places` as (row, column)."""
     rows, columns = ([place[axis] for place in places] for axis in (0, 1))
     likelihoods = iter(_likelihoods(logits_at(lm, ids, rows, columns, **kwargs), reads))
     return [[next(likelihoods) for _ in read.requests] for read in reads]

@@ -36,7 +36,7 @@ from headscan.pipelines.scoring.bundles import (
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.recall_tasks import recall_questions
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
-from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request, score_item
+from headscan.pipelines.scoring.token_requests import Likelihood, Request, Responses, score_item
 from headscan.pipelines.settings.evaluation_settings import RecallPlan
 
 T = TypeVar("T")
@@ -182,11 +182,11 @@ class PromptPool:
             windows = [[[layer, head, *astuple(kept)] for layer, head, kept in sets[index].windows] for index in group]
             return "losses under window masks", windows, hash_of(item.requests)
 
-        def numbers(results: Sequence[AnswerSet[Likelihood]]) -> list[list[list[float]]]:
+        def numbers(results: Sequence[Responses[Likelihood]]) -> list[list[list[float]]]:
             """Return log-likelihoods and numbers of greedy tokens (2, sets, requests)."""
             return [
-                [[each.log_likelihood for each in result.answers] for result in results],
-                [[each.greedy_tokens for each in result.answers] for result in results],
+                [[each.log_likelihood for each in result.values] for result in results],
+                [[each.greedy_tokens for each in result.values] for result in results],
             ]
 
         def count(item: LikelihoodItem | BundleItem) -> int:

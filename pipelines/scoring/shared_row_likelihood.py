@@ -22,18 +22,18 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pass_cost, pass_tokens, run_halving
 from headscan.pipelines.scoring.likelihood import (
     PrefixNode,
-    ReadAnswer,
     ReadInput,
+    ReadResult,
     ablating,
-    answer_reads,
     by_request,
     distinct_reads,
     likelihoods_at,
     prefix_tree,
+    score_in_batches,
+    score_reads,
     shareable_tokens,
-    walk,
 )
-from headscan.pipelines.scoring.token_requests import AnswerSet, ArmItem, Likelihood, Request
+from headscan.pipelines.scoring.token_requests import ArmItem, Likelihood, Request, Responses
 
 #: A row may have at least so many times the tokens of its prefix: reading a prefix again costs more than a longer pass.
 _PREFIXES = 3
@@ -107,20 +107,20 @@ class SharedRowItem(ArmItem[Request]):
     `LayerwiseAblation`) are read whole.
     """
 
-    def run(self, lm: LoadedModel) -> list[AnswerSet[Likelihood]]:
+    def run(self, lm: LoadedModel) -> list[Responses[Likelihood]]:
         """Answer requests with the item's heads ablated, with the kernels of rules for every arm."""
         reads = distinct_reads(self.requests)
-        answered: dict[int, ReadAnswer] = {}
+        results: dict[int, ReadResult] = {}
         ablated = HeadMask([]) if self.ablated is None else self.ablated
         if isinstance(ablated, LayerwiseAblation) and ablated.may_share_rows:
-            answered = _in_rows(lm, ablated, reads, self.batch_tokens)
-        alone = [index for index in range(len(reads)) if index not in answered]
+            results = _in_rows(lm, ablated, reads, self.batch_tokens)
+        alone = [index for index in range(len(reads)) if index not in results]
         whole = [reads[index] for index in alone]
         with torch.no_grad(), ablating(lm, self.ablated, as_rules=True) as record:
-            answer = partial(answer_reads, lm, record=record)
-            for place, of_read in walk(lm, whole, self.batch_tokens, False, partial(read_prefix, lm), answer):
-                answered[alone[place]] = of_read
-        return [by_request(reads, answered)]
+            score, read_on = partial(score_reads, lm, record=record), partial(read_prefix, lm)
+            for place, of_read in score_in_batches(lm, whole, self.batch_tokens, False, read_on, score):
+                results[alone[place]] = of_read
+        return [by_request(reads, results)]
 
 
 def can_read_shared_rows(lm: LoadedModel, item: object) -> bool:
@@ -130,31 +130,31 @@ def can_read_shared_rows(lm: LoadedModel, item: object) -> bool:
 
 def _in_rows(
     lm: LoadedModel, ablated: LayerwiseAblation, reads: Sequence[ReadInput], batch_tokens: int
-) -> dict[int, ReadAnswer]:
+) -> dict[int, ReadResult]:
     lengths = [len(read.ids) for read in reads]
     tree = prefix_tree([read.ids for read in reads], shareable_tokens(lm, reads), pass_cost(lm.device.type))
     blocks, limit = find_blocks(lm), lm.limits["shared rows"]
     best_tokens = pass_tokens(lm.device.type, batch_tokens)
-    answered: dict[int, ReadAnswer] = {}
+    results: dict[int, ReadResult] = {}
     with torch.no_grad():
         for row in pack_rows(tree, lengths, best_tokens, batch_tokens):
             if row.prefix:
 
-                def answer(members: list[int], prefix: int = row.prefix) -> list[ReadAnswer]:
+                def score(members: list[int], prefix: int = row.prefix) -> list[ReadResult]:
                     most = _row_tokens(prefix, best_tokens, batch_tokens)
                     return _read_row(blocks, ablated, [reads[member] for member in members], prefix, most)
 
-                for members, answers in run_halving(list(row.members), answer, lengths, limit):
-                    answered.update(zip(members, answers, strict=True))
-    return answered
+                for members, found in run_halving(list(row.members), score, lengths, limit):
+                    results.update(zip(members, found, strict=True))
+    return results
 
 
 def _read_row(
     blocks: Blocks, ablated: LayerwiseAblation, reads: Sequence[ReadInput], prefix: int, most_tokens: int
-) -> list[ReadAnswer]:
+) -> list[ReadResult]:
     lm = blocks.lm
     row = SharedRow(reads[0].ids[:prefix], tuple(read.ids[prefix:] for read in reads))
-    answers: dict[int, ReadAnswer] = {}
+    results: dict[int, ReadResult] = {}
 
     def forward(part: SharedRow, members: Sequence[int]) -> list[list[Likelihood]]:
         inputs = part.inputs(lm.device)
@@ -168,5 +168,5 @@ def _read_row(
     parts = read_shared_row(blocks, ablated, row, forward, most_tokens=most_tokens, pass_cost=cost)
     for part in parts:
         for member, likelihoods, share in zip(part.sequences, part.value, part.zeroed_shares, strict=True):
-            answers[member] = ReadAnswer(likelihoods, share)
-    return [answers[member] for member in range(len(reads))]
+            results[member] = ReadResult(likelihoods, share)
+    return [results[member] for member in range(len(reads))]

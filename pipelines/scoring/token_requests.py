@@ -33,10 +33,10 @@ A = TypeVar("A", covariant=True)
 
 
 @dataclass(frozen=True)
-class AnswerSet(Generic[A]):
-    """Answers to requests, and the ablated share of each request, 0 to 1."""
+class Responses(Generic[A]):
+    """A log-likelihood or a text for each request, and the ablated share of each request, 0 to 1."""
 
-    answers: tuple[A, ...]
+    values: tuple[A, ...]
     zeroed_shares: tuple[float, ...]
 
 
@@ -51,7 +51,7 @@ class ScoringItem(ABC, Generic[Q]):
     requests: tuple[Q, ...]
 
     @abstractmethod
-    def run(self, lm: LoadedModel) -> Sequence[AnswerSet[Any]]:
+    def run(self, lm: LoadedModel) -> Sequence[Responses[Any]]:
         """Answer the requests; one result for each arm of the item."""
 
 
@@ -63,7 +63,7 @@ class ArmItem(ScoringItem[Q]):
     batch_tokens: int
 
 
-def score_item(lm: LoadedModel, item: ScoringItem[Any]) -> Sequence[AnswerSet[Any]]:
+def score_item(lm: LoadedModel, item: ScoringItem[Any]) -> Sequence[Responses[Any]]:
     """Pool task: answer the requests of an item for each of its arms."""
     return item.run(lm)
 

@@ -194,7 +194,7 @@ def compared(
         item = reading.item("all", tuple(asked), ablated, budget)
         result = item.run(lm)[0]
         shares[reading] = result.zeroed_shares
-        return [answer.log_likelihood for answer in result.answers]
+        return [answer.log_likelihood for answer in result.values]
 
     def ways(ablated: HeadMask | HeadRule, asked: Sequence[Request]) -> dict[str, Callable[[], list[float]]]:
         other = partial(theirs.answer, asked, ablated) if theirs else partial(ours, whole, ablated, asked)

@@ -46,14 +46,14 @@ def table(lm: LoadedModel, arms: Sequence[Ablation | None], requests: tuple[Requ
         starts = tuple(start_of(mask, possible) for mask in masks)
         item = BundleItem("table", requests, masks, starts, _BATCH_TOKENS, share_prefixes=True)
         for index, result in zip(group, item.run(lm), strict=True):
-            found[index] = [answer.log_likelihood for answer in result.answers]
+            found[index] = [answer.log_likelihood for answer in result.values]
     return [found[index] for index in range(len(arms))]
 
 
 def alone(lm: LoadedModel, mask: Ablation | None, requests: tuple[Request, ...]) -> list[float]:
     """Log-likelihoods under one arm."""
     item = LikelihoodItem("alone", requests, mask, _BATCH_TOKENS, share_prefixes=True)
-    return [answer.log_likelihood for answer in item.run(lm)[0].answers]
+    return [answer.log_likelihood for answer in item.run(lm)[0].values]
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from headscan.pipelines.scoring.bundles import (
     start_of,
 )
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, distinct_reads
-from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request
+from headscan.pipelines.scoring.token_requests import Likelihood, Request, Responses
 from headscan.sizing.model_sizes import LayerCache
 from tests.pipelines.conftest import naive_likelihood, zeroed_by_hand
 from tests.small_models import make_loaded
@@ -75,7 +75,7 @@ FEW = REQUESTS[::4]
 
 def scored(
     lm: headscan.LoadedModel, ablated: Ablation | None, share: bool, requests: tuple[Request, ...] = REQUESTS
-) -> AnswerSet[Likelihood]:
+) -> Responses[Likelihood]:
     return LikelihoodItem("all", requests, ablated, BATCH_TOKENS, share).run(lm)[0]
 
 
@@ -109,8 +109,8 @@ def test_prefixes_read_once_give_the_likelihoods_of_whole_requests(family: str, 
         shared = scored(lm, mask, share=True)
     with tokens_read(lm) as whole_tokens:
         whole = scored(lm, mask, share=False)
-    assert close(shared.answers, expected)
-    assert close(whole.answers, expected)
+    assert close(shared.values, expected)
+    assert close(whole.values, expected)
     assert sum(shared_tokens) < 0.7 * sum(whole_tokens)
     ablated = len(mask.heads) / 18 if mask else 0
     assert shared.zeroed_shares == whole.zeroed_shares == pytest.approx((ablated,) * len(REQUESTS))
@@ -131,7 +131,7 @@ def test_prefixes_of_several_questions_are_read_together(family: str, mask: head
     assert sorted(passes) == sorted([70, 4 * 39, 89, 4 * 4 * (60 - 40 + 3), 4 * 3])
     with zeroed_by_hand(lm, mask.heads if mask else [], family):
         expected = [naive_likelihood(lm, request) for request in requests]
-    assert close(shared.answers, expected)
+    assert close(shared.values, expected)
 
 
 @pytest.mark.parametrize("family", WHOLE)
@@ -141,7 +141,7 @@ def test_models_that_cannot_go_on_from_a_prefix_read_whole_requests(family: str)
     for mask in ABOVE:
         with zeroed_by_hand(lm, mask.heads if mask else [], family):
             expected = [naive_likelihood(lm, request) for request in FEW]
-        assert close(scored(lm, mask, share=False, requests=FEW).answers, expected)
+        assert close(scored(lm, mask, share=False, requests=FEW).values, expected)
 
 
 @pytest.mark.parametrize("ablated", [headscan.HeadRule("output_norm_ln", 0.9), headscan.RandomHeads(0.3, 1)], ids=type)
@@ -215,7 +215,7 @@ def test_a_bundle_that_does_not_fit_into_memory_is_answered_in_parts() -> None:
 
     lm.module("model.layers.2").register_forward_pre_hook(allocate, with_kwargs=True)
     for ours, whole in zip(item.run(lm), expected, strict=True):
-        assert close(ours.answers, whole.answers)
+        assert close(ours.values, whole.values)
     assert refused
 
 

@@ -23,7 +23,7 @@ def correct(
     """Mean grade (0 to 1) of each family."""
     requests = tuple(request for question in questions for request in question.requests)
     item = LikelihoodItem("recall", requests, mask, batch_tokens=4096, share_prefixes=True)
-    answers = iter(item.run(lm)[0].answers)
+    answers = iter(item.run(lm)[0].values)
     grades = defaultdict(list)
     for question in questions:
         row = grade(question, [next(answers) for _ in question.requests])

@@ -128,7 +128,7 @@ def test_likelihoods_are_those_of_each_request_alone(
             with headscan.intervene(lm, ablated):
                 alone = naive_likelihood(lm, request)
         for found in (together, packed, done.value[0]):
-            assert found.answers[index].log_likelihood == pytest.approx(alone.log_likelihood, rel=1e-4, abs=1e-4)
+            assert found.values[index].log_likelihood == pytest.approx(alone.log_likelihood, rel=1e-4, abs=1e-4)
 
 
 def test_texts_are_those_of_each_prompt_alone(lm: LoadedModel) -> None:
@@ -136,8 +136,8 @@ def test_texts_are_those_of_each_prompt_alone(lm: LoadedModel) -> None:
     prompts = [tokens(n, 7) for n in (20, 50, 57, 61, 64, 64, 70, 90)]
     asked = tuple(GenerationRequest(ids, (), 12, (("do_sample", False),)) for ids in prompts)
     together = GenerationItem("all", asked, None, 4000).run(lm)[0]
-    alone = [GenerationItem("one", (each,), None, 4000).run(lm)[0].answers[0] for each in asked]
-    assert list(together.answers) == alone
+    alone = [GenerationItem("one", (each,), None, 4000).run(lm)[0].values[0] for each in asked]
+    assert list(together.values) == alone
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from headscan.pipelines.scoring.shared_row_likelihood import (
     can_read_shared_rows,
     pack_rows,
 )
-from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, score_item
+from headscan.pipelines.scoring.token_requests import Likelihood, Responses, score_item
 from headscan.statistics.registry import needs_sink_tokens
 from tests.pipelines.scoring.test_bundles import BATCH_TOKENS, REQUESTS, close
 from tests.pipelines.scoring.test_prefix_tree import random_sequences
@@ -57,11 +57,11 @@ class Tokens:
         return read
 
 
-def whole(lm: headscan.LoadedModel, ablated: Ablation | None, as_rules: bool = False) -> AnswerSet[Likelihood]:
+def whole(lm: headscan.LoadedModel, ablated: Ablation | None, as_rules: bool = False) -> Responses[Likelihood]:
     return LikelihoodItem("all", REQUESTS, ablated, BATCH_TOKENS, False, as_rules).run(lm)[0]
 
 
-def read_in_rows(lm: headscan.LoadedModel, ablated: Ablation | None) -> AnswerSet[Likelihood]:
+def read_in_rows(lm: headscan.LoadedModel, ablated: Ablation | None) -> Responses[Likelihood]:
     return SharedRowItem("all", REQUESTS, ablated, BATCH_TOKENS).run(lm)[0]
 
 
@@ -71,7 +71,7 @@ def test_shared_rows_give_the_answers_of_whole_inputs(family: str, ablated: Abla
     lm = make_loaded(family)
     assert can_read_shared_rows(lm, None)
     expected, ours = whole(lm, ablated), read_in_rows(lm, ablated)
-    assert close(ours.answers, expected.answers)
+    assert close(ours.values, expected.values)
     assert ours.zeroed_shares == pytest.approx(expected.zeroed_shares)
 
 
@@ -93,7 +93,7 @@ def test_sequences_that_part_early_are_few_tokens_more_than_whole_inputs(rule: h
     tokens = Tokens(lm)
     expected = whole(lm, rule)
     of_whole = tokens.take()
-    assert close(read_in_rows(lm, rule).answers, expected.answers)
+    assert close(read_in_rows(lm, rule).values, expected.values)
     assert tokens.take() < 1.1 * of_whole
 
 
@@ -104,9 +104,9 @@ def test_in_half_precision_arms_round_as_arms_with_rules(family: str, dtype: tor
     lm = make_loaded(family)
     lm.model.to(dtype)
     assert can_read_shared_rows(lm, None)
-    assert read_in_rows(lm, None).answers == read_in_rows(lm, IDLE).answers
-    assert whole(lm, None, as_rules=True).answers == whole(lm, IDLE).answers
-    assert whole(lm, None).answers != whole(lm, IDLE).answers  # another kernel, which rounds otherwise
+    assert read_in_rows(lm, None).values == read_in_rows(lm, IDLE).values
+    assert whole(lm, None, as_rules=True).values == whole(lm, IDLE).values
+    assert whole(lm, None).values != whole(lm, IDLE).values  # another kernel, which rounds otherwise
 
 
 def test_a_row_for_which_memory_is_short_is_cut_in_half() -> None:
@@ -120,7 +120,7 @@ def test_a_row_for_which_memory_is_short_is_cut_in_half() -> None:
             raise torch.OutOfMemoryError("out of memory")
 
     lm.model.get_input_embeddings().register_forward_pre_hook(narrow)
-    assert close(read_in_rows(lm, RULES[0]).answers, expected.answers)
+    assert close(read_in_rows(lm, RULES[0]).values, expected.values)
     assert max(widths) > 170
 
 
@@ -128,8 +128,8 @@ def test_an_arm_of_the_pool_is_answered_in_shared_rows() -> None:
     lm = make_loaded("llama")
     item = SharedRowItem("rule", REQUESTS, RULES[0], BATCH_TOKENS)
     [found] = score_item(lm, item)
-    assert isinstance(found, AnswerSet)
-    assert found.answers == item.run(lm)[0].answers
+    assert isinstance(found, Responses)
+    assert found.values == item.run(lm)[0].values
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -208,7 +208,7 @@ def test_rules_on_any_statistic_are_refused_or_measure_what_scans_do(
     assert record.zeroed is not None
     assert torch.equal(record.zeroed[:, 0], rule.ablates(scores_BLH[:, 0]))
     expected, ours = whole(lm, rule), read_in_rows(lm, rule)
-    assert close(ours.answers, expected.answers)
+    assert close(ours.values, expected.values)
     assert ours.zeroed_shares == pytest.approx(expected.zeroed_shares)
     varies = len(finite.unique()) > 1
     assert not varies or 0 < sum(ours.zeroed_shares) < len(ours.zeroed_shares)

@@ -27,7 +27,7 @@ from headscan.pipelines.measure.run_scan import ShardItem, measure_shard
 from headscan.pipelines.runs.model_identity import model_facts
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
-from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request, score_item
+from headscan.pipelines.scoring.token_requests import Likelihood, Request, Responses, score_item
 from tests.pipelines.conftest import THREADS
 from tests.small_models import make_model
 
@@ -106,7 +106,7 @@ def requests_of(count: int = 7) -> tuple[Request, ...]:
     return (*found, found[0]._replace(ids=(*found[0].ids[:-1], 6)))  # the same read, another answer
 
 
-def answers(task: Any, pool: Pool, ablated: Ablation | None) -> AnswerSet[Likelihood]:
+def answers(task: Any, pool: Pool, ablated: Ablation | None) -> Responses[Likelihood]:
     [result] = pool.one(task, LikelihoodItem("all", requests_of(), ablated, 80, False))
     return result
 
@@ -120,8 +120,8 @@ def test_likelihoods_of_all_kinds_of_arms_are_the_same(family: str, saved: Calla
         for name, ablated in ARMS.items():
             expected = answers(score_item, local, ablated)
             for found in (answers(score_in_ranges, streamed, ablated), answers(score_in_ranges, local, ablated)):
-                assert len(found.answers) == len(requests_of())
-                for ours, theirs in zip(found.answers, expected.answers, strict=True):
+                assert len(found.values) == len(requests_of())
+                for ours, theirs in zip(found.values, expected.values, strict=True):
                     assert ours.log_likelihood == pytest.approx(theirs.log_likelihood, abs=1e-6, rel=1e-6), name
                     assert ours.greedy_tokens == theirs.greedy_tokens
                 assert found.zeroed_shares == pytest.approx(expected.zeroed_shares, abs=1e-12), name
@@ -137,7 +137,7 @@ def test_in_half_precision_ranges_round_as_arms_with_rules(family: str, saved: C
 
         def likelihoods(ablated: Ablation | None, as_rules: bool) -> list[float]:
             item = LikelihoodItem("all", requests_of(), ablated, 80, False, as_rules)
-            return [answer.log_likelihood for answer in streamed.one(score_in_ranges, item)[0].answers]
+            return [answer.log_likelihood for answer in streamed.one(score_in_ranges, item)[0].values]
 
         assert likelihoods(None, True) == likelihoods(idle, True)
         assert likelihoods(None, False) != likelihoods(idle, False)  # another kernel, which rounds otherwise
@@ -183,8 +183,8 @@ def test_batches_without_enough_memory_are_halved(
         if task is measure_shard:
             assert_same_rows(found, expected, 1e-5)  # a batch of another size is rounded otherwise
         else:
-            assert [a.log_likelihood for a in found[0].answers] == pytest.approx(
-                [a.log_likelihood for a in expected[0].answers], abs=1e-5
+            assert [a.log_likelihood for a in found[0].values] == pytest.approx(
+                [a.log_likelihood for a in expected[0].values], abs=1e-5
             )
             assert found[0].zeroed_shares == expected[0].zeroed_shares
 
