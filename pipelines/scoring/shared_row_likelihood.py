@@ -64,7 +64,7 @@ class _Packer:
     def below(self, node: PrefixNode) -> list[PackedRow]:
         """Return the rows of a node: one group per child, or one for all, whichever has fewer tokens."""
         apart = [row for child in node.children for row in self.below(child)]
-        apart += self._cut(node.end, node.rows)
+        apart += self._cut(node.end, [member for member, _ in node.rows])
         together = self._cut(node.end, sorted(_members(node)))
         return min(apart, together, key=self._tokens)
 
@@ -96,7 +96,7 @@ def _row_tokens(prefix: int, best_tokens: int, most_tokens: int) -> int:
 
 
 def _members(node: PrefixNode) -> Iterator[int]:
-    yield from node.rows
+    yield from (member for member, _ in node.rows)
     for child in node.children:
         yield from _members(child)
 
