@@ -35,7 +35,7 @@ from headscan.pipelines.ablate.single_heads import AblateResult, ablated_sets
 from headscan.pipelines.evaluate.answering import AnsweringSettings, WorkItem
 from headscan.pipelines.evaluate.run_evaluation import run_arms
 from headscan.pipelines.evaluate.tasks import ANSWERS, RESULTS, TaskResults
-from headscan.pipelines.measure.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
+from headscan.pipelines.measure.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.progress import at_work
 from headscan.pipelines.runs.run_context import Run
@@ -320,14 +320,9 @@ def answer_labelled(questions: LabelledQuestions, run: Run, run_id: str, arms: S
     run_arms(run, run_id, arms, questions, questions.items(run.identity), lambda *_: settings, judges_arms=False)
 
 
-def run_labelled_ablate(config: LabelledAblateConfig, run: Run, *, texts: LabelledTexts | None = None) -> AblateResult:
-    """Measure the effect of every head of every site, record the table in the store, and return it. ``texts`` None
-    reads the file.
-    """
-    judging = config.judging
-    if texts is None:
-        texts = read_labelled(judging.data, judging.model, run.identity, judging.max_tokens)
-    questions = LabelledQuestions(judging, texts, texts.texts)
+def run_labelled_ablate(config: LabelledAblateConfig, run: Run, *, texts: LabelledTexts) -> AblateResult:
+    """Measure the effect of every head of every site, record the table in the store, and return it."""
+    questions = LabelledQuestions(config.judging, texts, texts.texts)
     arms = [WITHOUT_ABLATION, *(arm for mode in config.modes for arm in single_arms(run.facts.grid, mode))]
     run.say(f"{len(arms)} arms: the baseline and {len(arms) - 1} sets of heads, on {len(texts.texts)} examples")
     with run.recording(questions.record(run), arms=[arm.name for arm in arms]) as state:

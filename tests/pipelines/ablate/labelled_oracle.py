@@ -22,6 +22,7 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.ablate.labelled_arms import LabelledConfig
 from headscan.pipelines.measure.labelled_texts import LabelledText, read_labelled
 from headscan.pipelines.runs.model_identity import identify
+from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.token_requests import ScoringItem
 from headscan.pipelines.settings.corpus_settings import DataSpec, LabelledMetric
 from tests.pipelines.ablate.labelled_models import LABELLED, TRANSLATED, save_classifier, save_translator, write_lines
@@ -114,6 +115,12 @@ def config_of(folder: Path, family: str, metric: LabelledMetric | None = None) -
 
 def pool_of(config: LabelledConfig) -> InProcessPool:
     return InProcessPool(config.model, THREADS)
+
+
+def on_examples(job: Callable[..., Any], config: Any, run: Run) -> Any:
+    """Run a job with the examples of its settings."""
+    judging = getattr(config, "judging", config)
+    return job(config, run, texts=read_labelled(judging.data, judging.model, run.identity, judging.max_tokens))
 
 
 class Refusing(InProcessPool):
