@@ -47,23 +47,19 @@ class PackedRow:
     members: tuple[int, ...]
 
 
-def pack_rows(root: PrefixNode, lengths: Sequence[int], best_tokens: int, most_tokens: int) -> list[PackedRow]:
-    """Return rows of few tokens in total with all sequences of a prefix tree. ``best_tokens`` is the fastest length of
-    a row for the model; only a single sequence exceeds ``most_tokens``.
-    """
-    packer = _Packer(lengths, best_tokens, most_tokens)
-    return packer.below(root)
-
-
 @dataclass(frozen=True)
-class _Packer:
+class RowPacker:
+    """Packs sequences of given ``lengths`` into rows of few tokens in total. ``best_tokens`` is the fastest length of a
+    row for the model; only a single sequence exceeds ``most_tokens``.
+    """
+
     lengths: Sequence[int]
     best_tokens: int
     most_tokens: int
 
-    def below(self, node: PrefixNode) -> list[PackedRow]:
-        """Return the rows of a node: one group per child, or one for all, whichever has fewer tokens."""
-        apart = [row for child in node.children for row in self.below(child)]
+    def rows(self, node: PrefixNode) -> list[PackedRow]:
+        """Return the rows of a tree of prefixes: those of each child, or one group for all if that has fewer tokens."""
+        apart = [row for child in node.children for row in self.rows(child)]
         apart += self._cut(node.end, [member for member, _ in node.rows])
         together = self._cut(node.end, sorted(_members(node)))
         return min(apart, together, key=self._tokens)
@@ -137,7 +133,7 @@ def _in_rows(
     best_tokens = pass_tokens(lm.device.type, batch_tokens)
     results: dict[int, ReadResult] = {}
     with torch.no_grad():
-        for row in pack_rows(tree, lengths, best_tokens, batch_tokens):
+        for row in RowPacker(lengths, best_tokens, batch_tokens).rows(tree):
             if row.prefix:
 
                 def score(members: list[int], prefix: int = row.prefix) -> list[ReadResult]:

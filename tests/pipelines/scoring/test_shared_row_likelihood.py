@@ -18,9 +18,9 @@ from headscan.errors import InterventionError
 from headscan.layers.shared_rows import SharedRow, SharedRowHooks
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, prefix_tree
 from headscan.pipelines.scoring.shared_row_likelihood import (
+    RowPacker,
     SharedRowItem,
     can_read_shared_rows,
-    pack_rows,
 )
 from headscan.pipelines.scoring.token_requests import Likelihood, Responses, score_item
 from headscan.statistics.registry import needs_sink_tokens
@@ -140,7 +140,7 @@ def test_every_sequence_has_a_place_in_one_row(seed: int) -> None:
     lengths = [len(sequence) for sequence in sequences]
     best = random.randint(1, 40)
     most = best + random.randint(0, 40)
-    found = pack_rows(prefix_tree(sequences, shareable, random.randint(0, 6)), lengths, best, most)
+    found = RowPacker(lengths, best, most).rows(prefix_tree(sequences, shareable, random.randint(0, 6)))
     assert Counter(member for row in found for member in row.members) == Counter(range(len(sequences)))
     for row in found:
         tokens = row.prefix + sum(lengths[member] - row.prefix for member in row.members)
@@ -155,7 +155,7 @@ def test_long_questions_on_one_text_share_the_text_and_not_each_a_copy_of_it() -
     text = tuple(range(1000))
     sequences = [text + (2000 + question,) * 50 + (choice,) for question in range(4) for choice in range(4)]
     tree = prefix_tree(sequences, [1049] * 16, pass_cost=10)
-    [row] = pack_rows(tree, list(map(len, sequences)), best_tokens=500, most_tokens=4000)
+    [row] = RowPacker(list(map(len, sequences)), best_tokens=500, most_tokens=4000).rows(tree)
     assert row.prefix == 1000 and len(row.members) == 16
 
 
