@@ -69,14 +69,6 @@ class HiddenStates:
         self._file: IO[bytes] | None = None
         self._end = 0
 
-    @property
-    def bytes_in_memory(self) -> int:
-        return self._used
-
-    @property
-    def bytes_on_disk(self) -> int:
-        return self._end
-
     def put(self, key: int, hidden: Tensor) -> None:
         """Store hidden states until `take`."""
         if self._used + hidden.nbytes > self._limit:

@@ -23,7 +23,7 @@ from headscan.cluster.placement_base import PlacementRequest
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS
-from headscan.pipelines.evaluate.answering import AnsweringSettings, ArmsWork, answer_item, arm_work, work_items
+from headscan.pipelines.evaluate.answering import work_items
 from headscan.pipelines.evaluate.checks import check_continues, check_predicts
 from headscan.pipelines.evaluate.harness import HeadscanLM
 from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
@@ -32,6 +32,7 @@ from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.run_context import ModelContext, ModelOpener
 from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms, mask_arm
 from headscan.pipelines.scoring.reading import choose_reading
+from headscan.pipelines.scoring.token_requests import score_item
 from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, HarnessError, PlanMode
 
 if TYPE_CHECKING:
@@ -103,8 +104,8 @@ class HeadscanModel(HeadscanLM):
             [self._arm] = plan_arms(loaded, (plan_mode,), 0)
         check_arms(self._context.facts.grid, [self._arm])
         ask, dtype, rope = self._context.pool.one, self._context.facts.dtype, self._context.identity.rope_lengths
-        reading = choose_reading(ask, dtype, rope, [self._arm.ablated], None, lambda line: None)
-        self._settings = AnsweringSettings(batch_tokens, reading)
+        self._reading = choose_reading(ask, dtype, rope, [self._arm.ablated], None, lambda line: None)
+        self._batch_tokens = batch_tokens
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         return self._answered(partial(super().loglikelihood, requests))
@@ -127,12 +128,15 @@ class HeadscanModel(HeadscanLM):
         new = {mark: request for mark, request in self.requests.items() if mark not in known}
         check_continues(self._context, [self._arm], new)
         answers = dict(known)
-        items = work_items(new, self._settings.batch_tokens)
-        todo = (ArmsWork((0,), item.index, arm_work(self._arm, item, self._settings)) for item in items)
+        items = {f"{self._arm.name}, requests {item.index}": item for item in work_items(new, self._batch_tokens)}
+        work = (
+            self._reading.item(name, item.requests, self._arm.ablated, self._batch_tokens)
+            for name, item in items.items()
+        )
         with Progress(self._arm.name, len(new), "requests") as progress:
-            for finished in self._context.pool.map(answer_item, todo):
-                hashes = items[finished.item.index].hashes
-                answers |= zip(hashes, finished.value[0].answers, strict=True)
+            for finished in self._context.pool.map(score_item, work):
+                hashes = items[finished.item.name].hashes
+                answers |= zip(hashes, finished.value[0].values, strict=True)
                 progress.update(len(hashes))
         self.answers = answers
         return ask()

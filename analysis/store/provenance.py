@@ -9,13 +9,16 @@ PID and start time.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from headscan.analysis.store.records import SHARDED_KINDS, RunRecord
 
 #: What each single value is called in a message.
 _LABELS = {"code_version": "headscan", "device": "device", "code_files_hash": "model code files"}
@@ -47,6 +50,58 @@ def provenance_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[
     changes = [(name, before.get(name), now.get(name)) for name in sorted({*before, *now})]
     changes += [(label, old[key], new[key]) for key, label in _LABELS.items() if key in old and key in new]
     return tuple(f"{name} {was or 'none'} -> {value or 'none'}" for name, was, value in changes if was != value)
+
+
+#: Columns of ``runs`` that identify a command's inputs, and their names in messages.
+_INPUTS = {
+    "corpus_hash": "corpus",
+    "model_revision": "revision",
+    "model_config_hash": "model configuration",
+    "weights_hash": "weights",
+    "tokenizer_hash": "tokenizer",
+    "dtype": "dtype",
+}
+#: Runs whose ``corpus_hash`` is not of a corpus.
+_TEXTS = {"recording": "prompts", "evaluate": "questions", "ablate": "questions"}
+#: Options that decide no numbers: locations, and the panel, whose statistics are listed separately.
+_PLACES = ("model.source", "model.revision", "model.trust_remote_code", "model.safetensors", "corpus.name", "panel")
+
+
+def unfinished_runs(runs: Iterable[Mapping[str, Any]], record: RunRecord, run_id: str) -> Iterator[str]:
+    """Yield a line for each unfinished run of the same model and corpus as the new run ``run_id``: the user may have
+    meant to resume it with this command.
+    """
+    model = {column: getattr(record, column) for column in (*_INPUTS, "model")}
+    for run in runs:
+        if run["run_id"] == run_id or run["status"] == "finished" or run["corpus"] != record.corpus:
+            continue
+        if run["model"] != record.model and not same_model(model, run):
+            continue
+        shards = ""
+        if record.kind in SHARDED_KINDS:
+            shards = f", {run['finished_shards']} of {run['total_shards'] or '?'} shards"
+        yield (
+            f"{', '.join(_differences(run, record)) or 'settings'} changed since run {run['run_id']} ({run['status']}"
+            f"{shards}). A new run begins; the old rows stay, and summary views leave out unfinished runs"
+        )
+
+
+def _differences(run: Mapping[str, Any], record: RunRecord) -> list[str]:
+    """Return the names of inputs and options that differ. Values unknown to either run count as equal."""
+    pairs = {column: (run[column], getattr(record, column)) for column in _INPUTS}
+    names = _INPUTS | ({"corpus_hash": _TEXTS[record.kind]} if record.kind in _TEXTS else {})
+    inputs = [names[column] for column, pair in pairs.items() if None not in pair and pair[0] != pair[1]]
+    theirs, ours = _options(run["config"]), _options(record.config)
+    options = [name.rpartition(".")[2] for name in ours if name in theirs and ours[name] != theirs[name]]
+    return list(dict.fromkeys(inputs + options))
+
+
+def _options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that decide numbers, by dotted names. The values are as read from JSON."""
+    flat: dict[str, Any] = {}
+    for name, value in json.loads(json.dumps(config)).items():
+        flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+    return {name: value for name, value in flat.items() if name not in _PLACES}
 
 
 _UNKNOWN = "-"

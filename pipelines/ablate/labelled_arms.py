@@ -18,7 +18,6 @@ import pyarrow as pa
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from headscan.ablation.ablation import Ablation
 from headscan.ablation.masks import SiteMask
 from headscan.analysis.store.records import ArmKind, RunRecord
 from headscan.analysis.store.tables import ACCURACY, BLEU, EACH, LOSS
@@ -34,16 +33,16 @@ from headscan.models.token_batches import pad, run_halving, whole_batches
 from headscan.options import BATCH_TOKENS, Count, Limits, check_limits
 from headscan.pipelines.ablate.single_heads import AblateResult, ablated_sets
 from headscan.pipelines.evaluate.answering import AnsweringSettings, WorkItem
-from headscan.pipelines.evaluate.run_evaluation import answer_arms
+from headscan.pipelines.evaluate.run_evaluation import run_arms
 from headscan.pipelines.evaluate.tasks import ANSWERS, RESULTS, TaskResults
-from headscan.pipelines.measure.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
+from headscan.pipelines.measure.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.progress import at_work
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.scoring.likelihood import ablating
 from headscan.pipelines.scoring.reading import Reading
-from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood
+from headscan.pipelines.scoring.token_requests import ArmItem, Likelihood, Responses
 from headscan.pipelines.settings.corpus_settings import DataSpec, ExampleError, LabelledMetric
 from headscan.pipelines.settings.evaluation_settings import AblationMode
 
@@ -83,44 +82,36 @@ METRICS = {Answers.CLASS: (ACCURACY, LOSS), Answers.TEXT: (BLEU, LOSS, ACCURACY)
 
 
 @dataclass(frozen=True)
-class LabelledArmItem:
+class LabelledArmItem(ArmItem[LabelledText]):
     """Examples for one replica. ``classes`` are empty for target texts; ``new_tokens`` is the length of the longest
     generated text.
     """
 
-    name: str
-    ablated: Ablation | None
-    requests: tuple[LabelledText, ...]
     answers: Answers
     classes: tuple[str, ...]
     metric: str
     new_tokens: int
-    batch_tokens: int
     rope: RopeLengths
 
-    def run(self, lm: LoadedModel) -> list[AnswerSet[Likelihood | str]]:
-        return [answer_examples(lm, self)]
-
-
-@torch.no_grad()
-def answer_examples(lm: LoadedModel, item: LabelledArmItem) -> AnswerSet[Likelihood | str]:
-    """Answer examples: with log-likelihoods of targets for a loss, otherwise with classes or generated texts."""
-    lengths = [text.longest for text in item.requests]
-    ask = _losses if item.metric == LOSS else _classes if item.answers is Answers.CLASS else _generate
-    answer_of: dict[int, Likelihood | str] = {}
-    with ablating(lm, item.ablated, as_rules=False):
-        for batch in whole_batches(lengths, item.batch_tokens, item.rope.group):
-            halves = run_halving(
-                list(batch.rows),
-                lambda rows: ask(lm, item, [item.requests[row] for row in rows]),
-                lengths,
-                lm.limits["labelled"],
-            )
-            for rows, answers in halves:
-                answer_of.update(zip(rows, answers, strict=True))
-    heads = 0 if item.ablated is None else len(item.ablated.fixed_heads or ())
-    share = heads / sum(lm.grid.at(kind).total_heads for kind in lm.grid.kinds)
-    return AnswerSet(tuple(answer_of[row] for row in range(len(item.requests))), (share,) * len(item.requests))
+    @torch.no_grad()
+    def run(self, lm: LoadedModel) -> list[Responses[Likelihood | str]]:
+        """Answer examples: with log-likelihoods of targets for a loss, otherwise with classes or generated texts."""
+        lengths = [text.longest for text in self.requests]
+        ask = _losses if self.metric == LOSS else _classes if self.answers is Answers.CLASS else _generate
+        answer_of: dict[int, Likelihood | str] = {}
+        with ablating(lm, self.ablated, as_rules=False):
+            for batch in whole_batches(lengths, self.batch_tokens, self.rope.group):
+                halves = run_halving(
+                    list(batch.rows),
+                    lambda rows: ask(lm, self, [self.requests[row] for row in rows]),
+                    lengths,
+                    lm.limits["labelled"],
+                )
+                for rows, answers in halves:
+                    answer_of.update(zip(rows, answers, strict=True))
+        heads = 0 if self.ablated is None else len(self.ablated.fixed_heads or ())
+        share = heads / sum(lm.grid.at(kind).total_heads for kind in lm.grid.kinds)
+        return [Responses(tuple(answer_of[row] for row in range(len(self.requests))), (share,) * len(self.requests))]
 
 
 def _losses(lm: LoadedModel, item: LabelledArmItem, texts: list[LabelledText]) -> list[Likelihood]:
@@ -254,20 +245,19 @@ class LabelledQuestions:
         most = 2 * max(len(text.target_ids) for text in self.judging) + _SPARE_TOKENS
         if (limit := identity.max_tokens) is not None:
             most = min(most, limit - 1)
-        items: list[WorkItem] = []
-        for start in range(0, len(self.judging), _GROUP):
-            work_of = partial(
-                LabelledArmItem,
-                requests=tuple(self.judging[start : start + _GROUP]),
-                answers=self.texts.answers,
-                classes=self.texts.classes,
-                metric=self.metric,
-                new_tokens=most,
-                batch_tokens=self.config.batch_tokens,
-                rope=identity.rope_lengths,
-            )
-            items.append(WorkItem(len(items), tuple(self._hashes[start : start + _GROUP]), work_of=work_of))
-        return items
+        item_of = partial(
+            LabelledArmItem,
+            answers=self.texts.answers,
+            classes=self.texts.classes,
+            metric=self.metric,
+            new_tokens=most,
+            rope=identity.rope_lengths,
+        )
+        cuts = [slice(start, start + _GROUP) for start in range(0, len(self.judging), _GROUP)]
+        return [
+            WorkItem(index, tuple(self._hashes[cut]), tuple(self.judging[cut]), item_of)
+            for index, cut in enumerate(cuts)
+        ]
 
     def grade(self, answers: Mapping[str, Likelihood | str]) -> TaskResults:
         given = [answers[each] for each in self._hashes]
@@ -327,17 +317,12 @@ def answer_labelled(questions: LabelledQuestions, run: Run, run_id: str, arms: S
     """Answer the examples with every arm of a run that has begun, and finish the run."""
     refuse_staged(run.pool, "an answer to a labelled example")
     settings = AnsweringSettings(questions.config.batch_tokens, Reading(share_prefixes=False))
-    answer_arms(run, run_id, arms, questions, questions.items(run.identity), lambda *_: settings, judges_arms=False)
+    run_arms(run, run_id, arms, questions, questions.items(run.identity), lambda *_: settings, judges_arms=False)
 
 
-def run_labelled_ablate(config: LabelledAblateConfig, run: Run, *, texts: LabelledTexts | None = None) -> AblateResult:
-    """Measure the effect of every head of every site, record the table in the store, and return it. ``texts`` None
-    reads the file.
-    """
-    judging = config.judging
-    if texts is None:
-        texts = read_labelled(judging.data, judging.model, run.identity, judging.max_tokens)
-    questions = LabelledQuestions(judging, texts, texts.texts)
+def run_labelled_ablate(config: LabelledAblateConfig, run: Run, *, texts: LabelledTexts) -> AblateResult:
+    """Measure the effect of every head of every site, record the table in the store, and return it."""
+    questions = LabelledQuestions(config.judging, texts, texts.texts)
     arms = [WITHOUT_ABLATION, *(arm for mode in config.modes for arm in single_arms(run.facts.grid, mode))]
     run.say(f"{len(arms)} arms: the baseline and {len(arms) - 1} sets of heads, on {len(texts.texts)} examples")
     with run.recording(questions.record(run), arms=[arm.name for arm in arms]) as state:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import pyarrow as pa
 
@@ -14,15 +15,22 @@ from headscan.ablation.ablation import Ablation
 from headscan.analysis.errors import FinishedArmError
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import TABLES
-from headscan.cluster.pool import Pool
-from headscan.models.loaded_model import LoadedModel
+from headscan.cluster.pool import Finished, Pool, Task
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.scoring.arms import Arm
-from headscan.pipelines.scoring.bundles import LEAST_SIZE, BundleItem, Start, bundle
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, common_tokens
+from headscan.pipelines.scoring.bundles import LEAST_SIZE, Start, bundle
+from headscan.pipelines.scoring.likelihood import common_tokens
 from headscan.pipelines.scoring.reading import Reading
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
-from headscan.pipelines.scoring.token_requests import AnswerSet, GenerationRequest, Likelihood, Request, ScoringItem
+from headscan.pipelines.scoring.token_requests import (
+    ArmItem,
+    GenerationRequest,
+    Likelihood,
+    Request,
+    Responses,
+    ScoringItem,
+    score_item,
+)
 
 #: Approximate number of items per arm; fewer if items would be smaller than a batch.
 _ITEMS = 64
@@ -30,15 +38,19 @@ _ITEMS = 64
 
 @dataclass(frozen=True)
 class WorkItem:
-    """Requests to score, or prompts to generate from, and their hashes. Requests of other kinds have ``work_of``, which
-    makes the work of one arm from its name and its ablation.
+    """Requests of one kind and their hashes. ``item_of`` makes the item of one arm and has the arguments of
+    `Reading.item`, which None uses.
     """
 
     index: int
     hashes: tuple[str, ...]
-    scored: tuple[Request, ...] = ()
-    written: tuple[GenerationRequest, ...] = ()
-    work_of: Callable[[str, Ablation | None], ScoringItem] | None = None
+    requests: tuple[Any, ...]
+    item_of: Callable[[str, tuple[Any, ...], Ablation | None, int], ArmItem[Any]] | None = None
+
+    @property
+    def scored(self) -> bool:
+        """True if several masks can be answered in one pass."""
+        return isinstance(self.requests[0], Request)
 
 
 def work_items(requests: Mapping[str, Request | GenerationRequest], batch_tokens: int) -> list[WorkItem]:
@@ -46,10 +58,10 @@ def work_items(requests: Mapping[str, Request | GenerationRequest], batch_tokens
     items: list[WorkItem] = []
     scored, costs = _by_prefix({h: request for h, request in requests.items() if isinstance(request, Request)})
     for part in _cut(list(scored), costs, batch_tokens):
-        items.append(WorkItem(len(items), tuple(part), scored=tuple(scored[h] for h in part)))
+        items.append(WorkItem(len(items), tuple(part), tuple(scored[h] for h in part)))
     written, costs = _by_length({h: r for h, r in requests.items() if isinstance(r, GenerationRequest)})
     for part in _cut(list(written), costs, batch_tokens):
-        items.append(WorkItem(len(items), tuple(part), written=tuple(written[h] for h in part)))
+        items.append(WorkItem(len(items), tuple(part), tuple(written[h] for h in part)))
     return items
 
 
@@ -101,44 +113,26 @@ class AnsweringSettings:
 
 
 @dataclass
-class ArmAnswers:
-    """Answers and ablated shares (0 to 1) of an arm by the request's hash, and the indices of unanswered items."""
+class ArmResponses:
+    """Responses and ablated shares (0 to 1) of an arm by the request's hash, and the indices of unanswered items."""
 
     arm: Arm
     arm_id: str
-    answers: dict[str, Likelihood | str] = field(default_factory=dict)
+    responses: dict[str, Likelihood | str] = field(default_factory=dict)
     zeroed: dict[str, float] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)
 
-    def take(self, item: WorkItem, result: AnswerSet[Likelihood | str]) -> None:
-        self.answers.update(zip(item.hashes, result.answers, strict=True))
+    def take(self, item: WorkItem, result: Responses[Likelihood | str]) -> None:
+        self.responses.update(zip(item.hashes, result.values, strict=True))
         self.zeroed.update(zip(item.hashes, result.zeroed_shares, strict=True))
         self.missing.discard(item.index)
 
     def forget(self) -> None:
-        """Free the answers: a sweep has hundreds of arms."""
-        self.answers, self.zeroed = {}, {}
+        """Free the responses: a sweep has hundreds of arms."""
+        self.responses, self.zeroed = {}, {}
 
 
-@dataclass(frozen=True)
-class ArmsWork:
-    """The work of some arms on the requests of one item, with the indices of the arms and of the item."""
-
-    arms: tuple[int, ...]
-    index: int
-    work: ScoringItem
-
-    @property
-    def name(self) -> str:
-        return self.work.name
-
-
-def answer_item(lm: LoadedModel, item: ArmsWork) -> Sequence[AnswerSet[Likelihood | str]]:
-    """Pool task: answer one item for each of its arms."""
-    return item.work.run(lm)
-
-
-def answer(
+def finished_arms(
     store: Store,
     pool: Pool,
     arms: Sequence[tuple[Arm, str]],
@@ -146,7 +140,7 @@ def answer(
     settings: AnsweringSettings,
     *,
     title: str,
-) -> Iterator[ArmAnswers]:
+) -> Iterator[ArmResponses]:
     """Answer all items with all arms, given with their ids in the store; yield each finished arm.
 
     Stored answers are not computed again. An item is answered completely or not at all, so that a resumed run has the
@@ -155,7 +149,7 @@ def answer(
     by_arm = _stored(store, arms, items)
     total = sum(len(item.hashes) for item in items)
     left = sum(len(items[index].hashes) for of_arm in by_arm for index in of_arm.missing)
-    writer = _AnswerWriter(store)
+    writer = _ResponseWriter(store)
     with Progress(title, total * len(arms), "requests") as progress:
         progress.skip(total * len(arms) - left)
         for of_arm in by_arm:
@@ -163,14 +157,15 @@ def answer(
                 yield of_arm
                 of_arm.forget()
         try:
-            pace = _Pace()
-            for indices, item, results in _answered(pool, _todo(by_arm, items, settings, pace), pace):
-                progress.update(len(items[item].hashes) * len(indices))  # at once, or the rate would be that of one arm
-                for index, result in zip(indices, results, strict=True):
-                    of_arm = by_arm[index]
-                    of_arm.take(items[item], result)
+            schedule = _Schedule(by_arm, items, settings)
+            task: Task[Any, Any] = score_in_ranges if pool.staged else score_item
+            for done in pool.map(task, schedule.pool_items()):
+                some, item = schedule.finished(done)
+                progress.update(len(item.hashes) * len(some))  # at once, or the rate would be that of one arm
+                for of_arm, result in zip(some, done.value, strict=True):
+                    of_arm.take(item, result)
                     if of_arm.missing:
-                        writer.add(of_arm, items[item])
+                        writer.add(of_arm, item)
                     else:
                         writer.drop(of_arm)  # a finished arm is stored as a whole
                         yield of_arm
@@ -180,91 +175,67 @@ def answer(
             writer.write()
 
 
-class _Pace:
-    """The time of one token of one arm, which limits the arms of a bundle: a stop loses an unfinished bundle."""
+class _Schedule:
+    """The items of a pool, and which arms and requests each has. The time of one token of one arm limits the arms of a
+    bundle, because a stop loses an unfinished one.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, by_arm: Sequence[ArmResponses], items: Sequence[WorkItem], settings: AnsweringSettings) -> None:
+        self._by_arm, self._items, self._settings = by_arm, items, settings
+        self._drawn: dict[str, tuple[list[ArmResponses], WorkItem]] = {}
         self._seconds = self._tokens = 0.0
 
-    def add(self, seconds: float, work: ScoringItem) -> None:
-        if isinstance(work, BundleItem):
-            self._seconds += seconds
-            self._tokens += len(work.masks) * _tokens(work.requests)
+    def pool_items(self) -> Iterator[ScoringItem[Any]]:
+        settings = self._settings
+        ablated = [of_arm.arm.ablated for of_arm in self._by_arm]
+        for group in bundle(ablated, settings.starts, settings.bundle_size):
+            for item in self._items:
+                lacking = [self._by_arm[index] for index in group if item.index in self._by_arm[index].missing]
+                while lacking:
+                    most = self._most_arms(item)
+                    some, lacking = lacking[:most], lacking[most:]
+                    work = self._pool_item([of_arm.arm for of_arm in some], item)
+                    self._drawn[work.name] = some, item
+                    yield work
 
-    def most_arms(self, item: WorkItem) -> int:
+    def finished(self, done: Finished[ScoringItem[Any], Any]) -> tuple[list[ArmResponses], WorkItem]:
+        """Return the arms and the requests of a finished item of the pool."""
+        some, item = self._drawn.pop(done.item.name)
+        if len(some) > 1:
+            self._seconds += done.seconds
+            self._tokens += len(some) * _tokens(item.requests)
+        return some, item
+
+    def _most_arms(self, item: WorkItem) -> int:
         """Return how many arms are answered in `_BUNDLE_SECONDS`; `LEAST_SIZE` before the first bundle is measured."""
-        seconds = self._seconds / max(1.0, self._tokens) * _tokens(item.scored)
+        if not item.scored:
+            return 1
+        seconds = self._seconds / max(1.0, self._tokens) * _tokens(item.requests)
         return max(LEAST_SIZE, int(_BUNDLE_SECONDS / seconds)) if seconds else LEAST_SIZE
+
+    def _pool_item(self, arms: Sequence[Arm], item: WorkItem) -> ScoringItem[Any]:
+        settings, of_item = self._settings, f"requests {item.index}"
+        if len(arms) == 1:
+            item_of = item.item_of or settings.reading.item
+            return item_of(f"{arms[0].name}, {of_item}", item.requests, arms[0].ablated, settings.batch_tokens)
+        masks, name = tuple(arm.ablated for arm in arms), f"{arms[0].name} and {len(arms) - 1} more, {of_item}"
+        return settings.reading.bundle(name, item.requests, masks, settings.starts, settings.batch_tokens)
 
 
 def _tokens(requests: Sequence[Request]) -> int:
     return sum(len(request.ids) for request in requests)
 
 
-def _answered(
-    pool: Pool, todo: Iterator[ArmsWork], pace: _Pace
-) -> Iterator[tuple[tuple[int, ...], int, Sequence[AnswerSet[Likelihood | str]]]]:
-    """Yield indices of arms, the index of an item, and each arm's answers to the item."""
-    if pool.staged:
-        alone = (_StagedItem(**vars(group.work), arms=group.arms, index=group.index) for group in todo)
-        for scored in pool.map(score_in_ranges, alone):
-            assert isinstance(scored.item, _StagedItem)
-            yield scored.item.arms, scored.item.index, [scored.value]
-    else:
-        for finished in pool.map(answer_item, todo):
-            pace.add(finished.seconds, finished.item.work)
-            yield finished.item.arms, finished.item.index, finished.value
-
-
-@dataclass(frozen=True, kw_only=True)
-class _StagedItem(LikelihoodItem):
-    """The requests of one item under one arm, for models run by layer ranges."""
-
-    arms: tuple[int, ...]
-    index: int
-
-
-def _todo(
-    by_arm: Sequence[ArmAnswers], items: Sequence[WorkItem], settings: AnsweringSettings, pace: _Pace
-) -> Iterator[ArmsWork]:
-    for group in bundle([of_arm.arm.ablated for of_arm in by_arm], settings.starts, settings.bundle_size):
-        for item in items:
-            lacking = tuple(index for index in group if item.index in by_arm[index].missing)
-            while lacking:
-                most = pace.most_arms(item) if item.scored else 1
-                part, lacking = lacking[:most], lacking[most:]
-                arms = [by_arm[index].arm for index in part]
-                work = _bundle_work(arms, item, settings) if len(part) > 1 else arm_work(arms[0], item, settings)
-                yield ArmsWork(part, item.index, work)
-
-
-def arm_work(arm: Arm, item: WorkItem, settings: AnsweringSettings) -> ScoringItem:
-    """Return the work of one arm on one item; see the table of `reading`."""
-    name, reading = f"{arm.name}, requests {item.index}", settings.reading
-    if item.work_of is not None:
-        return item.work_of(name, arm.ablated)
-    if item.scored:
-        return reading.item(name, item.scored, arm.ablated, settings.batch_tokens)
-    return reading.generation(name, item.written, arm.ablated, settings.batch_tokens)
-
-
-def _bundle_work(arms: Sequence[Arm], item: WorkItem, settings: AnsweringSettings) -> ScoringItem:
-    """Return the work of several masks on one item."""
-    masks = tuple(arm.ablated for arm in arms)
-    name = f"{arms[0].name} and {len(arms) - 1} more, requests {item.index}"
-    return settings.reading.bundle(name, item.scored, masks, settings.starts, settings.batch_tokens)
-
-
-class _AnswerWriter:
+class _ResponseWriter:
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._waiting: dict[str, tuple[ArmAnswers, list[str]]] = {}
+        self._waiting: dict[str, tuple[ArmResponses, list[str]]] = {}
         self._written = time.monotonic()
 
-    def add(self, of_arm: ArmAnswers, item: WorkItem) -> None:
+    def add(self, of_arm: ArmResponses, item: WorkItem) -> None:
         self._waiting.setdefault(of_arm.arm_id, (of_arm, []))[1].extend(item.hashes)
 
-    def drop(self, of_arm: ArmAnswers) -> None:
+    def drop(self, of_arm: ArmResponses) -> None:
         self._waiting.pop(of_arm.arm_id, None)
 
     def write(self, *, at_least_after: float = 0.0) -> None:
@@ -278,27 +249,27 @@ class _AnswerWriter:
         self._written = time.monotonic()
 
 
-def _response_table(done: ArmAnswers, hashes: Sequence[str]) -> pa.Table:
+def _response_table(done: ArmResponses, hashes: Sequence[str]) -> pa.Table:
     rows = []
     for request in hashes:
-        answer = done.answers[request]
-        columns = {"text": answer} if isinstance(answer, str) else answer._asdict()
+        response = done.responses[request]
+        columns = {"text": response} if isinstance(response, str) else response._asdict()
         rows.append({"request": request, "zeroed_share": done.zeroed[request], **columns})
     return pa.Table.from_pylist(rows, schema=_RESPONSES)
 
 
-def _stored(store: Store, arms: Sequence[tuple[Arm, str]], items: Sequence[WorkItem]) -> list[ArmAnswers]:
-    by_arm = {arm_id: ArmAnswers(arm, arm_id) for arm, arm_id in arms}
+def _stored(store: Store, arms: Sequence[tuple[Arm, str]], items: Sequence[WorkItem]) -> list[ArmResponses]:
+    by_arm = {arm_id: ArmResponses(arm, arm_id) for arm, arm_id in arms}
     for row in store.responses(list(by_arm)).to_pylist():
         of_arm = by_arm[row["arm_id"]]
-        of_arm.answers[row["request"]] = _answer(row)
+        of_arm.responses[row["request"]] = _response_of(row)
         of_arm.zeroed[row["request"]] = row["zeroed_share"]
     for of_arm in by_arm.values():
-        of_arm.missing = {item.index for item in items if not of_arm.answers.keys() >= set(item.hashes)}
+        of_arm.missing = {item.index for item in items if not of_arm.responses.keys() >= set(item.hashes)}
     return list(by_arm.values())
 
 
-def _answer(row: Mapping[str, object]) -> Likelihood | str:
+def _response_of(row: Mapping[str, object]) -> Likelihood | str:
     if row["text"] is not None:
         return str(row["text"])
     return Likelihood(row["log_likelihood"], row["greedy_tokens"])  # type: ignore[arg-type]

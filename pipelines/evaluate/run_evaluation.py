@@ -25,7 +25,7 @@ from headscan.analysis.verdicts.judge import Verdict, judge
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from headscan.errors import NotFiniteError
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.evaluate.answering import AnsweringSettings, ArmAnswers, WorkItem, answer, work_items
+from headscan.pipelines.evaluate.answering import AnsweringSettings, ArmResponses, WorkItem, finished_arms, work_items
 from headscan.pipelines.evaluate.checks import (
     check_continues,
     check_generates,
@@ -135,7 +135,7 @@ def run_evaluation(
     settings_of = partial(_answering_settings, config, questions, [arm.ablated for arm in arms])
     with run.recording(record, arms=[arm.name for arm in arms]) as state:
         run_id = state.run_id
-        answer_arms(run, run_id, arms, questions, items, settings_of, models=models, judges_arms=purpose.judges_arms)
+        run_arms(run, run_id, arms, questions, items, settings_of, models=models, judges_arms=purpose.judges_arms)
     return run_id
 
 
@@ -168,7 +168,7 @@ class GradableQuestions(Protocol):
         """Return the share of heads that one arm ablated, 0 to 1."""
 
 
-def answer_arms(
+def run_arms(
     run: Run,
     run_id: str,
     arms: Sequence[Arm],
@@ -201,7 +201,7 @@ def answer_arms(
         with ExitStack() as opened:
             own = run if spec is None else opened.enter_context(run.on(spec, (models or {})[spec]))
             title = f"{len(open_arms)} arm{'s' * (len(open_arms) > 1)}"
-            for done in answer(store, own.pool, open_arms, items, settings_of(own, len(open_arms)), title=title):
+            for done in finished_arms(store, own.pool, open_arms, items, settings_of(own, len(open_arms)), title=title):
                 try:
                     line = _finish_arm(store, questions, own.facts, done)
                     if judges_arms:
@@ -280,16 +280,16 @@ def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:
     return store.begin_arm(arm.record(run_id, mask_id))
 
 
-def _finish_arm(store: Store, questions: GradableQuestions, facts: ModelFacts, done: ArmAnswers) -> str:
+def _finish_arm(store: Store, questions: GradableQuestions, facts: ModelFacts, done: ArmResponses) -> str:
     """Grade and store an arm; return a line about it.
 
     Raises:
         NotFiniteError: A log-likelihood is NaN.
     """
-    wrong = sum(isinstance(answer, Likelihood) and isnan(answer.log_likelihood) for answer in done.answers.values())
+    wrong = sum(isinstance(answer, Likelihood) and isnan(answer.log_likelihood) for answer in done.responses.values())
     if wrong:
-        raise NotFiniteError(f"{wrong} of {len(done.answers)} log-likelihoods are NaN, so the arm has no result")
-    graded = questions.grade(done.answers)
+        raise NotFiniteError(f"{wrong} of {len(done.responses)} log-likelihoods are NaN, so the arm has no result")
+    graded = questions.grade(done.responses)
     removed = len(done.arm.removed)
     share = removed / (facts.grid.total_heads + removed) if removed else questions.zeroed_share(done.zeroed)
     store.finish_arm(done.arm_id, graded.answers, results=graded.results, zeroed_share=share)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import pyarrow as pa
 
@@ -45,13 +45,6 @@ _SHARD_SECONDS, _LARGEST_SHARD = 20, 64
 _PART_SHARD = 16
 #: Operations per second that this supposes, by type of device.
 _CPU_SPEED, _GPU_SPEED = 1e11, 1e14
-
-
-class HasShard(Protocol):
-    """An item of a pool that measures one shard."""
-
-    @property
-    def shard(self) -> Shard: ...
 
 
 class ShardTable(NamedTuple):
@@ -84,7 +77,7 @@ class ShardMeasurement:
     """A measurement of every shard of a corpus.
 
     Attributes:
-        item_of: Returns the item of ``task`` for a shard.
+        item_of: Returns the item of ``task`` for a shard, which the item has as ``shard``.
         passes: Cost of a sequence, in forward passes.
         deciding: Settings on which the numbers depend, in addition to those of `CorpusRunConfig`.
         recorded: The same settings as the store records them.
@@ -92,7 +85,7 @@ class ShardMeasurement:
 
     kind: RunKind
     task: Task[Any, ShardTable]
-    item_of: Callable[[Shard, RopeLengths], HasShard]
+    item_of: Callable[[Shard, RopeLengths], Any]
     passes: float
     deciding: Mapping[str, Any]
     recorded: Mapping[str, Any]
@@ -178,7 +171,7 @@ def write_shards(
     run: Run,
     record: RunRecord,
     drawn: Iterable[Shard],
-    item_of: Callable[[Shard], HasShard],
+    item_of: Callable[[Shard], Any],
     report: CorpusReport,
     *,
     total: int | None,

@@ -23,7 +23,7 @@ from headscan.models.token_batches import pad, run_halving, whole_batches
 from headscan.pipelines import corpora
 from headscan.pipelines.corpora import CorpusReport
 from headscan.pipelines.corpora.sequences import hash_ids, special_tokens
-from headscan.pipelines.measure.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
+from headscan.pipelines.measure.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss
 from headscan.pipelines.measure.run_corpus import (
     CorpusRunResult,
     ShardMeasurement,
@@ -168,13 +168,9 @@ def measure_labelled(lm: LoadedModel, item: LabelledImportanceItem) -> ShardTabl
     return measure_losses(lm, loss_of, lengths, [text.index for text in texts], item.batch_tokens, item.rope)
 
 
-def run_labelled_importance(
-    config: LabelledImportanceConfig, run: Run, *, texts: LabelledTexts | None = None
-) -> CorpusRunResult:
-    """Measure the importance of all heads on labelled examples into a store; ``texts`` None reads the file."""
+def run_labelled_importance(config: LabelledImportanceConfig, run: Run, *, texts: LabelledTexts) -> CorpusRunResult:
+    """Measure the importance of all heads on labelled examples into a store."""
     identity = run.identity
-    if texts is None:
-        texts = read_labelled(config.data, config.model, identity, config.max_tokens)
     if texts.truncated:
         run.say(f"{texts.truncated} of {len(texts.texts)} examples were cut to the longest allowed text")
     settings = {

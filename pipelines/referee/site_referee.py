@@ -164,15 +164,11 @@ class SiteRefereeResult(NamedTuple):
     points: list[SitePoint]
 
 
-def run_labelled_referee(
-    config: SiteRefereeConfig, run: Run, *, texts: LabelledTexts | None = None
-) -> SiteRefereeResult:
+def run_labelled_referee(config: SiteRefereeConfig, run: Run, *, texts: LabelledTexts) -> SiteRefereeResult:
     """Remove heads of each site by every criterion, and measure the metric at every share. Models with several sites
-    also have curves of all sites together. ``texts`` None reads the file.
+    also have curves of all sites together.
     """
     judged, compared = config.judging, config.compared
-    if texts is None:
-        texts = read_labelled(judged.data, judged.model, run.identity, judged.max_tokens)
     if config.rank_data is None:
         ranking, judging = texts.halves()
     else:

@@ -1,4 +1,4 @@
-"""The version of the code that decides numbers, without importing that code."""
+"""The versions of the software that decides numbers: packages, and this code, which is not imported for that."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import ast
 import hashlib
 from collections.abc import Iterator
 from functools import cache
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import headscan
 
@@ -57,3 +59,26 @@ def _measuring_files() -> Iterator[tuple[str, Path]]:
             # In a checkout the folders inside the package are links.
             if path.relative_to(root / folder).parts[0] not in left_out:
                 yield path.relative_to(root).as_posix(), path
+
+
+_PACKAGES = ("torch", "transformers", "accelerate", "ray", "datasets", "lm-eval", "duckdb", "numpy")
+
+
+def package_versions() -> dict[str, str]:
+    """Return the installed versions of the packages that decide numbers."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def software_of(code_files_hash: str | None) -> dict[str, Any]:
+    """Return the provenance that is known before the model is loaded; the hash is of the model's own code files."""
+    return {
+        "packages": package_versions(),
+        "code_version": code_version(),
+        "code_files_hash": code_files_hash,
+    }

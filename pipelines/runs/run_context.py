@@ -1,38 +1,32 @@
 """What every job needs, as its argument ``run``.
 
 `ModelOpener` chooses the placement of a model and opens its pool. `ModelContext` has the model's identity, facts and
-pool, and `Run` adds the store. `StoredNumbers` keeps what a stopped plan or prune run has measured.
+pool, and `Run` adds the store.
 """
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib import metadata
 from typing import Any, Protocol, Self, TypeVar
 
-import pyarrow as pa
-from numpy.typing import ArrayLike
-
 from headscan.analysis.errors import StoreError
-from headscan.analysis.store.provenance import provenance_changes, provenance_history, same_model
-from headscan.analysis.store.records import SHARDED_KINDS, RunKind, RunRecord, RunState
+from headscan.analysis.store.provenance import provenance_changes, provenance_history, unfinished_runs
+from headscan.analysis.store.records import RunKind, RunRecord, RunState
 from headscan.analysis.store.store import Store, refuse_resume, run_identity
-from headscan.analysis.store.tables import TABLES
 from headscan.cluster.devices import machines, max_threads
 from headscan.cluster.placement_base import ChosenPlacement, PlacementRequest, Timeouts
 from headscan.cluster.placements import place
 from headscan.cluster.pool import Pool, open_pool
-from headscan.long_work import KnownNumbers, WorkUnit, hash_of
+from headscan.long_work import KnownNumbers
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS
-from headscan.pipelines.runs.code_version import code_version
+from headscan.pipelines.runs.code_version import software_of
 from headscan.pipelines.runs.model_identity import ModelFacts, ModelIdentity, identify, model_facts
 from headscan.pipelines.runs.progress import at_work
+from headscan.pipelines.runs.stored_numbers import StoredNumbers
 from headscan.sizing.model_sizes import model_sizes
 
 #: Opens the pool of a model.
@@ -174,7 +168,7 @@ class ModelContext:
             config=config,
             device=facts.hardware,
             total_shards=total_shards,
-            **_software(self.identity),
+            **software_of(self.identity.code_files_hash),
         )
 
     def keeping(self, record: RunRecord) -> AbstractContextManager[KnownNumbers]:
@@ -232,7 +226,7 @@ class Run(ModelContext):
         run = self.known(kind, fingerprint)
         if run is None:
             return None
-        changes = provenance_changes(provenance_history(run)[-1], _software(self.identity))
+        changes = provenance_changes(provenance_history(run)[-1], software_of(self.identity.code_files_hash))
         if run["status"] != "finished":
             if changes and not self.resume_anyway:
                 raise refuse_resume(run["run_id"], changes)
@@ -253,7 +247,7 @@ class Run(ModelContext):
                 f"run {state.run_id} resumes with {', '.join(state.changes)}; both are recorded in runs.provenance"
             )
         if not state.resumed:
-            for line in _unfinished(self.store, record, state.run_id):
+            for line in unfinished_runs(self.store.runs(record.kind), record, state.run_id):
                 self.say(line)
         return state
 
@@ -314,121 +308,5 @@ class Run(ModelContext):
                 self.store.finish_run(run_id, status="failed")
 
 
-#: Seconds between two writes: a process that is killed loses about as much work, and the unit in progress.
-WRITE_SECONDS = 5.0
-_UNITS = TABLES["measured_units"].schema(without=("run_id",))
-
-
-class StoredNumbers(KnownNumbers):
-    """Numbers by unit of work in the table ``measured_units``; the caller calls `write` at the end.
-
-    ``begin`` begins or resumes the run and returns its id; the first write calls it.
-    """
-
-    def __init__(self, store: Store, begin: Callable[[], str]) -> None:
-        super().__init__()
-        self._store, self._begin = store, begin
-        self.run_id: str | None = None
-        self._waiting: list[WorkUnit] = []
-        self._written = time.monotonic()
-
-    def resume(self) -> None:
-        """Read the numbers of the run, which the store has."""
-        self.run_id = self._begin()
-        self._known |= self._store.measured_units(self.run_id)
-
-    def add(self, unit: WorkUnit, numbers: ArrayLike) -> None:
-        super().add(unit, numbers)
-        self._waiting.append(unit)
-        if time.monotonic() - self._written >= WRITE_SECONDS:
-            self.write()
-
-    def write(self) -> None:
-        """Store what was added since the last write."""
-        if self._waiting:
-            if self.run_id is None:
-                self.run_id = self._begin()
-            rows = [
-                {"unit": (name := hash_of(unit)), "what": str(unit[0]), "numbers": self._known[name]}
-                for unit in self._waiting
-            ]
-            self._store.add_measured_units(self.run_id, pa.Table.from_pylist(rows, schema=_UNITS))
-        self._waiting.clear()
-        self._written = time.monotonic()
-
-
-_PACKAGES = ("torch", "transformers", "accelerate", "ray", "datasets", "lm-eval", "duckdb", "numpy")
-
-
-def package_versions() -> dict[str, str]:
-    """Return the installed versions of the packages that decide numbers."""
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
-def _software(identity: ModelIdentity) -> dict[str, Any]:
-    """Return the provenance that is known before the model is loaded."""
-    return {
-        "packages": package_versions(),
-        "code_version": code_version(),
-        "code_files_hash": identity.code_files_hash,
-    }
-
-
-#: Columns of ``runs`` that identify a command's inputs, and their names in messages.
-_INPUTS = {
-    "corpus_hash": "corpus",
-    "model_revision": "revision",
-    "model_config_hash": "model configuration",
-    "weights_hash": "weights",
-    "tokenizer_hash": "tokenizer",
-    "dtype": "dtype",
-}
-#: Runs whose ``corpus_hash`` is not of a corpus.
-_TEXTS = {"recording": "prompts", "evaluate": "questions", "ablate": "questions"}
-#: Options that decide no numbers: locations, and the panel, whose statistics are listed separately.
-_PLACES = ("model.source", "model.revision", "model.trust_remote_code", "model.safetensors", "corpus.name", "panel")
-
-
 def _finished_with(run_id: str, changes: tuple[str, ...]) -> str:
     return f"run {run_id} is complete, with other software or another device ({', '.join(changes)}); its rows stay"
-
-
-def _unfinished(store: Store, record: RunRecord, run_id: str) -> Iterator[str]:
-    """Yield a line for each similar unfinished run. The user may have meant to resume it with this command."""
-    model = {column: getattr(record, column) for column in (*_INPUTS, "model")}
-    for run in store.runs(record.kind):
-        if run["run_id"] == run_id or run["status"] == "finished" or run["corpus"] != record.corpus:
-            continue
-        if run["model"] != record.model and not same_model(model, run):
-            continue
-        shards = ""
-        if record.kind in SHARDED_KINDS:
-            shards = f", {run['finished_shards']} of {run['total_shards'] or '?'} shards"
-        yield (
-            f"{', '.join(_differences(run, record)) or 'settings'} changed since run {run['run_id']} ({run['status']}"
-            f"{shards}). A new run begins; the old rows stay, and summary views leave out unfinished runs"
-        )
-
-
-def _differences(run: Mapping[str, Any], record: RunRecord) -> list[str]:
-    """Return the names of inputs and options that differ. Values unknown to either run count as equal."""
-    pairs = {column: (run[column], getattr(record, column)) for column in _INPUTS}
-    names = _INPUTS | ({"corpus_hash": _TEXTS[record.kind]} if record.kind in _TEXTS else {})
-    inputs = [names[column] for column, pair in pairs.items() if None not in pair and pair[0] != pair[1]]
-    theirs, ours = _options(run["config"]), _options(record.config)
-    options = [name.rpartition(".")[2] for name in ours if name in theirs and ours[name] != theirs[name]]
-    return list(dict.fromkeys(inputs + options))
-
-
-def _options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that decide numbers, by dotted names. The values are as read from JSON."""
-    flat: dict[str, Any] = {}
-    for name, value in json.loads(json.dumps(config)).items():
-        flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
-    return {name: value for name, value in flat.items() if name not in _PLACES}

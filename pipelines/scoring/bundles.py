@@ -26,14 +26,14 @@ from headscan.layers.prefix_cache import Prefix, read_prefix
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.scoring.likelihood import (
     Continued,
-    ReadAnswer,
     ReadInput,
-    answer_reads,
+    ReadResult,
     by_request,
     distinct_reads,
-    walk,
+    score_in_batches,
+    score_reads,
 )
-from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request
+from headscan.pipelines.scoring.token_requests import Likelihood, Request, Responses, ScoringItem
 from headscan.sizing.model_sizes import LayerCache
 
 T = TypeVar("T")
@@ -63,23 +63,28 @@ FROM_TOKENS = Start(0, False)
 
 
 @dataclass(frozen=True)
-class BundleItem:
+class BundleItem(ScoringItem[Request]):
     """Requests for one replica under several masks (None is the whole model), and where the pass of each mask starts.
 
     Attributes:
         base: The ablation from whose pass the others go on, here called the baseline; None is the whole model.
     """
 
-    name: str
-    requests: tuple[Request, ...]
     masks: tuple[Ablation | None, ...]
     starts: tuple[Start, ...]
     batch_tokens: int
     share_prefixes: bool
     base: Ablation | None = None
 
-    def run(self, lm: LoadedModel) -> list[AnswerSet[Likelihood]]:
-        return score_bundle(lm, self)
+    def run(self, lm: LoadedModel) -> list[Responses[Likelihood]]:
+        """Answer requests under each of the masks."""
+        bundled = _Bundle(lm, self)
+        reads = distinct_reads(self.requests)
+        with torch.no_grad():
+            scored = score_in_batches(lm, reads, self.batch_tokens, self.share_prefixes, bundled.read_on, bundled.score)
+            results = dict(scored)
+        of_arms = ({index: of_read[arm] for index, of_read in results.items()} for arm in range(len(self.masks)))
+        return [by_request(reads, of_arm) for of_arm in of_arms]
 
 
 def possible_starts(lm: LoadedModel, ablated: Sequence[Ablation | None]) -> frozenset[Start]:
@@ -147,15 +152,6 @@ def bundle_starts(starts: Sequence[Start | None], size: int = LEAST_SIZE) -> lis
     return [part for group in groups for part in ([group] if pays(group) else [[index] for index in group])]
 
 
-def score_bundle(lm: LoadedModel, item: BundleItem) -> list[AnswerSet[Likelihood]]:
-    """Answer requests under each of the masks."""
-    bundled = _Bundle(lm, item)
-    reads = distinct_reads(item.requests)
-    with torch.no_grad():
-        answered = dict(walk(lm, reads, item.batch_tokens, item.share_prefixes, bundled.read_on, bundled.answer))
-    return [by_request(reads, {i: answers[arm] for i, answers in answered.items()}) for arm in range(len(item.masks))]
-
-
 @dataclass(frozen=True)
 class _Prefixes:
     baseline: Prefix
@@ -198,7 +194,7 @@ class _Bundle:
             arms.append(own.above(start.layer + start.behind_attention, baseline))
         return _Prefixes(baseline, tuple(arms))
 
-    def answer(self, reads: list[ReadInput], after: Continued[_Prefixes]) -> list[list[ReadAnswer]]:
+    def score(self, reads: list[ReadInput], after: Continued[_Prefixes]) -> list[list[ReadResult]]:
         prefixes = after.prefix
 
         def continued(prefix: Prefix | None) -> Continued[Prefix]:
@@ -206,8 +202,8 @@ class _Bundle:
 
         with self._keeping() as kept:
             whole = continued(None if prefixes is None else prefixes.baseline)
-            baseline, _ = self._baseline(lambda record: answer_reads(self._lm, reads, whole, record))
-        of_arms: list[list[ReadAnswer]] = []
+            baseline, _ = self._baseline(lambda record: score_reads(self._lm, reads, whole, record))
+        of_arms: list[list[ReadResult]] = []
         for arm, (mask, start) in enumerate(self._arms):
             if mask == self._item.base:
                 assert baseline is not None
@@ -215,8 +211,8 @@ class _Bundle:
                 continue
             own = continued(None if prefixes is None else prefixes.arms[arm])
             with self._ablated(mask, start, kept) as record:
-                of_arms.append(answer_reads(self._lm, reads, own, record))
-        return [list(answers) for answers in zip(*of_arms, strict=True)]
+                of_arms.append(score_reads(self._lm, reads, own, record))
+        return [list(of_read) for of_read in zip(*of_arms, strict=True)]
 
     @contextmanager
     def _keeping(self) -> Iterator[_Kept]:

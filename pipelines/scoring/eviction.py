@@ -18,48 +18,41 @@ from headscan.ablation.ablation import Ablation
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import batches, pad, pass_tokens, run_halving
-from headscan.pipelines.scoring.likelihood import ReadAnswer, ReadInput, by_request, distinct_reads, likelihoods_at
-from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request
+from headscan.pipelines.scoring.likelihood import ReadInput, ReadResult, by_request, distinct_reads, likelihoods_at
+from headscan.pipelines.scoring.token_requests import ArmItem, Likelihood, Request, Responses
 
 
 @dataclass(frozen=True)
-class EvictionItem:
+class EvictionItem(ArmItem[Request]):
     """Requests for one replica under an ablation that evicts keys."""
 
-    name: str
-    requests: tuple[Request, ...]
     ablated: Ablation
-    batch_tokens: int
 
-    def run(self, lm: LoadedModel) -> list[AnswerSet[Likelihood]]:
-        return [score_evicted(lm, self)]
+    def run(self, lm: LoadedModel) -> list[Responses[Likelihood]]:
+        """Answer requests from caches that evict keys after the context."""
+        # Keys are evicted at the end of each request's own context.
+        reads = distinct_reads(self.requests, same_context=True)
+        lengths = [len(read.ids) for read in reads]
+        # Contexts of one batch have the same length, so that none is padded and all evict at the same token.
+        groups: dict[tuple[int, Hashable], list[int]] = defaultdict(list)
+        for row, read in enumerate(reads):
+            groups[read.first_place, lm.rope_lengths.group(len(read.ids))].append(row)
+        results: dict[int, ReadResult] = {}
 
+        def score(rows: list[int]) -> list[ReadResult]:
+            return _score(lm, self.ablated, [reads[row] for row in rows])
 
-def score_evicted(lm: LoadedModel, item: EvictionItem) -> AnswerSet[Likelihood]:
-    """Answer requests from caches that evict keys after the context."""
-    # Keys are evicted at the end of each request's own context.
-    reads = distinct_reads(item.requests, same_context=True)
-    lengths = [len(read.ids) for read in reads]
-    # Contexts of one batch have the same length, so that none is padded and all evict at the same token.
-    groups: dict[tuple[int, Hashable], list[int]] = defaultdict(list)
-    for row, read in enumerate(reads):
-        groups[read.first_place, lm.rope_lengths.group(len(read.ids))].append(row)
-    answered: dict[int, ReadAnswer] = {}
-
-    def answer(rows: list[int]) -> list[ReadAnswer]:
-        return _answer(lm, item.ablated, [reads[row] for row in rows])
-
-    with torch.no_grad(), headscan.intervene(lm, item.ablated):
-        for members in groups.values():
-            for batch in batches([lengths[row] for row in members], pass_tokens(lm.device.type, item.batch_tokens)):
-                rows = [members[i] for i in batch]
-                for chosen, answers in run_halving(rows, answer, lengths, lm.limits["evictions"]):
-                    answered.update(zip(chosen, answers, strict=True))
-    return by_request(reads, answered)
+        with torch.no_grad(), headscan.intervene(lm, self.ablated):
+            for members in groups.values():
+                for batch in batches([lengths[row] for row in members], pass_tokens(lm.device.type, self.batch_tokens)):
+                    rows = [members[i] for i in batch]
+                    for chosen, found in run_halving(rows, score, lengths, lm.limits["evictions"]):
+                        results.update(zip(chosen, found, strict=True))
+        return [by_request(reads, results)]
 
 
-def _answer(lm: LoadedModel, ablated: Ablation, reads: list[ReadInput]) -> list[ReadAnswer]:
-    """Return the answers of reads whose contexts have the same length."""
+def _score(lm: LoadedModel, ablated: Ablation, reads: list[ReadInput]) -> list[ReadResult]:
+    """Return the results of reads whose contexts have the same length."""
     start = reads[0].first_place
     if start:
         # The context is read alone, so it needs the rotary frequencies of the whole text.
@@ -76,4 +69,4 @@ def _answer(lm: LoadedModel, ablated: Ablation, reads: list[ReadInput]) -> list[
     ids, _ = pad([read.ids[start:] for read in reads])
     places = [(row, place - start) for row, read in enumerate(reads) for place in read.places]
     likelihoods = likelihoods_at(lm, reads, ids, places, past_key_values=cache, use_cache=True)
-    return [ReadAnswer(of_read, 0.0) for of_read in likelihoods]
+    return [ReadResult(of_read, 0.0) for of_read in likelihoods]

@@ -23,53 +23,44 @@ from headscan.ablation.masks import HeadMask
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import batches, run_halving
-from headscan.pipelines.scoring.token_requests import AnswerSet, GenerationRequest, input_key
+from headscan.pipelines.scoring.token_requests import ArmItem, GenerationRequest, Responses, input_key
 
 
 @dataclass(frozen=True)
-class GenerationItem:
+class GenerationItem(ArmItem[GenerationRequest]):
     """Prompts for one replica. With ``one_by_one`` every prompt is a batch of its own, as are prompts whose ablated
     heads depend on the prompt.
     """
 
-    name: str
-    requests: tuple[GenerationRequest, ...]
-    ablated: Ablation | None
-    batch_tokens: int
     one_by_one: bool = False
 
-    def run(self, lm: LoadedModel) -> list[AnswerSet[str]]:
-        return [generate_texts(lm, self)]
+    def run(self, lm: LoadedModel) -> list[Responses[str]]:
+        """Generate the texts with the item's heads ablated."""
+        texts: dict[int, str] = {}
+        shares: dict[int, float] = {}
+        static = self.ablated is None or self.ablated.fixed
+        total = lm.grid.total_heads
+        # Prompts of one batch have the same stop sequences. Prompts whose heads depend on them run alone, and so do
+        # sampled prompts: drawn in batches by one arm and alone by another, they would be different samples.
+        groups: dict[Hashable, list[int]] = {}
+        for index, request in enumerate(self.requests):
+            alone = self.one_by_one or not static or bool(dict(request.options).get("do_sample"))
+            groups.setdefault(index if alone else (repr(request[1:-1]), _rope_group(lm, request)), []).append(index)
+        with torch.no_grad():
+            for rows in groups.values():
+                lengths = [len(self.requests[row].ids) + self.requests[row].max_new_tokens for row in rows]
+                for batch in batches(lengths, self.batch_tokens):
+                    mask = self.ablated if static else _seen(lm, self, self.requests[rows[batch[0]]])
 
+                    def write(chosen: list[int], rows: list[int] = rows, mask: Ablation | None = mask) -> list[str]:
+                        return _write(lm, [self.requests[rows[i]] for i in chosen], mask)
 
-def generate_texts(lm: LoadedModel, item: GenerationItem) -> AnswerSet[str]:
-    """Generate the texts with the item's heads ablated."""
-    texts: dict[int, str] = {}
-    shares: dict[int, float] = {}
-    static = item.ablated is None or item.ablated.fixed
-    total = lm.grid.total_heads
-    # Prompts of one batch have the same stop sequences. Prompts whose heads depend on them run alone, and so do sampled
-    # prompts: drawn in batches by one arm and alone by another, they would be different samples.
-    groups: dict[Hashable, list[int]] = {}
-    for index, request in enumerate(item.requests):
-        alone = item.one_by_one or not static or bool(dict(request.options).get("do_sample"))
-        groups.setdefault(index if alone else (repr(request[1:-1]), _rope_group(lm, request)), []).append(index)
-    with torch.no_grad():
-        for rows in groups.values():
-            lengths = [len(item.requests[row].ids) + item.requests[row].max_new_tokens for row in rows]
-            for batch in batches(lengths, item.batch_tokens):
-                requests = [item.requests[rows[i]] for i in batch]
-                mask = item.ablated if static else _seen(lm, item, requests[0])
-
-                def write(chosen: list[int], rows: list[int] = rows, mask: Ablation | None = mask) -> list[str]:
-                    return _write(lm, [item.requests[rows[i]] for i in chosen], mask)
-
-                for chosen, written in run_halving(batch, write, lengths, lm.limits["generation"]):
-                    for i, text in zip(chosen, written, strict=True):
-                        texts[rows[i]] = text
-                        shares[rows[i]] = 0.0 if mask is None else len(mask.fixed_heads or ()) / total
-    order = range(len(item.requests))
-    return AnswerSet(tuple(texts[i] for i in order), tuple(shares[i] for i in order))
+                    for chosen, written in run_halving(batch, write, lengths, lm.limits["generation"]):
+                        for i, text in zip(chosen, written, strict=True):
+                            texts[rows[i]] = text
+                            shares[rows[i]] = 0.0 if mask is None else len(mask.fixed_heads or ()) / total
+        order = range(len(self.requests))
+        return [Responses(tuple(texts[i] for i in order), tuple(shares[i] for i in order))]
 
 
 def _rope_group(lm: LoadedModel, request: GenerationRequest) -> Hashable:

@@ -27,7 +27,7 @@ from headscan.layers.prefix_cache import Prefix, read_prefix
 from headscan.models.loaded_model import LoadedModel, logits_at
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.models.token_batches import batches, pad, pass_cost, pass_tokens, run_halving
-from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request, input_key
+from headscan.pipelines.scoring.token_requests import ArmItem, Likelihood, Request, Responses, input_key
 
 
 class ReadInput(NamedTuple):
@@ -47,7 +47,7 @@ class ReadInput(NamedTuple):
         return range(self.first_place, len(self.ids))
 
 
-class ReadAnswer(NamedTuple):
+class ReadResult(NamedTuple):
     """Likelihoods of a read's requests, and its ablated share, 0 to 1."""
 
     likelihoods: list[Likelihood]
@@ -65,35 +65,40 @@ def distinct_reads(requests: Sequence[Request], *, same_context: bool = False) -
     return list(reads.values())
 
 
-def by_request(reads: Sequence[ReadInput], answered: Mapping[int, ReadAnswer]) -> AnswerSet[Likelihood]:
-    """Return the answers of the reads, given by index, in the order of the requests."""
-    answers: dict[int, Likelihood] = {}
+def by_request(reads: Sequence[ReadInput], results: Mapping[int, ReadResult]) -> Responses[Likelihood]:
+    """Return the likelihoods of the reads, given by index, in the order of the requests."""
+    values: dict[int, Likelihood] = {}
     shares: dict[int, float] = {}
     for index, read in enumerate(reads):
-        for (request, _), likelihood in zip(read.requests, answered[index].likelihoods, strict=True):
-            answers[request], shares[request] = likelihood, answered[index].zeroed_share
-    order = range(len(answers))
-    return AnswerSet(tuple(answers[i] for i in order), tuple(shares[i] for i in order))
+        for (request, _), likelihood in zip(read.requests, results[index].likelihoods, strict=True):
+            values[request], shares[request] = likelihood, results[index].zeroed_share
+    order = range(len(values))
+    return Responses(tuple(values[i] for i in order), tuple(shares[i] for i in order))
 
 
 @dataclass
 class PrefixNode:
-    """Tokens that several sequences have in common after a shorter common prefix of ``start`` tokens; the root has
-    none. ``rows`` are the sequences that continue from here alone, ``children`` the longer prefixes.
+    """Prefixes of one length that continue one shorter prefix, or start at the first token.
+
+    Attributes:
+        start: Number of tokens before these.
+        tokens: The tokens of each prefix; empty in the root, where no prefix is read.
+        rows: Sequences that continue from here alone, each with the index of its prefix.
+        children: Longer prefixes; a node has them only if it holds a single prefix.
     """
 
     start: int
-    tokens: tuple[int, ...]
+    tokens: list[tuple[int, ...]]
+    rows: list[tuple[int, int]] = field(default_factory=list)
     children: list[PrefixNode] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
 
     @property
     def end(self) -> int:
-        return self.start + len(self.tokens)
+        return self.start + (len(self.tokens[0]) if self.tokens else 0)
 
 
 def prefix_tree(sequences: Sequence[tuple[int, ...]], shareable: Sequence[int], pass_cost: int) -> PrefixNode:
-    """Return the tree of prefixes to read once.
+    """Return the tree of prefixes to read once, with one prefix in each node.
 
     Args:
         shareable: Number of leading tokens of each sequence that may be shared.
@@ -102,17 +107,17 @@ def prefix_tree(sequences: Sequence[tuple[int, ...]], shareable: Sequence[int], 
     # Sort by the shareable tokens only, so that a sequence with fewer of them never separates two that share more.
     order = sorted(range(len(sequences)), key=lambda i: sequences[i][: shareable[i]])
     common = [0, *(common_tokens(sequences, shareable, a, b) for a, b in pairwise(order))]
-    root = PrefixNode(0, ())
+    root = PrefixNode(0, [])
     # Ranges of the sorted sequences, and the node that they continue from.
     todo = [(0, len(order), root)] if order else []
     while todo:
         low, high, node = todo.pop()
         if high - low == 1:
-            node.rows.append(order[low])
+            node.rows.append((order[low], 0))
             continue
         shared = min(common[low + 1 : high])
         if (high - low - 1) * (shared - node.end) > pass_cost:
-            child = PrefixNode(node.end, sequences[order[low]][node.end : shared])
+            child = PrefixNode(node.end, [sequences[order[low]][node.end : shared]])
             node.children.append(child)
             node = child
         cuts = [low, *(i for i in range(low + 1, high) if common[i] == shared), high]
@@ -126,49 +131,26 @@ def common_tokens(sequences: Sequence[tuple[int, ...]], shareable: Sequence[int]
     return int(differ[0]) if len(differ) else most
 
 
-@dataclass(frozen=True)
-class PrefixGroup:
-    """Prefixes of one length that continue one shorter prefix, or start at the first token.
-
-    Attributes:
-        start: Number of tokens before these.
-        tokens: The tokens of each prefix; empty in the root, where no prefix is read.
-        rows: Sequences that continue from here, each with the index of its prefix.
-        children: Longer prefixes; a group has them only if it holds a single prefix.
-    """
-
-    start: int
-    tokens: tuple[tuple[int, ...], ...]
-    rows: tuple[tuple[int, int], ...]
-    children: tuple[PrefixGroup, ...] = ()
-
-    @property
-    def end(self) -> int:
-        return self.start + (len(self.tokens[0]) if self.tokens else 0)
-
-
-def group_prefixes(root: PrefixNode, pass_cost: int, most_tokens: int) -> PrefixGroup:
-    """Return the tree with similar prefixes of different sequences in groups of at most ``most_tokens`` tokens.
+def join_similar(root: PrefixNode, pass_cost: int, most_tokens: int) -> None:
+    """Join similar prefixes of different sequences in nodes of at most ``most_tokens`` tokens.
 
     A short pass takes little less time than one of many sequences, so a prefix is cut if that costs less than one more
-    pass (``pass_cost``, in tokens). The prefixes of a group are cut to one length, so that no padding comes between a
+    pass (``pass_cost``, in tokens). The prefixes of a node are cut to one length, so that no padding comes between a
     prefix and its continuation.
     """
-    leaves = [child for child in root.children if not child.children]
-    inner = [_group([child], pass_cost, most_tokens) for child in root.children if child.children]
-    groups = [_group(nodes, pass_cost, most_tokens) for nodes in _similar(leaves, pass_cost, most_tokens)]
-    return PrefixGroup(root.start, (root.tokens,) if root.tokens else (), _rows([root]), (*inner, *groups))
+    todo = [root]
+    while todo:
+        node = todo.pop()
+        leaves = [child for child in node.children if not child.children]
+        inner = [child for child in node.children if child.children]
+        node.children = [*inner, *map(_joined, _similar(leaves, pass_cost, most_tokens))]
+        todo += inner
 
 
-def _group(nodes: list[PrefixNode], pass_cost: int, most_tokens: int) -> PrefixGroup:
-    if len(nodes) == 1:
-        return group_prefixes(nodes[0], pass_cost, most_tokens)
-    width = min(len(node.tokens) for node in nodes)
-    return PrefixGroup(nodes[0].start, tuple(node.tokens[:width] for node in nodes), _rows(nodes))
-
-
-def _rows(nodes: list[PrefixNode]) -> tuple[tuple[int, int], ...]:
-    return tuple((row, index) for index, node in enumerate(nodes) for row in node.rows)
+def _joined(nodes: list[PrefixNode]) -> PrefixNode:
+    width = min(len(node.tokens[0]) for node in nodes)
+    rows = [(row, index) for index, node in enumerate(nodes) for row, _ in node.rows]
+    return PrefixNode(nodes[0].start, [node.tokens[0][:width] for node in nodes], rows)
 
 
 def _similar(leaves: list[PrefixNode], pass_cost: int, most_tokens: int) -> Iterator[list[PrefixNode]]:
@@ -218,64 +200,64 @@ def shareable_tokens(lm: LoadedModel, reads: Sequence[ReadInput]) -> list[int]:
     return [read.first_place if rope.group(len(read.ids)) == rope.group(1) else 0 for read in reads]
 
 
-def walk(
+def score_in_batches(
     lm: LoadedModel,
     reads: Sequence[ReadInput],
     batch_tokens: int,
     share_prefixes: bool,
     read_on: Callable[[Sequence[Sequence[int]], P | None], P],
-    answer: Callable[[list[ReadInput], Continued[P]], list[A]],
+    score: Callable[[list[ReadInput], Continued[P]], list[A]],
 ) -> Iterator[tuple[int, A]]:
-    """Run all reads in batches, common prefixes first; yield each read's index and its result of ``answer``.
+    """Run all reads in batches, common prefixes first; yield each read's index and its result of ``score``.
 
     Args:
         read_on: Reads the tokens (R, N) after a prefix (None starts at the first token) and returns R longer prefixes.
-        answer: Answers a batch of reads from their prefixes on.
+        score: Scores a batch of reads from their prefixes on.
     """
     cost, limit = pass_cost(lm.device.type), lm.limits["reads"]
     batch_tokens = pass_tokens(lm.device.type, batch_tokens)
-    root = PrefixGroup(0, (), tuple((row, 0) for row in range(len(reads))))
+    root = PrefixNode(0, [], [(row, 0) for row in range(len(reads))])
     if share_prefixes:
-        tree = prefix_tree([read.ids for read in reads], shareable_tokens(lm, reads), cost)
-        root = group_prefixes(tree, cost, min(batch_tokens, grouped_tokens(lm.device.type)))
+        root = prefix_tree([read.ids for read in reads], shareable_tokens(lm, reads), cost)
+        join_similar(root, cost, min(batch_tokens, grouped_tokens(lm.device.type)))
     # A prefix stays in memory while reads or longer prefixes continue from it.
-    todo: list[tuple[PrefixGroup, P | None]] = [(root, None)]
+    todo: list[tuple[PrefixNode, P | None]] = [(root, None)]
     while todo:
-        group, prefix = todo.pop()
+        node, prefix = todo.pop()
         parts: list[tuple[list[int], P | None]] = [([0], None)]
-        if group.tokens:
-            tokens, parent = group.tokens, prefix
+        if node.tokens:
+            tokens, parent = node.tokens, prefix
 
             def longer(chosen: list[int], tokens: Sequence[Sequence[int]] = tokens, parent: P | None = parent) -> P:
                 return read_on([tokens[index] for index in chosen], parent)
 
             parts = [*run_halving(list(range(len(tokens))), longer, [len(ids) for ids in tokens], limit)]
         for chosen, prefix in parts:
-            yield from _answered(lm, reads, group, chosen, prefix, batch_tokens, answer)
-        todo += [(child, prefix) for child in group.children]
+            yield from _score_after(lm, reads, node, chosen, prefix, batch_tokens, score)
+        todo += [(child, prefix) for child in node.children]
 
 
-def _answered(
+def _score_after(
     lm: LoadedModel,
     reads: Sequence[ReadInput],
-    group: PrefixGroup,
+    node: PrefixNode,
     chosen: Sequence[int],
     prefix: P | None,
     batch_tokens: int,
-    answer: Callable[[list[ReadInput], Continued[P]], list[A]],
+    score: Callable[[list[ReadInput], Continued[P]], list[A]],
 ) -> Iterator[tuple[int, A]]:
     place = {index: row for row, index in enumerate(chosen)}
-    rows = [(read, place[index]) for read, index in group.rows if index in place]
-    lengths = [_weight(len(reads[read].ids) - group.end, group.end) for read, _ in rows]
+    rows = [(read, place[index]) for read, index in node.rows if index in place]
+    lengths = [_weight(len(reads[read].ids) - node.end, node.end) for read, _ in rows]
     groups = [lm.rope_lengths.group(len(reads[read].ids)) for read, _ in rows]
 
-    def answers(batch: list[int]) -> list[A]:
-        after = Continued(group.end, prefix, tuple(rows[i][1] for i in batch))
-        return answer([reads[rows[i][0]] for i in batch], after)
+    def score_batch(batch: list[int]) -> list[A]:
+        after = Continued(node.end, prefix, tuple(rows[i][1] for i in batch))
+        return score([reads[rows[i][0]] for i in batch], after)
 
     for batch in batches(lengths, batch_tokens, pass_cost=pass_cost(lm.device.type), groups=groups):
-        for part, answered in run_halving(batch, answers, lengths, lm.limits["reads"]):
-            yield from zip((rows[i][0] for i in part), answered, strict=True)
+        for part, results in run_halving(batch, score_batch, lengths, lm.limits["reads"]):
+            yield from zip((rows[i][0] for i in part), results, strict=True)
 
 
 def _weight(tokens: int, prefix: int) -> int:
@@ -287,29 +269,23 @@ _PLACES = 512
 
 
 @dataclass(frozen=True)
-class LikelihoodItem:
+class LikelihoodItem(ArmItem[Request]):
     """Requests for one replica. ``as_rules`` computes attention with the kernels of rules, which excludes
     ``share_prefixes``.
     """
 
-    name: str
-    requests: tuple[Request, ...]
-    ablated: Ablation | None
-    batch_tokens: int
     share_prefixes: bool
     as_rules: bool = False
     rope: RopeLengths = UNVARYING
 
-    def run(self, lm: LoadedModel) -> list[AnswerSet[Likelihood]]:
-        return [score_requests(lm, self)]
-
-
-def score_requests(lm: LoadedModel, item: LikelihoodItem) -> AnswerSet[Likelihood]:
-    """Answer requests with the item's heads ablated."""
-    reads = distinct_reads(item.requests)
-    share = item.share_prefixes and (item.ablated is None or item.ablated.may_share_prefix)
-    answers = answers_to(lm, reads, item.ablated, item.batch_tokens, share_prefixes=share, as_rules=item.as_rules)
-    return by_request(reads, answers)
+    def run(self, lm: LoadedModel) -> list[Responses[Likelihood]]:
+        """Answer requests with the item's heads ablated."""
+        reads = distinct_reads(self.requests)
+        share = self.share_prefixes and (self.ablated is None or self.ablated.may_share_prefix)
+        with torch.no_grad(), ablating(lm, self.ablated, as_rules=self.as_rules) as record:
+            score = partial(score_reads, lm, record=record)
+            results = dict(score_in_batches(lm, reads, self.batch_tokens, share, partial(read_prefix, lm), score))
+        return [by_request(reads, results)]
 
 
 @contextmanager
@@ -325,28 +301,9 @@ def ablating(
         yield None if ablated is None else context.enter_context(headscan.intervene(lm, ablated, **about))
 
 
-def answers_to(
-    lm: LoadedModel,
-    reads: Sequence[ReadInput],
-    ablated: Ablation | None,
-    batch_tokens: int,
-    *,
-    share_prefixes: bool = False,
-    as_rules: bool = False,
-) -> dict[int, ReadAnswer]:
-    """Return the answers of all reads by index; ``share_prefixes`` requires `Ablation.may_share_prefix`."""
-    with torch.no_grad(), ExitStack() as context:
-        record = context.enter_context(ablating(lm, ablated, as_rules=as_rules))
-
-        def answer(chosen: list[ReadInput], after: Continued[Prefix]) -> list[ReadAnswer]:
-            return answer_reads(lm, chosen, after, record)
-
-        return dict(walk(lm, reads, batch_tokens, share_prefixes, partial(read_prefix, lm), answer))
-
-
-def answer_reads(
+def score_reads(
     lm: LoadedModel, reads: Sequence[ReadInput], after: Continued[Prefix], record: InterventionRecord | None
-) -> list[ReadAnswer]:
+) -> list[ReadResult]:
     ids, lengths = pad([read.ids[after.start :] for read in reads])
     if record is not None:
         record.lengths = lengths
@@ -357,13 +314,13 @@ def answer_reads(
         cache = {"use_cache": True, "past_key_values": after.prefix.continued(after.rows)}
     likelihoods = likelihoods_at(lm, reads, ids, places, **cache)
     shares = [0.0] * len(reads) if record is None else record.zeroed_shares.tolist()
-    return [ReadAnswer(of_read, share) for of_read, share in zip(likelihoods, shares, strict=True)]
+    return [ReadResult(of_read, share) for of_read, share in zip(likelihoods, shares, strict=True)]
 
 
 def likelihoods_at(
     lm: LoadedModel, reads: Sequence[ReadInput], ids: Tensor, places: Sequence[tuple[int, int]], **kwargs: Any
 ) -> list[list[Likelihood]]:
-    """Return likelihoods by read from one pass over ids (B, N); ``places`` are the (row, column) of `Read.places`."""
+    """Return likelihoods by read from one pass over ids (B, N); ``places`` are `ReadInput.places` as (row, column)."""
     rows, columns = ([place[axis] for place in places] for axis in (0, 1))
     likelihoods = iter(_likelihoods(logits_at(lm, ids, rows, columns, **kwargs), reads))
     return [[next(likelihoods) for _ in read.requests] for read in reads]

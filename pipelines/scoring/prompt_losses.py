@@ -20,7 +20,6 @@ from headscan.errors import NotFiniteError, SequenceError
 from headscan.kv.kept_keys import KeptKeys
 from headscan.kv.kv_windows import KvWindows
 from headscan.long_work import KnownNumbers, WorkUnit, hash_of
-from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.options import BATCH_TOKENS, SEEDS
 from headscan.pipelines.corpora import CorpusSpec
@@ -38,7 +37,7 @@ from headscan.pipelines.scoring.bundles import (
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.recall_tasks import recall_questions
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
-from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request
+from headscan.pipelines.scoring.token_requests import Likelihood, Request, Responses, score_item
 from headscan.pipelines.settings.evaluation_settings import RecallPlan
 
 T = TypeVar("T")
@@ -175,12 +174,11 @@ class PromptPool:
             windows = [[[layer, head, *astuple(kept)] for layer, head, kept in sets[index].windows] for index in group]
             return "losses under window masks", windows, hash_of(item.requests)
 
-        def numbers(value: Any) -> list[list[list[float]]]:
+        def numbers(results: Sequence[Responses[Likelihood]]) -> list[list[list[float]]]:
             """Return log-likelihoods and numbers of greedy tokens (2, sets, requests)."""
-            results: list[AnswerSet[Likelihood]] = [value] if staged else value
             return [
-                [[each.log_likelihood for each in result.answers] for result in results],
-                [[each.greedy_tokens for each in result.answers] for result in results],
+                [[each.log_likelihood for each in result.values] for result in results],
+                [[each.greedy_tokens for each in result.values] for result in results],
             ]
 
         def count(item: LikelihoodItem | BundleItem) -> int:
@@ -189,7 +187,7 @@ class PromptPool:
 
         nats, greedy = np.empty((len(sets), len(requests))), np.empty((len(sets), len(requests)))
         scored = np.array([request.scored for request in requests])
-        task: Task[Any, Any] = score_in_ranges if staged else _run
+        task: Task[Any, Any] = score_in_ranges if staged else score_item
         for item, losses in self._measured(task, work, unit, numbers, count):
             group, part = items[item.name]
             at = np.ix_(group, part)
@@ -245,10 +243,6 @@ def starts_under_windows(pool: Pool) -> frozenset[Start]:
     attention itself, so passes never start behind it, and the result is that of the model alone.
     """
     return frozenset() if pool.staged else pool.one(possible_starts, ())
-
-
-def _run(lm: LoadedModel, item: LikelihoodItem | BundleItem) -> list[AnswerSet[Likelihood]]:
-    return item.run(lm)
 
 
 def refusal(prompts: Prompts, losses: Losses) -> str | None:

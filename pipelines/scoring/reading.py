@@ -1,18 +1,18 @@
-"""How all arms of a run read prompts, so that their answers stay comparable, and which function answers them.
+"""How all arms of a run read prompts, so that their answers stay comparable, and which item answers them.
 
-The methods of `Reading` make an item of the requests, and its ``run`` calls the function:
+The methods of `Reading` make an item of the requests, and its ``run`` answers them:
 
-==================================================  ================  ==========================================
-requests, and their arm                             item              function
-==================================================  ================  ==========================================
-prompts that the model continues                    `GenerationItem`  `generation.generate_texts`
-scored requests, several masks in one pass          `BundleItem`      `bundles.score_bundle`
-scored requests, a plan that evicts                 `EvictionItem`    `eviction.score_evicted`
-scored requests, a rule (half precision: any arm)   `SharedRowItem`   `shared_row_likelihood.score_shared_rows`
-scored requests, any other arm                      `LikelihoodItem`  `likelihood.score_requests`
-==================================================  ================  ==========================================
+==================================================  ================  =======================
+requests, and their arm                             item              module
+==================================================  ================  =======================
+prompts that the model continues                    `GenerationItem`  `generation`
+scored requests, several masks in one pass          `BundleItem`      `bundles`
+scored requests, a plan that evicts                 `EvictionItem`    `eviction`
+scored requests, a rule (half precision: any arm)   `SharedRowItem`   `shared_row_likelihood`
+scored requests, any other arm                      `LikelihoodItem`  `likelihood`
+==================================================  ================  =======================
 
-A rule takes the function of other arms where prompts share no rows. Every arm of a model that runs by layer ranges is a
+A rule takes the item of other arms where prompts share no rows. Every arm of a model that runs by layer ranges is a
 `LikelihoodItem`, which `answering` passes to `staged_likelihood.score_in_ranges`.
 """
 
@@ -29,7 +29,7 @@ from headscan.pipelines.scoring.bundles import BundleItem, Start, start_of
 from headscan.pipelines.scoring.eviction import EvictionItem
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, can_read_shared_rows
-from headscan.pipelines.scoring.token_requests import GenerationRequest, Request, ScoringItem
+from headscan.pipelines.scoring.token_requests import ArmItem, GenerationRequest, Request
 
 #: Dtypes in which the order of summation changes answers.
 HALF = ("bfloat16", "float16")
@@ -52,15 +52,6 @@ class Reading(NamedTuple):
     as_rules: bool = False
     rope: RopeLengths = UNVARYING
 
-    def generation(
-        self, name: str, prompts: tuple[GenerationRequest, ...], ablated: Ablation | None, batch_tokens: int
-    ) -> ScoringItem:
-        """Return the item of prompts that the model continues under one arm."""
-        # Generation needs lm-eval, which benchmarks of scoring do without.
-        from headscan.pipelines.scoring.generation import GenerationItem
-
-        return GenerationItem(name, prompts, ablated, batch_tokens, one_by_one=self.as_rules)
-
     def bundle(
         self,
         name: str,
@@ -68,15 +59,18 @@ class Reading(NamedTuple):
         masks: tuple[Ablation | None, ...],
         starts: frozenset[Start],
         batch_tokens: int,
-    ) -> ScoringItem:
+    ) -> BundleItem:
         """Return the item of scored requests under several masks, whose passes can start at ``starts``."""
         share = self.share_prefixes and all(mask is None or mask.may_share_prefix for mask in masks)
         return BundleItem(name, requests, masks, tuple(start_of(mask, starts) for mask in masks), batch_tokens, share)
 
-    def item(
-        self, name: str, requests: tuple[Request, ...], ablated: Ablation | None, batch_tokens: int
-    ) -> ScoringItem:
-        """Return the item of scored requests under one arm."""
+    def item(self, name: str, requests: tuple[Any, ...], ablated: Ablation | None, batch_tokens: int) -> ArmItem[Any]:
+        """Return the item of requests of one kind under one arm."""
+        if isinstance(requests[0], GenerationRequest):
+            # Generation needs lm-eval, which benchmarks of scoring do without.
+            from headscan.pipelines.scoring.generation import GenerationItem
+
+            return GenerationItem(name, requests, ablated, batch_tokens, one_by_one=self.as_rules)
         if ablated is not None and ablated.evicts:
             return EvictionItem(name, requests, ablated, batch_tokens)
         if self.shared_rows and (self.as_rules or (ablated is not None and ablated.needs_whole_input)):

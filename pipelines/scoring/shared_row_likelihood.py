@@ -9,27 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from headscan.ablation.ablation import Ablation, LayerwiseAblation
+from headscan.ablation.ablation import LayerwiseAblation
 from headscan.ablation.masks import HeadMask
 from headscan.layers.blocks import Blocks, find_blocks
+from headscan.layers.prefix_cache import read_prefix
 from headscan.layers.shared_rows import SharedRow, can_share_rows, read_shared_row
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pass_cost, pass_tokens, run_halving
 from headscan.pipelines.scoring.likelihood import (
     PrefixNode,
-    ReadAnswer,
     ReadInput,
-    answers_to,
+    ReadResult,
+    ablating,
     by_request,
     distinct_reads,
     likelihoods_at,
     prefix_tree,
+    score_in_batches,
+    score_reads,
     shareable_tokens,
 )
-from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request
+from headscan.pipelines.scoring.token_requests import ArmItem, Likelihood, Request, Responses
 
 #: A row may have at least so many times the tokens of its prefix: reading a prefix again costs more than a longer pass.
 _PREFIXES = 3
@@ -43,24 +47,20 @@ class PackedRow:
     members: tuple[int, ...]
 
 
-def pack_rows(root: PrefixNode, lengths: Sequence[int], best_tokens: int, most_tokens: int) -> list[PackedRow]:
-    """Return rows of few tokens in total with all sequences of a prefix tree. ``best_tokens`` is the fastest length of
-    a row for the model; only a single sequence exceeds ``most_tokens``.
-    """
-    packer = _Packer(lengths, best_tokens, most_tokens)
-    return packer.below(root)
-
-
 @dataclass(frozen=True)
-class _Packer:
+class RowPacker:
+    """Packs sequences of given ``lengths`` into rows of few tokens in total. ``best_tokens`` is the fastest length of a
+    row for the model; only a single sequence exceeds ``most_tokens``.
+    """
+
     lengths: Sequence[int]
     best_tokens: int
     most_tokens: int
 
-    def below(self, node: PrefixNode) -> list[PackedRow]:
-        """Return the rows of a node: one group per child, or one for all, whichever has fewer tokens."""
-        apart = [row for child in node.children for row in self.below(child)]
-        apart += self._cut(node.end, node.rows)
+    def rows(self, node: PrefixNode) -> list[PackedRow]:
+        """Return the rows of a tree of prefixes: those of each child, or one group for all if that has fewer tokens."""
+        apart = [row for child in node.children for row in self.rows(child)]
+        apart += self._cut(node.end, [member for member, _ in node.rows])
         together = self._cut(node.end, sorted(_members(node)))
         return min(apart, together, key=self._tokens)
 
@@ -92,24 +92,31 @@ def _row_tokens(prefix: int, best_tokens: int, most_tokens: int) -> int:
 
 
 def _members(node: PrefixNode) -> Iterator[int]:
-    yield from node.rows
+    yield from (member for member, _ in node.rows)
     for child in node.children:
         yield from _members(child)
 
 
 @dataclass(frozen=True)
-class SharedRowItem:
+class SharedRowItem(ArmItem[Request]):
     """Requests for one replica whose model can read shared rows. Requests with an ablation that may not share rows (see
     `LayerwiseAblation`) are read whole.
     """
 
-    name: str
-    requests: tuple[Request, ...]
-    ablated: Ablation | None
-    batch_tokens: int
-
-    def run(self, lm: LoadedModel) -> list[AnswerSet[Likelihood]]:
-        return [score_shared_rows(lm, self)]
+    def run(self, lm: LoadedModel) -> list[Responses[Likelihood]]:
+        """Answer requests with the item's heads ablated, with the kernels of rules for every arm."""
+        reads = distinct_reads(self.requests)
+        results: dict[int, ReadResult] = {}
+        ablated = HeadMask([]) if self.ablated is None else self.ablated
+        if isinstance(ablated, LayerwiseAblation) and ablated.may_share_rows:
+            results = _in_rows(lm, ablated, reads, self.batch_tokens)
+        alone = [index for index in range(len(reads)) if index not in results]
+        whole = [reads[index] for index in alone]
+        with torch.no_grad(), ablating(lm, self.ablated, as_rules=True) as record:
+            score, read_on = partial(score_reads, lm, record=record), partial(read_prefix, lm)
+            for place, of_read in score_in_batches(lm, whole, self.batch_tokens, False, read_on, score):
+                results[alone[place]] = of_read
+        return [by_request(reads, results)]
 
 
 def can_read_shared_rows(lm: LoadedModel, item: object) -> bool:
@@ -117,46 +124,33 @@ def can_read_shared_rows(lm: LoadedModel, item: object) -> bool:
     return can_share_rows(lm)
 
 
-def score_shared_rows(lm: LoadedModel, item: SharedRowItem) -> AnswerSet[Likelihood]:
-    """Answer requests with the item's heads ablated, with the kernels of rules for every arm."""
-    reads = distinct_reads(item.requests)
-    answered: dict[int, ReadAnswer] = {}
-    ablated = HeadMask([]) if item.ablated is None else item.ablated
-    if isinstance(ablated, LayerwiseAblation) and ablated.may_share_rows:
-        answered = _in_rows(lm, ablated, reads, item.batch_tokens)
-    alone = [index for index in range(len(reads)) if index not in answered]
-    answers = answers_to(lm, [reads[index] for index in alone], item.ablated, item.batch_tokens, as_rules=True)
-    answered.update((alone[place], answer) for place, answer in answers.items())
-    return by_request(reads, answered)
-
-
 def _in_rows(
     lm: LoadedModel, ablated: LayerwiseAblation, reads: Sequence[ReadInput], batch_tokens: int
-) -> dict[int, ReadAnswer]:
+) -> dict[int, ReadResult]:
     lengths = [len(read.ids) for read in reads]
     tree = prefix_tree([read.ids for read in reads], shareable_tokens(lm, reads), pass_cost(lm.device.type))
     blocks, limit = find_blocks(lm), lm.limits["shared rows"]
     best_tokens = pass_tokens(lm.device.type, batch_tokens)
-    answered: dict[int, ReadAnswer] = {}
+    results: dict[int, ReadResult] = {}
     with torch.no_grad():
-        for row in pack_rows(tree, lengths, best_tokens, batch_tokens):
+        for row in RowPacker(lengths, best_tokens, batch_tokens).rows(tree):
             if row.prefix:
 
-                def answer(members: list[int], prefix: int = row.prefix) -> list[ReadAnswer]:
+                def score(members: list[int], prefix: int = row.prefix) -> list[ReadResult]:
                     most = _row_tokens(prefix, best_tokens, batch_tokens)
                     return _read_row(blocks, ablated, [reads[member] for member in members], prefix, most)
 
-                for members, answers in run_halving(list(row.members), answer, lengths, limit):
-                    answered.update(zip(members, answers, strict=True))
-    return answered
+                for members, found in run_halving(list(row.members), score, lengths, limit):
+                    results.update(zip(members, found, strict=True))
+    return results
 
 
 def _read_row(
     blocks: Blocks, ablated: LayerwiseAblation, reads: Sequence[ReadInput], prefix: int, most_tokens: int
-) -> list[ReadAnswer]:
+) -> list[ReadResult]:
     lm = blocks.lm
     row = SharedRow(reads[0].ids[:prefix], tuple(read.ids[prefix:] for read in reads))
-    answers: dict[int, ReadAnswer] = {}
+    results: dict[int, ReadResult] = {}
 
     def forward(part: SharedRow, members: Sequence[int]) -> list[list[Likelihood]]:
         inputs = part.inputs(lm.device)
@@ -170,5 +164,5 @@ def _read_row(
     parts = read_shared_row(blocks, ablated, row, forward, most_tokens=most_tokens, pass_cost=cost)
     for part in parts:
         for member, likelihoods, share in zip(part.sequences, part.value, part.zeroed_shares, strict=True):
-            answers[member] = ReadAnswer(likelihoods, share)
-    return [answers[member] for member in range(len(reads))]
+            results[member] = ReadResult(likelihoods, share)
+    return [results[member] for member in range(len(reads))]

@@ -22,21 +22,21 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import Batch, pad, whole_batches
 from headscan.pipelines.scoring.likelihood import (
     LikelihoodItem,
-    ReadAnswer,
     ReadInput,
+    ReadResult,
     ablating,
     by_request,
     distinct_reads,
     likelihoods_at,
 )
-from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, input_key
+from headscan.pipelines.scoring.token_requests import Likelihood, Responses, input_key
 
 #: Cost of one more forward pass, in tokens: a batch ends before its padding costs more.
 _PASS_COST = 64
 
 
 @dataclass(frozen=True)
-class PartialAnswers:
+class RangeResult:
     """Result of one range of layers for a batch of reads: likelihoods (None before the last range), the number of heads
     ``zeroed`` in each read (B,), and the number of heads of the range.
     """
@@ -46,14 +46,14 @@ class PartialAnswers:
     heads: int
 
 
-class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, PartialAnswers, AnswerSet[Likelihood]]):
-    """Pool task: answer requests like `likelihood.score_requests`, range by range of layers."""
+class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, RangeResult, list[Responses[Likelihood]]]):
+    """Pool task: answer requests like `LikelihoodItem.run`, range by range of layers."""
 
     def passes(self, item: LikelihoodItem) -> list[Batch]:
         lengths = [len(read.ids) for read in distinct_reads(item.requests)]
         return whole_batches(lengths, item.batch_tokens, item.rope.group, pass_cost=_PASS_COST)
 
-    def run(self, lm: LoadedModel, item: LikelihoodItem, batch: Batch) -> PartialAnswers:
+    def run(self, lm: LoadedModel, item: LikelihoodItem, batch: Batch) -> RangeResult:
         every = distinct_reads(item.requests)
         reads = [every[row] for row in batch.rows]
         ids, lengths = pad([read.ids for read in reads], batch.width)
@@ -71,7 +71,7 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, PartialAnswers, AnswerSet
             # `zeroed` is None if no layer of the range has heads.
             if record is not None and (zeroed_BLH := record.zeroed) is not None:
                 zeroed = tuple(zeroed_BLH.sum((1, 2)).tolist())
-        return PartialAnswers(likelihoods, zeroed, sum(1 for _ in lm.grid.heads()))
+        return RangeResult(likelihoods, zeroed, sum(1 for _ in lm.grid.heads()))
 
     def size(self, batch: Batch) -> int:
         return batch.tokens
@@ -79,14 +79,14 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, PartialAnswers, AnswerSet
     def halves(self, batch: Batch) -> tuple[Batch, ...]:
         return batch.halves()
 
-    def join_halves(self, halves: Sequence[PartialAnswers]) -> PartialAnswers:
+    def join_halves(self, halves: Sequence[RangeResult]) -> RangeResult:
         scored = [half.likelihoods for half in halves if half.likelihoods is not None]
         zeroed = tuple(chain.from_iterable(half.zeroed for half in halves))
-        return PartialAnswers(tuple(chain.from_iterable(scored)) if scored else None, zeroed, halves[0].heads)
+        return RangeResult(tuple(chain.from_iterable(scored)) if scored else None, zeroed, halves[0].heads)
 
-    def join(self, item: LikelihoodItem, partials: Sequence[Sequence[PartialAnswers]]) -> AnswerSet[Likelihood]:
+    def join(self, item: LikelihoodItem, partials: Sequence[Sequence[RangeResult]]) -> list[Responses[Likelihood]]:
         reads: list[ReadInput] = distinct_reads(item.requests)
-        answered: dict[int, ReadAnswer] = {}
+        results: dict[int, ReadResult] = {}
         for batch, ranges in zip(self.passes(item), partials, strict=True):
             likelihoods = ranges[-1].likelihoods
             assert likelihoods is not None
@@ -94,8 +94,8 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, PartialAnswers, AnswerSet
             for row, scored, *zeroed in zip(
                 batch.rows, likelihoods, *(partial.zeroed for partial in ranges), strict=True
             ):
-                answered[row] = ReadAnswer(scored, sum(zeroed) / heads)
-        return by_request(reads, answered)
+                results[row] = ReadResult(scored, sum(zeroed) / heads)
+        return [by_request(reads, results)]
 
 
 score_in_ranges = _ScoreInRanges("score_in_ranges")

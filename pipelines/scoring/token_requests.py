@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from headscan.ablation.ablation import Ablation
     from headscan.models.loaded_model import LoadedModel
 
 
@@ -31,22 +33,39 @@ A = TypeVar("A", covariant=True)
 
 
 @dataclass(frozen=True)
-class AnswerSet(Generic[A]):
-    """Answers to requests, and the ablated share of each request, 0 to 1."""
+class Responses(Generic[A]):
+    """A log-likelihood or a text for each request, and the ablated share of each request, 0 to 1."""
 
-    answers: tuple[A, ...]
+    values: tuple[A, ...]
     zeroed_shares: tuple[float, ...]
 
 
-class ScoringItem(Protocol):
-    """Requests for one replica, and how a model answers them."""
+Q = TypeVar("Q")
 
-    @property
-    def name(self) -> str:
-        """Name for messages."""
 
-    def run(self, lm: LoadedModel) -> Sequence[AnswerSet[Likelihood | str]]:
+@dataclass(frozen=True)
+class ScoringItem(ABC, Generic[Q]):
+    """Requests for one replica, and how a model answers them; ``name`` is unique in a job."""
+
+    name: str
+    requests: tuple[Q, ...]
+
+    @abstractmethod
+    def run(self, lm: LoadedModel) -> Sequence[Responses[Any]]:
         """Answer the requests; one result for each arm of the item."""
+
+
+@dataclass(frozen=True)
+class ArmItem(ScoringItem[Q]):
+    """Requests for one replica under one arm, in passes of ``batch_tokens`` tokens."""
+
+    ablated: Ablation | None
+    batch_tokens: int
+
+
+def score_item(lm: LoadedModel, item: ScoringItem[Any]) -> Sequence[Responses[Any]]:
+    """Pool task: answer the requests of an item for each of its arms."""
+    return item.run(lm)
 
 
 class GenerationRequest(NamedTuple):

@@ -31,9 +31,7 @@ from headscan.ablation.rules import HeadRule
 from headscan.attention.discovery import discover
 from headscan.checkpoints.sources import load_tokenizer
 from headscan.pipelines.demo import MODEL_FOLDER
-from headscan.pipelines.scoring.likelihood import score_requests
 from headscan.pipelines.scoring.reading import Reading, choose_reading
-from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, score_shared_rows
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
 from tests.benchmarks.measuring import device_of, parser_of
@@ -194,9 +192,9 @@ def compared(
 
     def ours(reading: Reading, ablated: HeadMask | HeadRule, asked: Sequence[Request]) -> list[float]:
         item = reading.item("all", tuple(asked), ablated, budget)
-        result = score_shared_rows(lm, item) if isinstance(item, SharedRowItem) else score_requests(lm, item)
+        result = item.run(lm)[0]
         shares[reading] = result.zeroed_shares
-        return [answer.log_likelihood for answer in result.answers]
+        return [answer.log_likelihood for answer in result.values]
 
     def ways(ablated: HeadMask | HeadRule, asked: Sequence[Request]) -> dict[str, Callable[[], list[float]]]:
         other = partial(theirs.answer, asked, ablated) if theirs else partial(ours, whole, ablated, asked)

@@ -23,8 +23,8 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora.stdlib_files import held_out_files
 from headscan.pipelines.evaluate.answering import work_items
 from headscan.pipelines.evaluate.continuation_task import DEMO_TASK, write_task
-from headscan.pipelines.scoring.bundles import BundleItem, bundle, bundle_size, possible_starts, score_bundle, start_of
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
+from headscan.pipelines.scoring.bundles import BundleItem, bundle, bundle_size, possible_starts, start_of
+from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
 from tests.benchmarks.bench_arms import task_requests
@@ -45,15 +45,15 @@ def table(lm: LoadedModel, arms: Sequence[Ablation | None], requests: tuple[Requ
             continue
         starts = tuple(start_of(mask, possible) for mask in masks)
         item = BundleItem("table", requests, masks, starts, _BATCH_TOKENS, share_prefixes=True)
-        for index, result in zip(group, score_bundle(lm, item), strict=True):
-            found[index] = [answer.log_likelihood for answer in result.answers]
+        for index, result in zip(group, item.run(lm), strict=True):
+            found[index] = [answer.log_likelihood for answer in result.values]
     return [found[index] for index in range(len(arms))]
 
 
 def alone(lm: LoadedModel, mask: Ablation | None, requests: tuple[Request, ...]) -> list[float]:
     """Log-likelihoods under one arm."""
     item = LikelihoodItem("alone", requests, mask, _BATCH_TOKENS, share_prefixes=True)
-    return [answer.log_likelihood for answer in score_requests(lm, item).answers]
+    return [answer.log_likelihood for answer in item.run(lm)[0].values]
 
 
 def main() -> None:

@@ -195,7 +195,7 @@ def test_hidden_states_that_ram_has_no_room_for_go_through_the_disk(
         stores.append(store)
 
     def look(store: HiddenStates, key: int) -> Tensor:
-        seen.append(store.bytes_in_memory)
+        seen.append(store._used)
         return take(store, key)
 
     monkeypatch.setattr(HiddenStates, "__init__", remember)
@@ -204,7 +204,7 @@ def test_hidden_states_that_ram_has_no_room_for_go_through_the_disk(
         spilled = results(pool)
     assert 0 < max(seen) <= 20_000
     total = sum(3 * (20 + n) * 48 * 4 for n in (0, 1, 0, 1, 2)) + sum((20 + n) * 48 * 4 for n in (0, 1))
-    assert 0 < stores[0].bytes_on_disk <= total
+    assert 0 < stores[0]._end <= total
     with InProcessPool(saved("llama"), WholePlacement(1, "cpu", 1)) as local:
         assert_same(spilled, results(local))
 
@@ -217,10 +217,10 @@ def test_hidden_states_come_back_as_they_went(dtype: torch.dtype, tmp_path: Path
         for _ in range(2):
             for key, hidden in enumerate(given):
                 store.put(key, hidden[:, :, :])
-            assert store.bytes_in_memory == given[0].nbytes
-            assert store.bytes_on_disk == given[1].nbytes
+            assert store._used == given[0].nbytes
+            assert store._end == given[1].nbytes
             assert all(torch.equal(store.take(key), hidden) for key, hidden in enumerate(given))
-        assert store.bytes_in_memory == 0
+        assert store._used == 0
         part = torch.randn(50, 2, 8).to(dtype)[:1]
         store.put(0, part)
         assert store.take(0).untyped_storage().nbytes() == part.nbytes

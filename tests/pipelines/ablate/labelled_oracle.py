@@ -20,9 +20,10 @@ from headscan.architectures import ALL, ENCODERS, HEADS, LAYERS
 from headscan.cluster.pool import InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.ablate.labelled_arms import LabelledConfig
-from headscan.pipelines.evaluate.answering import ArmsWork
 from headscan.pipelines.measure.labelled_texts import LabelledText, read_labelled
 from headscan.pipelines.runs.model_identity import identify
+from headscan.pipelines.runs.run_context import Run
+from headscan.pipelines.scoring.token_requests import ScoringItem
 from headscan.pipelines.settings.corpus_settings import DataSpec, LabelledMetric
 from tests.pipelines.ablate.labelled_models import LABELLED, TRANSLATED, save_classifier, save_translator, write_lines
 from tests.pipelines.conftest import THREADS
@@ -116,10 +117,16 @@ def pool_of(config: LabelledConfig) -> InProcessPool:
     return InProcessPool(config.model, THREADS)
 
 
+def on_examples(job: Callable[..., Any], config: Any, run: Run) -> Any:
+    """Run a job with the examples of its settings."""
+    judging = getattr(config, "judging", config)
+    return job(config, run, texts=read_labelled(judging.data, judging.model, run.identity, judging.max_tokens))
+
+
 class Refusing(InProcessPool):
     def map(self, task: Any, items: Any) -> Any:
         items = list(items)
-        assert not any(isinstance(item, ArmsWork) for item in items), "an arm runs again"
+        assert not any(isinstance(item, ScoringItem) for item in items), "an arm runs again"
         return super().map(task, items)
 
 

@@ -14,7 +14,7 @@ from headscan.architectures import HEADS, LAYERS
 from headscan.errors import InterventionError
 from headscan.pipelines.ablate.labelled_arms import LabelledAblateConfig, run_labelled_ablate
 from headscan.pipelines.settings.corpus_settings import ExampleError, LabelledMetric
-from tests.pipelines.ablate.labelled_oracle import Oracle, Refusing, config_of, pool_of
+from tests.pipelines.ablate.labelled_oracle import Oracle, Refusing, config_of, on_examples, pool_of
 from tests.pipelines.conftest import THREADS, run_on
 
 
@@ -33,7 +33,7 @@ def test_effects_equal_one_masked_head_at_a_time(
     family: str, metric: LabelledMetric, sites: list[str], tmp_path: Path, store: Store
 ) -> None:
     config = config_of(tmp_path, family, metric)
-    run_id, effects = run_labelled_ablate(LabelledAblateConfig(config), run_on(pool_of(config), store))
+    run_id, effects = on_examples(run_labelled_ablate, LabelledAblateConfig(config), run_on(pool_of(config), store))
     oracle = Oracle(config, family)
     assert sorted({effect.site for effect in effects}) == sorted(sites)
     assert len(effects) == len(sites) * LAYERS * HEADS and {effect.metric for effect in effects} == {metric}
@@ -53,14 +53,14 @@ def key(effect: HeadEffect) -> tuple[str, str, int, int]:
 @pytest.mark.slow
 def test_all_but_one_joins_the_run_and_nothing_runs_again(tmp_path: Path, store: Store) -> None:
     config = config_of(tmp_path, "bert", "loss")
-    run_id, first = run_labelled_ablate(LabelledAblateConfig(config), run_on(pool_of(config), store))
+    run_id, first = on_examples(run_labelled_ablate, LabelledAblateConfig(config), run_on(pool_of(config), store))
     asked = LabelledAblateConfig(config, (EACH, ALL_BUT_ONE))
-    again, both = run_labelled_ablate(asked, run_on(pool_of(config), store))
+    again, both = on_examples(run_labelled_ablate, asked, run_on(pool_of(config), store))
     assert again == run_id and len(first) == LAYERS * HEADS
     layers = [effect for effect in both if effect.mode == ALL_BUT_ONE]
     assert [key(effect) for effect in both if effect.mode == EACH] == [key(effect) for effect in first]
     assert [effect.layer for effect in layers] == list(range(LAYERS))
-    assert run_labelled_ablate(asked, run_on(Refusing(config.model, THREADS), store))[1] == both
+    assert on_examples(run_labelled_ablate, asked, run_on(Refusing(config.model, THREADS), store))[1] == both
     assert read_effects(store, run_id, ALL_BUT_ONE) == layers
     kept = layers[0]
     oracle = Oracle(config, "bert")
@@ -88,4 +88,4 @@ def test_unknown_metrics_and_modes_are_refused(tmp_path: Path) -> None:
 def test_metrics_that_targets_lack_are_refused(tmp_path: Path, store: Store) -> None:
     config = config_of(tmp_path, "bert", "bleu")
     with pytest.raises(InterventionError, match=r"metric 'bleu' of class targets \(limit accuracy, loss\)"):
-        run_labelled_ablate(LabelledAblateConfig(config), run_on(pool_of(config), store))
+        on_examples(run_labelled_ablate, LabelledAblateConfig(config), run_on(pool_of(config), store))

@@ -14,7 +14,7 @@ from headscan.pipelines.referee.site_referee import SiteRefereeConfig, run_label
 from headscan.pipelines.settings.corpus_settings import DataSpec, LabelledMetric
 from headscan.pipelines.settings.evaluation_settings import Comparison
 from tests.pipelines.ablate.labelled_models import LABELLED
-from tests.pipelines.ablate.labelled_oracle import config_of
+from tests.pipelines.ablate.labelled_oracle import config_of, on_examples
 from tests.pipelines.conftest import run_on
 from tests.pipelines.evaluate.test_answering import CountingPool, Interrupted, answers, dying
 
@@ -48,15 +48,15 @@ def test_an_arm_that_stops_asks_only_the_rest(
     config = config_of(tmp_path, family, metric)
     whole = Store(tmp_path / "whole.duckdb")
     undisturbed = CountingPool(config.model)
-    run_id, effects = run_labelled_ablate(LabelledAblateConfig(config), run_on(undisturbed, whole))
+    run_id, effects = on_examples(run_labelled_ablate, LabelledAblateConfig(config), run_on(undisturbed, whole))
     pool = CountingPool(config.model, dying(4))
     with pytest.raises(Interrupted):  # four of the items of the first two arms are answered
-        run_labelled_ablate(LabelledAblateConfig(config), run_on(pool, store))
+        on_examples(run_labelled_ablate, LabelledAblateConfig(config), run_on(pool, store))
     assert store.query("from arms where status = 'finished'").num_rows == 1
     assert store.query("from responses").num_rows == GROUP and pool.asked == len(LABELLED) + GROUP
     assert store.runs("ablate")[0]["status"] == "failed"
     rest = CountingPool(config.model)
-    assert run_labelled_ablate(LabelledAblateConfig(config), run_on(rest, store)) == (run_id, effects)
+    assert on_examples(run_labelled_ablate, LabelledAblateConfig(config), run_on(rest, store)) == (run_id, effects)
     assert rest.asked == undisturbed.asked - pool.asked
     assert store.query("from responses").num_rows == 0
     assert_equal_rows(store, whole)
@@ -73,11 +73,13 @@ def test_answers_are_stored_while_an_arm_runs(tmp_path: Path, store: Store, monk
         if items == 5:  # its last item
             shutil.copy(store.path, left.path)
 
-    _, effects = run_labelled_ablate(LabelledAblateConfig(config), run_on(CountingPool(config.model, copy), store))
+    _, effects = on_examples(
+        run_labelled_ablate, LabelledAblateConfig(config), run_on(CountingPool(config.model, copy), store)
+    )
     kept = len(LABELLED) + left.query("from responses").num_rows
     assert left.query("from responses").num_rows == 2 * GROUP
     rest = CountingPool(config.model)
-    assert run_labelled_ablate(LabelledAblateConfig(config), run_on(rest, left))[1] == effects
+    assert on_examples(run_labelled_ablate, LabelledAblateConfig(config), run_on(rest, left))[1] == effects
     assert rest.asked == ARMS * len(LABELLED) - kept
     assert_equal_rows(left, store)
 
@@ -87,13 +89,13 @@ def test_a_referee_resumes_within_an_arm_with_the_same_heads(tmp_path: Path, sto
     asked = SiteRefereeConfig(config, Comparison(("importance",), (0.5, 1.0), 1), DataSpec(config.data.path))
     whole = Store(tmp_path / "whole.duckdb")
     undisturbed = CountingPool(config.model)
-    expected = run_labelled_referee(asked, run_on(undisturbed, whole))
+    expected = on_examples(run_labelled_referee, asked, run_on(undisturbed, whole))
     pool = CountingPool(config.model, dying(5))
     with pytest.raises(Interrupted):
-        run_labelled_referee(asked, run_on(pool, store))
+        on_examples(run_labelled_referee, asked, run_on(pool, store))
     rest = CountingPool(config.model)
     said: list[str] = []
-    assert run_labelled_referee(asked, run_on(rest, store, say=said.append)) == expected
+    assert on_examples(run_labelled_referee, asked, run_on(rest, store, say=said.append)) == expected
     assert rest.asked == undisturbed.asked - pool.asked
     assert not any("measuring" in line for line in said)
     assert_equal_rows(store, whole)

@@ -23,11 +23,11 @@ from headscan.cluster.ray_pool import RayPool
 from headscan.errors import NotFiniteError
 from headscan.layers.shared_rows import read_shared_row
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.evaluate.answering import ArmsWork
 from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.scoring import shared_row_likelihood
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
-from headscan.pipelines.scoring.bundles import LEAST_SIZE
+from headscan.pipelines.scoring.bundles import LEAST_SIZE, BundleItem
+from headscan.pipelines.scoring.token_requests import ScoringItem
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from tests.pipelines.conftest import THREADS, make_tokenizer, run_on
 from tests.small_models import make_model
@@ -53,6 +53,10 @@ class Interrupted(Exception):
     pass
 
 
+def arms_of(item: ScoringItem[Any]) -> int:
+    return len(item.masks) if isinstance(item, BundleItem) else 1
+
+
 class CountingPool(InProcessPool):
     """Counts the items of each arm, and calls a function of the test before each item's answers."""
 
@@ -63,10 +67,10 @@ class CountingPool(InProcessPool):
 
     def map(self, task, items):  # type: ignore[no-untyped-def]
         for finished in super().map(task, items):
-            if isinstance(finished.item, ArmsWork):
+            if isinstance(finished.item, ScoringItem):
                 self._before(self.items)
                 self.items += 1
-                self.asked += len(finished.item.arms) * len(finished.item.work.requests)
+                self.asked += arms_of(finished.item) * len(finished.item.requests)
             yield finished
 
 
@@ -138,8 +142,8 @@ class LosingPool(CountingPool):
     def map(self, task, items):  # type: ignore[no-untyped-def]
         lost = []
         for finished in super().map(task, items):
-            if isinstance(finished.item, ArmsWork) and self.items == 4:
-                self.asked -= len(finished.item.arms) * len(finished.item.work.requests)
+            if isinstance(finished.item, ScoringItem) and self.items == 4:
+                self.asked -= arms_of(finished.item) * len(finished.item.requests)
                 lost.append(finished.item)
             else:
                 yield finished
@@ -245,8 +249,8 @@ class PacedPool(InProcessPool):
 
     def map(self, task, items):  # type: ignore[no-untyped-def]
         for finished in super().map(task, items):
-            if isinstance(finished.item, ArmsWork):
-                self.arms.append(len(finished.item.arms))
+            if isinstance(finished.item, ScoringItem):
+                self.arms.append(arms_of(finished.item))
             yield dataclasses.replace(finished, seconds=self._seconds)
 
 

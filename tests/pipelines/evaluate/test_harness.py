@@ -25,8 +25,8 @@ from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.runs.head_orders import find_run
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scoring.arms import BASELINE, Ablation, Arm, controls, mask_arm, scored_masks, scored_rules
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
-from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request, input_key
+from headscan.pipelines.scoring.likelihood import LikelihoodItem
+from headscan.pipelines.scoring.token_requests import Likelihood, Request, Responses, input_key
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, HarnessError, TaskConfig
 from headscan.pipelines.settings.measure_settings import ScanConfig
 from tests.pipelines.conftest import TEXTS, run_on
@@ -60,8 +60,8 @@ def collected(spec: ModelSpec, pairs: list[tuple[str, str]]) -> tuple[HeadscanLM
 
 def answered(
     lm: headscan.LoadedModel, found: tuple[Request, ...], ablated: Ablation | None, batch_tokens: int, share: bool
-) -> AnswerSet[Likelihood]:
-    return score_requests(lm, LikelihoodItem("all", found, ablated, batch_tokens, share))
+) -> Responses[Likelihood]:
+    return LikelihoodItem("all", found, ablated, batch_tokens, share).run(lm)[0]
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -72,7 +72,7 @@ def test_log_likelihoods_are_those_of_lm_eval(spec: ModelSpec, batch_tokens: int
     adapter, found = collected(spec, PAIRS)
     ours = answered(lm, found, None, batch_tokens, share)
     assert ours.zeroed_shares == (0.0,) * len(PAIRS)
-    adapter.answers = dict(zip(adapter.requests, ours.answers, strict=True))
+    adapter.answers = dict(zip(adapter.requests, ours.values, strict=True))
     for (a, greedy_a), (b, greedy_b) in zip(adapter.loglikelihood(requests(PAIRS)), theirs, strict=True):
         assert a == pytest.approx(b, abs=1e-4)
         assert greedy_a == greedy_b
@@ -92,7 +92,7 @@ def test_arms_ablate_heads_in_every_request(spec: ModelSpec, ablated: Ablation) 
     tokenizer = lm.require_tokenizer()
     _, found = collected(spec, PAIRS[:2])
     ours = answered(lm, found, ablated, 200, share=True)
-    for (context, continuation), answer, share in zip(PAIRS[:2], ours.answers, ours.zeroed_shares, strict=True):
+    for (context, continuation), answer, share in zip(PAIRS[:2], ours.values, ours.zeroed_shares, strict=True):
         ids = tokenizer(context + continuation)["input_ids"]
         start = len(tokenizer(context)["input_ids"])
         # The last token is predicted, not read: a rule must not look at it.

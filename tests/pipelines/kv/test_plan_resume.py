@@ -16,7 +16,7 @@ from headscan.analysis.plans import HeadPlan, WindowHeads, WindowShare
 from headscan.analysis.store.store import Store
 from headscan.cluster.pool import InProcessPool
 from headscan.pipelines.kv.measured_plan import run_plan
-from headscan.pipelines.runs import run_context
+from headscan.pipelines.runs import code_version
 from headscan.pipelines.runs.run_context import ModelContext, Run
 from tests.pipelines.conftest import THREADS
 from tests.pipelines.kv.test_measured_plan import SMALL as MEASURED
@@ -27,7 +27,7 @@ from tests.stores import copy_store
 SMALL = replace(MEASURED, sequences=2)
 
 #: Tasks whose items are kept.
-MEASURING = ("measure_damages", "measure_needs", "_run")
+MEASURING = ("measure_damages", "measure_needs", "score_item")
 
 
 class Stopped(Exception):
@@ -101,7 +101,7 @@ def test_a_finished_plan_is_not_measured_again_and_other_budgets_share_its_damag
     other, measured = made(store, count=1)
     alone, _ = made(None, count=1)
     assert other.to_json() == alone.to_json()
-    assert {name for name, _ in measured} == {"_run"}
+    assert {name for name, _ in measured} == {"score_item"}
     (run,) = Store(store).runs("plan")
     assert run["status"] == "finished"
 
@@ -109,11 +109,11 @@ def test_a_finished_plan_is_not_measured_again_and_other_budgets_share_its_damag
 KILLED = """
 import os, signal, sys
 from headscan.analysis.store.store import Store
-from headscan.pipelines.runs import run_context
+from headscan.pipelines.runs import stored_numbers
 from tests.pipelines.kv.test_plan_resume import made
 
-run_context.WRITE_SECONDS = 0.0
-add = run_context.StoredNumbers.add
+stored_numbers.WRITE_SECONDS = 0.0
+add = stored_numbers.StoredNumbers.add
 left = int(sys.argv[2])
 
 def added(self, unit, numbers):
@@ -123,7 +123,7 @@ def added(self, unit, numbers):
     if not left:
         os.kill(os.getpid(), signal.SIGKILL)
 
-run_context.StoredNumbers.add = added
+stored_numbers.StoredNumbers.add = added
 made(sys.argv[1])
 """
 
@@ -148,12 +148,12 @@ def test_other_software(undisturbed: tuple[str, list[Any]], tmp_path: Path, monk
     store = tmp_path / "s.duckdb"
     with pytest.raises(Stopped):
         made(store, 3)
-    monkeypatch.setattr(run_context, "package_versions", lambda: {"torch": "0.1"})
+    monkeypatch.setattr(code_version, "package_versions", lambda: {"torch": "0.1"})
     with pytest.raises(ResumeError, match="torch"):
         made(store)
     _, rest = made(store, resume_anyway=True)
     assert len(rest) == len(measured) - 3
-    monkeypatch.setattr(run_context, "package_versions", lambda: {"torch": "0.2"})
+    monkeypatch.setattr(code_version, "package_versions", lambda: {"torch": "0.2"})
     lines: list[str] = []
     _, all_again = made(store, say=lines.append)
     assert len(all_again) == len(measured)

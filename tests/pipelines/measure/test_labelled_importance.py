@@ -30,6 +30,7 @@ from tests.pipelines.ablate.labelled_models import (
     save_translator,
     write_lines,
 )
+from tests.pipelines.ablate.labelled_oracle import on_examples
 from tests.pipelines.cli.test_cli import fails
 from tests.pipelines.conftest import THREADS
 
@@ -43,7 +44,9 @@ def config_of(folder: Path, family: str, **settings: object) -> LabelledImportan
 
 
 def run(config: LabelledImportanceConfig, store: Store) -> CorpusRunResult:
-    return run_labelled_importance(config, Run(config.model, store, lambda _: open_pool(config.model, THREADS)))
+    return on_examples(
+        run_labelled_importance, config, Run(config.model, store, lambda _: open_pool(config.model, THREADS))
+    )
 
 
 def model_of(config: LabelledImportanceConfig, family: str) -> PreTrainedModel:
@@ -116,7 +119,7 @@ def test_other_labels_are_another_run_and_the_same_ones_are_done(tmp_path: Path,
     config = config_of(tmp_path, "bert")
     done = run(config, store)
     assert (done.measured, done.skipped) == (3, 0)
-    again = run_labelled_importance(config, Run(config.model, store, refuse))
+    again = on_examples(run_labelled_importance, config, Run(config.model, store, refuse))
     assert again == CorpusRunResult(done.run_id, True)
     write_lines(tmp_path / "d.tsv", [line.replace("good", "bad") for line in LABELLED])
     assert run(config, store).run_id != done.run_id

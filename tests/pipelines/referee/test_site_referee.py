@@ -28,7 +28,15 @@ from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.evaluation_settings import Comparison
 from tests.pipelines.ablate.labelled_models import LABELLED, save_classifier, save_translator, write_lines
-from tests.pipelines.ablate.labelled_oracle import Oracle, Refusing, config_of, oracle_importance, pool_of, zeroed
+from tests.pipelines.ablate.labelled_oracle import (
+    Oracle,
+    Refusing,
+    config_of,
+    on_examples,
+    oracle_importance,
+    pool_of,
+    zeroed,
+)
 from tests.pipelines.ablate.train_small_models import (
     coloured,
     examples,
@@ -68,7 +76,7 @@ def test_shares_remove_the_least_important_heads(family: str, iterative: bool, t
     config = config_of(tmp_path, family, "loss")
     compared = Comparison(("importance",), THIRDS, 0, iterative)
     asked = SiteRefereeConfig(config, compared, DataSpec(config.data.path))
-    run_id, points = run_labelled_referee(asked, run_on(pool_of(config), store))
+    run_id, points = on_examples(run_labelled_referee, asked, run_on(pool_of(config), store))
     oracle = Oracle(config, family)
     sites = ["self"] if family == "bert" else ["encoder", "self", "cross"]
     curves = sites if family == "bert" else [*sites, "all"]
@@ -85,7 +93,7 @@ def test_shares_remove_the_least_important_heads(family: str, iterative: bool, t
             point = at(points, "importance", curve, share)
             assert point.heads == set(removed)
             assert point.effect.effect == pytest.approx(oracle.metric("loss", removed) - before, abs=2e-4)
-    assert run_labelled_referee(asked, run_on(Refusing(config.model, THREADS), store)) == (run_id, points)
+    assert on_examples(run_labelled_referee, asked, run_on(Refusing(config.model, THREADS), store)) == (run_id, points)
 
 
 @pytest.mark.parametrize("family", [pytest.param("bart", marks=pytest.mark.slow), "bert"])
@@ -94,7 +102,7 @@ def test_effects_scores_and_entropy_order_heads(family: str, tmp_path: Path, sto
     config = config_of(tmp_path, family, "loss")
     names = ("effect", "output_norm_ln", "entropy", "importance_entropy", "importance_ln")
     asked = SiteRefereeConfig(config, Comparison(names, (0.5,), 0), DataSpec(config.data.path))
-    _, points = run_labelled_referee(asked, run_on(pool_of(config), store))
+    _, points = on_examples(run_labelled_referee, asked, run_on(pool_of(config), store))
     oracle = Oracle(config, family)
     lm = headscan.load(config.model.source, device="cpu", dtype="float32")
     for kind in lm.grid.kinds:
@@ -163,7 +171,7 @@ def loss_of(oracle: Oracle, text: LabelledText, heads: list[Head]) -> float:
 def test_halves_rank_and_judge_different_texts_and_new_shares_join(tmp_path: Path, store: Store) -> None:
     config = config_of(tmp_path, "bert")
     asked = SiteRefereeConfig(config, Comparison(("importance_ln",), (0.5,), 2))
-    run_id, points = run_labelled_referee(asked, run_on(pool_of(config), store))
+    run_id, points = on_examples(run_labelled_referee, asked, run_on(pool_of(config), store))
     texts = read_labelled(config.data, config.model, identify(config.model))
     answered = store.query("select distinct question from answers order by 1")["question"].to_pylist()
     assert answered == [text.index for text in texts.halves()[1]] and len(answered) == 6
@@ -171,7 +179,7 @@ def test_halves_rank_and_judge_different_texts_and_new_shares_join(tmp_path: Pat
     assert {len(point.heads) for point in points} == {LAYERS * HEADS // 2} and points[0].metric == "accuracy"
     assert len({point.heads for point in points}) == 3
     more = SiteRefereeConfig(config, Comparison(("importance_ln",), (0.5, 1.0), 0))
-    again, curve = run_labelled_referee(more, run_on(pool_of(config), store))
+    again, curve = on_examples(run_labelled_referee, more, run_on(pool_of(config), store))
     assert again == run_id and curve[0] == points[0] and [point.share for point in curve] == [0.5, 1.0]
 
 

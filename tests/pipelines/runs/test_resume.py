@@ -22,9 +22,9 @@ from headscan.pipelines.evaluate.run_sweep import run_sweep
 from headscan.pipelines.measure.run_probe import run_probe
 from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.runs import code_version as software
-from headscan.pipelines.runs.code_version import code_version
+from headscan.pipelines.runs.code_version import code_version, package_versions
 from headscan.pipelines.runs.model_identity import identify
-from headscan.pipelines.runs.run_context import Run, package_versions
+from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE, mask_arm
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, SweepConfig, TaskConfig
 from headscan.pipelines.settings.measure_settings import ProbeConfig, ScanConfig
@@ -39,12 +39,12 @@ TORCH = package_versions()["torch"]
 
 def other_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "headscan.pipelines.runs.run_context.package_versions", lambda: package_versions() | {"torch": "99.0"}
+        "headscan.pipelines.runs.code_version.package_versions", lambda: package_versions() | {"torch": "99.0"}
     )
 
 
 def other_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headscan.pipelines.runs.run_context.code_version", lambda: "0.1.0+00000000")
+    monkeypatch.setattr("headscan.pipelines.runs.code_version.code_version", lambda: "0.1.0+00000000")
 
 
 def other_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,11 +22,10 @@ from headscan.pipelines.scoring.bundles import (
     bundle,
     bundle_size,
     possible_starts,
-    score_bundle,
     start_of,
 )
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, distinct_reads, score_requests
-from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, distinct_reads
+from headscan.pipelines.scoring.token_requests import Likelihood, Request, Responses
 from headscan.sizing.model_sizes import LayerCache
 from tests.pipelines.conftest import naive_likelihood, zeroed_by_hand
 from tests.small_models import make_loaded
@@ -76,8 +75,8 @@ FEW = REQUESTS[::4]
 
 def scored(
     lm: headscan.LoadedModel, ablated: Ablation | None, share: bool, requests: tuple[Request, ...] = REQUESTS
-) -> AnswerSet[Likelihood]:
-    return score_requests(lm, LikelihoodItem("all", requests, ablated, BATCH_TOKENS, share))
+) -> Responses[Likelihood]:
+    return LikelihoodItem("all", requests, ablated, BATCH_TOKENS, share).run(lm)[0]
 
 
 def close(ours: Sequence[Likelihood], expected: Sequence[Likelihood]) -> bool:
@@ -110,8 +109,8 @@ def test_prefixes_read_once_give_the_likelihoods_of_whole_requests(family: str, 
         shared = scored(lm, mask, share=True)
     with tokens_read(lm) as whole_tokens:
         whole = scored(lm, mask, share=False)
-    assert close(shared.answers, expected)
-    assert close(whole.answers, expected)
+    assert close(shared.values, expected)
+    assert close(whole.values, expected)
     assert sum(shared_tokens) < 0.7 * sum(whole_tokens)
     ablated = len(mask.heads) / 18 if mask else 0
     assert shared.zeroed_shares == whole.zeroed_shares == pytest.approx((ablated,) * len(REQUESTS))
@@ -127,12 +126,12 @@ def test_prefixes_of_several_questions_are_read_together(family: str, mask: head
         context = start + random.choices(range(5, VOCABULARY), k=length)
         requests += [Request((*context, *random.choices(range(5, VOCABULARY), k=3)), 3) for _ in range(4)]
     with tokens_read(lm) as passes:
-        shared = score_requests(lm, LikelihoodItem("all", tuple(requests), mask, 1000, True))
+        shared = LikelihoodItem("all", tuple(requests), mask, 1000, True).run(lm)[0]
     # The common beginning; four contexts, cut to the shortest; the longest; and the endings of both.
     assert sorted(passes) == sorted([70, 4 * 39, 89, 4 * 4 * (60 - 40 + 3), 4 * 3])
     with zeroed_by_hand(lm, mask.heads if mask else [], family):
         expected = [naive_likelihood(lm, request) for request in requests]
-    assert close(shared.answers, expected)
+    assert close(shared.values, expected)
 
 
 @pytest.mark.parametrize("family", WHOLE)
@@ -142,7 +141,7 @@ def test_models_that_cannot_go_on_from_a_prefix_read_whole_requests(family: str)
     for mask in ABOVE:
         with zeroed_by_hand(lm, mask.heads if mask else [], family):
             expected = [naive_likelihood(lm, request) for request in FEW]
-        assert close(scored(lm, mask, share=False, requests=FEW).answers, expected)
+        assert close(scored(lm, mask, share=False, requests=FEW).values, expected)
 
 
 @pytest.mark.parametrize("ablated", [headscan.HeadRule("output_norm_ln", 0.9), headscan.RandomHeads(0.3, 1)], ids=type)
@@ -175,7 +174,7 @@ def test_a_bundle_gives_every_mask_the_bits_that_it_has_alone(family: str, with_
     # The attention of bloom adds the residual, so it cannot be shared.
     assert max(starts) == Start(2, family != "bloom")
     requests = FEW if family in WHOLE else REQUESTS
-    together = score_bundle(lm, BundleItem("all", requests, tuple(masks), starts, BATCH_TOKENS, share))
+    together = BundleItem("all", requests, tuple(masks), starts, BATCH_TOKENS, share).run(lm)
     for mask, ours in zip(masks, together, strict=True):
         assert ours == scored(lm, mask, share, requests)
 
@@ -194,19 +193,19 @@ def test_a_bundle_runs_the_layers_below_its_masks_for_the_baseline_alone() -> No
     scored(lm, None, share=True)
     passes = counts[0]
     counts[:] = [0, 0, 0]
-    score_bundle(lm, BundleItem("all", REQUESTS, masks, starts, BATCH_TOKENS, True))
+    BundleItem("all", REQUESTS, masks, starts, BATCH_TOKENS, True).run(lm)
     found = 1  # one pass more finds the blocks
     # The second mask computes no attention, and its prefixes are the baseline's, since it changes no keys.
     assert counts == [passes + found, passes + found, 2 * passes + found]
     counts[:] = [0, 0, 0]
-    score_bundle(lm, BundleItem("all", REQUESTS, masks[1:], starts[1:], BATCH_TOKENS, True))
+    BundleItem("all", REQUESTS, masks[1:], starts[1:], BATCH_TOKENS, True).run(lm)
     assert counts == [passes, passes, 2 * passes]
 
 
 def test_a_bundle_that_does_not_fit_into_memory_is_answered_in_parts() -> None:
     lm = make_loaded("llama")
     item = BundleItem("all", REQUESTS, tuple(ABOVE), (FROM_TOKENS, Start(2, False), Start(2, True)), BATCH_TOKENS, True)
-    expected = score_bundle(lm, item)
+    expected = item.run(lm)
     refused = []
 
     def allocate(_: torch.nn.Module, args: tuple[Tensor], kwargs: dict[str, Tensor]) -> None:
@@ -215,8 +214,8 @@ def test_a_bundle_that_does_not_fit_into_memory_is_answered_in_parts() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     lm.module("model.layers.2").register_forward_pre_hook(allocate, with_kwargs=True)
-    for ours, whole in zip(score_bundle(lm, item), expected, strict=True):
-        assert close(ours.answers, whole.answers)
+    for ours, whole in zip(item.run(lm), expected, strict=True):
+        assert close(ours.values, whole.values)
     assert refused
 
 

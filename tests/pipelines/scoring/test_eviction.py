@@ -19,11 +19,11 @@ from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.kv.plan_arms import plan_arms
 from headscan.pipelines.scoring import eviction
-from headscan.pipelines.scoring.eviction import EvictionItem, score_evicted
-from headscan.pipelines.scoring.generation import GenerationItem, generate_texts
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
+from headscan.pipelines.scoring.eviction import EvictionItem
+from headscan.pipelines.scoring.generation import GenerationItem
+from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.reading import Reading
-from headscan.pipelines.scoring.token_requests import AnswerSet, GenerationRequest, Likelihood, Request
+from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request, Responses
 from headscan.pipelines.settings.evaluation_settings import PLAN_MODES, PlanMode
 from tests.headscan.kv.cache_plans import NARROW, random_plan
 from tests.pipelines.kv.kv_plans import SINK, decode_oracle, forward_oracle, only_drops, plan_for
@@ -47,8 +47,8 @@ def ablation(plan: HeadPlan, mode: PlanMode) -> Ablation:
 
 def evicted(
     lm: LoadedModel, plan: HeadPlan, requests: Sequence[Request], batch_tokens: int = 1000
-) -> AnswerSet[Likelihood]:
-    return score_evicted(lm, EvictionItem("all", tuple(requests), ablation(plan, "decode"), batch_tokens))
+) -> Responses[Likelihood]:
+    return EvictionItem("all", tuple(requests), ablation(plan, "decode"), batch_tokens).run(lm)[0]
 
 
 def assert_close(found: Sequence[Likelihood], expected: Sequence[Likelihood], tolerance: float = 1e-4) -> None:
@@ -76,13 +76,13 @@ def test_contexts_are_read_whole_and_continuations_from_what_is_left(
     lm: LoadedModel, plan: HeadPlan, batch_tokens: int
 ) -> None:
     found = evicted(lm, plan, REQUESTS, batch_tokens)
-    assert_close(found.answers, [decode_oracle(lm, plan, request) for request in REQUESTS])
+    assert_close(found.values, [decode_oracle(lm, plan, request) for request in REQUESTS])
     assert found.zeroed_shares == (0.0,) * len(REQUESTS)
 
 
 def test_the_two_modes_differ_only_if_there_is_a_context(lm: LoadedModel, plan: HeadPlan) -> None:
     for request in REQUESTS:
-        forward, decode = forward_oracle(lm, plan, request), evicted(lm, plan, [request]).answers[0]
+        forward, decode = forward_oracle(lm, plan, request), evicted(lm, plan, [request]).values[0]
         alike = abs(forward.log_likelihood - decode.log_likelihood) <= 1e-4
         # The last token of the context predicts the first scored one, so it belongs to the continuation.
         assert alike == (len(request.ids) - request.scored - 1 <= SINK)
@@ -92,33 +92,33 @@ def test_a_request_keeps_its_own_context_next_to_another_of_the_same_tokens(lm: 
     """Keys are evicted before the first scored token, wherever another request of the same tokens begins to score."""
     ids = tokens(28)
     requests = [Request(ids, 2), Request((*ids[:-1], 9), 15), Request(ids, 15)]
-    found = evicted(lm, plan, requests).answers
+    found = evicted(lm, plan, requests).values
     assert_close(found, [decode_oracle(lm, plan, request) for request in requests])
-    assert_close(found[:1], evicted(lm, plan, requests[:1]).answers, 1e-5)
+    assert_close(found[:1], evicted(lm, plan, requests[:1]).values, 1e-5)
 
 
 def test_forward_answers_are_those_of_window_masks(lm: LoadedModel, plan: HeadPlan) -> None:
     expected = [forward_oracle(lm, plan, request) for request in REQUESTS]
     for reading in (Reading(False), Reading(True), Reading(False, as_rules=True)):
         (found,) = reading.item("all", REQUESTS, ablation(plan, "forward"), 200).run(lm)
-        assert_close(found.answers, expected)
+        assert_close(found.values, expected)
     dropped, heads = 3, 18
     assert found.zeroed_shares == pytest.approx([dropped / heads] * len(REQUESTS))
 
 
 @pytest.mark.parametrize("mode", PLAN_MODES)
 def test_full_heads_give_the_baseline(lm: LoadedModel, model: PlannedModel, mode: PlanMode) -> None:
-    expected = score_requests(lm, LikelihoodItem("all", REQUESTS, None, 1000, False)).answers
+    expected = LikelihoodItem("all", REQUESTS, None, 1000, False).run(lm)[0].values
     for reading in (Reading(False), Reading(True)):
         (found,) = reading.item("all", REQUESTS, ablation(plan_for(model, 0), mode), 1000).run(lm)
-        assert_close(found.answers, expected)
+        assert_close(found.values, expected)
 
 
 def test_batches_without_enough_memory_are_halved(
     lm: LoadedModel, plan: HeadPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = evicted(lm, plan, REQUESTS).answers
-    answer, sizes = eviction._answer, []
+    expected = evicted(lm, plan, REQUESTS).values
+    answer, sizes = eviction._score, []
 
     def scarce(lm: LoadedModel, ablated: Ablation, reads: list) -> list:  # type: ignore[type-arg]
         sizes.append(len(reads))
@@ -126,10 +126,10 @@ def test_batches_without_enough_memory_are_halved(
             raise torch.OutOfMemoryError("as if")
         return answer(lm, ablated, reads)
 
-    monkeypatch.setattr(eviction, "_answer", scarce)
+    monkeypatch.setattr(eviction, "_score", scarce)
     fresh = headscan.load(lm.source)  # limits belong to a loaded model
     most = 1
-    assert_close(evicted(fresh, plan, REQUESTS).answers, expected)
+    assert_close(evicted(fresh, plan, REQUESTS).values, expected)
     assert max(sizes) > 1 and sizes.count(1) == len(REQUESTS) - 1  # two requests are one read
     most = 0
     with pytest.raises(MemoryLimitError, match="one sequence does not fit"):
@@ -144,9 +144,9 @@ def test_architectures_without_plain_attention_evict_too(family: str) -> None:
     context = tokens(20, vocabulary=VOCABULARY)
     requests = [Request((*context, *tokens(6, seed, VOCABULARY)), 6) for seed in range(3)]
     plan = random_plan(lm, (NARROW,))
-    found = score_evicted(lm, EvictionItem("all", tuple(requests), KvEviction(plan), 1000)).answers
+    found = EvictionItem("all", tuple(requests), KvEviction(plan), 1000).run(lm)[0].values
     assert_close(found, [decode_oracle(lm, plan, request) for request in requests], 1e-3)  # type: ignore[arg-type]
-    baseline = score_requests(lm, LikelihoodItem("all", tuple(requests), None, 1000, False)).answers
+    baseline = LikelihoodItem("all", tuple(requests), None, 1000, False).run(lm)[0].values
     assert all(abs(a.log_likelihood - b.log_likelihood) > 1e-2 for a, b in zip(found, baseline, strict=True))
     assert lm.model.config._attn_implementation == implementation
 
@@ -180,7 +180,7 @@ def test_texts_are_generated_from_what_a_plan_keeps(
 
     def texts(of: HeadPlan | None, batch_tokens: int) -> tuple[str, ...]:
         ablated = None if of is None else ablation(of, mode)
-        return generate_texts(lm, GenerationItem("all", requests, ablated, batch_tokens)).answers
+        return GenerationItem("all", requests, ablated, batch_tokens).run(lm)[0].values
 
     expected = []
     for prompt in prompts:

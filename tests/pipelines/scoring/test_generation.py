@@ -27,8 +27,8 @@ from headscan.pipelines.evaluate.tasks import Tasks
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scoring import generation
 from headscan.pipelines.scoring.arms import BASELINE, Arm
-from headscan.pipelines.scoring.generation import GenerationItem, generate_texts
-from headscan.pipelines.scoring.token_requests import AnswerSet, GenerationRequest, input_key
+from headscan.pipelines.scoring.generation import GenerationItem
+from headscan.pipelines.scoring.token_requests import GenerationRequest, Responses, input_key
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from tests.pipelines.conftest import TEXTS, THREADS, run_on, zeroed_by_hand
 
@@ -53,8 +53,8 @@ def written(
     requests: Sequence[GenerationRequest],
     ablated: Ablation | None = None,
     batch_tokens: int = 1000,
-) -> AnswerSet[str]:
-    return generate_texts(lm, GenerationItem("all", tuple(requests), ablated, batch_tokens))
+) -> Responses[str]:
+    return GenerationItem("all", tuple(requests), ablated, batch_tokens).run(lm)[0]
 
 
 @torch.no_grad()
@@ -84,13 +84,13 @@ def test_texts_are_those_of_lm_eval_under_a_plain_hook(
     assert len(set(expected)) > 2
     for batch_tokens in (1, 1000):
         ours = written(lm, requests, mask, batch_tokens)
-        assert list(ours.answers) == expected
+        assert list(ours.values) == expected
         assert ours.zeroed_shares == (len(mask.heads) / 18 if mask else 0.0,) * len(PROMPTS)
 
 
 def test_ablated_heads_change_the_generated_text(spec: ModelSpec, lm: headscan.LoadedModel) -> None:
     requests = collected(spec, PROMPTS, GREEDY)
-    assert written(lm, requests, MASK).answers != written(lm, requests).answers
+    assert written(lm, requests, MASK).values != written(lm, requests).values
 
 
 def test_a_rule_ablates_the_prompts_inactive_heads_in_every_step(spec: ModelSpec, lm: headscan.LoadedModel) -> None:
@@ -98,7 +98,7 @@ def test_a_rule_ablates_the_prompts_inactive_heads_in_every_step(spec: ModelSpec
     requests = collected(spec, PROMPTS, GREEDY)
     ours = written(lm, requests, rule)
     found = set()
-    for request, text, share in zip(requests, ours.answers, ours.zeroed_shares, strict=True):
+    for request, text, share in zip(requests, ours.values, ours.zeroed_shares, strict=True):
         with torch.no_grad(), headscan.intervene(lm, rule) as record:
             lm.model(torch.tensor([request.ids]))
         assert record.zeroed is not None
@@ -114,7 +114,7 @@ def test_random_heads_follow_from_the_prompts_tokens(spec: ModelSpec, lm: headsc
     random_heads = headscan.RandomHeads(0.3, seed=2)
     requests = collected(spec, PROMPTS, GREEDY)
     ours = written(lm, requests, random_heads)
-    for request, text, share in zip(requests, ours.answers, ours.zeroed_shares, strict=True):
+    for request, text, share in zip(requests, ours.values, ours.zeroed_shares, strict=True):
         drawn = random_heads.draw(input_key(request.ids), lm.grid.shape)
         with zeroed_by_hand(lm, [Head(*map(int, head)) for head in drawn.nonzero()]):
             assert text == greedy_by_hand(lm, request)
@@ -139,11 +139,11 @@ def test_samples_of_one_prompt_differ_and_are_the_same_again(
 ) -> None:
     requests = collected(spec, [text for text in PROMPTS[:2] for _ in range(3)], SAMPLED)
     assert [request.draw for request in requests] == [0, 1, 2, 0, 1, 2]
-    texts = written(lm, requests, ablated, batch_tokens).answers
+    texts = written(lm, requests, ablated, batch_tokens).values
     assert len(set(texts[:3])) == len(set(texts[3:])) == 3
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    assert written(lm, requests, ablated, batch_tokens).answers == texts
+    assert written(lm, requests, ablated, batch_tokens).values == texts
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -151,7 +151,7 @@ def test_samples_do_not_depend_on_ablated_heads(spec: ModelSpec, lm: headscan.Lo
     """Sampled prompts run alone under every arm: in batches of another size the same seed samples other texts."""
     requests = collected(spec, PROMPTS, SAMPLED)
     nothing = headscan.HeadRule("entropy", threshold=float("-inf"))
-    assert written(lm, requests, nothing).answers == written(lm, requests).answers
+    assert written(lm, requests, nothing).values == written(lm, requests).values
 
 
 @pytest.mark.slow
@@ -197,8 +197,8 @@ def test_prompts_are_grouped_by_generation_options(spec: ModelSpec, lm: headscan
     ways = [GREEDY, GREEDY | {"max_gen_toks": 3}, GREEDY | {"until": []}, GREEDY | {"suppress_tokens": [5, 6]}]
     requests = [request for way in ways for request in collected(spec, PROMPTS[:2], way)]
     assert len(set(map(repr, requests))) == 8
-    together = written(lm, requests).answers
-    assert together == tuple(written(lm, [request]).answers[0] for request in requests)
+    together = written(lm, requests).values
+    assert together == tuple(written(lm, [request]).values[0] for request in requests)
 
 
 def test_a_prompt_longer_than_the_room_loses_its_beginning(spec: ModelSpec) -> None:
@@ -224,9 +224,9 @@ def test_a_task_with_samples_is_graded_by_the_first_of_each(
     adapter = HeadscanLM(identify(spec))
     Tasks(config.tasks).collect(adapter)
     (item,) = work_items(adapter.requests, config.batch_tokens)
-    assert sorted(request.draw for request in item.written) == [0, 0, 0, 1, 1, 1]
+    assert sorted(request.draw for request in item.requests) == [0, 0, 0, 1, 1, 1]
     for arm in arms:
-        texts = dict(zip(item.hashes, written(lm, item.written, arm.ablated, config.batch_tokens).answers, strict=True))
+        texts = dict(zip(item.hashes, written(lm, item.requests, arm.ablated, config.batch_tokens).values, strict=True))
         matches = [re.search(r"\S", texts[found]) for found in [*adapter.requests][::2]]
         answers = store.query("from answers join arms using (arm_id) where name = ? order by question", [arm.name])
         assert answers["response"].to_pylist() == [match.group() if match else "[invalid]" for match in matches]

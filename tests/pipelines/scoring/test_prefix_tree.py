@@ -18,11 +18,11 @@ Tokens = tuple[int, ...]
 
 def walked(root: PrefixNode) -> Iterator[tuple[list[PrefixNode], Tokens]]:
     """Every node, at the end of the path that leads to it, and all tokens of that path."""
-    todo: list[tuple[list[PrefixNode], Tokens]] = [([root], root.tokens)]
+    todo: list[tuple[list[PrefixNode], Tokens]] = [([root], ())]
     while todo:
         path, tokens = todo.pop()
         yield path, tokens
-        todo += [([*path, child], tokens + child.tokens) for child in path[-1].children]
+        todo += [([*path, child], tokens + child.tokens[0]) for child in path[-1].children]
 
 
 def random_sequences(random: Random) -> list[Tokens]:
@@ -38,24 +38,25 @@ def random_sequences(random: Random) -> list[Tokens]:
 def check(sequences: Sequence[Tokens], shareable: Sequence[int], pass_cost: int) -> PrefixNode:
     """All that holds of a tree of prefixes."""
     root = prefix_tree(sequences, shareable, pass_cost)
-    assert (root.start, root.tokens) == (0, ())
+    assert (root.start, root.tokens) == (0, [])
     rows: list[int] = []
     below: Counter[int] = Counter()
     inner = []
     for path, tokens in walked(root):
         node = path[-1]
-        assert node.start == len(tokens) - len(node.tokens)
+        assert node.end == len(tokens)
         inner += [node] if node.tokens else []
-        rows += node.rows
+        of_node = [row for row, _ in node.rows]
+        rows += of_node
         below.update({id(above): len(node.rows) for above in path})
-        for row in node.rows:
+        for row in of_node:
             assert sequences[row][: node.end] == tokens
             assert node.end <= shareable[row]
-        for a, b in combinations(node.rows, 2):  # sharing more between two would not pay
+        for a, b in combinations(of_node, 2):  # sharing more between two would not pay
             assert common_tokens(sequences, shareable, a, b) - node.end <= pass_cost
     assert sorted(rows) == list(range(len(sequences)))
     for node in inner:
-        assert (below[id(node)] - 1) * len(node.tokens) > pass_cost
+        assert (below[id(node)] - 1) * len(node.tokens[0]) > pass_cost
     return root
 
 
@@ -69,15 +70,15 @@ def test_every_sequence_is_read_once_and_nothing_is_shared_that_does_not_pay() -
 
 def test_a_prefix_is_shared_as_soon_as_it_saves_more_than_a_pass() -> None:
     sequences = [(1, 2, 3, 4, n) for n in range(3)]  # two of three need not read four tokens
-    assert [child.tokens for child in check(sequences, [4] * 3, 7).children] == [(1, 2, 3, 4)]
+    assert [child.tokens for child in check(sequences, [4] * 3, 7).children] == [[(1, 2, 3, 4)]]
     assert check(sequences, [4] * 3, 8).children == []
     (child,) = check(sequences, [4, 2, 4], 0).children
-    assert (child.tokens, child.rows) == ((1, 2), [1])
-    assert [inner.tokens for inner in child.children] == [(3, 4)]
+    assert (child.tokens, child.rows) == ([(1, 2)], [(1, 0)])
+    assert [inner.tokens for inner in child.children] == [[(3, 4)]]
 
 
 def test_no_sequences_are_an_empty_tree() -> None:
-    assert prefix_tree([], [], 0) == PrefixNode(0, ())
+    assert prefix_tree([], [], 0) == PrefixNode(0, [])
 
 
 def test_nests_that_are_deeper_than_the_stack_are_walked() -> None:
@@ -114,8 +115,8 @@ def test_items_hold_every_request_once_with_its_hash(batch_tokens: int) -> None:
     assert [item.index for item in items] == list(range(len(items)))
     assert Counter(found for item in items for found in item.hashes) == Counter(list(requests))
     for item in items:
-        assert bool(item.scored) != bool(item.written)
-        assert [requests[found] for found in item.hashes] == [*item.scored, *item.written]
+        assert len({type(request) for request in item.requests}) == 1
+        assert [requests[found] for found in item.hashes] == [*item.requests]
 
 
 def test_items_do_not_depend_on_the_order_of_requests() -> None:
@@ -133,7 +134,7 @@ def test_requests_with_a_common_prefix_are_in_one_item() -> None:
     shuffled = Random(0).sample(list(requests), len(requests))
     items = work_items({found: requests[found] for found in shuffled}, 28)
     # 22 tokens for the first of a kind, one or two for each of the others.
-    assert [len({request.ids[:20] for request in item.scored}) for item in items] == [1] * 8
+    assert [len({request.ids[:20] for request in item.requests}) for item in items] == [1] * 8
 
 
 def test_hashes_distinguish_requests_and_are_equal_in_every_process() -> None:

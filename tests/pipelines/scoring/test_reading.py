@@ -13,6 +13,7 @@ from headscan.models.model_facts import RopeLengths
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.reading import Ask, Reading, choose_reading
 from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem
+from headscan.pipelines.scoring.token_requests import Request
 from tests.small_models import make_loaded
 
 MASK, RULE, RANDOM = headscan.HeadMask([(0, 0)]), headscan.HeadRule("entropy", 1.0), headscan.RandomHeads(0.1, 0)
@@ -67,7 +68,7 @@ def test_prefixes_are_shared_where_arms_stay_comparable(
 @pytest.mark.parametrize("reading", [WHOLE, WHOLE_AS_RULES, CACHED, RULES_IN_ROWS, ALL_IN_ROWS])
 def test_an_item_is_read_as_was_chosen(reading: Reading) -> None:
     for ablated in (None, MASK, RULE, RANDOM):
-        item = reading.item("all", (), ablated, 8)
+        item = reading.item("all", (Request((1, 2), 1),), ablated, 8)
         in_rows = reading == ALL_IN_ROWS or (reading == RULES_IN_ROWS and ablated == RULE)
         assert isinstance(item, SharedRowItem if in_rows else LikelihoodItem)
         if isinstance(item, LikelihoodItem):

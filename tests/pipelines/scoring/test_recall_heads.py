@@ -12,7 +12,7 @@ import pytest
 import headscan
 from headscan.ablation.masks import HeadMask
 from headscan.pipelines.demo import MODEL_FOLDER
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
+from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.recall_tasks import RecallQuestion, grade, recall_questions
 from headscan.pipelines.settings.evaluation_settings import RecallPlan
 
@@ -23,7 +23,7 @@ def correct(
     """Mean grade (0 to 1) of each family."""
     requests = tuple(request for question in questions for request in question.requests)
     item = LikelihoodItem("recall", requests, mask, batch_tokens=4096, share_prefixes=True)
-    answers = iter(score_requests(lm, item).answers)
+    answers = iter(item.run(lm)[0].values)
     grades = defaultdict(list)
     for question in questions:
         row = grade(question, [next(answers) for _ in question.requests])

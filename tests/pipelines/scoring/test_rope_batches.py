@@ -29,9 +29,9 @@ from headscan.pipelines.measure.run_scan import ShardItem, measure_shard, run_sc
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring import likelihood
 from headscan.pipelines.scoring.arms import BASELINE, Arm
-from headscan.pipelines.scoring.generation import GenerationItem, generate_texts
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
-from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem, score_shared_rows
+from headscan.pipelines.scoring.generation import GenerationItem
+from headscan.pipelines.scoring.likelihood import LikelihoodItem
+from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Request
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
@@ -116,9 +116,9 @@ def test_likelihoods_are_those_of_each_request_alone(
     prefixes: list[int] = []
     read = likelihood.read_prefix
     monkeypatch.setattr(likelihood, "read_prefix", lambda *a: prefixes.extend(map(len, a[1])) or read(*a))
-    together = score_requests(lm, item)
+    together = item.run(lm)[0]
     assert prefixes == ([40] if ablated is None else [])
-    packed = score_shared_rows(lm, SharedRowItem("all", asked, ablated, 2000))
+    packed = SharedRowItem("all", asked, ablated, 2000).run(lm)[0]
     with StreamedPool(ModelSpec(lm.source), STREAMED) as pool:
         [done] = pool.map(score_in_ranges, [item])
     for index, request in enumerate(asked):
@@ -127,17 +127,17 @@ def test_likelihoods_are_those_of_each_request_alone(
         else:
             with headscan.intervene(lm, ablated):
                 alone = naive_likelihood(lm, request)
-        for found in (together, packed, done.value):
-            assert found.answers[index].log_likelihood == pytest.approx(alone.log_likelihood, rel=1e-4, abs=1e-4)
+        for found in (together, packed, done.value[0]):
+            assert found.values[index].log_likelihood == pytest.approx(alone.log_likelihood, rel=1e-4, abs=1e-4)
 
 
 def test_texts_are_those_of_each_prompt_alone(lm: LoadedModel) -> None:
     lm = replace(lm, tokenizer=make_tokenizer(300))
     prompts = [tokens(n, 7) for n in (20, 50, 57, 61, 64, 64, 70, 90)]
     asked = tuple(GenerationRequest(ids, (), 12, (("do_sample", False),)) for ids in prompts)
-    together = generate_texts(lm, GenerationItem("all", asked, None, 4000))
-    alone = [generate_texts(lm, GenerationItem("one", (each,), None, 4000)).answers[0] for each in asked]
-    assert list(together.answers) == alone
+    together = GenerationItem("all", asked, None, 4000).run(lm)[0]
+    alone = [GenerationItem("one", (each,), None, 4000).run(lm)[0].values[0] for each in asked]
+    assert list(together.values) == alone
 
 
 @pytest.mark.slow

@@ -16,15 +16,13 @@ from headscan.ablation.ablation import Ablation
 from headscan.catalog import SCORES, STATISTICS, Score, statistics_for
 from headscan.errors import InterventionError
 from headscan.layers.shared_rows import SharedRow, SharedRowHooks
-from headscan.pipelines.evaluate.answering import ArmsWork, answer_item
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, prefix_tree, score_requests
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, prefix_tree
 from headscan.pipelines.scoring.shared_row_likelihood import (
+    RowPacker,
     SharedRowItem,
     can_read_shared_rows,
-    pack_rows,
-    score_shared_rows,
 )
-from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood
+from headscan.pipelines.scoring.token_requests import Likelihood, Responses, score_item
 from headscan.statistics.registry import needs_sink_tokens
 from tests.pipelines.scoring.test_bundles import BATCH_TOKENS, REQUESTS, close
 from tests.pipelines.scoring.test_prefix_tree import random_sequences
@@ -59,12 +57,12 @@ class Tokens:
         return read
 
 
-def whole(lm: headscan.LoadedModel, ablated: Ablation | None, as_rules: bool = False) -> AnswerSet[Likelihood]:
-    return score_requests(lm, LikelihoodItem("all", REQUESTS, ablated, BATCH_TOKENS, False, as_rules))
+def whole(lm: headscan.LoadedModel, ablated: Ablation | None, as_rules: bool = False) -> Responses[Likelihood]:
+    return LikelihoodItem("all", REQUESTS, ablated, BATCH_TOKENS, False, as_rules).run(lm)[0]
 
 
-def read_in_rows(lm: headscan.LoadedModel, ablated: Ablation | None) -> AnswerSet[Likelihood]:
-    return score_shared_rows(lm, SharedRowItem("all", REQUESTS, ablated, BATCH_TOKENS))
+def read_in_rows(lm: headscan.LoadedModel, ablated: Ablation | None) -> Responses[Likelihood]:
+    return SharedRowItem("all", REQUESTS, ablated, BATCH_TOKENS).run(lm)[0]
 
 
 @pytest.mark.parametrize("ablated", [*RULES, MASK, RANDOM, None], ids=str)
@@ -73,7 +71,7 @@ def test_shared_rows_give_the_answers_of_whole_inputs(family: str, ablated: Abla
     lm = make_loaded(family)
     assert can_read_shared_rows(lm, None)
     expected, ours = whole(lm, ablated), read_in_rows(lm, ablated)
-    assert close(ours.answers, expected.answers)
+    assert close(ours.values, expected.values)
     assert ours.zeroed_shares == pytest.approx(expected.zeroed_shares)
 
 
@@ -95,7 +93,7 @@ def test_sequences_that_part_early_are_few_tokens_more_than_whole_inputs(rule: h
     tokens = Tokens(lm)
     expected = whole(lm, rule)
     of_whole = tokens.take()
-    assert close(read_in_rows(lm, rule).answers, expected.answers)
+    assert close(read_in_rows(lm, rule).values, expected.values)
     assert tokens.take() < 1.1 * of_whole
 
 
@@ -106,9 +104,9 @@ def test_in_half_precision_arms_round_as_arms_with_rules(family: str, dtype: tor
     lm = make_loaded(family)
     lm.model.to(dtype)
     assert can_read_shared_rows(lm, None)
-    assert read_in_rows(lm, None).answers == read_in_rows(lm, IDLE).answers
-    assert whole(lm, None, as_rules=True).answers == whole(lm, IDLE).answers
-    assert whole(lm, None).answers != whole(lm, IDLE).answers  # another kernel, which rounds otherwise
+    assert read_in_rows(lm, None).values == read_in_rows(lm, IDLE).values
+    assert whole(lm, None, as_rules=True).values == whole(lm, IDLE).values
+    assert whole(lm, None).values != whole(lm, IDLE).values  # another kernel, which rounds otherwise
 
 
 def test_a_row_for_which_memory_is_short_is_cut_in_half() -> None:
@@ -122,16 +120,16 @@ def test_a_row_for_which_memory_is_short_is_cut_in_half() -> None:
             raise torch.OutOfMemoryError("out of memory")
 
     lm.model.get_input_embeddings().register_forward_pre_hook(narrow)
-    assert close(read_in_rows(lm, RULES[0]).answers, expected.answers)
+    assert close(read_in_rows(lm, RULES[0]).values, expected.values)
     assert max(widths) > 170
 
 
 def test_an_arm_of_the_pool_is_answered_in_shared_rows() -> None:
     lm = make_loaded("llama")
     item = SharedRowItem("rule", REQUESTS, RULES[0], BATCH_TOKENS)
-    [found] = answer_item(lm, ArmsWork((0,), 0, item))
-    assert isinstance(found, AnswerSet)
-    assert found.answers == score_shared_rows(lm, item).answers
+    [found] = score_item(lm, item)
+    assert isinstance(found, Responses)
+    assert found.values == item.run(lm)[0].values
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -142,7 +140,7 @@ def test_every_sequence_has_a_place_in_one_row(seed: int) -> None:
     lengths = [len(sequence) for sequence in sequences]
     best = random.randint(1, 40)
     most = best + random.randint(0, 40)
-    found = pack_rows(prefix_tree(sequences, shareable, random.randint(0, 6)), lengths, best, most)
+    found = RowPacker(lengths, best, most).rows(prefix_tree(sequences, shareable, random.randint(0, 6)))
     assert Counter(member for row in found for member in row.members) == Counter(range(len(sequences)))
     for row in found:
         tokens = row.prefix + sum(lengths[member] - row.prefix for member in row.members)
@@ -157,7 +155,7 @@ def test_long_questions_on_one_text_share_the_text_and_not_each_a_copy_of_it() -
     text = tuple(range(1000))
     sequences = [text + (2000 + question,) * 50 + (choice,) for question in range(4) for choice in range(4)]
     tree = prefix_tree(sequences, [1049] * 16, pass_cost=10)
-    [row] = pack_rows(tree, list(map(len, sequences)), best_tokens=500, most_tokens=4000)
+    [row] = RowPacker(list(map(len, sequences)), best_tokens=500, most_tokens=4000).rows(tree)
     assert row.prefix == 1000 and len(row.members) == 16
 
 
@@ -210,7 +208,7 @@ def test_rules_on_any_statistic_are_refused_or_measure_what_scans_do(
     assert record.zeroed is not None
     assert torch.equal(record.zeroed[:, 0], rule.ablates(scores_BLH[:, 0]))
     expected, ours = whole(lm, rule), read_in_rows(lm, rule)
-    assert close(ours.answers, expected.answers)
+    assert close(ours.values, expected.values)
     assert ours.zeroed_shares == pytest.approx(expected.zeroed_shares)
     varies = len(finite.unique()) > 1
     assert not varies or 0 < sum(ours.zeroed_shares) < len(ours.zeroed_shares)

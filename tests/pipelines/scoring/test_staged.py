@@ -25,10 +25,9 @@ from headscan.pipelines.corpora import Shard, TokenSequence
 from headscan.pipelines.measure.run_corpus import ShardTable
 from headscan.pipelines.measure.run_scan import ShardItem, measure_shard
 from headscan.pipelines.runs.model_identity import model_facts
-from headscan.pipelines.scoring.generation import generate_texts
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, score_requests
+from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
-from headscan.pipelines.scoring.token_requests import AnswerSet, Likelihood, Request
+from headscan.pipelines.scoring.token_requests import Likelihood, Request, Responses, score_item
 from tests.pipelines.conftest import THREADS
 from tests.small_models import make_model
 
@@ -107,8 +106,8 @@ def requests_of(count: int = 7) -> tuple[Request, ...]:
     return (*found, found[0]._replace(ids=(*found[0].ids[:-1], 6)))  # the same read, another answer
 
 
-def answers(task: Any, pool: Pool, ablated: Ablation | None) -> AnswerSet[Likelihood]:
-    result: AnswerSet[Likelihood] = pool.one(task, LikelihoodItem("all", requests_of(), ablated, 80, False))
+def answers(task: Any, pool: Pool, ablated: Ablation | None) -> Responses[Likelihood]:
+    [result] = pool.one(task, LikelihoodItem("all", requests_of(), ablated, 80, False))
     return result
 
 
@@ -119,10 +118,10 @@ def answers(task: Any, pool: Pool, ablated: Ablation | None) -> AnswerSet[Likeli
 def test_likelihoods_of_all_kinds_of_arms_are_the_same(family: str, saved: Callable[[str], ModelSpec]) -> None:
     with InProcessPool(saved(family), THREADS) as local, StreamedPool(saved(family), FAMILIES[family]) as streamed:
         for name, ablated in ARMS.items():
-            expected = answers(score_requests, local, ablated)
+            expected = answers(score_item, local, ablated)
             for found in (answers(score_in_ranges, streamed, ablated), answers(score_in_ranges, local, ablated)):
-                assert len(found.answers) == len(requests_of())
-                for ours, theirs in zip(found.answers, expected.answers, strict=True):
+                assert len(found.values) == len(requests_of())
+                for ours, theirs in zip(found.values, expected.values, strict=True):
                     assert ours.log_likelihood == pytest.approx(theirs.log_likelihood, abs=1e-6, rel=1e-6), name
                     assert ours.greedy_tokens == theirs.greedy_tokens
                 assert found.zeroed_shares == pytest.approx(expected.zeroed_shares, abs=1e-12), name
@@ -138,7 +137,7 @@ def test_in_half_precision_ranges_round_as_arms_with_rules(family: str, saved: C
 
         def likelihoods(ablated: Ablation | None, as_rules: bool) -> list[float]:
             item = LikelihoodItem("all", requests_of(), ablated, 80, False, as_rules)
-            return [answer.log_likelihood for answer in streamed.one(score_in_ranges, item).answers]
+            return [answer.log_likelihood for answer in streamed.one(score_in_ranges, item)[0].values]
 
         assert likelihoods(None, True) == likelihoods(idle, True)
         assert likelihoods(None, False) != likelihoods(idle, False)  # another kernel, which rounds otherwise
@@ -184,10 +183,10 @@ def test_batches_without_enough_memory_are_halved(
         if task is measure_shard:
             assert_same_rows(found, expected, 1e-5)  # a batch of another size is rounded otherwise
         else:
-            assert [a.log_likelihood for a in found.answers] == pytest.approx(
-                [a.log_likelihood for a in expected.answers], abs=1e-5
+            assert [a.log_likelihood for a in found[0].values] == pytest.approx(
+                [a.log_likelihood for a in expected[0].values], abs=1e-5
             )
-            assert found.zeroed_shares == expected.zeroed_shares
+            assert found[0].zeroed_shares == expected[0].zeroed_shares
 
 
 def test_tasks_travel_and_generation_is_refused(saved: Callable[[str], ModelSpec]) -> None:
@@ -196,7 +195,7 @@ def test_tasks_travel_and_generation_is_refused(saved: Callable[[str], ModelSpec
     with (
         StreamedPool(saved("llama"), PLACEMENT) as pool,
         pytest.raises(
-            StagingError, match=r"generate texts needs all layers of the model at once.*=whole` or `placement=sharded`"
+            StagingError, match=r"score item needs all layers of the model at once.*=whole` or `placement=sharded`"
         ),
     ):
-        pool.one(generate_texts, None)
+        pool.one(score_item, None)
