@@ -1,17 +1,18 @@
-"""Verdicts on arms, from accuracy, recall and random controls."""
+"""Verdicts on arms, from accuracy, recall, the loss of text and random controls."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from math import isfinite
+from typing import Any, Literal, NamedTuple
 
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ACCURACY, BITS_PER_BYTE, LOSS
-from headscan.analysis.store.verdict_limits import BENCHMARK_PARTS, LEAST_RETAINED, MARGIN, RECALL_PARTS
+from headscan.analysis.store.verdict_limits import BENCHMARK_PARTS, LEAST_RETAINED, MARGIN, MAX_LOSS, RECALL_PARTS
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, FinishedArm, Scope, finished_arms
 from headscan.analysis.verdicts.controls import (
     Controls,
@@ -21,7 +22,16 @@ from headscan.analysis.verdicts.controls import (
     loss_increase,
     pruned_controls,
 )
-from headscan.analysis.verdicts.metrics import TaskMetric, metric_words, read_metrics
+from headscan.analysis.verdicts.metrics import (
+    RATES,
+    Increase,
+    TaskMetric,
+    enough_texts,
+    exceeds,
+    judged_losses,
+    metric_words,
+    read_metrics,
+)
 from headscan.analysis.verdicts.paired import Interval, PairedDifference, about
 from headscan.analysis.verdicts.verdict_rows import (
     RecallVerdict,
@@ -41,8 +51,9 @@ _MOST_NAMED = 3
 
 
 class Outcome(StrEnum):
-    """The verdict in one word. An arm is ``NOT_SHOWN`` if it is shown neither to be safe nor to lose: the questions are
-    too few, the model itself is at chance on them, or the loss is about one point. `ArmVerdict.why` says which.
+    """The verdict in one word. An arm is ``NOT_SHOWN`` if it is shown neither to be safe nor to lose: the questions
+    or texts are too few, the model itself is at chance on them, or the loss is about its limit. `ArmVerdict.why` says
+    which.
     """
 
     SAFE = "safe"
@@ -52,6 +63,8 @@ class Outcome(StrEnum):
 
 #: Label of an arm that is not shown to be safe, where a known number of questions could show it.
 TOO_FEW_QUESTIONS = "too few questions"
+#: The same where a known number of texts, whose loss is measured, is needed, with or without more questions.
+TOO_FEW_TEXTS = "too few texts"
 
 
 class Gap(NamedTuple):
@@ -60,12 +73,14 @@ class Gap(NamedTuple):
     Attributes:
         short: A few words; empty if another gap says enough.
         words: Words that follow "not shown to be removable".
-        questions: Number of questions that would give the evidence; None if no number is known to help.
+        needed: Number of questions or texts that would give the evidence; None if no number is known to help.
+        unit: What is counted.
     """
 
     short: str
     words: str
-    questions: int | None
+    needed: int | None
+    unit: Literal["questions", "texts"] = "questions"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +101,7 @@ class ArmVerdict:
             has results, but no verdict.
         tasks: The same comparison for each task and group, clearest loss first.
         controls: Random arms of the same size; None if there are none.
+        max_loss: Limit of the loss of text, in nats per token; without text it has no effect.
     """
 
     name: str
@@ -104,6 +120,7 @@ class ArmVerdict:
     controls: Controls | None = None
     judging_share: float = 1.0
     comparisons: int = 1
+    max_loss: float = MAX_LOSS
 
     @property
     def paired(self) -> PairedDifference:
@@ -201,7 +218,8 @@ class ArmVerdict:
         metrics = metric_words(self.metrics)
         controls = [each.words() for each in self.pruned_controls]
         if self.accuracy is None:
-            lost = f"It loses recall ({self.recall_lost})" if self.recall_lost else ""
+            lost = " and ".join(words for _, words in [*self._text_losses(), *self._recall_losses()])
+            lost = f"It {lost}" if lost else ""
             return ["no task has right answers to count", *metrics, lost, self._recall_words(), *controls]
         p = self.accuracy
         return [
@@ -249,28 +267,30 @@ class ArmVerdict:
 
     @property
     def is_safe(self) -> bool:
-        """True if accuracy is kept and every recall family that the baseline solves is kept; recall may be unknown."""
-        return self.keeps_accuracy and not self.recall_lost and not self.recall_open
+        """True if accuracy, the loss of text that was read, and every recall family that the baseline solves are kept;
+        recall may be unknown.
+        """
+        return self.outcome is Outcome.SAFE
 
     @property
     def outcome(self) -> Outcome:
         """The verdict in one word."""
         if self.losses():
             return Outcome.LOSES
-        return Outcome.SAFE if self.is_safe else Outcome.NOT_SHOWN
+        return Outcome.NOT_SHOWN if self.gaps() else Outcome.SAFE
 
     @property
     def too_few_questions(self) -> bool:
         """True if nothing but a known number of questions is missing to show that an arm without loss is safe."""
-        return self.outcome is Outcome.NOT_SHOWN and all(gap.questions is not None for gap in self.gaps())
+        return self.label == TOO_FEW_QUESTIONS
 
     @property
     def label(self) -> str:
-        """The verdict as a table shows it: "safe, recall unknown" names what of recall is unknown, and "too few
-        questions" is one that is not shown, but would be by a known number of questions.
+        """The verdict as a table shows it: "safe, recall unknown" names what of recall is unknown; "too few questions"
+        and "too few texts" are not shown, but would be by a known number of questions, or of texts and questions.
         """
-        if self.too_few_questions:
-            return TOO_FEW_QUESTIONS
+        if self.outcome is Outcome.NOT_SHOWN and all(gap.needed is not None for gap in self.gaps()):
+            return TOO_FEW_TEXTS if any(gap.unit == "texts" for gap in self.gaps()) else TOO_FEW_QUESTIONS
         unknown = self.unjudged_recall if self.outcome is Outcome.SAFE else ""
         return f"{self.outcome}, {unknown} unknown" if unknown else str(self.outcome)
 
@@ -283,20 +303,32 @@ class ArmVerdict:
 
     def losses(self) -> list[tuple[str, str]]:
         """Return the losses that the questions show, each as a text with numbers and as words that follow "it"."""
-        losses = []
+        losses = self._text_losses()
         if self.paired.shows_loss:
             losses.append((f"accuracy ({self.paired.difference:+.1f} points)", "loses more than one point of accuracy"))
         elif self.tasks_lost:
             words = f"loses more than one point in {_names(self.tasks_lost)}"
             losses.append((f"accuracy in {self.tasks_lost[0].task}", words))
-        if self.recall_lost:
-            numbers = " and ".join(each.loss_words() for each in self.recall if each.failed)
-            losses.append((numbers, f"loses recall ({self.recall_lost})"))
-        return losses
+        return losses + self._recall_losses()
+
+    def _text_losses(self) -> list[tuple[str, str]]:
+        return [
+            (loss_words(each.increase, self.max_loss), f"raises the loss of text by {each.increase.words()}")
+            for each in judged_losses(self.metrics)
+            if each.increase is not None and exceeds(each.increase, self.max_loss)
+        ]
+
+    def _recall_losses(self) -> list[tuple[str, str]]:
+        if not self.recall_lost:
+            return []
+        numbers = " and ".join(each.loss_words() for each in self.recall if each.failed)
+        return [(numbers, f"loses recall ({self.recall_lost})")]
 
     def gaps(self) -> list[Gap]:
         """Return the missing evidence of an arm that shows no loss; at chance, the short words name only that."""
-        gaps = []
+        losses = judged_losses(self.metrics)
+        of_text = (loss_gap(each.increase, self.max_loss, len(losses) * self.comparisons) for each in losses)
+        gaps = [gap for gap in of_text if gap is not None]
         paired = self.paired
         if not paired.above_chance:
             words = (
@@ -378,6 +410,30 @@ class ArmVerdict:
         return f"The model itself is at or near chance in {_names(guessed)}, so these show nothing"
 
 
+def loss_words(loss: Increase, max_loss: float) -> str:
+    """Return a loss increase that exceeds its limit."""
+    limit = f" (limit {max_loss:g})" if loss.unit == RATES[LOSS].unit else ""
+    return f"{loss.difference:+.3f} {loss.unit}{limit}"
+
+
+def loss_gap(loss: Increase | None, max_loss: float, comparisons: int) -> Gap | None:
+    """Return the evidence that is missing to show that a loss is within its limit; None if it is shown."""
+    if loss is None:
+        unknown = "the loss of text cannot be compared with that of the model itself"
+        return Gap(unknown, unknown, None, "texts")
+    if (needed := enough_texts(loss, max_loss, comparisons)) is None:
+        return None
+    found = f"the loss may rise by {loss.high:.3g} nats per token (limit {max_loss:g})"
+    if not needed:
+        found += f", and more texts do not help: the estimate itself is {loss.difference:+.3g}"
+        return Gap(found, found, None, "texts")
+    if loss.high <= max_loss or not isfinite(loss.high):
+        of = f"{loss.documents:,} text{'s' * (loss.documents != 1)}"
+        found = f"{of} cannot show that the loss rises by at most {max_loss:g} nats per token"
+    number = f"about {about(needed)} texts"
+    return Gap(f"needs {number}: {found}", f"{found}; {number} are needed", needed, "texts")
+
+
 def _names(tasks: Sequence[TaskVerdict]) -> str:
     """Return the names of the first tasks and the number of others."""
     more = len(tasks) - _MOST_NAMED
@@ -392,6 +448,7 @@ class Verdict:
     Attributes:
         finished: All finished arms, controls last.
         unrecorded: Rows of ``arm_verdicts`` that were computed because the store lacks them.
+        max_loss: Limit of the loss of text, in nats per token.
     """
 
     run_id: str
@@ -399,6 +456,7 @@ class Verdict:
     finished: tuple[ArmVerdict, ...]
     unfinished: int = 0
     unrecorded: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
+    max_loss: float = MAX_LOSS
 
     @property
     def arms(self) -> tuple[ArmVerdict, ...]:
@@ -422,8 +480,13 @@ class Verdict:
         return [f"{self.progress}.", *lines] if self.progress else lines
 
 
-def judge(store: Store, run_id: str) -> Verdict:
-    """Judge every finished arm of an evaluate run. Comparisons that the store lacks are computed, not written."""
+def judge(store: Store, run_id: str, *, max_loss: float = MAX_LOSS) -> Verdict:
+    """Judge every finished arm of an evaluate run. Comparisons that the store lacks are computed, not written.
+
+    Args:
+        max_loss: Maximum increase of the loss of held-out text of a safe arm, in nats per token. An arm loses if the
+            interval lies above the limit, and is not shown to be safe if the interval reaches above it.
+    """
     with store.reading():
         run = store.resolve_run(run_id, "evaluate")
         run_id = run["run_id"]
@@ -446,10 +509,11 @@ def judge(store: Store, run_id: str) -> Verdict:
             metrics=metrics.get(arm.arm_id, ()),
             controls=controls.get(arm.arm_id),
             pruned=pruned_controls(arm, arms.others, points, metrics),
+            max_loss=max_loss,
         )
         for arm in arms.others
     )
-    return Verdict(run_id, run["model"], judged, arms.unfinished, tuple(rows.computed))
+    return Verdict(run_id, run["model"], judged, arms.unfinished, tuple(rows.computed), max_loss)
 
 
 def benchmark_differences(compared: Mapping[str, Mapping[Scope, PairedDifference]]) -> dict[str, float]:
@@ -467,6 +531,7 @@ def arm_verdict(
     confirmation: bool = False,
     comparisons: int = 1,
     recall_comparisons: int | None = None,
+    max_loss: float = MAX_LOSS,
 ) -> ArmVerdict:
     """Judge one arm by its comparisons.
 
@@ -475,6 +540,7 @@ def arm_verdict(
         confirmation: True if the questions are the judging part of a sweep.
         comparisons: Number of arms for which the intervals are widened; ``recall_comparisons`` in recall, None if it is
             the same.
+        max_loss: Limit of the loss of text, in nats per token.
     """
     recall_comparisons = comparisons if recall_comparisons is None else recall_comparisons
     return ArmVerdict(
@@ -494,6 +560,7 @@ def arm_verdict(
         controls=controls,
         judging_share=1 - 1 / BENCHMARK_PARTS if confirmation else 1.0,
         comparisons=comparisons,
+        max_loss=max_loss,
     )
 
 
