@@ -20,10 +20,12 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import LOSS
 from headscan.analysis.verdicts.answer_sheets import finished_arms
 from headscan.analysis.verdicts.controls import loss_increase
-from headscan.analysis.verdicts.judge import ArmVerdict, Outcome, arm_verdict, loss_words
+from headscan.analysis.verdicts.decision import Measure, Outcome
+from headscan.analysis.verdicts.judge import ArmVerdict, arm_verdict
 from headscan.analysis.verdicts.metrics import Increase, TaskMetric, exceeds, read_metrics
 from headscan.analysis.verdicts.paired import PairedDifference
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict, StoredRows, for_comparisons
+from headscan.analysis.verdicts.verdict_words import loss_words
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,6 @@ def share_verdict(judged: ArmVerdict, share: float) -> ShareVerdict:
     """Return the verdict on a share from that on its arm, whose intervals are widened already."""
     if judged.accuracy is None:
         raise VerdictError("these questions have no right answers, so no share can be judged. Choose other tasks")
-    gaps = judged.gaps() if judged.outcome is Outcome.NOT_SHOWN else []
     return ShareVerdict(
         judged.name,
         share,
@@ -136,5 +137,5 @@ def share_verdict(judged: ArmVerdict, share: float) -> ShareVerdict:
         cache_left=judged.cache_left,
         weights_left=judged.weights_left,
         recall_unknown=judged.recall_unknown,
-        texts_needed=next((gap.needed or 0 for gap in gaps if gap.unit == "texts"), None),
+        texts_needed=next((gap.needed or 0 for gap in judged.decision.gaps if gap.measure is Measure.TEXT), None),
     )

@@ -13,8 +13,9 @@ import pytest
 
 from headscan.analysis.store.records import ArmKind, ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.decision import Outcome
 from headscan.analysis.verdicts.head_effects import PairedOutcomes, read_baseline
-from headscan.analysis.verdicts.judge import ArmVerdict, Outcome, judge
+from headscan.analysis.verdicts.judge import ArmVerdict, judge
 from headscan.analysis.verdicts.metrics import RATES, Increase, TaskMetric, estimate_ratio, exceeds, rate_increase
 from headscan.analysis.verdicts.ordered_shares import judge_shares, read_losses
 from headscan.errors import HeadscanError
