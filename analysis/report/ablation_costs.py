@@ -247,7 +247,7 @@ def _arm_table(verdict: Verdict) -> list[str]:
 
 def _arm_row(arm: ArmVerdict, families: list[str], several_tasks: bool) -> list[str]:
     p = arm.paired
-    recall = {each.family: each.share_left() for each in arm.judged_recall}
+    recall = {each.family: each.share_words() for each in arm.judged_recall}
     worst = [arm.tasks[0].points() if arm.tasks else "–"] if several_tasks else []
     return [
         arm.name,

@@ -189,7 +189,7 @@ def _losses(points: list[ArmPoint]) -> str:
 
 
 def _recall(arm: ArmVerdict, family: str) -> str:
-    return next((each.share_left() for each in arm.judged_recall if each.family == family), "–")
+    return next((each.share_words() for each in arm.judged_recall if each.family == family), "–")
 
 
 def _increase(arm: ArmVerdict, metrics: tuple[str, ...]) -> str:

@@ -91,7 +91,7 @@ class ArmVerdict(ArmResults):
         if measure == LOSS:
             increase = loss_increase(self.metrics)
             return None if increase is None else increase.interval
-        return next((each.left for each in self.judged_recall if each.family == measure), None)
+        return next((each.retained for each in self.judged_recall if each.family == measure), None)
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def _gap(arm: ArmResults, measure: Measure) -> str:
     return "; ".join(
         f"needs about {each.questions_needed:,} {each.family} questions"
         if each.questions_needed
-        else f"may lose {each.family} (keeps {each.share_left()})"
+        else f"may lose {each.family} (keeps {each.share_words()})"
         for each in arm.open_recall
     )
 

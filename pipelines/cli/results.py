@@ -126,7 +126,7 @@ def _cells(arm: ArmVerdict) -> dict[str, str]:
         cells["accuracy"] = accuracy.words(1)
     if (loss := arm.value(LOSS)) is not None:
         cells["loss"] = loss.words(4)
-    cells |= {each.family: each.loss_left() for each in arm.judged_recall}
+    cells |= {each.family: each.numbers() for each in arm.judged_recall}
     if arm.accuracy is None:
         return cells
     if arm.controls is not None:

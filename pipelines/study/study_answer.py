@@ -115,7 +115,7 @@ def _numbers(share: ShareVerdict) -> str:
     parts = [f"loss {share.loss.numbers()} nats per token"] if share.loss is not None else []
     if share.accuracy is not None:
         parts.append(f"accuracy {share.accuracy.interval.words(1)} points on {share.accuracy.questions:,} questions")
-    parts += [f"{RECALL_FAMILIES[each.family].heading} {each.loss_left()}" for each in share.recall]
+    parts += [f"{RECALL_FAMILIES[each.family].heading} {each.numbers()}" for each in share.recall]
     return ", ".join(parts)
 
 
@@ -195,7 +195,7 @@ class StudyAnswer:
             for name, share in saving.tried:
                 verdict = judged.get(name)
                 paired = None if verdict is None else verdict.accuracy
-                recall = {} if verdict is None else {each.family: each.loss_left() for each in verdict.recall}
+                recall = {} if verdict is None else {each.family: each.numbers() for each in verdict.recall}
                 rows.append(
                     {
                         "arm": f"{saving.kind.name} {100 * share:.3g}%",
