@@ -28,8 +28,8 @@ from headscan.analysis.store.tables import (
 )
 from headscan.analysis.store.verdict_limits import TAIL
 from headscan.analysis.verdicts.answer_sheets import CLOZE_SUFFIX
-from headscan.analysis.verdicts.metrics import RATES, estimate_ratio, ratio_with_error, resample_weights
-from headscan.analysis.verdicts.paired import Interval, compare, t_quantile
+from headscan.analysis.verdicts.metrics import RATES, estimate_ratio, resample_weights
+from headscan.analysis.verdicts.paired import Interval, Sampling, compare_sampled, t_quantile
 
 
 def q_values(p_values: np.ndarray) -> np.ndarray:
@@ -111,9 +111,12 @@ class PairedOutcomes:
         base, own, sizes = self.baseline[kept], arm[kept], self.sizes[kept]
         level = float(base.sum() / sizes.sum())
         if self.metric == ACCURACY:
-            effect, error, _ = ratio_with_error(own - base, sizes, self.documents[kept])
-            paired = compare(base, own, self.strata[kept], self.documents[kept])
-            return Effect(level, effect, error, paired.low / 100, paired.high / 100, paired.p_value, len(base))
+            sampling = Sampling(len(base), self.strata[kept], self.documents[kept])
+            paired = compare_sampled(base, own, sampling)
+            error = sampling.standard_error(own - base)
+            return Effect(
+                level, paired.difference / 100, error, paired.low / 100, paired.high / 100, paired.p_value, len(base)
+            )
         return Effect(level, *estimate_ratio(own - base, sizes, self.documents[kept]))
 
     def change(self, arm: np.ndarray, rows: np.ndarray | None = None) -> float:

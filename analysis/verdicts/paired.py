@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, floor, isfinite, log10, sqrt
+from math import ceil, floor, inf, isfinite, log10, sqrt
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -289,6 +289,13 @@ class Sampling:
             _Stratum(np.stack([np.bincount(text, delta[questions]), sizes], axis=1), len(questions))
             for questions, text, sizes in self._members
         ]
+
+    def standard_error(self, delta: np.ndarray) -> float:
+        """Return the standard error of the mean of differences (questions,); infinite with one text."""
+        strata = self.strata(delta)
+        if any(len(stratum.texts) < 2 for stratum in strata):
+            return inf
+        return sqrt(sum(stratum.variance for stratum in strata)) / self.count
 
 
 def _resampled_interval(strata: list[_Stratum], resamples: int) -> tuple[float, float, int]:
