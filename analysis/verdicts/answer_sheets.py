@@ -15,7 +15,7 @@ from headscan.analysis.store.records import CONTROL_KINDS_SQL, ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ALL_TASKS
 from headscan.analysis.store.verdict_limits import QUESTIONS_PER_TEXT
-from headscan.analysis.verdicts.paired import PairedDifference, Sampling, compare_sampled, retained
+from headscan.analysis.verdicts.paired import PairedDifference, Sampling, compare, retained
 from headscan.catalog import recall_family
 
 
@@ -145,7 +145,7 @@ class AnswerSheets:
             self._asked[scope] = _Asked.of(self, scope)
         asked = self._asked[scope]
         ours, theirs = arm[asked.questions], baseline[asked.questions]
-        paired = compare_sampled(theirs, ours, asked.sampling)
+        paired = compare(theirs, ours, asked.sampling)
         if not scope.recall:
             return paired if asked.chance is None else replace(paired, chance=asked.chance)
         if not scope.is_recall_family:

@@ -259,7 +259,12 @@ class _Members(NamedTuple):
 
 
 class Sampling:
-    """How questions fall into strata and texts, which is the same for every arm; see `compare`.
+    """How questions fall into strata and texts, which is the same for every arm.
+
+    Args:
+        strata: (questions,) task of each question; the bootstrap draws within tasks. None treats all as one task.
+        texts: (questions,) number of each question's text within its task; the bootstrap draws whole texts, whose
+            questions are correlated. None gives each question its own text.
 
     Attributes:
         text: (questions,) index of the text of each question.
@@ -267,6 +272,12 @@ class Sampling:
     """
 
     def __init__(self, count: int, strata: np.ndarray | None = None, texts: np.ndarray | None = None) -> None:
+        for grouping in (strata, texts):
+            if grouping is not None and len(grouping) != count:
+                raise VerdictError(
+                    f"cannot pair {count} answers with the tasks or texts of {len(grouping)} questions. Name one for"
+                    " each question"
+                )
         self.count = count
         groups = np.zeros(count, int) if strata is None else np.unique(strata, return_inverse=True)[1]
         numbers = np.arange(count) if texts is None else np.unique(texts, return_inverse=True)[1]
@@ -412,40 +423,11 @@ def _mcnemar(gained: int, lost: int) -> float:
 
 
 def compare(
-    baseline_correct: np.ndarray,
-    arm_correct: np.ndarray,
-    strata: np.ndarray | None = None,
-    texts: np.ndarray | None = None,
-    *,
-    resamples: int = 2000,
+    baseline_correct: np.ndarray, arm_correct: np.ndarray, sampling: Sampling, *, resamples: int = 2000
 ) -> PairedDifference:
-    """Return the paired difference of two arms.
-
-    Args:
-        baseline_correct: (questions,) 0 to 1 per question; ``arm_correct`` the same questions in the same order.
-        strata: (questions,) task of each question; the bootstrap draws within tasks. None treats all as one task.
-        texts: (questions,) number of each question's text within its task; the bootstrap draws whole texts, whose
-            questions are correlated. None gives each question its own text.
+    """Return the paired difference of two arms, (questions,) of 0 to 1 in the same order. Many arms share one
+    ``sampling``.
     """
-    groupings = [grouping for grouping in (strata, texts) if grouping is not None]
-    for grouping in groupings:
-        if len(grouping) != len(arm_correct):
-            raise VerdictError(
-                f"cannot pair {len(arm_correct)} answers with the tasks or texts of {len(grouping)} questions. Name one"
-                " for each question"
-            )
-    sampling = Sampling(len(arm_correct), strata, texts)
-    return compare_sampled(baseline_correct, arm_correct, sampling, resamples=resamples)
-
-
-def compare_sampled(
-    baseline_correct: np.ndarray,
-    arm_correct: np.ndarray,
-    sampling: Sampling,
-    *,
-    resamples: int = 2000,
-) -> PairedDifference:
-    """Return the paired difference of two arms; see `compare`. Many arms share one ``sampling``."""
     baseline = np.asarray(baseline_correct, dtype=np.float64)
     arm = np.asarray(arm_correct, dtype=np.float64)
     if baseline.ndim != 1 or baseline.shape != arm.shape or len(arm) != sampling.count:

@@ -19,8 +19,9 @@ from headscan.analysis.verdicts.ordered_shares import (
     largest_safe,
     share_verdict,
 )
-from headscan.analysis.verdicts.paired import PairedDifference, compare
+from headscan.analysis.verdicts.paired import PairedDifference
 from headscan.analysis.verdicts.verdict_rows import for_comparisons
+from tests.analysis.conftest import compare
 
 SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
 

@@ -8,6 +8,7 @@ from scipy.stats import binom, binomtest, norm, t
 
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.verdict_limits import FEW_DIFFER, LEAST_QUESTIONS
+from headscan.analysis.verdicts import paired
 from headscan.analysis.verdicts.paired import (
     Interval,
     PairedDifference,
@@ -16,10 +17,9 @@ from headscan.analysis.verdicts.paired import (
     _resampled_interval,
     _score_interval,
     about,
-    compare,
-    compare_sampled,
     enough_questions,
 )
+from tests.analysis.conftest import compare
 
 
 def test_a_number_that_is_rounded_to_zero_has_no_minus() -> None:
@@ -302,7 +302,7 @@ def test_the_interval_and_p_value_are_those_of_the_definition(case: str) -> None
     sampling = Sampling(len(tasks), tasks, texts)
     other = np.where(rng.random(len(tasks)) < 0.1, 1 - arm, arm)
     for answers in (arm, other, arm):
-        assert compare_sampled(baseline, answers, sampling) == compare(baseline, answers, tasks, texts)
+        assert paired.compare(baseline, answers, sampling) == compare(baseline, answers, tasks, texts)
 
 
 def test_the_p_value_is_that_of_the_binomial_test() -> None:
