@@ -11,7 +11,13 @@ MARGIN = 1.0
 #: Probability beyond each end of a 95 % interval.
 TAIL = 0.025
 
-_Z = NormalDist().inv_cdf(1 - TAIL)
+
+def z_quantile(tail: float) -> float:
+    """Return the quantile of the normal distribution with the probability ``tail`` beyond it."""
+    return NormalDist().inv_cdf(1 - tail)
+
+
+_Z = z_quantile(TAIL)
 
 #: Probability with which a sufficient number of questions shows that an arm without loss is removable.
 POWER = 0.8

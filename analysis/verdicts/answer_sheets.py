@@ -68,8 +68,10 @@ class FinishedArms(NamedTuple):
 
 def can_be_judged(store: Store, run_id: str) -> bool:
     """Return True if the baseline and another arm of a run are finished."""
-    kinds = store.query("SELECT kind FROM arms WHERE run_id = ? AND status = 'finished'", [run_id])["kind"].to_pylist()
-    return kinds.count(ArmKind.BASELINE) == 1 and len(kinds) > 1
+    try:
+        return bool(finished_arms(store, run_id).others)
+    except VerdictError:
+        return False
 
 
 def finished_arms(store: Store, run_id: str) -> FinishedArms:
@@ -88,9 +90,7 @@ def finished_arms(store: Store, run_id: str) -> FinishedArms:
     ]
     baselines = [arm for arm in arms if arm.kind is ArmKind.BASELINE]
     if len(baselines) != 1:
-        raise VerdictError(
-            f"run {run_id} has {len(baselines)} finished baselines (limit 1). Finish the run with `headscan evaluate`"
-        )
+        raise VerdictError(f"run {run_id} has {len(baselines)} finished baselines (limit 1). Run its command again")
     others = tuple(arm for arm in arms if arm.kind is not ArmKind.BASELINE)
     return FinishedArms(baselines[0], others, len(rows) - len(arms))
 

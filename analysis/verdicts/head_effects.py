@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import isfinite
-from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,8 +25,8 @@ from headscan.analysis.store.tables import (
     HIGHER_IS_BETTER,
     LOSS,
 )
-from headscan.analysis.store.verdict_limits import TAIL
-from headscan.analysis.verdicts.answer_sheets import CLOZE_SUFFIX
+from headscan.analysis.store.verdict_limits import TAIL, z_quantile
+from headscan.analysis.verdicts.answer_sheets import CLOZE_SUFFIX, finished_arms
 from headscan.analysis.verdicts.metrics import RATES, estimate_ratio, resample_weights
 from headscan.analysis.verdicts.paired import Interval, Sampling, compare, t_quantile
 
@@ -253,9 +252,7 @@ class BleuOutcomes(PairedOutcomes):
         freedom, error = len(base) - 1, float(changes.std(ddof=1))
         quantile = t_quantile(TAIL, freedom)
         # With few sentences a percentile is too near: the ends move out by the ratio of the t to the normal quantile.
-        low, high = effect + quantile / NormalDist().inv_cdf(1 - TAIL) * (
-            np.quantile(changes, [TAIL, 1 - TAIL]) - effect
-        )
+        low, high = effect + quantile / z_quantile(TAIL) * (np.quantile(changes, [TAIL, 1 - TAIL]) - effect)
         low, high = min(low, effect - quantile * error), max(high, effect + quantile * error)
         # Counted resamples cannot give the small p-values that a correction over hundreds of heads needs.
         p_value = 2 * float(stdtr(freedom, -abs(effect) / error)) if error else 1.0
@@ -278,18 +275,9 @@ def _by_document(counts: np.ndarray, documents: np.ndarray) -> np.ndarray:
 _ARMS = 64
 
 
-def _baseline_of(store: Store, run_id: str) -> str:
-    rows = store.query(
-        "SELECT arm_id FROM arms WHERE run_id = ? AND kind = 'baseline' AND status = 'finished'", [run_id]
-    )["arm_id"].to_pylist()
-    if len(rows) != 1:
-        raise EffectError(f"run {run_id} has {len(rows)} finished baselines (limit 1). Run its command again")
-    return str(rows[0])
-
-
 def read_baseline(store: Store, run_id: str) -> tuple[str, PairedOutcomes]:
     """Return the id and the outcomes of a run's baseline, of the first metric that it has."""
-    arm_id = _baseline_of(store, run_id)
+    arm_id = finished_arms(store, run_id).baseline.arm_id
     for metric in (ACCURACY, LOSS, BITS_PER_BYTE, BLEU):
         table = store.query(
             "SELECT task, coalesce(doc_hash, task || ' ' || question) AS document, question,"

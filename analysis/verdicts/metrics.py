@@ -12,14 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, inf, isfinite, log, nan, sqrt
-from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ACCURACY, BITS_PER_BYTE, BLEU, LOSS
-from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS, LEAST_TEXTS, POWER, TAIL
+from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS, LEAST_TEXTS, POWER, TAIL, z_quantile
 from headscan.analysis.verdicts.answer_sheets import FinishedArm
 from headscan.analysis.verdicts.paired import Interval, t_quantile
 
@@ -148,8 +147,7 @@ def enough_texts(loss: Increase, max_loss: float, comparisons: int = 1) -> int |
         return 0
     if loss.high <= max_loss or not isfinite(loss.high):
         return LEAST_LOSS_TEXTS
-    normal = NormalDist()
-    spare = 1 + normal.inv_cdf(POWER) / normal.inv_cdf(1 - TAIL / comparisons)
+    spare = 1 + z_quantile(1 - POWER) / z_quantile(TAIL / comparisons)
     needed = loss.documents * (spare * (loss.high - loss.difference) / (max_loss - loss.difference)) ** 2
     return max(LEAST_LOSS_TEXTS, ceil(needed))
 

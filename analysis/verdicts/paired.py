@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, floor, inf, isfinite, log10, sqrt
-from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +23,7 @@ from headscan.analysis.store.verdict_limits import (
     POWER,
     TAIL,
     identical_questions,
+    z_quantile,
 )
 
 #: Shares are clipped to these limits in percent, because a model near chance would make them unbounded.
@@ -108,8 +108,7 @@ def _shares(ability: np.ndarray, without: float) -> np.ndarray:
     return shares
 
 
-_NORMAL = NormalDist()
-_Z = _NORMAL.inv_cdf(1 - TAIL)
+_Z = z_quantile(TAIL)
 
 
 @dataclass(frozen=True)
@@ -203,7 +202,7 @@ def enough_questions(changed: float, comparisons: int = 1) -> int:
     interval is wider, and `identical_questions` are added. ``changed`` is the share of the answers that the arm
     changes, 0 to 1, or the variance of a question's difference.
     """
-    questions = ((_NORMAL.inv_cdf(1 - TAIL / comparisons) + _NORMAL.inv_cdf(POWER)) * 100 / MARGIN) ** 2 * changed
+    questions = ((z_quantile(TAIL / comparisons) + z_quantile(1 - POWER)) * 100 / MARGIN) ** 2 * changed
     if few_differ(changed * questions):
         questions += identical_questions(comparisons)
     return ceil(questions - 1e-9)
