@@ -308,7 +308,7 @@ class Sampling:
         return sqrt(sum(stratum.variance for stratum in strata)) / self.count
 
 
-def _resampled_interval(strata: list[_Stratum], resamples: int) -> tuple[float, float, int]:
+def resampled_interval(strata: list[_Stratum], resamples: int) -> tuple[float, float, int]:
     """Return the 95 % interval of a mean and its degrees of freedom. Each end is the wider one of Student's t and of a
     bootstrap of texts.
 
@@ -326,7 +326,7 @@ def _resampled_interval(strata: list[_Stratum], resamples: int) -> tuple[float, 
     whole = max(1, floor(freedom + 1e-9))  # one stratum has exactly its own, in spite of rounding
     quantile = t_quantile(TAIL, whole)
     half = quantile * sqrt(variances.sum()) / count
-    low, high = _percentiles(tuple(_kinds(stratum) for stratum in strata), resamples)
+    low, high = percentiles(tuple(_kinds(stratum) for stratum in strata), resamples)
     wider = quantile / _Z
     below, above = max(half, wider * (observed - low)), max(half, wider * (high - observed))
     return float(max(-1.0, observed - below)), float(min(1.0, observed + above)), whole
@@ -355,7 +355,7 @@ def _kinds(stratum: _Stratum) -> _Kinds:
 
 
 @lru_cache(maxsize=1 << 14)
-def _percentiles(strata: tuple[_Kinds, ...], resamples: int) -> tuple[float, float]:
+def percentiles(strata: tuple[_Kinds, ...], resamples: int) -> tuple[float, float]:
     """Return the 2.5 % and 97.5 % quantiles of a mean over bootstrap samples.
 
     Each stratum draws n - 1 of its n texts: drawing n would make the variance too small by the factor (n - 1) / n (Rao
@@ -381,11 +381,11 @@ def _rare_low(delta: np.ndarray, sampling: Sampling) -> float:
     """
     changes = np.bincount(sampling.text, delta) / sampling.sizes.max()
     gained, lost = float(changes[changes > 0].sum()), float(-changes[changes < 0].sum())
-    return _score_interval(gained, lost, sampling.count / int(sampling.sizes.max()))[0]
+    return score_interval(gained, lost, sampling.count / int(sampling.sizes.max()))[0]
 
 
 @lru_cache(maxsize=1 << 14)
-def _score_interval(gained: float, lost: float, questions: float) -> tuple[float, float]:
+def score_interval(gained: float, lost: float, questions: float) -> tuple[float, float]:
     """Return the 95 % interval of (gained - lost) / questions by Tango's score test (Tango 1998).
 
     With few lost questions the bootstrap interval is too narrow: it only resamples the observed losses.
@@ -437,12 +437,12 @@ def compare(
     gained, lost = int((delta > 0).sum()), int((delta < 0).sum())
     # Sums of partial credit that cancel leave a rounding error.
     of_text = np.bincount(sampling.text, delta).round(12)
-    low, high, freedom = _resampled_interval(sampling.strata(delta), resamples)
+    low, high, freedom = resampled_interval(sampling.strata(delta), resamples)
     texts_differ = int(np.count_nonzero(np.bincount(sampling.text, delta != 0)))
     if few_differ(texts_differ) and ((delta == 0) | (np.abs(delta) == 1)).all():
         low = min(low, _rare_low(delta, sampling))
         # The bootstrap's upper end is wide enough for correlated questions: losses that few texts hide only lower it.
-        high = max(high, _score_interval(gained, lost, len(delta))[1])
+        high = max(high, score_interval(gained, lost, len(delta))[1])
     return PairedDifference(
         questions=len(delta),
         texts=len(sampling.sizes),
