@@ -209,7 +209,7 @@ def evaluate(
             run_id = evaluate_chosen(sized, run, arms)
         else:
             run_id = run_evaluation(sized, run, [BASELINE, *(arm for arm in arms if arm is not BASELINE)])
-        return judge_evaluation(run, run_id)
+        return judge_evaluation(run, run_id, sized.max_loss)
 
 
 def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions]) -> SweepResult:
@@ -243,7 +243,8 @@ def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptio
     chosen, identity = _identified(evaluation.model, options, here=True)
     tokens = max(evaluation.placed_tokens(identity), config.texts.tokens(identity))
     with _opened(chosen, evaluation.model, tokens, evaluation, store, evaluates=True) as (sized, run):
-        return judge(run.store, run_referee(replace(config, evaluation=sized), run))
+        run_id = run_referee(replace(config, evaluation=sized), run)
+        return judge(run.store, run_id, max_loss=sized.max_loss)
 
 
 def plan(

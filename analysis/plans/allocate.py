@@ -33,6 +33,8 @@ from headscan.analysis.plans.plan_records import (
     DERIVED_NOTE,
     Evidence,
     Granularity,
+    HeadAction,
+    HeadClass,
     PlanError,
     PlanMethod,
     PlannedHead,
@@ -140,20 +142,23 @@ def _planned_heads(
     def planned(place: KVHead) -> PlannedHead:
         evidence = scores.evidence.get(place, Evidence())
         sink, recent = widths[place] if place in windowed else (None, None)
+        head_class: HeadClass
+        action: HeadAction = "full"
         if place in dropped:
+            head_class, action = "removable", "drop"
             evidence = replace(evidence, removable=dropped[place])
+        elif place in windowed:
+            head_class, action = "streaming", "window"
+        elif place in scores.scores:
+            head_class = "retrieval"
+        else:
+            head_class = "protected"
         return PlannedHead(
             layer=place[0],
             kv_head=place[1],
             score=scores.scores.get(place, 0.0 if place in dropped else 1.0),
-            head_class="removable"
-            if place in dropped
-            else "streaming"
-            if place in windowed
-            else "retrieval"
-            if place in scores.scores
-            else "protected",
-            action="drop" if place in dropped else "window" if place in windowed else "full",
+            head_class=head_class,
+            action=action,
             sink=sink,
             recent=recent,
             evidence=evidence,

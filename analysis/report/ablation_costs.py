@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from headscan.analysis.report import page_parts as pages
@@ -115,30 +116,18 @@ def _best(curves: Sequence[Curve]) -> str:
 
 def _curve_table(curves: Sequence[Curve]) -> str:
     upto = curves[0].area_upto
-    return pages.table(
-        [
-            "score",
-            "removable",
-            "strict",
-            "recall lost from",
-            f"accuracy up to {percent(upto)}",
-            "most ablated",
-            "difference there",
-            "shares",
-        ],
-        [
-            [
-                curve.name,
-                removable_text(curve),
-                strict_text(curve),
-                percent(curve.recall_lost_at),
-                percent(curve.area),
-                percent(curve.reach),
-                f"{100 * curve.points[-1].difference:+.2f}",
-                str(len(curve.points) - 1),
-            ]
-            for curve in curves
-        ],
+    return pages.columns(
+        curves,
+        {
+            "score": lambda curve: curve.name,
+            "removable": removable_text,
+            "strict": strict_text,
+            "recall lost from": lambda curve: percent(curve.recall_lost_at),
+            f"accuracy up to {percent(upto)}": lambda curve: percent(curve.area),
+            "most ablated": lambda curve: percent(curve.reach),
+            "difference there": lambda curve: f"{100 * curve.points[-1].difference:+.2f}",
+            "shares": lambda curve: str(len(curve.points) - 1),
+        },
     )
 
 
@@ -228,15 +217,23 @@ def _drawn(verdict: Verdict) -> list[str]:
 def _arm_table(verdict: Verdict) -> list[str]:
     families = list(dict.fromkeys(recall.family for arm in verdict.arms for recall in arm.judged_recall))
     several = any(len(arm.tasks) > 1 for arm in verdict.arms)
-    headings = [*(["worst task"] if several else []), *(f"{family} left" for family in families)]
+    cells: dict[str, Callable[[ArmVerdict], str]] = {
+        "arm": lambda arm: arm.name,
+        "kind": lambda arm: arm.kind.label,
+        "ablated": lambda arm: percent(arm.zeroed_share),
+        "questions": lambda arm: f"{arm.paired.questions:,}",
+        "accuracy": lambda arm: f"{arm.paired.arm:.2f}",
+        "difference": lambda arm: f"{arm.paired.difference:+.2f}",
+        "95 % interval": lambda arm: f"{arm.paired.low:+.2f} to {arm.paired.high:+.2f}",
+        "p": lambda arm: f"{arm.paired.p_value:.3g}",
+    }
+    if several:
+        cells["worst task"] = lambda arm: arm.tasks[0].points() if arm.tasks else "–"
+    cells |= {f"{family} left": partial(recall_share, family) for family in families}
     baseline = verdict.arms[0].paired.baseline
     progress = f"; {verdict.progress}" if verdict.progress else ""
     return [
-        pages.table(
-            ["arm", "kind", "ablated", "questions", "accuracy", "difference", "95 % interval", "p", *headings],
-            [_arm_row(arm, families, several) for arm in verdict.arms],
-            texts=2,
-        ),
+        pages.columns(verdict.arms, cells, texts=2),
         pages.paragraph(
             f"Accuracy in %, baseline {baseline:.2f}; differences in points{progress}. Worst task: the task with the"
             " clearest loss. Recall left: share of the baseline's accuracy beyond guessing, with its 95 % interval.",
@@ -245,22 +242,9 @@ def _arm_table(verdict: Verdict) -> list[str]:
     ]
 
 
-def _arm_row(arm: ArmVerdict, families: list[str], several_tasks: bool) -> list[str]:
-    p = arm.paired
-    recall = {each.family: each.share_left() for each in arm.judged_recall}
-    worst = [arm.tasks[0].points() if arm.tasks else "–"] if several_tasks else []
-    return [
-        arm.name,
-        arm.kind.label,
-        percent(arm.zeroed_share),
-        f"{p.questions:,}",
-        f"{p.arm:.2f}",
-        f"{p.difference:+.2f}",
-        f"{p.low:+.2f} to {p.high:+.2f}",
-        f"{p.p_value:.3g}",
-        *worst,
-        *(recall.get(family, "–") for family in families),
-    ]
+def recall_share(family: str, arm: ArmVerdict) -> str:
+    """Return the share of a recall family that is left, as a cell."""
+    return next((each.share_words() for each in arm.judged_recall if each.family == family), "–")
 
 
 SITES = "sites"

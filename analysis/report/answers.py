@@ -22,6 +22,7 @@ from headscan.analysis.store.head_spread import Spread, inactive_counts
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.scan_tables import INACTIVE_QUANTILE, MOSTLY
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.tables import LOSS
 from headscan.analysis.verdicts.confirmation import SweepChoice
 from headscan.analysis.verdicts.judge import ArmVerdict, Verdict
 from headscan.analysis.verdicts.paired import about
@@ -183,7 +184,8 @@ def _not_shown(best: ArmVerdict, what: str) -> tuple[str, str]:
             f"{best.paired.questions:,} questions cannot show it: about {needed} are needed to exclude a loss of one"
             " point, if there is none.",
         )
-    return "None shown", f"No tested {what} is shown to cost at most one point and to keep recall. Closest:"
+    kept = "recall" if best.value(LOSS) is None else "recall and the loss of text"
+    return "None shown", f"No tested {what} is shown to cost at most one point and to keep {kept}. Closest:"
 
 
 def _unjudged(plan: HeadPlan | None, hint: CacheHint, commands: Commands) -> Answer:

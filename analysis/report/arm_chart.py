@@ -184,7 +184,7 @@ def _text(arm: ArmVerdict, recall: RecallVerdict) -> str:
     return (
         f"{escape(arm.name)}<br>benchmark {p.interval.words(unit=' points')}"
         f"<br>{escape(recall.family)} {r.interval.words(unit=' points')},"
-        f" {r.arm:.1f} % of {r.questions}, {recall.share_left()} of the ability left"
+        f" {r.arm:.1f} % of {r.questions}, {recall.share_words()} of the ability left"
     )
 
 

@@ -7,12 +7,12 @@ import gzip
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape, unescape
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import plotly.graph_objects as go
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -21,6 +21,9 @@ from plotly.offline import get_plotlyjs
 
 from headscan.analysis.store.provenance import provenance_changes, provenance_history
 from headscan.analysis.store.store import Store
+
+#: What a row of a table shows.
+Item = TypeVar("Item")
 
 
 def number(value: float | None) -> str:
@@ -89,6 +92,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1)
         f'<div class="wide{many}"><table>\n<thead><tr>{line("th", columns)}</tr></thead>\n<tbody>\n{body}\n</tbody>'
         "</table></div>"
     )
+
+
+def columns(items: Iterable[Item], cells: Mapping[str, Callable[[Item], str]], texts: int = 1) -> str:
+    """Return a table with a row for each item; ``cells`` maps the title of each column to what makes its cell."""
+    return table(list(cells), ([cell(item) for cell in cells.values()] for item in items), texts)
 
 
 def folded(summary: str, content: str) -> str:

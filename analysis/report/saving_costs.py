@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from headscan.analysis.report import page_parts as pages
+from headscan.analysis.report.ablation_costs import recall_share
 from headscan.analysis.report.page_parts import byte_count, percent
 from headscan.analysis.report.profile_charts import removed_map
 from headscan.analysis.report.share_chart import ArmPoint, cache_figure, pruning_figure
@@ -42,26 +44,20 @@ def cache_section(store: Store, verdict: Verdict) -> str | None:
         for arm in verdict.arms
         if arm.name in details
     ]
-    rows = [
-        [
-            arm.name,
-            f"{details[arm.name].kv_shares[tokens]:.1%}",
-            _accuracy(arm),
-            "; ".join(each.words() for each in arm.judged_recall) or "–",
-            "; ".join(measure.words() for measure in arm.metrics) or "–",
-        ]
-        for arm in arms
-        if not arm.is_random
-    ]
     return pages.section(
         "What a smaller KV cache costs",
         [
             pages.paragraph(_CACHE_NOTE, "note"),
             *([pages.figure(cache_figure(points, tokens), "cache")] if points else []),
-            pages.table(
-                ["plan", f"KV cache left at {tokens:,} tokens", "accuracy, points", "recall left", "measures"],
-                rows,
-                texts=1,
+            pages.columns(
+                [arm for arm in arms if not arm.is_random],
+                {
+                    "plan": lambda arm: arm.name,
+                    f"KV cache left at {tokens:,} tokens": lambda arm: f"{details[arm.name].kv_shares[tokens]:.1%}",
+                    "accuracy, points": _accuracy,
+                    "recall left": lambda arm: "; ".join(each.words() for each in arm.judged_recall) or "–",
+                    "measures": lambda arm: "; ".join(measure.words() for measure in arm.metrics) or "–",
+                },
             ),
         ],
         CACHE,
@@ -170,26 +166,22 @@ def _removed(store: Store, run_id: str) -> dict[str, tuple[tuple[int, int], ...]
 
 def _losses(points: list[ArmPoint]) -> str:
     families = list(dict.fromkeys(each.family for point in points for each in point.arm.judged_recall))
-    rows = [
-        [
-            point.arm.name,
-            percent(point.share),
-            _increase(point.arm, (LOSS, BITS_PER_BYTE)),
-            _increase(point.arm, ("next_token_accuracy",)),
-            _accuracy(point.arm),
-            *(_recall(point.arm, family) for family in families),
-        ]
-        for point in points
-    ]
     increases = [loss_increase(point.arm.metrics) for point in points]
     units = sorted({increase.unit for increase in increases if increase is not None})
     loss = f"loss increase, {' or '.join(units)}" if units else "loss increase"
-    columns = ["model", "heads removed", loss, "next token, points", "accuracy, points"]
-    return pages.table([*columns, *(f"{family} left" for family in families)], rows)
+    cells: dict[str, Callable[[ArmPoint], str]] = {
+        "model": lambda point: point.arm.name,
+        "heads removed": lambda point: percent(point.share),
+        loss: lambda point: _increase(point.arm, (LOSS, BITS_PER_BYTE)),
+        "next token, points": lambda point: _increase(point.arm, ("next_token_accuracy",)),
+        "accuracy, points": lambda point: _accuracy(point.arm),
+    }
+    cells |= {f"{family} left": partial(_recall, family) for family in families}
+    return pages.columns(points, cells)
 
 
-def _recall(arm: ArmVerdict, family: str) -> str:
-    return next((each.share_left() for each in arm.judged_recall if each.family == family), "–")
+def _recall(family: str, point: ArmPoint) -> str:
+    return recall_share(family, point.arm)
 
 
 def _increase(arm: ArmVerdict, metrics: tuple[str, ...]) -> str:
@@ -202,12 +194,32 @@ def _accuracy(arm: ArmVerdict) -> str:
     return "–" if difference is None else difference.words()
 
 
+class _ModelCost(NamedTuple):
+    """Sizes and times of a model; ``before`` are those of the original, None for the original itself."""
+
+    name: str
+    cost: Mapping[str, Any]
+    before: Mapping[str, Any] | None = None
+
+    def cache(self) -> str:
+        measured = self.cost.get("measured_cache_bytes")
+        count = self.cost.get("cache_bytes") if measured is None else measured
+        return "–" if count is None else byte_count(count)
+
+    def time(self, name: str) -> str:
+        seconds = self.cost.get(name)
+        if seconds is None:
+            return "–"
+        whole = None if self.before is None else self.before.get(name)
+        return f"{1000 * seconds:.2f} ms" + (f" ({whole / seconds:.2f}x)" if whole else "")
+
+
 def _sizes(points: list[ArmPoint], details: Mapping[str, Mapping[str, Any]]) -> list[str]:
     measured = [(point, details[point.arm.name]) for point in points if "after" in details[point.arm.name]]
     if not measured:
         return [pages.paragraph("No sizes are stored.", "note")]
-    rows = [_size_row("original", measured[0][1]["before"], None)]
-    rows += [_size_row(point.arm.name, config["after"], config["before"]) for point, config in measured]
+    models = [_ModelCost("original", measured[0][1]["before"])]
+    models += [_ModelCost(point.arm.name, config["after"], config["before"]) for point, config in measured]
     skipped = [
         f"{point.arm.name} has no attention in layer{'s' * (len(config['skipped_layers']) > 1)}"
         f" {', '.join(map(str, config['skipped_layers']))}."
@@ -216,32 +228,18 @@ def _sizes(points: list[ArmPoint], details: Mapping[str, Mapping[str, Any]]) -> 
     ]
     note = "Times are medians of repetitions in turn with the original, in brackets as a multiple of its speed."
     return [
-        pages.table(
-            ["model", "query heads", "KV heads", "parameters", "weights", "KV cache of a token", "prefill", "token"],
-            rows,
+        pages.columns(
+            models,
+            {
+                "model": lambda model: model.name,
+                "query heads": lambda model: str(model.cost["query_heads"]),
+                "KV heads": lambda model: str(model.cost["kv_heads"]),
+                "parameters": lambda model: f"{model.cost['parameters']:,}",
+                "weights": lambda model: byte_count(model.cost["weight_bytes"]),
+                "KV cache of a token": _ModelCost.cache,
+                "prefill": lambda model: model.time("prefill_seconds"),
+                "token": lambda model: model.time("token_seconds"),
+            },
         ),
         pages.paragraph(" ".join([note, *skipped]), "note"),
     ]
-
-
-def _size_row(name: str, cost: Mapping[str, Any], before: Mapping[str, Any] | None) -> list[str]:
-    cache = cost.get("measured_cache_bytes")
-    cache = cost.get("cache_bytes") if cache is None else cache
-    return [
-        name,
-        str(cost["query_heads"]),
-        str(cost["kv_heads"]),
-        f"{cost['parameters']:,}",
-        byte_count(cost["weight_bytes"]),
-        "–" if cache is None else byte_count(cache),
-        _time(cost, before, "prefill_seconds"),
-        _time(cost, before, "token_seconds"),
-    ]
-
-
-def _time(cost: Mapping[str, Any], before: Mapping[str, Any] | None, name: str) -> str:
-    seconds = cost.get(name)
-    if seconds is None:
-        return "–"
-    ratio = "" if before is None or not before.get(name) else f" ({before[name] / seconds:.2f}x)"
-    return f"{1000 * seconds:.2f} ms{ratio}"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from headscan.analysis.plans import HeadClass, HeadPlan, PlanMethod
+from headscan.analysis.plans.plan_records import PlannedLayer
 from headscan.analysis.report import page_parts as pages
 from headscan.analysis.report.head_data import HeadData, SiteNumbers
 from headscan.analysis.report.head_measures import HeadMeasure
@@ -170,19 +172,16 @@ def inactive_heads_section(sites: Sequence[SiteNumbers]) -> str:
 
 def _counts(site: SiteNumbers) -> str:
     heads = len(site.heads)
-    return pages.table(
-        ["score", "inactive end", "threshold", "heads inactive in most sequences", "95 % interval", "share of heads"],
-        [
-            [
-                name,
-                SCORES[name].inactive,
-                number(site.spreads[name].thresholds[INACTIVE_QUANTILE]),
-                f"{count.heads:,}",
-                _interval(count),
-                percent(count.heads / heads),
-            ]
-            for name, count in inactive_counts(site.spreads)
-        ],
+    return pages.columns(
+        inactive_counts(site.spreads),
+        {
+            "score": lambda of: of[0],
+            "inactive end": lambda of: SCORES[of[0]].inactive,
+            "threshold": lambda of: number(site.spreads[of[0]].thresholds[INACTIVE_QUANTILE]),
+            "heads inactive in most sequences": lambda of: f"{of[1].heads:,}",
+            "95 % interval": lambda of: _interval(of[1]),
+            "share of heads": lambda of: percent(of[1].heads / heads),
+        },
         texts=2,
     )
 
@@ -197,29 +196,29 @@ def _lowest(site: SiteNumbers) -> list[str]:
         return [pages.paragraph(f"{RANKED_BY} was not measured in this scan.", "warning")]
     compared = [name for name in COMPARED if name in site.spreads]
     order = [int(i) for i in np.argsort(ranked.mean, kind="stable")[:_MOST_ROWS] if np.isfinite(ranked.mean[i])]
+    heads, inactive = site.heads, ranked.inactive
+    assert inactive is not None
     return [
         pages.heading(f"Heads with the lowest {RANKED_BY}"),
         pages.paragraph("Their outputs are small compared with other heads of the layer.", "note"),
-        pages.table(
-            ["layer", "head", "KV head", RANKED_BY, "std", "inactive in", *compared],
-            [_lowest_row(site, ranked, i, compared) for i in order],
+        pages.columns(
+            order,
+            {
+                "layer": lambda i: str(heads.layer[i]),
+                "head": lambda i: str(heads.head[i]),
+                "KV head": lambda i: str(heads.kv_head[i]),
+                RANKED_BY: lambda i: _number(ranked.mean[i]),
+                "std": lambda i: _number(ranked.std[i]),
+                "inactive in": lambda i: percent(float(inactive[i])),
+                **{name: partial(_mean, site.spreads[name]) for name in compared},
+            },
             texts=0,
         ),
     ]
 
 
-def _lowest_row(site: SiteNumbers, ranked: Spread, i: int, compared: Sequence[str]) -> list[str]:
-    heads = site.heads
-    assert ranked.inactive is not None
-    return [
-        str(heads.layer[i]),
-        str(heads.head[i]),
-        str(heads.kv_head[i]),
-        _number(ranked.mean[i]),
-        _number(ranked.std[i]),
-        percent(float(ranked.inactive[i])),
-        *(_number(site.spreads[name].mean[i]) for name in compared),
-    ]
+def _mean(spread: Spread, i: int) -> str:
+    return _number(spread.mean[i])
 
 
 def _number(value: float) -> str:
@@ -313,36 +312,27 @@ def plan_section(plan: HeadPlan) -> str:
             f"Method {plan.method}: {budget.window_heads} of {budget.kv_heads} KV heads ({budget.window_share:.1%})"
             f" keep {plan.window_text()}{dropped}; the others keep all tokens. Bytes are for one sequence."
         ),
-        pages.table(
-            ["tokens", "KV cache", "with the plan", "saved", "share saved"],
-            [
-                [
-                    f"{row.tokens:,}",
-                    byte_count(row.kv_bytes),
-                    byte_count(row.planned_bytes),
-                    byte_count(row.saved_bytes),
-                    percent(row.saved_share),
-                ]
-                for row in budget.lengths
-            ],
+        pages.columns(
+            budget.lengths,
+            {
+                "tokens": lambda at: f"{at.tokens:,}",
+                "KV cache": lambda at: byte_count(at.kv_bytes),
+                "with the plan": lambda at: byte_count(at.planned_bytes),
+                "saved": lambda at: byte_count(at.saved_bytes),
+                "share saved": lambda at: percent(at.saved_share),
+            },
             texts=0,
         ),
         pages.paragraph("The map of heads shows the plan, the keep-scores, and the damage of a window.", "note"),
     ]
     counts = Counter((head.layer, head.head_class) for head in plan.heads)
-    layers = pages.table(
-        ["layer", "KV cache", "KV heads", *_CLASSES],
-        [
-            [
-                str(layer.layer),
-                layer.type if layer.cache_tokens is None else f"{layer.type}, {layer.cache_tokens:,} tokens",
-                str(layer.num_key_value_heads),
-                *(str(counts[layer.layer, name]) for name in _CLASSES),
-            ]
-            for layer in plan.model.layers
-        ],
-        texts=2,
-    )
+    cells: dict[str, Callable[[PlannedLayer], str]] = {
+        "layer": lambda layer: str(layer.layer),
+        "KV cache": _layer_cache,
+        "KV heads": lambda layer: str(layer.num_key_value_heads),
+    }
+    cells |= {name: partial(_class_count, counts, name) for name in _CLASSES}
+    layers = pages.columns(plan.model.layers, cells, texts=2)
     parts.append(layers if len(plan.model.layers) <= 12 else pages.folded("Counts per layer", layers))
     parts.append(pages.paragraph(f"Keep-score: {plan.score}.", "note"))
     if plan.notes:
@@ -364,3 +354,11 @@ def plan_section(plan: HeadPlan) -> str:
             ),
         ]
     return pages.section("Head plan", parts, HEAD_PLAN)
+
+
+def _layer_cache(layer: PlannedLayer) -> str:
+    return layer.type if layer.cache_tokens is None else f"{layer.type}, {layer.cache_tokens:,} tokens"
+
+
+def _class_count(counts: Mapping[tuple[int, HeadClass], int], name: HeadClass, layer: PlannedLayer) -> str:
+    return str(counts[layer.layer, name])

@@ -234,11 +234,12 @@ HEAD_EFFECTS = Table(
         metric VARCHAR {ACCURACY} (0 to 1), {LOSS} (nats per token), {BITS_PER_BYTE} or {BLEU} (0 to 100)
         baseline DOUBLE metric without ablation, on the same questions or documents
         effect DOUBLE metric with ablated heads minus baseline
-        standard_error DOUBLE? standard error of the effect; NULL with one document
+        standard_error DOUBLE? standard error of the effect, of {ACCURACY} within tasks; NULL with one document
         low DOUBLE? lower end of the effect's 95 % interval; NULL with too few documents
         high DOUBLE? upper end of the same interval; NULL with too few documents
-        p_value DOUBLE two-sided p-value: McNemar's exact test for {ACCURACY}, a paired bootstrap over sentences
-            for {BLEU}, the larger one of Student's t and of a studentised bootstrap over documents for the others
+        p_value DOUBLE two-sided p-value: for {ACCURACY} McNemar's exact test on documents, each gained or lost
+            as a whole, for {BLEU} Student's t with the error of a paired bootstrap over sentences, for the others
+            the larger one of Student's t and of a studentised bootstrap over documents
         q_value DOUBLE p-value adjusted by Benjamini and Hochberg over all rows of the run and mode
         n INTEGER number of questions, or of documents
         confirmed BOOLEAN? {EACH}: true if the effect is significant in one half of the questions (q at most

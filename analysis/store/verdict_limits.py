@@ -11,7 +11,13 @@ MARGIN = 1.0
 #: Probability beyond each end of a 95 % interval.
 TAIL = 0.025
 
-_Z = NormalDist().inv_cdf(1 - TAIL)
+
+def z_quantile(tail: float) -> float:
+    """Return the quantile of the normal distribution with the probability ``tail`` beyond it."""
+    return NormalDist().inv_cdf(1 - tail)
+
+
+_Z = z_quantile(TAIL)
 
 #: Probability with which a sufficient number of questions shows that an arm without loss is removable.
 POWER = 0.8
@@ -56,12 +62,17 @@ QUESTIONS_PER_TEXT = 4
 #: of fewer ends too low: simulated, it does so in 10 % of cases with 8 texts, 7 % with 20, and 5 % with 64.
 LEAST_LOSS_TEXTS = 20
 
+#: Maximum increase of the loss of held-out text of a safe arm, in nats per token, unless the user sets another.
+MAX_LOSS = 0.05
+
 #: Minimum retained share of the model's ability above chance, in percent.
 LEAST_RETAINED = 90.0
 
 
 def limits_words(max_loss: float | None = None) -> str:
-    """Return the meaning of the outcomes of verdicts; ``max_loss``, in nats per token, is a limit of studies alone."""
+    """Return the meaning of the outcomes of verdicts. ``max_loss`` is in nats per token; None leaves the loss of text
+    out.
+    """
     within = "" if max_loss is None else f"the loss of text is shown to rise by at most {max_loss:g} nats per token, "
     text = "" if max_loss is None else f", or a rise of the loss by more than {max_loss:g} nats per token"
     points = f"{MARGIN:.0f} point of accuracy"

@@ -15,7 +15,7 @@ from headscan.analysis.store.records import CONTROL_KINDS_SQL, ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ALL_TASKS
 from headscan.analysis.store.verdict_limits import QUESTIONS_PER_TEXT
-from headscan.analysis.verdicts.paired import PairedDifference, Sampling, compare_sampled, retained
+from headscan.analysis.verdicts.paired import PairedDifference, Sampling, compare, retained
 from headscan.catalog import recall_family
 
 
@@ -68,8 +68,10 @@ class FinishedArms(NamedTuple):
 
 def can_be_judged(store: Store, run_id: str) -> bool:
     """Return True if the baseline and another arm of a run are finished."""
-    kinds = store.query("SELECT kind FROM arms WHERE run_id = ? AND status = 'finished'", [run_id])["kind"].to_pylist()
-    return kinds.count(ArmKind.BASELINE) == 1 and len(kinds) > 1
+    try:
+        return bool(finished_arms(store, run_id).others)
+    except VerdictError:
+        return False
 
 
 def finished_arms(store: Store, run_id: str) -> FinishedArms:
@@ -88,9 +90,7 @@ def finished_arms(store: Store, run_id: str) -> FinishedArms:
     ]
     baselines = [arm for arm in arms if arm.kind is ArmKind.BASELINE]
     if len(baselines) != 1:
-        raise VerdictError(
-            f"run {run_id} has {len(baselines)} finished baselines (limit 1). Finish the run with `headscan evaluate`"
-        )
+        raise VerdictError(f"run {run_id} has {len(baselines)} finished baselines (limit 1). Run its command again")
     others = tuple(arm for arm in arms if arm.kind is not ArmKind.BASELINE)
     return FinishedArms(baselines[0], others, len(rows) - len(arms))
 
@@ -145,7 +145,7 @@ class AnswerSheets:
             self._asked[scope] = _Asked.of(self, scope)
         asked = self._asked[scope]
         ours, theirs = arm[asked.questions], baseline[asked.questions]
-        paired = compare_sampled(theirs, ours, asked.sampling)
+        paired = compare(theirs, ours, asked.sampling)
         if not scope.recall:
             return paired if asked.chance is None else replace(paired, chance=asked.chance)
         if not scope.is_recall_family:

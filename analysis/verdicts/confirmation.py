@@ -27,7 +27,7 @@ from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.scan_tables import literal
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ALL_TASKS, CONFIRMATION, SELECTION, SPLIT_VERDICTS
-from headscan.analysis.store.verdict_limits import LEAST_RETAINED
+from headscan.analysis.store.verdict_limits import LEAST_RETAINED, MAX_LOSS
 from headscan.analysis.verdicts.answer_sheets import (
     BENCHMARK,
     AnswerSheets,
@@ -38,6 +38,7 @@ from headscan.analysis.verdicts.answer_sheets import (
 )
 from headscan.analysis.verdicts.controls import SelectedRank, Standing, controls_of, judge_controls, least_controls
 from headscan.analysis.verdicts.judge import ArmVerdict, Verdict, arm_verdict, benchmark_differences
+from headscan.analysis.verdicts.metrics import read_metrics
 from headscan.analysis.verdicts.verdict_rows import compared_by_arm, complete_rows, for_comparisons, verdict_rows
 
 #: A sweep selects one arm of each kind, because rules and masks are used differently.
@@ -128,9 +129,10 @@ def judge_sweep(store: Store, verdict: Verdict, *, confirm: bool = True) -> tupl
     """Select and judge the best rule and mask of a sweep: at most one choice per kind, and none if no arm was chosen by
     a score, or if there is no accuracy to compare. Nothing is written: comparisons that the store lacks are computed
     and stay in memory. With ``confirm``, one part of the questions selects and the other judges (the view
-    ``question_split``); without it all questions do both, and the interval is too optimistic.
+    ``question_split``); without it all questions do both, and the interval is too optimistic. The loss of text, which
+    has no parts, counts in the verdict and not in the selection, except without ``confirm``.
     """
-    sweep = SweepConfirmation(store, verdict.run_id)
+    sweep = SweepConfirmation(store, verdict.run_id, verdict.max_loss)
     return sweep.confirm().choices if confirm else sweep.judge_on_the_same(verdict)
 
 
@@ -239,8 +241,8 @@ class _Selected(NamedTuple):
 class SweepConfirmation:
     """The selection of a sweep's best arms and their judgement, from the finished arms of a run."""
 
-    def __init__(self, store: Store, run_id: str) -> None:
-        self._store, self._run_id = store, run_id
+    def __init__(self, store: Store, run_id: str, max_loss: float = MAX_LOSS) -> None:
+        self._store, self._run_id, self._max_loss = store, run_id, max_loss
         finished = finished_arms(store, run_id)
         self._baseline, self._finished = finished.baseline, finished.others
         # Later evaluations into the run change neither the choice nor its rank. Runs of earlier versions do not mark
@@ -334,14 +336,23 @@ class SweepConfirmation:
     ) -> dict[str, ArmVerdict]:
         """Return the verdicts on the selected arms by name, from rows of the judging part."""
         controls, compared = judge_controls(self._arms, differences), compared_by_arm(rows)
+        metrics = read_metrics(
+            self._store,
+            self._run_id,
+            self._baseline,
+            comparisons=comparisons.benchmark,
+            arm_ids=[arm.arm_id for arm, _, _ in selected.best],
+        )
         verdicts = (
             arm_verdict(
                 arm,
                 for_comparisons(compared.get(arm.arm_id, {}), *comparisons),
+                metrics=metrics.get(arm.arm_id, ()),
                 controls=controls.get(arm.arm_id),
                 confirmation=True,
                 comparisons=comparisons.benchmark,
                 recall_comparisons=comparisons.recall,
+                max_loss=self._max_loss,
             )
             for arm, _, _ in selected.best
         )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import isfinite
-from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,10 +25,10 @@ from headscan.analysis.store.tables import (
     HIGHER_IS_BETTER,
     LOSS,
 )
-from headscan.analysis.store.verdict_limits import TAIL
-from headscan.analysis.verdicts.answer_sheets import CLOZE_SUFFIX
-from headscan.analysis.verdicts.metrics import RATES, estimate_ratio, ratio_with_error, resample_weights
-from headscan.analysis.verdicts.paired import Interval, compare, t_quantile
+from headscan.analysis.store.verdict_limits import TAIL, z_quantile
+from headscan.analysis.verdicts.answer_sheets import CLOZE_SUFFIX, finished_arms
+from headscan.analysis.verdicts.metrics import RATES, estimate_ratio, resample_weights
+from headscan.analysis.verdicts.paired import Interval, Sampling, compare, t_quantile
 
 
 def q_values(p_values: np.ndarray) -> np.ndarray:
@@ -86,6 +85,7 @@ class PairedOutcomes:
     strata: np.ndarray
     documents: np.ndarray
     selecting: np.ndarray
+    _samplings: dict[bytes, Sampling] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -111,15 +111,25 @@ class PairedOutcomes:
         base, own, sizes = self.baseline[kept], arm[kept], self.sizes[kept]
         level = float(base.sum() / sizes.sum())
         if self.metric == ACCURACY:
-            effect, error, _ = ratio_with_error(own - base, sizes, self.documents[kept])
-            paired = compare(base, own, self.strata[kept], self.documents[kept])
-            return Effect(level, effect, error, paired.low / 100, paired.high / 100, paired.p_value, len(base))
+            sampling = self._sampling(kept)
+            paired = compare(base, own, sampling)
+            error = sampling.standard_error(own - base)
+            return Effect(
+                level, paired.difference / 100, error, paired.low / 100, paired.high / 100, paired.p_value, len(base)
+            )
         return Effect(level, *estimate_ratio(own - base, sizes, self.documents[kept]))
 
     def change(self, arm: np.ndarray, rows: np.ndarray | None = None) -> float:
         """Return the change of the metric; `effect` also computes its interval."""
         kept = self._kept(rows)
         return float((arm[kept] - self.baseline[kept]).sum() / self.sizes[kept].sum())
+
+    def _sampling(self, kept: np.ndarray) -> Sampling:
+        """Return how the kept rows fall into tasks and documents, which all arms share."""
+        key = kept.tobytes()
+        if key not in self._samplings:
+            self._samplings[key] = Sampling(int(kept.sum()), self.strata[kept], self.documents[kept])
+        return self._samplings[key]
 
     def _kept(self, rows: np.ndarray | None) -> np.ndarray:
         return np.ones(len(self.baseline), dtype=bool) if rows is None else rows
@@ -242,9 +252,7 @@ class BleuOutcomes(PairedOutcomes):
         freedom, error = len(base) - 1, float(changes.std(ddof=1))
         quantile = t_quantile(TAIL, freedom)
         # With few sentences a percentile is too near: the ends move out by the ratio of the t to the normal quantile.
-        low, high = effect + quantile / NormalDist().inv_cdf(1 - TAIL) * (
-            np.quantile(changes, [TAIL, 1 - TAIL]) - effect
-        )
+        low, high = effect + quantile / z_quantile(TAIL) * (np.quantile(changes, [TAIL, 1 - TAIL]) - effect)
         low, high = min(low, effect - quantile * error), max(high, effect + quantile * error)
         # Counted resamples cannot give the small p-values that a correction over hundreds of heads needs.
         p_value = 2 * float(stdtr(freedom, -abs(effect) / error)) if error else 1.0
@@ -267,18 +275,9 @@ def _by_document(counts: np.ndarray, documents: np.ndarray) -> np.ndarray:
 _ARMS = 64
 
 
-def _baseline_of(store: Store, run_id: str) -> str:
-    rows = store.query(
-        "SELECT arm_id FROM arms WHERE run_id = ? AND kind = 'baseline' AND status = 'finished'", [run_id]
-    )["arm_id"].to_pylist()
-    if len(rows) != 1:
-        raise EffectError(f"run {run_id} has {len(rows)} finished baselines (limit 1). Run its command again")
-    return str(rows[0])
-
-
 def read_baseline(store: Store, run_id: str) -> tuple[str, PairedOutcomes]:
     """Return the id and the outcomes of a run's baseline, of the first metric that it has."""
-    arm_id = _baseline_of(store, run_id)
+    arm_id = finished_arms(store, run_id).baseline.arm_id
     for metric in (ACCURACY, LOSS, BITS_PER_BYTE, BLEU):
         table = store.query(
             "SELECT task, coalesce(doc_hash, task || ' ' || question) AS document, question,"
@@ -397,34 +396,23 @@ class HeadEffect:
         return self.q_value <= FALSE_DISCOVERY_RATE and evidence
 
 
-class _HeadArm(NamedTuple):
-    arm_id: str
-    mode: str
-    site: str
-    layer: int
-    head: int
-    kv_head: int
-    replacement: str
-
-
 def record_effects(store: Store, run_id: str) -> list[HeadEffect]:
     """Compute the effects of a run's finished modes, replace the stored ones, and return them."""
     arms = _head_arms(store, run_id)
     baseline, outcomes = read_baseline(store, run_id)
     effects: list[HeadEffect] = []
-    each = [arm for arm in arms if arm.mode == EACH]
+    each = [arm_id for arm_id, arm in arms.items() if arm["mode"] == EACH]
     if each:
-        values = read_arms(store, baseline, outcomes, [arm.arm_id for arm in each])
-        rows = each_effect(outcomes, values)
-        effects += [_row(arm, outcomes, rows[arm.arm_id]) for arm in each]
-    others = {arm.arm_id: arm for arm in arms if arm.mode == ALL_BUT_ONE}
+        rows = each_effect(outcomes, read_arms(store, baseline, outcomes, each))
+        effects += [_row(arms[arm_id], outcomes, rows[arm_id]) for arm_id in each]
+    others = [arm_id for arm_id, arm in arms.items() if arm["mode"] == ALL_BUT_ONE]
     if others:
-        values = read_arms(store, baseline, outcomes, list(others))
+        values = read_arms(store, baseline, outcomes, others)
         layers: dict[object, dict[str, np.ndarray]] = defaultdict(dict)
-        for arm_id, arm in others.items():
-            layers[arm.site, arm.layer][arm_id] = values[arm_id]
+        for arm_id in others:
+            layers[arms[arm_id]["site"], arms[arm_id]["layer"]][arm_id] = values[arm_id]
         best = best_of_each(outcomes, layers)
-        effects += [_row(others[arm_id], outcomes, effect) for arm_id, effect in best.values()]
+        effects += [_row(arms[arm_id], outcomes, effect) for arm_id, effect in best.values()]
     if not effects:
         raise EffectError(f"run {run_id} has 0 finished arms of heads (limit 1). Run `headscan ablate`")
     table = pa.Table.from_pylist([{"run_id": run_id, **asdict(effect)} for effect in effects])
@@ -455,27 +443,14 @@ def rank_effects(store: Store, run_id: str, *, site: str = "self", descending: b
     return ranked if descending is None else sorted(ranked, key=lambda head: head.effect, reverse=descending)
 
 
-def _row(arm: _HeadArm, outcomes: PairedOutcomes, judged: TableEffect) -> HeadEffect:
-    effect = judged.effect
-    error, low, high = (
-        value if isfinite(value) else None for value in (effect.standard_error, effect.low, effect.high)
-    )
-    return HeadEffect(
-        *arm[1:],
-        metric=outcomes.metric,
-        baseline=effect.baseline,
-        effect=effect.effect,
-        standard_error=error,
-        low=low,
-        high=high,
-        p_value=effect.p_value,
-        q_value=judged.q_value,
-        n=effect.n,
-        confirmed=judged.confirmed,
-    )
+def _row(arm: Mapping[str, Any], outcomes: PairedOutcomes, judged: TableEffect) -> HeadEffect:
+    numbers = judged.effect._asdict()
+    numbers |= {name: None for name in ("standard_error", "low", "high") if not isfinite(numbers[name])}
+    return HeadEffect(**arm, metric=outcomes.metric, **numbers, q_value=judged.q_value, confirmed=judged.confirmed)
 
 
-def _head_arms(store: Store, run_id: str) -> list[_HeadArm]:
+def _head_arms(store: Store, run_id: str) -> dict[str, dict[str, Any]]:
+    """Return the columns of `HeadEffect` that say what an arm ablates, by arm id."""
     settings = ", ".join(
         f"(config ->> '$.{name}')::{kind} AS {name}"
         for name, kind in {"site": "VARCHAR", "layer": "INT", "head": "INT", "kv_head": "INT"}.items()
@@ -488,8 +463,8 @@ def _head_arms(store: Store, run_id: str) -> list[_HeadArm]:
         " AND config ->> '$.mode' IS NOT NULL) ORDER BY ALL",
         [run_id],
     ).to_pylist()
-    arms = [_HeadArm(**row) for row in rows]
-    return sorted(arms, key=lambda arm: (arm.mode, arm.site, arm.layer, arm.head))
+    rows.sort(key=lambda row: (row["mode"], row["site"], row["layer"], row["head"]))
+    return {row.pop("arm_id"): row for row in rows}
 
 
 def effect_facts(effects: Sequence[HeadEffect]) -> dict[str, Any]:

@@ -1,120 +1,32 @@
-"""Verdicts on arms, from accuracy, recall and random controls."""
+"""Verdicts on arms, from accuracy, recall, the loss of text and random controls."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 from headscan.analysis.errors import VerdictError
-from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.tables import ACCURACY, BITS_PER_BYTE, LOSS
-from headscan.analysis.store.verdict_limits import BENCHMARK_PARTS, LEAST_RETAINED, MARGIN, RECALL_PARTS
+from headscan.analysis.store.tables import ACCURACY, LOSS
+from headscan.analysis.store.verdict_limits import BENCHMARK_PARTS, MAX_LOSS, RECALL_PARTS
+from headscan.analysis.verdicts import verdict_words
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, FinishedArm, Scope, finished_arms
 from headscan.analysis.verdicts.controls import (
     Controls,
     PrunedControls,
-    equal_size,
     judge_controls,
     loss_increase,
     pruned_controls,
 )
-from headscan.analysis.verdicts.metrics import TaskMetric, metric_words, read_metrics
-from headscan.analysis.verdicts.paired import Interval, PairedDifference, about
-from headscan.analysis.verdicts.verdict_rows import (
-    RecallVerdict,
-    StoredRows,
-    TaskVerdict,
-    least_visible_loss,
-    task_verdicts,
-)
-
-#: The claim that an arm tests, by what replaces its heads; zero tests whether they are removable.
-CLAIMS = {"mean": "constant", "resample": "independent of the input"}
-#: What happens to its heads, in words.
-REPLACED = {"mean": "replaced by their means", "resample": "replaced by their outputs on other texts"}
-
-#: Maximum number of lost tasks in a sentence; the store has all of them.
-_MOST_NAMED = 3
+from headscan.analysis.verdicts.decision import ArmResults, Outcome
+from headscan.analysis.verdicts.metrics import TaskMetric, read_metrics
+from headscan.analysis.verdicts.paired import Interval, PairedDifference
+from headscan.analysis.verdicts.verdict_rows import RecallVerdict, StoredRows, task_verdicts
 
 
-class Outcome(StrEnum):
-    """The verdict in one word. An arm is ``NOT_SHOWN`` if it is shown neither to be safe nor to lose: the questions are
-    too few, the model itself is at chance on them, or the loss is about one point. `ArmVerdict.why` says which.
-    """
-
-    SAFE = "safe"
-    LOSES = "loses"
-    NOT_SHOWN = "not shown"
-
-
-#: Label of an arm that is not shown to be safe, where a known number of questions could show it.
-TOO_FEW_QUESTIONS = "too few questions"
-
-
-class Gap(NamedTuple):
-    """Missing evidence of an arm that shows no loss.
-
-    Attributes:
-        short: A few words; empty if another gap says enough.
-        words: Words that follow "not shown to be removable".
-        questions: Number of questions that would give the evidence; None if no number is known to help.
-    """
-
-    short: str
-    words: str
-    questions: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ArmVerdict:
-    """Results of one arm, and the verdict on it; `RecallVerdict` explains ``judging_share`` and ``comparisons``.
-
-    Attributes:
-        zeroed_share: Measured share of ablated or removed heads, 0 to 1.
-        share: Nominal share, 0 to 1.
-        selection: How the heads were selected, or the mode of a plan.
-        recall: Comparisons of the recall families; empty if no recall question was asked.
-        metrics: Metrics that are no accuracies, such as the loss of text.
-        weights_left: Share of the weights' bytes that a pruned model keeps; None for other arms.
-        cache_left: Share of the KV cache that a pruned model keeps; None for other arms, and if it cannot be sized.
-        pruned_controls: Random and layer-drop models of about the same size; empty for other arms.
-        replacement: What replaces the output of ablated heads; None for other arms.
-        accuracy: Comparison on all benchmark questions that have a right answer. None if there are none; then the arm
-            has results, but no verdict.
-        tasks: The same comparison for each task and group, clearest loss first.
-        controls: Random arms of the same size; None if there are none.
-    """
-
-    name: str
-    kind: ArmKind
-    zeroed_share: float | None
-    share: float | None = None
-    selection: str | None = None
-    recall: tuple[RecallVerdict, ...] = ()
-    metrics: tuple[TaskMetric, ...] = ()
-    weights_left: float | None = None
-    cache_left: float | None = None
-    pruned_controls: tuple[PrunedControls, ...] = ()
-    replacement: str | None = None
-    accuracy: PairedDifference | None = None
-    tasks: tuple[TaskVerdict, ...] = ()
-    controls: Controls | None = None
-    judging_share: float = 1.0
-    comparisons: int = 1
-
-    @property
-    def paired(self) -> PairedDifference:
-        """The comparison of accuracies of a judged arm.
-
-        Raises:
-            VerdictError: The arm has no verdict.
-        """
-        if self.accuracy is None:
-            raise VerdictError(f"no task of {self.name} has right answers, so it has no verdict. Choose other tasks")
-        return self.accuracy
+class ArmVerdict(ArmResults):
+    """Results of one arm, and the verdict on it."""
 
     @property
     def is_random(self) -> bool:
@@ -125,42 +37,47 @@ class ArmVerdict:
         return self.kind.is_control
 
     @property
-    def recall_lost(self) -> str:
-        """Names of the recall families that the arm loses."""
-        return ", ".join(each.family for each in self.recall if each.failed)
+    def outcome(self) -> Outcome:
+        """The verdict in one word."""
+        return self.decision.outcome
 
     @property
-    def recall_open(self) -> str:
-        """Names of the recall families that are shown neither lost nor kept."""
-        return ", ".join(each.family for each in self.judged_recall if not (each.failed or each.kept))
+    def is_safe(self) -> bool:
+        """True if accuracy, the loss of text that was read, and every recall family that the baseline solves are kept;
+        recall may be unknown.
+        """
+        return self.outcome is Outcome.SAFE
 
     @property
-    def unjudged_recall(self) -> str:
-        """Names of the recall families that these questions cannot judge, "recall" for all; empty if there is none."""
-        guessed = [each.family for each in self.recall if not each.informative]
-        return "recall" if len(guessed) == len(self.recall) else " and ".join(guessed)
+    def label(self) -> str:
+        """The verdict as a table shows it: "safe, recall unknown" names what of recall is unknown; "too few questions"
+        and "too few texts" are not shown, but would be by a known number of questions, or of texts and questions.
+        """
+        return verdict_words.label(self)
+
+    @property
+    def too_few_questions(self) -> bool:
+        """True if nothing but a known number of questions is missing to show that an arm without loss is safe."""
+        return self.label == verdict_words.TOO_FEW_QUESTIONS
+
+    @property
+    def why(self) -> str:
+        """Losses, or missing evidence, in a few words; empty if the arm is safe and its recall is known."""
+        return verdict_words.why(self)
 
     @property
     def recall_unknown(self) -> str:
         """What of recall these questions cannot judge, and why; empty if they judge every family."""
-        if not self.unjudged_recall:
-            return ""
-        several = len(self.recall) - len(self.judged_recall) > 1
-        why = f"the model itself does not solve {'these tasks' if several else 'this task'}"
-        return f"{self.unjudged_recall} is unknown: {why if self.recall else 'it was not asked'}"
+        return verdict_words.recall_unknown(self)
 
     @property
     def other_metrics(self) -> list[str]:
         """Measures in words, without the loss that `value` returns."""
-        loss = loss_increase(self.metrics)
-        shown = {each.task for each in self.metrics if loss is not None and each.increase is loss}
-        metrics = [each for each in self.metrics if not (each.task in shown and each.metric in (LOSS, BITS_PER_BYTE))]
-        return metric_words(metrics)
+        return verdict_words.other_metrics(self)
 
-    @property
-    def judged_recall(self) -> tuple[RecallVerdict, ...]:
-        """Verdicts on the recall families that the baseline solves; the numbers of the others show nothing."""
-        return tuple(each for each in self.recall if each.informative)
+    def sentence(self) -> str:
+        """Return the verdict on the arm with its numbers."""
+        return verdict_words.sentence(self)
 
     def value(self, measure: str) -> Interval | None:
         """Return a number of the arm with its interval; None if it was not measured, or if the baseline guesses.
@@ -174,215 +91,7 @@ class ArmVerdict:
         if measure == LOSS:
             increase = loss_increase(self.metrics)
             return None if increase is None else increase.interval
-        return next((each.left for each in self.judged_recall if each.family == measure), None)
-
-    def sentence(self) -> str:
-        """Return the verdict on the arm with its numbers."""
-        return f"{self.name}{self._size()}: {'. '.join(filter(None, self._parts()))}."
-
-    def _size(self) -> str:
-        """Return the share of heads in brackets; empty if it is unknown."""
-        if self.kind.shrinks_cache:
-            return "" if self.share is None else f" ({self.share:.1%} of KV heads keep less)"
-        if self.zeroed_share is None or self.kind is ArmKind.MODEL:
-            return ""
-        if not self.kind.is_pruned:
-            return f" ({self.zeroed_share:.1%} of heads {REPLACED.get(self.replacement or '', 'ablated')})"
-        left = [
-            f"{share:.1%} of the {name}"
-            for name, share in (("weights", self.weights_left), ("KV cache", self.cache_left))
-            if share is not None
-        ]
-        remain = f"; {' and '.join(left)} remain" if left else ""
-        return f" ({self.zeroed_share:.1%} of heads removed{remain})"
-
-    def _parts(self) -> list[str]:
-        """Return the sentences after the arm's name; empty ones are skipped."""
-        metrics = metric_words(self.metrics)
-        controls = [each.words() for each in self.pruned_controls]
-        if self.accuracy is None:
-            lost = f"It loses recall ({self.recall_lost})" if self.recall_lost else ""
-            return ["no task has right answers to count", *metrics, lost, self._recall_words(), *controls]
-        p = self.accuracy
-        return [
-            self._conclusion(),
-            f"Accuracy {p.arm:.2f} % against {p.baseline:.2f} % on {p.questions} questions:"
-            f" {p.interval.words(unit=' points')}, p = {p.p_value:.3g}",
-            *metrics,
-            self._worst_task(),
-            self._tasks_at_chance(),
-            self._recall_words(),
-            self._control_words(),
-            *controls,
-        ]
-
-    def _recall_words(self) -> str:
-        if not self.recall:
-            return "Recall was not tested"
-        if not self.judged_recall:
-            return "Recall cannot be judged: the baseline fails the recall tasks"
-        left = ", ".join(each.words() for each in self.judged_recall)
-        return (
-            f"Recall left, where 100 % is what the whole model does beyond guessing: {left}"
-            f" (95 % intervals; kept if at least {LEAST_RETAINED:.0f} % is shown to be left, and no loss of more than"
-            f" {MARGIN:.0f} point of the answers is shown)"
-        )
-
-    @property
-    def keeps_accuracy(self) -> bool:
-        """True if the lower end is above -1 point, on enough questions, and no task is lost."""
-        return self.paired.low > -MARGIN and self.paired.can_show_loss and not self.tasks_lost
-
-    @property
-    def tasks_lost(self) -> tuple[TaskVerdict, ...]:
-        """Tasks that the arm loses, clearest loss first."""
-        return tuple(task for task in self.tasks if task.failed)
-
-    @property
-    def questions_needed(self) -> int:
-        """Number of questions that an arm without loss, with as many changed answers, needs; 0 if these are enough, or
-        show a drop that may exceed one point.
-        """
-        paired, needed = self.paired, self.paired.questions_needed(self.comparisons)
-        drops = paired.high < 0 and paired.low <= -MARGIN
-        return 0 if paired.questions >= needed or drops else round(needed / self.judging_share)
-
-    @property
-    def is_safe(self) -> bool:
-        """True if accuracy is kept and every recall family that the baseline solves is kept; recall may be unknown."""
-        return self.keeps_accuracy and not self.recall_lost and not self.recall_open
-
-    @property
-    def outcome(self) -> Outcome:
-        """The verdict in one word."""
-        if self.losses():
-            return Outcome.LOSES
-        return Outcome.SAFE if self.is_safe else Outcome.NOT_SHOWN
-
-    @property
-    def too_few_questions(self) -> bool:
-        """True if nothing but a known number of questions is missing to show that an arm without loss is safe."""
-        return self.outcome is Outcome.NOT_SHOWN and all(gap.questions is not None for gap in self.gaps())
-
-    @property
-    def label(self) -> str:
-        """The verdict as a table shows it: "safe, recall unknown" names what of recall is unknown, and "too few
-        questions" is one that is not shown, but would be by a known number of questions.
-        """
-        if self.too_few_questions:
-            return TOO_FEW_QUESTIONS
-        unknown = self.unjudged_recall if self.outcome is Outcome.SAFE else ""
-        return f"{self.outcome}, {unknown} unknown" if unknown else str(self.outcome)
-
-    @property
-    def why(self) -> str:
-        """Losses, or missing evidence, in a few words; empty if the arm is safe and its recall is known."""
-        if losses := self.losses():
-            return " and ".join(short for short, _ in losses)
-        return "; ".join(filter(None, [*(gap.short for gap in self.gaps()), self.recall_unknown]))
-
-    def losses(self) -> list[tuple[str, str]]:
-        """Return the losses that the questions show, each as a text with numbers and as words that follow "it"."""
-        losses = []
-        if self.paired.shows_loss:
-            losses.append((f"accuracy ({self.paired.difference:+.1f} points)", "loses more than one point of accuracy"))
-        elif self.tasks_lost:
-            words = f"loses more than one point in {_names(self.tasks_lost)}"
-            losses.append((f"accuracy in {self.tasks_lost[0].task}", words))
-        if self.recall_lost:
-            numbers = " and ".join(each.loss_words() for each in self.recall if each.failed)
-            losses.append((numbers, f"loses recall ({self.recall_lost})"))
-        return losses
-
-    def gaps(self) -> list[Gap]:
-        """Return the missing evidence of an arm that shows no loss; at chance, the short words name only that."""
-        gaps = []
-        paired = self.paired
-        if not paired.above_chance:
-            words = (
-                "the model itself answers too few questions right to lose any"
-                if paired.chance is None
-                else f"the model itself is at or near chance ({paired.baseline:.1f} % right, {paired.chance:.1f} % by"
-                " guessing), so these questions show nothing"
-            )
-            gaps.append(Gap("the model itself is at or near chance on these questions", words, None))
-        elif paired.low <= -MARGIN or not paired.can_show_loss:
-            needed = self.questions_needed
-            short = f"needs about {about(needed)} questions" if needed else "may lose more than one point"
-            words = self._questions_words() or "its loss may be more than one point"
-            gaps.append(Gap(short, words, needed or None))
-        if open_recall := [each for each in self.judged_recall if not (each.failed or each.kept)]:
-            shorts, needed_words = [], ""
-            for each in open_recall:
-                if each.questions_needed:
-                    needs = f"about {each.questions_needed:,} {each.family} questions"
-                    shorts.append(f"needs {needs}")
-                    needed_words += f"; {needs} are needed"
-                else:
-                    shorts.append(f"may lose {each.family} (keeps {each.share_left()})")
-            numbers = [each.questions_needed for each in open_recall]
-            gaps.append(
-                Gap(
-                    "; ".join(shorts) if paired.above_chance else "",
-                    f"recall is not shown to be kept ({self.recall_open}{needed_words})",
-                    sum(numbers) if all(numbers) else None,
-                )
-            )
-        return gaps
-
-    def _control_words(self) -> str:
-        if self.kind is ArmKind.MODEL:
-            return ""
-        if self.controls is None:
-            return f"No random control with {equal_size(self.kind)}"
-        return self.controls.sentence(self.kind, self.zeroed_share)
-
-    def _conclusion(self) -> str:
-        word = CLAIMS.get(self.replacement or "", self.kind.passing_word)
-        if losses := self.losses():
-            return f"not {word}: it {' and '.join(words for _, words in losses)}"
-        if gaps := self.gaps():
-            return f"not shown to be {word}: {' and '.join(gap.words for gap in gaps)}"
-        inactive = ": the heads are inactive" if self.replacement == "zero" else ""
-        unknown = f"; {self.unjudged_recall} is unknown" if self.unjudged_recall else ""
-        return f"{word} within one point{inactive}{unknown}"
-
-    def _questions_words(self) -> str:
-        """Return the number of questions that an arm without loss needs; empty if they are enough."""
-        if not self.questions_needed:
-            return ""
-        paired, half = self.paired, " in a sweep, where half of them judge" if self.judging_share < 1 else ""
-        changed = 100 * (paired.gained + paired.lost) / paired.questions
-        return (
-            f"not enough questions ({paired.questions:,}): an arm that loses nothing and changes {changed:.1f} % of the"
-            f" answers needs about {about(self.questions_needed)}{half}"
-        )
-
-    def _worst_task(self) -> str:
-        """Return the sentence on the worst task; empty with one task."""
-        if len(self.tasks) < 2:
-            return ""
-        smallest = min(self.tasks, key=lambda task: task.paired.texts).paired
-        visible = least_visible_loss(smallest, len(self.tasks))
-        return (
-            f"Worst of {len(self.tasks)} tasks and groups, with an interval widened for their number:"
-            f" {self.tasks[0].points()}; the smallest, of {smallest.questions:,} questions, shows losses from about"
-            f" {visible:.0f} points"
-        )
-
-    def _tasks_at_chance(self) -> str:
-        """Return the sentence on tasks at chance, which show nothing; empty with one task."""
-        guessed = [task for task in self.tasks if not task.paired.above_chance]
-        if len(self.tasks) < 2 or not guessed:
-            return ""
-        return f"The model itself is at or near chance in {_names(guessed)}, so these show nothing"
-
-
-def _names(tasks: Sequence[TaskVerdict]) -> str:
-    """Return the names of the first tasks and the number of others."""
-    more = len(tasks) - _MOST_NAMED
-    others = f" and {more} other task{'s' * (more > 1)}" if more > 0 else ""
-    return ", ".join(task.task for task in tasks[:_MOST_NAMED]) + others
+        return next((each.retained for each in self.judged_recall if each.family == measure), None)
 
 
 @dataclass(frozen=True)
@@ -392,6 +101,7 @@ class Verdict:
     Attributes:
         finished: All finished arms, controls last.
         unrecorded: Rows of ``arm_verdicts`` that were computed because the store lacks them.
+        max_loss: Limit of the loss of text, in nats per token.
     """
 
     run_id: str
@@ -399,6 +109,7 @@ class Verdict:
     finished: tuple[ArmVerdict, ...]
     unfinished: int = 0
     unrecorded: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
+    max_loss: float = MAX_LOSS
 
     @property
     def arms(self) -> tuple[ArmVerdict, ...]:
@@ -422,8 +133,13 @@ class Verdict:
         return [f"{self.progress}.", *lines] if self.progress else lines
 
 
-def judge(store: Store, run_id: str) -> Verdict:
-    """Judge every finished arm of an evaluate run. Comparisons that the store lacks are computed, not written."""
+def judge(store: Store, run_id: str, *, max_loss: float = MAX_LOSS) -> Verdict:
+    """Judge every finished arm of an evaluate run. Comparisons that the store lacks are computed, not written.
+
+    Args:
+        max_loss: Maximum increase of the loss of held-out text of a safe arm, in nats per token. An arm loses if the
+            interval lies above the limit, and is not shown to be safe if the interval reaches above it.
+    """
     with store.reading():
         run = store.resolve_run(run_id, "evaluate")
         run_id = run["run_id"]
@@ -446,10 +162,11 @@ def judge(store: Store, run_id: str) -> Verdict:
             metrics=metrics.get(arm.arm_id, ()),
             controls=controls.get(arm.arm_id),
             pruned=pruned_controls(arm, arms.others, points, metrics),
+            max_loss=max_loss,
         )
         for arm in arms.others
     )
-    return Verdict(run_id, run["model"], judged, arms.unfinished, tuple(rows.computed))
+    return Verdict(run_id, run["model"], judged, arms.unfinished, tuple(rows.computed), max_loss)
 
 
 def benchmark_differences(compared: Mapping[str, Mapping[Scope, PairedDifference]]) -> dict[str, float]:
@@ -467,6 +184,7 @@ def arm_verdict(
     confirmation: bool = False,
     comparisons: int = 1,
     recall_comparisons: int | None = None,
+    max_loss: float = MAX_LOSS,
 ) -> ArmVerdict:
     """Judge one arm by its comparisons.
 
@@ -475,6 +193,7 @@ def arm_verdict(
         confirmation: True if the questions are the judging part of a sweep.
         comparisons: Number of arms for which the intervals are widened; ``recall_comparisons`` in recall, None if it is
             the same.
+        max_loss: Limit of the loss of text, in nats per token.
     """
     recall_comparisons = comparisons if recall_comparisons is None else recall_comparisons
     return ArmVerdict(
@@ -494,6 +213,7 @@ def arm_verdict(
         controls=controls,
         judging_share=1 - 1 / BENCHMARK_PARTS if confirmation else 1.0,
         comparisons=comparisons,
+        max_loss=max_loss,
     )
 
 

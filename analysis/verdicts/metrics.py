@@ -6,18 +6,19 @@ The documents of a log-likelihood are the same for the arm and the baseline, so 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import inf, log, nan, sqrt
+from math import ceil, inf, isfinite, log, nan, sqrt
 from typing import NamedTuple
 
 import numpy as np
 
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ACCURACY, BITS_PER_BYTE, BLEU, LOSS
-from headscan.analysis.store.verdict_limits import LEAST_TEXTS, TAIL
+from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS, LEAST_TEXTS, POWER, TAIL, z_quantile
 from headscan.analysis.verdicts.answer_sheets import FinishedArm
 from headscan.analysis.verdicts.paired import Interval, t_quantile
 
@@ -57,6 +58,8 @@ METRICS: Mapping[str, Metric] = {
 }
 
 
+#: Every finite increase is below.
+_LARGEST = sys.float_info.max
 #: Resamples of losses.
 _RESAMPLES = 4000
 #: Resamples beyond an effect of which the tail is counted; with fewer it is extrapolated.
@@ -112,6 +115,41 @@ def metric_words(metrics: Sequence[TaskMetric]) -> list[str]:
     """Return the metrics in words; bits per byte are left out next to the loss of the same text."""
     losses = {measure.task for measure in metrics if measure.metric == LOSS}
     return [each.words() for each in metrics if not (each.metric == BITS_PER_BYTE and each.task in losses)]
+
+
+def judged_losses(metrics: Sequence[TaskMetric]) -> list[TaskMetric]:
+    """Return the losses that a verdict counts: nats per token, for which it has a limit, and where only bits per byte
+    were measured, those that rise without any limit.
+    """
+    of_tokens = {measure.task for measure in metrics if measure.metric == LOSS}
+    return [
+        measure
+        for measure in metrics
+        if measure.metric == LOSS
+        or (measure.metric == BITS_PER_BYTE and measure.task not in of_tokens and exceeds(measure.increase, _LARGEST))
+    ]
+
+
+def exceeds(loss: Increase | None, max_loss: float) -> bool:
+    """Return True if a loss increase is shown to exceed the limit."""
+    return loss is not None and loss.low > max_loss
+
+
+def enough_texts(loss: Increase, max_loss: float, comparisons: int = 1) -> int | None:
+    """Return the number of texts with which the loss is shown to be within its limit in four of five cases, if this
+    increase and the spread of the texts are the true ones: the interval narrows with the root of their number. At least
+    `LEAST_LOSS_TEXTS`; None if these texts show it; 0 if no number is known to, because the increase itself exceeds the
+    limit. ``comparisons`` is the number of arms or kinds of savings for which the interval is widened.
+    """
+    if loss.high <= max_loss and loss.documents >= LEAST_LOSS_TEXTS:
+        return None
+    if loss.difference >= max_loss:
+        return 0
+    if loss.high <= max_loss or not isfinite(loss.high):
+        return LEAST_LOSS_TEXTS
+    spare = 1 + z_quantile(1 - POWER) / z_quantile(TAIL / comparisons)
+    needed = loss.documents * (spare * (loss.high - loss.difference) / (max_loss - loss.difference)) ** 2
+    return max(LEAST_LOSS_TEXTS, ceil(needed))
 
 
 def rate_increase(
@@ -277,21 +315,32 @@ def resample_weights(metric: str, units: int, drawn: int, resamples: int) -> np.
 
 
 def read_metrics(
-    store: Store, run_id: str, baseline: FinishedArm, *, comparisons: int = 1
+    store: Store,
+    run_id: str,
+    baseline: FinishedArm,
+    *,
+    comparisons: int = 1,
+    arm_ids: Sequence[str] | None = None,
 ) -> Mapping[str, tuple[TaskMetric, ...]]:
-    """Return the metrics of tasks without right answers, by arm id."""
+    """Return the metrics of tasks without right answers, by arm id. The interval of a loss is widened for the number of
+    texts, because a verdict counts each of them; None as ``arm_ids`` reads all arms.
+    """
     rows = store.query(
         "SELECT r.arm_id, task, metric, r.value AS arm, b.value AS baseline"
         " FROM arm_results r JOIN arms a ON a.arm_id = r.arm_id"
         " LEFT JOIN (FROM arm_results WHERE arm_id = $2) b USING (task, metric, filter)"
-        " WHERE a.run_id = $1 AND NOT r.is_group"
+        " WHERE a.run_id = $1 AND NOT r.is_group AND ($3 IS NULL OR list_contains($3, r.arm_id))"
         " AND task NOT IN (SELECT task FROM answers WHERE arm_id = $2 AND correct IS NOT NULL)"
         " ORDER BY r.arm_id, task, metric, filter",
-        [run_id, baseline.arm_id],
+        [run_id, baseline.arm_id, arm_ids],
     ).to_pylist()
+    measured = dict.fromkeys((row["task"], row["metric"]) for row in rows)
+    texts = sum(metric == LOSS for _, metric in measured)
     increases = {
-        (task, metric): _increases(store, run_id, baseline, task, metric, comparisons)
-        for task, metric in dict.fromkeys((row["task"], row["metric"]) for row in rows)
+        (task, metric): _increases(
+            store, run_id, baseline, task, metric, comparisons * (texts if metric == LOSS else 1), arm_ids
+        )
+        for task, metric in measured
         if metric in RATES
     }
     metrics: dict[str, list[TaskMetric]] = defaultdict(list)
@@ -304,7 +353,13 @@ def read_metrics(
 
 
 def _increases(
-    store: Store, run_id: str, baseline: FinishedArm, task: str, metric: str, comparisons: int
+    store: Store,
+    run_id: str,
+    baseline: FinishedArm,
+    task: str,
+    metric: str,
+    comparisons: int,
+    arm_ids: Sequence[str] | None,
 ) -> dict[str, Increase]:
     """Return the increase of a rate by arm id; arms whose documents differ from the baseline's have none. A sum of an
     arm may be infinite: the arm gives a document no probability, and its loss rises without limit.
@@ -312,9 +367,9 @@ def _increases(
     sum_, size = (f"(metrics ->> '$.{metric}[{place}]')::DOUBLE" for place in (0, 1))
     table = store.query(
         f"SELECT arm_id, coalesce(doc_hash, question::VARCHAR) AS document, {sum_} AS sum, {size} AS size"
-        " FROM answers JOIN arms USING (arm_id) WHERE run_id = ? AND task = ? AND status = 'finished'"
-        " ORDER BY arm_id, question",
-        [run_id, task],
+        " FROM answers JOIN arms USING (arm_id) WHERE run_id = $1 AND task = $2 AND status = 'finished'"
+        " AND ($3 IS NULL OR list_contains($3, arm_id)) ORDER BY arm_id, question",
+        [run_id, task, None if arm_ids is None else [baseline.arm_id, *arm_ids]],
     )
     arm_ids = table["arm_id"].to_numpy()
     columns = {name: table[name].to_numpy() for name in ("document", "sum", "size")}

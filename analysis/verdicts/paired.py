@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, floor, isfinite, log10, sqrt
-from statistics import NormalDist
+from math import ceil, floor, inf, isfinite, log10, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +23,7 @@ from headscan.analysis.store.verdict_limits import (
     POWER,
     TAIL,
     identical_questions,
+    z_quantile,
 )
 
 #: Shares are clipped to these limits in percent, because a model near chance would make them unbounded.
@@ -108,8 +108,7 @@ def _shares(ability: np.ndarray, without: float) -> np.ndarray:
     return shares
 
 
-_NORMAL = NormalDist()
-_Z = _NORMAL.inv_cdf(1 - TAIL)
+_Z = z_quantile(TAIL)
 
 
 @dataclass(frozen=True)
@@ -203,7 +202,7 @@ def enough_questions(changed: float, comparisons: int = 1) -> int:
     interval is wider, and `identical_questions` are added. ``changed`` is the share of the answers that the arm
     changes, 0 to 1, or the variance of a question's difference.
     """
-    questions = ((_NORMAL.inv_cdf(1 - TAIL / comparisons) + _NORMAL.inv_cdf(POWER)) * 100 / MARGIN) ** 2 * changed
+    questions = ((z_quantile(TAIL / comparisons) + z_quantile(1 - POWER)) * 100 / MARGIN) ** 2 * changed
     if few_differ(changed * questions):
         questions += identical_questions(comparisons)
     return ceil(questions - 1e-9)
@@ -259,7 +258,12 @@ class _Members(NamedTuple):
 
 
 class Sampling:
-    """How questions fall into strata and texts, which is the same for every arm; see `compare`.
+    """How questions fall into strata and texts, which is the same for every arm.
+
+    Args:
+        strata: (questions,) task of each question; the bootstrap draws within tasks. None treats all as one task.
+        texts: (questions,) number of each question's text within its task; the bootstrap draws whole texts, whose
+            questions are correlated. None gives each question its own text.
 
     Attributes:
         text: (questions,) index of the text of each question.
@@ -267,6 +271,12 @@ class Sampling:
     """
 
     def __init__(self, count: int, strata: np.ndarray | None = None, texts: np.ndarray | None = None) -> None:
+        for grouping in (strata, texts):
+            if grouping is not None and len(grouping) != count:
+                raise VerdictError(
+                    f"cannot pair {count} answers with the tasks or texts of {len(grouping)} questions. Name one for"
+                    " each question"
+                )
         self.count = count
         groups = np.zeros(count, int) if strata is None else np.unique(strata, return_inverse=True)[1]
         numbers = np.arange(count) if texts is None else np.unique(texts, return_inverse=True)[1]
@@ -290,8 +300,15 @@ class Sampling:
             for questions, text, sizes in self._members
         ]
 
+    def standard_error(self, delta: np.ndarray) -> float:
+        """Return the standard error of the mean of differences (questions,); infinite with one text."""
+        strata = self.strata(delta)
+        if any(len(stratum.texts) < 2 for stratum in strata):
+            return inf
+        return sqrt(sum(stratum.variance for stratum in strata)) / self.count
 
-def _resampled_interval(strata: list[_Stratum], resamples: int) -> tuple[float, float, int]:
+
+def resampled_interval(strata: list[_Stratum], resamples: int) -> tuple[float, float, int]:
     """Return the 95 % interval of a mean and its degrees of freedom. Each end is the wider one of Student's t and of a
     bootstrap of texts.
 
@@ -309,7 +326,7 @@ def _resampled_interval(strata: list[_Stratum], resamples: int) -> tuple[float, 
     whole = max(1, floor(freedom + 1e-9))  # one stratum has exactly its own, in spite of rounding
     quantile = t_quantile(TAIL, whole)
     half = quantile * sqrt(variances.sum()) / count
-    low, high = _percentiles(tuple(_kinds(stratum) for stratum in strata), resamples)
+    low, high = percentiles(tuple(_kinds(stratum) for stratum in strata), resamples)
     wider = quantile / _Z
     below, above = max(half, wider * (observed - low)), max(half, wider * (high - observed))
     return float(max(-1.0, observed - below)), float(min(1.0, observed + above)), whole
@@ -338,7 +355,7 @@ def _kinds(stratum: _Stratum) -> _Kinds:
 
 
 @lru_cache(maxsize=1 << 14)
-def _percentiles(strata: tuple[_Kinds, ...], resamples: int) -> tuple[float, float]:
+def percentiles(strata: tuple[_Kinds, ...], resamples: int) -> tuple[float, float]:
     """Return the 2.5 % and 97.5 % quantiles of a mean over bootstrap samples.
 
     Each stratum draws n - 1 of its n texts: drawing n would make the variance too small by the factor (n - 1) / n (Rao
@@ -364,11 +381,11 @@ def _rare_low(delta: np.ndarray, sampling: Sampling) -> float:
     """
     changes = np.bincount(sampling.text, delta) / sampling.sizes.max()
     gained, lost = float(changes[changes > 0].sum()), float(-changes[changes < 0].sum())
-    return _score_interval(gained, lost, sampling.count / int(sampling.sizes.max()))[0]
+    return score_interval(gained, lost, sampling.count / int(sampling.sizes.max()))[0]
 
 
 @lru_cache(maxsize=1 << 14)
-def _score_interval(gained: float, lost: float, questions: float) -> tuple[float, float]:
+def score_interval(gained: float, lost: float, questions: float) -> tuple[float, float]:
     """Return the 95 % interval of (gained - lost) / questions by Tango's score test (Tango 1998).
 
     With few lost questions the bootstrap interval is too narrow: it only resamples the observed losses.
@@ -405,40 +422,11 @@ def _mcnemar(gained: int, lost: int) -> float:
 
 
 def compare(
-    baseline_correct: np.ndarray,
-    arm_correct: np.ndarray,
-    strata: np.ndarray | None = None,
-    texts: np.ndarray | None = None,
-    *,
-    resamples: int = 2000,
+    baseline_correct: np.ndarray, arm_correct: np.ndarray, sampling: Sampling, *, resamples: int = 2000
 ) -> PairedDifference:
-    """Return the paired difference of two arms.
-
-    Args:
-        baseline_correct: (questions,) 0 to 1 per question; ``arm_correct`` the same questions in the same order.
-        strata: (questions,) task of each question; the bootstrap draws within tasks. None treats all as one task.
-        texts: (questions,) number of each question's text within its task; the bootstrap draws whole texts, whose
-            questions are correlated. None gives each question its own text.
+    """Return the paired difference of two arms, (questions,) of 0 to 1 in the same order. Many arms share one
+    ``sampling``.
     """
-    groupings = [grouping for grouping in (strata, texts) if grouping is not None]
-    for grouping in groupings:
-        if len(grouping) != len(arm_correct):
-            raise VerdictError(
-                f"cannot pair {len(arm_correct)} answers with the tasks or texts of {len(grouping)} questions. Name one"
-                " for each question"
-            )
-    sampling = Sampling(len(arm_correct), strata, texts)
-    return compare_sampled(baseline_correct, arm_correct, sampling, resamples=resamples)
-
-
-def compare_sampled(
-    baseline_correct: np.ndarray,
-    arm_correct: np.ndarray,
-    sampling: Sampling,
-    *,
-    resamples: int = 2000,
-) -> PairedDifference:
-    """Return the paired difference of two arms; see `compare`. Many arms share one ``sampling``."""
     baseline = np.asarray(baseline_correct, dtype=np.float64)
     arm = np.asarray(arm_correct, dtype=np.float64)
     if baseline.ndim != 1 or baseline.shape != arm.shape or len(arm) != sampling.count:
@@ -449,12 +437,12 @@ def compare_sampled(
     gained, lost = int((delta > 0).sum()), int((delta < 0).sum())
     # Sums of partial credit that cancel leave a rounding error.
     of_text = np.bincount(sampling.text, delta).round(12)
-    low, high, freedom = _resampled_interval(sampling.strata(delta), resamples)
+    low, high, freedom = resampled_interval(sampling.strata(delta), resamples)
     texts_differ = int(np.count_nonzero(np.bincount(sampling.text, delta != 0)))
     if few_differ(texts_differ) and ((delta == 0) | (np.abs(delta) == 1)).all():
         low = min(low, _rare_low(delta, sampling))
         # The bootstrap's upper end is wide enough for correlated questions: losses that few texts hide only lower it.
-        high = max(high, _score_interval(gained, lost, len(delta))[1])
+        high = max(high, score_interval(gained, lost, len(delta))[1])
     return PairedDifference(
         questions=len(delta),
         texts=len(sampling.sizes),

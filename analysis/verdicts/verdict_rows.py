@@ -80,47 +80,43 @@ class RecallVerdict:
     @property
     def failed(self) -> bool:
         """True if a loss of more than a tenth of the ability, or of more than one point of the answers, is shown."""
-        kept = self.paired.retained
-        if kept is None or not self.informative:
+        retained = self.retained
+        if retained is None:
             return False
-        return (kept.high < LEAST_RETAINED and self.paired.texts >= LEAST_TEXTS) or self.paired.shows_loss
+        return (retained.high < LEAST_RETAINED and self.paired.texts >= LEAST_TEXTS) or self.paired.shows_loss
 
     @property
     def kept(self) -> bool:
         """True if at least nine tenths of the ability are shown to be left, and `failed` is false."""
-        kept = self.paired.retained
-        return self.informative and kept is not None and kept.low >= LEAST_RETAINED and not self.failed
+        return self.retained is not None and self.retained.low >= LEAST_RETAINED and not self.failed
 
     @property
-    def left(self) -> Interval | None:
+    def retained(self) -> Interval | None:
         """Share of the ability that is left, in percent; None if the baseline does not solve the task."""
-        kept = self.paired.retained
-        return kept if self.informative else None
+        return self.paired.retained if self.informative else None
 
-    def share_left(self) -> str:
-        """Return the retained share of the ability with its interval."""
-        kept = self.paired.retained
-        return "unknown" if kept is None else f"{kept.value:.0f} % [{kept.low:.0f} %, {kept.high:.0f} %]"
+    def share_words(self) -> str:
+        """Return the retained share with its interval."""
+        share = self.paired.retained
+        return "unknown" if share is None else f"{share.value:.0f} % [{share.low:.0f} %, {share.high:.0f} %]"
 
-    @property
-    def loss_in_points(self) -> str:
-        """The loss in points in words, if it is shown and the share alone does not show it; empty otherwise."""
-        kept = self.paired.retained
-        in_points = self.failed and kept is not None and kept.high >= LEAST_RETAINED
-        return self.paired.interval.words(1, " points") if in_points else ""
-
-    def loss_left(self) -> str:
+    def numbers(self) -> str:
         """Return the retained share, and the loss in points if the share alone does not show it."""
-        points = f" ({self.loss_in_points})" if self.loss_in_points else ""
-        return f"{self.share_left()}{points}"
+        points = self._points()
+        return f"{self.share_words()} ({points})" if points else self.share_words()
 
     def words(self) -> str:
-        """Return the family and what is left of it."""
-        return f"{self.family} {self.loss_left()}"
+        """Return the family and its numbers."""
+        return f"{self.family} {self.numbers()}"
 
     def loss_words(self) -> str:
         """Return the family and in brackets what is left of it, to follow "loses"."""
-        return f"{self.family} ({', '.join(filter(None, [f'{self.share_left()} left', self.loss_in_points]))})"
+        return f"{self.family} ({', '.join(filter(None, [f'{self.share_words()} left', self._points()]))})"
+
+    def _points(self) -> str:
+        """Return the loss in points, if it is shown and the share alone does not show it; else nothing."""
+        in_points = self.failed and self.retained is not None and self.retained.high >= LEAST_RETAINED
+        return self.paired.interval.words(1, " points") if in_points else ""
 
     @property
     def questions_needed(self) -> int:
@@ -234,11 +230,11 @@ def _corrected(paired: PairedDifference, comparisons: int) -> PairedDifference:
     wide, further = paired.simultaneous_interval(comparisons), paired.interval.stretched(rare)
     if paired.few_differ:
         wide = Interval(min(wide.low, further.low), wide.value, max(wide.high, further.high))
-    kept = paired.retained
-    if kept is not None:
-        kept = kept.stretched(rare)
-        kept = Interval(max(-100.0, kept.low), kept.value, min(200.0, kept.high))
-    return replace(paired, low=max(-100.0, wide.low), high=min(100.0, wide.high), retained=kept)
+    retained = paired.retained
+    if retained is not None:
+        widened = retained.stretched(rare)
+        retained = Interval(max(-100.0, widened.low), widened.value, min(200.0, widened.high))
+    return replace(paired, low=max(-100.0, wide.low), high=min(100.0, wide.high), retained=retained)
 
 
 #: Columns of the table in shares and their attributes of ``PairedDifference`` in percent.
@@ -346,7 +342,7 @@ def verdict_rows(sheets: AnswerSheets, baseline: FinishedArm, arm: FinishedArm) 
 
 def _row(sheets: AnswerSheets, scope: Scope, baseline: FinishedArm, arm: FinishedArm) -> dict[str, Any]:
     paired = sheets.compare(scope, sheets.correct[baseline.arm_id], sheets.correct[arm.arm_id])
-    kept = paired.retained
+    retained = paired.retained
     return {
         **dict.fromkeys(TABLES["arm_verdicts"].names),
         "arm_id": arm.arm_id,
@@ -354,7 +350,7 @@ def _row(sheets: AnswerSheets, scope: Scope, baseline: FinishedArm, arm: Finishe
         **{column: getattr(paired, attribute) / 100 for column, attribute in _PERCENT.items()},
         **{name: getattr(paired, name) for name in (*_PLAIN, *_LATER)},
         "chance": None if paired.chance is None else paired.chance / 100,
-        **{column: getattr(kept, attribute) / 100 for column, attribute in _RETAINED.items() if kept},
+        **{column: getattr(retained, attribute) / 100 for column, attribute in _RETAINED.items() if retained},
     }
 
 
@@ -369,7 +365,7 @@ def _worst_columns(worst: TaskVerdict) -> dict[str, Any]:
 
 
 def _paired(row: Mapping[str, Any]) -> PairedDifference:
-    kept = {attribute: row[column] for column, attribute in _RETAINED.items() if row[column] is not None}
+    retained = {attribute: row[column] for column, attribute in _RETAINED.items() if row[column] is not None}
     # Rows of older schemas, which only count as comparisons of later verdicts, have estimates.
     questions, texts = row["questions"], row["questions"] if row["texts"] is None else row["texts"]
     estimates = {
@@ -381,7 +377,7 @@ def _paired(row: Mapping[str, Any]) -> PairedDifference:
         **{attribute: 100 * row[column] for column, attribute in _PERCENT.items()},
         **{name: row[name] for name in _PLAIN},
         **{name: estimate if row[name] is None else row[name] for name, estimate in estimates.items()},
-        retained=Interval(**{attribute: 100 * share for attribute, share in kept.items()}) if kept else None,
+        retained=Interval(**{attribute: 100 * share for attribute, share in retained.items()}) if retained else None,
         chance=None if row["chance"] is None else 100 * row["chance"],
     )
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from headscan.analysis.store.verdict_limits import MAX_LOSS
 from headscan.catalog import CRITERIA, RANDOM, RANKED_CRITERIA, RECALL_NAMES, SET_METHODS
 from headscan.cluster.placement_base import parse_bytes
 from headscan.grid import Unit, parse_head
@@ -17,6 +18,7 @@ from headscan.pipelines.cli.option_parser import UsageError
 from headscan.pipelines.cli.results import Json, Result, arm_row, verdict_notes
 from headscan.pipelines.cli.task_options import DemoSize, OptionalTaskOptions, RecallOptions, WholeModelVerb
 from headscan.pipelines.cli.verb_base import quiet_libraries
+from headscan.pipelines.settings.evaluation_settings import LOSS_LIMITS
 from headscan.pipelines.settings.saving_settings import PRUNE_METHODS, REPAIRS, KvCounts, RecallConfig
 
 if TYPE_CHECKING:
@@ -213,6 +215,16 @@ class Prune(WholeModelVerb):
             needs=(_JUDGED,),
         ),
     ] = None
+    safe_loss: Annotated[
+        float,
+        Option(
+            "largest increase of the loss of held-out text of a safe model, in nats per token",
+            metavar="NATS",
+            above=LOSS_LIMITS.above,
+            most=LOSS_LIMITS.most,
+            needs=(_JUDGED,),
+        ),
+    ] = MAX_LOSS
     skip_verdict: Annotated[bool, Option("no evaluation, no controls: choose, repair and save only")] = False
     remote_code: Annotated[
         bool, Option("copy the code of pruned models into the folder, for machines without headscan")
@@ -274,7 +286,7 @@ class Prune(WholeModelVerb):
         alone = not self.recall.asked or choice.recall_weight == 0
         with tempfile.TemporaryDirectory() as scratch:
             yield PruneConfig(
-                evaluation=self.evaluation(spec, Path(scratch), _DEMO),
+                evaluation=replace(self.evaluation(spec, Path(scratch), _DEMO), max_loss=self.safe_loss),
                 out=self.out,
                 budgets=size.budgets(),
                 methods=choice.method,

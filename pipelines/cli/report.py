@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from headscan.analysis.store.verdict_limits import MAX_LOSS
 from headscan.catalog import SCORES, STATISTICS
 from headscan.options import Option
 from headscan.pipelines.cli.verb_base import StoreVerb, say_run
-from headscan.pipelines.settings.evaluation_settings import Confirm
+from headscan.pipelines.settings.evaluation_settings import Confirm, MaxLoss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,7 @@ class Report(StoreVerb):
         Option("first characters of another scan's id, or `none` (default: the newest other scan with the same heads)"),
     ] = None
     confirm: Confirm = True
+    max_loss: MaxLoss = MAX_LOSS
     out: Annotated[str, Option("output file")] = "report.html"
 
     def run(self) -> None:
@@ -75,5 +77,6 @@ class Report(StoreVerb):
                 plan_file=self.plan,
                 scores=self.scores,
                 confirm=self.confirm,
+                max_loss=self.max_loss,
             )
         print(path)

@@ -91,11 +91,14 @@ def verdict_text(arms: Iterable[ArmVerdict]) -> str:
 
 def verdict_notes(arms: Sequence[ArmVerdict]) -> str:
     """Return the reasons why arms are not safe, measures without a column, and the limits of verdicts."""
+    from headscan.analysis.store.tables import LOSS
     from headscan.analysis.store.verdict_limits import limits_words
 
     notes = [(arm.name, [*([] if arm.accuracy is None else [arm.why]), *arm.other_metrics]) for arm in arms]
     lines = "\n".join(f"{name}: {'; '.join(filter(None, parts))}" for name, parts in notes if any(parts))
-    limits = limits_words() if any(arm.accuracy is not None for arm in arms) else ""
+    judged = [arm for arm in arms if arm.accuracy is not None]
+    of_text = (arm.max_loss for arm in judged for measure in arm.metrics if measure.metric == LOSS)
+    limits = limits_words(next(of_text, None)) if judged else ""
     return "\n\n".join(filter(None, [lines, limits]))
 
 
@@ -123,7 +126,7 @@ def _cells(arm: ArmVerdict) -> dict[str, str]:
         cells["accuracy"] = accuracy.words(1)
     if (loss := arm.value(LOSS)) is not None:
         cells["loss"] = loss.words(4)
-    cells |= {each.family: each.loss_left() for each in arm.judged_recall}
+    cells |= {each.family: each.numbers() for each in arm.judged_recall}
     if arm.accuracy is None:
         return cells
     if arm.controls is not None:

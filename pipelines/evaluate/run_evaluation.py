@@ -101,11 +101,11 @@ def evaluate_chosen(config: EvaluateConfig, run: Run, chosen: ChosenArms) -> str
     return run_evaluation(config, run, arms, questions=questions)
 
 
-def judge_evaluation(run: Run, run_id: str) -> Verdict:
+def judge_evaluation(run: Run, run_id: str, max_loss: float) -> Verdict:
     """Judge every finished arm of an evaluation; a verdict on the baseline alone has no arms."""
     if not can_be_judged(run.store, run_id):
         return Verdict(run_id, run.identity.name, ())
-    return judge(run.store, run_id)
+    return judge(run.store, run_id, max_loss=max_loss)
 
 
 def run_evaluation(

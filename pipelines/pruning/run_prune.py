@@ -139,7 +139,8 @@ def _judged(result: PruneResult, config: PruneConfig, run: Run, inputs: _Inputs,
     with _report_saved(result.models, run.identity.name, run.say):
         arms = [pruned_arm(each, evaluation.model, run.identity) for each in result.models]
         run_id = run_evaluation(evaluation, run, [BASELINE, *arms], questions=questions)
-        return replace(result, names=tuple(arm.name for arm in arms), verdict=judge(run.store, run_id))
+        verdict = judge(run.store, run_id, max_loss=evaluation.max_loss)
+        return replace(result, names=tuple(arm.name for arm in arms), verdict=verdict)
 
 
 def _calibration(config: PruneConfig, inputs: _Inputs) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from headscan.analysis.store.tables import EACH
-from headscan.analysis.store.verdict_limits import QUESTIONS_PER_TEXT
+from headscan.analysis.store.verdict_limits import MAX_LOSS, QUESTIONS_PER_TEXT
 from headscan.catalog import (
     CRITERIA,
     DAMAGE,
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from headscan.analysis.plans import HeadPlan
     from headscan.pipelines.evaluate.held_out_text import HeldOutText
     from headscan.pipelines.runs.model_identity import ModelIdentity
+
+#: Limits of the largest loss increase of a safe arm, in nats per token.
+LOSS_LIMITS = Limits(above=0, most=100)
 
 #: Prompt length that placement reserves memory for when tasks run. Longer prompts run alone, or fail.
 TASK_TOKENS = 2048
@@ -180,6 +183,7 @@ class EvaluateConfig:
         share_prefixes: Read common prefixes of prompts once. None does so, unless arms would then use different kernels
             in half precision, whose rounding differs.
         text: Ordinary text whose loss is measured; None omits it.
+        max_loss: Maximum increase of that loss of a safe arm, in nats per token.
 
     Raises:
         HarnessError: ``batch_tokens`` is out of range.
@@ -193,6 +197,7 @@ class EvaluateConfig:
         bool | None, Option("shared prompt prefixes computed once (default: yes, unless rounding would differ)")
     ] = None
     text: HeldOutText | None = None
+    max_loss: Annotated[float, LOSS_LIMITS] = MAX_LOSS
 
     def __post_init__(self) -> None:
         check_limits(self, HarnessError)
@@ -206,6 +211,15 @@ class EvaluateConfig:
         return max((TASK_TOKENS, *recall, *texts))
 
 
+#: Option of every verb that judges arms by the loss of text.
+MaxLoss = Annotated[
+    float,
+    Option(
+        "largest increase of the held-out loss of a safe arm, in nats per token",
+        above=LOSS_LIMITS.above,
+        most=LOSS_LIMITS.most,
+    ),
+]
 #: Option of every verb that ablates heads.
 ReplacementOption = Annotated[
     ReplacementKind,

@@ -19,11 +19,10 @@ from headscan.analysis.plans import HeadPlan, WindowShare, load_plan
 from headscan.analysis.report.write_report import write_report
 from headscan.analysis.store.output_files import write_text
 from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS
-from headscan.analysis.verdicts.metrics import Increase
+from headscan.analysis.verdicts.metrics import Increase, exceeds
 from headscan.analysis.verdicts.ordered_shares import (
     Outcome,
     ShareVerdict,
-    exceeds,
     judge_shares,
     read_losses,
 )

@@ -13,9 +13,10 @@ from headscan.analysis.report.answers import ABLATED_QUESTION, CACHE_QUESTION, R
 from headscan.analysis.report.saving_costs import CACHE, REMOVAL
 from headscan.analysis.store.output_files import write_text
 from headscan.analysis.store.verdict_limits import limits_words
-from headscan.analysis.verdicts.judge import TOO_FEW_QUESTIONS, Outcome
-from headscan.analysis.verdicts.metrics import Increase
-from headscan.analysis.verdicts.ordered_shares import TOO_FEW_TEXTS, ShareVerdict, exceeds, largest_safe
+from headscan.analysis.verdicts.decision import Outcome
+from headscan.analysis.verdicts.metrics import Increase, exceeds
+from headscan.analysis.verdicts.ordered_shares import ShareVerdict, largest_safe
+from headscan.analysis.verdicts.verdict_words import TOO_FEW_QUESTIONS, TOO_FEW_TEXTS
 from headscan.catalog import RECALL_FAMILIES, head_count
 from headscan.pipelines.runs.progress import time_text
 from headscan.pipelines.runs.text_tables import plain, text_table
@@ -114,7 +115,7 @@ def _numbers(share: ShareVerdict) -> str:
     parts = [f"loss {share.loss.numbers()} nats per token"] if share.loss is not None else []
     if share.accuracy is not None:
         parts.append(f"accuracy {share.accuracy.interval.words(1)} points on {share.accuracy.questions:,} questions")
-    parts += [f"{RECALL_FAMILIES[each.family].heading} {each.loss_left()}" for each in share.recall]
+    parts += [f"{RECALL_FAMILIES[each.family].heading} {each.numbers()}" for each in share.recall]
     return ", ".join(parts)
 
 
@@ -194,7 +195,7 @@ class StudyAnswer:
             for name, share in saving.tried:
                 verdict = judged.get(name)
                 paired = None if verdict is None else verdict.accuracy
-                recall = {} if verdict is None else {each.family: each.loss_left() for each in verdict.recall}
+                recall = {} if verdict is None else {each.family: each.numbers() for each in verdict.recall}
                 rows.append(
                     {
                         "arm": f"{saving.kind.name} {100 * share:.3g}%",

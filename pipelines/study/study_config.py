@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS
+from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS, MAX_LOSS
 from headscan.catalog import CRITERIA, DEFAULT_SINK, IMPORTANCES, RECALL_NAMES, SCORES
 from headscan.checkpoints.source_folder import portable_source
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, Count, Option, check_limits
 from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec
-from headscan.pipelines.settings.evaluation_settings import TaskConfig
+from headscan.pipelines.settings.evaluation_settings import MaxLoss, TaskConfig
 from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS
 from headscan.pipelines.settings.settings_file import build_settings, settings_file
 
@@ -102,9 +102,7 @@ class StudyConfig:
             multiple=4,
         ),
     ] = None
-    max_loss: Annotated[
-        float, Option("largest increase of the held-out loss, in nats per token", above=0, most=100)
-    ] = 0.05
+    max_loss: MaxLoss = MAX_LOSS
     judge: CorpusSpec | None = None
     search: Annotated[
         bool | None,

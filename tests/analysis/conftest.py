@@ -12,8 +12,22 @@ import pytest
 
 from headscan.analysis.store.records import ArmRecord, RunRecord, ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts import paired
 from headscan.catalog import PROFILES, STATISTICS
 from tests.stores import copy_store
+
+
+def compare(
+    baseline: np.ndarray,
+    arm: np.ndarray,
+    strata: np.ndarray | None = None,
+    texts: np.ndarray | None = None,
+    *,
+    resamples: int = 2000,
+) -> paired.PairedDifference:
+    """Compare answers to questions of tasks (strata) and texts."""
+    return paired.compare(baseline, arm, paired.Sampling(len(arm), strata, texts), resamples=resamples)
+
 
 SEQUENCES, LAYERS, HEADS, GROUP = 23, 3, 4, 2
 

@@ -26,9 +26,10 @@ from headscan.analysis.verdicts.confirmation import (
 )
 from headscan.analysis.verdicts.controls import SelectedRank
 from headscan.analysis.verdicts.judge import judge
-from headscan.analysis.verdicts.paired import Interval, PairedDifference, about, compare, retained
+from headscan.analysis.verdicts.paired import Interval, PairedDifference, about, retained
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict, for_comparisons, record_verdicts
 from headscan.catalog import SCORES
+from tests.analysis.conftest import compare
 from tests.analysis.sweep_fixtures import write_sweep
 from tests.stores import copy_store
 

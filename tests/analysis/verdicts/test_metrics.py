@@ -11,12 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from headscan.analysis.store.records import ArmRecord, RunRecord
+from headscan.analysis.store.records import ArmKind, ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.decision import Outcome
 from headscan.analysis.verdicts.head_effects import PairedOutcomes, read_baseline
-from headscan.analysis.verdicts.judge import Outcome, judge
-from headscan.analysis.verdicts.metrics import RATES, estimate_ratio, rate_increase
-from headscan.analysis.verdicts.ordered_shares import exceeds, judge_shares, read_losses
+from headscan.analysis.verdicts.judge import ArmVerdict, judge
+from headscan.analysis.verdicts.metrics import RATES, Increase, TaskMetric, estimate_ratio, exceeds, rate_increase
+from headscan.analysis.verdicts.ordered_shares import judge_shares, read_losses
 from headscan.errors import HeadscanError
 from tests.analysis.conftest import HEADS, LAYERS, answer_table
 
@@ -107,12 +108,18 @@ def test_intervals_cover_the_true_increase(documents: int) -> None:
 
 QUESTIONS = 1000
 RIGHT = np.tile([1, 1, 1, 0], QUESTIONS // 4)
-TOKENS = np.arange(100, 108)
+TOKENS = np.arange(100, 124)
 
 
-def write(store: Store, arms: dict[str, tuple[str, int, float, dict[str, Any]]], *, benchmark: bool) -> str:
+def write(
+    store: Store,
+    arms: dict[str, tuple[str, int, float, dict[str, Any]]],
+    *,
+    benchmark: bool,
+    texts: tuple[str, ...] = ("text",),
+) -> str:
     """Write arms: kind, number of lost answers, loss increase, and further fields."""
-    results = [("text", "loss"), ("text", "next_token_accuracy")]
+    results = [(task, metric) for task in texts for metric in ("loss", "next_token_accuracy")]
     with store.one_transaction():
         run_id = store.begin_run(RunRecord("evaluate", "e", "tiny", LAYERS, HEADS)).run_id
         for name, (kind, lost, increase, fields) in arms.items():
@@ -140,7 +147,9 @@ def write(store: Store, arms: dict[str, tuple[str, int, float, dict[str, Any]]],
                     for task, metric in results
                 ]
             )  # fmt: skip
-            table = pa.concat_tables([answers.cast(text.schema), text], promote_options="permissive")
+            place = text.column_names.index("task")
+            named = [text.set_column(place, "task", pa.array([task] * len(text))) for task in texts]
+            table = pa.concat_tables([answers.cast(text.schema), *named], promote_options="permissive")
             store.finish_arm(state.arm_id, table, results=rows, zeroed_share=fields.pop("zeroed", 0.0))
         store.finish_run(run_id)
     return run_id
@@ -161,7 +170,7 @@ def test_a_pruned_model_names_its_size_and_its_controls(tmp_path: Any) -> None:
         "without layers": pruned("layers_dropped", 34, 0.141, layers_dropped=2),
     }
     store = Store(tmp_path / "s.duckdb")
-    verdict = judge(store, write(store, arms, benchmark=True))
+    verdict = judge(store, write(store, arms, benchmark=True), max_loss=0.1)
     by_name = {arm.name: arm for arm in verdict.arms}
     arm = by_name["pruned 40%"]
     assert arm.is_safe
@@ -209,6 +218,62 @@ def test_an_infinite_loss_exceeds_every_limit(tmp_path: Path) -> None:
     assert not exceeds(losses["calm"], 0.1)
 
 
+def test_a_verdict_counts_the_loss_of_text_that_was_read(tmp_path: Path) -> None:
+    arms = {
+        "baseline": ("baseline", 0, 0.0, {}),
+        "infinite": pruned("pruned", 0, inf),
+        "above": pruned("pruned", 0, 3.0),
+        "across": pruned("pruned", 0, 0.049),
+        "within": pruned("pruned", 0, 0.02),
+        "both": pruned("pruned", 100, 3.0),
+    }
+    store = Store(tmp_path / "s.duckdb")
+    run_id = write(store, arms, benchmark=True)
+    found = {arm.name: arm for arm in judge(store, run_id).arms}
+    outcomes = [(arm.outcome, arm.is_safe, arm.label.partition(",")[0]) for arm in found.values()]
+    assert outcomes == [
+        (Outcome.LOSES, False, "loses"),
+        (Outcome.LOSES, False, "loses"),
+        (Outcome.NOT_SHOWN, False, "too few texts"),
+        (Outcome.SAFE, True, "safe"),
+        (Outcome.LOSES, False, "loses"),
+    ]
+    assert found["infinite"].why == "+inf nats per token (limit 0.05)"
+    assert "not removable: it raises the loss of text by +3.000" in found["above"].sentence()
+    assert "texts: the loss may rise by 0.05" in found["across"].why
+    assert "not shown to be removable: the loss may rise by 0.05" in found["across"].sentence()
+    assert found["both"].why == "+3.000 nats per token (limit 0.05) and accuracy (-10.0 points)"
+    looser = {arm.name: arm.outcome for arm in judge(store, run_id, max_loss=5.0).arms}
+    assert [name for name, outcome in looser.items() if outcome is Outcome.SAFE] == ["above", "across", "within"]
+
+
+def test_a_loss_that_cannot_be_compared_is_not_safe(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s.duckdb")
+    arms = {"baseline": ("baseline", 0, inf, {}), "arm": pruned("pruned", 0, 0.0)}
+    (arm,) = judge(store, write(store, arms, benchmark=True)).arms
+    assert arm.label == "not shown" and "cannot be compared" in arm.why
+
+
+def test_texts_share_the_level_of_their_losses(tmp_path: Path) -> None:
+    arms = {"baseline": ("baseline", 0, 0.0, {}), "arm": pruned("pruned", 0, 0.02)}
+    widths = []
+    for texts in (("text",), ("text", "code")):
+        store = Store(tmp_path / f"{len(texts)}.duckdb")
+        (arm,) = judge(store, write(store, arms, benchmark=True, texts=texts)).arms
+        loss = arm.value("loss")
+        assert loss is not None
+        widths.append(loss.high - loss.low)
+    assert widths[1] > 1.1 * widths[0]
+
+
+def test_bits_per_byte_that_are_infinite_lose() -> None:
+    bits = Increase("bits per byte", 20, inf, inf, inf)
+    arm = ArmVerdict(
+        name="a", kind=ArmKind.MASK, zeroed_share=0.1, metrics=(TaskMetric("wiki", "bits_per_byte", 1.0, inf, bits),)
+    )
+    assert "It raises the loss of text by +inf bits per byte" in arm.sentence()
+
+
 def test_an_infinite_loss_of_the_whole_model_is_refused(tmp_path: Path) -> None:
     store = Store(tmp_path / "s.duckdb")
     arms = {"baseline": ("baseline", 0, inf, {}), "arm": pruned("pruned", 0, inf)}
@@ -230,4 +295,4 @@ def test_without_right_answers_the_controls_are_compared_by_loss(tmp_path: Any) 
     (sentence,) = judge(store, write(store, arms, benchmark=False)).sentences()
     assert "no task has right answers to count" in sentence
     assert "Dropping 1 whole attention layer (0.0% of heads) with the same repair: loss +0.141" in sentence
-    assert "Random heads with the same repair: loss +0.3001 to +0.5001 nats per token" in sentence
+    assert "Random heads with the same repair: loss +0.3004 to +0.5004 nats per token" in sentence

@@ -12,17 +12,16 @@ from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS, LEAST_TEXTS
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, FinishedArm
 from headscan.analysis.verdicts.judge import arm_verdict
-from headscan.analysis.verdicts.metrics import RATES, Increase, rate_increase
+from headscan.analysis.verdicts.metrics import RATES, Increase, TaskMetric, enough_texts, exceeds, rate_increase
 from headscan.analysis.verdicts.ordered_shares import (
     Outcome,
     ShareVerdict,
-    enough_texts,
-    exceeds,
     largest_safe,
     share_verdict,
 )
-from headscan.analysis.verdicts.paired import PairedDifference, compare
+from headscan.analysis.verdicts.paired import PairedDifference
 from headscan.analysis.verdicts.verdict_rows import for_comparisons
+from tests.analysis.conftest import compare
 
 SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
 
@@ -41,7 +40,7 @@ def walk(rng: np.random.Generator, gained: np.ndarray, lost: np.ndarray, questio
         paired = compare(right.astype(float), arm.astype(float), resamples=200)
         of_arm = FinishedArm("a", f"arm {share}", ArmKind.MASK, None, None, share, share)
         outcome = arm_verdict(of_arm, for_comparisons({BENCHMARK: paired}, comparisons), comparisons=comparisons)
-        found.append(share_verdict(outcome, share, None))
+        found.append(share_verdict(outcome, share))
         if found[-1].outcome is not Outcome.SAFE:
             break
     best = largest_safe(found)
@@ -174,7 +173,8 @@ def test_the_texts_that_are_said_to_be_enough_are() -> None:
 
 def outcome(paired: PairedDifference, loss: Increase | None = None) -> ShareVerdict:
     arm = FinishedArm("a", "arm", ArmKind.MASK, None, None, 0.1, 0.1)
-    return share_verdict(arm_verdict(arm, {BENCHMARK: paired}), 0.1, loss, max_loss=0.05)
+    metrics = () if loss is None else (TaskMetric("text", "loss", None, None, loss),)
+    return share_verdict(arm_verdict(arm, {BENCHMARK: paired}, metrics=metrics, max_loss=0.05), 0.1)
 
 
 def nats(difference: float, low: float, high: float, texts: int = 64) -> Increase:

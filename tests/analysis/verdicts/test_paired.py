@@ -8,18 +8,18 @@ from scipy.stats import binom, binomtest, norm, t
 
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.verdict_limits import FEW_DIFFER, LEAST_QUESTIONS
+from headscan.analysis.verdicts import paired
 from headscan.analysis.verdicts.paired import (
     Interval,
     PairedDifference,
     Sampling,
-    _percentiles,
-    _resampled_interval,
-    _score_interval,
     about,
-    compare,
-    compare_sampled,
     enough_questions,
+    percentiles,
+    resampled_interval,
+    score_interval,
 )
+from tests.analysis.conftest import compare
 
 
 def test_a_number_that_is_rounded_to_zero_has_no_minus() -> None:
@@ -55,7 +55,7 @@ def test_few_differ_by_the_number_of_texts(both: int, single: int, few: bool) ->
     lost = np.concatenate([np.arange(1000) < both + single, np.arange(1000) < both])
     found = compare(np.ones(2000), 1.0 - lost, texts=np.tile(np.arange(1000), 2))
     assert (found.texts_differ, found.few_differ) == (both + single, few)
-    sampled = _resampled_interval(Sampling(2000, texts=np.tile(np.arange(1000), 2)).strata(-1.0 * lost), 2000)
+    sampled = resampled_interval(Sampling(2000, texts=np.tile(np.arange(1000), 2)).strata(-1.0 * lost), 2000)
     assert (found.low < 100 * sampled[0] - 1e-9) is few
 
 
@@ -129,8 +129,8 @@ def test_the_score_interval_of_few_that_differ_is_wilsons() -> None:
         found = compare(*_pair(both=400 - lost, lost=lost, gained=0, neither=0), resamples=10)
         wilson = binomtest(lost, 400).proportion_ci(0.95, method="wilson")
         assert found.low == pytest.approx(-100 * wilson.high)
-    low, high = _score_interval(gained=7, lost=2, questions=400)
-    assert _score_interval(gained=2, lost=7, questions=400) == pytest.approx((-high, -low))
+    low, high = score_interval(gained=7, lost=2, questions=400)
+    assert score_interval(gained=2, lost=7, questions=400) == pytest.approx((-high, -low))
     assert low < 5 / 400 < high
 
 
@@ -166,7 +166,7 @@ def test_texts_of_two_tasks_are_two_texts_and_may_differ_in_size() -> None:
 def test_the_same_answers_have_the_same_interval() -> None:
     pair = tuple(np.random.default_rng(0).random((2, 60)))  # partial credit: a grid of halves would hide other samples
     first = compare(*pair)
-    _percentiles.cache_clear()
+    percentiles.cache_clear()
     assert compare(*pair) == first
 
 
@@ -302,7 +302,7 @@ def test_the_interval_and_p_value_are_those_of_the_definition(case: str) -> None
     sampling = Sampling(len(tasks), tasks, texts)
     other = np.where(rng.random(len(tasks)) < 0.1, 1 - arm, arm)
     for answers in (arm, other, arm):
-        assert compare_sampled(baseline, answers, sampling) == compare(baseline, answers, tasks, texts)
+        assert paired.compare(baseline, answers, sampling) == compare(baseline, answers, tasks, texts)
 
 
 def test_the_p_value_is_that_of_the_binomial_test() -> None:
@@ -343,9 +343,9 @@ def test_texts_of_one_question_have_the_score_interval_of_questions() -> None:
         delta = rng.choice([-1, 0, 1], count, p=[changed / 2, 1 - changed, changed / 2])
         strata, texts = rng.integers(0, 3, count), rng.permutation(count)
         gained, lost = int((delta > 0).sum()), int((delta < 0).sum())
-        low, high, _ = _resampled_interval(Sampling(count, strata, texts).strata(delta.astype(float)), 200)
+        low, high, _ = resampled_interval(Sampling(count, strata, texts).strata(delta.astype(float)), 200)
         if gained + lost < FEW_DIFFER:
-            score = _score_interval(gained, lost, count)
+            score = score_interval(gained, lost, count)
             low, high = min(low, score[0]), max(high, score[1])
         found = compare(delta < 0, delta > 0, strata, texts, resamples=200)
         assert (found.low, found.high, found.texts) == (100 * low, 100 * high, count)

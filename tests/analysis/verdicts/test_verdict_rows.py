@@ -15,7 +15,7 @@ from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, Scope
-from headscan.analysis.verdicts.paired import PairedDifference, compare, retained
+from headscan.analysis.verdicts.paired import PairedDifference, retained
 from headscan.analysis.verdicts.verdict_rows import (
     compared_by_arm,
     least_visible_loss,
@@ -23,7 +23,7 @@ from headscan.analysis.verdicts.verdict_rows import (
     record_verdicts,
     task_verdicts,
 )
-from tests.analysis.conftest import answer_table
+from tests.analysis.conftest import answer_table, compare
 from tests.stores import copy_store
 
 Evaluate = Callable[..., tuple[Store, str]]

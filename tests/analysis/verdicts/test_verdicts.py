@@ -11,12 +11,13 @@ import pytest
 from headscan.analysis.errors import StoreError, VerdictError
 from headscan.analysis.store.records import ArmKind, ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdicts.judge import ArmVerdict, Outcome, judge
+from headscan.analysis.verdicts.decision import Outcome
+from headscan.analysis.verdicts.judge import ArmVerdict, judge
 from headscan.analysis.verdicts.ordered_shares import share_verdict
-from headscan.analysis.verdicts.paired import Interval, compare, retained
+from headscan.analysis.verdicts.paired import Interval, retained
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict, record_verdicts
 from headscan.pipelines.cli.results import arm_row, verdict_text
-from tests.analysis.conftest import answer_table
+from tests.analysis.conftest import answer_table, compare
 
 Evaluate = Callable[..., tuple[Store, str]]
 
@@ -346,7 +347,7 @@ def test_recall_that_was_not_asked_or_in_part_is_named(evaluate: Evaluate) -> No
     arms = {"baseline": ("baseline", same, 0.0, {}), "same": ("mask", same, 0.1, {})}
     (arm,) = judge(*evaluate(tasks, arms)).arms
     assert (arm.label, arm.recall_lost) == ("safe, needle unknown", "")
-    assert share_verdict(arm, 0.1, None).label == "safe, needle unknown"
+    assert share_verdict(arm, 0.1).label == "safe, needle unknown"
 
 
 def _perplexities(value: float) -> pa.Table:
@@ -445,14 +446,14 @@ def test_too_few_questions_are_named_only_if_more_could_settle_everything() -> N
     recall = RecallVerdict("needle", asked)
     arm = ArmVerdict(name="a", kind=ArmKind.MASK, zeroed_share=0.1, accuracy=accuracy, recall=(recall,))
     assert arm.why.startswith("may lose more than one point; needs about 332 needle questions")
-    assert [gap.questions for gap in arm.gaps()] == [None, 332]
+    assert [gap.needed for gap in arm.decision.gaps] == [None, 332]
     assert (arm.outcome, arm.too_few_questions, arm.label) == (Outcome.NOT_SHOWN, False, "not shown")
-    assert share_verdict(arm, 0.1, None).label == "not shown"
+    assert share_verdict(arm, 0.1).label == "not shown"
     kept = replace(arm, accuracy=compare(right, right))
     assert (kept.why, kept.label) == ("needs about 332 needle questions", "too few questions")
     few = replace(kept, accuracy=compare(right[:300], right[:300]))
-    assert [gap.questions for gap in few.gaps()] == [381, 332] and few.label == "too few questions"
-    assert replace(few, recall=(replace(recall, judging_share=0.75),)).gaps()[1].questions == 443
+    assert [gap.needed for gap in few.decision.gaps] == [381, 332] and few.label == "too few questions"
+    assert replace(few, recall=(replace(recall, judging_share=0.75),)).decision.gaps[1].needed == 443
     # More needles than an arm without loss needs, and still not shown to be kept.
     many = replace(recall, paired=replace(asked, questions=400, retained=Interval(85.0, 92.0, 99.0)))
     assert replace(few, recall=(many,)).label == "not shown"

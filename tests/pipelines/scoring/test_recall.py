@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from headscan.analysis.verdicts.judge import Outcome
+from headscan.analysis.verdicts.decision import Outcome
 from headscan.analysis.verdicts.metrics import Increase
 from headscan.analysis.verdicts.ordered_shares import ShareVerdict
 from headscan.analysis.verdicts.paired import Interval, PairedDifference

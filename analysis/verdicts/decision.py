@@ -1,0 +1,205 @@
+"""The rule of verdicts: what the results of an arm show, and what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple
+
+from headscan.analysis.errors import VerdictError
+from headscan.analysis.store.records import ArmKind
+from headscan.analysis.store.verdict_limits import MARGIN, MAX_LOSS
+from headscan.analysis.verdicts.controls import Controls, PrunedControls
+from headscan.analysis.verdicts.metrics import TaskMetric, enough_texts, exceeds, judged_losses
+from headscan.analysis.verdicts.paired import PairedDifference
+from headscan.analysis.verdicts.verdict_rows import RecallVerdict, TaskVerdict
+
+
+class Outcome(StrEnum):
+    """The verdict in one word. An arm is ``NOT_SHOWN`` if it is shown neither to be safe nor to lose: the questions
+    or texts are too few, the model itself is at chance on them, or the loss is about its limit. `ArmVerdict.why` says
+    which.
+    """
+
+    SAFE = "safe"
+    LOSES = "loses"
+    NOT_SHOWN = "not shown"
+
+
+class Measure(StrEnum):
+    """What a verdict counts. ``SINGLE_TASKS`` are lost where the accuracy on all questions is not."""
+
+    TEXT = "text"
+    ACCURACY = "accuracy"
+    SINGLE_TASKS = "single tasks"
+    RECALL = "recall"
+
+
+class Gap(NamedTuple):
+    """A measure without enough evidence.
+
+    Attributes:
+        needed: Number of questions, or of texts whose loss is measured, that would be enough; None if no number is
+            known to be.
+    """
+
+    measure: Measure
+    needed: int | None
+
+
+class Decision(NamedTuple):
+    """A verdict: what an arm is shown to lose, or the gaps of an arm that shows no loss."""
+
+    outcome: Outcome
+    losses: tuple[Measure, ...] = ()
+    gaps: tuple[Gap, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmResults:
+    """Results of one arm; `RecallVerdict` explains ``judging_share`` and ``comparisons``.
+
+    Attributes:
+        zeroed_share: Measured share of ablated or removed heads, 0 to 1.
+        share: Nominal share, 0 to 1.
+        selection: How the heads were selected, or the mode of a plan.
+        recall: Comparisons of the recall families; empty if no recall question was asked.
+        metrics: Metrics that are no accuracies, such as the loss of text.
+        weights_left: Share of the weights' bytes that a pruned model keeps; None for other arms.
+        cache_left: Share of the KV cache that a pruned model keeps; None for other arms, and if it cannot be sized.
+        pruned_controls: Random and layer-drop models of about the same size; empty for other arms.
+        replacement: What replaces the output of ablated heads; None for other arms.
+        accuracy: Comparison on all benchmark questions that have a right answer. None if there are none; then the arm
+            has results, but no verdict.
+        tasks: The same comparison for each task and group, clearest loss first.
+        controls: Random arms of the same size; None if there are none.
+        max_loss: Limit of the loss of text, in nats per token; without text it has no effect.
+    """
+
+    name: str
+    kind: ArmKind
+    zeroed_share: float | None
+    share: float | None = None
+    selection: str | None = None
+    recall: tuple[RecallVerdict, ...] = ()
+    metrics: tuple[TaskMetric, ...] = ()
+    weights_left: float | None = None
+    cache_left: float | None = None
+    pruned_controls: tuple[PrunedControls, ...] = ()
+    replacement: str | None = None
+    accuracy: PairedDifference | None = None
+    tasks: tuple[TaskVerdict, ...] = ()
+    controls: Controls | None = None
+    judging_share: float = 1.0
+    comparisons: int = 1
+    max_loss: float = MAX_LOSS
+
+    @property
+    def paired(self) -> PairedDifference:
+        """The comparison of accuracies of a judged arm.
+
+        Raises:
+            VerdictError: The arm has no verdict.
+        """
+        if self.accuracy is None:
+            raise VerdictError(f"no task of {self.name} has right answers, so it has no verdict. Choose other tasks")
+        return self.accuracy
+
+    @cached_property
+    def decision(self) -> Decision:
+        """The verdict on a judged arm."""
+        return decide(self)
+
+    @property
+    def judged_recall(self) -> tuple[RecallVerdict, ...]:
+        """Verdicts on the recall families that the baseline solves; the numbers of the others show nothing."""
+        return tuple(each for each in self.recall if each.informative)
+
+    @property
+    def recall_lost(self) -> str:
+        """Names of the recall families that the arm loses."""
+        return ", ".join(each.family for each in self.recall if each.failed)
+
+    @property
+    def open_recall(self) -> tuple[RecallVerdict, ...]:
+        """The recall families that are shown neither lost nor kept."""
+        return tuple(each for each in self.judged_recall if not (each.failed or each.kept))
+
+    @property
+    def recall_open(self) -> str:
+        """Names of the recall families that are shown neither lost nor kept."""
+        return ", ".join(each.family for each in self.open_recall)
+
+    @property
+    def unjudged_recall(self) -> str:
+        """Names of the recall families that these questions cannot judge, "recall" for all; empty if there is none."""
+        guessed = [each.family for each in self.recall if not each.informative]
+        return "recall" if len(guessed) == len(self.recall) else " and ".join(guessed)
+
+    @property
+    def text_losses(self) -> tuple[TaskMetric, ...]:
+        """Losses of text that are shown to exceed their limit."""
+        return tuple(each for each in judged_losses(self.metrics) if exceeds(each.increase, self.max_loss))
+
+    @property
+    def open_texts(self) -> dict[TaskMetric, int]:
+        """Losses of text that are not shown to be within their limit, with `enough_texts`; 0 if they are unknown."""
+        losses = judged_losses(self.metrics)
+        needed = {
+            each: 0
+            if each.increase is None
+            else enough_texts(each.increase, self.max_loss, len(losses) * self.comparisons)
+            for each in losses
+        }
+        return {each: number for each, number in needed.items() if number is not None}
+
+    @property
+    def keeps_accuracy(self) -> bool:
+        """True if the lower end is above -1 point, on enough questions, and no task is lost."""
+        return self.paired.low > -MARGIN and self.paired.can_show_loss and not self.tasks_lost
+
+    @property
+    def tasks_lost(self) -> tuple[TaskVerdict, ...]:
+        """Tasks that the arm loses, clearest loss first."""
+        return tuple(task for task in self.tasks if task.failed)
+
+    @property
+    def questions_needed(self) -> int:
+        """Number of questions that an arm without loss, with as many changed answers, needs; 0 if these are enough, or
+        show a drop that may exceed one point.
+        """
+        paired, needed = self.paired, self.paired.questions_needed(self.comparisons)
+        drops = paired.high < 0 and paired.low <= -MARGIN
+        return 0 if paired.questions >= needed or drops else round(needed / self.judging_share)
+
+
+def decide(arm: ArmResults) -> Decision:
+    """Return the verdict on an arm. It loses if any measure shows a loss, and is safe if all show that none exceeds its
+    limit: accuracy, the loss of text that was read, and the recall that the baseline has.
+    """
+    paired = arm.paired
+    shown = {
+        Measure.TEXT: bool(arm.text_losses),
+        Measure.ACCURACY: paired.shows_loss,
+        Measure.SINGLE_TASKS: bool(arm.tasks_lost) and not paired.shows_loss,
+        Measure.RECALL: bool(arm.recall_lost),
+    }
+    if losses := tuple(measure for measure, is_lost in shown.items() if is_lost):
+        return Decision(Outcome.LOSES, losses=losses)
+    gaps = []
+    if arm.open_texts:
+        gaps.append(Gap(Measure.TEXT, _all_needed(arm.open_texts.values(), max)))
+    if not paired.above_chance:
+        gaps.append(Gap(Measure.ACCURACY, None))
+    elif not arm.keeps_accuracy:
+        gaps.append(Gap(Measure.ACCURACY, arm.questions_needed or None))
+    if arm.open_recall:
+        gaps.append(Gap(Measure.RECALL, _all_needed([each.questions_needed for each in arm.open_recall], sum)))
+    return Decision(Outcome.NOT_SHOWN if gaps else Outcome.SAFE, gaps=tuple(gaps))
+
+
+def _all_needed(numbers: Collection[int], total: Callable[[Collection[int]], int]) -> int | None:
+    """Return the ``total`` of the numbers that measures need; None if no number is known for one of them."""
+    return total(numbers) if all(numbers) else None

@@ -1,0 +1,279 @@
+"""The wording of verdicts: labels, reasons and sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+
+from headscan.analysis.store.records import ArmKind
+from headscan.analysis.store.tables import BITS_PER_BYTE, LOSS
+from headscan.analysis.store.verdict_limits import LEAST_RETAINED, MARGIN
+from headscan.analysis.verdicts.controls import equal_size, loss_increase
+from headscan.analysis.verdicts.decision import ArmResults, Measure, Outcome
+from headscan.analysis.verdicts.metrics import RATES, Increase, metric_words
+from headscan.analysis.verdicts.paired import about
+from headscan.analysis.verdicts.verdict_rows import TaskVerdict, least_visible_loss
+
+#: The claim that an arm tests, by what replaces its heads; zero tests whether they are removable.
+CLAIMS = {"mean": "constant", "resample": "independent of the input"}
+#: What happens to its heads, in words.
+REPLACED = {"mean": "replaced by their means", "resample": "replaced by their outputs on other texts"}
+
+#: Label of an arm that is not shown to be safe, where a known number of questions could show it.
+TOO_FEW_QUESTIONS = "too few questions"
+#: The same where a known number of texts, whose loss is measured, is needed, with or without more questions.
+TOO_FEW_TEXTS = "too few texts"
+
+#: Maximum number of lost tasks in a sentence; the store has all of them.
+_MOST_NAMED = 3
+
+
+def label(arm: ArmResults) -> str:
+    """Return the verdict as a table shows it."""
+    outcome, gaps = arm.decision.outcome, arm.decision.gaps
+    if outcome is Outcome.NOT_SHOWN and all(gap.needed is not None for gap in gaps):
+        return TOO_FEW_TEXTS if any(gap.measure is Measure.TEXT for gap in gaps) else TOO_FEW_QUESTIONS
+    unknown = arm.unjudged_recall if outcome is Outcome.SAFE else ""
+    return f"{outcome}, {unknown} unknown" if unknown else str(outcome)
+
+
+def why(arm: ArmResults) -> str:
+    """Return losses, or missing evidence, in a few words; empty if the arm is safe and its recall is known."""
+    if losses := arm.decision.losses:
+        return " and ".join(_loss(arm, measure) for measure in losses)
+    return "; ".join(filter(None, [*(_gap(arm, gap.measure) for gap in arm.decision.gaps), recall_unknown(arm)]))
+
+
+def _loss(arm: ArmResults, measure: Measure) -> str:
+    """Return a loss with its numbers."""
+    match measure:
+        case Measure.TEXT:
+            increases = (each.increase for each in arm.text_losses)
+            return " and ".join(loss_words(each, arm.max_loss) for each in increases if each is not None)
+        case Measure.ACCURACY:
+            return f"accuracy ({arm.paired.difference:+.1f} points)"
+        case Measure.SINGLE_TASKS:
+            return f"accuracy in {arm.tasks_lost[0].task}"
+        case Measure.RECALL:
+            return " and ".join(each.loss_words() for each in arm.recall if each.failed)
+
+
+def _loss_clause(arm: ArmResults, measure: Measure) -> str:
+    """Return a loss in words that follow "it"."""
+    match measure:
+        case Measure.TEXT:
+            rises = " and ".join(each.increase.words() for each in arm.text_losses if each.increase is not None)
+            return f"raises the loss of text by {rises}"
+        case Measure.ACCURACY:
+            return "loses more than one point of accuracy"
+        case Measure.SINGLE_TASKS:
+            return f"loses more than one point in {_names(arm.tasks_lost)}"
+        case Measure.RECALL:
+            return f"loses recall ({arm.recall_lost})"
+
+
+def _gap(arm: ArmResults, measure: Measure) -> str:
+    """Return missing evidence in a few words; at chance, those on accuracy say enough."""
+    if measure is Measure.TEXT:
+        return "; ".join(
+            f"needs about {about(needed)} texts: {_text_gap(arm, each.increase, needed)}"
+            if needed
+            else _text_gap(arm, each.increase, needed)
+            for each, needed in arm.open_texts.items()
+        )
+    if measure is Measure.ACCURACY:
+        if not arm.paired.above_chance:
+            return "the model itself is at or near chance on these questions"
+        needed = arm.questions_needed
+        return f"needs about {about(needed)} questions" if needed else "may lose more than one point"
+    if not arm.paired.above_chance:
+        return ""
+    return "; ".join(
+        f"needs about {each.questions_needed:,} {each.family} questions"
+        if each.questions_needed
+        else f"may lose {each.family} (keeps {each.share_words()})"
+        for each in arm.open_recall
+    )
+
+
+def _gap_clause(arm: ArmResults, measure: Measure) -> str:
+    """Return missing evidence in words that follow "not shown to be removable"."""
+    if measure is Measure.TEXT:
+        return " and ".join(
+            _text_gap(arm, each.increase, needed) + (f"; about {about(needed)} texts are needed" if needed else "")
+            for each, needed in arm.open_texts.items()
+        )
+    if measure is Measure.ACCURACY:
+        return _accuracy_gap(arm)
+    needed_words = "".join(
+        f"; about {each.questions_needed:,} {each.family} questions are needed"
+        for each in arm.open_recall
+        if each.questions_needed
+    )
+    return f"recall is not shown to be kept ({arm.recall_open}{needed_words})"
+
+
+def _accuracy_gap(arm: ArmResults) -> str:
+    paired = arm.paired
+    if paired.above_chance:
+        return _questions_words(arm) or "its loss may be more than one point"
+    if paired.chance is None:
+        return "the model itself answers too few questions right to lose any"
+    return (
+        f"the model itself is at or near chance ({paired.baseline:.1f} % right, {paired.chance:.1f} % by guessing), so"
+        " these questions show nothing"
+    )
+
+
+def _text_gap(arm: ArmResults, loss: Increase | None, needed: int) -> str:
+    """Return why a loss is not shown to be within its limit; ``needed`` is `enough_texts`."""
+    if loss is None:
+        return "the loss of text cannot be compared with that of the model itself"
+    limit = arm.max_loss
+    if needed and (loss.high <= limit or not isfinite(loss.high)):
+        of = f"{loss.documents:,} text{'s' * (loss.documents != 1)}"
+        return f"{of} cannot show that the loss rises by at most {limit:g} nats per token"
+    found = f"the loss may rise by {loss.high:.3g} nats per token (limit {limit:g})"
+    if needed:
+        return found
+    return f"{found}, and more texts do not help: the estimate itself is {loss.difference:+.3g}"
+
+
+def loss_words(loss: Increase, max_loss: float) -> str:
+    """Return a loss increase that exceeds its limit."""
+    limit = f" (limit {max_loss:g})" if loss.unit == RATES[LOSS].unit else ""
+    return f"{loss.difference:+.3f} {loss.unit}{limit}"
+
+
+def recall_unknown(arm: ArmResults) -> str:
+    """Return what of recall these questions cannot judge, and why; empty if they judge every family."""
+    if not arm.unjudged_recall:
+        return ""
+    several = len(arm.recall) - len(arm.judged_recall) > 1
+    why = f"the model itself does not solve {'these tasks' if several else 'this task'}"
+    return f"{arm.unjudged_recall} is unknown: {why if arm.recall else 'it was not asked'}"
+
+
+def other_metrics(arm: ArmResults) -> list[str]:
+    """Return measures in words, without the loss that `ArmVerdict.value` returns."""
+    loss = loss_increase(arm.metrics)
+    shown = {each.task for each in arm.metrics if loss is not None and each.increase is loss}
+    metrics = [each for each in arm.metrics if not (each.task in shown and each.metric in (LOSS, BITS_PER_BYTE))]
+    return metric_words(metrics)
+
+
+def sentence(arm: ArmResults) -> str:
+    """Return the verdict on the arm with its numbers."""
+    return f"{arm.name}{_size(arm)}: {'. '.join(filter(None, _parts(arm)))}."
+
+
+def _size(arm: ArmResults) -> str:
+    """Return the share of heads in brackets; empty if it is unknown."""
+    if arm.kind.shrinks_cache:
+        return "" if arm.share is None else f" ({arm.share:.1%} of KV heads keep less)"
+    if arm.zeroed_share is None or arm.kind is ArmKind.MODEL:
+        return ""
+    if not arm.kind.is_pruned:
+        return f" ({arm.zeroed_share:.1%} of heads {REPLACED.get(arm.replacement or '', 'ablated')})"
+    left = [
+        f"{share:.1%} of the {name}"
+        for name, share in (("weights", arm.weights_left), ("KV cache", arm.cache_left))
+        if share is not None
+    ]
+    remain = f"; {' and '.join(left)} remain" if left else ""
+    return f" ({arm.zeroed_share:.1%} of heads removed{remain})"
+
+
+def _parts(arm: ArmResults) -> list[str]:
+    """Return the sentences after the arm's name; empty ones are skipped."""
+    metrics = metric_words(arm.metrics)
+    controls = [each.words() for each in arm.pruned_controls]
+    if arm.accuracy is None:
+        shown = [Measure.TEXT] * bool(arm.text_losses) + [Measure.RECALL] * bool(arm.recall_lost)
+        lost = f"It {' and '.join(_loss_clause(arm, measure) for measure in shown)}" if shown else ""
+        return ["no task has right answers to count", *metrics, lost, _recall_words(arm), *controls]
+    p = arm.accuracy
+    return [
+        _conclusion(arm),
+        f"Accuracy {p.arm:.2f} % against {p.baseline:.2f} % on {p.questions} questions:"
+        f" {p.interval.words(unit=' points')}, p = {p.p_value:.3g}",
+        *metrics,
+        _worst_task(arm),
+        _tasks_at_chance(arm),
+        _recall_words(arm),
+        _control_words(arm),
+        *controls,
+    ]
+
+
+def _recall_words(arm: ArmResults) -> str:
+    if not arm.recall:
+        return "Recall was not tested"
+    if not arm.judged_recall:
+        return "Recall cannot be judged: the baseline fails the recall tasks"
+    left = ", ".join(each.words() for each in arm.judged_recall)
+    return (
+        f"Recall left, where 100 % is what the whole model does beyond guessing: {left}"
+        f" (95 % intervals; kept if at least {LEAST_RETAINED:.0f} % is shown to be left, and no loss of more than"
+        f" {MARGIN:.0f} point of the answers is shown)"
+    )
+
+
+def _control_words(arm: ArmResults) -> str:
+    if arm.kind is ArmKind.MODEL:
+        return ""
+    if arm.controls is None:
+        return f"No random control with {equal_size(arm.kind)}"
+    return arm.controls.sentence(arm.kind, arm.zeroed_share)
+
+
+def _conclusion(arm: ArmResults) -> str:
+    word = CLAIMS.get(arm.replacement or "", arm.kind.passing_word)
+    decision = arm.decision
+    if decision.losses:
+        return f"not {word}: it {' and '.join(_loss_clause(arm, measure) for measure in decision.losses)}"
+    if decision.gaps:
+        return f"not shown to be {word}: {' and '.join(_gap_clause(arm, gap.measure) for gap in decision.gaps)}"
+    inactive = ": the heads are inactive" if arm.replacement == "zero" else ""
+    unknown = f"; {arm.unjudged_recall} is unknown" if arm.unjudged_recall else ""
+    return f"{word} within one point{inactive}{unknown}"
+
+
+def _questions_words(arm: ArmResults) -> str:
+    """Return the number of questions that an arm without loss needs; empty if they are enough."""
+    if not arm.questions_needed:
+        return ""
+    paired, half = arm.paired, " in a sweep, where half of them judge" if arm.judging_share < 1 else ""
+    changed = 100 * (paired.gained + paired.lost) / paired.questions
+    return (
+        f"not enough questions ({paired.questions:,}): an arm that loses nothing and changes {changed:.1f} % of the"
+        f" answers needs about {about(arm.questions_needed)}{half}"
+    )
+
+
+def _worst_task(arm: ArmResults) -> str:
+    """Return the sentence on the worst task; empty with one task."""
+    if len(arm.tasks) < 2:
+        return ""
+    smallest = min(arm.tasks, key=lambda task: task.paired.texts).paired
+    visible = least_visible_loss(smallest, len(arm.tasks))
+    return (
+        f"Worst of {len(arm.tasks)} tasks and groups, with an interval widened for their number:"
+        f" {arm.tasks[0].points()}; the smallest, of {smallest.questions:,} questions, shows losses from about"
+        f" {visible:.0f} points"
+    )
+
+
+def _tasks_at_chance(arm: ArmResults) -> str:
+    """Return the sentence on tasks at chance, which show nothing; empty with one task."""
+    guessed = [task for task in arm.tasks if not task.paired.above_chance]
+    if len(arm.tasks) < 2 or not guessed:
+        return ""
+    return f"The model itself is at or near chance in {_names(guessed)}, so these show nothing"
+
+
+def _names(tasks: Sequence[TaskVerdict]) -> str:
+    """Return the names of the first tasks and the number of others."""
+    more = len(tasks) - _MOST_NAMED
+    others = f" and {more} other task{'s' * (more > 1)}" if more > 0 else ""
+    return ", ".join(task.task for task in tasks[:_MOST_NAMED]) + others
