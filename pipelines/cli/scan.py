@@ -7,7 +7,8 @@ from functools import partial
 from typing import Annotated, ClassVar
 
 from headscan.options import Group
-from headscan.pipelines.cli.corpus_verb import CorpusVerb
+from headscan.pipelines.cli.corpus_verb import CorpusVerb, run_result
+from headscan.pipelines.cli.results import Result
 from headscan.pipelines.settings.measure_settings import ScanConfig
 
 
@@ -29,7 +30,7 @@ class Scan(CorpusVerb):
 
     settings: Annotated[partial[ScanConfig], Group("statistics")]
 
-    def run(self) -> None:
+    def run(self) -> Result:
         from headscan.pipelines import job_functions
 
-        self.run_measurement(self.settings, job_functions.scan)
+        return run_result(self.run_measurement(self.settings, job_functions.scan), self.store.path)
