@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.options import Group
 from headscan.pipelines.cli.results import Json, Result
-from headscan.pipelines.cli.verb_base import CorpusOptions, RunVerb, say
+from headscan.pipelines.cli.verb_base import CorpusOptions, RunVerb
+from headscan.pipelines.runs.text_tables import say
 from headscan.pipelines.settings.measure_settings import GatesConfig
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from headscan.pipelines.cli.corpus_verb import CorpusVerb, LimitedCorpusOptions,
 from headscan.pipelines.cli.option_parser import UsageError
 from headscan.pipelines.cli.results import Result
 from headscan.pipelines.cli.task_options import NO_DATA
-from headscan.pipelines.cli.verb_base import quiet_libraries, say
+from headscan.pipelines.cli.verb_base import quiet_libraries
+from headscan.pipelines.runs.text_tables import say
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.measure_settings import ImportanceConfig
 

@@ -21,7 +21,8 @@ from headscan.pipelines.cli.task_options import (
     WholeModelVerb,
     labelled_config,
 )
-from headscan.pipelines.cli.verb_base import quiet_libraries, say
+from headscan.pipelines.cli.verb_base import quiet_libraries
+from headscan.pipelines.runs.text_tables import say
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.evaluation_settings import DEFAULT_CRITERIA, SITE_CRITERIA, Comparison
 from headscan.pipelines.settings.saving_settings import REPAIRS

@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar
 from headscan.options import Group, Needs, Option
 from headscan.pipelines.cli.option_parser import UsageError, with_flags
 from headscan.pipelines.cli.results import Json, Result
-from headscan.pipelines.cli.verb_base import DEMO_CORPUS, Devices, OptionalModelVerb, quiet_libraries, say
+from headscan.pipelines.cli.verb_base import DEMO_CORPUS, Devices, OptionalModelVerb, quiet_libraries
+from headscan.pipelines.runs.text_tables import say
 from headscan.pipelines.settings.evaluation_settings import ResumeAnyway, TaskConfig
 from headscan.pipelines.study.study_config import StudyConfig, read_study, study_from
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
@@ -17,7 +16,7 @@ from headscan.errors import ModelLoadError
 from headscan.model_spec import ModelSpec
 from headscan.options import LOCK_TIMEOUT, LONGEST_WAIT, Group, Needs, Option
 from headscan.pipelines.cli.option_parser import UsageError, with_flags
-from headscan.pipelines.runs.text_tables import printable_lines
+from headscan.pipelines.runs.text_tables import say
 from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec
 from headscan.pipelines.settings.evaluation_settings import ResumeAnyway
 
@@ -36,11 +35,6 @@ _MODEL = Option(
     flag="MODEL",
     parse=check_folder,
 )
-
-
-def say(line: str) -> None:
-    """Print a line to standard error; standard output is for results."""
-    print(printable_lines(line), file=sys.stderr, flush=True)
 
 
 def say_run(run: Mapping[str, Any]) -> None:
