@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from headscan.options import Group, Option
+from headscan.pipelines.cli.option_parser import Given
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import DEMO_CORPUS, OTHER_CORPORA, CorpusOptions, RunVerb
 from headscan.pipelines.runs.text_tables import say
@@ -38,7 +38,7 @@ class SequenceOptions:
     max_tokens: Annotated[
         int | None, Option("maximum sequence length (default: the model's context, at most 2048)", least=1)
     ] = None
-    plan: Annotated[partial[TokenPlan], Group()]
+    plan: Annotated[Given[TokenPlan], Group()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +49,14 @@ class CorpusVerb(RunVerb):
     corpus: Annotated[LimitedCorpusOptions, Group("corpus")]
     tokens: Annotated[SequenceOptions, Group("sequences")]
 
-    def run_measurement(self, config_of: Callable[..., C], job: Callable[..., CorpusRunResult]) -> CorpusRunResult:
+    def run_measurement(self, settings: Given[C], job: Callable[..., CorpusRunResult]) -> CorpusRunResult:
         """Measure the corpus with a job, and print the counts."""
         from headscan.pipelines.settings.corpus_settings import longest_text
 
         corpus = self.corpus.required(self, limit_documents=self.corpus.limit_documents)
         spec, identity = self.identified()
-        tokens = self.tokens.plan(longest_text(identity, self.tokens.max_tokens))
-        config = config_of(model=spec, corpus=corpus, tokens=tokens)
+        tokens = self.tokens.plan.build(longest_text(identity, self.tokens.max_tokens))
+        config = settings.build(model=spec, corpus=corpus, tokens=tokens)
         result = job(config, self.store.path, **self.job_options(identity))
         for line in () if result.report is None else result.report.lines():
             say(line)

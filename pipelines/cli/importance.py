@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.options import Group
 from headscan.pipelines.cli.corpus_verb import CorpusVerb, LimitedCorpusOptions, SequenceOptions, run_result
-from headscan.pipelines.cli.option_parser import UsageError
+from headscan.pipelines.cli.option_parser import Given, UsageError
 from headscan.pipelines.cli.results import Result
 from headscan.pipelines.cli.task_options import NO_DATA
 from headscan.pipelines.cli.verb_base import quiet_libraries
@@ -42,7 +41,7 @@ class Importance(CorpusVerb):
     corpus: Annotated[LimitedCorpusOptions, Group("corpus", needs=(NO_DATA,))]
     tokens: Annotated[SequenceOptions, Group("sequences", needs=(replace(NO_DATA, of=("plan",)),))]
     data: Annotated[DataSpec | None, Group("labelled examples")]
-    settings: Annotated[partial[ImportanceConfig], Group("loss", needs=(replace(NO_DATA, of=("recall_prompts",)),))]
+    settings: Annotated[Given[ImportanceConfig], Group("loss", needs=(replace(NO_DATA, of=("recall_prompts",)),))]
 
     def __post_init__(self) -> None:
         if not (self.data or self.corpus.name or self.is_demo):
@@ -83,7 +82,7 @@ class Importance(CorpusVerb):
         from headscan.pipelines.settings.measure_settings import LabelledImportanceConfig
 
         quiet_libraries()
-        config = LabelledImportanceConfig(self.spec(), data, self.tokens.max_tokens, **self.settings.keywords)
+        config = LabelledImportanceConfig(self.spec(), data, self.tokens.max_tokens, **self.settings.values)
         result = job_functions.labelled_importance(config, self.store.path, **self.job_options())
         if result.report is not None:
             say(f"{result.report.sequences} examples")
