@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from headscan.cluster.placement_base import format_bytes
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import Given
 from headscan.pipelines.cli.results import Json, Result
@@ -84,8 +85,8 @@ def _text(comparison: GenerationComparison, *, no_gain: bool) -> str:
 
 def _costs(name: str, generated: Generated) -> str:
     step = "-" if generated.token_seconds is None else f"{1000 * generated.token_seconds:.1f} ms per token"
-    peak = "" if generated.peak_bytes is None else f", peak memory {generated.peak_bytes / 2**20:,.0f} MiB"
+    peak = "" if generated.peak_bytes is None else f", peak memory {format_bytes(generated.peak_bytes)}"
     return (
-        f"{name:<11}{generated.cache_bytes / 2**20:,.2f} MiB of KV cache, {generated.prefill_seconds:.2f} s to the"
+        f"{name:<11}{format_bytes(generated.cache_bytes)} of KV cache, {generated.prefill_seconds:.2f} s to the"
         f" first token, {step}{peak}"
     )
