@@ -201,10 +201,7 @@ def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptio
 
 
 def plan(
-    config: PlanConfig,
-    store: str | Path | None,
-    budget: BudgetRequest | LossLimit,
-    **options: Unpack[JobOptions],
+    config: PlanConfig, store: str | Path | None, budget: BudgetRequest | LossLimit, **options: Unpack[JobOptions]
 ) -> HeadPlan:
     """Measure the damage of a window on each KV head, and make a plan.
 

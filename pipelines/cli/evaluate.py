@@ -12,11 +12,7 @@ from headscan.pipelines.cli.option_parser import Given
 from headscan.pipelines.cli.results import Result, arm_row, verdict_text
 from headscan.pipelines.cli.task_options import DemoSize, TaskVerb, evaluation_of, replacement_config
 from headscan.pipelines.cli.verb_base import quiet_libraries
-from headscan.pipelines.settings.evaluation_settings import (
-    COMMON_SCORE,
-    ChosenArms,
-    ReplacementOption,
-)
+from headscan.pipelines.settings.evaluation_settings import COMMON_SCORE, ChosenArms, ReplacementOption
 
 _DEMO = DemoSize(questions=400, recall=200, sequences=0)
 
@@ -96,7 +92,5 @@ class Evaluate(TaskVerb):
             verdict_text(verdict.outcomes.values()),
         ]
         return Result(
-            [arm_row(arm) for arm in verdict.outcomes.values()],
-            lambda: "\n\n".join(filter(None, parts)),
-            facts,
+            [arm_row(arm) for arm in verdict.outcomes.values()], lambda: "\n\n".join(filter(None, parts)), facts
         )

@@ -33,8 +33,7 @@ class Study(OptionalModelVerb):
     )
 
     config_file: Annotated[
-        str | None,
-        Option("YAML or JSON file of settings; options replace them", flag="--config-file --config"),
+        str | None, Option("YAML or JSON file of settings; options replace them", flag="--config-file --config")
     ] = None
     corpus: Annotated[str | None, Option("file, folder, hub data set or built-in corpus")] = None
     judge: Annotated[str | None, Option("another corpus that judges (default: a part of the corpus)")] = None

@@ -14,12 +14,7 @@ from headscan.pipelines.cli.option_parser import Given, UsageError
 from headscan.pipelines.cli.results import Json
 from headscan.pipelines.cli.verb_base import CORPORA, CorpusOptions, ModelVerb, RunVerb, quiet_libraries
 from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec, LabelledMetric
-from headscan.pipelines.settings.evaluation_settings import (
-    EvaluateConfig,
-    RecallPlan,
-    ReplacementConfig,
-    TaskConfig,
-)
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, RecallPlan, ReplacementConfig, TaskConfig
 from headscan.pipelines.settings.saving_settings import TextConfig
 
 if TYPE_CHECKING:
