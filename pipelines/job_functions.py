@@ -1,7 +1,7 @@
 """Jobs that run a model: each function opens the store and the pool for its settings, and calls ``run_VERB``.
 
-`headscan.pipelines.jobs` exports them with all settings and results. Each imports its run when it is called, so that a
-verb loads its own alone.
+`headscan.pipelines.jobs` exports them with all settings and results, and names the error that all raise. Each imports
+its run when it is called, so that a verb loads its own alone.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from headscan.cluster.placement_base import PlacementError, PlacementRequest, Ti
 from headscan.options import BATCH_TOKENS, LOCK_TIMEOUT, LONGEST_WAIT, Limits, check_limits
 from headscan.pipelines.runs.model_identity import ModelIdentity, identify
 from headscan.pipelines.runs.run_context import ModelContext, ModelOpener, Run, S
+from headscan.pipelines.runs.text_tables import say
 from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, ChosenArms
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class JobOptions(TypedDict, total=False):
         resume_anyway: Resume although software, device or the model's code changed; the store records both versions.
         lock_timeout: Seconds to wait while another process has the store open.
         identity: Names and hashes of the model, if they are known; None reads its files.
-        say: Function that receives lines for the user; the default prints them.
+        say: Function that receives lines for the user; the default prints them to standard error.
     """
 
     devices: PlacementRequest | None
@@ -87,9 +88,6 @@ def scan(config: ScanConfig, store: str | Path, **options: Unpack[JobOptions]) -
     Args:
         store: DuckDB file; a missing one is created.
         options: See `JobOptions`.
-
-    Raises:
-        HeadscanError: A setting, a file or the model does not fit; shards stored before stay.
     """
     from headscan.pipelines.measure.run_scan import run_scan
 
@@ -98,11 +96,7 @@ def scan(config: ScanConfig, store: str | Path, **options: Unpack[JobOptions]) -
 
 
 def importance(config: ImportanceConfig, store: str | Path, **options: Unpack[JobOptions]) -> CorpusRunResult:
-    """Measure the importance of every head on a corpus, and on recall prompts if ``config`` asks for some.
-
-    Raises:
-        HeadscanError: A setting, a file or the model does not fit; shards stored before stay.
-    """
+    """Measure the importance of every head on a corpus, and on recall prompts if ``config`` asks for some."""
     from headscan.pipelines.measure.run_importance import run_importance
 
     with _opened(_checked(options), config.model, config.tokens.max_tokens, config, store) as (sized, run):
@@ -110,11 +104,7 @@ def importance(config: ImportanceConfig, store: str | Path, **options: Unpack[Jo
 
 
 def probe(config: ProbeConfig, store: str | Path, **options: Unpack[JobOptions]) -> ProbeResult:
-    """Score every head on each behaviour, and store the scores.
-
-    Raises:
-        HeadscanError: A setting does not fit, such as lengths beyond the model's context.
-    """
+    """Score every head on each behaviour, and store the scores."""
     from headscan.pipelines.measure.run_probe import run_probe
 
     with _opened(_checked(options), config.model, max(config.settings.lengths), config, store) as (sized, run):
@@ -122,11 +112,7 @@ def probe(config: ProbeConfig, store: str | Path, **options: Unpack[JobOptions])
 
 
 def gates(config: GatesConfig, store: str | Path, **options: Unpack[JobOptions]) -> GatesResult:
-    """Fit gates on the heads of a frozen model, and store them and the mask of the closed heads.
-
-    Raises:
-        HeadscanError: A setting, a file or the model does not fit; the same call again continues the fit.
-    """
+    """Fit gates on the heads of a frozen model, and store them and the mask of the closed heads."""
     from headscan.pipelines.measure.run_gates import run_gates
 
     with _opened(_checked(options), config.model, config.max_tokens, config.fit, store) as (sized, run):
@@ -134,11 +120,7 @@ def gates(config: GatesConfig, store: str | Path, **options: Unpack[JobOptions])
 
 
 def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions]) -> AblateResult:
-    """Measure the effect of every head, ablated alone, on tasks or on the loss of texts.
-
-    Raises:
-        HeadscanError: A setting, a file or the model does not fit; answers stored before stay.
-    """
+    """Measure the effect of every head, ablated alone, on tasks or on the loss of texts."""
     from headscan.pipelines.ablate.single_heads import run_ablate
 
     evaluation = config.evaluation
@@ -151,11 +133,7 @@ def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions
 def labelled_importance(
     config: LabelledImportanceConfig, store: str | Path, **options: Unpack[JobOptions]
 ) -> CorpusRunResult:
-    """Measure the importance of every head of a classifier or an encoder-decoder on labelled examples.
-
-    Raises:
-        HeadscanError: A setting, a file or the model does not fit; shards stored before stay.
-    """
+    """Measure the importance of every head of a classifier or an encoder-decoder on labelled examples."""
     from headscan.pipelines.measure.run_importance import run_labelled_importance
 
     with _on_examples(config, store, options) as (sized, texts, run):
@@ -163,11 +141,7 @@ def labelled_importance(
 
 
 def labelled_ablate(config: LabelledAblateConfig, store: str | Path, **options: Unpack[JobOptions]) -> AblateResult:
-    """Measure the effect of every head, ablated alone, on labelled examples.
-
-    Raises:
-        HeadscanError: A setting, a file or the model does not fit; answers stored before stay.
-    """
+    """Measure the effect of every head, ablated alone, on labelled examples."""
     from headscan.pipelines.ablate.labelled_arms import run_labelled_ablate
 
     with _on_examples(config.judging, store, options) as (sized, texts, run):
@@ -175,11 +149,7 @@ def labelled_ablate(config: LabelledAblateConfig, store: str | Path, **options: 
 
 
 def labelled_referee(config: SiteRefereeConfig, store: str | Path, **options: Unpack[JobOptions]) -> SiteRefereeResult:
-    """Ablate heads of every site by every criterion, and measure the metric of labelled examples.
-
-    Raises:
-        HeadscanError: A setting, a file or the model does not fit; answers stored before stay.
-    """
+    """Ablate heads of every site by every criterion, and measure the metric of labelled examples."""
     from headscan.pipelines.referee.site_referee import run_labelled_referee
 
     with _on_examples(config.judging, store, options) as (sized, texts, run):
@@ -195,9 +165,6 @@ def evaluate(
         arms: Arms next to the baseline, such as ``[mask_arm([(3, 5)])]``, or how to choose them, such as
             ``ChosenArms(score="output_norm_ln", rule=True, controls=19)`` by a scan in the store. Without any, only the
             baseline answers, and the verdict has no arms.
-
-    Raises:
-        HeadscanError: A setting, a file or the model does not fit; answers stored before stay.
     """
     from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen, judge_evaluation, run_evaluation
     from headscan.pipelines.scoring.arms import BASELINE
@@ -217,9 +184,6 @@ def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions])
 
     The best of many arms looks better than it is. So the result has the best rule and the best mask, judged on the
     questions that did not select them, in addition to the verdict on all arms and all questions.
-
-    Raises:
-        HeadscanError: A setting, a file or the model does not fit; answers stored before stay.
     """
     from headscan.pipelines.evaluate.run_sweep import run_sweep
 
@@ -231,11 +195,7 @@ def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions])
 
 
 def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptions]) -> Verdict:
-    """Ablate or remove heads by every criterion of ``config.compared``, and judge all choices.
-
-    Raises:
-        HeadscanError: A setting, a file or the model does not fit; choices and answers stored before stay.
-    """
+    """Ablate or remove heads by every criterion of ``config.compared``, and judge all choices."""
     from headscan.analysis.verdicts.judge import judge
     from headscan.pipelines.referee.run_referee import run_referee
 
@@ -248,10 +208,7 @@ def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptio
 
 
 def plan(
-    config: PlanConfig,
-    store: str | Path | None,
-    budget: BudgetRequest | LossLimit,
-    **options: Unpack[JobOptions],
+    config: PlanConfig, store: str | Path | None, budget: BudgetRequest | LossLimit, **options: Unpack[JobOptions]
 ) -> HeadPlan:
     """Measure the damage of a window on each KV head, and make a plan.
 
@@ -317,7 +274,6 @@ def study(config: StudyConfig, **options: Unpack[JobOptions]) -> StudyAnswer:
 
     Raises:
         StudyError: A setting is out of range, or the folder holds a study with other settings.
-        HeadscanError: A step fails; what was stored before stays.
     """
     from headscan.pipelines.study.run_study import run_study
 
@@ -353,7 +309,7 @@ class _Options:
     resume_anyway: bool = False
     lock_timeout: Annotated[float, Limits(least=0, most=LONGEST_WAIT)] = LOCK_TIMEOUT
     identity: ModelIdentity | None = None
-    say: Callable[[str], None] = print
+    say: Callable[[str], None] = say
 
     def __post_init__(self) -> None:
         check_limits(self, PlacementError)

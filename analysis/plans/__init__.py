@@ -5,103 +5,51 @@ plan (`head_plan`), which is made of `plan_records`. `pattern_files` reads and w
 `layer_windows` plans that hold one window per layer, for serving engines.
 """
 
-from headscan.analysis.plans.allocate import (
-    STORE_METHODS,
-    allocate,
-    make_plan,
-    random_plan,
-    store_scores,
-)
-from headscan.analysis.plans.head_plan import (
-    HeadPlan,
-    check_model,
-    load_plan,
-    plan_schema,
-    planned_bytes,
-    planned_layer_bytes,
-)
-from headscan.analysis.plans.keep_scores import (
-    KeepScores,
-    by_layer,
-    damage_scores,
-    imported_scores,
-    own_budget,
-    random_scores,
-)
-from headscan.analysis.plans.layer_windows import CacheWindows, SlidingLayers, cache_windows, sliding_layers
-from headscan.analysis.plans.pattern_files import TABLE_FILES, HeadPattern, read_pattern, write_pattern
-from headscan.analysis.plans.plan_budgets import (
-    BUDGET_LENGTHS,
-    Budget,
-    BudgetRequest,
-    KVBytes,
-    LengthBudget,
-    WindowHeads,
-    WindowShare,
-    budget_lengths,
-)
-from headscan.analysis.plans.plan_records import (
-    DamageCalibration,
-    DamageTexts,
-    Evidence,
-    Granularity,
-    HeadClass,
-    HeadDamage,
-    PlanError,
-    PlanMethod,
-    PlannedHead,
-    PlannedModel,
-    PlanSource,
-    planned_model,
-)
-from headscan.analysis.plans.scan_scores import distant_mass_scores, retrieval_scores
-
-__all__ = [
-    "BUDGET_LENGTHS",
-    "STORE_METHODS",
-    "TABLE_FILES",
-    "Budget",
-    "BudgetRequest",
-    "CacheWindows",
-    "DamageCalibration",
-    "DamageTexts",
-    "Evidence",
-    "Granularity",
-    "HeadClass",
-    "HeadDamage",
-    "HeadPattern",
-    "HeadPlan",
-    "KVBytes",
-    "KeepScores",
-    "LengthBudget",
-    "PlanError",
-    "PlanMethod",
-    "PlanSource",
-    "PlannedHead",
-    "PlannedModel",
-    "SlidingLayers",
-    "WindowHeads",
-    "WindowShare",
-    "allocate",
-    "budget_lengths",
-    "by_layer",
-    "cache_windows",
-    "check_model",
-    "damage_scores",
-    "distant_mass_scores",
-    "imported_scores",
-    "load_plan",
-    "make_plan",
-    "own_budget",
-    "plan_schema",
-    "planned_bytes",
-    "planned_layer_bytes",
-    "planned_model",
-    "random_plan",
-    "random_scores",
-    "read_pattern",
-    "retrieval_scores",
-    "sliding_layers",
-    "store_scores",
-    "write_pattern",
-]
+# Names imported `as` themselves are public: type checkers let others import these alone from here.
+from headscan.analysis.plans.allocate import STORE_METHODS as STORE_METHODS
+from headscan.analysis.plans.allocate import allocate as allocate
+from headscan.analysis.plans.allocate import make_plan as make_plan
+from headscan.analysis.plans.allocate import random_plan as random_plan
+from headscan.analysis.plans.allocate import store_scores as store_scores
+from headscan.analysis.plans.head_plan import HeadPlan as HeadPlan
+from headscan.analysis.plans.head_plan import check_model as check_model
+from headscan.analysis.plans.head_plan import load_plan as load_plan
+from headscan.analysis.plans.head_plan import plan_schema as plan_schema
+from headscan.analysis.plans.head_plan import planned_bytes as planned_bytes
+from headscan.analysis.plans.head_plan import planned_layer_bytes as planned_layer_bytes
+from headscan.analysis.plans.keep_scores import KeepScores as KeepScores
+from headscan.analysis.plans.keep_scores import by_layer as by_layer
+from headscan.analysis.plans.keep_scores import damage_scores as damage_scores
+from headscan.analysis.plans.keep_scores import imported_scores as imported_scores
+from headscan.analysis.plans.keep_scores import own_budget as own_budget
+from headscan.analysis.plans.keep_scores import random_scores as random_scores
+from headscan.analysis.plans.layer_windows import CacheWindows as CacheWindows
+from headscan.analysis.plans.layer_windows import SlidingLayers as SlidingLayers
+from headscan.analysis.plans.layer_windows import cache_windows as cache_windows
+from headscan.analysis.plans.layer_windows import sliding_layers as sliding_layers
+from headscan.analysis.plans.pattern_files import TABLE_FILES as TABLE_FILES
+from headscan.analysis.plans.pattern_files import HeadPattern as HeadPattern
+from headscan.analysis.plans.pattern_files import read_pattern as read_pattern
+from headscan.analysis.plans.pattern_files import write_pattern as write_pattern
+from headscan.analysis.plans.plan_budgets import BUDGET_LENGTHS as BUDGET_LENGTHS
+from headscan.analysis.plans.plan_budgets import Budget as Budget
+from headscan.analysis.plans.plan_budgets import BudgetRequest as BudgetRequest
+from headscan.analysis.plans.plan_budgets import KVBytes as KVBytes
+from headscan.analysis.plans.plan_budgets import LengthBudget as LengthBudget
+from headscan.analysis.plans.plan_budgets import WindowHeads as WindowHeads
+from headscan.analysis.plans.plan_budgets import WindowShare as WindowShare
+from headscan.analysis.plans.plan_budgets import budget_lengths as budget_lengths
+from headscan.analysis.plans.plan_records import DamageCalibration as DamageCalibration
+from headscan.analysis.plans.plan_records import DamageTexts as DamageTexts
+from headscan.analysis.plans.plan_records import Evidence as Evidence
+from headscan.analysis.plans.plan_records import Granularity as Granularity
+from headscan.analysis.plans.plan_records import HeadClass as HeadClass
+from headscan.analysis.plans.plan_records import HeadDamage as HeadDamage
+from headscan.analysis.plans.plan_records import PlanError as PlanError
+from headscan.analysis.plans.plan_records import PlanMethod as PlanMethod
+from headscan.analysis.plans.plan_records import PlannedHead as PlannedHead
+from headscan.analysis.plans.plan_records import PlannedModel as PlannedModel
+from headscan.analysis.plans.plan_records import PlanSource as PlanSource
+from headscan.analysis.plans.plan_records import planned_model as planned_model
+from headscan.analysis.plans.scan_scores import distant_mass_scores as distant_mass_scores
+from headscan.analysis.plans.scan_scores import retrieval_scores as retrieval_scores

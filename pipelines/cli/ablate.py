@@ -5,13 +5,12 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from headscan.analysis.store.tables import ALL_BUT_ONE, EACH
 from headscan.options import Group, Needs, Option
-from headscan.pipelines.cli.option_parser import UsageError, changed
+from headscan.pipelines.cli.option_parser import Given, UsageError, changed
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.task_options import (
     NO_DATA,
@@ -65,7 +64,7 @@ class _Texts(CorpusOptions):
             needs=(_REPLACED,),
         ),
     ] = None
-    loss: Annotated[partial[LossTexts], Group(needs=(_NO_TASKS,))]
+    loss: Annotated[Given[LossTexts], Group(needs=(_NO_TASKS,))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +101,7 @@ class Ablate(RunVerb):
         from headscan.pipelines import job_functions
         from headscan.pipelines.settings.evaluation_settings import AblateConfig
 
-        texts = None if self.tasks.names else self.texts.loss(corpus=self.texts.required(self))
+        texts = None if self.tasks.names else self.texts.loss.build(corpus=self.texts.required(self))
         quiet_libraries()
         spec = self.full_precision()
         with tempfile.TemporaryDirectory() as scratch:
@@ -126,7 +125,7 @@ class Ablate(RunVerb):
         from headscan.pipelines import job_functions
         from headscan.pipelines.ablate.labelled_arms import LabelledAblateConfig
 
-        judging = labelled_config(self, data, self.metric, self.texts.loss.keywords.get("max_tokens"))
+        judging = labelled_config(self, data, self.metric, self.texts.loss.values.get("max_tokens"))
         config = LabelledAblateConfig(judging, self.heads.modes)
         result = job_functions.labelled_ablate(config, self.store.path, **self.job_options())
         return effects_result(result.run_id, self.store.path, result.effects)

@@ -10,7 +10,8 @@ from headscan.catalog import SCORES
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError
 from headscan.pipelines.cli.results import Json, Result
-from headscan.pipelines.cli.verb_base import StoreVerb, say
+from headscan.pipelines.cli.verb_base import StoreVerb
+from headscan.pipelines.runs.text_tables import say
 from headscan.pipelines.settings.measure_settings import Site
 
 if TYPE_CHECKING:

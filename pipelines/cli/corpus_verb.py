@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from headscan.options import Group, Option
-from headscan.pipelines.cli.verb_base import DEMO_CORPUS, OTHER_CORPORA, CorpusOptions, RunVerb, say
+from headscan.pipelines.cli.option_parser import Given
+from headscan.pipelines.cli.results import Json, Result
+from headscan.pipelines.cli.verb_base import DEMO_CORPUS, OTHER_CORPORA, CorpusOptions, RunVerb
+from headscan.pipelines.runs.text_tables import say
 from headscan.pipelines.settings.corpus_settings import TokenPlan
 from headscan.pipelines.settings.measure_settings import CorpusRunConfig
 
 if TYPE_CHECKING:
-    from headscan.pipelines.corpora import CorpusReport
     from headscan.pipelines.measure.run_corpus import CorpusRunResult
 
 C = TypeVar("C", bound=CorpusRunConfig)
@@ -37,38 +38,47 @@ class SequenceOptions:
     max_tokens: Annotated[
         int | None, Option("maximum sequence length (default: the model's context, at most 2048)", least=1)
     ] = None
-    plan: Annotated[partial[TokenPlan], Group()]
+    plan: Annotated[Given[TokenPlan], Group()]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusVerb(RunVerb):
     """A verb that measures the sequences of a corpus."""
 
+    json: Json = False
     corpus: Annotated[LimitedCorpusOptions, Group("corpus")]
     tokens: Annotated[SequenceOptions, Group("sequences")]
 
-    def run_measurement(self, config_of: Callable[..., C], job: Callable[..., CorpusRunResult]) -> str:
-        """Measure the corpus with a job, print the counts, and return the id of the run."""
+    def run_measurement(self, settings: Given[C], job: Callable[..., CorpusRunResult]) -> CorpusRunResult:
+        """Measure the corpus with a job, and print the counts."""
         from headscan.pipelines.settings.corpus_settings import longest_text
 
         corpus = self.corpus.required(self, limit_documents=self.corpus.limit_documents)
         spec, identity = self.identified()
-        tokens = self.tokens.plan(longest_text(identity, self.tokens.max_tokens))
-        config = config_of(model=spec, corpus=corpus, tokens=tokens)
+        tokens = self.tokens.plan.build(longest_text(identity, self.tokens.max_tokens))
+        config = settings.build(model=spec, corpus=corpus, tokens=tokens)
         result = job(config, self.store.path, **self.job_options(identity))
-        title = f"run {result.run_id}" if result.part is None else f"part {result.part} of run {result.run_id}"
+        for line in () if result.report is None else result.report.lines():
+            say(line)
+        if result.report is not None and tokens.attention_across_documents:
+            say("documents share sequences (--mode pack): queries attended across documents")
+        return result
+
+
+def run_result(result: CorpusRunResult, path: str) -> Result:
+    """Return what a job measured, as one row, and the run in the store at ``path``."""
+    part = None if result.part is None else str(result.part)
+
+    def text() -> str:
+        title = f"run {result.run_id}" if part is None else f"part {part} of run {result.run_id}"
         if result.already_done:
-            print(f"{title} is complete in {self.store.path}: nothing to do")
-            return result.run_id
-        if result.report is not None:
-            _say_counts(tokens, result.report)
-        done = f"{result.measured} shards measured, {result.skipped} stored before"
-        print(f"{title}: {done}, in {self.store.path}")
-        return result.run_id
+            return f"{title} is complete in {path}: nothing to do"
+        return f"{title}: {result.measured} shards measured, {result.skipped} stored before, in {path}"
 
-
-def _say_counts(tokens: TokenPlan, report: CorpusReport) -> None:
-    for line in report.lines():
-        say(line)
-    if tokens.attention_across_documents:
-        say("documents share sequences (--mode pack): queries attended across documents")
+    row = {"run_id": result.run_id, "already_done": result.already_done, "measured": result.measured}
+    report = None if result.report is None else asdict(result.report)
+    return Result(
+        [row | {"skipped": result.skipped, "report": report, "part": part}],
+        text,
+        {"run_id": result.run_id, "store": path},
+    )

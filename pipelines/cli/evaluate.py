@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from headscan.options import Group, Option
+from headscan.pipelines.cli.option_parser import Given
 from headscan.pipelines.cli.results import Result, arm_row, verdict_text
 from headscan.pipelines.cli.task_options import DemoSize, TaskVerb, evaluation_of, replacement_config
 from headscan.pipelines.cli.verb_base import quiet_libraries
-from headscan.pipelines.settings.evaluation_settings import (
-    COMMON_SCORE,
-    ChosenArms,
-    ReplacementOption,
-)
+from headscan.pipelines.settings.evaluation_settings import COMMON_SCORE, ChosenArms, ReplacementOption
 
 _DEMO = DemoSize(questions=400, recall=200, sequences=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ArmOptions:
-    settings: Annotated[partial[ChosenArms], Group()]
+    settings: Annotated[Given[ChosenArms], Group()]
     plans: Annotated[
         tuple[str, ...],
         Option(
@@ -37,10 +33,10 @@ class _ArmOptions:
 
     def chosen(self, **others: Any) -> ChosenArms:
         """Return the arms; ``others`` are settings without an option."""
-        given = self.settings.keywords
+        given = self.settings.values
         if "share" in given or given.get("rule") or given.get("run_id"):
             others = {"score": COMMON_SCORE} | given | others
-        return self.settings(**others)
+        return self.settings.build(**others)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +92,5 @@ class Evaluate(TaskVerb):
             verdict_text(verdict.outcomes.values()),
         ]
         return Result(
-            [arm_row(arm) for arm in verdict.outcomes.values()],
-            lambda: "\n\n".join(filter(None, parts)),
-            facts,
+            [arm_row(arm) for arm in verdict.outcomes.values()], lambda: "\n\n".join(filter(None, parts)), facts
         )

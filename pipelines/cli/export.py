@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from headscan.checkpoints.source_folder import check_folder
 from headscan.model_spec import ModelSpec
 from headscan.options import Group, Option
-from headscan.pipelines.cli.option_parser import check_used
+from headscan.pipelines.cli.option_parser import Given, check_used
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import StoreOptions, StoreVerb, quiet_libraries
 from headscan.pipelines.export.formats import EXPORT_FORMATS, OF_MODEL, OF_STORE, ExportConfig, run_export
@@ -52,9 +51,9 @@ class Export(StoreVerb):
             only=OF_MODEL,
         ),
     ] = None
-    settings: Annotated[partial[ExportConfig], Group()]
+    settings: Annotated[Given[ExportConfig], Group()]
     json: Json = False
-    loading: Annotated[partial[ModelSpec], Group("model", OF_MODEL)]
+    loading: Annotated[Given[ModelSpec], Group("model", OF_MODEL)]
     store: Annotated[StoreOptions, Group(only=OF_STORE)]
 
     def __post_init__(self) -> None:
@@ -70,7 +69,7 @@ class Export(StoreVerb):
         return Result([*done.sizes, *done.rows], lambda: "\n".join(lines), done.facts)
 
     def _config(self) -> ExportConfig:
-        return self.settings(self.format, model=None if self.model is None else self.loading(self.model))
+        return self.settings.build(self.format, model=None if self.model is None else self.loading.build(self.model))
 
 
 def _size_lines(sizes: Sequence[HeldSize]) -> list[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.options import Group
+from headscan.pipelines.cli.option_parser import Given
 from headscan.pipelines.cli.results import Json, Result
-from headscan.pipelines.cli.verb_base import CorpusOptions, RunVerb, say
+from headscan.pipelines.cli.verb_base import CorpusOptions, RunVerb
+from headscan.pipelines.runs.text_tables import say
 from headscan.pipelines.settings.measure_settings import GatesConfig
 
 if TYPE_CHECKING:
@@ -32,14 +33,14 @@ class Gates(RunVerb):
 
     json: Json = False
     corpus: Annotated[CorpusOptions, Group("texts")]
-    settings: Annotated[partial[GatesConfig], Group("fit")]
+    settings: Annotated[Given[GatesConfig], Group("fit")]
 
     def run(self) -> Result:
         from headscan.pipelines import job_functions
 
         corpus = self.corpus.required(self)
         spec, identity = self.identified()
-        config = self.settings(model=spec, corpus=corpus)
+        config = self.settings.build(model=spec, corpus=corpus)
         config = replace(config, max_tokens=min(config.max_tokens, identity.max_tokens or config.max_tokens))
         result = job_functions.gates(config, self.store.path, **self.job_options(identity))
         if result.already_done:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from headscan.cluster.placement_base import format_bytes
 from headscan.options import Group, Option
+from headscan.pipelines.cli.option_parser import Given
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import Devices, ModelVerb
 from headscan.pipelines.settings.saving_settings import GenerateConfig
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 class _Text:
     plan: Annotated[str, Option("file of the plan")] = "head_plan.json"
     prompt_file: Annotated[str, Option("text file with the prompt", metavar="FILE")]
-    settings: Annotated[partial[GenerateConfig], Group()]
+    settings: Annotated[Given[GenerateConfig], Group()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class Generate(ModelVerb):
         from headscan.pipelines.kv.plan_arms import narrowest_window
 
         spec, identity = self.identified()
-        config = self.text.settings(model=spec, plan=plan, prompt=text)
+        config = self.text.settings.build(model=spec, plan=plan, prompt=text)
         found = job_functions.generate(config, **self.devices.job_options(identity, type(self)))
         rows = [{"cache": name, **asdict(one)} for name, one in _both(found).items()]
         facts = {name: getattr(found, name) for name in ("prompt_tokens", "first_difference")}
@@ -84,8 +85,8 @@ def _text(comparison: GenerationComparison, *, no_gain: bool) -> str:
 
 def _costs(name: str, generated: Generated) -> str:
     step = "-" if generated.token_seconds is None else f"{1000 * generated.token_seconds:.1f} ms per token"
-    peak = "" if generated.peak_bytes is None else f", peak memory {generated.peak_bytes / 2**20:,.0f} MiB"
+    peak = "" if generated.peak_bytes is None else f", peak memory {format_bytes(generated.peak_bytes)}"
     return (
-        f"{name:<11}{generated.cache_bytes / 2**20:,.2f} MiB of KV cache, {generated.prefill_seconds:.2f} s to the"
+        f"{name:<11}{format_bytes(generated.cache_bytes)} of KV cache, {generated.prefill_seconds:.2f} s to the"
         f" first token, {step}{peak}"
     )

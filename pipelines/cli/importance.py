@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Annotated, ClassVar
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.options import Group
-from headscan.pipelines.cli.corpus_verb import CorpusVerb, LimitedCorpusOptions, SequenceOptions
-from headscan.pipelines.cli.option_parser import UsageError
+from headscan.pipelines.cli.corpus_verb import CorpusVerb, LimitedCorpusOptions, SequenceOptions, run_result
+from headscan.pipelines.cli.option_parser import Given, UsageError
+from headscan.pipelines.cli.results import Result
 from headscan.pipelines.cli.task_options import NO_DATA
 from headscan.pipelines.cli.verb_base import quiet_libraries
+from headscan.pipelines.runs.text_tables import say
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.measure_settings import ImportanceConfig
+
+if TYPE_CHECKING:
+    from headscan.pipelines.measure.run_corpus import CorpusRunResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,24 +41,34 @@ class Importance(CorpusVerb):
     corpus: Annotated[LimitedCorpusOptions, Group("corpus", needs=(NO_DATA,))]
     tokens: Annotated[SequenceOptions, Group("sequences", needs=(replace(NO_DATA, of=("plan",)),))]
     data: Annotated[DataSpec | None, Group("labelled examples")]
-    settings: Annotated[partial[ImportanceConfig], Group("loss", needs=(replace(NO_DATA, of=("recall_prompts",)),))]
+    settings: Annotated[Given[ImportanceConfig], Group("loss", needs=(replace(NO_DATA, of=("recall_prompts",)),))]
 
     def __post_init__(self) -> None:
         if not (self.data or self.corpus.name or self.is_demo):
             raise UsageError("--corpus or --data is required: name a text, or a file of labelled examples")
 
-    def run(self) -> None:
+    def run(self) -> Result:
         from headscan.analysis.heads.head_ranking import halves_agreement
 
-        run_id = self._on_corpus() if self.data is None else self._on_examples(self.data)
-        store = self.store.open()
-        sites = store.query("SELECT DISTINCT site FROM head_importance WHERE run_id = ? ORDER BY site", [run_id])
-        for site in sites["site"].to_pylist():
-            for name in ("importance", "sequence_importance", "importance_recall"):
-                if (agreement := halves_agreement(store, run_id, name, site=site)) is not None:
-                    print(f"{name}, site {site}: {agreement.line()}")
+        measured = self._on_corpus() if self.data is None else self._on_examples(self.data)
+        result, store = run_result(measured, self.store.path), self.store.open()
+        found = store.query(
+            "SELECT DISTINCT site FROM head_importance WHERE run_id = ? ORDER BY site", [measured.run_id]
+        )
+        halves = [
+            (name, site, agreement)
+            for site in found["site"].to_pylist()
+            for name in ("importance", "sequence_importance", "importance_recall")
+            if (agreement := halves_agreement(store, measured.run_id, name, site=site)) is not None
+        ]
 
-    def _on_corpus(self) -> str:
+        def text() -> str:
+            return "\n".join([result.text(), *(f"{name}, site {site}: {each.line()}" for name, site, each in halves)])
+
+        rows = [{"by": name, "site": site, **asdict(each)} for name, site, each in halves]
+        return replace(result, text=text, facts={**result.facts, "halves": rows})
+
+    def _on_corpus(self) -> CorpusRunResult:
         from headscan.models.model_facts import is_classifier
         from headscan.pipelines import job_functions
 
@@ -63,18 +77,13 @@ class Importance(CorpusVerb):
             raise UsageError(f"{self.model} is a classifier, and text has no labels. Give --data")
         return self.run_measurement(self.settings, job_functions.importance)
 
-    def _on_examples(self, data: DataSpec) -> str:
+    def _on_examples(self, data: DataSpec) -> CorpusRunResult:
         from headscan.pipelines import job_functions
         from headscan.pipelines.settings.measure_settings import LabelledImportanceConfig
 
         quiet_libraries()
-        config = LabelledImportanceConfig(self.spec(), data, self.tokens.max_tokens, **self.settings.keywords)
+        config = LabelledImportanceConfig(self.spec(), data, self.tokens.max_tokens, **self.settings.values)
         result = job_functions.labelled_importance(config, self.store.path, **self.job_options())
-        if result.report is None:
-            print(f"run {result.run_id} is complete in {self.store.path}: nothing to do")
-            return result.run_id
-        print(
-            f"run {result.run_id}: {result.report.sequences} examples, {result.measured} shards measured,"
-            f" {result.skipped} stored before, in {self.store.path}"
-        )
-        return result.run_id
+        if result.report is not None:
+            say(f"{result.report.sequences} examples")
+        return result

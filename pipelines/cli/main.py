@@ -13,13 +13,7 @@ from typing import Any
 
 from headscan.cluster.devices import share_cores
 from headscan.errors import HeadscanError
-from headscan.pipelines.cli.option_parser import (
-    Parser,
-    UsageError,
-    add_options,
-    read_settings,
-    with_flags,
-)
+from headscan.pipelines.cli.option_parser import Parser, UsageError, add_options, read_settings, with_flags
 from headscan.pipelines.runs.text_tables import printable
 
 #: The verbs by group, in the order in which a user needs them. A verb is a file of this folder and its class.

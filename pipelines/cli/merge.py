@@ -7,7 +7,8 @@ from typing import Annotated
 
 from headscan.options import Option
 from headscan.pipelines.cli.results import Json, Result
-from headscan.pipelines.cli.verb_base import StoreOptions, say
+from headscan.pipelines.cli.verb_base import StoreOptions
+from headscan.pipelines.runs.text_tables import say
 
 
 @dataclass(frozen=True, kw_only=True)

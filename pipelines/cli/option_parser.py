@@ -11,7 +11,7 @@ options, fields with a `Group` are settings classes whose options are shown toge
         \"\"\"
 
         limit: Annotated[int, Option("number of texts", least=1)] = 500
-        tokens: Annotated[partial[TokenPlan], Group("sequences")]
+        tokens: Annotated[Given[TokenPlan], Group("sequences")]
 
         def run(self) -> Result: ...
 
@@ -20,8 +20,8 @@ stand in a file, too (`--config-file`).
 
 `headscan.pipelines.cli.main` lists the verbs. `int`, `float`, `str`, `bool`, a `Literal`, a tuple of these and each of
 them `| None` are read from text; an `Option` narrows the values or has a function of its own. A field
-``Annotated[partial[TaskConfig], Group()]`` shows the options of `TaskConfig`. Its value is a `partial` that holds the
-given options; the verb calls it with the remaining fields to get the `TaskConfig`. `__post_init__` raises `UsageError`
+``Annotated[Given[TaskConfig], Group()]`` shows the options of `TaskConfig`. Its value holds the given options; the verb
+calls `Given.build` with the remaining fields to get the `TaskConfig`. `__post_init__` raises `UsageError`
 if options do not go together; `changed` names those that are given, and `check_used` refuses those that a method does
 not use (``only``). An option that has an effect only with, or only without, another one declares that (``needs``), and
 `read_settings` refuses it elsewhere.
@@ -32,17 +32,29 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
-from functools import cache, partial
-from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin
+from functools import cache
+from typing import Annotated, Any, Generic, NoReturn, TypeVar, get_args, get_origin
 
 from headscan.errors import HeadscanError, unknown_name
 from headscan.options import Group, Needs, Option, field_hint, field_type, without_none
 from headscan.pipelines.settings.settings_file import settings_file
 
 S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class Given(Generic[S]):
+    """The options of settings of class ``cls`` that a command line gives, by field. The verb adds the other fields."""
+
+    cls: type[S]
+    values: dict[str, Any]
+
+    def build(self, *first: Any, **others: Any) -> S:
+        """Return the settings; ``first`` are their first fields, and ``others`` replace given options."""
+        return self.cls(*first, **{**self.values, **others})
 
 
 class UsageError(HeadscanError):
@@ -98,61 +110,6 @@ class ValueProblemError(HeadscanError):
     """A text that is no value of an option."""
 
 
-def text_type(option: Option, kind: type, *, many: bool) -> Callable[[str], Any]:
-    """Return the function that reads a text as an int, float or str; ``many`` are separated by commas."""
-    parse_one = _one(option, kind)
-    if not many or option.repeated:
-        return parse_one
-    if kind is str and option.names is None and option.parse is None:
-        return _words
-    return lambda text: _several(option, parse_one, text)
-
-
-def _one(option: Option, kind: type) -> Callable[[str], Any]:
-    if option.parse is not None:
-        return option.parse
-    if kind in (int, float):
-        return lambda text: _number(option, kind, text)
-    if option.names is not None:
-        return lambda text: _name(option, text)
-    return str
-
-
-def _number(option: Option, kind: type, text: str) -> int | float:
-    try:
-        value: int | float = kind(text)
-    except ValueError:
-        raise ValueProblemError(f"{text!r} is not a {'whole ' * (kind is int)}number") from None
-    if kind is int and option.most is None:
-        option = replace(option, most=_MOST)
-    if broken := option.problem(value):
-        raise ValueProblemError(f"{text} (limit {broken[0]}). {broken[1]} it")
-    return value
-
-
-def _name(option: Option, text: str) -> str:
-    known = tuple(option.names or ())
-    if text not in known:
-        raise unknown_name(option.kind, text, known)
-    return text
-
-
-def _several(option: Option, parse_one: Callable[[str], Any], text: str) -> tuple[Any, ...]:
-    """Return comma-separated values, and names once each. A word of the option's sets stands for several values."""
-    if option.sets is not None and text in option.sets:
-        return option.sets[text]
-    values = tuple(parse_one(part.strip()) for part in text.split(","))
-    return tuple(dict.fromkeys(values)) if option.names is not None else values
-
-
-def _words(text: str) -> tuple[str, ...]:
-    """Return comma-separated names that only a library can check; at least one."""
-    names = tuple(part.strip() for part in text.split(",") if part.strip())
-    if not names:
-        raise ValueProblemError(f"{text!r} names nothing: give at least one name")
-    return names
-
-
 def operations(text: str) -> float:
     """Return operations per second, such as 400T or 4e14."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?(?:[eE]\+?\d{1,2})?)([GTP]?)(?:FLOP/?[sS]|FLOPS)?", text.strip())
@@ -201,7 +158,42 @@ class BoundOption:
         return ".".join(self.path)
 
     def read(self, text: str) -> Any:
-        return text_type(self.option, self.kind, many=self.many)(text)
+        """Return the value of a text: one, or several that are separated by commas, names once each. A word of the
+        option's sets stands for several values.
+        """
+        option = self.option
+        if not self.many or option.repeated:
+            return self._read_one(text)
+        if option.sets is not None and text in option.sets:
+            return option.sets[text]
+        parts = [part.strip() for part in text.split(",")]
+        if self.kind is str and option.names is None and option.parse is None:
+            # Only a library can check these names.
+            parts = [part for part in parts if part]
+            if not parts:
+                raise ValueProblemError(f"{text!r} names nothing: give at least one name")
+        values = tuple(map(self._read_one, parts))
+        return values if option.names is None else tuple(dict.fromkeys(values))
+
+    def _read_one(self, text: str) -> Any:
+        option = self.option
+        if option.parse is not None:
+            return option.parse(text)
+        if self.kind in (int, float):
+            return self._number(text)
+        if option.names is not None and text not in (known := tuple(option.names)):
+            raise unknown_name(option.kind, text, known)
+        return text
+
+    def _number(self, text: str) -> int | float:
+        try:
+            value: int | float = self.kind(text)
+        except ValueError:
+            raise ValueProblemError(f"{text!r} is not a {'whole ' * (self.kind is int)}number") from None
+        without_most = self.kind is int and self.option.most is None
+        if broken := (replace(self.option, most=_MOST) if without_most else self.option).problem(value):
+            raise ValueProblemError(f"{text} (limit {broken[0]}). {broken[1]} it")
+        return value
 
     def plain(self, value: Any) -> Any:
         """Return the value of the option from one in a file: a number, a text, a list, or true or false."""
@@ -289,7 +281,7 @@ _NO_GROUP = Group()
 
 def options_of(cls: Any) -> tuple[BoundOption, ...]:
     """Return the options of a settings class, with those of the settings classes in it."""
-    return _cached_options(cls)
+    return _cached_options(cls)  # type checkers refuse a class as the argument of a cached function, unless it is Any
 
 
 @cache
@@ -305,9 +297,9 @@ def _options_below(cls: type, default: Any, path: tuple[str, ...], group: Group)
     for name, hint, declared, own in _declared_fields(cls):
         value = own if default is MISSING or default is None else getattr(default, name)
         if isinstance(declared, Group):
-            inner, optional, function = _settings_class(hint)
+            inner, optional, is_given = _settings_class(hint)
             within = Group(declared.title or group.title, declared.only or group.only)
-            for option in _options_below(inner, MISSING if function else value, (*path, name), within):
+            for option in _options_below(inner, MISSING if is_given else value, (*path, name), within):
                 needs = [(path, each) for each in declared.needs if not each.of or {*each.of} & {*option.path}]
                 default_value = None if optional and option.default is MISSING else option.default
                 options.append(replace(option, default=default_value, needs=(*needs, *option.needs)))
@@ -338,7 +330,7 @@ def _declared_fields(cls: type) -> Iterator[tuple[str, Any, Option | Group, Any]
 
 
 def _settings_class(hint: Any) -> tuple[Any, bool, bool]:
-    """Return the settings class of a group, whether it may be None, and whether the field is a function."""
+    """Return the settings class of a group, whether it may be None, and whether the field is its `Given`."""
     kind, optional = without_none(hint)
     return (kind, optional, False) if is_dataclass(kind) else (get_args(kind)[-1], optional, True)
 
@@ -434,7 +426,7 @@ def _preset(verb: str, cls: type, words: Sequence[str]) -> dict[str, Any]:
 
 def _arguments(cls: type, values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Return the arguments of a settings class, by field, from the given values by their fields' names with dots. A
-    group is an object of its class, or a `partial` of it where the verb adds fields.
+    group is an object of its class, or its `Given` where the verb adds fields.
     """
     given: dict[str, Any] = {}
     for name, hint, declared, default in _declared_fields(cls):
@@ -442,13 +434,13 @@ def _arguments(cls: type, values: Mapping[str, Any], path: str = "") -> dict[str
         if isinstance(declared, Option):
             given |= {name: values[key]} if key in values else {}
             continue
-        inner, optional, function = _settings_class(hint)
+        inner, optional, is_given = _settings_class(hint)
         if optional and _is_absent(options_of(inner), values, f"{key}."):
             given[name] = None
             continue
         own = _arguments(inner, values, f"{key}.")
-        if function:
-            given[name] = partial(inner, **own)
+        if is_given:
+            given[name] = Given(inner, own)
         else:
             given[name] = inner(**own) if default is MISSING or default is None else replace(default, **own)
     return given
@@ -466,12 +458,12 @@ def _is_absent(options: Sequence[BoundOption], values: Mapping[str, Any], path: 
 
 
 def changed(settings: Any) -> dict[str, str]:
-    """Return the flags of options that are given, by their fields' names with dots. Options outside a function group
+    """Return the flags of options that are given, by their fields' names with dots. Options outside a `Given`
     count if they differ from their defaults.
     """
     flags = {}
     for bound in options_of(type(settings)):
-        if bound.default is not MISSING and _is_changed(settings, bound.path, bound.default):
+        if bound.default is not MISSING and _looked_up(settings, bound)[1]:
             flags[bound.key] = bound.flag
     return flags
 
@@ -513,7 +505,7 @@ def _why_unused(
     other = needed_option(needs.key, path, options)
     is_given = other.key in given
     if needs.values:
-        value = _value(settings, other)
+        value = _looked_up(settings, other)[0]
         several = value if isinstance(value, tuple) else (value,)
         if not set(several).isdisjoint(needs.values):
             return None
@@ -526,28 +518,22 @@ def _why_unused(
 
 def _written(settings: Any, bound: BoundOption) -> str:
     """Return the flag of a given option as the command line has it, such as ``--no-confirm``."""
-    is_off = bound.kind is bool and not bound.option.negated and _value(settings, bound) is False
+    is_off = bound.kind is bool and not bound.option.negated and _looked_up(settings, bound)[0] is False
     return f"--no-{bound.flag[2:]}" if is_off else bound.flag
 
 
-def _value(settings: Any, bound: BoundOption) -> Any:
-    """Return the value of an option, or its default if its group lacks it."""
+def _looked_up(settings: Any, bound: BoundOption) -> tuple[Any, bool]:
+    """Return the value of an option, which is its default if its group lacks it, and whether it is given: in a `Given`,
+    or other than its default elsewhere.
+    """
+    is_given = False
     for name in bound.path:
-        held = settings.keywords if isinstance(settings, partial) else {} if settings is None else vars(settings)
+        is_given = isinstance(settings, Given)
+        held = settings.values if is_given else {} if settings is None else vars(settings)
         if name not in held:
-            return bound.default
+            return bound.default, False
         settings = held[name]
-    return settings
-
-
-def _is_changed(value: Any, path: Sequence[str], default: Any) -> bool:
-    """Return True if an option of settings is given in a function group, or differs from its default elsewhere."""
-    for name in path:
-        given = value.keywords if isinstance(value, partial) else vars(value) if value is not None else {}
-        if name not in given:
-            return False
-        exact, value = isinstance(value, partial), given[name]
-    return exact or value != default
+    return settings, is_given or settings != bound.default
 
 
 def with_flags(message: str, cls: type) -> str:

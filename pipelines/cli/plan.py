@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK
 from headscan.cluster.placement_base import parse_bytes
 from headscan.model_spec import ModelSpec
 from headscan.options import SEEDS, Group, Option
-from headscan.pipelines.cli.option_parser import UsageError, check_used
+from headscan.pipelines.cli.option_parser import Given, UsageError, check_used
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import CORPORA, CorpusOptions, Devices, OptionalModelVerb, RunVerb, say_run
 from headscan.pipelines.settings.evaluation_settings import RESUME_ANYWAY
@@ -61,7 +60,7 @@ class _BudgetOptions:
 @dataclass(frozen=True, kw_only=True)
 class _MeasuredOptions(CorpusOptions):
     name: Annotated[str | None, Option(CORPORA, flag="--corpus")] = None
-    settings: Annotated[partial[PlanConfig], Group()]
+    settings: Annotated[Given[PlanConfig], Group()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +82,7 @@ class Plan(OptionalModelVerb, RunVerb):
         "MODEL --method --unit --window-share --kv-bytes --at --recent --corpus --sequences --confirm --out --store"
     )
 
-    loading: Annotated[partial[ModelSpec], Group("model", _MEASURED)]
+    loading: Annotated[Given[ModelSpec], Group("model", _MEASURED)]
     devices: Annotated[Devices, Group("devices", _MEASURED)]
     resume_anyway: Annotated[bool, replace(RESUME_ANYWAY, only=_MEASURED)] = False
     json: Json = False
@@ -189,7 +188,7 @@ class Plan(OptionalModelVerb, RunVerb):
         corpus = self.measured.required(self)
         spec, identity = self.identified()
         given = {"sink": self.sink, "recents": self.recent or None, "seed": self.seed}
-        config = self.measured.settings(
+        config = self.measured.settings.build(
             model=spec,
             corpus=corpus,
             granularity=self._granularity,

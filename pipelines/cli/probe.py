@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.catalog import BEHAVIOURS
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.options import Group, Needs, Option
+from headscan.pipelines.cli.option_parser import Given
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import CorpusOptions, RunVerb
 from headscan.pipelines.settings.measure_settings import ProbeConfig
@@ -42,7 +42,7 @@ class _Retrieval:
             "comma-separated prompt lengths in tokens (default: 512,2048, or the model's context)", least=1, spaces=True
         ),
     ] = None
-    probe: Annotated[partial[BehaviourProbe], Group()]
+    probe: Annotated[Given[BehaviourProbe], Group()]
     corpus: Annotated[_Haystack, Group()]
 
 
@@ -60,7 +60,7 @@ class Probe(RunVerb):
     common: ClassVar = "MODEL --behaviours --lengths --corpus --store --json --dtype --device --ray-address"
 
     json: Json = False
-    settings: Annotated[partial[ProbeConfig], Group("behaviours")]
+    settings: Annotated[Given[ProbeConfig], Group("behaviours")]
     retrieval: Annotated[_Retrieval, Group("retrieval_score", needs=(_RETRIEVED,))]
 
     def run(self) -> Result:
@@ -69,8 +69,8 @@ class Probe(RunVerb):
 
         spec, identity = self.identified(need_tokenizer=False)
         lengths = tuple(self.retrieval.lengths or default_lengths(identity))
-        config = self.settings(
-            model=spec, corpus=self.retrieval.corpus.spec(), settings=self.retrieval.probe(lengths=lengths)
+        config = self.settings.build(
+            model=spec, corpus=self.retrieval.corpus.spec(), settings=self.retrieval.probe.build(lengths=lengths)
         )
         result = job_functions.probe(config, self.store.path, **self.job_options(identity))
         return _result(self.store.open(), result.run_id, self.store.path, already_done=result.already_done)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.options import Group, Needs, Option
+from headscan.pipelines.cli.option_parser import Given
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.task_options import (
     NO_DATA,
@@ -21,7 +21,8 @@ from headscan.pipelines.cli.task_options import (
     WholeModelVerb,
     labelled_config,
 )
-from headscan.pipelines.cli.verb_base import quiet_libraries, say
+from headscan.pipelines.cli.verb_base import quiet_libraries
+from headscan.pipelines.runs.text_tables import say
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.evaluation_settings import DEFAULT_CRITERIA, SITE_CRITERIA, Comparison
 from headscan.pipelines.settings.saving_settings import REPAIRS
@@ -37,7 +38,7 @@ _DEMO = DemoSize(questions=30, recall=20, sequences=96)
 
 @dataclass(frozen=True, kw_only=True)
 class _Criteria:
-    compared: Annotated[partial[Comparison], Group()]
+    compared: Annotated[Given[Comparison], Group()]
     repair: Annotated[
         str,
         Option(
@@ -96,12 +97,12 @@ class Referee(WholeModelVerb):
         from headscan.pipelines import job_functions
         from headscan.pipelines.referee.site_referee import SiteRefereeConfig
 
-        compared = self.criteria.compared()
+        compared = self.criteria.compared.build()
         if compared.criteria == DEFAULT_CRITERIA:
             compared = replace(compared, criteria=tuple(name for name in DEFAULT_CRITERIA if name in SITE_CRITERIA))
             say(f"on labelled examples: {', '.join(compared.criteria)}")
         ranking = None if self.rank_data is None else DataSpec(self.rank_data)
-        max_tokens = self.calibration.texts.keywords.get("max_tokens")
+        max_tokens = self.calibration.texts.values.get("max_tokens")
         config = SiteRefereeConfig(labelled_config(self, data, self.metric, max_tokens), compared, ranking)
         result = job_functions.labelled_referee(config, self.store.path, **self.job_options())
         return site_result(self.store.open(), result.run_id, result.points)
@@ -116,7 +117,7 @@ class Referee(WholeModelVerb):
         with tempfile.TemporaryDirectory() as scratch:
             config = RefereeConfig(
                 evaluation=self.evaluation(self.full_precision(), Path(scratch), _DEMO),
-                compared=self.criteria.compared(),
+                compared=self.criteria.compared.build(),
                 texts=self.text_config(_DEMO),
                 repair=RepairChoice(self.criteria.repair),
             )

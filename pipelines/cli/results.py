@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from headscan.options import Option
-from headscan.pipelines.cli.verb_base import say
-from headscan.pipelines.runs.text_tables import plain, printable, show, text_table
+from headscan.pipelines.runs.text_tables import plain, printable, say, show, text_table
 
 if TYPE_CHECKING:
     from headscan.analysis.verdicts.judge import ArmVerdict

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from headscan.options import Needs, Option
 from headscan.pipelines.cli.results import Json, Result
-from headscan.pipelines.cli.verb_base import StoreVerb, say, say_run
+from headscan.pipelines.cli.verb_base import StoreVerb, say_run
+from headscan.pipelines.runs.text_tables import say
 from headscan.pipelines.settings.measure_settings import Site
 
 if TYPE_CHECKING:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, ClassVar
 
 from headscan.options import Group
-from headscan.pipelines.cli.corpus_verb import CorpusVerb
+from headscan.pipelines.cli.corpus_verb import CorpusVerb, run_result
+from headscan.pipelines.cli.option_parser import Given
+from headscan.pipelines.cli.results import Result
 from headscan.pipelines.settings.measure_settings import ScanConfig
 
 
@@ -27,9 +28,9 @@ class Scan(CorpusVerb):
         "MODEL --corpus --store --max-tokens --mode --limit-sequences --panel --dtype --device --ray-address"
     )
 
-    settings: Annotated[partial[ScanConfig], Group("statistics")]
+    settings: Annotated[Given[ScanConfig], Group("statistics")]
 
-    def run(self) -> None:
+    def run(self) -> Result:
         from headscan.pipelines import job_functions
 
-        self.run_measurement(self.settings, job_functions.scan)
+        return run_result(self.run_measurement(self.settings, job_functions.scan), self.store.path)

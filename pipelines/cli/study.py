@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from headscan.options import Group, Needs, Option
-from headscan.pipelines.cli.option_parser import UsageError, with_flags
+from headscan.pipelines.cli.option_parser import Given, UsageError, with_flags
 from headscan.pipelines.cli.results import Json, Result
-from headscan.pipelines.cli.verb_base import DEMO_CORPUS, Devices, OptionalModelVerb, quiet_libraries, say
+from headscan.pipelines.cli.verb_base import DEMO_CORPUS, Devices, OptionalModelVerb, quiet_libraries
+from headscan.pipelines.runs.text_tables import say
 from headscan.pipelines.settings.evaluation_settings import ResumeAnyway, TaskConfig
 from headscan.pipelines.study.study_config import StudyConfig, read_study, study_from
 
@@ -33,8 +33,7 @@ class Study(OptionalModelVerb):
     )
 
     config_file: Annotated[
-        str | None,
-        Option("YAML or JSON file of settings; options replace them", flag="--config-file --config"),
+        str | None, Option("YAML or JSON file of settings; options replace them", flag="--config-file --config")
     ] = None
     corpus: Annotated[str | None, Option("file, folder, hub data set or built-in corpus")] = None
     judge: Annotated[str | None, Option("another corpus that judges (default: a part of the corpus)")] = None
@@ -42,8 +41,8 @@ class Study(OptionalModelVerb):
         tuple[str, ...],
         Option("comma-separated lm-eval tasks that judge (default: which passage continues a text of the corpus)"),
     ] = ()
-    prompts: Annotated[partial[TaskConfig], Group(needs=(Needs(key="tasks"),))]
-    settings: Annotated[partial[StudyConfig], Group()]
+    prompts: Annotated[Given[TaskConfig], Group(needs=(Needs(key="tasks"),))]
+    settings: Annotated[Given[StudyConfig], Group()]
     json: Json = False
     devices: Annotated[Devices, Group("devices")]
     resume_anyway: ResumeAnyway = False
@@ -52,10 +51,10 @@ class Study(OptionalModelVerb):
         return study_result(self._config(), self.devices, resume_anyway=self.resume_anyway)
 
     def _config(self) -> StudyConfig:
-        given: dict[str, Any] = dict(self.settings.keywords)
+        given: dict[str, Any] = dict(self.settings.values)
         given |= {name: value for name, value in (("corpus", self.corpus), ("judge", self.judge)) if value is not None}
         if self.tasks:
-            given["tasks"] = {"names": self.tasks, **self.prompts.keywords}
+            given["tasks"] = {"names": self.tasks, **self.prompts.values}
         if self.model is not None:
             given["model"] = {**asdict(self.full_precision()), "source": self.model}
         if self.config_file is None:
@@ -66,7 +65,7 @@ class Study(OptionalModelVerb):
             if "corpus" not in given:
                 raise UsageError("--corpus is required: name a file, a folder, a data set or a built-in corpus")
             return study_from(given)
-        if self.model is None and self.loading.keywords:
+        if self.model is None and self.loading.values:
             raise UsageError("options of the model need MODEL: name it, too, or set them in the file")
         known = read_study(self.config_file)
         config = study_from({"model": known.model.source, "corpus": known.corpus.name} | given)

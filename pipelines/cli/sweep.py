@@ -5,11 +5,11 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.options import Group
+from headscan.pipelines.cli.option_parser import Given
 from headscan.pipelines.cli.results import Result, arm_row, verdict_text
 from headscan.pipelines.cli.task_options import DemoSize, TaskVerb, evaluation_of, replacement_config
 from headscan.pipelines.cli.verb_base import quiet_libraries
@@ -24,7 +24,7 @@ _DEMO = DemoSize(questions=80, recall=40, sequences=0)
 
 @dataclass(frozen=True, kw_only=True)
 class _SweepOptions:
-    sweep: Annotated[partial[SweepConfig], Group()]
+    sweep: Annotated[Given[SweepConfig], Group()]
     value: ReplacementOption = "zero"
 
 
@@ -54,7 +54,7 @@ class Sweep(TaskVerb):
         replacement = replacement_config(self.arms.value, self.texts, self)
         with tempfile.TemporaryDirectory() as scratch:
             evaluation = evaluation_of(self, self.tasks, self.recall, spec, Path(scratch), _DEMO)
-            config = self.arms.sweep(evaluation=evaluation, replacement=replacement)
+            config = self.arms.sweep.build(evaluation=evaluation, replacement=replacement)
             result = job_functions.sweep(config, self.store.path, **self.job_options())
         verdict, choices = result.verdict, result.choices
         curves = read_curves(self.store.open(), verdict.run_id)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,16 +10,11 @@ from headscan.catalog import RECALL_NAMES
 from headscan.checkpoints.source_folder import DEMO_MODEL
 from headscan.model_spec import ModelSpec
 from headscan.options import Group, Needs, Option
-from headscan.pipelines.cli.option_parser import UsageError
+from headscan.pipelines.cli.option_parser import Given, UsageError
 from headscan.pipelines.cli.results import Json
 from headscan.pipelines.cli.verb_base import CORPORA, CorpusOptions, ModelVerb, RunVerb, quiet_libraries
 from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec, LabelledMetric
-from headscan.pipelines.settings.evaluation_settings import (
-    EvaluateConfig,
-    RecallPlan,
-    ReplacementConfig,
-    TaskConfig,
-)
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, RecallPlan, ReplacementConfig, TaskConfig
 from headscan.pipelines.settings.saving_settings import TextConfig
 
 if TYPE_CHECKING:
@@ -52,8 +46,8 @@ class TaskOptions:
             flag="--tasks",
         ),
     ] = ()
-    prompts: Annotated[partial[TaskConfig], Group(needs=(_NAMED,))]
-    evaluation: Annotated[partial[EvaluateConfig], Group()]
+    prompts: Annotated[Given[TaskConfig], Group(needs=(_NAMED,))]
+    evaluation: Annotated[Given[EvaluateConfig], Group()]
 
     def check_required(self, verb: ModelVerb) -> None:
         """Raise UsageError if there are no tasks, except on the bundled model."""
@@ -64,8 +58,8 @@ class TaskOptions:
         """Return the settings of an evaluation, without the batch size, which the placement decides; ``prompts``
         replaces settings of the command line.
         """
-        tasks = self.prompts(**{"names": self.names, **prompts})
-        return self.evaluation(model=spec, tasks=tasks, recall=recall)
+        tasks = self.prompts.build(**{"names": self.names, **prompts})
+        return self.evaluation.build(model=spec, tasks=tasks, recall=recall)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +69,7 @@ class OptionalTaskOptions(TaskOptions):
     names: Annotated[
         tuple[str, ...], Option("comma-separated lm-eval tasks, groups or tags (default: none)", flag="--tasks")
     ] = ()
-    prompts: Annotated[partial[TaskConfig], Group(needs=(_NAMED, _ASKED))]
+    prompts: Annotated[Given[TaskConfig], Group(needs=(_NAMED, _ASKED))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +77,13 @@ class RecallOptions:
     """Recall questions."""
 
     asked: Annotated[bool, Option(f"also ask recall questions: {RECALL_NAMES} (default: yes)", flag="--recall")] = True
-    plan: Annotated[partial[RecallPlan], Group(needs=(Needs(key="asked"),))]
+    plan: Annotated[Given[RecallPlan], Group(needs=(Needs(key="asked"),))]
 
     def config(self, **defaults: Any) -> RecallPlan | None:
         """Return the questions (None without any), with ``defaults`` for settings that the command line leaves out."""
         if not self.asked:
             return None
-        plan = self.plan()
+        plan = self.plan.build()
         return replace(plan, **{name: value for name, value in defaults.items() if getattr(plan, name) is None})
 
 
@@ -107,7 +101,7 @@ class CalibrationOptions(CorpusOptions):
     """Texts that choose, repair and judge."""
 
     name: Annotated[str | None, Option(f"{CORPORA} (default: required, except for `demo`)", flag="--corpus")] = None
-    texts: Annotated[partial[TextConfig], Group()]
+    texts: Annotated[Given[TextConfig], Group()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +120,9 @@ class WholeModelVerb(RunVerb):
     def text_config(self, demo: DemoSize) -> TextConfig:
         calibration = self.calibration
         if calibration.name is not None:
-            return calibration.texts(corpus=calibration.spec())
+            return calibration.texts.build(corpus=calibration.spec())
         # The demo model has read the standard library, but not these modules.
-        config = calibration.texts(
+        config = calibration.texts.build(
             corpus=CorpusSpec("python-stdlib-modules"), held_out=CorpusSpec("python-stdlib-heldout")
         )
         return replace(config, sequences=config.sequences or demo.sequences)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,8 +14,8 @@ from headscan.cluster.placement_base import PlacementRequest, Timeouts, ray_addr
 from headscan.errors import ModelLoadError
 from headscan.model_spec import ModelSpec
 from headscan.options import LOCK_TIMEOUT, LONGEST_WAIT, Group, Needs, Option
-from headscan.pipelines.cli.option_parser import UsageError, with_flags
-from headscan.pipelines.runs.text_tables import printable_lines
+from headscan.pipelines.cli.option_parser import Given, UsageError, with_flags
+from headscan.pipelines.runs.text_tables import say
 from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec
 from headscan.pipelines.settings.evaluation_settings import ResumeAnyway
 
@@ -36,11 +34,6 @@ _MODEL = Option(
     flag="MODEL",
     parse=check_folder,
 )
-
-
-def say(line: str) -> None:
-    """Print a line to standard error; standard output is for results."""
-    print(printable_lines(line), file=sys.stderr, flush=True)
 
 
 def say_run(run: Mapping[str, Any]) -> None:
@@ -105,7 +98,7 @@ def check_inputs(settings: Any) -> None:
         raise ModelLoadError(f"no model at {folder}: there is no such folder. Check the path")
     for field in fields(settings):
         part = getattr(settings, field.name)
-        if is_dataclass(part):
+        if is_dataclass(part) and not isinstance(part, Given):
             check_inputs(part)
 
 
@@ -146,19 +139,19 @@ class CorpusOptions:
     name: Annotated[
         str | None, Option(f"{CORPORA} (default: required, except for `demo`: {DEMO_CORPUS})", flag="--corpus")
     ] = None
-    data_set: Annotated[partial[CorpusSpec], Group(needs=(Needs(key="name"),))]
+    data_set: Annotated[Given[CorpusSpec], Group(needs=(Needs(key="name"),))]
 
     def spec(self, **settings: Any) -> CorpusSpec | None:
-        return None if self.name is None else self.data_set(self.name, **settings)
+        return None if self.name is None else self.data_set.build(self.name, **settings)
 
     def required(self, verb: ModelVerb, **settings: Any) -> CorpusSpec:
         """Return the corpus; the bundled model has one of its own."""
         if self.name is not None:
-            return self.data_set(self.name, **settings)
+            return self.data_set.build(self.name, **settings)
         if not verb.is_demo:
             raise UsageError("--corpus is required: name a file, a folder, a data set or a built-in corpus")
         say(f"corpus: {DEMO_CORPUS}")
-        return self.data_set(DEMO_CORPUS, **settings)
+        return self.data_set.build(DEMO_CORPUS, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,14 +166,14 @@ class ModelVerb:
     """A verb with a model."""
 
     model: Annotated[str, _MODEL]
-    loading: Annotated[partial[ModelSpec], Group("model")]
+    loading: Annotated[Given[ModelSpec], Group("model")]
 
     @property
     def is_demo(self) -> bool:
         return self.model == DEMO_MODEL
 
     def spec(self) -> ModelSpec:
-        return self.loading(self.model)
+        return self.loading.build(self.model)
 
     def identified(self, *, need_tokenizer: bool = True) -> tuple[ModelSpec, ModelIdentity]:
         """Return the model and its identity, and turn off progress bars and warnings of transformers."""

@@ -14,26 +14,20 @@ The `CorpusReport` counts everything that is dropped: empty or undecodable docum
 are too short, and files of unknown type. It names the first few of each.
 """
 
-from headscan.pipelines.corpora.corpus import BUILT_IN, Corpus, check_corpus, open_corpus
-from headscan.pipelines.corpora.documents import Document, Problem
-from headscan.pipelines.corpora.sequences import CorpusReport, Shard, TokenSequence, sequences, shards
-from headscan.pipelines.settings.corpus_settings import BosPolicy, CorpusError, CorpusSpec, TokenMode, TokenPlan
-
-__all__ = [
-    "BUILT_IN",
-    "BosPolicy",
-    "Corpus",
-    "CorpusError",
-    "CorpusReport",
-    "CorpusSpec",
-    "Document",
-    "Problem",
-    "Shard",
-    "TokenMode",
-    "TokenPlan",
-    "TokenSequence",
-    "check_corpus",
-    "open_corpus",
-    "sequences",
-    "shards",
-]
+# Names imported `as` themselves are public: type checkers let others import these alone from here.
+from headscan.pipelines.corpora.corpus import BUILT_IN as BUILT_IN
+from headscan.pipelines.corpora.corpus import Corpus as Corpus
+from headscan.pipelines.corpora.corpus import check_corpus as check_corpus
+from headscan.pipelines.corpora.corpus import open_corpus as open_corpus
+from headscan.pipelines.corpora.documents import Document as Document
+from headscan.pipelines.corpora.documents import Problem as Problem
+from headscan.pipelines.corpora.sequences import CorpusReport as CorpusReport
+from headscan.pipelines.corpora.sequences import Shard as Shard
+from headscan.pipelines.corpora.sequences import TokenSequence as TokenSequence
+from headscan.pipelines.corpora.sequences import sequences as sequences
+from headscan.pipelines.corpora.sequences import shards as shards
+from headscan.pipelines.settings.corpus_settings import BosPolicy as BosPolicy
+from headscan.pipelines.settings.corpus_settings import CorpusError as CorpusError
+from headscan.pipelines.settings.corpus_settings import CorpusSpec as CorpusSpec
+from headscan.pipelines.settings.corpus_settings import TokenMode as TokenMode
+from headscan.pipelines.settings.corpus_settings import TokenPlan as TokenPlan

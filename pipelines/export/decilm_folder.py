@@ -70,11 +70,7 @@ class WrittenDecilm:
 
 
 def write_decilm(
-    lm: LoadedModel,
-    folder: str | os.PathLike[str],
-    *,
-    plan: HeadPlan | None = None,
-    max_shard_size: int | str = "5GB",
+    lm: LoadedModel, folder: str | os.PathLike[str], *, plan: HeadPlan | None = None, max_shard_size: int | str = "5GB"
 ) -> WrittenDecilm:
     """Write a model into a folder, which appears when it is complete.
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
 
+from headscan.cluster.placement_base import format_bytes
 from headscan.errors import ExportError, unknown_name
 from headscan.model_spec import ModelSpec
 from headscan.options import Option, check_limits
@@ -58,7 +59,7 @@ def _gguf(config: ExportConfig, store: Store | None) -> Exported:
     return Exported(
         (file,),
         {"file": file, "architecture": written.architecture, "bytes": written.bytes},
-        (f"{file}: architecture {written.architecture}, {_mib(written.bytes)}",),
+        (f"{file}: architecture {written.architecture}, {format_bytes(written.bytes)}",),
         sizes=written.sizes,
     )
 
@@ -71,7 +72,7 @@ def _decilm(config: ExportConfig, store: Store | None) -> Exported:
     folder = str(written.folder)
     facts: dict[str, Any] = {"folder": folder, "heads": written.heads, "bytes": written.bytes}
     lines = [
-        f"{folder}: {written.heads} query heads in each layer with attention, {_mib(written.bytes)}",
+        f"{folder}: {written.heads} query heads in each layer with attention, {format_bytes(written.bytes)}",
         f"serve it with `vllm serve {quote(folder)} --trust-remote-code` (the code is the configuration's class)",
     ]
     if not written.has_ffn_mult:
@@ -96,7 +97,7 @@ def _layer_types(config: ExportConfig, store: Store | None) -> Exported:
     return Exported(
         (folder,),
         {"folder": folder, "bytes": written.bytes, "sliding_window": windows.sliding_window},
-        (f"{folder}: {_mib(written.bytes)}", _windows(windows), use),
+        (f"{folder}: {format_bytes(written.bytes)}", _windows(windows), use),
         _layer_rows(windows),
     )
 
@@ -321,7 +322,3 @@ def _windows(windows: SlidingLayers) -> str:
         f"{len(layers)} of {len(windows.layer_types)} layers see {windows.sliding_window} tokens: "
         f"{', '.join(map(str, layers))}"
     )
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.1f} MiB"

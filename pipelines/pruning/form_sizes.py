@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from headscan.cluster.placement_base import format_bytes
 from headscan.grid import HeadGrid
 from headscan.loading import empty_model
 from headscan.model_spec import ModelSpec
@@ -50,7 +51,7 @@ class FormSize:
             "KV heads": self.kv_heads,
             "KV bytes per token (16 bits)": self.kv_bytes,
             "parameters": self.parameters,
-            "weights": None if self.bytes is None else f"{self.bytes / 2**20:,.2f} MiB",
+            "weights": None if self.bytes is None else format_bytes(self.bytes),
         }
         return {
             name: "-" if each is None else each if isinstance(each, str) else f"{each:,}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from decimal import Decimal
@@ -28,6 +29,11 @@ def printable_lines(text: str) -> str:
 def show(text: str) -> None:
     """Print lines to standard output, safe for a terminal."""
     print(printable_lines(text))
+
+
+def say(line: str) -> None:
+    """Print a line to standard error; standard output is for results."""
+    print(printable_lines(line), file=sys.stderr, flush=True)
 
 
 def text_table(

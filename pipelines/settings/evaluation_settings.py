@@ -475,7 +475,8 @@ class AblateConfig:
     """Settings of a table of the effects of single heads.
 
     Attributes:
-        evaluation: Tasks of which the accuracy is measured, or none; recall questions and held-out text are ignored.
+        evaluation: Tasks of which the accuracy is measured, or none. Effects are not measured on recall questions, so
+            ``recall`` is None or the default.
         texts: Texts of which the loss is measured; None uses the tasks.
         modes: ``each`` ablates one head at a time, ``all_but_one`` all other heads of its layer.
     """
@@ -489,6 +490,10 @@ class AblateConfig:
         check_limits(self, InterventionError)
         if not self.modes:
             raise InterventionError("`modes` is empty (limit 1 mode). Set `modes`")
+        if self.evaluation.recall not in (None, RecallPlan()):
+            raise InterventionError("`evaluation.recall` has no effect on single heads: leave it out")
+        if self.evaluation.text is not None:
+            raise InterventionError("`evaluation.text` has no effect on single heads: leave it out, or set `texts`")
         if bool(self.evaluation.tasks.names) == (self.texts is not None):
             both = "tasks and texts" if self.texts is not None else "neither tasks nor texts"
             raise InterventionError(f"{both}, but effects have one metric. Set either `evaluation.tasks` or `texts`")

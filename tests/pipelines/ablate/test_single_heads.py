@@ -37,6 +37,7 @@ from headscan.pipelines.settings.evaluation_settings import (
     AblateConfig,
     EvaluateConfig,
     LossTexts,
+    RecallPlan,
     ReplacementConfig,
     TaskConfig,
 )
@@ -305,6 +306,11 @@ def test_bad_settings_name_their_fix(on_text: AblateConfig, on_task: AblateConfi
         replace(on_text, texts=None)
     with pytest.raises(InterventionError, match="tasks and texts"):
         replace(on_task, texts=on_text.texts)
+    with pytest.raises(InterventionError, match=r"^`evaluation\.recall` has no effect on single heads: leave it out$"):
+        replace(on_task, evaluation=replace(on_task.evaluation, recall=RecallPlan((64,))))
+    text = HeldOutText.of_corpus(CorpusSpec("python-stdlib"), on_text.evaluation.model, sequences=2, max_tokens=32)
+    with pytest.raises(InterventionError, match=r"^`evaluation\.text` has no effect on single heads: leave it out, or"):
+        replace(on_text, evaluation=replace(on_text.evaluation, text=text))
     with pytest.raises(InterventionError, match=r"`modes='some'` is unknown. Choose each or all_but_one"):
         replace(on_text, modes=("some",))  # type: ignore[arg-type]
     with pytest.raises(InterventionError, match="`modes='each'` is no tuple"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +17,6 @@ from headscan.pipelines.cli.option_parser import BoundOption, UsageError, needed
 from tests.pipelines.conftest import make_tokenizer
 from tests.small_models import make_model
 
-#: What each verb cannot do without.
-NEEDED = {
-    "place": ["demo"],
-    "scan": ["demo", "--corpus", "python-stdlib"],
-    "status": [],
-    "sql": ["select 1"],
-    "merge": ["a.duckdb", "b.duckdb", "--into", "c.duckdb"],
-    "rank": [],
-    "roles": [],
-    "compare": ["a"],
-    "probe": ["demo"],
-    "importance": ["demo", "--corpus", "texts"],
-    "evaluate": ["demo", "--tasks", "mmlu"],
-    "sweep": ["demo", "--tasks", "mmlu"],
-    "referee": ["demo"],
-    "ablate": ["demo"],
-    "gates": ["demo", "--corpus", "texts"],
-    "prune": ["demo", "--share", "0.4", "--out", "x"],
-    "plan": [],
-    "generate": ["demo", "--prompt-file", "x"],
-    "export": ["parquet", "--out", "x"],
-    "report": [],
-    "models": ["demo"],
-    "completion": ["bash"],
-    "demo": [],
-    "study": ["demo"],
-}
 #: No number, share, size, name or device reads like these.
 NEVER = ["", "x", "nan", "-1", "inf", "-inf", "1e400", "9" * 40, "0x10", "1;2"]
 
@@ -72,6 +47,12 @@ def refusal(capsys: pytest.CaptureFixture[str], command: list[str]) -> str:
     return err
 
 
+def first_example(verb: str) -> list[str]:
+    """Return the words of the first command of a verb's help page."""
+    [line, *_] = re.findall(r"^ +headscan (.*)", main.verb_class(verb).__doc__ or "", re.MULTILINE)
+    return list(takewhile(lambda word: word != ">", shlex.split(line)))
+
+
 def options() -> Iterator[tuple[str, BoundOption]]:
     for verb in main.VERBS:
         for option in options_of(main.verb_class(verb)):
@@ -89,10 +70,6 @@ def typed_options() -> Iterator[Any]:
             yield pytest.param(verb, option.flag, marks=marks, id=f"{verb}{option.flag}")
 
 
-def test_every_verb_is_in_the_table() -> None:
-    assert set(main.VERBS) == set(NEEDED)
-
-
 def test_no_option_takes_numbers_without_a_range() -> None:
     for verb, each in options():
         if each.kind in (int, float):
@@ -100,10 +77,16 @@ def test_no_option_takes_numbers_without_a_range() -> None:
             assert low is not None or each.option.parse, f"{verb} {each.flag}"
 
 
-@pytest.mark.parametrize("verb", NEEDED)
-def test_required_arguments_suffice(verb: str, unreachable: None) -> None:
+@pytest.mark.parametrize("verb", main.VERBS)
+def test_the_first_example_of_a_page_runs(
+    verb: str, unreachable: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in (Path("texts/a.txt"), Path("smaller/config.json")):
+        file.parent.mkdir()
+        file.write_text("{}")
     with pytest.raises(ReachedError):
-        main.main([verb, *NEEDED[verb]])
+        main.main(first_example(verb))
 
 
 @pytest.mark.parametrize(("verb", "option"), list(typed_options()))
@@ -113,7 +96,7 @@ def test_values_that_no_option_takes(
     for value in NEVER:
         if option in ("--tasks", "--plan", "--models") and value.strip():
             continue  # lm-eval alone knows the names of tasks, and any name may be a file
-        line = refusal(capsys, [verb, *NEEDED[verb], f"{option}={value}"])
+        line = refusal(capsys, [*first_example(verb), f"{option}={value}"])
         assert option in line, line
 
 
@@ -329,14 +312,14 @@ def test_good_values_are_read() -> None:
     read = main.read_command
     scan = read(["scan", "demo", "--corpus", "x", "--memory", "1.5GiB", "--statistics", "entropy, entropy"])
     assert (scan.devices.request.memory, scan.devices.timeouts.heartbeat) == (3 << 29, 300.0)
-    assert scan.settings.keywords["statistics"] == ("entropy",)
+    assert scan.settings.values["statistics"] == ("entropy",)
     sweep = read(["sweep", "demo", "--tasks", "a, b", "--quantiles", "0,0.1", "--masks", "none"])
-    settings = sweep.arms.sweep.keywords
+    settings = sweep.arms.sweep.values
     assert sweep.tasks.names == ("a", "b") and settings["quantiles"] == (0.0, 0.1)
     assert settings["masks"] == () and "scores" not in settings
     evaluate = read(["evaluate", "demo", "--tasks", "a", "--heads", "3:5", "0:0", "--num-fewshot", "0"])
     assert evaluate.arms.chosen().heads == ((3, 5), (0, 0))
-    assert evaluate.tasks.prompts.keywords["num_fewshot"] == 0
+    assert evaluate.tasks.prompts.values["num_fewshot"] == 0
     assert read(["place", "demo"]).machines.gpu_memory == 80 << 30
     assert read(["rank", "--limit", "0"]).limit == 0
 

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 import headscan
 from headscan.analysis.plans import PlannedModel, planned_bytes
+from headscan.cluster.placement_base import format_bytes
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
@@ -64,7 +65,7 @@ def test_both_texts_are_printed_with_their_costs(
         assert lines[0] == f"prompt of {len(ids)} tokens, {NEW} new ones"
         for line, name, size in zip(lines[2:4], ("full cache ", "plan       "), held, strict=True):
             assert re.fullmatch(
-                re.escape(f"{name}{size / 2**20:,.2f} MiB of KV cache, ")
+                re.escape(f"{name}{format_bytes(size)} of KV cache, ")
                 + r"\d+\.\d\d s to the first token, \d+\.\d ms per token",
                 line,
             )

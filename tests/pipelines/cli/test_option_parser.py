@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated, Literal
 
 import pytest
@@ -13,6 +12,7 @@ from headscan.cluster.placement_base import PLACEMENTS, PlacementRequest
 from headscan.errors import HeadscanError
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import (
+    Given,
     UsageError,
     changed,
     check_used,
@@ -66,7 +66,7 @@ class Verb:
     skipped: Annotated[int, Option("skipped heads", least=0)] = 0
     confirm: Annotated[bool, Option("confirm")] = True
     safe: Annotated[bool, Option("unsafe", flag="--unsafe", negated=True)] = True
-    tokens: Annotated[partial[Tokens], Group("tokens")]
+    tokens: Annotated[Given[Tokens], Group("tokens")]
     data: Annotated[Data | None, Group("data")] = None
     retries: Annotated[Retries, Group("retries")] = field(default_factory=lambda: Retries(5))
 
@@ -78,7 +78,7 @@ def read(*words: str) -> Verb:
 def test_defaults_stand_in_the_settings_alone() -> None:
     verb = read("m")
     assert (verb.model, verb.share, verb.sizes, verb.data) == ("m", 0.5, (1, 2), None) and verb.confirm and verb.safe
-    assert verb.retries == Retries(5) and verb.tokens(most=4) == Tokens(4)
+    assert verb.retries == Retries(5) and verb.tokens.build(most=4) == Tokens(4)
     assert changed(verb) == {}
     text = " ".join(verb_parser("verb", Verb).format_help().split())
     assert "(default: 0.5)" in text and "(default: 1,2)" in text and "(default: yes)" in text
@@ -91,7 +91,9 @@ def test_a_command_line_becomes_settings() -> None:
     verb = read("m", *words, "--data", "x.tsv", "--limit-examples", "3", "--times", "0")
     assert (verb.scores, verb.sizes) == (("two", "one"), (3, 4, 5))
     assert (verb.fast, verb.confirm, verb.safe) == (True, False, False)
-    assert verb.tokens(most=2) == Tokens(2, 2, "pack") and verb.data == Data("x.tsv", 3) and verb.retries.times == 0
+    assert (
+        verb.tokens.build(most=2) == Tokens(2, 2, "pack") and verb.data == Data("x.tsv", 3) and verb.retries.times == 0
+    )
     assert changed(verb)["tokens.mode"] == "--mode" and "share" not in changed(verb)
     assert changed(read("m", "--mode", "chunk", "--times", "5")) == {"tokens.mode": "--mode"}
     assert read("m", "--scores", "all").scores == ("one", "two")
@@ -117,7 +119,7 @@ def test_errors_name_options(words: list[str], message: str) -> None:
 
 def test_messages_of_settings_that_a_verb_makes_later() -> None:
     with pytest.raises(HeadscanError) as found:
-        read("m", "--min-tokens", "9").tokens(most=4)
+        read("m", "--min-tokens", "9").tokens.build(most=4)
     assert with_flags(str(found.value), Verb) == "--min-tokens 9 is above 4. Lower --min-tokens"
     assert with_flags("(`safe=False`), `confirm=False`", Verb) == "(--unsafe), --no-confirm"
 
@@ -140,7 +142,7 @@ class Methods:
     method: Annotated[Literal["a", "b", "c"], Option("method")] = "a"
     seed: Annotated[int | None, Option("seed", only=("a", "c"))] = None
     retries: Annotated[Retries, Group(only=("c",))]
-    both: Annotated[partial[Both], Group("both", only=("a", "b"))]
+    both: Annotated[Given[Both], Group("both", only=("a", "b"))]
 
     def __post_init__(self) -> None:
         check_used(self, self.method, f"--method {self.method}")
@@ -162,6 +164,6 @@ def test_an_option_that_the_method_does_not_use_is_refused(words: str, refusal: 
 
 
 def test_options_that_the_method_uses_are_taken() -> None:
-    assert read_settings("methods", Methods, "--method b --own 1 --free 2".split()).both() == Both(own=1, free=2)
+    assert read_settings("methods", Methods, "--method b --own 1 --free 2".split()).both.build() == Both(own=1, free=2)
     assert read_settings("methods", Methods, "--method c --times 4 --seed 1".split()).retries.times == 4
     assert read_settings("methods", Methods, ["--times", "3"]).retries == Retries(3)

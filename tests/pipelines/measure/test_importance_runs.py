@@ -213,6 +213,18 @@ def test_the_verb_measures_and_rank_reads(
         assert re.search(agreement.format(name), printed, re.MULTILINE)
     assert main(command) == 0
     assert "is complete" in capsys.readouterr().out
+    assert main([*command, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    [row] = document["rows"]
+    assert row == {
+        "run_id": document["run_id"],
+        "already_done": True,
+        "measured": 0,
+        "skipped": 0,
+        "report": None,
+        "part": None,
+    }
+    assert [each["by"] for each in document["halves"]] == ["importance", "sequence_importance"]
     assert main(["rank", "--by", "importance", "--store", store, "--limit", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:5] == ["rank", "layer", "head", "kv_head", "importance"] and len(lines) == 5

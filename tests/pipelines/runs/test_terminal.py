@@ -14,9 +14,8 @@ from headscan.analysis.store.store import Store
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.cli.option_parser import with_flags
 from headscan.pipelines.cli.plan import Plan
-from headscan.pipelines.cli.verb_base import say
 from headscan.pipelines.runs.progress import Progress
-from headscan.pipelines.runs.text_tables import printable, printable_lines
+from headscan.pipelines.runs.text_tables import printable, printable_lines, say
 from tests.analysis.conftest import answer_table
 
 EVIL = "\x1b]0;owned\x07\x1b[31m\rname\x9b2J\u202egpj.exe\u2066\x00\x7f"
