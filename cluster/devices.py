@@ -125,10 +125,7 @@ def _free_of_groups(root: Path, own: Path = _OWN_GROUPS) -> int:
     """
     free = _UNLIMITED
     for folder in _groups(root, own, "memory"):
-        for limit, used in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
+        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             allowed, taken = (next(iter(_lines(folder / name)), "") for name in (limit, used))
             if allowed.isdecimal() and taken.isdecimal():
                 kept = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat") if " " in line)

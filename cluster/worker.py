@@ -18,14 +18,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from headscan.cluster.placement_base import LayerRange
-from headscan.cluster.pool import (
-    InspectionTask,
-    StagedTask,
-    check_ranges,
-    run_pass,
-    run_task,
-    working_on,
-)
+from headscan.cluster.pool import InspectionTask, StagedTask, check_ranges, run_pass, run_task, working_on
 from headscan.errors import HeadscanError
 from headscan.layers.layer_ranges import Layers, Stage, open_layers
 from headscan.loading import load_spec

@@ -75,12 +75,7 @@ HYBRID = {"layer_types": ["full_attention", "linear_attention", "full_attention"
 
 MAMBA2 = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 16}
 
-DELTA = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 
 # Every token uses every expert, so that a near tie of the router gives the same result in float32 and float64.
 MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 16}
@@ -175,11 +170,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "bloom": Family("bloom", SELF_ATTENTION, MHA),
     "falcon-mqa": Family("falcon", SELF_ATTENTION, MHA),
-    "falcon-gqa": Family(
-        "falcon",
-        SELF_ATTENTION,
-        {**MHA, "new_decoder_architecture": True, "num_kv_heads": 2},
-    ),
+    "falcon-gqa": Family("falcon", SELF_ATTENTION, {**MHA, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon-alibi": Family("falcon", SELF_ATTENTION, {**MHA, "alibi": True, "multi_query": False}),
     "mpt": Family("mpt", "transformer.blocks.{}.attn.out_proj", {**MHA, "max_seq_len": 1024}),
     "starcoder2": Family("starcoder2", O_PROJ, {**GQA, "sliding_window": 20}),
@@ -213,10 +204,7 @@ FAMILIES: dict[str, Family] = {
         | {"floor_scale": 16},
     ),
     "jamba": Family(
-        "jamba",
-        O_PROJ,
-        GQA | MOE | {"attn_layer_period": 2, "attn_layer_offset": 0, "mamba_d_state": 8},
-        layers=(0, 2),
+        "jamba", O_PROJ, GQA | MOE | {"attn_layer_period": 2, "attn_layer_offset": 0, "mamba_d_state": 8}, layers=(0, 2)
     ),
     "bamba": Family("bamba", O_PROJ, GQA | MAMBA2 | {"attn_layer_indices": [0, 2]}, layers=(0, 2)),
     "lfm2": Family("lfm2", OUT_PROJ, GQA | {"full_attn_idxs": [0, 2]}, layers=(0, 2)),

@@ -25,8 +25,7 @@ class ModelSpec:
     revision: Annotated[str | None, Option("branch, tag or commit on the hub (default: main)")] = None
     trust_remote_code: Annotated[bool, Option("permission to run Python code from the model's files")] = False
     safetensors: Annotated[
-        bool,
-        Option("permission to load pickled weights, which can run code", flag="--pickled-weights", negated=True),
+        bool, Option("permission to load pickled weights, which can run code", flag="--pickled-weights", negated=True)
     ] = True
 
     def __post_init__(self) -> None:

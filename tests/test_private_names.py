@@ -112,14 +112,8 @@ CHECKS: dict[str, tuple[Callable[[], bool], tuple[str, ...]]] = {
         lambda: LlamaForCausalLM._can_set_attn_implementation(),
         ("headscan/attention/hooks.py",),
     ),
-    "_experts_implementation_internal": (
-        experts_are_set_by_their_field,
-        ("headscan/pruning/format/pruned_model.py",),
-    ),
-    "_name_or_path": (
-        path_is_a_field,
-        ("headscan/pruning/format/pruned_model.py", "headscan/checkpoints/sources.py"),
-    ),
+    "_experts_implementation_internal": (experts_are_set_by_their_field, ("headscan/pruning/format/pruned_model.py",)),
+    "_name_or_path": (path_is_a_field, ("headscan/pruning/format/pruned_model.py", "headscan/checkpoints/sources.py")),
     "_heterogeneity_spec": (layers_have_overrides, ("headscan/pruning/format/pruned_model.py",)),
     "_PerLayerConfigView": (views_hold_the_config, ("headscan/pruning/format/pruned_model.py",)),
     "per_layer_config": (layers_are_a_property, ("headscan/pruning/format/pruned_model.py",)),

@@ -439,14 +439,7 @@ PlanSource = Annotated[
 ]
 
 
-_DTYPE_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-}
+_DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 #: Note of a plan whose scan did not record the KV cache.
 DERIVED_NOTE = (

@@ -115,10 +115,7 @@ def behaving_heads_section(sites: Sequence[SiteNumbers], runs: Mapping[str, Mapp
         parts.append(pages.heading(group))
         parts.append(pages.paragraph(f"Run {run['run_id']} of {run['model']}.", "note"))
         rows = [
-            [
-                measure.name + ("" if len(sites) == 1 else f", {site.heads.site}"),
-                *_strongest(site, measure),
-            ]
+            [measure.name + ("" if len(sites) == 1 else f", {site.heads.site}"), *_strongest(site, measure)]
             for site in sites
             for measure in site.numbers.measures
             if measure.group == group

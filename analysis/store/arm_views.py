@@ -7,15 +7,7 @@
 from __future__ import annotations
 
 from headscan.analysis.store.scan_tables import View, literal
-from headscan.analysis.store.tables import (
-    ALL_TASKS,
-    ARM_VERDICTS,
-    ARMS,
-    CONFIRMATION,
-    PART,
-    SELECTION,
-    SPLIT_VERDICTS,
-)
+from headscan.analysis.store.tables import ALL_TASKS, ARM_VERDICTS, ARMS, CONFIRMATION, PART, SELECTION, SPLIT_VERDICTS
 from headscan.analysis.store.verdict_limits import (
     BENCHMARK_PARTS,
     LEAST_BASELINE,

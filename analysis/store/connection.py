@@ -119,10 +119,7 @@ def _holder(error: duckdb.Error) -> str:
 
 
 def _connect(
-    path: Path,
-    read_only: bool,
-    timeout: float,
-    on_wait: Callable[[str], None] | None,
+    path: Path, read_only: bool, timeout: float, on_wait: Callable[[str], None] | None
 ) -> duckdb.DuckDBPyConnection:
     """Open the file; wait up to ``timeout`` seconds for another lock."""
     deadline = time.monotonic() + timeout
@@ -330,9 +327,7 @@ def definitions(connection: duckdb.DuckDBPyConnection) -> Definitions:
 
 #: The `digest` of `declared`, which takes 0.3 s to compute, by version of DuckDB. A store with this digest can be
 #: trusted. With other versions of DuckDB, the definitions themselves are compared.
-DIGESTS: Mapping[str, str] = {
-    "2.0.0": "9091db5debc342744fc28b39690cc0a4f366e74ce1c5607a12daf7c0182e6a66",
-}
+DIGESTS: Mapping[str, str] = {"2.0.0": "9091db5debc342744fc28b39690cc0a4f366e74ce1c5607a12daf7c0182e6a66"}
 
 
 def schema_statements() -> list[str]:

@@ -281,11 +281,7 @@ def summarised(
 
 
 def _moments(
-    spread: Spread,
-    rows: slice,
-    values: np.ndarray,
-    long: np.ndarray | None,
-    far: tuple[np.ndarray, np.ndarray] | None,
+    spread: Spread, rows: slice, values: np.ndarray, long: np.ndarray | None, far: tuple[np.ndarray, np.ndarray] | None
 ) -> None:
     exact = values.astype(np.float64)
     total = exact.sum(axis=1)

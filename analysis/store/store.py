@@ -438,11 +438,7 @@ class Store:
     # Reading
 
     def query(
-        self,
-        sql: str,
-        parameters: Sequence[Any] | None = None,
-        *,
-        tables: Mapping[str, pa.Table] | None = None,
+        self, sql: str, parameters: Sequence[Any] | None = None, *, tables: Mapping[str, pa.Table] | None = None
     ) -> pa.Table:
         """Return the rows of one statement, even from an untrusted source; ``?`` stands for the parameters in order.
         The connection reads the store and the further ``tables``, by name, only: no file, network, extension or

@@ -29,12 +29,7 @@ from headscan.analysis.store.scan_tables import (
     comment_statements,
     literal,
 )
-from headscan.analysis.store.tables import (
-    ACCURACY,
-    EACH,
-    EFFECT_VIEWS,
-    TABLES,
-)
+from headscan.analysis.store.tables import ACCURACY, EACH, EFFECT_VIEWS, TABLES
 from headscan.analysis.store.verdict_limits import MARGIN
 from headscan.catalog import (
     BEHAVIOURS,
@@ -121,12 +116,7 @@ ROLES: dict[str, Role] = {
             "arXiv 2504.03889 for accuracy, headscan for losses",
         ),
         Role(
-            "constant",
-            f"{_HARM} when its mean replaces the head's output; {_SCALE}",
-            "ablate",
-            "<",
-            MARGIN / 100,
-            OWN,
+            "constant", f"{_HARM} when its mean replaces the head's output; {_SCALE}", "ablate", "<", MARGIN / 100, OWN
         ),
     )
 }

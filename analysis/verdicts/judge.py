@@ -12,13 +12,7 @@ from headscan.analysis.store.tables import ACCURACY, LOSS
 from headscan.analysis.store.verdict_limits import BENCHMARK_PARTS, MAX_LOSS, RECALL_PARTS
 from headscan.analysis.verdicts import verdict_words
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, FinishedArm, Scope, finished_arms
-from headscan.analysis.verdicts.controls import (
-    Controls,
-    PrunedControls,
-    judge_controls,
-    loss_increase,
-    pruned_controls,
-)
+from headscan.analysis.verdicts.controls import Controls, PrunedControls, judge_controls, loss_increase, pruned_controls
 from headscan.analysis.verdicts.decision import ArmResults, Outcome
 from headscan.analysis.verdicts.metrics import TaskMetric, read_metrics
 from headscan.analysis.verdicts.paired import Interval, PairedDifference

@@ -153,13 +153,7 @@ def enough_texts(loss: Increase, max_loss: float, comparisons: int = 1) -> int |
 
 
 def rate_increase(
-    rate: Rate,
-    baseline: np.ndarray,
-    arm: np.ndarray,
-    sizes: np.ndarray,
-    documents: np.ndarray,
-    *,
-    comparisons: int = 1,
+    rate: Rate, baseline: np.ndarray, arm: np.ndarray, sizes: np.ndarray, documents: np.ndarray, *, comparisons: int = 1
 ) -> Increase:
     """Return the paired difference of two rates, ``rate.factor * sum(arm - baseline) / sum(sizes)``, with the interval
     of `estimate_ratio`.
@@ -315,12 +309,7 @@ def resample_weights(metric: str, units: int, drawn: int, resamples: int) -> np.
 
 
 def read_metrics(
-    store: Store,
-    run_id: str,
-    baseline: FinishedArm,
-    *,
-    comparisons: int = 1,
-    arm_ids: Sequence[str] | None = None,
+    store: Store, run_id: str, baseline: FinishedArm, *, comparisons: int = 1, arm_ids: Sequence[str] | None = None
 ) -> Mapping[str, tuple[TaskMetric, ...]]:
     """Return the metrics of tasks without right answers, by arm id. The interval of a loss is widened for the number of
     texts, because a verdict counts each of them; None as ``arm_ids`` reads all arms.

@@ -43,13 +43,7 @@ from headscan.analysis.verdicts.answer_sheets import (
     finished_arms,
     read_answers,
 )
-from headscan.analysis.verdicts.paired import (
-    Interval,
-    PairedDifference,
-    shows_loss,
-    t_quantile,
-    wilson_low,
-)
+from headscan.analysis.verdicts.paired import Interval, PairedDifference, shows_loss, t_quantile, wilson_low
 from headscan.catalog import recall_family
 
 #: Safety factor on the number of recall questions. With the least number, identical answers pass in only half of the

@@ -39,10 +39,7 @@ class InterventionRecord:
     """
 
     def __init__(
-        self,
-        lm: LoadedModel,
-        lengths: Tensor | Sequence[int] | None,
-        keys: Tensor | Sequence[int] | None = None,
+        self, lm: LoadedModel, lengths: Tensor | Sequence[int] | None, keys: Tensor | Sequence[int] | None = None
     ) -> None:
         self.lengths = None if lengths is None else torch.as_tensor(lengths)
         self.keys = keys

@@ -23,12 +23,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from huggingface_hub import constants, get_safetensors_metadata, is_offline_mode, try_to_load_from_cache
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    HfHubHTTPError,
-    NotASafetensorsRepoError,
-    SafetensorsParsingError,
-)
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 
 from headscan.errors import ModelLoadError
 

@@ -30,8 +30,7 @@ class GateFitConfig:
         Objective, Option("loss: that of the texts; divergence: from the predictions without gates")
     ] = "loss"
     steps: Annotated[
-        int,
-        Option("number of steps of each fit; up to four times as many follow until the share is closed", least=1),
+        int, Option("number of steps of each fit; up to four times as many follow until the share is closed", least=1)
     ] = 120
     rate: Annotated[float, Limits(above=0)] = 0.15
     start: Annotated[float, Limits()] = 1.5

@@ -30,12 +30,7 @@ Visit = Callable[[AttentionSite, Tensor, Tensor], None]
 
 @contextmanager
 def watched_layers(
-    lm: LoadedModel,
-    on_heads: Visit | None,
-    on_outputs: Visit | None,
-    *,
-    scale: float,
-    top: int | None = None,
+    lm: LoadedModel, on_heads: Visit | None, on_outputs: Visit | None, *, scale: float, top: int | None = None
 ) -> Iterator[None]:
     """Call visitors in backward passes of the forward passes that run with gradients; all kinds of sites.
 

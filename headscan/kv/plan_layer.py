@@ -248,12 +248,7 @@ class PlanLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(
-        self,
-        name: str,
-        groups: tuple[HeadGroup, ...],
-        prefill: Prefill,
-        max_tokens: int | None,
-        masks: MaskReader,
+        self, name: str, groups: tuple[HeadGroup, ...], prefill: Prefill, max_tokens: int | None, masks: MaskReader
     ) -> None:
         super().__init__()
         self.name, self.groups, self.prefill, self.masks = name, groups, prefill, masks

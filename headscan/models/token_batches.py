@@ -99,11 +99,7 @@ def pad(sequences: Sequence[Sequence[int] | np.ndarray], width: int | None = Non
 
 
 def batches(
-    lengths: Sequence[int],
-    batch_tokens: int,
-    *,
-    pass_cost: float = math.inf,
-    groups: Sequence[Hashable] | None = None,
+    lengths: Sequence[int], batch_tokens: int, *, pass_cost: float = math.inf, groups: Sequence[Hashable] | None = None
 ) -> Iterator[list[int]]:
     """Yield batches as indices, longest first, of at most ``batch_tokens`` with padding, and at least one sequence. The
     same lengths give the same batches.
@@ -150,11 +146,7 @@ class Batch:
 
 
 def whole_batches(
-    lengths: Sequence[int],
-    batch_tokens: int,
-    rope_group: Callable[[int], Hashable],
-    *,
-    pass_cost: float = math.inf,
+    lengths: Sequence[int], batch_tokens: int, rope_group: Callable[[int], Hashable], *, pass_cost: float = math.inf
 ) -> list[Batch]:
     """Return `batches` that keep each sequence's own rotary frequencies: lengths with different ``rope_group``, such as
     `RopeLengths.group`, never share one.

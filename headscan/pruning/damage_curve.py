@@ -44,10 +44,7 @@ class LayerMoments:
 
 
 def layer_moments(
-    lm: LoadedModel,
-    calibration: Calibration,
-    edits: Edits = NO_EDITS,
-    steps: Steps = unseen_steps,
+    lm: LoadedModel, calibration: Calibration, edits: Edits = NO_EDITS, steps: Steps = unseen_steps
 ) -> dict[int, LayerMoments]:
     """Return the moments of every layer with heads, by the summed loss of all tokens (empirical Fisher information)."""
     sums = {site.layer: _Sums() for site in lm.grid.sites}

@@ -400,23 +400,11 @@ class HeadSelection:
                     step()
 
                 before = repaired_model(
-                    self._lm,
-                    texts,
-                    removed,
-                    RepairConfig(("o", "down")),
-                    all_layers=True,
-                    progress=done,
+                    self._lm, texts, removed, RepairConfig(("o", "down")), all_layers=True, progress=done
                 )
             moments = layer_moments(self._lm, texts, before.edits, self._work.steps)
         return SelectionStage(
-            self._lm,
-            moments,
-            self._original.divergence,
-            self.units,
-            before,
-            more,
-            self._work,
-            self._allowed,
+            self._lm, moments, self._original.divergence, self.units, before, more, self._work, self._allowed
         )
 
 

@@ -12,15 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headscan.catalog import (
-    CRITERIA,
-    EFFECT,
-    IMPORTANCES,
-    PROMPT_IMPORTANCE,
-    SCORES,
-    TermScale,
-    statistics_for,
-)
+from headscan.catalog import CRITERIA, EFFECT, IMPORTANCES, PROMPT_IMPORTANCE, SCORES, TermScale, statistics_for
 from headscan.errors import PruningError
 from headscan.gradients.head_importance import default_loss, entropies, head_gradients
 from headscan.gradients.losses import Loss

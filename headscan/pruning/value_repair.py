@@ -199,12 +199,7 @@ class _Problem:
     """The least squares of a change of the value projection."""
 
     def __init__(
-        self,
-        values: ValueRepair,
-        blocks: Blocks,
-        layer: int,
-        goals: Sequence[AttentionGoal],
-        output_weight: Tensor,
+        self, values: ValueRepair, blocks: Blocks, layer: int, goals: Sequence[AttentionGoal], output_weight: Tensor
     ) -> None:
         self._values, self._lm, lm = values, blocks.lm, blocks.lm
         self._batches = [goal.batch for goal in goals]

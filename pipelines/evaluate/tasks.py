@@ -383,10 +383,7 @@ class Questions:
         if recall is not None:
             try:
                 self._recall = recall_questions(identity.tokenizer, recall, identity.max_tokens, bos=self._bos)
-            except (
-                RecallError,
-                CorpusError,
-            ) as problem:  # the context or the tokenizer does not fit
+            except (RecallError, CorpusError) as problem:  # the context or the tokenizer does not fit
                 if recall.lengths is not None:
                     raise
                 self._notes.append(f"recall questions are omitted: {problem}")

@@ -245,11 +245,7 @@ def measured_plans(
     }
     stored = {"model": asdict(model.model), "corpus": asdict(config.corpus), "batch_tokens": config.batch_tokens}
     record = model.record(
-        "plan",
-        fingerprint(facts),
-        config=stored,
-        corpus=config.corpus.name,
-        corpus_hash=prompts[0].content_hash,
+        "plan", fingerprint(facts), config=stored, corpus=config.corpus.name, corpus_hash=prompts[0].content_hash
     )
     with model.keeping(record) as known:
         return _plans(Measurement.of(config, model, prompts, known), budgets)

@@ -215,12 +215,7 @@ def write_shards(
         )
     left = part if ledger.others_missing else None
     return CorpusRunResult(
-        state.run_id,
-        already_done=False,
-        measured=ledger.measured,
-        skipped=ledger.skipped,
-        report=report,
-        part=left,
+        state.run_id, already_done=False, measured=ledger.measured, skipped=ledger.skipped, report=report, part=left
     )
 
 

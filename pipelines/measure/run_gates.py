@@ -137,13 +137,7 @@ def gate_table(run_id: str, grid: HeadGrid, down: Gates, up: Gates | None, close
 
 
 def _fit(
-    config: GatesConfig,
-    run: Run,
-    grid: HeadGrid,
-    ids: np.ndarray,
-    lengths: np.ndarray,
-    folder: Path,
-    run_hash: str,
+    config: GatesConfig, run: Run, grid: HeadGrid, ids: np.ndarray, lengths: np.ndarray, folder: Path, run_hash: str
 ) -> tuple[Gates, Gates | None]:
     """Fit once or twice; states that were saved in the folder are resumed."""
 

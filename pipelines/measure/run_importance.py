@@ -38,11 +38,7 @@ from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.prompt_losses import recall_prompts
 from headscan.pipelines.settings.corpus_settings import TokenPlan
-from headscan.pipelines.settings.measure_settings import (
-    ImportanceConfig,
-    LabelledImportanceConfig,
-    LossReduction,
-)
+from headscan.pipelines.settings.measure_settings import ImportanceConfig, LabelledImportanceConfig, LossReduction
 
 #: Cost of a sequence, in forward passes: a forward and a backward pass, each block run again.
 _PASSES = 4

@@ -258,11 +258,7 @@ def _texts_hash(config: RefereeConfig, run: Run, texts: CalibrationTexts) -> str
 
 
 def _choices(
-    config: RefereeConfig,
-    stored: StoredChoices,
-    run: Run,
-    texts: CalibrationTexts,
-    counts: tuple[int, ...],
+    config: RefereeConfig, stored: StoredChoices, run: Run, texts: CalibrationTexts, counts: tuple[int, ...]
 ) -> dict[str, Choices]:
     """Return the heads of every criterion; those that the store has are not chosen again."""
     grid = run.facts.grid
@@ -291,11 +287,7 @@ def _recall_prompts(identity: ModelIdentity, tokens: int) -> CalibrationTexts:
 
 
 def _mask_arms(
-    config: RefereeConfig,
-    run: Run,
-    chosen: Mapping[str, Choices],
-    sizes: Mapping[float, int],
-    texts_hash: str,
+    config: RefereeConfig, run: Run, chosen: Mapping[str, Choices], sizes: Mapping[float, int], texts_hash: str
 ) -> list[Arm]:
     """Return the arms share by share, so that all curves grow together."""
     selection = f"{'iterative, ' if config.compared.iterative else ''}texts {texts_hash}"

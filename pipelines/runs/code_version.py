@@ -77,8 +77,4 @@ def package_versions() -> dict[str, str]:
 
 def software_of(code_files_hash: str | None) -> dict[str, Any]:
     """Return the provenance that is known before the model is loaded; the hash is of the model's own code files."""
-    return {
-        "packages": package_versions(),
-        "code_version": code_version(),
-        "code_files_hash": code_files_hash,
-    }
+    return {"packages": package_versions(), "code_version": code_version(), "code_files_hash": code_files_hash}

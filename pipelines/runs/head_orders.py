@@ -7,12 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headscan.analysis.heads.head_ranking import (
-    rank_behaviours,
-    rank_gates,
-    rank_heads,
-    rank_importance,
-)
+from headscan.analysis.heads.head_ranking import rank_behaviours, rank_gates, rank_heads, rank_importance
 from headscan.analysis.store.provenance import same_model
 from headscan.analysis.store.records import RunKind
 from headscan.analysis.store.store import Store

@@ -20,12 +20,7 @@ from headscan.analysis.report.write_report import write_report
 from headscan.analysis.store.output_files import write_text
 from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS
 from headscan.analysis.verdicts.metrics import Increase, exceeds
-from headscan.analysis.verdicts.ordered_shares import (
-    Outcome,
-    ShareVerdict,
-    judge_shares,
-    read_losses,
-)
+from headscan.analysis.verdicts.ordered_shares import Outcome, ShareVerdict, judge_shares, read_losses
 from headscan.pipelines.corpora import TokenPlan
 from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.evaluate.continuation_task import CONTINUATION, write_task
@@ -50,13 +45,7 @@ from headscan.pipelines.settings.measure_settings import ImportanceConfig, Probe
 from headscan.pipelines.settings.saving_settings import PlanConfig, RecallConfig, TextConfig
 from headscan.pipelines.study.study_answer import Saving, SavingKind, StudyAnswer
 from headscan.pipelines.study.study_candidates import Candidates, ablations, best_criterion, caches, mask_arms, removals
-from headscan.pipelines.study.study_config import (
-    FEWEST_STUDY_TEXTS,
-    StudyConfig,
-    StudyError,
-    resumed,
-    write_study,
-)
+from headscan.pipelines.study.study_config import FEWEST_STUDY_TEXTS, StudyConfig, StudyError, resumed, write_study
 from headscan.pipelines.study.study_texts import StudyTexts, split_texts
 from headscan.pipelines.study.study_time import (
     TimedPass,

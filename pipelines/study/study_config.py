@@ -70,11 +70,7 @@ class StudyConfig:
     ] = None
     criteria: Annotated[
         tuple[str, ...],
-        Option(
-            "comma-separated scores that may rank the heads",
-            kind="criterion",
-            names=(*SCORES, *IMPORTANCES),
-        ),
+        Option("comma-separated scores that may rank the heads", kind="criterion", names=(*SCORES, *IMPORTANCES)),
     ] = ("output_norm_ln", "importance", "importance_recall")
     shares: Annotated[tuple[float, ...] | None, _shares("heads to ablate", 0.3)] = None
     window_shares: Annotated[tuple[float, ...] | None, _shares("KV heads that get a window", 0.75)] = None

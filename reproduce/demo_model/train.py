@@ -96,10 +96,7 @@ def make_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     embeddings = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" in n]
-    groups = [
-        {"params": embeddings, "weight_decay": recipe.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    groups = [{"params": embeddings, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     if recipe.matrix_learning_rate == 0:
         groups.append({"params": matrices, "weight_decay": recipe.weight_decay})
     optimizers: list[torch.optim.Optimizer] = [
@@ -200,12 +197,7 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCau
 
 
 def train(
-    recipe: Recipe,
-    out: Path,
-    *,
-    device: str = "cpu",
-    compile_model: bool = False,
-    save_every: int = 500,
+    recipe: Recipe, out: Path, *, device: str = "cpu", compile_model: bool = False, save_every: int = 500
 ) -> None:
     """Train by ``recipe`` and write weights, tokenizer and ``training.json`` to ``out``."""
     torch.manual_seed(recipe.seed)

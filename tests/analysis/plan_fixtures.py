@@ -42,11 +42,7 @@ def unrecorded(a_site: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_scan(
-    path: Path,
-    grid: list[dict[str, Any]],
-    statistics: dict[str, np.ndarray],
-    tokens: list[int],
-    **changes: Any,
+    path: Path, grid: list[dict[str, Any]], statistics: dict[str, np.ndarray], tokens: list[int], **changes: Any
 ) -> tuple[Store, str]:
     """A finished scan. ``statistics``: name to (sequences, layers, heads), of profiles with bins behind; the others
     are NaN. ``tokens``: lengths."""

@@ -126,8 +126,7 @@ class Comparison:
         self._loss, self._right = self._measure(NO_EDITS)
         show(f"held out: {len(chosen)} texts of {len(set(self._documents))} documents, loss {self._loss.mean():.4f}\n")
         self._table = Table(
-            "## Loss increase",
-            ("removed", "heads", "seed", "loss [95 %]", "points", "minus damage, repaired [95 %]"),
+            "## Loss increase", ("removed", "heads", "seed", "loss [95 %]", "points", "minus damage, repaired [95 %]")
         )
         self._selections: dict[int, HeadSelection] = {}
         self._found: dict[tuple[str, int], Measured] = {}

@@ -28,10 +28,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the store is made (default: the temporary folder)")
     options = parser.parse_args()
     shape = ShardShape(options.layers, options.heads, options.shard_size, options.tokens)
-    with (
-        tempfile.TemporaryDirectory(dir=options.folder) as folder,
-        ImaginedPool(options.workers) as pool,
-    ):
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder, ImaginedPool(options.workers) as pool:
         pool.all_answer()
         # Until every worker has made its table.
         list(pool.map(imagine_shard, [ImaginedItem(shard, shape) for shard in made_shards(4 * options.workers, shape)]))

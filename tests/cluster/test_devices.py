@@ -9,14 +9,7 @@ import pytest
 import torch
 
 from headscan.cluster import devices
-from headscan.cluster.devices import (
-    MOST_IMAGINED,
-    imagined,
-    roomiest,
-    roomiest_gpus,
-    this_machine,
-    usable_cores,
-)
+from headscan.cluster.devices import MOST_IMAGINED, imagined, roomiest, roomiest_gpus, this_machine, usable_cores
 from headscan.cluster.placement_base import ByteSizeError, Node, PlacementError, format_bytes, parse_bytes
 
 

@@ -20,13 +20,7 @@ from headscan.cluster.placement_base import (
     balanced_ranges,
     fewest_ranges,
 )
-from headscan.cluster.placements import (
-    PipelinePlacement,
-    ShardedPlacement,
-    StreamedPlacement,
-    WholePlacement,
-    place,
-)
+from headscan.cluster.placements import PipelinePlacement, ShardedPlacement, StreamedPlacement, WholePlacement, place
 from headscan.cluster.pool import open_pool
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import Sharding
@@ -63,11 +57,7 @@ def cpu(memory: int = 1 << 40, cpus: int = 8) -> Node:
 
 
 def plan(
-    *nodes: Node,
-    sizes: ModelSizes = SIZES,
-    evaluates: bool = False,
-    max_threads: int | None = None,
-    **wishes: Any,
+    *nodes: Node, sizes: ModelSizes = SIZES, evaluates: bool = False, max_threads: int | None = None, **wishes: Any
 ) -> ChosenPlacement:
     request = PlacementRequest(**{"batch_tokens": 10, **wishes})
     return place(sizes, nodes, request, evaluates=evaluates, max_threads=max_threads)

@@ -73,11 +73,7 @@ def test_a_set_of_pruned_heads_as_in_transformers_4_is_no_choice_of_headscan() -
 
 @pytest.mark.parametrize(
     ("family", "reason"),
-    [
-        ("bitnet", "something mixes"),
-        ("albert", "serves several layers"),
-        ("diffllama", "no projection takes"),
-    ],
+    [("bitnet", "something mixes"), ("albert", "serves several layers"), ("diffllama", "no projection takes")],
 )
 def test_unsupported_models_are_refused(family: str, reason: str) -> None:
     model = make_model(family)

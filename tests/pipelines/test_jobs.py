@@ -57,11 +57,7 @@ def cpu() -> jobs.PlacementRequest:
 
 
 def test_scan_evaluate_and_plan_fill_the_tables(
-    spec: ModelSpec,
-    corpus_folder: Path,
-    evaluation: jobs.EvaluateConfig,
-    cpu: jobs.PlacementRequest,
-    tmp_path: Path,
+    spec: ModelSpec, corpus_folder: Path, evaluation: jobs.EvaluateConfig, cpu: jobs.PlacementRequest, tmp_path: Path
 ) -> None:
     path = tmp_path / "s.duckdb"
     texts = CorpusSpec(str(corpus_folder))
@@ -218,11 +214,7 @@ def test_every_measuring_job_fills_its_table(
 
 
 def test_ablate_sweep_and_referee_judge_their_arms(
-    spec: ModelSpec,
-    corpus_folder: Path,
-    evaluation: jobs.EvaluateConfig,
-    cpu: jobs.PlacementRequest,
-    tmp_path: Path,
+    spec: ModelSpec, corpus_folder: Path, evaluation: jobs.EvaluateConfig, cpu: jobs.PlacementRequest, tmp_path: Path
 ) -> None:
     store, texts = tmp_path / "s.duckdb", CorpusSpec(str(corpus_folder))
     effects = jobs.ablate(jobs.AblateConfig(evaluation), store, devices=cpu, say=quiet).effects

@@ -35,13 +35,7 @@ LIMIT = 5
 
 def results_of(model: Any, manager: TaskManager) -> dict[tuple[str, str], float]:
     with patch("lm_eval.evaluator.add_env_info"):  # starts a dozen programs
-        found = simple_evaluate(
-            model=model,
-            tasks=list(TASKS),
-            task_manager=manager,
-            limit=LIMIT,
-            bootstrap_iters=0,
-        )
+        found = simple_evaluate(model=model, tasks=list(TASKS), task_manager=manager, limit=LIMIT, bootstrap_iters=0)
     assert found is not None
     return {
         (task, metric.partition(",")[0]): value

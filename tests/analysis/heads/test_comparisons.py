@@ -92,10 +92,7 @@ def test_a_site_is_compared_alone(tmp_path: Path) -> None:
     heads = pa.concat_tables([head_table(stats, 0, SEQUENCES), head_table(same, 0, SEQUENCES, "cross")])
     store.add_shards(run_id, [ShardToWrite(ShardRecord(0, "c0"), sequence_table(0, SEQUENCES), heads)])
     low = {name for name, score in SCORES.items() if score.inactive == "low" and score.over is None}
-    for table in (
-        score_overlap(store, run_id, 0.2, site="cross"),
-        mask_overlap(store, run_id, 0.2, site="cross"),
-    ):
+    for table in (score_overlap(store, run_id, 0.2, site="cross"), mask_overlap(store, run_id, 0.2, site="cross")):
         assert {r["overlap"] for r in table.to_pylist() if {r["score_a"], r["score_b"]} <= low} == {1.0}
     mixed = score_overlap(store, run_id, 0.2).to_pylist()
     assert min(r["overlap"] for r in mixed if {r["score_a"], r["score_b"]} <= low) < 1

@@ -121,11 +121,7 @@ def test_heads_without_a_part_of_the_cache_are_protected(tmp_path: Path) -> None
 def test_a_cache_is_needed_by_every_layer_that_reads_it(tmp_path: Path) -> None:
     """KV head (0, 0) is not needed by its own query heads, but by those of layer 2."""
     need = np.array([[0.0, 0.0, 0.1, 0.1], [0.3, 0.3, 0.2, 0.2], [0.9, 0.0, 0.0, 0.0]])
-    grid = [
-        site(0, 4, 2),
-        site(1, 4, 2),
-        site(2, 4, 2, cache_heads=0, cache_bytes_per_token=0, kv_shared_from=0),
-    ]
+    grid = [site(0, 4, 2), site(1, 4, 2), site(2, 4, 2, cache_heads=0, cache_bytes_per_token=0, kv_shared_from=0)]
     plan = _plan(*write_scan(tmp_path / "s.duckdb", grid, masses(need, TOKENS), TOKENS))
     assert plan.window_heads == [(0, 1), (1, 1)]
     assert [head.score for head in plan.heads[:4]] == pytest.approx([1, 0.1 / 0.9, 0.3 / 0.9, 0.2 / 0.9], rel=1e-4)

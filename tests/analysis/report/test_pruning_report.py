@@ -119,9 +119,7 @@ def test_the_map_shows_from_which_share_a_head_goes(evaluation: tuple[Store, dic
     assert [trace.name for trace in figure.data[1:]] == ["removed from 16.7%", "removed from 41.7%", "stays"]
 
 
-def test_models_of_another_repair_have_a_curve_of_their_own(
-    evaluation: tuple[Store, dict[str, Any], Verdict],
-) -> None:
+def test_models_of_another_repair_have_a_curve_of_their_own(evaluation: tuple[Store, dict[str, Any], Verdict]) -> None:
     first, second, *controls = (replace(point, selection="repair o") for point in points(evaluation[2]))
     figure = pruning_figure([first, replace(second, selection="repair none"), *controls])
     names = [trace.name for trace in figure.data if trace.xaxis in (None, "x")]

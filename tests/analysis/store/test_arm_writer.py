@@ -13,9 +13,7 @@ import pytest
 from headscan.analysis.errors import FinishedArmError, StoreError
 from headscan.analysis.store.records import ArmRecord, ArmState, RunRecord
 from headscan.analysis.store.store import Store
-from tests.analysis.conftest import (
-    answer_table,
-)
+from tests.analysis.conftest import answer_table
 
 
 def _rows(store: Store, table: str) -> int:

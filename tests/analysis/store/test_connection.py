@@ -249,10 +249,7 @@ def test_the_connection_is_closed_when_the_caller_raises(scan: Scan) -> None:
 
 def test_an_error_in_a_transaction_takes_its_rows_back(scan: Scan) -> None:
     with scan.store.connect() as connection:
-        with (
-            pytest.raises(ZeroDivisionError),
-            store_connection.transaction(connection, scan.store.path),
-        ):
+        with pytest.raises(ZeroDivisionError), store_connection.transaction(connection, scan.store.path):
             connection.execute("INSERT INTO meta VALUES ('half', 'done')")
             raise ZeroDivisionError
         assert connection.execute("SELECT count(*) FROM meta").fetchone() == (4,)

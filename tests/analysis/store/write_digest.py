@@ -16,12 +16,14 @@ def with_digest(source: str, version: str, found: str) -> str:
     """Return the source of `connection` with the digest of a version of DuckDB. If it replaces another one, the schema
     has changed, and the digests of other versions are dropped.
     """
-    match = re.search(r"^DIGESTS: .* = \{\n((?: .*\n)*)\}", source, re.MULTILINE)
+    match = re.search(r"^DIGESTS: .* = \{([^}]*)\}", source, re.MULTILINE)
     assert match is not None
     known = dict(re.findall(r'"(.*?)": "(.*?)"', match[1]))
     if known.get(version, found) != found:
         known = {}
-    lines = "".join(f'    "{each}": "{value}",\n' for each, value in sorted((known | {version: found}).items()))
+    entries = [f'"{each}": "{value}"' for each, value in sorted((known | {version: found}).items())]
+    # As the formatter has it: one entry fits on the line.
+    lines = entries[0] if len(entries) == 1 else "\n" + "".join(f"    {entry},\n" for entry in entries)
     return source[: match.start(1)] + lines + source[match.end(1) :]
 
 

@@ -117,11 +117,7 @@ def test_curves_have_removable_shares(sweep: tuple[Store, str]) -> None:
     ],
 )
 def test_the_strict_share_is_the_largest_tested_one_up_to_which_all_pass(
-    evaluate: Callable[..., tuple[Store, str]],
-    lost: dict[float, int],
-    passes: list[bool],
-    strict: float,
-    paper: float,
+    evaluate: Callable[..., tuple[Store, str]], lost: dict[float, int], passes: list[bool], strict: float, paper: float
 ) -> None:
     baseline = np.repeat([1, 0], [1500, 500])
     arms = {"baseline": ("baseline", baseline, 0.0, {})}

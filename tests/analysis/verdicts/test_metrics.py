@@ -63,8 +63,7 @@ def test_an_effect_of_a_head_has_the_interval_of_a_loss() -> None:
 
 @pytest.mark.parametrize("documents", [6, 8, 20])
 @pytest.mark.parametrize(
-    ("kind", "below", "above"),
-    [("normal", 0.025, 0.025), ("exponential", 0.01, 0.065), ("lognormal", 0.005, 0.107)],
+    ("kind", "below", "above"), [("normal", 0.025, 0.025), ("exponential", 0.01, 0.065), ("lognormal", 0.005, 0.107)]
 )
 def test_both_ends_of_intervals_miss_as_rarely_as_stated(kind: str, documents: int, below: float, above: float) -> None:
     """Of normal differences each end misses at most 2.5 %. Of skewed ones, the missing documents are those that have

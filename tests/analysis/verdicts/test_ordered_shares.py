@@ -13,12 +13,7 @@ from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS, LEAST_TEXTS
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, FinishedArm
 from headscan.analysis.verdicts.judge import arm_verdict
 from headscan.analysis.verdicts.metrics import RATES, Increase, TaskMetric, enough_texts, exceeds, rate_increase
-from headscan.analysis.verdicts.ordered_shares import (
-    Outcome,
-    ShareVerdict,
-    largest_safe,
-    share_verdict,
-)
+from headscan.analysis.verdicts.ordered_shares import Outcome, ShareVerdict, largest_safe, share_verdict
 from headscan.analysis.verdicts.paired import PairedDifference
 from headscan.analysis.verdicts.verdict_rows import for_comparisons
 from tests.analysis.conftest import compare

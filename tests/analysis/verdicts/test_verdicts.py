@@ -166,10 +166,7 @@ def test_an_arm_is_better_than_chance_if_it_beats_19_random_ones(evaluate: Evalu
             range(10, 29),
             "Of 19 random choices with as many heads, 18 lose more accuracy (-2.80 to -1.00 points); p = 0.1",
         ),
-        (
-            range(11, 29),
-            "Of 18 random choices with as many heads, 18 lose more accuracy (-2.80 to -1.10 points); at",
-        ),
+        (range(11, 29), "Of 18 random choices with as many heads, 18 lose more accuracy (-2.80 to -1.10 points); at"),
     ],
 )
 def test_a_tie_or_too_few_controls_show_nothing(evaluate: Evaluate, controls: Sequence[int], says: str) -> None:

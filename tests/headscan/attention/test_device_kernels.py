@@ -20,13 +20,7 @@ from headscan.attention import fused as identities
 from headscan.attention.calls import ScoredCall
 from headscan.attention.fused import CpuKernels, CudaKernels, FusedKernels, kernels_for
 from headscan.catalog import MassWidths, panel_names
-from headscan.statistics.registry import (
-    CONTINUABLE,
-    OUTPUT_STATISTICS,
-    QUERY_NUMBERS,
-    VALUE_STATISTICS,
-    fused_numbers,
-)
+from headscan.statistics.registry import CONTINUABLE, OUTPUT_STATISTICS, QUERY_NUMBERS, VALUE_STATISTICS, fused_numbers
 from headscan.statistics.weight_statistics import AttentionRequest
 from tests.devices import assert_near
 from tests.headscan.attention.emulated_flash import cudnn_attention, flash_attention_forward

@@ -84,10 +84,7 @@ def test_graphs_of_all_blocks_give_the_same(family: str, monkeypatch: pytest.Mon
     torch.testing.assert_close(found, whole, rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
-SHARDINGS = {
-    "two devices": Sharding(("cpu", "cpu"), ((0, 1), (1, 3))),
-    "disk": Sharding(("cpu",), ((0, 1),), "disk"),
-}
+SHARDINGS = {"two devices": Sharding(("cpu", "cpu"), ((0, 1), (1, 3))), "disk": Sharding(("cpu",), ((0, 1),), "disk")}
 
 
 @pytest.mark.parametrize("name", SHARDINGS)

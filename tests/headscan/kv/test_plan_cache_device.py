@@ -41,12 +41,7 @@ GROUPS = {
     "full": (HeadGroup((0, 1, 2, 3), None),),
     "every second": (HeadGroup((0, 2), None), HeadGroup((1, 3), NARROW)),
     "neighbours": (HeadGroup((0, 1, 2), None), HeadGroup((3,), WIDE)),
-    "four kinds": (
-        HeadGroup((2,), None),
-        HeadGroup((3,), NARROW),
-        HeadGroup((0,), WIDE),
-        HeadGroup((1,), DROPPED),
-    ),
+    "four kinds": (HeadGroup((2,), None), HeadGroup((3,), NARROW), HeadGroup((0,), WIDE), HeadGroup((1,), DROPPED)),
 }
 FLASH, EFFICIENT = "_flash_attention_forward", "_scaled_dot_product_efficient_attention"
 

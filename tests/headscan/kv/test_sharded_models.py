@@ -16,10 +16,7 @@ from headscan.models.loaded_model import LoadedModel, Sharding
 from tests.headscan.kv.cache_plans import NARROW, make_cache, random_plan
 from tests.small_models import make_model
 
-SHARDINGS = {
-    "two devices": Sharding(("cpu", "cpu"), ((0, 1), (1, 3))),
-    "disk": Sharding(("cpu",), ((0, 1),), "disk"),
-}
+SHARDINGS = {"two devices": Sharding(("cpu", "cpu"), ((0, 1), (1, 3))), "disk": Sharding(("cpu",), ((0, 1),), "disk")}
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])

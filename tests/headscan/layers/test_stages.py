@@ -30,12 +30,7 @@ CHOSEN = ("llama", "qwen3", "gemma3", "gpt2", "mixtral", "granitemoehybrid")
 #: Models whose later layers borrow keys and values, and the layers that cannot begin a range.
 BORROWERS = {"gemma3n": {1, 2}, "gemma4": {2}}
 LENGTHS = torch.tensor([30, 7, 22])
-ARMS = (
-    None,
-    HeadMask([(0, 1), (2, 3), (2, 4)]),
-    HeadRule("output_norm_ln", threshold=0.9),
-    RandomHeads(0.4, seed=1),
-)
+ARMS = (None, HeadMask([(0, 1), (2, 3), (2, 4)]), HeadRule("output_norm_ln", threshold=0.9), RandomHeads(0.4, seed=1))
 
 
 def ids_of(sequences: int = 3, tokens: int = 30) -> Tensor:

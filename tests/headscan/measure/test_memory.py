@@ -65,10 +65,7 @@ def test_memory_is_linear_in_the_length(family: str, panel: Panel) -> None:
     ("problem", "expected"),
     [
         (torch.OutOfMemoryError("whatever it says"), True),
-        (
-            RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"),
-            True,
-        ),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"), True),
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported asynchronously"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"), False),

@@ -63,12 +63,7 @@ def assert_close(found: Tensor, expected: Tensor, name: str, tokens: int, device
         return
     atol = ATOL if tokens > 2 else ATOL_TINY
     torch.testing.assert_close(
-        found.double(),
-        expected,
-        rtol=RTOL,
-        atol=atol,
-        equal_nan=True,
-        msg=lambda m: f"{name} at {tokens} tokens: {m}",
+        found.double(), expected, rtol=RTOL, atol=atol, equal_nan=True, msg=lambda m: f"{name} at {tokens} tokens: {m}"
     )
 
 

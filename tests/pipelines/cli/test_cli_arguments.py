@@ -268,18 +268,9 @@ def test_an_option_is_refused_where_it_has_no_effect(verb: str, option: BoundOpt
         ("prune demo --share 0.1 --skip-verdict --limit 5 --out x", "--limit has no effect with --skip-verdict"),
         ("prune demo --share 0.1 --no-recall --recall-weight 2 --out x", "--recall-weight has no effect with --no-"),
         ("prune demo --heads 1:2 --tries 5 --controls 0 --out x", "--tries has no effect on named heads without c"),
-        (
-            "prune demo --share 0.1 --method random --tries 5 --out x",
-            "with --method random: leave it out, or use",
-        ),
-        (
-            "evaluate M --tasks mmlu --column text",
-            "--column has no effect with --replace zero: leave it out",
-        ),
-        (
-            "evaluate M --tasks mmlu --replace mean --column text",
-            "--column has no effect without --corpus",
-        ),
+        ("prune demo --share 0.1 --method random --tries 5 --out x", "with --method random: leave it out, or use"),
+        ("evaluate M --tasks mmlu --column text", "--column has no effect with --replace zero: leave it out"),
+        ("evaluate M --tasks mmlu --replace mean --column text", "--column has no effect without --corpus"),
         ("probe demo --behaviours induction_score --depths 0.5", "with --behaviours induction_score: leave it out, or"),
         ("roles --mask m --heads", "--heads has no effect with --mask: leave one of them out"),
     ],
@@ -340,10 +331,7 @@ def nothing_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     ("verb", "words"),
     [
         (["evaluate", "--tasks", "mmlu", "--heads", "99:0"], "no head 99:0 in the model: layer 99 (limit 2)"),
-        (
-            ["evaluate", "--tasks", "mmlu", "--heads", "0:0", "2:6"],
-            "no head 2:6 in the model: head 6 (limit 5)",
-        ),
+        (["evaluate", "--tasks", "mmlu", "--heads", "0:0", "2:6"], "no head 2:6 in the model: head 6 (limit 5)"),
         (["evaluate", "--tasks", "mmlu", "--include-path", "/absent"], "--include-path /absent is no folder"),
         (["evaluate", "--tasks", "mmlu", "--recall-questions", "7"], "7 (limit a multiple of 4)"),
         (

@@ -68,13 +68,7 @@ def test_documents_are_streamed_from_the_config_and_split(hub):
         ("someone/books/en/train:3", None, "empty"),
         ("someone/books/en/train:4", "ishmael", None),
     ]
-    assert hub[0] == {
-        "path": "someone/books",
-        "name": "en",
-        "split": "train",
-        "revision": "abc",
-        "streaming": True,
-    }
+    assert hub[0] == {"path": "someone/books", "name": "en", "split": "train", "revision": "abc", "streaming": True}
     assert [d.text for d in open_corpus(spec(split="test")).documents()] == ["held out"]
     assert [d.text for d in open_corpus(spec(config="de")).documents()] == ["nennt mich"]
     assert [d.text for d in open_corpus(spec(limit_documents=1)).documents()] == ["call me"]

@@ -183,12 +183,7 @@ def test_a_stopped_evaluation_resumes_with_the_same_rows(
 
 @pytest.mark.slow
 def test_forward_runs_range_by_range_and_decode_does_not(
-    spec: ModelSpec,
-    plan: HeadPlan,
-    pool: InProcessPool,
-    task_folder: Path,
-    store: Store,
-    tmp_path: Path,
+    spec: ModelSpec, plan: HeadPlan, pool: InProcessPool, task_folder: Path, store: Store, tmp_path: Path
 ) -> None:
     asked = config(spec, task_folder)
     arms = [BASELINE, *plan_arms(plan, ["forward"], 0)]

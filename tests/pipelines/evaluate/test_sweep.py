@@ -148,10 +148,7 @@ def test_masks_are_the_first_heads_of_the_recordings_ranking(swept: Swept) -> No
 
 
 def test_a_recording_is_a_scan_to_choose_heads_from_if_it_is_named(
-    config: SweepConfig,
-    swept: Swept,
-    requests: list[Request],
-    capsys: pytest.CaptureFixture[str],
+    config: SweepConfig, swept: Swept, requests: list[Request], capsys: pytest.CaptureFixture[str]
 ) -> None:
     store, result, _ = swept
     prompts = {request.ids[:-1] for request in requests}

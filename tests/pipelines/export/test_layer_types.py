@@ -14,15 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, MinistralForCausalLM
 
 import headscan
-from headscan.analysis.plans import (
-    HeadPlan,
-    PlanError,
-    WindowHeads,
-    allocate,
-    load_plan,
-    planned_model,
-    random_scores,
-)
+from headscan.analysis.plans import HeadPlan, PlanError, WindowHeads, allocate, load_plan, planned_model, random_scores
 from headscan.errors import ExportError
 from headscan.kv.kept_keys import KeptKeys
 from headscan.kv.kv_windows import KvWindows

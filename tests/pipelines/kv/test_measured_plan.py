@@ -13,14 +13,7 @@ import pytest
 import torch
 
 import headscan
-from headscan.analysis.plans import (
-    PlanError,
-    WindowHeads,
-    WindowShare,
-    load_plan,
-    make_plan,
-    random_plan,
-)
+from headscan.analysis.plans import PlanError, WindowHeads, WindowShare, load_plan, make_plan, random_plan
 from headscan.analysis.store.store import Store
 from headscan.catalog import RECALL_FAMILIES, MassWidths
 from headscan.cluster.pool import InProcessPool

@@ -23,13 +23,7 @@ from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.measure_settings import CorpusRunError, LabelledImportanceConfig
-from tests.pipelines.ablate.labelled_models import (
-    LABELLED,
-    TRANSLATED,
-    save_classifier,
-    save_translator,
-    write_lines,
-)
+from tests.pipelines.ablate.labelled_models import LABELLED, TRANSLATED, save_classifier, save_translator, write_lines
 from tests.pipelines.ablate.labelled_oracle import on_examples
 from tests.pipelines.cli.test_cli import fails
 from tests.pipelines.conftest import THREADS

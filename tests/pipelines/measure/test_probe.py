@@ -147,10 +147,7 @@ def test_mistakes_are_named_before_a_model_is_loaded(config: ProbeConfig, tmp_pa
         replace(config, behaviours=("retrival_score",))
     with pytest.raises(ProbeError, match="batch_tokens=0"):
         replace(config, batch_tokens=0)
-    for lengths, message in (
-        ((4096,), r"`lengths=4096` .limit 1024 positions"),
-        ((100,), "Raise lengths"),
-    ):
+    for lengths, message in (((4096,), r"`lengths=4096` .limit 1024 positions"), ((100,), "Raise lengths")):
         with pytest.raises(SequenceError, match=message):
             run_probe(
                 replace(config, settings=replace(config.settings, lengths=lengths)), Run(config.model, store, refuse)

@@ -33,11 +33,7 @@ from tests.small_models import make_loaded
 #: Of gemma3 two of three layers see 20 tokens back.
 QUESTIONS_PER_TEXT = ["llama", "gemma3", "qwen3", "gpt2"]
 WHOLE = ["jamba", "bamba"]
-MASKS = [
-    None,
-    headscan.HeadMask([(0, 3), (2, 1)]),
-    headscan.HeadMask([(2, head) for head in range(6)]),
-]
+MASKS = [None, headscan.HeadMask([(0, 3), (2, 1)]), headscan.HeadMask([(2, head) for head in range(6)])]
 #: Masks without heads in layer 0, which they share with the baseline; jamba and bamba have no heads in layer 1.
 ABOVE = [None, headscan.HeadMask([(2, 0), (2, 5)]), headscan.HeadMask([(2, 3)])]
 BATCH_TOKENS = 300

@@ -157,12 +157,7 @@ def test_samples_do_not_depend_on_ablated_heads(spec: ModelSpec, lm: headscan.Lo
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "alone"), [("float32", False), ("bfloat16", True)])
 def test_in_half_precision_all_arms_write_as_rules_do(
-    spec: ModelSpec,
-    task_folder: Path,
-    store: Store,
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: str,
-    alone: bool,
+    spec: ModelSpec, task_folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch, dtype: str, alone: bool
 ) -> None:
     sizes: list[int] = []
     write = generation._write

@@ -163,9 +163,7 @@ def test_one_input_answers_a_needle_question_where_names_begin_differently() -> 
 # What the questions are made of
 
 
-def test_four_questions_share_a_haystack_that_holds_each_answer_once(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_four_questions_share_a_haystack_that_holds_each_answer_once(tokenizer: PreTrainedTokenizerBase) -> None:
     places = []
     for group in texts(family(recall_questions(tokenizer, SMALL, 512, bos="auto"), "needle")):
         sequences = [request.ids for question in group for request in question.requests]
@@ -293,9 +291,7 @@ def accuracy(questions: Sequence[RecallQuestion], likelihood: Callable[[Request]
     return mean(row["correct"] for row in rows)
 
 
-def test_who_looks_the_key_up_is_always_right_and_who_does_not_once_in_four(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_who_looks_the_key_up_is_always_right_and_who_does_not_once_in_four(tokenizer: PreTrainedTokenizerBase) -> None:
     questions = family(recall_questions(tokenizer, SMALL, 512, bos="auto"), "needle")
 
     def looks_up(request: Request) -> float:

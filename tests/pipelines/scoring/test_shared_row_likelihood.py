@@ -17,11 +17,7 @@ from headscan.catalog import SCORES, STATISTICS, Score, statistics_for
 from headscan.errors import InterventionError
 from headscan.layers.shared_rows import SharedRow, SharedRowHooks
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, prefix_tree
-from headscan.pipelines.scoring.shared_row_likelihood import (
-    RowPacker,
-    SharedRowItem,
-    can_read_shared_rows,
-)
+from headscan.pipelines.scoring.shared_row_likelihood import RowPacker, SharedRowItem, can_read_shared_rows
 from headscan.pipelines.scoring.token_requests import Likelihood, Responses, score_item
 from headscan.statistics.registry import needs_sink_tokens
 from tests.pipelines.scoring.test_bundles import BATCH_TOKENS, REQUESTS, close
