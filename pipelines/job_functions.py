@@ -264,7 +264,8 @@ def prune(config: PruneConfig, store: str | Path, **options: Unpack[JobOptions])
 
     evaluation = config.evaluation
     chosen, identity = _identified(evaluation.model, options, here=True)
-    tokens = max(evaluation.placed_tokens(identity), config.texts.tokens(identity))
+    asked = TASK_TOKENS if config.skip_verdict else evaluation.placed_tokens(identity)
+    tokens = max(asked, config.texts.tokens(identity))
     with _opened(chosen, evaluation.model, tokens, evaluation, store, evaluates=True) as (sized, run):
         return run_prune(replace(config, evaluation=sized), run)
 

@@ -224,8 +224,7 @@ def _no_importance(store: Store, run_id: str, name: str, site: str) -> Selection
     elif missing is not None:
         why = "its gradients are not finite. Measure again in another dtype"
     else:
-        equal = next((mean for mean in means if len(set(values[mean])) == 1), means[0])
-        why = f"{equal} is equal for all heads at site {site}. Rank by another importance, or measure other texts"
+        why = f"no head at site {site} has all of {', '.join(means)}. Measure again in another dtype"
     return SelectionError(f"run {run_id} has no {name}: {why}")
 
 

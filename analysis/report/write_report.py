@@ -41,6 +41,7 @@ from headscan.analysis.store.views import SUMMARISED
 from headscan.analysis.verdicts.confirmation import SweepChoice, judge_sweep
 from headscan.analysis.verdicts.curves import is_sweep, read_curves
 from headscan.analysis.verdicts.judge import Verdict, judge
+from headscan.analysis.verdicts.metrics import Increase
 from headscan.errors import unknown_name
 
 
@@ -75,6 +76,8 @@ def write_report(
     scores: Sequence[str] = (),
     confirm: bool = True,
     max_loss: float = MAX_LOSS,
+    losses: Mapping[str, Increase] | None = None,
+    comparisons: int = 1,
     answers: Sequence[Answer] = (),
 ) -> Path:
     """Write a report atomically, without changing the store; the page loads nothing from the network.
@@ -83,9 +86,8 @@ def write_report(
     evaluation and the comparison. The evaluation and ``plan`` are of the scan's model; None leaves out the plan.
     Commands in the report name ``plan_file``; None leaves a placeholder. The map shows the first measured one of
     ``scores`` (scores and statistics) first; all measured ones can be selected. ``confirm`` judges the best arms of a
-    sweep on the questions that did not select them. ``max_loss`` is the largest increase of the loss of text of
-    a safe arm, in nats per token. ``answers``, those of a study, stand instead of what the page itself makes of the
-    evaluation.
+    sweep on the questions that did not select them. `judge` explains ``max_loss``, ``losses`` and ``comparisons``.
+    ``answers``, those of a study, stand instead of what the page itself makes of the evaluation.
     """
     for name in scores:
         if name not in SUMMARISED:
@@ -101,7 +103,11 @@ def write_report(
         )
     if plan is not None:
         check_model(plan, config_hash=run["model_config_hash"], weights_hash=run["weights_hash"], grid=run["grid"])
-    verdict = None if evaluation is None else judge(store, evaluation["run_id"], max_loss=max_loss)
+    verdict = (
+        None
+        if evaluation is None
+        else judge(store, evaluation["run_id"], max_loss=max_loss, losses=losses, comparisons=comparisons)
+    )
     data = read_head_data(
         store, run, evaluation_id=None if evaluation is None else evaluation["run_id"], plan=plan, compared=compared
     )

@@ -182,7 +182,8 @@ ARM_VIEWS: dict[str, View] = {
             "recall_lost": "true if an arm fails a family of recall tasks that the baseline solves",
             "passes": f"true if low is above -{MARGIN:g} point, the arms have no failed row in arm_verdicts, and they"
             f" keep the recall of the baseline; NULL with fewer than {LEAST_QUESTIONS} texts, or if the baseline is"
-            f" not shown to be above chance or is less than {LEAST_BASELINE:g} points above it",
+            f" not shown to be above chance or is less than {LEAST_BASELINE:g} points above it; the loss of text is"
+            " not counted",
         },
     ),
     "score_curves": View(
@@ -230,7 +231,7 @@ ARM_VIEWS: dict[str, View] = {
             **{name: _VERDICT[name] for name in ("gained", "lost", "p_value")},
             **{column.name: column.comment for column in SPLIT_VERDICTS.columns if column.name in _WIDENED},
             "removable": "true if the arm is removable within one point and keeps recall, on the judging questions"
-            " alone, by intervals widened for the comparisons",
+            " alone, by intervals widened for the comparisons; the loss of text is not counted",
         },
     ),
 }

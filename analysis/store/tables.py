@@ -234,7 +234,8 @@ HEAD_EFFECTS = Table(
         metric VARCHAR {ACCURACY} (0 to 1), {LOSS} (nats per token), {BITS_PER_BYTE} or {BLEU} (0 to 100)
         baseline DOUBLE metric without ablation, on the same questions or documents
         effect DOUBLE metric with ablated heads minus baseline
-        standard_error DOUBLE? standard error of the effect, of {ACCURACY} within tasks; NULL with one document
+        standard_error DOUBLE? standard error of the effect, of {ACCURACY} within tasks (before version 1.0.0rc1 over
+            all); NULL with one document
         low DOUBLE? lower end of the effect's 95 % interval; NULL with too few documents
         high DOUBLE? upper end of the same interval; NULL with too few documents
         p_value DOUBLE two-sided p-value: for {ACCURACY} McNemar's exact test on documents, each gained or lost
@@ -291,7 +292,8 @@ MEASURED_UNITS = Table(
 
 #: Raise it with every change of a table, but not of a comment, and with every change of a rule of stored verdicts.
 #: `connection` upgrades older stores after a backup, so new columns of old tables must be nullable. Views and
-#: functions need no version: a store in which they differ gets them again.
+#: functions need no version: a store in which they differ gets them again. A view that goes needs one, and a step
+#: that drops it.
 SCHEMA_VERSION = 14
 
 #: Value of the key ``format`` in ``meta``, which distinguishes a store from other DuckDB files.

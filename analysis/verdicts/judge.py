@@ -14,9 +14,9 @@ from headscan.analysis.verdicts import verdict_words
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, FinishedArm, Scope, finished_arms
 from headscan.analysis.verdicts.controls import Controls, PrunedControls, judge_controls, loss_increase, pruned_controls
 from headscan.analysis.verdicts.decision import ArmResults, Outcome
-from headscan.analysis.verdicts.metrics import TaskMetric, read_metrics
+from headscan.analysis.verdicts.metrics import Increase, TaskMetric, read_metrics
 from headscan.analysis.verdicts.paired import Interval, PairedDifference
-from headscan.analysis.verdicts.verdict_rows import RecallVerdict, StoredRows, task_verdicts
+from headscan.analysis.verdicts.verdict_rows import RecallVerdict, StoredRows, for_comparisons, task_verdicts
 
 
 class ArmVerdict(ArmResults):
@@ -127,13 +127,23 @@ class Verdict:
         return [f"{self.progress}.", *lines] if self.progress else lines
 
 
-def judge(store: Store, run_id: str, *, max_loss: float = MAX_LOSS) -> Verdict:
+def judge(
+    store: Store,
+    run_id: str,
+    *,
+    max_loss: float = MAX_LOSS,
+    losses: Mapping[str, Increase] | None = None,
+    comparisons: int = 1,
+) -> Verdict:
     """Judge every finished arm of an evaluate run. Comparisons that the store lacks are computed, not written.
 
     Args:
         max_loss: Maximum increase of the loss of held-out text of a safe arm, in nats per token. An arm loses if the
             interval lies above the limit, and is not shown to be safe if the interval reaches above it.
+        losses: Increases of the loss by arm name that another run measured, widened for ``comparisons``.
+        comparisons: Number of arms or kinds of savings for which the intervals of accuracy and recall are widened.
     """
+    losses = losses or {}
     with store.reading():
         run = store.resolve_run(run_id, "evaluate")
         run_id = run["run_id"]
@@ -152,15 +162,21 @@ def judge(store: Store, run_id: str, *, max_loss: float = MAX_LOSS) -> Verdict:
     judged = tuple(
         arm_verdict(
             arm,
-            compared.get(arm.arm_id, {}),
-            metrics=metrics.get(arm.arm_id, ()),
+            for_comparisons(compared.get(arm.arm_id, {}), comparisons),
+            metrics=(*metrics.get(arm.arm_id, ()), *_measured(losses.get(arm.name))),
             controls=controls.get(arm.arm_id),
             pruned=pruned_controls(arm, arms.others, points, metrics),
+            comparisons=comparisons,
             max_loss=max_loss,
         )
         for arm in arms.others
     )
     return Verdict(run_id, run["model"], judged, arms.unfinished, tuple(rows.computed), max_loss)
+
+
+def _measured(loss: Increase | None) -> tuple[TaskMetric, ...]:
+    """Return the loss of text that another run measured as a metric of an arm; none if there is no loss."""
+    return () if loss is None else (TaskMetric("text", LOSS, None, None, loss),)
 
 
 def benchmark_differences(compared: Mapping[str, Mapping[Scope, PairedDifference]]) -> dict[str, float]:

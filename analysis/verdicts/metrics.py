@@ -143,10 +143,10 @@ def enough_texts(loss: Increase, max_loss: float, comparisons: int = 1) -> int |
     """
     if loss.high <= max_loss and loss.documents >= LEAST_LOSS_TEXTS:
         return None
-    if loss.difference >= max_loss:
-        return 0
     if loss.high <= max_loss or not isfinite(loss.high):
         return LEAST_LOSS_TEXTS
+    if loss.difference >= max_loss:
+        return 0
     spare = 1 + z_quantile(1 - POWER) / z_quantile(TAIL / comparisons)
     needed = loss.documents * (spare * (loss.high - loss.difference) / (max_loss - loss.difference)) ** 2
     return max(LEAST_LOSS_TEXTS, ceil(needed))

@@ -21,10 +21,10 @@ from headscan.analysis.store.tables import LOSS
 from headscan.analysis.verdicts.answer_sheets import finished_arms
 from headscan.analysis.verdicts.controls import loss_increase
 from headscan.analysis.verdicts.decision import Measure, Outcome
-from headscan.analysis.verdicts.judge import ArmVerdict, arm_verdict
-from headscan.analysis.verdicts.metrics import Increase, TaskMetric, exceeds, read_metrics
+from headscan.analysis.verdicts.judge import ArmVerdict, judge
+from headscan.analysis.verdicts.metrics import Increase, exceeds, read_metrics
 from headscan.analysis.verdicts.paired import PairedDifference
-from headscan.analysis.verdicts.verdict_rows import RecallVerdict, StoredRows, for_comparisons
+from headscan.analysis.verdicts.verdict_rows import RecallVerdict
 from headscan.analysis.verdicts.verdict_words import loss_words
 
 
@@ -87,28 +87,17 @@ def judge_shares(
     read. The list ends with the first share that is not safe; it is empty if the first share has no answers yet.
     ``max_loss`` is in nats per token.
     """
-    with store.reading():
-        arms = finished_arms(store, run_id)
-        stored = StoredRows.read(store, run_id, arms)
-    by_name = {arm.name: arm for arm in arms.others}
-    compared = stored.with_missing().by_arm()
+    judged: Mapping[str, ArmVerdict] = {}
+    if finished_arms(store, run_id).others:
+        judged = judge(store, run_id, losses=losses, max_loss=max_loss, comparisons=comparisons).outcomes
     verdicts: list[ShareVerdict] = []
     for name, share in shares:
         loss = losses.get(name)
-        if exceeds(loss, max_loss):
-            assert loss is not None
+        if loss is not None and exceeds(loss, max_loss):
             why = loss_words(loss, max_loss)
             verdicts.append(ShareVerdict(name, share, loss, Outcome.LOSES, str(Outcome.LOSES), why))
-        elif name in by_name:
-            arm = by_name[name]
-            judged = arm_verdict(
-                arm,
-                for_comparisons(compared.get(arm.arm_id, {}), comparisons),
-                metrics=() if loss is None else (TaskMetric("text", LOSS, None, None, loss),),
-                comparisons=comparisons,
-                max_loss=max_loss,
-            )
-            verdicts.append(share_verdict(judged, share))
+        elif name in judged:
+            verdicts.append(share_verdict(judged[name], share))
         else:
             return verdicts
         if verdicts[-1].outcome is not Outcome.SAFE:

@@ -113,6 +113,7 @@ class TokenSequence:
         truncated: True if the rest of the document is in no sequence.
         content_hash: First 16 hexadecimal digits of the SHA-256 of the ids as little-endian int32.
         recall_task: Recall task of a prompt; None for a text of the corpus.
+        start: Tokens of its document before it, in mode chunk; else 0.
     """
 
     index: int
@@ -122,6 +123,7 @@ class TokenSequence:
     truncated: bool
     content_hash: str
     recall_task: str | None = None
+    start: int = 0
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -144,13 +146,14 @@ class Special(NamedTuple):
 
 class _Piece(NamedTuple):
     """The tokens of a future sequence without special tokens. ``lost`` following tokens of its document are in no
-    sequence; with ``unread``, more text follows that was not tokenised.
+    sequence; with ``unread``, more text follows that was not tokenised. ``start`` tokens of the document precede.
     """
 
     document: Document
     body: Ids
     lost: int = 0
     unread: bool = False
+    start: int = 0
 
 
 def sequences(
@@ -215,7 +218,13 @@ def _sequences(
         report.sequences += 1
         report.tokens += size
         yield TokenSequence(
-            index, piece.document.index, piece.document.source, ids, bool(piece.lost), hash_ids(ids)[:16]
+            index,
+            piece.document.index,
+            piece.document.source,
+            ids,
+            bool(piece.lost),
+            hash_ids(ids)[:16],
+            start=piece.start,
         )
         index += 1
         if index == plan.limit_sequences:
@@ -264,7 +273,7 @@ def _chunk(tokenised: Iterable[tuple[Document, Iterator[Ids]]], room: int) -> It
     for document, tokens in tokenised:
         for number, body in enumerate(_cut(tokens, room)):
             if len(body) or number == 0:
-                yield _Piece(document, body)
+                yield _Piece(document, body, start=number * room)
 
 
 def _pack(tokenised: Iterable[tuple[Document, Iterator[Ids]]], room: int, eos: int | None) -> Iterator[_Piece]:

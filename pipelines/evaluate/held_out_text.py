@@ -11,19 +11,22 @@ from typing import Any
 
 from headscan.analysis.store.tables import BITS_PER_BYTE, LOSS
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.corpora.sequences import read_spread
+from headscan.pipelines.corpora.sequences import TokenSequence, read_spread
 from headscan.pipelines.runs.model_identity import ModelIdentity, identify
 from headscan.pipelines.scoring.token_requests import Likelihood, Request, request_hash
 from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec, longest_text
 
 #: Name of the task in the store.
 TEXT_TASK = "text"
+#: Tokens of a block, about the 20,000 characters of a study's blocks: chunks of one block are about as dependent as
+#: those of one document.
+_BLOCK = 5_000
 
 
 @dataclass(frozen=True)
 class TextChunk:
-    """A sequence of a document; chunks of one document are judged together. All of its two or more tokens but the first
-    are predicted, and ``size`` is the number of their UTF-8 bytes.
+    """A sequence of a document, or of one block of a long document; chunks of one ``document`` are judged together. All
+    of its two or more tokens but the first are predicted, and ``size`` is the number of their UTF-8 bytes.
     """
 
     document: str
@@ -136,11 +139,13 @@ def _likelihood(chunk: TextChunk, answers: Mapping[str, Likelihood | str]) -> Li
     return answer
 
 
-def chunks(tokenizer: Any, sequences: Sequence[Any]) -> tuple[TextChunk, ...]:
-    """Return chunks from objects with ``source`` and two or more ``ids``."""
+def chunks(tokenizer: Any, sequences: Sequence[TokenSequence], *, whole: bool = False) -> tuple[TextChunk, ...]:
+    """Return chunks from sequences of two or more tokens. ``whole`` documents are blocks already."""
     pieces = []
     for sequence in sequences:
         ids = tuple(int(token) for token in sequence.ids)
+        block = 0 if whole else sequence.start // _BLOCK
+        document = f"{sequence.source} from token {block * _BLOCK}" if block else sequence.source
         text = tokenizer.decode(ids[1:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        pieces.append(TextChunk(sequence.source, ids, max(1, len(text.encode("utf-8", "replace")))))
+        pieces.append(TextChunk(document, ids, max(1, len(text.encode("utf-8", "replace")))))
     return tuple(pieces)

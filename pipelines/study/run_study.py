@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -131,7 +131,7 @@ class _Study:
         losses = self._losses([arm for each in candidates for arm in each.arms])
         run_id, judged = self._judged(candidates, losses)
         savings = tuple(each.saving_of(judged[each.kind]) for each in candidates)
-        report = self._report(scan_run, run_id, savings)
+        report = self._report(scan_run, run_id, losses, savings)
         grid = self.run.facts.grid
         answer = StudyAnswer(
             model=self.run.identity.name,
@@ -295,7 +295,7 @@ class _Study:
                 break
         return run_id, judged
 
-    def _report(self, scan_run: str, run_id: str, savings: Sequence[Saving]) -> Path:
+    def _report(self, scan_run: str, run_id: str, losses: Mapping[str, Increase], savings: Sequence[Saving]) -> Path:
         plan = load_plan(self._plan_file) if self._plan_file.exists() else None
         finished = self._count("SELECT count(*) FROM arms WHERE run_id = ? AND status = 'finished'", run_id)
         return write_report(
@@ -305,6 +305,9 @@ class _Study:
             evaluate_run=run_id if finished > 1 else None,
             plan=plan,
             plan_file=None if plan is None else self._plan_file,
+            max_loss=self.config.max_loss,
+            losses=losses,
+            comparisons=self.config.kind_count,
             answers=[saving.card() for saving in savings],
         )
 
@@ -370,7 +373,7 @@ class _Study:
     def _read(self, corpus: Any, count: int, name: str) -> HeldOutText:
         tokenizer = self.run.identity.tokenizer
         texts = read_spread(corpus, tokenizer, self.tokens, count, shortest=SHORTEST)
-        return HeldOutText(f"texts that {name}", chunks(tokenizer, texts))
+        return HeldOutText(f"texts that {name}", chunks(tokenizer, texts, whole=True))
 
     def _evaluate(self, config: EvaluateConfig, arms: list[Arm]) -> str:
         return run_evaluation(config, self.run, [BASELINE, *arms])

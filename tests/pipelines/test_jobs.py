@@ -184,6 +184,7 @@ def test_text_alone_judges_heads_that_are_replaced_by_their_mean(
     chosen = jobs.ChosenArms(heads=((0, 1), (1, 2)), replacement=means)
     jobs.evaluate(config, tmp_path / "s.duckdb", chosen, devices=cpu, say=quiet)
     asked = "SELECT count(*) AS answers, count(DISTINCT arm_id) AS arms FROM answers WHERE task = 'text'"
+    assert {Path(chunk.document).suffix for chunk in text.chunks} == {".txt"}  # short documents are one block each
     with pytest.raises(HeadscanError, match="`max_tokens=1` is below"):
         jobs.HeldOutText.of_corpus(CorpusSpec(str(corpus_folder)), spec, max_tokens=1)
     assert Store(tmp_path / "s.duckdb").query(asked).to_pylist() == [{"answers": 8, "arms": 2}]
@@ -682,8 +683,11 @@ def test_evaluations_have_memory_for_recall_and_held_out_text(
         jobs.evaluate(asked, store, [], say=quiet)
     with pytest.raises(HeadscanError, match=f"placed for {placed} tokens"):
         jobs.sweep(jobs.SweepConfig(asked), store, say=quiet)
+    pruned = jobs.PruneConfig(asked, tmp_path / "smaller", budgets=(ShareBudget(0.3),))
     with pytest.raises(HeadscanError, match=f"placed for {placed} tokens"):
-        jobs.prune(jobs.PruneConfig(asked, tmp_path / "smaller", budgets=(ShareBudget(0.3),)), store, say=quiet)
+        jobs.prune(pruned, store, say=quiet)
+    with pytest.raises(HeadscanError, match=f"placed for {TASK_TOKENS} tokens"):
+        jobs.prune(replace(pruned, skip_verdict=True), store, say=quiet)
 
 
 @pytest.mark.parametrize("longest", [3000, 64])

@@ -164,7 +164,9 @@ def test_a_written_digest_replaces_those_of_an_earlier_schema() -> None:
     assert with_digest(source, duckdb.__version__, digest(declared())) == source
 
     def table(**digests: str) -> str:
-        return "DIGESTS: Mapping = {\n" + "".join(f'    "{each}": "{digests[each]}",\n' for each in digests) + "}\n"
+        entries = [f'"{each}": "{value}"' for each, value in digests.items()]
+        several = "\n" + "".join(f"    {entry},\n" for entry in entries)
+        return f"DIGESTS: Mapping = {{{entries[0] if len(entries) == 1 else several}}}\n"
 
     assert with_digest(table(a="1"), "a", "1") == table(a="1")
     assert with_digest(table(a="1"), "b", "2") == table(a="1", b="2")

@@ -193,6 +193,8 @@ def test_a_share_is_safe_only_if_its_loss_is_shown_to_be_within_the_limit() -> N
     unknown = outcome(same, nats(0.02, -inf, inf, texts=1))
     assert (unknown.outcome, unknown.label, unknown.texts_needed) == (Outcome.NOT_SHOWN, "too few texts", 20)
     assert "1 text cannot show" in unknown.why
+    higher = outcome(same, nats(0.06, -inf, inf, texts=5))
+    assert (higher.label, higher.texts_needed) == ("too few texts", 20) and "inf" not in higher.why
 
 
 def test_the_loss_is_named_before_missing_questions_and_after_shown_losses() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import ClassVar
 
@@ -20,12 +21,14 @@ from headscan.cluster.pool import InProcessPool
 from headscan.errors import InterventionError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.evaluate.held_out_text import HeldOutText, TextChunk
+from headscan.pipelines.corpora import CorpusSpec, open_corpus, sequences
+from headscan.pipelines.evaluate.held_out_text import HeldOutText, TextChunk, chunks
 from headscan.pipelines.evaluate.run_evaluation import check_models, run_evaluation
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm, model_arm
 from headscan.pipelines.scoring.token_requests import Request
+from headscan.pipelines.settings.corpus_settings import TokenPlan
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood, run_on
 from tests.small_models import make_model
@@ -251,3 +254,20 @@ def test_the_command_compares_checkpoints(
     assert rows == ["without-a-head", "tiny-llama"] and "whole model: accuracy" in out
     assert main([*command, "--models", str(tmp_path / "absent")]) == 2
     assert "absent" in capsys.readouterr().err
+
+
+def test_texts_of_one_block_of_a_document_are_judged_together(tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text(" ".join(str(number) for number in range(6_000)))
+    (tmp_path / "short.txt").write_text("a short text " * 20)
+    spec = ModelSpec("demo", "float32")
+    tokenizer = identify(spec).tokenizer
+    texts = list(sequences(open_corpus(CorpusSpec(str(tmp_path))), tokenizer, TokenPlan(100, mode="chunk")))
+    found = chunks(tokenizer, texts)
+    lengths = Counter[str]()
+    for chunk in found:
+        lengths[chunk.document] += len(chunk.ids)
+    *blocks, short = lengths
+    assert short.endswith("short.txt") and len(blocks) > 2
+    assert [int(name.rpartition(" ")[2]) for name in blocks[1:]] == [5_000 * n for n in range(1, len(blocks))]
+    assert all(abs(lengths[name] - 5_000) <= 100 for name in blocks[:-1])
+    assert {chunk.document for chunk in chunks(tokenizer, texts, whole=True)} == {text.source for text in texts}

@@ -88,7 +88,7 @@ def test_families_share_measurements() -> None:
 
 
 def test_defaults_are_those_of_the_library() -> None:
-    assert read_command(["referee", "demo"]).criteria.compared() == Comparison()
+    assert read_command(["referee", "demo"]).criteria.compared.build() == Comparison()
 
 
 def test_repeated_shares_and_criteria_count_once() -> None:

@@ -160,7 +160,7 @@ def test_losses_that_are_not_finite_are_refused(
     config = config_of(tmp_path, "bert", "loss")
     asked = SiteRefereeConfig(config, Comparison(("effect",), (0.5,), 0), DataSpec(config.data.path))
     with pytest.raises(WorkError, match=r"NaN or infinite losses with or without head 0:1, self attention: 1 of"):
-        run_labelled_referee(asked, run_on(pool_of(config), store))
+        on_examples(run_labelled_referee, asked, run_on(pool_of(config), store))
 
 
 def loss_of(oracle: Oracle, text: LabelledText, heads: list[Head]) -> float:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from headscan.analysis.plans import load_plan
 from headscan.analysis.store.output_files import write_text
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
+from headscan.analysis.verdicts.judge import judge
 from headscan.analysis.verdicts.metrics import Increase
 from headscan.analysis.verdicts.ordered_shares import Outcome, ShareVerdict, judge_shares, largest_safe
 from headscan.cluster.pool import InProcessPool, Pool
@@ -40,6 +42,8 @@ from headscan.pipelines.study.study_time import QuestionCosts, decided, limit_pe
 from tests.pipelines.conftest import THREADS
 
 SPEC = ModelSpec("demo", "float32")
+#: The run of a study's questions.
+_ASKED = "SELECT DISTINCT run_id FROM answers JOIN arms USING (arm_id) WHERE task = 'continuation'"
 
 
 def tiny(out: Path, **changes: object) -> StudyConfig:
@@ -95,7 +99,19 @@ def test_a_study_ends_with_answers_and_files(found: tuple[StudyConfig, StudyAnsw
     assert [each["kind"] for each in written["savings"]] == ["heads ablated", "KV cache", "heads removed"]
     labels = [[verdict["label"] for verdict in each["judged"]] for each in written["savings"]]
     assert labels == [[verdict.label for verdict in each.judged] for each in answer.savings]
-    assert "<html" in (out / "report.html").read_text()[:200].lower()
+    report = (out / "report.html").read_text()
+    assert "<html" in report[:200].lower()
+    # Its sentences follow the rule of the answers, which counts the loss of another run, for three kinds of savings.
+    store = Store(out / "study.duckdb")
+    (asked,) = store.query(_ASKED).to_pylist()
+    options: dict[str, Any] = {"losses": answer.losses, "comparisons": config.kind_count}
+    outcomes = judge(store, asked["run_id"], max_loss=config.max_loss, **options).outcomes
+    judged = [each for saving in answer.savings for each in saving.judged if each.accuracy is not None]
+    assert judged
+    for each in judged:
+        arm = outcomes[each.name]
+        assert (arm.outcome, arm.why) == (each.outcome, each.why) and arm.value("loss") is not None
+        assert escape(arm.sentence()) in report
     plan = load_plan(out / "plans" / "0.5.json")
     assert len(plan.window_heads) == 12
     assert (out / "pruned" / "model.safetensors").is_file()
@@ -153,9 +169,7 @@ def test_the_order_ends_with_a_loss_that_is_not_shown_to_be_within_the_limit(
 ) -> None:
     config, answer, _ = found
     store = Store(Path(config.out) / "study.duckdb")
-    (asked,) = store.query(
-        "SELECT DISTINCT run_id FROM answers JOIN arms USING (arm_id) WHERE task = 'continuation'"
-    ).to_pylist()
+    (asked,) = store.query(_ASKED).to_pylist()
     first = next(each.judged[0] for each in answer.savings if each.judged[0].outcome is Outcome.NOT_SHOWN)
     assert "texts" not in first.why
     name, share = first.name, first.share
