@@ -240,13 +240,15 @@ def generate(config: GenerateConfig, **options: Unpack[JobOptions]) -> Generatio
     """Generate text with the full KV cache and with a plan's.
 
     Raises:
-        PlanError: The plan is of another model, or ``resume_anyway`` is set, although nothing is stored.
+        PlanError: The plan is of another model, or ``resume_anyway`` or ``lock_timeout`` is set, although nothing is
+            stored.
         SequenceError: The prompt is empty, or longer than the model's context with the new tokens.
     """
     from headscan.pipelines.kv.compare_generation import run_generate
 
-    if options.get("resume_anyway"):
-        raise PlanError("`resume_anyway` has no effect on `generate`: leave it out")
+    for name in ("resume_anyway", "lock_timeout"):
+        if options.get(name):
+            raise PlanError(f"`{name}` has no effect on `generate`: leave it out")
     chosen, identity = _identified(config.model, options)
     opener = chosen.opener(config.model, config.tokens(identity), evaluates=True)
     with ModelContext(config.model, opener, identity=identity, say=chosen.say) as context:

@@ -333,13 +333,15 @@ def _agree(kernels: CudaKernels, device: torch.device, width: int, groups: int) 
     scores = scale * query.float() @ key.float().repeat_interleave(groups, 1).mT
     bound = 8 * torch.finfo(dtype).eps
     full = scores.masked_fill(~seen, float("-inf"))
-    out = (full - full.logsumexp(-1, keepdim=True)).exp() @ value.float().repeat_interleave(groups, 1)
-    lse_band = scores.masked_fill(~in_band, float("-inf")).logsumexp(-1)
+    windowed = scores.masked_fill(~in_band, float("-inf"))
+    values = value.float().repeat_interleave(groups, 1)
+    out, out_band = full.softmax(-1) @ values, windowed.softmax(-1) @ values
     right = (
         torch.allclose(results[0][0].flatten(1, 2).float(), out, rtol=bound, atol=bound)
         and torch.allclose(late.flatten(1, 2).float(), out[:, :, band:], rtol=bound, atol=bound)
         and torch.allclose(results[0][1].float(), full.logsumexp(-1), rtol=bound, atol=bound)
-        and torch.allclose(results[1][1].float(), lse_band, rtol=bound, atol=bound)
+        and torch.allclose(results[1][0].flatten(1, 2).float(), out_band, rtol=bound, atol=bound)
+        and torch.allclose(results[1][1].float(), windowed.logsumexp(-1), rtol=bound, atol=bound)
     )
     if not right:
         _log.warning("%s gives wrong numbers on %s and is not used", kernels, device)

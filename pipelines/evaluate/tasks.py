@@ -35,9 +35,9 @@ from headscan.pipelines.settings.evaluation_settings import HarnessError, Recall
 _CORRECT = ("acc", "exact_match", "acc_norm", "acc_mutual_info", "em", "exact", "f1", "contains")
 
 
-def answer_table(samples: dict[str, list[dict[str, Any]]]) -> pa.Table:
-    """Return one row per task and question from lm-eval's samples. ``correct`` is the first metric that grades an
-    answer; NULL for tasks without one, such as a perplexity.
+def answer_table(samples: dict[str, list[dict[str, Any]]], tasks: Mapping[str, Any]) -> pa.Table:
+    """Return one row per task and question from lm-eval's samples of ``tasks``. ``correct`` is the first metric that
+    grades an answer; NULL for tasks without one, such as a perplexity. ``response`` is the choice that it grades.
     """
     rows = []
     for task, questions in samples.items():
@@ -52,13 +52,17 @@ def answer_table(samples: dict[str, list[dict[str, Any]]]) -> pa.Table:
                 # The second half contains the same choices without their context.
                 given, alone = values[: len(values) // 2], values[len(values) // 2 :]
                 values = [a - b for a, b in zip(given, alone, strict=True)] if metric == "acc_mutual_info" else given
+            choices = values
+            if metric == "acc_norm" and tasks[task].OUTPUT_TYPE == "multiple_choice":
+                lengths = map(len, tasks[task].doc_to_choice(sample["doc"]))
+                choices = [value / max(1, length) for value, length in zip(values, lengths, strict=True)]
             rows.append(
                 {
                     "task": task,
                     "question": int(sample["doc_id"]),
                     "doc_hash": sample["doc_hash"],
                     "target": str(sample["target"]),
-                    "response": str(values.index(max(values))) if values else str(sample["filtered_resps"][0]),
+                    "response": str(choices.index(max(choices))) if choices else str(sample["filtered_resps"][0]),
                     "correct": None if metric is None else float(sample[metric]),
                     "recall": False,
                     "log_likelihoods": [float(value) for value in values],
@@ -78,6 +82,11 @@ def _metric(questions: Sequence[Mapping[str, Any]]) -> str | None:
         return None
     first = questions[0]
     return next((name for name in _CORRECT if isinstance(first.get(name), int | float)), None)
+
+
+def _is_graded(task: Any) -> bool:
+    """Return True if a task grades answers; perplexities do not, nor tasks of generated text with BLEU alone."""
+    return task.OUTPUT_TYPE != "loglikelihood_rolling" and not set(_CORRECT).isdisjoint(task.aggregation())
 
 
 def _result_table(output: Mapping[str, Any]) -> pa.Table:
@@ -258,25 +267,23 @@ class Tasks:
 
     @property
     def questions(self) -> int:
-        """Number of questions with right answers; 0 before ``collect``. Perplexity tasks do not count."""
+        """Number of questions with right answers; 0 before ``collect``."""
         return sum(
             len({instance.doc_id for instance in task.instances})
             for task in self._loaded["tasks"].values()
-            if task.OUTPUT_TYPE != "loglikelihood_rolling"
+            if _is_graded(task)
         )
 
     @property
     def available(self) -> dict[str, int]:
-        """Number of questions that each task has, whatever the limit; perplexity tasks have none."""
+        """Number of questions that each task with right answers has, whatever the limit."""
         return {
-            name: sum(1 for _ in task.eval_docs)
-            for name, task in self._loaded["tasks"].items()
-            if task.OUTPUT_TYPE != "loglikelihood_rolling"
+            name: sum(1 for _ in task.eval_docs) for name, task in self._loaded["tasks"].items() if _is_graded(task)
         }
 
     def results(self, lm: HeadscanLM, answers: Mapping[str, Likelihood | str]) -> TaskResults:
         if not self._config.names:
-            return TaskResults(answer_table({}), _result_table({"results": {}}))
+            return TaskResults(answer_table({}, {}), _result_table({"results": {}}))
         from lm_eval.evaluator import evaluate as run_tasks
 
         for task in self._loaded["tasks"].values():
@@ -295,7 +302,7 @@ class Tasks:
                 apply_chat_template=self._config.apply_chat_template,
                 fewshot_as_multiturn=self._config.multiturn,
             )
-        return TaskResults(answer_table(output["samples"]), _result_table(output))
+        return TaskResults(answer_table(output["samples"], self._loaded["tasks"]), _result_table(output))
 
 
 def _manager(config: TaskConfig) -> Any:

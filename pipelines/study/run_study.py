@@ -379,9 +379,9 @@ class _Study:
         return run_evaluation(config, self.run, [BASELINE, *arms])
 
     def _questions(self, run_id: str) -> int:
-        """Return the number of benchmark questions that the baseline answered."""
+        """Return the number of benchmark questions with a right answer that the baseline answered."""
         return self._count(
-            "SELECT count(*) FROM answers JOIN arms USING (arm_id)"
+            "SELECT count(correct) FROM answers JOIN arms USING (arm_id)"
             " WHERE run_id = ? AND kind = 'baseline' AND NOT recall",
             run_id,
         )

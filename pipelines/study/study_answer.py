@@ -182,8 +182,6 @@ class StudyAnswer:
         fields = asdict(self)
         for saving, row in zip(self.savings, fields["savings"], strict=True):
             safe = None if saving.safe is None else saving.safe.share
-            for verdict, judged in zip(saving.judged, row["judged"], strict=True):
-                judged["label"] = verdict.label
             row |= {"kind": saving.kind.name, "answer": saving.answer(), "safe": safe}
         whole: dict[str, Any] = plain(fields)
         return whole

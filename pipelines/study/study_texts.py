@@ -112,15 +112,16 @@ def _documents(corpus: CorpusSpec) -> Iterator[tuple[str, str]]:
     for document in open_corpus(corpus).documents():
         if document.content is None or left <= 0:
             continue
-        pieces = []
+        pieces, room = [], left
         for piece in document.content.pieces():
-            pieces.append(piece[:left])
-            left -= len(piece)
-            if left <= 0:
+            pieces.append(piece[:room])
+            room -= len(pieces[-1])
+            if not room:
                 break
         text = "".join(pieces)
         if text in seen:
             continue
+        left = room
         if len(text) >= _LEAST_SHARED:
             seen.add(text)
         yield document.source, text

@@ -756,6 +756,8 @@ def test_generate_returns_both_texts(spec: ModelSpec, cpu: jobs.PlacementRequest
     assert found.planned.cache_bytes < found.full.cache_bytes
     with pytest.raises(HeadscanError, match=r"^`resume_anyway` has no effect on `generate`: leave it out$"):
         jobs.generate(config, resume_anyway=True)
+    with pytest.raises(HeadscanError, match=r"^`lock_timeout` has no effect on `generate`: leave it out$"):
+        jobs.generate(config, lock_timeout=5.0)
     with pytest.raises(HeadscanError, match=r"^`plan='p\.json'` is no HeadPlan\. Read it with load_plan$"):
         replace(config, plan="p.json")
 

@@ -74,13 +74,13 @@ def test_the_likeliest_answer_by_length_counts_and_both_forms_are_judged(
     config = EvaluateConfig(spec, TaskConfig(("mmlu_tiny",), include_path=str(mmlu), mmlu_cloze=True), recall=None)
     run_id = run_evaluation(config, run_on(InProcessPool(spec, THREADS), store), [BASELINE, mask_arm([(0, 1)])])
     rows = store.query(
-        "SELECT task, target, correct, log_likelihoods, metrics FROM answers JOIN arms USING (arm_id)"
+        "SELECT task, target, response, correct, log_likelihoods, metrics FROM answers JOIN arms USING (arm_id)"
         " WHERE name = 'baseline' AND task = 'mmlu_tiny_words_continuation' ORDER BY question"
     ).to_pylist()
     assert len(rows) == 4
     for row in rows:
         short, long = row["log_likelihoods"]
-        assert row["correct"] == float(long / len("letter 0") > short / len("a"))
+        assert row["correct"] == float(long / len("letter 0") > short / len("a")) == (row["response"] == row["target"])
         assert list(json.loads(row["metrics"])) == ["acc_norm"]
     (arm,) = judge(store, run_id).arms
     assert {task.task for task in arm.tasks} == {

@@ -26,6 +26,7 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main, read_command
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.evaluate.continuation_task import write_task
+from headscan.pipelines.evaluate.tasks import Tasks
 from headscan.pipelines.pruning.prune_config import PruneConfig
 from headscan.pipelines.pruning.run_prune import run_prune
 from headscan.pipelines.runs.head_orders import imported_heads
@@ -581,6 +582,27 @@ def test_texts_and_tasks_without_questions_are_refused(tmp_path: Path) -> None:
         run(config, [])
     # Nothing was decided, so another model may have the folder.
     assert not (tmp_path / "out" / "model.json").exists()
+
+
+def test_tasks_that_grade_no_answer_are_refused_at_the_start(tmp_path: Path, task_folder: Path) -> None:
+    """One of Brier scores, and one of perplexities."""
+    ungraded = TaskConfig(("graded", "reading"), include_path=str(task_folder))
+    assert Tasks(ungraded).available == {}
+    with pytest.raises(StudyError, match="the tasks have no question with a right answer, so they cannot judge"):
+        run(tiny(tmp_path / "out", tasks=ungraded), [])
+    assert Tasks(replace(ungraded, names=("graded", "telling", "informed"))).available == {"telling": 12, "informed": 5}
+
+
+def test_equal_documents_use_up_no_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headscan.pipelines.study.study_texts._MOST", 60_000)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(12):
+        name = max(9, number)  # ten equal documents, and two others
+        (folder / f"{number:02}.txt").write_text("".join(f"{name} has line {line}\n" for line in range(1_000)))
+    split_texts(CorpusSpec(str(folder)), tmp_path / "parts")
+    files = [file for part in ("measure", "choose", "judge") for file in (tmp_path / "parts" / part).iterdir()]
+    assert {line.split()[0] for file in files for line in file.read_text().splitlines()} == {"9", "10", "11"}
 
 
 def test_few_blocks_of_text_are_named_at_the_start(tmp_path: Path) -> None:
