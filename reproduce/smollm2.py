@@ -249,7 +249,7 @@ def _referee(store: Store, heads: Sequence[tuple[int, int]]) -> tuple[list[Crite
     ).to_pylist()
     verdict = judge(store, rows[0]["run_id"])
     points = criterion_points(store, verdict)
-    controls = [arm for arm in verdict.outcomes.values() if arm.is_random]
+    controls = [arm for arm in verdict.by_name.values() if arm.is_random]
     tau = {
         other: found.tau
         for found in agreements(points, heads)
@@ -368,7 +368,7 @@ def _judged_models(file: Path) -> list[_PrunedModel]:
         models.append(
             _PrunedModel(
                 arm,
-                verdicts[arm["run_id"]].outcomes[arm["name"]],
+                verdicts[arm["run_id"]].by_name[arm["name"]],
                 _increase_by_text(store, arm["arm_id"], original[arm["run_id"]]),
                 _increase_by_text(store, arm["arm_id"], other) if other != arm["arm_id"] else None,
             )
@@ -486,7 +486,7 @@ def _choice(store: Store, figures: Path) -> str:
         "SELECT run_id FROM arms WHERE selection = 'study' GROUP BY run_id ORDER BY count(DISTINCT score) DESC, run_id"
     )[0][0].as_py()
     verdict, losses = judge(store, run_id), read_losses(store, run_id)
-    kept = {arm.name: {each.family: each for each in arm.recall} for arm in verdict.outcomes.values()}
+    kept = {arm.name: {each.family: each for each in arm.recall} for arm in verdict.by_name.values()}
     arms = store.query(
         "SELECT name, score, share FROM arms WHERE run_id = ? AND score IS NOT NULL ORDER BY score, share", [run_id]
     ).to_pylist()

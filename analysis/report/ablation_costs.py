@@ -309,7 +309,7 @@ def criteria_section(store: Store, verdict: Verdict) -> str | None:
     points = [point for point in criterion_points(store, verdict) if point.arm.kind is ArmKind.MASK]
     if not points:
         return None
-    controls = [arm for arm in verdict.outcomes.values() if arm.kind is ArmKind.RANDOM_MASK]
+    controls = [arm for arm in verdict.by_name.values() if arm.kind is ArmKind.RANDOM_MASK]
     drawn = [_arm_point(point.arm, point.criterion, point.selection) for point in points]
     drawn += [_arm_point(arm, "random", points[0].selection) for arm in controls]
     parts = [pages.paragraph(_CRITERIA_NOTE, "note"), pages.figure(pruning_figure(drawn), "criteria")]

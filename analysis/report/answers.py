@@ -388,7 +388,7 @@ def pruning_answer(verdict: Verdict | None, inactive: InactiveHeads, commands: C
     """Return the answer from pruned models; without one, the number of ``inactive`` heads is a suggestion."""
     options = ("--share", inactive.share, *commands.own_texts, *commands.tasks, "--out", "smaller")
     command = commands.on_model("prune", *options)
-    outcomes = () if verdict is None else verdict.outcomes.values()
+    outcomes = () if verdict is None else verdict.by_name.values()
     pruned = [arm for arm in outcomes if arm.kind is ArmKind.PRUNED]
     if not pruned:
         which = "as many as are inactive" if inactive.heads else "one in twenty"

@@ -75,7 +75,7 @@ def cache_left(store: Store, verdict: Verdict) -> tuple[int | None, dict[str, fl
 
 
 def _arms(verdict: Verdict, details: Mapping[str, _PlanDetails]) -> list[ArmVerdict]:
-    return [arm for arm in verdict.outcomes.values() if arm.name in details]
+    return [arm for arm in verdict.by_name.values() if arm.name in details]
 
 
 def _common_tokens(arms: Iterable[ArmVerdict], details: Mapping[str, _PlanDetails]) -> int:
@@ -126,7 +126,7 @@ _MOST_MAPS = 4
 def pruning_section(store: Store, evaluation: Mapping[str, Any], verdict: Verdict) -> str | None:
     """Return the section on the pruned models of an evaluation; None if it has none."""
     details = _settings(store, verdict.run_id, [kind for kind in ArmKind if kind.is_pruned])
-    arms = [arm for arm in verdict.outcomes.values() if arm.name in details]
+    arms = [arm for arm in verdict.by_name.values() if arm.name in details]
     if not arms:
         return None
     removed = _removed(store, verdict.run_id)

@@ -68,7 +68,7 @@ def criterion_points(store: Store, verdict: Verdict) -> list[CriterionPoint]:
         "SELECT name, layer, head FROM arms JOIN mask_heads USING (mask_id) WHERE run_id = ?", [verdict.run_id]
     ).to_pylist():
         heads[row["name"]].add((row["layer"], row["head"]))
-    outcomes = verdict.outcomes
+    outcomes = verdict.by_name
     points = []
     for row in rows:
         config = json.loads(row["config"] or "{}")

@@ -111,7 +111,7 @@ class Verdict:
         return tuple(arm for arm in self.finished if arm.accuracy is not None)
 
     @property
-    def outcomes(self) -> dict[str, ArmVerdict]:
+    def by_name(self) -> dict[str, ArmVerdict]:
         """All finished arms by name; those without accuracy come last."""
         return {arm.name: arm for arm in sorted(self.finished, key=lambda arm: arm.accuracy is None)}
 
@@ -123,7 +123,7 @@ class Verdict:
 
     def sentences(self) -> list[str]:
         """Return one sentence per arm that is no control, after the progress if arms are unfinished."""
-        lines = [arm.sentence() for arm in self.outcomes.values() if not arm.is_control]
+        lines = [arm.sentence() for arm in self.by_name.values() if not arm.is_control]
         return [f"{self.progress}.", *lines] if self.progress else lines
 
 

@@ -89,7 +89,7 @@ def judge_shares(
     """
     judged: Mapping[str, ArmVerdict] = {}
     if finished_arms(store, run_id).others:
-        judged = judge(store, run_id, losses=losses, max_loss=max_loss, comparisons=comparisons).outcomes
+        judged = judge(store, run_id, losses=losses, max_loss=max_loss, comparisons=comparisons).by_name
     verdicts: list[ShareVerdict] = []
     for name, share in shares:
         loss = losses.get(name)

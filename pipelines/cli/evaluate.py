@@ -86,11 +86,7 @@ class Evaluate(TaskVerb):
             config = evaluation_of(self, self.tasks, self.recall, spec, Path(scratch), _DEMO)
             verdict = job_functions.evaluate(config, self.store.path, chosen, **options)
         facts = {"run_id": verdict.run_id, "store": self.store.path, "unfinished": verdict.unfinished}
-        parts = [
-            f"run {verdict.run_id} in {self.store.path}",
-            verdict.progress,
-            verdict_text(verdict.outcomes.values()),
-        ]
+        parts = [f"run {verdict.run_id} in {self.store.path}", verdict.progress, verdict_text(verdict.by_name.values())]
         return Result(
-            [arm_row(arm) for arm in verdict.outcomes.values()], lambda: "\n\n".join(filter(None, parts)), facts
+            [arm_row(arm) for arm in verdict.by_name.values()], lambda: "\n\n".join(filter(None, parts)), facts
         )

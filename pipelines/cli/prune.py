@@ -310,7 +310,7 @@ def _result(store: str, result: PruneResult) -> Result:
 
     names = result.names or ("",) * len(result.models)
     verdict = result.verdict
-    arms = {} if verdict is None else verdict.outcomes
+    arms = {} if verdict is None else verdict.by_name
     rows = [
         {
             **asdict(built),
@@ -354,7 +354,7 @@ def _text(store: str, result: PruneResult, names: Sequence[str], forms: Sequence
         parts.append(text_table(rows))
     parts.append(text_table(forms))
     if result.verdict is not None:
-        outcomes = result.verdict.outcomes
+        outcomes = result.verdict.by_name
         own_arms = [
             outcomes[name]
             for built, name in zip(result.models, names, strict=True)

@@ -78,7 +78,7 @@ class ShardMeasurement:
 
     Attributes:
         item_of: Returns the item of ``task`` for a shard, which the item has as ``shard``.
-        passes: Cost of a sequence, in forward passes.
+        forward_passes: Cost of a sequence, in forward passes.
         deciding: Settings on which the numbers depend, in addition to those of `CorpusRunConfig`.
         recorded: The same settings as the store records them.
     """
@@ -86,7 +86,7 @@ class ShardMeasurement:
     kind: RunKind
     task: Task[Any, ShardTable]
     item_of: Callable[[Shard, RopeLengths], Any]
-    passes: float
+    forward_passes: float
     deciding: Mapping[str, Any]
     recorded: Mapping[str, Any]
 
@@ -124,7 +124,7 @@ def run_corpus(
         return CorpusRunResult(known["run_id"], already_done=True, part=part)
     # Parts of one scan may run on different devices, and all need the same shards.
     given = config.shard_size if part is None else config.shard_size or _PART_SHARD
-    shard_size = shard_size_of(run, kind, run_hash, given, config.tokens.max_tokens, measurement.passes)
+    shard_size = shard_size_of(run, kind, run_hash, given, config.tokens.max_tokens, measurement.forward_passes)
 
     report = CorpusReport()
     texts = shards(sequences(corpus, identity.tokenizer, config.tokens, report), shard_size=shard_size)
@@ -307,9 +307,9 @@ def run_fingerprint(run: Run, kind: RunKind, deciding: Mapping[str, Any], shard_
     return chosen if same and run.known(kind, given) is None else given
 
 
-def shard_size_of(run: Run, kind: RunKind, run_hash: str, given: int | None, tokens: int, passes: float) -> int:
+def shard_size_of(run: Run, kind: RunKind, run_hash: str, given: int | None, tokens: int, forward_passes: float) -> int:
     """Return the number of sequences of a shard: that of the run if it began before, else the given one, else about 20
-    seconds of work on texts of ``tokens`` tokens that cost ``passes`` forward passes each.
+    seconds of work on texts of ``tokens`` tokens that cost ``forward_passes`` forward passes each.
     """
     known = run.known(kind, run_hash)
     if known is not None:
@@ -318,7 +318,7 @@ def shard_size_of(run: Run, kind: RunKind, run_hash: str, given: int | None, tok
         return given
     flops = forward_flops(run.model)
     speed = _CPU_SPEED if run.facts.device.startswith("cpu") else _GPU_SPEED
-    seconds = passes * tokens * flops.per_token(tokens, logits=True) / speed
+    seconds = forward_passes * tokens * flops.per_token(tokens, logits=True) / speed
     return max(1, min(_LARGEST_SHARD, int(_SHARD_SECONDS / seconds)))
 
 

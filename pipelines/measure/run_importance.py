@@ -140,7 +140,7 @@ def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
         "importance",
         measure_importance,
         lambda shard, rope: ImportanceItem(shard, config.reduction, config.batch_tokens, rope),
-        passes=_PASSES,
+        forward_passes=_PASSES,
         deciding=settings,
         recorded=settings,
     )

@@ -41,7 +41,7 @@ def run_scan(config: ScanConfig, run: Run) -> CorpusRunResult:
         lambda shard, rope: ShardItem(
             shard, config.measured, config.widths, config.batch_tokens, config.keep_nonfinite, rope
         ),
-        passes=_PASSES,
+        forward_passes=_PASSES,
         deciding={**settings, "widths": widths},
         recorded={**settings, **widths, "panel": None if config.statistics else config.panel},
     )

@@ -38,7 +38,7 @@ def cost_rows(costs: CostComparison) -> list[tuple[str, str, str]]:
 
 def model_rows(built: Sequence[BuiltModel], names: Sequence[str], verdict: Verdict | None) -> list[Mapping[str, Any]]:
     """Return one table row for each pruned model, controls included; without a verdict the losses are left out."""
-    outcomes = {} if verdict is None else verdict.outcomes
+    outcomes = {} if verdict is None else verdict.by_name
     rows: list[Mapping[str, Any]] = []
     for each, name in zip(built, names, strict=True):
         row: dict[str, Any] = {

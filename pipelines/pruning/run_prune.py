@@ -197,7 +197,7 @@ def _report_saved(built: Sequence[BuiltModel], model: str, say: Callable[[str], 
 def _write_verdicts(result: PruneResult, card: Callable[..., str]) -> None:
     """Write the verdict into the cards of all models that are no controls."""
     verdict = result.verdict
-    outcomes = {} if verdict is None else verdict.outcomes
+    outcomes = {} if verdict is None else verdict.by_name
     for built, name in zip(result.models, result.names, strict=True):
         if not built.is_control and name in outcomes:
             write_text(built.folder / "README.md", card(built, verdict=[outcomes[name].sentence()]))

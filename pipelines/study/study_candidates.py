@@ -106,7 +106,7 @@ def best_criterion(run: Run, run_id: str, arms: Mapping[str, list[Arm]], max_los
     """Return the criterion, a key of ``arms``, with most shares below the limits in an evaluation on the choosing
     texts, by the best estimates; the least mean loss breaks ties.
     """
-    outcomes, losses = judge(run.store, run_id).outcomes, read_losses(run.store, run_id)
+    outcomes, losses = judge(run.store, run_id).by_name, read_losses(run.store, run_id)
     ranks = {}
     for criterion, of_one in arms.items():
         kept = 0

@@ -86,7 +86,7 @@ def test_scan_evaluate_and_plan_fill_the_tables(
     (points,) = tables.arm_chart().data
     assert list(points.x) == [arm.paired.difference]
     by_score = jobs.ChosenArms(score="output_norm_ln", share=0.2, rule=True, controls=1)
-    chosen = jobs.evaluate(evaluation, path, by_score, devices=cpu, say=quiet).outcomes
+    chosen = jobs.evaluate(evaluation, path, by_score, devices=cpu, say=quiet).by_name
     # The arm above answered the same questions, so all belong to one run.
     assert sorted(each.kind for each in chosen.values()) == ["mask", "mask", "random_mask", "random_rule", "rule"]
     assert isinstance(tables.query("select 1"), duckdb.DuckDBPyRelation)

@@ -466,7 +466,7 @@ def test_the_table_of_a_terminal_has_the_numbers_and_says_what_is_missing(evalua
         "harmless": ("mask", BASELINE, 0.1, {}),
     }
     verdict = judge(*evaluate(TASKS, arms))
-    text = verdict_text(verdict.outcomes.values())
+    text = verdict_text(verdict.by_name.values())
     assert text.startswith("whole model: accuracy 75.0 % on 1,000 questions, recall was not asked, so it may be lost")
     rows = {line.split()[0]: line for line in text.splitlines() if "10.0%" in line}
     assert set(rows) == {"harmful", "close", "harmless"}

@@ -131,7 +131,7 @@ def test_the_loss_of_text_is_that_of_separate_passes(
         lm = headscan.load(source, device="cpu")
         losses.append([naive_likelihood(lm, chunk.request) for chunk in CHUNKS])
     tokens = sum(len(chunk.ids) - 1 for chunk in CHUNKS)
-    (arm,) = judge(store, run_id).outcomes.values()
+    (arm,) = judge(store, run_id).by_name.values()
     measures = {measure.metric: measure for measure in arm.metrics}
     nats = [-sum(each.log_likelihood for each in found) / tokens for found in losses]
     right = [sum(each.greedy_tokens for each in found) / tokens for found in losses]

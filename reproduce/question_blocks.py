@@ -1,0 +1,56 @@
+"""How dependent are a study's questions of one block of text?
+
+python reproduce/question_blocks.py study/
+
+Prints for each arm the variance of its difference in accuracy with blocks as clusters, over that of independent
+questions, and the 95 % range of this ratio if the questions are shuffled over the blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from headscan.analysis.store.store import Store
+from headscan.pipelines.evaluate.continuation_task import CONTINUATION
+
+#: Questions below which an arm is left out.
+_LEAST = 200
+_SHUFFLES = 1_000
+
+
+def design_effect(changes: np.ndarray, blocks: np.ndarray) -> float:
+    """Return the ratio of variances for changes (questions,) and indices of blocks (questions,)."""
+    centred = changes - changes.mean()
+    return float((np.bincount(blocks, centred) ** 2).sum() / (centred**2).sum())
+
+
+def main(folder: Path) -> None:
+    rows = (folder / "task" / f"{CONTINUATION}.jsonl").read_text(encoding="utf-8").splitlines()
+    names = [json.loads(row)["module"] for row in rows]
+    blocks = np.unique(names, return_inverse=True)[1]
+    print(f"{len(names):,} questions of {blocks.max() + 1} blocks")
+    answers = Store(folder / "study.duckdb").query(
+        "SELECT name, run_id, list(correct ORDER BY question) AS correct, list(question ORDER BY question) AS question"
+        f" FROM answers JOIN arms USING (arm_id) WHERE task = '{CONTINUATION}' GROUP BY ALL ORDER BY name"
+    )
+    found = answers.to_pylist()
+    whole = {row["run_id"]: np.array(row["correct"]) for row in found if row["name"] == "baseline"}
+    generator = np.random.default_rng(0)
+    for row in found:
+        baseline = whole[row["run_id"]]
+        changes = np.array(row["correct"]) - baseline
+        if row["name"] == "baseline" or len(changes) < _LEAST or not changes.any():
+            continue
+        of_arm = blocks[np.array(row["question"])]
+        shuffled = [design_effect(generator.permutation(changes), of_arm) for _ in range(_SHUFFLES)]
+        low, high = np.quantile(shuffled, (0.025, 0.975))
+        changed = f"{np.count_nonzero(changes) / len(changes):.1%} of the answers change"
+        print(f"{row['name']}: {design_effect(changes, of_arm):.2f} (shuffled {low:.2f} to {high:.2f}), {changed}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
