@@ -58,11 +58,13 @@ _SCALE = "the harm is the accuracy lost (0 to 1), the hundredth of the BLEU lost
 @dataclass(frozen=True)
 class Role:
     """A role: a number of a query head, measured by runs of one kind, which ``comparison`` compares with a threshold in
-    its unit. The sources are the papers that define the number and the threshold, or headscan.
+    its unit. ``numbers`` is SQL for run_id, site, layer, head, value and key_offset. The sources are the papers that
+    define the number and the threshold, or headscan.
     """
 
     name: str
     formula: str
+    numbers: str
     measured_by: Literal["scan", "probe", "ablate"]
     comparison: Literal[">", ">=", "<"]
     threshold: float
@@ -73,53 +75,6 @@ class Role:
     def rule(self) -> str:
         """Comparison and threshold, such as ``> 0.3``."""
         return f"{self.comparison} {self.threshold:g}"
-
-
-def _behaviour(role: str, behaviour: str) -> Role:
-    declared = BEHAVIOURS[behaviour]
-    limit, source = (_MOSTLY, OWN) if declared.threshold is None else (declared.threshold, declared.source)
-    return Role(role, behaviour, "probe", ">", limit, declared.source, source)
-
-
-ROLES: dict[str, Role] = {
-    role.name: role
-    for role in (
-        Role(
-            "positional",
-            "largest share of queries whose largest weight is at one offset k - q; key_offset is the offset",
-            "scan",
-            ">=",
-            0.9,
-            "arXiv 1905.09418",
-            "arXiv 1905.09418",
-        ),
-        Role("confident", "confidence", "scan", ">", _MOSTLY, "arXiv 1905.09418"),
-        _behaviour("previous_token", "previous_token_score"),
-        _behaviour("induction", "induction_score"),
-        _behaviour("retrieval", "retrieval_score"),
-        Role("sink", "first_token_weight", "scan", ">", 0.3, "arXiv 2410.10781", "arXiv 2410.10781"),
-        Role(
-            "low_output",
-            "output_norm_ln_inactive: share of sequences in which output_norm_ln is among the lowest of the scan",
-            "scan",
-            ">",
-            _MOSTLY,
-            "arXiv 2504.03889",
-        ),
-        Role(
-            "inactive",
-            f"{_HARM} when zeros replace the head's output; {_SCALE}",
-            "ablate",
-            "<",
-            MARGIN / 100,
-            "arXiv 2504.03889",
-            "arXiv 2504.03889 for accuracy, headscan for losses",
-        ),
-        Role(
-            "constant", f"{_HARM} when its mean replaces the head's output; {_SCALE}", "ablate", "<", MARGIN / 100, OWN
-        ),
-    )
-}
 
 
 _HEAD = "run_id, site, layer, head"
@@ -206,17 +161,68 @@ def _harm(replacement: str) -> str:
     )
 
 
-#: The numbers of each role: run_id, site, layer, head, value, key_offset.
-_NUMBERS: dict[str, str] = {
-    "positional": _OFFSETS,
-    "confident": _scanned("confidence"),
-    "previous_token": _probed("previous_token_score"),
-    "induction": _probed("induction_score"),
-    "retrieval": _probed("retrieval_score"),
-    "sink": _scanned("first_token_weight"),
-    "low_output": _LOW_OUTPUT,
-    "inactive": _harm("zero"),
-    "constant": _harm("mean"),
+def _behaviour(role: str, behaviour: str) -> Role:
+    declared = BEHAVIOURS[behaviour]
+    limit, source = (_MOSTLY, OWN) if declared.threshold is None else (declared.threshold, declared.source)
+    return Role(role, behaviour, _probed(behaviour), "probe", ">", limit, declared.source, source)
+
+
+ROLES: dict[str, Role] = {
+    role.name: role
+    for role in (
+        Role(
+            "positional",
+            "largest share of queries whose largest weight is at one offset k - q; key_offset is the offset",
+            _OFFSETS,
+            "scan",
+            ">=",
+            0.9,
+            "arXiv 1905.09418",
+            "arXiv 1905.09418",
+        ),
+        Role("confident", "confidence", _scanned("confidence"), "scan", ">", _MOSTLY, "arXiv 1905.09418"),
+        _behaviour("previous_token", "previous_token_score"),
+        _behaviour("induction", "induction_score"),
+        _behaviour("retrieval", "retrieval_score"),
+        Role(
+            "sink",
+            "first_token_weight",
+            _scanned("first_token_weight"),
+            "scan",
+            ">",
+            0.3,
+            "arXiv 2410.10781",
+            "arXiv 2410.10781",
+        ),
+        Role(
+            "low_output",
+            "output_norm_ln_inactive: share of sequences in which output_norm_ln is among the lowest of the scan",
+            _LOW_OUTPUT,
+            "scan",
+            ">",
+            _MOSTLY,
+            "arXiv 2504.03889",
+        ),
+        Role(
+            "inactive",
+            f"{_HARM} when zeros replace the head's output; {_SCALE}",
+            _harm("zero"),
+            "ablate",
+            "<",
+            MARGIN / 100,
+            "arXiv 2504.03889",
+            "arXiv 2504.03889 for accuracy, headscan for losses",
+        ),
+        Role(
+            "constant",
+            f"{_HARM} when its mean replaces the head's output; {_SCALE}",
+            _harm("mean"),
+            "ablate",
+            "<",
+            MARGIN / 100,
+            OWN,
+        ),
+    )
 }
 
 
@@ -227,7 +233,7 @@ def _rows(role: Role) -> str:
             value::REAL {role.comparison} {role.threshold}::REAL AS holds,
             {literal(role.comparison)} AS comparison, {role.threshold}::DOUBLE AS threshold,
             {literal(role.threshold_source)} AS source
-        FROM ({_NUMBERS[role.name]}) WHERE value IS NOT NULL
+        FROM ({role.numbers}) WHERE value IS NOT NULL
     """
 
 

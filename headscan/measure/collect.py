@@ -183,7 +183,8 @@ def collect(
 @dataclass(frozen=True)
 class _Batch:
     """A checked batch on the model's input device: real queries and keys of the measured sites (B,), tokens of the keys
-    (B, S). ``for_hooks`` has padding masks that only hooks read: an open rule takes its lengths from them.
+    (B, S). ``for_hooks`` has padding masks that the model itself does not need: a causal decoder is right without them,
+    but a rule that is open around it reads them, because it must not count padding.
     """
 
     inputs: dict[str, Tensor]

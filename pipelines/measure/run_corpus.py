@@ -292,12 +292,13 @@ def _has_part(store: Store, run: Mapping[str, Any], part: Part) -> bool:
 def run_fingerprint(run: Run, kind: RunKind, deciding: Mapping[str, Any], shard_size: int | None) -> str:
     """Return the fingerprint of a run by the settings on which its numbers depend and the given size of its shards.
     The size of a run that chose it itself, given, resumes this run; another size begins a run of its own.
+
+    With a largest size of 64, the hashed size is 64 if none is given, ``"64 given"`` for 64, and 8 for 8.
     """
 
     def with_size(size: object) -> str:
         return fingerprint({**deciding, "shard_size": size})
 
-    # Stores have runs that chose their size under the largest one, which therefore needs a mark if it is given.
     chosen = with_size(_LARGEST_SHARD)
     if shard_size is None:
         return chosen
