@@ -1,0 +1,79 @@
+"""One verdict on the demo model with the library's own parts, without a store, workers or lm-eval.
+
+python examples/one_verdict.py
+
+`headscan evaluate MODEL --score output_norm_ln --share 0.1 --rule` does the same on any model and task; there a scan is
+stored, forward passes are shared, and recall and random controls are judged, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import tempfile
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import headscan
+from headscan.analysis.store.records import ArmKind
+from headscan.analysis.verdicts.judge import ArmVerdict
+from headscan.analysis.verdicts.paired import Sampling, compare
+from headscan.pipelines.evaluate.continuation_task import make_questions
+
+lm = headscan.load("demo", device="cpu", dtype="float32")
+
+# 1. A score of every head on texts (texts, layers, heads), and the value below which the lowest 10 % lie.
+modules = (argparse, tempfile, textwrap)
+texts = [inspect.getsource(module)[:1000] for module in modules]
+scores = headscan.score(headscan.collect(lm, texts), "output_norm_ln")
+threshold = float(scores.quantile(0.1))
+
+# 2. The arm: on each input, the heads below the threshold are ablated.
+rule = headscan.HeadRule("output_norm_ln", threshold)
+
+# 3. The questions: which of four passages continues a text?
+questions = make_questions([Path(inspect.getfile(module)) for module in modules], 30)
+
+
+assert lm.tokenizer is not None
+tokenizer = lm.tokenizer
+start = tokenizer("")["input_ids"]  # the token that begins every text
+
+
+def tokens(text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def log_likelihood(context: list[int], passage: list[int]) -> float:
+    """Return the log-probability of the passage's tokens after the context."""
+    ids = torch.tensor([context + passage])
+    with torch.no_grad():
+        log_p = lm.model(ids).logits[0].log_softmax(-1)
+    return float(log_p[len(context) - 1 : -1].gather(1, ids[0, len(context) :, None]).sum())
+
+
+def right_answers() -> np.ndarray:
+    """Return 1 or 0 for each question: does the context raise the right passage's likelihood most?"""
+    found = []
+    for question in questions:
+        gains = [
+            log_likelihood(start + tokens(question["context"]), tokens(choice)) - log_likelihood(start, tokens(choice))
+            for choice in question["choices"]
+        ]
+        found.append(float(np.argmax(gains) == question["answer"]))
+    return np.array(found)
+
+
+whole = right_answers()
+with headscan.intervene(lm, rule):  # removed on any exit
+    ablated = right_answers()
+
+# 4. The verdict: a paired difference with its interval, and the rule of `decide` in analysis/verdicts/decision.py.
+paired = compare(whole, ablated, Sampling(len(questions)))
+verdict = ArmVerdict(name="rule by output_norm_ln", kind=ArmKind.RULE, zeroed_share=0.1, accuracy=paired)
+print(f"{len(questions)} questions: {paired.baseline:.1f} % right with all heads, {paired.arm:.1f} % with the rule")
+print(f"difference {paired.interval.words(unit=' points')}; {paired.gained} gained, {paired.lost} lost")
+print(f"{verdict.label}: {verdict.why}")
