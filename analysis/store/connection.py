@@ -450,7 +450,9 @@ def upgrade(
     connect: Callable[[], AbstractContextManager[duckdb.DuckDBPyConnection]],
     say: Callable[[str], None] | None = None,
 ) -> None:
-    """Upgrade an outdated store; ``say`` is called with one line when a backup was written, and None disables it."""
+    """Upgrade an outdated store, after a backup if a step changes rows; ``say`` is called with one line when a backup
+    was written, and None disables it.
+    """
     if not (os.access(path, os.W_OK) and os.access(path.absolute().parent, os.W_OK)):
         raise StoreVersionError(
             f"{path} was written by another version of headscan or DuckDB and must be upgraded, but it or its folder"
@@ -461,7 +463,7 @@ def upgrade(
         written = written_with(connection, path)
         if not written.outdated:
             return
-        if written.schema < SCHEMA_VERSION:
+        if any(step in STEPS for step in range(written.schema, SCHEMA_VERSION)):  # rows change, nothing is just added
             backup = _back_up(connection, content, path, written.schema)
             if say is not None:
                 say(f"upgrading {path} from schema {written.schema} to {SCHEMA_VERSION}; the old file is {backup}")

@@ -291,9 +291,9 @@ MEASURED_UNITS = Table(
 
 
 #: Raise it with every change of a table, but not of a comment, and with every change of a rule of stored verdicts.
-#: `connection` upgrades older stores after a backup, so new columns of old tables must be nullable. Views and
-#: functions need no version: a store in which they differ gets them again. A view that goes needs one, and a step
-#: that drops it.
+#: `connection` upgrades older stores, after a backup if a step changes rows, so new columns of old tables must be
+#: nullable. Views and functions need no version: a store in which they differ gets them again. A view that goes needs
+#: one, and a step that drops it.
 SCHEMA_VERSION = 14
 
 #: Value of the key ``format`` in ``meta``, which distinguishes a store from other DuckDB files.

@@ -119,7 +119,8 @@ def test_all_tables_views_and_commands_work_on_an_upgraded_store(old: Path, tmp_
 
 def test_a_score_that_is_new_is_computed_for_finished_scans(scan: Scan) -> None:
     """In a process whose catalogue has two more scores: one of a statistic of the same name, one over the layer's mean.
-    A scan that has all scores of the old version keeps its summary if the tables change. A score needs no backup.
+    A scan that has all scores of the old version keeps its summary if the tables change. Neither needs a backup, as no
+    row changes.
     """
     code = """if True:
         import json, sys
@@ -160,6 +161,7 @@ def test_a_score_that_is_new_is_computed_for_finished_scans(scan: Scan) -> None:
         assert heads == pytest.approx(np.sort(score.mean(axis=0), axis=None)[::-1])
         assert limits == pytest.approx(np.quantile(score, [0.95, 0.67]))
     assert run("unchanged", 1) == [[stored, stored], []]
+    assert [path.name for path in scan.store.path.parent.iterdir()] == [scan.store.path.name]
 
 
 def test_an_upgraded_store_is_opened_like_a_new_one(old: Path) -> None:
