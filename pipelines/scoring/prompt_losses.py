@@ -22,8 +22,7 @@ from headscan.kv.kv_windows import KvWindows
 from headscan.long_work import KnownNumbers, WorkUnit, hash_of
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.options import BATCH_TOKENS, SEEDS
-from headscan.pipelines.corpora import CorpusSpec
-from headscan.pipelines.corpora.sequences import read_spread
+from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
 from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.scoring.bundles import (
@@ -44,6 +43,9 @@ T = TypeVar("T")
 
 #: Most requests of one item of work.
 _REQUESTS = 16
+
+#: Sequences read from a corpus for each one that is used: the used ones are spread evenly over them.
+_SPREAD = 16
 
 #: Smallest share of answer tokens that the full cache gets right. Below it, a task says nothing about the heads.
 _ABLE = 0.1
@@ -84,22 +86,24 @@ class Prompts:
 
 
 def text_prompts(corpus: CorpusSpec, identity: ModelIdentity, tokens: int, count: int, longer_than: int) -> Prompts:
-    """Return up to ``count`` texts from many documents of a corpus. Texts up to ``longer_than`` tokens, the length of
-    the window, show no damage and are left out.
+    """Return up to ``count`` texts of a corpus, spread over its beginning. Texts up to ``longer_than`` tokens, the
+    length of the window, show no damage and are left out.
     """
     if tokens <= longer_than:
         raise SequenceError(
             f"`max_tokens={tokens}` (at least {longer_than + 1}, one more than sink and recent). Raise `max_tokens`, "
             "or lower `recent`"
         )
-    texts = read_spread(corpus, identity.tokenizer, tokens, count, shortest=longer_than + 1)
-    if len(texts) < 2:
+    plan = TokenPlan(tokens, mode="chunk", min_tokens=longer_than + 1, limit_sequences=count * _SPREAD)
+    rows = [each.ids.tolist() for each in sequences(open_corpus(corpus), identity.tokenizer, plan)]
+    if len(rows) < 2:
         raise SequenceError(
-            f"texts of {corpus.name} longer than {longer_than} tokens of sink and recent: {len(texts)} (at least 2). "
+            f"texts of {corpus.name} longer than {longer_than} tokens of sink and recent: {len(rows)} (at least 2). "
             "Choose another corpus, or lower `recent`"
         )
-    requests = tuple(Request(tuple(text.ids.tolist()), len(text.ids) - 1) for text in texts)
-    return Prompts("text", corpus.name, requests)
+    count = min(count, len(rows))
+    chosen = [rows[i * len(rows) // count] for i in range(count)]
+    return Prompts("text", corpus.name, tuple(Request(tuple(ids), len(ids) - 1) for ids in chosen))
 
 
 def recall_prompts(identity: ModelIdentity, tokens: int, count: int, seed: int) -> list[Prompts]:

@@ -237,17 +237,6 @@ def test_lengths_above_the_context_are_refused(context: ModelContext) -> None:
     assert replace(SMALL, max_tokens=None).tokens(unlimited) == 1024
 
 
-def test_texts_come_from_many_documents(context: ModelContext, tmp_path: Path) -> None:
-    """One long document does not supply all of them."""
-    (tmp_path / "0.txt").write_text("A long document goes on and on. " * 3000)
-    for number in range(1, 8):
-        (tmp_path / f"{number}.txt").write_text(f"Document {number} is short. " * 30)
-    found = text_prompts(CorpusSpec(str(tmp_path)), context.identity, 64, 8, 20)
-    texts = [context.identity.tokenizer.decode(request.ids) for request in found.requests]
-    assert ["goes on" in text for text in texts] == [True] + [False] * 7
-    assert all(f"{number} is short" in texts[number] for number in range(1, 8))
-
-
 def test_recall_prompts_are_no_questions_of_an_evaluation(context: ModelContext) -> None:
     questions = recall_questions(context.identity.tokenizer, RecallPlan((256,), 8), None, bos="auto")
     asked = {request.ids for question in questions for request in question.requests}
