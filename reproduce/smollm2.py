@@ -87,7 +87,8 @@ def steps(options: argparse.Namespace) -> list[Step]:
     measured = str(options.out / "study" / "texts" / "measure")
     referee = ("referee", options.model, "--store", str(options.out / "referee.duckdb"), "--corpus", measured)
     folder, store = str(options.out / "pruned"), str(options.out / "pruned.duckdb")
-    prune = ("prune", options.model, "--store", store, "--corpus", options.corpus, "--out", folder)
+    # The texts of the questions neither choose heads nor repair.
+    prune = ("prune", options.model, "--store", store, "--corpus", measured, "--out", folder)
     # A finished pruning refuses to write into its folder again.
     pruned = _judged_models(Path(store))
     if options.stand_in:
@@ -111,6 +112,7 @@ def steps(options: argparse.Namespace) -> list[Step]:
     recall = _PRUNED_RECALL if options.questions is None else options.recall_questions
     criteria = ("--criteria", ",".join(CRITERIA))
     asking = ("--include-path", str(options.out / "study" / "task"), "--limit", f"{options.criteria_questions}")
+    graded = ("--tasks", "continuation", *asking) if options.criteria_questions else ()
     by_accuracy = ("referee", options.model, "--store", str(options.out / "accuracy.duckdb"), "--corpus", measured)
     answered = Step(
         (*by_accuracy, *criteria, *_ASKED, *asking),
@@ -121,7 +123,7 @@ def steps(options: argparse.Namespace) -> list[Step]:
         Step((*referee, *criteria, *_COMPARED), 24 * 256 * 5 * (len(CRITERIA) + 3)),
         *([answered] if options.criteria_questions else []),
         *(plans(tokens, _PLAN_WINDOWS, rest) for tokens, rest in _PLANNED.items()),
-        *([] if pruned else [Step((*prune, *_PRUNED, "--recall-questions", f"{recall}"), _PRUNING_TOKENS)]),
+        *([] if pruned else [Step((*prune, *_PRUNED, "--recall-questions", f"{recall}", *graded), _PRUNING_TOKENS)]),
     ]
 
 
@@ -392,12 +394,14 @@ def _increase_by_text(store: Store, arm: str, other: str) -> Increase:
 
 
 def _pruning(models: Sequence[_PrunedModel]) -> str:
+    has_accuracy = any(model.outcome.accuracy is not None for model in models)
     rows = [
         (
             "heads removed",
             "chosen by",
             "loss, nats per token",
             "minus damage",
+            *(["accuracy, points"] if has_accuracy else []),
             *_recall_headings(),
             "weights",
             "KV cache",
@@ -414,6 +418,7 @@ def _pruning(models: Sequence[_PrunedModel]) -> str:
                 _CHOSEN[model.arm["score"]],
                 _increased(model.loss),
                 _increased(model.minus_damage) if model.minus_damage else "",
+                *([_points(model.outcome.value(ACCURACY))] if has_accuracy else []),
                 *(_left(kept.get(family)) for family in RECALL_FAMILIES),
                 f"{100 * details['weights_left']:.1f} %",
                 f"{100 * details['cache_left']:.1f} %",
@@ -429,6 +434,10 @@ def _pruning(models: Sequence[_PrunedModel]) -> str:
         f" in the table of criteria. `headscan prune {' '.join(_PRUNED)} --recall-questions {asked}`."
         f"\n\n{_table(rows)}"
     )
+
+
+def _points(accuracy: Interval | None) -> str:
+    return "" if accuracy is None else f"{accuracy.value:+.1f} [{accuracy.low:+.1f}, {accuracy.high:+.1f}]"
 
 
 def _increased(loss: Increase) -> str:
@@ -613,7 +622,7 @@ def main() -> int:
         "--criteria-questions",
         type=int,
         default=0,
-        help="questions of a comparison of criteria by accuracy, which takes hours on a CPU (default: 0, none)",
+        help="questions that compare criteria and pruned models by accuracy, hours of work on a CPU (default: 0, none)",
     )
     found.add_argument(
         "--beside", default="with other work beside it", help="what the page says of the machine beside its device"
