@@ -42,7 +42,7 @@ CRITERIA = (*SCORES, "importance", "importance_entropy", "layer-drop")
 #: Options of the comparison: one half of the texts measures the criteria, the other one judges.
 _COMPARED = tuple("--shares 0.05,0.1,0.2,0.3,0.4 --seeds 3 --max-tokens 256 --sequences 48 --no-recall".split())
 #: Options of the comparison by accuracy, on the questions of the study.
-_ASKED = ("--tasks", "continuation", "--shares", "0.05,0.1,0.2", *_COMPARED[2:])
+_ASKED = ("--shares", "0.05,0.1,0.2", *_COMPARED[2:])
 #: Options of the pruning; a random model and one without whole layers, both with the same repair, stand beside each.
 _PRUNED = tuple("--shares 0.1,0.2,0.3,0.4 --sequences 64 --recall-lengths 512".split())
 _PRUNED_RECALL = 80
@@ -91,6 +91,11 @@ def steps(options: argparse.Namespace) -> list[Step]:
     prune = ("prune", options.model, "--store", store, "--corpus", measured, "--out", folder)
     # A finished pruning refuses to write into its folder again.
     pruned = _judged_models(Path(store))
+    by_accuracy = ("referee", options.model, "--store", str(options.out / "accuracy.duckdb"), "--corpus", measured)
+
+    def questions(count: int) -> tuple[str, ...]:
+        return "--tasks", "continuation", "--include-path", str(options.out / "study" / "task"), "--limit", f"{count}"
+
     if options.stand_in:
         hours, few = "0.05", ("--max-tokens", "128", "--sequences", "16")
         asked = ("--judged-texts", "20", "--questions", "16", "--recall-questions", "8", "--shares", "0.05")
@@ -98,8 +103,10 @@ def steps(options: argparse.Namespace) -> list[Step]:
         alone = ("--window-shares", "none", "--prune-shares", "none", "--criteria", "importance")
         compared = ("--criteria", "output_norm_ln,importance", "--shares", "0.1,0.3", "--seeds", "1")
         found = [study("study", *few, *asked, *saved), study("heads", *few, *asked, *alone)]
-        few_models = ("--share", "0.1", *few, "--recall-lengths", "256", "--recall-questions", "8")
-        commands = [*found, (*referee, *few, *compared, "--no-recall"), *([] if pruned else [(*prune, *few_models)])]
+        few_models = ("--share", "0.1", *few, "--recall-lengths", "256", "--recall-questions", "8", *questions(16))
+        criteria = (*few, *compared, "--no-recall")
+        commands = [*found, (*referee, *criteria), (*by_accuracy, *criteria, *questions(16))]
+        commands += [] if pruned else [(*prune, *few_models)]
         planned = "--recent 28 --sequences 4 --recall-prompts 8 --judged-texts 4 --judged-prompts 8"
         return [*(Step(words, 200_000) for words in commands), plans(256, 12, planned)]
     hours, tokens = f"{options.hours:g}", int(3600 * options.hours * _SPEED)
@@ -111,11 +118,9 @@ def steps(options: argparse.Namespace) -> list[Step]:
         studies = [study("study", *asked)]
     recall = _PRUNED_RECALL if options.questions is None else options.recall_questions
     criteria = ("--criteria", ",".join(CRITERIA))
-    asking = ("--include-path", str(options.out / "study" / "task"), "--limit", f"{options.criteria_questions}")
-    graded = ("--tasks", "continuation", *asking) if options.criteria_questions else ()
-    by_accuracy = ("referee", options.model, "--store", str(options.out / "accuracy.duckdb"), "--corpus", measured)
+    graded = questions(options.criteria_questions) if options.criteria_questions else ()
     answered = Step(
-        (*by_accuracy, *criteria, *_ASKED, *asking),
+        (*by_accuracy, *criteria, *_ASKED, *graded),
         options.criteria_questions * _QUESTION_TOKENS * 3 * (len(CRITERIA) + 3),
     )
     return [
@@ -328,7 +333,8 @@ def _accuracies(store: Store, heads: Sequence[Mapping[str, Any]]) -> str:
     return (
         f"### By accuracy\n\nChange of accuracy in points, with 95 % intervals, on {asked['questions']:,} of the"
         f" study's questions, of which the whole model answers {asked['accuracy']:.1f} % right (25 % by guessing); best"
-        f" first by the mean. `headscan referee {' '.join(_ASKED)} --limit {asked['questions']}`.\n\n{_table(table)}"
+        f" first by the mean. `headscan referee --tasks continuation {' '.join(_ASKED)}"
+        f" --limit {asked['questions']}`.\n\n{_table(table)}"
     )
 
 

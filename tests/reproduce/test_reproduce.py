@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from headscan.pipelines.cli.main import read_command, verb_class
@@ -25,9 +26,18 @@ SCRIPTS = {
 
 
 def test_every_script_is_run() -> None:
-    assert {path.name for path in FOLDER.glob("*.py")} - {"paper_run.py", "plans.py"} == set(SCRIPTS)
+    others = {"paper_run.py", "plans.py", "question_blocks.py"}
+    assert {path.name for path in FOLDER.glob("*.py")} - others == set(SCRIPTS)
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert all(f"`{name}`" in readme for name in SCRIPTS)
+
+
+def test_the_dependence_of_questions_of_one_block() -> None:
+    """None if every question has a block of its own; their number if all of a block change alike."""
+    design_effect = runpy.run_path(str(FOLDER / "question_blocks.py"))["design_effect"]
+    changes = np.random.default_rng(0).integers(-1, 2, 60).astype(float)
+    assert design_effect(changes, np.arange(60)) == pytest.approx(1)
+    assert design_effect(changes.repeat(7), np.arange(60).repeat(7)) == pytest.approx(7)
 
 
 def test_the_scripts_of_the_demo_model_find_what_they_import(monkeypatch: pytest.MonkeyPatch) -> None:
