@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -21,12 +21,14 @@ import headscan
 from headscan.analysis.plans import PlannedModel
 from headscan.analysis.store.store import Store
 from headscan.architectures import FAMILIES, HEADS
+from headscan.cluster.placement_base import PlacementRequest
 from headscan.cluster.placements import WholePlacement
 from headscan.cluster.pool import InProcessPool, Pool
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.runs.run_context import OpenModel, Run
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from headscan.pruning import save_model
 from headscan.sizing import model_sizes
 from headscan.sizing.model_sizes import ModelSizes
@@ -34,6 +36,9 @@ from tests import warm_python
 from tests.pipelines.kv.kv_plans import model_of
 from tests.small_models import make_model
 from tests.stores import copy_store
+
+if TYPE_CHECKING:
+    from headscan.pipelines import jobs
 
 TEXTS = [
     f"{name} counts to {i}: " + " ".join(str(n) for n in range(i)) for i, name in enumerate(("ada", "bo", "cy"), 9)
@@ -251,3 +256,29 @@ def own_tasks_alone() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lm_eval.tasks, "TaskManager", partial(lm_eval.tasks.TaskManager, include_defaults=False))
         yield
+
+
+# Settings of jobs.
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+@pytest.fixture
+def evaluation(spec: ModelSpec, task_folder: Path) -> EvaluateConfig:
+    return EvaluateConfig(spec, TaskConfig(("counting",), include_path=str(task_folder), limit=6), recall=None)
+
+
+@pytest.fixture
+def labelled(tmp_path: Path) -> jobs.LabelledConfig:
+    from headscan.pipelines import jobs
+    from tests.pipelines.ablate.labelled_models import LABELLED, save_classifier, write_lines
+
+    examples = write_lines(tmp_path / "d.tsv", LABELLED)
+    return jobs.LabelledConfig(ModelSpec(str(save_classifier(tmp_path / "bert"))), jobs.DataSpec(str(examples)))
+
+
+@pytest.fixture
+def cpu() -> PlacementRequest:
+    return PlacementRequest(device="cpu")

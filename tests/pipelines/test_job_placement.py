@@ -1,0 +1,210 @@
+"""Where jobs run: batch sizes, and the memory that placements reserve."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headscan.analysis.plans import WindowShare
+from headscan.analysis.store.store import Store
+from headscan.errors import HeadscanError
+from headscan.gates.gate_settings import GateFitConfig
+from headscan.model_spec import ModelSpec
+from headscan.pipelines import job_functions, jobs
+from headscan.pipelines.cli.main import main
+from headscan.pipelines.corpora import CorpusSpec, TokenPlan
+from headscan.pipelines.evaluate.held_out_text import HeldOutText, TextChunk
+from headscan.pipelines.pruning.pruning_units import ShareBudget
+from headscan.pipelines.runs import run_context
+from headscan.pipelines.runs.model_identity import identify
+from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, Comparison, TaskConfig
+from headscan.pipelines.settings.saving_settings import TextConfig
+from tests.pipelines.conftest import quiet
+from tests.sources import public_names
+
+
+def test_a_memory_limit_sets_the_batch_size_of_jobs_and_verbs(
+    corpus_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The verb finds the run of the job complete, because both have the same batch size."""
+    store, lines = tmp_path / "s.duckdb", list[str]()
+    config = jobs.ScanConfig(jobs.ModelSpec("demo"), CorpusSpec(str(corpus_folder)), TokenPlan(64))
+    limited = jobs.PlacementRequest(device="cpu", memory=64 << 20)
+    run_id = jobs.scan(config, store, devices=limited, say=lines.append).run_id
+    (run,) = Store(store).runs()
+    assert 64 <= run["config"]["batch_tokens"] < config.batch_tokens
+    assert lines[0].startswith("placement: streamed, on cpu within 0.06 GiB")
+    words = ["scan", "demo", "--corpus", str(corpus_folder), "--max-tokens", "64", "--device", "cpu"]
+    assert main([*words, "--memory", "64MiB", "--store", str(store)]) == 0
+    assert f"run {run_id} is complete" in capsys.readouterr().out
+
+
+class Begun(Exception):
+    """A job has begun."""
+
+
+@pytest.mark.parametrize(
+    ("job", "does"),
+    [
+        ("scan", "measure.run_scan.run_scan"),
+        ("importance", "measure.run_importance.run_importance"),
+        ("probe", "measure.run_probe.run_probe"),
+        ("gates", "measure.run_gates.run_gates"),
+        ("ablate", "ablate.single_heads.run_ablate"),
+        ("labelled_importance", "measure.run_importance.run_labelled_importance"),
+        ("labelled_ablate", "ablate.labelled_arms.run_labelled_ablate"),
+        ("labelled_referee", "referee.site_referee.run_labelled_referee"),
+        ("evaluate", "evaluate.run_evaluation.run_evaluation"),
+        ("sweep", "evaluate.run_sweep.run_sweep"),
+        ("referee", "referee.run_referee.run_referee"),
+        ("plan", "kv.measured_plan.run_plan"),
+        ("prune", "pruning.run_prune.run_prune"),
+        ("study", "study.run_study.run_study"),
+    ],
+)
+def test_the_batch_size_of_the_devices_reaches_every_job(
+    job: str,
+    does: str,
+    evaluation: jobs.EvaluateConfig,
+    labelled: jobs.LabelledConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec, texts, store = evaluation.model, CorpusSpec("python-stdlib"), tmp_path / "s.duckdb"
+    calls: dict[str, tuple[Any, ...]] = {
+        "scan": (jobs.ScanConfig(spec, texts, TokenPlan(64)), store),
+        "importance": (jobs.ImportanceConfig(spec, texts, TokenPlan(64)), store),
+        "probe": (jobs.ProbeConfig(spec), store),
+        "gates": (jobs.GatesConfig(spec, texts), store),
+        "ablate": (jobs.AblateConfig(evaluation), store),
+        "labelled_importance": (jobs.LabelledImportanceConfig(labelled.model, labelled.data), store),
+        "labelled_ablate": (jobs.LabelledAblateConfig(labelled), store),
+        "labelled_referee": (jobs.SiteRefereeConfig(labelled, Comparison(("importance",))), store),
+        "evaluate": (evaluation, store, []),
+        "sweep": (jobs.SweepConfig(evaluation, ("entropy",), (0.2,)), store),
+        "referee": (jobs.RefereeConfig(evaluation, texts=TextConfig(texts, max_tokens=64)), store),
+        "plan": (jobs.PlanConfig(spec, texts, max_tokens=128), store, WindowShare(0.5)),
+        "prune": (
+            jobs.PruneConfig(evaluation=evaluation, out=tmp_path / "smaller", budgets=(ShareBudget(0.3),)),
+            store,
+        ),
+        "study": (jobs.StudyConfig(spec, texts, str(tmp_path / "study")),),
+    }
+    assert calls.keys() == {name for name in public_names(jobs) if name.islower()} - {"mask_arm", "export", "generate"}
+    received = list[Any]()
+
+    def begun(*arguments: Any, **_: Any) -> None:
+        received.append(arguments[0])
+        raise Begun
+
+    monkeypatch.setattr(f"headscan.pipelines.{does}", begun)
+    with pytest.raises(Begun):
+        getattr(jobs, job)(*calls[job], devices=jobs.PlacementRequest(device="cpu", batch_tokens=640), say=quiet)
+    (settings,) = received
+    # The settings of the job themselves, or those of its evaluation, fit or labelled examples.
+    parts = (getattr(settings, part, None) for part in ("evaluation", "fit", "judging"))
+    sized = next(filter(None, parts), settings)
+    assert sized.batch_tokens == 640
+
+
+def test_gates_are_placed_for_the_steps_of_their_fit(
+    corpus_folder: Path, spec: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The verb and the job pass the tokens of a step to the opener."""
+    placed = list[int]()
+
+    def opener(model: ModelSpec, tokens: int, request: jobs.PlacementRequest, batch_tokens: int, **_: object) -> None:
+        placed.append(batch_tokens)
+        raise HeadscanError("placed")
+
+    monkeypatch.setattr(run_context, "ModelOpener", opener)
+    monkeypatch.setattr(job_functions, "ModelOpener", opener)
+    config = jobs.GatesConfig(spec, CorpusSpec(str(corpus_folder)), GateFitConfig(batch_tokens=256))
+    with pytest.raises(HeadscanError, match="placed"):
+        jobs.gates(config, tmp_path / "s.duckdb", say=quiet)
+    words = ["gates", "demo", "--corpus", str(corpus_folder), "--step-tokens", "256"]
+    assert main([*words, "--store", str(tmp_path / "s.duckdb")]) == 2
+    assert placed == [256, 256]
+
+
+def test_jobs_that_remove_heads_need_one_whole_replica(evaluation: jobs.EvaluateConfig, tmp_path: Path) -> None:
+    config = jobs.PruneConfig(evaluation=evaluation, out=tmp_path / "smaller", budgets=(ShareBudget(0.3),))
+    for devices, message in (
+        (jobs.PlacementRequest(device="cpu", replicas=2), r"`replicas=2` \(limit 1 for this job\)"),
+        (jobs.PlacementRequest(device="cpu", placement="streamed"), "the removal of heads needs all layers"),
+    ):
+        with pytest.raises(HeadscanError, match=message):
+            jobs.prune(config, tmp_path / "s.duckdb", devices=devices, say=quiet)
+    with pytest.raises(HeadscanError, match=r"^`ray_address=auto`: this job runs in one process\. Leave out .*$"):
+        jobs.prune(config, tmp_path / "s.duckdb", ray_address="auto", say=quiet)
+
+
+@pytest.fixture
+def placing(evaluation: jobs.EvaluateConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs on a model with 8,192 positions fail with the tokens for which they are placed."""
+
+    def opener(model: ModelSpec, tokens: int, *_: object, **__: object) -> None:
+        raise HeadscanError(f"placed for {tokens} tokens")
+
+    identity = replace(identify(evaluation.model), max_tokens=8192)
+    monkeypatch.setattr(job_functions, "identify", lambda model: identity)
+    monkeypatch.setattr(job_functions, "ModelOpener", opener)
+
+
+@pytest.mark.parametrize(("longest", "placed"), [(4096, 4096), (64, TASK_TOKENS)])
+def test_pruning_has_memory_for_its_longest_text(
+    longest: int, placed: int, evaluation: jobs.EvaluateConfig, placing: None, tmp_path: Path
+) -> None:
+    texts = TextConfig(CorpusSpec("python-stdlib"), max_tokens=longest)
+    config = jobs.PruneConfig(evaluation, tmp_path / "smaller", budgets=(ShareBudget(0.3),), texts=texts)
+    with pytest.raises(HeadscanError, match=f"placed for {placed} tokens"):
+        jobs.prune(config, tmp_path / "s.duckdb", say=quiet)
+
+
+@pytest.mark.parametrize(
+    ("recall", "text", "placed"),
+    [
+        (None, 64, TASK_TOKENS),
+        (None, 3000, 3000),
+        (jobs.RecallPlan(), None, 4096),
+        (jobs.RecallPlan((256, 6000)), 3000, 6000),
+    ],
+)
+def test_evaluations_have_memory_for_recall_and_held_out_text(
+    recall: jobs.RecallPlan | None,
+    text: int | None,
+    placed: int,
+    evaluation: jobs.EvaluateConfig,
+    placing: None,
+    tmp_path: Path,
+) -> None:
+    held_out = None if text is None else HeldOutText("a corpus", (TextChunk("a.txt", (1,) * text, text),))
+    asked = replace(evaluation, recall=recall, text=held_out)
+    store = tmp_path / "s.duckdb"
+    with pytest.raises(HeadscanError, match=f"placed for {placed} tokens"):
+        jobs.evaluate(asked, store, [], say=quiet)
+    with pytest.raises(HeadscanError, match=f"placed for {placed} tokens"):
+        jobs.sweep(jobs.SweepConfig(asked), store, say=quiet)
+    pruned = jobs.PruneConfig(asked, tmp_path / "smaller", budgets=(ShareBudget(0.3),))
+    with pytest.raises(HeadscanError, match=f"placed for {placed} tokens"):
+        jobs.prune(pruned, store, say=quiet)
+    with pytest.raises(HeadscanError, match=f"placed for {TASK_TOKENS} tokens"):
+        jobs.prune(replace(pruned, skip_verdict=True), store, say=quiet)
+
+
+@pytest.mark.parametrize("longest", [3000, 64])
+def test_ablate_and_study_have_memory_for_their_texts(
+    longest: int, evaluation: jobs.EvaluateConfig, placing: None, tmp_path: Path
+) -> None:
+    texts = jobs.LossTexts(CorpusSpec("python-stdlib"), max_tokens=longest)
+    on_texts = jobs.AblateConfig(replace(evaluation, tasks=TaskConfig()), texts)
+    with pytest.raises(HeadscanError, match=f"placed for {longest} tokens"):
+        jobs.ablate(on_texts, tmp_path / "s.duckdb", say=quiet)
+    with pytest.raises(HeadscanError, match=f"placed for {TASK_TOKENS} tokens"):
+        jobs.ablate(jobs.AblateConfig(evaluation), tmp_path / "s.duckdb", say=quiet)
+    study = jobs.StudyConfig(evaluation.model, texts.corpus, tmp_path / "study", tokens=longest)
+    with pytest.raises(HeadscanError, match=f"placed for {max(TASK_TOKENS, longest)} tokens"):
+        jobs.study(study, say=quiet)
