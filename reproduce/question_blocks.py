@@ -1,9 +1,10 @@
-"""How dependent are a study's questions of one block of text?
+"""How dependent are a study's questions of one block of text, and the losses of neighbouring blocks?
 
 python reproduce/question_blocks.py study/
 
 Prints for each arm the variance of its difference in accuracy with blocks as clusters, over that of independent
-questions, and the 95 % range of this ratio if the questions are shuffled over the blocks.
+questions, and the 95 % range of this ratio if the questions are shuffled over the blocks. Then prints, for each arm
+with a loss of text, the correlation of the loss increases of neighbouring blocks.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import numpy as np
 from headscan.analysis.store.store import Store
 from headscan.pipelines.evaluate.continuation_task import CONTINUATION
 
-#: Questions below which an arm is left out.
-_LEAST = 200
+#: Questions, and blocks with a loss, below which an arm is left out.
+_LEAST, _LEAST_BLOCKS = 200, 20
 _SHUFFLES = 1_000
 
 
@@ -28,12 +29,35 @@ def design_effect(changes: np.ndarray, blocks: np.ndarray) -> float:
     return float((np.bincount(blocks, centred) ** 2).sum() / (centred**2).sum())
 
 
+def neighbours(increases: np.ndarray) -> float:
+    """Return the correlation of each of the increases (blocks,) with the next."""
+    centred = increases - increases.mean()
+    return float((centred[1:] * centred[:-1]).sum() / (centred**2).sum())
+
+
+def losses(store: Store) -> None:
+    """Print the correlation of neighbouring blocks for each arm of each run that read held-out text."""
+    found = store.query(
+        "SELECT name, run_id, doc_hash, min(question) AS place,"
+        " -sum((metrics ->> '$.loss[0]')::DOUBLE) / sum((metrics ->> '$.loss[1]')::DOUBLE) AS loss"
+        " FROM answers JOIN arms USING (arm_id) WHERE task = 'text' GROUP BY ALL ORDER BY name, run_id, place"
+    ).to_pylist()
+    by_arm: dict[tuple[str, str], list[float]] = {}
+    for row in found:
+        by_arm.setdefault((row["name"], row["run_id"]), []).append(row["loss"])
+    for (name, run_id), of_blocks in by_arm.items():
+        if name != "baseline" and len(of_blocks) >= _LEAST_BLOCKS:
+            increases = np.array(of_blocks) - np.array(by_arm["baseline", run_id])
+            print(f"{name}: loss {increases.mean():+.3f}, {len(increases)} blocks, {neighbours(increases):+.2f}")
+
+
 def main(folder: Path) -> None:
     rows = (folder / "task" / f"{CONTINUATION}.jsonl").read_text(encoding="utf-8").splitlines()
     names = [json.loads(row)["module"] for row in rows]
     blocks = np.unique(names, return_inverse=True)[1]
     print(f"{len(names):,} questions of {blocks.max() + 1} blocks")
-    answers = Store(folder / "study.duckdb").query(
+    store = Store(folder / "study.duckdb")
+    answers = store.query(
         "SELECT name, run_id, list(correct ORDER BY question) AS correct, list(question ORDER BY question) AS question"
         f" FROM answers JOIN arms USING (arm_id) WHERE task = '{CONTINUATION}' GROUP BY ALL ORDER BY name"
     )
@@ -50,6 +74,7 @@ def main(folder: Path) -> None:
         low, high = np.quantile(shuffled, (0.025, 0.975))
         changed = f"{np.count_nonzero(changes) / len(changes):.1%} of the answers change"
         print(f"{row['name']}: {design_effect(changes, of_arm):.2f} (shuffled {low:.2f} to {high:.2f}), {changed}")
+    losses(store)
 
 
 if __name__ == "__main__":

@@ -6,27 +6,31 @@ pool, and `Run` adds the store.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, Self, TypeVar
 
+import pyarrow as pa
+from numpy.typing import ArrayLike
+
 from headscan.analysis.errors import StoreError
 from headscan.analysis.store.provenance import provenance_changes, provenance_history, unfinished_runs
 from headscan.analysis.store.records import RunKind, RunRecord, RunState
 from headscan.analysis.store.store import Store, refuse_resume, run_identity
+from headscan.analysis.store.tables import TABLES
 from headscan.cluster.devices import machines, max_threads
 from headscan.cluster.placement_base import ChosenPlacement, PlacementRequest, Timeouts
 from headscan.cluster.placements import place
 from headscan.cluster.pool import Pool, open_pool
-from headscan.long_work import KnownNumbers
+from headscan.long_work import KnownNumbers, WorkUnit, hash_of
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS
 from headscan.pipelines.runs.code_version import software_of
 from headscan.pipelines.runs.model_identity import ModelFacts, ModelIdentity, identify, model_facts
 from headscan.pipelines.runs.progress import at_work
-from headscan.pipelines.runs.stored_numbers import StoredNumbers
 from headscan.sizing.model_sizes import model_sizes
 
 #: Opens the pool of a model.
@@ -306,6 +310,49 @@ class Run(ModelContext):
         with suppress(StoreError):  # a full disk may also prevent this write
             if run_id is not None:
                 self.store.finish_run(run_id, status="failed")
+
+
+#: Seconds between two writes: a process that is killed loses about as much work, and the unit in progress.
+WRITE_SECONDS = 5.0
+_UNITS = TABLES["measured_units"].schema(without=("run_id",))
+
+
+class StoredNumbers(KnownNumbers):
+    """Numbers by unit of work in the table ``measured_units``; the caller calls `write` at the end.
+
+    ``begin`` begins or resumes the run and returns its id; the first write calls it.
+    """
+
+    def __init__(self, store: Store, begin: Callable[[], str]) -> None:
+        super().__init__()
+        self._store, self._begin = store, begin
+        self.run_id: str | None = None
+        self._waiting: list[WorkUnit] = []
+        self._written = time.monotonic()
+
+    def resume(self) -> None:
+        """Read the numbers of the run, which the store has."""
+        self.run_id = self._begin()
+        self._known |= self._store.measured_units(self.run_id)
+
+    def add(self, unit: WorkUnit, numbers: ArrayLike) -> None:
+        super().add(unit, numbers)
+        self._waiting.append(unit)
+        if time.monotonic() - self._written >= WRITE_SECONDS:
+            self.write()
+
+    def write(self) -> None:
+        """Store what was added since the last write."""
+        if self._waiting:
+            if self.run_id is None:
+                self.run_id = self._begin()
+            rows = [
+                {"unit": (name := hash_of(unit)), "what": str(unit[0]), "numbers": self._known[name]}
+                for unit in self._waiting
+            ]
+            self._store.add_measured_units(self.run_id, pa.Table.from_pylist(rows, schema=_UNITS))
+        self._waiting.clear()
+        self._written = time.monotonic()
 
 
 def _finished_with(run_id: str, changes: tuple[str, ...]) -> str:

@@ -34,10 +34,12 @@ def test_every_script_is_run() -> None:
 
 def test_the_dependence_of_questions_of_one_block() -> None:
     """None if every question has a block of its own; their number if all of a block change alike."""
-    design_effect = runpy.run_path(str(FOLDER / "question_blocks.py"))["design_effect"]
+    script = runpy.run_path(str(FOLDER / "question_blocks.py"))
+    design_effect, neighbours = script["design_effect"], script["neighbours"]
     changes = np.random.default_rng(0).integers(-1, 2, 60).astype(float)
     assert design_effect(changes, np.arange(60)) == pytest.approx(1)
     assert design_effect(changes.repeat(7), np.arange(60).repeat(7)) == pytest.approx(7)
+    assert neighbours(changes.repeat(50)) > 0.9 and abs(neighbours(np.tile([1.0, -1.0], 500)) + 1) < 0.01
 
 
 def test_the_scripts_of_the_demo_model_find_what_they_import(monkeypatch: pytest.MonkeyPatch) -> None:

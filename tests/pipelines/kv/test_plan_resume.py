@@ -109,11 +109,11 @@ def test_a_finished_plan_is_not_measured_again_and_other_budgets_share_its_damag
 KILLED = """
 import os, signal, sys
 from headscan.analysis.store.store import Store
-from headscan.pipelines.runs import stored_numbers
+from headscan.pipelines.runs import run_context
 from tests.pipelines.kv.test_plan_resume import made
 
-stored_numbers.WRITE_SECONDS = 0.0
-add = stored_numbers.StoredNumbers.add
+run_context.WRITE_SECONDS = 0.0
+add = run_context.StoredNumbers.add
 left = int(sys.argv[2])
 
 def added(self, unit, numbers):
@@ -123,7 +123,7 @@ def added(self, unit, numbers):
     if not left:
         os.kill(os.getpid(), signal.SIGKILL)
 
-stored_numbers.StoredNumbers.add = added
+run_context.StoredNumbers.add = added
 made(sys.argv[1])
 """
 

@@ -21,8 +21,7 @@ from headscan.pipelines.pruning.prune_config import PruneConfig, RepairChoice, T
 from headscan.pipelines.pruning.pruned_arms import BuiltModel
 from headscan.pipelines.pruning.pruning_units import LossBudget, ShareBudget
 from headscan.pipelines.pruning.run_prune import run_prune
-from headscan.pipelines.runs.run_context import Run
-from headscan.pipelines.runs.stored_numbers import StoredNumbers
+from headscan.pipelines.runs.run_context import Run, StoredNumbers
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig
 from headscan.pruning.edited_model import Divergence
@@ -182,14 +181,14 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import pytest
-from headscan.pipelines.runs import stored_numbers
+from headscan.pipelines.runs import run_context
 from tests.pipelines.pruning import test_prune_resume as resume
 
 class Killed(Exception):
     def __init__(self):
         os.kill(os.getpid(), signal.SIGKILL)
 
-stored_numbers.WRITE_SECONDS = 0.0
+run_context.WRITE_SECONDS = 0.0
 resume.Stopped = Killed
 model, corpus, folder, most = sys.argv[1:]
 with pytest.MonkeyPatch.context() as monkeypatch:
