@@ -41,7 +41,8 @@ def why(arm: ArmResults) -> str:
     """Return losses, or missing evidence, in a few words; empty if the arm is safe and its recall is known."""
     if losses := arm.decision.losses:
         return " and ".join(_loss(arm, measure) for measure in losses)
-    return "; ".join(filter(None, [*(_gap(arm, gap.measure) for gap in arm.decision.gaps), recall_unknown(arm)]))
+    gaps = [_gap(arm, gap.measure) for gap in arm.decision.gaps]
+    return "; ".join(filter(None, [*gaps, _questions_missing(arm), recall_unknown(arm)]))
 
 
 def _loss(arm: ArmResults, measure: Measure) -> str:
@@ -73,7 +74,9 @@ def _loss_clause(arm: ArmResults, measure: Measure) -> str:
 
 
 def _gap(arm: ArmResults, measure: Measure) -> str:
-    """Return missing evidence in a few words; at chance, those on accuracy say enough."""
+    """Return evidence that more questions may not give, in a few words, or the texts that would give it; at chance, the
+    words on accuracy say enough.
+    """
     if measure is Measure.TEXT:
         return "; ".join(
             f"needs about {about(needed)} texts: {_text_gap(arm, each.increase, needed)}"
@@ -84,16 +87,23 @@ def _gap(arm: ArmResults, measure: Measure) -> str:
     if measure is Measure.ACCURACY:
         if not arm.paired.above_chance:
             return "the model itself is at or near chance on these questions"
-        needed = arm.questions_needed
-        return f"needs about {about(needed)} questions" if needed else "may lose more than one point"
+        return "" if arm.questions_needed else "may lose more than one point"
     if not arm.paired.above_chance:
         return ""
-    return "; ".join(
-        f"needs about {each.questions_needed:,} {each.family} questions"
-        if each.questions_needed
-        else f"may lose {each.family} (keeps {each.share_words()})"
-        for each in arm.open_recall
-    )
+    open_families = (each for each in arm.open_recall if not each.questions_needed)
+    return "; ".join(f"may lose {each.family} (keeps {each.share_words()})" for each in open_families)
+
+
+def _questions_missing(arm: ArmResults) -> str:
+    """Return how many questions of each kind would be enough; empty if no such number is known."""
+    if not arm.paired.above_chance:
+        return ""
+    needed = []
+    if arm.questions_needed and any(gap.measure is Measure.ACCURACY for gap in arm.decision.gaps):
+        needed.append(f"{about(arm.questions_needed)} questions")
+    families = [each for each in arm.open_recall if each.questions_needed]
+    needed += [f"{each.questions_needed:,} {each.family} questions" for each in families]
+    return f"needs about {' and '.join(needed)}" if needed else ""
 
 
 def _gap_clause(arm: ArmResults, measure: Measure) -> str:
