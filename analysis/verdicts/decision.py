@@ -49,6 +49,12 @@ class Gap(NamedTuple):
     needed: int | None
 
 
+#: Label of an arm that is not shown to be safe, where a known number of questions could show it.
+TOO_FEW_QUESTIONS = "too few questions"
+#: The same where a known number of texts, whose loss is measured, is needed, with or without more questions.
+TOO_FEW_TEXTS = "too few texts"
+
+
 class Decision(NamedTuple):
     """A verdict: what an arm is shown to lose, or the gaps of an arm that shows no loss."""
 
@@ -111,6 +117,22 @@ class ArmResults:
     def decision(self) -> Decision:
         """The verdict on a judged arm."""
         return decide(self)
+
+    @property
+    def label(self) -> str:
+        """The verdict as a table shows it: "safe, recall unknown" names what of recall is unknown; "too few questions"
+        and "too few texts" are not shown, but would be by a known number of questions, or of texts and questions.
+        """
+        outcome, gaps = self.decision.outcome, self.decision.gaps
+        if outcome is Outcome.NOT_SHOWN and all(gap.needed is not None for gap in gaps):
+            return TOO_FEW_TEXTS if any(gap.measure is Measure.TEXT for gap in gaps) else TOO_FEW_QUESTIONS
+        unknown = self.unjudged_recall if outcome is Outcome.SAFE else ""
+        return f"{outcome}, {unknown} unknown" if unknown else str(outcome)
+
+    @property
+    def too_few_questions(self) -> bool:
+        """True if nothing but a known number of questions is missing to show that an arm without loss is safe."""
+        return self.label == TOO_FEW_QUESTIONS
 
     @property
     def judged_recall(self) -> tuple[RecallVerdict, ...]:

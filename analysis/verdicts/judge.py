@@ -43,18 +43,6 @@ class ArmVerdict(ArmResults):
         return self.outcome is Outcome.SAFE
 
     @property
-    def label(self) -> str:
-        """The verdict as a table shows it: "safe, recall unknown" names what of recall is unknown; "too few questions"
-        and "too few texts" are not shown, but would be by a known number of questions, or of texts and questions.
-        """
-        return verdict_words.label(self)
-
-    @property
-    def too_few_questions(self) -> bool:
-        """True if nothing but a known number of questions is missing to show that an arm without loss is safe."""
-        return self.label == verdict_words.TOO_FEW_QUESTIONS
-
-    @property
     def why(self) -> str:
         """Losses, or missing evidence, in a few words; empty if the arm is safe and its recall is known."""
         return verdict_words.why(self)

@@ -1,4 +1,4 @@
-"""The wording of verdicts: labels, reasons and sentences."""
+"""The wording of verdicts: reasons and sentences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.tables import BITS_PER_BYTE, LOSS
 from headscan.analysis.store.verdict_limits import LEAST_RETAINED, MARGIN
 from headscan.analysis.verdicts.controls import equal_size, loss_increase
-from headscan.analysis.verdicts.decision import ArmResults, Measure, Outcome
+from headscan.analysis.verdicts.decision import ArmResults, Measure
 from headscan.analysis.verdicts.metrics import RATES, Increase, metric_words
 from headscan.analysis.verdicts.paired import about
 from headscan.analysis.verdicts.verdict_rows import TaskVerdict, least_visible_loss
@@ -19,22 +19,8 @@ CLAIMS = {"mean": "constant", "resample": "independent of the input"}
 #: What happens to its heads, in words.
 REPLACED = {"mean": "replaced by their means", "resample": "replaced by their outputs on other texts"}
 
-#: Label of an arm that is not shown to be safe, where a known number of questions could show it.
-TOO_FEW_QUESTIONS = "too few questions"
-#: The same where a known number of texts, whose loss is measured, is needed, with or without more questions.
-TOO_FEW_TEXTS = "too few texts"
-
 #: Maximum number of lost tasks in a sentence; the store has all of them.
 _MOST_NAMED = 3
-
-
-def label(arm: ArmResults) -> str:
-    """Return the verdict as a table shows it."""
-    outcome, gaps = arm.decision.outcome, arm.decision.gaps
-    if outcome is Outcome.NOT_SHOWN and all(gap.needed is not None for gap in gaps):
-        return TOO_FEW_TEXTS if any(gap.measure is Measure.TEXT for gap in gaps) else TOO_FEW_QUESTIONS
-    unknown = arm.unjudged_recall if outcome is Outcome.SAFE else ""
-    return f"{outcome}, {unknown} unknown" if unknown else str(outcome)
 
 
 def why(arm: ArmResults) -> str:

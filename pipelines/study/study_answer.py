@@ -13,10 +13,9 @@ from headscan.analysis.report.answers import ABLATED_QUESTION, CACHE_QUESTION, R
 from headscan.analysis.report.saving_costs import CACHE, REMOVAL
 from headscan.analysis.store.output_files import write_text
 from headscan.analysis.store.verdict_limits import limits_words
-from headscan.analysis.verdicts.decision import Outcome
+from headscan.analysis.verdicts.decision import TOO_FEW_QUESTIONS, TOO_FEW_TEXTS, Outcome
 from headscan.analysis.verdicts.metrics import Increase, exceeds
 from headscan.analysis.verdicts.ordered_shares import ShareVerdict, largest_safe
-from headscan.analysis.verdicts.verdict_words import TOO_FEW_QUESTIONS, TOO_FEW_TEXTS
 from headscan.catalog import RECALL_FAMILIES, head_count
 from headscan.pipelines.runs.progress import time_text
 from headscan.pipelines.runs.text_tables import plain, text_table
