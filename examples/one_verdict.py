@@ -19,8 +19,8 @@ import torch
 
 import headscan
 from headscan.analysis.store.records import ArmKind
-from headscan.analysis.verdicts.judge import ArmVerdict
 from headscan.analysis.verdicts.paired import Sampling, compare
+from headscan.analysis.verdicts.verdict_words import ArmVerdict
 from headscan.pipelines.evaluate.continuation_task import make_questions
 
 lm = headscan.load("demo", device="cpu", dtype="float32")

@@ -24,10 +24,10 @@ from headscan.analysis.verdicts.confirmation import SweepChoice as SweepChoice
 from headscan.analysis.verdicts.criterion_points import SitePoint as SitePoint
 from headscan.analysis.verdicts.decision import Outcome as Outcome
 from headscan.analysis.verdicts.head_effects import HeadEffect as HeadEffect
-from headscan.analysis.verdicts.judge import ArmVerdict as ArmVerdict
 from headscan.analysis.verdicts.judge import Verdict as Verdict
 from headscan.analysis.verdicts.ordered_shares import ShareVerdict as ShareVerdict
 from headscan.analysis.verdicts.paired import PairedDifference as PairedDifference
+from headscan.analysis.verdicts.verdict_words import ArmVerdict as ArmVerdict
 from headscan.catalog import MassWidths as MassWidths
 from headscan.cluster.placement_base import PlacementRequest as PlacementRequest
 from headscan.cluster.placement_base import Timeouts as Timeouts

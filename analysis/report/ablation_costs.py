@@ -33,8 +33,9 @@ from headscan.analysis.verdicts.criterion_points import (
     read_site_points,
 )
 from headscan.analysis.verdicts.curves import Curve, is_sweep, read_curves
-from headscan.analysis.verdicts.judge import ArmVerdict, Verdict
+from headscan.analysis.verdicts.judge import Verdict
 from headscan.analysis.verdicts.metrics import METRICS
+from headscan.analysis.verdicts.verdict_words import ArmVerdict
 from headscan.catalog import RANDOM
 
 _TITLES = {

@@ -24,8 +24,9 @@ from headscan.analysis.store.scan_tables import INACTIVE_QUANTILE, MOSTLY
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import LOSS
 from headscan.analysis.verdicts.confirmation import SweepChoice
-from headscan.analysis.verdicts.judge import ArmVerdict, Verdict
+from headscan.analysis.verdicts.judge import Verdict
 from headscan.analysis.verdicts.paired import about
+from headscan.analysis.verdicts.verdict_words import ArmVerdict
 from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK
 
 #: ``known``: a verdict. ``open``: measured, but not shown either way. ``missing``: nothing was measured.

@@ -15,8 +15,9 @@ from headscan.analysis.report.share_chart import ChartPanel, Line, Mark, share_c
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.verdict_limits import MARGIN
 from headscan.analysis.verdicts.curves import Curve
-from headscan.analysis.verdicts.judge import ArmVerdict, Verdict
+from headscan.analysis.verdicts.judge import Verdict
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict
+from headscan.analysis.verdicts.verdict_words import ArmVerdict
 
 
 def arms_figure(verdict: Verdict) -> go.Figure:

@@ -17,7 +17,8 @@ from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ACCURACY, BITS_PER_BYTE, LOSS
 from headscan.analysis.verdicts.controls import loss_increase
-from headscan.analysis.verdicts.judge import ArmVerdict, Verdict
+from headscan.analysis.verdicts.judge import Verdict
+from headscan.analysis.verdicts.verdict_words import ArmVerdict
 
 CACHE = "cache-cost"
 

@@ -19,9 +19,9 @@ from headscan.analysis.store.verdict_limits import LEAST_RETAINED, MARGIN
 from headscan.analysis.verdicts.controls import loss_increase
 from headscan.analysis.verdicts.criterion_points import ALL_SITES, SitePoint, by_curve
 from headscan.analysis.verdicts.curves import Curve, SweepPoint
-from headscan.analysis.verdicts.judge import ArmVerdict
 from headscan.analysis.verdicts.metrics import METRICS
 from headscan.analysis.verdicts.paired import Interval
+from headscan.analysis.verdicts.verdict_words import ArmVerdict
 from headscan.catalog import RANDOM
 
 #: Colour-blind safe (Okabe and Ito); further lines repeat them with other markers.

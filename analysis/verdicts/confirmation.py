@@ -37,9 +37,10 @@ from headscan.analysis.verdicts.answer_sheets import (
     read_answers,
 )
 from headscan.analysis.verdicts.controls import SelectedRank, Standing, controls_of, judge_controls, least_controls
-from headscan.analysis.verdicts.judge import ArmVerdict, Verdict, arm_verdict, benchmark_differences
+from headscan.analysis.verdicts.judge import Verdict, arm_verdict, benchmark_differences
 from headscan.analysis.verdicts.metrics import read_metrics
 from headscan.analysis.verdicts.verdict_rows import compared_by_arm, complete_rows, for_comparisons, verdict_rows
+from headscan.analysis.verdicts.verdict_words import ArmVerdict
 
 #: A sweep selects one arm of each kind, because rules and masks are used differently.
 KINDS = (ArmKind.RULE, ArmKind.MASK)

@@ -12,7 +12,8 @@ from typing import Protocol, TypeVar
 
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.head_effects import Effect, read_arms, read_baseline
-from headscan.analysis.verdicts.judge import ArmVerdict, Verdict
+from headscan.analysis.verdicts.judge import Verdict
+from headscan.analysis.verdicts.verdict_words import ArmVerdict
 
 
 class CurvePoint(Protocol):

@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.records import ArmKind
+from headscan.analysis.store.tables import ACCURACY, LOSS
 from headscan.analysis.store.verdict_limits import MARGIN, MAX_LOSS
-from headscan.analysis.verdicts.controls import Controls, PrunedControls
+from headscan.analysis.verdicts.controls import Controls, PrunedControls, loss_increase
 from headscan.analysis.verdicts.metrics import TaskMetric, enough_texts, exceeds, judged_losses
-from headscan.analysis.verdicts.paired import PairedDifference
+from headscan.analysis.verdicts.paired import Interval, PairedDifference
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict, TaskVerdict
 
 
@@ -65,7 +66,8 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ArmResults:
-    """Results of one arm; `RecallVerdict` explains ``judging_share`` and ``comparisons``.
+    """Results of one arm, and the decision that follows; `RecallVerdict` explains ``judging_share`` and
+    ``comparisons``. The subclass `ArmVerdict` adds words.
 
     Attributes:
         zeroed_share: Measured share of ablated or removed heads, 0 to 1.
@@ -103,6 +105,14 @@ class ArmResults:
     max_loss: float = MAX_LOSS
 
     @property
+    def is_random(self) -> bool:
+        return self.kind.is_random
+
+    @property
+    def is_control(self) -> bool:
+        return self.kind.is_control
+
+    @property
     def paired(self) -> PairedDifference:
         """The comparison of accuracies of a judged arm.
 
@@ -119,20 +129,46 @@ class ArmResults:
         return decide(self)
 
     @property
+    def outcome(self) -> Outcome:
+        """The verdict in one word."""
+        return self.decision.outcome
+
+    @property
+    def is_safe(self) -> bool:
+        """True if accuracy, the loss of text that was read, and every recall family that the baseline solves are kept;
+        recall may be unknown.
+        """
+        return self.outcome is Outcome.SAFE
+
+    @property
     def label(self) -> str:
         """The verdict as a table shows it: "safe, recall unknown" names what of recall is unknown; "too few questions"
         and "too few texts" are not shown, but would be by a known number of questions, or of texts and questions.
         """
-        outcome, gaps = self.decision.outcome, self.decision.gaps
-        if outcome is Outcome.NOT_SHOWN and all(gap.needed is not None for gap in gaps):
+        gaps = self.decision.gaps
+        if self.outcome is Outcome.NOT_SHOWN and all(gap.needed is not None for gap in gaps):
             return TOO_FEW_TEXTS if any(gap.measure is Measure.TEXT for gap in gaps) else TOO_FEW_QUESTIONS
-        unknown = self.unjudged_recall if outcome is Outcome.SAFE else ""
-        return f"{outcome}, {unknown} unknown" if unknown else str(outcome)
+        unknown = self.unjudged_recall if self.is_safe else ""
+        return f"{self.outcome}, {unknown} unknown" if unknown else str(self.outcome)
 
     @property
     def too_few_questions(self) -> bool:
         """True if nothing but a known number of questions is missing to show that an arm without loss is safe."""
         return self.label == TOO_FEW_QUESTIONS
+
+    def value(self, measure: str) -> Interval | None:
+        """Return a number of the arm with its interval; None if it was not measured, or if the baseline guesses.
+
+        Args:
+            measure: ``accuracy`` (minus the baseline's, in points), ``loss`` (minus the baseline's, per token, or per
+                byte if only that was measured), or a family of recall tasks (share of the ability left, in percent).
+        """
+        if measure == ACCURACY:
+            return None if self.accuracy is None else self.accuracy.interval
+        if measure == LOSS:
+            increase = loss_increase(self.metrics)
+            return None if increase is None else increase.interval
+        return next((each.retained for each in self.judged_recall if each.family == measure), None)
 
     @property
     def judged_recall(self) -> tuple[RecallVerdict, ...]:

@@ -1,4 +1,4 @@
-"""Verdicts on arms, from accuracy, recall, the loss of text and random controls."""
+"""Verdicts on the arms of a run, from accuracy, recall, the loss of text and random controls."""
 
 from __future__ import annotations
 
@@ -8,72 +8,14 @@ from typing import Any
 
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.tables import ACCURACY, LOSS
+from headscan.analysis.store.tables import LOSS
 from headscan.analysis.store.verdict_limits import BENCHMARK_PARTS, MAX_LOSS, RECALL_PARTS
-from headscan.analysis.verdicts import verdict_words
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, FinishedArm, Scope, finished_arms
-from headscan.analysis.verdicts.controls import Controls, PrunedControls, judge_controls, loss_increase, pruned_controls
-from headscan.analysis.verdicts.decision import ArmResults, Outcome
+from headscan.analysis.verdicts.controls import Controls, PrunedControls, judge_controls, pruned_controls
 from headscan.analysis.verdicts.metrics import Increase, TaskMetric, read_metrics
-from headscan.analysis.verdicts.paired import Interval, PairedDifference
+from headscan.analysis.verdicts.paired import PairedDifference
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict, StoredRows, for_comparisons, task_verdicts
-
-
-class ArmVerdict(ArmResults):
-    """Results of one arm, and the verdict on it."""
-
-    @property
-    def is_random(self) -> bool:
-        return self.kind.is_random
-
-    @property
-    def is_control(self) -> bool:
-        return self.kind.is_control
-
-    @property
-    def outcome(self) -> Outcome:
-        """The verdict in one word."""
-        return self.decision.outcome
-
-    @property
-    def is_safe(self) -> bool:
-        """True if accuracy, the loss of text that was read, and every recall family that the baseline solves are kept;
-        recall may be unknown.
-        """
-        return self.outcome is Outcome.SAFE
-
-    @property
-    def why(self) -> str:
-        """Losses, or missing evidence, in a few words; empty if the arm is safe and its recall is known."""
-        return verdict_words.why(self)
-
-    @property
-    def recall_unknown(self) -> str:
-        """What of recall these questions cannot judge, and why; empty if they judge every family."""
-        return verdict_words.recall_unknown(self)
-
-    @property
-    def other_metrics(self) -> list[str]:
-        """Measures in words, without the loss that `value` returns."""
-        return verdict_words.other_metrics(self)
-
-    def sentence(self) -> str:
-        """Return the verdict on the arm with its numbers."""
-        return verdict_words.sentence(self)
-
-    def value(self, measure: str) -> Interval | None:
-        """Return a number of the arm with its interval; None if it was not measured, or if the baseline guesses.
-
-        Args:
-            measure: ``accuracy`` (minus the baseline's, in points), ``loss`` (minus the baseline's, per token, or per
-                byte if only that was measured), or a family of recall tasks (share of the ability left, in percent).
-        """
-        if measure == ACCURACY:
-            return None if self.accuracy is None else self.accuracy.interval
-        if measure == LOSS:
-            increase = loss_increase(self.metrics)
-            return None if increase is None else increase.interval
-        return next((each.retained for each in self.judged_recall if each.family == measure), None)
+from headscan.analysis.verdicts.verdict_words import ArmVerdict
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from headscan.analysis.store.tables import LOSS
 from headscan.analysis.verdicts.answer_sheets import finished_arms
 from headscan.analysis.verdicts.controls import loss_increase
 from headscan.analysis.verdicts.decision import Measure, Outcome
-from headscan.analysis.verdicts.judge import ArmVerdict, judge
+from headscan.analysis.verdicts.judge import judge
 from headscan.analysis.verdicts.metrics import Increase, exceeds, read_metrics
 from headscan.analysis.verdicts.paired import PairedDifference
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict
-from headscan.analysis.verdicts.verdict_words import loss_words
+from headscan.analysis.verdicts.verdict_words import ArmVerdict, loss_words
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,38 @@ REPLACED = {"mean": "replaced by their means", "resample": "replaced by their ou
 _MOST_NAMED = 3
 
 
-def why(arm: ArmResults) -> str:
-    """Return losses, or missing evidence, in a few words; empty if the arm is safe and its recall is known."""
-    if losses := arm.decision.losses:
-        return " and ".join(_loss(arm, measure) for measure in losses)
-    gaps = [_gap(arm, gap.measure) for gap in arm.decision.gaps]
-    return "; ".join(filter(None, [*gaps, _questions_missing(arm), recall_unknown(arm)]))
+class ArmVerdict(ArmResults):
+    """Results of one arm, and the verdict on it in words."""
+
+    @property
+    def why(self) -> str:
+        """Losses, or missing evidence, in a few words; empty if the arm is safe and its recall is known."""
+        if losses := self.decision.losses:
+            return " and ".join(_loss(self, measure) for measure in losses)
+        gaps = [_gap(self, gap.measure) for gap in self.decision.gaps]
+        return "; ".join(filter(None, [*gaps, _questions_missing(self), self.recall_unknown]))
+
+    @property
+    def recall_unknown(self) -> str:
+        """What of recall these questions cannot judge, and why; empty if they judge every family."""
+        if not self.unjudged_recall:
+            return ""
+        several = len(self.recall) - len(self.judged_recall) > 1
+        why = f"the model itself does not solve {'these tasks' if several else 'this task'}"
+        return f"{self.unjudged_recall} is unknown: {why if self.recall else 'it was not asked'}"
+
+    @property
+    def other_metrics(self) -> list[str]:
+        """Measures in words, without the loss that `value` returns."""
+        loss = loss_increase(self.metrics)
+        shown = {each.task for each in self.metrics if loss is not None and each.increase is loss}
+        return metric_words(
+            [each for each in self.metrics if not (each.task in shown and each.metric in (LOSS, BITS_PER_BYTE))]
+        )
+
+    def sentence(self) -> str:
+        """Return the verdict on the arm with its numbers."""
+        return f"{self.name}{_size(self)}: {'. '.join(filter(None, _parts(self)))}."
 
 
 def _loss(arm: ArmResults, measure: Measure) -> str:
@@ -139,28 +165,6 @@ def loss_words(loss: Increase, max_loss: float) -> str:
     """Return a loss increase that exceeds its limit."""
     limit = f" (limit {max_loss:g})" if loss.unit == RATES[LOSS].unit else ""
     return f"{loss.difference:+.3f} {loss.unit}{limit}"
-
-
-def recall_unknown(arm: ArmResults) -> str:
-    """Return what of recall these questions cannot judge, and why; empty if they judge every family."""
-    if not arm.unjudged_recall:
-        return ""
-    several = len(arm.recall) - len(arm.judged_recall) > 1
-    why = f"the model itself does not solve {'these tasks' if several else 'this task'}"
-    return f"{arm.unjudged_recall} is unknown: {why if arm.recall else 'it was not asked'}"
-
-
-def other_metrics(arm: ArmResults) -> list[str]:
-    """Return measures in words, without the loss that `ArmVerdict.value` returns."""
-    loss = loss_increase(arm.metrics)
-    shown = {each.task for each in arm.metrics if loss is not None and each.increase is loss}
-    metrics = [each for each in arm.metrics if not (each.task in shown and each.metric in (LOSS, BITS_PER_BYTE))]
-    return metric_words(metrics)
-
-
-def sentence(arm: ArmResults) -> str:
-    """Return the verdict on the arm with its numbers."""
-    return f"{arm.name}{_size(arm)}: {'. '.join(filter(None, _parts(arm)))}."
 
 
 def _size(arm: ArmResults) -> str:

@@ -12,8 +12,8 @@ from headscan.options import Option
 from headscan.pipelines.runs.text_tables import plain, printable, say, show, text_table
 
 if TYPE_CHECKING:
-    from headscan.analysis.verdicts.judge import ArmVerdict
     from headscan.analysis.verdicts.verdict_rows import RecallVerdict
+    from headscan.analysis.verdicts.verdict_words import ArmVerdict
 
 #: Option of every verb that prints rows.
 Json = Annotated[

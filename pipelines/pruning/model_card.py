@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headscan.analysis.verdicts.controls import loss_increase
-from headscan.analysis.verdicts.judge import ArmVerdict, Verdict
+from headscan.analysis.verdicts.judge import Verdict
+from headscan.analysis.verdicts.verdict_words import ArmVerdict
 from headscan.pipelines.export.servable_model import serving_commands
 from headscan.pipelines.pruning.held_out_losses import loss_rows
 from headscan.pipelines.pruning.model_costs import CostComparison

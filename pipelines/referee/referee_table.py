@@ -17,8 +17,8 @@ from headscan.analysis.verdicts.criterion_points import (
     agreements,
     by_curve,
 )
-from headscan.analysis.verdicts.judge import ArmVerdict
 from headscan.analysis.verdicts.metrics import METRICS
+from headscan.analysis.verdicts.verdict_words import ArmVerdict
 from headscan.catalog import RANDOM
 from headscan.pipelines.runs.text_tables import text_table
 

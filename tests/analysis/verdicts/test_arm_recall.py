@@ -7,9 +7,9 @@ import pytest
 from scipy.stats import binom, binomtest
 
 from headscan.analysis.store.records import ArmKind
-from headscan.analysis.verdicts.judge import ArmVerdict
 from headscan.analysis.verdicts.paired import Interval, PairedDifference, retained, wilson_low
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict, least_questions, recall_needed, solves
+from headscan.analysis.verdicts.verdict_words import ArmVerdict
 from headscan.catalog import recall_family
 from tests.analysis.conftest import compare
 

@@ -9,7 +9,7 @@ import pytest
 
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.verdicts.criterion_points import CriterionPoint, agreements
-from headscan.analysis.verdicts.judge import ArmVerdict
+from headscan.analysis.verdicts.verdict_words import ArmVerdict
 
 HEADS = list(product(range(2), range(4)))
 SETS = {

@@ -15,9 +15,10 @@ from headscan.analysis.store.records import ArmKind, ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.decision import Outcome
 from headscan.analysis.verdicts.head_effects import PairedOutcomes, read_baseline
-from headscan.analysis.verdicts.judge import ArmVerdict, judge
+from headscan.analysis.verdicts.judge import judge
 from headscan.analysis.verdicts.metrics import RATES, Increase, TaskMetric, estimate_ratio, exceeds, rate_increase
 from headscan.analysis.verdicts.ordered_shares import judge_shares, read_losses
+from headscan.analysis.verdicts.verdict_words import ArmVerdict
 from headscan.errors import HeadscanError
 from tests.analysis.conftest import HEADS, LAYERS, answer_table
 

@@ -12,10 +12,11 @@ from headscan.analysis.errors import StoreError, VerdictError
 from headscan.analysis.store.records import ArmKind, ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.decision import Outcome
-from headscan.analysis.verdicts.judge import ArmVerdict, judge
+from headscan.analysis.verdicts.judge import judge
 from headscan.analysis.verdicts.ordered_shares import share_verdict
 from headscan.analysis.verdicts.paired import Interval, retained
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict, record_verdicts
+from headscan.analysis.verdicts.verdict_words import ArmVerdict
 from headscan.pipelines.cli.results import arm_row, verdict_text
 from tests.analysis.conftest import answer_table, compare
 
