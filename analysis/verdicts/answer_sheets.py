@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -19,43 +19,43 @@ from headscan.analysis.verdicts.paired import PairedDifference, Sampling, compar
 from headscan.catalog import recall_family
 
 
-class FinishedArm(NamedTuple):
+def _setting(sql_type: str) -> Any:
+    """Return a field that is read from the arm's settings, as a value of a type of SQL."""
+    return field(default=None, metadata={"sql_type": sql_type})
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedArm:
     """An arm with all answers; see the comments of the table ``arms``.
 
     Attributes:
+        arm_id: Its id in the store; empty without a store.
+        zeroed_share: Measured share of ablated or removed heads, 0 to 1.
+        share: Nominal share, 0 to 1.
+        selection: How the heads were selected, or the mode of a plan.
+        replacement: What replaces the output of ablated heads; None for other arms.
         kv_shares: Share of the KV cache that a plan leaves, by length, as JSON; None for other arms.
         granularity: ``layer`` for a plan by layer; None for other arms.
         weights_left: Share of the weights' bytes that a pruned model keeps; None for other arms.
-        replacement: None if the arm ablates no heads.
+        cache_left: Share of the KV cache that a pruned model keeps; None for other arms, and if it cannot be sized.
         swept: True if a sweep tried or drew the arm; None otherwise, and in runs of earlier versions.
     """
 
-    arm_id: str
+    arm_id: str = ""
     name: str
     kind: ArmKind
-    score: str | None
-    selection: str | None
-    share: float | None
     zeroed_share: float | None
-    kv_shares: str | None = None
-    granularity: str | None = None
-    weights_left: float | None = None
-    cache_left: float | None = None
-    layers_dropped: int | None = None
+    share: float | None = None
+    score: str | None = None
+    selection: str | None = None
     replacement: str | None = None
     seed: int | None = None
-    swept: bool | None = None
-
-
-#: Fields in the arm's settings, and their SQL types.
-_SETTINGS = {
-    "kv_shares": "VARCHAR",
-    "granularity": "VARCHAR",
-    "weights_left": "DOUBLE",
-    "cache_left": "DOUBLE",
-    "layers_dropped": "INTEGER",
-    "swept": "BOOLEAN",
-}
+    kv_shares: str | None = _setting("VARCHAR")
+    granularity: str | None = _setting("VARCHAR")
+    weights_left: float | None = _setting("DOUBLE")
+    cache_left: float | None = _setting("DOUBLE")
+    layers_dropped: int | None = _setting("INTEGER")
+    swept: bool | None = _setting("BOOLEAN")
 
 
 class FinishedArms(NamedTuple):
@@ -76,15 +76,17 @@ def can_be_judged(store: Store, run_id: str) -> bool:
 
 def finished_arms(store: Store, run_id: str) -> FinishedArms:
     """Return the finished arms of a run; raise VerdictError unless exactly one of them is a baseline."""
-    columns = [name for name in FinishedArm._fields if name not in _SETTINGS]
-    columns += [f"(config ->> '$.{name}')::{kind} AS {name}" for name, kind in _SETTINGS.items()]
+    columns = [
+        f"(config ->> '$.{each.name}')::{each.metadata['sql_type']} AS {each.name}" if each.metadata else each.name
+        for each in fields(FinishedArm)
+    ]
     rows = store.query(
         f"SELECT {', '.join(columns)}, status FROM arms WHERE run_id = ?"
         f" ORDER BY kind IN ({CONTROL_KINDS_SQL}), started_at, name",
         [run_id],
     ).to_pylist()
     arms = [
-        FinishedArm(kind=ArmKind(row["kind"]), **{name: row[name] for name in FinishedArm._fields if name != "kind"})
+        FinishedArm(**{each.name: row[each.name] for each in fields(FinishedArm)} | {"kind": ArmKind(row["kind"])})
         for row in rows
         if row["status"] == "finished"
     ]

@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from headscan.analysis.errors import VerdictError
-from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.tables import ACCURACY, LOSS
 from headscan.analysis.store.verdict_limits import MARGIN, MAX_LOSS
+from headscan.analysis.verdicts.answer_sheets import FinishedArm
 from headscan.analysis.verdicts.controls import Controls, PrunedControls, loss_increase
 from headscan.analysis.verdicts.metrics import TaskMetric, enough_texts, exceeds, judged_losses
 from headscan.analysis.verdicts.paired import Interval, PairedDifference
@@ -65,20 +65,14 @@ class Decision(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArmResults:
+class ArmResults(FinishedArm):
     """Results of one arm, and the decision that follows; `RecallVerdict` explains ``judging_share`` and
     ``comparisons``. The subclass `ArmVerdict` adds words.
 
     Attributes:
-        zeroed_share: Measured share of ablated or removed heads, 0 to 1.
-        share: Nominal share, 0 to 1.
-        selection: How the heads were selected, or the mode of a plan.
         recall: Comparisons of the recall families; empty if no recall question was asked.
         metrics: Metrics that are no accuracies, such as the loss of text.
-        weights_left: Share of the weights' bytes that a pruned model keeps; None for other arms.
-        cache_left: Share of the KV cache that a pruned model keeps; None for other arms, and if it cannot be sized.
         pruned_controls: Random and layer-drop models of about the same size; empty for other arms.
-        replacement: What replaces the output of ablated heads; None for other arms.
         accuracy: Comparison on all benchmark questions that have a right answer. None if there are none; then the arm
             has results, but no verdict.
         tasks: The same comparison for each task and group, clearest loss first.
@@ -86,17 +80,9 @@ class ArmResults:
         max_loss: Limit of the loss of text, in nats per token; without text it has no effect.
     """
 
-    name: str
-    kind: ArmKind
-    zeroed_share: float | None
-    share: float | None = None
-    selection: str | None = None
     recall: tuple[RecallVerdict, ...] = ()
     metrics: tuple[TaskMetric, ...] = ()
-    weights_left: float | None = None
-    cache_left: float | None = None
     pruned_controls: tuple[PrunedControls, ...] = ()
-    replacement: str | None = None
     accuracy: PairedDifference | None = None
     tasks: tuple[TaskVerdict, ...] = ()
     controls: Controls | None = None

@@ -137,17 +137,10 @@ def arm_verdict(
     """
     recall_comparisons = comparisons if recall_comparisons is None else recall_comparisons
     return ArmVerdict(
-        name=arm.name,
-        kind=arm.kind,
-        zeroed_share=arm.zeroed_share,
-        share=arm.share,
-        selection=arm.selection,
+        **vars(arm),
         recall=_families(scopes, 1 - 1 / RECALL_PARTS if confirmation else 1.0, recall_comparisons),
         metrics=metrics,
-        weights_left=arm.weights_left,
-        cache_left=arm.cache_left,
         pruned_controls=pruned,
-        replacement=arm.replacement,
         accuracy=scopes.get(BENCHMARK),
         tasks=task_verdicts(scopes),
         controls=controls,

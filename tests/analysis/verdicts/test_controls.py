@@ -12,6 +12,10 @@ from headscan.analysis.verdicts.confirmation import Candidate, best_candidate
 from headscan.analysis.verdicts.controls import LEVEL, SelectedRank, Standing, judge_controls, least_controls
 
 
+def finished(name: str, kind: ArmKind, share: float, score: str | None = None, seed: int | None = None) -> FinishedArm:
+    return FinishedArm(arm_id=name, name=name, kind=kind, zeroed_share=share, share=share, score=score, seed=seed)
+
+
 def test_a_random_arm_seldom_beats_the_others() -> None:
     """Drawn like its controls, an arm is called better in one case of 20 at most; seeds differ by far more than the
     questions, which is what a mean of controls taken for fixed does not know (70 % of such arms beat it)."""
@@ -21,7 +25,7 @@ def test_a_random_arm_seldom_beats_the_others() -> None:
         for _ in range(2000):
             ids = [str(i) for i in range(count + 1)]
             kinds = [ArmKind.MASK, *[ArmKind.RANDOM_MASK] * count]
-            others = tuple(FinishedArm(i, i, kind, None, None, 0.1, 0.1) for i, kind in zip(ids, kinds, strict=True))
+            others = tuple(finished(i, kind, 0.1) for i, kind in zip(ids, kinds, strict=True))
             # Skewed: some random masks hit a head that matters.
             found = {i: -float(rng.exponential(5) + rng.normal(0, 0.5)) for i in ids}
             claims += judge_controls(others, found)["0"].beats_chance
@@ -117,12 +121,8 @@ def test_a_curve_gets_further_by_its_share_and_then_by_its_loss() -> None:
 
 def test_one_of_many_arms_is_no_proof_by_itself() -> None:
     """Each of 6 masks beats all of 19 controls of its size; the reader of all of them sees the best."""
-    others = [FinishedArm(f"m{n}", f"m{n}", ArmKind.MASK, "entropy", None, n / 20, n / 20) for n in range(1, 7)]
-    controls = [
-        FinishedArm(f"r{n}{i}", f"r{n}{i}", ArmKind.RANDOM_MASK, None, None, n / 20, n / 20, seed=i)
-        for n in range(1, 7)
-        for i in range(19)
-    ]
+    others = [finished(f"m{n}", ArmKind.MASK, n / 20, score="entropy") for n in range(1, 7)]
+    controls = [finished(f"r{n}{i}", ArmKind.RANDOM_MASK, n / 20, seed=i) for n in range(1, 7) for i in range(19)]
     differences = {arm.arm_id: -1.0 for arm in others} | {arm.arm_id: -3.0 for arm in controls}
     for found in (judge_controls([*others, *controls], differences)[arm.arm_id] for arm in others):
         assert found.tried == 6 and not found.beats_chance
