@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import pyarrow as pa
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from headscan.ablation.ablation import Ablation
 from headscan.ablation.masks import SiteMask
 from headscan.analysis.store.records import ArmKind, RunRecord
 from headscan.analysis.store.tables import ACCURACY, BLEU, EACH, LOSS
@@ -28,7 +28,6 @@ from headscan.grid import Head, HeadGrid
 from headscan.model_spec import ModelSpec
 from headscan.models.forward_inputs import batch_kwargs
 from headscan.models.loaded_model import LoadedModel
-from headscan.models.model_facts import RopeLengths
 from headscan.models.token_batches import pad, run_halving, whole_batches
 from headscan.options import BATCH_TOKENS, Count, Limits, check_limits
 from headscan.pipelines.ablate.single_heads import AblateResult, ablated_sets
@@ -36,7 +35,7 @@ from headscan.pipelines.evaluate.answering import AnsweringSettings, WorkItem
 from headscan.pipelines.evaluate.run_evaluation import run_arms
 from headscan.pipelines.evaluate.tasks import ANSWERS, RESULTS, TaskResults
 from headscan.pipelines.measure.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss
-from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
+from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.progress import at_work
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import Arm
@@ -81,29 +80,38 @@ def single_arms(grid: HeadGrid, mode: str) -> list[SiteArm]:
 METRICS = {Answers.CLASS: (ACCURACY, LOSS), Answers.TEXT: (BLEU, LOSS, ACCURACY)}
 
 
-@dataclass(frozen=True)
-class LabelledArmItem(ArmItem[LabelledText]):
-    """Examples for one replica. ``classes`` are empty for target texts; ``new_tokens`` is the length of the longest
-    generated text.
+@dataclass(frozen=True, kw_only=True)
+class LabelledReading(Reading):
+    """How labelled examples are read and answered. ``classes`` are empty for target texts; ``new_tokens`` is the length
+    of the longest generated text.
     """
 
     answers: Answers
     classes: tuple[str, ...]
     metric: str
     new_tokens: int
-    rope: RopeLengths
+
+    def item(self, name: str, requests: tuple[Any, ...], ablated: Ablation | None, batch_tokens: int) -> ArmItem[Any]:
+        return LabelledArmItem(name, requests, ablated, batch_tokens, self)
+
+
+@dataclass(frozen=True)
+class LabelledArmItem(ArmItem[LabelledText]):
+    """Examples for one replica."""
+
+    reading: LabelledReading
 
     @torch.no_grad()
     def run(self, lm: LoadedModel) -> list[Responses[Likelihood | str]]:
         """Answer examples: with log-likelihoods of targets for a loss, otherwise with classes or generated texts."""
-        lengths = [text.longest for text in self.requests]
-        ask = _losses if self.metric == LOSS else _classes if self.answers is Answers.CLASS else _generate
+        lengths, reading = [text.longest for text in self.requests], self.reading
+        ask = _losses if reading.metric == LOSS else _classes if reading.answers is Answers.CLASS else _generate
         answer_of: dict[int, Likelihood | str] = {}
         with ablating(lm, self.ablated, as_rules=False):
-            for batch in whole_batches(lengths, self.batch_tokens, self.rope.group):
+            for batch in whole_batches(lengths, self.batch_tokens, reading.rope.group):
                 halves = run_halving(
                     list(batch.rows),
-                    lambda rows: ask(lm, self, [self.requests[row] for row in rows]),
+                    lambda rows: ask(lm, reading, [self.requests[row] for row in rows]),
                     lengths,
                     lm.limits["labelled"],
                 )
@@ -114,17 +122,17 @@ class LabelledArmItem(ArmItem[LabelledText]):
         return [Responses(tuple(answer_of[row] for row in range(len(self.requests))), (share,) * len(self.requests))]
 
 
-def _losses(lm: LoadedModel, item: LabelledArmItem, texts: list[LabelledText]) -> list[Likelihood]:
-    losses_B = labelled_loss(lm, item.answers, texts, summed=True).losses(lm).double().cpu()
+def _losses(lm: LoadedModel, reading: LabelledReading, texts: list[LabelledText]) -> list[Likelihood]:
+    losses_B = labelled_loss(lm, reading.answers, texts, summed=True).losses(lm).double().cpu()
     _check_finite(losses_B)
     # A loss does not show which tokens greedy decoding would choose; the store has NULL.
     return [Likelihood(-loss, None) for loss in losses_B.tolist()]  # type: ignore[arg-type]
 
 
-def _classes(lm: LoadedModel, item: LabelledArmItem, texts: list[LabelledText]) -> list[str]:
+def _classes(lm: LoadedModel, reading: LabelledReading, texts: list[LabelledText]) -> list[str]:
     logits_BC = lm.model(**_inputs(lm, texts)).logits.float().cpu()
     _check_finite(logits_BC)
-    return [item.classes[number] for number in logits_BC.argmax(-1).tolist()]
+    return [reading.classes[number] for number in logits_BC.argmax(-1).tolist()]
 
 
 class _FiniteLogits(LogitsProcessor):
@@ -136,11 +144,11 @@ class _FiniteLogits(LogitsProcessor):
         return scores
 
 
-def _generate(lm: LoadedModel, item: LabelledArmItem, texts: list[LabelledText]) -> list[str]:
+def _generate(lm: LoadedModel, reading: LabelledReading, texts: list[LabelledText]) -> list[str]:
     model: Any = lm.model
     checks = LogitsProcessorList([_FiniteLogits()])
     ids = model.generate(
-        **_inputs(lm, texts), do_sample=False, num_beams=1, max_new_tokens=item.new_tokens, logits_processor=checks
+        **_inputs(lm, texts), do_sample=False, num_beams=1, max_new_tokens=reading.new_tokens, logits_processor=checks
     )
     decoded = lm.require_tokenizer().batch_decode(ids, skip_special_tokens=True)
     return [text.strip() for text in decoded]
@@ -241,23 +249,24 @@ class LabelledQuestions:
             corpus_hash=data_hash,
         )
 
-    def items(self, identity: ModelIdentity) -> list[WorkItem]:
+    def items(self) -> list[WorkItem]:
+        cuts = [slice(start, start + _GROUP) for start in range(0, len(self.judging), _GROUP)]
+        return [WorkItem(index, tuple(self._hashes[cut]), tuple(self.judging[cut])) for index, cut in enumerate(cuts)]
+
+    def answering(self, run: Run, open_arms: int) -> AnsweringSettings:
+        identity = run.identity
         most = 2 * max(len(text.target_ids) for text in self.judging) + _SPARE_TOKENS
         if (limit := identity.max_tokens) is not None:
             most = min(most, limit - 1)
-        item_of = partial(
-            LabelledArmItem,
+        reading = LabelledReading(
+            share_prefixes=False,
+            rope=identity.rope_lengths,
             answers=self.texts.answers,
             classes=self.texts.classes,
             metric=self.metric,
             new_tokens=most,
-            rope=identity.rope_lengths,
         )
-        cuts = [slice(start, start + _GROUP) for start in range(0, len(self.judging), _GROUP)]
-        return [
-            WorkItem(index, tuple(self._hashes[cut]), tuple(self.judging[cut]), item_of)
-            for index, cut in enumerate(cuts)
-        ]
+        return AnsweringSettings(self.config.batch_tokens, reading)
 
     def grade(self, answers: Mapping[str, Likelihood | str]) -> TaskResults:
         given = [answers[each] for each in self._hashes]
@@ -316,8 +325,7 @@ def _level(metric: str, numbers: np.ndarray) -> float:
 def answer_labelled(questions: LabelledQuestions, run: Run, run_id: str, arms: Sequence[SiteArm]) -> None:
     """Answer the examples with every arm of a run that has begun, and finish the run."""
     refuse_staged(run.pool, "an answer to a labelled example")
-    settings = AnsweringSettings(questions.config.batch_tokens, Reading(share_prefixes=False))
-    run_arms(run, run_id, arms, questions, questions.items(run.identity), lambda *_: settings, judges_arms=False)
+    run_arms(run, run_id, arms, questions, judges_arms=False)
 
 
 def run_labelled_ablate(config: LabelledAblateConfig, run: Run, *, texts: LabelledTexts) -> AblateResult:

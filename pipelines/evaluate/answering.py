@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -11,7 +11,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from headscan.ablation.ablation import Ablation
 from headscan.analysis.errors import FinishedArmError
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import TABLES
@@ -23,7 +22,6 @@ from headscan.pipelines.scoring.likelihood import common_tokens
 from headscan.pipelines.scoring.reading import Reading
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
 from headscan.pipelines.scoring.token_requests import (
-    ArmItem,
     GenerationRequest,
     Likelihood,
     Request,
@@ -38,14 +36,11 @@ _ITEMS = 64
 
 @dataclass(frozen=True)
 class WorkItem:
-    """Requests of one kind and their hashes. ``item_of`` makes the item of one arm and has the arguments of
-    `Reading.item`, which None uses.
-    """
+    """Requests of one kind and their hashes."""
 
     index: int
     hashes: tuple[str, ...]
     requests: tuple[Any, ...]
-    item_of: Callable[[str, tuple[Any, ...], Ablation | None, int], ArmItem[Any]] | None = None
 
     @property
     def scored(self) -> bool:
@@ -132,7 +127,7 @@ class ArmResponses:
         self.responses, self.zeroed = {}, {}
 
 
-def finished_arms(
+def answer_arms(
     store: Store,
     pool: Pool,
     arms: Sequence[tuple[Arm, str]],
@@ -216,8 +211,8 @@ class _Schedule:
     def _pool_item(self, arms: Sequence[Arm], item: WorkItem) -> ScoringItem[Any]:
         settings, of_item = self._settings, f"requests {item.index}"
         if len(arms) == 1:
-            item_of = item.item_of or settings.reading.item
-            return item_of(f"{arms[0].name}, {of_item}", item.requests, arms[0].ablated, settings.batch_tokens)
+            name = f"{arms[0].name}, {of_item}"
+            return settings.reading.item(name, item.requests, arms[0].ablated, settings.batch_tokens)
         masks, name = tuple(arm.ablated for arm in arms), f"{arms[0].name} and {len(arms) - 1} more, {of_item}"
         return settings.reading.bundle(name, item.requests, masks, settings.starts, settings.batch_tokens)
 

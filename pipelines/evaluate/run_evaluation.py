@@ -6,10 +6,9 @@ The same command again resumes: finished arms and stored answers of unfinished a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from math import isnan
 from typing import Any, Protocol
 
@@ -25,7 +24,7 @@ from headscan.analysis.verdicts.judge import Verdict, judge
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from headscan.errors import NotFiniteError
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.evaluate.answering import AnsweringSettings, ArmResponses, WorkItem, finished_arms, work_items
+from headscan.pipelines.evaluate.answering import AnsweringSettings, ArmResponses, WorkItem, answer_arms, work_items
 from headscan.pipelines.evaluate.checks import (
     check_continues,
     check_generates,
@@ -131,35 +130,52 @@ def run_evaluation(
     check_continues(run, arms, questions.requests)
     rounding = _rounding(run.facts, [arm.ablated for arm in arms], in_ranges=run.pool.staged)
     record = _record(config, rounding, run, questions, purpose)
-    items = work_items(questions.requests, config.batch_tokens)
-    settings_of = partial(_answering_settings, config, questions, [arm.ablated for arm in arms])
+    asked = _EvaluationQuestions(config, questions, [arm.ablated for arm in arms])
     with run.recording(record, arms=[arm.name for arm in arms]) as state:
         run_id = state.run_id
-        run_arms(run, run_id, arms, questions, items, settings_of, models=models, judges_arms=purpose.judges_arms)
+        run_arms(run, run_id, arms, asked, models=models, judges_arms=purpose.judges_arms)
     return run_id
 
 
-def _answering_settings(
-    config: EvaluateConfig, questions: Questions, ablated: Sequence[Ablation | None], run: Run, open_arms: int
-) -> AnsweringSettings:
-    """Return how a model answers. ``ablated`` are the ablations of all arms, because they read prompts in the same way;
-    ``open_arms`` is the number of unfinished arms of this model.
-    """
-    pool, facts = run.pool, run.facts
-    check_predicts(run)
-    check_generates(pool, questions.requests)
-    share = False if pool.staged else config.share_prefixes
-    reading = choose_reading(pool.one, facts.dtype, run.identity.rope_lengths, ablated, share, run.say)
-    # Arms that use the kernels of rules always start from token ids, never from a cached layer.
-    bundled = open_arms > 1 and not (pool.staged or reading.as_rules)
-    starts = pool.one(possible_starts, ablated) if bundled else frozenset()
-    cached = max(questions.longest_input(), grouped_tokens(facts.device.split(":")[0]))
-    size = bundle_size(facts.caches if reading.share_prefixes else {}, cached)
-    return AnsweringSettings(config.batch_tokens, reading, starts, size)
+@dataclass(frozen=True)
+class _EvaluationQuestions:
+    """The questions of an evaluation, and the ablations of all its arms, because all read prompts in the same way."""
+
+    config: EvaluateConfig
+    questions: Questions
+    ablated: Sequence[Ablation | None]
+
+    def items(self) -> list[WorkItem]:
+        return work_items(self.questions.requests, self.config.batch_tokens)
+
+    def answering(self, run: Run, open_arms: int) -> AnsweringSettings:
+        pool, facts = run.pool, run.facts
+        check_predicts(run)
+        check_generates(pool, self.questions.requests)
+        share = False if pool.staged else self.config.share_prefixes
+        reading = choose_reading(pool.one, facts.dtype, run.identity.rope_lengths, self.ablated, share, run.say)
+        # Arms that use the kernels of rules always start from token ids, never from a cached layer.
+        bundled = open_arms > 1 and not (pool.staged or reading.as_rules)
+        starts = pool.one(possible_starts, self.ablated) if bundled else frozenset()
+        cached = max(self.questions.longest_input(), grouped_tokens(facts.device.split(":")[0]))
+        size = bundle_size(facts.caches if reading.share_prefixes else {}, cached)
+        return AnsweringSettings(self.config.batch_tokens, reading, starts, size)
+
+    def grade(self, answers: Mapping[str, Likelihood | str]) -> TaskResults:
+        return self.questions.grade(answers)
+
+    def zeroed_share(self, shares: Mapping[str, float]) -> float:
+        return self.questions.zeroed_share(shares)
 
 
-class GradableQuestions(Protocol):
-    """Questions of an evaluation; methods take answers and ablated shares by the request's hash."""
+class ArmQuestions(Protocol):
+    """Questions that all arms of a run answer; methods take answers and ablated shares by the request's hash."""
+
+    def items(self) -> Sequence[WorkItem]:
+        """Return the requests of all questions."""
+
+    def answering(self, run: Run, open_arms: int) -> AnsweringSettings:
+        """Return how the model of ``run`` answers its ``open_arms`` unfinished arms."""
 
     def grade(self, answers: Mapping[str, Likelihood | str]) -> TaskResults:
         """Return the rows of one arm."""
@@ -172,17 +188,14 @@ def run_arms(
     run: Run,
     run_id: str,
     arms: Sequence[Arm],
-    questions: GradableQuestions,
-    items: Sequence[WorkItem],
-    settings_of: Callable[[Run, int], AnsweringSettings],
+    questions: ArmQuestions,
     *,
     judges_arms: bool,
     models: Mapping[ModelSpec, ModelIdentity] | None = None,
 ) -> None:
-    """Answer all items with every arm of a run that has begun, and finish the run.
+    """Answer all questions with every arm of a run that has begun, and finish the run.
 
     Args:
-        settings_of: Returns how a model answers, from its run and the number of its unfinished arms.
         judges_arms: Gives each arm a line and a verdict.
         models: The models of arms that have their own.
     """
@@ -196,12 +209,14 @@ def run_arms(
         elif judges_arms:
             run.say(f"{arm.name}: finished before")
     failed: list[str] = []
+    items = questions.items()
     for spec in sorted(unfinished, key=lambda spec: spec is not None):  # the model of the baseline is open
         open_arms = unfinished[spec]
         with ExitStack() as opened:
             own = run if spec is None else opened.enter_context(run.on(spec, (models or {})[spec]))
             title = f"{len(open_arms)} arm{'s' * (len(open_arms) > 1)}"
-            for done in finished_arms(store, own.pool, open_arms, items, settings_of(own, len(open_arms)), title=title):
+            settings = questions.answering(own, len(open_arms))
+            for done in answer_arms(store, own.pool, open_arms, items, settings, title=title):
                 try:
                     line = _finish_arm(store, questions, own.facts, done)
                     if judges_arms:
@@ -280,7 +295,7 @@ def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:
     return store.begin_arm(arm.record(run_id, mask_id))
 
 
-def _finish_arm(store: Store, questions: GradableQuestions, facts: ModelFacts, done: ArmResponses) -> str:
+def _finish_arm(store: Store, questions: ArmQuestions, facts: ModelFacts, done: ArmResponses) -> str:
     """Grade and store an arm; return a line about it.
 
     Raises:

@@ -19,7 +19,8 @@ A rule takes the item of other arms where prompts share no rows. Every arm of a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from headscan.ablation.ablation import Ablation
 from headscan.layers.prefix_cache import shares_prefixes
@@ -38,7 +39,8 @@ HALF = ("bfloat16", "float16")
 Ask = Callable[[Callable[[LoadedModel, Any], bool], None], bool]
 
 
-class Reading(NamedTuple):
+@dataclass(frozen=True)
+class Reading:
     """How prompts are read.
 
     Attributes:

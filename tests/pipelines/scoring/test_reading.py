@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_prefixes_are_shared_where_arms_stay_comparable(
 ) -> None:
     said: list[str] = []
     found = choose_reading(asked_of(family, dtype), dtype, ROPE, ablated, share, said.append)
-    assert found == expected._replace(rope=ROPE)
+    assert found == replace(expected, rope=ROPE)
     assert len(said) == (not expected.share_prefixes and share is not False)
 
 
