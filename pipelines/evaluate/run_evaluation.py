@@ -52,7 +52,7 @@ from headscan.pipelines.scoring.arms import (
 from headscan.pipelines.scoring.bundles import bundle_size, possible_starts
 from headscan.pipelines.scoring.likelihood import grouped_tokens
 from headscan.pipelines.scoring.reading import HALF, choose_reading, computed_as_rules, reads_whole
-from headscan.pipelines.scoring.replacements import collect_replacement
+from headscan.pipelines.scoring.replacements import ArmReplacement, collect_replacement
 from headscan.pipelines.scoring.token_requests import Likelihood
 from headscan.pipelines.settings.evaluation_settings import ChosenArms, EvaluateConfig
 
@@ -77,27 +77,44 @@ EVALUATE = Purpose()
 
 def evaluate_chosen(config: EvaluateConfig, run: Run, chosen: ChosenArms) -> str:
     """Evaluate the baseline and the chosen arms; return the run's id."""
-    store, identity = run.store, run.identity
-    found = find_mask(store, chosen.mask, identity.columns()).heads if chosen.mask else ()
-    ordering = None if chosen.score is None else find_run(store, identity, chosen.score, chosen.run_id)
-    others = [replace(config.model, source=source, revision=None) for source in dict.fromkeys(chosen.models)]
-    compared = [model_arm(other, identify(other), identity) for other in others]
-    for plan in chosen.plans:
-        check_plan(plan, run)
-    replaces = chosen.replacement.value != "zero"
-    questions = Questions(config.tasks, config.recall, identity, config.text) if replaces else None
-    replacement = collect_replacement(chosen.replacement, run, 0 if questions is None else questions.longest_input())
-    arms = [BASELINE, *(mask_arm(heads, replacement) for heads in (chosen.heads, found) if heads)]
-    if chosen.score is not None and ordering is not None:
-        arms += scored_masks(store, ordering, chosen.score, [chosen.share], chosen.order, replacement)
-        if chosen.rule:
-            arms += scored_rules(store, ordering, chosen.score, [chosen.share], replacement)
+    # What can be refused without a pass of the model comes before the replacement, whose collection takes passes.
+    listed = _listed_heads(run, chosen)
+    ordering = None if chosen.score is None else find_run(run.store, run.identity, chosen.score, chosen.run_id)
+    models, plans = _model_arms(config, run, chosen), _plan_arms(run, chosen)
+    questions = Questions(config.tasks, config.recall, run.identity, config.text)
+    replacement = collect_replacement(chosen.replacement, run, questions.longest_input())
+    arms = [BASELINE, *(mask_arm(heads, replacement) for heads in listed)]
+    arms += _scored_arms(run, chosen, ordering, replacement)
     if chosen.controls:
         arms += controls(run.facts.grid, arms, chosen.controls, replacement)
+    return run_evaluation(config, run, [*arms, *plans, *models], questions=questions)
+
+
+def _listed_heads(run: Run, chosen: ChosenArms) -> list[tuple[tuple[int, int], ...]]:
+    """Return the heads of each mask that is given by its heads, or by its name in the store."""
+    stored = find_mask(run.store, chosen.mask, run.identity.columns()).heads if chosen.mask else ()
+    return [heads for heads in (chosen.heads, stored) if heads]
+
+
+def _scored_arms(run: Run, chosen: ChosenArms, ordering: str | None, replacement: ArmReplacement) -> list[Arm]:
+    """Return the mask, and the rule, whose heads a score of the run ``ordering`` chooses; none without a score."""
+    if chosen.score is None or ordering is None:
+        return []
+    arms = scored_masks(run.store, ordering, chosen.score, [chosen.share], chosen.order, replacement)
+    if chosen.rule:
+        arms += scored_rules(run.store, ordering, chosen.score, [chosen.share], replacement)
+    return arms
+
+
+def _model_arms(config: EvaluateConfig, run: Run, chosen: ChosenArms) -> list[Arm]:
+    others = [replace(config.model, source=source, revision=None) for source in dict.fromkeys(chosen.models)]
+    return [model_arm(other, identify(other), run.identity) for other in others]
+
+
+def _plan_arms(run: Run, chosen: ChosenArms) -> list[Arm]:
     for plan in chosen.plans:
-        arms += plan_arms(plan, chosen.plan_modes, chosen.controls)
-    arms += compared
-    return run_evaluation(config, run, arms, questions=questions)
+        check_plan(plan, run)
+    return [arm for plan in chosen.plans for arm in plan_arms(plan, chosen.plan_modes, chosen.controls)]
 
 
 def judge_evaluation(run: Run, run_id: str, max_loss: float) -> Verdict:
@@ -120,7 +137,7 @@ def run_evaluation(
     """
     if questions is None:
         questions = Questions(config.tasks, config.recall, run.identity, config.text)
-    check_predicts(run)
+    check_predicts(run)  # before the run begins; `answering` checks the models of other arms when they are open
     arms = distinct_arms(arms)
     models = check_models(arms, run.identity, questions)
     for note in (*questions.notes, *check_arms(run.facts.grid, arms), *window_notes(arms, questions.requests.values())):
