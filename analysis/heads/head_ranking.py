@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
@@ -76,7 +76,9 @@ def _or_nan(column: str) -> str:
 
 
 class OrderedHead(Protocol):
-    """A head of a ranking; a value of NaN is not measured."""
+    """A head of any ranking, a dataclass with further numbers; a value of NaN is not measured."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def layer(self) -> int: ...

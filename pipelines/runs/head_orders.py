@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headscan.analysis.heads.head_ranking import rank_behaviours, rank_gates, rank_heads, rank_importance
+from headscan.analysis.heads.head_ranking import OrderedHead, rank_behaviours, rank_gates, rank_heads, rank_importance
 from headscan.analysis.store.provenance import same_model
 from headscan.analysis.store.records import RunKind
 from headscan.analysis.store.store import Store
@@ -42,7 +42,7 @@ def finished_runs(store: Store, name: str) -> list[dict[str, Any]]:
 
 def head_order(
     store: Store, run_id: str, name: str, *, site: str = "self", descending: bool | None = None
-) -> Sequence[Any]:
+) -> Sequence[OrderedHead]:
     """Return all heads of a site, each with ``layer``, ``head`` and its numbers. ``descending`` puts the highest number
     first; None puts the heads first that a criterion removes first, or those with the strongest behaviour.
     """
@@ -50,7 +50,7 @@ def head_order(
 
 
 #: How the runs of each kind order heads by the name of a criterion; runs of gates and of effects have one criterion.
-RUN_ORDERS: Mapping[str, Callable[..., Sequence[Any]]] = {
+RUN_ORDERS: Mapping[str, Callable[..., Sequence[OrderedHead]]] = {
     "scan": rank_heads,
     "probe": rank_behaviours,
     "importance": rank_importance,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from headscan.ablation.ablation import Ablation, LayerwiseAblation
 from headscan.ablation.masks import HeadMask, RandomHeads
 from headscan.ablation.rules import HeadRule
-from headscan.analysis.heads.head_ranking import random_heads, select_heads, thresholds
+from headscan.analysis.heads.head_ranking import OrderedHead, random_heads, rank_heads, select_heads, thresholds
 from headscan.analysis.store.records import ArmKind, ArmRecord
 from headscan.analysis.store.store import Store
 from headscan.catalog import SCORES, MassWidths
@@ -145,12 +145,7 @@ def scored_masks(
     """Return a mask for each share, by the order that a run gives; ``score`` is a name in `RANKED_CRITERIA`, and only
     a score has the order ``inactive``.
     """
-    ranked = head_order(store, run_id, score)
-    if order == "inactive":
-        if score not in SCORES:
-            raise unknown_name("score of masks by inactivity", score, SCORES)
-        # The sort is stable: the mean score decides between heads that are inactive equally often.
-        ranked = sorted(ranked, key=lambda head: -(head.inactive_share or 0.0))
+    ranked = head_order(store, run_id, score) if order == "mean" else _by_inactivity(store, run_id, score)
     selection = f"{run_kind(score)} {run_id[:4]}{'' if order == 'mean' else ' by inactivity'}{replacement.suffix}"
     masks = [HeadMask(select_heads(ranked, share=share), replacement.outputs) for share in shares]
     names = [f"mask {score} {100 * share:g}% of {selection}" for share in shares]
@@ -158,6 +153,14 @@ def scored_masks(
         Arm(name, ArmKind.MASK, mask, score, share, run_id, selection, details=replacement.details)
         for name, share, mask in zip(names, shares, masks, strict=True)
     ]
+
+
+def _by_inactivity(store: Store, run_id: str, score: str) -> Sequence[OrderedHead]:
+    """Return the heads of a scan, those first that are inactive in most sequences."""
+    if score not in SCORES:
+        raise unknown_name("score of masks by inactivity", score, SCORES)
+    # The sort is stable: the mean score decides between heads that are inactive equally often.
+    return sorted(rank_heads(store, run_id, score), key=lambda head: -(head.inactive_share or 0.0))
 
 
 def scored_rules(
