@@ -53,7 +53,7 @@ def share_figure(verdict: Verdict) -> go.Figure:
     lines = [
         Line(
             kind.label,
-            KIND_COLOURS.get(kind, INK),
+            KIND_COLOURS[kind],
             joined=False,
             marks=tuple(
                 Mark(arm.zeroed_share or 0.0, arm.paired.interval, _arm_text(arm), "circle") for arm in members
@@ -75,7 +75,7 @@ def _points(kind: ArmKind, arms: Sequence[ArmVerdict]) -> dict[str, Any]:
     return {
         "mode": "markers",
         "name": escape(kind.label),
-        "marker": {"color": KIND_COLOURS.get(kind, INK), "size": 9},
+        "marker": {"color": KIND_COLOURS[kind], "size": 9},
         "hovertext": [_arm_text(arm) for arm in arms],
         "hoverinfo": "text",
     }
@@ -167,7 +167,7 @@ def _recall_points(
         showlegend=in_legend,
         cliponaxis=False,
         marker={
-            "color": KIND_COLOURS.get(kind, INK),
+            "color": KIND_COLOURS[kind],
             "size": 8,
             "opacity": 0.8,
             "symbol": [

@@ -28,7 +28,7 @@ class ArmKind(StrEnum):
 
     @property
     def is_random(self) -> bool:
-        return self in _CONTROLS.values()
+        return any(facts.control is self for facts in KIND_FACTS.values())
 
     @property
     def is_control(self) -> bool:
@@ -38,50 +38,74 @@ class ArmKind(StrEnum):
     @property
     def control(self) -> ArmKind | None:
         """The kind of random controls for arms of this kind; None without controls."""
-        return _CONTROLS.get(self)
-
-    @property
-    def shrinks_cache(self) -> bool:
-        """True if KV heads keep fewer keys, and no head need be ablated."""
-        return self in (ArmKind.PLAN, ArmKind.RANDOM_PLAN)
-
-    @property
-    def is_pruned(self) -> bool:
-        """True if heads are removed from the model's files."""
-        return self in (ArmKind.PRUNED, ArmKind.RANDOM_PRUNED, ArmKind.LAYERS_DROPPED)
+        return KIND_FACTS[self].control
 
     @property
     def ablates(self) -> bool:
         """True if heads of the baseline's own model are ablated."""
-        return self in _ABLATING
+        return KIND_FACTS[self].ablates
+
+    @property
+    def shrinks_cache(self) -> bool:
+        """True if KV heads keep fewer keys, and no head need be ablated."""
+        return KIND_FACTS[self].shrinks_cache
+
+    @property
+    def is_pruned(self) -> bool:
+        """True if heads are removed from the model's files."""
+        return KIND_FACTS[self].is_pruned
 
     @property
     def passing_word(self) -> str:
         """The word for an arm that loses at most one point."""
-        if self.shrinks_cache:
-            return "safe"
-        return "as good" if self is ArmKind.MODEL else "removable"
+        return KIND_FACTS[self].passing_word
+
+    @property
+    def equal_size(self) -> str:
+        """The common size of an arm and its random controls, in words."""
+        return KIND_FACTS[self].equal_size
 
     @property
     def label(self) -> str:
         return self.value.replace("_", " ")
 
 
-_CONTROLS = {
-    ArmKind.MASK: ArmKind.RANDOM_MASK,
-    ArmKind.RULE: ArmKind.RANDOM_RULE,
-    ArmKind.PLAN: ArmKind.RANDOM_PLAN,
-    ArmKind.PRUNED: ArmKind.RANDOM_PRUNED,
-}
+class KindFacts(NamedTuple):
+    """What distinguishes a kind of arms; the properties of `ArmKind` explain the fields."""
 
-_ABLATING = (ArmKind.MASK, ArmKind.RULE, ArmKind.RANDOM_MASK, ArmKind.RANDOM_RULE)
+    control: ArmKind | None = None
+    ablates: bool = False
+    shrinks_cache: bool = False
+    is_pruned: bool = False
+    passing_word: str = "removable"
+    equal_size: str = "as many heads"
+
+
+_ABLATED = KindFacts(ablates=True)
+_PLANNED = KindFacts(shrinks_cache=True, passing_word="safe", equal_size="as many bytes")
+_PRUNED = KindFacts(is_pruned=True, equal_size="as many heads and the same repair")
+
+#: All kinds; a new one also needs a colour in the report.
+KIND_FACTS: Mapping[ArmKind, KindFacts] = {
+    ArmKind.BASELINE: KindFacts(),
+    ArmKind.MASK: _ABLATED._replace(control=ArmKind.RANDOM_MASK),
+    ArmKind.RULE: _ABLATED._replace(control=ArmKind.RANDOM_RULE),
+    ArmKind.RANDOM_MASK: _ABLATED,
+    ArmKind.RANDOM_RULE: _ABLATED,
+    ArmKind.PLAN: _PLANNED._replace(control=ArmKind.RANDOM_PLAN),
+    ArmKind.RANDOM_PLAN: _PLANNED,
+    ArmKind.MODEL: KindFacts(passing_word="as good"),
+    ArmKind.PRUNED: _PRUNED._replace(control=ArmKind.RANDOM_PRUNED),
+    ArmKind.RANDOM_PRUNED: _PRUNED,
+    ArmKind.LAYERS_DROPPED: _PRUNED,
+}
 
 #: The kinds of controls as a list of SQL literals.
 CONTROL_KINDS_SQL = ", ".join(f"'{kind}'" for kind in ArmKind if kind.is_control)
 #: The random kinds as a list of SQL literals.
 RANDOM_KINDS_SQL = ", ".join(f"'{kind}'" for kind in ArmKind if kind.is_random)
 #: The kinds that ablate heads of the baseline's own model as a list of SQL literals.
-ABLATING_KINDS_SQL = ", ".join(f"'{kind}'" for kind in _ABLATING)
+ABLATING_KINDS_SQL = ", ".join(f"'{kind}'" for kind in ArmKind if kind.ablates)
 
 
 RunKind = Literal["scan", "recording", "recall", "evaluate", "ablate", "probe", "importance", "gates", "plan", "prune"]

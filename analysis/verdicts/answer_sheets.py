@@ -57,6 +57,15 @@ class FinishedArm:
     layers_dropped: int | None = _setting("INTEGER")
     swept: bool | None = _setting("BOOLEAN")
 
+    @property
+    def size(self) -> float | None:
+        """Share of heads that are ablated or removed, or of KV heads that keep less; None if it is unknown, and for
+        another model.
+        """
+        if self.kind.shrinks_cache:
+            return self.share
+        return None if self.kind is ArmKind.MODEL else self.zeroed_share
+
 
 class FinishedArms(NamedTuple):
     """The baseline, the other finished arms (controls last) and the number of unfinished arms."""

@@ -146,7 +146,7 @@ class Controls:
 
     def sentence(self, kind: ArmKind, zeroed_share: float | None) -> str:
         """Return the sentence on an arm that ablates or removes ``zeroed_share`` of the heads."""
-        size = f"with {equal_size(kind)}"
+        size = f"with {kind.equal_size}"
         if not (kind.shrinks_cache or same_size(zeroed_share, self.zeroed_share)):
             # A rule ablates another share than its quantile, so only the nominal share of the two is equal.
             size = "of its nominal share"
@@ -178,13 +178,6 @@ class Controls:
         if self.tried > 1 and alone <= LEVEL:
             return f"p = {alone:.2g} if the arm was chosen in advance, and no proof for the best of {self.tried} arms"
         return f"p = {alone:.2g}, not shown to be a better choice of heads than chance"
-
-
-def equal_size(kind: ArmKind) -> str:
-    """Return the common size of an arm and its random controls, in words."""
-    if kind.shrinks_cache:
-        return "as many bytes"
-    return "as many heads and the same repair" if kind.is_pruned else "as many heads"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from math import isfinite
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.tables import BITS_PER_BYTE, LOSS
 from headscan.analysis.store.verdict_limits import LEAST_RETAINED, MARGIN
-from headscan.analysis.verdicts.controls import equal_size, loss_increase
+from headscan.analysis.verdicts.controls import loss_increase
 from headscan.analysis.verdicts.decision import ArmResults, Measure
 from headscan.analysis.verdicts.metrics import RATES, Increase, metric_words
 from headscan.analysis.verdicts.paired import about
@@ -169,19 +169,19 @@ def loss_words(loss: Increase, max_loss: float) -> str:
 
 def _size(arm: ArmResults) -> str:
     """Return the share of heads in brackets; empty if it is unknown."""
-    if arm.kind.shrinks_cache:
-        return "" if arm.share is None else f" ({arm.share:.1%} of KV heads keep less)"
-    if arm.zeroed_share is None or arm.kind is ArmKind.MODEL:
+    if arm.size is None:
         return ""
+    if arm.kind.shrinks_cache:
+        return f" ({arm.size:.1%} of KV heads keep less)"
     if not arm.kind.is_pruned:
-        return f" ({arm.zeroed_share:.1%} of heads {REPLACED.get(arm.replacement or '', 'ablated')})"
+        return f" ({arm.size:.1%} of heads {REPLACED.get(arm.replacement or '', 'ablated')})"
     left = [
         f"{share:.1%} of the {name}"
         for name, share in (("weights", arm.weights_left), ("KV cache", arm.cache_left))
         if share is not None
     ]
     remain = f"; {' and '.join(left)} remain" if left else ""
-    return f" ({arm.zeroed_share:.1%} of heads removed{remain})"
+    return f" ({arm.size:.1%} of heads removed{remain})"
 
 
 def _parts(arm: ArmResults) -> list[str]:
@@ -223,7 +223,7 @@ def _control_words(arm: ArmResults) -> str:
     if arm.kind is ArmKind.MODEL:
         return ""
     if arm.controls is None:
-        return f"No random control with {equal_size(arm.kind)}"
+        return f"No random control with {arm.kind.equal_size}"
     return arm.controls.sentence(arm.kind, arm.zeroed_share)
 
 

@@ -116,11 +116,9 @@ def _whole_model(arm: ArmVerdict) -> str:
 
 def _cells(arm: ArmVerdict) -> dict[str, str]:
     """Return the cells of one arm by column; what was not measured has none."""
-    from headscan.analysis.store.records import ArmKind
     from headscan.analysis.store.tables import ACCURACY, LOSS
 
-    size = arm.share if arm.kind.shrinks_cache else None if arm.kind is ArmKind.MODEL else arm.zeroed_share
-    cells = {"arm": arm.name, "heads": "" if size is None else f"{size:.1%}"}
+    cells = {"arm": arm.name, "heads": "" if arm.size is None else f"{arm.size:.1%}"}
     if (accuracy := arm.value(ACCURACY)) is not None:
         cells["accuracy"] = accuracy.words(1)
     if (loss := arm.value(LOSS)) is not None:

@@ -19,9 +19,11 @@ from headscan.analysis.plans import PlanError, load_plan, make_plan
 from headscan.analysis.report import page_parts
 from headscan.analysis.report.answers import Commands
 from headscan.analysis.report.arm_chart import arms_figure, share_figure
+from headscan.analysis.report.chart_style import KIND_COLOURS
 from headscan.analysis.report.head_data import read_head_data
 from headscan.analysis.report.profile_charts import profiles_figure
 from headscan.analysis.report.write_report import ReportError, write_report
+from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.judge import judge
 from headscan.catalog import DISTANCE_BINS, MAX_OFFSET
@@ -138,6 +140,11 @@ def test_cards_suggest_what_the_scan_shows(store: tuple[Store, str, str], tmp_pa
     # The third layer has a sliding window, so its KV heads are no candidates; the window is that of the scan.
     assert "4 of 8 KV heads" in cache and f"beyond the first {SINK} and the last {RECENT} tokens" in cache
     assert f"plan --window-share 0.5 --recent {RECENT} " in cache and "--plan head_plan.json" in cache
+
+
+def test_every_kind_of_arms_has_a_colour() -> None:
+    assert KIND_COLOURS.keys() == set(ArmKind) - {ArmKind.BASELINE}
+    assert len(set(KIND_COLOURS.values())) == len(KIND_COLOURS)
 
 
 def test_a_scan_of_short_texts_suggests_a_window_that_they_exceed(tmp_path: Path) -> None:
