@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from math import floor
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from headscan.errors import InterventionError, UnknownNameError, unknown_name
 from headscan.options import Option, check_limits
@@ -322,15 +322,19 @@ BEHAVIOURS: dict[str, Behaviour] = {
 TermScale = Literal["none", "norm", "mean", "range", "1 - range"]
 
 
+#: Means over sequences that importances consist of. `headscan.pruning.head_values` measures them, and
+#: `headscan.analysis.store.views` computes them from ``head_importance``.
+TermMean = Literal["importance", "sequence_importance", "relative_entropy", "prompt_importance"]
+
+#: ``importance`` on recall prompts instead of texts.
+PROMPT_IMPORTANCE: Final = "prompt_importance"
+
+
 @dataclass(frozen=True)
 class Term:
-    """A part of an importance: a mean over sequences, scaled, times a weight.
+    """A part of an importance: a mean over sequences, scaled, times a weight."""
 
-    Attributes:
-        mean: ``importance``, ``sequence_importance``, ``relative_entropy`` or `PROMPT_IMPORTANCE`.
-    """
-
-    mean: str
+    mean: TermMean
     scale: TermScale = "none"
     weight: float = 1.0
 
@@ -360,9 +364,6 @@ class Importance:
         """True if recall prompts are measured in addition to texts."""
         return any(term.mean == PROMPT_IMPORTANCE for term in self.terms)
 
-
-#: ``importance`` on recall prompts instead of texts.
-PROMPT_IMPORTANCE = "prompt_importance"
 
 #: Weight of the importance in ``importance_entropy``; the rest is that of the entropy.
 IMPORTANCE_WEIGHT = 0.5

@@ -440,8 +440,8 @@ def verify(connection: duckdb.DuckDBPyConnection, path: Path, kinds: Collection[
         shown = ", ".join(problems[:_SHOWN_DIFFERENCES])
         more = f" and {len(problems) - _SHOWN_DIFFERENCES} more" if len(problems) > _SHOWN_DIFFERENCES else ""
         raise StoreChangedError(
-            f"{path} differs from the schema of a headscan store: {shown}{more}. Use a copy that nobody has changed; do"
-            " not use a changed store from an untrusted source"
+            f"{path} differs from the schema of this headscan: {shown}{more}. If a newer headscan wrote it, install"
+            " that; otherwise use a copy that nobody has changed, and no changed store from an untrusted source"
         )
 
 

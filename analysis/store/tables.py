@@ -292,7 +292,8 @@ MEASURED_UNITS = Table(
 
 #: Raise it with every change of a table, but not of a comment, and with every change of a rule of stored verdicts.
 #: `connection` upgrades older stores, after a backup if a step changes rows, so new columns of old tables must be
-#: nullable. Views and functions need no version: a store in which they differ gets them again. A view that goes needs
+#: nullable. Views and functions need no version: a store in which they differ gets them again. A new statistic or
+#: profile needs none either, because views show it, and its column comes with them. A view or column that goes needs
 #: one, and a step that drops it.
 SCHEMA_VERSION = 14
 

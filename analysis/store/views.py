@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from headscan.analysis.store.arm_views import ARM_VIEWS
 from headscan.analysis.store.macros import MACROS, TABLE_MACROS, macro_statements
@@ -42,6 +42,7 @@ from headscan.catalog import (
     Profile,
     Score,
     Term,
+    TermMean,
     TermScale,
 )
 
@@ -270,6 +271,7 @@ def importance_sql(sequences: str = "sequences", part: str = "run_id") -> str:
     of_site = f"PARTITION BY {parts}"
     of_texts = "FILTER (recall_task IS NULL)"
     scores = [_importance_sql(each, of_site) for each in IMPORTANCES.values()]
+    others = [mean for mean in get_args(TermMean) if mean not in IMPORTANCES]
     return f"""
     WITH heads AS (
         SELECT {parts}, layer, head, kv_head, count(*) {of_texts} AS sequences,
@@ -284,7 +286,7 @@ def importance_sql(sequences: str = "sequences", part: str = "run_id") -> str:
         GROUP BY {parts}, layer, head, kv_head
     )
     SELECT {parts}, layer, head, kv_head, sequences, {", ".join(scores)},
-        importance_std, sequence_importance_std, mean_gate_gradient, relative_entropy, {PROMPT_IMPORTANCE}
+        importance_std, sequence_importance_std, mean_gate_gradient, {", ".join(others)}
     FROM heads
 """
 

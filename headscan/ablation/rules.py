@@ -30,13 +30,7 @@ from headscan.measure.collect import find_score, score
 from headscan.models.forward_inputs import TokenMeans, real_tokens
 from headscan.models.loaded_model import LoadedModel
 from headscan.statistics.norm_statistics import ProjectionFactors
-from headscan.statistics.registry import (
-    JOINABLE,
-    OUTPUT_STATISTICS,
-    needs_projection,
-    needs_sink_tokens,
-    output_statistics,
-)
+from headscan.statistics.registry import JOINABLE, OUTPUT_STATISTICS, masks_read, needs_projection, output_statistics
 from headscan.statistics.weight_statistics import AttentionRequest
 
 
@@ -159,8 +153,8 @@ class HeadRule(LayerwiseAblation):
     """Ablates, for each input, the heads whose score is beyond a threshold. Each layer scores its heads on activations
     that the rule has already changed in the layers below (arXiv 2504.03889).
 
-    A rule measures what `collect` measures. It refuses scores on statistics that leave out sink tokens
-    (``confidence``), because rules see no token ids.
+    A rule measures what `collect` measures. It refuses scores on statistics that depend on token ids (``confidence``),
+    because rules see none.
 
     Attributes:
         score: Name of a score; the catalogue defines which end is inactive.
@@ -170,7 +164,7 @@ class HeadRule(LayerwiseAblation):
 
     Raises:
         UnknownNameError: The catalogue has no such score.
-        InterventionError: The threshold is NaN or no number, or the score needs token ids.
+        InterventionError: The threshold is NaN or no number, or the score depends on token ids.
     """
 
     score: str
@@ -182,9 +176,9 @@ class HeadRule(LayerwiseAblation):
     def __post_init__(self) -> None:
         find_score(self.score)
         for name in sorted(statistics_for([self.score])):
-            if needs_sink_tokens({name}):
+            if masks_read({name}):
                 raise InterventionError(
-                    f"rules measure no score on {name}, which leaves out sink tokens, because rules see no token ids: "
+                    f"rules measure no score on {name}, which depends on token ids, because rules see none: "
                     f"{self.score}. Use another score, or a mask of the heads that a scan ranks by it"
                 )
         if isinstance(self.threshold, bool) or not isinstance(self.threshold, Real) or isnan(self.threshold):

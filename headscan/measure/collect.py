@@ -31,13 +31,7 @@ from headscan.models.forward_inputs import batch_kwargs, on_cpu, real_tokens, ru
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import PADDING, pad
 from headscan.statistics.norm_statistics import ProjectionFactors
-from headscan.statistics.registry import (
-    OUTPUT_STATISTICS,
-    needs_projection,
-    needs_sink_tokens,
-    output_statistics,
-    undefined,
-)
+from headscan.statistics.registry import OUTPUT_STATISTICS, key_masks, needs_projection, output_statistics, undefined
 from headscan.statistics.weight_statistics import AttentionRequest
 
 
@@ -281,14 +275,13 @@ class _Collector:
     ) -> None:
         self.lm, self.batch, self.wanted, self.keep_nonfinite = lm, batch, wanted, keep_nonfinite
         self.lengths = batch.lengths.cpu(), batch.key_lengths.cpu()
-        ignored = lm.sink_tokens(batch.key_ids) if needs_sink_tokens(wanted) else None
         request = AttentionRequest(
             wanted - OUTPUT_STATISTICS.keys(),
             batch.lengths,
             batch.key_lengths,
             widths,
             path,
-            ignored,
+            key_masks(lm, batch.key_ids, wanted),
             shortest=int(self.lengths[0].min()),
         )
         self._requests = {request.lengths.device: request}

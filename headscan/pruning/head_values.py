@@ -24,8 +24,6 @@ from headscan.pruning.edited_model import Divergence, Edits, LayerEdits, edited
 
 #: Calibration tokens of effects: each head runs the layers from its own on.
 _EFFECT_TOKENS = 8192
-#: Entropy divided by the log of the number of keys.
-RELATIVE_ENTROPY = "relative_entropy"
 
 
 def head_values(
@@ -72,8 +70,9 @@ def criterion_inputs(
         for kind, gradients in head_gradients(lm, loss).items():
             yield kind, "importance", gradients.tokens
             yield kind, "sequence_importance", gradients.gates.abs()
-        for kind in lm.grid.kinds if "importance_entropy" in names else ():
-            yield kind, RELATIVE_ENTROPY, entropies(lm.at(kind), loss) / _keys(loss, kind).log()[:, None, None]
+        means = {term.mean for name in names if name in IMPORTANCES for term in IMPORTANCES[name].terms}
+        for kind in lm.grid.kinds if "relative_entropy" in means else ():
+            yield kind, "relative_entropy", entropies(lm.at(kind), loss) / _keys(loss, kind).log()[:, None, None]
 
 
 def _keys(loss: Loss, kind: str) -> Tensor:
@@ -84,7 +83,7 @@ def _keys(loss: Loss, kind: str) -> Tensor:
 
 def criterion_values(name: str, means: Mapping[str, Tensor]) -> Tensor:
     """Return the values (L, H) of a criterion, the smallest of which are removed first, from means over texts by name.
-    Those of the importances are ``importance``, ``sequence_importance``, `RELATIVE_ENTROPY` and `PROMPT_IMPORTANCE`.
+    Those of the importances are the values of `TermMean`.
     """
     if name in SCORES:
         return means[name] if SCORES[name].inactive == "low" else -means[name]

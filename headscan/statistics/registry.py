@@ -8,7 +8,7 @@ Shapes: B sequences, N tokens, S keys, H query heads, K KV heads, D width of a h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +37,7 @@ from headscan.statistics.weight_statistics import (
 
 if TYPE_CHECKING:
     from headscan.attention.fused import FusedPass
+    from headscan.models.loaded_model import LoadedModel
 
 
 #: Measured from attention weights, at the attention hook.
@@ -47,6 +48,10 @@ WEIGHT_STATISTICS: dict[str, WeightStatistic] = {
 VALUE_STATISTICS: dict[str, ValueStatistic] = {s.name: s for s in VALUE_NORMS}
 #: Measured from the heads' outputs, at the output hook.
 OUTPUT_STATISTICS: dict[str, OutputStatistic] = {s.name: s for s in OUTPUT_NORMS}
+
+#: Make a mask of keys, bool (B, S), from a model, its tokenizer and the ids of the keys (B, S). ``sinks`` are the keys
+#: that ``confidence`` leaves out.
+KEY_MASKS: dict[str, Callable[[LoadedModel, Tensor], Tensor]] = {"sinks": lambda lm, ids: lm.sink_tokens(ids)}
 
 QUERY_NUMBERS: dict[str, QueryNumber] = {
     number.name: number for s in WEIGHT_STATISTICS.values() for number in s.query_numbers
@@ -125,9 +130,15 @@ def needs_projection(names: Set[str]) -> bool:
     return any(OUTPUT_STATISTICS[name].needs_projection for name in names & OUTPUT_STATISTICS.keys())
 
 
-def needs_sink_tokens(names: Set[str]) -> bool:
-    """Return True if one of the statistics ignores sink tokens."""
-    return any(WEIGHT_STATISTICS[name].ignores_sinks for name in names & WEIGHT_STATISTICS.keys())
+def masks_read(names: Set[str]) -> list[str]:
+    """Return the names of the key masks that the named statistics read."""
+    read = {WEIGHT_STATISTICS[name].reads_keys for name in names & WEIGHT_STATISTICS.keys()}
+    return sorted(mask for mask in read if mask is not None)
+
+
+def key_masks(lm: LoadedModel, ids: Tensor, names: Set[str]) -> dict[str, Tensor]:
+    """Return the masks of the keys ``ids`` (B, S) that the named statistics read: bool (B, S) by name."""
+    return {mask: KEY_MASKS[mask](lm, ids) for mask in masks_read(names)}
 
 
 def undefined(names: Set[str], lengths: Tensor, key_lengths: Tensor, *, cross: bool) -> dict[str, Tensor]:

@@ -10,7 +10,8 @@ Shapes: B sequences, N queries, S keys, R queries and C keys of a block, H query
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -53,7 +54,7 @@ class AttentionRequest:
         key_lengths: Real keys (B,); equal to ``lengths`` except in cross attention.
         widths: Widths of sink and recent mass.
         path: ``fused``, ``blockwise``, or ``auto``, which takes fused kernels if they support the call.
-        ignored_keys: bool (B, S), keys that ``confidence`` leaves out; None leaves out none.
+        key_masks: The masks of `registry.KEY_MASKS` that the statistics read, bool (B, S) by name.
         past: Number of keys before the first query's own, from a KV cache. With a past only the statistics in
             `registry.CONTINUABLE` can be measured, over the queries of the call.
         shortest: The smallest of ``lengths``, which spares a mask on a GPU. None reads it from ``lengths`` if they are
@@ -65,7 +66,7 @@ class AttentionRequest:
     key_lengths: Tensor
     widths: MassWidths
     path: str = "auto"
-    ignored_keys: Tensor | None = None
+    key_masks: Mapping[str, Tensor] = field(default_factory=dict)
     past: int = 0
     shortest: int | None = None
 
@@ -91,12 +92,11 @@ class AttentionRequest:
     def on(self, device: torch.device) -> AttentionRequest:
         if self.lengths.device == device:
             return self
-        ignored = None if self.ignored_keys is None else self.ignored_keys.to(device)
         return replace(
             self,
             lengths=self.lengths.to(device),
             key_lengths=self.key_lengths.to(device),
-            ignored_keys=ignored,
+            key_masks={name: mask_BS.to(device) for name, mask_BS in self.key_masks.items()},
             shortest=self.unpadded_queries,
         )
 
@@ -134,6 +134,11 @@ class WeightBlock:
             return self.weights_BHRC
         real = (self.query_R1[:, 0] < self.request.lengths[:, None])[:, None, :, None]
         return torch.where(real, self.weights_BHRC, 0.0)
+
+    def key_mask(self, name: str) -> Tensor:
+        """Return a mask of the request at the keys of the block: bool (B, 1, 1, C)."""
+        last = self.first_key + self.weights_BHRC.shape[-1]
+        return self.request.key_masks[name][:, None, None, self.first_key : last]
 
     def weight_below(self, key: int) -> Tensor:
         """Return the weight of every query on the first keys, up to ``key``: (B, H, R)."""
@@ -209,7 +214,8 @@ class WeightStatistic(ABC):
     Attributes:
         positional: The statistic compares positions of queries and keys, so it is undefined in cross attention.
         undefined_for_one: A sequence of one token gives NaN.
-        ignores_sinks: The statistic reads `AttentionRequest.ignored_keys`.
+        reads_keys: The mask of `registry.KEY_MASKS` that the statistic reads, which follows from token ids; None: it
+            reads none.
         joins: How the numbers of a prefix and of an ending, measured with the prefix in a KV cache, join; None: the
             whole sequence must be measured.
     """
@@ -218,7 +224,7 @@ class WeightStatistic(ABC):
     joins: ClassVar[Joins | None] = None
     positional: ClassVar[bool] = False
     undefined_for_one: ClassVar[bool] = False
-    ignores_sinks: ClassVar[bool] = False
+    reads_keys: ClassVar[str | None] = None
     query_sums: ClassVar[tuple[QuerySum, ...]] = ()
 
     @property
@@ -365,14 +371,10 @@ class LearnedSinkMass(QueryMean):
 class Confidence(MeanOverQueries):
     name = "confidence"
     fused = False
-    ignores_sinks = True
+    reads_keys = "sinks"
 
     def of_block(self, block: WeightBlock) -> Tensor:
-        weights = block.weights_BHRC
-        if block.request.ignored_keys is not None:
-            keys = slice(block.first_key, block.first_key + weights.shape[-1])
-            weights = weights * ~block.request.ignored_keys[:, None, None, keys]
-        return weights.amax(-1)
+        return (block.weights_BHRC * ~block.key_mask("sinks")).amax(-1)
 
 
 SHARE_STATISTICS: tuple[WeightStatistic, ...] = (

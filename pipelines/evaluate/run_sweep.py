@@ -38,9 +38,14 @@ from headscan.pipelines.runs.model_identity import ModelFacts, fingerprint
 from headscan.pipelines.runs.progress import at_work
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm, random_masks, random_rules, scored_masks, scored_rules
-from headscan.pipelines.scoring.recall_tasks import IN_ALL
 from headscan.pipelines.scoring.replacements import ZERO_REPLACEMENT, ArmReplacement, collect_replacement
-from headscan.pipelines.settings.evaluation_settings import QUESTIONS_PER_TEXT, EvaluateConfig, SweepConfig, TaskConfig
+from headscan.pipelines.settings.evaluation_settings import (
+    IN_ALL,
+    QUESTIONS_PER_TEXT,
+    EvaluateConfig,
+    SweepConfig,
+    TaskConfig,
+)
 
 
 def size_recall(config: EvaluateConfig, run: Run, *, judging_share: float, comparisons: int = 1) -> EvaluateConfig:
@@ -56,18 +61,18 @@ def size_recall(config: EvaluateConfig, run: Run, *, judging_share: float, compa
         return config
     fixed = recall.questions is not None or recall.in_all is not None
     sizes = {}
-    for kind in RECALL_FAMILIES:
-        right, asked = whole_model[kind]
-        sizes[kind], line = _size(kind, right, asked, judging_share, comparisons, fixed=fixed)
+    for family in RECALL_FAMILIES:
+        right, asked = whole_model[family]
+        sizes[family], line = _size(family, right, asked, judging_share, comparisons, fixed=fixed)
         run.say(line)
     if fixed or max(sizes.values()) <= IN_ALL:
         return config
-    return replace(config, recall=replace(recall, in_all=tuple(sizes[kind] for kind in RECALL_FAMILIES)))
+    return replace(config, recall=replace(recall, in_all=sizes))
 
 
 def whole_model_recall(config: EvaluateConfig, run: Run) -> dict[str, tuple[float, int]]:
-    """Ask the whole model the recall questions; return accuracy in percent and number of questions by kind. The result
-    is empty if the questions fit neither the context nor the tokenizer.
+    """Ask the whole model the recall questions; return accuracy in percent and number of questions by family. The
+    result is empty if the questions fit neither the context nor the tokenizer.
     """
     tasks = TaskConfig(bos=config.tasks.bos)
     questions = Questions(tasks, config.recall, run.identity, recall_only=True)
@@ -81,33 +86,33 @@ def whole_model_recall(config: EvaluateConfig, run: Run) -> dict[str, tuple[floa
         purpose=Purpose(kind="recall", judges_arms=False),
     )
     rows = run.store.query(
-        "SELECT split_part(task, '@', 1) AS kind, 100 * avg(correct) AS right_share, count(*) AS asked"
+        "SELECT split_part(task, '@', 1) AS family, 100 * avg(correct) AS right_share, count(*) AS asked"
         " FROM answers JOIN arms USING (arm_id) WHERE run_id = ? GROUP BY 1",
         [run_id],
     ).to_pylist()
-    return {row["kind"]: (row["right_share"], row["asked"]) for row in rows}
+    return {row["family"]: (row["right_share"], row["asked"]) for row in rows}
 
 
 def _size(
-    kind: str, right: float, asked: int, judging_share: float, comparisons: int, *, fixed: bool
+    name: str, right: float, asked: int, judging_share: float, comparisons: int, *, fixed: bool
 ) -> tuple[int, str]:
-    """Return the number of questions of a kind, and a line about it."""
-    family = RECALL_FAMILIES[kind]
+    """Return the number of questions of a family, and a line about it."""
+    family = RECALL_FAMILIES[name]
     does = f"the whole model {family.does.format(right)}"
-    if not solves(kind, right, asked):
-        return IN_ALL, f"{does}: too few to judge {kind} recall, so no arm is judged by it"
-    numbers = (recall_needed(kind, right, comparisons), least_questions(right, family.chance, comparisons))
+    if not solves(name, right, asked):
+        return IN_ALL, f"{does}: too few to judge {name} recall, so no arm is judged by it"
+    numbers = (recall_needed(name, right, comparisons), least_questions(right, family.chance, comparisons))
     needed, least = (QUESTIONS_PER_TEXT * ceil(number / judging_share / QUESTIONS_PER_TEXT) for number in numbers)
     if not fixed:
         if needed <= IN_ALL:
-            return IN_ALL, f"{does}: {IN_ALL} {kind} questions can show that an arm keeps that"
-        return needed, f"{does}: {needed:,} {kind} questions instead of {IN_ALL}, to show that an arm keeps that"
+            return IN_ALL, f"{does}: {IN_ALL} {name} questions can show that an arm keeps that"
+        return needed, f"{does}: {needed:,} {name} questions instead of {IN_ALL}, to show that an arm keeps that"
     if asked < least:
         return asked, (
-            f"{does}: {asked:,} {kind} questions cannot show that an arm keeps that, not even with identical answers"
+            f"{does}: {asked:,} {name} questions cannot show that an arm keeps that, not even with identical answers"
             f" (limit about {least:,}). Ask about {needed:,} over all lengths, or leave their number to the sweep"
         )
-    return asked, f"{does}: {asked:,} {kind} questions can show that an arm keeps that"
+    return asked, f"{does}: {asked:,} {name} questions can show that an arm keeps that"
 
 
 #: Prompts per shard, the unit of storing and resuming.

@@ -39,17 +39,14 @@ from headscan.pipelines.settings.evaluation_settings import RecallError, RecallP
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: Default number of questions of each kind, over all lengths.
-IN_ALL = 400
-
 
 def questions_per_length(recall: RecallPlan, lengths: int) -> dict[str, int]:
-    """Return the number of questions per length, by kind, for ``lengths`` lengths."""
-    numbers = dict(zip(RECALL_FAMILIES, recall.in_all or [IN_ALL] * len(RECALL_FAMILIES), strict=True))
+    """Return the number of questions per length, by family, for ``lengths`` lengths."""
     if recall.questions is not None:
-        return dict.fromkeys(numbers, recall.questions)
+        return dict.fromkeys(RECALL_FAMILIES, recall.questions)
     return {
-        kind: QUESTIONS_PER_TEXT * ceil(number / (QUESTIONS_PER_TEXT * lengths)) for kind, number in numbers.items()
+        family: QUESTIONS_PER_TEXT * ceil(number / (QUESTIONS_PER_TEXT * lengths))
+        for family, number in recall.by_family().items()
     }
 
 
@@ -300,7 +297,7 @@ class _NeedleWords:
 
 
 def needle_questions(
-    tokenizer: PreTrainedTokenizerBase, beginning: tuple[int, ...], length: int, questions: int, seed: int
+    task: str, tokenizer: PreTrainedTokenizerBase, beginning: tuple[int, ...], length: int, questions: int, seed: int
 ) -> Iterator[RecallQuestion]:
     """Yield the questions of one length. Four share a haystack and ask for one needle each.
 
@@ -308,13 +305,14 @@ def needle_questions(
     is also its quarter of the haystack.
 
     Args:
+        task: Family and length, such as ``needle@512``.
         beginning: Tokens before the haystack (BOS).
         length: Tokens that the model reads, including the beginning.
         questions: A multiple of 4.
     """
     words = _NeedleWords(tokenizer)
     words.check_room(length, beginning)
-    scored, task = words.scored, f"needle@{length}"
+    scored = words.scored
     for text in range(questions // QUESTIONS_PER_TEXT):
         rng = Random(f"{seed} {task} {text}")
         cues, choices = words.draw(QUESTIONS_PER_TEXT, rng)
@@ -378,7 +376,7 @@ _SPAN = _CUE + _COPIED
 
 
 def copying_questions(
-    tokenizer: PreTrainedTokenizerBase, beginning: tuple[int, ...], length: int, questions: int, seed: int
+    task: str, tokenizer: PreTrainedTokenizerBase, beginning: tuple[int, ...], length: int, questions: int, seed: int
 ) -> Iterator[RecallQuestion]:
     """Yield the questions of one length; four share a passage, and each copies from another quarter of it. The
     arguments are those of `needle_questions`.
@@ -395,7 +393,6 @@ def copying_questions(
         raise RecallError(
             f"printable tokens of the tokenizer: {len(common)} (at least {_SPAN} for copying). Disable recall"
         )
-    task = f"copying@{length}"
     for text in range(questions // QUESTIONS_PER_TEXT):
         rng = Random(f"{seed} {task} {text}")
         passage = _passage(common, size, rng)
@@ -456,12 +453,12 @@ def _is_text(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
     return text != "" and text.isprintable() and "\N{REPLACEMENT CHARACTER}" not in text
 
 
-#: Makes the questions of a family for one length, from the tokenizer, the tokens before a text, the length, the number
-#: of questions and a seed; see `needle_questions`.
-Generator = Callable[["PreTrainedTokenizerBase", Ids, int, int, int], Iterator[RecallQuestion]]
+#: Makes the questions of a task, from its name, the tokenizer, the tokens before a text, the length, the number of
+#: questions and a seed; see `needle_questions`.
+Generator = Callable[[str, "PreTrainedTokenizerBase", Ids, int, int, int], Iterator[RecallQuestion]]
 #: The generators of the families in `RECALL_FAMILIES`.
 GENERATORS: dict[str, Generator] = {"needle": needle_questions, "copying": copying_questions}
-#: The same of the series: the number is that of prompts.
+#: Makes the series of a family from the same, without a name; the number is that of prompts.
 SeriesGenerator = Callable[["PreTrainedTokenizerBase", Ids, int, int, int], Iterator[RecallSeries]]
 SERIES: dict[str, SeriesGenerator] = {"needle": needle_series, "copying": copying_series}
 
@@ -474,7 +471,7 @@ def recall_series(
     """
     beginning = _beginning(tokenizer, "auto")
     return {
-        family: tuple(SERIES.get(family, _alone(GENERATORS[family]))(tokenizer, beginning, length, count, seed))
+        family: tuple(SERIES.get(family, _alone(family))(tokenizer, beginning, length, count, seed))
         for family in RECALL_FAMILIES
     }
 
@@ -484,13 +481,15 @@ def recall_series(
 _SERIES_SEED = 2 * SEEDS
 
 
-def _alone(generator: Generator) -> SeriesGenerator:
+def _alone(family: str) -> SeriesGenerator:
     """Return a generator of series of one question, none of which an evaluation or another prompt asks."""
+    generator = GENERATORS[family]
 
     def series(
         tokenizer: PreTrainedTokenizerBase, beginning: Ids, length: int, count: int, seed: int
     ) -> Iterator[RecallSeries]:
-        for question in generator(tokenizer, beginning, length - 1, count, seed + _SERIES_SEED):
+        task = f"{family}@{length - 1}"
+        for question in generator(task, tokenizer, beginning, length - 1, count, seed + _SERIES_SEED):
             ids, scored = question.requests[question.answer or 0]
             yield RecallSeries(ids, tuple(range(len(ids) - scored, len(ids))))
 
@@ -507,12 +506,12 @@ def recall_questions(
     """
     beginning = _beginning(tokenizer, bos)
     lengths = recall.lengths_within(max_tokens)
-    count = questions_per_length(recall, len(lengths))
+    count, seed = questions_per_length(recall, len(lengths)), first_seed + recall.seed
     return [
         question
         for length in lengths
-        for kind in RECALL_FAMILIES
-        for question in GENERATORS[kind](tokenizer, beginning, length, count[kind], first_seed + recall.seed)
+        for family in RECALL_FAMILIES
+        for question in GENERATORS[family](f"{family}@{length}", tokenizer, beginning, length, count[family], seed)
     ]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,7 +22,7 @@ from headscan.catalog import (
     ReplacementKind,
 )
 from headscan.checkpoints.source_folder import check_folder
-from headscan.errors import HeadscanError, InterventionError
+from headscan.errors import HeadscanError, InterventionError, unknown_name
 from headscan.grid import check_pairs, parse_head
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, Count, Limits, Option, Seed, check_limits
@@ -40,6 +41,9 @@ TASK_TOKENS = 2048
 
 #: Default lengths of recall questions are the powers of two from the first to the second.
 _SHORTEST_RECALL, _LONGEST_RECALL = 256, 4096
+
+#: Default number of recall questions of each family, over all lengths.
+IN_ALL = 400
 
 #: Option of every verb that writes runs.
 RESUME_ANYWAY = Option(
@@ -61,17 +65,17 @@ class RecallError(HeadscanError):
 class RecallPlan:
     """Settings of the recall questions.
 
-    By default a model with 4,096 or more positions gets 80 questions of each kind for each of five lengths: 1.3 million
-    tokens per arm, or 0.33 million if common prefixes are read once. `docs/verdicts_simulated.md` shows how many
-    questions are enough; with fewer than 192 needles or 144 copying questions no arm can be shown to keep recall. A
-    sweep judges on three quarters of the questions, so it asks the whole model first, and then as many questions as its
-    recall needs (`run_sweep.size_recall`).
+    By default a model with 4,096 or more positions gets 80 questions of each family for each of five lengths: 1.3
+    million tokens per arm, or 0.33 million if common prefixes are read once. `docs/verdicts_simulated.md` shows how
+    many questions are enough; with fewer than 192 needles or 144 copying questions no arm can be shown to keep recall.
+    A sweep judges on three quarters of the questions, so it asks the whole model first, and then as many questions as
+    its recall needs (`run_sweep.size_recall`).
 
     Attributes:
         lengths: Tokens that the model reads in a question; None uses those of `lengths_within`.
-        questions: Number for each length and kind, a multiple of 4; None makes ``in_all`` over all lengths.
-        in_all: Numbers over all lengths, multiples of 4, one for each family of `RECALL_FAMILIES`; None makes `IN_ALL`
-            of each. It goes without ``questions``.
+        questions: Number for each length and family, a multiple of 4; None makes ``in_all`` over all lengths.
+        in_all: Numbers over all lengths by family, multiples of 4; a family that it lacks has `IN_ALL`. None makes
+            `IN_ALL` of each. It goes without ``questions``.
     """
 
     lengths: Annotated[
@@ -85,8 +89,8 @@ class RecallPlan:
     questions: Annotated[
         int | None,
         Option(
-            "number of recall questions per kind and length, a multiple of 4 (default: 400 per kind over all lengths; "
-            "more in a sweep if the model recalls little)",
+            f"number of recall questions per family and length, a multiple of 4 (default: {IN_ALL} per family over all "
+            "lengths; more in a sweep if the model recalls little)",
             flag="--recall-questions",
             metavar="N",
             least=QUESTIONS_PER_TEXT,
@@ -94,7 +98,7 @@ class RecallPlan:
         ),
     ] = None
     seed: Seed = 0
-    in_all: Annotated[tuple[int, ...] | None, Limits(least=QUESTIONS_PER_TEXT, multiple=QUESTIONS_PER_TEXT)] = None
+    in_all: Mapping[str, int] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         check_limits(self, RecallError)
@@ -105,8 +109,14 @@ class RecallPlan:
                 raise RecallError(f"recall lengths {', '.join(map(str, self.lengths))} repeat. Give each once")
         if self.in_all is not None and self.questions is not None:
             raise RecallError("`in_all` has no effect with `questions`: leave one of them out")
-        if self.in_all is not None and len(self.in_all) != len(RECALL_FAMILIES):
-            raise RecallError(f"in_all has {len(self.in_all)} numbers. Give one each for {RECALL_NAMES}")
+        if not isinstance(self.in_all, Mapping | None):
+            raise RecallError(f"`in_all={self.in_all!r}` names no families. Pass numbers by name, of {RECALL_NAMES}")
+        for family, number in (self.in_all or {}).items():
+            if family not in RECALL_FAMILIES:
+                raise unknown_name("family of recall questions", family, RECALL_FAMILIES)
+            if number < QUESTIONS_PER_TEXT or number % QUESTIONS_PER_TEXT:
+                limit = f"limit {QUESTIONS_PER_TEXT}, a multiple of {QUESTIONS_PER_TEXT}"
+                raise RecallError(f"`in_all` has {number} questions of the family {family} ({limit}). Change `in_all`")
 
     def lengths_within(self, max_tokens: int | None) -> tuple[int, ...]:
         """Return the lengths of the questions for a model. Their default is the powers of two from 256 to 4,096 up to
@@ -126,9 +136,17 @@ class RecallPlan:
             lengths.append(2 * lengths[-1])
         return tuple(dict.fromkeys(min(length, limit) for length in lengths))
 
+    def by_family(self) -> dict[str, int]:
+        """Return the number of questions over all lengths by family, if ``questions`` is None."""
+        return {family: (self.in_all or {}).get(family, IN_ALL) for family in RECALL_FAMILIES}
+
     def settings(self) -> dict[str, Any]:
-        """Return the settings that identify a run; earlier runs lack ``in_all``, so its default is left out."""
-        return {name: value for name, value in asdict(self).items() if name != "in_all" or value is not None}
+        """Return the settings that identify a run. Earlier runs lack ``in_all``, so its default is left out, and list
+        its numbers without the names of the families.
+        """
+        settings = asdict(replace(self, in_all=None))
+        del settings["in_all"]
+        return settings if self.in_all is None else {**settings, "in_all": (*self.by_family().values(),)}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,15 @@ import torch
 from headscan.catalog import PROFILES, SCORES, STATISTICS, panel_names
 from headscan.errors import UnknownNameError
 from headscan.statistics.norm_statistics import OUTPUT_NORMS, VALUE_NORMS, OutputStatistic, ValueStatistic
-from headscan.statistics.registry import EXPLICIT, OUTPUT_STATISTICS, QUERY_NUMBERS, VALUE_STATISTICS, WEIGHT_STATISTICS
+from headscan.statistics.registry import (
+    EXPLICIT,
+    KEY_MASKS,
+    OUTPUT_STATISTICS,
+    QUERY_NUMBERS,
+    VALUE_STATISTICS,
+    WEIGHT_STATISTICS,
+    masks_read,
+)
 from headscan.statistics.weight_statistics import (
     ENTROPIES,
     PROFILES_AND_RECEIVED,
@@ -49,9 +57,14 @@ def test_every_implementation_is_registered() -> None:
         ValueStatistic,
         OutputStatistic,
     )
-    written = {kind.name for base in bases for kind in base.__subclasses__() if kind not in bases}
+    kinds = {kind for base in bases for kind in base.__subclasses__() if kind.__module__.startswith("headscan.")}
+    written = {kind.name for kind in kinds.difference(bases)}
     registered = {*WEIGHT_STATISTICS, *VALUE_STATISTICS, *OUTPUT_STATISTICS, *QUERY_NUMBERS}
     assert written == registered
+
+
+def test_every_key_mask_that_a_statistic_reads_is_made() -> None:
+    assert set(masks_read(WEIGHT_STATISTICS.keys())) == set(KEY_MASKS)
 
 
 def test_the_fast_panel_is_computed_by_fused_calls() -> None:

@@ -28,7 +28,7 @@ from headscan.analysis.heads.head_ranking import (
 from headscan.analysis.store.records import RunRecord, ShardRecord, ShardToWrite
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.views import importance_sql
-from headscan.catalog import BEHAVIOURS, IMPORTANCES, PROMPT_IMPORTANCE, SCORES, Importance, Term, TermScale
+from headscan.catalog import BEHAVIOURS, IMPORTANCES, PROMPT_IMPORTANCE, SCORES, Importance, Term, TermMean, TermScale
 from headscan.errors import UnknownNameError
 from headscan.pruning.head_values import criterion_values
 from tests.analysis.conftest import HEADS, LAYERS, Scan, head_table, make_stats, scan_record, sequence_table, write_scan
@@ -282,7 +282,7 @@ def test_zero_and_constant_importances_rank_alike_in_sql_and_in_the_process(
         numbers[:, layers] = constant
     store, _ = write(tmp_path / "s.duckdb", values, prompts)
     rows = store.query(f"FROM ({importance_sql()}) ORDER BY layer, head").to_pydict()
-    measured = ("importance", "sequence_importance", "relative_entropy", PROMPT_IMPORTANCE)
+    measured = get_args(TermMean)
     means = {name: torch.tensor(rows[name], dtype=torch.float64).reshape(LAYERS, HEADS) for name in measured}
     for name in IMPORTANCES:
         found = criterion_values(name, means).ravel().numpy()

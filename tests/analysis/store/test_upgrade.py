@@ -23,7 +23,7 @@ from headscan.analysis.store.tables import SCHEMA_VERSION, TABLES
 from headscan.analysis.store.views import VIEWS
 from headscan.analysis.verdicts.verdict_rows import read_verdict_rows, record_verdicts
 from headscan.pipelines.cli.main import main
-from tests.analysis.conftest import Scan, answer_table, scan_record
+from tests.analysis.conftest import HEADS, LAYERS, Scan, answer_table, scan_record
 from tests.sources import ROOT
 
 DATA = ROOT / "tests/analysis/data"
@@ -162,6 +162,34 @@ def test_a_score_that_is_new_is_computed_for_finished_scans(scan: Scan) -> None:
         assert limits == pytest.approx(np.quantile(score, [0.95, 0.67]))
     assert run("unchanged", 1) == [[stored, stored], []]
     assert [path.name for path in scan.store.path.parent.iterdir()] == [scan.store.path.name]
+
+
+def test_a_statistic_that_is_new_has_its_column_without_a_version(scan: Scan) -> None:
+    """In a process whose catalogue has one more statistic and profile. This process is then the older headscan."""
+    code = """if True:
+        import sys
+        from headscan import catalog
+        catalog.STATISTICS["marks"] = catalog.Statistic("marks", "-", "share", "attention", "test")
+        catalog.PROFILES["marked"] = catalog.Profile("marked", "-", ("0", "1"), "test")
+        from headscan.analysis.store.store import Store
+        store = Store(sys.argv[1])
+        numbers = "count(*) AS rows, count(marks) + count(marked) AS values"
+        (row,) = store.query(f"SELECT {numbers} FROM head_statistics").to_pylist()
+        print(*row.values(), store.query("SELECT marks FROM head_summary").num_rows)
+    """
+    before = tables_of(scan.store.path)
+    words = [sys.executable, "-c", code, str(scan.store.path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(len(before["head_statistics"])), "0", str(LAYERS * HEADS)]
+    assert [path.name for path in scan.store.path.parent.iterdir()] == [scan.store.path.name], "no row changes"
+    assert version_of(scan.store.path) == str(SCHEMA_VERSION)
+    content = scan.store.path.read_bytes()
+    with pytest.raises(StoreChangedError, match=r"head_statistics\.marks is not part of .* newer headscan .* install"):
+        scan.store.runs()
+    assert scan.store.path.read_bytes() == content
+    names = columns_of(scan.store.path)
+    names["head_statistics"] = [name for name in names["head_statistics"] if not name.startswith("mark")]
+    assert tables_of(scan.store.path, names) == before
 
 
 def test_an_upgraded_store_is_opened_like_a_new_one(old: Path) -> None:

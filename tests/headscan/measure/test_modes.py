@@ -1,4 +1,4 @@
-"""Dropout, autocast, and a BOS with the id of EOS change no number."""
+"""Dropout, autocast, and a BOS with the id of EOS change no number; token ids decide which keys count."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from headscan.ablation.rules import RuleStatistics
 from headscan.architectures import VOCABULARY
 from headscan.attention.calls import AttentionCall
 from headscan.attention.hooks import attention_hook, output_hook
+from headscan.catalog import STATISTICS, Statistic
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite
+from headscan.statistics.registry import KEY_MASKS, QUERY_NUMBERS, WEIGHT_STATISTICS
+from headscan.statistics.weight_statistics import MeanOverQueries, WeightBlock
 from tests.small_models import make_loaded
 
 HALF = torch.bfloat16
@@ -41,6 +44,43 @@ def test_sink_tokens_are_no_keys_of_confidence(family: str) -> None:
     ignored = torch.arange(20)[None] == torch.tensor([[0], [9], [19]])
     found = headscan.collect(lm, ids, statistics=["confidence"])["confidence"][0]
     torch.testing.assert_close(found, eager_confidence(lm, ids, ignored.any(0)), rtol=1e-5, atol=1e-6)
+
+
+class PunctuationMass(MeanOverQueries):
+    """The example of CONTRIBUTING.md (arXiv 1906.04341, section 3.2)."""
+
+    name = "punctuation_mass"
+    fused = False
+    reads_keys = "punctuation"
+
+    def of_block(self, block: WeightBlock) -> Tensor:
+        return (block.weights_BHRC * block.key_mask("punctuation")).sum(-1)
+
+
+def punctuation(lm: headscan.LoadedModel, ids: Tensor) -> Tensor:
+    tokens = ids.unique()
+    texts = [text.strip() for text in lm.require_tokenizer().batch_decode(tokens[:, None])]
+    return torch.isin(ids, tokens[[text != "" and not any(map(str.isalnum, text)) for text in texts]])
+
+
+def test_a_statistic_reads_a_key_mask_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding included: the mask is made of a padded batch, on the device of the ids."""
+    name, statistic = PunctuationMass.name, PunctuationMass()
+    monkeypatch.setitem(STATISTICS, name, Statistic(name, "-", "share", "attention", "arXiv 1906.04341", "full"))
+    monkeypatch.setitem(WEIGHT_STATISTICS, name, statistic)
+    monkeypatch.setitem(QUERY_NUMBERS, name, statistic)
+    monkeypatch.setitem(KEY_MASKS, "punctuation", punctuation)
+    lm = headscan.load("demo", device="cpu", dtype="float32")
+    texts = ["def f(x):\n    return x + 1", "one, two; three ... and then all of the other numbers up to eleven."]
+    found = headscan.collect(lm, texts, statistics=[name, "confidence"], path="blockwise")[name]
+    model = copy.deepcopy(lm.model)
+    model.set_attn_implementation("eager")
+    for text, of_text in zip(texts, found, strict=True):
+        ids = lm.require_tokenizer()(text, return_tensors="pt")["input_ids"]
+        marks = punctuation(lm, ids)
+        assert 0 < marks.sum() < ids.numel()
+        weights = torch.stack(model(input_ids=ids, output_attentions=True).attentions)[:, 0]
+        torch.testing.assert_close(of_text, weights[..., marks[0]].sum(-1).mean(-1), rtol=1e-5, atol=1e-6)
 
 
 def test_a_model_in_train_mode_is_refused() -> None:

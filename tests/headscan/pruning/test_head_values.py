@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from torch.nn import functional as F
 
 import headscan
 from headscan.ablation.masks import HeadMask
-from headscan.catalog import IMPORTANCE_WEIGHT
+from headscan.catalog import IMPORTANCE_WEIGHT, IMPORTANCES, PROMPT_IMPORTANCE, TermMean
 from headscan.errors import PruningError
+from headscan.gradients.head_importance import default_loss
 from headscan.models.loaded_model import LoadedModel
-from headscan.pruning.head_values import head_values, ranked
+from headscan.pruning.head_values import criterion_inputs, head_values, ranked
 from tests.headscan.pruning.texts import random_texts
 from tests.small_models import make_loaded
 
@@ -68,6 +70,12 @@ def test_importances_follow_their_formulas(lm: LoadedModel) -> None:
     assert torch.allclose(found["sequence_importance"], by_sequence, rtol=1e-4)
     assert torch.allclose(found["importance_ln"], own / own.norm(dim=1, keepdim=True), rtol=1e-4)
     assert torch.allclose(found["importance_entropy"], combined, atol=1e-4)
+
+
+def test_every_mean_that_a_term_names_is_measured(lm: LoadedModel) -> None:
+    ids = one_by_one(lm, ())[0][0]
+    inputs = criterion_inputs(lm, {}, default_loss(lm, ids), list(IMPORTANCES))
+    assert {*(name for _, name, _ in inputs), PROMPT_IMPORTANCE} == set(get_args(TermMean))
 
 
 def test_importance_on_recall_prompts_is_the_larger_of_both_over_their_means(lm: LoadedModel) -> None:

@@ -303,7 +303,7 @@ def test_explicit_weights_are_taken_without_a_look_at_a_number() -> None:
         torch.ones(2, dtype=torch.long, device="meta"),
         torch.zeros(2, 6, dtype=torch.bool, device="meta"),
     )
-    request = AttentionRequest(EXPLICIT, lengths, lengths, WIDTHS, ignored_keys=ignored)
+    request = AttentionRequest(EXPLICIT, lengths, lengths, WIDTHS, key_masks={"sinks": ignored})
     tally = WeightTally(request, Geometry(6, 6, True, False))
     for first_query, first_key in ((0, 0), (3, 1)):
         weights = torch.empty(2, 3, 3, 3 + first_query - first_key, device="meta")
@@ -333,7 +333,7 @@ def test_numbers_of_a_block_equal_their_definitions(seed: int, device: torch.dev
     lengths = torch.tensor([draw(1, S), S])
     ignored = torch.rand(2, S, generator=generator) < 0.3
     normalised = seed % 5 == 0
-    request = AttentionRequest(frozenset(), lengths, lengths, widths, ignored_keys=ignored).on(device)
+    request = AttentionRequest(frozenset(), lengths, lengths, widths, key_masks={"sinks": ignored}).on(device)
     unpadded = first_query + R <= request.unpadded_queries
     assert unpadded == (first_query + R <= int(lengths.min()))
     block = WeightBlock(weights.to(device), first_query, first_key, request, normalised, unpadded)

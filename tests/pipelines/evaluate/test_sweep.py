@@ -291,7 +291,7 @@ def test_a_model_that_recalls_little_is_asked_more(tmp_path: Path) -> None:
     run = run_on(InProcessPool(spec, THREADS), Store(tmp_path / "s.duckdb"))
     sized = size_recall(config, run, judging_share=0.75, comparisons=2)
     assert sized.recall is not None and sized.recall.in_all is not None
-    needles, copies = sized.recall.in_all
+    needles, copies = sized.recall.in_all.values()
     assert 400 < needles < 1000 and 400 < copies < 1000
     assert dataclasses.replace(sized, recall=config.recall) == config
 

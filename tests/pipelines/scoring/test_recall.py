@@ -23,7 +23,7 @@ from headscan.analysis.verdicts.paired import Interval, PairedDifference
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict, least_questions, solves
 from headscan.catalog import RECALL_FAMILIES, RecallFamily, recall_family
 from headscan.checkpoints.sources import load_tokenizer
-from headscan.errors import NotFiniteError
+from headscan.errors import NotFiniteError, UnknownNameError
 from headscan.pipelines.corpora import CorpusError
 from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.runs.model_identity import ModelIdentity
@@ -133,13 +133,13 @@ def test_every_request_is_read_in_exactly_the_length_of_its_task(tokenizer: PreT
 
 
 @pytest.mark.parametrize(("limit", "each"), [(4096, 80), (512, 200), (256, 400), (1000, 136)])
-def test_a_kind_has_400_questions_over_all_lengths(limit: int, each: int) -> None:
+def test_a_family_has_400_questions_over_all_lengths(limit: int, each: int) -> None:
     """Over three lengths that would be 134 each, which four do not divide."""
     plan = RecallPlan()
     lengths = plan.lengths_within(limit)
     assert questions_per_length(plan, len(lengths)) == {"needle": each, "copying": each}
     assert questions_per_length(replace(plan, questions=12), len(lengths)) == {"needle": 12, "copying": 12}
-    of_each = questions_per_length(replace(plan, in_all=(400, 700)), 5)
+    of_each = questions_per_length(replace(plan, in_all={"copying": 700}), 5)
     assert of_each == {"needle": 80, "copying": 140}
     if limit == 256:
         questions = recall_questions(make_tokenizer(300), plan, limit, bos="auto")
@@ -262,7 +262,9 @@ def test_questions_are_the_same_for_a_seed_and_do_not_hang_on_other_lengths() ->
     assert alone == [q for q in questions if q.task.endswith("@512")]
     fewer = recall_questions(tokenizer, replace(SMALL, questions=4), 512, bos="auto")
     assert fewer == [q for q in questions if q.question < 4]
-    sized = recall_questions(tokenizer, replace(SMALL, questions=None, in_all=(8, 16)), 512, bos="auto")
+    sized = recall_questions(
+        tokenizer, replace(SMALL, questions=None, in_all={"needle": 8, "copying": 16}), 512, bos="auto"
+    )
     assert len(family(sized, "needle")) == 8 and len(family(sized, "copying")) == 16
     assert [q for q in sized if q.question < 4] == fewer
     other = recall_questions(tokenizer, replace(SMALL, seed=1), 512, bos="auto")
@@ -339,10 +341,10 @@ def test_every_family_has_a_generator() -> None:
 def test_a_third_family_costs_an_entry_and_a_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Questions, prompts, numbers, limits of verdicts and the tables of a study follow from the entry."""
 
-    def parrots(tokenizer: object, beginning: tuple[int, ...], length: int, count: int, seed: int) -> Iterator[Any]:
+    def parrots(task: str, _: object, beginning: tuple[int, ...], length: int, count: int, seed: int) -> Iterator[Any]:
         for number in range(count):
             request = Request((*beginning, seed, *range(length - len(beginning))), 2)
-            yield RecallQuestion(f"parrot@{length}", number, (request,), None, "2")
+            yield RecallQuestion(task, number, (request,), None, "2")
 
     entry = RecallFamily("parrot", "parrots", "parrots {:.0f} % of the words", choices=None, least=50.0)
     monkeypatch.setitem(RECALL_FAMILIES, entry.name, entry)
@@ -350,7 +352,11 @@ def test_a_third_family_costs_an_entry_and_a_generator(monkeypatch: pytest.Monke
     tokenizer = make_tokenizer(300)
     questions = recall_questions(tokenizer, RecallPlan(lengths=(256,), questions=4), 512, bos="auto")
     assert [q.task for q in questions[8:]] == ["parrot@256"] * 4
-    assert questions_per_length(RecallPlan(in_all=(4, 8, 16)), 1) == {"needle": 4, "copying": 8, "parrot": 16}
+    assert questions_per_length(RecallPlan(in_all={"needle": 4, "parrot": 16}), 1) == {
+        "needle": 4,
+        "copying": 400,
+        "parrot": 16,
+    }
     assert not solves("parrot", 49.0, 400) and solves("parrot", 50.0, 4)
     identity = cast(ModelIdentity, SimpleNamespace(tokenizer=tokenizer, max_tokens=512))
     assert [prompts.name for prompts in recall_prompts(identity, 257, 4, 0)][2:] == ["parrot@256"]
@@ -376,16 +382,27 @@ def test_a_third_family_costs_an_entry_and_a_generator(monkeypatch: pytest.Monke
         ({"lengths": (64, 64)}, "recall lengths 64, 64 repeat. Give each once"),
         ({"questions": 10}, r"`questions=10` \(limit a multiple of 4\)"),
         ({"questions": 0}, r"`questions=0` \(limit 4, a multiple of 4\)"),
-        ({"in_all": (0, 4)}, r"`in_all=0` \(limit 4, a multiple of 4\)"),
-        ({"in_all": (4, 10)}, r"`in_all=10` \(limit a multiple of 4\)"),
-        ({"in_all": (4, 8), "questions": 8}, "`in_all` has no effect with `questions`"),
-        ({"in_all": (4,)}, "in_all has 1 numbers. Give one each for needle, copying"),
+        ({"in_all": {"needle": 0}}, r"`in_all` has 0 questions of the family needle \(limit 4, a multiple of 4\)"),
+        ({"in_all": {"copying": 10}}, r"`in_all` has 10 questions of the family copying"),
+        ({"in_all": {"needle": 4}, "questions": 8}, "`in_all` has no effect with `questions`"),
+        ({"in_all": (4, 8)}, r"`in_all=\(4, 8\)` names no families. Pass numbers by name, of needle, copying"),
         ({"seed": -1}, r"`seed=-1` \(limit 0\)"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(wrong: dict[str, object], says: str) -> None:
     with pytest.raises(RecallError, match=says):
         RecallPlan(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_family_that_is_unknown_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match="unknown family of recall questions 'needel'; did you mean needle"):
+        RecallPlan(in_all={"needel": 4})
+
+
+def test_numbers_by_family_identify_a_run_as_their_list_did() -> None:
+    """Runs that are unfinished have the list in their fingerprint."""
+    assert RecallPlan((256,)).settings() == {"lengths": (256,), "questions": None, "seed": 0}
+    assert RecallPlan(in_all={"copying": 700, "needle": 464}).settings()["in_all"] == (464, 700)
 
 
 def test_lengths_that_do_not_fit_name_the_one_that_does() -> None:

@@ -19,7 +19,7 @@ from headscan.layers.shared_rows import SharedRow, SharedRowHooks
 from headscan.pipelines.scoring.likelihood import LikelihoodItem, prefix_tree
 from headscan.pipelines.scoring.shared_row_likelihood import RowPacker, SharedRowItem, can_read_shared_rows
 from headscan.pipelines.scoring.token_requests import Likelihood, Responses, score_item
-from headscan.statistics.registry import needs_sink_tokens
+from headscan.statistics.registry import masks_read
 from tests.pipelines.scoring.test_bundles import BATCH_TOKENS, REQUESTS, close
 from tests.pipelines.scoring.test_prefix_tree import random_sequences
 from tests.small_models import make_loaded
@@ -197,7 +197,7 @@ def test_rules_on_any_statistic_are_refused_or_measure_what_scans_do(
     try:
         rule = headscan.HeadRule(added, threshold, widths=WIDTHS)
     except InterventionError as refusal:
-        assert statistic in str(refusal) and needs_sink_tokens(needed)
+        assert statistic in str(refusal) and masks_read(needed)
         return
     with torch.no_grad(), headscan.intervene(lm, rule, lengths=lengths) as record:
         lm.model(input_ids=ids)
