@@ -17,6 +17,7 @@ from headscan.analysis.errors import AnalysisError, StoreMissingError
 from headscan.analysis.store.parquet_store import ParquetStore, store_at
 from headscan.analysis.store.records import RunKind
 from headscan.analysis.store.store import Store
+from headscan.analysis.text_tables import html_table
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -41,11 +42,8 @@ class StoreTables:
         return f"{self._title()}\n{self._newest_runs()}"
 
     def _repr_html_(self) -> str:
-        rows = self._newest_runs()
-        cells = [[escape(str(value)) for value in row] for row in [rows.columns, *rows.fetchall()]]
-        head, *body = ("".join(f"<td>{cell}</td>" for cell in row) for row in cells)
-        table = f"<thead><tr>{head}</tr></thead><tbody>{''.join(f'<tr>{row}</tr>' for row in body)}</tbody>"
-        return f"<p>{escape(self._title())}</p><table>{table}</table>"
+        rows = self._newest_runs().to_arrow_table().to_pylist()
+        return f"<p>{escape(self._title())}</p>{html_table(rows)}"
 
     def _title(self) -> str:
         kinds = self.query("SELECT kind, count(*) FROM runs GROUP BY kind ORDER BY kind").fetchall()
