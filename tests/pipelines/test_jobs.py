@@ -59,6 +59,7 @@ def test_scan_evaluate_and_plan_fill_the_tables(
     fifth = heads.select(["layer", "head", "entropy"]).to_pylist()[4]
     (cells,) = tables.head_map("entropy").data
     assert cells.z[fifth["layer"]][fifth["head"]] == pytest.approx(fifth["entropy"])
+    assert tables.verdict(verdict.run_id[:6]) == verdict and tables.verdict().by_name[arm.name].label == arm.label
     (points,) = tables.arm_chart().data
     assert list(points.x) == [arm.paired.difference]
     by_score = jobs.ChosenArms(score="output_norm_ln", share=0.2, rule=True, controls=1)
