@@ -149,6 +149,18 @@ def test_text_alone_judges_heads_that_are_replaced_by_their_mean(
     assert Store(tmp_path / "s.duckdb").query(asked).to_pylist() == [{"answers": 8, "arms": 2}]
 
 
+def test_texts_of_a_notebook_are_held_out_text(spec: ModelSpec, corpus_folder: Path) -> None:
+    given = [path.read_text("utf-8") for path in sorted(corpus_folder.glob("*.txt"))]
+    text = jobs.HeldOutText.of_texts(given, spec, max_tokens=32)
+    read = jobs.HeldOutText.of_corpus(CorpusSpec(str(corpus_folder)), spec, sequences=1000, max_tokens=32)
+    assert {chunk.ids for chunk in text.chunks} == {chunk.ids for chunk in read.chunks}
+    assert {chunk.document for chunk in text.chunks} <= {f"text {number}" for number in range(1, len(given) + 1)}
+    with pytest.raises(HeadscanError, match=r"^`texts` is one text: 'a text'. Pass a list of texts$"):
+        jobs.HeldOutText.of_texts("a text", spec)
+    with pytest.raises(HeadscanError, match="gave no sequence"):
+        jobs.HeldOutText.of_texts(["short"], spec)
+
+
 def test_every_measuring_job_fills_its_table(
     spec: ModelSpec, corpus_folder: Path, cpu: jobs.PlacementRequest, tmp_path: Path
 ) -> None:
