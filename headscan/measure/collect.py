@@ -38,7 +38,7 @@ from headscan.statistics.registry import (
     output_statistics,
     undefined,
 )
-from headscan.statistics.weight_statistics import AttentionRequest
+from headscan.statistics.weight_statistics import AttentionPath, AttentionRequest
 
 
 def find_score(name: str) -> Score:
@@ -136,7 +136,7 @@ def collect(
     *,
     statistics: Iterable[str] | None = None,
     widths: MassWidths | None = None,
-    path: str = "auto",
+    path: AttentionPath = "auto",
     keep_nonfinite: bool = False,
     decoder_input_ids: TokenIds | None = None,
     decoder_lengths: Tensor | Sequence[int] | None = None,
@@ -276,7 +276,7 @@ class _Collector:
         batch: _Batch,
         wanted: frozenset[str],
         widths: MassWidths,
-        path: str,
+        path: AttentionPath,
         keep_nonfinite: bool,
     ) -> None:
         self.lm, self.batch, self.wanted, self.keep_nonfinite = lm, batch, wanted, keep_nonfinite
