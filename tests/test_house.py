@@ -42,6 +42,13 @@ def test_importing_headscan_loads_no_torch() -> None:
     )
 
 
+def test_settings_of_a_scan_load_no_torch() -> None:
+    make = "jobs.ScanConfig(jobs.ModelSpec('demo'), jobs.CorpusSpec('texts/'), jobs.TokenPlan(512))"
+    assert (
+        python(f"import sys\nfrom headscan.pipelines import jobs\n{make}\nprint('torch' in sys.modules)") == "False\n"
+    )
+
+
 def test_help_imports_no_library() -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "headscan.pipelines.cli.main", "--help"],

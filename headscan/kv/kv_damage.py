@@ -83,7 +83,7 @@ def _why_not(grid: HeadGrid, caches: Sequence[LayerCache], layer: int) -> str | 
 
 def gate_gradients(
     lm: LoadedModel,
-    ids: TokenIds,
+    ids: Tensor,
     lengths: Sequence[int],
     window: Window,
     heads: Sequence[KvHead],

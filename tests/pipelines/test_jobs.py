@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import get_type_hints
 
 import duckdb
@@ -29,7 +30,7 @@ from headscan.pipelines.settings.evaluation_settings import Comparison, TaskConf
 from headscan.pipelines.settings.saving_settings import TextConfig
 from tests.pipelines.conftest import quiet
 from tests.pipelines.kv.kv_plans import model_of, plan_for
-from tests.sources import public_names
+from tests.sources import public_names, re_exports
 
 
 def test_scan_evaluate_and_plan_fill_the_tables(
@@ -271,8 +272,19 @@ def test_prune_takes_the_order_of_a_criterion_from_the_store(
 
 def test_the_results_of_all_jobs_are_exported() -> None:
     functions = [getattr(jobs, name) for name in public_names(jobs) if name.islower() and name != "mask_arm"]
-    names = vars(job_functions) | vars(jobs) | {"BudgetRequest": None}
+    names = vars(job_functions) | {name: getattr(jobs, name) for name in dir(jobs)} | {"BudgetRequest": None}
     assert {get_type_hints(each, names)["return"].__name__ for each in functions} <= public_names(jobs)
+
+
+def test_type_checkers_find_every_name_of_jobs_at_its_home() -> None:
+    found = re_exports(jobs)
+    assert [*found] == [name for names in jobs._NAMES.values() for name in names] and set(found) == {*jobs.__all__}
+    for name, path in found.items():
+        assert getattr(jobs, name) is resolve_name(path)
+
+
+def test_the_checked_options_of_jobs_are_the_declared_ones() -> None:
+    assert get_type_hints(jobs.JobOptions) == get_type_hints(job_functions._Options)
 
 
 def test_a_missing_store_is_named(tmp_path: Path) -> None:
