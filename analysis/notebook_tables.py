@@ -17,15 +17,19 @@ from headscan.analysis.errors import AnalysisError, StoreMissingError
 from headscan.analysis.store.parquet_store import ParquetStore, store_at
 from headscan.analysis.store.records import RunKind
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.verdict_limits import MAX_LOSS
+from headscan.analysis.text_tables import html_table
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
+
+    from headscan.analysis.verdicts.judge import Verdict
 
 
 class StoreTables:
     """The tables of one store.
 
-    Each method returns a `duckdb.DuckDBPyRelation`: ``.df()`` gives a pandas frame, ``.pl()`` a polars frame,
+    Methods that list rows return a `duckdb.DuckDBPyRelation`: ``.df()`` gives a pandas frame, ``.pl()`` a polars frame,
     ``.to_arrow_table()`` an Arrow table (``.arrow()`` its batches), and ``.filter()``, ``.order()``, ``.aggregate()``
     go on in SQL. pandas and polars are not installed with headscan.
 
@@ -41,18 +45,15 @@ class StoreTables:
         return f"{self._title()}\n{self._newest_runs()}"
 
     def _repr_html_(self) -> str:
-        rows = self._newest_runs()
-        cells = [[escape(str(value)) for value in row] for row in [rows.columns, *rows.fetchall()]]
-        head, *body = ("".join(f"<td>{cell}</td>" for cell in row) for row in cells)
-        table = f"<thead><tr>{head}</tr></thead><tbody>{''.join(f'<tr>{row}</tr>' for row in body)}</tbody>"
-        return f"<p>{escape(self._title())}</p><table>{table}</table>"
+        rows = self._newest_runs().to_arrow_table().to_pylist()
+        return f"<p>{escape(self._title())}</p>{html_table(rows)}"
 
     def _title(self) -> str:
         kinds = self.query("SELECT kind, count(*) FROM runs GROUP BY kind ORDER BY kind").fetchall()
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds) or "none"
         return (
-            f"Store {self._store.path}, runs: {counts}. Methods: runs, heads, scores, arms, verdicts, plans, head_map,"
-            " arm_chart, query"
+            f"Store {self._store.path}, runs: {counts}. Methods: runs, heads, scores, arms, verdicts, verdict, plans,"
+            " head_map, arm_chart, query"
         )
 
     def _newest_runs(self) -> duckdb.DuckDBPyRelation:
@@ -78,8 +79,20 @@ class StoreTables:
         return self._of_run("all_arm_summary", "evaluate", run, "arm, task")
 
     def verdicts(self, run: str | None = None) -> duckdb.DuckDBPyRelation:
-        """Return the paired comparison of each arm of an evaluation with its baseline, with 95 % intervals."""
+        """Return the paired comparison of each arm of an evaluation with its baseline, with 95 % intervals: one row per
+        arm and task. `verdict` judges arms by these comparisons and by the loss of text.
+        """
         return self._of_run("all_arm_comparison", "evaluate", run, "arm, task")
+
+    def verdict(self, run: str | None = None, *, max_loss: float = MAX_LOSS) -> Verdict:
+        """Judge the finished arms of an evaluation.
+
+        Args:
+            max_loss: Limit of the loss of text, in nats per token.
+        """
+        from headscan.analysis.verdicts.judge import judge  # slow to import, and tables do without it
+
+        return judge(self._store, self._store.resolve_run(run, "evaluate")["run_id"], max_loss=max_loss)
 
     def plans(self, run: str | None = None) -> duckdb.DuckDBPyRelation:
         """Return the KV-cache plans of an evaluation with their verdicts: one row per plan, mode and task.
@@ -109,9 +122,8 @@ class StoreTables:
     def arm_chart(self, run: str | None = None) -> go.Figure:
         """Return the difference of each arm of an evaluation to its baseline, with 95 % intervals, as a figure."""
         from headscan.analysis.report.arm_chart import arms_figure  # slow to import, and tables do without it
-        from headscan.analysis.verdicts.judge import judge
 
-        return arms_figure(judge(self._store, self._store.resolve_run(run, "evaluate")["run_id"]))
+        return arms_figure(self.verdict(run))
 
     def query(self, sql: str, parameters: Sequence[Any] | None = None) -> duckdb.DuckDBPyRelation:
         """Return the rows of any SELECT statement; ``?`` stands for the parameters in order.

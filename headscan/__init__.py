@@ -34,7 +34,8 @@ from headscan.catalog import SCORES as SCORES
 from headscan.catalog import STATISTICS as STATISTICS
 
 if TYPE_CHECKING:
-    # Not `open_store`: type checkers would follow it to the packages above this one, which need duckdb.
+    # Not `open_store`, `load_plan` and `make_plan`: type checkers would follow them to the packages above this one,
+    # which need duckdb.
     from headscan.ablation.ablation import HeadMeans as HeadMeans
     from headscan.ablation.ablation import InterventionRecord as InterventionRecord
     from headscan.ablation.ablation import intervene as intervene
@@ -102,6 +103,8 @@ _HOMES = {
     "intervene": "ablation.ablation",
     "kv_damage": "kv.kv_damage",
     "load": "loading",
+    "load_plan": "analysis.plans.head_plan",
+    "make_plan": "analysis.plans.allocate",
     "open_store": "analysis.notebook_tables",
     "probe": "measure.behaviour_probes",
     "save_pruned": "pruning.save_model",

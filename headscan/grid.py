@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -199,6 +199,33 @@ class HeadGrid:
             if not 0 <= head < count:
                 raise HeadIndexError(f"no head {head} in layer {layer} (limit {count - 1}). Choose another")
         return tuple(sorted(checked))
+
+    def rows(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return numbers by name as one row per sequence and query head, which ``pandas.DataFrame`` takes.
+
+        Args:
+            values: Tensors or arrays (B, L, H), such as those of `headscan.collect` and `headscan.score`; bins of
+                profiles become lists. Of values (L, H), such as those of `headscan.probe`, rows have no ``sequence``.
+
+        Raises:
+            HeadIndexError: Values have the shape of another model, or of different batches.
+        """
+        shapes = [tuple(value.shape) for value in values.values()]
+        whole = all(len(shape) == 2 for shape in shapes)
+        batches = {(1, *shape) if whole else shape[:3] for shape in shapes}
+        if len(batches) > 1 or any(batch[1:] != self.shape for batch in batches):
+            raise HeadIndexError(
+                f"values have shapes {', '.join(map(str, dict.fromkeys(shapes)))} (limit: one batch of heads"
+                f" {self.shape}). Pass values of one call on this model"
+            )
+        listed = {name: [value.tolist()] if whole else value.tolist() for name, value in values.items()}
+        return [
+            ({} if whole else {"sequence": sequence})
+            | {"layer": layer, "head": head}
+            | {name: value[sequence][layer][head] for name, value in listed.items()}
+            for sequence in range(sum(batch[0] for batch in batches))
+            for layer, head in self.heads()
+        ]
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """Return the sites as plain data, for a store or a file."""

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, TypedDict, TypeVar, Unpack
 from headscan.analysis.plans import PlanError
 from headscan.analysis.store.parquet_store import store_at
 from headscan.analysis.store.store import Store
+from headscan.analysis.text_tables import say
 from headscan.cluster.placement_base import PlacementError, PlacementRequest, Timeouts, ray_address
 from headscan.options import BATCH_TOKENS, LOCK_TIMEOUT, LONGEST_WAIT, Limits, check_limits
 from headscan.pipelines.runs.model_identity import ModelIdentity, identify
 from headscan.pipelines.runs.run_context import ModelContext, ModelOpener, Run, S
-from headscan.pipelines.runs.text_tables import say
 from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, ChosenArms
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headscan.analysis.text_tables import text_table
 from headscan.cluster.devices import imagined, this_machine
 from headscan.cluster.placement_base import PlacementRequest, format_bytes, parse_bytes
 from headscan.cluster.placements import place
@@ -21,7 +22,6 @@ from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main as headscan
 from headscan.pipelines.cli.place import placement_lines
-from headscan.pipelines.runs.text_tables import text_table
 from headscan.sizing.forward_flops import forward_flops
 from headscan.sizing.model_sizes import model_sizes
 

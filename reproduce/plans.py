@@ -35,6 +35,7 @@ from headscan.analysis.plans import (
     random_scores,
 )
 from headscan.analysis.store.store import Store
+from headscan.analysis.text_tables import text_table
 from headscan.catalog import MassWidths
 from headscan.cluster.placements import WholePlacement
 from headscan.cluster.pool import InProcessPool
@@ -48,7 +49,6 @@ from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.run_context import Run
-from headscan.pipelines.runs.text_tables import text_table
 from headscan.pipelines.scoring.prompt_losses import ALL_KEYS, PromptPool, Prompts, recall_prompts, text_prompts
 from headscan.pipelines.settings.measure_settings import ProbeConfig, ScanConfig
 from headscan.pipelines.settings.saving_settings import PlanConfig

@@ -40,6 +40,7 @@ from headscan.analysis.verdicts.controls import SelectedRank, Standing, controls
 from headscan.analysis.verdicts.judge import Verdict, arm_verdict, benchmark_differences
 from headscan.analysis.verdicts.metrics import read_metrics
 from headscan.analysis.verdicts.verdict_rows import compared_by_arm, complete_rows, for_comparisons, verdict_rows
+from headscan.analysis.verdicts.verdict_table import verdict_text
 from headscan.analysis.verdicts.verdict_words import ArmVerdict
 
 #: A sweep selects one arm of each kind, because rules and masks are used differently.
@@ -83,6 +84,9 @@ class SweepChoice:
     confirmed: bool
     comparisons: int = 1
 
+    def __str__(self) -> str:
+        return self.sentence()
+
     def sentence(self) -> str:
         """Return selection, judging questions and verdict as text."""
         return f"{self.origin()}: {self.verdict.sentence()}"
@@ -105,6 +109,16 @@ class SweepChoice:
                 " selection"
             )
         return f"{best}, {questions}"
+
+
+def choices_text(choices: Sequence[SweepChoice]) -> str:
+    """Return how each arm of a sweep was selected, the verdicts, and the removable arms."""
+    removable = [choice.verdict.name for choice in choices if choice.verdict.is_safe]
+    confirmed = all(choice.confirmed for choice in choices)
+    how = "confirmed on other questions" if confirmed else "not corrected for the selection"
+    origins = "\n".join(f"{choice.verdict.name}: {choice.origin()}" for choice in choices)
+    line = f"removable within one point, {how}: {', '.join(removable) or 'no arm'}"
+    return "\n\n".join(filter(None, [origins, verdict_text(choice.verdict for choice in choices), line]))
 
 
 def best_candidate(candidates: Iterable[Candidate]) -> Candidate | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any
 
 from headscan.analysis.errors import VerdictError
@@ -15,6 +16,7 @@ from headscan.analysis.verdicts.controls import Controls, PrunedControls, judge_
 from headscan.analysis.verdicts.metrics import Increase, TaskMetric, read_metrics
 from headscan.analysis.verdicts.paired import PairedDifference
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict, StoredRows, for_comparisons, task_verdicts
+from headscan.analysis.verdicts.verdict_table import verdict_html, verdict_text
 from headscan.analysis.verdicts.verdict_words import ArmVerdict
 
 
@@ -34,6 +36,15 @@ class Verdict:
     unfinished: int = 0
     unrecorded: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
     max_loss: float = MAX_LOSS
+
+    def __str__(self) -> str:
+        """Return the progress if arms are unfinished, and the verdicts as a table."""
+        table = verdict_text(self.by_name.values()) or "no arms but the baseline and controls"
+        return "\n\n".join(filter(None, [self.progress, table]))
+
+    def _repr_html_(self) -> str:
+        head = ": ".join(filter(None, [f"run {self.run_id}", self.progress]))
+        return f"<p>{escape(head)}</p>{verdict_html(self.by_name.values())}"
 
     @property
     def arms(self) -> tuple[ArmVerdict, ...]:

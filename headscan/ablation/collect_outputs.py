@@ -19,7 +19,7 @@ from headscan.ablation.ablation import HeadMeans, StoredOutputs
 from headscan.attention.hooks import output_hook
 from headscan.errors import InterventionError, SequenceError
 from headscan.grid import AttentionSite
-from headscan.measure.collect import check_ids
+from headscan.measure.collect import TokenIds, check_ids
 from headscan.models.forward_inputs import batch_kwargs, real_tokens, run
 from headscan.models.loaded_model import LoadedModel
 from headscan.options import BATCH_TOKENS, Seed, check_limits
@@ -76,7 +76,7 @@ class HeadSamples(StoredOutputs):
 
 def head_means(
     lm: LoadedModel,
-    input_ids: Tensor,
+    input_ids: TokenIds,
     lengths: Tensor | Sequence[int] | None = None,
     *,
     batch_tokens: int = BATCH_TOKENS,
@@ -86,8 +86,8 @@ def head_means(
     Args:
         lm: A model from `headscan.load`; `LoadedModel.at` chooses the site of an encoder-decoder, whose decoder reads
             the same texts.
-        input_ids: Token ids (B, N), padded on the right with any id.
-        lengths: Real tokens of each sequence (B,); None means all N.
+        input_ids: Token ids (B, N), padded on the right with any id; or B texts, or B lists of ids.
+        lengths: Real tokens of each sequence (B,); None means all N. Texts and lists have their own.
         batch_tokens: Tokens of one pass, padding included.
 
     Raises:
@@ -111,7 +111,7 @@ def head_means(
 
 def head_samples(
     lm: LoadedModel,
-    input_ids: Tensor,
+    input_ids: TokenIds,
     lengths: Tensor | Sequence[int] | None = None,
     *,
     layers: Iterable[int] | None = None,

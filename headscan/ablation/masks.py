@@ -24,6 +24,7 @@ from headscan.ablation.ablation import (
     intervene,
 )
 from headscan.attention.hooks import output_hook
+from headscan.catalog import head_count
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite, Head
 from headscan.models.loaded_model import LoadedModel
@@ -49,6 +50,32 @@ class HeadMask(LayerwiseAblation):
     def __init__(self, heads: Iterable[tuple[int, int]], replacement: Replacement = ZERO) -> None:
         object.__setattr__(self, "replacement", replacement)
         object.__setattr__(self, "heads", tuple(sorted({Head.of(pair) for pair in heads})))
+
+    @classmethod
+    def of_lowest(cls, values_LH: Tensor, share: float, replacement: Replacement = ZERO) -> HeadMask:
+        """Return a mask of the heads with the lowest values.
+
+        Args:
+            values_LH: A number for each head (L, H), such as the mean of a score over sequences; their negative masks
+                the highest. NaN marks heads that a layer lacks.
+            share: Share of the heads with a number, above 0 and at most 1; at least one head is masked.
+            replacement: What takes the place of the heads' outputs.
+
+        Raises:
+            InterventionError: ``values_LH`` does not have two axes, or no number, or ``share`` is out of range.
+        """
+        values = torch.as_tensor(values_LH).detach().cpu().double()
+        if values.ndim != 2 or values.isnan().all():
+            raise InterventionError(
+                f"`values_LH` of shape {tuple(values.shape)} is no table of numbers. Pass one number for each layer and"
+                " head, such as `score(...).mean(0)`"
+            )
+        if not 0 < share <= 1:
+            raise InterventionError(f"`share={share:g}` (limit above 0, at most 1). Change `share`")
+        count = head_count(share, int((~values.isnan()).sum()))
+        # NaN sorts last, and ties go by layer and head.
+        lowest = values.flatten().sort(stable=True).indices[:count]
+        return cls(((int(place) // values.shape[1], int(place) % values.shape[1]) for place in lowest), replacement)
 
     @property
     def fixed_heads(self) -> tuple[Head, ...]:

@@ -32,7 +32,14 @@ from headscan.statistics.registry import (
     value_statistics,
     weight_statistics,
 )
-from headscan.statistics.weight_statistics import AttentionRequest, Findings, Geometry, QuerySum, WeightBlock
+from headscan.statistics.weight_statistics import (
+    AttentionPath,
+    AttentionRequest,
+    Findings,
+    Geometry,
+    QuerySum,
+    WeightBlock,
+)
 
 #: Largest number of queries, and of weights, in one block.
 BLOCK, MAX_WEIGHTS = 128, 1 << 23
@@ -211,7 +218,7 @@ class ScoredCall(AttentionCall):
     def head_dim(self) -> int:
         return self.query_BHND.shape[-1]
 
-    def output(self, *, past: int = 0, path: str = "auto") -> Tensor:
+    def output(self, *, past: int = 0, path: AttentionPath = "auto") -> Tensor:
         """Return the outputs of queries after ``past`` cached keys, in fused kernels or not (`AttentionRequest`)."""
         ones = torch.ones(self.sequences, dtype=torch.long, device=self.device)
         return self.measure(AttentionRequest(frozenset(), ones, ones, MassWidths(), path, past=past))[0]

@@ -31,7 +31,7 @@ from headscan.kv.kept_keys import HeadGroup, Window, checked_window
 from headscan.kv.kv_windows import windowed
 from headscan.kv.window_keys import windowed_output
 from headscan.layers.blocks import find_blocks
-from headscan.measure.collect import check_ids
+from headscan.measure.collect import TokenIds, check_ids
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pass_tokens, run_halving, whole_batches
 from headscan.options import BATCH_TOKENS
@@ -180,7 +180,7 @@ _log = logging.getLogger("headscan")
 
 def kv_damage(
     lm: LoadedModel,
-    ids: Tensor,
+    ids: TokenIds,
     lengths: Tensor | Sequence[int] | None = None,
     sink: int = DEFAULT_SINK,
     recent: int = DEFAULT_RECENT,
@@ -189,14 +189,16 @@ def kv_damage(
     scored: Sequence[int] | None = None,
     batch_tokens: int = BATCH_TOKENS,
 ) -> Tensor:
-    """Return the mean of `kv_damages` over the sequences: float32 (L, K), in nats per scored token."""
+    """Return the mean of `kv_damages` over the sequences, given as token ids (B, N) or as B texts: float32 (L, K), in
+    nats per scored token.
+    """
     damages = kv_damages(lm, ids, lengths, sink, recent, gates=gates, scored=scored, batch_tokens=batch_tokens)
     return damages.nanmean(0)
 
 
 def kv_damages(
     lm: LoadedModel,
-    ids: Tensor,
+    ids: TokenIds,
     lengths: Tensor | Sequence[int] | None = None,
     sink: int = DEFAULT_SINK,
     recent: int = DEFAULT_RECENT,
@@ -213,8 +215,8 @@ def kv_damages(
 
     Args:
         lm: A decoder from `headscan.load`, with all its layers.
-        ids: Token ids (B, N), padded on the right with any id.
-        lengths: Real tokens of each sequence (B,); None means all N.
+        ids: Token ids (B, N), padded on the right with any id; or B texts, or B lists of ids.
+        lengths: Real tokens of each sequence (B,); None means all N. Texts and lists have their own.
         sink: Number of first tokens in the window.
         recent: Number of last tokens in the window, the query's own included.
         gates: Values at which the derivative is taken, 0 to 1; the damage is their mean. Text needs 0.5; prompts whose
@@ -260,12 +262,12 @@ class _Sequences:
 
     @classmethod
     def check(
-        cls, lm: LoadedModel, ids: Tensor, lengths: Tensor | Sequence[int] | None, scored: Sequence[int] | None
+        cls, lm: LoadedModel, ids: TokenIds, lengths: Tensor | Sequence[int] | None, scored: Sequence[int] | None
     ) -> _Sequences:
-        ids, lengths = check_ids(lm, ids, lengths)
-        if scored is not None and len(scored) != len(ids):
-            raise SequenceError(f"scored has {len(scored)} entries (limit {len(ids)} sequences). Give one for each")
-        return cls(ids, tuple(lengths.tolist()), None if scored is None else tuple(map(int, scored)))
+        checked, lengths = check_ids(lm, ids, lengths)
+        if scored is not None and len(scored) != len(checked):
+            raise SequenceError(f"scored has {len(scored)} entries (limit {len(checked)} sequences). Give one for each")
+        return cls(checked, tuple(lengths.tolist()), None if scored is None else tuple(map(int, scored)))
 
     def rows(self, rows: Sequence[int]) -> _Sequences:
         lengths = tuple(self.lengths[row] for row in rows)

@@ -32,7 +32,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import PADDING, pad
 from headscan.statistics.norm_statistics import ProjectionFactors
 from headscan.statistics.registry import OUTPUT_STATISTICS, key_masks, needs_projection, output_statistics, undefined
-from headscan.statistics.weight_statistics import AttentionRequest
+from headscan.statistics.weight_statistics import AttentionPath, AttentionRequest
 
 
 def find_score(name: str) -> Score:
@@ -130,7 +130,7 @@ def collect(
     *,
     statistics: Iterable[str] | None = None,
     widths: MassWidths | None = None,
-    path: str = "auto",
+    path: AttentionPath = "auto",
     keep_nonfinite: bool = False,
     decoder_input_ids: TokenIds | None = None,
     decoder_lengths: Tensor | Sequence[int] | None = None,
@@ -270,7 +270,7 @@ class _Collector:
         batch: _Batch,
         wanted: frozenset[str],
         widths: MassWidths,
-        path: str,
+        path: AttentionPath,
         keep_nonfinite: bool,
     ) -> None:
         self.lm, self.batch, self.wanted, self.keep_nonfinite = lm, batch, wanted, keep_nonfinite

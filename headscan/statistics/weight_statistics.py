@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from headscan.attention.fused import FusedPass
 
 
-PATHS = ("auto", "fused", "blockwise")
+#: How attention is computed while it is measured: ``auto`` takes fused kernels if they support the call.
+AttentionPath = Literal["auto", "fused", "blockwise"]
 
 #: How the statistic of a sequence follows from that of its first and that of its last tokens: it is one of the two, or
 #: their mean, weighted by the numbers of tokens.
@@ -53,7 +54,6 @@ class AttentionRequest:
         lengths: Real queries of each sequence (B,).
         key_lengths: Real keys (B,); equal to ``lengths`` except in cross attention.
         widths: Widths of sink and recent mass.
-        path: ``fused``, ``blockwise``, or ``auto``, which takes fused kernels if they support the call.
         key_masks: The masks of `registry.KEY_MASKS` that the statistics read, bool (B, S) by name.
         past: Number of keys before the first query's own, from a KV cache. With a past only the statistics in
             `registry.CONTINUABLE` can be measured, over the queries of the call.
@@ -65,14 +65,15 @@ class AttentionRequest:
     lengths: Tensor
     key_lengths: Tensor
     widths: MassWidths
-    path: str = "auto"
+    path: AttentionPath = "auto"
     key_masks: Mapping[str, Tensor] = field(default_factory=dict)
     past: int = 0
     shortest: int | None = None
 
     def __post_init__(self) -> None:
-        if self.path not in PATHS:
-            raise InterventionError(f"unknown attention path {self.path!r}. Choose one of {', '.join(PATHS)}")
+        if self.path not in get_args(AttentionPath):
+            paths = ", ".join(get_args(AttentionPath))
+            raise InterventionError(f"unknown attention path {self.path!r}. Choose one of {paths}")
 
     @cached_property
     def over_queries(self) -> TokenMeans:

@@ -140,8 +140,8 @@ def effects_result(run_id: str, store: str, effects: Sequence[HeadEffect]) -> Re
 
 def effects_text(effects: Sequence[HeadEffect]) -> str:
     from headscan.analysis.store.tables import ALL_BUT_ONE, EACH, FALSE_DISCOVERY_RATE
+    from headscan.analysis.text_tables import text_table
     from headscan.analysis.verdicts.head_effects import effect_facts
-    from headscan.pipelines.runs.text_tables import text_table
 
     parts = []
     sites = len({effect.site for effect in effects}) > 1

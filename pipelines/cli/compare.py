@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
+from headscan.analysis.text_tables import say
 from headscan.catalog import SCORES
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import UsageError
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import StoreVerb
-from headscan.pipelines.runs.text_tables import say
 from headscan.pipelines.settings.measure_settings import Site
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Compare(StoreVerb):
 
     def _overlaps(self, store: Store) -> Result:
         from headscan.analysis.heads.comparisons import mask_overlap, score_overlap
-        from headscan.pipelines.runs.text_tables import text_table
+        from headscan.analysis.text_tables import text_table
 
         overlap, quantile = mask_overlap if self.one.masks else score_overlap, self.one.quantile or 0.1
         pairs = overlap(store, self.run_a, quantile, site=self.site).to_pylist()
@@ -77,7 +77,7 @@ class Compare(StoreVerb):
 
     def _distances(self, store: Store, run_b: str) -> Result:
         from headscan.analysis.heads.comparisons import score_distance
-        from headscan.pipelines.runs.text_tables import table_cells, text_table
+        from headscan.analysis.text_tables import table_cells, text_table
 
         by_layer, scores = self.two.by_layer, self.two.scores or SCORES
         rows = score_distance(store, self.run_a, run_b, scores=scores, by_layer=by_layer, site=self.site).to_pylist()

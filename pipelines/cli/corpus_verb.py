@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
+from headscan.analysis.text_tables import say
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import Given
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import DEMO_CORPUS, OTHER_CORPORA, CorpusOptions, RunVerb
-from headscan.pipelines.runs.text_tables import say
 from headscan.pipelines.settings.corpus_settings import TokenPlan
 from headscan.pipelines.settings.measure_settings import CorpusRunConfig
 

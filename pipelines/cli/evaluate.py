@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import Given
-from headscan.pipelines.cli.results import Result, arm_row, verdict_text
+from headscan.pipelines.cli.results import Result, arm_row
 from headscan.pipelines.cli.task_options import DemoSize, TaskVerb, evaluation_of, replacement_config
 from headscan.pipelines.cli.verb_base import quiet_libraries
 from headscan.pipelines.settings.evaluation_settings import COMMON_SCORE, ChosenArms, ReplacementOption
@@ -86,7 +86,5 @@ class Evaluate(TaskVerb):
             config = evaluation_of(self, self.tasks, self.recall, spec, Path(scratch), _DEMO)
             verdict = job_functions.evaluate(config, self.store.path, chosen, **options)
         facts = {"run_id": verdict.run_id, "store": self.store.path, "unfinished": verdict.unfinished}
-        parts = [f"run {verdict.run_id} in {self.store.path}", verdict.progress, verdict_text(verdict.by_name.values())]
-        return Result(
-            [arm_row(arm) for arm in verdict.by_name.values()], lambda: "\n\n".join(filter(None, parts)), facts
-        )
+        rows = [arm_row(arm) for arm in verdict.by_name.values()]
+        return Result(rows, lambda: f"run {verdict.run_id} in {self.store.path}\n\n{verdict}", facts)

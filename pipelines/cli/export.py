@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
+from headscan.analysis.text_tables import text_table
 from headscan.checkpoints.source_folder import check_folder
 from headscan.model_spec import ModelSpec
 from headscan.options import Group, Option
@@ -13,7 +14,6 @@ from headscan.pipelines.cli.option_parser import Given, check_used
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import StoreOptions, StoreVerb, quiet_libraries
 from headscan.pipelines.export.formats import EXPORT_FORMATS, OF_MODEL, OF_STORE, ExportConfig, run_export
-from headscan.pipelines.runs.text_tables import text_table
 
 if TYPE_CHECKING:
     from headscan.pipelines.export.servable_model import HeldSize

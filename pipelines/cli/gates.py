@@ -6,11 +6,11 @@ from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from headscan.analysis.text_tables import say
 from headscan.options import Group
 from headscan.pipelines.cli.option_parser import Given
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import CorpusOptions, RunVerb
-from headscan.pipelines.runs.text_tables import say
 from headscan.pipelines.settings.measure_settings import GatesConfig
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Gates(RunVerb):
 def _result(store: Store, run_id: str, path: str, site: str, mask: str) -> Result:
     """Return the gates, the most closed first, and the number of heads of each class."""
     from headscan.analysis.heads.head_ranking import rank_gates
-    from headscan.pipelines.runs.text_tables import table_cells, text_table
+    from headscan.analysis.text_tables import table_cells, text_table
 
     heads = rank_gates(store, run_id, site=site)
     closed = sorted((head.layer, head.head) for head in heads if head.closed)

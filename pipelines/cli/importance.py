@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from headscan.analysis.text_tables import say
 from headscan.options import Group
 from headscan.pipelines.cli.corpus_verb import CorpusVerb, LimitedCorpusOptions, SequenceOptions, run_result
 from headscan.pipelines.cli.option_parser import Given, UsageError
 from headscan.pipelines.cli.results import Result
 from headscan.pipelines.cli.task_options import NO_DATA
 from headscan.pipelines.cli.verb_base import quiet_libraries
-from headscan.pipelines.runs.text_tables import say
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.measure_settings import ImportanceConfig
 

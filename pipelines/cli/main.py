@@ -11,10 +11,10 @@ from contextlib import redirect_stdout
 from importlib import import_module, metadata
 from typing import Any
 
+from headscan.analysis.text_tables import printable
 from headscan.cluster.devices import share_cores
 from headscan.errors import HeadscanError
 from headscan.pipelines.cli.option_parser import Parser, UsageError, add_options, read_settings, with_flags
-from headscan.pipelines.runs.text_tables import printable
 
 #: The verbs by group, in the order in which a user needs them. A verb is a file of this folder and its class.
 _GROUPS = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
+from headscan.analysis.text_tables import say
 from headscan.options import Option
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import StoreOptions
-from headscan.pipelines.runs.text_tables import say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Merge:
 
     def run(self) -> Result:
         from headscan.analysis.store.merge_stores import merge_stores
-        from headscan.pipelines.runs.text_tables import table_cells, text_table
+        from headscan.analysis.text_tables import table_cells, text_table
 
         sources = [StoreOptions(path=path).open() for path in self.stores]
         into = StoreOptions(path=self.into).open(writes=True)

@@ -46,7 +46,7 @@ def _text(rows: list[dict[str, Any]], held: int | None) -> str:
     """Return the table; with the number of architectures if it lists them."""
     import transformers
 
-    from headscan.pipelines.runs.text_tables import text_table
+    from headscan.analysis.text_tables import text_table
 
     if held is None:
         return text_table(rows)

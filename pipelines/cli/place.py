@@ -235,8 +235,8 @@ def _amount(value: float) -> str:
 
 def placement_lines(sizes: ModelSizes, nodes: tuple[Node, ...], placed: ChosenPlacement) -> list[str]:
     """Return a chosen placement as text: model, machines, placement, devices, rejected placements."""
+    from headscan.analysis.text_tables import text_table
     from headscan.cluster.placement_base import format_bytes
-    from headscan.pipelines.runs.text_tables import text_table
 
     def size(count: int | None) -> str:
         return "" if count is None else format_bytes(count)

@@ -79,7 +79,7 @@ class Probe(RunVerb):
 def _result(store: Store, run_id: str, path: str, *, already_done: bool) -> Result:
     """Return the heads of each behaviour (as text, the strongest), and how many exceed the source's threshold."""
     from headscan.analysis.heads.head_ranking import measured_behaviours, rank_behaviours
-    from headscan.pipelines.runs.text_tables import text_table
+    from headscan.analysis.text_tables import text_table
 
     ranked = {name: rank_behaviours(store, run_id, name) for name in measured_behaviours(store, run_id)}
     rows = [

@@ -15,7 +15,7 @@ from headscan.cluster.placement_base import parse_bytes
 from headscan.grid import Unit, parse_head
 from headscan.options import Group, Needs, Option
 from headscan.pipelines.cli.option_parser import UsageError
-from headscan.pipelines.cli.results import Json, Result, arm_row, verdict_notes
+from headscan.pipelines.cli.results import Json, Result, arm_row
 from headscan.pipelines.cli.task_options import DemoSize, OptionalTaskOptions, RecallOptions, WholeModelVerb
 from headscan.pipelines.cli.verb_base import quiet_libraries
 from headscan.pipelines.settings.evaluation_settings import LOSS_LIMITS
@@ -333,10 +333,11 @@ def _result(store: str, result: PruneResult) -> Result:
 
 
 def _text(store: str, result: PruneResult, names: Sequence[str], forms: Sequence[Mapping[str, str]]) -> str:
+    from headscan.analysis.text_tables import text_table
+    from headscan.analysis.verdicts.verdict_table import verdict_notes
     from headscan.pipelines.export.servable_model import serving_commands
     from headscan.pipelines.pruning.held_out_losses import loss_rows
     from headscan.pipelines.pruning.model_card import cost_rows, model_rows
-    from headscan.pipelines.runs.text_tables import text_table
 
     parts = [text_table(model_rows(result.models, names, result.verdict))]
     own = [built for built in result.models if not built.is_control]

@@ -57,8 +57,8 @@ class Rank(StoreVerb):
             return self._ranked(store)
 
     def _ranked(self, store: Store) -> Result:
+        from headscan.analysis.text_tables import table_cells, text_table
         from headscan.pipelines.runs.head_orders import finished_runs, head_order, run_kind
-        from headscan.pipelines.runs.text_tables import table_cells, text_table
 
         kind = run_kind(self.by)
         newest = [] if self.run_id else finished_runs(store, self.by)[:1]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from headscan.analysis.text_tables import say
 from headscan.options import Group, Needs, Option
 from headscan.pipelines.cli.option_parser import Given
 from headscan.pipelines.cli.results import Json, Result
@@ -22,7 +23,6 @@ from headscan.pipelines.cli.task_options import (
     labelled_config,
 )
 from headscan.pipelines.cli.verb_base import quiet_libraries
-from headscan.pipelines.runs.text_tables import say
 from headscan.pipelines.settings.corpus_settings import DataSpec
 from headscan.pipelines.settings.evaluation_settings import DEFAULT_CRITERIA, SITE_CRITERIA, Comparison
 from headscan.pipelines.settings.saving_settings import REPAIRS

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
+from headscan.analysis.text_tables import say
 from headscan.options import Needs, Option
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import StoreVerb, say_run
-from headscan.pipelines.runs.text_tables import say
 from headscan.pipelines.settings.measure_settings import Site
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Roles(StoreVerb):
 
     def run(self) -> Result:
         from headscan.analysis.heads.head_roles import read_roles
-        from headscan.pipelines.runs.text_tables import table_cells, text_table
+        from headscan.analysis.text_tables import table_cells, text_table
 
         store = self.store.open()
         roles = read_roles(store, self.runs, site=self.site)

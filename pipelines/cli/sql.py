@@ -9,11 +9,11 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from headscan.analysis.text_tables import printable_lines
 from headscan.options import Needs, Option
 from headscan.pipelines.cli.option_parser import UsageError
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import StoreOptions, StoreVerb
-from headscan.pipelines.runs.text_tables import printable_lines
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -115,7 +115,7 @@ def _print_json(table: pa.Table) -> None:
 
 
 def _print_table(table: pa.Table, options: Sql) -> None:
-    from headscan.pipelines.runs.text_tables import text_table
+    from headscan.analysis.text_tables import text_table
 
     if not table.num_columns:
         print("done")

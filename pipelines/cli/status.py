@@ -77,7 +77,7 @@ def _arm_counts(store: Store, run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(store: str, runs: Sequence[Mapping[str, Any]], arms: Sequence[Mapping[str, Any]]) -> str:
-    from headscan.pipelines.runs.text_tables import table_cells, text_table
+    from headscan.analysis.text_tables import table_cells, text_table
 
     if not runs:
         return f"{store} holds no runs"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, ClassVar
 
+from headscan.analysis.text_tables import say
 from headscan.options import Group, Needs, Option
 from headscan.pipelines.cli.option_parser import Given, UsageError, with_flags
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import DEMO_CORPUS, Devices, OptionalModelVerb, quiet_libraries
-from headscan.pipelines.runs.text_tables import say
 from headscan.pipelines.settings.evaluation_settings import ResumeAnyway, TaskConfig
 from headscan.pipelines.study.study_config import StudyConfig, read_study, study_from
 
@@ -87,4 +87,4 @@ def study_result(config: StudyConfig, devices: Devices, *, resume_anyway: bool) 
     answer = job_functions.study(
         config, devices=here.request, resume_anyway=resume_anyway, say=lambda line: say(with_flags(line, Devices))
     )
-    return Result([answer.as_dict()], answer.lines, {"out": str(config.out)})
+    return Result([answer.as_dict()], lambda: str(answer), {"out": str(config.out)})

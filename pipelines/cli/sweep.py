@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.options import Group
 from headscan.pipelines.cli.option_parser import Given
-from headscan.pipelines.cli.results import Result, arm_row, verdict_text
+from headscan.pipelines.cli.results import Result, arm_row
 from headscan.pipelines.cli.task_options import DemoSize, TaskVerb, evaluation_of, replacement_config
 from headscan.pipelines.cli.verb_base import quiet_libraries
 from headscan.pipelines.settings.evaluation_settings import ReplacementOption, SweepConfig
 
 if TYPE_CHECKING:
-    from headscan.analysis.verdicts.confirmation import SweepChoice
     from headscan.analysis.verdicts.curves import Curve
 
 _DEMO = DemoSize(questions=80, recall=40, sequences=0)
@@ -64,7 +63,7 @@ class Sweep(TaskVerb):
                 f"scan {result.scan_run} and sweep {verdict.run_id} in {self.store.path}",
                 curves_text(curves),
                 verdict.progress if verdict.unfinished else "",
-                choices_text(choices, confirm=config.confirm),
+                str(result),
             ]
             return "\n\n".join(filter(None, parts))
 
@@ -78,18 +77,9 @@ class Sweep(TaskVerb):
         return Result(curves, text, facts)
 
 
-def choices_text(choices: Sequence[SweepChoice], *, confirm: bool) -> str:
-    """Return how each arm was selected, the verdicts, and the removable arms."""
-    removable = [choice.verdict.name for choice in choices if choice.verdict.is_safe]
-    how = "confirmed on other questions" if confirm else "not corrected for the selection"
-    origins = "\n".join(f"{choice.verdict.name}: {choice.origin()}" for choice in choices)
-    line = f"removable within one point, {how}: {', '.join(removable) or 'no arm'}"
-    return "\n\n".join(filter(None, [origins, verdict_text(choice.verdict for choice in choices), line]))
-
-
 def curves_text(curves: Sequence[Curve]) -> str:
     from headscan.analysis.store.verdict_limits import LEAST_BASELINE, LEAST_QUESTIONS
-    from headscan.pipelines.runs.text_tables import text_table
+    from headscan.analysis.text_tables import text_table
 
     rows = []
     shares = sorted({point.share for curve in curves for point in curve.points})

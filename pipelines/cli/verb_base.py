@@ -9,13 +9,13 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from headscan.analysis.text_tables import say
 from headscan.checkpoints.source_folder import DEMO_MODEL, check_folder
 from headscan.cluster.placement_base import PlacementRequest, Timeouts, ray_address
 from headscan.errors import ModelLoadError
 from headscan.model_spec import ModelSpec
 from headscan.options import LOCK_TIMEOUT, LONGEST_WAIT, Group, Needs, Option
 from headscan.pipelines.cli.option_parser import Given, UsageError, with_flags
-from headscan.pipelines.runs.text_tables import say
 from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec
 from headscan.pipelines.settings.evaluation_settings import ResumeAnyway
 

@@ -7,13 +7,13 @@ import json
 import re
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from headscan.pipelines.corpora.data_sets import open_hub, read_hub
-from headscan.pipelines.corpora.documents import Document, Entry, LocalFile, is_compressed, suffix_of
+from headscan.pipelines.corpora.documents import Document, Entry, LocalFile, is_compressed, suffix_of, text_entry
 from headscan.pipelines.corpora.files import FORMATS, TEXT_SUFFIXES, hash_file, list_folder, read_file
 from headscan.pipelines.corpora.stdlib_files import held_out_files, seen_modules, standard_library_files
 from headscan.pipelines.settings.corpus_settings import CorpusError, CorpusSpec
@@ -115,6 +115,23 @@ class HubCorpus(Corpus):
     def identity(self) -> object:
         fields = asdict(self.spec)
         return {name: fields[name] for name in ("name", "config", "split", "revision")}
+
+
+class GivenTexts(Corpus):
+    """Texts of the caller, one document each."""
+
+    skipped: Mapping[str, tuple[str, ...]] = {}
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        if isinstance(texts, str):
+            raise CorpusError(f"`texts` is one text: {texts[:20]!r}. Pass a list of texts")
+        self.spec, self.texts, self.description = CorpusSpec("texts"), tuple(texts), f"{len(texts)} texts"
+
+    def entries(self) -> Iterator[Entry]:
+        return (text_entry(f"text {number}", text) for number, text in enumerate(self.texts, 1))
+
+    def identity(self) -> object:
+        return self.texts
 
 
 def open_corpus(spec: CorpusSpec) -> Corpus:

@@ -11,10 +11,11 @@ from typing import Any
 
 from headscan.analysis.store.tables import BITS_PER_BYTE, LOSS
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.corpora.sequences import TokenSequence, read_spread
+from headscan.pipelines.corpora.corpus import GivenTexts
+from headscan.pipelines.corpora.sequences import TokenSequence, read_spread, sequences
 from headscan.pipelines.runs.model_identity import ModelIdentity, identify
 from headscan.pipelines.scoring.token_requests import Likelihood, Request, request_hash
-from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec, longest_text
+from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec, TokenPlan, longest_text
 
 #: Name of the task in the store.
 TEXT_TASK = "text"
@@ -40,7 +41,7 @@ class TextChunk:
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """Chunks that no choice of heads has seen; `of_corpus` reads them."""
+    """Chunks that no choice of heads has seen; `of_corpus` reads them from a corpus, and `of_texts` takes them."""
 
     corpus: str
     chunks: tuple[TextChunk, ...]
@@ -66,10 +67,34 @@ class HeldOutText:
             HeadscanError: The corpus cannot be read, or its texts do not fit the model.
         """
         identity = identity or identify(model)
-        tokens = longest_text(identity, max_tokens)
-        shortest = min(SHORTEST, max(2, tokens))  # of one token nothing is predicted
+        tokens, shortest = _lengths(identity, max_tokens)
         found = read_spread(corpus, identity.tokenizer, tokens, sequences, shortest=shortest)
         return cls(corpus.name, chunks(identity.tokenizer, found))
+
+    @classmethod
+    def of_texts(
+        cls,
+        texts: Sequence[str],
+        model: ModelSpec,
+        *,
+        max_tokens: int | None = None,
+        identity: ModelIdentity | None = None,
+    ) -> HeldOutText:
+        """Take whole texts for a model: longer ones are cut into chunks, and texts and rests of fewer than 16 tokens
+        are left out.
+
+        Args:
+            max_tokens: Longest chunk in tokens; None uses the model's context, at most 2,048 tokens.
+            identity: Identity of the model; None computes it.
+
+        Raises:
+            HeadscanError: No text has enough tokens, or ``max_tokens`` does not fit the model.
+        """
+        identity = identity or identify(model)
+        tokens, shortest = _lengths(identity, max_tokens)
+        corpus = GivenTexts(texts)
+        plan = TokenPlan(tokens, mode="chunk", min_tokens=shortest)
+        return cls(corpus.spec.name, chunks(identity.tokenizer, list(sequences(corpus, identity.tokenizer, plan))))
 
     @property
     def tokens(self) -> int:
@@ -131,6 +156,12 @@ class HeldOutText:
             }
             for name, value in values.items()
         ]
+
+
+def _lengths(identity: ModelIdentity, max_tokens: int | None) -> tuple[int, int]:
+    """Return the tokens of the longest and of the shortest chunk."""
+    tokens = longest_text(identity, max_tokens)
+    return tokens, min(SHORTEST, max(2, tokens))  # of one token nothing is predicted
 
 
 def _likelihood(chunk: TextChunk, answers: Mapping[str, Likelihood | str]) -> Likelihood:

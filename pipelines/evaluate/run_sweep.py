@@ -21,7 +21,8 @@ from headscan.ablation.rules import HeadRule
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.verdict_limits import RECALL_PARTS, identical_questions
-from headscan.analysis.verdicts.confirmation import SweepChoice, judge_sweep, record_confirmation
+from headscan.analysis.text_tables import html_text
+from headscan.analysis.verdicts.confirmation import SweepChoice, choices_text, judge_sweep, record_confirmation
 from headscan.analysis.verdicts.judge import Verdict, judge
 from headscan.analysis.verdicts.verdict_rows import least_questions, recall_needed, solves
 from headscan.catalog import RECALL_FAMILIES, SCORES, MassWidths, head_count, statistics_for
@@ -194,6 +195,12 @@ class SweepResult:
     scan_run: str
     verdict: Verdict
     choices: tuple[SweepChoice, ...]
+
+    def __str__(self) -> str:
+        return choices_text(self.choices)
+
+    def _repr_html_(self) -> str:
+        return html_text(str(self))
 
 
 def run_sweep(config: SweepConfig, run: Run) -> SweepResult:

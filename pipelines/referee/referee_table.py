@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from headscan.analysis.store.tables import ACCURACY, BLEU, LOSS
+from headscan.analysis.text_tables import text_table
 from headscan.analysis.verdicts.controls import loss_increase
 from headscan.analysis.verdicts.criterion_points import (
     ALL_SITES,
@@ -20,7 +21,6 @@ from headscan.analysis.verdicts.criterion_points import (
 from headscan.analysis.verdicts.metrics import METRICS
 from headscan.analysis.verdicts.verdict_words import ArmVerdict
 from headscan.catalog import RANDOM
-from headscan.pipelines.runs.text_tables import text_table
 
 #: Title of a measure's table; all others are recall families.
 _TITLES = {

@@ -1,6 +1,6 @@
 """What every run needs.
 
 `run_context` holds model, pool and store of a run, and keeps what a stopped one has measured; `model_identity` says
-which model it is, `code_version` which software. `head_orders` reads orders of heads from finished runs; `progress` and
-`text_tables` write to the terminal.
+which model it is, `code_version` which software. `head_orders` reads orders of heads from finished runs; `progress`
+writes to the terminal.
 """

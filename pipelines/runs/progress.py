@@ -12,7 +12,7 @@ from typing import Self, TextIO
 from tqdm import tqdm
 from tqdm.auto import tqdm as widget_bar
 
-from headscan.pipelines.runs.text_tables import printable
+from headscan.analysis.text_tables import printable
 
 
 class Progress:

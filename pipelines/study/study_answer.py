@@ -13,12 +13,12 @@ from headscan.analysis.report.answers import ABLATED_QUESTION, CACHE_QUESTION, R
 from headscan.analysis.report.saving_costs import CACHE, REMOVAL
 from headscan.analysis.store.output_files import write_text
 from headscan.analysis.store.verdict_limits import limits_words
+from headscan.analysis.text_tables import html_text, plain, text_table
 from headscan.analysis.verdicts.decision import TOO_FEW_QUESTIONS, TOO_FEW_TEXTS, Outcome
 from headscan.analysis.verdicts.metrics import Increase, exceeds
 from headscan.analysis.verdicts.ordered_shares import ShareVerdict, largest_safe
 from headscan.catalog import RECALL_FAMILIES, head_count
 from headscan.pipelines.runs.progress import time_text
-from headscan.pipelines.runs.text_tables import plain, text_table
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class StudyAnswer:
     store: str
     seconds: float
 
-    def lines(self) -> str:
+    def __str__(self) -> str:
         """Return the answers as two tables: savings, then every judged share."""
         head = (
             f"{self.model} on {self.corpus}: {self.layers} layers, {self.heads} heads, judged on {self.questions:,}"
@@ -171,6 +171,9 @@ class StudyAnswer:
                 f"report  {self.report}\nstore   {self.store}",
             ]
         )
+
+    def _repr_html_(self) -> str:
+        return html_text(str(self))
 
     def save(self, path: Path) -> None:
         """Write the answers as JSON."""

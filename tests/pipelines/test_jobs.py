@@ -59,6 +59,7 @@ def test_scan_evaluate_and_plan_fill_the_tables(
     fifth = heads.select(["layer", "head", "entropy"]).to_pylist()[4]
     (cells,) = tables.head_map("entropy").data
     assert cells.z[fifth["layer"]][fifth["head"]] == pytest.approx(fifth["entropy"])
+    assert tables.verdict(verdict.run_id[:6]) == verdict and tables.verdict().by_name[arm.name].label == arm.label
     (points,) = tables.arm_chart().data
     assert list(points.x) == [arm.paired.difference]
     by_score = jobs.ChosenArms(score="output_norm_ln", share=0.2, rule=True, controls=1)
@@ -146,6 +147,18 @@ def test_text_alone_judges_heads_that_are_replaced_by_their_mean(
     with pytest.raises(HeadscanError, match="`max_tokens=1` is below"):
         jobs.HeldOutText.of_corpus(CorpusSpec(str(corpus_folder)), spec, max_tokens=1)
     assert Store(tmp_path / "s.duckdb").query(asked).to_pylist() == [{"answers": 8, "arms": 2}]
+
+
+def test_texts_of_a_notebook_are_held_out_text(spec: ModelSpec, corpus_folder: Path) -> None:
+    given = [path.read_text("utf-8") for path in sorted(corpus_folder.glob("*.txt"))]
+    text = jobs.HeldOutText.of_texts(given, spec, max_tokens=32)
+    read = jobs.HeldOutText.of_corpus(CorpusSpec(str(corpus_folder)), spec, sequences=1000, max_tokens=32)
+    assert {chunk.ids for chunk in text.chunks} == {chunk.ids for chunk in read.chunks}
+    assert {chunk.document for chunk in text.chunks} <= {f"text {number}" for number in range(1, len(given) + 1)}
+    with pytest.raises(HeadscanError, match=r"^`texts` is one text: 'a text'. Pass a list of texts$"):
+        jobs.HeldOutText.of_texts("a text", spec)
+    with pytest.raises(HeadscanError, match="gave no sequence"):
+        jobs.HeldOutText.of_texts(["short"], spec)
 
 
 def test_every_measuring_job_fills_its_table(
@@ -260,6 +273,10 @@ def test_the_results_of_all_jobs_are_exported() -> None:
     functions = [getattr(jobs, name) for name in public_names(jobs) if name.islower() and name != "mask_arm"]
     names = vars(job_functions) | vars(jobs) | {"BudgetRequest": None}
     assert {get_type_hints(each, names)["return"].__name__ for each in functions} <= public_names(jobs)
+
+
+def test_the_checked_options_of_jobs_are_the_declared_ones() -> None:
+    assert get_type_hints(jobs.JobOptions) == get_type_hints(job_functions._Options)
 
 
 def test_a_missing_store_is_named(tmp_path: Path) -> None:

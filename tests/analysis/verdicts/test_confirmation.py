@@ -20,6 +20,7 @@ from headscan.analysis.verdicts.confirmation import (
     Candidate,
     SweepChoice,
     best_candidate,
+    choices_text,
     judge_sweep,
     judged_on_same,
     record_confirmation,
@@ -319,6 +320,9 @@ def test_one_part_selects_and_the_other_judges(harmed: Callable[[str], tuple[Sto
     controls = choices["rule"].verdict.controls
     assert controls is not None and controls.lowest == controls.highest == pytest.approx(-10)
     assert choices["mask"].verdict.controls is None
+    text = choices_text(list(choices.values()))
+    assert all(f"{choice.verdict.name}: {choice.origin()}\n" in text for choice in choices.values())
+    assert text.endswith("\n\nremovable within one point, confirmed on other questions: no arm")
 
 
 def test_the_judging_part_does_not_select(harmed: Callable[[str], tuple[Store, str]]) -> None:
@@ -327,7 +331,8 @@ def test_the_judging_part_does_not_select(harmed: Callable[[str], tuple[Store, s
     choice = _choices(store, run_id)["mask"]
     assert choice.verdict.name in ("mask entropy 0.05", "mask value_norm 0.05")
     assert choice.verdict.paired.lost == 0 and choice.verdict.is_safe
-    assert choice.sentence().startswith(
+    assert str(choice) == choice.sentence()
+    assert str(choice).startswith(
         "Best of 6 masks, selected on 1,000 questions and judged on 1,000 others by intervals widened for the 2 arms"
         f" that they have judged: {choice.verdict.name} (5.0%"
     )

@@ -16,8 +16,9 @@ from headscan.analysis.verdicts.judge import judge
 from headscan.analysis.verdicts.ordered_shares import share_verdict
 from headscan.analysis.verdicts.paired import Interval, retained
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict, record_verdicts
+from headscan.analysis.verdicts.verdict_table import verdict_text
 from headscan.analysis.verdicts.verdict_words import ArmVerdict
-from headscan.pipelines.cli.results import arm_row, verdict_text
+from headscan.pipelines.cli.results import arm_row
 from tests.analysis.conftest import answer_table, compare
 
 Evaluate = Callable[..., tuple[Store, str]]
@@ -467,7 +468,7 @@ def test_the_table_of_a_terminal_has_the_numbers_and_says_what_is_missing(evalua
         "harmless": ("mask", BASELINE, 0.1, {}),
     }
     verdict = judge(*evaluate(TASKS, arms))
-    text = verdict_text(verdict.by_name.values())
+    text = str(verdict)
     assert text.startswith("whole model: accuracy 75.0 % on 1,000 questions, recall was not asked, so it may be lost")
     rows = {line.split()[0]: line for line in text.splitlines() if "10.0%" in line}
     assert set(rows) == {"harmful", "close", "harmless"}
@@ -483,3 +484,10 @@ def test_the_table_of_a_terminal_has_the_numbers_and_says_what_is_missing(evalua
     assert (
         "at least 90 % of recall is shown to be left, and no loss of more than 1 point of its answers is shown" in text
     )
+    unfinished = replace(verdict, unfinished=1)
+    assert str(unfinished) == f"5 of 6 arms finished\n\n{text}"
+    html = unfinished._repr_html_()
+    assert html.startswith(f"<p>run {verdict.run_id}: 5 of 6 arms finished</p><p>whole model: accuracy 75.0 %")
+    assert html.count("<tr>") == 4 and "<td>harmful</td><td>10.0%</td>" in html
+    assert "<br>harmless: recall is unknown: it was not asked<br><br>" in html and html.count("<td>random") == 1
+    assert str(replace(verdict, finished=verdict.finished[-1:])) == "no arms but the baseline and controls"

@@ -27,6 +27,29 @@ def ids_of(sequences: int, tokens: int) -> Tensor:
     return torch.randint(2, VOCABULARY, (sequences, tokens), generator=torch.Generator().manual_seed(3))
 
 
+def test_a_mask_of_the_lowest_values() -> None:
+    values = torch.tensor([[0.3, 0.1, float("nan")], [0.1, -2.0, 5.0]])
+    assert headscan.HeadMask.of_lowest(values, 0.4).heads == ((0, 1), (1, 1))
+    assert headscan.HeadMask.of_lowest(-values, 0.01).heads == ((1, 2),)
+    assert len(headscan.HeadMask.of_lowest(values, 1.0).heads) == 5
+    with pytest.raises(InterventionError, match=r"`values_LH` of shape \(2, 2, 3\) is no table of numbers"):
+        headscan.HeadMask.of_lowest(torch.stack([values, values]), 0.4)
+    with pytest.raises(InterventionError, match=r"^`share=10` \(limit above 0, at most 1\). Change `share`$"):
+        headscan.HeadMask.of_lowest(values, 10)
+
+
+def test_rows_of_heads_are_those_of_a_frame() -> None:
+    lm = make_loaded("llama")
+    stats = headscan.collect(lm, ids_of(2, 9), statistics=["entropy", "output_norm"])
+    rows = lm.grid.rows(stats | {"ln": headscan.score(stats, "entropy")})
+    assert list(rows[0]) == ["sequence", "layer", "head", "entropy", "output_norm", "ln"]
+    assert [(row["layer"], row["head"]) for row in rows] == 2 * list(lm.grid.heads())
+    assert rows[-1]["entropy"] == rows[-1]["ln"] == float(stats["entropy"][1, -1, -1]) and rows[-1]["sequence"] == 1
+    assert list(lm.grid.rows({"entropy": stats["entropy"][0]})[0]) == ["layer", "head", "entropy"]
+    with pytest.raises(HeadIndexError, match="Pass values of one call on this model"):
+        lm.grid.rows({"entropy": stats["entropy"], "of_one": stats["entropy"][:1]})
+
+
 def logits_of(lm: LoadedModel, ids: Tensor) -> Tensor:
     """In an encoder-decoder, the decoder reads the end of the encoder's input."""
     more = {"decoder_input_ids": ids[:, 5:]} if lm.is_encoder_decoder else {}

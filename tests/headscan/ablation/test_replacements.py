@@ -68,6 +68,8 @@ def test_a_mean_mask_outputs_the_mean_of_all_real_tokens(family: str, site: str)
     tokens = [outputs_of(lm, text[:length]) for text, length in zip(texts, LENGTHS, strict=True)]
     expected = {layer: torch.cat([each[layer] for each in tokens]).mean(0) for layer in tokens[0]}
     assert list(means.by_layer) == sorted(expected)
+    lists = [text[:length].tolist() for text, length in zip(texts, LENGTHS, strict=True)]
+    assert headscan.head_means(lm, lists, batch_tokens=40) == means
     for layer, mean in expected.items():
         torch.testing.assert_close(means.by_layer[layer], mean, rtol=1e-4, atol=1e-5)
     ids = ids_of(2, 20, seed=4)

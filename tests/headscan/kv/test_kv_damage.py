@@ -105,6 +105,8 @@ def test_a_sequence_has_the_same_damage_alone_in_any_batch_and_in_parts_of_the_h
 def test_block_by_block_equals_one_graph(monkeypatch) -> None:
     lm, ids = make_loaded("qwen2", dtype=torch.float64), some_ids()
     blockwise = headscan.kv_damage(lm, ids, LENGTHS, SINK, RECENT)
+    lists = [row[:length].tolist() for row, length in zip(ids, LENGTHS, strict=True)]
+    torch.testing.assert_close(headscan.kv_damage(lm, lists, None, SINK, RECENT), blockwise)
     monkeypatch.setattr("headscan.gradients.backward.same_output", lambda *_: False)
     torch.testing.assert_close(headscan.kv_damage(lm, ids, LENGTHS, SINK, RECENT), blockwise, rtol=1e-6, atol=1e-9)
 

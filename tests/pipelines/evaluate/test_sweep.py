@@ -95,6 +95,8 @@ def test_arms_are_every_score_and_control_at_every_share(swept: Swept) -> None:
         store.resolve_run(run, kind)["status"] == "finished"
         for run, kind in zip((result.scan_run, result.verdict.run_id), ("recording", "evaluate"), strict=True)
     )
+    assert "\n\nremovable within one point, confirmed on other questions: " in str(result)
+    assert result._repr_html_().startswith('<pre style="white-space: pre">')
 
 
 def test_thresholds_are_quantiles_of_the_scores_of_all_distinct_prompts(

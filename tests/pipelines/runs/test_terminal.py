@@ -11,11 +11,11 @@ import pytest
 
 from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
+from headscan.analysis.text_tables import printable, printable_lines, say
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.cli.option_parser import with_flags
 from headscan.pipelines.cli.plan import Plan
 from headscan.pipelines.runs.progress import Progress
-from headscan.pipelines.runs.text_tables import printable, printable_lines, say
 from tests.analysis.conftest import answer_table
 
 EVIL = "\x1b]0;owned\x07\x1b[31m\rname\x9b2J\u202egpj.exe\u2066\x00\x7f"

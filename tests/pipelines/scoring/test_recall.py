@@ -367,8 +367,9 @@ def test_a_third_family_costs_an_entry_and_a_generator(monkeypatch: pytest.Monke
     loss = Increase("nats per token", 10, 0.0, -0.01, 0.01)
     share = ShareVerdict("arm", 0.1, loss, Outcome.SAFE, "safe", recall=(RecallVerdict("parrot", paired),))
     saving = Saving(ABLATED, (share,), (("arm", 0.1),), units=10)
-    lines = StudyAnswer("m", "c", 1, 10, 100, 10, 64, 0.05, (saving,), {"arm": loss}, "r", "s", 1.0).lines()
-    assert re.search(r"needles +copying +parrots +verdict", lines) and "99 % [91 %, 107 %]" in lines
+    answer = StudyAnswer("m", "c", 1, 10, 100, 10, 64, 0.05, (saving,), {"arm": loss}, "r", "s", 1.0)
+    assert re.search(r"needles +copying +parrots +verdict", str(answer)) and "99 % [91 %, 107 %]" in str(answer)
+    assert answer._repr_html_() == f'<pre style="white-space: pre">{answer}</pre>'
 
 
 # What a user can get wrong

@@ -93,7 +93,7 @@ def test_a_study_ends_with_answers_and_files(found: tuple[StudyConfig, StudyAnsw
     # With 8 questions nothing can be shown.
     assert all(each.safe is None for each in answer.savings)
     assert {each.judged[-1].outcome for each in answer.savings} <= {Outcome.NOT_SHOWN, Outcome.LOSES}
-    text = answer.lines()
+    text = str(answer)
     assert "none shown to be safe" in text and "too few questions" in text and "loses (loss)" in text
     written = json.loads((out / "answers.json").read_text())
     assert written["questions"] == 8

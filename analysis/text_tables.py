@@ -1,4 +1,4 @@
-"""Tables for a terminal, safe from control characters in stores, corpora and models."""
+"""Tables for a terminal, safe from control characters in stores, corpora and models, and for notebooks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from decimal import Decimal
+from html import escape
 from typing import Any
 
 #: Control characters (C0, DEL, C1), line separators, marks that change the direction of text, and lone surrogates:
@@ -71,6 +72,18 @@ def text_table(
     head = line(titles)
     body = [line({name: cells[name][i] for name in names}) for i in range(len(rows))]
     return "\n".join([head, "  ".join("-" * widths[name] for name in names), *body]) + note
+
+
+def html_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows as an HTML table; its columns are those of the first row."""
+    lines = [list(rows[0]) if rows else [], *(row.values() for row in rows)]
+    head, *body = ("".join(f"<td>{escape(_text(value))}</td>" for value in line) for line in lines)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(f'<tr>{row}</tr>' for row in body)}</tbody></table>"
+
+
+def html_text(text: str) -> str:
+    """Return text as HTML with its line ends and columns."""
+    return f'<pre style="white-space: pre">{escape(printable_lines(text))}</pre>'
 
 
 def table_cells(
