@@ -21,9 +21,7 @@ from headscan.analysis.store.scan_tables import (
     SHARDS,
     Column,
     Table,
-    View,
     columns,
-    literal,
 )
 
 #: The ``task`` of rows about the whole benchmark, which excludes recall tasks.
@@ -250,30 +248,6 @@ HEAD_EFFECTS = Table(
     """),
     (("run_id", "mode", "site", "layer", "head"),),
 )
-
-_EFFECT_SUMMARY = f"""
-    SELECT run_id, model, corpus, mode, site, layer, head, kv_head, replacement, metric, baseline, effect,
-        CASE WHEN metric IN ({", ".join(map(literal, HIGHER_IS_BETTER))}) THEN -effect ELSE effect END AS harm,
-        standard_error, low, high, p_value, q_value, q_value <= {FALSE_DISCOVERY_RATE}
-            AND (harm >= 0 OR metric IN ({", ".join(map(literal, HIGHER_IS_BETTER))}) OR coalesce(confirmed, false))
-            AS significant, n, confirmed
-    FROM head_effects JOIN runs USING (run_id)
-"""
-
-EFFECT_VIEWS = {
-    "effect_summary": View(
-        _EFFECT_SUMMARY,
-        f"rows of head_effects with the direction of the effect; select one mode ({EACH} for single heads) and join"
-        " with head_summary by site, layer and head",
-        {
-            **{column.name: column.comment for column in HEAD_EFFECTS.columns},
-            "harm": f"positive if ablation makes the model worse: minus effect for {ACCURACY} and {BLEU}, effect for"
-            " the others",
-            "significant": f"true if q_value is at most {FALSE_DISCOVERY_RATE:g}; a loss that falls must also be"
-            " confirmed, because a harm in few documents may be missing from the texts",
-        },
-    )
-}
 
 
 MEASURED_UNITS = Table(

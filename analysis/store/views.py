@@ -29,7 +29,15 @@ from headscan.analysis.store.scan_tables import (
     comment_statements,
     literal,
 )
-from headscan.analysis.store.tables import ACCURACY, EACH, EFFECT_VIEWS, TABLES
+from headscan.analysis.store.tables import (
+    ACCURACY,
+    BLEU,
+    EACH,
+    FALSE_DISCOVERY_RATE,
+    HEAD_EFFECTS,
+    HIGHER_IS_BETTER,
+    TABLES,
+)
 from headscan.analysis.store.verdict_limits import MARGIN
 from headscan.catalog import (
     BEHAVIOURS,
@@ -319,6 +327,31 @@ def _importance_sql(importance: Importance, of_site: str) -> str:
         return f"{' + '.join(terms)} AS {importance.name}"
     measured = " AND ".join(f"{term.mean} IS NOT NULL" for term in importance.terms)
     return f"CASE WHEN {measured} THEN greatest({', '.join(terms)}) END AS {importance.name}"
+
+
+_EFFECT_SUMMARY = f"""
+    SELECT run_id, model, corpus, mode, site, layer, head, kv_head, replacement, metric, baseline, effect,
+        CASE WHEN metric IN ({", ".join(map(literal, HIGHER_IS_BETTER))}) THEN -effect ELSE effect END AS harm,
+        standard_error, low, high, p_value, q_value, q_value <= {FALSE_DISCOVERY_RATE}
+            AND (harm >= 0 OR metric IN ({", ".join(map(literal, HIGHER_IS_BETTER))}) OR coalesce(confirmed, false))
+            AS significant, n, confirmed
+    FROM head_effects JOIN runs USING (run_id)
+"""
+
+EFFECT_VIEWS = {
+    "effect_summary": View(
+        _EFFECT_SUMMARY,
+        f"rows of head_effects with the direction of the effect; select one mode ({EACH} for single heads) and join"
+        " with head_summary by site, layer and head",
+        {
+            **{column.name: column.comment for column in HEAD_EFFECTS.columns},
+            "harm": f"positive if ablation makes the model worse: minus effect for {ACCURACY} and {BLEU}, effect for"
+            " the others",
+            "significant": f"true if q_value is at most {FALSE_DISCOVERY_RATE:g}; a loss that falls must also be"
+            " confirmed, because a harm in few documents may be missing from the texts",
+        },
+    )
+}
 
 
 IMPORTANCE_SUMMARY = f"""
