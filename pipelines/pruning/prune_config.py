@@ -245,8 +245,10 @@ class PruneConfig:
             return self.controls, True
         # Methods that remove as many units have common controls, built with the first of them that needs each.
         methods = self.methods if budget.same_for_all_methods else (method,)
-        first_chosen = next((each for each in methods if each != RANDOM), None)
         first_of_heads = next((each for each in methods if each != LAYER_DROP), None)
+        # Whole layers are another number of heads, so their controls are random only without another choice.
+        chosen = [each for each in methods if each != RANDOM]
+        first_chosen = next((each for each in chosen if each != LAYER_DROP), chosen[0] if chosen else None)
         # Whole layers chosen by damage would be their own control.
         is_control = self.unit == "layer" and "damage" in methods
         return self.controls if method == first_chosen else 0, method == first_of_heads and not is_control

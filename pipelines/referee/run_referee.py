@@ -221,10 +221,14 @@ def run_referee(config: RefereeConfig, run: Run) -> str:
     if config.repair.is_none:
         return evaluate_choices(_mask_arms(config, run, chosen, sizes, texts_hash))
     run_id = ""
-    for number, criterion in enumerate(config.compared.criteria):
+    # Whole layers are other numbers of heads, or none; the other criteria share the numbers of the controls.
+    criteria = config.compared.criteria
+    controlled = next((name for name in criteria if name != LAYER_DROP), criteria[0])
+    for criterion in criteria:
         # The models of one criterion are on disk at a time.
         with owned_folder(run.store.path.parent, ".headscan-referee-") as folder:
-            wanted = list(_wanted(folder, criterion, chosen[criterion], 0 if number else config.compared.seeds))
+            seeds = config.compared.seeds if criterion == controlled else 0
+            wanted = list(_wanted(folder, criterion, chosen[criterion], seeds))
             # Another number of tokens in a pass changes the rounding of models that were judged before.
             judging = replace(evaluation, batch_tokens=BATCH_TOKENS)
             shares = tuple(ShareBudget(share) for share in config.compared.shares)

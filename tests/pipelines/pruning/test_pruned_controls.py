@@ -30,7 +30,9 @@ from tests.sources import ROOT
     [
         (("damage", "entropy"), "head", ShareBudget(0.2), [(2, True), (0, False)]),
         (("random", "damage"), "head", ShareBudget(0.2), [(0, True), (2, False)]),
-        (("layer-drop", "damage"), "head", ShareBudget(0.2), [(2, False), (0, True)]),
+        (("layer-drop", "damage"), "head", ShareBudget(0.2), [(0, False), (2, True)]),
+        (("random", "layer-drop"), "head", ShareBudget(0.2), [(0, True), (2, False)]),
+        (("layer-drop",), "head", ShareBudget(0.2), [(2, False)]),
         (("random", "entropy"), "layer", ShareBudget(0.2), [(0, True), (2, False)]),
         (("random", "damage"), "layer", ShareBudget(0.2), [(0, False), (2, False)]),
         (("damage", "entropy", "random"), "head", LossBudget(0.1), [(2, True), (2, True), (0, True)]),
