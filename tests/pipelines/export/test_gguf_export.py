@@ -16,6 +16,7 @@ from headscan.errors import ExportError
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.export.gguf_file import write_gguf
+from headscan.pipelines.export.gguf_tokenizer import copied_keys
 from tests.small_models import make_loaded, make_model
 
 #: Heads of layers with 6 query and 2 KV heads, by case: whole groups; groups of different sizes; all heads of a layer.
@@ -188,7 +189,7 @@ def test_a_file_is_exported_with_its_own_tokenizer(
     first, again = tmp_path / "my.gguf", tmp_path / "again.gguf"
     write_gguf(demo, first, type="f32")
     assert main(["export", "gguf", str(first), "--out", str(again), "--type", "f32"]) == 0
-    assert again.read_bytes() == first.read_bytes()
+    assert copied_keys(again) == copied_keys(first)
     (tmp_path / "elsewhere").mkdir()
     moved = first.rename(tmp_path / "elsewhere" / first.name)  # not converted again
     assert main(["export", "gguf", str(moved), "--out", str(again), "--type", "f32"]) == 0
