@@ -41,7 +41,7 @@ from headscan.pipelines.runs.progress import at_work, shown_steps
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm, random_masks
 from headscan.pipelines.settings.corpus_settings import TokenPlan
-from headscan.pipelines.settings.evaluation_settings import Comparison, EvaluateConfig
+from headscan.pipelines.settings.evaluation_settings import DEFAULT_CRITERIA, Comparison, EvaluateConfig
 from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS
 from headscan.pipelines.settings.saving_settings import TextConfig
 from headscan.pruning.calibration import Calibration
@@ -200,6 +200,10 @@ class RefereeConfig:
         if max(self.compared.shares) >= 1:
             raise InterventionError(f"`shares={max(self.compared.shares):g}` (limit below 1). Lower `shares`")
 
+    @property
+    def criteria(self) -> tuple[str, ...]:
+        return DEFAULT_CRITERIA if self.compared.criteria is None else self.compared.criteria
+
 
 def run_referee(config: RefereeConfig, run: Run) -> str:
     """Choose heads by every criterion and evaluate all choices; return the run's id. The model is held whole in this
@@ -222,9 +226,8 @@ def run_referee(config: RefereeConfig, run: Run) -> str:
         return evaluate_choices(_mask_arms(config, run, chosen, sizes, texts_hash))
     run_id = ""
     # Whole layers are other numbers of heads, or none; the other criteria share the numbers of the controls.
-    criteria = config.compared.criteria
-    controlled = next((name for name in criteria if name != LAYER_DROP), criteria[0])
-    for criterion in criteria:
+    controlled = next((name for name in config.criteria if name != LAYER_DROP), config.criteria[0])
+    for criterion in config.criteria:
         # The models of one criterion are on disk at a time.
         with owned_folder(run.store.path.parent, ".headscan-referee-") as folder:
             seeds = config.compared.seeds if criterion == controlled else 0
@@ -267,10 +270,10 @@ def _choices(
     """Return the heads of every criterion; those that the store has are not chosen again."""
     grid = run.facts.grid
     by_criterion: dict[str, Choices] = {}
-    for criterion in config.compared.criteria:
+    for criterion in config.criteria:
         if (known := stored.read(criterion, possible_counts(criterion, grid, counts))) is not None:
             by_criterion[criterion] = known
-    missing = [name for name in config.compared.criteria if name not in by_criterion]
+    missing = [name for name in config.criteria if name not in by_criterion]
     for family in families(missing):
         on_recall = any(CRITERIA[name].on_recall for name in family)
         prompts = _recall_prompts(run.identity, config.texts.tokens(run.identity)) if on_recall else None
@@ -297,7 +300,7 @@ def _mask_arms(
     selection = f"{'iterative, ' if config.compared.iterative else ''}texts {texts_hash}"
     arms: list[Arm] = []
     for share, count in sizes.items():
-        for criterion in config.compared.criteria:
+        for criterion in config.criteria:
             if heads := chosen[criterion].get(count):
                 name = f"{criterion} {100 * share:g}% of {selection}"
                 details = (("criterion", criterion),)

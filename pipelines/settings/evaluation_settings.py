@@ -518,6 +518,7 @@ DEFAULT_CRITERIA = (
 
 #: Criteria that order the heads of each site on labelled examples, which have no recall prompts.
 SITE_CRITERIA = tuple(name for name, declared in CRITERIA.items() if declared.by_value and not declared.on_recall)
+DEFAULT_SITE_CRITERIA = tuple(name for name in DEFAULT_CRITERIA if name in SITE_CRITERIA)
 
 
 #: Criteria that are no scores.
@@ -526,17 +527,20 @@ _OTHERS = tuple(name for name in CRITERIA if name not in SCORES)
 
 @dataclass(frozen=True)
 class Comparison:
-    """Criteria (names in `CRITERIA`) and the shares of heads that each removes; repeated ones count once."""
+    """Criteria (names in `CRITERIA`) and the shares of heads that each removes; repeated ones count once. ``criteria``
+    None compares `DEFAULT_CRITERIA`, on labelled examples `DEFAULT_SITE_CRITERIA`.
+    """
 
     criteria: Annotated[
-        tuple[str, ...],
+        tuple[str, ...] | None,
         Option(
-            f"comma-separated criteria, or `all`: the scores, {', '.join(_OTHERS)}",
+            f"comma-separated criteria, or `all`: the scores, {', '.join(_OTHERS)} (default: "
+            f"{','.join(DEFAULT_CRITERIA)}; with --data {','.join(DEFAULT_SITE_CRITERIA)})",
             kind="criterion",
             names=CRITERIA,
             sets={"all": tuple(CRITERIA)},
         ),
-    ] = DEFAULT_CRITERIA
+    ] = None
     shares: Annotated[
         tuple[float, ...],
         Option("comma-separated shares of heads to remove, of each site with --data", above=0, most=1),
@@ -547,6 +551,7 @@ class Comparison:
     def __post_init__(self) -> None:
         check_limits(self, InterventionError)
         for name in ("criteria", "shares"):
-            object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
-        if not self.criteria or not self.shares:
+            if (values := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(dict.fromkeys(values)))
+        if self.criteria == () or not self.shares:
             raise InterventionError("nothing to compare: 0 criteria or shares (limit 1). Set `criteria` and `shares`")
