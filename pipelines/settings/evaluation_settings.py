@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -162,8 +163,10 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         check_limits(self, HarnessError)
-        if self.include_path is not None and not Path(self.include_path).is_dir():
-            raise HarnessError(f"`include_path={self.include_path}` is no folder. Use a folder with task files")
+        if self.include_path is not None:
+            object.__setattr__(self, "include_path", os.fspath(self.include_path))
+            if not Path(self.include_path).is_dir():
+                raise HarnessError(f"`include_path={self.include_path}` is no folder. Use a folder with task files")
         if self.fewshot_as_multiturn and not self.apply_chat_template:
             raise HarnessError("`fewshot_as_multiturn=True` needs a chat template. Set `apply_chat_template`, too")
 
@@ -347,6 +350,7 @@ class ChosenArms:
 
     def __post_init__(self) -> None:
         check_limits(self, InterventionError)
+        object.__setattr__(self, "models", tuple(map(os.fspath, self.models)))
         check_pairs(self.heads)
         if not self.plan_modes:
             raise InterventionError("`plan_modes` is empty (limit 1 mode). Set `plan_modes`")

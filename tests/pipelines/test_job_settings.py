@@ -17,6 +17,7 @@ from headscan.pipelines import jobs
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
 from headscan.pipelines.pruning.pruning_units import BytesBudget, ShareBudget
 from headscan.pipelines.settings.evaluation_settings import Comparison
+from headscan.pipelines.study.study_config import read_study, write_study
 from tests.pipelines.kv.kv_plans import model_of, plan_for
 from tests.sources import public_names
 
@@ -115,6 +116,20 @@ def test_the_output_folder_of_models_and_studies_is_a_path_or_a_text(
         lambda out: jobs.StudyConfig(spec, CorpusSpec("texts/"), out),
     ):
         assert make(tmp_path) == make(str(tmp_path)) and make(str(tmp_path)).out == tmp_path
+
+
+def test_paths_in_settings_become_texts(spec: ModelSpec, tmp_path: Path) -> None:
+    for make in (
+        ModelSpec,
+        CorpusSpec,
+        jobs.DataSpec,
+        lambda path: jobs.TaskConfig(include_path=path),
+        lambda path: jobs.ChosenArms(models=(path,)),
+    ):
+        assert repr(make(tmp_path)) == repr(make(str(tmp_path)))  # type: ignore[operator]
+    config = jobs.StudyConfig(ModelSpec(Path(spec.source)), CorpusSpec(tmp_path), tmp_path)  # type: ignore[arg-type]
+    write_study(tmp_path / "study.yaml", config)
+    assert read_study(tmp_path / "study.yaml") == config
 
 
 def numbers_of(cls: Any) -> dict[str, tuple[FieldType, tuple[Any, ...]]]:
