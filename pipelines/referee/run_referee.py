@@ -192,11 +192,15 @@ class RefereeConfig:
 
     evaluation: EvaluateConfig
     compared: Comparison = field(default_factory=Comparison)
-    texts: TextConfig = field(default_factory=TextConfig)
+    texts: TextConfig = field(kw_only=True)
     repair: RepairChoice = field(default_factory=lambda: RepairChoice("none"))
 
     def __post_init__(self) -> None:
         check_limits(self, InterventionError)
+        if self.evaluation.text is not None:
+            raise InterventionError(
+                "`evaluation.text` has no effect on a referee: leave it out, or set `texts.held_out`"
+            )
         if max(self.compared.shares) >= 1:
             raise InterventionError(f"`shares={max(self.compared.shares):g}` (limit below 1). Lower `shares`")
 
@@ -232,10 +236,13 @@ def run_referee(config: RefereeConfig, run: Run) -> str:
         with owned_folder(run.store.path.parent, ".headscan-referee-") as folder:
             seeds = config.compared.seeds if criterion == controlled else 0
             wanted = list(_wanted(folder, criterion, chosen[criterion], seeds))
-            # Another number of tokens in a pass changes the rounding of models that were judged before.
-            judging = replace(evaluation, batch_tokens=BATCH_TOKENS)
+            # Another number of tokens in a pass changes the rounding of weights, and so the models that the store knows
+            # by them: a larger batch size is left to the questions, and only a smaller one, for less memory, counts.
+            building = replace(config.evaluation, batch_tokens=min(BATCH_TOKENS, evaluation.batch_tokens))
             shares = tuple(ShareBudget(share) for share in config.compared.shares)
-            how = PruneConfig(judging, folder, shares, (criterion,), repair=config.repair, timing=None)
+            how = PruneConfig(
+                building, folder, shares, (criterion,), texts=config.texts, repair=config.repair, timing=None
+            )
             job = BuildJob(how, texts, tuple(wanted), say=run.say)
             built = run.pool.one(build_models, job)
             run_id = evaluate_choices([pruned_arm(model, evaluation.model, run.identity) for model in built])

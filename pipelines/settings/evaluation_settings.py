@@ -169,6 +169,9 @@ class TaskConfig:
                 raise HarnessError(f"`include_path={self.include_path}` is no folder. Use a folder with task files")
         if self.fewshot_as_multiturn and not self.apply_chat_template:
             raise HarnessError("`fewshot_as_multiturn=True` needs a chat template. Set `apply_chat_template`, too")
+        for name in ("num_fewshot", "limit", "mmlu_cloze"):
+            if not self.names and getattr(self, name) != getattr(TaskConfig, name):
+                raise HarnessError(f"`{name}` has no effect without tasks: leave it out, or set `names`")
 
     @property
     def multiturn(self) -> bool:
@@ -204,6 +207,11 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         check_limits(self, HarnessError)
+
+    def check_max_loss(self) -> None:
+        """Raise HarnessError if ``max_loss`` is set without ``text``; jobs that add a text do not call this."""
+        if self.text is None and self.max_loss != MAX_LOSS:
+            raise HarnessError("`max_loss` has no effect without `text`: set `text`, or leave it out")
 
     def placed_tokens(self, identity: ModelIdentity) -> int:
         """Return the tokens that placement reserves memory for: those of the longest recall question or held-out text,
@@ -258,6 +266,11 @@ class ReplacementConfig:
             raise InterventionError(f"`value={self.value}` needs texts: no corpus. Set `corpus`")
         if self.value == "zero" and self.corpus is not None:
             raise InterventionError("`corpus` has no effect with `value=zero`: leave it out, or use mean or resample")
+        for name, used_by in (("texts", "mean"), ("samples", "resample"), ("seed", "resample")):
+            if self.value != used_by and getattr(self, name) != getattr(ReplacementConfig, name):
+                raise InterventionError(
+                    f"`{name}` has no effect with `value={self.value}`: leave it out, or use {used_by}"
+                )
 
 
 #: Score of arms where a setting needs one and none is named.
@@ -445,6 +458,7 @@ class SweepConfig:
             raise InterventionError(
                 "nothing to sweep: no score, or no quantile above 0. Set `quantiles`, and `scores` or `masks`"
             )
+        self.evaluation.check_max_loss()
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -498,6 +512,8 @@ class AblateConfig:
             raise InterventionError("`evaluation.recall` has no effect on single heads: leave it out")
         if self.evaluation.text is not None:
             raise InterventionError("`evaluation.text` has no effect on single heads: leave it out, or set `texts`")
+        if self.evaluation.max_loss != MAX_LOSS:
+            raise InterventionError("`evaluation.max_loss` has no effect on single heads: leave it out")
         if bool(self.evaluation.tasks.names) == (self.texts is not None):
             both = "tasks and texts" if self.texts is not None else "neither tasks nor texts"
             raise InterventionError(f"{both}, but effects have one metric. Set either `evaluation.tasks` or `texts`")
