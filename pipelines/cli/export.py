@@ -45,7 +45,7 @@ class Export(StoreVerb):
     model: Annotated[
         str | None,
         Option(
-            f"model of {' or '.join(OF_MODEL)}: folder, name on the hub, `demo` or `smollm2`",
+            f"model of {' or '.join(OF_MODEL)}: folder, GGUF file, name on the hub, `demo` or `smollm2`",
             flag="MODEL",
             parse=check_folder,
             only=OF_MODEL,

@@ -24,7 +24,7 @@ from headscan.pipelines.cli.task_options import (
 )
 from headscan.pipelines.cli.verb_base import quiet_libraries
 from headscan.pipelines.settings.corpus_settings import DataSpec
-from headscan.pipelines.settings.evaluation_settings import DEFAULT_CRITERIA, SITE_CRITERIA, Comparison
+from headscan.pipelines.settings.evaluation_settings import Comparison
 from headscan.pipelines.settings.saving_settings import REPAIRS
 
 if TYPE_CHECKING:
@@ -97,13 +97,10 @@ class Referee(WholeModelVerb):
         from headscan.pipelines import job_functions
         from headscan.pipelines.referee.site_referee import SiteRefereeConfig
 
-        compared = self.criteria.compared.build()
-        if compared.criteria == DEFAULT_CRITERIA:
-            compared = replace(compared, criteria=tuple(name for name in DEFAULT_CRITERIA if name in SITE_CRITERIA))
-            say(f"on labelled examples: {', '.join(compared.criteria)}")
         ranking = None if self.rank_data is None else DataSpec(self.rank_data)
         max_tokens = self.calibration.texts.values.get("max_tokens")
-        config = SiteRefereeConfig(labelled_config(self, data, self.metric, max_tokens), compared, ranking)
+        judging = labelled_config(self, data, self.metric, max_tokens)
+        config = SiteRefereeConfig(judging, self.criteria.compared.build(), ranking)
         result = job_functions.labelled_referee(config, self.store.path, **self.job_options())
         return site_result(self.store.open(), result.run_id, result.points)
 

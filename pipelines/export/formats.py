@@ -54,7 +54,7 @@ def _gguf(config: ExportConfig, store: Store | None) -> Exported:
     except ModuleNotFoundError as problem:
         raise ExportError("GGUF files need the package gguf. Run `pip install 'headscan[gguf]'`") from problem
 
-    written = write_gguf(_loaded(config), config.out, type=config.type, tokenizer=_tokenizer(config))
+    written = write_gguf(_loaded(config), config.out, type=config.type, tokenizer=config.tokenizer)
     file = str(written.file)
     return Exported(
         (file,),
@@ -226,7 +226,7 @@ class ExportConfig:
         model: Model of a format that holds one, which is loaded on the CPU; a plan must be for it. None with
             layer-types writes two fields of a configuration alone.
         plan: File of the plan. None reads ``head_plan.json``; decilm then writes no windows.
-        tokenizer: GGUF file whose tokenizer is copied. None uses that of the model.
+        tokenizer: GGUF file whose tokenizer is copied. None uses that of the model, which may be a GGUF file itself.
     """
 
     format: str
@@ -238,8 +238,8 @@ class ExportConfig:
     tokenizer: Annotated[
         str | Path | None,
         Option(
-            "GGUF file whose tokenizer is copied (default: that of `smollm2` for models from there, else the model's "
-            "tokenizer.json)",
+            "GGUF file whose tokenizer is copied (default: MODEL if it is such a file, `smollm2` for models from "
+            "there, else the model's tokenizer.json)",
             metavar="FILE",
             only=_using("tokenizer"),
         ),
@@ -299,12 +299,6 @@ def _loaded(config: ExportConfig) -> LoadedModel:
 
     assert config.model is not None
     return load_spec(config.model, "cpu")
-
-
-def _tokenizer(config: ExportConfig) -> str | Path | None:
-    """Return the GGUF file whose tokenizer is copied: the one that is named, or the model itself."""
-    source = "" if config.model is None else config.model.source
-    return config.tokenizer or (source if source.lower().endswith(".gguf") else None)
 
 
 def _files(paths: Iterable[object]) -> Exported:

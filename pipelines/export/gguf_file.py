@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headscan.analysis.store.output_files import replacing
-from headscan.checkpoints.source_folder import packaged_file
+from headscan.checkpoints.source_folder import gguf_file, packaged_file
 from headscan.errors import ExportError, ModelLoadError
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.export.gguf_tokenizer import Key, copied_keys, made_keys
@@ -99,8 +99,9 @@ def write_gguf(
         lm: A Llama-type model, from `slice_heads` or not.
         type: Type of the matrices. Vectors are float32. In a q8_0 file, matrices whose rows are no multiple of 32 are
             float16.
-        tokenizer: GGUF file whose tokenizer is copied. None copies that of the installed `smollm2` if the model came
-            from there, and makes the keys from the model's tokenizer otherwise.
+        tokenizer: GGUF file whose tokenizer is copied. None copies that of the file that the model was read from, or of
+            the installed `smollm2` if the model came from there, and makes the keys from the model's tokenizer
+            otherwise.
 
     Raises:
         ExportError: The model or its tokenizer has no place in the format, or the file cannot be written.
@@ -260,7 +261,7 @@ def _tokenizer_keys(served: ServableModel, tokenizer: str | os.PathLike[str] | N
     record = getattr(served.config, "gguf_source", None)
     file = None if tokenizer is None else Path(tokenizer)
     if file is None and record is not None:
-        file = _packaged(record["file"])
+        file = gguf_file(Path(served.lm.source)) or _packaged(record["file"])
         if file is None:
             raise ExportError(
                 f"{served.lm.source} was read from {record['file']}, whose tokenizer is copied. Pass that file as "

@@ -125,7 +125,7 @@ class PruneConfig:
     """Settings of a pruning.
 
     Attributes:
-        evaluation: Questions that judge the models; the held-out text is added.
+        evaluation: Questions that judge the models, without ``text``: the held-out text is added.
         out: Folder of the model; with several models, of their folders. It becomes a `Path`.
         budgets: Sizes of the models; empty if ``heads`` names the heads.
         methods: Methods that choose heads, of `PRUNE_METHODS` or ``orders``; one model is built for each size and
@@ -151,8 +151,8 @@ class PruneConfig:
 
     Raises:
         HeadIndexError: One of ``heads`` or ``orders`` is no pair of indices.
-        PruningError: There is nothing to build, a value is out of range, two models have one folder, or ``kv_counts``
-            or ``run_id`` has no effect.
+        PruningError: There is nothing to build, a value is out of range, two models have one folder, or a setting has
+            no effect.
         UnknownNameError: A method is unknown.
     """
 
@@ -162,7 +162,7 @@ class PruneConfig:
     methods: tuple[str, ...] = ("damage",)
     heads: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     orders: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
-    texts: TextConfig = field(default_factory=TextConfig)
+    texts: TextConfig = field(kw_only=True)
     recall_prompts: RecallConfig = field(default_factory=RecallConfig)
     unit: Unit = "head"
     kv_counts: KvCounts = "any"
@@ -177,8 +177,16 @@ class PruneConfig:
     def __post_init__(self) -> None:
         check_limits(self, PruningError)
         object.__setattr__(self, "out", Path(self.out))
+        if self.evaluation.text is not None:
+            raise PruningError("`evaluation.text` has no effect on a pruning: leave it out, or set `texts.held_out`")
         if not (self.budgets and self.methods) and not self.heads:
             raise PruningError("nothing to prune: 0 sizes (limit 1). Set `budgets` and `methods`, or `heads`")
+        for name, default in (("methods", PruneConfig.methods), ("selection", SelectionConfig())):
+            if not self.budgets and getattr(self, name) != default:
+                raise PruningError(f"`{name}` has no effect without `budgets`: leave it out")
+        # A pruning that builds no controls may also ask for none.
+        if self.skip_verdict and self.controls not in (0, PruneConfig.controls):
+            raise PruningError(f"`controls={self.controls}` has no effect with `skip_verdict`: leave one of them out")
         _check_heads("heads", self.heads)
         _check_heads("orders", self.orders)
         known = (*PRUNE_METHODS, *self.orders)
@@ -245,8 +253,10 @@ class PruneConfig:
             return self.controls, True
         # Methods that remove as many units have common controls, built with the first of them that needs each.
         methods = self.methods if budget.same_for_all_methods else (method,)
-        first_chosen = next((each for each in methods if each != RANDOM), None)
         first_of_heads = next((each for each in methods if each != LAYER_DROP), None)
+        # Whole layers are another number of heads, so their controls are random only without another choice.
+        chosen = [each for each in methods if each != RANDOM]
+        first_chosen = next((each for each in chosen if each != LAYER_DROP), chosen[0] if chosen else None)
         # Whole layers chosen by damage would be their own control.
         is_control = self.unit == "layer" and "damage" in methods
         return self.controls if method == first_chosen else 0, method == first_of_heads and not is_control

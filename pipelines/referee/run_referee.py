@@ -41,7 +41,7 @@ from headscan.pipelines.runs.progress import at_work, shown_steps
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm, random_masks
 from headscan.pipelines.settings.corpus_settings import TokenPlan
-from headscan.pipelines.settings.evaluation_settings import Comparison, EvaluateConfig
+from headscan.pipelines.settings.evaluation_settings import DEFAULT_CRITERIA, Comparison, EvaluateConfig
 from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS
 from headscan.pipelines.settings.saving_settings import TextConfig
 from headscan.pruning.calibration import Calibration
@@ -192,13 +192,21 @@ class RefereeConfig:
 
     evaluation: EvaluateConfig
     compared: Comparison = field(default_factory=Comparison)
-    texts: TextConfig = field(default_factory=TextConfig)
+    texts: TextConfig = field(kw_only=True)
     repair: RepairChoice = field(default_factory=lambda: RepairChoice("none"))
 
     def __post_init__(self) -> None:
         check_limits(self, InterventionError)
+        if self.evaluation.text is not None:
+            raise InterventionError(
+                "`evaluation.text` has no effect on a referee: leave it out, or set `texts.held_out`"
+            )
         if max(self.compared.shares) >= 1:
             raise InterventionError(f"`shares={max(self.compared.shares):g}` (limit below 1). Lower `shares`")
+
+    @property
+    def criteria(self) -> tuple[str, ...]:
+        return DEFAULT_CRITERIA if self.compared.criteria is None else self.compared.criteria
 
 
 def run_referee(config: RefereeConfig, run: Run) -> str:
@@ -221,14 +229,20 @@ def run_referee(config: RefereeConfig, run: Run) -> str:
     if config.repair.is_none:
         return evaluate_choices(_mask_arms(config, run, chosen, sizes, texts_hash))
     run_id = ""
-    for number, criterion in enumerate(config.compared.criteria):
+    # Whole layers are other numbers of heads, or none; the other criteria share the numbers of the controls.
+    controlled = next((name for name in config.criteria if name != LAYER_DROP), config.criteria[0])
+    for criterion in config.criteria:
         # The models of one criterion are on disk at a time.
         with owned_folder(run.store.path.parent, ".headscan-referee-") as folder:
-            wanted = list(_wanted(folder, criterion, chosen[criterion], 0 if number else config.compared.seeds))
-            # Another number of tokens in a pass changes the rounding of models that were judged before.
-            judging = replace(evaluation, batch_tokens=BATCH_TOKENS)
+            seeds = config.compared.seeds if criterion == controlled else 0
+            wanted = list(_wanted(folder, criterion, chosen[criterion], seeds))
+            # Another number of tokens in a pass changes the rounding of weights, and so the models that the store knows
+            # by them: a larger batch size is left to the questions, and only a smaller one, for less memory, counts.
+            building = replace(config.evaluation, batch_tokens=min(BATCH_TOKENS, evaluation.batch_tokens))
             shares = tuple(ShareBudget(share) for share in config.compared.shares)
-            how = PruneConfig(judging, folder, shares, (criterion,), repair=config.repair, timing=None)
+            how = PruneConfig(
+                building, folder, shares, (criterion,), texts=config.texts, repair=config.repair, timing=None
+            )
             job = BuildJob(how, texts, tuple(wanted), say=run.say)
             built = run.pool.one(build_models, job)
             run_id = evaluate_choices([pruned_arm(model, evaluation.model, run.identity) for model in built])
@@ -263,10 +277,10 @@ def _choices(
     """Return the heads of every criterion; those that the store has are not chosen again."""
     grid = run.facts.grid
     by_criterion: dict[str, Choices] = {}
-    for criterion in config.compared.criteria:
+    for criterion in config.criteria:
         if (known := stored.read(criterion, possible_counts(criterion, grid, counts))) is not None:
             by_criterion[criterion] = known
-    missing = [name for name in config.compared.criteria if name not in by_criterion]
+    missing = [name for name in config.criteria if name not in by_criterion]
     for family in families(missing):
         on_recall = any(CRITERIA[name].on_recall for name in family)
         prompts = _recall_prompts(run.identity, config.texts.tokens(run.identity)) if on_recall else None
@@ -293,7 +307,7 @@ def _mask_arms(
     selection = f"{'iterative, ' if config.compared.iterative else ''}texts {texts_hash}"
     arms: list[Arm] = []
     for share, count in sizes.items():
-        for criterion in config.compared.criteria:
+        for criterion in config.criteria:
             if heads := chosen[criterion].get(count):
                 name = f"{criterion} {100 * share:g}% of {selection}"
                 details = (("criterion", criterion),)

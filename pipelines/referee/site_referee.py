@@ -43,7 +43,7 @@ from headscan.pipelines.measure.labelled_texts import Answers, LabelledText, Lab
 from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.corpus_settings import DataSpec
-from headscan.pipelines.settings.evaluation_settings import SITE_CRITERIA, Comparison
+from headscan.pipelines.settings.evaluation_settings import DEFAULT_SITE_CRITERIA, SITE_CRITERIA, Comparison
 from headscan.pruning.head_values import criterion_inputs, criterion_values
 
 #: Examples of one item of a pool.
@@ -152,9 +152,13 @@ class SiteRefereeConfig:
 
     def __post_init__(self) -> None:
         check_limits(self, InterventionError)
-        for name in self.compared.criteria:
+        for name in self.criteria:
             if name not in SITE_CRITERIA:
                 raise unknown_name("criterion of labelled examples", name, SITE_CRITERIA)
+
+    @property
+    def criteria(self) -> tuple[str, ...]:
+        return DEFAULT_SITE_CRITERIA if self.compared.criteria is None else self.compared.criteria
 
 
 class SiteRefereeResult(NamedTuple):
@@ -181,11 +185,14 @@ def run_labelled_referee(config: SiteRefereeConfig, run: Run, *, texts: Labelled
     settings = {"referee": {"ranked_by": ranked_by, "iterative": path}}
     questions = LabelledQuestions(judged, texts, judging, settings)
     item = ValuesItem(ranking, texts.answers, (), SiteMask({}), judged.batch_tokens, run.identity.rope_lengths)
-    curves = list(_curves(compared, run.facts.grid))
+    curves = list(_curves(config, run.facts.grid))
     names = {curve.name(share) for curve in curves for share in compared.shares}
-    run.say(f"{len(names) + 1} arms on {len(judging)} examples; {len(ranking)} examples order the heads")
+    run.say(
+        f"{', '.join(config.criteria)}: {len(names) + 1} arms on {len(judging)} examples; {len(ranking)} examples order"
+        " the heads"
+    )
     with run.recording(questions.record(run), arms=[WITHOUT_ABLATION.name, *names]) as state:
-        arms = _arms(curves, compared, run, item, _stored_heads(run.store, state.run_id))
+        arms = _arms(curves, config, run, item, _stored_heads(run.store, state.run_id))
         answer_labelled(questions, run, state.run_id, [WITHOUT_ABLATION, *arms])
     points = read_site_points(run.store, state.run_id)
     shown = [point for point in points if _name(*point.curve, point.site, point.share) in names]
@@ -244,12 +251,12 @@ def _name(criterion: str, seed: str, site: str, share: float) -> str:
     return f"{criterion}{f' {seed}' if seed else ''}, {100 * share:g}% of {site}"
 
 
-def _curves(compared: Comparison, grid: HeadGrid) -> Iterator[_Curve]:
+def _curves(config: SiteRefereeConfig, grid: HeadGrid) -> Iterator[_Curve]:
     """Yield the curves of every criterion and site, then those of random orders."""
     sites: dict[str, tuple[str, ...]] = {kind: (kind,) for kind in grid.kinds}
     if len(sites) > 1:
         sites[ALL_SITES] = grid.kinds
-    orders = [(name, None) for name in compared.criteria] + [(RANDOM, seed) for seed in range(compared.seeds)]
+    orders = [(name, None) for name in config.criteria] + [(RANDOM, seed) for seed in range(config.compared.seeds)]
     for criterion, seed in orders:
         for site, kinds in sites.items():
             yield _Curve(criterion, seed, site, tuple((kind, head) for kind in kinds for head in grid.at(kind).heads()))
@@ -257,15 +264,15 @@ def _curves(compared: Comparison, grid: HeadGrid) -> Iterator[_Curve]:
 
 def _arms(
     curves: Sequence[_Curve],
-    compared: Comparison,
+    config: SiteRefereeConfig,
     run: Run,
     item: ValuesItem,
     stored: Mapping[str, tuple[SiteHead, ...]],
 ) -> list[SiteArm]:
     """Return the arms of all curves, by growing share; the heads of stored arms stay as they are."""
-    shares = sorted(compared.shares)
+    shares = sorted(config.compared.shares)
     missing = {curve.criterion for curve in curves for share in shares if curve.name(share) not in stored}
-    names = tuple(name for name in compared.criteria if name in missing)
+    names = tuple(name for name in config.criteria if name in missing)
     values: SiteValues = {}
     if names:
         run.say(f"measuring {', '.join(names)}")
@@ -278,7 +285,7 @@ def _arms(
                 removed = known
             else:
                 now = values
-                if compared.iterative and removed and curve.seed is None:
+                if config.compared.iterative and removed and curve.seed is None:
                     run.say(f"measuring {curve.criterion} without {len(removed)} heads of {curve.site}")
                     now = site_values(run.pool, replace(item, names=(curve.criterion,), ablated=_mask(removed)))
                 removed = curve.first(head_count(share, len(curve.heads)), removed, now)

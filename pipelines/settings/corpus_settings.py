@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -37,6 +38,7 @@ class CorpusSpec:
     limit_documents: Annotated[int | None, Limits(least=1)] = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "name", os.fspath(self.name))
         for field in ("name", "config", "split", "column", "revision"):
             value = getattr(self, field)
             if value is not None and not value.strip():
@@ -135,6 +137,7 @@ class DataSpec:
 
     def __post_init__(self) -> None:
         check_limits(self, ExampleError)
+        object.__setattr__(self, "path", os.fspath(self.path))
 
     def check_file(self) -> None:
         """Raise ExampleError if there is no such file."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -180,10 +181,15 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         check_limits(self, HarnessError)
-        if self.include_path is not None and not Path(self.include_path).is_dir():
-            raise HarnessError(f"`include_path={self.include_path}` is no folder. Use a folder with task files")
+        if self.include_path is not None:
+            object.__setattr__(self, "include_path", os.fspath(self.include_path))
+            if not Path(self.include_path).is_dir():
+                raise HarnessError(f"`include_path={self.include_path}` is no folder. Use a folder with task files")
         if self.fewshot_as_multiturn and not self.apply_chat_template:
             raise HarnessError("`fewshot_as_multiturn=True` needs a chat template. Set `apply_chat_template`, too")
+        for name in ("num_fewshot", "limit", "mmlu_cloze"):
+            if not self.names and getattr(self, name) != getattr(TaskConfig, name):
+                raise HarnessError(f"`{name}` has no effect without tasks: leave it out, or set `names`")
 
     @property
     def multiturn(self) -> bool:
@@ -219,6 +225,11 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         check_limits(self, HarnessError)
+
+    def check_max_loss(self) -> None:
+        """Raise HarnessError if ``max_loss`` is set without ``text``; jobs that add a text do not call this."""
+        if self.text is None and self.max_loss != MAX_LOSS:
+            raise HarnessError("`max_loss` has no effect without `text`: set `text`, or leave it out")
 
     def placed_tokens(self, identity: ModelIdentity) -> int:
         """Return the tokens that placement reserves memory for: those of the longest recall question or held-out text,
@@ -273,6 +284,11 @@ class ReplacementConfig:
             raise InterventionError(f"`value={self.value}` needs texts: no corpus. Set `corpus`")
         if self.value == "zero" and self.corpus is not None:
             raise InterventionError("`corpus` has no effect with `value=zero`: leave it out, or use mean or resample")
+        for name, used_by in (("texts", "mean"), ("samples", "resample"), ("seed", "resample")):
+            if self.value != used_by and getattr(self, name) != getattr(ReplacementConfig, name):
+                raise InterventionError(
+                    f"`{name}` has no effect with `value={self.value}`: leave it out, or use {used_by}"
+                )
 
 
 #: Score of arms where a setting needs one and none is named.
@@ -365,6 +381,7 @@ class ChosenArms:
 
     def __post_init__(self) -> None:
         check_limits(self, InterventionError)
+        object.__setattr__(self, "models", tuple(map(os.fspath, self.models)))
         check_pairs(self.heads)
         if not self.plan_modes:
             raise InterventionError("`plan_modes` is empty (limit 1 mode). Set `plan_modes`")
@@ -459,6 +476,7 @@ class SweepConfig:
             raise InterventionError(
                 "nothing to sweep: no score, or no quantile above 0. Set `quantiles`, and `scores` or `masks`"
             )
+        self.evaluation.check_max_loss()
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -512,6 +530,8 @@ class AblateConfig:
             raise InterventionError("`evaluation.recall` has no effect on single heads: leave it out")
         if self.evaluation.text is not None:
             raise InterventionError("`evaluation.text` has no effect on single heads: leave it out, or set `texts`")
+        if self.evaluation.max_loss != MAX_LOSS:
+            raise InterventionError("`evaluation.max_loss` has no effect on single heads: leave it out")
         if bool(self.evaluation.tasks.names) == (self.texts is not None):
             both = "tasks and texts" if self.texts is not None else "neither tasks nor texts"
             raise InterventionError(f"{both}, but effects have one metric. Set either `evaluation.tasks` or `texts`")
@@ -536,6 +556,7 @@ DEFAULT_CRITERIA = (
 
 #: Criteria that order the heads of each site on labelled examples, which have no recall prompts.
 SITE_CRITERIA = tuple(name for name, declared in CRITERIA.items() if declared.by_value and not declared.on_recall)
+DEFAULT_SITE_CRITERIA = tuple(name for name in DEFAULT_CRITERIA if name in SITE_CRITERIA)
 
 
 #: Criteria that are no scores.
@@ -544,17 +565,20 @@ _OTHERS = tuple(name for name in CRITERIA if name not in SCORES)
 
 @dataclass(frozen=True)
 class Comparison:
-    """Criteria (names in `CRITERIA`) and the shares of heads that each removes; repeated ones count once."""
+    """Criteria (names in `CRITERIA`) and the shares of heads that each removes; repeated ones count once. ``criteria``
+    None compares `DEFAULT_CRITERIA`, on labelled examples `DEFAULT_SITE_CRITERIA`.
+    """
 
     criteria: Annotated[
-        tuple[str, ...],
+        tuple[str, ...] | None,
         Option(
-            f"comma-separated criteria, or `all`: the scores, {', '.join(_OTHERS)}",
+            f"comma-separated criteria, or `all`: the scores, {', '.join(_OTHERS)} (default: "
+            f"{','.join(DEFAULT_CRITERIA)}; with --data {','.join(DEFAULT_SITE_CRITERIA)})",
             kind="criterion",
             names=CRITERIA,
             sets={"all": tuple(CRITERIA)},
         ),
-    ] = DEFAULT_CRITERIA
+    ] = None
     shares: Annotated[
         tuple[float, ...],
         Option("comma-separated shares of heads to remove, of each site with --data", above=0, most=1),
@@ -565,6 +589,7 @@ class Comparison:
     def __post_init__(self) -> None:
         check_limits(self, InterventionError)
         for name in ("criteria", "shares"):
-            object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
-        if not self.criteria or not self.shares:
+            if (values := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(dict.fromkeys(values)))
+        if self.criteria == () or not self.shares:
             raise InterventionError("nothing to compare: 0 criteria or shares (limit 1). Set `criteria` and `shares`")

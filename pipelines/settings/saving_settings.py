@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from headscan.catalog import DEFAULT_RECENT, DEFAULT_SINK, RANKED_CRITERIA, RECALL_NAMES, SET_METHODS
@@ -29,13 +29,14 @@ class TextConfig:
     """Texts of a pruning.
 
     Attributes:
+        corpus: Texts like those that the model will read: what they do not need is removed first.
         held_out: Text that judges the result; None splits the documents of ``corpus`` into halves with about as many
             texts. A corpus of one document is split in the middle.
         sequences: Number of texts; one half chooses and repairs, the other judges. None takes 128, or as many as give
             the repair 8 tokens for each column of the widest projection that is solved.
     """
 
-    corpus: CorpusSpec = field(default_factory=lambda: CorpusSpec("python-stdlib"))
+    corpus: CorpusSpec
     held_out: CorpusSpec | None = None
     sequences: Annotated[
         int | None,
@@ -125,7 +126,7 @@ class PlanConfig:
     """
 
     model: ModelSpec
-    corpus: CorpusSpec = field(default_factory=lambda: CorpusSpec("python-stdlib"))
+    corpus: CorpusSpec
     sink: Annotated[int, Limits(least=0)] = DEFAULT_SINK
     recents: Annotated[tuple[int, ...], Limits(least=1)] = (DEFAULT_RECENT,)
     max_tokens: Annotated[

@@ -129,6 +129,14 @@ class StudyConfig:
                 f"`recent={self.recent}` (limit {widest} in texts of {self.tokens} tokens, of which a window also keeps"
                 f" the first {DEFAULT_SINK}). Lower `recent`, or raise `tokens`"
             )
+        # A study that decides by itself records `search=False`, and a way to choose the removed heads, in any case.
+        for name, shares, is_given in (
+            ("criteria", "shares", self.criteria != StudyConfig.criteria),
+            ("recent", "window_shares", self.recent is not None),
+            ("search", "window_shares", bool(self.search)),
+        ):
+            if getattr(self, shares) == () and is_given:
+                raise StudyError(f"`{name}` has no effect without `{shares}`: leave it out, or set `{shares}`")
         if self.tasks is not None and not self.tasks.names:
             raise StudyError("`tasks.names` is empty (limit 1 task). Name tasks, or leave out `tasks`")
         if self.prune_by == "criterion" and self.shares == ():

@@ -88,7 +88,7 @@ def test_the_batch_size_of_the_devices_reaches_every_job(
         "referee": (jobs.RefereeConfig(evaluation, texts=TextConfig(texts, max_tokens=64)), store),
         "plan": (jobs.PlanConfig(spec, texts, max_tokens=128), store, WindowShare(0.5)),
         "prune": (
-            jobs.PruneConfig(evaluation=evaluation, out=tmp_path / "smaller", budgets=(ShareBudget(0.3),)),
+            jobs.PruneConfig(evaluation, tmp_path / "smaller", (ShareBudget(0.3),), texts=TextConfig(texts)),
             store,
         ),
         "study": (jobs.StudyConfig(spec, texts, str(tmp_path / "study")),),
@@ -131,7 +131,8 @@ def test_gates_are_placed_for_the_steps_of_their_fit(
 
 
 def test_jobs_that_remove_heads_need_one_whole_replica(evaluation: jobs.EvaluateConfig, tmp_path: Path) -> None:
-    config = jobs.PruneConfig(evaluation=evaluation, out=tmp_path / "smaller", budgets=(ShareBudget(0.3),))
+    texts = TextConfig(CorpusSpec("python-stdlib"))
+    config = jobs.PruneConfig(evaluation, tmp_path / "smaller", (ShareBudget(0.3),), texts=texts)
     for devices, message in (
         (jobs.PlacementRequest(device="cpu", replicas=2), r"`replicas=2` \(limit 1 for this job\)"),
         (jobs.PlacementRequest(device="cpu", placement="streamed"), "the removal of heads needs all layers"),
@@ -188,10 +189,11 @@ def test_evaluations_have_memory_for_recall_and_held_out_text(
         jobs.evaluate(asked, store, [], say=quiet)
     with pytest.raises(HeadscanError, match=f"placed for {placed} tokens"):
         jobs.sweep(jobs.SweepConfig(asked), store, say=quiet)
-    pruned = jobs.PruneConfig(asked, tmp_path / "smaller", budgets=(ShareBudget(0.3),))
+    texts = TextConfig(CorpusSpec("python-stdlib"), max_tokens=text)
+    pruned = jobs.PruneConfig(replace(asked, text=None), tmp_path / "smaller", (ShareBudget(0.3),), texts=texts)
     with pytest.raises(HeadscanError, match=f"placed for {placed} tokens"):
         jobs.prune(pruned, store, say=quiet)
-    with pytest.raises(HeadscanError, match=f"placed for {TASK_TOKENS} tokens"):
+    with pytest.raises(HeadscanError, match=f"placed for {max(text or 0, TASK_TOKENS)} tokens"):
         jobs.prune(replace(pruned, skip_verdict=True), store, say=quiet)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -15,10 +16,16 @@ from headscan.model_spec import ModelSpec
 from headscan.options import FieldType, Limits, field_hint, field_type
 from headscan.pipelines import jobs
 from headscan.pipelines.corpora import CorpusSpec, TokenPlan
+from headscan.pipelines.evaluate.held_out_text import HeldOutText, TextChunk
 from headscan.pipelines.pruning.pruning_units import BytesBudget, ShareBudget
 from headscan.pipelines.settings.evaluation_settings import Comparison
+from headscan.pipelines.study.study_config import read_study, write_study
+from headscan.pruning.head_selection import SelectionConfig
 from tests.pipelines.kv.kv_plans import model_of, plan_for
 from tests.sources import public_names
+
+#: Texts of a pruning.
+TEXTS = jobs.TextConfig(CorpusSpec("texts/"))
 
 
 @pytest.mark.parametrize(
@@ -41,11 +48,11 @@ def test_exports_without_effect_are_refused(settings: dict[str, Any], message: s
 
 def test_a_referee_refuses_to_remove_all_heads(evaluation: jobs.EvaluateConfig) -> None:
     with pytest.raises(InterventionError, match=r"`shares=1` \(limit below 1\)"):
-        jobs.RefereeConfig(evaluation, Comparison(shares=(0.5, 1.0)))
+        jobs.RefereeConfig(evaluation, Comparison(shares=(0.5, 1.0)), texts=TEXTS)
 
 
 def test_unknown_methods_of_a_pruning_are_refused(evaluation: jobs.EvaluateConfig, tmp_path: Path) -> None:
-    config = jobs.PruneConfig(evaluation, tmp_path, (ShareBudget(0.3),))
+    config = jobs.PruneConfig(evaluation, tmp_path, (ShareBudget(0.3),), texts=TEXTS)
     with pytest.raises(UnknownNameError, match=r"unknown method 'damge'; did you mean damage\?"):
         replace(config, methods=("damge",))
     replace(config, methods=("mine",), orders={"mine": [(0, 0)]})
@@ -69,7 +76,7 @@ def test_every_pruned_model_has_a_folder_of_its_own_in_out(
     settings: dict[str, Any], message: str, evaluation: jobs.EvaluateConfig, tmp_path: Path
 ) -> None:
     with pytest.raises(PruningError, match=message):
-        jobs.PruneConfig(evaluation, tmp_path, **{"budgets": (ShareBudget(0.3),), **settings})
+        jobs.PruneConfig(evaluation, tmp_path, **{"budgets": (ShareBudget(0.3),), "texts": TEXTS, **settings})
 
 
 @pytest.mark.parametrize("heads", [(3, 5), ("3:5",), ((1.5, 2),), ((0, -1),)])
@@ -79,9 +86,9 @@ def test_heads_of_arms_and_prunings_are_pairs_of_indices(
     with pytest.raises(HeadIndexError, match=r"^not a head: .* Pass \(layer, head\) pairs of "):
         jobs.ChosenArms(heads=heads)
     with pytest.raises(HeadIndexError, match=r"^not a head: .* Pass \(layer, head\) pairs of "):
-        jobs.PruneConfig(evaluation, tmp_path, heads={"mine": heads})
+        jobs.PruneConfig(evaluation, tmp_path, heads={"mine": heads}, texts=TEXTS)
     with pytest.raises(PruningError, match=r"^`heads` of 'mine' are empty \(limit 1 head\)"):
-        jobs.PruneConfig(evaluation, tmp_path, heads={"mine": ()})
+        jobs.PruneConfig(evaluation, tmp_path, heads={"mine": ()}, texts=TEXTS)
 
 
 @pytest.mark.parametrize(
@@ -97,24 +104,85 @@ def test_heads_and_orders_of_prunings_are_lists_by_name(
     settings: dict[str, Any], message: str, evaluation: jobs.EvaluateConfig, tmp_path: Path
 ) -> None:
     with pytest.raises(HeadscanError, match=message):
-        jobs.PruneConfig(evaluation, tmp_path, (ShareBudget(0.3),), **settings)
+        jobs.PruneConfig(evaluation, tmp_path, (ShareBudget(0.3),), texts=TEXTS, **settings)
 
 
 def test_a_size_of_the_cache_needs_units_that_free_it(evaluation: jobs.EvaluateConfig, tmp_path: Path) -> None:
     budgets = (ShareBudget(0.3), BytesBudget(1000, 64))
     with pytest.raises(PruningError, match="`kv_bytes` with `unit=head`: single query heads free no KV cache"):
-        jobs.PruneConfig(evaluation, tmp_path, budgets)
-    assert jobs.PruneConfig(evaluation, tmp_path, budgets, unit="group").budgets == budgets
+        jobs.PruneConfig(evaluation, tmp_path, budgets, texts=TEXTS)
+    assert jobs.PruneConfig(evaluation, tmp_path, budgets, unit="group", texts=TEXTS).budgets == budgets
 
 
 def test_the_output_folder_of_models_and_studies_is_a_path_or_a_text(
     spec: ModelSpec, evaluation: jobs.EvaluateConfig, tmp_path: Path
 ) -> None:
     for make in (
-        lambda out: jobs.PruneConfig(evaluation, out, (ShareBudget(0.3),)),
+        lambda out: jobs.PruneConfig(evaluation, out, (ShareBudget(0.3),), texts=TEXTS),
         lambda out: jobs.StudyConfig(spec, CorpusSpec("texts/"), out),
     ):
         assert make(tmp_path) == make(str(tmp_path)) and make(str(tmp_path)).out == tmp_path
+
+
+def test_paths_in_settings_become_texts(spec: ModelSpec, tmp_path: Path) -> None:
+    for make in (
+        ModelSpec,
+        CorpusSpec,
+        jobs.DataSpec,
+        lambda path: jobs.TaskConfig(include_path=path),
+        lambda path: jobs.ChosenArms(models=(path,)),
+    ):
+        assert repr(make(tmp_path)) == repr(make(str(tmp_path)))  # type: ignore[operator]
+    config = jobs.StudyConfig(ModelSpec(Path(spec.source)), CorpusSpec(tmp_path), tmp_path)  # type: ignore[arg-type]
+    write_study(tmp_path / "study.yaml", config)
+    assert read_study(tmp_path / "study.yaml") == config
+
+
+def test_settings_without_effect_are_refused(spec: ModelSpec, evaluation: jobs.EvaluateConfig, tmp_path: Path) -> None:
+    texts, text = CorpusSpec("texts/"), HeldOutText("texts", (TextChunk("a.txt", (1, 2), 2),))
+    heads, sizes = {"heads": {"mine": ((0, 0),)}}, {"budgets": (ShareBudget(0.3),)}
+
+    def pruning(asked: jobs.EvaluateConfig = evaluation, **settings: Any) -> jobs.PruneConfig:
+        return jobs.PruneConfig(asked, tmp_path, **settings, texts=TEXTS)
+
+    limited = replace(evaluation, max_loss=0.5)
+    pruning(limited, **sizes)
+    pruning(**sizes, controls=0, skip_verdict=True)
+    jobs.SweepConfig(replace(limited, text=text))
+    cases: tuple[tuple[str, Callable[[], object]], ...] = (
+        ("`evaluation.text` has no effect on a pruning", lambda: pruning(replace(evaluation, text=text), **sizes)),
+        (
+            "`evaluation.text` has no effect on a referee",
+            lambda: jobs.RefereeConfig(replace(evaluation, text=text), texts=TEXTS),
+        ),
+        ("`methods` has no effect without `budgets`", lambda: pruning(**heads, methods=("random",))),
+        ("`selection` has no effect", lambda: pruning(**heads, selection=SelectionConfig(curve_tokens=1024))),
+        ("`controls=3` has no effect with `skip_verdict`", lambda: pruning(**sizes, controls=3, skip_verdict=True)),
+        ("`evaluation.max_loss` has no effect on single heads", lambda: jobs.AblateConfig(limited)),
+        ("`max_loss` has no effect without `text`", lambda: jobs.SweepConfig(limited)),
+        ("`max_loss` has no effect without `text`", lambda: jobs.evaluate(limited, tmp_path / "s.duckdb", [])),
+        ("`texts` has no effect with `value=zero`", lambda: jobs.ReplacementConfig(texts=8)),
+        ("`samples` has no effect with `value=mean`", lambda: jobs.ReplacementConfig("mean", texts, samples=4)),
+        ("`seed` has no effect with `value=mean`", lambda: jobs.ReplacementConfig("mean", texts, seed=1)),
+        ("`texts` has no effect with `value=resample`", lambda: jobs.ReplacementConfig("resample", texts, texts=8)),
+        ("`limit` has no effect without tasks", lambda: jobs.TaskConfig(limit=8)),
+        ("`mmlu_cloze` has no effect without tasks", lambda: jobs.TaskConfig(mmlu_cloze=True)),
+        (
+            "`criteria` has no effect without `shares`",
+            lambda: jobs.StudyConfig(spec, texts, criteria=("entropy",), shares=()),
+        ),
+        (
+            "`recent` has no effect without `window_shares`",
+            lambda: jobs.StudyConfig(spec, texts, recent=9, window_shares=()),
+        ),
+        (
+            "`search` has no effect without `window_shares`",
+            lambda: jobs.StudyConfig(spec, texts, search=True, window_shares=()),
+        ),
+    )
+    for message, make in cases:
+        with pytest.raises(HeadscanError, match=f"^{message}.*: .*leave "):
+            make()
 
 
 def numbers_of(cls: Any) -> dict[str, tuple[FieldType, tuple[Any, ...]]]:
@@ -179,7 +247,7 @@ def all_settings(spec: ModelSpec, evaluation: jobs.EvaluateConfig, tmp_path: Pat
         "LossTexts": (texts,),
         "ModelSpec": ("demo",),
         "Part": (1, 2),
-        "PlanConfig": (spec,),
+        "PlanConfig": (spec, texts),
         "ProbeConfig": (spec,),
         "PruneConfig": (evaluation, tmp_path, (ShareBudget(0.3),)),
         "RefereeConfig": (evaluation,),
@@ -187,13 +255,17 @@ def all_settings(spec: ModelSpec, evaluation: jobs.EvaluateConfig, tmp_path: Pat
         "ShareBudget": (0.3,),
         "SiteRefereeConfig": (labelled, jobs.Comparison(("importance",))),
         "StudyConfig": (spec, texts),
+        "TextConfig": (texts,),
         "SweepConfig": (evaluation,),
         "TokenPlan": (64,),
         "WindowHeads": (2,),
         "WindowShare": (0.5,),
     }
     classes = {name: getattr(jobs, name) for name in public_names(jobs) if name not in RECORDS | {"BASELINE"}}
-    return {name: cls(*needed.get(name, ())) for name, cls in classes.items() if is_dataclass(cls)}
+    named: dict[str, dict[str, Any]] = {name: {"texts": TEXTS} for name in ("PruneConfig", "RefereeConfig")}
+    return {
+        name: cls(*needed.get(name, ()), **named.get(name, {})) for name, cls in classes.items() if is_dataclass(cls)
+    }
 
 
 def assert_refused(settings: Any, field: str, value: object) -> None:

@@ -302,5 +302,8 @@ def test_generate_returns_both_texts(spec: ModelSpec, cpu: jobs.PlacementRequest
 
 
 def test_a_plan_without_a_store_cannot_resume(spec: ModelSpec) -> None:
+    config = jobs.PlanConfig(spec, CorpusSpec("texts/"))
     with pytest.raises(HeadscanError, match=r"^`resume_anyway` has no effect without `store`: leave it out$"):
-        jobs.plan(jobs.PlanConfig(spec), None, WindowShare(0.5), resume_anyway=True)
+        jobs.plan(config, None, WindowShare(0.5), resume_anyway=True)
+    with pytest.raises(HeadscanError, match=r"^`lock_timeout` has no effect without `store`: leave it out$"):
+        jobs.plan(config, None, WindowShare(0.5), lock_timeout=5.0)

@@ -110,11 +110,12 @@ def test_losses_equal_a_full_forward_per_head(
     corpus = CorpusSpec(str(corpus_folder))
     assert on_text.texts is not None
     few = replace(on_text.texts, sequences=5)
-    config = replace(
-        on_text,
-        texts=few,
-        replacement=ReplacementConfig(value, None if value == "zero" else corpus, texts=5, samples=3),
-    )
+    by_value = {
+        "zero": ReplacementConfig(),
+        "mean": ReplacementConfig("mean", corpus, texts=5),
+        "resample": ReplacementConfig("resample", corpus, samples=3),
+    }
+    config = replace(on_text, texts=few, replacement=by_value[value])
     result = run_ablate(config, run_on(pool, store))
     lm, questions = pool._model(), questions_of(config)
     replacement: Replacement = ZERO

@@ -14,7 +14,9 @@ import headscan
 from headscan.attention.discovery import discover
 from headscan.errors import ExportError
 from headscan.models.loaded_model import LoadedModel
+from headscan.pipelines.cli.main import main
 from headscan.pipelines.export.gguf_file import write_gguf
+from headscan.pipelines.export.gguf_tokenizer import copied_keys
 from tests.small_models import make_loaded, make_model
 
 #: Heads of layers with 6 query and 2 KV heads, by case: whole groups; groups of different sizes; all heads of a layer.
@@ -178,6 +180,23 @@ def test_a_file_of_equal_layers_is_a_model_with_the_same_tokens(
     assert (logits(lm, tokens) - logits(found, tokens)).abs().max() < 1e-4
     again = write_gguf(lm, tmp_path / "again.gguf", type="f32", tokenizer=written.file)
     assert again.file.read_bytes() == written.file.read_bytes()
+
+
+def test_a_file_is_exported_with_its_own_tokenizer(
+    demo: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HEADSCAN_CACHE", str(tmp_path / "cache"))
+    first, again = tmp_path / "my.gguf", tmp_path / "again.gguf"
+    write_gguf(demo, first, type="f32")
+    assert main(["export", "gguf", str(first), "--out", str(again), "--type", "f32"]) == 0
+    assert copied_keys(again) == copied_keys(first)
+    (tmp_path / "elsewhere").mkdir()
+    moved = first.rename(tmp_path / "elsewhere" / first.name)  # not converted again
+    assert main(["export", "gguf", str(moved), "--out", str(again), "--type", "f32"]) == 0
+    read = headscan.load(moved, device="cpu")
+    moved.unlink()
+    with pytest.raises(ExportError, match=r"read from my\.gguf, whose tokenizer is copied\. Pass that file"):
+        write_gguf(read, again)
 
 
 def test_matrices_have_the_type_that_is_named(demo: LoadedModel, tmp_path: Path) -> None:

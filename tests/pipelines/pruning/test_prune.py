@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -292,11 +293,11 @@ def test_texts_that_choose_and_texts_that_judge_share_no_document(spec: ModelSpe
 
 def test_the_default_number_of_texts_follows_from_the_widest_repaired_projection(spec: ModelSpec) -> None:
     identity = identify(spec)
-    config = TextConfig()
+    config = TextConfig(CorpusSpec("texts/"))
     tokens = config.tokens(identity)
     assert config.half(tokens, 0) == config.half(tokens, 8 * tokens) == 64
     assert config.half(tokens, 14336) == -(-8 * 14336 // tokens) > 64
-    assert TextConfig(sequences=20).half(tokens, 14336) == 10
+    assert replace(config, sequences=20).half(tokens, 14336) == 10
 
 
 def test_a_long_document_leaves_the_next_ones_to_the_other_half(spec: ModelSpec, tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.pruning.prune_config import PruneConfig
 from headscan.pipelines.pruning.pruning_units import BytesBudget, LossBudget, PruneBudget, ShareBudget
+from headscan.pipelines.settings.corpus_settings import CorpusSpec
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
+from headscan.pipelines.settings.saving_settings import TextConfig
 from headscan.pruning.save_model import save_pruned
 from tests.sources import ROOT
 
@@ -30,7 +32,9 @@ from tests.sources import ROOT
     [
         (("damage", "entropy"), "head", ShareBudget(0.2), [(2, True), (0, False)]),
         (("random", "damage"), "head", ShareBudget(0.2), [(0, True), (2, False)]),
-        (("layer-drop", "damage"), "head", ShareBudget(0.2), [(2, False), (0, True)]),
+        (("layer-drop", "damage"), "head", ShareBudget(0.2), [(0, False), (2, True)]),
+        (("random", "layer-drop"), "head", ShareBudget(0.2), [(0, True), (2, False)]),
+        (("layer-drop",), "head", ShareBudget(0.2), [(2, False)]),
         (("random", "entropy"), "layer", ShareBudget(0.2), [(0, True), (2, False)]),
         (("random", "damage"), "layer", ShareBudget(0.2), [(0, False), (2, False)]),
         (("damage", "entropy", "random"), "head", LossBudget(0.1), [(2, True), (2, True), (0, True)]),
@@ -41,7 +45,8 @@ def test_every_size_has_its_controls(
     methods: tuple[str, ...], unit: Unit, budget: PruneBudget, expected: list[tuple[int, bool]], tmp_path: Path
 ) -> None:
     evaluation = EvaluateConfig(ModelSpec("model"), TaskConfig())
-    config = PruneConfig(evaluation, tmp_path, (budget,), methods, unit=unit, controls=2)
+    texts = TextConfig(CorpusSpec("texts/"))
+    config = PruneConfig(evaluation, tmp_path, (budget,), methods, texts=texts, unit=unit, controls=2)
     wanted = config.wanted(tmp_path / "scratch")
     assert [(len(each.random_folders), each.layers_folder is not None) for each in wanted] == expected
 

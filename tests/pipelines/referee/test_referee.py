@@ -61,11 +61,14 @@ def test_every_criterion_answers_at_every_share(
 def test_repaired_models_are_compared_like_masks(
     repair: str, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*command, "--criteria", "output_norm_ln,layer-drop", "--shares", "0.25,0.5", "--repair", repair]
+    """Of 3 layers with 18 heads, 5 % are no layer, and 20 % about one layer, which has more heads."""
+    words = [*command, "--criteria", "layer-drop,output_norm_ln", "--shares", "0.05,0.2", "--repair", repair]
     assert main(words) == 0
     out = capsys.readouterr().out
-    kinds = Store(tmp_path / "s.duckdb").query("select kind, count(*) as n from arms group by kind").to_pylist()
-    assert {row["kind"]: row["n"] for row in kinds} == {"baseline": 1, "pruned": 4, "random_pruned": 2}
+    rows = Store(tmp_path / "s.duckdb").query("select score, share from arms order by score, share").to_pylist()
+    by_score = {row["score"]: [each["share"] for each in rows if each["score"] == row["score"]] for row in rows}
+    assert by_score["output_norm_ln"] == by_score["random"] == [1 / 18, 4 / 18]
+    assert by_score["layer-drop"] == [6 / 18]
     assert "random pruned, mean" in out
     assert [path.name for path in tmp_path.iterdir()] == ["s.duckdb"]  # no model is left
 

@@ -26,7 +26,7 @@ from headscan.pipelines.measure.labelled_texts import LabelledText, read_labelle
 from headscan.pipelines.referee.site_referee import SiteRefereeConfig, run_labelled_referee
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.settings.corpus_settings import DataSpec
-from headscan.pipelines.settings.evaluation_settings import Comparison
+from headscan.pipelines.settings.evaluation_settings import DEFAULT_CRITERIA, Comparison
 from tests.pipelines.ablate.labelled_models import LABELLED, save_classifier, save_translator, write_lines
 from tests.pipelines.ablate.labelled_oracle import (
     Oracle,
@@ -186,7 +186,8 @@ def test_halves_rank_and_judge_different_texts_and_new_shares_join(tmp_path: Pat
 def test_what_cannot_be_compared(tmp_path: Path) -> None:
     config = config_of(tmp_path, "bert")
     with pytest.raises(UnknownNameError, match="gate"):
-        SiteRefereeConfig(config, Comparison(("gate",)))
+        SiteRefereeConfig(config, Comparison(DEFAULT_CRITERIA))
+    assert SiteRefereeConfig(config, Comparison()).criteria == (*DEFAULT_CRITERIA[:4], "effect")
     for wrong in ({"criteria": ()}, {"shares": (1.2,)}, {"seeds": -1}):
         with pytest.raises(InterventionError):
             Comparison(**wrong)  # type: ignore[arg-type]

@@ -260,7 +260,7 @@ def test_a_study_may_get_more_hours(tmp_path: Path) -> None:
         ({"recall_questions": 10}, "multiple of 4"),
         ({"tasks": {"names": ["mmlu"], "limits": 1}}, "unknown setting tasks.limits"),
         ({"sequences": True}, "sequences=True is no int"),
-        ({"tasks": {"limit": 3}}, "`tasks.names` is empty"),
+        ({"tasks": {"bos": "never"}}, "`tasks.names` is empty"),
         ({"shares": [], "prune_by": "criterion"}, "needs `shares` of heads"),
         ({"judged_texts": 19}, r"judged_texts=19` \(limit 20"),
         ({"tokens": 15}, r"tokens=15` \(limit 16"),
