@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from headscan.analysis.text_tables import say
 from headscan.options import Group, Needs, Option
 from headscan.pipelines.cli.option_parser import Given
 from headscan.pipelines.cli.results import Json, Result
