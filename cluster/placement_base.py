@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
 from headscan.errors import HeadscanError
-from headscan.options import LONGEST_WAIT, Option, check_limits
+from headscan.options import BATCH_TOKENS, LONGEST_WAIT, Option, check_limits
 
 if TYPE_CHECKING:
     from headscan.models.loaded_model import Sharding
@@ -171,8 +171,8 @@ class PlacementRequest:
     batch_tokens: Annotated[
         int | None,
         Option(
-            "tokens of one forward pass, with padding (default: 8192, or --step-tokens of gates; fewer if --memory "
-            "holds fewer)",
+            f"tokens of one forward pass, with padding (default: {BATCH_TOKENS}, or --step-tokens of gates; fewer if "
+            "--memory holds fewer)",
             least=1,
         ),
     ] = None

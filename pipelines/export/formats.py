@@ -17,6 +17,7 @@ from headscan.cluster.placement_base import format_bytes
 from headscan.errors import ExportError, unknown_name
 from headscan.model_spec import ModelSpec
 from headscan.options import Option, check_limits
+from headscan.pipelines.settings.saving_settings import Architecture, GgufType
 
 if TYPE_CHECKING:
     from headscan.analysis.plans import HeadPlan, SlidingLayers
@@ -232,9 +233,7 @@ class ExportConfig:
     format: str
     out: Annotated[str | Path, Option("output file or folder, as the format states")]
     model: ModelSpec | None = None
-    type: Annotated[
-        Literal["f16", "f32", "q8_0"], Option("type of the matrices in a GGUF file", only=_using("type"))
-    ] = "f16"
+    type: Annotated[GgufType, Option("type of the matrices in a GGUF file", only=_using("type"))] = "f16"
     tokenizer: Annotated[
         str | Path | None,
         Option(
@@ -245,7 +244,7 @@ class ExportConfig:
         ),
     ] = None
     architecture: Annotated[
-        Literal["llama", "ministral"],
+        Architecture,
         Option(
             "architecture of layer-types: llama for vLLM, ministral for transformers, whose Llama has no windows",
             only=_using("architecture"),

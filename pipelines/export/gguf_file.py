@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import gguf
 import numpy as np
@@ -30,8 +30,8 @@ from headscan.errors import ExportError, ModelLoadError
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.export.gguf_tokenizer import Key, copied_keys, made_keys
 from headscan.pipelines.export.servable_model import HeadSlots, HeldSize, ServableModel, ServedForm
+from headscan.pipelines.settings.saving_settings import GgufType
 
-GgufType = Literal["f16", "f32", "q8_0"]
 _TYPES = {
     "f32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
     "f16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),

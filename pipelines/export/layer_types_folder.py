@@ -9,16 +9,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from headscan.analysis.plans import HeadPlan, SlidingLayers, check_model, sliding_layers
 from headscan.errors import ExportError
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.export.llama_folder import llama_fields, llama_weights, write_folder
 from headscan.pipelines.export.servable_model import ServableModel
+from headscan.pipelines.settings.saving_settings import Architecture
 
-#: Architectures of such folders: Llama for vLLM, Ministral for transformers.
-Architecture = Literal["llama", "ministral"]
 _CLASSES: dict[Architecture, str] = {"llama": "LlamaForCausalLM", "ministral": "MinistralForCausalLM"}
 
 

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from headscan.pipelines.runs.model_identity import ModelIdentity
 
 
+#: Built-in corpora: the standard library of the running interpreter, its single-file modules that the demo model has
+#: read, and modules that the demo model has not read.
+BUILT_IN_CORPORA = ("python-stdlib", "python-stdlib-modules", "python-stdlib-heldout")
+
 TokenMode = Literal["truncate", "chunk", "pack"]
 BosPolicy = Literal["auto", "always", "never"]
 
@@ -88,7 +92,7 @@ class TokenPlan:
 #: Shortest text whose loss is measured or minimised, in tokens: predictions after few tokens say little.
 SHORTEST = 16
 #: Longest text by default, in tokens.
-_LONGEST = 2048
+LONGEST_TEXT = 2048
 
 
 def check_length(identity: ModelIdentity, max_tokens: int) -> None:
@@ -100,7 +104,7 @@ def check_length(identity: ModelIdentity, max_tokens: int) -> None:
         )
 
 
-def longest_text(identity: ModelIdentity, max_tokens: int | None, longest: int = _LONGEST) -> int:
+def longest_text(identity: ModelIdentity, max_tokens: int | None, longest: int = LONGEST_TEXT) -> int:
     """Return the tokens of the longest text; ``max_tokens`` None uses the model's context, at most ``longest``."""
     if max_tokens is None:
         return min(identity.max_tokens or longest, longest)

@@ -27,7 +27,7 @@ from headscan.errors import HeadscanError, InterventionError, unknown_name
 from headscan.grid import check_pairs, parse_head
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, Count, Limits, Option, Seed, check_limits
-from headscan.pipelines.settings.corpus_settings import SHORTEST, BosPolicy, CorpusSpec, longest_text
+from headscan.pipelines.settings.corpus_settings import LONGEST_TEXT, SHORTEST, BosPolicy, CorpusSpec, longest_text
 
 if TYPE_CHECKING:
     from headscan.analysis.plans import HeadPlan
@@ -82,7 +82,8 @@ class RecallPlan:
     lengths: Annotated[
         tuple[int, ...] | None,
         Option(
-            "comma-separated prompt lengths of recall questions (default: powers of two from 256 to 4096 that fit)",
+            "comma-separated prompt lengths of recall questions (default: powers of two from "
+            f"{_SHORTEST_RECALL} to {_LONGEST_RECALL} that fit)",
             flag="--recall-lengths",
             least=1,
         ),
@@ -444,10 +445,9 @@ class SweepConfig:
             sets=_SETS,
         ),
     ] = tuple(SCORES)
-    quantiles: Annotated[
-        tuple[float, ...],
-        Option("comma-separated shares of heads to ablate (default: 0 to 0.3 in steps of 0.05)", least=0, below=1),
-    ] = QUANTILES
+    quantiles: Annotated[tuple[float, ...], Option("comma-separated shares of heads to ablate", least=0, below=1)] = (
+        QUANTILES
+    )
     masks: Annotated[
         tuple[str, ...],
         Option(
@@ -496,7 +496,9 @@ class LossTexts:
     sequences: Annotated[int, Option("number of texts whose loss is measured", least=1)] = 128
     max_tokens: Annotated[
         int | None,
-        Option("longest of these texts in tokens (default: the model's context, at most 2048)", least=SHORTEST),
+        Option(
+            f"longest of these texts in tokens (default: the model's context, at most {LONGEST_TEXT})", least=SHORTEST
+        ),
     ] = None
 
     def tokens(self, identity: ModelIdentity) -> int:

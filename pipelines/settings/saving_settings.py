@@ -87,6 +87,11 @@ class RecallConfig:
         check_limits(self, PruningError)
 
 
+#: Types of the matrices in an exported GGUF file.
+GgufType = Literal["f16", "f32", "q8_0"]
+#: Architectures of exported folders with layer types: Llama for vLLM, Ministral for transformers.
+Architecture = Literal["llama", "ministral"]
+
 #: Numbers of KV heads that the layers of a pruned model may have.
 KvCounts = Literal["any", "divisors"]
 

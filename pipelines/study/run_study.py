@@ -45,7 +45,14 @@ from headscan.pipelines.settings.measure_settings import ImportanceConfig, Probe
 from headscan.pipelines.settings.saving_settings import PlanConfig, RecallConfig, TextConfig
 from headscan.pipelines.study.study_answer import Saving, SavingKind, StudyAnswer
 from headscan.pipelines.study.study_candidates import Candidates, ablations, best_criterion, caches, mask_arms, removals
-from headscan.pipelines.study.study_config import FEWEST_STUDY_TEXTS, StudyConfig, StudyError, resumed, write_study
+from headscan.pipelines.study.study_config import (
+    FEWEST_STUDY_TEXTS,
+    LONGEST_STUDY_TEXT,
+    StudyConfig,
+    StudyError,
+    resumed,
+    write_study,
+)
 from headscan.pipelines.study.study_texts import StudyTexts, split_texts
 from headscan.pipelines.study.study_time import (
     TimedPass,
@@ -56,9 +63,6 @@ from headscan.pipelines.study.study_time import (
     repair_texts,
     time_pass,
 )
-
-#: Longest texts by default, in tokens.
-_TOKENS = 512
 
 
 def run_study(config: StudyConfig, run: Run) -> StudyAnswer:
@@ -101,7 +105,7 @@ class _Study:
             _check_model(model, run)
         texts = split_texts(settings.corpus, Path(config.out) / "texts", settings.judge)
         limit = run.identity.max_tokens
-        tokens = config.tokens or min(limit or _TOKENS, _TOKENS)
+        tokens = config.tokens or min(limit or LONGEST_STUDY_TEXT, LONGEST_STUDY_TEXT)
         if limit is not None and tokens > limit:
             raise StudyError(f"`tokens={tokens}` (limit {limit} positions of the model). Lower `tokens`")
         if known is None:

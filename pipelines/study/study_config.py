@@ -20,6 +20,8 @@ from headscan.pipelines.settings.settings_file import build_settings, settings_f
 
 #: Fewest texts that measure, and most if the time decides.
 FEWEST_STUDY_TEXTS, MOST_STUDY_TEXTS = 8, 64
+#: Longest text by default, in tokens.
+LONGEST_STUDY_TEXT = 512
 #: Fewest texts that judge if the time decides: more than `LEAST_LOSS_TEXTS`, because some may be of one document.
 FEWEST_JUDGED_TEXTS = LEAST_LOSS_TEXTS + 4
 #: Settings with the shares of each kind of saving.
@@ -66,7 +68,12 @@ class StudyConfig:
     hours: Annotated[float, Option("time limit, in hours", above=0, most=1e6)] = 2.0
     tokens: Annotated[
         int | None,
-        Option("longest text, in tokens (default: at most 512)", flag="--max-tokens", metavar="TOKENS", least=SHORTEST),
+        Option(
+            f"longest text, in tokens (default: at most {LONGEST_STUDY_TEXT})",
+            flag="--max-tokens",
+            metavar="TOKENS",
+            least=SHORTEST,
+        ),
     ] = None
     criteria: Annotated[
         tuple[str, ...],

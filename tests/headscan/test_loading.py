@@ -169,11 +169,12 @@ def test_hooked_and_compiled_models_are_refused() -> None:
 
 
 def test_head_mask_is_an_error(folder: Path) -> None:
-    lm = headscan.load(folder)
     ids = torch.zeros(1, 4, dtype=torch.long)
-    with pytest.raises(InterventionError, match=r"head_mask= has no effect.*headscan\.intervene"):
-        lm.model(input_ids=ids, head_mask=torch.zeros(3, 6))
-    lm.model(input_ids=ids, head_mask=None)
+    for source in (folder, make_model("llama")):
+        lm = headscan.load(source)
+        with pytest.raises(InterventionError, match=r"head_mask= has no effect.*headscan\.intervene"):
+            lm.model(input_ids=ids, head_mask=torch.zeros(3, 6))
+        lm.model(input_ids=ids, head_mask=None)
 
 
 def test_a_saved_model_gives_the_same_numbers(folder: Path) -> None:

@@ -68,8 +68,11 @@ def test_a_model_in_memory_is_measured_with_its_edits(demo: headscan.LoadedModel
 
 
 def test_a_model_in_memory_is_not_moved_or_cast() -> None:
-    with pytest.raises(ModelLoadError, match="Move or cast the model itself"):
-        headscan.load(make_model("llama"), dtype="float16")
+    for option in ({"dtype": "float16"}, {"device": "cpu"}, {"trust_remote_code": True}, {"safetensors": False}):
+        with pytest.raises(
+            ModelLoadError, match=r"have no effect on a model in memory: leave them out, and move or cast"
+        ):
+            headscan.load(make_model("llama"), **option)  # type: ignore[arg-type]
     with pytest.raises(ModelLoadError, match="Linear is not a model of transformers"):
         headscan.load(nn.Linear(2, 2))
 
