@@ -24,7 +24,7 @@ config = jobs.PruneConfig(
     evaluation=jobs.EvaluateConfig(jobs.ModelSpec("demo", dtype="float32"), jobs.TaskConfig(), recall=None),
     out=out,
     budgets=(jobs.ShareBudget(0.2),),
-    texts=jobs.TextConfig(
+    texts=jobs.PruneTexts(
         jobs.CorpusSpec("python-stdlib-modules"), jobs.CorpusSpec("python-stdlib-heldout"), sequences=24, max_tokens=128
     ),
     timing=None,

@@ -17,7 +17,7 @@ store = folder / "scan.duckdb"
 
 # 1. One row of statistics per sequence, layer and head. The same call again resumes.
 corpus = jobs.CorpusSpec("python-stdlib-heldout", limit_documents=8)
-config = jobs.ScanConfig(jobs.ModelSpec("demo"), corpus, jobs.TokenPlan(256, mode="chunk", limit_sequences=64))
+config = jobs.ScanConfig(jobs.ModelSpec("demo"), corpus, jobs.TokenConfig(256, mode="chunk", limit_sequences=64))
 jobs.scan(config, store)
 
 # 2. SQL, as relations: .df() and .pl() give frames.

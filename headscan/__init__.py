@@ -36,12 +36,12 @@ from headscan.catalog import STATISTICS as STATISTICS
 if TYPE_CHECKING:
     # Not `open_store`, `load_plan` and `make_plan`: type checkers would follow them to the packages above this one,
     # which need duckdb.
-    from headscan.ablation.ablation import HeadMeans as HeadMeans
-    from headscan.ablation.ablation import InterventionRecord as InterventionRecord
-    from headscan.ablation.ablation import intervene as intervene
     from headscan.ablation.collect_outputs import HeadSamples as HeadSamples
     from headscan.ablation.collect_outputs import head_means as head_means
     from headscan.ablation.collect_outputs import head_samples as head_samples
+    from headscan.ablation.intervention import HeadMeans as HeadMeans
+    from headscan.ablation.intervention import InterventionRecord as InterventionRecord
+    from headscan.ablation.intervention import intervene as intervene
     from headscan.ablation.masks import HeadMask as HeadMask
     from headscan.ablation.masks import RandomHeads as RandomHeads
     from headscan.ablation.masks import SiteMask as SiteMask

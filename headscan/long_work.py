@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 #: What was measured, as JSON data: first in words, then everything that distinguishes it within the job.
-WorkUnit = tuple[Any, ...]
+WorkKey = tuple[Any, ...]
 
 
 class KnownNumbers:
@@ -27,16 +27,16 @@ class KnownNumbers:
         """Number of known units."""
         return len(self._known)
 
-    def get(self, unit: WorkUnit) -> NDArray[np.float64] | None:
+    def get(self, unit: WorkKey) -> NDArray[np.float64] | None:
         """Return the numbers of a unit, one-dimensional; None if it was not measured."""
         numbers = self._known.get(hash_of(unit))
         return None if numbers is None else np.asarray(numbers, dtype=np.float64)
 
-    def add(self, unit: WorkUnit, numbers: ArrayLike) -> None:
+    def add(self, unit: WorkKey, numbers: ArrayLike) -> None:
         """Keep the numbers of a unit, in C order; float64 holds them exactly."""
         self._known[hash_of(unit)] = np.asarray(numbers, dtype=np.float64).ravel().tolist()
 
-    def measured(self, unit: WorkUnit, measure: Callable[[], ArrayLike]) -> NDArray[np.float64]:
+    def measured(self, unit: WorkKey, measure: Callable[[], ArrayLike]) -> NDArray[np.float64]:
         """Return the numbers of a unit, one-dimensional. Those that are missing are measured and kept."""
         if (numbers := self.get(unit)) is None:
             numbers = np.asarray(measure(), dtype=np.float64).ravel()
@@ -44,7 +44,7 @@ class KnownNumbers:
         return numbers
 
 
-def hash_of(unit: WorkUnit) -> str:
+def hash_of(unit: WorkKey) -> str:
     """Return 32 hexadecimal digits that stand for a unit."""
     return hashlib.sha256(json.dumps(unit).encode()).hexdigest()[:32]
 

@@ -1,7 +1,7 @@
 """Options: what the command line shows of a settings class, and its limits.
 
     @dataclass(frozen=True)
-    class TokenPlan:
+    class TokenConfig:
         min_tokens: Annotated[int, Option("minimum sequence length in tokens", least=1)] = 2
 
         def __post_init__(self) -> None:

@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from headscan.analysis.plans import BudgetRequest, HeadPlan
     from headscan.analysis.verdicts.judge import Verdict
     from headscan.model_spec import ModelSpec
-    from headscan.pipelines.ablate.labelled_arms import LabelledAblateConfig, LabelledConfig
-    from headscan.pipelines.ablate.single_heads import AblateResult
+    from headscan.pipelines.ablate.run_ablate import AblateResult
+    from headscan.pipelines.ablate.run_labelled_ablate import LabelledAblateConfig, LabelledEvaluateConfig
     from headscan.pipelines.evaluate.run_sweep import SweepResult
     from headscan.pipelines.export.formats import ExportConfig, Exported
-    from headscan.pipelines.kv.compare_generation import GenerationComparison
+    from headscan.pipelines.kv.run_generate import GenerationComparison
     from headscan.pipelines.measure.labelled_texts import LabelledTexts
     from headscan.pipelines.measure.run_corpus import CorpusRunResult
     from headscan.pipelines.measure.run_gates import GatesResult
     from headscan.pipelines.measure.run_probe import ProbeResult
     from headscan.pipelines.pruning.prune_config import PruneConfig
     from headscan.pipelines.pruning.run_prune import PruneResult
+    from headscan.pipelines.referee.run_labelled_referee import LabelledRefereeConfig, LabelledRefereeResult
     from headscan.pipelines.referee.run_referee import RefereeConfig
-    from headscan.pipelines.referee.site_referee import SiteRefereeConfig, SiteRefereeResult
     from headscan.pipelines.scoring.arms import Arm
     from headscan.pipelines.settings.evaluation_settings import AblateConfig, EvaluateConfig, SweepConfig
     from headscan.pipelines.settings.measure_settings import (
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from headscan.pipelines.study.study_config import StudyConfig
 
 #: Settings of jobs on labelled examples.
-_L = TypeVar("_L", "LabelledConfig", "LabelledImportanceConfig")
+_L = TypeVar("_L", "LabelledEvaluateConfig", "LabelledImportanceConfig")
 
 
 class JobOptions(TypedDict, total=False):
@@ -121,7 +121,7 @@ def gates(config: GatesConfig, store: str | Path, **options: Unpack[JobOptions])
 
 def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions]) -> AblateResult:
     """Measure the effect of every head, ablated alone, on tasks or on the loss of texts."""
-    from headscan.pipelines.ablate.single_heads import run_ablate
+    from headscan.pipelines.ablate.run_ablate import run_ablate
 
     evaluation = config.evaluation
     chosen, identity = _identified(evaluation.model, options)
@@ -142,15 +142,17 @@ def labelled_importance(
 
 def labelled_ablate(config: LabelledAblateConfig, store: str | Path, **options: Unpack[JobOptions]) -> AblateResult:
     """Measure the effect of every head, ablated alone, on labelled examples."""
-    from headscan.pipelines.ablate.labelled_arms import run_labelled_ablate
+    from headscan.pipelines.ablate.run_labelled_ablate import run_labelled_ablate
 
     with _on_examples(config.judging, store, options) as (sized, texts, run):
         return run_labelled_ablate(replace(config, judging=sized), run, texts=texts)
 
 
-def labelled_referee(config: SiteRefereeConfig, store: str | Path, **options: Unpack[JobOptions]) -> SiteRefereeResult:
+def labelled_referee(
+    config: LabelledRefereeConfig, store: str | Path, **options: Unpack[JobOptions]
+) -> LabelledRefereeResult:
     """Ablate heads of every site by every criterion, and measure the metric of labelled examples."""
-    from headscan.pipelines.referee.site_referee import run_labelled_referee
+    from headscan.pipelines.referee.run_labelled_referee import run_labelled_referee
 
     with _on_examples(config.judging, store, options) as (sized, texts, run):
         return run_labelled_referee(replace(config, judging=sized), run, texts=texts)
@@ -223,7 +225,7 @@ def plan(
         PlanError: A budget out of reach, or ``resume_anyway`` or ``lock_timeout`` without a store.
         SequenceError: Texts longer than the model's context.
     """
-    from headscan.pipelines.kv.measured_plan import run_plan
+    from headscan.pipelines.kv.run_plan import run_plan
 
     for name in ("resume_anyway", "lock_timeout"):
         if store is None and options.get(name):
@@ -246,7 +248,7 @@ def generate(config: GenerateConfig, **options: Unpack[JobOptions]) -> Generatio
             stored.
         SequenceError: The prompt is empty, or longer than the model's context with the new tokens.
     """
-    from headscan.pipelines.kv.compare_generation import run_generate
+    from headscan.pipelines.kv.run_generate import run_generate
 
     for name in ("resume_anyway", "lock_timeout"):
         if options.get(name):

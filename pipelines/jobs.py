@@ -11,7 +11,7 @@ The settings and the results of all jobs can be imported from here:
 
     from headscan.pipelines import jobs
 
-    config = jobs.ScanConfig(jobs.ModelSpec("demo"), jobs.CorpusSpec("texts/"), jobs.TokenPlan(512))
+    config = jobs.ScanConfig(jobs.ModelSpec("demo"), jobs.CorpusSpec("texts/"), jobs.TokenConfig(512))
     found = jobs.scan(config, "s.duckdb")
 """
 
@@ -34,9 +34,9 @@ from headscan.cluster.placement_base import Timeouts as Timeouts
 from headscan.gates.gate_settings import GateFitConfig as GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe as BehaviourProbe
 from headscan.model_spec import ModelSpec as ModelSpec
-from headscan.pipelines.ablate.labelled_arms import LabelledAblateConfig as LabelledAblateConfig
-from headscan.pipelines.ablate.labelled_arms import LabelledConfig as LabelledConfig
-from headscan.pipelines.ablate.single_heads import AblateResult as AblateResult
+from headscan.pipelines.ablate.run_ablate import AblateResult as AblateResult
+from headscan.pipelines.ablate.run_labelled_ablate import LabelledAblateConfig as LabelledAblateConfig
+from headscan.pipelines.ablate.run_labelled_ablate import LabelledEvaluateConfig as LabelledEvaluateConfig
 from headscan.pipelines.evaluate.held_out_text import HeldOutText as HeldOutText
 from headscan.pipelines.evaluate.run_sweep import SweepResult as SweepResult
 from headscan.pipelines.export.formats import ExportConfig as ExportConfig
@@ -58,8 +58,8 @@ from headscan.pipelines.job_functions import referee as referee
 from headscan.pipelines.job_functions import scan as scan
 from headscan.pipelines.job_functions import study as study
 from headscan.pipelines.job_functions import sweep as sweep
-from headscan.pipelines.kv.compare_generation import Generated as Generated
-from headscan.pipelines.kv.compare_generation import GenerationComparison as GenerationComparison
+from headscan.pipelines.kv.run_generate import Generated as Generated
+from headscan.pipelines.kv.run_generate import GenerationComparison as GenerationComparison
 from headscan.pipelines.measure.run_corpus import CorpusRunResult as CorpusRunResult
 from headscan.pipelines.measure.run_gates import GatesResult as GatesResult
 from headscan.pipelines.measure.run_probe import ProbeResult as ProbeResult
@@ -71,21 +71,21 @@ from headscan.pipelines.pruning.pruning_units import BytesBudget as BytesBudget
 from headscan.pipelines.pruning.pruning_units import LossBudget as LossBudget
 from headscan.pipelines.pruning.pruning_units import ShareBudget as ShareBudget
 from headscan.pipelines.pruning.run_prune import PruneResult as PruneResult
+from headscan.pipelines.referee.run_labelled_referee import LabelledRefereeConfig as LabelledRefereeConfig
+from headscan.pipelines.referee.run_labelled_referee import LabelledRefereeResult as LabelledRefereeResult
 from headscan.pipelines.referee.run_referee import RefereeConfig as RefereeConfig
-from headscan.pipelines.referee.site_referee import SiteRefereeConfig as SiteRefereeConfig
-from headscan.pipelines.referee.site_referee import SiteRefereeResult as SiteRefereeResult
 from headscan.pipelines.scoring.arms import BASELINE as BASELINE
 from headscan.pipelines.scoring.arms import Arm as Arm
 from headscan.pipelines.scoring.arms import mask_arm as mask_arm
 from headscan.pipelines.settings.corpus_settings import CorpusSpec as CorpusSpec
-from headscan.pipelines.settings.corpus_settings import DataSpec as DataSpec
-from headscan.pipelines.settings.corpus_settings import TokenPlan as TokenPlan
+from headscan.pipelines.settings.corpus_settings import ExamplesSpec as ExamplesSpec
+from headscan.pipelines.settings.corpus_settings import TokenConfig as TokenConfig
 from headscan.pipelines.settings.evaluation_settings import AblateConfig as AblateConfig
 from headscan.pipelines.settings.evaluation_settings import ChosenArms as ChosenArms
-from headscan.pipelines.settings.evaluation_settings import Comparison as Comparison
+from headscan.pipelines.settings.evaluation_settings import CriteriaComparison as CriteriaComparison
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig as EvaluateConfig
 from headscan.pipelines.settings.evaluation_settings import LossTexts as LossTexts
-from headscan.pipelines.settings.evaluation_settings import RecallPlan as RecallPlan
+from headscan.pipelines.settings.evaluation_settings import RecallQuestions as RecallQuestions
 from headscan.pipelines.settings.evaluation_settings import ReplacementConfig as ReplacementConfig
 from headscan.pipelines.settings.evaluation_settings import SweepConfig as SweepConfig
 from headscan.pipelines.settings.evaluation_settings import TaskConfig as TaskConfig
@@ -98,8 +98,8 @@ from headscan.pipelines.settings.measure_settings import ScanConfig as ScanConfi
 from headscan.pipelines.settings.saving_settings import GenerateConfig as GenerateConfig
 from headscan.pipelines.settings.saving_settings import LossLimit as LossLimit
 from headscan.pipelines.settings.saving_settings import PlanConfig as PlanConfig
-from headscan.pipelines.settings.saving_settings import RecallConfig as RecallConfig
-from headscan.pipelines.settings.saving_settings import TextConfig as TextConfig
+from headscan.pipelines.settings.saving_settings import PruneTexts as PruneTexts
+from headscan.pipelines.settings.saving_settings import RecallPrompts as RecallPrompts
 from headscan.pipelines.study.study_answer import Saving as Saving
 from headscan.pipelines.study.study_answer import StudyAnswer as StudyAnswer
 from headscan.pipelines.study.study_config import StudyConfig as StudyConfig

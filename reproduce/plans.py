@@ -41,9 +41,9 @@ from headscan.cluster.placements import WholePlacement
 from headscan.cluster.pool import InProcessPool
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.corpora import CorpusSpec, TokenPlan
+from headscan.pipelines.corpora import CorpusSpec, TokenConfig
 from headscan.pipelines.kv.damage_measurement import Measurement
-from headscan.pipelines.kv.measured_plan import run_plan
+from headscan.pipelines.kv.run_plan import run_plan
 from headscan.pipelines.measure.run_probe import run_probe
 from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.runs.model_identity import fingerprint
@@ -202,7 +202,7 @@ def plans_by_budget(
     # Distant mass needs a sink of one key; its plans get the same windows as all others.
     sink = max(config.sink, 1)
     assert config.max_tokens is not None
-    tokens = TokenPlan(
+    tokens = TokenConfig(
         config.max_tokens, "chunk", min_tokens=config.sink + recent + 1, limit_sequences=config.sequences
     )
     found: dict[int, dict[str, KeptKeys]] = {}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from headscan.ablation.ablation import HeadMeans, StoredOutputs
+from headscan.ablation.intervention import HeadMeans, StoredOutputs
 from headscan.attention.hooks import output_hook
 from headscan.errors import InterventionError, SequenceError
 from headscan.grid import AttentionSite

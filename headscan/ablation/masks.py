@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headscan.ablation.ablation import (
+from headscan.ablation.intervention import (
     ZERO,
     Ablation,
     Filler,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headscan.ablation.ablation import ZERO, Filler, InterventionRecord, LayerwiseAblation, Replacement
+from headscan.ablation.intervention import ZERO, Filler, InterventionRecord, LayerwiseAblation, Replacement
 from headscan.attention.calls import AttentionCall
 from headscan.attention.hooks import attention_hook, output_hook
 from headscan.catalog import MassWidths, statistics_for

@@ -189,14 +189,16 @@ def kv_damage(
     scored: Sequence[int] | None = None,
     batch_tokens: int = BATCH_TOKENS,
 ) -> Tensor:
-    """Return the mean of `kv_damages` over the sequences, given as token ids (B, N) or as B texts: float32 (L, K), in
-    nats per scored token.
+    """Return the mean of `kv_damages_by_sequence` over the sequences, given as token ids (B, N) or as B texts: float32
+    (L, K), in nats per scored token.
     """
-    damages = kv_damages(lm, ids, lengths, sink, recent, gates=gates, scored=scored, batch_tokens=batch_tokens)
+    damages = kv_damages_by_sequence(
+        lm, ids, lengths, sink, recent, gates=gates, scored=scored, batch_tokens=batch_tokens
+    )
     return damages.nanmean(0)
 
 
-def kv_damages(
+def kv_damages_by_sequence(
     lm: LoadedModel,
     ids: TokenIds,
     lengths: Tensor | Sequence[int] | None = None,

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from headscan.ablation.ablation import Ablation, InterventionRecord
+from headscan.ablation.intervention import Intervention, InterventionRecord
 from headscan.attention.cache_attention import cache_attention, output_after
 from headscan.attention.calls import AttentionCall, ScoredCall
 from headscan.attention.hooks import attention_hook
@@ -28,7 +28,7 @@ from headscan.models.loaded_model import LoadedModel
 
 
 @dataclass(frozen=True)
-class KvWindows(Ablation):
+class KvWindows(Intervention):
     """Restricts the query heads of some KV heads to the keys that a plan keeps.
 
     The output equals that of a cache that never holds more than the plan, so a likelihood computed in one pass shows
@@ -168,7 +168,7 @@ def _zeroed(site: AttentionSite, groups: tuple[HeadGroup, ...]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class KvEviction(Ablation):
+class KvEviction(Intervention):
     """Continuations are read from a cache that keeps the plan's tokens of the context.
 
     The context is read with full attention, apart from dropped heads, which output zero. `PlanCache` then frees the

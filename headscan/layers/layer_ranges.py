@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from headscan.ablation.ablation import Ablation
+from headscan.ablation.intervention import Intervention
 from headscan.attention.discovery import discover
 from headscan.errors import UnsupportedModelError
 from headscan.grid import HeadGrid
@@ -240,7 +240,7 @@ def gives_logits(lm: LoadedModel) -> bool:
     return not isinstance(lm, StageModel) or lm.is_last
 
 
-def ablation_here(lm: LoadedModel, ablation: Ablation) -> Ablation:
+def ablation_here(lm: LoadedModel, ablation: Intervention) -> Intervention:
     """Return the part of an ablation in this model's layers."""
     if not isinstance(lm, StageModel):
         return ablation

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headscan.ablation.ablation import Filler, InterventionRecord, LayerwiseAblation, intervene
+from headscan.ablation.intervention import Filler, InterventionRecord, LayerwiseAblation, intervene
 from headscan.ablation.masks import HeadMask
 from headscan.ablation.rules import HeadRule, RuleStatistics
 from headscan.attention.calls import AttentionCall, ScoredCall

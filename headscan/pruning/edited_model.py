@@ -19,12 +19,12 @@ from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from headscan.ablation.ablation import intervene
+from headscan.ablation.intervention import intervene
 from headscan.ablation.masks import HeadMask
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite, Head
 from headscan.layers.blocks import Blocks, cannot_resume, find_blocks, resuming_at, running_range, short_text
-from headscan.long_work import LongWork, WorkUnit, hash_of
+from headscan.long_work import LongWork, WorkKey, hash_of
 from headscan.models.forward_inputs import run, without_autocast
 from headscan.models.loaded_model import LoadedModel, logits_at
 from headscan.pruning.calibration import Calibration, CalibrationBatch
@@ -281,7 +281,7 @@ class LayerEdits(NamedTuple):
     edits: Callable[[], Edits]
 
 
-def _unit(batch: str, layer: int, candidate: LayerEdits, below: Edits) -> WorkUnit:
+def _unit(batch: str, layer: int, candidate: LayerEdits, below: Edits) -> WorkKey:
     return "cross-entropy of a batch without heads", batch, layer, candidate.removed, below.removed
 
 
@@ -366,7 +366,7 @@ class Divergence:
 
     def _measured(
         self, number: int, candidates: Mapping[int, Sequence[LayerEdits]], below: Edits
-    ) -> Iterator[tuple[WorkUnit, float]]:
+    ) -> Iterator[tuple[WorkKey, float]]:
         """Yield the summed cross-entropy of each candidate on a batch."""
         if not candidates:
             return

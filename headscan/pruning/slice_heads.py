@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from headscan.ablation.ablation import intervene
+from headscan.ablation.intervention import intervene
 from headscan.ablation.masks import HeadMask
 from headscan.attention.discovery import discover
 from headscan.errors import PruningError, UnsupportedModelError

@@ -21,7 +21,7 @@ from headscan.pipelines.cli.task_options import (
     replacement_config,
 )
 from headscan.pipelines.cli.verb_base import CORPORA, CorpusOptions, RunVerb, quiet_libraries
-from headscan.pipelines.settings.corpus_settings import DataSpec
+from headscan.pipelines.settings.corpus_settings import ExamplesSpec
 from headscan.pipelines.settings.evaluation_settings import AblationMode, LossTexts, ReplacementOption
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Ablate(RunVerb):
 
     json: Json = False
     heads: Annotated[_Heads, Group("heads", needs=(replace(NO_DATA, of=("value",)),))]
-    data: Annotated[DataSpec | None, Group("labelled examples")]
+    data: Annotated[ExamplesSpec | None, Group("labelled examples")]
     metric: Metric = None
     tasks: Annotated[OptionalTaskOptions, Group("tasks", needs=(NO_DATA, Needs(key="tasks.names", of=("prompts",))))]
     texts: Annotated[_Texts, Group("texts", needs=(replace(NO_DATA, of=("name", "data_set", "sequences")),))]
@@ -121,9 +121,9 @@ class Ablate(RunVerb):
             return {}
         return {"include_path": demo_task(scratch)["include_path"]}
 
-    def _on_examples(self, data: DataSpec) -> Result:
+    def _on_examples(self, data: ExamplesSpec) -> Result:
         from headscan.pipelines import job_functions
-        from headscan.pipelines.ablate.labelled_arms import LabelledAblateConfig
+        from headscan.pipelines.ablate.run_labelled_ablate import LabelledAblateConfig
 
         judging = labelled_config(self, data, self.metric, self.texts.loss.values.get("max_tokens"))
         config = LabelledAblateConfig(judging, self.heads.modes)

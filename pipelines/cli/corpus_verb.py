@@ -11,7 +11,7 @@ from headscan.options import Group, Option
 from headscan.pipelines.cli.option_parser import Given
 from headscan.pipelines.cli.results import Json, Result
 from headscan.pipelines.cli.verb_base import DEMO_CORPUS, OTHER_CORPORA, CorpusOptions, RunVerb
-from headscan.pipelines.settings.corpus_settings import LONGEST_TEXT, TokenPlan
+from headscan.pipelines.settings.corpus_settings import LONGEST_TEXT, TokenConfig
 from headscan.pipelines.settings.measure_settings import CorpusRunConfig
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class SequenceOptions:
     max_tokens: Annotated[
         int | None, Option(f"maximum sequence length (default: the model's context, at most {LONGEST_TEXT})", least=1)
     ] = None
-    plan: Annotated[Given[TokenPlan], Group()]
+    plan: Annotated[Given[TokenConfig], Group()]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from headscan.pipelines.cli.verb_base import Devices, ModelVerb
 from headscan.pipelines.settings.saving_settings import GenerateConfig
 
 if TYPE_CHECKING:
-    from headscan.pipelines.kv.compare_generation import Generated, GenerationComparison
+    from headscan.pipelines.kv.run_generate import Generated, GenerationComparison
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from headscan.pipelines.cli.option_parser import Given, UsageError
 from headscan.pipelines.cli.results import Result
 from headscan.pipelines.cli.task_options import NO_DATA
 from headscan.pipelines.cli.verb_base import quiet_libraries
-from headscan.pipelines.settings.corpus_settings import DataSpec
+from headscan.pipelines.settings.corpus_settings import ExamplesSpec
 from headscan.pipelines.settings.measure_settings import ImportanceConfig
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Importance(CorpusVerb):
 
     corpus: Annotated[LimitedCorpusOptions, Group("corpus", needs=(NO_DATA,))]
     tokens: Annotated[SequenceOptions, Group("sequences", needs=(replace(NO_DATA, of=("plan",)),))]
-    data: Annotated[DataSpec | None, Group("labelled examples")]
+    data: Annotated[ExamplesSpec | None, Group("labelled examples")]
     settings: Annotated[Given[ImportanceConfig], Group("loss", needs=(replace(NO_DATA, of=("recall_prompts",)),))]
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class Importance(CorpusVerb):
             raise UsageError(f"{self.model} is a classifier, and text has no labels. Give --data")
         return self.run_measurement(self.settings, job_functions.importance)
 
-    def _on_examples(self, data: DataSpec) -> CorpusRunResult:
+    def _on_examples(self, data: ExamplesSpec) -> CorpusRunResult:
         from headscan.pipelines import job_functions
         from headscan.pipelines.settings.measure_settings import LabelledImportanceConfig
 

@@ -11,7 +11,7 @@ options, fields with a `Group` are settings classes whose options are shown toge
         \"\"\"
 
         limit: Annotated[int, Option("number of texts", least=1)] = 500
-        tokens: Annotated[Given[TokenPlan], Group("sequences")]
+        tokens: Annotated[Given[TokenConfig], Group("sequences")]
 
         def run(self) -> Result: ...
 

@@ -19,7 +19,7 @@ from headscan.pipelines.cli.results import Json, Result, arm_row
 from headscan.pipelines.cli.task_options import DemoSize, OptionalTaskOptions, RecallOptions, WholeModelVerb
 from headscan.pipelines.cli.verb_base import quiet_libraries
 from headscan.pipelines.settings.evaluation_settings import LOSS_LIMITS
-from headscan.pipelines.settings.saving_settings import PRUNE_METHODS, REPAIRS, KvCounts, RecallConfig
+from headscan.pipelines.settings.saving_settings import PRUNE_METHODS, REPAIRS, KvCounts, RecallPrompts
 
 if TYPE_CHECKING:
     from headscan.model_spec import ModelSpec
@@ -164,7 +164,7 @@ class _Choice:
             most=1e3,
             needs=(Needs(key="recall.asked"),),
         ),
-    ] = RecallConfig.weight
+    ] = RecallPrompts.weight
     distill_steps: Annotated[
         int,
         Option(
@@ -292,7 +292,7 @@ class Prune(WholeModelVerb):
                 methods=choice.method,
                 heads=named,
                 texts=self.text_config(_DEMO),
-                recall_prompts=RecallConfig(prompts=0) if alone else RecallConfig(weight=choice.recall_weight),
+                recall_prompts=RecallPrompts(prompts=0) if alone else RecallPrompts(weight=choice.recall_weight),
                 unit=self.unit,
                 kv_counts=choice.kv_counts,
                 selection=choice.selection(),

@@ -22,8 +22,8 @@ from headscan.pipelines.cli.task_options import (
     labelled_config,
 )
 from headscan.pipelines.cli.verb_base import quiet_libraries
-from headscan.pipelines.settings.corpus_settings import DataSpec
-from headscan.pipelines.settings.evaluation_settings import Comparison
+from headscan.pipelines.settings.corpus_settings import ExamplesSpec
+from headscan.pipelines.settings.evaluation_settings import CriteriaComparison
 from headscan.pipelines.settings.saving_settings import REPAIRS
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _DEMO = DemoSize(questions=30, recall=20, sequences=96)
 
 @dataclass(frozen=True, kw_only=True)
 class _Criteria:
-    compared: Annotated[Given[Comparison], Group()]
+    compared: Annotated[Given[CriteriaComparison], Group()]
     repair: Annotated[
         str,
         Option(
@@ -72,7 +72,7 @@ class Referee(WholeModelVerb):
     ]
     json: Json = False
     criteria: Annotated[_Criteria, Group("criteria", needs=(replace(NO_DATA, of=("repair",)),))]
-    data: Annotated[DataSpec | None, Group("labelled examples")]
+    data: Annotated[ExamplesSpec | None, Group("labelled examples")]
     metric: Metric = None
     rank_data: Annotated[
         str | None,
@@ -89,17 +89,17 @@ class Referee(WholeModelVerb):
 
     def run(self) -> Result:
         if self.rank_data is not None:
-            DataSpec(self.rank_data).check_file()
+            ExamplesSpec(self.rank_data).check_file()
         return self._on_tasks() if self.data is None else self._on_examples(self.data)
 
-    def _on_examples(self, data: DataSpec) -> Result:
+    def _on_examples(self, data: ExamplesSpec) -> Result:
         from headscan.pipelines import job_functions
-        from headscan.pipelines.referee.site_referee import SiteRefereeConfig
+        from headscan.pipelines.referee.run_labelled_referee import LabelledRefereeConfig
 
-        ranking = None if self.rank_data is None else DataSpec(self.rank_data)
+        ranking = None if self.rank_data is None else ExamplesSpec(self.rank_data)
         max_tokens = self.calibration.texts.values.get("max_tokens")
         judging = labelled_config(self, data, self.metric, max_tokens)
-        config = SiteRefereeConfig(judging, self.criteria.compared.build(), ranking)
+        config = LabelledRefereeConfig(judging, self.criteria.compared.build(), ranking)
         result = job_functions.labelled_referee(config, self.store.path, **self.job_options())
         return site_result(self.store.open(), result.run_id, result.points)
 

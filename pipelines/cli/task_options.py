@@ -13,13 +13,18 @@ from headscan.options import Group, Needs, Option
 from headscan.pipelines.cli.option_parser import Given, UsageError
 from headscan.pipelines.cli.results import Json
 from headscan.pipelines.cli.verb_base import CORPORA, CorpusOptions, ModelVerb, RunVerb, quiet_libraries
-from headscan.pipelines.settings.corpus_settings import CorpusSpec, DataSpec, LabelledMetric
-from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, RecallPlan, ReplacementConfig, TaskConfig
-from headscan.pipelines.settings.saving_settings import TextConfig
+from headscan.pipelines.settings.corpus_settings import CorpusSpec, ExamplesSpec, LabelledMetric
+from headscan.pipelines.settings.evaluation_settings import (
+    EvaluateConfig,
+    RecallQuestions,
+    ReplacementConfig,
+    TaskConfig,
+)
+from headscan.pipelines.settings.saving_settings import PruneTexts
 
 if TYPE_CHECKING:
     from headscan.catalog import ReplacementKind
-    from headscan.pipelines.ablate.labelled_arms import LabelledConfig
+    from headscan.pipelines.ablate.run_labelled_ablate import LabelledEvaluateConfig
     from headscan.pipelines.job_functions import JobOptions
 
 _NAMED = Needs(key="names", of=("include_path",))
@@ -54,7 +59,7 @@ class TaskOptions:
         if not self.names and not verb.is_demo:
             raise UsageError("--tasks is required: name lm-eval tasks, groups or tags, such as arc_easy")
 
-    def config(self, spec: ModelSpec, *, recall: RecallPlan | None = None, **prompts: Any) -> EvaluateConfig:
+    def config(self, spec: ModelSpec, *, recall: RecallQuestions | None = None, **prompts: Any) -> EvaluateConfig:
         """Return the settings of an evaluation, without the batch size, which the placement decides; ``prompts``
         replaces settings of the command line.
         """
@@ -77,9 +82,9 @@ class RecallOptions:
     """Recall questions."""
 
     asked: Annotated[bool, Option(f"also ask recall questions: {RECALL_NAMES} (default: yes)", flag="--recall")] = True
-    plan: Annotated[Given[RecallPlan], Group(needs=(Needs(key="asked"),))]
+    plan: Annotated[Given[RecallQuestions], Group(needs=(Needs(key="asked"),))]
 
-    def config(self, **defaults: Any) -> RecallPlan | None:
+    def config(self, **defaults: Any) -> RecallQuestions | None:
         """Return the questions (None without any), with ``defaults`` for settings that the command line leaves out."""
         if not self.asked:
             return None
@@ -101,7 +106,7 @@ class CalibrationOptions(CorpusOptions):
     """Texts that choose, repair and judge."""
 
     name: Annotated[str | None, Option(f"{CORPORA} (default: required, except for `demo`)", flag="--corpus")] = None
-    texts: Annotated[Given[TextConfig], Group()]
+    texts: Annotated[Given[PruneTexts], Group()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +122,7 @@ class WholeModelVerb(RunVerb):
         if self.calibration.name is None and not self.is_demo:
             raise UsageError("--corpus is required: name a text to calibrate on")
 
-    def text_config(self, demo: DemoSize) -> TextConfig:
+    def text_config(self, demo: DemoSize) -> PruneTexts:
         calibration = self.calibration
         if calibration.name is not None:
             return calibration.texts.build(corpus=calibration.spec())
@@ -194,10 +199,10 @@ Metric = Annotated[
 
 
 def labelled_config(
-    verb: RunVerb, data: DataSpec, metric: LabelledMetric | None, max_tokens: int | None
-) -> LabelledConfig:
+    verb: RunVerb, data: ExamplesSpec, metric: LabelledMetric | None, max_tokens: int | None
+) -> LabelledEvaluateConfig:
     """Return the settings of the examples and the model that a command line names."""
-    from headscan.pipelines.ablate.labelled_arms import LabelledConfig
+    from headscan.pipelines.ablate.run_labelled_ablate import LabelledEvaluateConfig
 
     quiet_libraries()
-    return LabelledConfig(verb.spec(), data, metric, max_tokens)
+    return LabelledEvaluateConfig(verb.spec(), data, metric, max_tokens)

@@ -16,7 +16,7 @@ from headscan.errors import ModelLoadError
 from headscan.model_spec import ModelSpec
 from headscan.options import LOCK_TIMEOUT, LONGEST_WAIT, Group, Needs, Option
 from headscan.pipelines.cli.option_parser import Given, UsageError, with_flags
-from headscan.pipelines.settings.corpus_settings import BUILT_IN_CORPORA, CorpusSpec, DataSpec
+from headscan.pipelines.settings.corpus_settings import BUILT_IN_CORPORA, CorpusSpec, ExamplesSpec
 from headscan.pipelines.settings.evaluation_settings import ResumeAnyway
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def check_inputs(settings: Any) -> None:
         from headscan.pipelines.corpora import check_corpus
 
         check_corpus(settings.name or "")
-    if isinstance(settings, DataSpec):
+    if isinstance(settings, ExamplesSpec):
         settings.check_file()
     folder = settings.model if isinstance(settings, ModelVerb) else None
     if folder is not None and folder.endswith("/") and not Path(folder).exists():

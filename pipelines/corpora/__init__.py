@@ -1,7 +1,7 @@
 """Corpora: from a name to token sequences in deterministic shards.
 
     corpus = open_corpus(CorpusSpec("books/"))                       # hub name, path or built-in
-    plan = TokenPlan(max_tokens=512, mode="chunk")
+    plan = TokenConfig(max_tokens=512, mode="chunk")
     report = CorpusReport()
     for shard in shards(sequences(corpus, tokenizer, plan, report), shard_size=64):
         ...                                                          # shard.sequences, shard.content_hash
@@ -29,5 +29,5 @@ from headscan.pipelines.corpora.sequences import shards as shards
 from headscan.pipelines.settings.corpus_settings import BosPolicy as BosPolicy
 from headscan.pipelines.settings.corpus_settings import CorpusError as CorpusError
 from headscan.pipelines.settings.corpus_settings import CorpusSpec as CorpusSpec
+from headscan.pipelines.settings.corpus_settings import TokenConfig as TokenConfig
 from headscan.pipelines.settings.corpus_settings import TokenMode as TokenMode
-from headscan.pipelines.settings.corpus_settings import TokenPlan as TokenPlan

@@ -13,7 +13,7 @@ import numpy as np
 from headscan.pipelines.corpora.corpus import Corpus, open_corpus
 from headscan.pipelines.corpora.documents import Document
 from headscan.pipelines.corpora.tokenising import Ids, tokenise
-from headscan.pipelines.settings.corpus_settings import CorpusError, CorpusSpec, TokenMode, TokenPlan
+from headscan.pipelines.settings.corpus_settings import CorpusError, CorpusSpec, TokenConfig, TokenMode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -157,7 +157,7 @@ class _Piece(NamedTuple):
 
 
 def sequences(
-    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, plan: TokenPlan, report: CorpusReport | None = None
+    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, plan: TokenConfig, report: CorpusReport | None = None
 ) -> Iterator[TokenSequence]:
     """Tokenise a corpus and fill ``report``. The same corpus, tokenizer and plan give the same sequences, and a limit
     does not change the sequences before it.
@@ -171,7 +171,7 @@ def sequences(
     return _sequences(corpus, tokenizer, plan, special, CorpusReport() if report is None else report)
 
 
-def special_tokens(tokenizer: PreTrainedTokenizerBase, plan: TokenPlan) -> Special:
+def special_tokens(tokenizer: PreTrainedTokenizerBase, plan: TokenConfig) -> Special:
     """Return the special tokens around a text under a BOS policy."""
     if plan.bos == "never":
         return Special((), ())
@@ -192,7 +192,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, plan: TokenPlan) -> Speci
 
 
 def _sequences(
-    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, plan: TokenPlan, special: Special, report: CorpusReport
+    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, plan: TokenConfig, special: Special, report: CorpusReport
 ) -> Iterator[TokenSequence]:
     report.add_skipped(corpus.skipped)
     room = plan.max_tokens - special.total
@@ -298,7 +298,7 @@ def hash_ids(ids: Ids) -> str:
     return hashlib.sha256(ids.astype("<i4").tobytes()).hexdigest()
 
 
-def _nothing(corpus: Corpus, plan: TokenPlan, report: CorpusReport) -> CorpusError:
+def _nothing(corpus: Corpus, plan: TokenConfig, report: CorpusReport) -> CorpusError:
     reasons = "; ".join(report.problems()) or "no documents"
     fix = "give a corpus with text"
     if report.too_short:
@@ -352,7 +352,7 @@ def read_spread(
     mode: TokenMode = "chunk",
 ) -> list[TokenSequence]:
     """Return ``count`` texts (or all) of ``shortest`` to ``tokens`` tokens, in order, from many documents."""
-    plan = TokenPlan(tokens, mode=mode, min_tokens=shortest, limit_sequences=count * _SPREAD)
+    plan = TokenConfig(tokens, mode=mode, min_tokens=shortest, limit_sequences=count * _SPREAD)
     each = max(1, count // _DOCUMENTS)
     chosen: list[TokenSequence] = []
     others: list[TokenSequence] = []

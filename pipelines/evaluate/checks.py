@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from headscan.ablation.intervention import Ablation
 from headscan.cluster.pool import Pool, refuse_staged
 from headscan.errors import InterventionError, UnsupportedModelError
 from headscan.model_spec import ModelSpec
@@ -51,7 +52,7 @@ def check_resampled(arms: Sequence[Arm], requests: Mapping[str, Request | Genera
     """Raise InterventionError if text is to be generated with resampled heads."""
     written = any(isinstance(request, GenerationRequest) for request in requests.values())
     for arm in arms:
-        if written and arm.ablated is not None and not arm.ablated.replacement.position_free:
+        if written and isinstance(arm.ablated, Ablation) and not arm.ablated.replacement.position_free:
             raise InterventionError(
                 f"{arm.name} resamples heads of whole inputs, but a task generates text. Use `value=zero` or"
                 " `value=mean`, or tasks with log-likelihoods"

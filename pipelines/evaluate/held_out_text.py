@@ -15,7 +15,7 @@ from headscan.pipelines.corpora.corpus import GivenTexts
 from headscan.pipelines.corpora.sequences import TokenSequence, read_spread, sequences
 from headscan.pipelines.runs.model_identity import ModelIdentity, identify
 from headscan.pipelines.scoring.token_requests import Likelihood, Request, request_hash
-from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec, TokenPlan, longest_text
+from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec, TokenConfig, longest_text
 
 #: Name of the task in the store.
 TEXT_TASK = "text"
@@ -93,7 +93,7 @@ class HeldOutText:
         identity = identity or identify(model)
         tokens, shortest = _lengths(identity, max_tokens)
         corpus = GivenTexts(texts)
-        plan = TokenPlan(tokens, mode="chunk", min_tokens=shortest)
+        plan = TokenConfig(tokens, mode="chunk", min_tokens=shortest)
         return cls(corpus.spec.name, chunks(identity.tokenizer, list(sequences(corpus, identity.tokenizer, plan))))
 
     @property

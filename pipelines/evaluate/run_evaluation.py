@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from headscan.ablation.ablation import Ablation
+from headscan.ablation.intervention import Intervention
 from headscan.analysis.heads.head_roles import find_mask
 from headscan.analysis.store.records import ArmState, RunKind, RunRecord
 from headscan.analysis.store.store import Store
@@ -43,11 +43,11 @@ from headscan.pipelines.scoring.arms import (
     Arm,
     check_arms,
     controls,
+    criterion_masks,
     distinct_arms,
     mask_arm,
     model_arm,
-    scored_masks,
-    scored_rules,
+    score_rules,
 )
 from headscan.pipelines.scoring.bundles import bundle_size, possible_starts
 from headscan.pipelines.scoring.likelihood import grouped_tokens
@@ -100,9 +100,9 @@ def _scored_arms(run: Run, chosen: ChosenArms, ordering: str | None, replacement
     """Return the mask, and the rule, whose heads a score of the run ``ordering`` chooses; none without a score."""
     if chosen.score is None or ordering is None:
         return []
-    arms = scored_masks(run.store, ordering, chosen.score, [chosen.share], chosen.order, replacement)
+    arms = criterion_masks(run.store, ordering, chosen.score, [chosen.share], chosen.order, replacement)
     if chosen.rule:
-        arms += scored_rules(run.store, ordering, chosen.score, [chosen.share], replacement)
+        arms += score_rules(run.store, ordering, chosen.score, [chosen.share], replacement)
     return arms
 
 
@@ -160,7 +160,7 @@ class _EvaluationQuestions:
 
     config: EvaluateConfig
     questions: Questions
-    ablated: Sequence[Ablation | None]
+    ablated: Sequence[Intervention | None]
 
     def items(self) -> list[WorkItem]:
         return work_items(self.questions.requests, self.config.batch_tokens)
@@ -172,7 +172,7 @@ class _EvaluationQuestions:
         share = False if pool.staged else self.config.share_prefixes
         reading = choose_reading(pool.one, facts.dtype, run.identity.rope_lengths, self.ablated, share, run.say)
         # Arms that use the kernels of rules always start from token ids, never from a cached layer.
-        bundled = open_arms > 1 and not (pool.staged or reading.as_rules)
+        bundled = open_arms > 1 and not (pool.staged or reading.rule_kernels)
         starts = pool.one(possible_starts, self.ablated) if bundled else frozenset()
         cached = max(self.questions.longest_input(), grouped_tokens(facts.device.split(":")[0]))
         size = bundle_size(facts.caches if reading.share_prefixes else {}, cached)
@@ -252,7 +252,7 @@ def run_arms(
         )
 
 
-def _rounding(facts: ModelFacts, ablated: Sequence[Ablation | None], *, in_ranges: bool) -> str:
+def _rounding(facts: ModelFacts, ablated: Sequence[Intervention | None], *, in_ranges: bool) -> str:
     """Return a description of the rounding of answers; only arms with the same rounding are compared. In half precision
     it depends on the device's kernels and on whether the model runs in ranges of layers, which read every prompt whole.
     """

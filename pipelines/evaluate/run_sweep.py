@@ -38,7 +38,7 @@ from headscan.pipelines.runs.head_orders import find_run
 from headscan.pipelines.runs.model_identity import ModelFacts, fingerprint
 from headscan.pipelines.runs.progress import at_work
 from headscan.pipelines.runs.run_context import Run
-from headscan.pipelines.scoring.arms import BASELINE, Arm, random_masks, random_rules, scored_masks, scored_rules
+from headscan.pipelines.scoring.arms import BASELINE, Arm, criterion_masks, random_masks, random_rules, score_rules
 from headscan.pipelines.scoring.replacements import ZERO_REPLACEMENT, ArmReplacement, collect_replacement
 from headscan.pipelines.settings.evaluation_settings import IN_ALL, EvaluateConfig, SweepConfig, TaskConfig
 
@@ -259,9 +259,9 @@ def sweep_arms(
     together, so that all curves grow together. ``others`` are the runs of masks that are no scores of the scan. The
     arms are marked, because later evaluations may add others to the run.
     """
-    rules = [scored_rules(store, scan_run, score, config.shares, replacement) for score in config.scores]
+    rules = [score_rules(store, scan_run, score, config.shares, replacement) for score in config.scores]
     masks = [
-        scored_masks(store, others.get(name, scan_run), name, config.shares, config.mask_order, replacement)
+        criterion_masks(store, others.get(name, scan_run), name, config.shares, config.mask_order, replacement)
         for name in config.masks
     ]
     arms = [BASELINE]

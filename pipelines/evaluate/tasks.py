@@ -29,7 +29,7 @@ from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.scoring.likelihood import common_tokens
 from headscan.pipelines.scoring.recall_tasks import RecallQuestion, grade, recall_questions
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request, request_hash
-from headscan.pipelines.settings.evaluation_settings import HarnessError, RecallError, RecallPlan, TaskConfig
+from headscan.pipelines.settings.evaluation_settings import HarnessError, RecallError, RecallQuestions, TaskConfig
 
 #: Metrics from 0 to 1 that grade an answer; the first one that a task reports is used.
 _CORRECT = ("acc", "exact_match", "acc_norm", "acc_mutual_info", "em", "exact", "f1", "contains")
@@ -366,7 +366,7 @@ class Questions:
     def __init__(
         self,
         tasks: TaskConfig,
-        recall: RecallPlan | None,
+        recall: RecallQuestions | None,
         identity: ModelIdentity,
         text: HeldOutText | None = None,
         *,
@@ -382,7 +382,7 @@ class Questions:
         self._text = text
         self.ask_recall(recall)
 
-    def ask_recall(self, recall: RecallPlan | None) -> None:
+    def ask_recall(self, recall: RecallQuestions | None) -> None:
         """Make recall questions, in place of earlier ones; None makes none."""
         self._recall: list[RecallQuestion] = []
         self._notes: list[str] = []

@@ -27,8 +27,8 @@ from headscan.analysis.plans import (
 from headscan.catalog import MassWidths
 from headscan.errors import SequenceError
 from headscan.kv.kept_keys import KeptKeys, Window
-from headscan.kv.kv_damage import KvHead, candidates_of, kv_damages
-from headscan.long_work import KnownNumbers, WorkUnit, hash_of
+from headscan.kv.kv_damage import KvHead, candidates_of, kv_damages_by_sequence
+from headscan.long_work import KnownNumbers, WorkKey, hash_of
 from headscan.measure.collect import collect, score
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pad, pass_tokens
@@ -93,7 +93,7 @@ class DamagePool(PromptPool):
             for name, part in items.items()
         ]
 
-        def unit(item: DamageItem) -> WorkUnit:
+        def unit(item: DamageItem) -> WorkKey:
             return "damage of a window on KV heads", astuple(window), gates, list(heads), hash_of(item.requests)
 
         damage_PC = np.empty((len(requests), len(heads)), dtype=np.float32)
@@ -111,7 +111,7 @@ class DamagePool(PromptPool):
             for at, part in enumerate(parts)
         ]
 
-        def unit(item: NeedItem) -> WorkUnit:
+        def unit(item: NeedItem) -> WorkKey:
             return "distant mass and output norm of texts", astuple(window), hash_of(item.requests)
 
         sums = {item.name: needs for item, needs in self._measured(measure_needs, work, unit, np.stack)}
@@ -125,7 +125,7 @@ class DamagePool(PromptPool):
 
 @dataclass(frozen=True)
 class DamageItem:
-    """Prompts for one replica; see `kv_damages`."""
+    """Prompts for one replica; see `kv_damages_by_sequence`."""
 
     name: str
     requests: tuple[Request, ...]
@@ -138,7 +138,7 @@ class DamageItem:
 def measure_damages(lm: LoadedModel, item: DamageItem) -> np.ndarray:
     """Pool task: estimate the damages (P, C) of an item from derivatives."""
     ids, lengths = pad([request.ids for request in item.requests])
-    damages = kv_damages(
+    damages = kv_damages_by_sequence(
         lm,
         ids,
         lengths,

@@ -18,7 +18,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import is_classifier
 from headscan.models.token_batches import pad
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
-from headscan.pipelines.settings.corpus_settings import DataSpec, ExampleError, longest_text
+from headscan.pipelines.settings.corpus_settings import ExampleError, ExamplesSpec, longest_text
 
 #: Names of the two columns in headers and JSON objects; the first that exists is read.
 TEXT_COLUMNS = ("text", "sentence", "source")
@@ -34,7 +34,7 @@ class RawExample(NamedTuple):
     target: str
 
 
-def read_examples(spec: DataSpec) -> list[RawExample]:
+def read_examples(spec: ExamplesSpec) -> list[RawExample]:
     """Return the examples of a file in order; empty lines are skipped."""
     spec.check_file()
     path = Path(spec.path)
@@ -52,7 +52,7 @@ def read_examples(spec: DataSpec) -> list[RawExample]:
     return examples
 
 
-def _tab_rows(spec: DataSpec, lines: list[tuple[int, str]]) -> Iterator[RawExample]:
+def _tab_rows(spec: ExamplesSpec, lines: list[tuple[int, str]]) -> Iterator[RawExample]:
     text, label = 0, 1
     header = [] if not lines else [name.strip().lower() for name in lines[0][1].split("\t")]
     columns = [next((name for name in names if name in header), None) for names in (TEXT_COLUMNS, LABEL_COLUMNS)]
@@ -72,7 +72,7 @@ def _tab_rows(spec: DataSpec, lines: list[tuple[int, str]]) -> Iterator[RawExamp
         yield _example(spec, number, cells[text], cells[label])
 
 
-def _json_rows(spec: DataSpec, lines: list[tuple[int, str]]) -> Iterator[RawExample]:
+def _json_rows(spec: ExamplesSpec, lines: list[tuple[int, str]]) -> Iterator[RawExample]:
     for number, line in lines:
         try:
             row = json.loads(line)
@@ -89,14 +89,14 @@ def _json_rows(spec: DataSpec, lines: list[tuple[int, str]]) -> Iterator[RawExam
         yield _example(spec, number, *values)
 
 
-def _example(spec: DataSpec, line: int, text: str, target: str) -> RawExample:
+def _example(spec: ExamplesSpec, line: int, text: str, target: str) -> RawExample:
     for name, value in (("text", text), ("label", target)):
         if not value.strip():
             raise ExampleError(f"line {line} of {spec.name} has an empty {name}. Fill it in, or remove the line")
     return RawExample(line, text.strip(), target.strip())
 
 
-def _no_column(spec: DataSpec, names: tuple[str, ...], columns: list[str]) -> str:
+def _no_column(spec: ExamplesSpec, names: tuple[str, ...], columns: list[str]) -> str:
     kind = "text" if names is TEXT_COLUMNS else "label"
     return f"{spec.name} has no {kind} column: {', '.join(columns)[:80]}. Name a column {' or '.join(names)}"
 
@@ -135,7 +135,7 @@ class LabelledTexts:
     texts or targets that were cut.
     """
 
-    spec: DataSpec
+    spec: ExamplesSpec
     answers: Answers
     texts: tuple[LabelledText, ...]
     classes: tuple[str, ...]
@@ -173,7 +173,7 @@ def answers_of(spec: ModelSpec) -> Answers:
 
 
 def read_labelled(
-    data: DataSpec, model: ModelSpec, identity: ModelIdentity, max_tokens: int | None = None
+    data: ExamplesSpec, model: ModelSpec, identity: ModelIdentity, max_tokens: int | None = None
 ) -> LabelledTexts:
     """Read and tokenise the examples of a file. Texts and targets are cut after ``max_tokens`` tokens; None uses the
     model's context, at most 2,048 tokens.
@@ -214,7 +214,7 @@ def _encoder(identity: ModelIdentity, limit: int) -> Callable[..., tuple[tuple[i
     return encode
 
 
-def _class_of(data: DataSpec, example: RawExample, classes: Sequence[str]) -> int:
+def _class_of(data: ExamplesSpec, example: RawExample, classes: Sequence[str]) -> int:
     """Return the number of an example's class; its label is a name or a number."""
     numbers: Mapping[str, int] = {
         **{str(number): number for number in range(len(classes))},

@@ -37,7 +37,7 @@ from headscan.pipelines.measure.run_scan import HeadNumbers, head_table
 from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.prompt_losses import recall_prompts
-from headscan.pipelines.settings.corpus_settings import TokenPlan
+from headscan.pipelines.settings.corpus_settings import TokenConfig
 from headscan.pipelines.settings.measure_settings import ImportanceConfig, LabelledImportanceConfig, LossReduction
 
 #: Cost of a sequence, in forward passes: a forward and a backward pass, each block run again.
@@ -104,7 +104,7 @@ def measure_losses(
     return ShardTable(pa.concat_tables(tables), 0)
 
 
-def recall_texts(identity: ModelIdentity, plan: TokenPlan, count: int) -> list[corpora.TokenSequence]:
+def recall_texts(identity: ModelIdentity, plan: TokenConfig, count: int) -> list[corpora.TokenSequence]:
     """Return the recall prompts with their answers as texts: ``count`` of each family, as long as the plan's longest
     text. The texts are tokenised again, as a corpus is, and the loss of all tokens counts. No evaluation asks the
     same questions.

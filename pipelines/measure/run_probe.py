@@ -31,7 +31,7 @@ from headscan.measure.behaviour_probes import (
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import run_halving, whole_batches
-from headscan.pipelines.corpora import Corpus, TokenPlan, open_corpus, sequences
+from headscan.pipelines.corpora import Corpus, TokenConfig, open_corpus, sequences
 from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.run_context import Run
@@ -218,7 +218,7 @@ def _beginning(identity: ModelIdentity) -> tuple[int, ...]:
 
 def _read(corpus: Corpus, identity: ModelIdentity, tokens: int) -> np.ndarray:
     """Return the first ``tokens`` tokens of the documents, or all."""
-    cutting = TokenPlan(max(tokens, 2), mode="chunk", bos="never", min_tokens=1)
+    cutting = TokenConfig(max(tokens, 2), mode="chunk", bos="never", min_tokens=1)
     pieces: list[np.ndarray] = []
     for piece in sequences(corpus, identity.tokenizer, cutting):
         pieces.append(piece.ids)

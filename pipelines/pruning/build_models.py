@@ -39,7 +39,7 @@ from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.progress import at_work, shown_steps
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.prompt_losses import Prompts
-from headscan.pipelines.settings.saving_settings import RecallConfig
+from headscan.pipelines.settings.saving_settings import RecallPrompts
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import Divergence, Edits
 from headscan.pruning.head_selection import HeadSelection, SelectionConfig, allocate_ranked
@@ -98,7 +98,7 @@ def kept_damages(
     selection: SelectionConfig,
     batch_tokens: int,
     prompts: Sequence[CalibrationPrompts] = (),
-    recall_weight: float = RecallConfig.weight,
+    recall_weight: float = RecallPrompts.weight,
 ) -> AbstractContextManager[KnownNumbers]:
     """Return the damages of heads that the store has or gets. They depend on neither sizes nor methods."""
     tokens = {name: getattr(selection, name) for name in ("moment_tokens", "curve_tokens", "judged_tokens")}

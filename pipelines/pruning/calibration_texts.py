@@ -21,7 +21,7 @@ from headscan.pipelines.runs.run_context import ModelContext
 from headscan.pipelines.scoring.prompt_losses import ALL_KEYS, PromptPool, Prompts, recall_prompts, refusal
 from headscan.pipelines.scoring.recall_tasks import RecallSeries, recall_series
 from headscan.pipelines.settings.corpus_settings import SHORTEST
-from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig
+from headscan.pipelines.settings.saving_settings import PruneTexts, RecallPrompts
 from headscan.pruning.calibration import Calibration
 
 
@@ -46,7 +46,7 @@ class CalibrationTexts(NamedTuple):
 
 
 def read_texts(
-    config: TextConfig, identity: ModelIdentity, columns: int, say: Callable[[str], None] = lambda line: None
+    config: PruneTexts, identity: ModelIdentity, columns: int, say: Callable[[str], None] = lambda line: None
 ) -> tuple[CalibrationTexts, HeldOutText]:
     """Return the texts that choose and repair, and those that judge. They share no document, except if the corpus has
     one only, which is split in the middle. ``columns`` are those of the widest projection that a repair solves, 0
@@ -95,7 +95,7 @@ class CalibrationPrompts(NamedTuple):
 
 
 def read_recall(
-    config: RecallConfig, model: ModelContext, batch_tokens: int
+    config: RecallPrompts, model: ModelContext, batch_tokens: int
 ) -> tuple[tuple[CalibrationPrompts, ...], tuple[Prompts, ...]]:
     """Return the recall prompts that choose and repair, and those that judge. Tasks that the original cannot do are
     left out, which is reported.

@@ -17,7 +17,7 @@ from headscan.options import Count, Limits, check_limits
 from headscan.pipelines.pruning.pruning_units import PruneBudget
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
-from headscan.pipelines.settings.saving_settings import PRUNE_METHODS, REPAIRS, KvCounts, RecallConfig, TextConfig
+from headscan.pipelines.settings.saving_settings import PRUNE_METHODS, REPAIRS, KvCounts, PruneTexts, RecallPrompts
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.head_selection import SelectionConfig
 from headscan.pruning.repair import DistillConfig, RepairConfig, Target, distill, mean_outputs, repair
@@ -162,8 +162,8 @@ class PruneConfig:
     methods: tuple[str, ...] = ("damage",)
     heads: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     orders: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
-    texts: TextConfig = field(kw_only=True)
-    recall_prompts: RecallConfig = field(default_factory=RecallConfig)
+    texts: PruneTexts = field(kw_only=True)
+    recall_prompts: RecallPrompts = field(default_factory=RecallPrompts)
     unit: Unit = "head"
     kv_counts: KvCounts = "any"
     selection: SelectionConfig = field(default_factory=SelectionConfig)

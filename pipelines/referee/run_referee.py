@@ -40,10 +40,10 @@ from headscan.pipelines.runs.model_identity import ModelIdentity, fingerprint
 from headscan.pipelines.runs.progress import at_work, shown_steps
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm, random_masks
-from headscan.pipelines.settings.corpus_settings import TokenPlan
-from headscan.pipelines.settings.evaluation_settings import DEFAULT_CRITERIA, Comparison, EvaluateConfig
+from headscan.pipelines.settings.corpus_settings import TokenConfig
+from headscan.pipelines.settings.evaluation_settings import DEFAULT_CRITERIA, CriteriaComparison, EvaluateConfig
 from headscan.pipelines.settings.measure_settings import RECALL_PROMPTS
-from headscan.pipelines.settings.saving_settings import TextConfig
+from headscan.pipelines.settings.saving_settings import PruneTexts
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.head_selection import HeadSelection, SelectionConfig
 from headscan.pruning.head_values import head_values, ranked
@@ -191,8 +191,8 @@ class RefereeConfig:
     """
 
     evaluation: EvaluateConfig
-    compared: Comparison = field(default_factory=Comparison)
-    texts: TextConfig = field(kw_only=True)
+    compared: CriteriaComparison = field(default_factory=CriteriaComparison)
+    texts: PruneTexts = field(kw_only=True)
     repair: RepairChoice = field(default_factory=lambda: RepairChoice("none"))
 
     def __post_init__(self) -> None:
@@ -296,7 +296,7 @@ def _choices(
 
 
 def _recall_prompts(identity: ModelIdentity, tokens: int) -> CalibrationTexts:
-    ids, lengths = pad([text.ids for text in recall_texts(identity, TokenPlan(tokens), RECALL_PROMPTS)])
+    ids, lengths = pad([text.ids for text in recall_texts(identity, TokenConfig(tokens), RECALL_PROMPTS)])
     return CalibrationTexts("recall prompts", ids.numpy(), lengths.numpy())
 
 

@@ -25,7 +25,7 @@ from headscan.cluster.devices import machines, max_threads
 from headscan.cluster.placement_base import ChosenPlacement, PlacementRequest, Timeouts
 from headscan.cluster.placements import place
 from headscan.cluster.pool import Pool, open_pool
-from headscan.long_work import KnownNumbers, WorkUnit, hash_of
+from headscan.long_work import KnownNumbers, WorkKey, hash_of
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS
 from headscan.pipelines.runs.code_version import software_of
@@ -327,7 +327,7 @@ class StoredNumbers(KnownNumbers):
         super().__init__()
         self._store, self._begin = store, begin
         self.run_id: str | None = None
-        self._waiting: list[WorkUnit] = []
+        self._waiting: list[WorkKey] = []
         self._written = time.monotonic()
 
     def resume(self) -> None:
@@ -335,7 +335,7 @@ class StoredNumbers(KnownNumbers):
         self.run_id = self._begin()
         self._known |= self._store.measured_units(self.run_id)
 
-    def add(self, unit: WorkUnit, numbers: ArrayLike) -> None:
+    def add(self, unit: WorkKey, numbers: ArrayLike) -> None:
         super().add(unit, numbers)
         self._waiting.append(unit)
         if time.monotonic() - self._written >= WRITE_SECONDS:

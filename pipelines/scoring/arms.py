@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from headscan.ablation.ablation import Ablation, LayerwiseAblation
+from headscan.ablation.intervention import Ablation, Intervention, LayerwiseAblation
 from headscan.ablation.masks import HeadMask, RandomHeads
 from headscan.ablation.rules import HeadRule
 from headscan.analysis.heads.head_ranking import OrderedHead, random_heads, rank_heads, select_heads, thresholds
@@ -40,7 +40,7 @@ class Arm:
 
     name: str
     kind: ArmKind
-    ablated: Ablation | None = None
+    ablated: Intervention | None = None
     score: str | None = None
     share: float | None = None
     ranking_run: str | None = None
@@ -84,7 +84,7 @@ class Arm:
             share=self.share,
             seed=self.seed,
             selection=self.selection,
-            replacement=self.ablated.value if self.ablated is not None and self.kind.ablates else None,
+            replacement=self.ablated.value if isinstance(self.ablated, Ablation) else None,
             config=self.settings,
             measured=dict(self.measured),
         )
@@ -134,7 +134,7 @@ def check_tokenizer(identity: ModelIdentity, baseline: ModelIdentity) -> None:
         )
 
 
-def scored_masks(
+def criterion_masks(
     store: Store,
     run_id: str,
     score: str,
@@ -163,7 +163,7 @@ def _by_inactivity(store: Store, run_id: str, score: str) -> Sequence[OrderedHea
     return sorted(rank_heads(store, run_id, score), key=lambda head: -(head.inactive_share or 0.0))
 
 
-def scored_rules(
+def score_rules(
     store: Store, run_id: str, score: str, quantiles: Sequence[float], replacement: ArmReplacement = ZERO_REPLACEMENT
 ) -> list[Arm]:
     """Return the rules whose thresholds are quantiles of a scan's pooled scores; they measure the scan's widths."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 import headscan
-from headscan.ablation.ablation import Ablation, InterventionRecord
+from headscan.ablation.intervention import Intervention, InterventionRecord
 from headscan.attention.hooks import output_hook
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite
@@ -70,11 +70,11 @@ class BundleItem(ScoringItem[Request]):
         base: The ablation from whose pass the others go on, here called the baseline; None is the whole model.
     """
 
-    masks: tuple[Ablation | None, ...]
+    masks: tuple[Intervention | None, ...]
     starts: tuple[Start, ...]
     batch_tokens: int
     share_prefixes: bool
-    base: Ablation | None = None
+    base: Intervention | None = None
 
     def run(self, lm: LoadedModel) -> list[Responses[Likelihood]]:
         """Answer requests under each of the masks."""
@@ -87,7 +87,7 @@ class BundleItem(ScoringItem[Request]):
         return [by_request(reads, of_arm) for of_arm in of_arms]
 
 
-def possible_starts(lm: LoadedModel, ablated: Sequence[Ablation | None]) -> frozenset[Start]:
+def possible_starts(lm: LoadedModel, ablated: Sequence[Intervention | None]) -> frozenset[Start]:
     """Pool task: return where passes with these ablations can start; empty for models without separable blocks."""
     try:
         blocks = find_blocks(lm)
@@ -102,7 +102,7 @@ def possible_starts(lm: LoadedModel, ablated: Sequence[Ablation | None]) -> froz
     return frozenset(starts | {Start(layer, True) for layer in behind if layer not in wrong[1]})
 
 
-def start_of(ablated: Ablation | None, possible: frozenset[Start]) -> Start:
+def start_of(ablated: Intervention | None, possible: frozenset[Start]) -> Start:
     """Return the last place at which an arm's pass can start."""
     first = None if ablated is None else ablated.first_layer
     if ablated is None or first is None:
@@ -126,7 +126,7 @@ def bundle_size(caches: Mapping[str, Sequence[LayerCache]] | None, longest: int)
     return max(LEAST_SIZE, min(_MOST_SIZE, _PREFIX_BYTES // max(1, of_prefix)))
 
 
-def bundle(arms: Sequence[Ablation | None], possible: frozenset[Start], size: int = LEAST_SIZE) -> list[list[int]]:
+def bundle(arms: Sequence[Intervention | None], possible: frozenset[Start], size: int = LEAST_SIZE) -> list[list[int]]:
     """Group arms (indices) that are answered together, at most ``size``; arms that save no layers stay alone."""
     return bundle_starts([None if ablated is None else start_of(ablated, possible) for ablated in arms], size)
 
@@ -248,7 +248,7 @@ class _Bundle:
                 return None, caches[-1]
 
     @contextmanager
-    def _ablated(self, mask: Ablation | None, start: Start, kept: _Kept) -> Iterator[InterventionRecord | None]:
+    def _ablated(self, mask: Intervention | None, start: Start, kept: _Kept) -> Iterator[InterventionRecord | None]:
         with ExitStack() as contexts:
             contexts.enter_context(resuming_at(self._blocks, start.layer, kept.hidden[start.layer]))
             if start.behind_attention:

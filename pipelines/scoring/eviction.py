@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 import headscan
-from headscan.ablation.ablation import Ablation
+from headscan.ablation.intervention import Intervention
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import batches, pad, pass_tokens, run_halving
@@ -26,7 +26,7 @@ from headscan.pipelines.scoring.token_requests import ArmItem, Likelihood, Reque
 class EvictionItem(ArmItem[Request]):
     """Requests for one replica under an ablation that evicts keys."""
 
-    ablated: Ablation
+    ablated: Intervention
 
     def run(self, lm: LoadedModel) -> list[Responses[Likelihood]]:
         """Answer requests from caches that evict keys after the context."""
@@ -51,7 +51,7 @@ class EvictionItem(ArmItem[Request]):
         return [by_request(reads, results)]
 
 
-def _score(lm: LoadedModel, ablated: Ablation, reads: list[ReadInput]) -> list[ReadResult]:
+def _score(lm: LoadedModel, ablated: Intervention, reads: list[ReadInput]) -> list[ReadResult]:
     """Return the results of reads whose contexts have the same length."""
     start = reads[0].first_place
     if start:

@@ -18,7 +18,7 @@ from lm_eval.models.utils import handle_stop_sequences, postprocess_generated_te
 from lm_eval.models.utils_hf import stop_sequences_criteria
 
 import headscan
-from headscan.ablation.ablation import Ablation
+from headscan.ablation.intervention import Ablation, Intervention
 from headscan.ablation.masks import HeadMask
 from headscan.models.forward_inputs import run
 from headscan.models.loaded_model import LoadedModel
@@ -52,7 +52,7 @@ class GenerationItem(ArmItem[GenerationRequest]):
                 for batch in batches(lengths, self.batch_tokens):
                     mask = self.ablated if static else _seen(lm, self, self.requests[rows[batch[0]]])
 
-                    def write(chosen: list[int], rows: list[int] = rows, mask: Ablation | None = mask) -> list[str]:
+                    def write(chosen: list[int], rows: list[int] = rows, mask: Intervention | None = mask) -> list[str]:
                         return _write(lm, [self.requests[rows[i]] for i in chosen], mask)
 
                     for chosen, written in run_halving(batch, write, lengths, lm.limits["generation"]):
@@ -73,7 +73,7 @@ def _rope_group(lm: LoadedModel, request: GenerationRequest) -> Hashable:
 
 
 def _seen(lm: LoadedModel, item: GenerationItem, request: GenerationRequest) -> HeadMask | None:
-    assert item.ablated is not None
+    assert isinstance(item.ablated, Ablation)
     ids = torch.tensor([request.ids], device=lm.device)
     with headscan.intervene(lm, item.ablated, keys=[input_key(request.ids)]) as record:
         run(lm.model, {"input_ids": ids})
@@ -83,7 +83,7 @@ def _seen(lm: LoadedModel, item: GenerationItem, request: GenerationRequest) -> 
     return HeadMask(heads, item.ablated.replacement) if heads else None
 
 
-def _write(lm: LoadedModel, requests: list[GenerationRequest], mask: Ablation | None) -> list[str]:
+def _write(lm: LoadedModel, requests: list[GenerationRequest], mask: Intervention | None) -> list[str]:
     tokenizer = lm.require_tokenizer()
     first = requests[0]
     longest = max(len(request.ids) for request in requests)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import headscan
-from headscan.ablation.ablation import Ablation, InterventionRecord
+from headscan.ablation.intervention import Intervention, InterventionRecord
 from headscan.attention.hooks import attention_hook
 from headscan.layers.prefix_cache import Prefix, read_prefix
 from headscan.models.loaded_model import LoadedModel, logits_at
@@ -270,19 +270,19 @@ _PLACES = 512
 
 @dataclass(frozen=True)
 class LikelihoodItem(ArmItem[Request]):
-    """Requests for one replica. ``as_rules`` computes attention with the kernels of rules, which excludes
+    """Requests for one replica. ``rule_kernels`` computes attention with the kernels of rules, which excludes
     ``share_prefixes``.
     """
 
     share_prefixes: bool
-    as_rules: bool = False
+    rule_kernels: bool = False
     rope: RopeLengths = UNVARYING
 
     def run(self, lm: LoadedModel) -> list[Responses[Likelihood]]:
         """Answer requests with the item's heads ablated."""
         reads = distinct_reads(self.requests)
         share = self.share_prefixes and (self.ablated is None or self.ablated.may_share_prefix)
-        with torch.no_grad(), ablating(lm, self.ablated, as_rules=self.as_rules) as record:
+        with torch.no_grad(), ablating(lm, self.ablated, rule_kernels=self.rule_kernels) as record:
             score = partial(score_reads, lm, record=record)
             results = dict(score_in_batches(lm, reads, self.batch_tokens, share, partial(read_prefix, lm), score))
         return [by_request(reads, results)]
@@ -290,13 +290,13 @@ class LikelihoodItem(ArmItem[Request]):
 
 @contextmanager
 def ablating(
-    lm: LoadedModel, ablated: Ablation | None, *, as_rules: bool, **about: Any
+    lm: LoadedModel, ablated: Intervention | None, *, rule_kernels: bool, **about: Any
 ) -> Iterator[InterventionRecord | None]:
-    """Ablate heads while the context is open; yield None if ``ablated`` is None. ``as_rules`` uses the kernels of rules
-    for every arm, because kernels round differently in half precision; ``about`` goes to `headscan.intervene`.
+    """Ablate heads while the context is open; yield None if ``ablated`` is None. ``rule_kernels`` uses the kernels of
+    rules for every arm, because kernels round differently in half precision; ``about`` goes to `headscan.intervene`.
     """
     with ExitStack() as context:
-        if as_rules and (ablated is None or not ablated.needs_whole_input):
+        if rule_kernels and (ablated is None or not ablated.needs_whole_input):
             context.enter_context(attention_hook(lm, lambda site, call: call.output()))
         yield None if ablated is None else context.enter_context(headscan.intervene(lm, ablated, **about))
 

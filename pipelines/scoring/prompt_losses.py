@@ -19,10 +19,10 @@ from headscan.cluster.pool import Pool, Task
 from headscan.errors import NotFiniteError, SequenceError
 from headscan.kv.kept_keys import KeptKeys
 from headscan.kv.kv_windows import KvWindows
-from headscan.long_work import KnownNumbers, WorkUnit, hash_of
+from headscan.long_work import KnownNumbers, WorkKey, hash_of
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.options import BATCH_TOKENS, SEEDS
-from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
+from headscan.pipelines.corpora import CorpusSpec, TokenConfig, open_corpus, sequences
 from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.scoring.bundles import (
@@ -37,7 +37,7 @@ from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.recall_tasks import recall_questions
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
 from headscan.pipelines.scoring.token_requests import Likelihood, Request, Responses, score_item
-from headscan.pipelines.settings.evaluation_settings import RecallPlan
+from headscan.pipelines.settings.evaluation_settings import RecallQuestions
 
 T = TypeVar("T")
 
@@ -94,7 +94,7 @@ def text_prompts(corpus: CorpusSpec, identity: ModelIdentity, tokens: int, count
             f"`max_tokens={tokens}` (at least {longer_than + 1}, one more than sink and recent). Raise `max_tokens`, "
             "or lower `recent`"
         )
-    plan = TokenPlan(tokens, mode="chunk", min_tokens=longer_than + 1, limit_sequences=count * _SPREAD)
+    plan = TokenConfig(tokens, mode="chunk", min_tokens=longer_than + 1, limit_sequences=count * _SPREAD)
     rows = [each.ids.tolist() for each in sequences(open_corpus(corpus), identity.tokenizer, plan)]
     if len(rows) < 2:
         raise SequenceError(
@@ -110,7 +110,7 @@ def recall_prompts(identity: ModelIdentity, tokens: int, count: int, seed: int) 
     """Return the prompts of every family of recall tasks with their right answers: ``count`` of each, a multiple of 4,
     with ``tokens`` tokens including the answer. No evaluation has the same questions.
     """
-    plan = RecallPlan(lengths=(tokens - 1,), questions=count, seed=seed)
+    plan = RecallQuestions(lengths=(tokens - 1,), questions=count, seed=seed)
     questions = recall_questions(identity.tokenizer, plan, identity.max_tokens, bos="auto", first_seed=SEEDS)
     return [
         Prompts(
@@ -173,7 +173,7 @@ class PromptPool:
                         LikelihoodItem(name, chosen, alone, self.batch_tokens, share_prefixes=False, rope=self.rope)
                     )
 
-        def unit(item: LikelihoodItem | BundleItem) -> WorkUnit:
+        def unit(item: LikelihoodItem | BundleItem) -> WorkKey:
             group, _ = items[item.name]
             windows = [[[layer, head, *astuple(kept)] for layer, head, kept in sets[index].windows] for index in group]
             return "losses under window masks", windows, hash_of(item.requests)
@@ -218,7 +218,7 @@ class PromptPool:
         self,
         task: Task[T, Any],
         items: Sequence[T],
-        unit: Callable[[T], WorkUnit],
+        unit: Callable[[T], WorkKey],
         numbers: Callable[[Any], ArrayLike],
         count: Callable[[Any], int] = lambda item: len(item.requests),
     ) -> Iterator[tuple[T, np.ndarray]]:

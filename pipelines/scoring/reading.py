@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headscan.ablation.ablation import Ablation
+from headscan.ablation.intervention import Ablation, Intervention
 from headscan.layers.prefix_cache import shares_prefixes
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
@@ -46,19 +46,19 @@ class Reading:
     Attributes:
         share_prefixes: Common prefixes are read once, into a KV cache.
         shared_rows: Rules, which cannot continue from a KV cache, share prefixes in rows.
-        as_rules: All arms use the kernels of rules, and rows if rules do.
+        rule_kernels: All arms use the kernels of rules, and rows if rules do.
     """
 
     share_prefixes: bool
     shared_rows: bool = False
-    as_rules: bool = False
+    rule_kernels: bool = False
     rope: RopeLengths = UNVARYING
 
     def bundle(
         self,
         name: str,
         requests: tuple[Request, ...],
-        masks: tuple[Ablation | None, ...],
+        masks: tuple[Intervention | None, ...],
         starts: frozenset[Start],
         batch_tokens: int,
     ) -> BundleItem:
@@ -66,31 +66,33 @@ class Reading:
         share = self.share_prefixes and all(mask is None or mask.may_share_prefix for mask in masks)
         return BundleItem(name, requests, masks, tuple(start_of(mask, starts) for mask in masks), batch_tokens, share)
 
-    def item(self, name: str, requests: tuple[Any, ...], ablated: Ablation | None, batch_tokens: int) -> ArmItem[Any]:
+    def item(
+        self, name: str, requests: tuple[Any, ...], ablated: Intervention | None, batch_tokens: int
+    ) -> ArmItem[Any]:
         """Return the item of requests of one kind under one arm."""
         if isinstance(requests[0], GenerationRequest):
             # Generation needs lm-eval, which benchmarks of scoring do without.
             from headscan.pipelines.scoring.generation import GenerationItem
 
-            return GenerationItem(name, requests, ablated, batch_tokens, one_by_one=self.as_rules)
+            return GenerationItem(name, requests, ablated, batch_tokens, one_by_one=self.rule_kernels)
         if ablated is not None and ablated.evicts:
             return EvictionItem(name, requests, ablated, batch_tokens)
-        if self.shared_rows and (self.as_rules or (ablated is not None and ablated.needs_whole_input)):
+        if self.shared_rows and (self.rule_kernels or (ablated is not None and ablated.needs_whole_input)):
             return SharedRowItem(name, requests, ablated, batch_tokens)
-        return LikelihoodItem(name, requests, ablated, batch_tokens, self.share_prefixes, self.as_rules, self.rope)
+        return LikelihoodItem(name, requests, ablated, batch_tokens, self.share_prefixes, self.rule_kernels, self.rope)
 
 
-def computed_as_rules(dtype: str, ablated: Sequence[Ablation | None]) -> bool:
+def computed_as_rules(dtype: str, ablated: Sequence[Intervention | None]) -> bool:
     """Return True if all arms need the kernels of rules: in half precision kernels round differently, which would add
     to every difference to the baseline.
     """
     return dtype in HALF and any(ablation is not None and ablation.replaces_attention for ablation in ablated)
 
 
-def reads_whole(dtype: str, ablated: Sequence[Ablation | None]) -> bool:
+def reads_whole(dtype: str, ablated: Sequence[Intervention | None]) -> bool:
     """Return True if all arms read whole inputs, as resampled heads do. Kernels round differently in half precision."""
     return dtype in HALF and any(
-        ablation is not None and not ablation.replacement.position_free for ablation in ablated
+        isinstance(ablation, Ablation) and not ablation.replacement.position_free for ablation in ablated
     )
 
 
@@ -98,7 +100,7 @@ def choose_reading(
     ask: Ask,
     dtype: str,
     rope: RopeLengths,
-    ablated: Sequence[Ablation | None],
+    ablated: Sequence[Intervention | None],
     share: bool | None,
     say: Callable[[str], None],
 ) -> Reading:
@@ -106,17 +108,17 @@ def choose_reading(
     ``share`` False shares no prefixes, and None only if all arms use the same kernels; ``say`` receives the reason if
     they are not shared.
     """
-    as_rules = computed_as_rules(dtype, ablated)
-    whole = Reading(False, as_rules=as_rules, rope=rope)
+    rule_kernels = computed_as_rules(dtype, ablated)
+    whole = Reading(False, rule_kernels=rule_kernels, rope=rope)
     if share is False:
         return whole
     if share is None and reads_whole(dtype, ablated):
         say(f"prompts are read whole: in {dtype} all arms need the same kernels, and resampled heads need whole inputs")
         return whole
     rules = any(ablation is not None and ablation.needs_whole_input for ablation in ablated)
-    if (rules or as_rules) and ask(can_read_shared_rows, None):
-        return Reading(True, shared_rows=True, as_rules=as_rules, rope=rope)
-    if as_rules and share is None:
+    if (rules or rule_kernels) and ask(can_read_shared_rows, None):
+        return Reading(True, shared_rows=True, rule_kernels=rule_kernels, rope=rope)
+    if rule_kernels and share is None:
         say(f"prompts are read whole: in {dtype} all arms need the same kernels, and this model cannot share rows")
         return whole
     if not ask(can_share_prefixes, None):

@@ -33,14 +33,14 @@ from headscan.errors import NotFiniteError
 from headscan.options import SEEDS
 from headscan.pipelines.corpora.sequences import special_tokens
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
-from headscan.pipelines.settings.corpus_settings import BosPolicy, TokenPlan
-from headscan.pipelines.settings.evaluation_settings import RecallError, RecallPlan
+from headscan.pipelines.settings.corpus_settings import BosPolicy, TokenConfig
+from headscan.pipelines.settings.evaluation_settings import RecallError, RecallQuestions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def questions_per_length(recall: RecallPlan, lengths: int) -> dict[str, int]:
+def questions_per_length(recall: RecallQuestions, lengths: int) -> dict[str, int]:
     """Return the number of questions per length, by family, for ``lengths`` lengths."""
     if recall.questions is not None:
         return dict.fromkeys(RECALL_FAMILIES, recall.questions)
@@ -497,7 +497,12 @@ def _alone(family: str) -> SeriesGenerator:
 
 
 def recall_questions(
-    tokenizer: PreTrainedTokenizerBase, recall: RecallPlan, max_tokens: int | None, *, bos: str, first_seed: int = 0
+    tokenizer: PreTrainedTokenizerBase,
+    recall: RecallQuestions,
+    max_tokens: int | None,
+    *,
+    bos: str,
+    first_seed: int = 0,
 ) -> list[RecallQuestion]:
     """Return the questions, by length and then by task, whose requests make the model read exactly the length in the
     task's name. The first questions of a length do not depend on other lengths. ``max_tokens`` None means no limit;
@@ -518,7 +523,7 @@ def recall_questions(
 def _beginning(tokenizer: PreTrainedTokenizerBase, bos: str) -> tuple[int, ...]:
     """Return the tokens before a question, as in a benchmark."""
     if bos != "always":
-        return special_tokens(tokenizer, TokenPlan(2, bos=cast(BosPolicy, bos))).prefix
+        return special_tokens(tokenizer, TokenConfig(2, bos=cast(BosPolicy, bos))).prefix
     for first in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if first is not None:
             return (int(first),)

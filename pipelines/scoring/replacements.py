@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from headscan.ablation.ablation import ZERO, Replacement, StoredOutputs
 from headscan.ablation.collect_outputs import head_means, head_samples
+from headscan.ablation.intervention import ZERO, Replacement, StoredOutputs
 from headscan.cluster.pool import refuse_staged
 from headscan.errors import InterventionError
 from headscan.models.loaded_model import LoadedModel

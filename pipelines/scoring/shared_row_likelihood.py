@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from headscan.ablation.ablation import LayerwiseAblation
+from headscan.ablation.intervention import LayerwiseAblation
 from headscan.ablation.masks import HeadMask
 from headscan.layers.blocks import Blocks, find_blocks
 from headscan.layers.prefix_cache import read_prefix
@@ -112,7 +112,7 @@ class SharedRowItem(ArmItem[Request]):
             results = _in_rows(lm, ablated, reads, self.batch_tokens)
         alone = [index for index in range(len(reads)) if index not in results]
         whole = [reads[index] for index in alone]
-        with torch.no_grad(), ablating(lm, self.ablated, as_rules=True) as record:
+        with torch.no_grad(), ablating(lm, self.ablated, rule_kernels=True) as record:
             score, read_on = partial(score_reads, lm, record=record), partial(read_prefix, lm)
             for place, of_read in score_in_batches(lm, whole, self.batch_tokens, False, read_on, score):
                 results[alone[place]] = of_read

@@ -61,7 +61,9 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, RangeResult, list[Respons
         zeroed = (0,) * len(reads)
         with torch.no_grad(), ExitStack() as context:
             keys = [input_key(read.ids) for read in reads]
-            record = context.enter_context(ablating(lm, here, as_rules=item.as_rules, lengths=lengths, keys=keys))
+            record = context.enter_context(
+                ablating(lm, here, rule_kernels=item.rule_kernels, lengths=lengths, keys=keys)
+            )
             likelihoods = None
             if gives_logits(lm):
                 places = [(row, place) for row, read in enumerate(reads) for place in read.places]

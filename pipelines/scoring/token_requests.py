@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 if TYPE_CHECKING:
-    from headscan.ablation.ablation import Ablation
+    from headscan.ablation.intervention import Intervention
     from headscan.models.loaded_model import LoadedModel
 
 
@@ -59,7 +59,7 @@ class ScoringItem(ABC, Generic[Q]):
 class ArmItem(ScoringItem[Q]):
     """Requests for one replica under one arm, in passes of ``batch_tokens`` tokens."""
 
-    ablated: Ablation | None
+    ablated: Intervention | None
     batch_tokens: int
 
 

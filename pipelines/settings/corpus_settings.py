@@ -51,7 +51,7 @@ class CorpusSpec:
 
 
 @dataclass(frozen=True)
-class TokenPlan:
+class TokenConfig:
     """Settings for making token sequences from documents.
 
     Attributes:
@@ -121,7 +121,7 @@ LabelledMetric = Literal["accuracy", "bleu", "loss"]
 
 
 @dataclass(frozen=True)
-class DataSpec:
+class ExamplesSpec:
     """Settings of a file of labelled examples: a ``.tsv`` file of two columns, with or without a header, or a
     ``.jsonl`` file. ``limit`` counts from the beginning; None reads all.
     """

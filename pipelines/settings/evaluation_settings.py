@@ -63,7 +63,7 @@ class RecallError(HeadscanError):
 
 
 @dataclass(frozen=True)
-class RecallPlan:
+class RecallQuestions:
     """Settings of the recall questions.
 
     By default a model with 4,096 or more positions gets 80 questions of each family for each of five lengths: 1.3
@@ -216,7 +216,7 @@ class EvaluateConfig:
 
     model: ModelSpec
     tasks: TaskConfig
-    recall: RecallPlan | None = field(default_factory=RecallPlan)
+    recall: RecallQuestions | None = field(default_factory=RecallQuestions)
     batch_tokens: Count = BATCH_TOKENS
     share_prefixes: Annotated[
         bool | None, Option("shared prompt prefixes computed once (default: yes, unless rounding would differ)")
@@ -528,7 +528,7 @@ class AblateConfig:
         check_limits(self, InterventionError)
         if not self.modes:
             raise InterventionError("`modes` is empty (limit 1 mode). Set `modes`")
-        if self.evaluation.recall not in (None, RecallPlan()):
+        if self.evaluation.recall not in (None, RecallQuestions()):
             raise InterventionError("`evaluation.recall` has no effect on single heads: leave it out")
         if self.evaluation.text is not None:
             raise InterventionError("`evaluation.text` has no effect on single heads: leave it out, or set `texts`")
@@ -566,7 +566,7 @@ _OTHERS = tuple(name for name in CRITERIA if name not in SCORES)
 
 
 @dataclass(frozen=True)
-class Comparison:
+class CriteriaComparison:
     """Criteria (names in `CRITERIA`) and the shares of heads that each removes; repeated ones count once. ``criteria``
     None compares `DEFAULT_CRITERIA`, on labelled examples `DEFAULT_SITE_CRITERIA`.
     """

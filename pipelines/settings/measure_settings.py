@@ -21,7 +21,7 @@ from headscan.gates.gate_settings import GateFitConfig
 from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS, Count, Group, Limits, Option, check_limits
-from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec, DataSpec, TokenPlan
+from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec, ExamplesSpec, TokenConfig
 
 #: Attention that is named on the command line.
 Site = Annotated[Literal["self", "encoder", "cross"], Option("attention of the layer")]
@@ -75,7 +75,7 @@ class CorpusRunConfig:
 
     model: ModelSpec
     corpus: CorpusSpec
-    tokens: TokenPlan
+    tokens: TokenConfig
     shard_size: _ShardSize = field(default=None, kw_only=True)
     batch_tokens: Count = field(default=BATCH_TOKENS, kw_only=True)
 
@@ -170,7 +170,7 @@ class LabelledImportanceConfig:
     """
 
     model: ModelSpec
-    data: DataSpec
+    data: ExamplesSpec
     max_tokens: Annotated[int | None, Limits(least=1)] = None
     reduction: _Reduced = "mean"
     shard_size: _ShardSize = field(default=None, kw_only=True)

@@ -25,7 +25,7 @@ _PRUNE_TOKENS, _LEAST_TEXTS, _PER_COLUMN = 512, 128, 8
 
 
 @dataclass(frozen=True)
-class TextConfig:
+class PruneTexts:
     """Texts of a pruning.
 
     Attributes:
@@ -67,7 +67,7 @@ class TextConfig:
 
 
 @dataclass(frozen=True)
-class RecallConfig:
+class RecallPrompts:
     """Recall prompts of a pruning, in addition to its texts: text alone does not show which heads copy and retrieve.
 
     Attributes:
@@ -121,7 +121,7 @@ class PlanConfig:
         corpus: Ordinary text.
         sink: First tokens of a window.
         recents: Widths of recent tokens; each KV head gets the narrowest that costs hardly more than the widest.
-        gates: Values of the gates of `kv_damages`.
+        gates: Values of the gates of `kv_damages_by_sequence`.
         granularity: ``layer`` measures windows on whole layers, one layer at a time.
         seed: Seed of the recall prompts.
         batch_tokens: Tokens of one pass, padding included.

@@ -21,12 +21,12 @@ from headscan.analysis.store.output_files import write_text
 from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS
 from headscan.analysis.verdicts.metrics import Increase, exceeds
 from headscan.analysis.verdicts.ordered_shares import Outcome, ShareVerdict, judge_shares, read_losses
-from headscan.pipelines.corpora import TokenPlan
+from headscan.pipelines.corpora import TokenConfig
 from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.evaluate.continuation_task import CONTINUATION, write_task
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, chunks
 from headscan.pipelines.evaluate.run_evaluation import run_evaluation
-from headscan.pipelines.kv.measured_plan import measured_plans
+from headscan.pipelines.kv.run_plan import measured_plans
 from headscan.pipelines.measure.run_importance import run_importance
 from headscan.pipelines.measure.run_probe import run_probe
 from headscan.pipelines.measure.run_scan import run_scan
@@ -40,9 +40,9 @@ from headscan.pipelines.runs.progress import time_text
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm
 from headscan.pipelines.settings.corpus_settings import SHORTEST
-from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, RecallPlan, TaskConfig
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, RecallQuestions, TaskConfig
 from headscan.pipelines.settings.measure_settings import ImportanceConfig, ProbeConfig, ScanConfig
-from headscan.pipelines.settings.saving_settings import PlanConfig, RecallConfig, TextConfig
+from headscan.pipelines.settings.saving_settings import PlanConfig, PruneTexts, RecallPrompts
 from headscan.pipelines.study.study_answer import Saving, SavingKind, StudyAnswer
 from headscan.pipelines.study.study_candidates import Candidates, ablations, best_criterion, caches, mask_arms, removals
 from headscan.pipelines.study.study_config import (
@@ -252,8 +252,8 @@ class _Study:
             budgets=tuple(ShareBudget(share) for share in config.prune_shares or ()),
             methods=(method,),
             orders={} if method == "damage" else {method: self._order(method)},
-            texts=TextConfig(self.texts.measure, self.texts.choose, 2 * repairing, self.tokens),
-            recall_prompts=RecallConfig(prompts=2 * config.recall_prompts, tokens=self._recall_tokens),
+            texts=PruneTexts(self.texts.measure, self.texts.choose, 2 * repairing, self.tokens),
+            recall_prompts=RecallPrompts(prompts=2 * config.recall_prompts, tokens=self._recall_tokens),
             controls=0,
             timing=None,
             skip_verdict=True,
@@ -338,8 +338,8 @@ class _Study:
         return self.config.judged_texts
 
     @property
-    def _measured_tokens(self) -> TokenPlan:
-        return TokenPlan(self.tokens, mode="chunk", min_tokens=SHORTEST, limit_sequences=self._sequences)
+    def _measured_tokens(self) -> TokenConfig:
+        return TokenConfig(self.tokens, mode="chunk", min_tokens=SHORTEST, limit_sequences=self._sequences)
 
     @property
     def _recent(self) -> int:
@@ -371,8 +371,8 @@ class _Study:
         recall = self._recall(config.recall_questions, seed=0)
         return EvaluateConfig(config.model, tasks, recall, config.batch_tokens)
 
-    def _recall(self, questions: int, seed: int) -> RecallPlan | None:
-        return RecallPlan(lengths=(self._recall_tokens,), questions=questions, seed=seed) if questions else None
+    def _recall(self, questions: int, seed: int) -> RecallQuestions | None:
+        return RecallQuestions(lengths=(self._recall_tokens,), questions=questions, seed=seed) if questions else None
 
     def _read(self, corpus: Any, count: int, name: str) -> HeldOutText:
         tokenizer = self.run.identity.tokenizer

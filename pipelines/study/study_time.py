@@ -30,7 +30,7 @@ from headscan.pipelines.pruning.prune_config import RepairChoice
 from headscan.pipelines.runs.head_orders import run_kind
 from headscan.pipelines.runs.progress import time_text
 from headscan.pipelines.runs.run_context import Run
-from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, RecallError, RecallPlan, TaskConfig
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, RecallError, RecallQuestions, TaskConfig
 from headscan.pipelines.study.study_config import (
     FEWEST_JUDGED_TEXTS,
     FEWEST_STUDY_TEXTS,
@@ -158,7 +158,7 @@ def question_costs(config: StudyConfig, run: Run, texts: StudyTexts) -> Question
     available = sum(of_task.values()) if config.tasks else made
     if not available:
         raise StudyError("the tasks have no question with a right answer, so they cannot judge. Choose other `tasks`")
-    asked = RecallPlan(lengths=(config.tokens - 1,), questions=_ASKED_FIRST, seed=1)
+    asked = RecallQuestions(lengths=(config.tokens - 1,), questions=_ASKED_FIRST, seed=1)
     recall_tokens = _recall_tokens(config, asked, run)
     needed, words = [0], []
     if config.recall_questions is None and recall_tokens:
@@ -177,7 +177,7 @@ def repair_texts(run: Run, tokens: int) -> int:
     return ceil(1.25 * columns / tokens)
 
 
-def _recall_tokens(config: StudyConfig, asked: RecallPlan, run: Run) -> float:
+def _recall_tokens(config: StudyConfig, asked: RecallQuestions, run: Run) -> float:
     """Return the tokens of one question of each recall task; 0 if none is asked, or if none fits."""
     if config.recall_questions == 0:
         return 0.0

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import headscan
-from headscan.ablation.ablation import Ablation
+from headscan.ablation.intervention import Intervention
 from headscan.ablation.masks import HeadMask
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora.stdlib_files import held_out_files
@@ -34,7 +34,7 @@ _BATCH_TOKENS = 8192
 _EVERY = 6
 
 
-def table(lm: LoadedModel, arms: Sequence[Ablation | None], requests: tuple[Request, ...]) -> list[list[float]]:
+def table(lm: LoadedModel, arms: Sequence[Intervention | None], requests: tuple[Request, ...]) -> list[list[float]]:
     """Log-likelihoods under each arm, with shared layers."""
     found: dict[int, list[float]] = {}
     possible = possible_starts(lm, arms)
@@ -50,7 +50,7 @@ def table(lm: LoadedModel, arms: Sequence[Ablation | None], requests: tuple[Requ
     return [found[index] for index in range(len(arms))]
 
 
-def alone(lm: LoadedModel, mask: Ablation | None, requests: tuple[Request, ...]) -> list[float]:
+def alone(lm: LoadedModel, mask: Intervention | None, requests: tuple[Request, ...]) -> list[float]:
     """Log-likelihoods under one arm."""
     item = LikelihoodItem("alone", requests, mask, _BATCH_TOKENS, share_prefixes=True)
     return [answer.log_likelihood for answer in item.run(lm)[0].values]

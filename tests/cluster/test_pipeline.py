@@ -83,7 +83,7 @@ def test_a_job_of_python_runs_on_a_cluster(two_nodes: Any, tmp_path: Path) -> No
     (tmp_path / "texts" / "one.txt").write_text("def twice(number):\n    return 2 * number\n" * 20)
     lines = list[str]()
     found = jobs.scan(
-        jobs.ScanConfig(jobs.ModelSpec("demo"), jobs.CorpusSpec(str(tmp_path / "texts")), jobs.TokenPlan(64)),
+        jobs.ScanConfig(jobs.ModelSpec("demo"), jobs.CorpusSpec(str(tmp_path / "texts")), jobs.TokenConfig(64)),
         tmp_path / "s.duckdb",
         devices=jobs.PlacementRequest(device="cpu", replicas=1),
         ray_address=two_nodes.address,

@@ -22,7 +22,7 @@ from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora.stdlib_files import held_out_files
 from headscan.pipelines.evaluate.continuation_task import DEMO_TASK, write_task
 from headscan.pipelines.scoring.recall_tasks import recall_questions
-from headscan.pipelines.settings.evaluation_settings import RecallPlan
+from headscan.pipelines.settings.evaluation_settings import RecallQuestions
 from tests.engines import ask_vllm
 from tests.engines.check_engines import ENGINES, asked
 
@@ -50,7 +50,7 @@ def test_engines_give_the_same_answers(name: str, tmp_path: Path, monkeypatch: p
     if exported.is_file():  # headscan reads no GGUF file whose layers differ
         headscan.save_pruned(lm, model := tmp_path / "smaller")
 
-    plan = RecallPlan(lengths=(_LENGTH,), questions=_QUESTIONS)
+    plan = RecallQuestions(lengths=(_LENGTH,), questions=_QUESTIONS)
     every = recall_questions(lm.require_tokenizer(), plan, lm.max_tokens, bos="auto")
     questions = [each for each in every if each.task.startswith("needle")]
     requests = [request for each in questions for request in each.requests]

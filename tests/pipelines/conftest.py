@@ -271,12 +271,14 @@ def evaluation(spec: ModelSpec, task_folder: Path) -> EvaluateConfig:
 
 
 @pytest.fixture
-def labelled(tmp_path: Path) -> jobs.LabelledConfig:
+def labelled(tmp_path: Path) -> jobs.LabelledEvaluateConfig:
     from headscan.pipelines import jobs
     from tests.pipelines.ablate.labelled_models import LABELLED, save_classifier, write_lines
 
     examples = write_lines(tmp_path / "d.tsv", LABELLED)
-    return jobs.LabelledConfig(ModelSpec(str(save_classifier(tmp_path / "bert"))), jobs.DataSpec(str(examples)))
+    return jobs.LabelledEvaluateConfig(
+        ModelSpec(str(save_classifier(tmp_path / "bert"))), jobs.ExamplesSpec(str(examples))
+    )
 
 
 @pytest.fixture

@@ -15,13 +15,13 @@ from headscan.gates.gate_settings import GateFitConfig
 from headscan.model_spec import ModelSpec
 from headscan.pipelines import job_functions, jobs
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.corpora import CorpusSpec, TokenPlan
+from headscan.pipelines.corpora import CorpusSpec, TokenConfig
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, TextChunk
 from headscan.pipelines.pruning.pruning_units import ShareBudget
 from headscan.pipelines.runs import run_context
 from headscan.pipelines.runs.model_identity import identify
-from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, Comparison, TaskConfig
-from headscan.pipelines.settings.saving_settings import TextConfig
+from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, CriteriaComparison, TaskConfig
+from headscan.pipelines.settings.saving_settings import PruneTexts
 from tests.pipelines.conftest import quiet
 from tests.sources import public_names
 
@@ -31,7 +31,7 @@ def test_a_memory_limit_sets_the_batch_size_of_jobs_and_verbs(
 ) -> None:
     """The verb finds the run of the job complete, because both have the same batch size."""
     store, lines = tmp_path / "s.duckdb", list[str]()
-    config = jobs.ScanConfig(jobs.ModelSpec("demo"), CorpusSpec(str(corpus_folder)), TokenPlan(64))
+    config = jobs.ScanConfig(jobs.ModelSpec("demo"), CorpusSpec(str(corpus_folder)), TokenConfig(64))
     limited = jobs.PlacementRequest(device="cpu", memory=64 << 20)
     run_id = jobs.scan(config, store, devices=limited, say=lines.append).run_id
     (run,) = Store(store).runs()
@@ -69,26 +69,26 @@ def test_the_batch_size_of_the_devices_reaches_every_job(
     job: str,
     does: str,
     evaluation: jobs.EvaluateConfig,
-    labelled: jobs.LabelledConfig,
+    labelled: jobs.LabelledEvaluateConfig,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spec, texts, store = evaluation.model, CorpusSpec("python-stdlib"), tmp_path / "s.duckdb"
     calls: dict[str, tuple[Any, ...]] = {
-        "scan": (jobs.ScanConfig(spec, texts, TokenPlan(64)), store),
-        "importance": (jobs.ImportanceConfig(spec, texts, TokenPlan(64)), store),
+        "scan": (jobs.ScanConfig(spec, texts, TokenConfig(64)), store),
+        "importance": (jobs.ImportanceConfig(spec, texts, TokenConfig(64)), store),
         "probe": (jobs.ProbeConfig(spec), store),
         "gates": (jobs.GatesConfig(spec, texts), store),
         "ablate": (jobs.AblateConfig(evaluation), store),
         "labelled_importance": (jobs.LabelledImportanceConfig(labelled.model, labelled.data), store),
         "labelled_ablate": (jobs.LabelledAblateConfig(labelled), store),
-        "labelled_referee": (jobs.SiteRefereeConfig(labelled, Comparison(("importance",))), store),
+        "labelled_referee": (jobs.LabelledRefereeConfig(labelled, CriteriaComparison(("importance",))), store),
         "evaluate": (evaluation, store, []),
         "sweep": (jobs.SweepConfig(evaluation, ("entropy",), (0.2,)), store),
-        "referee": (jobs.RefereeConfig(evaluation, texts=TextConfig(texts, max_tokens=64)), store),
+        "referee": (jobs.RefereeConfig(evaluation, texts=PruneTexts(texts, max_tokens=64)), store),
         "plan": (jobs.PlanConfig(spec, texts, max_tokens=128), store, WindowShare(0.5)),
         "prune": (
-            jobs.PruneConfig(evaluation, tmp_path / "smaller", (ShareBudget(0.3),), texts=TextConfig(texts)),
+            jobs.PruneConfig(evaluation, tmp_path / "smaller", (ShareBudget(0.3),), texts=PruneTexts(texts)),
             store,
         ),
         "study": (jobs.StudyConfig(spec, texts, str(tmp_path / "study")),),
@@ -131,7 +131,7 @@ def test_gates_are_placed_for_the_steps_of_their_fit(
 
 
 def test_jobs_that_remove_heads_need_one_whole_replica(evaluation: jobs.EvaluateConfig, tmp_path: Path) -> None:
-    texts = TextConfig(CorpusSpec("python-stdlib"))
+    texts = PruneTexts(CorpusSpec("python-stdlib"))
     config = jobs.PruneConfig(evaluation, tmp_path / "smaller", (ShareBudget(0.3),), texts=texts)
     for devices, message in (
         (jobs.PlacementRequest(device="cpu", replicas=2), r"`replicas=2` \(limit 1 for this job\)"),
@@ -159,7 +159,7 @@ def placing(evaluation: jobs.EvaluateConfig, monkeypatch: pytest.MonkeyPatch) ->
 def test_pruning_has_memory_for_its_longest_text(
     longest: int, placed: int, evaluation: jobs.EvaluateConfig, placing: None, tmp_path: Path
 ) -> None:
-    texts = TextConfig(CorpusSpec("python-stdlib"), max_tokens=longest)
+    texts = PruneTexts(CorpusSpec("python-stdlib"), max_tokens=longest)
     config = jobs.PruneConfig(evaluation, tmp_path / "smaller", budgets=(ShareBudget(0.3),), texts=texts)
     with pytest.raises(HeadscanError, match=f"placed for {placed} tokens"):
         jobs.prune(config, tmp_path / "s.duckdb", say=quiet)
@@ -170,12 +170,12 @@ def test_pruning_has_memory_for_its_longest_text(
     [
         (None, 64, TASK_TOKENS),
         (None, 3000, 3000),
-        (jobs.RecallPlan(), None, 4096),
-        (jobs.RecallPlan((256, 6000)), 3000, 6000),
+        (jobs.RecallQuestions(), None, 4096),
+        (jobs.RecallQuestions((256, 6000)), 3000, 6000),
     ],
 )
 def test_evaluations_have_memory_for_recall_and_held_out_text(
-    recall: jobs.RecallPlan | None,
+    recall: jobs.RecallQuestions | None,
     text: int | None,
     placed: int,
     evaluation: jobs.EvaluateConfig,
@@ -189,7 +189,7 @@ def test_evaluations_have_memory_for_recall_and_held_out_text(
         jobs.evaluate(asked, store, [], say=quiet)
     with pytest.raises(HeadscanError, match=f"placed for {placed} tokens"):
         jobs.sweep(jobs.SweepConfig(asked), store, say=quiet)
-    texts = TextConfig(CorpusSpec("python-stdlib"), max_tokens=text)
+    texts = PruneTexts(CorpusSpec("python-stdlib"), max_tokens=text)
     pruned = jobs.PruneConfig(replace(asked, text=None), tmp_path / "smaller", (ShareBudget(0.3),), texts=texts)
     with pytest.raises(HeadscanError, match=f"placed for {placed} tokens"):
         jobs.prune(pruned, store, say=quiet)

@@ -15,17 +15,17 @@ from headscan.errors import HeadIndexError, HeadscanError, InterventionError, Pr
 from headscan.model_spec import ModelSpec
 from headscan.options import FieldType, Limits, field_hint, field_type
 from headscan.pipelines import jobs
-from headscan.pipelines.corpora import CorpusSpec, TokenPlan
+from headscan.pipelines.corpora import CorpusSpec, TokenConfig
 from headscan.pipelines.evaluate.held_out_text import HeldOutText, TextChunk
 from headscan.pipelines.pruning.pruning_units import BytesBudget, ShareBudget
-from headscan.pipelines.settings.evaluation_settings import Comparison
+from headscan.pipelines.settings.evaluation_settings import CriteriaComparison
 from headscan.pipelines.study.study_config import read_study, write_study
 from headscan.pruning.head_selection import SelectionConfig
 from tests.pipelines.kv.kv_plans import model_of, plan_for
 from tests.sources import public_names
 
 #: Texts of a pruning.
-TEXTS = jobs.TextConfig(CorpusSpec("texts/"))
+TEXTS = jobs.PruneTexts(CorpusSpec("texts/"))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_exports_without_effect_are_refused(settings: dict[str, Any], message: s
 
 def test_a_referee_refuses_to_remove_all_heads(evaluation: jobs.EvaluateConfig) -> None:
     with pytest.raises(InterventionError, match=r"`shares=1` \(limit below 1\)"):
-        jobs.RefereeConfig(evaluation, Comparison(shares=(0.5, 1.0)), texts=TEXTS)
+        jobs.RefereeConfig(evaluation, CriteriaComparison(shares=(0.5, 1.0)), texts=TEXTS)
 
 
 def test_unknown_methods_of_a_pruning_are_refused(evaluation: jobs.EvaluateConfig, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_paths_in_settings_become_texts(spec: ModelSpec, tmp_path: Path) -> None
     for make in (
         ModelSpec,
         CorpusSpec,
-        jobs.DataSpec,
+        jobs.ExamplesSpec,
         lambda path: jobs.TaskConfig(include_path=path),
         lambda path: jobs.ChosenArms(models=(path,)),
     ):
@@ -226,13 +226,13 @@ RECORDS = {
 @pytest.fixture
 def all_settings(spec: ModelSpec, evaluation: jobs.EvaluateConfig, tmp_path: Path) -> dict[str, Any]:
     """Settings of every exported class by its name."""
-    texts, tokens, examples = CorpusSpec("python-stdlib"), TokenPlan(64), jobs.DataSpec("examples.tsv")
-    labelled = jobs.LabelledConfig(spec, examples)
+    texts, tokens, examples = CorpusSpec("python-stdlib"), TokenConfig(64), jobs.ExamplesSpec("examples.tsv")
+    labelled = jobs.LabelledEvaluateConfig(spec, examples)
     needed: dict[str, tuple[Any, ...]] = {
         "AblateConfig": (evaluation,),
         "BytesBudget": (1000, 64),
         "CorpusSpec": ("python-stdlib",),
-        "DataSpec": ("examples.tsv",),
+        "ExamplesSpec": ("examples.tsv",),
         "EvaluateConfig": (spec, evaluation.tasks),
         "ExportConfig": ("gguf", tmp_path / "x", spec),
         "GatesConfig": (spec, texts),
@@ -240,7 +240,7 @@ def all_settings(spec: ModelSpec, evaluation: jobs.EvaluateConfig, tmp_path: Pat
         "ImportanceConfig": (spec, texts, tokens),
         "KVBytes": (1000, 64),
         "LabelledAblateConfig": (labelled,),
-        "LabelledConfig": (spec, examples),
+        "LabelledEvaluateConfig": (spec, examples),
         "LabelledImportanceConfig": (spec, examples),
         "LossBudget": (0.1,),
         "LossLimit": (0.1,),
@@ -253,11 +253,11 @@ def all_settings(spec: ModelSpec, evaluation: jobs.EvaluateConfig, tmp_path: Pat
         "RefereeConfig": (evaluation,),
         "ScanConfig": (spec, texts, tokens),
         "ShareBudget": (0.3,),
-        "SiteRefereeConfig": (labelled, jobs.Comparison(("importance",))),
+        "LabelledRefereeConfig": (labelled, jobs.CriteriaComparison(("importance",))),
         "StudyConfig": (spec, texts),
-        "TextConfig": (texts,),
+        "PruneTexts": (texts,),
         "SweepConfig": (evaluation,),
-        "TokenPlan": (64,),
+        "TokenConfig": (64,),
         "WindowHeads": (2,),
         "WindowShare": (0.5,),
     }
@@ -306,8 +306,8 @@ def test_every_literal_refuses_an_unknown_word_and_every_tuple_a_text(all_settin
                 literals.add(f"{name}.{field}")
                 assert_refused(settings, field, ("unknown",) if kind.many else "unknown")
     assert {"PruneConfig.unit", "PlanConfig.granularity", "StudyConfig.prune_by", "AblateConfig.modes"} <= literals
-    assert {"LabelledAblateConfig.modes", "LabelledConfig.metric"} <= literals
-    assert {"TaskConfig.names", "Comparison.criteria", "PruneConfig.methods"} <= tuples
+    assert {"LabelledAblateConfig.modes", "LabelledEvaluateConfig.metric"} <= literals
+    assert {"TaskConfig.names", "CriteriaComparison.criteria", "PruneConfig.methods"} <= tuples
 
 
 def test_settings_refuse_what_is_not_of_the_class_of_a_field(all_settings: dict[str, Any], spec: ModelSpec) -> None:
@@ -329,7 +329,7 @@ def test_settings_refuse_what_is_not_of_the_class_of_a_field(all_settings: dict[
 
 
 def test_an_option_that_jobs_lack_is_named(spec: ModelSpec, tmp_path: Path) -> None:
-    config = jobs.ScanConfig(spec, CorpusSpec("python-stdlib"), TokenPlan(64))
+    config = jobs.ScanConfig(spec, CorpusSpec("python-stdlib"), TokenConfig(64))
     with pytest.raises(TypeError, match=r"unknown option 'here'. Choose from devices, ray_address, .*, say"):
         jobs.scan(config, tmp_path / "s.duckdb", here=True)  # type: ignore[call-arg]
 
@@ -347,7 +347,7 @@ def test_an_option_that_jobs_lack_is_named(spec: ModelSpec, tmp_path: Path) -> N
 def test_options_are_checked_before_files_are_read(
     options: dict[str, Any],
     message: str,
-    labelled: jobs.LabelledConfig,
+    labelled: jobs.LabelledEvaluateConfig,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -358,7 +358,7 @@ def test_options_are_checked_before_files_are_read(
         monkeypatch.setattr(f"headscan.pipelines.{reader}", read)
     store = tmp_path / "s.duckdb"
     with pytest.raises(HeadscanError, match=message):
-        jobs.scan(jobs.ScanConfig(labelled.model, CorpusSpec("python-stdlib"), TokenPlan(64)), store, **options)
+        jobs.scan(jobs.ScanConfig(labelled.model, CorpusSpec("python-stdlib"), TokenConfig(64)), store, **options)
     with pytest.raises(HeadscanError, match=message):
         jobs.labelled_ablate(jobs.LabelledAblateConfig(labelled), store, **options)
 

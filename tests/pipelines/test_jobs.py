@@ -21,12 +21,12 @@ from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
 from headscan.pipelines import job_functions, jobs
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.corpora import CorpusSpec, TokenPlan
+from headscan.pipelines.corpora import CorpusSpec, TokenConfig
 from headscan.pipelines.pruning.pruning_units import ShareBudget
 from headscan.pipelines.runs.head_orders import head_order
 from headscan.pipelines.runs.model_identity import identify
-from headscan.pipelines.settings.evaluation_settings import Comparison, TaskConfig
-from headscan.pipelines.settings.saving_settings import TextConfig
+from headscan.pipelines.settings.evaluation_settings import CriteriaComparison, TaskConfig
+from headscan.pipelines.settings.saving_settings import PruneTexts
 from tests.pipelines.conftest import quiet
 from tests.pipelines.kv.kv_plans import model_of, plan_for
 from tests.sources import public_names
@@ -37,7 +37,7 @@ def test_scan_evaluate_and_plan_fill_the_tables(
 ) -> None:
     path = tmp_path / "s.duckdb"
     texts = CorpusSpec(str(corpus_folder))
-    run_id = jobs.scan(jobs.ScanConfig(spec, texts, TokenPlan(64)), path, devices=cpu, say=quiet).run_id
+    run_id = jobs.scan(jobs.ScanConfig(spec, texts, TokenConfig(64)), path, devices=cpu, say=quiet).run_id
     verdict = jobs.evaluate(evaluation, path, [jobs.mask_arm([(0, 1)])], devices=cpu, say=quiet)
     tables = headscan.open_store(path)
     assert sorted(row[0] for row in tables.runs().project("kind").fetchall()) == ["evaluate", "scan"]
@@ -166,7 +166,7 @@ def test_every_measuring_job_fills_its_table(
 ) -> None:
     """The same call again measures nothing."""
     store, texts = tmp_path / "s.duckdb", CorpusSpec(str(corpus_folder))
-    measuring = jobs.ImportanceConfig(spec, texts, TokenPlan(64))
+    measuring = jobs.ImportanceConfig(spec, texts, TokenConfig(64))
     probing = jobs.ProbeConfig(spec, ("induction_score",), settings=BehaviourProbe(sequences=2, tokens=8))
     fitting = jobs.GatesConfig(spec, texts, GateFitConfig(share=0.3, steps=4), sequences=8, max_tokens=32)
     found = [
@@ -209,15 +209,15 @@ def test_ablate_sweep_and_referee_judge_their_arms(
     ]
     comparing = jobs.RefereeConfig(
         evaluation,
-        Comparison(("importance", "importance_recall"), (0.5,), seeds=0),
-        TextConfig(texts, sequences=6, max_tokens=200),
+        CriteriaComparison(("importance", "importance_recall"), (0.5,), seeds=0),
+        PruneTexts(texts, sequences=6, max_tokens=200),
     )
     compared = jobs.referee(comparing, store, devices=cpu, say=quiet)
     assert [arm.name.partition(" of ")[0] for arm in compared.arms] == ["importance 50%", "importance_recall 50%"]
 
 
 def test_labelled_examples_judge_the_heads_of_a_classifier(
-    labelled: jobs.LabelledConfig, cpu: jobs.PlacementRequest, tmp_path: Path
+    labelled: jobs.LabelledEvaluateConfig, cpu: jobs.PlacementRequest, tmp_path: Path
 ) -> None:
     store = tmp_path / "s.duckdb"
     measuring = jobs.LabelledImportanceConfig(labelled.model, labelled.data)
@@ -225,7 +225,7 @@ def test_labelled_examples_judge_the_heads_of_a_classifier(
     assert len(head_order(Store(store), run_id, "importance")) == LAYERS * HEADS
     ablating = jobs.LabelledAblateConfig(labelled)
     assert len(jobs.labelled_ablate(ablating, store, devices=cpu, say=quiet).effects) == LAYERS * HEADS
-    comparing = jobs.SiteRefereeConfig(labelled, Comparison(("importance",), (0.5,), seeds=0))
+    comparing = jobs.LabelledRefereeConfig(labelled, CriteriaComparison(("importance",), (0.5,), seeds=0))
     (point,) = jobs.labelled_referee(comparing, store, devices=cpu, say=quiet).points
     assert (point.curve[0], point.share) == ("importance", 0.5)
 
@@ -237,7 +237,7 @@ def test_prune_saves_a_model_that_loads(
         evaluation=evaluation,
         out=str(tmp_path / "smaller"),
         budgets=(ShareBudget(0.3),),
-        texts=TextConfig(CorpusSpec(str(corpus_folder)), sequences=16, max_tokens=64),
+        texts=PruneTexts(CorpusSpec(str(corpus_folder)), sequences=16, max_tokens=64),
         timing=None,
         skip_verdict=True,
     )
@@ -254,14 +254,14 @@ def test_prune_takes_the_order_of_a_criterion_from_the_store(
         tmp_path / "smaller",
         (ShareBudget(0.2),),
         ("output_norm_ln",),
-        texts=TextConfig(texts, sequences=4, max_tokens=64),
+        texts=PruneTexts(texts, sequences=4, max_tokens=64),
         repair=jobs.RepairChoice("none"),
         timing=None,
         skip_verdict=True,
     )
     with pytest.raises(HeadscanError, match="there is no store at"):
         jobs.prune(config, store, devices=cpu, say=quiet)
-    run_id = jobs.scan(jobs.ScanConfig(spec, texts, TokenPlan(64)), store, devices=cpu, say=quiet).run_id
+    run_id = jobs.scan(jobs.ScanConfig(spec, texts, TokenConfig(64)), store, devices=cpu, say=quiet).run_id
     with pytest.raises(HeadscanError, match="has no scan run none"):
         jobs.prune(replace(config, run_id="none"), store, devices=cpu, say=quiet)
     (built,) = jobs.prune(replace(config, run_id=run_id[:6]), store, devices=cpu, say=quiet).models

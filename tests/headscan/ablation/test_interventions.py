@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import headscan
 from headscan.ablation import rules
-from headscan.ablation.ablation import Ablation, InterventionRecord
+from headscan.ablation.intervention import Intervention, InterventionRecord
 from headscan.architectures import ALL, FAMILIES, SITES, VOCABULARY
 from headscan.attention.hooks import output_hook
 from headscan.catalog import SCORES
@@ -259,7 +259,7 @@ def test_gradients_pass_through_a_rule(family: str) -> None:
     assert gradient is not None and gradient.isfinite().all() and gradient.abs().sum() > 0
 
 
-class Negated(Ablation):
+class Negated(Intervention):
     """An ablation from outside the library: it negates head 1 of every layer."""
 
     @property

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from headscan.ablation.ablation import intervene
+from headscan.ablation.intervention import intervene
 from headscan.ablation.masks import HeadMask
 from headscan.architectures import VOCABULARY
 from headscan.errors import UnsupportedModelError

@@ -15,7 +15,7 @@ from headscan.gradients.backward import same_output
 from headscan.gradients.losses import NextTokenLoss
 from headscan.kv import kv_damage as gate_gradients
 from headscan.kv.kept_keys import KeptKeys, Window
-from headscan.kv.kv_damage import kv_damages, window_candidates
+from headscan.kv.kv_damage import kv_damages_by_sequence, window_candidates
 from headscan.kv.kv_windows import KvWindows
 from headscan.layers.blocks import find_blocks
 from tests.headscan.kv.gate_oracle import oracle_damages, sequence_losses
@@ -69,7 +69,7 @@ def test_damage_is_the_derivative_of_an_explicit_mixture(family: str) -> None:
     expected = oracle_damages(exact, ids, LENGTHS, heads, SINK, RECENT, 0.5)
     at = tuple(zip(*heads, strict=True))
     for dtype, bound in zip(dtypes, (1e-6, 1e-4)[-len(dtypes) :], strict=True):
-        found = kv_damages(make_loaded(family, dtype=dtype), ids, LENGTHS, SINK, RECENT)
+        found = kv_damages_by_sequence(make_loaded(family, dtype=dtype), ids, LENGTHS, SINK, RECENT)
         ours = found[:, *at]
         assert (ours.double() - expected).norm() <= bound * expected.norm()
         absent = torch.ones(found.nanmean(0).shape, dtype=torch.bool)
@@ -82,7 +82,7 @@ def test_damage_is_a_finite_difference(family: str) -> None:
     lm, ids, step = make_loaded(family, dtype=torch.float64), some_ids(1), 2e-3  # norms round to float32
     heads = list(window_candidates(lm))
     widths = {site.layer: site.num_key_value_heads for site in lm.grid.sites}
-    found = kv_damages(lm, ids, LENGTHS, SINK, RECENT, gates=(0.3,))
+    found = kv_damages_by_sequence(lm, ids, LENGTHS, SINK, RECENT, gates=(0.3,))
     for layer, kv_head in heads[:3]:
         losses = []
         for shift in (step, -step):
@@ -95,11 +95,11 @@ def test_damage_is_a_finite_difference(family: str) -> None:
 
 def test_a_sequence_has_the_same_damage_alone_in_any_batch_and_in_parts_of_the_head(monkeypatch) -> None:
     lm, ids = make_loaded("llama"), some_ids()
-    whole = kv_damages(lm, ids, LENGTHS, SINK, RECENT)
-    split = kv_damages(lm, ids, LENGTHS, SINK, RECENT, batch_tokens=1)
+    whole = kv_damages_by_sequence(lm, ids, LENGTHS, SINK, RECENT)
+    split = kv_damages_by_sequence(lm, ids, LENGTHS, SINK, RECENT, batch_tokens=1)
     torch.testing.assert_close(split, whole, rtol=1e-4, atol=1e-7)
     monkeypatch.setattr("headscan.gradients.losses._LOGITS", 1)
-    torch.testing.assert_close(kv_damages(lm, ids, LENGTHS, SINK, RECENT), whole, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(kv_damages_by_sequence(lm, ids, LENGTHS, SINK, RECENT), whole, rtol=1e-4, atol=1e-7)
 
 
 def test_block_by_block_equals_one_graph(monkeypatch) -> None:
@@ -114,12 +114,12 @@ def test_block_by_block_equals_one_graph(monkeypatch) -> None:
 def test_only_the_last_tokens_can_be_scored() -> None:
     lm, ids = make_loaded("llama", dtype=torch.float64), some_ids()
     whole, last, first = (
-        kv_damages(lm, ids, lengths, SINK, RECENT, scored=scored)[0]
+        kv_damages_by_sequence(lm, ids, lengths, SINK, RECENT, scored=scored)[0]
         for lengths, scored in ((LENGTHS, None), (LENGTHS, [20, 5, 5]), ([30, 41, 33], None))
     )
     torch.testing.assert_close((last * 20 + first * 29) / 49, whole, rtol=1e-5, atol=1e-8)
     with pytest.raises(SequenceError, match="scored tokens of sequence 2: 33"):
-        kv_damages(lm, ids, LENGTHS, SINK, RECENT, scored=[1, 1, 33])
+        kv_damages_by_sequence(lm, ids, LENGTHS, SINK, RECENT, scored=[1, 1, 33])
 
 
 def test_half_precision_keeps_the_ranking_and_float32_gradients() -> None:
@@ -144,27 +144,27 @@ def test_derivatives_of_long_texts_survive_float16() -> None:
 
 def test_a_subset_of_the_heads_has_the_damage_of_all() -> None:
     lm, ids = make_loaded("llama"), some_ids()
-    whole = kv_damages(lm, ids, LENGTHS, SINK, RECENT)
-    part = kv_damages(lm, ids, LENGTHS, SINK, RECENT, heads=[(2, 1), (1, 0)])
+    whole = kv_damages_by_sequence(lm, ids, LENGTHS, SINK, RECENT)
+    part = kv_damages_by_sequence(lm, ids, LENGTHS, SINK, RECENT, heads=[(2, 1), (1, 0)])
     assert torch.equal(part[:, [2, 1], [1, 0]], whole[:, [2, 1], [1, 0]])
     assert int((~part.isnan()).sum()) == 2 * len(LENGTHS)
     with pytest.raises(PlanMismatchError, match=r"damage of \(layer, KV head\) \(2, 9\)"):
-        kv_damages(lm, ids, LENGTHS, SINK, RECENT, heads=[(2, 1), (2, 9)])
+        kv_damages_by_sequence(lm, ids, LENGTHS, SINK, RECENT, heads=[(2, 1), (2, 9)])
 
 
 def test_padding_has_any_id() -> None:
     lm, ids = make_loaded("llama"), some_ids()
-    expected = kv_damages(lm, ids, LENGTHS, SINK, RECENT)
+    expected = kv_damages_by_sequence(lm, ids, LENGTHS, SINK, RECENT)
     for row, length in enumerate(LENGTHS):
         ids[row, length:] = -100
-    assert torch.equal(kv_damages(lm, ids, LENGTHS, SINK, RECENT), expected)
+    assert torch.equal(kv_damages_by_sequence(lm, ids, LENGTHS, SINK, RECENT), expected)
 
 
 def test_damages_that_are_not_finite_are_refused() -> None:
     lm, ids = make_loaded("llama"), some_ids()
     torch.nn.init.constant_(lm.model.model.norm.weight, float("nan"))
     with pytest.raises(NotFiniteError, match=r"NaN or infinite damages: 12 of 12 \(limit 0\)"):
-        kv_damages(lm, ids, [50, 11, 33], SINK, RECENT)
+        kv_damages_by_sequence(lm, ids, [50, 11, 33], SINK, RECENT)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -187,13 +187,13 @@ def test_values_wider_than_keys_have_windows() -> None:
 
 def test_short_sequences_are_left_out_and_reported(caplog) -> None:
     lm, ids = make_loaded("llama"), some_ids()
-    found = kv_damages(lm, ids, [50, 11, 33], SINK, RECENT)
+    found = kv_damages_by_sequence(lm, ids, [50, 11, 33], SINK, RECENT)
     assert found[[0, 2]].isfinite().flatten(1).any(1).all()
     assert found[1].isnan().all()
     assert "1 of 3 sequences are not longer than the window of 11 tokens" in caplog.text
     assert torch.equal(found.nanmean(0), found[[0, 2]].mean(0))
     with pytest.raises(SequenceError, match="longest sequence has 11 tokens"):
-        kv_damages(lm, ids, [11, 9, 10], SINK, RECENT)
+        kv_damages_by_sequence(lm, ids, [11, 9, 10], SINK, RECENT)
 
 
 @pytest.mark.parametrize(("sink", "recent"), [(4.5, 1), (1, "4")])

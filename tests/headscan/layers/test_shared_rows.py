@@ -45,10 +45,10 @@ def make_row(seed: int = 0) -> SharedRow:
 
 
 #: What may be ablated in a shared row: by a rule, or by a mask for each sequence.
-Ablation = headscan.HeadRule | Sequence[headscan.HeadMask | headscan.HeadRule]
+Ablated = headscan.HeadRule | Sequence[headscan.HeadMask | headscan.HeadRule]
 
 
-def read_apart(lm: LoadedModel, ablated: Ablation, row: SharedRow) -> list[tuple[Tensor, float]]:
+def read_apart(lm: LoadedModel, ablated: Ablated, row: SharedRow) -> list[tuple[Tensor, float]]:
     """Hidden states of each ending, and the share of heads that is ablated, from whole sequences."""
     found = []
     for index, ending in enumerate(row.endings):
@@ -60,7 +60,7 @@ def read_apart(lm: LoadedModel, ablated: Ablation, row: SharedRow) -> list[tuple
     return found
 
 
-def check(lm: LoadedModel, ablated: Ablation, row: SharedRow) -> int:
+def check(lm: LoadedModel, ablated: Ablated, row: SharedRow) -> int:
     """Hold a shared row against whole sequences; returns how many copies of the prefix it ended with. Half precision
     rounds on the way: there the mean error is compared.
     """

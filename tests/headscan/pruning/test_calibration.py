@@ -18,8 +18,8 @@ from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.pruning.calibration_texts import CalibrationPrompts
 from headscan.pipelines.pruning.held_out_losses import as_calibration
 from headscan.pipelines.scoring.recall_tasks import recall_questions, recall_series
-from headscan.pipelines.settings.evaluation_settings import RecallPlan
-from headscan.pipelines.settings.saving_settings import RecallConfig
+from headscan.pipelines.settings.evaluation_settings import RecallQuestions
+from headscan.pipelines.settings.saving_settings import RecallPrompts
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.damage_curve import layer_moments
 from headscan.pruning.edited_model import NO_EDITS, Divergence, Edits, edited, logits
@@ -105,7 +105,7 @@ def test_recall_prompts_keep_recall_at_the_same_loss_of_text() -> None:
         edits = Edits(removed, repair(lm, calibration, removed))
         return {name: _loss(lm, each, edits) - _loss(lm, each, NO_EDITS) for name, each in judged.items()}
 
-    alone, mixed = costs(texts), costs(texts.with_prompts([needles], RecallConfig().weight))
+    alone, mixed = costs(texts), costs(texts.with_prompts([needles], RecallPrompts().weight))
     assert alone["needle"] > 0.4
     assert mixed["needle"] < 0.25 * alone["needle"]
     assert mixed["text"] < 1.1 * alone["text"]
@@ -124,7 +124,7 @@ def _texts(lm: LoadedModel, paths: list[Path], count: int) -> Calibration:
 
 def _needles(lm: LoadedModel, count: int) -> Calibration:
     """Return needle questions with their answers."""
-    plan = RecallPlan(lengths=(511,), questions=count)
+    plan = RecallQuestions(lengths=(511,), questions=count)
     questions = recall_questions(lm.require_tokenizer(), plan, 512, bos="auto")
     needles = [each for each in questions if each.task.startswith("needle")]
     return as_calibration([each.requests[each.answer or 0] for each in needles], 8192)

@@ -19,12 +19,12 @@ from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassificati
 from headscan.architectures import ALL, ENCODERS, HEADS, LAYERS
 from headscan.cluster.pool import InProcessPool
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.ablate.labelled_arms import LabelledConfig
+from headscan.pipelines.ablate.run_labelled_ablate import LabelledEvaluateConfig
 from headscan.pipelines.measure.labelled_texts import LabelledText, read_labelled
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.token_requests import ScoringItem
-from headscan.pipelines.settings.corpus_settings import DataSpec, LabelledMetric
+from headscan.pipelines.settings.corpus_settings import ExamplesSpec, LabelledMetric
 from tests.pipelines.ablate.labelled_models import LABELLED, TRANSLATED, save_classifier, save_translator, write_lines
 from tests.pipelines.conftest import THREADS
 
@@ -49,7 +49,7 @@ def zeroed(model: PreTrainedModel, family: str, heads: list[tuple[str, int, int]
 class Oracle:
     """One example at a time, without padding."""
 
-    def __init__(self, config: LabelledConfig, family: str) -> None:
+    def __init__(self, config: LabelledEvaluateConfig, family: str) -> None:
         auto = AutoModelForSequenceClassification if family in ENCODERS else AutoModelForSeq2SeqLM
         identity = identify(config.model)
         self.model, self.family, self.tokenizer = (
@@ -98,11 +98,11 @@ METRICS: dict[str, Callable[[Oracle, tuple[LabelledText, ...]], float]] = {
 }
 
 
-def config_of(folder: Path, family: str, metric: LabelledMetric | None = None) -> LabelledConfig:
+def config_of(folder: Path, family: str, metric: LabelledMetric | None = None) -> LabelledEvaluateConfig:
     save, lines = (save_classifier, LABELLED) if family in ENCODERS else (save_translator, TRANSLATED)
     model = save(folder / family, family)
-    config = LabelledConfig(
-        ModelSpec(str(model)), DataSpec(str(write_lines(folder / "d.tsv", lines))), metric, batch_tokens=200
+    config = LabelledEvaluateConfig(
+        ModelSpec(str(model)), ExamplesSpec(str(write_lines(folder / "d.tsv", lines))), metric, batch_tokens=200
     )
     if metric != "bleu" or family in ENCODERS:
         return config
@@ -110,10 +110,10 @@ def config_of(folder: Path, family: str, metric: LabelledMetric | None = None) -
     oracle = Oracle(config, family)
     written = zip(lines, oracle.texts, strict=True)
     rows = [{"source": line.split("\t")[0], "target": oracle.write(text)[:30] or "x"} for line, text in written]
-    return replace(config, data=DataSpec(str(write_lines(folder / "d.jsonl", [json.dumps(row) for row in rows]))))
+    return replace(config, data=ExamplesSpec(str(write_lines(folder / "d.jsonl", [json.dumps(row) for row in rows]))))
 
 
-def pool_of(config: LabelledConfig) -> InProcessPool:
+def pool_of(config: LabelledEvaluateConfig) -> InProcessPool:
     return InProcessPool(config.model, THREADS)
 
 

@@ -10,12 +10,12 @@ from headscan.errors import UnsupportedModelError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.measure.labelled_texts import LabelledTexts, read_examples, read_labelled
 from headscan.pipelines.runs.model_identity import identify
-from headscan.pipelines.settings.corpus_settings import DataSpec, ExampleError
+from headscan.pipelines.settings.corpus_settings import ExampleError, ExamplesSpec
 from tests.pipelines.ablate.labelled_models import LABELLED, TRANSLATED, save_classifier, save_translator, write_lines
 
 
-def written(folder: Path, *lines: str, name: str = "d.tsv") -> DataSpec:
-    return DataSpec(str(write_lines(folder / name, list(lines))))
+def written(folder: Path, *lines: str, name: str = "d.tsv") -> ExamplesSpec:
+    return ExamplesSpec(str(write_lines(folder / name, list(lines))))
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_every_format_gives_the_same_examples(tmp_path: Path, name: str, lines: 
     found = read_examples(written(tmp_path, *lines, name=name))
     assert [(text, target) for _, text, target in found] == [("a b", "good"), ("c", "0")]
     assert [lines[line - 1] for line, _, _ in found] == [line for line in lines[-3:] if line]
-    assert len(read_examples(DataSpec(str(tmp_path / name), limit=1))) == 1
+    assert len(read_examples(ExamplesSpec(str(tmp_path / name), limit=1))) == 1
 
 
 @pytest.mark.parametrize(
@@ -56,10 +56,10 @@ def test_faults_are_named(tmp_path: Path, name: str, lines: list[str], message: 
 
 def test_absent_files_and_other_encodings_are_named(tmp_path: Path) -> None:
     with pytest.raises(ExampleError, match=r"no file .*e.tsv"):
-        read_examples(DataSpec(str(tmp_path / "e.tsv")))
+        read_examples(ExamplesSpec(str(tmp_path / "e.tsv")))
     (tmp_path / "l.tsv").write_bytes("é\t1\n".encode("latin-1"))
     with pytest.raises(ExampleError, match="not UTF-8: byte 0"):
-        read_examples(DataSpec(str(tmp_path / "l.tsv")))
+        read_examples(ExamplesSpec(str(tmp_path / "l.tsv")))
 
 
 def labelled(folder: Path, model: Path, *lines: str) -> LabelledTexts:

@@ -12,7 +12,7 @@ from headscan.analysis.store.tables import ALL_BUT_ONE, EACH
 from headscan.analysis.verdicts.head_effects import HeadEffect, read_effects
 from headscan.architectures import HEADS, LAYERS
 from headscan.errors import InterventionError
-from headscan.pipelines.ablate.labelled_arms import LabelledAblateConfig, run_labelled_ablate
+from headscan.pipelines.ablate.run_labelled_ablate import LabelledAblateConfig, run_labelled_ablate
 from headscan.pipelines.settings.corpus_settings import ExampleError, LabelledMetric
 from tests.pipelines.ablate.labelled_oracle import Oracle, Refusing, config_of, on_examples, pool_of
 from tests.pipelines.conftest import THREADS, run_on

@@ -9,10 +9,10 @@ import pytest
 
 from headscan.analysis.store.store import Store
 from headscan.architectures import HEADS, LAYERS
-from headscan.pipelines.ablate.labelled_arms import LabelledAblateConfig, run_labelled_ablate
-from headscan.pipelines.referee.site_referee import SiteRefereeConfig, run_labelled_referee
-from headscan.pipelines.settings.corpus_settings import DataSpec, LabelledMetric
-from headscan.pipelines.settings.evaluation_settings import Comparison
+from headscan.pipelines.ablate.run_labelled_ablate import LabelledAblateConfig, run_labelled_ablate
+from headscan.pipelines.referee.run_labelled_referee import LabelledRefereeConfig, run_labelled_referee
+from headscan.pipelines.settings.corpus_settings import ExamplesSpec, LabelledMetric
+from headscan.pipelines.settings.evaluation_settings import CriteriaComparison
 from tests.pipelines.ablate.labelled_models import LABELLED
 from tests.pipelines.ablate.labelled_oracle import config_of, on_examples
 from tests.pipelines.conftest import run_on
@@ -25,7 +25,7 @@ ARMS = 1 + LAYERS * HEADS
 
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headscan.pipelines.ablate.labelled_arms._GROUP", GROUP)
+    monkeypatch.setattr("headscan.pipelines.ablate.run_labelled_ablate._GROUP", GROUP)
 
 
 def assert_equal_rows(ours: Store, whole: Store) -> None:
@@ -86,7 +86,9 @@ def test_answers_are_stored_while_an_arm_runs(tmp_path: Path, store: Store, monk
 
 def test_a_referee_resumes_within_an_arm_with_the_same_heads(tmp_path: Path, store: Store) -> None:
     config = config_of(tmp_path, "bert", "loss")
-    asked = SiteRefereeConfig(config, Comparison(("importance",), (0.5, 1.0), 1), DataSpec(config.data.path))
+    asked = LabelledRefereeConfig(
+        config, CriteriaComparison(("importance",), (0.5, 1.0), 1), ExamplesSpec(config.data.path)
+    )
     whole = Store(tmp_path / "whole.duckdb")
     undisturbed = CountingPool(config.model)
     expected = on_examples(run_labelled_referee, asked, run_on(undisturbed, whole))

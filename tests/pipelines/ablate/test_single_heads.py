@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import headscan
-from headscan.ablation.ablation import ZERO, Replacement
 from headscan.ablation.collect_outputs import head_means, head_samples
+from headscan.ablation.intervention import ZERO, Replacement
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ALL_BUT_ONE, EACH
 from headscan.analysis.verdicts.head_effects import HeadEffect, read_effects
@@ -24,7 +24,7 @@ from headscan.architectures import HEADS
 from headscan.cluster.pool import Finished, InProcessPool, Task
 from headscan.errors import InterventionError, SequenceError
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.ablate.single_heads import head_arms, run_ablate
+from headscan.pipelines.ablate.run_ablate import head_arms, run_ablate
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.corpora.sequences import read_spread
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
@@ -37,7 +37,7 @@ from headscan.pipelines.settings.evaluation_settings import (
     AblateConfig,
     EvaluateConfig,
     LossTexts,
-    RecallPlan,
+    RecallQuestions,
     ReplacementConfig,
     TaskConfig,
 )
@@ -308,7 +308,7 @@ def test_bad_settings_name_their_fix(on_text: AblateConfig, on_task: AblateConfi
     with pytest.raises(InterventionError, match="tasks and texts"):
         replace(on_task, texts=on_text.texts)
     with pytest.raises(InterventionError, match=r"^`evaluation\.recall` has no effect on single heads: leave it out$"):
-        replace(on_task, evaluation=replace(on_task.evaluation, recall=RecallPlan((64,))))
+        replace(on_task, evaluation=replace(on_task.evaluation, recall=RecallQuestions((64,))))
     text = HeldOutText.of_corpus(CorpusSpec("python-stdlib"), on_text.evaluation.model, sequences=2, max_tokens=32)
     with pytest.raises(InterventionError, match=r"^`evaluation\.text` has no effect on single heads: leave it out, or"):
         replace(on_text, evaluation=replace(on_text.evaluation, text=text))

@@ -18,8 +18,8 @@ from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.kv import compare_generation as pipeline
-from headscan.pipelines.kv.compare_generation import Generated, GenerationTask, compare_generation
 from headscan.pipelines.kv.plan_arms import KeptHeads
+from headscan.pipelines.kv.run_generate import Generated, GenerationTask, compare_generation
 from tests.headscan.kv.cache_plans import NARROW, random_plan
 from tests.pipelines.conftest import TEXTS, make_tokenizer
 from tests.pipelines.kv.kv_plans import model_of, plan_for

@@ -13,7 +13,7 @@ import pytest
 
 from headscan.errors import HeadscanError
 from headscan.pipelines.cli.verb_base import OTHER_CORPORA
-from headscan.pipelines.corpora import BUILT_IN, CorpusError, CorpusSpec, TokenPlan, open_corpus
+from headscan.pipelines.corpora import BUILT_IN, CorpusError, CorpusSpec, TokenConfig, open_corpus
 from tests.pipelines.corpora.corpus_reading import problems, read, texts, write_parquet
 
 
@@ -337,7 +337,7 @@ def test_spec_is_validated(fields):
 )
 def test_plan_is_validated(fields):
     with pytest.raises(CorpusError, match=r"Give|Choose|Raise"):
-        TokenPlan(**fields)
+        TokenConfig(**fields)
 
 
 def test_import_loads_no_heavy_library():

@@ -17,7 +17,7 @@ from headscan.pipelines.corpora import (
     CorpusError,
     CorpusReport,
     CorpusSpec,
-    TokenPlan,
+    TokenConfig,
     open_corpus,
     sequences,
     tokenising,
@@ -203,7 +203,7 @@ def test_modes_give_the_same_sequences_from_pieces_as_from_the_whole(
 
     def run(**options) -> list[tuple]:
         report = CorpusReport()
-        found = list(sequences(corpus, tokenizer, TokenPlan(64, **options), report))
+        found = list(sequences(corpus, tokenizer, TokenConfig(64, **options), report))
         return [(s.ids.tolist(), s.document, s.source, s.truncated) for s in found] + [report.truncated, report.tokens]
 
     for mode in ("truncate", "chunk", "pack"):
@@ -239,7 +239,7 @@ def test_the_report_mentions_documents_that_were_not_tokenised(tmp_path: Path, s
     (tmp_path / "a.txt").write_text("a sentence. " * 5000)
     (tmp_path / "b.txt").write_text("a sentence. " * 10)
     report = CorpusReport()
-    list(sequences(open_corpus(CorpusSpec(str(tmp_path))), tokenizer, TokenPlan(16), report))
+    list(sequences(open_corpus(CorpusSpec(str(tmp_path))), tokenizer, TokenConfig(16), report))
     assert (report.truncated, report.partly_tokenised) == (2, 1)
     assert "and the rest of 1 long documents" in report.lines()[-1]
 
@@ -300,14 +300,14 @@ MEASURE = """
 import resource, sys
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
-from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
+from headscan.pipelines.corpora import CorpusSpec, TokenConfig, open_corpus, sequences
 
 tokenizer = PreTrainedTokenizerFast(tokenizer_file=sys.argv[1])
 
 def count(name):
     corpus = open_corpus(CorpusSpec(name))
     corpus.fingerprint()
-    return sum(len(s) for s in sequences(corpus, tokenizer, TokenPlan(512, mode="chunk", min_tokens=1)))
+    return sum(len(s) for s in sequences(corpus, tokenizer, TokenConfig(512, mode="chunk", min_tokens=1)))
 
 count(sys.argv[2])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

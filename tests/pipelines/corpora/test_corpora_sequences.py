@@ -11,7 +11,15 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from headscan.pipelines.corpora import CorpusError, CorpusReport, CorpusSpec, TokenPlan, open_corpus, sequences, shards
+from headscan.pipelines.corpora import (
+    CorpusError,
+    CorpusReport,
+    CorpusSpec,
+    TokenConfig,
+    open_corpus,
+    sequences,
+    shards,
+)
 from tests.sources import SHARED
 
 BOS, EOS = 0, 1
@@ -60,7 +68,7 @@ def corpus_of(tmp_path):
 
 
 def run(corpus, tokenizer, max_tokens, report=None, **options):
-    return list(sequences(corpus, tokenizer, TokenPlan(max_tokens, **options), report))
+    return list(sequences(corpus, tokenizer, TokenConfig(max_tokens, **options), report))
 
 
 def rows(result) -> list[list[int]]:
@@ -161,13 +169,13 @@ def test_bos_policies(corpus_of, template, policy, prefix, suffix):
 def test_always_needs_a_bos_token(corpus_of):
     tokenizer = make_tokenizer(None, bos=False)
     with pytest.raises(CorpusError, match="no BOS token"):
-        sequences(corpus_of("abc"), tokenizer, TokenPlan(8, bos="always"))
+        sequences(corpus_of("abc"), tokenizer, TokenConfig(8, bos="always"))
     assert len(run(corpus_of("abc"), tokenizer, 8)) == 1
 
 
 def test_special_tokens_leave_no_room(corpus_of):
     with pytest.raises(CorpusError, match=r"max_tokens=2` .*2 special tokens"):
-        sequences(corpus_of("abc"), make_tokenizer("<bos> $A <eos>"), TokenPlan(2))
+        sequences(corpus_of("abc"), make_tokenizer("<bos> $A <eos>"), TokenConfig(2))
 
 
 @pytest.mark.parametrize("mode", ["truncate", "chunk", "pack"])
@@ -221,7 +229,7 @@ def test_problems_are_reported_and_the_rest_is_scanned(corpus_of, adds_bos):
     ],
 )
 def test_no_sequence_is_an_error_at_the_end(corpus_of, adds_bos, texts, options, message):
-    stream = sequences(corpus_of(*texts), adds_bos, TokenPlan(8, **options))
+    stream = sequences(corpus_of(*texts), adds_bos, TokenConfig(8, **options))
     with pytest.raises(CorpusError, match=message):
         list(stream)
 
@@ -235,7 +243,7 @@ def test_same_folder_elsewhere_gives_the_same_shards(corpus_of, adds_bos, tmp_pa
     corpus = corpus_of("abcdefghij", "klmnop", "qrstuvwxyz")
     copy = tmp_path / "elsewhere"
     shutil.copytree(corpus.spec.name, copy)
-    plan = TokenPlan(4, mode="chunk")
+    plan = TokenConfig(4, mode="chunk")
 
     def cut(name: str, size: int = 3):
         return list(shards(sequences(open_corpus(CorpusSpec(name)), adds_bos, plan), shard_size=size))

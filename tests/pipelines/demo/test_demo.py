@@ -12,7 +12,7 @@ import headscan
 from headscan.analysis.store.store import Store
 from headscan.models.token_batches import pad
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
+from headscan.pipelines.corpora import CorpusSpec, TokenConfig, open_corpus, sequences
 from headscan.pipelines.corpora.stdlib_files import (
     HELD_OUT_MODULES,
     held_out_files,
@@ -32,7 +32,7 @@ def lm() -> headscan.LoadedModel:
 def held_out_batch(lm: headscan.LoadedModel, every: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Every so many-th sequence of the held-out modules."""
     corpus = open_corpus(CorpusSpec("python-stdlib-heldout"))
-    rows = [s.ids for s in sequences(corpus, lm.require_tokenizer(), TokenPlan(512, mode="chunk", min_tokens=256))]
+    rows = [s.ids for s in sequences(corpus, lm.require_tokenizer(), TokenConfig(512, mode="chunk", min_tokens=256))]
     return pad(rows[::every])
 
 

@@ -18,13 +18,21 @@ from headscan.analysis.verdicts.judge import judge
 from headscan.cluster.pool import InProcessPool
 from headscan.errors import HeadIndexError, HeadscanError, InterventionError
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.corpora import CorpusSpec, TokenPlan
+from headscan.pipelines.corpora import CorpusSpec, TokenConfig
 from headscan.pipelines.evaluate.harness import HeadscanLM
 from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.runs.head_orders import find_run
 from headscan.pipelines.runs.model_identity import identify
-from headscan.pipelines.scoring.arms import BASELINE, Ablation, Arm, controls, mask_arm, scored_masks, scored_rules
+from headscan.pipelines.scoring.arms import (
+    BASELINE,
+    Arm,
+    Intervention,
+    controls,
+    criterion_masks,
+    mask_arm,
+    score_rules,
+)
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.token_requests import Likelihood, Request, Responses, input_key
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, HarnessError, TaskConfig
@@ -59,7 +67,7 @@ def collected(spec: ModelSpec, pairs: list[tuple[str, str]]) -> tuple[HeadscanLM
 
 
 def answered(
-    lm: headscan.LoadedModel, found: tuple[Request, ...], ablated: Ablation | None, batch_tokens: int, share: bool
+    lm: headscan.LoadedModel, found: tuple[Request, ...], ablated: Intervention | None, batch_tokens: int, share: bool
 ) -> Responses[Likelihood]:
     return LikelihoodItem("all", found, ablated, batch_tokens, share).run(lm)[0]
 
@@ -87,7 +95,7 @@ def test_log_likelihoods_are_those_of_lm_eval(spec: ModelSpec, batch_tokens: int
         headscan.RandomHeads(0.3, seed=1),
     ],
 )
-def test_arms_ablate_heads_in_every_request(spec: ModelSpec, ablated: Ablation) -> None:
+def test_arms_ablate_heads_in_every_request(spec: ModelSpec, ablated: Intervention) -> None:
     lm = headscan.load(spec.source)
     tokenizer = lm.require_tokenizer()
     _, found = collected(spec, PAIRS[:2])
@@ -151,12 +159,12 @@ def test_arms_are_chosen_from_a_scan_of_this_model(
     spec: ModelSpec, pool: InProcessPool, corpus_folder: Path, tmp_path: Path
 ) -> None:
     store = Store(tmp_path / "s.duckdb")
-    config = ScanConfig(spec, CorpusSpec(str(corpus_folder)), TokenPlan(64))
+    config = ScanConfig(spec, CorpusSpec(str(corpus_folder)), TokenConfig(64))
     scanned = run_scan(config, run_on(pool, store))
     identity = identify(spec)
     assert find_run(store, identity, "output_norm_ln", None) == scanned.run_id
-    arms = scored_masks(store, scanned.run_id, "output_norm_ln", [0.2])
-    arms += scored_rules(store, scanned.run_id, "output_norm_ln", [0.2])
+    arms = criterion_masks(store, scanned.run_id, "output_norm_ln", [0.2])
+    arms += score_rules(store, scanned.run_id, "output_norm_ln", [0.2])
     arms += controls(headscan.load(spec.source).grid, arms, 3)
     assert [arm.kind for arm in arms] == ["mask", "rule", *3 * ["random_mask"], *3 * ["random_rule"]]
     assert {arm.share for arm in arms} == {0.2}
@@ -175,7 +183,7 @@ def test_arms_are_chosen_from_a_scan_of_this_model(
         )
     assert isinstance(arms[1].ablated, headscan.HeadRule) and arms[1].ablated.widths == headscan.MassWidths()
     narrow = dataclasses.replace(config, widths=headscan.MassWidths(2, 9))
-    [rule] = scored_rules(store, run_scan(narrow, run_on(pool, store)).run_id, "output_norm_ln", [0.2])
+    [rule] = score_rules(store, run_scan(narrow, run_on(pool, store)).run_id, "output_norm_ln", [0.2])
     assert isinstance(rule.ablated, headscan.HeadRule) and rule.ablated.widths == narrow.widths
     store.finish_run(scanned.run_id, status="failed")
     with pytest.raises(InterventionError, match=f"run {scanned.run_id} is failed. Run its command again"):

@@ -28,7 +28,7 @@ from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm, model_arm
 from headscan.pipelines.scoring.token_requests import Request
-from headscan.pipelines.settings.corpus_settings import TokenPlan
+from headscan.pipelines.settings.corpus_settings import TokenConfig
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from tests.pipelines.conftest import THREADS, make_tokenizer, naive_likelihood, run_on
 from tests.small_models import make_model
@@ -261,7 +261,7 @@ def test_texts_of_one_block_of_a_document_are_judged_together(tmp_path: Path) ->
     (tmp_path / "short.txt").write_text("a short text " * 20)
     spec = ModelSpec("demo", "float32")
     tokenizer = identify(spec).tokenizer
-    texts = list(sequences(open_corpus(CorpusSpec(str(tmp_path))), tokenizer, TokenPlan(100, mode="chunk")))
+    texts = list(sequences(open_corpus(CorpusSpec(str(tmp_path))), tokenizer, TokenConfig(100, mode="chunk")))
     found = chunks(tokenizer, texts)
     lengths = Counter[str]()
     for chunk in found:

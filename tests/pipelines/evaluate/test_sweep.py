@@ -28,7 +28,7 @@ from headscan.pipelines.runs.head_orders import find_run
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scoring.arms import BASELINE, mask_arm
 from headscan.pipelines.scoring.token_requests import Request
-from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, RecallPlan, SweepConfig, TaskConfig
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, RecallQuestions, SweepConfig, TaskConfig
 from tests.pipelines.conftest import THREADS, make_tokenizer, run_on, write_task
 from tests.small_models import make_model
 from tests.stores import copy_store
@@ -237,7 +237,7 @@ def test_a_sweep_with_too_few_questions_warns_before_it_starts(config: SweepConf
 
 def test_the_whole_model_is_asked_before_any_arm_runs(config: SweepConfig, tmp_path: Path) -> None:
     """A model of random weights is at chance, which a sweep reports first; the same command again asks nothing."""
-    recall = RecallPlan(lengths=(256,), questions=8)
+    recall = RecallQuestions(lengths=(256,), questions=8)
     store, pool = Store(tmp_path / "s.duckdb"), InProcessPool(config.evaluation.model, THREADS)
     asking = dataclasses.replace(config.evaluation, recall=recall)
     small = dataclasses.replace(config, evaluation=asking, scores=RULES[:1], quantiles=(0.2,), masks=(), seeds=0)
@@ -289,7 +289,7 @@ def test_recall_questions_follow_from_what_the_whole_model_recalls(
 @pytest.mark.slow
 def test_a_model_that_recalls_little_is_asked_more(tmp_path: Path) -> None:
     spec = ModelSpec(str(MODEL_FOLDER), dtype="float32")
-    config = EvaluateConfig(spec, TaskConfig(("counting",)), RecallPlan(lengths=(256,)))
+    config = EvaluateConfig(spec, TaskConfig(("counting",)), RecallQuestions(lengths=(256,)))
     run = run_on(InProcessPool(spec, THREADS), Store(tmp_path / "s.duckdb"))
     sized = size_recall(config, run, judging_share=0.75, comparisons=2)
     assert sized.recall is not None and sized.recall.in_all is not None

@@ -17,12 +17,12 @@ from headscan.cluster.pool import InProcessPool
 from headscan.cluster.streamed_pool import StreamedPool
 from headscan.errors import HeadscanError, NotFiniteError, SequenceError
 from headscan.kv.kept_keys import KeptKeys, Window
-from headscan.kv.kv_damage import kv_damages, window_candidates
+from headscan.kv.kv_damage import kv_damages_by_sequence, window_candidates
 from headscan.kv.kv_windows import KvWindows
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.kv.damage_measurement import DamagePool
-from headscan.pipelines.kv.measured_plan import WindowSearch, edge, smallest_windows
+from headscan.pipelines.kv.run_plan import WindowSearch, edge, smallest_windows
 from headscan.pipelines.scoring.prompt_losses import ALL_KEYS, PromptPool, Prompts, starts_under_windows
 from headscan.pipelines.scoring.token_requests import Request
 from tests.pipelines.conftest import THREADS
@@ -120,7 +120,7 @@ def test_whole_replicas_estimate_damage_from_derivatives(spec: ModelSpec, reques
     with InProcessPool(spec, THREADS) as pool:
         found = DamagePool(pool, 128).damages(requests, WINDOW, heads, (0.2, 0.8))
     for row, (ids, scored) in enumerate(requests):
-        alone = kv_damages(lm, torch.tensor([ids]), None, 2, 7, gates=(0.2, 0.8), scored=[scored])
+        alone = kv_damages_by_sequence(lm, torch.tensor([ids]), None, 2, 7, gates=(0.2, 0.8), scored=[scored])
         expected = [float(alone[0, layer, kv_head]) for layer, kv_head in heads]
         np.testing.assert_allclose(found[row], expected, rtol=1e-3, atol=1e-5)
 

@@ -23,18 +23,18 @@ from headscan.kv.kv_windows import KvWindows
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
+from headscan.pipelines.corpora import CorpusSpec, TokenConfig, open_corpus, sequences
 from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.kv.damage_measurement import DamagePool, Measurement
-from headscan.pipelines.kv.measured_plan import run_plan, smallest_windows
+from headscan.pipelines.kv.run_plan import run_plan, smallest_windows
 from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.runs.run_context import ModelContext, Run
 from headscan.pipelines.scoring.prompt_losses import ALL_KEYS, Losses, PromptPool, recall_prompts, text_prompts
 from headscan.pipelines.scoring.recall_tasks import recall_questions
 from headscan.pipelines.scoring.token_requests import Request
-from headscan.pipelines.settings.evaluation_settings import RecallPlan
+from headscan.pipelines.settings.evaluation_settings import RecallQuestions
 from headscan.pipelines.settings.measure_settings import ScanConfig
-from headscan.pipelines.settings.saving_settings import LossLimit, PlanConfig, RecallConfig
+from headscan.pipelines.settings.saving_settings import LossLimit, PlanConfig, RecallPrompts
 from tests.pipelines.conftest import THREADS
 from tests.sources import SHARED
 
@@ -88,7 +88,7 @@ def test_a_loss_limit_gives_as_many_windows_as_it_allows(context: ModelContext) 
 
 def test_the_other_methods_order_is_that_of_a_store(context: ModelContext, tmp_path: Path) -> None:
     corpus = CorpusSpec("python-stdlib-heldout")
-    tokens = TokenPlan(96, mode="chunk", min_tokens=21, limit_sequences=3)
+    tokens = TokenConfig(96, mode="chunk", min_tokens=21, limit_sequences=3)
     store = Store(tmp_path / "s.duckdb")
     run_scan(
         ScanConfig(SPEC, corpus, tokens, widths=MassWidths(4, 16), batch_tokens=2048),
@@ -238,13 +238,13 @@ def test_lengths_above_the_context_are_refused(context: ModelContext) -> None:
 
 
 def test_recall_prompts_are_no_questions_of_an_evaluation(context: ModelContext) -> None:
-    questions = recall_questions(context.identity.tokenizer, RecallPlan((256,), 8), None, bos="auto")
+    questions = recall_questions(context.identity.tokenizer, RecallQuestions((256,), 8), None, bos="auto")
     asked = {request.ids for question in questions for request in question.requests}
     prompts = [request.ids for each in recall_prompts(context.identity, 257, 8, 0) for request in each.requests]
     assert len(prompts) == 16 and asked.isdisjoint(prompts)
     assert {len(ids) for ids in prompts} == {257} == {len(ids) for ids in asked}
     most = 2**32 - 1
-    for setting in (RecallPlan, RecallConfig, partial(PlanConfig, SMALL.model)):
+    for setting in (RecallQuestions, RecallPrompts, partial(PlanConfig, SMALL.model)):
         assert setting(seed=most).seed == most
         with pytest.raises(HeadscanError, match=rf"^`seed={2**32}` \(limit below {2**32}\)\. Lower `seed`"):
             setting(seed=2**32)
@@ -320,7 +320,7 @@ def test_measured_plans_lose_less_than_plans_by_attention_and_random_ones(
     config = PlanConfig(SPEC, corpus, recents=(60,), max_tokens=512, sequences=32, batch_tokens=2048)
     counts = (12, 18, 21)
     store = Store(tmp_path / "s.duckdb")
-    tokens = TokenPlan(512, mode="chunk", min_tokens=65, limit_sequences=32)
+    tokens = TokenConfig(512, mode="chunk", min_tokens=65, limit_sequences=32)
     run_scan(
         ScanConfig(SPEC, corpus, tokens, widths=MassWidths(4, 60), batch_tokens=2048),
         Run(SPEC, store, lambda _: context.pool),

@@ -15,7 +15,7 @@ from headscan.analysis.errors import ResumeError
 from headscan.analysis.plans import HeadPlan, WindowHeads, WindowShare
 from headscan.analysis.store.store import Store
 from headscan.cluster.pool import InProcessPool
-from headscan.pipelines.kv.measured_plan import run_plan
+from headscan.pipelines.kv.run_plan import run_plan
 from headscan.pipelines.runs import code_version
 from headscan.pipelines.runs.run_context import ModelContext, Run
 from tests.pipelines.conftest import THREADS
@@ -56,8 +56,8 @@ class CountingPool(InProcessPool):
 def made(store: Path | None, most: int | None = None, count: int = 2, **options: Any) -> tuple[HeadPlan, list[Any]]:
     """Return a plan, of which few exchanges are tried, and what was measured."""
     with CountingPool(most) as pool, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headscan.pipelines.kv.measured_plan._ROUNDS", 1)
-        patch.setattr("headscan.pipelines.kv.measured_plan._TRIES", 2)
+        patch.setattr("headscan.pipelines.kv.run_plan._ROUNDS", 1)
+        patch.setattr("headscan.pipelines.kv.run_plan._TRIES", 2)
         context = ModelContext(SPEC, lambda _: pool)
         if store is not None:
             context = Run(SPEC, Store(store), lambda _: pool, **options)

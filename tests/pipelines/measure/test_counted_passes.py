@@ -8,7 +8,7 @@ import torch
 from headscan.catalog import MassWidths
 from headscan.loading import load_spec
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.corpora import CorpusReport, CorpusSpec, TokenPlan, open_corpus, sequences, shards
+from headscan.pipelines.corpora import CorpusReport, CorpusSpec, TokenConfig, open_corpus, sequences, shards
 from headscan.pipelines.measure.run_scan import ShardItem, measure_shard
 from headscan.pipelines.runs.model_identity import identify
 
@@ -17,7 +17,7 @@ from headscan.pipelines.runs.model_identity import identify
 def item(spec, corpus_folder) -> ShardItem:
     corpus = open_corpus(CorpusSpec(str(corpus_folder)))
     tokenizer = identify(spec).tokenizer
-    found = sequences(corpus, tokenizer, TokenPlan(60, mode="chunk", min_tokens=5), CorpusReport())
+    found = sequences(corpus, tokenizer, TokenConfig(60, mode="chunk", min_tokens=5), CorpusReport())
     return ShardItem(next(iter(shards(found, shard_size=64))), ("entropy", "output_norm"), MassWidths(), 150, False)
 
 

@@ -21,14 +21,14 @@ from headscan.errors import InterventionError, SequenceError, UnknownNameError
 from headscan.gradients.head_importance import default_loss
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.corpora import CorpusSpec, TokenPlan, open_corpus, sequences
+from headscan.pipelines.corpora import CorpusSpec, TokenConfig, open_corpus, sequences
 from headscan.pipelines.measure import run_importance as importance_task
 from headscan.pipelines.measure.run_corpus import CorpusRunResult
 from headscan.pipelines.measure.run_importance import run_importance
 from headscan.pipelines.runs.head_orders import find_run, stored_orders
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.runs.run_context import Run
-from headscan.pipelines.scoring.arms import scored_masks
+from headscan.pipelines.scoring.arms import criterion_masks
 from headscan.pipelines.settings.measure_settings import CorpusRunError, ImportanceConfig
 from tests.pipelines.cli.test_cli import fails
 from tests.pipelines.conftest import THREADS, make_tokenizer
@@ -37,7 +37,7 @@ from tests.small_models import make_model
 
 @pytest.fixture
 def config(spec: ModelSpec, corpus_folder: Path) -> ImportanceConfig:
-    plan = TokenPlan(40, mode="chunk", limit_sequences=12)
+    plan = TokenConfig(40, mode="chunk", limit_sequences=12)
     return ImportanceConfig(spec, CorpusSpec(str(corpus_folder)), plan, shard_size=6, batch_tokens=200)
 
 
@@ -122,7 +122,7 @@ def test_recall_prompts_follow_the_texts_and_leave_their_numbers(
     config: ImportanceConfig, store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The texts' rows and scores are those of a run without prompts; importance_recall takes the prompts in."""
-    config = replace(config, tokens=TokenPlan(200, mode="chunk", limit_sequences=6), shard_size=4)
+    config = replace(config, tokens=TokenConfig(200, mode="chunk", limit_sequences=6), shard_size=4)
     alone = run(config, store).run_id
     with pytest.raises(SelectionError, match="it measured no recall prompts"):
         rank_importance(store, alone, "importance_recall")
@@ -153,12 +153,12 @@ def test_recall_prompts_follow_the_texts_and_leave_their_numbers(
     assert find_run(store, identity, "importance_recall", None) == both
     assert find_run(store, identity, "importance", None) == newest
     order = [(head.layer, head.head) for head in rank_importance(store, both, "importance_recall")]
-    (mask,) = scored_masks(store, both, "importance_recall", [0.5])
+    (mask,) = criterion_masks(store, both, "importance_recall", [0.5])
     assert mask.fixed_heads is not None and set(mask.fixed_heads) == set(order[:9])
     assert mask.name.startswith("mask importance_recall 50% of importance ")
     assert stored_orders(store, identity, ["damage", "importance_recall"], None) == {"importance_recall": order}
     with pytest.raises(UnknownNameError, match="score of masks by inactivity"):
-        scored_masks(store, both, "importance_recall", [0.5], "inactive")
+        criterion_masks(store, both, "importance_recall", [0.5], "inactive")
     with pytest.raises(InterventionError, match=r"no finished importance of .* --recall-prompts 16` on it first"):
         find_run(store, replace(identity, name="o", config_hash="o"), "importance_recall", None)
 
@@ -193,7 +193,7 @@ def test_memory_that_runs_out_halves_batches(
 
 def test_settings_out_of_range_are_named(config: ImportanceConfig) -> None:
     with pytest.raises(CorpusRunError, match=r"`min_tokens=1` \(limit 2"):
-        replace(config, tokens=TokenPlan(40, min_tokens=1))
+        replace(config, tokens=TokenConfig(40, min_tokens=1))
     with pytest.raises(CorpusRunError, match=r"`shard_size=0` \(limit 1\)"):
         replace(config, shard_size=0)
     with pytest.raises(CorpusRunError, match="Choose mean or sum"):
@@ -256,7 +256,7 @@ def test_encoders_and_encoder_decoders_have_rows_for_every_site(
     tokenizer.mask_token = "</s>"
     tokenizer.save_pretrained(folder)
     make_model(family, vocabulary=300).save_pretrained(folder)
-    config = ImportanceConfig(ModelSpec(str(folder)), CorpusSpec(str(corpus_folder)), TokenPlan(40, mode="chunk"))
+    config = ImportanceConfig(ModelSpec(str(folder)), CorpusSpec(str(corpus_folder)), TokenConfig(40, mode="chunk"))
     run_id = run(config, store).run_id
     found = store.query(
         "select site, count(*) as heads, min(importance) as least from importance_summary where run_id = ?"

@@ -21,7 +21,7 @@ from headscan.pipelines.measure.run_corpus import CorpusRunResult
 from headscan.pipelines.measure.run_importance import run_labelled_importance
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.runs.run_context import Run
-from headscan.pipelines.settings.corpus_settings import DataSpec
+from headscan.pipelines.settings.corpus_settings import ExamplesSpec
 from headscan.pipelines.settings.measure_settings import CorpusRunError, LabelledImportanceConfig
 from tests.pipelines.ablate.labelled_models import LABELLED, TRANSLATED, save_classifier, save_translator, write_lines
 from tests.pipelines.ablate.labelled_oracle import on_examples
@@ -34,7 +34,7 @@ def config_of(folder: Path, family: str, **settings: object) -> LabelledImportan
     save = save_classifier if classifies else save_translator
     model = save(folder / family, family)
     data = write_lines(folder / "d.tsv", LABELLED if classifies else TRANSLATED)
-    return LabelledImportanceConfig(ModelSpec(str(model)), DataSpec(str(data)), shard_size=5, **settings)  # type: ignore[arg-type]
+    return LabelledImportanceConfig(ModelSpec(str(model)), ExamplesSpec(str(data)), shard_size=5, **settings)  # type: ignore[arg-type]
 
 
 def run(config: LabelledImportanceConfig, store: Store) -> CorpusRunResult:
@@ -125,7 +125,7 @@ def test_settings_out_of_range_are_named(tmp_path: Path) -> None:
         ({"batch_tokens": 0}, r"`batch_tokens=0` \(limit"),
     ):
         with pytest.raises(CorpusRunError, match=message):
-            LabelledImportanceConfig(ModelSpec("m"), DataSpec("d"), **wrong)  # type: ignore[arg-type]
+            LabelledImportanceConfig(ModelSpec("m"), ExamplesSpec("d"), **wrong)  # type: ignore[arg-type]
 
 
 def test_the_verb_reads_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str], model_folder: Path) -> None:

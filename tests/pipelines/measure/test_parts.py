@@ -17,7 +17,7 @@ from headscan.analysis.store.store import Store
 from headscan.cluster.pool import open_pool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.corpora import CorpusSpec, TokenPlan
+from headscan.pipelines.corpora import CorpusSpec, TokenConfig
 from headscan.pipelines.measure.run_corpus import CorpusRunResult
 from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.runs.run_context import Run
@@ -36,7 +36,7 @@ SCAN_TABLES = {
 
 @pytest.fixture(scope="session")
 def config(spec: ModelSpec, corpus_folder: Path) -> ScanConfig:
-    tokens = TokenPlan(40, mode="chunk", min_tokens=5, limit_sequences=30)
+    tokens = TokenConfig(40, mode="chunk", min_tokens=5, limit_sequences=30)
     return ScanConfig(spec, CorpusSpec(str(corpus_folder)), tokens, shard_size=2, batch_tokens=150)
 
 

@@ -19,7 +19,7 @@ from headscan.cluster.pool import InProcessPool, WorkError, open_pool
 from headscan.errors import HeadscanError, NotFiniteError, SequenceError, UnknownNameError
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.corpora import CorpusSpec, TokenPlan
+from headscan.pipelines.corpora import CorpusSpec, TokenConfig
 from headscan.pipelines.measure.run_corpus import CorpusChangedError, CorpusRunResult, shard_size_of
 from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.runs.model_identity import identify
@@ -36,7 +36,7 @@ ROWS = "select * exclude (run_id) from head_statistics order by sequence, layer,
 
 @pytest.fixture
 def config(spec: ModelSpec, corpus_folder: Path) -> ScanConfig:
-    tokens = TokenPlan(60, mode="chunk", min_tokens=5)
+    tokens = TokenConfig(60, mode="chunk", min_tokens=5)
     return ScanConfig(spec, CorpusSpec(str(corpus_folder)), tokens, shard_size=3, batch_tokens=150)
 
 
@@ -113,7 +113,7 @@ def test_every_kind_of_site_is_measured(corpus_folder: Path, store: Store, tmp_p
     folder = tmp_path / "tiny-t5"
     make_model("t5", vocabulary=300).save_pretrained(folder)
     make_tokenizer(300).save_pretrained(folder)
-    tokens = TokenPlan(60, min_tokens=5)
+    tokens = TokenConfig(60, min_tokens=5)
     config = ScanConfig(ModelSpec(str(folder)), CorpusSpec(str(corpus_folder)), tokens, "full", batch_tokens=150)
     result = run(config, store)
     lm = headscan.load(str(folder))
@@ -165,7 +165,7 @@ def test_cut_documents_are_counted_among_those_that_were_read(
 ) -> None:
     monkeypatch.setattr("headscan.pipelines.measure.run_corpus._READ_AHEAD", ahead)
     said: list[str] = []
-    few = dataclasses.replace(config, tokens=TokenPlan(40, min_tokens=5), statistics=("entropy",))
+    few = dataclasses.replace(config, tokens=TokenConfig(40, min_tokens=5), statistics=("entropy",))
     result = run_scan(few, Run(few.model, store, lambda _: open_pool(few.model, THREADS), say=said.append))
     assert result.report is not None and result.report.documents == 10
     (line,) = [line for line in said if "documents exceed 40 tokens" in line]
@@ -258,7 +258,7 @@ def test_a_changed_corpus_is_noticed_on_resume(
 def test_what_a_user_can_get_wrong(config: ScanConfig, spec: ModelSpec, tmp_path: Path) -> None:
     store = Store(tmp_path / "s.duckdb")
     with pytest.raises(SequenceError, match=r"max_tokens=5000` .limit 1024 positions"):
-        run(dataclasses.replace(config, tokens=TokenPlan(5000)), store)
+        run(dataclasses.replace(config, tokens=TokenConfig(5000)), store)
     with pytest.raises(UnknownNameError, match="entrop"):
         dataclasses.replace(config, statistics=("entrop",))
     with pytest.raises(CorpusRunError, match=r"`panel='slow'` is unknown. Choose fast or full"):
@@ -324,7 +324,7 @@ def test_undefined_statistics_are_not_counted_as_nonfinite(config: ScanConfig, t
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("a")
     (tmp_path / "texts" / "b.txt").write_text("ada counts to nine")
-    tokens = TokenPlan(60, bos="never", min_tokens=1)
+    tokens = TokenConfig(60, bos="never", min_tokens=1)
     config = dataclasses.replace(config, corpus=CorpusSpec(str(tmp_path / "texts")), tokens=tokens, panel="full")
     for keep in (False, True):
         store = Store(tmp_path / f"{keep}.duckdb")

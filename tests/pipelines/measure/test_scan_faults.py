@@ -18,7 +18,7 @@ from headscan.analysis.store.store import Store
 from headscan.cluster.pool import IncompleteError, InProcessPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.corpora import CorpusSpec, TokenPlan
+from headscan.pipelines.corpora import CorpusSpec, TokenConfig
 from headscan.pipelines.measure.run_scan import run_scan
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.measure_settings import ScanConfig
@@ -67,7 +67,7 @@ def run(command: list[str], store: Path, **options: Any) -> subprocess.Completed
 def test_shards_that_are_given_up_are_named_and_tried_again(
     spec: ModelSpec, corpus_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = ScanConfig(spec, CorpusSpec(str(corpus_folder)), TokenPlan(60), shard_size=2, batch_tokens=150)
+    config = ScanConfig(spec, CorpusSpec(str(corpus_folder)), TokenConfig(60), shard_size=2, batch_tokens=150)
     lossy, whole = Store(tmp_path / "lossy.duckdb"), Store(tmp_path / "whole.duckdb")
     with pytest.raises(IncompleteError, match=r"^shard 1, shard 4: 3 workers failed on it"):
         run_scan(config, Run(spec, lossy, lambda _: LosingPool(spec, THREADS)))

@@ -27,7 +27,7 @@ from headscan.pipelines.pruning.held_out_losses import HeldOutLosses
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scoring.prompt_losses import Prompts
 from headscan.pipelines.scoring.token_requests import Request
-from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig
+from headscan.pipelines.settings.saving_settings import PruneTexts, RecallPrompts
 from headscan.pruning.edited_model import Edits
 from headscan.pruning.repair import repair
 from tests.headscan.pruning.texts import random_texts
@@ -256,9 +256,9 @@ def test_bad_input_leaves_nothing_behind(
 
 def test_wrong_recall_settings_are_refused() -> None:
     with pytest.raises(PruningError, match=r"^`prompts=12` \(limit a multiple of 8\)"):
-        RecallConfig(prompts=12)
+        RecallPrompts(prompts=12)
     with pytest.raises(PruningError, match=r"^`weight=0` \(limit above 0\)"):
-        RecallConfig(weight=0.0)
+        RecallPrompts(weight=0.0)
 
 
 def test_a_folder_in_use_is_refused_before_any_work(
@@ -274,7 +274,7 @@ def test_a_folder_in_use_is_refused_before_any_work(
 
 def test_texts_that_choose_and_texts_that_judge_share_no_document(spec: ModelSpec, corpus_folder: Path) -> None:
     identity = identify(spec)
-    config = TextConfig(CorpusSpec(str(corpus_folder)), sequences=12, max_tokens=32)
+    config = PruneTexts(CorpusSpec(str(corpus_folder)), sequences=12, max_tokens=32)
     texts, held_out = read_texts(config, identity, 0)
     assert len(texts.lengths) == 6 and len(held_out.chunks) == 6
     chosen = {tuple(row[:n].tolist()) for row, n in zip(texts.ids, texts.lengths, strict=True)}
@@ -282,7 +282,7 @@ def test_texts_that_choose_and_texts_that_judge_share_no_document(spec: ModelSpe
     assert not chosen & judging
     names = {chunk.document for chunk in held_out.chunks}
     assert 1 < len(names) < len(list(corpus_folder.iterdir()))
-    one = TextConfig(CorpusSpec(str(corpus_folder / "09.txt")), sequences=4, max_tokens=16)
+    one = PruneTexts(CorpusSpec(str(corpus_folder / "09.txt")), sequences=4, max_tokens=16)
     texts, held_out = read_texts(one, identity, 32)
     assert len(texts.lengths) == len(held_out.chunks) == 2
     with pytest.raises(
@@ -293,7 +293,7 @@ def test_texts_that_choose_and_texts_that_judge_share_no_document(spec: ModelSpe
 
 def test_the_default_number_of_texts_follows_from_the_widest_repaired_projection(spec: ModelSpec) -> None:
     identity = identify(spec)
-    config = TextConfig(CorpusSpec("texts/"))
+    config = PruneTexts(CorpusSpec("texts/"))
     tokens = config.tokens(identity)
     assert config.half(tokens, 0) == config.half(tokens, 8 * tokens) == 64
     assert config.half(tokens, 14336) == -(-8 * 14336 // tokens) > 64
@@ -306,7 +306,7 @@ def test_a_long_document_leaves_the_next_ones_to_the_other_half(spec: ModelSpec,
     for number, words in enumerate((600, 60, 60, 60, 60, 60)):
         (folder / f"{number}.txt").write_text(" ".join(f"{number}word{i}" for i in range(words)))
     lines: list[str] = []
-    config = TextConfig(CorpusSpec(str(folder)), sequences=2000, max_tokens=32)
+    config = PruneTexts(CorpusSpec(str(folder)), sequences=2000, max_tokens=32)
     texts, held_out = read_texts(config, identify(spec), 0, lines.append)
     assert {chunk.document for chunk in held_out.chunks} == {f"{number}.txt" for number in range(1, 6)}
     assert f"{len(texts.lengths)} texts from 1 document of" in lines[0] and "from 5 documents of" in lines[0]

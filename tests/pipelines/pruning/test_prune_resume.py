@@ -14,7 +14,7 @@ import pytest
 
 from headscan.analysis.store.store import Store
 from headscan.cluster.pool import InProcessPool
-from headscan.long_work import WorkUnit
+from headscan.long_work import WorkKey
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import CorpusSpec
 from headscan.pipelines.pruning.prune_config import PruneConfig, RepairChoice, Timing
@@ -23,7 +23,7 @@ from headscan.pipelines.pruning.pruning_units import LossBudget, ShareBudget
 from headscan.pipelines.pruning.run_prune import run_prune
 from headscan.pipelines.runs.run_context import Run, StoredNumbers
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
-from headscan.pipelines.settings.saving_settings import RecallConfig, TextConfig
+from headscan.pipelines.settings.saving_settings import PruneTexts, RecallPrompts
 from headscan.pruning.edited_model import Divergence
 from headscan.pruning.head_selection import SelectionConfig
 from tests.pipelines.conftest import THREADS
@@ -52,7 +52,7 @@ def pruned(
     counts = Counts()
     add, measured = StoredNumbers.add, Divergence._cross_entropy
 
-    def added(self: StoredNumbers, unit: WorkUnit, numbers: object) -> None:
+    def added(self: StoredNumbers, unit: WorkKey, numbers: object) -> None:
         add(self, unit, numbers)  # type: ignore[arg-type]
         counts.units += 1
         if counts.units == most:
@@ -79,8 +79,8 @@ def config(spec: ModelSpec, corpus: Path, folder: Path) -> PruneConfig:
         EvaluateConfig(spec, TaskConfig(), None, 512),
         folder / "smaller",
         budgets=(ShareBudget(0.35), LossBudget(0.02)),
-        texts=TextConfig(CorpusSpec(str(corpus)), sequences=16, max_tokens=64),
-        recall_prompts=RecallConfig(prompts=0),
+        texts=PruneTexts(CorpusSpec(str(corpus)), sequences=16, max_tokens=64),
+        recall_prompts=RecallPrompts(prompts=0),
         selection=SELECTION,
         repair=RepairChoice("o"),
         timing=None,
@@ -153,7 +153,7 @@ def test_a_stopped_pruning_builds_again_with_another_judgement(
         config(spec, corpus_folder, tmp_path),
         budgets=(),
         heads={"heads": ((0, 1),)},
-        texts=TextConfig(CorpusSpec(str(corpus_folder)), CorpusSpec(str(judging)), sequences=16, max_tokens=64),
+        texts=PruneTexts(CorpusSpec(str(corpus_folder)), CorpusSpec(str(judging)), sequences=16, max_tokens=64),
         repair=RepairChoice("none"),
     )
 

@@ -22,7 +22,7 @@ from headscan.pipelines.pruning.prune_config import PruneConfig
 from headscan.pipelines.pruning.pruning_units import BytesBudget, LossBudget, PruneBudget, ShareBudget
 from headscan.pipelines.settings.corpus_settings import CorpusSpec
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
-from headscan.pipelines.settings.saving_settings import TextConfig
+from headscan.pipelines.settings.saving_settings import PruneTexts
 from headscan.pruning.save_model import save_pruned
 from tests.sources import ROOT
 
@@ -45,7 +45,7 @@ def test_every_size_has_its_controls(
     methods: tuple[str, ...], unit: Unit, budget: PruneBudget, expected: list[tuple[int, bool]], tmp_path: Path
 ) -> None:
     evaluation = EvaluateConfig(ModelSpec("model"), TaskConfig())
-    texts = TextConfig(CorpusSpec("texts/"))
+    texts = PruneTexts(CorpusSpec("texts/"))
     config = PruneConfig(evaluation, tmp_path, (budget,), methods, texts=texts, unit=unit, controls=2)
     wanted = config.wanted(tmp_path / "scratch")
     assert [(len(each.random_folders), each.layers_folder is not None) for each in wanted] == expected

@@ -12,7 +12,7 @@ from headscan.catalog import CRITERIA
 from headscan.pipelines.cli.main import main, read_command
 from headscan.pipelines.referee import run_referee
 from headscan.pipelines.referee.run_referee import families
-from headscan.pipelines.settings.evaluation_settings import Comparison
+from headscan.pipelines.settings.evaluation_settings import CriteriaComparison
 from tests.pipelines.cli.test_cli import fails
 
 
@@ -91,11 +91,11 @@ def test_families_share_measurements() -> None:
 
 
 def test_defaults_are_those_of_the_library() -> None:
-    assert read_command(["referee", "demo"]).criteria.compared.build() == Comparison()
+    assert read_command(["referee", "demo"]).criteria.compared.build() == CriteriaComparison()
 
 
 def test_repeated_shares_and_criteria_count_once() -> None:
-    compared = Comparison(("effect", "effect"), (0.1, 0.2, 0.1))
+    compared = CriteriaComparison(("effect", "effect"), (0.1, 0.2, 0.1))
     assert (compared.criteria, compared.shares) == (("effect",), (0.1, 0.2))
 
 

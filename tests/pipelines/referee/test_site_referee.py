@@ -23,10 +23,10 @@ from headscan.gradients.losses import ClassificationLoss
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.measure.labelled_texts import LabelledText, read_labelled
-from headscan.pipelines.referee.site_referee import SiteRefereeConfig, run_labelled_referee
+from headscan.pipelines.referee.run_labelled_referee import LabelledRefereeConfig, run_labelled_referee
 from headscan.pipelines.runs.model_identity import identify
-from headscan.pipelines.settings.corpus_settings import DataSpec
-from headscan.pipelines.settings.evaluation_settings import DEFAULT_CRITERIA, Comparison
+from headscan.pipelines.settings.corpus_settings import ExamplesSpec
+from headscan.pipelines.settings.evaluation_settings import DEFAULT_CRITERIA, CriteriaComparison
 from tests.pipelines.ablate.labelled_models import LABELLED, save_classifier, save_translator, write_lines
 from tests.pipelines.ablate.labelled_oracle import (
     Oracle,
@@ -74,8 +74,8 @@ def at(points: list[SitePoint], criterion: str, site: str, share: float) -> Site
 )
 def test_shares_remove_the_least_important_heads(family: str, iterative: bool, tmp_path: Path, store: Store) -> None:
     config = config_of(tmp_path, family, "loss")
-    compared = Comparison(("importance",), THIRDS, 0, iterative)
-    asked = SiteRefereeConfig(config, compared, DataSpec(config.data.path))
+    compared = CriteriaComparison(("importance",), THIRDS, 0, iterative)
+    asked = LabelledRefereeConfig(config, compared, ExamplesSpec(config.data.path))
     run_id, points = on_examples(run_labelled_referee, asked, run_on(pool_of(config), store))
     oracle = Oracle(config, family)
     sites = ["self"] if family == "bert" else ["encoder", "self", "cross"]
@@ -101,7 +101,7 @@ def test_effects_scores_and_entropy_order_heads(family: str, tmp_path: Path, sto
     """Measured on one example at a time, without padding."""
     config = config_of(tmp_path, family, "loss")
     names = ("effect", "output_norm_ln", "entropy", "importance_entropy", "importance_ln")
-    asked = SiteRefereeConfig(config, Comparison(names, (0.5,), 0), DataSpec(config.data.path))
+    asked = LabelledRefereeConfig(config, CriteriaComparison(names, (0.5,), 0), ExamplesSpec(config.data.path))
     _, points = on_examples(run_labelled_referee, asked, run_on(pool_of(config), store))
     oracle = Oracle(config, family)
     lm = headscan.load(config.model.source, device="cpu", dtype="float32")
@@ -158,7 +158,7 @@ def test_losses_that_are_not_finite_are_refused(
 
     monkeypatch.setattr(ClassificationLoss, "losses", broken)
     config = config_of(tmp_path, "bert", "loss")
-    asked = SiteRefereeConfig(config, Comparison(("effect",), (0.5,), 0), DataSpec(config.data.path))
+    asked = LabelledRefereeConfig(config, CriteriaComparison(("effect",), (0.5,), 0), ExamplesSpec(config.data.path))
     with pytest.raises(WorkError, match=r"NaN or infinite losses with or without head 0:1, self attention: 1 of"):
         on_examples(run_labelled_referee, asked, run_on(pool_of(config), store))
 
@@ -170,7 +170,7 @@ def loss_of(oracle: Oracle, text: LabelledText, heads: list[Head]) -> float:
 
 def test_halves_rank_and_judge_different_texts_and_new_shares_join(tmp_path: Path, store: Store) -> None:
     config = config_of(tmp_path, "bert")
-    asked = SiteRefereeConfig(config, Comparison(("importance_ln",), (0.5,), 2))
+    asked = LabelledRefereeConfig(config, CriteriaComparison(("importance_ln",), (0.5,), 2))
     run_id, points = on_examples(run_labelled_referee, asked, run_on(pool_of(config), store))
     texts = read_labelled(config.data, config.model, identify(config.model))
     answered = store.query("select distinct question from answers order by 1")["question"].to_pylist()
@@ -178,7 +178,7 @@ def test_halves_rank_and_judge_different_texts_and_new_shares_join(tmp_path: Pat
     assert [point.curve for point in points] == [("importance_ln", ""), ("random", "seed 0"), ("random", "seed 1")]
     assert {len(point.heads) for point in points} == {LAYERS * HEADS // 2} and points[0].metric == "accuracy"
     assert len({point.heads for point in points}) == 3
-    more = SiteRefereeConfig(config, Comparison(("importance_ln",), (0.5, 1.0), 0))
+    more = LabelledRefereeConfig(config, CriteriaComparison(("importance_ln",), (0.5, 1.0), 0))
     again, curve = on_examples(run_labelled_referee, more, run_on(pool_of(config), store))
     assert again == run_id and curve[0] == points[0] and [point.share for point in curve] == [0.5, 1.0]
 
@@ -186,11 +186,11 @@ def test_halves_rank_and_judge_different_texts_and_new_shares_join(tmp_path: Pat
 def test_what_cannot_be_compared(tmp_path: Path) -> None:
     config = config_of(tmp_path, "bert")
     with pytest.raises(UnknownNameError, match="gate"):
-        SiteRefereeConfig(config, Comparison(DEFAULT_CRITERIA))
-    assert SiteRefereeConfig(config, Comparison()).criteria == (*DEFAULT_CRITERIA[:4], "effect")
+        LabelledRefereeConfig(config, CriteriaComparison(DEFAULT_CRITERIA))
+    assert LabelledRefereeConfig(config, CriteriaComparison()).criteria == (*DEFAULT_CRITERIA[:4], "effect")
     for wrong in ({"criteria": ()}, {"shares": (1.2,)}, {"seeds": -1}):
         with pytest.raises(InterventionError):
-            Comparison(**wrong)  # type: ignore[arg-type]
+            CriteriaComparison(**wrong)  # type: ignore[arg-type]
 
 
 def test_the_verb_prints_a_table_for_each_site(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

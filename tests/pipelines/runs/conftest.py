@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.corpora import CorpusSpec, TokenPlan
+from headscan.pipelines.corpora import CorpusSpec, TokenConfig
 from headscan.pipelines.settings.measure_settings import ScanConfig
 
 
@@ -17,5 +17,5 @@ def config(spec: ModelSpec, corpus_folder: Path, tmp_path: Path) -> ScanConfig:
     """A scan of five shards, of a corpus and a model that a test may change."""
     texts = Path(shutil.copytree(corpus_folder, tmp_path / "texts"))
     model = Path(shutil.copytree(spec.source, tmp_path / "tiny-llama"))
-    tokens = TokenPlan(20, min_tokens=5)
+    tokens = TokenConfig(20, min_tokens=5)
     return ScanConfig(ModelSpec(str(model)), CorpusSpec(str(texts)), tokens, shard_size=2, statistics=("entropy",))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import headscan
-from headscan.ablation.ablation import Ablation
+from headscan.ablation.intervention import Intervention
 from headscan.architectures import VOCABULARY
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.layers.prefix_cache import shares_prefixes
@@ -70,7 +70,7 @@ FEW = REQUESTS[::4]
 
 
 def scored(
-    lm: headscan.LoadedModel, ablated: Ablation | None, share: bool, requests: tuple[Request, ...] = REQUESTS
+    lm: headscan.LoadedModel, ablated: Intervention | None, share: bool, requests: tuple[Request, ...] = REQUESTS
 ) -> Responses[Likelihood]:
     return LikelihoodItem("all", requests, ablated, BATCH_TOKENS, share).run(lm)[0]
 
@@ -141,7 +141,7 @@ def test_models_that_cannot_go_on_from_a_prefix_read_whole_requests(family: str)
 
 
 @pytest.mark.parametrize("ablated", [headscan.HeadRule("output_norm_ln", 0.9), headscan.RandomHeads(0.3, 1)], ids=type)
-def test_ablations_of_whole_inputs_share_no_prefix(ablated: Ablation) -> None:
+def test_ablations_of_whole_inputs_share_no_prefix(ablated: Intervention) -> None:
     lm = make_loaded("llama")
     ours = scored(lm, ablated, share=True)
     assert ours == scored(lm, ablated, share=False)
@@ -257,7 +257,7 @@ POSSIBLE = starts_at(*range(1, 10), behind=[2])
         ([mask_at(4), mask_at(6)], [[0, 1]]),  # six layers more for the baseline, ten less for the masks
     ],
 )
-def test_arms_are_bundled_where_that_saves_layers(arms: list[Ablation | None], groups: list[list[int]]) -> None:
+def test_arms_are_bundled_where_that_saves_layers(arms: list[Intervention | None], groups: list[list[int]]) -> None:
     assert bundle(arms, POSSIBLE) == groups
     assert bundle(arms, frozenset()) == [[index] for index in range(len(arms))]
 

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 import headscan
-from headscan.ablation.ablation import Ablation
+from headscan.ablation.intervention import Intervention
 from headscan.analysis.plans import HeadPlan, PlannedModel
 from headscan.architectures import VOCABULARY
 from headscan.errors import MemoryLimitError
@@ -39,7 +39,7 @@ def tokens(count: int, seed: int = 0, vocabulary: int = 300) -> tuple[int, ...]:
     return tuple(np.random.default_rng([seed, count]).integers(5, vocabulary, count).tolist())
 
 
-def ablation(plan: HeadPlan, mode: PlanMode) -> Ablation:
+def ablation(plan: HeadPlan, mode: PlanMode) -> Intervention:
     (arm,) = plan_arms(plan, [mode], 0)
     assert arm.ablated is not None
     return arm.ablated
@@ -99,7 +99,7 @@ def test_a_request_keeps_its_own_context_next_to_another_of_the_same_tokens(lm: 
 
 def test_forward_answers_are_those_of_window_masks(lm: LoadedModel, plan: HeadPlan) -> None:
     expected = [forward_oracle(lm, plan, request) for request in REQUESTS]
-    for reading in (Reading(False), Reading(True), Reading(False, as_rules=True)):
+    for reading in (Reading(False), Reading(True), Reading(False, rule_kernels=True)):
         (found,) = reading.item("all", REQUESTS, ablation(plan, "forward"), 200).run(lm)
         assert_close(found.values, expected)
     dropped, heads = 3, 18
@@ -120,7 +120,7 @@ def test_batches_without_enough_memory_are_halved(
     expected = evicted(lm, plan, REQUESTS).values
     answer, sizes = eviction._score, []
 
-    def scarce(lm: LoadedModel, ablated: Ablation, reads: list) -> list:  # type: ignore[type-arg]
+    def scarce(lm: LoadedModel, ablated: Intervention, reads: list) -> list:  # type: ignore[type-arg]
         sizes.append(len(reads))
         if len(reads) > most:
             raise torch.OutOfMemoryError("as if")

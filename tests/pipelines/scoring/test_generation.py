@@ -14,7 +14,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 import headscan
-from headscan.ablation.ablation import Ablation
+from headscan.ablation.intervention import Intervention
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.cluster.pool import InProcessPool
@@ -51,7 +51,7 @@ def collected(spec: ModelSpec, prompts: Sequence[str], options: dict[str, Any]) 
 def written(
     lm: headscan.LoadedModel,
     requests: Sequence[GenerationRequest],
-    ablated: Ablation | None = None,
+    ablated: Intervention | None = None,
     batch_tokens: int = 1000,
 ) -> Responses[str]:
     return GenerationItem("all", tuple(requests), ablated, batch_tokens).run(lm)[0]
@@ -135,7 +135,7 @@ def test_a_rule_that_ablates_nothing_generates_the_baselines_text(spec: ModelSpe
 @pytest.mark.parametrize("ablated", [None, MASK, headscan.RandomHeads(0.3)], ids=["baseline", "mask", "random"])
 @pytest.mark.parametrize("batch_tokens", [1, 1000])
 def test_samples_of_one_prompt_differ_and_are_the_same_again(
-    spec: ModelSpec, lm: headscan.LoadedModel, ablated: Ablation | None, batch_tokens: int
+    spec: ModelSpec, lm: headscan.LoadedModel, ablated: Intervention | None, batch_tokens: int
 ) -> None:
     requests = collected(spec, [text for text in PROMPTS[:2] for _ in range(3)], SAMPLED)
     assert [request.draw for request in requests] == [0, 1, 2, 0, 1, 2]

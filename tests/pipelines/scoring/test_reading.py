@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import headscan
-from headscan.ablation.ablation import Ablation
+from headscan.ablation.intervention import Intervention
 from headscan.models.model_facts import RopeLengths
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.reading import Ask, Reading, choose_reading
@@ -20,11 +20,11 @@ from tests.small_models import make_loaded
 MASK, RULE, RANDOM = headscan.HeadMask([(0, 0)]), headscan.HeadRule("entropy", 1.0), headscan.RandomHeads(0.1, 0)
 
 ROPE = RopeLengths(switches=(4,))
-MASKS: list[Ablation | None] = [None, MASK]
-RULES: list[Ablation | None] = [None, MASK, RULE]
-CONTROLS: list[Ablation | None] = [None, MASK, RANDOM]
-WHOLE, WHOLE_AS_RULES, CACHED = Reading(False), Reading(False, as_rules=True), Reading(True)
-RULES_IN_ROWS, ALL_IN_ROWS = Reading(True, shared_rows=True), Reading(True, shared_rows=True, as_rules=True)
+MASKS: list[Intervention | None] = [None, MASK]
+RULES: list[Intervention | None] = [None, MASK, RULE]
+CONTROLS: list[Intervention | None] = [None, MASK, RANDOM]
+WHOLE, WHOLE_AS_RULES, CACHED = Reading(False), Reading(False, rule_kernels=True), Reading(True)
+RULES_IN_ROWS, ALL_IN_ROWS = Reading(True, shared_rows=True), Reading(True, shared_rows=True, rule_kernels=True)
 
 
 def asked_of(family: str, dtype: str) -> Ask:
@@ -58,7 +58,7 @@ def asked_of(family: str, dtype: str) -> Ask:
     ],
 )
 def test_prefixes_are_shared_where_arms_stay_comparable(
-    family: str, dtype: str, ablated: Sequence[Ablation | None], share: bool | None, expected: Reading
+    family: str, dtype: str, ablated: Sequence[Intervention | None], share: bool | None, expected: Reading
 ) -> None:
     said: list[str] = []
     found = choose_reading(asked_of(family, dtype), dtype, ROPE, ablated, share, said.append)
@@ -73,4 +73,4 @@ def test_an_item_is_read_as_was_chosen(reading: Reading) -> None:
         in_rows = reading == ALL_IN_ROWS or (reading == RULES_IN_ROWS and ablated == RULE)
         assert isinstance(item, SharedRowItem if in_rows else LikelihoodItem)
         if isinstance(item, LikelihoodItem):
-            assert (item.share_prefixes, item.as_rules) == (reading.share_prefixes, reading.as_rules)
+            assert (item.share_prefixes, item.rule_kernels) == (reading.share_prefixes, reading.rule_kernels)

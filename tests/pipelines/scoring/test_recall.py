@@ -40,11 +40,11 @@ from headscan.pipelines.scoring.recall_tasks import (
     sentences,
 )
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
-from headscan.pipelines.settings.evaluation_settings import RecallError, RecallPlan
+from headscan.pipelines.settings.evaluation_settings import RecallError, RecallQuestions
 from headscan.pipelines.study.study_answer import ABLATED, Saving, StudyAnswer
 from tests.pipelines.conftest import make_tokenizer
 
-SMALL = RecallPlan(questions=8)
+SMALL = RecallQuestions(questions=8)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -116,12 +116,12 @@ def find(part: tuple[int, ...], whole: tuple[int, ...]) -> list[int]:
     ],
 )
 def test_chosen_lengths_suit_the_model(max_tokens: int | None, lengths: tuple[int, ...]) -> None:
-    assert RecallPlan().lengths_within(max_tokens) == lengths
-    assert RecallPlan(lengths=(90,)).lengths_within(max_tokens) == (90,)
+    assert RecallQuestions().lengths_within(max_tokens) == lengths
+    assert RecallQuestions(lengths=(90,)).lengths_within(max_tokens) == (90,)
 
 
 def test_every_request_is_read_in_exactly_the_length_of_its_task(tokenizer: PreTrainedTokenizerBase) -> None:
-    plan = RecallPlan(lengths=(256, 301, 1024), questions=4)
+    plan = RecallQuestions(lengths=(256, 301, 1024), questions=4)
     questions = recall_questions(tokenizer, plan, 1024, bos="auto")
     assert [q.task for q in questions] == [
         f"{name}@{length}" for length in (256, 301, 1024) for name in ("needle", "copying") for _ in range(4)
@@ -135,7 +135,7 @@ def test_every_request_is_read_in_exactly_the_length_of_its_task(tokenizer: PreT
 @pytest.mark.parametrize(("limit", "each"), [(4096, 80), (512, 200), (256, 400), (1000, 136)])
 def test_a_family_has_400_questions_over_all_lengths(limit: int, each: int) -> None:
     """Over three lengths that would be 134 each, which four do not divide."""
-    plan = RecallPlan()
+    plan = RecallQuestions()
     lengths = plan.lengths_within(limit)
     assert questions_per_length(plan, len(lengths)) == {"needle": each, "copying": each}
     assert questions_per_length(replace(plan, questions=12), len(lengths)) == {"needle": 12, "copying": 12}
@@ -148,7 +148,7 @@ def test_a_family_has_400_questions_over_all_lengths(limit: int, each: int) -> N
 
 def test_the_least_numbers_of_questions_are_those_of_the_verdicts() -> None:
     needles, copying = (least_questions(100, recall_family(kind).chance) for kind in ("needle", "copying"))
-    words = " ".join(str(RecallPlan.__doc__).split())
+    words = " ".join(str(RecallQuestions.__doc__).split())
     assert f"with fewer than {needles} needles or {copying} copying questions" in words
 
 
@@ -226,7 +226,7 @@ def test_series_fit_into_every_length_of_questions() -> None:
     shortest = 200
     for length in range(32, 200):
         try:
-            recall_questions(tokenizer, RecallPlan(lengths=(length - 1,), questions=4), 512, bos="auto")
+            recall_questions(tokenizer, RecallQuestions(lengths=(length - 1,), questions=4), 512, bos="auto")
         except RecallError:
             continue
         for prompts in recall_series(tokenizer, length, 2, 0).values():
@@ -350,9 +350,9 @@ def test_a_third_family_costs_an_entry_and_a_generator(monkeypatch: pytest.Monke
     monkeypatch.setitem(RECALL_FAMILIES, entry.name, entry)
     monkeypatch.setitem(GENERATORS, entry.name, parrots)
     tokenizer = make_tokenizer(300)
-    questions = recall_questions(tokenizer, RecallPlan(lengths=(256,), questions=4), 512, bos="auto")
+    questions = recall_questions(tokenizer, RecallQuestions(lengths=(256,), questions=4), 512, bos="auto")
     assert [q.task for q in questions[8:]] == ["parrot@256"] * 4
-    assert questions_per_length(RecallPlan(in_all={"needle": 4, "parrot": 16}), 1) == {
+    assert questions_per_length(RecallQuestions(in_all={"needle": 4, "parrot": 16}), 1) == {
         "needle": 4,
         "copying": 400,
         "parrot": 16,
@@ -392,30 +392,30 @@ def test_a_third_family_costs_an_entry_and_a_generator(monkeypatch: pytest.Monke
 )
 def test_a_plan_that_cannot_be_is_refused(wrong: dict[str, object], says: str) -> None:
     with pytest.raises(RecallError, match=says):
-        RecallPlan(**wrong)  # type: ignore[arg-type]
+        RecallQuestions(**wrong)  # type: ignore[arg-type]
 
 
 def test_a_family_that_is_unknown_is_refused() -> None:
     with pytest.raises(UnknownNameError, match="unknown family of recall questions 'needel'; did you mean needle"):
-        RecallPlan(in_all={"needel": 4})
+        RecallQuestions(in_all={"needel": 4})
 
 
 def test_numbers_by_family_identify_a_run_as_their_list_did() -> None:
     """Runs that are unfinished have the list in their fingerprint."""
-    assert RecallPlan((256,)).settings() == {"lengths": (256,), "questions": None, "seed": 0}
-    assert RecallPlan(in_all={"copying": 700, "needle": 464}).settings()["in_all"] == (464, 700)
+    assert RecallQuestions((256,)).settings() == {"lengths": (256,), "questions": None, "seed": 0}
+    assert RecallQuestions(in_all={"copying": 700, "needle": 464}).settings()["in_all"] == (464, 700)
 
 
 def test_lengths_that_do_not_fit_name_the_one_that_does() -> None:
     tokenizer = make_tokenizer(300)
     with pytest.raises(RecallError, match=r"600 tokens .limit 512 positions of the model"):
-        recall_questions(tokenizer, RecallPlan(lengths=(256, 600)), 512, bos="auto")
+        recall_questions(tokenizer, RecallQuestions(lengths=(256, 600)), 512, bos="auto")
     with pytest.raises(RecallError, match=r"^recall length of 100 tokens .at least \d+ for 4 needles") as refused:
-        recall_questions(tokenizer, RecallPlan(lengths=(100,)), 512, bos="auto")
+        recall_questions(tokenizer, RecallQuestions(lengths=(100,)), 512, bos="auto")
     least = int(str(refused.value).partition("at least ")[2].partition(" ")[0])
-    assert recall_questions(tokenizer, RecallPlan(lengths=(least,)), 512, bos="auto")
+    assert recall_questions(tokenizer, RecallQuestions(lengths=(least,)), 512, bos="auto")
     with pytest.raises(RecallError, match="for 4 needles"):
-        recall_questions(tokenizer, RecallPlan(lengths=(least - 1,)), 512, bos="auto")
+        recall_questions(tokenizer, RecallQuestions(lengths=(least - 1,)), 512, bos="auto")
 
 
 def test_tokenizers_that_cannot_write_the_questions_are_refused() -> None:

@@ -14,7 +14,7 @@ from headscan.ablation.masks import HeadMask
 from headscan.pipelines.demo import MODEL_FOLDER
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.recall_tasks import RecallQuestion, grade, recall_questions
-from headscan.pipelines.settings.evaluation_settings import RecallPlan
+from headscan.pipelines.settings.evaluation_settings import RecallQuestions
 
 
 def correct(
@@ -34,7 +34,7 @@ def correct(
 @pytest.mark.slow
 def test_the_demo_model_recalls_with_its_induction_heads_and_hardly_misses_as_many_others() -> None:
     lm = headscan.load(MODEL_FOLDER, device="cpu", dtype="float32")
-    plan = RecallPlan(lengths=(256,), questions=36)
+    plan = RecallQuestions(lengths=(256,), questions=36)
     questions = recall_questions(lm.require_tokenizer(), plan, lm.max_tokens, bos="auto")
     baseline = correct(lm, questions)
     assert baseline["needle"] > 0.5  # chance is 0.25

@@ -22,7 +22,7 @@ from headscan.measure.probe_settings import BehaviourProbe
 from headscan.model_spec import ModelSpec
 from headscan.models import token_batches
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.corpora import CorpusSpec, Shard, TokenPlan, TokenSequence
+from headscan.pipelines.corpora import CorpusSpec, Shard, TokenConfig, TokenSequence
 from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.measure.run_probe import ProbeItem, probe_heads
 from headscan.pipelines.measure.run_scan import ShardItem, measure_shard, run_scan
@@ -149,7 +149,7 @@ def test_scans_and_evaluations_use_the_lengths_of_their_model(
     texts.mkdir()
     for number in range(12):
         (texts / f"{number:02}.txt").write_text(" ".join(map(str, range(8 * number + 3))))
-    plan = ScanConfig(spec, CorpusSpec(str(texts)), TokenPlan(200), batch_tokens=2000)
+    plan = ScanConfig(spec, CorpusSpec(str(texts)), TokenConfig(200), batch_tokens=2000)
     with InProcessPool(spec, THREADS) as pool:
         run_scan(plan, Run(spec, store, lambda _: InProcessPool(spec, THREADS)))
         rows = [{"q": "1 " * (4 * n), "choices": [" 2", " 3"], "a": n % 2} for n in range(1, 20)]

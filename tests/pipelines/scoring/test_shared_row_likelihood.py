@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import headscan
-from headscan.ablation.ablation import Ablation
+from headscan.ablation.intervention import Intervention
 from headscan.catalog import SCORES, STATISTICS, Score, statistics_for
 from headscan.errors import InterventionError
 from headscan.layers.shared_rows import SharedRow, SharedRowHooks
@@ -53,17 +53,17 @@ class Tokens:
         return read
 
 
-def whole(lm: headscan.LoadedModel, ablated: Ablation | None, as_rules: bool = False) -> Responses[Likelihood]:
-    return LikelihoodItem("all", REQUESTS, ablated, BATCH_TOKENS, False, as_rules).run(lm)[0]
+def whole(lm: headscan.LoadedModel, ablated: Intervention | None, rule_kernels: bool = False) -> Responses[Likelihood]:
+    return LikelihoodItem("all", REQUESTS, ablated, BATCH_TOKENS, False, rule_kernels).run(lm)[0]
 
 
-def read_in_rows(lm: headscan.LoadedModel, ablated: Ablation | None) -> Responses[Likelihood]:
+def read_in_rows(lm: headscan.LoadedModel, ablated: Intervention | None) -> Responses[Likelihood]:
     return SharedRowItem("all", REQUESTS, ablated, BATCH_TOKENS).run(lm)[0]
 
 
 @pytest.mark.parametrize("ablated", [*RULES, MASK, RANDOM, None], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3", "gpt2"])
-def test_shared_rows_give_the_answers_of_whole_inputs(family: str, ablated: Ablation | None) -> None:
+def test_shared_rows_give_the_answers_of_whole_inputs(family: str, ablated: Intervention | None) -> None:
     lm = make_loaded(family)
     assert can_read_shared_rows(lm, None)
     expected, ours = whole(lm, ablated), read_in_rows(lm, ablated)
@@ -72,7 +72,7 @@ def test_shared_rows_give_the_answers_of_whole_inputs(family: str, ablated: Abla
 
 
 @pytest.mark.parametrize("ablated", [IDLE, MASK, None])
-def test_shared_rows_are_fewer_tokens(ablated: Ablation | None) -> None:
+def test_shared_rows_are_fewer_tokens(ablated: Intervention | None) -> None:
     lm = make_loaded("llama")
     tokens = Tokens(lm)
     whole(lm, ablated)
@@ -101,7 +101,7 @@ def test_in_half_precision_arms_round_as_arms_with_rules(family: str, dtype: tor
     lm.model.to(dtype)
     assert can_read_shared_rows(lm, None)
     assert read_in_rows(lm, None).values == read_in_rows(lm, IDLE).values
-    assert whole(lm, None, as_rules=True).values == whole(lm, IDLE).values
+    assert whole(lm, None, rule_kernels=True).values == whole(lm, IDLE).values
     assert whole(lm, None).values != whole(lm, IDLE).values  # another kernel, which rounds otherwise
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from headscan.ablation.ablation import Ablation
+from headscan.ablation.intervention import Intervention
 from headscan.ablation.masks import HeadMask, RandomHeads
 from headscan.ablation.rules import HeadRule
 from headscan.architectures import VOCABULARY
@@ -35,7 +35,7 @@ from tests.small_models import make_model
 PLACEMENT = StreamedPlacement("cpu", 1, 1 << 30, ((0, 1), (1, 3)))
 THREE = replace(PLACEMENT, ranges=((0, 1), (1, 2), (2, 3)))
 FAMILIES = {"llama": PLACEMENT, "qwen3": THREE, "gemma3": PLACEMENT, "gpt2": PLACEMENT, "granitemoehybrid": THREE}
-ARMS: dict[str, Ablation | None] = {
+ARMS: dict[str, Intervention | None] = {
     "baseline": None,
     "mask": HeadMask([(0, 1), (2, 3), (2, 5)]),
     "rule": HeadRule("output_norm_ln", threshold=0.95),
@@ -106,7 +106,7 @@ def requests_of(count: int = 7) -> tuple[Request, ...]:
     return (*found, found[0]._replace(ids=(*found[0].ids[:-1], 6)))  # the same read, another answer
 
 
-def answers(task: Any, pool: Pool, ablated: Ablation | None) -> Responses[Likelihood]:
+def answers(task: Any, pool: Pool, ablated: Intervention | None) -> Responses[Likelihood]:
     [result] = pool.one(task, LikelihoodItem("all", requests_of(), ablated, 80, False))
     return result
 
@@ -135,8 +135,8 @@ def test_in_half_precision_ranges_round_as_arms_with_rules(family: str, saved: C
     idle = HeadRule("output_norm", -1.0)
     with StreamedPool(spec, FAMILIES[family]) as streamed:
 
-        def likelihoods(ablated: Ablation | None, as_rules: bool) -> list[float]:
-            item = LikelihoodItem("all", requests_of(), ablated, 80, False, as_rules)
+        def likelihoods(ablated: Intervention | None, rule_kernels: bool) -> list[float]:
+            item = LikelihoodItem("all", requests_of(), ablated, 80, False, rule_kernels)
             return [answer.log_likelihood for answer in streamed.one(score_in_ranges, item)[0].values]
 
         assert likelihoods(None, True) == likelihoods(idle, True)

@@ -1,9 +1,10 @@
-"""Running a model with heads ablated: records of these heads, replacements of outputs, and the base of ablations.
+"""Running a model with an intervention: records of ablated heads, replacements of outputs, and the base classes.
 
 The whole output of an ablated head is replaced, for all tokens, before the output projection: by zero unless the
 ablation names another value. Nothing is renormalised (arXiv 2504.03889, 1905.10650). "Inactive" (nothing is lost at
 zero) and "constant" (nothing is lost at the mean) are different findings, so every ablation names the value that it
-tests. Another ablation is a subclass of `Ablation` (`KvWindows` in ``headscan.kv``), or of `LayerwiseAblation` if the
+tests. Another intervention is a subclass of `Intervention` (`KvWindows` in ``headscan.kv``), of `Ablation` if it
+replaces outputs (`SiteMask` in ``masks.py``), or of `LayerwiseAblation` if the
 scores of a layer decide (`HeadRule` in ``rules.py``), and an entry in ``headscan.__init__``.
 
 Shapes: B sequences, N tokens, L layers, H query heads, D width of a head's output.
@@ -216,11 +217,12 @@ class Filler:
         return self._here[key]
 
 
-class Ablation(ABC):
-    """Heads whose output is replaced while a model runs; immutable, hashable and picklable."""
+class Intervention(ABC):
+    """A change of attention while a model runs, such as an ablation of heads or a window on their keys; immutable,
+    hashable and picklable.
+    """
 
-    replacement: Replacement = ZERO
-    #: True if the choice of heads needs the whole input in one pass. Such an ablation runs in the kernels of rules,
+    #: True if the choice of heads needs the whole input in one pass. Such an intervention runs in the kernels of rules,
     #: without a KV cache.
     needs_whole_input: ClassVar[bool] = False
     #: True if continuations are read from a KV cache that has lost keys, see `new_cache`.
@@ -233,18 +235,7 @@ class Ablation(ABC):
 
     @abstractmethod
     def hooks(self, lm: LoadedModel, record: InterventionRecord) -> AbstractContextManager[object]:
-        """Return a context in which the model runs with the heads ablated; its passes read and update the record."""
-
-    @property
-    def value(self) -> ReplacementKind:
-        """Name of the tested value: zero tests whether heads are inactive, mean whether they are constant."""
-        return self.replacement.value
-
-    def check_values(self, grid: HeadGrid) -> None:
-        """Raise if the values do not fit the heads that may be ablated."""
-        fixed = self.fixed_heads
-        layers = {site.layer for site in grid.sites} if fixed is None else {head.layer for head in fixed}
-        self.replacement.check(grid, sorted(layers))
+        """Return a context in which the model runs with this change; its passes read and update the record."""
 
     @property
     def fixed_heads(self) -> tuple[Head, ...] | None:
@@ -253,12 +244,12 @@ class Ablation(ABC):
 
     @property
     def fixed(self) -> bool:
-        """True if the ablation is the same for every input, as windows are, which have no `fixed_heads`."""
+        """True if the change is the same for every input, as windows are, which have no `fixed_heads`."""
         return self.fixed_heads is not None
 
     @property
     def first_layer(self) -> int | None:
-        """The lowest layer with an ablated head; None if there is none, or if it depends on the input."""
+        """The lowest layer that changes; None if there is none, or if it depends on the input."""
         return min((head.layer for head in self.fixed_heads or ()), default=None)
 
     @property
@@ -273,11 +264,32 @@ class Ablation(ABC):
     @property
     def may_share_prefix(self) -> bool:
         """True if inputs with a common prefix may continue from one KV cache of it."""
+        return self.fixed
+
+    def within(self, first: int, last: int) -> Intervention:
+        """Return the part that concerns the layers ``first`` to ``last - 1``."""
+        return self
+
+
+class Ablation(Intervention):
+    """An intervention that replaces the output of heads."""
+
+    replacement: Replacement = ZERO
+
+    @property
+    def value(self) -> ReplacementKind:
+        """Name of the tested value: zero tests whether heads are inactive, mean whether they are constant."""
+        return self.replacement.value
+
+    @property
+    def may_share_prefix(self) -> bool:
         return self.fixed and self.replacement.position_free
 
-    def within(self, first: int, last: int) -> Ablation:
-        """Return the part of the ablation that concerns the layers ``first`` to ``last - 1``."""
-        return self
+    def check_values(self, grid: HeadGrid) -> None:
+        """Raise if the values do not fit the heads that may be ablated."""
+        fixed = self.fixed_heads
+        layers = {site.layer for site in grid.sites} if fixed is None else {head.layer for head in fixed}
+        self.replacement.check(grid, sorted(layers))
 
 
 class LayerwiseAblation(Ablation):
@@ -313,12 +325,12 @@ class LayerwiseAblation(Ablation):
 @contextmanager
 def intervene(
     lm: LoadedModel,
-    what: Ablation,
+    what: Intervention,
     *,
     lengths: Tensor | Sequence[int] | None = None,
     keys: Tensor | Sequence[int] | None = None,
 ) -> Iterator[InterventionRecord]:
-    """Ablate heads while the context is open; contexts nest, also inside and around `collect`.
+    """Ablate heads, or limit their keys, while the context is open; contexts nest, also inside and around `collect`.
 
     Args:
         lm: A model from `headscan.load`.

@@ -17,7 +17,7 @@ import pyarrow as pa
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from headscan.ablation.ablation import Ablation
+from headscan.ablation.intervention import Intervention
 from headscan.ablation.masks import SiteMask
 from headscan.analysis.store.records import ArmKind, RunRecord
 from headscan.analysis.store.tables import ACCURACY, BLEU, EACH, LOSS
@@ -30,7 +30,7 @@ from headscan.models.forward_inputs import batch_kwargs
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pad, run_halving, whole_batches
 from headscan.options import BATCH_TOKENS, Count, Limits, check_limits
-from headscan.pipelines.ablate.single_heads import AblateResult, ablated_sets
+from headscan.pipelines.ablate.run_ablate import AblateResult, ablated_sets
 from headscan.pipelines.evaluate.answering import AnsweringSettings, WorkItem
 from headscan.pipelines.evaluate.run_evaluation import run_arms
 from headscan.pipelines.evaluate.tasks import ANSWERS, RESULTS, TaskResults
@@ -42,7 +42,7 @@ from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.scoring.likelihood import ablating
 from headscan.pipelines.scoring.reading import Reading
 from headscan.pipelines.scoring.token_requests import ArmItem, Likelihood, Responses
-from headscan.pipelines.settings.corpus_settings import DataSpec, ExampleError, LabelledMetric
+from headscan.pipelines.settings.corpus_settings import ExampleError, ExamplesSpec, LabelledMetric
 from headscan.pipelines.settings.evaluation_settings import AblationMode
 
 
@@ -91,7 +91,9 @@ class LabelledReading(Reading):
     metric: str
     new_tokens: int
 
-    def item(self, name: str, requests: tuple[Any, ...], ablated: Ablation | None, batch_tokens: int) -> ArmItem[Any]:
+    def item(
+        self, name: str, requests: tuple[Any, ...], ablated: Intervention | None, batch_tokens: int
+    ) -> ArmItem[Any]:
         return LabelledArmItem(name, requests, ablated, batch_tokens, self)
 
 
@@ -107,7 +109,7 @@ class LabelledArmItem(ArmItem[LabelledText]):
         lengths, reading = [text.longest for text in self.requests], self.reading
         ask = _losses if reading.metric == LOSS else _classes if reading.answers is Answers.CLASS else _generate
         answer_of: dict[int, Likelihood | str] = {}
-        with ablating(lm, self.ablated, as_rules=False):
+        with ablating(lm, self.ablated, rule_kernels=False):
             for batch in whole_batches(lengths, self.batch_tokens, reading.rope.group):
                 halves = run_halving(
                     list(batch.rows),
@@ -173,7 +175,7 @@ _SPARE_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class LabelledConfig:
+class LabelledEvaluateConfig:
     """Settings of labelled examples that judge ablated heads.
 
     Attributes:
@@ -182,7 +184,7 @@ class LabelledConfig:
     """
 
     model: ModelSpec
-    data: DataSpec
+    data: ExamplesSpec
     metric: LabelledMetric | None = None
     max_tokens: Annotated[int | None, Limits(least=1)] = None
     batch_tokens: Count = BATCH_TOKENS
@@ -207,7 +209,7 @@ class LabelledAblateConfig:
         modes: ``each`` ablates one head at a time, ``all_but_one`` all other heads of its layer.
     """
 
-    judging: LabelledConfig
+    judging: LabelledEvaluateConfig
     modes: tuple[AblationMode, ...] = (EACH,)
 
     def __post_init__(self) -> None:
@@ -220,7 +222,7 @@ class LabelledAblateConfig:
 class LabelledQuestions:
     """The examples ``judging`` as questions of an evaluation; the JSON data ``settings`` are a part of its identity."""
 
-    config: LabelledConfig
+    config: LabelledEvaluateConfig
     texts: LabelledTexts
     judging: Sequence[LabelledText]
     settings: Mapping[str, Any] = field(default_factory=dict)

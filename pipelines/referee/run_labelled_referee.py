@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headscan.ablation.ablation import intervene
+from headscan.ablation.intervention import intervene
 from headscan.ablation.masks import HeadMask, SiteMask
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
@@ -32,9 +32,9 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.models.token_batches import run_halving, whole_batches
 from headscan.options import check_limits
-from headscan.pipelines.ablate.labelled_arms import (
+from headscan.pipelines.ablate.run_labelled_ablate import (
     WITHOUT_ABLATION,
-    LabelledConfig,
+    LabelledEvaluateConfig,
     LabelledQuestions,
     SiteArm,
     answer_labelled,
@@ -42,8 +42,8 @@ from headscan.pipelines.ablate.labelled_arms import (
 from headscan.pipelines.measure.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss, read_labelled
 from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.run_context import Run
-from headscan.pipelines.settings.corpus_settings import DataSpec
-from headscan.pipelines.settings.evaluation_settings import DEFAULT_SITE_CRITERIA, SITE_CRITERIA, Comparison
+from headscan.pipelines.settings.corpus_settings import ExamplesSpec
+from headscan.pipelines.settings.evaluation_settings import DEFAULT_SITE_CRITERIA, SITE_CRITERIA, CriteriaComparison
 from headscan.pruning.head_values import criterion_inputs, criterion_values
 
 #: Examples of one item of a pool.
@@ -141,14 +141,14 @@ SiteHead = tuple[str, Head]
 
 
 @dataclass(frozen=True)
-class SiteRefereeConfig:
+class LabelledRefereeConfig:
     """Settings of a referee on labelled examples, in which all heads of a site may go. ``rank_data`` orders the heads;
     None uses one half of the examples and judges on the other.
     """
 
-    judging: LabelledConfig
-    compared: Comparison
-    rank_data: DataSpec | None = None
+    judging: LabelledEvaluateConfig
+    compared: CriteriaComparison
+    rank_data: ExamplesSpec | None = None
 
     def __post_init__(self) -> None:
         check_limits(self, InterventionError)
@@ -161,14 +161,14 @@ class SiteRefereeConfig:
         return DEFAULT_SITE_CRITERIA if self.compared.criteria is None else self.compared.criteria
 
 
-class SiteRefereeResult(NamedTuple):
+class LabelledRefereeResult(NamedTuple):
     """The run of a finished referee on labelled examples, and the points of its curves."""
 
     run_id: str
     points: list[SitePoint]
 
 
-def run_labelled_referee(config: SiteRefereeConfig, run: Run, *, texts: LabelledTexts) -> SiteRefereeResult:
+def run_labelled_referee(config: LabelledRefereeConfig, run: Run, *, texts: LabelledTexts) -> LabelledRefereeResult:
     """Remove heads of each site by every criterion, and measure the metric at every share. Models with several sites
     also have curves of all sites together.
     """
@@ -196,7 +196,7 @@ def run_labelled_referee(config: SiteRefereeConfig, run: Run, *, texts: Labelled
         answer_labelled(questions, run, state.run_id, [WITHOUT_ABLATION, *arms])
     points = read_site_points(run.store, state.run_id)
     shown = [point for point in points if _name(*point.curve, point.site, point.share) in names]
-    return SiteRefereeResult(state.run_id, shown)
+    return LabelledRefereeResult(state.run_id, shown)
 
 
 def _stored_heads(store: Store, run_id: str) -> dict[str, tuple[SiteHead, ...]]:
@@ -251,7 +251,7 @@ def _name(criterion: str, seed: str, site: str, share: float) -> str:
     return f"{criterion}{f' {seed}' if seed else ''}, {100 * share:g}% of {site}"
 
 
-def _curves(config: SiteRefereeConfig, grid: HeadGrid) -> Iterator[_Curve]:
+def _curves(config: LabelledRefereeConfig, grid: HeadGrid) -> Iterator[_Curve]:
     """Yield the curves of every criterion and site, then those of random orders."""
     sites: dict[str, tuple[str, ...]] = {kind: (kind,) for kind in grid.kinds}
     if len(sites) > 1:
@@ -264,7 +264,7 @@ def _curves(config: SiteRefereeConfig, grid: HeadGrid) -> Iterator[_Curve]:
 
 def _arms(
     curves: Sequence[_Curve],
-    config: SiteRefereeConfig,
+    config: LabelledRefereeConfig,
     run: Run,
     item: ValuesItem,
     stored: Mapping[str, tuple[SiteHead, ...]],
