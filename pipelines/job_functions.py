@@ -107,7 +107,7 @@ def probe(config: ProbeConfig, store: str | Path, **options: Unpack[JobOptions])
     """Score every head on each behaviour, and store the scores."""
     from headscan.pipelines.measure.run_probe import run_probe
 
-    with _opened(_checked(options), config.model, max(config.settings.lengths), config, store) as (sized, run):
+    with _opened(_checked(options), config.model, max(config.probe.lengths), config, store) as (sized, run):
         return run_probe(sized, run)
 
 
@@ -204,7 +204,7 @@ def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptio
 
     evaluation = config.evaluation
     chosen, identity = _identified(evaluation.model, options, here=True)
-    tokens = max(evaluation.placed_tokens(identity), config.texts.tokens(identity))
+    tokens = max(evaluation.placed_tokens(identity), config.texts.longest(identity))
     with _opened(chosen, evaluation.model, tokens, evaluation, store, evaluates=True) as (sized, run):
         run_id = run_referee(replace(config, evaluation=sized), run)
         return judge(run.store, run_id, max_loss=sized.max_loss)
@@ -231,7 +231,7 @@ def plan(
         if store is None and options.get(name):
             raise PlanError(f"`{name}` has no effect without `store`: leave it out")
     chosen, identity = _identified(config.model, options)
-    tokens = config.tokens(identity)
+    tokens = config.longest(identity)
     if store is not None:
         with _opened(chosen, config.model, tokens, config, store, evaluates=True) as (sized, run):
             return run_plan(sized, run, budget)
@@ -254,7 +254,7 @@ def generate(config: GenerateConfig, **options: Unpack[JobOptions]) -> Generatio
         if options.get(name):
             raise PlanError(f"`{name}` has no effect on `generate`: leave it out")
     chosen, identity = _identified(config.model, options)
-    opener = chosen.opener(config.model, config.tokens(identity), evaluates=True)
+    opener = chosen.opener(config.model, config.longest(identity), evaluates=True)
     with ModelContext(config.model, opener, identity=identity, say=chosen.say) as context:
         return run_generate(config, context)
 
@@ -271,7 +271,7 @@ def prune(config: PruneConfig, store: str | Path, **options: Unpack[JobOptions])
     evaluation = config.evaluation
     chosen, identity = _identified(evaluation.model, options, here=True)
     asked = TASK_TOKENS if config.skip_verdict else evaluation.placed_tokens(identity)
-    tokens = max(asked, config.texts.tokens(identity))
+    tokens = max(asked, config.texts.longest(identity))
     with _opened(chosen, evaluation.model, tokens, evaluation, store, evaluates=True) as (sized, run):
         return run_prune(replace(config, evaluation=sized), run)
 
@@ -286,7 +286,7 @@ def study(config: StudyConfig, **options: Unpack[JobOptions]) -> StudyAnswer:
 
     store = Path(config.out) / "study.duckdb"
     chosen = _checked(options, here=True)
-    tokens = max(TASK_TOKENS, config.tokens or 0)
+    tokens = max(TASK_TOKENS, config.max_tokens or 0)
     with _opened(chosen, config.model, tokens, config, store, evaluates=True) as (sized, run):
         return run_study(sized, run)
 

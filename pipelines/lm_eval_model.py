@@ -104,7 +104,7 @@ class HeadscanModel(HeadscanLM):
             [self._arm] = plan_arms(loaded, (plan_mode,), 0)
         check_arms(self._context.facts.grid, [self._arm])
         ask, dtype, rope = self._context.pool.one, self._context.facts.dtype, self._context.identity.rope_lengths
-        self._reading = choose_reading(ask, dtype, rope, [self._arm.ablated], None, lambda line: None)
+        self._reading = choose_reading(ask, dtype, rope, [self._arm.intervention], None, lambda line: None)
         self._batch_tokens = batch_tokens
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -130,7 +130,7 @@ class HeadscanModel(HeadscanLM):
         answers = dict(known)
         items = {f"{self._arm.name}, requests {item.index}": item for item in work_items(new, self._batch_tokens)}
         work = (
-            self._reading.item(name, item.requests, self._arm.ablated, self._batch_tokens)
+            self._reading.item(name, item.requests, self._arm.intervention, self._batch_tokens)
             for name, item in items.items()
         )
         with Progress(self._arm.name, len(new), "requests") as progress:

@@ -79,7 +79,18 @@ TUNED = ("Instruct", "SFT", "DPO")
 def steps(options: argparse.Namespace) -> list[Step]:
     """Return the sweep: the recording, and every score and a random control at every share."""
     store = str(options.out / "inactive_heads.duckdb")
-    words = ["sweep", options.model, "--store", store, "--masks", "none", "--seeds", "1", "--no-recall", "--no-confirm"]
+    words = [
+        "sweep",
+        options.model,
+        "--store",
+        store,
+        "--masks",
+        "none",
+        "--controls",
+        "1",
+        "--no-recall",
+        "--no-confirm",
+    ]
     if options.stand_in:
         task = options.out / "task"
         if not options.dry_run:

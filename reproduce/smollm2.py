@@ -41,7 +41,7 @@ from headscan.pipelines.runs.progress import time_text
 #: Criteria of the comparison by loss.
 CRITERIA = (*SCORES, "importance", "importance_entropy", "layer-drop")
 #: Options of the comparison: one half of the texts measures the criteria, the other one judges.
-_COMPARED = tuple("--shares 0.05,0.1,0.2,0.3,0.4 --seeds 3 --max-tokens 256 --sequences 48 --no-recall".split())
+_COMPARED = tuple("--shares 0.05,0.1,0.2,0.3,0.4 --controls 3 --max-tokens 256 --sequences 48 --no-recall".split())
 #: Options of the comparison by accuracy, on the questions of the study.
 _ASKED = ("--shares", "0.05,0.1,0.2", *_COMPARED[2:])
 #: Options of the pruning; a random model and one without whole layers, both with the same repair, stand beside each.
@@ -102,7 +102,7 @@ def steps(options: argparse.Namespace) -> list[Step]:
         asked = ("--judged-texts", "20", "--questions", "16", "--recall-questions", "8", "--shares", "0.05")
         saved = ("--window-shares", "0.5", "--prune-shares", "0.05", "--criteria", "importance,importance_recall")
         alone = ("--window-shares", "none", "--prune-shares", "none", "--criteria", "importance")
-        compared = ("--criteria", "output_norm_ln,importance", "--shares", "0.1,0.3", "--seeds", "1")
+        compared = ("--criteria", "output_norm_ln,importance", "--shares", "0.1,0.3", "--controls", "1")
         found = [study("study", *few, *asked, *saved), study("heads", *few, *asked, *alone)]
         few_models = ("--share", "0.1", *few, "--recall-lengths", "256", "--recall-questions", "8", *questions(16))
         criteria = (*few, *compared, "--no-recall")

@@ -20,7 +20,7 @@ from headscan.attention.hooks import output_hook
 from headscan.errors import InterventionError, SequenceError
 from headscan.grid import AttentionSite
 from headscan.measure.collect import TokenIds, check_ids
-from headscan.models.forward_inputs import batch_kwargs, real_tokens, run
+from headscan.models.forward_inputs import batch_kwargs, real_tokens, run_forward
 from headscan.models.loaded_model import LoadedModel
 from headscan.options import BATCH_TOKENS, Seed, check_limits
 
@@ -166,7 +166,7 @@ def _visit(
 
         decoder_ids = part if lm.is_encoder_decoder else None
         with torch.no_grad(), output_hook(lm, show):
-            run(lm.model, batch_kwargs(part, lengths_B, causal=causal, decoder_input_ids=decoder_ids))
+            run_forward(lm.model, batch_kwargs(part, lengths_B, causal=causal, decoder_input_ids=decoder_ids))
 
 
 def _wide(lm: LoadedModel) -> torch.dtype:

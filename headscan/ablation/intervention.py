@@ -45,35 +45,35 @@ class InterventionRecord:
         self.lengths = None if lengths is None else torch.as_tensor(lengths)
         self.keys = keys
         self._shape = lm.grid.shape
-        self._zeroed: dict[int, Tensor] = {}
+        self._ablated: dict[int, Tensor] = {}
         self._rows = 0
         self._heads = lm.grid.total_heads
 
     @property
-    def zeroed(self) -> Tensor | None:
+    def ablated(self) -> Tensor | None:
         """Heads ablated in the last pass: bool (B, L, H), False where a layer lacks one; None before the first pass."""
-        if not self._zeroed:
+        if not self._ablated:
             return None
-        zeroed_BLH = torch.zeros(self._rows, *self._shape, dtype=torch.bool)
-        for layer, zeroed_BH in self._zeroed.items():
-            zeroed_BLH[:, layer, : zeroed_BH.shape[1]] = zeroed_BH.cpu()
-        return zeroed_BLH
+        ablated_BLH = torch.zeros(self._rows, *self._shape, dtype=torch.bool)
+        for layer, ablated_BH in self._ablated.items():
+            ablated_BLH[:, layer, : ablated_BH.shape[1]] = ablated_BH.cpu()
+        return ablated_BLH
 
     @property
-    def zeroed_shares(self) -> Tensor:
+    def ablated_shares(self) -> Tensor:
         """Share of heads ablated in each sequence of the last forward pass, 0 to 1: (B,).
 
         Raises:
             InterventionError: No forward pass has run.
         """
-        if (zeroed_BLH := self.zeroed) is None:
+        if (ablated_BLH := self.ablated) is None:
             raise InterventionError("no forward pass has run yet. Run the model inside the context first")
-        return zeroed_BLH.sum((1, 2)).double() / self._heads
+        return ablated_BLH.sum((1, 2)).double() / self._heads
 
     @property
-    def zeroed_share(self) -> float:
+    def ablated_share(self) -> float:
         """Share of (sequence, head) pairs ablated in the last forward pass, 0 to 1."""
-        return float(self.zeroed_shares.mean())
+        return float(self.ablated_shares.mean())
 
     def keys_of(self, sequences: int) -> list[int]:
         """Return the keys of a batch; raise if `keys` do not fit it."""
@@ -87,13 +87,13 @@ class InterventionRecord:
             )
         return keys
 
-    def note(self, site: AttentionSite, zeroed_BH: Tensor) -> None:
+    def note(self, site: AttentionSite, ablated_BH: Tensor) -> None:
         """Record the ablated heads of one layer, on their device: a copy from the GPU would block every layer."""
         # A pass may start above the first layer, but never returns to a lower one.
-        if self._zeroed and (site.layer <= max(self._zeroed) or len(zeroed_BH) != self._rows):
-            self._zeroed = {}
-        self._rows = len(zeroed_BH)
-        self._zeroed[site.layer] = zeroed_BH
+        if self._ablated and (site.layer <= max(self._ablated) or len(ablated_BH) != self._rows):
+            self._ablated = {}
+        self._rows = len(ablated_BH)
+        self._ablated[site.layer] = ablated_BH
 
 
 class Replacement(ABC):

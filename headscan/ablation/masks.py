@@ -199,6 +199,6 @@ class _RandomHook:
         if keys != self._keys:
             self._drawn_BLH = torch.stack([self.what.draw(key, self.shape) for key in keys])
             self._keys = keys
-        zeroed_BH = self._drawn_BLH[:, site.layer, : site.num_attention_heads]
-        self.record.note(site, zeroed_BH)
-        return self._fill(site, heads_BNHD, zeroed_BH)
+        ablated_BH = self._drawn_BLH[:, site.layer, : site.num_attention_heads]
+        self.record.note(site, ablated_BH)
+        return self._fill(site, heads_BNHD, ablated_BH)

@@ -246,9 +246,9 @@ class _RuleHook:
 
     def visited(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
         lengths = self._lengths_of(heads_BNHD.shape[0], heads_BNHD.shape[1], heads_BNHD.device)
-        zeroed_BH = self.rule.ablates(score(self._statistics.visited(site, heads_BNHD, lengths), self.rule.score))
-        self.record.note(site, zeroed_BH)
-        return self._fill(site, heads_BNHD, zeroed_BH)
+        ablated_BH = self.rule.ablates(score(self._statistics.visited(site, heads_BNHD, lengths), self.rule.score))
+        self.record.note(site, ablated_BH)
+        return self._fill(site, heads_BNHD, ablated_BH)
 
     def _lengths_of(self, sequences: int, tokens: int, device: torch.device) -> Tensor:
         """Return the lengths on a device; computed and copied once a pass, since the pass waits for the copy."""

@@ -33,7 +33,7 @@ from headscan.attention.hooks import (
 )
 from headscan.errors import HeadscanError, InterventionError, UnsupportedModelError
 from headscan.grid import AttentionSite, HeadGrid
-from headscan.models.forward_inputs import input_device, run
+from headscan.models.forward_inputs import input_device, run_forward
 from headscan.models.model_facts import MODEL_ERRORS, raise_if_out_of_memory, typed_line
 
 #: Tokens of the probe, and of its encoder; the numbers must differ.
@@ -67,7 +67,7 @@ def discover(model: PreTrainedModel) -> HeadGrid:
 def _read_probe(model: PreTrainedModel) -> None:
     try:
         with torch.no_grad():
-            run(model, _probe_inputs(model))
+            run_forward(model, _probe_inputs(model))
     except HeadscanError:
         raise
     except (*MODEL_ERRORS, ImportError) as problem:

@@ -21,7 +21,7 @@ from headscan.attention.hooks import output_hook
 from headscan.gradients.losses import Loss
 from headscan.grid import AttentionSite
 from headscan.layers.blocks import Blocks, find_blocks
-from headscan.models.forward_inputs import run, wide_norm, without_autocast
+from headscan.models.forward_inputs import run_forward, wide_norm, without_autocast
 from headscan.models.loaded_model import Block, LoadedModel
 
 #: Called with a site, a tensor of its layer, and the derivative of the loss by it: float32 or wider, unscaled.
@@ -195,7 +195,7 @@ class _Pass:
         with torch.no_grad(), ExitStack() as hooks, last_output(blocks) as last:
             for layer in range(lowest, count):
                 hooks.enter_context(keep_call(blocks.all[layer], layer, calls))
-            run(self.lm.model, dict(self.loss.inputs))
+            run_forward(self.lm.model, dict(self.loss.inputs))
         after = last.pop()
         gradient = self.loss.gradient(blocks, after)
         for layer in reversed(range(lowest, count)):
@@ -216,7 +216,7 @@ class _Pass:
     def from_last_block(self, blocks: Blocks, top: int) -> None:
         """Differentiate all blocks in one graph, and visit the layers from ``top`` down."""
         with torch.enable_grad(), last_output(blocks) as last, self._watched(top):
-            run(self.lm.model, dict(self.loss.inputs))
+            run_forward(self.lm.model, dict(self.loss.inputs))
         after = last.pop()
         torch.autograd.backward(after, self.loss.gradient(blocks, after))
         self._take_gates(0, top)

@@ -61,7 +61,7 @@ class KvWindows(Intervention):
         groups = {site.layer: self.kept.groups(site.layer, site.num_key_value_heads) for site in lm.grid.sites}
 
         def attended(site: AttentionSite, call: AttentionCall) -> Tensor:
-            record.note(site, _zeroed(site, groups[site.layer]).expand(call.sequences, -1))
+            record.note(site, _dropped(site, groups[site.layer]).expand(call.sequences, -1))
             return windowed(call, _of_call(groups[site.layer], site, call.num_key_value_heads))
 
         with attention_hook(lm, attended):
@@ -158,13 +158,13 @@ def _windowed(call: ScoredCall, group: HeadGroup) -> Tensor:
     return output_after(replace(call, mask=seen if mask is None else mask & seen, bias=bias))
 
 
-def _zeroed(site: AttentionSite, groups: tuple[HeadGroup, ...]) -> Tensor:
+def _dropped(site: AttentionSite, groups: tuple[HeadGroup, ...]) -> Tensor:
     """Return which query heads of a layer output zero: bool (1, H)."""
-    zeroed_K = torch.zeros(site.num_key_value_heads, dtype=torch.bool)
+    dropped_K = torch.zeros(site.num_key_value_heads, dtype=torch.bool)
     for group in groups:
         if group.window == DROPPED:
-            zeroed_K[list(group.kv_heads)] = True
-    return zeroed_K[list(site.kv_head_of)][None]
+            dropped_K[list(group.kv_heads)] = True
+    return dropped_K[list(site.kv_head_of)][None]
 
 
 @dataclass(frozen=True)

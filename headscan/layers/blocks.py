@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from headscan.attention.hooks import output_hook, refuse_compiled
 from headscan.errors import HeadIndexError, InterventionError, UnsupportedModelError
 from headscan.grid import AttentionSite
-from headscan.models.forward_inputs import input_device, run, wide_norm
+from headscan.models.forward_inputs import input_device, run_forward, wide_norm
 from headscan.models.loaded_model import Block, FoundBlocks, LoadedModel
 from headscan.models.model_facts import MODEL_ERRORS, raise_if_out_of_memory, typed_line
 
@@ -121,7 +121,7 @@ def _watched_blocks(lm: LoadedModel, path: str, modules: nn.ModuleList) -> Found
                     attention[site.layer] = _block(site.path, module, args, kwargs, out)
 
             watch(lm.module(site.path), attended)
-        run(lm.model, {"input_ids": short_text(lm, 4)})
+        run_forward(lm.model, {"input_ids": short_text(lm, 4)})
     # A list may end with other blocks, such as those that predict a further token.
     if order != list(range(len(order))) or len(order) <= lm.grid.sites[-1].layer:
         raise UnsupportedModelError(

@@ -32,7 +32,7 @@ from headscan.grid import HeadGrid
 from headscan.layers.blocks import RangePass, WholePass, find_blocks, running_range, short_text
 from headscan.layers.lazy_model import LazyModel, RawTensors
 from headscan.model_spec import ModelSpec
-from headscan.models.forward_inputs import run
+from headscan.models.forward_inputs import run_forward
 from headscan.models.loaded_model import Block, LoadedModel
 
 #: Tokens of the short texts.
@@ -117,7 +117,7 @@ def inspect_model(lazy_model: LazyModel) -> Inspection:
         )
         ids = short_text(blocks.lm, _TOKENS)
         inner = {module for block in blocks.all for module in block.module.modules()}
-        below = _ran(model, lambda: run(model, {"input_ids": ids}))
+        below = _ran(model, lambda: run_forward(model, {"input_ids": ids}))
         above = _ran(model, lambda: model(input_ids=ids, use_cache=False)) - below
         names = {module: name for name, module in model.named_modules()}
         embedding = _weights_of(lazy_model, names, [model.get_input_embeddings()])
@@ -207,7 +207,7 @@ class _Cuts:
         return outs[0]
 
     def _read(self, ids: Tensor) -> Tensor:
-        last: Tensor = run(self._lazy_model.model, {"input_ids": ids})[0]
+        last: Tensor = run_forward(self._lazy_model.model, {"input_ids": ids})[0]
         return last
 
     @contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from headscan.models.forward_inputs import input_device, run, wide_norm
+from headscan.models.forward_inputs import input_device, run_forward, wide_norm
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import MODEL_ERRORS, raise_if_out_of_memory
 
@@ -48,7 +48,7 @@ def read_prefix(lm: LoadedModel, ids: Sequence[Sequence[int]], parent: Prefix | 
         cache = _Filling([_fork(layer, [0] * len(ids)) for layer in parent._cache.layers])
     inputs = {"input_ids": torch.tensor(ids, device=input_device(lm.model))}
     with suppress(_Filled):
-        run(lm.model, {**inputs, "past_key_values": cache, "use_cache": True})
+        run_forward(lm.model, {**inputs, "past_key_values": cache, "use_cache": True})
     return Prefix(cache, len(ids[0]) + (0 if parent is None else parent.tokens))
 
 
@@ -69,12 +69,12 @@ def shares_prefixes(lm: LoadedModel) -> bool:
     ids[2, :prefix] = ids[0, :prefix]
     ids = ids.to(input_device(lm.model))
     # Outside the handler: a model that cannot read whole sequences must raise.
-    whole = _hidden(run(lm.model, {"input_ids": ids}))[:, prefix:]
+    whole = _hidden(run_forward(lm.model, {"input_ids": ids}))[:, prefix:]
     try:
         first = read_prefix(lm, ids[:1, :half].tolist())
         shared = read_prefix(lm, ids[:2, half:prefix].tolist(), first)
         for _ in range(2):  # the second pass shows whether the first one changed the prefix
-            out = run(
+            out = run_forward(
                 lm.model,
                 {"input_ids": ids[:, prefix:], "past_key_values": shared.continued([0, 1, 0]), "use_cache": True},
             )

@@ -37,7 +37,7 @@ from headscan.grid import AttentionSite
 from headscan.layers.blocks import Blocks, cannot_resume, find_blocks, resuming_at
 from headscan.layers.prefix_cache import nearly_equal, shares_prefixes
 from headscan.measure.collect import score
-from headscan.models.forward_inputs import run
+from headscan.models.forward_inputs import run_forward
 from headscan.models.loaded_model import LoadedModel
 from headscan.statistics.registry import JOINS
 
@@ -169,13 +169,13 @@ class SharedRowHooks:
         self._score = statistics.score
         self._prefix, self._endings, self._alone = (statistics.fresh() for _ in range(3))
         self._layouts: dict[torch.device, _Layout] = {}
-        self._zeroed: dict[torch.device, Tensor] = {}
+        self._ablated: dict[torch.device, Tensor] = {}
 
     @property
-    def zeroed_R(self) -> Tensor:
+    def ablated_R(self) -> Tensor:
         """Number of heads ablated in each sequence (R,), on the CPU."""
         counts = torch.zeros(len(self._row.endings), dtype=torch.long)
-        return sum((count.cpu() for count in self._zeroed.values()), counts)
+        return sum((count.cpu() for count in self._ablated.values()), counts)
 
     def attended(self, site: AttentionSite, call: AttentionCall) -> Tensor:
         if not isinstance(call, ScoredCall) or call.bias is not None:
@@ -201,9 +201,9 @@ class SharedRowHooks:
         if known_RH.is_cpu and not bool(known_RH.any()):
             return heads_BNHD
         ablated_RH = ablated_RH.to(heads_BNHD.device, non_blocking=True)
-        zeroed_R = ablated_RH.sum(1)
-        before = self._zeroed.get(zeroed_R.device)
-        self._zeroed[zeroed_R.device] = zeroed_R if before is None else before + zeroed_R
+        ablated_R = ablated_RH.sum(1)
+        before = self._ablated.get(ablated_R.device)
+        self._ablated[ablated_R.device] = ablated_R if before is None else before + ablated_R
         # Each token as a sequence of its own.
         return self._fill(site, heads_BNHD.transpose(0, 1), ablated_RH[here.owner]).transpose(0, 1)
 
@@ -379,7 +379,7 @@ class SharedRowReading(NamedTuple):
 
     sequences: list[int]
     row: SharedRow
-    zeroed_shares: list[float]
+    ablated_shares: list[float]
     value: Any
 
 
@@ -435,9 +435,9 @@ def read_shared_row(
             except RowSplit as split:
                 left = 1 - split.layer / len(blocks.all)
                 groups = branch.parted(split.ablated, pass_cost / left)
-                branches += branch.split(split.layer, groups, inputs["last"], visitor.zeroed_R, most_tokens)
+                branches += branch.split(split.layer, groups, inputs["last"], visitor.ablated_R, most_tokens)
                 continue
-        shares = ((branch.zeroed_R + visitor.zeroed_R).double() / lm.grid.total_heads).tolist()
+        shares = ((branch.ablated_R + visitor.ablated_R).double() / lm.grid.total_heads).tolist()
         yield SharedRowReading(branch.sequences, branch.row, shares, value)
 
 
@@ -480,7 +480,7 @@ def _shared_rows_are_exact(blocks: Blocks, ablated: Sequence[LayerwiseAblation])
     row = SharedRow(tuple(ids[:_TRIED_PREFIX]), tuple(tuple(ids[end : end + _TRIED_ENDING]) for end in ends))
 
     def hidden(row: SharedRow, _: object) -> Tensor:
-        states: Tensor = run(lm.model, row.inputs(lm.device))[0]
+        states: Tensor = run_forward(lm.model, row.inputs(lm.device))[0]
         return states[0]
 
     for reading in read_shared_row(blocks, ablated, row, hidden):
@@ -488,7 +488,7 @@ def _shared_rows_are_exact(blocks: Blocks, ablated: Sequence[LayerwiseAblation])
             ending = row.endings[index]
             whole_ids = torch.tensor([[*row.prefix, *ending]], device=lm.device)
             with intervene(lm, ablated[index]):
-                whole: Tensor = run(lm.model, {"input_ids": whole_ids})[0][0, len(row.prefix) :]
+                whole: Tensor = run_forward(lm.model, {"input_ids": whole_ids})[0][0, len(row.prefix) :]
             if not nearly_equal(reading.value[start : start + len(ending)], whole):
                 return False
     return True
@@ -497,14 +497,14 @@ def _shared_rows_are_exact(blocks: Blocks, ablated: Sequence[LayerwiseAblation])
 @dataclass(frozen=True)
 class _Branch:
     """Sequences read in one row from a layer on, whose input is ``hidden`` (1, N, E); None starts at the embedding.
-    ``zeroed_R`` counts the heads ablated in each below the layer.
+    ``ablated_R`` counts the heads ablated in each below the layer.
     """
 
     sequences: list[int]
     row: SharedRow
     layer: int
     hidden: Tensor | None
-    zeroed_R: Tensor
+    ablated_R: Tensor
 
     def parted(self, ablated_RH: Tensor, least_saved: float) -> list[list[int]]:
         """Return groups of sequences with equal ablated heads. A group is kept together if sharing the prefix saves
@@ -521,7 +521,7 @@ class _Branch:
         return groups
 
     def split(
-        self, layer: int, groups: Sequence[list[int]], hidden: Tensor, zeroed_R: Tensor, most_tokens: float
+        self, layer: int, groups: Sequence[list[int]], hidden: Tensor, ablated_R: Tensor, most_tokens: float
     ) -> list[_Branch]:
         """Return the branches that continue at a layer with these groups, in rows of at most ``most_tokens`` tokens."""
         cut: list[list[list[int]]] = []
@@ -538,6 +538,6 @@ class _Branch:
             row, places = self.row.regrouped(part)
             own = hidden[:, places.to(hidden.device)]
             chosen = sorted(index for group in part for index in group)
-            zeroed = (self.zeroed_R + zeroed_R)[chosen]
+            zeroed = (self.ablated_R + ablated_R)[chosen]
             branches.append(_Branch([self.sequences[index] for index in chosen], row, layer, own, zeroed))
         return branches

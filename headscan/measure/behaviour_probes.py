@@ -25,7 +25,7 @@ from headscan.catalog import BEHAVIOURS, check_behaviours
 from headscan.errors import NamedValues, NotFiniteError, SequenceError, UnsupportedModelError
 from headscan.grid import AttentionSite
 from headscan.measure.probe_settings import BehaviourProbe
-from headscan.models.forward_inputs import run
+from headscan.models.forward_inputs import run_forward
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pad
 
@@ -222,7 +222,7 @@ def _measured(
             layers[:, site.layer, : site.num_attention_heads] = values_BH.cpu()
 
     with torch.no_grad(), attention_hook(lm, observe):
-        run(lm.model, {"input_ids": ids_BN.to(lm.device)})
+        run_forward(lm.model, {"input_ids": ids_BN.to(lm.device)})
     return measured
 
 

@@ -27,7 +27,7 @@ from headscan.errors import (
     unknown_name,
 )
 from headscan.grid import AttentionSite, HeadGrid
-from headscan.models.forward_inputs import batch_kwargs, on_cpu, real_tokens, run
+from headscan.models.forward_inputs import batch_kwargs, on_cpu, real_tokens, run_forward
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import PADDING, pad
 from headscan.statistics.norm_statistics import ProjectionFactors
@@ -168,7 +168,7 @@ def collect(
             hooks.enter_context(attention_hook(lm, collector.attended))
         if wanted & OUTPUT_STATISTICS.keys():
             hooks.enter_context(output_hook(lm, collector.visited))
-        run(lm.model, batch.inputs, batch.for_hooks)
+        run_forward(lm.model, batch.inputs, batch.for_hooks)
     elsewhere = dict.fromkeys((*STATISTICS, *PROFILES), "Name it in the argument statistics of collect")
     elsewhere |= dict.fromkeys(SCORES.keys() - elsewhere, "Call headscan.score, which derives scores from statistics")
     return NamedValues("statistic", collector.stacked(), elsewhere)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
-def run(model: PreTrainedModel, inputs: dict[str, Any], for_hooks: Mapping[str, Tensor] | None = None) -> Any:
+def run_forward(model: PreTrainedModel, inputs: dict[str, Any], for_hooks: Mapping[str, Tensor] | None = None) -> Any:
     """Run a forward pass without logits and without a KV cache, in the dtype of the loaded model, without autocast.
 
     ``logits_to_keep`` would omit the logits too, but some models then drop tokens in their last layers. ``for_hooks``

@@ -25,7 +25,7 @@ from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite, Head
 from headscan.layers.blocks import Blocks, cannot_resume, find_blocks, resuming_at, running_range, short_text
 from headscan.long_work import LongWork, WorkKey, hash_of
-from headscan.models.forward_inputs import run, without_autocast
+from headscan.models.forward_inputs import run_forward, without_autocast
 from headscan.models.loaded_model import LoadedModel, logits_at
 from headscan.pruning.calibration import Calibration, CalibrationBatch
 
@@ -119,7 +119,7 @@ def through_layer(blocks: Blocks, layer: int, batch: CalibrationBatch, hidden: T
     """Return the output (B, N, E) of one layer for its input (B, N, E); None uses the embedding, for layer 0."""
     path = f"{blocks.path}.{layer}"
     with watched_modules(blocks, [path]) as seen, running_range(blocks.all, layer, layer + 1, hidden):
-        run(blocks.lm.model, {"input_ids": batch.ids})
+        run_forward(blocks.lm.model, {"input_ids": batch.ids})
     return seen.outputs[path]
 
 
@@ -130,7 +130,7 @@ class Reached(Exception):
 def into_layer(blocks: Blocks, layer: int, batch: CalibrationBatch, hidden: Tensor | None) -> None:
     """Run one layer, at most until a hook raises `Reached`; see `through_layer`."""
     with suppress(Reached), running_range(blocks.all, layer, layer + 1, hidden):
-        run(blocks.lm.model, {"input_ids": batch.ids})
+        run_forward(blocks.lm.model, {"input_ids": batch.ids})
 
 
 def projection_inputs(blocks: Blocks, layer: int, batch: CalibrationBatch, hidden: Tensor | None, path: str) -> Tensor:
@@ -149,7 +149,7 @@ def projection_inputs(blocks: Blocks, layer: int, batch: CalibrationBatch, hidde
 def entering(blocks: Blocks, batch: CalibrationBatch, layer: int = 0) -> Tensor:
     """Return the hidden states (B, N, E) that enter a layer."""
     with blocks.keep_inputs([layer]) as kept, running_range(blocks.all, 0, layer + 1):
-        run(blocks.lm.model, {"input_ids": batch.ids})
+        run_forward(blocks.lm.model, {"input_ids": batch.ids})
     return kept[layer]
 
 
@@ -377,7 +377,7 @@ class Divergence:
             self._blocks.keep_inputs(candidates) as kept,
             running_range(self._blocks.all, 0, max(candidates) + 1),
         ):
-            run(self._lm.model, {"input_ids": batch.ids})
+            run_forward(self._lm.model, {"input_ids": batch.ids})
         for layer, of_layer in candidates.items():
             attention = self._blocks.with_heads(layer, heads[layer]) if layer in heads else nullcontext()
             with resuming_at(self._blocks, layer, kept[layer]), attention:

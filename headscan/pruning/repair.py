@@ -29,7 +29,7 @@ from headscan.errors import PruningError
 from headscan.gradients.backward import frozen_weights
 from headscan.grid import AttentionSite, Head
 from headscan.layers.blocks import Blocks, find_blocks
-from headscan.models.forward_inputs import run
+from headscan.models.forward_inputs import run_forward
 from headscan.models.loaded_model import LoadedModel
 from headscan.options import Count, Limits, check_limits
 from headscan.pruning.calibration import Calibration, CalibrationBatch
@@ -337,7 +337,7 @@ def mean_outputs(lm: LoadedModel, calibration: Calibration, removed: Iterable[tu
     total = 0.0
     for batch in calibration.batches(lm.device):
         with watched_modules(blocks, sums) as seen:
-            run(lm.model, {"input_ids": batch.ids})
+            run_forward(lm.model, {"input_ids": batch.ids})
         for path, inputs in seen.inputs.items():
             real, weights_BN = batch.real_BN.to(inputs.device), batch.weights_BN.to(inputs.device)
             weighted = batch.by_token(inputs)[real] * weights_BN[real][:, None]

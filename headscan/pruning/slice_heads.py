@@ -24,7 +24,7 @@ from headscan.attention.discovery import discover
 from headscan.errors import PruningError, UnsupportedModelError
 from headscan.grid import AttentionSite, Head
 from headscan.layers.blocks import short_text
-from headscan.models.forward_inputs import run
+from headscan.models.forward_inputs import run_forward
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.format.attention_parts import CannotSliceError, LayerHeads, Rows, output_name
 from headscan.pruning.format.pruned_attention import shrink_attention
@@ -154,7 +154,7 @@ def check_slicing(lm: LoadedModel, removed: Iterable[Head], heads: Mapping[int, 
                 calls[layer] = args, kwargs, out[0]
 
             hooks.callback(lm.module(site.path).register_forward_hook(keep, with_kwargs=True).remove)
-        run(lm.model, {"input_ids": short_text(lm, _TOKENS)})
+        run_forward(lm.model, {"input_ids": short_text(lm, _TOKENS)})
     bound = 1e-3 if lm.model.dtype in (torch.float32, torch.float64) else 0.1
     for layer, (args, kwargs, want) in calls.items():
         holder = nn.Module()

@@ -40,7 +40,7 @@ from headscan.checkpoints.headers import FLOATS, SavedTensor, read_headers
 from headscan.errors import UnsupportedModelError
 from headscan.loading import check_dtype, empty_model
 from headscan.model_spec import ModelSpec
-from headscan.models.forward_inputs import TokenMeans, run
+from headscan.models.forward_inputs import TokenMeans, run_forward
 from headscan.models.loaded_model import Layout, find_layout
 from headscan.models.model_facts import MODEL_ERRORS, is_encoder, max_tokens, raise_if_out_of_memory, typed_line
 from headscan.statistics.registry import OUTPUT_STATISTICS, output_statistics
@@ -184,7 +184,9 @@ def fill_caches(model: PreTrainedModel, substitutes: Sequence[int] | None = None
     """Return each layer's KV cache of a model on the meta device, where `substitutes` of `shorten` run, if any."""
     try:
         with FusedAttention(), Allocations(model):
-            cache = getattr(run(model, {**meta_inputs(model, _FEW), "use_cache": True}), "past_key_values", None)
+            cache = getattr(
+                run_forward(model, {**meta_inputs(model, _FEW), "use_cache": True}), "past_key_values", None
+            )
         if cache is None:
             return {}
         if isinstance(cache, EncoderDecoderCache):
@@ -349,12 +351,12 @@ def dry_run(model: PreTrainedModel, tokens: int) -> DryRun:
     whose fused call runs in float32; a GPU's runs in half precision and needs less.
     """
     with FusedAttention(), Allocations(model) as plain:
-        run(model, meta_inputs(model, tokens))
+        run_forward(model, meta_inputs(model, tokens))
     windows = _Windows()
     with _answered(model, PROBE, windows), Allocations(model):
-        run(model, meta_inputs(model, _FEW))
+        run_forward(model, meta_inputs(model, _FEW))
     with _answered(model, IMPLEMENTATION if windows.named else MASKED, _Measuring()), Allocations(model) as measured:
-        run(model, meta_inputs(model, tokens))
+        run_forward(model, meta_inputs(model, tokens))
     return DryRun(plain.peak, measured.peak)
 
 

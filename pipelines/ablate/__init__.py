@@ -1,3 +1,3 @@
-"""Effects of heads that are ablated one at a time: on tasks or texts (`single_heads`), and the arms that answer
-labelled examples (`labelled_arms`).
+"""Effects of heads that are ablated one at a time: on tasks or texts (`run_ablate`), and the arms that answer
+labelled examples (`run_labelled_ablate`).
 """

@@ -109,7 +109,7 @@ class LabelledArmItem(ArmItem[LabelledText]):
         lengths, reading = [text.longest for text in self.requests], self.reading
         ask = _losses if reading.metric == LOSS else _classes if reading.answers is Answers.CLASS else _generate
         answer_of: dict[int, Likelihood | str] = {}
-        with ablating(lm, self.ablated, rule_kernels=False):
+        with ablating(lm, self.intervention, rule_kernels=False):
             for batch in whole_batches(lengths, self.batch_tokens, reading.rope.group):
                 halves = run_halving(
                     list(batch.rows),
@@ -119,7 +119,7 @@ class LabelledArmItem(ArmItem[LabelledText]):
                 )
                 for rows, answers in halves:
                     answer_of.update(zip(rows, answers, strict=True))
-        heads = 0 if self.ablated is None else len(self.ablated.fixed_heads or ())
+        heads = 0 if self.intervention is None else len(self.intervention.fixed_heads or ())
         share = heads / sum(lm.grid.at(kind).total_heads for kind in lm.grid.kinds)
         return [Responses(tuple(answer_of[row] for row in range(len(self.requests))), (share,) * len(self.requests))]
 

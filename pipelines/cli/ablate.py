@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _NO_TASKS = Needs(key="tasks.names", absent=True)
 #: With tasks, texts replace outputs; without, their loss is measured.
-_REPLACED = Needs(key="heads.value", values=("mean", "resample"), unless=_NO_TASKS)
+_REPLACED = Needs(key="heads.kind", values=("mean", "resample"), unless=_NO_TASKS)
 #: Heads shown at either end of the table.
 _SHOWN = 10
 
@@ -85,7 +85,7 @@ class Ablate(RunVerb):
     common: ClassVar = "MODEL --corpus --tasks --data --each --all-but-one --replace --sequences --max-tokens --store"
 
     json: Json = False
-    heads: Annotated[_Heads, Group("heads", needs=(replace(NO_DATA, of=("value",)),))]
+    heads: Annotated[_Heads, Group("heads", needs=(replace(NO_DATA, of=("kind",)),))]
     data: Annotated[ExamplesSpec | None, Group("labelled examples")]
     metric: Metric = None
     tasks: Annotated[OptionalTaskOptions, Group("tasks", needs=(NO_DATA, Needs(key="tasks.names", of=("prompts",))))]

@@ -46,7 +46,7 @@ class Demo:
             judge=CorpusSpec(DEMO_CORPUS),
             out=self.out,
             hours=0.25,
-            tokens=192,
+            max_tokens=192,
             shares=(0.02, 0.05),
             window_shares=(0.125, 0.25),
             prune_shares=(0.05,),

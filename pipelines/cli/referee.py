@@ -62,7 +62,7 @@ class Referee(WholeModelVerb):
     """
 
     common: ClassVar = (
-        "MODEL --corpus --tasks --data --criteria --shares --seeds --repair --sequences --max-tokens --store"
+        "MODEL --corpus --tasks --data --criteria --shares --controls --repair --sequences --max-tokens --store"
     )
 
     tasks: Annotated[OptionalTaskOptions, Group("tasks", needs=(NO_DATA,))]

@@ -158,7 +158,7 @@ class TaskVerb(RunVerb):
     tasks: Annotated[TaskOptions, Group("tasks")]
     recall: Annotated[RecallOptions, Group("tasks")]
     arms: Any
-    texts: Annotated[ReplaceTexts, Group("texts", needs=(Needs(key="arms.value", values=("mean", "resample")),))]
+    texts: Annotated[ReplaceTexts, Group("texts", needs=(Needs(key="arms.kind", values=("mean", "resample")),))]
 
     def __post_init__(self) -> None:
         self.tasks.check_required(self)

@@ -119,7 +119,7 @@ class ArmResponses:
 
     def take(self, item: WorkItem, result: Responses[Likelihood | str]) -> None:
         self.responses.update(zip(item.hashes, result.values, strict=True))
-        self.zeroed.update(zip(item.hashes, result.zeroed_shares, strict=True))
+        self.zeroed.update(zip(item.hashes, result.ablated_shares, strict=True))
         self.missing.discard(item.index)
 
     def forget(self) -> None:
@@ -182,7 +182,7 @@ class _Schedule:
 
     def pool_items(self) -> Iterator[ScoringItem[Any]]:
         settings = self._settings
-        ablated = [of_arm.arm.ablated for of_arm in self._by_arm]
+        ablated = [of_arm.arm.intervention for of_arm in self._by_arm]
         for group in bundle(ablated, settings.starts, settings.bundle_size):
             for item in self._items:
                 lacking = [self._by_arm[index] for index in group if item.index in self._by_arm[index].missing]
@@ -212,8 +212,8 @@ class _Schedule:
         settings, of_item = self._settings, f"requests {item.index}"
         if len(arms) == 1:
             name = f"{arms[0].name}, {of_item}"
-            return settings.reading.item(name, item.requests, arms[0].ablated, settings.batch_tokens)
-        masks, name = tuple(arm.ablated for arm in arms), f"{arms[0].name} and {len(arms) - 1} more, {of_item}"
+            return settings.reading.item(name, item.requests, arms[0].intervention, settings.batch_tokens)
+        masks, name = tuple(arm.intervention for arm in arms), f"{arms[0].name} and {len(arms) - 1} more, {of_item}"
         return settings.reading.bundle(name, item.requests, masks, settings.starts, settings.batch_tokens)
 
 

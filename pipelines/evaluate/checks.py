@@ -36,7 +36,7 @@ def check_continues(
     """Raise StagingError if an arm evicts keys, which needs the KV cache of all layers, and the pool is staged, and
     UnsupportedModelError if continuations of evicting arms cannot be scored.
     """
-    evicting = [arm.name for arm in arms if arm.ablated is not None and arm.ablated.evicts]
+    evicting = [arm.name for arm in arms if arm.intervention is not None and arm.intervention.evicts]
     if not evicting:
         return
     refuse_staged(model.pool, f"{evicting[0]} evicts keys, which", instead="the mode forward")
@@ -52,10 +52,10 @@ def check_resampled(arms: Sequence[Arm], requests: Mapping[str, Request | Genera
     """Raise InterventionError if text is to be generated with resampled heads."""
     written = any(isinstance(request, GenerationRequest) for request in requests.values())
     for arm in arms:
-        if written and isinstance(arm.ablated, Ablation) and not arm.ablated.replacement.position_free:
+        if written and isinstance(arm.intervention, Ablation) and not arm.intervention.replacement.position_free:
             raise InterventionError(
-                f"{arm.name} resamples heads of whole inputs, but a task generates text. Use `value=zero` or"
-                " `value=mean`, or tasks with log-likelihoods"
+                f"{arm.name} resamples heads of whole inputs, but a task generates text. Use `kind=zero` or"
+                " `kind=mean`, or tasks with log-likelihoods"
             )
 
 

@@ -42,11 +42,11 @@ from headscan.pipelines.scoring.arms import (
     BASELINE,
     Arm,
     check_arms,
-    controls,
     criterion_masks,
     distinct_arms,
     mask_arm,
     model_arm,
+    random_controls,
     score_rules,
 )
 from headscan.pipelines.scoring.bundles import bundle_size, possible_starts
@@ -86,7 +86,7 @@ def evaluate_chosen(config: EvaluateConfig, run: Run, chosen: ChosenArms) -> str
     arms = [BASELINE, *(mask_arm(heads, replacement) for heads in listed)]
     arms += _scored_arms(run, chosen, ordering, replacement)
     if chosen.controls:
-        arms += controls(run.facts.grid, arms, chosen.controls, replacement)
+        arms += random_controls(run.facts.grid, arms, chosen.controls, replacement)
     return run_evaluation(config, run, [*arms, *plans, *models], questions=questions)
 
 
@@ -100,7 +100,7 @@ def _scored_arms(run: Run, chosen: ChosenArms, ordering: str | None, replacement
     """Return the mask, and the rule, whose heads a score of the run ``ordering`` chooses; none without a score."""
     if chosen.score is None or ordering is None:
         return []
-    arms = criterion_masks(run.store, ordering, chosen.score, [chosen.share], chosen.order, replacement)
+    arms = criterion_masks(run.store, ordering, chosen.score, [chosen.share], chosen.mask_order, replacement)
     if chosen.rule:
         arms += score_rules(run.store, ordering, chosen.score, [chosen.share], replacement)
     return arms
@@ -145,9 +145,9 @@ def run_evaluation(
     check_resampled(arms, questions.requests)
     check_generates(run.pool, questions.requests)
     check_continues(run, arms, questions.requests)
-    rounding = _rounding(run.facts, [arm.ablated for arm in arms], in_ranges=run.pool.staged)
+    rounding = _rounding(run.facts, [arm.intervention for arm in arms], in_ranges=run.pool.staged)
     record = _record(config, rounding, run, questions, purpose)
-    asked = _EvaluationQuestions(config, questions, [arm.ablated for arm in arms])
+    asked = _EvaluationQuestions(config, questions, [arm.intervention for arm in arms])
     with run.recording(record, arms=[arm.name for arm in arms]) as state:
         run_id = state.run_id
         run_arms(run, run_id, arms, asked, models=models, judges_arms=purpose.judges_arms)

@@ -227,7 +227,7 @@ def run_sweep(config: SweepConfig, run: Run) -> SweepResult:
     # Each replacement is a run of its own: whether heads are inactive and whether they are constant is chosen apart.
     purpose = EVALUATE
     if replacement.texts_hash:
-        purpose = Purpose(settings={"replace": config.replacement.value, **dict(replacement.details)})
+        purpose = Purpose(settings={"replace": config.replacement.kind, **dict(replacement.details)})
     evaluate_run = run_evaluation(evaluation, run, arms, questions=questions, purpose=purpose)
     if config.confirm:
         record_confirmation(run.store, evaluate_run)
@@ -268,9 +268,9 @@ def sweep_arms(
     for number, share in enumerate(config.shares):
         arms += [of_score[number] for of_score in rules]
         if rules:
-            arms += random_rules(share, config.seeds, replacement)
+            arms += random_rules(share, config.controls, replacement)
         of_share = [of_score[number] for of_score in masks]
         arms += of_share
         if of_share:
-            arms += random_masks(facts.grid, share, len(of_share[0].fixed_heads or ()), config.seeds, replacement)
+            arms += random_masks(facts.grid, share, len(of_share[0].fixed_heads or ()), config.controls, replacement)
     return [arm if arm == BASELINE else replace(arm, measured=(*arm.measured, ("swept", True))) for arm in arms]

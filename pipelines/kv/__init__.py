@@ -1,5 +1,5 @@
 """KV-cache plans.
 
-`measured_plan` makes a plan from measured damage, which `damage_measurement` measures. `plan_arms` evaluates plans,
-and `compare_generation` generates text with and without one.
+`run_plan` makes a plan from measured damage, which `damage_measurement` measures. `plan_arms` evaluates plans,
+and `run_generate` generates text with and without one.
 """

@@ -185,7 +185,7 @@ def _readers(lm: LoadedModel, _: None) -> dict[KvHead, list[tuple[int, int]]]:
 
 def read_prompts(config: PlanConfig, identity: ModelIdentity) -> list[Prompts]:
     """Return the texts of a measurement, and the prompts of each family of recall tasks."""
-    tokens = config.tokens(identity)
+    tokens = config.longest(identity)
     prompts = [text_prompts(config.corpus, identity, tokens, config.sequences, config.windows[-1].width)]
     if config.recall_prompts:
         prompts += recall_prompts(identity, tokens, config.recall_prompts, config.seed)

@@ -56,8 +56,8 @@ class KeptHeads:
         return sum(head.action != "full" for head in self.heads)
 
 
-def plan_arms(plan: HeadPlan, modes: Sequence[PlanMode], seeds: int) -> list[Arm]:
-    """Return the arms of a plan, and ``seeds`` random plans with the same bytes, in each mode. Plans with the same
+def plan_arms(plan: HeadPlan, modes: Sequence[PlanMode], controls: int) -> list[Arm]:
+    """Return the arms of a plan, and ``controls`` random plans with the same bytes, in each mode. Plans with the same
     windows have the same random plans, in arms of the same name.
     """
     chosen = KeptHeads.of(plan.heads)
@@ -68,7 +68,7 @@ def plan_arms(plan: HeadPlan, modes: Sequence[PlanMode], seeds: int) -> list[Arm
     for mode in modes:
         name = f"plan {label}, {mode}"
         arms.append(_arm(chosen, mode, name, plan))
-        for seed in range(seeds):
+        for seed in range(controls):
             drawn = random_plan(plan, seed)
             dealt = KeptHeads.of(drawn.heads)
             name = f"random plan{unit} {100 * share:g}% {dealt.fingerprint} seed {seed}, {mode}"
@@ -109,9 +109,9 @@ def window_notes(arms: Sequence[Arm], requests: Iterable[Request | GenerationReq
     lengths = [len(each.ids) + (each.max_new_tokens if isinstance(each, GenerationRequest) else 0) for each in requests]
     notes = []
     for arm in arms:
-        if arm.kind is not ArmKind.PLAN or not isinstance(arm.ablated, KvWindows | KvEviction):
+        if arm.kind is not ArmKind.PLAN or not isinstance(arm.intervention, KvWindows | KvEviction):
             continue
-        narrowest = narrowest_window(arm.ablated.kept)
+        narrowest = narrowest_window(arm.intervention.kept)
         if narrowest is None:
             notes.append(f"{arm.name} keeps all tokens of all KV heads: it equals the baseline")
             continue

@@ -92,7 +92,7 @@ def run_probe(config: ProbeConfig, run: Run) -> ProbeResult:
     facts = _facts(config, names)
     corpus = None
     if any(BEHAVIOURS[name].probe == "needle" for name in names):
-        _check_lengths(config.settings, identity)
+        _check_lengths(config.probe, identity)
         corpus = open_corpus(config.corpus)
         facts |= {"corpus": corpus.fingerprint()}
     run_hash = fingerprint({"model": identity.fingerprint(), "dtype": config.model.dtype, **facts})
@@ -101,10 +101,10 @@ def run_probe(config: ProbeConfig, run: Run) -> ProbeResult:
 
     items = []
     if any(BEHAVIOURS[name].probe == "repeats" for name in names):
-        items.append(ProbeItem("repeated tokens", config.settings, (), config.batch_tokens))
+        items.append(ProbeItem("repeated tokens", config.probe, (), config.batch_tokens))
     corpus_hash = None
     if corpus is not None:
-        haystack = _read(corpus, identity, max(config.settings.lengths))
+        haystack = _read(corpus, identity, max(config.probe.lengths))
         corpus_hash = f"{facts['corpus'][:16]}-{hashlib.sha256(haystack.tobytes()).hexdigest()[:16]}"
         items += _needle_items(config, identity, haystack)
 
@@ -178,7 +178,7 @@ def behaviour_table(grid: HeadGrid, scores: dict[str, np.ndarray]) -> pa.Table:
 def _facts(config: ProbeConfig, names: Sequence[str]) -> dict[str, Any]:
     probes = {BEHAVIOURS[name].probe for name in names}
     facts: dict[str, Any] = {"behaviours": list(names), "batch_tokens": config.batch_tokens}
-    settings = asdict(config.settings)
+    settings = asdict(config.probe)
     if "repeats" in probes:
         facts |= {name: settings[name] for name in ("seed", "sequences", "tokens", "repeats")}
     if "needle" in probes:
@@ -199,7 +199,7 @@ def _needle_items(config: ProbeConfig, identity: ModelIdentity, haystack: np.nda
         return tuple(identity.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     needles = [Needle(tokens(sentence), tokens(cue)) for sentence, cue in NEEDLES]
-    hay, settings = haystack.tolist(), config.settings
+    hay, settings = haystack.tolist(), config.probe
     return [
         ProbeItem(
             f"needles in {length} tokens",

@@ -52,7 +52,7 @@ def read_texts(
     one only, which is split in the middle. ``columns`` are those of the widest projection that a repair solves, 0
     without a repair. ``say`` receives the number of texts and documents of each half.
     """
-    tokens = config.tokens(identity)
+    tokens = config.longest(identity)
     half = config.half(tokens, columns)
     if config.held_out is None:
         # More than needed, because the halves of the documents can differ in texts.
@@ -103,7 +103,7 @@ def read_recall(
     if not config.prompts:
         return (), ()
     identity = model.identity
-    tokens = min(config.tokens, identity.max_tokens or config.tokens)
+    tokens = min(config.max_tokens, identity.max_tokens or config.max_tokens)
     able = []
     for prompts in recall_prompts(identity, tokens, config.prompts // 2, config.seed):
         with Progress(f"{prompts.name} with all heads", len(prompts.requests), "prompts", brief=True) as progress:

@@ -256,7 +256,7 @@ def _curves(config: LabelledRefereeConfig, grid: HeadGrid) -> Iterator[_Curve]:
     sites: dict[str, tuple[str, ...]] = {kind: (kind,) for kind in grid.kinds}
     if len(sites) > 1:
         sites[ALL_SITES] = grid.kinds
-    orders = [(name, None) for name in config.criteria] + [(RANDOM, seed) for seed in range(config.compared.seeds)]
+    orders = [(name, None) for name in config.criteria] + [(RANDOM, seed) for seed in range(config.compared.controls)]
     for criterion, seed in orders:
         for site, kinds in sites.items():
             yield _Curve(criterion, seed, site, tuple((kind, head) for kind in kinds for head in grid.at(kind).heads()))

@@ -234,7 +234,7 @@ def run_referee(config: RefereeConfig, run: Run) -> str:
     for criterion in config.criteria:
         # The models of one criterion are on disk at a time.
         with owned_folder(run.store.path.parent, ".headscan-referee-") as folder:
-            seeds = config.compared.seeds if criterion == controlled else 0
+            seeds = config.compared.controls if criterion == controlled else 0
             wanted = list(_wanted(folder, criterion, chosen[criterion], seeds))
             # Another number of tokens in a pass changes the rounding of weights, and so the models that the store knows
             # by them: a larger batch size is left to the questions, and only a smaller one, for less memory, counts.
@@ -283,7 +283,7 @@ def _choices(
     missing = [name for name in config.criteria if name not in by_criterion]
     for family in families(missing):
         on_recall = any(CRITERIA[name].on_recall for name in family)
-        prompts = _recall_prompts(run.identity, config.texts.tokens(run.identity)) if on_recall else None
+        prompts = _recall_prompts(run.identity, config.texts.longest(run.identity)) if on_recall else None
         job = ChoiceJob(
             texts, family, counts, config.compared.iterative, config.evaluation.batch_tokens, prompts, run.say
         )
@@ -314,7 +314,7 @@ def _mask_arms(
                 arms.append(
                     Arm(name, ArmKind.MASK, HeadMask(heads), criterion, share, selection=selection, details=details)
                 )
-        arms += random_masks(run.facts.grid, share, count, config.compared.seeds)
+        arms += random_masks(run.facts.grid, share, count, config.compared.controls)
     return arms
 
 

@@ -175,7 +175,7 @@ class ModelContext:
             **software_of(self.identity.code_files_hash),
         )
 
-    def keeping(self, record: RunRecord) -> AbstractContextManager[KnownNumbers]:
+    def measured_numbers(self, record: RunRecord) -> AbstractContextManager[KnownNumbers]:
         """Yield the numbers that a job measures, by unit of work: here in memory alone, which a message reports. A
         `Run` keeps them in its store.
         """

@@ -40,7 +40,7 @@ class Arm:
 
     name: str
     kind: ArmKind
-    ablated: Intervention | None = None
+    intervention: Intervention | None = None
     score: str | None = None
     share: float | None = None
     ranking_run: str | None = None
@@ -52,7 +52,7 @@ class Arm:
     measured: tuple[tuple[str, object], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.model is not None and self.ablated is not None:
+        if self.model is not None and self.intervention is not None:
             raise InterventionError(
                 f"{self.name} has a model of its own and ablates heads (limit one of them). Set `model` or `ablated`"
             )
@@ -60,7 +60,7 @@ class Arm:
     @property
     def fixed_heads(self) -> tuple[Head, ...] | None:
         """Ablated heads, if they are the same for every input. None for the baseline, and where inputs decide."""
-        return None if self.ablated is None else self.ablated.fixed_heads
+        return None if self.intervention is None else self.intervention.fixed_heads
 
     @property
     def masked(self) -> tuple[str, tuple[Head, ...]]:
@@ -80,11 +80,11 @@ class Arm:
             kind=self.kind,
             mask_id=mask_id,
             score=self.score,
-            threshold=self.ablated.score_threshold if isinstance(self.ablated, LayerwiseAblation) else None,
+            threshold=self.intervention.score_threshold if isinstance(self.intervention, LayerwiseAblation) else None,
             share=self.share,
             seed=self.seed,
             selection=self.selection,
-            replacement=self.ablated.value if isinstance(self.ablated, Ablation) else None,
+            replacement=self.intervention.value if isinstance(self.intervention, Ablation) else None,
             config=self.settings,
             measured=dict(self.measured),
         )
@@ -186,7 +186,7 @@ def _measured_widths(store: Store, run_id: str) -> MassWidths:
 
 
 def random_masks(
-    grid: HeadGrid, share: float, count: int, seeds: int, replacement: ArmReplacement = ZERO_REPLACEMENT
+    grid: HeadGrid, share: float, count: int, controls: int, replacement: ArmReplacement = ZERO_REPLACEMENT
 ) -> list[Arm]:
     """Return random masks of ``count`` heads, one per seed; ``share`` is the nominal share of their arms."""
     return [
@@ -198,33 +198,33 @@ def random_masks(
             seed=seed,
             details=replacement.details,
         )
-        for seed in range(seeds)
+        for seed in range(controls)
     ]
 
 
-def random_rules(share: float, seeds: int, replacement: ArmReplacement = ZERO_REPLACEMENT) -> list[Arm]:
+def random_rules(share: float, controls: int, replacement: ArmReplacement = ZERO_REPLACEMENT) -> list[Arm]:
     """Return random rules (arXiv 2504.03889) that ablate each head of each input with probability ``share``."""
-    heads = [RandomHeads(share, seed, replacement.outputs) for seed in range(seeds)]
-    names = [f"random rule {100 * share:g}% seed {seed}{replacement.suffix}" for seed in range(seeds)]
+    heads = [RandomHeads(share, seed, replacement.outputs) for seed in range(controls)]
+    names = [f"random rule {100 * share:g}% seed {seed}{replacement.suffix}" for seed in range(controls)]
     return [
         Arm(name, ArmKind.RANDOM_RULE, drawn, share=share, seed=drawn.seed, details=replacement.details)
         for name, drawn in zip(names, heads, strict=True)
     ]
 
 
-def controls(
-    grid: HeadGrid, arms: Sequence[Arm], seeds: int, replacement: ArmReplacement = ZERO_REPLACEMENT
+def random_controls(
+    grid: HeadGrid, arms: Sequence[Arm], controls: int, replacement: ArmReplacement = ZERO_REPLACEMENT
 ) -> list[Arm]:
-    """Return ``seeds`` random arms of each size in ``arms``: masks for masks, rules for rules."""
-    if seeds < 0:
-        raise InterventionError(f"random controls per arm: {seeds} (limit 0). Set `seeds` to 0 or more")
+    """Return ``controls`` random arms of each size in ``arms``: masks for masks, rules for rules."""
+    if controls < 0:
+        raise InterventionError(f"random controls per arm: {controls} (limit 0). Set `controls` to 0 or more")
     total = grid.total_heads
     masks = {len(heads): arm.share for arm in arms if (heads := arm.fixed_heads) is not None}
     drawn_arms = []
     for count, share in sorted(masks.items()):
-        drawn_arms += random_masks(grid, count / total if share is None else share, count, seeds, replacement)
+        drawn_arms += random_masks(grid, count / total if share is None else share, count, controls, replacement)
     for share in sorted({arm.share for arm in arms if arm.kind is ArmKind.RULE and arm.share}):
-        drawn_arms += random_rules(share, seeds, replacement)
+        drawn_arms += random_rules(share, controls, replacement)
     return drawn_arms
 
 

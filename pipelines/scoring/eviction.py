@@ -15,7 +15,7 @@ import torch
 
 import headscan
 from headscan.ablation.intervention import Intervention
-from headscan.models.forward_inputs import run
+from headscan.models.forward_inputs import run_forward
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import batches, pad, pass_tokens, run_halving
 from headscan.pipelines.scoring.likelihood import ReadInput, ReadResult, by_request, distinct_reads, likelihoods_at
@@ -26,7 +26,7 @@ from headscan.pipelines.scoring.token_requests import ArmItem, Likelihood, Reque
 class EvictionItem(ArmItem[Request]):
     """Requests for one replica under an ablation that evicts keys."""
 
-    ablated: Intervention
+    intervention: Intervention
 
     def run(self, lm: LoadedModel) -> list[Responses[Likelihood]]:
         """Answer requests from caches that evict keys after the context."""
@@ -40,9 +40,9 @@ class EvictionItem(ArmItem[Request]):
         results: dict[int, ReadResult] = {}
 
         def score(rows: list[int]) -> list[ReadResult]:
-            return _score(lm, self.ablated, [reads[row] for row in rows])
+            return _score(lm, self.intervention, [reads[row] for row in rows])
 
-        with torch.no_grad(), headscan.intervene(lm, self.ablated):
+        with torch.no_grad(), headscan.intervene(lm, self.intervention):
             for members in groups.values():
                 for batch in batches([lengths[row] for row in members], pass_tokens(lm.device.type, self.batch_tokens)):
                     rows = [members[i] for i in batch]
@@ -61,7 +61,7 @@ def _score(lm: LoadedModel, ablated: Intervention, reads: list[ReadInput]) -> li
     if start:
         contexts = list(dict.fromkeys(read.ids[:start] for read in reads))
         ids = torch.tensor(contexts, device=lm.device)
-        run(lm.model, {"input_ids": ids, "past_key_values": cache, "use_cache": True})
+        run_forward(lm.model, {"input_ids": ids, "past_key_values": cache, "use_cache": True})
         if len(contexts) < len(reads):
             row_of = {context: row for row, context in enumerate(contexts)}
             # Selecting rows as beam search does also works for recurrent states, and for layers on other devices.

@@ -20,7 +20,7 @@ from lm_eval.models.utils_hf import stop_sequences_criteria
 import headscan
 from headscan.ablation.intervention import Ablation, Intervention
 from headscan.ablation.masks import HeadMask
-from headscan.models.forward_inputs import run
+from headscan.models.forward_inputs import run_forward
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import batches, run_halving
 from headscan.pipelines.scoring.token_requests import ArmItem, GenerationRequest, Responses, input_key
@@ -38,7 +38,7 @@ class GenerationItem(ArmItem[GenerationRequest]):
         """Generate the texts with the item's heads ablated."""
         texts: dict[int, str] = {}
         shares: dict[int, float] = {}
-        static = self.ablated is None or self.ablated.fixed
+        static = self.intervention is None or self.intervention.fixed
         total = lm.grid.total_heads
         # Prompts of one batch have the same stop sequences. Prompts whose heads depend on them run alone, and so do
         # sampled prompts: drawn in batches by one arm and alone by another, they would be different samples.
@@ -50,7 +50,7 @@ class GenerationItem(ArmItem[GenerationRequest]):
             for rows in groups.values():
                 lengths = [len(self.requests[row].ids) + self.requests[row].max_new_tokens for row in rows]
                 for batch in batches(lengths, self.batch_tokens):
-                    mask = self.ablated if static else _seen(lm, self, self.requests[rows[batch[0]]])
+                    mask = self.intervention if static else _seen(lm, self, self.requests[rows[batch[0]]])
 
                     def write(chosen: list[int], rows: list[int] = rows, mask: Intervention | None = mask) -> list[str]:
                         return _write(lm, [self.requests[rows[i]] for i in chosen], mask)
@@ -73,14 +73,14 @@ def _rope_group(lm: LoadedModel, request: GenerationRequest) -> Hashable:
 
 
 def _seen(lm: LoadedModel, item: GenerationItem, request: GenerationRequest) -> HeadMask | None:
-    assert isinstance(item.ablated, Ablation)
+    assert isinstance(item.intervention, Ablation)
     ids = torch.tensor([request.ids], device=lm.device)
-    with headscan.intervene(lm, item.ablated, keys=[input_key(request.ids)]) as record:
-        run(lm.model, {"input_ids": ids})
-    zeroed_BLH = record.zeroed
-    assert zeroed_BLH is not None
-    heads = [(int(layer), int(head)) for layer, head in zeroed_BLH[0].nonzero()]
-    return HeadMask(heads, item.ablated.replacement) if heads else None
+    with headscan.intervene(lm, item.intervention, keys=[input_key(request.ids)]) as record:
+        run_forward(lm.model, {"input_ids": ids})
+    ablated_BLH = record.ablated
+    assert ablated_BLH is not None
+    heads = [(int(layer), int(head)) for layer, head in ablated_BLH[0].nonzero()]
+    return HeadMask(heads, item.intervention.replacement) if heads else None
 
 
 def _write(lm: LoadedModel, requests: list[GenerationRequest], mask: Intervention | None) -> list[str]:

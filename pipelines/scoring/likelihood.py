@@ -281,8 +281,8 @@ class LikelihoodItem(ArmItem[Request]):
     def run(self, lm: LoadedModel) -> list[Responses[Likelihood]]:
         """Answer requests with the item's heads ablated."""
         reads = distinct_reads(self.requests)
-        share = self.share_prefixes and (self.ablated is None or self.ablated.may_share_prefix)
-        with torch.no_grad(), ablating(lm, self.ablated, rule_kernels=self.rule_kernels) as record:
+        share = self.share_prefixes and (self.intervention is None or self.intervention.may_share_prefix)
+        with torch.no_grad(), ablating(lm, self.intervention, rule_kernels=self.rule_kernels) as record:
             score = partial(score_reads, lm, record=record)
             results = dict(score_in_batches(lm, reads, self.batch_tokens, share, partial(read_prefix, lm), score))
         return [by_request(reads, results)]
@@ -313,7 +313,7 @@ def score_reads(
     if after.prefix is not None:
         cache = {"use_cache": True, "past_key_values": after.prefix.continued(after.rows)}
     likelihoods = likelihoods_at(lm, reads, ids, places, **cache)
-    shares = [0.0] * len(reads) if record is None else record.zeroed_shares.tolist()
+    shares = [0.0] * len(reads) if record is None else record.ablated_shares.tolist()
     return [ReadResult(of_read, share) for of_read, share in zip(likelihoods, shares, strict=True)]
 
 

@@ -58,10 +58,10 @@ def collect_replacement(config: ReplacementConfig, model: ModelContext, longest:
     """Return what replaces the outputs of ablated heads; collect it unless it is zero. ``longest`` is the
     number of tokens of the longest input on which heads will be ablated.
     """
-    if config.value == "zero" or config.corpus is None:
+    if config.kind == "zero" or config.corpus is None:
         return ZERO_REPLACEMENT
-    refuse_staged(model.pool, f"`value={config.value}`", instead="`value=zero`")
-    resamples = config.value == "resample"
+    refuse_staged(model.pool, f"`kind={config.kind}`", instead="`kind=zero`")
+    resamples = config.kind == "resample"
     tokens = longest if resamples else longest_text(model.identity, None)
     shortest, count = (tokens, config.samples) if resamples else (min(SHORTEST, tokens), config.texts)
     texts = read_spread(
@@ -85,9 +85,9 @@ def collect_replacement(config: ReplacementConfig, model: ModelContext, longest:
         "seed": seed,
         "hash": fingerprint({"texts": [text.content_hash for text in texts]})[:16],
     }
-    name = f"{config.value} outputs of heads on {config.corpus.name}"
+    name = f"{config.kind} outputs of heads on {config.corpus.name}"
     outputs = model.pool.one(collect_outputs, _OutputsItem(name, ids, lengths, seed))
-    return ArmReplacement(outputs, fingerprint({"value": config.value, **source})[:6], tuple(source.items()))
+    return ArmReplacement(outputs, fingerprint({"value": config.kind, **source})[:6], tuple(source.items()))
 
 
 def collect_outputs(lm: LoadedModel, item: _OutputsItem) -> StoredOutputs:

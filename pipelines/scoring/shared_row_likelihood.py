@@ -107,12 +107,12 @@ class SharedRowItem(ArmItem[Request]):
         """Answer requests with the item's heads ablated, with the kernels of rules for every arm."""
         reads = distinct_reads(self.requests)
         results: dict[int, ReadResult] = {}
-        ablated = HeadMask([]) if self.ablated is None else self.ablated
+        ablated = HeadMask([]) if self.intervention is None else self.intervention
         if isinstance(ablated, LayerwiseAblation) and ablated.may_share_rows:
             results = _in_rows(lm, ablated, reads, self.batch_tokens)
         alone = [index for index in range(len(reads)) if index not in results]
         whole = [reads[index] for index in alone]
-        with torch.no_grad(), ablating(lm, self.ablated, rule_kernels=True) as record:
+        with torch.no_grad(), ablating(lm, self.intervention, rule_kernels=True) as record:
             score, read_on = partial(score_reads, lm, record=record), partial(read_prefix, lm)
             for place, of_read in score_in_batches(lm, whole, self.batch_tokens, False, read_on, score):
                 results[alone[place]] = of_read
@@ -163,6 +163,6 @@ def _read_row(
     cost = pass_cost(lm.device.type)
     parts = read_shared_row(blocks, ablated, row, forward, most_tokens=most_tokens, pass_cost=cost)
     for part in parts:
-        for member, likelihoods, share in zip(part.sequences, part.value, part.zeroed_shares, strict=True):
+        for member, likelihoods, share in zip(part.sequences, part.value, part.ablated_shares, strict=True):
             results[member] = ReadResult(likelihoods, share)
     return [results[member] for member in range(len(reads))]

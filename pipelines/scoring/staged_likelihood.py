@@ -17,7 +17,7 @@ import torch
 
 from headscan.cluster.pool import StagedTask
 from headscan.layers.layer_ranges import ablation_here, gives_logits
-from headscan.models.forward_inputs import run
+from headscan.models.forward_inputs import run_forward
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import Batch, pad, whole_batches
 from headscan.pipelines.scoring.likelihood import (
@@ -57,7 +57,7 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, RangeResult, list[Respons
         every = distinct_reads(item.requests)
         reads = [every[row] for row in batch.rows]
         ids, lengths = pad([read.ids for read in reads], batch.width)
-        here = None if item.ablated is None else ablation_here(lm, item.ablated)
+        here = None if item.intervention is None else ablation_here(lm, item.intervention)
         zeroed = (0,) * len(reads)
         with torch.no_grad(), ExitStack() as context:
             keys = [input_key(read.ids) for read in reads]
@@ -69,9 +69,9 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, RangeResult, list[Respons
                 places = [(row, place) for row, read in enumerate(reads) for place in read.places]
                 likelihoods = tuple(likelihoods_at(lm, reads, ids, places, use_cache=False))
             else:
-                run(lm.model, {"input_ids": ids.to(lm.device)})
+                run_forward(lm.model, {"input_ids": ids.to(lm.device)})
             # `zeroed` is None if no layer of the range has heads.
-            if record is not None and (zeroed_BLH := record.zeroed) is not None:
+            if record is not None and (zeroed_BLH := record.ablated) is not None:
                 zeroed = tuple(zeroed_BLH.sum((1, 2)).tolist())
         return RangeResult(likelihoods, zeroed, sum(1 for _ in lm.grid.heads()))
 

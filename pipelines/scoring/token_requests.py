@@ -37,7 +37,7 @@ class Responses(Generic[A]):
     """A log-likelihood or a text for each request, and the ablated share of each request, 0 to 1."""
 
     values: tuple[A, ...]
-    zeroed_shares: tuple[float, ...]
+    ablated_shares: tuple[float, ...]
 
 
 Q = TypeVar("Q")
@@ -59,7 +59,7 @@ class ScoringItem(ABC, Generic[Q]):
 class ArmItem(ScoringItem[Q]):
     """Requests for one replica under one arm, in passes of ``batch_tokens`` tokens."""
 
-    ablated: Intervention | None
+    intervention: Intervention | None
     batch_tokens: int
 
 

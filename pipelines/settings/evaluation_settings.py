@@ -273,7 +273,7 @@ class ReplacementConfig:
             memory.
     """
 
-    value: ReplacementOption = "zero"
+    kind: ReplacementOption = "zero"
     corpus: CorpusSpec | None = None
     texts: Count = 64
     samples: Annotated[int, Limits(least=2)] = 8
@@ -281,14 +281,14 @@ class ReplacementConfig:
 
     def __post_init__(self) -> None:
         check_limits(self, InterventionError)
-        if self.value != "zero" and self.corpus is None:
-            raise InterventionError(f"`value={self.value}` needs texts: no corpus. Set `corpus`")
-        if self.value == "zero" and self.corpus is not None:
-            raise InterventionError("`corpus` has no effect with `value=zero`: leave it out, or use mean or resample")
+        if self.kind != "zero" and self.corpus is None:
+            raise InterventionError(f"`kind={self.kind}` needs texts: no corpus. Set `corpus`")
+        if self.kind == "zero" and self.corpus is not None:
+            raise InterventionError("`corpus` has no effect with `kind=zero`: leave it out, or use mean or resample")
         for name, used_by in (("texts", "mean"), ("samples", "resample"), ("seed", "resample")):
-            if self.value != used_by and getattr(self, name) != getattr(ReplacementConfig, name):
+            if self.kind != used_by and getattr(self, name) != getattr(ReplacementConfig, name):
                 raise InterventionError(
-                    f"`{name}` has no effect with `value={self.value}`: leave it out, or use {used_by}"
+                    f"`{name}` has no effect with `kind={self.kind}`: leave it out, or use {used_by}"
                 )
 
 
@@ -339,7 +339,7 @@ class ChosenArms:
         ),
     ] = None
     share: Annotated[float, Option("share of heads to ablate, chosen by the score", above=0, below=1)] = 0.1
-    order: MaskOrderOption = "mean"
+    mask_order: MaskOrderOption = "mean"
     run_id: Annotated[
         str | None, Option("first characters of the id of that run (default: the newest of this model)", flag="--run")
     ] = None
@@ -387,13 +387,13 @@ class ChosenArms:
         if not self.plan_modes:
             raise InterventionError("`plan_modes` is empty (limit 1 mode). Set `plan_modes`")
         ablates = bool(self.heads or self.mask or self.score)
-        if self.replacement.value != "zero" and not ablates:
+        if self.replacement.kind != "zero" and not ablates:
             raise InterventionError(
-                f"`value={self.replacement.value}` needs ablated heads. Set `heads`, `mask` or `score`"
+                f"`kind={self.replacement.kind}` needs ablated heads. Set `heads`, `mask` or `score`"
             )
         for name, needed, is_used in (
             ("share", "`score`", bool(self.score)),
-            ("order", "`score`", bool(self.score)),
+            ("mask_order", "`score`", bool(self.score)),
             ("run_id", "`score`", bool(self.score)),
             ("rule", "`score`", bool(self.score)),
             ("plan_modes", "`plans`", bool(self.plans)),
@@ -401,10 +401,10 @@ class ChosenArms:
         ):
             if not is_used and getattr(self, name) != getattr(ChosenArms, name):
                 raise InterventionError(f"`{name}` has no effect without {needed}: leave it out")
-        if self.score not in (None, *SCORES) and (self.rule or self.order != "mean"):
+        if self.score not in (None, *SCORES) and (self.rule or self.mask_order != "mean"):
             raise InterventionError(
-                f"`{'rule' if self.rule else 'order'}` needs a score of each input, which `score={self.score}` is not."
-                " Choose another `score`"
+                f"`{'rule' if self.rule else 'mask_order'}` needs a score of each input, which `score={self.score}` is"
+                " not. Choose another `score`"
             )
 
 
@@ -459,11 +459,12 @@ class SweepConfig:
         ),
     ] = ("output_norm_ln",)
     mask_order: MaskOrderOption = "mean"
-    seeds: Annotated[
+    controls: Annotated[
         int,
         Option(
             "number of random controls per share, for rules and for masks; 20 x the number of scores - 1 can show that "
             "the choice among them is better than chance",
+            flag="--controls --seeds",
             least=0,
         ),
     ] = 3
@@ -501,7 +502,7 @@ class LossTexts:
         ),
     ] = None
 
-    def tokens(self, identity: ModelIdentity) -> int:
+    def longest(self, identity: ModelIdentity) -> int:
         return longest_text(identity, self.max_tokens)
 
     def __post_init__(self) -> None:
@@ -540,7 +541,7 @@ class AblateConfig:
 
     def placed_tokens(self, identity: ModelIdentity) -> int:
         """Return the tokens that placement reserves memory for: those of the longest text, or those of a task."""
-        return TASK_TOKENS if self.texts is None else self.texts.tokens(identity)
+        return TASK_TOKENS if self.texts is None else self.texts.longest(identity)
 
 
 #: One of each kind, the two best-known scores among them.
@@ -585,7 +586,9 @@ class CriteriaComparison:
         tuple[float, ...],
         Option("comma-separated shares of heads to remove, of each site with --data", above=0, most=1),
     ] = (0.1, 0.2, 0.3, 0.4, 0.5)
-    seeds: Annotated[int, Option("number of random controls per share", least=0)] = 3
+    controls: Annotated[
+        int, Option("number of random controls per share", flag="--controls --seeds", metavar="N", least=0)
+    ] = 3
     iterative: Annotated[bool, Option("scores, importances and effects are measured again after each share")] = False
 
     def __post_init__(self) -> None:

@@ -201,7 +201,7 @@ class ProbeConfig:
         ),
     ] = ()
     corpus: CorpusSpec = field(default_factory=lambda: CorpusSpec("python-stdlib"))
-    settings: BehaviourProbe = field(default_factory=BehaviourProbe)
+    probe: BehaviourProbe = field(default_factory=BehaviourProbe)
     batch_tokens: Count = BATCH_TOKENS
 
     def __post_init__(self) -> None:

@@ -54,7 +54,7 @@ class PruneTexts:
     def __post_init__(self) -> None:
         check_limits(self, PruningError)
 
-    def tokens(self, identity: ModelIdentity) -> int:
+    def longest(self, identity: ModelIdentity) -> int:
         return longest_text(identity, self.max_tokens, _PRUNE_TOKENS)
 
     def half(self, tokens: int, columns: int) -> int:
@@ -79,7 +79,7 @@ class RecallPrompts:
     """
 
     prompts: Annotated[int, Limits(least=0, multiple=8)] = 32
-    tokens: Count = 512
+    max_tokens: Count = 512
     weight: Annotated[float, Limits(above=0)] = 0.3
     seed: Seed = 0
 
@@ -177,7 +177,7 @@ class PlanConfig:
         """What gets a window, in words."""
         return "KV heads" if self.granularity == "kv_head" else "layers"
 
-    def tokens(self, identity: ModelIdentity) -> int:
+    def longest(self, identity: ModelIdentity) -> int:
         return longest_text(identity, self.max_tokens, _PLAN_TOKENS)
 
 
@@ -210,7 +210,7 @@ class GenerateConfig:
     def prompt_ids(self, identity: ModelIdentity) -> tuple[int, ...]:
         return tuple(identity.tokenizer(self.prompt)["input_ids"])
 
-    def tokens(self, identity: ModelIdentity) -> int:
+    def longest(self, identity: ModelIdentity) -> int:
         """Return the length of the whole text."""
         return len(self.prompt_ids(identity)) + self.max_new_tokens
 

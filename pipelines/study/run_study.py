@@ -105,12 +105,12 @@ class _Study:
             _check_model(model, run)
         texts = split_texts(settings.corpus, Path(config.out) / "texts", settings.judge)
         limit = run.identity.max_tokens
-        tokens = config.tokens or min(limit or LONGEST_STUDY_TEXT, LONGEST_STUDY_TEXT)
+        tokens = config.max_tokens or min(limit or LONGEST_STUDY_TEXT, LONGEST_STUDY_TEXT)
         if limit is not None and tokens > limit:
-            raise StudyError(f"`tokens={tokens}` (limit {limit} positions of the model). Lower `tokens`")
+            raise StudyError(f"`max_tokens={tokens}` (limit {limit} positions of the model). Lower `max_tokens`")
         if known is None:
             speed = run.pool.one(time_pass, TimedPass(max(1, min(4, 2048 // tokens)), tokens))
-            open_config = replace(config, tokens=tokens)
+            open_config = replace(config, max_tokens=tokens)
             known = decided(open_config, speed, question_costs(open_config, run, texts), run.say)
             write_text(model, json.dumps(run.identity.fingerprint()))
             write_study(record, known)
@@ -253,7 +253,7 @@ class _Study:
             methods=(method,),
             orders={} if method == "damage" else {method: self._order(method)},
             texts=PruneTexts(self.texts.measure, self.texts.choose, 2 * repairing, self.tokens),
-            recall_prompts=RecallPrompts(prompts=2 * config.recall_prompts, tokens=self._recall_tokens),
+            recall_prompts=RecallPrompts(prompts=2 * config.recall_prompts, max_tokens=self._recall_tokens),
             controls=0,
             timing=None,
             skip_verdict=True,

@@ -88,8 +88,8 @@ def removals(built: Sequence[BuiltModel], model: ModelSpec, run: Run) -> Candida
 
 def write_heads(arm: Arm, file: Path) -> str:
     """Write the ablated heads as a list that `headscan prune --import-heads` reads, and return its path."""
-    assert isinstance(arm.ablated, HeadMask)
-    write_text(file, json.dumps([list(head) for head in arm.ablated.heads]) + "\n")
+    assert isinstance(arm.intervention, HeadMask)
+    write_text(file, json.dumps([list(head) for head in arm.intervention.heads]) + "\n")
     return str(file)
 
 

@@ -66,7 +66,7 @@ class StudyConfig:
     out: Annotated[str | Path, Option("output folder")] = "study"
     tasks: TaskConfig | None = None
     hours: Annotated[float, Option("time limit, in hours", above=0, most=1e6)] = 2.0
-    tokens: Annotated[
+    max_tokens: Annotated[
         int | None,
         Option(
             f"longest text, in tokens (default: at most {LONGEST_STUDY_TEXT})",
@@ -130,11 +130,11 @@ class StudyConfig:
             raise StudyError("criteria are empty (limit 1). Name a score or an importance")
         if self.shares != () and not self.ranking:
             raise StudyError(f"{self.criteria[0]} needs recall questions (`recall_questions=0`). Name other criteria")
-        widest = None if self.tokens is None else self.tokens - DEFAULT_SINK - 1
+        widest = None if self.max_tokens is None else self.max_tokens - DEFAULT_SINK - 1
         if self.window_shares != () and widest is not None and (self.recent or 1) > widest:
             raise StudyError(
-                f"`recent={self.recent}` (limit {widest} in texts of {self.tokens} tokens, of which a window also keeps"
-                f" the first {DEFAULT_SINK}). Lower `recent`, or raise `tokens`"
+                f"`recent={self.recent}` (limit {widest} in texts of {self.max_tokens} tokens, of which a window also "
+                f"keeps the first {DEFAULT_SINK}). Lower `recent`, or raise `max_tokens`"
             )
         # A study that decides by itself records `search=False`, and a way to choose the removed heads, in any case.
         for name, shares, is_given in (

@@ -138,7 +138,7 @@ class QuestionCosts:
 
 def question_costs(config: StudyConfig, run: Run, texts: StudyTexts) -> QuestionCosts:
     """Count the tokens of some questions, and ask the whole model recall questions that judge nothing."""
-    assert config.tokens is not None
+    assert config.max_tokens is not None
     enough = enough_questions(_CHANGED, config.kind_count)
     made = len(make_questions(texts.judged_files, enough))
     if config.tasks is None and not made:
@@ -158,7 +158,7 @@ def question_costs(config: StudyConfig, run: Run, texts: StudyTexts) -> Question
     available = sum(of_task.values()) if config.tasks else made
     if not available:
         raise StudyError("the tasks have no question with a right answer, so they cannot judge. Choose other `tasks`")
-    asked = RecallQuestions(lengths=(config.tokens - 1,), questions=_ASKED_FIRST, seed=1)
+    asked = RecallQuestions(lengths=(config.max_tokens - 1,), questions=_ASKED_FIRST, seed=1)
     recall_tokens = _recall_tokens(config, asked, run)
     needed, words = [0], []
     if config.recall_questions is None and recall_tokens:
@@ -167,7 +167,7 @@ def question_costs(config: StudyConfig, run: Run, texts: StudyTexts) -> Question
             words.append(f"{kind} {right:.0f} %")
             if solves(kind, right, number):
                 needed.append(recall_needed(kind, right, config.kind_count))
-    repairing = 0 if config.prune_shares == () else repair_texts(run, config.tokens)
+    repairing = 0 if config.prune_shares == () else repair_texts(run, config.max_tokens)
     return QuestionCosts(tokens, recall_tokens, enough, available, max(needed), ", ".join(words), repairing)
 
 
@@ -186,8 +186,8 @@ def _recall_tokens(config: StudyConfig, asked: RecallQuestions, run: Run) -> flo
     except (RecallError, CorpusError) as problem:
         if config.recall_questions is not None:
             raise StudyError(
-                f"`recall_questions={config.recall_questions}` do not fit `tokens={config.tokens}` or the tokenizer"
-                f" ({problem}). Raise `tokens`, or set `recall_questions` to 0"
+                f"`recall_questions={config.recall_questions}` do not fit `max_tokens={config.max_tokens}` or the"
+                f" tokenizer ({problem}). Raise `max_tokens`, or set `recall_questions` to 0"
             ) from problem
         run.say(f"no recall question is asked, so it stays unknown whether recall is kept ({problem})")
         return 0.0
@@ -213,7 +213,7 @@ def decided(config: StudyConfig, speed: float, costs: QuestionCosts, say: Callab
     """
     if not costs.recall_tokens:
         config = replace(config, recall_questions=0)
-    asked, length = config, config.tokens
+    asked, length = config, config.max_tokens
     assert length is not None
     seconds, per_text = 3600 * config.hours, length / speed
     for texts_read, tried in _EFFORTS:
@@ -300,8 +300,8 @@ def _step_seconds(
     Args:
         speed: Tokens per second of a forward pass.
     """
-    assert config.tokens is not None
-    per_text = config.tokens / speed
+    assert config.max_tokens is not None
+    per_text = config.max_tokens / speed
     masks, windows, pruned = (_number(getattr(config, name)) for name in SHARE_SETTINGS)
     prompts = sequences / 2 + config.recall_prompts
     # One criterion needs no comparison, and scores of the scan no importance.

@@ -193,7 +193,7 @@ def compared(
     def ours(reading: Reading, ablated: HeadMask | HeadRule, asked: Sequence[Request]) -> list[float]:
         item = reading.item("all", tuple(asked), ablated, budget)
         result = item.run(lm)[0]
-        shares[reading] = result.zeroed_shares
+        shares[reading] = result.ablated_shares
         return [answer.log_likelihood for answer in result.values]
 
     def ways(ablated: HeadMask | HeadRule, asked: Sequence[Request]) -> dict[str, Callable[[], list[float]]]:

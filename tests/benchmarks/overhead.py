@@ -23,7 +23,7 @@ from headscan.attention.discovery import discover
 from headscan.attention.hooks import output_hook
 from headscan.catalog import SCORES, MassWidths, panel_names, statistics_for
 from headscan.grid import AttentionSite
-from headscan.models.forward_inputs import run
+from headscan.models.forward_inputs import run_forward
 from headscan.statistics.norm_statistics import ProjectionFactors
 from headscan.statistics.registry import OUTPUT_STATISTICS, output_statistics
 from headscan.statistics.weight_statistics import AttentionRequest
@@ -64,7 +64,7 @@ def ways(lm: headscan.LoadedModel, ids: Tensor, *, eager: bool) -> dict[str, Way
 
     @torch.no_grad()
     def plain() -> None:
-        run(lm.model, {"input_ids": ids})
+        run_forward(lm.model, {"input_ids": ids})
 
     found: dict[str, Way] = {
         "plain": plain,

@@ -74,7 +74,7 @@ def test_a_pipeline_gives_what_one_process_gives(family: str, stages: int, saved
             for one, other in zip(ours.values, theirs.values, strict=True):
                 assert one.log_likelihood == pytest.approx(other.log_likelihood, abs=1e-6, rel=1e-6), name
                 assert one.greedy_tokens == other.greedy_tokens, name
-            assert ours.zeroed_shares == pytest.approx(theirs.zeroed_shares, abs=1e-12), name
+            assert ours.ablated_shares == pytest.approx(theirs.ablated_shares, abs=1e-12), name
 
 
 @pytest.mark.slow

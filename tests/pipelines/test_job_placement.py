@@ -207,6 +207,6 @@ def test_ablate_and_study_have_memory_for_their_texts(
         jobs.ablate(on_texts, tmp_path / "s.duckdb", say=quiet)
     with pytest.raises(HeadscanError, match=f"placed for {TASK_TOKENS} tokens"):
         jobs.ablate(jobs.AblateConfig(evaluation), tmp_path / "s.duckdb", say=quiet)
-    study = jobs.StudyConfig(evaluation.model, texts.corpus, tmp_path / "study", tokens=longest)
+    study = jobs.StudyConfig(evaluation.model, texts.corpus, tmp_path / "study", max_tokens=longest)
     with pytest.raises(HeadscanError, match=f"placed for {max(TASK_TOKENS, longest)} tokens"):
         jobs.study(study, say=quiet)

@@ -167,7 +167,7 @@ def test_every_measuring_job_fills_its_table(
     """The same call again measures nothing."""
     store, texts = tmp_path / "s.duckdb", CorpusSpec(str(corpus_folder))
     measuring = jobs.ImportanceConfig(spec, texts, TokenConfig(64))
-    probing = jobs.ProbeConfig(spec, ("induction_score",), settings=BehaviourProbe(sequences=2, tokens=8))
+    probing = jobs.ProbeConfig(spec, ("induction_score",), probe=BehaviourProbe(sequences=2, tokens=8))
     fitting = jobs.GatesConfig(spec, texts, GateFitConfig(share=0.3, steps=4), sequences=8, max_tokens=32)
     found = [
         jobs.importance(measuring, store, devices=cpu, say=quiet),
@@ -191,7 +191,7 @@ def test_ablate_sweep_and_referee_judge_their_arms(
     store, texts = tmp_path / "s.duckdb", CorpusSpec(str(corpus_folder))
     effects = jobs.ablate(jobs.AblateConfig(evaluation), store, devices=cpu, say=quiet).effects
     assert len(effects) == 18
-    sweeping = jobs.SweepConfig(evaluation, ("entropy",), (0.2,), masks=("effect",), seeds=0, confirm=False)
+    sweeping = jobs.SweepConfig(evaluation, ("entropy",), (0.2,), masks=("effect",), controls=0, confirm=False)
     swept = jobs.sweep(sweeping, store, devices=cpu, say=quiet)
     assert [arm.name.partition(" of ")[0] for arm in swept.verdict.arms] == ["rule entropy 20%", "mask effect 20%"]
     assert {choice.verdict.name for choice in swept.choices} == {arm.name for arm in swept.verdict.arms}
@@ -209,7 +209,7 @@ def test_ablate_sweep_and_referee_judge_their_arms(
     ]
     comparing = jobs.RefereeConfig(
         evaluation,
-        CriteriaComparison(("importance", "importance_recall"), (0.5,), seeds=0),
+        CriteriaComparison(("importance", "importance_recall"), (0.5,), controls=0),
         PruneTexts(texts, sequences=6, max_tokens=200),
     )
     compared = jobs.referee(comparing, store, devices=cpu, say=quiet)
@@ -225,7 +225,7 @@ def test_labelled_examples_judge_the_heads_of_a_classifier(
     assert len(head_order(Store(store), run_id, "importance")) == LAYERS * HEADS
     ablating = jobs.LabelledAblateConfig(labelled)
     assert len(jobs.labelled_ablate(ablating, store, devices=cpu, say=quiet).effects) == LAYERS * HEADS
-    comparing = jobs.LabelledRefereeConfig(labelled, CriteriaComparison(("importance",), (0.5,), seeds=0))
+    comparing = jobs.LabelledRefereeConfig(labelled, CriteriaComparison(("importance",), (0.5,), controls=0))
     (point,) = jobs.labelled_referee(comparing, store, devices=cpu, say=quiet).points
     assert (point.curve[0], point.share) == ("importance", 0.5)
 

@@ -92,7 +92,7 @@ def test_a_mask_is_a_zero_gate_at_the_output_projection(family: str, site: str, 
         masked = logits_of(lm, ids)
     assert_close(masked, gated_logits(lm, family, ids, gates, site), rtol=1e-5, atol=1e-5)
     assert (masked - plain).abs().max() > 1e-4
-    assert torch.equal(record.zeroed, gates == 0)
+    assert torch.equal(record.ablated, gates == 0)
     assert torch.equal(logits_of(lm, ids), plain)
 
 
@@ -111,7 +111,7 @@ def test_a_mask_of_several_sites_is_one_mask_at_each(family: str) -> None:
         expected = logits_of(lm, ids)
     with headscan.intervene(lm, mask) as record:
         assert torch.equal(logits_of(lm, ids), expected)
-    assert record.zeroed is None and not torch.equal(expected, plain)
+    assert record.ablated is None and not torch.equal(expected, plain)
     assert torch.equal(logits_of(lm, ids), plain)
     with pytest.raises(HeadIndexError):
         headscan.intervene(lm, headscan.SiteMask({"encoder": [(0, 0)], "cross": [(9, 0)]})).__enter__()
@@ -127,10 +127,10 @@ def check_rule(family: str, score: str, device: torch.device) -> None:
     rule = headscan.HeadRule(score, threshold=threshold)
     with headscan.intervene(lm, rule, lengths=lengths) as record:
         logits = logits_of(lm, ids)
-    assert 0.05 < record.zeroed_share < 0.95
+    assert 0.05 < record.ablated_share < 0.95
     # Layer 0 sees nothing of the rule, so its verdicts follow from the plain statistics.
-    assert torch.equal(record.zeroed[:, 0], rule.ablates(headscan.score(stats, score))[:, 0])
-    gates = (~record.zeroed).float()
+    assert torch.equal(record.ablated[:, 0], rule.ablates(headscan.score(stats, score))[:, 0])
+    gates = (~record.ablated).float()
     for row, length in enumerate(lengths):
         alone = gated_logits(lm, family, ids[row : row + 1, :length], gates[row : row + 1])
         assert_close(logits[row, :length], alone[0], rtol=1e-4, atol=1e-4)
@@ -157,11 +157,11 @@ def test_random_heads_are_zero_gates_at_the_output_projection(family: str, site:
     plain = logits_of(lm, ids)
     with headscan.intervene(lm, headscan.RandomHeads(0.4, seed=3), keys=[7, 2**60, 0]) as record:
         logits = logits_of(lm, ids)
-    assert record.zeroed is not None
+    assert record.ablated is not None
     for layer in range(lm.grid.num_layers):
         heads = lm.grid.site_of(layer).num_attention_heads
-        assert record.zeroed[:, layer, :heads].any() and not record.zeroed[:, layer, heads:].any()
-    gates = (~record.zeroed).float()
+        assert record.ablated[:, layer, :heads].any() and not record.ablated[:, layer, heads:].any()
+    gates = (~record.ablated).float()
     assert_close(logits, gated_logits(lm, family, ids, gates, site), rtol=1e-5, atol=1e-5)
     assert torch.equal(logits_of(lm, ids), plain)
 
@@ -174,8 +174,8 @@ def test_random_heads_follow_from_seed_and_key_alone() -> None:
         with headscan.intervene(lm, what) as record:
             record.keys = keys
             lm.model(input_ids=ids[rows])
-        assert record.zeroed is not None
-        return record.zeroed
+        assert record.ablated is not None
+        return record.ablated
 
     some = headscan.RandomHeads(0.5, seed=1)
     together = zeroed(some, [0, 1, 2, 3], [11, 12, 13, 14])
@@ -215,10 +215,12 @@ def test_a_rule_scores_activations_already_changed_below() -> None:
     with headscan.intervene(lm, headscan.HeadRule("output_norm_ln", threshold=1.0)) as record:
         lm.model(input_ids=ids)
     # Ablating the rule's heads in the layers below, and measuring, must give its heads in the next layer.
-    below = [(0, int(h)) for h in record.zeroed[0, 0].nonzero()] + [(1, int(h)) for h in record.zeroed[0, 1].nonzero()]
+    below = [(0, int(h)) for h in record.ablated[0, 0].nonzero()] + [
+        (1, int(h)) for h in record.ablated[0, 1].nonzero()
+    ]
     with headscan.intervene(lm, headscan.HeadMask(below)):
         stats = headscan.collect(lm, ids, statistics=["output_norm"])
-    assert torch.equal(record.zeroed[0, 2], headscan.score(stats, "output_norm_ln")[0, 2] < 1.0)
+    assert torch.equal(record.ablated[0, 2], headscan.score(stats, "output_norm_ln")[0, 2] < 1.0)
 
 
 def test_contexts_nest_and_undo_themselves_after_an_exception() -> None:
@@ -254,7 +256,7 @@ def test_gradients_pass_through_a_rule(family: str) -> None:
     lm = make_loaded(family)
     with torch.enable_grad(), headscan.intervene(lm, headscan.HeadRule("entropy_ln", threshold=0.9)) as record:
         lm.model(input_ids=ids_of(1, 25)).logits.square().mean().backward()
-    assert record.zeroed is not None and record.zeroed.any()
+    assert record.ablated is not None and record.ablated.any()
     gradient = lm.model.get_input_embeddings().weight.grad
     assert gradient is not None and gradient.isfinite().all() and gradient.abs().sum() > 0
 
@@ -281,7 +283,7 @@ def test_another_ablation_is_a_class_of_its_own() -> None:
     plain = logits_of(lm, ids)
     with headscan.intervene(lm, Negated()) as record:
         assert not torch.equal(logits_of(lm, ids), plain)
-    assert record.zeroed is not None and record.zeroed[:, :, 1].all() and int(record.zeroed.sum()) == 2 * 3
+    assert record.ablated is not None and record.ablated[:, :, 1].all() and int(record.ablated.sum()) == 2 * 3
     assert torch.equal(logits_of(lm, ids), plain)
     negated = Negated()
     assert not (negated.fixed or negated.needs_whole_input or negated.may_share_prefix)
@@ -320,7 +322,7 @@ def test_a_rule_looks_at_the_lengths_once_a_pass(monkeypatch: pytest.MonkeyPatch
     def zeroed(lengths: list[int]) -> Tensor | None:
         with headscan.intervene(lm, rule, lengths=lengths) as record:
             logits_of(lm, ids)
-        return record.zeroed
+        return record.ablated
 
     batches = ([20, 7], [3, 20], [11, 12])
     expected = [zeroed(lengths) for lengths in batches]
@@ -335,7 +337,7 @@ def test_a_rule_looks_at_the_lengths_once_a_pass(monkeypatch: pytest.MonkeyPatch
             else:
                 record.lengths = torch.tensor(lengths)
             logits_of(lm, ids)
-            assert record.zeroed is not None and ablated is not None and torch.equal(record.zeroed, ablated)
+            assert record.ablated is not None and ablated is not None and torch.equal(record.ablated, ablated)
     assert len(looked) == 4
 
 
@@ -363,4 +365,4 @@ def test_the_zeroed_share_counts_heads_that_exist() -> None:
     )
     record.note(first, torch.ones(2, 6, dtype=torch.bool))
     record.note(rest[0], torch.zeros(2, 6, dtype=torch.bool))
-    assert record.zeroed_share == 0.5
+    assert record.ablated_share == 0.5

@@ -77,7 +77,7 @@ def test_a_mean_mask_outputs_the_mean_of_all_real_tokens(family: str, site: str)
         found = logits_of(lm, ids)
     by_hand = replaced_logits(lm, ids, lambda _, layer, head: means.by_layer[layer][head])
     torch.testing.assert_close(found, by_hand, rtol=1e-4, atol=1e-5)
-    assert record.zeroed is not None and int(record.zeroed.sum()) == 2 * len(HEADS)
+    assert record.ablated is not None and int(record.ablated.sum()) == 2 * len(HEADS)
 
 
 def test_a_resampled_mask_outputs_another_text_at_the_same_positions() -> None:
@@ -102,10 +102,10 @@ def test_rules_and_random_heads_replace_the_heads_that_they_record(make) -> None
     means = headscan.head_means(lm, ids_of(3, 30, seed=5))
     with headscan.intervene(lm, make(means)) as record:
         found = logits_of(lm, ids)
-    assert 0.1 < record.zeroed_share < 0.9
+    assert 0.1 < record.ablated_share < 0.9
 
     def by_hand(site, heads) -> Tensor:
-        ablated = record.zeroed[:, site.layer, : site.num_attention_heads]
+        ablated = record.ablated[:, site.layer, : site.num_attention_heads]
         return torch.where(ablated[:, None, :, None], means.by_layer[site.layer], heads)
 
     with output_hook(lm, by_hand):

@@ -147,7 +147,7 @@ def test_blocks_below_do_not_run_and_masks_above_work() -> None:
         assert torch.equal(lm.model(input_ids=ids).logits, expected)
         resumed.hidden_in = hidden[2][:2]
         assert torch.equal(lm.model(input_ids=ids[:2]).logits, expected[:2])
-        assert record.zeroed is not None and record.zeroed.nonzero().tolist() == [
+        assert record.ablated is not None and record.ablated.nonzero().tolist() == [
             [row, layer, head] for row in range(2) for layer, head in mask.heads
         ]
     assert not set(ran) & {*blocks.all[0].module.children(), *blocks.all[1].module.children()}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import headscan
 from headscan.architectures import FAMILIES, VOCABULARY
 from headscan.layers.prefix_cache import Prefix, nearly_equal, read_prefix, shares_prefixes
-from headscan.models.forward_inputs import run
+from headscan.models.forward_inputs import run_forward
 from headscan.models.loaded_model import LoadedModel
 from tests.devices import assert_close, on
 from tests.small_models import distinct_first, make_loaded
@@ -42,7 +42,7 @@ def read_in_steps(lm: LoadedModel, prefixes: Tensor) -> Prefix:
 
 def continued(lm: LoadedModel, read: Prefix, rest: Tensor) -> Tensor:
     cache = read.continued(ROWS[: len(rest)])
-    return run(lm.model, {"input_ids": rest, "past_key_values": cache, "use_cache": True})[0]
+    return run_forward(lm.model, {"input_ids": rest, "past_key_values": cache, "use_cache": True})[0]
 
 
 @pytest.mark.gpu
@@ -60,7 +60,7 @@ def test_a_prefix_is_continued_as_the_whole_is_read(family: str, device: torch.d
         again = continued(lm, read, rest[:1])
         for row, length in enumerate(LENGTHS):
             ids = torch.cat([prefixes[ROWS[row]][None], rest[row : row + 1, :length]], 1)
-            whole = run(lm.model, {"input_ids": ids})[0][0, prefixes.shape[1] :]
+            whole = run_forward(lm.model, {"input_ids": ids})[0][0, prefixes.shape[1] :]
             assert_close(first[row, :length], whole, rtol=1e-4, atol=1e-5)
             if row == 0:  # a prefix is not used up
                 assert_close(again[0, :length], whole, rtol=1e-4, atol=1e-5)
@@ -84,7 +84,7 @@ def test_a_continuation_keeps_nothing_but_the_prefixes() -> None:
     prefixes, rest = texts()
     read = read_in_steps(lm, prefixes)
     cache = read.continued(ROWS)
-    run(lm.model, {"input_ids": rest, "past_key_values": cache, "use_cache": True})
+    run_forward(lm.model, {"input_ids": rest, "past_key_values": cache, "use_cache": True})
     kept, own = cache.layers, read.continued(ROWS).layers
     for layer, prefix in zip(kept, own, strict=True):
         assert layer.keys is prefix.keys  # not a copy for each sequence

@@ -19,7 +19,7 @@ from headscan.catalog import SCORES
 from headscan.errors import HeadIndexError, InterventionError
 from headscan.layers.blocks import find_blocks
 from headscan.layers.shared_rows import SharedRow, SharedRowHooks, can_share_rows, read_shared_row
-from headscan.models.forward_inputs import run
+from headscan.models.forward_inputs import run_forward
 from headscan.models.loaded_model import LoadedModel
 from tests.devices import assert_close, assert_near, on
 from tests.small_models import distinct_first, make_loaded
@@ -53,10 +53,10 @@ def read_apart(lm: LoadedModel, ablated: Ablated, row: SharedRow) -> list[tuple[
     found = []
     for index, ending in enumerate(row.endings):
         with headscan.intervene(lm, ablated if isinstance(ablated, headscan.HeadRule) else ablated[index]) as record:
-            hidden = run(lm.model, {"input_ids": torch.tensor([[*row.prefix, *ending]], device=lm.device)})[0][
+            hidden = run_forward(lm.model, {"input_ids": torch.tensor([[*row.prefix, *ending]], device=lm.device)})[0][
                 0, len(row.prefix) :
             ]
-        found.append((hidden, record.zeroed_share))
+        found.append((hidden, record.ablated_share))
     return found
 
 
@@ -68,13 +68,13 @@ def check(lm: LoadedModel, ablated: Ablated, row: SharedRow) -> int:
 
     def forward(part: SharedRow, sequences: Sequence[int]) -> Tensor:
         assert part.endings == tuple(row.endings[index] for index in sequences)
-        return run(lm.model, part.inputs(lm.device))[0][0]
+        return run_forward(lm.model, part.inputs(lm.device))[0][0]
 
     seen: list[int] = []
     copies = 0
     for reading in read_shared_row(find_blocks(lm), ablated, row, forward):
         copies += len(reading.row.groups)
-        parts = zip(reading.sequences, reading.row.starts, reading.zeroed_shares, strict=True)
+        parts = zip(reading.sequences, reading.row.starts, reading.ablated_shares, strict=True)
         for index, start, zeroed in parts:
             hidden, share = whole[index]
             found = reading.value[start : start + len(hidden)]
@@ -162,7 +162,7 @@ def test_hooks_are_removed_when_sequences_split_and_when_a_pass_fails() -> None:
     assert hooks() == before
 
     def broken(part: SharedRow, sequences: Sequence[int]) -> None:
-        run(lm.model, part.inputs(lm.device))
+        run_forward(lm.model, part.inputs(lm.device))
         raise KeyError("broken")
 
     with pytest.raises(KeyError):
@@ -247,7 +247,7 @@ def test_sequences_that_part_stay_in_one_pass_of_limited_tokens() -> None:
         return [len(reading.row.groups) for reading in readings]
 
     def forward(part: SharedRow, sequences: Sequence[int]) -> None:
-        run(lm.model, part.inputs(lm.device))
+        run_forward(lm.model, part.inputs(lm.device))
 
     assert copies() == [4] and passes.tokens == [whole]
     limited = copies(most_tokens=70)
@@ -261,7 +261,7 @@ def test_prefixes_go_on_being_shared_if_that_saves_more_than_a_pass(pass_cost: i
     lm, row = make_loaded("llama"), make_row()
     masks = [headscan.HeadMask(heads) for heads in ([], [(0, 0)], [(0, 1)], [(0, 0)])]
     [reading] = read_shared_row(
-        find_blocks(lm), masks, row, lambda part, _: run(lm.model, part.inputs(lm.device)), pass_cost=pass_cost
+        find_blocks(lm), masks, row, lambda part, _: run_forward(lm.model, part.inputs(lm.device)), pass_cost=pass_cost
     )
     assert len(reading.row.groups) == expected
     assert check(lm, masks, row) == 3

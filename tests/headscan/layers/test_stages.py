@@ -73,8 +73,8 @@ def measured(lm: headscan.LoadedModel, arm: HeadMask | HeadRule | RandomHeads | 
             here = ablation_here(lm, arm)
             record = context.enter_context(headscan.intervene(lm, here, lengths=LENGTHS))
         values = headscan.collect(lm, ids_of().to(lm.device), LENGTHS)
-        if arm is not None and record.zeroed is not None:
-            ablated = [record.zeroed]
+        if arm is not None and record.ablated is not None:
+            ablated = [record.ablated]
     return [*values.values(), *ablated]
 
 

@@ -156,5 +156,5 @@ def test_a_rule_runs_under_autocast() -> None:
         plain = lm.model(input_ids=ids).logits
         with torch.autocast("cpu", dtype=HALF):
             logits = lm.model(input_ids=ids).logits
-    assert record.zeroed is not None and record.zeroed.any()
+    assert record.ablated is not None and record.ablated.any()
     assert logits.dtype == HALF and not torch.equal(logits.float(), plain)

@@ -9,7 +9,7 @@ from torch import Tensor
 import headscan
 from headscan.architectures import ENCODERS, FAMILIES, VOCABULARY
 from headscan.errors import HeadscanError, InterventionError
-from headscan.models.forward_inputs import run
+from headscan.models.forward_inputs import run_forward
 from headscan.models.loaded_model import LoadedModel
 from tests.small_models import distinct_first, make_loaded
 
@@ -34,8 +34,8 @@ def zeroed_alone(lm: LoadedModel, rule: headscan.HeadRule) -> Tensor:
     ids, rows = padded()[0], []
     for row, length in enumerate(REAL):
         with headscan.intervene(lm, rule) as record:
-            run(lm.model, {"input_ids": ids[row : row + 1, :length]})
-        rows.append(record.zeroed)
+            run_forward(lm.model, {"input_ids": ids[row : row + 1, :length]})
+        rows.append(record.ablated)
     return torch.cat(rows)
 
 
@@ -47,7 +47,7 @@ def test_lengths_come_from_the_mask_of_the_pass(family: str) -> None:
     expected = zeroed_alone(lm, rule)
     with headscan.intervene(lm, rule) as record:
         lm.model(input_ids=ids, attention_mask=mask)
-    assert expected.any() and torch.equal(record.zeroed, expected)
+    assert expected.any() and torch.equal(record.ablated, expected)
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -59,7 +59,7 @@ def test_collect_hands_its_lengths_to_a_rule(score: str) -> None:
     for statistics in (None, ["output_norm"]):
         with headscan.intervene(lm, rule) as record:
             inside = headscan.collect(lm, ids, REAL, statistics=statistics)
-        assert torch.equal(record.zeroed, expected)
+        assert torch.equal(record.ablated, expected)
     for row, length in enumerate(REAL):
         with headscan.intervene(lm, rule):
             alone = headscan.collect(lm, ids[row : row + 1, :length], statistics=["output_norm"])
@@ -86,11 +86,11 @@ def test_each_side_of_an_encoder_decoder_has_its_own_mask(site: str) -> None:
                 input_ids=ids[row : row + 1, : REAL[row]],
                 decoder_input_ids=decoder_ids[row : row + 1, : int(decoder_mask[row].sum())],
             )
-        rows.append(record.zeroed)
+        rows.append(record.ablated)
     expected = torch.cat(rows)
     with headscan.intervene(lm, rule) as record:
         lm.model(input_ids=ids, attention_mask=mask, decoder_input_ids=decoder_ids, decoder_attention_mask=decoder_mask)
-    assert torch.equal(record.zeroed, expected)
+    assert torch.equal(record.ablated, expected)
     for measured in ("encoder", "self", "cross"):
         with headscan.intervene(lm, rule) as record:
             headscan.collect(
@@ -101,7 +101,7 @@ def test_each_side_of_an_encoder_decoder_has_its_own_mask(site: str) -> None:
                 decoder_lengths=REAL[::-1],
                 statistics=["output_norm"],
             )
-        assert torch.equal(record.zeroed, expected)
+        assert torch.equal(record.ablated, expected)
 
 
 @pytest.mark.parametrize("lengths", [None, REAL])
@@ -150,7 +150,7 @@ def test_one_pass_s_mask_is_not_another_s() -> None:
     with headscan.intervene(lm, rule) as record:
         lm.model(input_ids=ids, attention_mask=mask)
         lm.model(input_ids=ids)
-    assert torch.equal(record.zeroed, plain.zeroed)
+    assert torch.equal(record.ablated, plain.ablated)
 
 
 def test_nothing_is_left_behind() -> None:

@@ -66,7 +66,7 @@ def test_a_batch_of_one_side_gives_the_numbers_of_each_alone(lm: LoadedModel, le
         assert_equal_rows(together, row, headscan.collect(lm, own))
         with headscan.intervene(lm, rule) as alone:
             torch.testing.assert_close(logits[row, :length], lm.model(input_ids=own).logits[0], rtol=1e-4, atol=1e-4)
-        assert torch.equal(record.zeroed[row], alone.zeroed[0])
+        assert torch.equal(record.ablated[row], alone.ablated[0])
 
 
 def test_columns_that_are_padding_in_every_row_change_nothing(lm: LoadedModel) -> None:

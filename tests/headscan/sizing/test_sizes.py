@@ -20,7 +20,7 @@ from headscan.checkpoints import headers
 from headscan.checkpoints.headers import read_headers
 from headscan.errors import ModelLoadError
 from headscan.model_spec import ModelSpec
-from headscan.models.forward_inputs import run
+from headscan.models.forward_inputs import run_forward
 from headscan.sizing import model_sizes as sizes
 from headscan.sizing import model_sizes as weight_bytes
 from headscan.sizing.model_sizes import model_sizes
@@ -168,7 +168,7 @@ def test_activations_are_those_of_a_measured_peak(family: str, tmp_path: Path) -
     found = model_sizes(ModelSpec(str(tmp_path)), tokens)
     ids = torch.randint(5, VOCABULARY, (2, tokens))
     weights = sum(parameter.nbytes for parameter in lm.model.parameters())
-    plain = peak_bytes(lm, lambda: run(lm.model, {"input_ids": ids})) - weights
+    plain = peak_bytes(lm, lambda: run_forward(lm.model, {"input_ids": ids})) - weights
     measured = peak_bytes(lm, lambda: headscan.collect(lm, ids)) - weights
     assert 1.0 <= found.activation_bytes(2 * tokens, measured=False) / plain < 1.5
     assert 1.0 <= found.activation_bytes(2 * tokens, measured=True) / measured < 1.5

@@ -75,7 +75,7 @@ def test_a_sweep_tests_whether_heads_are_constant(
     tasks = ["--tasks", "counting", "--include-path", str(task_folder), "--no-recall", "--limit", "4"]
     tasks += ["--store", str(store.path)]
     mean = ["--replace", "mean", "--corpus", str(corpus_folder)]
-    arms = ["--scores", "output_norm_ln", "--quantiles", "0.2", "--seeds", "1", "--no-confirm"]
+    arms = ["--scores", "output_norm_ln", "--quantiles", "0.2", "--controls", "1", "--no-confirm"]
     for value in ([], mean):
         assert main(["sweep", spec.source, *tasks, *arms, *value]) == 0
     found = store.query("select run_id, kind, replacement from arms where kind <> 'baseline'").to_pylist()

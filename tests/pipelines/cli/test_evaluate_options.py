@@ -67,13 +67,13 @@ def test_options_of_a_score_name_the_score(words: list[str], score: str | None) 
         ({"plan_modes": ()}, "`plan_modes` is empty"),
         ({"plan_modes": ("decode",), "heads": ((0, 1),)}, "`plan_modes` has no effect without `plans`"),
         ({"share": 0.2}, "`share` has no effect without `score`"),
-        ({"order": "inactive", "mask": "mine"}, "`order` has no effect without `score`"),
+        ({"mask_order": "inactive", "mask": "mine"}, "`mask_order` has no effect without `score`"),
         ({"rule": True}, "`rule` has no effect without `score`"),
         ({"run_id": "1a2b"}, "`run_id` has no effect without `score`"),
         ({"controls": 19, "models": ("a",)}, "`controls` has no effect without `heads`, `mask`, `score` or `plans`"),
         ({"rule": True, "score": "importance"}, "`rule` needs a score of each input, which `score=importance` is not"),
-        ({"order": "inactive", "score": "gate"}, "`order` needs a score of each input"),
-        ({"replacement": ReplacementConfig("mean", CorpusSpec("texts/"))}, "`value=mean` needs ablated heads"),
+        ({"mask_order": "inactive", "score": "gate"}, "`mask_order` needs a score of each input"),
+        ({"replacement": ReplacementConfig("mean", CorpusSpec("texts/"))}, "`kind=mean` needs ablated heads"),
     ],
 )
 def test_arms_have_limits_without_the_command_line(settings: dict[str, Any], message: str) -> None:

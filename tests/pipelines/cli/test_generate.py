@@ -17,7 +17,7 @@ from headscan.cluster.placement_base import format_bytes
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
-from headscan.pipelines.kv import compare_generation as pipeline
+from headscan.pipelines.kv import run_generate as pipeline
 from headscan.pipelines.kv.plan_arms import KeptHeads
 from headscan.pipelines.kv.run_generate import Generated, GenerationTask, compare_generation
 from tests.headscan.kv.cache_plans import NARROW, random_plan

@@ -28,9 +28,9 @@ from headscan.pipelines.scoring.arms import (
     BASELINE,
     Arm,
     Intervention,
-    controls,
     criterion_masks,
     mask_arm,
+    random_controls,
     score_rules,
 )
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
@@ -79,7 +79,7 @@ def test_log_likelihoods_are_those_of_lm_eval(spec: ModelSpec, batch_tokens: int
     theirs = hugging_face(lm).loglikelihood(requests(PAIRS), disable_tqdm=True)
     adapter, found = collected(spec, PAIRS)
     ours = answered(lm, found, None, batch_tokens, share)
-    assert ours.zeroed_shares == (0.0,) * len(PAIRS)
+    assert ours.ablated_shares == (0.0,) * len(PAIRS)
     adapter.answers = dict(zip(adapter.requests, ours.values, strict=True))
     for (a, greedy_a), (b, greedy_b) in zip(adapter.loglikelihood(requests(PAIRS)), theirs, strict=True):
         assert a == pytest.approx(b, abs=1e-4)
@@ -100,13 +100,13 @@ def test_arms_ablate_heads_in_every_request(spec: ModelSpec, ablated: Interventi
     tokenizer = lm.require_tokenizer()
     _, found = collected(spec, PAIRS[:2])
     ours = answered(lm, found, ablated, 200, share=True)
-    for (context, continuation), answer, share in zip(PAIRS[:2], ours.values, ours.zeroed_shares, strict=True):
+    for (context, continuation), answer, share in zip(PAIRS[:2], ours.values, ours.ablated_shares, strict=True):
         ids = tokenizer(context + continuation)["input_ids"]
         start = len(tokenizer(context)["input_ids"])
         # The last token is predicted, not read: a rule must not look at it.
         with torch.no_grad(), headscan.intervene(lm, ablated, keys=[input_key(ids[:-1])]) as record:
             logits = lm.model(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
-        assert share == pytest.approx(record.zeroed_share)
+        assert share == pytest.approx(record.ablated_share)
         assert 0 < share < 1
         expected = sum(logits[i - 1, ids[i]].item() for i in range(start, len(ids)))
         assert answer.log_likelihood == pytest.approx(expected, abs=1e-4)
@@ -165,15 +165,15 @@ def test_arms_are_chosen_from_a_scan_of_this_model(
     assert find_run(store, identity, "output_norm_ln", None) == scanned.run_id
     arms = criterion_masks(store, scanned.run_id, "output_norm_ln", [0.2])
     arms += score_rules(store, scanned.run_id, "output_norm_ln", [0.2])
-    arms += controls(headscan.load(spec.source).grid, arms, 3)
+    arms += random_controls(headscan.load(spec.source).grid, arms, 3)
     assert [arm.kind for arm in arms] == ["mask", "rule", *3 * ["random_mask"], *3 * ["random_rule"]]
     assert {arm.share for arm in arms} == {0.2}
-    sizes = {len(arm.ablated.heads) for arm in arms if isinstance(arm.ablated, headscan.HeadMask)}
+    sizes = {len(arm.intervention.heads) for arm in arms if isinstance(arm.intervention, headscan.HeadMask)}
     assert sizes == {4}
-    assert len({arm.ablated for arm in arms}) == 8
+    assert len({arm.intervention for arm in arms}) == 8
     lowest = store.query("select layer, head from head_summary order by output_norm_ln limit 4").to_pylist()
-    assert isinstance(arms[0].ablated, headscan.HeadMask)
-    assert set(arms[0].ablated.heads) == {(row["layer"], row["head"]) for row in lowest}
+    assert isinstance(arms[0].intervention, headscan.HeadMask)
+    assert set(arms[0].intervention.heads) == {(row["layer"], row["head"]) for row in lowest}
     other = Store(tmp_path / "other.duckdb")
     with pytest.raises(StoreError):
         find_run(other, identity, "output_norm_ln", None)
@@ -181,10 +181,10 @@ def test_arms_are_chosen_from_a_scan_of_this_model(
         find_run(
             store, dataclasses.replace(identity, name="other", config_hash="other"), "output_norm_ln", scanned.run_id
         )
-    assert isinstance(arms[1].ablated, headscan.HeadRule) and arms[1].ablated.widths == headscan.MassWidths()
+    assert isinstance(arms[1].intervention, headscan.HeadRule) and arms[1].intervention.widths == headscan.MassWidths()
     narrow = dataclasses.replace(config, widths=headscan.MassWidths(2, 9))
     [rule] = score_rules(store, run_scan(narrow, run_on(pool, store)).run_id, "output_norm_ln", [0.2])
-    assert isinstance(rule.ablated, headscan.HeadRule) and rule.ablated.widths == narrow.widths
+    assert isinstance(rule.intervention, headscan.HeadRule) and rule.intervention.widths == narrow.widths
     store.finish_run(scanned.run_id, status="failed")
     with pytest.raises(InterventionError, match=f"run {scanned.run_id} is failed. Run its command again"):
         find_run(store, identity, "output_norm_ln", scanned.run_id)

@@ -50,7 +50,7 @@ RULES = ("output_norm_ln", "first_token_weight")
 def config(spec: ModelSpec, task_folder: Path) -> SweepConfig:
     tasks = TaskConfig(("counting",), include_path=str(task_folder))
     evaluation = EvaluateConfig(spec, tasks, recall=None)
-    return SweepConfig(evaluation, RULES, (0.0, 0.2, 0.4), masks=("output_norm_ln",), seeds=2)
+    return SweepConfig(evaluation, RULES, (0.0, 0.2, 0.4), masks=("output_norm_ln",), controls=2)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_rules_ablate_the_same_heads_when_every_prompt_runs_alone(
             for request in requests:
                 with torch.no_grad(), headscan.intervene(lm, headscan.HeadRule(arm["score"], arm["threshold"])) as done:
                     lm.model(torch.tensor([request.ids[:-1]]))
-                shares.append(done.zeroed_share)
+                shares.append(done.ablated_share)
             assert arm["zeroed_share"] == pytest.approx(np.mean(shares), abs=1e-9)
             assert arm["zeroed_share"] == pytest.approx(arm["share"], abs=0.15)
 
@@ -182,7 +182,7 @@ def test_the_command_of_a_finished_sweep_runs_nothing_and_prints_every_curve(
     evaluation = config.evaluation
     command = ["sweep", evaluation.model.source, "--tasks", "counting", "--include-path", evaluation.tasks.include_path]
     command += ["--no-recall", "--device", "cpu", "--store", store.path, "--scores", ",".join(RULES)]
-    assert main([str(part) for part in (*command, "--quantiles", "0,0.2,0.4", "--seeds", "2")]) == 0
+    assert main([str(part) for part in (*command, "--quantiles", "0,0.2,0.4", "--controls", "2")]) == 0
     assert asked == ["model_facts"]
     out, err = capsys.readouterr()
     said = err.splitlines()
@@ -214,7 +214,7 @@ def test_the_command_of_a_finished_sweep_runs_nothing_and_prints_every_curve(
     )
     assert "removable within one point, confirmed on other questions: no arm" in choices
     # Without confirmation nothing runs again either, and the output describes the interval.
-    assert main([str(part) for part in (*command, "--quantiles", "0,0.2,0.4", "--seeds", "2", "--no-confirm")]) == 0
+    assert main([str(part) for part in (*command, "--quantiles", "0,0.2,0.4", "--controls", "2", "--no-confirm")]) == 0
     assert asked == ["model_facts"] * 2
     out = capsys.readouterr().out
     assert f"selected and judged on the same {questions} questions, so its interval is not corrected" in out
@@ -240,7 +240,7 @@ def test_the_whole_model_is_asked_before_any_arm_runs(config: SweepConfig, tmp_p
     recall = RecallQuestions(lengths=(256,), questions=8)
     store, pool = Store(tmp_path / "s.duckdb"), InProcessPool(config.evaluation.model, THREADS)
     asking = dataclasses.replace(config.evaluation, recall=recall)
-    small = dataclasses.replace(config, evaluation=asking, scores=RULES[:1], quantiles=(0.2,), masks=(), seeds=0)
+    small = dataclasses.replace(config, evaluation=asking, scores=RULES[:1], quantiles=(0.2,), masks=(), controls=0)
     for _ in range(2):
         said: list[str] = []
         result = run_sweep(small, run_on(pool, store, say=said.append))
@@ -311,7 +311,7 @@ def test_a_model_that_recalls_little_is_asked_more(tmp_path: Path) -> None:
         ({"scores": (), "masks": ()}, InterventionError, "nothing to sweep"),
         ({"scores": ("output_nrom",)}, UnknownNameError, "output_norm"),
         ({"masks": ("",)}, UnknownNameError, "unknown score ''"),
-        ({"seeds": -1}, InterventionError, "seeds=-1"),
+        ({"controls": -1}, InterventionError, "controls=-1"),
     ],
 )
 def test_a_sweep_that_cannot_be_is_refused(

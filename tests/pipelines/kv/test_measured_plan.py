@@ -230,11 +230,11 @@ def test_lengths_above_the_context_are_refused(context: ModelContext) -> None:
     limit = context.identity.max_tokens
     assert limit is not None
     with pytest.raises(SequenceError, match=rf"`max_tokens={limit + 1}` \(limit {limit} positions of .*\). Lower"):
-        replace(SMALL, max_tokens=limit + 1).tokens(context.identity)
-    assert replace(SMALL, max_tokens=None).tokens(context.identity) == min(limit, 1024)
+        replace(SMALL, max_tokens=limit + 1).longest(context.identity)
+    assert replace(SMALL, max_tokens=None).longest(context.identity) == min(limit, 1024)
     unlimited = replace(context.identity, max_tokens=None)
-    assert replace(SMALL, max_tokens=5000).tokens(unlimited) == 5000
-    assert replace(SMALL, max_tokens=None).tokens(unlimited) == 1024
+    assert replace(SMALL, max_tokens=5000).longest(unlimited) == 5000
+    assert replace(SMALL, max_tokens=None).longest(unlimited) == 1024
 
 
 def test_recall_prompts_are_no_questions_of_an_evaluation(context: ModelContext) -> None:

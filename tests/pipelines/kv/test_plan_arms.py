@@ -42,10 +42,10 @@ def _itself(lm: LoadedModel, item: object) -> LoadedModel:
 
 
 def kept_by(arm: Arm) -> KeptKeys:
-    if isinstance(arm.ablated, KvWindows):
-        return arm.ablated.kept
-    assert isinstance(arm.ablated, KvEviction)
-    return KeptKeys.of_plan(arm.ablated.plan)
+    if isinstance(arm.intervention, KvWindows):
+        return arm.intervention.kept
+    assert isinstance(arm.intervention, KvEviction)
+    return KeptKeys.of_plan(arm.intervention.plan)
 
 
 def test_a_plan_is_an_arm_in_each_mode(model: PlannedModel) -> None:
@@ -54,7 +54,7 @@ def test_a_plan_is_an_arm_in_each_mode(model: PlannedModel) -> None:
     heads = len(plan.heads)
     label = f"plan imported {100 * 3 / heads:g}% {KeptHeads.of(plan.heads).fingerprint}"
     assert (forward.name, decode.name) == (f"{label}, forward", f"{label}, decode")
-    assert type(forward.ablated) is KvWindows and type(decode.ablated) is KvEviction
+    assert type(forward.intervention) is KvWindows and type(decode.intervention) is KvEviction
     for arm, mode in ((forward, "forward"), (decode, "decode")):
         assert (arm.kind, arm.share, arm.selection, arm.seed) == (ArmKind.PLAN, 3 / heads, mode, None)
         assert kept_by(arm) == KeptKeys.of_plan(plan)
@@ -93,7 +93,7 @@ def test_plans_with_the_same_windows_share_their_random_plans(model: PlannedMode
     for plan in (first, second, wider):
         own, *others = plan_arms(plan, ["forward"], 4)
         plans.append(own.name)
-        randoms.append({arm.name: arm.ablated for arm in others})
+        randoms.append({arm.name: arm.intervention for arm in others})
     assert len(set(plans)) == 3
     assert {name: kept_by(Arm(name, ArmKind.PLAN, each)) for name, each in randoms[0].items()} == {
         name: kept_by(Arm(name, ArmKind.PLAN, each)) for name, each in randoms[1].items()
@@ -130,8 +130,8 @@ def test_in_half_precision_window_masks_need_the_kernels_of_rules_and_caches_the
     model: PlannedModel,
 ) -> None:
     for arm in plan_arms(plan_for(model, 2), PLAN_MODES, 0):
-        assert computed_as_rules("bfloat16", [None, arm.ablated]) is (arm.selection == "forward")
-        assert not computed_as_rules("float32", [None, arm.ablated])
+        assert computed_as_rules("bfloat16", [None, arm.intervention]) is (arm.selection == "forward")
+        assert not computed_as_rules("float32", [None, arm.intervention])
 
 
 def test_arms_do_not_depend_on_how_the_budget_was_asked_for(model: PlannedModel) -> None:

@@ -71,7 +71,7 @@ def test_rows_equal_the_instruments_scores(config: ProbeConfig, store: Store) ->
 
     haystack = [i for path in sorted(Path(config.corpus.name).iterdir()) for i in encode(path.read_text())]
     needles = [Needle(encode(sentence), encode(cue)) for sentence, cue in NEEDLES]
-    alone = headscan.probe(lm, settings=config.settings, haystack=haystack, needles=needles)
+    alone = headscan.probe(lm, settings=config.probe, haystack=haystack, needles=needles)
     assert list(alone) == list(BEHAVIOURS)
     for name, expected in alone.items():
         np.testing.assert_allclose(values(store, result.run_id, name), expected, rtol=1e-5, atol=1e-7, err_msg=name)
@@ -86,14 +86,14 @@ def test_rows_equal_the_instruments_scores(config: ProbeConfig, store: Store) ->
 def test_again_is_nothing_to_do_and_another_setting_is_another_run(config: ProbeConfig, store: Store) -> None:
     first = run(config, store)
     assert run_probe(config, Run(config.model, store, refuse)) == ProbeResult(first.run_id, True)
-    settings = replace(config.settings, seed=1)
+    settings = replace(config.probe, seed=1)
     other = run(replace(config, settings=settings), store)
     assert other.run_id != first.run_id
     assert not np.array_equal(*(values(store, r.run_id, "induction_score") for r in (first, other)))
     # What only decides prompts that are not asked for makes no other run.
     few = replace(config, behaviours=("induction_score",))
     alone = run(few, store)
-    longer = replace(few, settings=replace(config.settings, lengths=(700,)), corpus=CorpusSpec("python-stdlib"))
+    longer = replace(few, settings=replace(config.probe, lengths=(700,)), corpus=CorpusSpec("python-stdlib"))
     assert run_probe(longer, Run(config.model, store, refuse)) == ProbeResult(alone.run_id, True)
     assert {r["kind"] for r in store.runs()} == {"probe"}
 
@@ -150,7 +150,7 @@ def test_mistakes_are_named_before_a_model_is_loaded(config: ProbeConfig, tmp_pa
     for lengths, message in (((4096,), r"`lengths=4096` .limit 1024 positions"), ((100,), "Raise lengths")):
         with pytest.raises(SequenceError, match=message):
             run_probe(
-                replace(config, settings=replace(config.settings, lengths=lengths)), Run(config.model, store, refuse)
+                replace(config, settings=replace(config.probe, lengths=lengths)), Run(config.model, store, refuse)
             )
     short = tmp_path / "short.txt"
     short.write_text("so little")

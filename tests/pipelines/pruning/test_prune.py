@@ -294,7 +294,7 @@ def test_texts_that_choose_and_texts_that_judge_share_no_document(spec: ModelSpe
 def test_the_default_number_of_texts_follows_from_the_widest_repaired_projection(spec: ModelSpec) -> None:
     identity = identify(spec)
     config = PruneTexts(CorpusSpec("texts/"))
-    tokens = config.tokens(identity)
+    tokens = config.longest(identity)
     assert config.half(tokens, 0) == config.half(tokens, 8 * tokens) == 64
     assert config.half(tokens, 14336) == -(-8 * 14336 // tokens) > 64
     assert replace(config, sequences=20).half(tokens, 14336) == 10

@@ -20,7 +20,7 @@ from tests.pipelines.cli.test_cli import fails
 def command(model_folder: Path, corpus_folder: Path, task_folder: Path, tmp_path: Path) -> list[str]:
     words = ["referee", str(model_folder), "--corpus", str(corpus_folder), "--max-tokens", "64", "--sequences", "16"]
     words += ["--tasks", "counting", "--include-path", str(task_folder), "--no-recall", "--device", "cpu"]
-    return [*words, "--seeds", "1", "--store", str(tmp_path / "s.duckdb")]
+    return [*words, "--controls", "1", "--store", str(tmp_path / "s.duckdb")]
 
 
 def masks(store: Store) -> dict[tuple[str, float], set[tuple[int, int]]]:
@@ -105,7 +105,7 @@ def test_repeated_shares_and_criteria_count_once() -> None:
         (["--criteria", "importnce"], "importance"),
         (["--shares", "0.99"], "share of 0.99 is all"),
         (["--shares", "1.5"], "1.5"),
-        (["--seeds", "-1"], "-1"),
+        (["--controls", "-1"], "-1"),
     ],
 )
 def test_wrong_options_are_one_line(

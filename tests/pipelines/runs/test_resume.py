@@ -173,7 +173,7 @@ def test_a_sweep_hands_the_answer_to_both_of_its_runs(
 ) -> None:
     tasks = TaskConfig(("counting",), include_path=str(task_folder), limit=3)
     evaluation = EvaluateConfig(spec, tasks, recall=None)
-    config = SweepConfig(evaluation, ("output_norm_ln",), (0.2,), masks=(), seeds=0)
+    config = SweepConfig(evaluation, ("output_norm_ln",), (0.2,), masks=(), controls=0)
     pool = InProcessPool(spec, THREADS)
     result = run_sweep(config, run_on(pool, store))
     with store.connect() as connection:
@@ -190,7 +190,7 @@ def test_a_sweep_hands_the_answer_to_both_of_its_runs(
 
 def test_a_probe_asks_as_scans_do(spec: ModelSpec, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = BehaviourProbe(sequences=2, tokens=8)
-    config = ProbeConfig(spec, ("induction_score",), settings=settings)
+    config = ProbeConfig(spec, ("induction_score",), probe=settings)
     run_id = run_probe(config, Run(spec, store, lambda _: open_pool(spec, THREADS))).run_id
     store.finish_run(run_id, status="failed")
     other_torch(monkeypatch)

@@ -37,7 +37,7 @@ def test_a_command_hashes_the_weights_once(
         ["scan", *common, "--corpus", corpus_folder],
         ["probe", *common, "--behaviours", "induction_score"],
         ["evaluate", *common, *tasks, "--score", "output_norm_ln", "--controls", "1"],
-        ["sweep", *common, *tasks, "--scores", "entropy", "--masks", "none", "--quantiles", "0,0.2", "--seeds", "1"],
+        ["sweep", *common, *tasks, "--scores", "entropy", "--masks", "none", "--quantiles", "0,0.2", "--controls", "1"],
     ):
         hashed.clear()
         assert main([str(part) for part in command]) == 0

@@ -109,7 +109,7 @@ def test_prefixes_read_once_give_the_likelihoods_of_whole_requests(family: str, 
     assert close(whole.values, expected)
     assert sum(shared_tokens) < 0.7 * sum(whole_tokens)
     ablated = len(mask.heads) / 18 if mask else 0
-    assert shared.zeroed_shares == whole.zeroed_shares == pytest.approx((ablated,) * len(REQUESTS))
+    assert shared.ablated_shares == whole.ablated_shares == pytest.approx((ablated,) * len(REQUESTS))
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=["baseline", "two layers", "whole layer"])
@@ -148,8 +148,8 @@ def test_ablations_of_whole_inputs_share_no_prefix(ablated: Intervention) -> Non
     reads = {read.ids: read.requests for read in distinct_reads(REQUESTS)}
     assert len(reads) < len(REQUESTS)
     for requests in reads.values():  # one input is ablated in one way
-        assert len({ours.zeroed_shares[index] for index, _ in requests}) == 1
-    assert len(set(ours.zeroed_shares)) > 3
+        assert len({ours.ablated_shares[index] for index, _ in requests}) == 1
+    assert len(set(ours.ablated_shares)) > 3
 
 
 @pytest.mark.parametrize(

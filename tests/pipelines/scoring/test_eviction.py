@@ -41,8 +41,8 @@ def tokens(count: int, seed: int = 0, vocabulary: int = 300) -> tuple[int, ...]:
 
 def ablation(plan: HeadPlan, mode: PlanMode) -> Intervention:
     (arm,) = plan_arms(plan, [mode], 0)
-    assert arm.ablated is not None
-    return arm.ablated
+    assert arm.intervention is not None
+    return arm.intervention
 
 
 def evicted(
@@ -77,7 +77,7 @@ def test_contexts_are_read_whole_and_continuations_from_what_is_left(
 ) -> None:
     found = evicted(lm, plan, REQUESTS, batch_tokens)
     assert_close(found.values, [decode_oracle(lm, plan, request) for request in REQUESTS])
-    assert found.zeroed_shares == (0.0,) * len(REQUESTS)
+    assert found.ablated_shares == (0.0,) * len(REQUESTS)
 
 
 def test_the_two_modes_differ_only_if_there_is_a_context(lm: LoadedModel, plan: HeadPlan) -> None:
@@ -103,7 +103,7 @@ def test_forward_answers_are_those_of_window_masks(lm: LoadedModel, plan: HeadPl
         (found,) = reading.item("all", REQUESTS, ablation(plan, "forward"), 200).run(lm)
         assert_close(found.values, expected)
     dropped, heads = 3, 18
-    assert found.zeroed_shares == pytest.approx([dropped / heads] * len(REQUESTS))
+    assert found.ablated_shares == pytest.approx([dropped / heads] * len(REQUESTS))
 
 
 @pytest.mark.parametrize("mode", PLAN_MODES)

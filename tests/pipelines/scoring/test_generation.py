@@ -85,7 +85,7 @@ def test_texts_are_those_of_lm_eval_under_a_plain_hook(
     for batch_tokens in (1, 1000):
         ours = written(lm, requests, mask, batch_tokens)
         assert list(ours.values) == expected
-        assert ours.zeroed_shares == (len(mask.heads) / 18 if mask else 0.0,) * len(PROMPTS)
+        assert ours.ablated_shares == (len(mask.heads) / 18 if mask else 0.0,) * len(PROMPTS)
 
 
 def test_ablated_heads_change_the_generated_text(spec: ModelSpec, lm: headscan.LoadedModel) -> None:
@@ -98,11 +98,11 @@ def test_a_rule_ablates_the_prompts_inactive_heads_in_every_step(spec: ModelSpec
     requests = collected(spec, PROMPTS, GREEDY)
     ours = written(lm, requests, rule)
     found = set()
-    for request, text, share in zip(requests, ours.values, ours.zeroed_shares, strict=True):
+    for request, text, share in zip(requests, ours.values, ours.ablated_shares, strict=True):
         with torch.no_grad(), headscan.intervene(lm, rule) as record:
             lm.model(torch.tensor([request.ids]))
-        assert record.zeroed is not None
-        heads = [(int(layer), int(head)) for layer, head in record.zeroed[0].nonzero()]
+        assert record.ablated is not None
+        heads = [(int(layer), int(head)) for layer, head in record.ablated[0].nonzero()]
         with zeroed_by_hand(lm, heads):
             assert text == greedy_by_hand(lm, request)
         assert share == pytest.approx(len(heads) / 18)
@@ -114,19 +114,19 @@ def test_random_heads_follow_from_the_prompts_tokens(spec: ModelSpec, lm: headsc
     random_heads = headscan.RandomHeads(0.3, seed=2)
     requests = collected(spec, PROMPTS, GREEDY)
     ours = written(lm, requests, random_heads)
-    for request, text, share in zip(requests, ours.values, ours.zeroed_shares, strict=True):
+    for request, text, share in zip(requests, ours.values, ours.ablated_shares, strict=True):
         drawn = random_heads.draw(input_key(request.ids), lm.grid.shape)
         with zeroed_by_hand(lm, [Head(*map(int, head)) for head in drawn.nonzero()]):
             assert text == greedy_by_hand(lm, request)
         assert share == pytest.approx(int(drawn.sum()) / 18)
-    assert len(set(ours.zeroed_shares)) > 1
+    assert len(set(ours.ablated_shares)) > 1
 
 
 def test_a_rule_that_ablates_nothing_generates_the_baselines_text(spec: ModelSpec, lm: headscan.LoadedModel) -> None:
     requests = collected(spec, PROMPTS, GREEDY)
     ours = written(lm, requests, headscan.HeadRule("entropy", threshold=float("-inf")))
     assert ours == written(lm, requests)
-    assert set(ours.zeroed_shares) == {0.0}
+    assert set(ours.ablated_shares) == {0.0}
 
 
 # Draws
@@ -221,7 +221,9 @@ def test_a_task_with_samples_is_graded_by_the_first_of_each(
     (item,) = work_items(adapter.requests, config.batch_tokens)
     assert sorted(request.draw for request in item.requests) == [0, 0, 0, 1, 1, 1]
     for arm in arms:
-        texts = dict(zip(item.hashes, written(lm, item.requests, arm.ablated, config.batch_tokens).values, strict=True))
+        texts = dict(
+            zip(item.hashes, written(lm, item.requests, arm.intervention, config.batch_tokens).values, strict=True)
+        )
         matches = [re.search(r"\S", texts[found]) for found in [*adapter.requests][::2]]
         answers = store.query("from answers join arms using (arm_id) where name = ? order by question", [arm.name])
         assert answers["response"].to_pylist() == [match.group() if match else "[invalid]" for match in matches]

@@ -68,7 +68,7 @@ def test_shared_rows_give_the_answers_of_whole_inputs(family: str, ablated: Inte
     assert can_read_shared_rows(lm, None)
     expected, ours = whole(lm, ablated), read_in_rows(lm, ablated)
     assert close(ours.values, expected.values)
-    assert ours.zeroed_shares == pytest.approx(expected.zeroed_shares)
+    assert ours.ablated_shares == pytest.approx(expected.ablated_shares)
 
 
 @pytest.mark.parametrize("ablated", [IDLE, MASK, None])
@@ -201,13 +201,13 @@ def test_rules_on_any_statistic_are_refused_or_measure_what_scans_do(
         return
     with torch.no_grad(), headscan.intervene(lm, rule, lengths=lengths) as record:
         lm.model(input_ids=ids)
-    assert record.zeroed is not None
-    assert torch.equal(record.zeroed[:, 0], rule.ablates(scores_BLH[:, 0]))
+    assert record.ablated is not None
+    assert torch.equal(record.ablated[:, 0], rule.ablates(scores_BLH[:, 0]))
     expected, ours = whole(lm, rule), read_in_rows(lm, rule)
     assert close(ours.values, expected.values)
-    assert ours.zeroed_shares == pytest.approx(expected.zeroed_shares)
+    assert ours.ablated_shares == pytest.approx(expected.ablated_shares)
     varies = len(finite.unique()) > 1
-    assert not varies or 0 < sum(ours.zeroed_shares) < len(ours.zeroed_shares)
+    assert not varies or 0 < sum(ours.ablated_shares) < len(ours.ablated_shares)
 
 
 def test_rules_share_rows_if_all_their_statistics_join(monkeypatch: pytest.MonkeyPatch) -> None:

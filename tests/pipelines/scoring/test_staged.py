@@ -124,9 +124,9 @@ def test_likelihoods_of_all_kinds_of_arms_are_the_same(family: str, saved: Calla
                 for ours, theirs in zip(found.values, expected.values, strict=True):
                     assert ours.log_likelihood == pytest.approx(theirs.log_likelihood, abs=1e-6, rel=1e-6), name
                     assert ours.greedy_tokens == theirs.greedy_tokens
-                assert found.zeroed_shares == pytest.approx(expected.zeroed_shares, abs=1e-12), name
+                assert found.ablated_shares == pytest.approx(expected.ablated_shares, abs=1e-12), name
             if ablated is not None:
-                assert 0 < sum(expected.zeroed_shares) < len(requests_of()), name
+                assert 0 < sum(expected.ablated_shares) < len(requests_of()), name
 
 
 @pytest.mark.parametrize("family", ["llama", "granitemoehybrid"])
@@ -186,7 +186,7 @@ def test_batches_without_enough_memory_are_halved(
             assert [a.log_likelihood for a in found[0].values] == pytest.approx(
                 [a.log_likelihood for a in expected[0].values], abs=1e-5
             )
-            assert found[0].zeroed_shares == expected[0].zeroed_shares
+            assert found[0].ablated_shares == expected[0].ablated_shares
 
 
 def test_tasks_travel_and_generation_is_refused(saved: Callable[[str], ModelSpec]) -> None:

@@ -139,7 +139,7 @@ def test_heads_that_recall_needs_are_important(found: tuple[StudyConfig, StudyAn
         "SELECT recall_task, count(*) AS count FROM sequences WHERE run_id = ? GROUP BY 1 ORDER BY 1 NULLS LAST",
         [measured["run_id"]],
     ).to_pylist()
-    tokens = config.tokens - 1 if config.tokens else 0
+    tokens = config.max_tokens - 1 if config.max_tokens else 0
     assert [(row["recall_task"], row["count"]) for row in counts] == [
         (f"copying@{tokens}", 16),
         (f"needle@{tokens}", 16),
@@ -263,7 +263,7 @@ def test_a_study_may_get_more_hours(tmp_path: Path) -> None:
         ({"tasks": {"bos": "never"}}, "`tasks.names` is empty"),
         ({"shares": [], "prune_by": "criterion"}, "needs `shares` of heads"),
         ({"judged_texts": 19}, r"judged_texts=19` \(limit 20"),
-        ({"tokens": 15}, r"tokens=15` \(limit 16"),
+        ({"max_tokens": 15}, r"max_tokens=15` \(limit 16"),
         ({"tokens": 64, "recent": 60}, r"`recent=60` \(limit 59 in texts of 64 tokens"),
         ({"recall_questions": 0, "criteria": ["importance_recall"]}, "needs recall questions"),
     ],
@@ -472,7 +472,7 @@ COSTS = QuestionCosts(280.0, 300.0, enough=3_000, available=2_500, enough_recall
 
 def test_the_time_decides_texts_and_shares(tmp_path: Path) -> None:
     """Open settings become smaller with the hours; given ones stay."""
-    settings = StudyConfig(SPEC, CorpusSpec("texts/"), str(tmp_path), tokens=256, hours=1, window_shares=(0.5,))
+    settings = StudyConfig(SPEC, CorpusSpec("texts/"), str(tmp_path), max_tokens=256, hours=1, window_shares=(0.5,))
     found = [decided(settings, speed, COSTS, lambda line: None) for speed in (100_000.0, 1_000.0, 50.0)]
     assert [each.sequences for each in found] == sorted((each.sequences for each in found), reverse=True)
     assert found[0].sequences == 64 and found[-1].sequences == 8
@@ -483,7 +483,7 @@ def test_the_time_decides_texts_and_shares(tmp_path: Path) -> None:
 
 def test_each_step_is_listed_with_its_time(tmp_path: Path) -> None:
     lines: list[str] = []
-    decided(StudyConfig(SPEC, CorpusSpec("texts/"), str(tmp_path), tokens=256), 1_000.0, COSTS, lines.append)
+    decided(StudyConfig(SPEC, CorpusSpec("texts/"), str(tmp_path), max_tokens=256), 1_000.0, COSTS, lines.append)
     steps = [line.split("  ")[1] for line in lines if line.startswith("  ")]
     assert steps == [
         "1. scan",
@@ -499,7 +499,7 @@ def test_each_step_is_listed_with_its_time(tmp_path: Path) -> None:
 def test_importance_takes_time_only_if_a_criterion_needs_it(tmp_path: Path) -> None:
     def third_step(**changed: Any) -> str:
         lines: list[str] = []
-        settings = StudyConfig(SPEC, CorpusSpec("texts/"), str(tmp_path), tokens=256, **changed)
+        settings = StudyConfig(SPEC, CorpusSpec("texts/"), str(tmp_path), max_tokens=256, **changed)
         decided(settings, 1_000.0, COSTS, lines.append)
         return next(line.split("  ")[-1] for line in lines if "3. importance" in line)
 
@@ -513,7 +513,7 @@ def test_without_ablated_heads_pruning_is_by_damage_and_its_time_counts(tmp_path
     def fifth_step(**changed: Any) -> tuple[str | None, str]:
         lines: list[str] = []
         settings = StudyConfig(
-            SPEC, CorpusSpec("texts/"), str(tmp_path), tokens=256, hours=0.1, prune_shares=(0.05,), **changed
+            SPEC, CorpusSpec("texts/"), str(tmp_path), max_tokens=256, hours=0.1, prune_shares=(0.05,), **changed
         )
         found = decided(settings, 300.0, COSTS, lines.append)
         assert found.sequences == 8
@@ -526,7 +526,7 @@ def test_without_ablated_heads_pruning_is_by_damage_and_its_time_counts(tmp_path
 
 
 def test_questions_are_as_many_as_they_must_be_or_as_the_time_allows(tmp_path: Path) -> None:
-    settings = StudyConfig(SPEC, CorpusSpec("texts/"), str(tmp_path), tokens=256, hours=1)
+    settings = StudyConfig(SPEC, CorpusSpec("texts/"), str(tmp_path), max_tokens=256, hours=1)
     lines: list[str] = []
     rich = decided(settings, 100_000.0, COSTS, lines.append)
     assert (rich.questions, rich.recall_questions) == (COSTS.available, COSTS.enough_recall)
@@ -558,8 +558,10 @@ def test_costs_follow_from_the_questions_and_the_recall_of_the_whole_model(tmp_p
 
 def test_a_study_without_recall_questions(tmp_path: Path) -> None:
     """Texts of 40 tokens hold none; everything else is measured on texts, and no table claims that recall is kept."""
-    config, lines = tiny(tmp_path / "out", tokens=40, recall_questions=None, shares=(0.02,)), list[str]()
-    with pytest.raises(StudyError, match=r"`recall_questions=8` do not fit `tokens=40` .*Raise `tokens`, or set"):
+    config, lines = tiny(tmp_path / "out", max_tokens=40, recall_questions=None, shares=(0.02,)), list[str]()
+    with pytest.raises(
+        StudyError, match=r"`recall_questions=8` do not fit `max_tokens=40` .*Raise `max_tokens`, or set"
+    ):
         run(replace(config, recall_questions=8), [])
     answer = run(config, lines)
     assert any("no recall question is asked" in line for line in lines)

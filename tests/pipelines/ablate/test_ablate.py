@@ -295,9 +295,9 @@ def test_another_value_is_another_run_with_other_arms(
 
 
 def test_bad_settings_name_their_fix(on_text: AblateConfig, on_task: AblateConfig, tmp_path: Path) -> None:
-    with pytest.raises(InterventionError, match=r"`value=mean` needs texts: no corpus\. Set `corpus`"):
+    with pytest.raises(InterventionError, match=r"`kind=mean` needs texts: no corpus\. Set `corpus`"):
         ReplacementConfig("mean")
-    with pytest.raises(InterventionError, match="`corpus` has no effect with `value=zero`"):
+    with pytest.raises(InterventionError, match="`corpus` has no effect with `kind=zero`"):
         ReplacementConfig("zero", CorpusSpec("texts/"))
     with pytest.raises(InterventionError, match=r"`value='median'` is unknown"):
         ReplacementConfig("median")  # type: ignore[arg-type]

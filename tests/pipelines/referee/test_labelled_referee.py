@@ -188,7 +188,7 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="gate"):
         LabelledRefereeConfig(config, CriteriaComparison(DEFAULT_CRITERIA))
     assert LabelledRefereeConfig(config, CriteriaComparison()).criteria == (*DEFAULT_CRITERIA[:4], "effect")
-    for wrong in ({"criteria": ()}, {"shares": (1.2,)}, {"seeds": -1}):
+    for wrong in ({"criteria": ()}, {"shares": (1.2,)}, {"controls": -1}):
         with pytest.raises(InterventionError):
             CriteriaComparison(**wrong)  # type: ignore[arg-type]
 
@@ -196,7 +196,7 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
 def test_the_verb_prints_a_table_for_each_site(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = save_translator(tmp_path / "m", "marian")
     data = write_lines(tmp_path / "d.tsv", [f"{line.split(chr(9))[0]}\tout {n}" for n, line in enumerate(LABELLED)])
-    words = ["referee", model, "--data", data, "--store", tmp_path / "s.duckdb", "--metric", "loss", "--seeds", "1"]
+    words = ["referee", model, "--data", data, "--store", tmp_path / "s.duckdb", "--metric", "loss", "--controls", "1"]
     words += ["--criteria", "importance,output_norm_ln", "--shares", "0.5,1", "--device", "cpu"]
     assert main([*map(str, words)]) == 0
     out = capsys.readouterr().out
