@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from headscan.options import Group, Option
+from headscan.options import Group, Needs, Option
 from headscan.pipelines.cli.option_parser import Given
 from headscan.pipelines.cli.results import Result, arm_row
 from headscan.pipelines.cli.task_options import DemoSize, TaskVerb, evaluation_of, replacement_config
-from headscan.pipelines.cli.verb_base import quiet_libraries
-from headscan.pipelines.settings.evaluation_settings import COMMON_SCORE, ChosenArms, ReplacementOption
+from headscan.pipelines.cli.verb_base import CORPORA, quiet_libraries
+from headscan.pipelines.settings.corpus_settings import CorpusSpec
+from headscan.pipelines.settings.evaluation_settings import (
+    COMMON_SCORE,
+    LOSS_LIMITS,
+    ChosenArms,
+    EvaluateConfig,
+    LossTexts,
+    ReplacementOption,
+)
+
+if TYPE_CHECKING:
+    from headscan.pipelines.runs.model_identity import ModelIdentity
 
 _DEMO = DemoSize(questions=400, recall=200, sequences=0)
 
@@ -39,6 +50,45 @@ class _ArmOptions:
         return self.settings.build(**others)
 
 
+_READ = (Needs(key="name"),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _HeldOut:
+    """Text whose loss is judged next to the tasks."""
+
+    name: Annotated[
+        str | None,
+        Option(
+            f"text whose loss is judged, too, which needs fewer passes than accuracy: {CORPORA} (default: none)",
+            flag="--held-out",
+            metavar="CORPUS",
+        ),
+    ] = None
+    texts: Annotated[Given[LossTexts], Group(needs=_READ)]
+    max_loss: Annotated[
+        float | None,
+        Option(
+            f"largest increase of that loss of a safe arm, in nats per token (default: {EvaluateConfig.max_loss:g})",
+            above=LOSS_LIMITS.above,
+            most=LOSS_LIMITS.most,
+            needs=_READ,
+        ),
+    ] = None
+
+    def judging(self, config: EvaluateConfig, identity: ModelIdentity | None) -> EvaluateConfig:
+        """Return the settings of an evaluation that also reads the texts."""
+        if self.name is None:
+            return config
+        from headscan.pipelines.evaluate.held_out_text import HeldOutText
+
+        texts = self.texts.build(CorpusSpec(self.name))
+        text = HeldOutText.of_corpus(
+            texts.corpus, config.model, sequences=texts.sequences, max_tokens=texts.max_tokens, identity=identity
+        )
+        return replace(config, text=text, max_loss=config.max_loss if self.max_loss is None else self.max_loss)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(TaskVerb):
     """ablate heads while lm-eval's tasks run, and compare with the baseline
@@ -49,15 +99,17 @@ class Evaluate(TaskVerb):
         headscan evaluate MODEL --tasks mmlu --heads 3:5,7:0 --replace mean --corpus texts/
         headscan evaluate MODEL --tasks mmlu --plan head_plan.json --controls 19
         headscan evaluate MODEL --tasks mmlu --models pruned/,finetuned/
+        headscan evaluate MODEL --tasks mmlu --heads 3:5,7:0 --held-out texts/
 
     An arm's heads are listed by hand, or chosen by a score or another criterion that a run in the store measured on
     the same model. A plan ablates no heads and shortens the KV cache. Other models, such as pruned ones, can answer the
     same questions. Without any of these only the baseline runs. The same command again resumes.
     """
 
-    common: ClassVar = "MODEL --tasks --limit --heads --score --share --rule --plan --models --controls --store --json"
+    common: ClassVar = "MODEL --tasks --limit --heads --score --share --rule --plan --models --held-out --store --json"
 
     arms: Annotated[_ArmOptions, Group("arms")]
+    held_out: Annotated[_HeldOut, Group("held-out text")]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,12 +130,15 @@ class Evaluate(TaskVerb):
         from headscan.pipelines import job_functions
 
         quiet_libraries()
-        spec = self.spec()
+        spec, identity = self.spec(), None
+        if self.held_out.name is not None:
+            spec, identity = self.identified()
         if chosen.heads:
             check_bounds(spec.config(), chosen.heads)
-        options = self.job_options()
+        options = self.job_options(identity)
         with tempfile.TemporaryDirectory() as scratch:
             config = evaluation_of(self, self.tasks, self.recall, spec, Path(scratch), _DEMO)
+            config = self.held_out.judging(config, identity)
             verdict = job_functions.evaluate(config, self.store.path, chosen, **options)
         facts = {"run_id": verdict.run_id, "store": self.store.path, "unfinished": verdict.unfinished}
         rows = [arm_row(arm) for arm in verdict.by_name.values()]

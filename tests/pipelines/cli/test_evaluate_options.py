@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headscan.errors import HeadscanError
-from headscan.pipelines.cli.main import read_command
+from headscan.model_spec import ModelSpec
+from headscan.pipelines.cli.main import main, read_command
 from headscan.pipelines.cli.option_parser import UsageError
 from headscan.pipelines.settings.corpus_settings import CorpusSpec
 from headscan.pipelines.settings.evaluation_settings import ChosenArms, ReplacementConfig
@@ -79,3 +82,26 @@ def test_options_of_a_score_name_the_score(words: list[str], score: str | None) 
 def test_arms_have_limits_without_the_command_line(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(HeadscanError, match=message):
         ChosenArms(**settings)
+
+
+def test_the_loss_of_held_out_text_is_judged(
+    spec: ModelSpec, task_folder: Path, corpus_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = str(tmp_path / "s.duckdb")
+    words = ["evaluate", spec.source, "--tasks", "counting", "--include-path", str(task_folder), "--no-recall"]
+    words += ["--heads", "0:1,1:0", "--store", store, "--device", "cpu", "--replicas", "1"]
+    words += ["--held-out", str(corpus_folder), "--sequences", "4", "--max-tokens", "32"]
+    shown = []
+    for limit in ([], ["--max-loss", "1e-9"]):
+        assert main([*words, *limit, "--json"]) == 0
+        shown.append(json.loads(capsys.readouterr().out))
+    [arm], [strict] = (each["rows"] for each in shown)
+    assert shown[0]["run_id"] == shown[1]["run_id"]
+    assert ("text", "loss") in {(each["task"], each["metric"]) for each in arm["measures"]}
+    assert "0.05 nats" in arm["why"] and "1e-09" in strict["why"]
+
+
+def test_texts_need_a_corpus() -> None:
+    for words in (["--sequences", "8"], ["--max-tokens", "64"], ["--max-loss", "0.1"]):
+        with pytest.raises(UsageError, match=f"{words[0]} has no effect without --held-out"):
+            read_command(["evaluate", "demo", "--tasks", "mmlu", *words])
