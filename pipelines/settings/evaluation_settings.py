@@ -334,7 +334,7 @@ class ChosenArms:
         Option(
             "score or other criterion that chooses the heads, from a scan, importance, ablate or gates run in the "
             f"store (default: none; {COMMON_SCORE} with --share, --rule or --run)",
-            kind="score",
+            kind="criterion",
             names=RANKED_CRITERIA,
         ),
     ] = None
@@ -453,7 +453,7 @@ class SweepConfig:
         Option(
             "comma-separated scores of the masks, `all` or `none`; other criteria use the newest importance, ablate or "
             "gates run of the model in the store",
-            kind="score",
+            kind="criterion",
             names=RANKED_CRITERIA,
             sets=_SETS,
         ),

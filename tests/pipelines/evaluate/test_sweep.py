@@ -310,7 +310,7 @@ def test_a_model_that_recalls_little_is_asked_more(tmp_path: Path) -> None:
         ({"quantiles": (0.0,)}, InterventionError, "nothing to sweep: no score, or no quantile above 0"),
         ({"scores": (), "masks": ()}, InterventionError, "nothing to sweep"),
         ({"scores": ("output_nrom",)}, UnknownNameError, "output_norm"),
-        ({"masks": ("",)}, UnknownNameError, "unknown score ''"),
+        ({"masks": ("",)}, UnknownNameError, "unknown criterion ''"),
         ({"controls": -1}, InterventionError, "controls=-1"),
     ],
 )
