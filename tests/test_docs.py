@@ -23,7 +23,7 @@ from headscan.pipelines.corpora.stdlib_files import held_out_files
 from headscan.pipelines.evaluate.continuation_task import CONTINUATION, write_task
 from tests.analysis.conftest import make_profiles, make_stats, write_scan
 from tests.analysis.sweep_fixtures import write_sweep
-from tests.sources import ROOT, public_names
+from tests.sources import ROOT, modules, public_names
 from tests.test_readme import PAGES, README
 
 #: Pages whose commands on the demo model run in order in one folder.
@@ -197,3 +197,37 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(build, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "Measure every attention head on a batch" in (tmp_path / "site/api/index.html").read_text(encoding="utf-8")
+
+
+def _listed(node: ast.AST, section: str) -> list[str]:
+    """The names that a section of a docstring explains."""
+    doc = ast.get_docstring(node) if isinstance(node, ast.ClassDef | ast.FunctionDef) else None
+    found = re.search(rf"^{section}:\n((?:    .*\n?|\n(?=    ))+)", doc or "", re.MULTILINE)
+    entries = re.findall(r"^    (\w+(?:, \w+)*)(?: \([^)]*\))?:", found[1], re.MULTILINE) if found else []
+    return [name for entry in entries for name in entry.split(", ")]
+
+
+def test_docstrings_explain_fields_and_arguments_that_exist() -> None:
+    nodes = [(path, node) for path in modules().values() for node in ast.walk(ast.parse(path.read_text("utf-8")))]
+    classes = {node.name: node for _, node in nodes if isinstance(node, ast.ClassDef)}
+
+    def fields(node: ast.ClassDef) -> set[str]:
+        """Names that a class, or one of its bases, defines in its body or on ``self``."""
+        own = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+        own |= {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
+        own |= {each.name for each in ast.walk(node) if isinstance(each, ast.FunctionDef)}
+        bases = {each.id for base in node.bases for each in ast.walk(base) if isinstance(each, ast.Name)}
+        return own.union(*(fields(classes[base]) for base in bases - {node.name} if base in classes))
+
+    wrong, checked = [], 0
+    for path, node in nodes:
+        if isinstance(node, ast.ClassDef):
+            listed, known = _listed(node, "Attributes"), fields(node)
+        elif isinstance(node, ast.FunctionDef):
+            arguments = (each for each in ast.walk(node.args) if isinstance(each, ast.arg))
+            listed, known = _listed(node, "Args"), {each.arg for each in arguments}
+        else:
+            continue
+        checked += len(listed)
+        wrong += [f"{path}: {node.name}: {name}" for name in listed if name not in known]
+    assert checked > 900 and wrong == []

@@ -44,7 +44,7 @@ class _Heads:
             "judged on the other"
         ),
     ] = False
-    value: ReplacementOption = "zero"
+    kind: ReplacementOption = "zero"
 
     @property
     def modes(self) -> tuple[AblationMode, ...]:
@@ -106,7 +106,7 @@ class Ablate(RunVerb):
         spec = self.full_precision()
         with tempfile.TemporaryDirectory() as scratch:
             evaluation = self.tasks.config(spec, **self._demo_task(Path(scratch)))
-            replacement = replacement_config(self.heads.value, self.texts, self)
+            replacement = replacement_config(self.heads.kind, self.texts, self)
             config = AblateConfig(evaluation, texts, self.heads.modes, replacement)
             result = job_functions.ablate(config, self.store.path, **self.job_options())
         return effects_result(result.run_id, self.store.path, result.effects)

@@ -40,7 +40,7 @@ class _ArmOptions:
             spaces=True,
         ),
     ] = ()
-    value: ReplacementOption = "zero"
+    kind: ReplacementOption = "zero"
 
     def chosen(self, **others: Any) -> ChosenArms:
         """Return the arms; ``others`` are settings without an option."""
@@ -121,7 +121,7 @@ class Evaluate(TaskVerb):
         from headscan.analysis.plans import load_plan
 
         plans = tuple(load_plan(path) for path in self.arms.plans)
-        replacement = replacement_config(self.arms.value, self.texts, self)
+        replacement = replacement_config(self.arms.kind, self.texts, self)
         chosen = self.arms.chosen(plans=plans, replacement=replacement)
         if chosen.mask or chosen.score:
             self.store.check_exists()

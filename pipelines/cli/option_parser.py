@@ -482,8 +482,10 @@ def check_used(settings: Any, chosen: str, name: str) -> None:
 
 def needed_option(key: str, path: Sequence[str], options: Mapping[str, BoundOption]) -> BoundOption:
     """Return the option that a condition names, of the class at ``path`` or of the nearest one around it."""
-    keys = (".".join((*path[:length], key)) for length in range(len(path), -1, -1))
-    return next(options[each] for each in keys if each in options)
+    for length in range(len(path), -1, -1):
+        if found := options.get(".".join((*path[:length], key))):
+            return found
+    raise KeyError(f"no option has the key {key!r}. Correct the condition")
 
 
 def _check_needs(settings: Any) -> None:

@@ -24,7 +24,7 @@ _DEMO = DemoSize(questions=80, recall=40, sequences=0)
 @dataclass(frozen=True, kw_only=True)
 class _SweepOptions:
     sweep: Annotated[Given[SweepConfig], Group()]
-    value: ReplacementOption = "zero"
+    kind: ReplacementOption = "zero"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Sweep(TaskVerb):
 
         quiet_libraries()
         spec = self.spec()
-        replacement = replacement_config(self.arms.value, self.texts, self)
+        replacement = replacement_config(self.arms.kind, self.texts, self)
         with tempfile.TemporaryDirectory() as scratch:
             evaluation = evaluation_of(self, self.tasks, self.recall, spec, Path(scratch), _DEMO)
             config = self.arms.sweep.build(evaluation=evaluation, replacement=replacement)

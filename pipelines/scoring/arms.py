@@ -30,7 +30,7 @@ class Arm:
 
     Attributes:
         name: Unique in an evaluation; arms of the same name are equal, apart from what was ``measured``.
-        ablated: None for the baseline.
+        intervention: None for the baseline.
         share: Nominal share of heads, 0 to 1; a rule may ablate another share.
         selection: Further description of the selection; arms that differ in it are points of different curves.
         model: Model that answers and ablates nothing; None uses the baseline's.
@@ -54,7 +54,8 @@ class Arm:
     def __post_init__(self) -> None:
         if self.model is not None and self.intervention is not None:
             raise InterventionError(
-                f"{self.name} has a model of its own and ablates heads (limit one of them). Set `model` or `ablated`"
+                f"{self.name} has a model of its own and ablates heads (limit one of them). Set `model` or"
+                " `intervention`"
             )
 
     @property

@@ -266,7 +266,7 @@ class ReplacementConfig:
     """Replacement of the output of ablated heads.
 
     Attributes:
-        value: ``zero``; ``mean``, the head's mean output over the tokens of ``texts`` texts; or ``resample``, its
+        kind: ``zero``; ``mean``, the head's mean output over the tokens of ``texts`` texts; or ``resample``, its
             output at the same position of another text, which ``seed`` chooses for each input.
         corpus: The texts of ``mean`` and ``resample``; None for ``zero``.
         samples: Number of texts of ``resample``, each as long as the longest input; their outputs in all layers stay in

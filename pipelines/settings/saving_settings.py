@@ -73,7 +73,7 @@ class RecallPrompts:
     Attributes:
         prompts: Number of prompts of each recall task, a multiple of 8; one half chooses and repairs, the other judges.
             0 uses texts only.
-        tokens: Longest prompt; shorter if the model's context is.
+        max_tokens: Longest prompt; shorter if the model's context is.
         weight: w in ``m(text) + w / T * (m(task 1) + ... + m(task T))``, which choice and repair minimise, with T
             recall tasks; m is a mean over predictions.
     """

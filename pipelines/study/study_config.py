@@ -68,12 +68,7 @@ class StudyConfig:
     hours: Annotated[float, Option("time limit, in hours", above=0, most=1e6)] = 2.0
     max_tokens: Annotated[
         int | None,
-        Option(
-            f"longest text, in tokens (default: at most {LONGEST_STUDY_TEXT})",
-            flag="--max-tokens",
-            metavar="TOKENS",
-            least=SHORTEST,
-        ),
+        Option(f"longest text, in tokens (default: at most {LONGEST_STUDY_TEXT})", metavar="TOKENS", least=SHORTEST),
     ] = None
     criteria: Annotated[
         tuple[str, ...],

@@ -10,12 +10,14 @@ import pytest
 
 from headscan.cluster.placement_base import PLACEMENTS, PlacementRequest
 from headscan.errors import HeadscanError
-from headscan.options import Group, Option
+from headscan.options import Group, Needs, Option
+from headscan.pipelines.cli.main import VERBS, verb_class
 from headscan.pipelines.cli.option_parser import (
     Given,
     UsageError,
     changed,
     check_used,
+    needed_option,
     options_of,
     read_settings,
     verb_parser,
@@ -167,3 +169,18 @@ def test_options_that_the_method_uses_are_taken() -> None:
     assert read_settings("methods", Methods, "--method b --own 1 --free 2".split()).both.build() == Both(own=1, free=2)
     assert read_settings("methods", Methods, "--method c --times 4 --seed 1".split()).retries.times == 4
     assert read_settings("methods", Methods, ["--times", "3"]).retries == Retries(3)
+
+
+def test_conditions_of_options_name_options_of_the_verb() -> None:
+    checked = 0
+    for verb in VERBS:
+        options = {bound.key: bound for bound in options_of(verb_class(verb))}
+        for bound in options.values():
+            for path, needs in bound.needs:
+                condition: Needs | None = needs
+                while condition is not None:
+                    assert needed_option(condition.key, path, options)
+                    condition, checked = condition.unless, checked + 1
+    assert checked > 50
+    with pytest.raises(KeyError, match=r"no option has the key 'arms\.nothing'"):
+        needed_option("arms.nothing", (), {})

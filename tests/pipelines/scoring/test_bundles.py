@@ -31,7 +31,7 @@ from tests.pipelines.conftest import naive_likelihood, zeroed_by_hand
 from tests.small_models import make_loaded
 
 #: Of gemma3 two of three layers see 20 tokens back.
-QUESTIONS_PER_TEXT = ["llama", "gemma3", "qwen3", "gpt2"]
+SHARING = ["llama", "gemma3", "qwen3", "gpt2"]
 WHOLE = ["jamba", "bamba"]
 MASKS = [None, headscan.HeadMask([(0, 3), (2, 1)]), headscan.HeadMask([(2, head) for head in range(6)])]
 #: Masks without heads in layer 0, which they share with the baseline; jamba and bamba have no heads in layer 1.
@@ -95,7 +95,7 @@ def tokens_read(lm: headscan.LoadedModel) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=["baseline", "two layers", "whole layer"])
-@pytest.mark.parametrize("family", QUESTIONS_PER_TEXT)
+@pytest.mark.parametrize("family", SHARING)
 def test_prefixes_read_once_give_the_likelihoods_of_whole_requests(family: str, mask: headscan.HeadMask | None) -> None:
     lm = make_loaded(family)
     assert shares_prefixes(lm)
@@ -113,7 +113,7 @@ def test_prefixes_read_once_give_the_likelihoods_of_whole_requests(family: str, 
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=["baseline", "two layers", "whole layer"])
-@pytest.mark.parametrize("family", QUESTIONS_PER_TEXT)
+@pytest.mark.parametrize("family", SHARING)
 def test_prefixes_of_several_questions_are_read_together(family: str, mask: headscan.HeadMask | None) -> None:
     lm, random = make_loaded(family), Random(1)
     start = random.choices(range(5, VOCABULARY), k=70)
@@ -155,7 +155,7 @@ def test_ablations_of_whole_inputs_share_no_prefix(ablated: Intervention) -> Non
 @pytest.mark.parametrize(
     ("family", "with_baseline"),
     [
-        *((family, True) for family in (*QUESTIONS_PER_TEXT, *WHOLE, "bloom")),
+        *((family, True) for family in (*SHARING, *WHOLE, "bloom")),
         *((family, False) for family in ("gemma3", "gpt2", "jamba", "bloom")),
     ],
 )
