@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from headscan.pipelines.study.study_answer import StudyAnswer
     from headscan.pipelines.study.study_config import StudyConfig
 
+#: Settings of jobs whose questions and model are those of an `EvaluateConfig`.
+_E = TypeVar("_E", "AblateConfig", "SweepConfig", "RefereeConfig", "PruneConfig")
 #: Settings of jobs on labelled examples.
 _L = TypeVar("_L", "LabelledEvaluateConfig", "LabelledImportanceConfig")
 
@@ -123,11 +125,8 @@ def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions
     """Measure the effect of every head, ablated alone, on tasks or on the loss of texts."""
     from headscan.pipelines.ablate.run_ablate import run_ablate
 
-    evaluation = config.evaluation
-    chosen, identity = _identified(evaluation.model, options)
-    tokens = config.placed_tokens(identity)
-    with _opened(chosen, evaluation.model, tokens, evaluation, store, evaluates=True) as (sized, run):
-        return run_ablate(replace(config, evaluation=sized), run)
+    with _evaluating(config, store, options) as (sized, run):
+        return run_ablate(sized, run)
 
 
 def labelled_importance(
@@ -190,11 +189,8 @@ def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions])
     """
     from headscan.pipelines.evaluate.run_sweep import run_sweep
 
-    evaluation = config.evaluation
-    chosen, identity = _identified(evaluation.model, options)
-    tokens = evaluation.placed_tokens(identity)
-    with _opened(chosen, evaluation.model, tokens, evaluation, store, evaluates=True) as (sized, run):
-        return run_sweep(replace(config, evaluation=sized), run)
+    with _evaluating(config, store, options) as (sized, run):
+        return run_sweep(sized, run)
 
 
 def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptions]) -> Verdict:
@@ -202,12 +198,8 @@ def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptio
     from headscan.analysis.verdicts.judge import judge
     from headscan.pipelines.referee.run_referee import run_referee
 
-    evaluation = config.evaluation
-    chosen, identity = _identified(evaluation.model, options, here=True)
-    tokens = max(evaluation.placed_tokens(identity), config.texts.longest(identity))
-    with _opened(chosen, evaluation.model, tokens, evaluation, store, evaluates=True) as (sized, run):
-        run_id = run_referee(replace(config, evaluation=sized), run)
-        return judge(run.store, run_id, max_loss=sized.max_loss)
+    with _evaluating(config, store, options, here=True) as (sized, run):
+        return judge(run.store, run_referee(sized, run), max_loss=sized.evaluation.max_loss)
 
 
 def plan(
@@ -268,12 +260,8 @@ def prune(config: PruneConfig, store: str | Path, **options: Unpack[JobOptions])
     """
     from headscan.pipelines.pruning.run_prune import run_prune
 
-    evaluation = config.evaluation
-    chosen, identity = _identified(evaluation.model, options, here=True)
-    asked = TASK_TOKENS if config.skip_verdict else evaluation.placed_tokens(identity)
-    tokens = max(asked, config.texts.longest(identity))
-    with _opened(chosen, evaluation.model, tokens, evaluation, store, evaluates=True) as (sized, run):
-        return run_prune(replace(config, evaluation=sized), run)
+    with _evaluating(config, store, options, here=True) as (sized, run):
+        return run_prune(sized, run)
 
 
 def study(config: StudyConfig, **options: Unpack[JobOptions]) -> StudyAnswer:
@@ -380,6 +368,16 @@ def _opened(
     )
     with run:
         yield opener.sized(settings), run
+
+
+@contextmanager
+def _evaluating(config: _E, store: str | Path, options: JobOptions, *, here: bool = False) -> Iterator[tuple[_E, Run]]:
+    """Yield settings with an evaluation as `_opened` yields them, and the run."""
+    evaluation = config.evaluation
+    chosen, identity = _identified(evaluation.model, options, here=here)
+    tokens = config.placed_tokens(identity)
+    with _opened(chosen, evaluation.model, tokens, evaluation, store, evaluates=True) as (sized, run):
+        yield replace(config, evaluation=sized), run
 
 
 @contextmanager

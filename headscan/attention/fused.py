@@ -60,6 +60,14 @@ class FusedKernels(Protocol):
         """Return `causal` over each query's last ``width`` keys."""
         ...
 
+    def causal_with_entropy(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return `causal` and the entropy of the weights (B, H, N), without gradients; None if two calls of `causal`
+        compute both.
+        """
+        ...
+
 
 class CpuKernels:
     """The fused kernel of the CPU. A KV head serves its group by a stride of zero, so nothing is copied."""
@@ -227,6 +235,9 @@ class CudaKernels:
 
     def band(self, query: Tensor, key: Tensor, value: Tensor, scale: float, width: int) -> tuple[Tensor, Tensor]:
         return self._call(query, key, value, scale, width)
+
+    def causal_with_entropy(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
+        return None
 
     def output(self, query_BNHD: Tensor, key_BSKD: Tensor, value_BSKD: Tensor, scale: float) -> Tensor:
         """Return only the output (B, N, H, D) of `causal`, by one operator. The width must be a multiple of 8."""
@@ -477,8 +488,11 @@ def attend_fused(
     own_entropy = None
     # The blocks are written in place, so gradients need the fused calls.
     plain = window is None and not differentiated(query_BHND, key, value_BKND)
-    if numbers_with_output and plain and isinstance(kernels, CpuKernels):
-        grouped_out, lse, own_entropy = kernels.causal_with_entropy(query_BHND, key, value_BKND, scale)
+    together = (
+        kernels.causal_with_entropy(query_BHND, key, value_BKND, scale) if numbers_with_output and plain else None
+    )
+    if together is not None:
+        grouped_out, lse, own_entropy = together
     else:
         grouped_out, lse = _call(kernels, query_BHND, key, value_BKND, scale, window)
     out = _ungrouped(grouped_out)

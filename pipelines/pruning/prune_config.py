@@ -15,8 +15,9 @@ from headscan.grid import Unit, check_pairs
 from headscan.models.loaded_model import LoadedModel
 from headscan.options import Count, Limits, check_limits
 from headscan.pipelines.pruning.pruning_units import PruneBudget
+from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.runs.progress import Progress
-from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
+from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, EvaluateConfig
 from headscan.pipelines.settings.saving_settings import PRUNE_METHODS, REPAIRS, KvCounts, PruneTexts, RecallPrompts
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.head_selection import SelectionConfig
@@ -211,6 +212,11 @@ class PruneConfig:
                     f"{names.count(name)} models have the folder {name!r} (limit 1). Give each of `budgets`, `methods`"
                     " and `heads` once"
                 )
+
+    def placed_tokens(self, identity: ModelIdentity) -> int:
+        """Return the tokens that placement reserves memory for: those of the longest text, or question asked."""
+        asked = TASK_TOKENS if self.skip_verdict else self.evaluation.placed_tokens(identity)
+        return max(asked, self.texts.longest(identity))
 
     @property
     def _folder_names(self) -> list[str]:

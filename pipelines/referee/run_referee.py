@@ -208,6 +208,10 @@ class RefereeConfig:
     def criteria(self) -> tuple[str, ...]:
         return DEFAULT_CRITERIA if self.compared.criteria is None else self.compared.criteria
 
+    def placed_tokens(self, identity: ModelIdentity) -> int:
+        """Return the tokens that placement reserves memory for: those of the longest question or text."""
+        return max(self.evaluation.placed_tokens(identity), self.texts.longest(identity))
+
 
 def run_referee(config: RefereeConfig, run: Run) -> str:
     """Choose heads by every criterion and evaluate all choices; return the run's id. The model is held whole in this

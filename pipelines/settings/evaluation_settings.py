@@ -484,6 +484,10 @@ class SweepConfig:
         """The distinct quantiles above 0, ascending."""
         return tuple(sorted({quantile for quantile in self.quantiles if quantile}))
 
+    def placed_tokens(self, identity: ModelIdentity) -> int:
+        """Return the tokens that placement reserves memory for."""
+        return self.evaluation.placed_tokens(identity)
+
 
 #: Mode of an ablate run.
 AblationMode = Literal["each", "all_but_one"]
