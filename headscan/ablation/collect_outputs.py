@@ -45,7 +45,7 @@ class HeadSamples(StoredOutputs):
         check_limits(self, InterventionError)
 
     def _settings(self) -> tuple[object, ...]:
-        return (self.kind, self.seed)
+        return (self.site, self.seed)
 
     def outputs(self, stored: Tensor, heads_BNHD: Tensor, keys: Sequence[int]) -> Tensor:
         texts, most = stored.shape[:2]

@@ -100,7 +100,7 @@ class Replacement(ABC):
     """The output of ablated heads; immutable, hashable and picklable."""
 
     #: Name of the value, for verdicts.
-    value: ClassVar[ReplacementKind]
+    kind: ClassVar[ReplacementKind]
     #: True if the output depends neither on the sequence nor on the position of a token.
     position_free: ClassVar[bool] = True
 
@@ -139,7 +139,7 @@ class StoredOutputs(Replacement):
     """Outputs of heads (..., H, D) by layer, on the CPU, collected before; equal digests mean equal outputs."""
 
     by_layer: Mapping[int, Tensor] = field(repr=False)
-    kind: str
+    site: str
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -153,7 +153,7 @@ class StoredOutputs(Replacement):
 
     def _settings(self) -> tuple[object, ...]:
         """Return all further fields that decide outputs."""
-        return (self.kind,)
+        return (self.site,)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StoredOutputs) and self.digest == other.digest
@@ -162,9 +162,9 @@ class StoredOutputs(Replacement):
         return hash(self.digest)
 
     def check(self, grid: HeadGrid, layers: Sequence[int]) -> None:
-        if self.kind != grid.kind:
+        if self.site != grid.kind:
             raise InterventionError(
-                f"{self.value} outputs of site {self.kind!r} replace heads of site {grid.kind!r}. Collect those of the "
+                f"{self.kind} outputs of site {self.site!r} replace heads of site {grid.kind!r}. Collect those of the "
                 "same site"
             )
         for layer in layers:
@@ -172,11 +172,11 @@ class StoredOutputs(Replacement):
             shape = (site.num_attention_heads, site.value_dim)
             if layer not in self.by_layer:
                 raise InterventionError(
-                    f"no {self.value} outputs of layer {layer}: they were not collected. Collect them on a corpus"
+                    f"no {self.kind} outputs of layer {layer}: they were not collected. Collect them on a corpus"
                 )
             if (given := tuple(self.by_layer[layer].shape[-2:])) != shape:
                 raise InterventionError(
-                    f"{self.value} outputs of layer {layer} have shape {given} (limit {shape}). Collect those of this "
+                    f"{self.kind} outputs of layer {layer} have shape {given} (limit {shape}). Collect those of this "
                     "model"
                 )
 
@@ -277,9 +277,9 @@ class Ablation(Intervention):
     replacement: Replacement = ZERO
 
     @property
-    def value(self) -> ReplacementKind:
+    def kind(self) -> ReplacementKind:
         """Name of the tested value: zero tests whether heads are inactive, mean whether they are constant."""
-        return self.replacement.value
+        return self.replacement.kind
 
     @property
     def may_share_prefix(self) -> bool:

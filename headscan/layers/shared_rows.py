@@ -160,7 +160,7 @@ class SharedRowHooks:
         replacements = {ablation.replacement for ablation in ablated}
         if len(replacements) > 1:
             raise InterventionError(
-                f"values of ablated heads in a shared row: {', '.join(sorted(value.value for value in replacements))} "
+                f"values of ablated heads in a shared row: {', '.join(sorted(value.kind for value in replacements))} "
                 "(limit 1). Use one value"
             )
         (replacement,) = replacements

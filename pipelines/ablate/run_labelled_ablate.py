@@ -39,7 +39,7 @@ from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.progress import at_work
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import Arm
-from headscan.pipelines.scoring.likelihood import ablating
+from headscan.pipelines.scoring.likelihood import intervening
 from headscan.pipelines.scoring.reading import Reading
 from headscan.pipelines.scoring.token_requests import ArmItem, Likelihood, Responses
 from headscan.pipelines.settings.corpus_settings import ExampleError, ExamplesSpec, LabelledMetric
@@ -92,9 +92,9 @@ class LabelledReading(Reading):
     new_tokens: int
 
     def item(
-        self, name: str, requests: tuple[Any, ...], ablated: Intervention | None, batch_tokens: int
+        self, name: str, requests: tuple[Any, ...], intervention: Intervention | None, batch_tokens: int
     ) -> ArmItem[Any]:
-        return LabelledArmItem(name, requests, ablated, batch_tokens, self)
+        return LabelledArmItem(name, requests, intervention, batch_tokens, self)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class LabelledArmItem(ArmItem[LabelledText]):
         lengths, reading = [text.longest for text in self.requests], self.reading
         ask = _losses if reading.metric == LOSS else _classes if reading.answers is Answers.CLASS else _generate
         answer_of: dict[int, Likelihood | str] = {}
-        with ablating(lm, self.intervention, rule_kernels=False):
+        with intervening(lm, self.intervention, rule_kernels=False):
             for batch in whole_batches(lengths, self.batch_tokens, reading.rope.group):
                 halves = run_halving(
                     list(batch.rows),

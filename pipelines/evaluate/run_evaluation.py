@@ -156,11 +156,11 @@ def run_evaluation(
 
 @dataclass(frozen=True)
 class _EvaluationQuestions:
-    """The questions of an evaluation, and the ablations of all its arms, because all read prompts in the same way."""
+    """The questions of an evaluation, and the interventions of all its arms, which read prompts in the same way."""
 
     config: EvaluateConfig
     questions: Questions
-    ablated: Sequence[Intervention | None]
+    interventions: Sequence[Intervention | None]
 
     def items(self) -> list[WorkItem]:
         return work_items(self.questions.requests, self.config.batch_tokens)
@@ -170,10 +170,10 @@ class _EvaluationQuestions:
         check_predicts(run)
         check_generates(pool, self.questions.requests)
         share = False if pool.staged else self.config.share_prefixes
-        reading = choose_reading(pool.one, facts.dtype, run.identity.rope_lengths, self.ablated, share, run.say)
+        reading = choose_reading(pool.one, facts.dtype, run.identity.rope_lengths, self.interventions, share, run.say)
         # Arms that use the kernels of rules always start from token ids, never from a cached layer.
         bundled = open_arms > 1 and not (pool.staged or reading.rule_kernels)
-        starts = pool.one(possible_starts, self.ablated) if bundled else frozenset()
+        starts = pool.one(possible_starts, self.interventions) if bundled else frozenset()
         cached = max(self.questions.longest_input(), grouped_tokens(facts.device.split(":")[0]))
         size = bundle_size(facts.caches if reading.share_prefixes else {}, cached)
         return AnsweringSettings(self.config.batch_tokens, reading, starts, size)
@@ -252,14 +252,14 @@ def run_arms(
         )
 
 
-def _rounding(facts: ModelFacts, ablated: Sequence[Intervention | None], *, in_ranges: bool) -> str:
+def _rounding(facts: ModelFacts, interventions: Sequence[Intervention | None], *, in_ranges: bool) -> str:
     """Return a description of the rounding of answers; only arms with the same rounding are compared. In half precision
     it depends on the device's kernels and on whether the model runs in ranges of layers, which read every prompt whole.
     """
     if facts.dtype not in HALF:
         return "plain"
-    how = ["of rules" if computed_as_rules(facts.dtype, ablated) else "plain", torch.device(facts.device).type]
-    if reads_whole(facts.dtype, ablated):
+    how = ["of rules" if computed_as_rules(facts.dtype, interventions) else "plain", torch.device(facts.device).type]
+    if reads_whole(facts.dtype, interventions):
         how.append("whole inputs")
     if in_ranges:
         how.append("in ranges")

@@ -85,7 +85,7 @@ class Arm:
             share=self.share,
             seed=self.seed,
             selection=self.selection,
-            replacement=self.intervention.value if isinstance(self.intervention, Ablation) else None,
+            replacement=self.intervention.kind if isinstance(self.intervention, Ablation) else None,
             config=self.settings,
             measured=dict(self.measured),
         )

@@ -87,12 +87,14 @@ class BundleItem(ScoringItem[Request]):
         return [by_request(reads, of_arm) for of_arm in of_arms]
 
 
-def possible_starts(lm: LoadedModel, ablated: Sequence[Intervention | None]) -> frozenset[Start]:
+def possible_starts(lm: LoadedModel, interventions: Sequence[Intervention | None]) -> frozenset[Start]:
     """Pool task: return where passes with these ablations can start; empty for models without separable blocks."""
     try:
         blocks = find_blocks(lm)
         firsts = {
-            ablation.first_layer for ablation in ablated if ablation is not None and not ablation.replaces_attention
+            intervention.first_layer
+            for intervention in interventions
+            if intervention is not None and not intervention.replaces_attention
         } - {None}
         behind = {layer for layer in firsts if layer is not None}
         wrong = cannot_resume(blocks), cannot_resume(blocks, behind, behind_attention=True)
@@ -102,13 +104,13 @@ def possible_starts(lm: LoadedModel, ablated: Sequence[Intervention | None]) -> 
     return frozenset(starts | {Start(layer, True) for layer in behind if layer not in wrong[1]})
 
 
-def start_of(ablated: Intervention | None, possible: frozenset[Start]) -> Start:
+def start_of(intervention: Intervention | None, possible: frozenset[Start]) -> Start:
     """Return the last place at which an arm's pass can start."""
-    first = None if ablated is None else ablated.first_layer
-    if ablated is None or first is None:
+    first = None if intervention is None else intervention.first_layer
+    if intervention is None or first is None:
         return FROM_TOKENS
     # Everything below is as in the baseline.
-    return last_start(Start(first, not ablated.replaces_attention), possible)
+    return last_start(Start(first, not intervention.replaces_attention), possible)
 
 
 def last_start(limit: Start, possible: frozenset[Start]) -> Start:
@@ -128,7 +130,9 @@ def bundle_size(caches: Mapping[str, Sequence[LayerCache]] | None, longest: int)
 
 def bundle(arms: Sequence[Intervention | None], possible: frozenset[Start], size: int = LEAST_SIZE) -> list[list[int]]:
     """Group arms (indices) that are answered together, at most ``size``; arms that save no layers stay alone."""
-    return bundle_starts([None if ablated is None else start_of(ablated, possible) for ablated in arms], size)
+    return bundle_starts(
+        [None if intervention is None else start_of(intervention, possible) for intervention in arms], size
+    )
 
 
 def bundle_starts(starts: Sequence[Start | None], size: int = LEAST_SIZE) -> list[list[int]]:

@@ -51,13 +51,13 @@ class EvictionItem(ArmItem[Request]):
         return [by_request(reads, results)]
 
 
-def _score(lm: LoadedModel, ablated: Intervention, reads: list[ReadInput]) -> list[ReadResult]:
+def _score(lm: LoadedModel, intervention: Intervention, reads: list[ReadInput]) -> list[ReadResult]:
     """Return the results of reads whose contexts have the same length."""
     start = reads[0].first_place
     if start:
         # The context is read alone, so it needs the rotary frequencies of the whole text.
         lm.rope_lengths.check(max(len(read.ids) for read in reads), [start])
-    cache = ablated.new_cache(lm, context=start > 0)
+    cache = intervention.new_cache(lm, context=start > 0)
     if start:
         contexts = list(dict.fromkeys(read.ids[:start] for read in reads))
         ids = torch.tensor(contexts, device=lm.device)

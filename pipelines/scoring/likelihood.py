@@ -282,23 +282,23 @@ class LikelihoodItem(ArmItem[Request]):
         """Answer requests with the item's heads ablated."""
         reads = distinct_reads(self.requests)
         share = self.share_prefixes and (self.intervention is None or self.intervention.may_share_prefix)
-        with torch.no_grad(), ablating(lm, self.intervention, rule_kernels=self.rule_kernels) as record:
+        with torch.no_grad(), intervening(lm, self.intervention, rule_kernels=self.rule_kernels) as record:
             score = partial(score_reads, lm, record=record)
             results = dict(score_in_batches(lm, reads, self.batch_tokens, share, partial(read_prefix, lm), score))
         return [by_request(reads, results)]
 
 
 @contextmanager
-def ablating(
-    lm: LoadedModel, ablated: Intervention | None, *, rule_kernels: bool, **about: Any
+def intervening(
+    lm: LoadedModel, intervention: Intervention | None, *, rule_kernels: bool, **about: Any
 ) -> Iterator[InterventionRecord | None]:
-    """Ablate heads while the context is open; yield None if ``ablated`` is None. ``rule_kernels`` uses the kernels of
-    rules for every arm, because kernels round differently in half precision; ``about`` goes to `headscan.intervene`.
+    """Apply an intervention while the context is open; None yields None. ``rule_kernels`` uses the kernels of rules for
+    every arm, because kernels round differently in half precision; ``about`` goes to `headscan.intervene`.
     """
     with ExitStack() as context:
-        if rule_kernels and (ablated is None or not ablated.needs_whole_input):
+        if rule_kernels and (intervention is None or not intervention.needs_whole_input):
             context.enter_context(attention_hook(lm, lambda site, call: call.output()))
-        yield None if ablated is None else context.enter_context(headscan.intervene(lm, ablated, **about))
+        yield None if intervention is None else context.enter_context(headscan.intervene(lm, intervention, **about))
 
 
 def score_reads(

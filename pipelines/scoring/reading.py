@@ -67,32 +67,37 @@ class Reading:
         return BundleItem(name, requests, masks, tuple(start_of(mask, starts) for mask in masks), batch_tokens, share)
 
     def item(
-        self, name: str, requests: tuple[Any, ...], ablated: Intervention | None, batch_tokens: int
+        self, name: str, requests: tuple[Any, ...], intervention: Intervention | None, batch_tokens: int
     ) -> ArmItem[Any]:
         """Return the item of requests of one kind under one arm."""
         if isinstance(requests[0], GenerationRequest):
             # Generation needs lm-eval, which benchmarks of scoring do without.
             from headscan.pipelines.scoring.generation import GenerationItem
 
-            return GenerationItem(name, requests, ablated, batch_tokens, one_by_one=self.rule_kernels)
-        if ablated is not None and ablated.evicts:
-            return EvictionItem(name, requests, ablated, batch_tokens)
-        if self.shared_rows and (self.rule_kernels or (ablated is not None and ablated.needs_whole_input)):
-            return SharedRowItem(name, requests, ablated, batch_tokens)
-        return LikelihoodItem(name, requests, ablated, batch_tokens, self.share_prefixes, self.rule_kernels, self.rope)
+            return GenerationItem(name, requests, intervention, batch_tokens, one_by_one=self.rule_kernels)
+        if intervention is not None and intervention.evicts:
+            return EvictionItem(name, requests, intervention, batch_tokens)
+        if self.shared_rows and (self.rule_kernels or (intervention is not None and intervention.needs_whole_input)):
+            return SharedRowItem(name, requests, intervention, batch_tokens)
+        return LikelihoodItem(
+            name, requests, intervention, batch_tokens, self.share_prefixes, self.rule_kernels, self.rope
+        )
 
 
-def computed_as_rules(dtype: str, ablated: Sequence[Intervention | None]) -> bool:
+def computed_as_rules(dtype: str, interventions: Sequence[Intervention | None]) -> bool:
     """Return True if all arms need the kernels of rules: in half precision kernels round differently, which would add
     to every difference to the baseline.
     """
-    return dtype in HALF and any(ablation is not None and ablation.replaces_attention for ablation in ablated)
+    return dtype in HALF and any(
+        intervention is not None and intervention.replaces_attention for intervention in interventions
+    )
 
 
-def reads_whole(dtype: str, ablated: Sequence[Intervention | None]) -> bool:
+def reads_whole(dtype: str, interventions: Sequence[Intervention | None]) -> bool:
     """Return True if all arms read whole inputs, as resampled heads do. Kernels round differently in half precision."""
     return dtype in HALF and any(
-        isinstance(ablation, Ablation) and not ablation.replacement.position_free for ablation in ablated
+        isinstance(intervention, Ablation) and not intervention.replacement.position_free
+        for intervention in interventions
     )
 
 
@@ -100,7 +105,7 @@ def choose_reading(
     ask: Ask,
     dtype: str,
     rope: RopeLengths,
-    ablated: Sequence[Intervention | None],
+    interventions: Sequence[Intervention | None],
     share: bool | None,
     say: Callable[[str], None],
 ) -> Reading:
@@ -108,14 +113,14 @@ def choose_reading(
     ``share`` False shares no prefixes, and None only if all arms use the same kernels; ``say`` receives the reason if
     they are not shared.
     """
-    rule_kernels = computed_as_rules(dtype, ablated)
+    rule_kernels = computed_as_rules(dtype, interventions)
     whole = Reading(False, rule_kernels=rule_kernels, rope=rope)
     if share is False:
         return whole
-    if share is None and reads_whole(dtype, ablated):
+    if share is None and reads_whole(dtype, interventions):
         say(f"prompts are read whole: in {dtype} all arms need the same kernels, and resampled heads need whole inputs")
         return whole
-    rules = any(ablation is not None and ablation.needs_whole_input for ablation in ablated)
+    rules = any(intervention is not None and intervention.needs_whole_input for intervention in interventions)
     if (rules or rule_kernels) and ask(can_read_shared_rows, None):
         return Reading(True, shared_rows=True, rule_kernels=rule_kernels, rope=rope)
     if rule_kernels and share is None:

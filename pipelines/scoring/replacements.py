@@ -33,7 +33,7 @@ class ArmReplacement:
     @property
     def suffix(self) -> str:
         """The end of an arm's name; empty for zero."""
-        return f" by {self.outputs.value} {self.texts_hash}" if self.texts_hash else ""
+        return f" by {self.outputs.kind} {self.texts_hash}" if self.texts_hash else ""
 
     @property
     def details(self) -> tuple[tuple[str, object], ...]:

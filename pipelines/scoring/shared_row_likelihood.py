@@ -24,9 +24,9 @@ from headscan.pipelines.scoring.likelihood import (
     PrefixNode,
     ReadInput,
     ReadResult,
-    ablating,
     by_request,
     distinct_reads,
+    intervening,
     likelihoods_at,
     prefix_tree,
     score_in_batches,
@@ -112,7 +112,7 @@ class SharedRowItem(ArmItem[Request]):
             results = _in_rows(lm, ablated, reads, self.batch_tokens)
         alone = [index for index in range(len(reads)) if index not in results]
         whole = [reads[index] for index in alone]
-        with torch.no_grad(), ablating(lm, self.intervention, rule_kernels=True) as record:
+        with torch.no_grad(), intervening(lm, self.intervention, rule_kernels=True) as record:
             score, read_on = partial(score_reads, lm, record=record), partial(read_prefix, lm)
             for place, of_read in score_in_batches(lm, whole, self.batch_tokens, False, read_on, score):
                 results[alone[place]] = of_read

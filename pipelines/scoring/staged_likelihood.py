@@ -24,9 +24,9 @@ from headscan.pipelines.scoring.likelihood import (
     LikelihoodItem,
     ReadInput,
     ReadResult,
-    ablating,
     by_request,
     distinct_reads,
+    intervening,
     likelihoods_at,
 )
 from headscan.pipelines.scoring.token_requests import Likelihood, Responses, input_key
@@ -62,7 +62,7 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, RangeResult, list[Respons
         with torch.no_grad(), ExitStack() as context:
             keys = [input_key(read.ids) for read in reads]
             record = context.enter_context(
-                ablating(lm, here, rule_kernels=item.rule_kernels, lengths=lengths, keys=keys)
+                intervening(lm, here, rule_kernels=item.rule_kernels, lengths=lengths, keys=keys)
             )
             likelihoods = None
             if gives_logits(lm):
@@ -70,9 +70,9 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, RangeResult, list[Respons
                 likelihoods = tuple(likelihoods_at(lm, reads, ids, places, use_cache=False))
             else:
                 run_forward(lm.model, {"input_ids": ids.to(lm.device)})
-            # `zeroed` is None if no layer of the range has heads.
-            if record is not None and (zeroed_BLH := record.ablated) is not None:
-                zeroed = tuple(zeroed_BLH.sum((1, 2)).tolist())
+            # `ablated` is None if no layer of the range has heads.
+            if record is not None and (ablated_BLH := record.ablated) is not None:
+                zeroed = tuple(ablated_BLH.sum((1, 2)).tolist())
         return RangeResult(likelihoods, zeroed, sum(1 for _ in lm.grid.heads()))
 
     def size(self, batch: Batch) -> int:

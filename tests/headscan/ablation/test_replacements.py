@@ -127,7 +127,7 @@ def test_ablations_name_the_value_that_they_test() -> None:
         assert not (isinstance(found[2], LayerwiseAblation) and found[2].may_share_rows)
         assert found[0].may_share_prefix == found[1].may_share_prefix
         assert len(set(found)) == 3
-    assert headscan.HeadMask(HEADS).value == "zero" and headscan.HeadMask(HEADS) == headscan.HeadMask(HEADS, ZERO)
+    assert headscan.HeadMask(HEADS).kind == "zero" and headscan.HeadMask(HEADS) == headscan.HeadMask(HEADS, ZERO)
     assert headscan.HeadMask(HEADS, means).within(1, 3) == headscan.HeadMask(HEADS[1:], means)
 
 
