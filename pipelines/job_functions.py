@@ -164,8 +164,8 @@ def evaluate(
 
     Args:
         arms: Arms next to the baseline, such as ``[mask_arm([(3, 5)])]``, or how to choose them, such as
-            ``ChosenArms(score="output_norm_ln", rule=True, controls=19)`` by a scan in the store. Without any, only the
-            baseline answers, and the verdict has no arms.
+            ``ChosenArms(criterion="output_norm_ln", rule=True, controls=19)`` by a scan in the store. Without any, only
+            the baseline answers, and the verdict has no arms.
     """
     from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen, judge_evaluation, run_evaluation
     from headscan.pipelines.scoring.arms import BASELINE

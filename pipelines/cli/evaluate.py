@@ -46,7 +46,7 @@ class _ArmOptions:
         """Return the arms; ``others`` are settings without an option."""
         given = self.settings.values
         if "share" in given or given.get("rule") or given.get("run_id"):
-            others = {"score": COMMON_SCORE} | given | others
+            others = {"criterion": COMMON_SCORE} | given | others
         return self.settings.build(**others)
 
 
@@ -123,7 +123,7 @@ class Evaluate(TaskVerb):
         plans = tuple(load_plan(path) for path in self.arms.plans)
         replacement = replacement_config(self.arms.kind, self.texts, self)
         chosen = self.arms.chosen(plans=plans, replacement=replacement)
-        if chosen.mask or chosen.score:
+        if chosen.mask or chosen.criterion:
             self.store.check_exists()
         # The imports below load torch, which takes seconds.
         from headscan.models.model_facts import check_bounds

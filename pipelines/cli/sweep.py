@@ -32,7 +32,7 @@ class Sweep(TaskVerb):
     """evaluate every score at every share on a task, with masks and random controls
 
         headscan sweep MODEL --tasks mmlu --num-fewshot 5
-        headscan sweep MODEL --tasks mmlu --scores output_norm_ln,first_token_weight --quantiles 0.1,0.2 --controls 5
+        headscan sweep MODEL --tasks mmlu --scores output_norm_ln,first_token_weight --shares 0.1,0.2 --controls 5
         headscan sweep MODEL --tasks mmlu --replace mean --corpus texts/
 
     The prompts are recorded once; thresholds are quantiles of the recorded scores. Then every arm answers every
@@ -40,7 +40,7 @@ class Sweep(TaskVerb):
     again resumes. `headscan report` draws the curves.
     """
 
-    common: ClassVar = "MODEL --tasks --limit --scores --quantiles --masks --confirm --recall --store --json"
+    common: ClassVar = "MODEL --tasks --limit --scores --shares --masks --confirm --recall --store --json"
 
     arms: Annotated[_SweepOptions, Group("arms")]
 

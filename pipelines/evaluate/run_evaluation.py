@@ -79,7 +79,7 @@ def evaluate_chosen(config: EvaluateConfig, run: Run, chosen: ChosenArms) -> str
     """Evaluate the baseline and the chosen arms; return the run's id."""
     # What can be refused without a pass of the model comes before the replacement, whose collection takes passes.
     listed = _listed_heads(run, chosen)
-    ordering = None if chosen.score is None else find_run(run.store, run.identity, chosen.score, chosen.run_id)
+    ordering = None if chosen.criterion is None else find_run(run.store, run.identity, chosen.criterion, chosen.run_id)
     models, plans = _model_arms(config, run, chosen), _plan_arms(run, chosen)
     questions = Questions(config.tasks, config.recall, run.identity, config.text)
     replacement = collect_replacement(chosen.replacement, run, questions.longest_input())
@@ -98,11 +98,11 @@ def _listed_heads(run: Run, chosen: ChosenArms) -> list[tuple[tuple[int, int], .
 
 def _scored_arms(run: Run, chosen: ChosenArms, ordering: str | None, replacement: ArmReplacement) -> list[Arm]:
     """Return the mask, and the rule, whose heads a score of the run ``ordering`` chooses; none without a score."""
-    if chosen.score is None or ordering is None:
+    if chosen.criterion is None or ordering is None:
         return []
-    arms = criterion_masks(run.store, ordering, chosen.score, [chosen.share], chosen.mask_order, replacement)
+    arms = criterion_masks(run.store, ordering, chosen.criterion, [chosen.share], chosen.mask_order, replacement)
     if chosen.rule:
-        arms += score_rules(run.store, ordering, chosen.score, [chosen.share], replacement)
+        arms += score_rules(run.store, ordering, chosen.criterion, [chosen.share], replacement)
     return arms
 
 

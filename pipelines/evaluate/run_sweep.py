@@ -200,7 +200,7 @@ class SweepResult:
 def run_sweep(config: SweepConfig, run: Run) -> SweepResult:
     """Evaluate the arms of a sweep; judge all on all questions, and the best as ``confirm`` of the settings states."""
     questions = Questions(config.evaluation.tasks, config.evaluation.recall, run.identity, config.evaluation.text)
-    half, least = questions.benchmark_size // 2, identical_questions(bool(config.scores) + bool(config.masks))
+    half, least = questions.benchmark_size // 2, identical_questions(bool(config.scores) + bool(config.mask_criteria))
     if config.confirm and 0 < half < least:
         run.say(
             f"each half of the questions has about {half} (limit {least}), too few to confirm any arm as"
@@ -211,8 +211,10 @@ def run_sweep(config: SweepConfig, run: Run) -> SweepResult:
     for score in config.scores:
         HeadRule(score, 0.0)  # raises if rules cannot measure it, before the prompts are recorded
     _check_masks(config, run.facts)
-    others = {name: find_run(run.store, run.identity, name, None) for name in config.masks if name not in SCORES}
-    kinds = bool(config.scores) + bool(config.masks) if config.confirm else 1
+    others = {
+        name: find_run(run.store, run.identity, name, None) for name in config.mask_criteria if name not in SCORES
+    }
+    kinds = bool(config.scores) + bool(config.mask_criteria) if config.confirm else 1
     judging_share = 1 - 1 / RECALL_PARTS if config.confirm else 1.0
     evaluation = size_recall(config.evaluation, run, judging_share=judging_share, comparisons=kinds)
     questions.ask_recall(evaluation.recall)
@@ -239,11 +241,11 @@ def run_sweep(config: SweepConfig, run: Run) -> SweepResult:
 def _check_masks(config: SweepConfig, facts: ModelFacts) -> None:
     """Raise InterventionError if a mask would ablate every head."""
     total = facts.grid.total_heads
-    largest = max(config.shares)
-    if config.masks and head_count(largest, total) >= total:
+    largest = max(config.distinct_shares)
+    if config.mask_criteria and head_count(largest, total) >= total:
         raise InterventionError(
             f"a mask of {largest:.0%} ablates all {total} heads of the model (limit {total - 1}). Use smaller "
-            "`quantiles`, or no `masks`"
+            "`shares`, or no `mask_criteria`"
         )
 
 
@@ -259,13 +261,13 @@ def sweep_arms(
     together, so that all curves grow together. ``others`` are the runs of masks that are no scores of the scan. The
     arms are marked, because later evaluations may add others to the run.
     """
-    rules = [score_rules(store, scan_run, score, config.shares, replacement) for score in config.scores]
+    rules = [score_rules(store, scan_run, score, config.distinct_shares, replacement) for score in config.scores]
     masks = [
-        criterion_masks(store, others.get(name, scan_run), name, config.shares, config.mask_order, replacement)
-        for name in config.masks
+        criterion_masks(store, others.get(name, scan_run), name, config.distinct_shares, config.mask_order, replacement)
+        for name in config.mask_criteria
     ]
     arms = [BASELINE]
-    for number, share in enumerate(config.shares):
+    for number, share in enumerate(config.distinct_shares):
         arms += [of_score[number] for of_score in rules]
         if rules:
             arms += random_rules(share, config.controls, replacement)

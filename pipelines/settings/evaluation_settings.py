@@ -313,7 +313,7 @@ class ChosenArms:
     """Choice of the arms that are compared with the baseline.
 
     Attributes:
-        score: Criterion whose order gives a mask of ``share`` heads, and a rule if ``rule``; None gives neither.
+        criterion: Criterion whose order gives a mask of ``share`` heads, and a rule if ``rule``; None gives neither.
         plans: Plans of the KV cache, each evaluated in all ``plan_modes``.
 
     Raises:
@@ -329,11 +329,12 @@ class ChosenArms:
     mask: Annotated[
         str | None, Option("name or id of a mask in the store whose heads are ablated (default: none)", metavar="NAME")
     ] = None
-    score: Annotated[
+    criterion: Annotated[
         str | None,
         Option(
             "score or other criterion that chooses the heads, from a scan, importance, ablate or gates run in the "
             f"store (default: none; {COMMON_SCORE} with --share, --rule or --run)",
+            flag="--score",
             kind="criterion",
             names=RANKED_CRITERIA,
         ),
@@ -386,25 +387,26 @@ class ChosenArms:
         check_pairs(self.heads)
         if not self.plan_modes:
             raise InterventionError("`plan_modes` is empty (limit 1 mode). Set `plan_modes`")
-        ablates = bool(self.heads or self.mask or self.score)
+        ablates = bool(self.heads or self.mask or self.criterion)
         if self.replacement.kind != "zero" and not ablates:
             raise InterventionError(
-                f"`kind={self.replacement.kind}` needs ablated heads. Set `heads`, `mask` or `score`"
+                f"`kind={self.replacement.kind}` needs ablated heads. Set `heads`, `mask` or `criterion`"
             )
         for name, needed, is_used in (
-            ("share", "`score`", bool(self.score)),
-            ("mask_order", "`score`", bool(self.score)),
-            ("run_id", "`score`", bool(self.score)),
-            ("rule", "`score`", bool(self.score)),
+            ("share", "`criterion`", bool(self.criterion)),
+            ("mask_order", "`criterion`", bool(self.criterion)),
+            ("run_id", "`criterion`", bool(self.criterion)),
+            ("rule", "`criterion`", bool(self.criterion)),
             ("plan_modes", "`plans`", bool(self.plans)),
-            ("controls", "`heads`, `mask`, `score` or `plans`", ablates or bool(self.plans)),
+            ("controls", "`heads`, `mask`, `criterion` or `plans`", ablates or bool(self.plans)),
         ):
             if not is_used and getattr(self, name) != getattr(ChosenArms, name):
                 raise InterventionError(f"`{name}` has no effect without {needed}: leave it out")
-        if self.score not in (None, *SCORES) and (self.rule or self.mask_order != "mean"):
+        if self.criterion not in (None, *SCORES) and (self.rule or self.mask_order != "mean"):
+            needing = "rule" if self.rule else "mask_order"
             raise InterventionError(
-                f"`{'rule' if self.rule else 'mask_order'}` needs a score of each input, which `score={self.score}` is"
-                " not. Choose another `score`"
+                f"`{needing}` needs a score of each input, which `criterion={self.criterion}` is not. Choose another"
+                " `criterion`"
             )
 
 
@@ -421,7 +423,7 @@ Confirm = Annotated[
 
 
 #: The paper's shares of heads.
-QUANTILES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
+SWEPT_SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 
 
 @dataclass(frozen=True)
@@ -429,8 +431,8 @@ class SweepConfig:
     """Settings of a sweep.
 
     Attributes:
-        quantiles: Nominal shares of heads to ablate; 0 ablates nothing and is left to the baseline.
-        masks: Scores, or other names in `RANKED_CRITERIA`, with a fixed mask at every share.
+        shares: Nominal shares of heads to ablate; 0 ablates nothing and is left to the baseline.
+        mask_criteria: Scores, or other names in `RANKED_CRITERIA`, with a fixed mask at every share.
         confirm: Judge the best arm on the questions that did not select it. The arms and their answers are the same; if
             a half has too few questions, the sweep reports that before it starts.
     """
@@ -445,14 +447,16 @@ class SweepConfig:
             sets=_SETS,
         ),
     ] = tuple(SCORES)
-    quantiles: Annotated[tuple[float, ...], Option("comma-separated shares of heads to ablate", least=0, below=1)] = (
-        QUANTILES
-    )
-    masks: Annotated[
+    shares: Annotated[
+        tuple[float, ...],
+        Option("comma-separated shares of heads to ablate", flag="--shares --quantiles", least=0, below=1),
+    ] = SWEPT_SHARES
+    mask_criteria: Annotated[
         tuple[str, ...],
         Option(
             "comma-separated scores of the masks, `all` or `none`; other criteria use the newest importance, ablate or "
             "gates run of the model in the store",
+            flag="--masks",
             kind="criterion",
             names=RANKED_CRITERIA,
             sets=_SETS,
@@ -473,16 +477,16 @@ class SweepConfig:
 
     def __post_init__(self) -> None:
         check_limits(self, InterventionError)
-        if not any(self.quantiles) or not (self.scores or self.masks):
+        if not any(self.shares) or not (self.scores or self.mask_criteria):
             raise InterventionError(
-                "nothing to sweep: no score, or no quantile above 0. Set `quantiles`, and `scores` or `masks`"
+                "nothing to sweep: no score, or no share above 0. Set `shares`, and `scores` or `mask_criteria`"
             )
         self.evaluation.check_max_loss()
 
     @property
-    def shares(self) -> tuple[float, ...]:
-        """The distinct quantiles above 0, ascending."""
-        return tuple(sorted({quantile for quantile in self.quantiles if quantile}))
+    def distinct_shares(self) -> tuple[float, ...]:
+        """The distinct shares above 0, ascending."""
+        return tuple(sorted({share for share in self.shares if share}))
 
     def placed_tokens(self, identity: ModelIdentity) -> int:
         """Return the tokens that placement reserves memory for."""

@@ -62,7 +62,7 @@ def test_scan_evaluate_and_plan_fill_the_tables(
     assert tables.verdict(verdict.run_id[:6]) == verdict and tables.verdict().by_name[arm.name].label == arm.label
     (points,) = tables.arm_chart().data
     assert list(points.x) == [arm.paired.difference]
-    by_score = jobs.ChosenArms(score="output_norm_ln", share=0.2, rule=True, controls=1)
+    by_score = jobs.ChosenArms(criterion="output_norm_ln", share=0.2, rule=True, controls=1)
     chosen = jobs.evaluate(evaluation, path, by_score, devices=cpu, say=quiet).by_name
     # The arm above answered the same questions, so all belong to one run.
     assert sorted(each.kind for each in chosen.values()) == ["mask", "mask", "random_mask", "random_rule", "rule"]
@@ -191,7 +191,7 @@ def test_ablate_sweep_and_referee_judge_their_arms(
     store, texts = tmp_path / "s.duckdb", CorpusSpec(str(corpus_folder))
     effects = jobs.ablate(jobs.AblateConfig(evaluation), store, devices=cpu, say=quiet).effects
     assert len(effects) == 18
-    sweeping = jobs.SweepConfig(evaluation, ("entropy",), (0.2,), masks=("effect",), controls=0, confirm=False)
+    sweeping = jobs.SweepConfig(evaluation, ("entropy",), (0.2,), mask_criteria=("effect",), controls=0, confirm=False)
     swept = jobs.sweep(sweeping, store, devices=cpu, say=quiet)
     assert [arm.name.partition(" of ")[0] for arm in swept.verdict.arms] == ["rule entropy 20%", "mask effect 20%"]
     assert {choice.verdict.name for choice in swept.choices} == {arm.name for arm in swept.verdict.arms}

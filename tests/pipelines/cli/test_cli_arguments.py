@@ -306,8 +306,8 @@ def test_good_values_are_read() -> None:
     assert scan.settings.values["statistics"] == ("entropy",)
     sweep = read(["sweep", "demo", "--tasks", "a, b", "--quantiles", "0,0.1", "--masks", "none"])
     settings = sweep.arms.sweep.values
-    assert sweep.tasks.names == ("a", "b") and settings["quantiles"] == (0.0, 0.1)
-    assert settings["masks"] == () and "scores" not in settings
+    assert sweep.tasks.names == ("a", "b") and settings["shares"] == (0.0, 0.1)
+    assert settings["mask_criteria"] == () and "scores" not in settings
     evaluate = read(["evaluate", "demo", "--tasks", "a", "--heads", "3:5", "0:0", "--num-fewshot", "0"])
     assert evaluate.arms.chosen().heads == ((3, 5), (0, 0))
     assert evaluate.tasks.prompts.values["num_fewshot"] == 0

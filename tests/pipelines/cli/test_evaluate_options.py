@@ -57,7 +57,7 @@ def test_options_with_an_effect_are_taken(words: list[str]) -> None:
     ],
 )
 def test_options_of_a_score_name_the_score(words: list[str], score: str | None) -> None:
-    assert read_command(["evaluate", "demo", "--tasks", "mmlu", *words]).arms.chosen().score == score
+    assert read_command(["evaluate", "demo", "--tasks", "mmlu", *words]).arms.chosen().criterion == score
 
 
 @pytest.mark.parametrize(
@@ -65,17 +65,23 @@ def test_options_of_a_score_name_the_score(words: list[str], score: str | None) 
     [
         ({"share": 1.0}, r"`share=1` \(limit below 1\)"),
         ({"controls": -1}, r"`controls=-1` \(limit 0\)"),
-        ({"score": "entropi"}, "unknown criterion 'entropi'; did you mean entropy"),
+        ({"criterion": "entropi"}, "unknown criterion 'entropi'; did you mean entropy"),
         ({"plan_modes": ("backward",)}, "unknown plan mode 'backward'"),
         ({"plan_modes": ()}, "`plan_modes` is empty"),
         ({"plan_modes": ("decode",), "heads": ((0, 1),)}, "`plan_modes` has no effect without `plans`"),
-        ({"share": 0.2}, "`share` has no effect without `score`"),
-        ({"mask_order": "inactive", "mask": "mine"}, "`mask_order` has no effect without `score`"),
-        ({"rule": True}, "`rule` has no effect without `score`"),
-        ({"run_id": "1a2b"}, "`run_id` has no effect without `score`"),
-        ({"controls": 19, "models": ("a",)}, "`controls` has no effect without `heads`, `mask`, `score` or `plans`"),
-        ({"rule": True, "score": "importance"}, "`rule` needs a score of each input, which `score=importance` is not"),
-        ({"mask_order": "inactive", "score": "gate"}, "`mask_order` needs a score of each input"),
+        ({"share": 0.2}, "`share` has no effect without `criterion`"),
+        ({"mask_order": "inactive", "mask": "mine"}, "`mask_order` has no effect without `criterion`"),
+        ({"rule": True}, "`rule` has no effect without `criterion`"),
+        ({"run_id": "1a2b"}, "`run_id` has no effect without `criterion`"),
+        (
+            {"controls": 19, "models": ("a",)},
+            "`controls` has no effect without `heads`, `mask`, `criterion` or `plans`",
+        ),
+        (
+            {"rule": True, "criterion": "importance"},
+            "`rule` needs a score of each input, which `criterion=importance` is not",
+        ),
+        ({"mask_order": "inactive", "criterion": "gate"}, "`mask_order` needs a score of each input"),
         ({"replacement": ReplacementConfig("mean", CorpusSpec("texts/"))}, "`kind=mean` needs ablated heads"),
     ],
 )

@@ -50,7 +50,7 @@ RULES = ("output_norm_ln", "first_token_weight")
 def config(spec: ModelSpec, task_folder: Path) -> SweepConfig:
     tasks = TaskConfig(("counting",), include_path=str(task_folder))
     evaluation = EvaluateConfig(spec, tasks, recall=None)
-    return SweepConfig(evaluation, RULES, (0.0, 0.2, 0.4), masks=("output_norm_ln",), controls=2)
+    return SweepConfig(evaluation, RULES, (0.0, 0.2, 0.4), mask_criteria=("output_norm_ln",), controls=2)
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +240,9 @@ def test_the_whole_model_is_asked_before_any_arm_runs(config: SweepConfig, tmp_p
     recall = RecallQuestions(lengths=(256,), questions=8)
     store, pool = Store(tmp_path / "s.duckdb"), InProcessPool(config.evaluation.model, THREADS)
     asking = dataclasses.replace(config.evaluation, recall=recall)
-    small = dataclasses.replace(config, evaluation=asking, scores=RULES[:1], quantiles=(0.2,), masks=(), controls=0)
+    small = dataclasses.replace(
+        config, evaluation=asking, scores=RULES[:1], shares=(0.2,), mask_criteria=(), controls=0
+    )
     for _ in range(2):
         said: list[str] = []
         result = run_sweep(small, run_on(pool, store, say=said.append))
@@ -304,13 +306,13 @@ def test_a_model_that_recalls_little_is_asked_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "says"),
     [
-        ({"quantiles": (0.1, 1.5)}, InterventionError, r"`quantiles=1\.5` \(limit below 1\)"),
-        ({"quantiles": (-0.1,)}, InterventionError, r"`quantiles=-0\.1` \(limit 0\)"),
-        ({"quantiles": (1.0,)}, InterventionError, r"`quantiles=1` \(limit below 1\)"),
-        ({"quantiles": (0.0,)}, InterventionError, "nothing to sweep: no score, or no quantile above 0"),
-        ({"scores": (), "masks": ()}, InterventionError, "nothing to sweep"),
+        ({"shares": (0.1, 1.5)}, InterventionError, r"`shares=1\.5` \(limit below 1\)"),
+        ({"shares": (-0.1,)}, InterventionError, r"`shares=-0\.1` \(limit 0\)"),
+        ({"shares": (1.0,)}, InterventionError, r"`shares=1` \(limit below 1\)"),
+        ({"shares": (0.0,)}, InterventionError, "nothing to sweep: no score, or no share above 0"),
+        ({"scores": (), "mask_criteria": ()}, InterventionError, "nothing to sweep"),
         ({"scores": ("output_nrom",)}, UnknownNameError, "output_norm"),
-        ({"masks": ("",)}, UnknownNameError, "unknown criterion ''"),
+        ({"mask_criteria": ("",)}, UnknownNameError, "unknown criterion ''"),
         ({"controls": -1}, InterventionError, "controls=-1"),
     ],
 )
@@ -324,7 +326,7 @@ def test_a_sweep_that_cannot_be_is_refused(
 def test_masks_of_all_heads_are_refused_before_anything_is_recorded(config: SweepConfig, tmp_path: Path) -> None:
     store, pool = Store(tmp_path / "s.duckdb"), InProcessPool(config.evaluation.model, THREADS)
     with pytest.raises(InterventionError, match="a mask of 99% ablates all 18 heads of the model"):
-        run_sweep(dataclasses.replace(config, quantiles=(0.1, 0.99)), run_on(pool, store))
+        run_sweep(dataclasses.replace(config, shares=(0.1, 0.99)), run_on(pool, store))
     with pytest.raises(InterventionError, match=r"ablates all 18 heads of the model \(limit 17\). Use fewer heads"):
         run_evaluation(config.evaluation, run_on(pool, store), [BASELINE, mask_arm([divmod(n, 6) for n in range(18)])])
     assert not store.path.exists()

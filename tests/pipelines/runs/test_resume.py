@@ -173,7 +173,7 @@ def test_a_sweep_hands_the_answer_to_both_of_its_runs(
 ) -> None:
     tasks = TaskConfig(("counting",), include_path=str(task_folder), limit=3)
     evaluation = EvaluateConfig(spec, tasks, recall=None)
-    config = SweepConfig(evaluation, ("output_norm_ln",), (0.2,), masks=(), controls=0)
+    config = SweepConfig(evaluation, ("output_norm_ln",), (0.2,), mask_criteria=(), controls=0)
     pool = InProcessPool(spec, THREADS)
     result = run_sweep(config, run_on(pool, store))
     with store.connect() as connection:
