@@ -37,7 +37,7 @@ class HeadSamples(StoredOutputs):
     """
 
     seed: Seed = 0
-    value = "resample"
+    kind = "resample"
     position_free = False
 
     def __post_init__(self) -> None:

@@ -125,7 +125,7 @@ class Replacement(ABC):
 class ZeroOutput(Replacement):
     """Zero (arXiv 2504.03889, 1905.10650)."""
 
-    value = "zero"
+    kind = "zero"
 
     def check(self, grid: HeadGrid, layers: Sequence[int]) -> None:
         """Zero fits every model."""
@@ -188,7 +188,7 @@ class StoredOutputs(Replacement):
 class HeadMeans(StoredOutputs):
     """The mean output (H, D) of each head over the tokens of a corpus, by layer; from `head_means`."""
 
-    value = "mean"
+    kind = "mean"
 
 
 class Filler:

@@ -70,7 +70,7 @@ class Probe(RunVerb):
         spec, identity = self.identified(need_tokenizer=False)
         lengths = tuple(self.retrieval.lengths or default_lengths(identity))
         config = self.settings.build(
-            model=spec, corpus=self.retrieval.corpus.spec(), settings=self.retrieval.probe.build(lengths=lengths)
+            model=spec, corpus=self.retrieval.corpus.spec(), probe=self.retrieval.probe.build(lengths=lengths)
         )
         result = job_functions.probe(config, self.store.path, **self.job_options(identity))
         return _result(self.store.open(), result.run_id, self.store.path, already_done=result.already_done)

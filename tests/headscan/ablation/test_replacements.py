@@ -121,7 +121,7 @@ def test_ablations_name_the_value_that_they_test() -> None:
         lambda value: headscan.RandomHeads(0.5, 0, value),
     ):
         found: list[Intervention] = [make(value) for value in (ZERO, means, samples)]
-        assert [each.value for each in found] == ["zero", "mean", "resample"]
+        assert [each.kind for each in found] == ["zero", "mean", "resample"]
         assert [each.within(0, 3) == each for each in found] == [True] * 3
         assert not found[2].may_share_prefix
         assert not (isinstance(found[2], LayerwiseAblation) and found[2].may_share_rows)

@@ -157,7 +157,7 @@ STATES = {
     "importance": ["demo", "demo --corpus c", "m --data d"],
     "sql": ["x", "x --format csv", "x --json"],
     "roles": ["", "--mask m"],
-    "evaluate": ["demo", "m --tasks mmlu", "demo --replace mean", "demo --replace mean --corpus c", "demo --no-recall"],
+    "evaluate": ["demo", "m --tasks mmlu", "demo --replace mean", "demo --replace mean --corpus c", "demo --no-recall", "demo --held-out c"],
     "sweep": ["demo", "m --tasks mmlu", "demo --replace mean", "demo --replace mean --corpus c", "demo --no-recall"],
     "ablate": ["demo", "m --corpus c", "m --tasks mmlu", "m --tasks mmlu --replace mean", "m --data d"],
     "referee": ["demo", "m --corpus c", "m --corpus c --tasks mmlu", "demo --no-recall", "m --data d"],
