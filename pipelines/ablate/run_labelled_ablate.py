@@ -50,17 +50,17 @@ from headscan.pipelines.settings.evaluation_settings import AblationMode
 class SiteArm(Arm):
     """An arm on labelled examples, which may ablate heads of several sites; the baseline has no ablation."""
 
-    ablated: SiteMask | None = None
+    intervention: SiteMask | None = None
 
     @property
     def masked(self) -> tuple[str, tuple[Head, ...]]:
         """The site and the heads of its mask; heads of several sites are in the settings alone."""
-        sites = () if self.ablated is None else self.ablated.sites
+        sites = () if self.intervention is None else self.intervention.sites
         return sites[0] if len(sites) == 1 else ("", ())
 
     @property
     def settings(self) -> dict[str, object]:
-        sites = () if self.ablated is None else self.ablated.sites
+        sites = () if self.intervention is None else self.intervention.sites
         return {**dict(self.details), "sites": {site: [list(head) for head in heads] for site, heads in sites}}
 
 

@@ -182,9 +182,12 @@ class PruneConfig:
             raise PruningError("`evaluation.text` has no effect on a pruning: leave it out, or set `texts.held_out`")
         if not (self.budgets and self.methods) and not self.heads:
             raise PruningError("nothing to prune: 0 sizes (limit 1). Set `budgets` and `methods`, or `heads`")
-        for name, default in (("methods", PruneConfig.methods), ("selection", SelectionConfig())):
-            if not self.budgets and getattr(self, name) != default:
-                raise PruningError(f"`{name}` has no effect without `budgets`: leave it out")
+        if not self.budgets and self.methods != PruneConfig.methods:
+            raise PruningError("`methods` has no effect without `budgets`: leave it out")
+        # The layers of a control are selected with the same effort.
+        has_controls = self.controls and not self.skip_verdict
+        if not self.budgets and not has_controls and self.selection != SelectionConfig():
+            raise PruningError("`selection` has no effect on named heads without controls: leave it out")
         # A pruning that builds no controls may also ask for none.
         if self.skip_verdict and self.controls not in (0, PruneConfig.controls):
             raise PruningError(f"`controls={self.controls}` has no effect with `skip_verdict`: leave one of them out")

@@ -256,7 +256,7 @@ class Run(ModelContext):
         return state
 
     @contextmanager
-    def keeping(self, record: RunRecord) -> Iterator[KnownNumbers]:
+    def measured_numbers(self, record: RunRecord) -> Iterator[KnownNumbers]:
         """Yield the numbers of a plan or prune run: those that the store has, and new ones, which are stored within
         seconds. A run that measures nothing leaves no trace. A finished run of other software is measured again, unless
         ``resume_anyway`` is set.

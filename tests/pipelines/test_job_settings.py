@@ -156,7 +156,10 @@ def test_settings_without_effect_are_refused(spec: ModelSpec, evaluation: jobs.E
             lambda: jobs.RefereeConfig(replace(evaluation, text=text), texts=TEXTS),
         ),
         ("`methods` has no effect without `budgets`", lambda: pruning(**heads, methods=("random",))),
-        ("`selection` has no effect", lambda: pruning(**heads, selection=SelectionConfig(curve_tokens=1024))),
+        (
+            "`selection` has no effect",
+            lambda: pruning(**heads, selection=SelectionConfig(curve_tokens=1024), skip_verdict=True),
+        ),
         ("`controls=3` has no effect with `skip_verdict`", lambda: pruning(**sizes, controls=3, skip_verdict=True)),
         ("`evaluation.max_loss` has no effect on single heads", lambda: jobs.AblateConfig(limited)),
         ("`max_loss` has no effect without `text`", lambda: jobs.SweepConfig(limited)),

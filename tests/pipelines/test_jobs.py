@@ -210,7 +210,7 @@ def test_ablate_sweep_and_referee_judge_their_arms(
     comparing = jobs.RefereeConfig(
         evaluation,
         CriteriaComparison(("importance", "importance_recall"), (0.5,), controls=0),
-        PruneTexts(texts, sequences=6, max_tokens=200),
+        texts=PruneTexts(texts, sequences=6, max_tokens=200),
     )
     compared = jobs.referee(comparing, store, devices=cpu, say=quiet)
     assert [arm.name.partition(" of ")[0] for arm in compared.arms] == ["importance 50%", "importance_recall 50%"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import headscan
-from headscan.ablation.intervention import ZERO, Intervention, LayerwiseAblation, Replacement, StoredOutputs
+from headscan.ablation.intervention import ZERO, Ablation, LayerwiseAblation, Replacement, StoredOutputs
 from headscan.architectures import SITES, VOCABULARY
 from headscan.attention.hooks import output_hook
 from headscan.errors import HeadIndexError, HeadscanError, InterventionError, SequenceError
@@ -120,7 +120,7 @@ def test_ablations_name_the_value_that_they_test() -> None:
         lambda value: headscan.HeadRule("entropy", 1.0, value),
         lambda value: headscan.RandomHeads(0.5, 0, value),
     ):
-        found: list[Intervention] = [make(value) for value in (ZERO, means, samples)]
+        found: list[Ablation] = [make(value) for value in (ZERO, means, samples)]
         assert [each.kind for each in found] == ["zero", "mean", "resample"]
         assert [each.within(0, 3) == each for each in found] == [True] * 3
         assert not found[2].may_share_prefix

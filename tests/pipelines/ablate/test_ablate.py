@@ -299,7 +299,7 @@ def test_bad_settings_name_their_fix(on_text: AblateConfig, on_task: AblateConfi
         ReplacementConfig("mean")
     with pytest.raises(InterventionError, match="`corpus` has no effect with `kind=zero`"):
         ReplacementConfig("zero", CorpusSpec("texts/"))
-    with pytest.raises(InterventionError, match=r"`value='median'` is unknown"):
+    with pytest.raises(InterventionError, match=r"`kind='median'` is unknown"):
         ReplacementConfig("median")  # type: ignore[arg-type]
     with pytest.raises(InterventionError, match=r"`samples=1` \(limit 2\)"):
         ReplacementConfig(samples=1)

@@ -244,7 +244,7 @@ def test_recall_prompts_are_no_questions_of_an_evaluation(context: ModelContext)
     assert len(prompts) == 16 and asked.isdisjoint(prompts)
     assert {len(ids) for ids in prompts} == {257} == {len(ids) for ids in asked}
     most = 2**32 - 1
-    for setting in (RecallQuestions, RecallPrompts, partial(PlanConfig, SMALL.model)):
+    for setting in (RecallQuestions, RecallPrompts, partial(PlanConfig, SMALL.model, SMALL.corpus)):
         assert setting(seed=most).seed == most
         with pytest.raises(HeadscanError, match=rf"^`seed={2**32}` \(limit below {2**32}\)\. Lower `seed`"):
             setting(seed=2**32)

@@ -87,13 +87,13 @@ def test_again_is_nothing_to_do_and_another_setting_is_another_run(config: Probe
     first = run(config, store)
     assert run_probe(config, Run(config.model, store, refuse)) == ProbeResult(first.run_id, True)
     settings = replace(config.probe, seed=1)
-    other = run(replace(config, settings=settings), store)
+    other = run(replace(config, probe=settings), store)
     assert other.run_id != first.run_id
     assert not np.array_equal(*(values(store, r.run_id, "induction_score") for r in (first, other)))
     # What only decides prompts that are not asked for makes no other run.
     few = replace(config, behaviours=("induction_score",))
     alone = run(few, store)
-    longer = replace(few, settings=replace(config.probe, lengths=(700,)), corpus=CorpusSpec("python-stdlib"))
+    longer = replace(few, probe=replace(config.probe, lengths=(700,)), corpus=CorpusSpec("python-stdlib"))
     assert run_probe(longer, Run(config.model, store, refuse)) == ProbeResult(alone.run_id, True)
     assert {r["kind"] for r in store.runs()} == {"probe"}
 
@@ -149,9 +149,7 @@ def test_mistakes_are_named_before_a_model_is_loaded(config: ProbeConfig, tmp_pa
         replace(config, batch_tokens=0)
     for lengths, message in (((4096,), r"`lengths=4096` .limit 1024 positions"), ((100,), "Raise lengths")):
         with pytest.raises(SequenceError, match=message):
-            run_probe(
-                replace(config, settings=replace(config.probe, lengths=lengths)), Run(config.model, store, refuse)
-            )
+            run_probe(replace(config, probe=replace(config.probe, lengths=lengths)), Run(config.model, store, refuse))
     short = tmp_path / "short.txt"
     short.write_text("so little")
     with pytest.raises(SequenceError, match="Pass more text, or lower lengths"):

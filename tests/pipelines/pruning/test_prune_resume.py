@@ -152,6 +152,7 @@ def test_a_stopped_pruning_builds_again_with_another_judgement(
     before = replace(
         config(spec, corpus_folder, tmp_path),
         budgets=(),
+        selection=SelectionConfig(),
         heads={"heads": ((0, 1),)},
         texts=PruneTexts(CorpusSpec(str(corpus_folder)), CorpusSpec(str(judging)), sequences=16, max_tokens=64),
         repair=RepairChoice("none"),

@@ -49,7 +49,7 @@ _ASKED = "SELECT DISTINCT run_id FROM answers JOIN arms USING (arm_id) WHERE tas
 
 def tiny(out: Path, **changes: object) -> StudyConfig:
     settings = {
-        "tokens": 88,
+        "max_tokens": 88,
         "criteria": ("output_norm_ln", "importance_recall"),
         "shares": (0.02, 0.5),
         "window_shares": (0.5,),
@@ -264,7 +264,7 @@ def test_a_study_may_get_more_hours(tmp_path: Path) -> None:
         ({"shares": [], "prune_by": "criterion"}, "needs `shares` of heads"),
         ({"judged_texts": 19}, r"judged_texts=19` \(limit 20"),
         ({"max_tokens": 15}, r"max_tokens=15` \(limit 16"),
-        ({"tokens": 64, "recent": 60}, r"`recent=60` \(limit 59 in texts of 64 tokens"),
+        ({"max_tokens": 64, "recent": 60}, r"`recent=60` \(limit 59 in texts of 64 tokens"),
         ({"recall_questions": 0, "criteria": ["importance_recall"]}, "needs recall questions"),
     ],
 )
