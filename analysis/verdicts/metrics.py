@@ -107,7 +107,7 @@ class TaskMetric:
     increase: Increase | None = None
 
     def words(self) -> str:
-        text = f"Measured {self.task} {self.metric}: {_number(self.arm)} against {_number(self.baseline)}"
+        text = f"{self.task} {self.metric}: {_number(self.arm)} against {_number(self.baseline)}"
         return text if self.increase is None else f"{text}: {self.increase.words()}"
 
 

@@ -186,7 +186,7 @@ def _size(arm: ArmResults) -> str:
 
 def _parts(arm: ArmResults) -> list[str]:
     """Return the sentences after the arm's name; empty ones are skipped."""
-    metrics = metric_words(arm.metrics)
+    metrics = [f"Measured {each}" for each in metric_words(arm.metrics)]
     controls = [each.words() for each in arm.pruned_controls]
     if arm.accuracy is None:
         shown = [Measure.TEXT] * bool(arm.text_losses) + [Measure.RECALL] * bool(arm.recall_lost)
