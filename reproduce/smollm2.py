@@ -24,9 +24,11 @@ from typing import Any
 import yaml
 from paper_run import Step, parser, run
 from plans import MEASURED
+from scipy.stats import kendalltau
 
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ACCURACY, LOSS
+from headscan.analysis.store.verdict_limits import MARGIN
 from headscan.analysis.verdicts.criterion_points import agreements, criterion_points
 from headscan.analysis.verdicts.judge import judge
 from headscan.analysis.verdicts.metrics import RATES, Increase, rate_increase
@@ -315,6 +317,7 @@ def _criteria(store: Store, heads: Sequence[Mapping[str, Any]], figures: Path) -
 def _accuracies(store: Store, heads: Sequence[Mapping[str, Any]]) -> str:
     results, _ = _referee(store, [(head["layer"], head["head"]) for head in heads])
     rows = [row for row in results if row.measure == ACCURACY]
+    losses = {(row.criterion, row.share): row.value for row in results if row.measure == LOSS}
     shares = sorted({row.share for row in rows})
     curves: dict[str, dict[float, CriterionLoss]] = {}
     for row in rows:
@@ -329,12 +332,22 @@ def _accuracies(store: Store, heads: Sequence[Mapping[str, Any]]) -> str:
         table.append((name if "random" in name else f"`{name}`", *cells))
     (asked,) = store.query(
         "SELECT count(*) AS questions, 100 * avg(correct) AS accuracy FROM answers JOIN arms USING (arm_id)"
-        " WHERE kind = 'baseline' AND NOT recall"
+        " WHERE kind = 'baseline' AND NOT recall AND correct IS NOT NULL"
     ).to_pylist()
+    lost, kept, taus = [], [], []
+    for share in shares:
+        ranked = [row for row in rows if row.share == share and row.low is not None]
+        size = f"{100 * share:g} %"
+        lost.append(f"{sum((row.high or 0) < -MARGIN for row in ranked)} of {len(ranked)} at {size}")
+        kept += [f"`{row.criterion}` at {size}" for row in ranked if (row.low or 0) > -MARGIN]
+        of_loss = [losses[row.criterion, share] for row in ranked]
+        taus.append(f"{-kendalltau([row.value for row in ranked], of_loss).statistic:.2f} at {size}")
     return (
         f"### By accuracy\n\nChange of accuracy in points, with 95 % intervals, on {asked['questions']:,} of the"
         f" study's questions, of which the whole model answers {asked['accuracy']:.1f} % right (25 % by guessing); best"
-        f" first by the mean. `headscan referee --tasks continuation {' '.join(_ASKED)}"
+        f" first by the mean. Criteria shown to lose more than one point: {', '.join(lost)}; shown not to:"
+        f" {', '.join(kept) or 'none'}. Kendall's tau between the orders of criteria by accuracy and by loss:"
+        f" {', '.join(taus)}. `headscan referee --tasks continuation {' '.join(_ASKED)}"
         f" --limit {asked['questions']}`.\n\n{_table(table)}"
     )
 
