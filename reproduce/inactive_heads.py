@@ -96,7 +96,7 @@ def steps(options: argparse.Namespace) -> list[Step]:
         if not options.dry_run:
             write_task(task, held_out_files(), 48)
         words += ["--tasks", DEMO_TASK, "--include-path", str(task), "--scores", "output_norm_ln,first_token_weight"]
-        return [Step((*words, "--quantiles", "0.1,0.3"), 48 * 8 * 160 * 8)]
+        return [Step((*words, "--shares", "0.1,0.3"), 48 * 8 * 160 * 8)]
     words += ["--tasks", "mmlu", "--num-fewshot", "5", "--scores", ",".join(SCORES)]
     if options.model.endswith(TUNED):
         words.append("--apply-chat-template")

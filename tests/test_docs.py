@@ -231,3 +231,18 @@ def test_docstrings_explain_fields_and_arguments_that_exist() -> None:
         checked += len(listed)
         wrong += [f"{path}: {node.name}: {name}" for name in listed if name not in known]
     assert checked > 900 and wrong == []
+
+
+def test_names_that_pages_place_in_a_file_are_there() -> None:
+    """Such as "`run_forward` and `TokenMeans` in `headscan/models/forward_inputs.py`"."""
+    found = 0
+    for name, page in {**PAGES, "CONTRIBUTING.md": (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")}.items():
+        text = " ".join(page.split())
+        for names, path in re.findall(r"((?:`[A-Za-z_]\w*`(?:, | and )?)+) in `([\w/]+\.py)`", text):
+            file = ROOT / path
+            if file.exists():
+                source = file.read_text(encoding="utf-8")
+                missing = [each for each in re.findall(r"`(\w+)`", names) if not re.search(rf"\b{each}\b", source)]
+                assert missing == [], (name, path)
+                found += 1
+    assert found > 20

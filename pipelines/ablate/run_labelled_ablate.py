@@ -312,7 +312,7 @@ class LabelledQuestions:
         scores = [scorer.sentence_score(answer, [text.target]) for answer, text in pairs]
         return [[*score.counts, *score.totals, score.sys_len, score.ref_len] for score in scores]
 
-    def zeroed_share(self, shares: Mapping[str, float]) -> float:
+    def ablated_share(self, shares: Mapping[str, float]) -> float:
         return shares[self._hashes[0]]  # masks are the same for every example
 
 

@@ -114,17 +114,17 @@ class ArmResponses:
     arm: Arm
     arm_id: str
     responses: dict[str, Likelihood | str] = field(default_factory=dict)
-    zeroed: dict[str, float] = field(default_factory=dict)
+    ablated_shares: dict[str, float] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)
 
     def take(self, item: WorkItem, result: Responses[Likelihood | str]) -> None:
         self.responses.update(zip(item.hashes, result.values, strict=True))
-        self.zeroed.update(zip(item.hashes, result.ablated_shares, strict=True))
+        self.ablated_shares.update(zip(item.hashes, result.ablated_shares, strict=True))
         self.missing.discard(item.index)
 
     def forget(self) -> None:
         """Free the responses: a sweep has hundreds of arms."""
-        self.responses, self.zeroed = {}, {}
+        self.responses, self.ablated_shares = {}, {}
 
 
 def answer_arms(
@@ -249,7 +249,7 @@ def _response_table(done: ArmResponses, hashes: Sequence[str]) -> pa.Table:
     for request in hashes:
         response = done.responses[request]
         columns = {"text": response} if isinstance(response, str) else response._asdict()
-        rows.append({"request": request, "zeroed_share": done.zeroed[request], **columns})
+        rows.append({"request": request, "zeroed_share": done.ablated_shares[request], **columns})
     return pa.Table.from_pylist(rows, schema=_RESPONSES)
 
 
@@ -258,7 +258,7 @@ def _stored(store: Store, arms: Sequence[tuple[Arm, str]], items: Sequence[WorkI
     for row in store.responses(list(by_arm)).to_pylist():
         of_arm = by_arm[row["arm_id"]]
         of_arm.responses[row["request"]] = _response_of(row)
-        of_arm.zeroed[row["request"]] = row["zeroed_share"]
+        of_arm.ablated_shares[row["request"]] = row["zeroed_share"]
     for of_arm in by_arm.values():
         of_arm.missing = {item.index for item in items if not of_arm.responses.keys() >= set(item.hashes)}
     return list(by_arm.values())

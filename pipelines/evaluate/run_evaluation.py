@@ -181,8 +181,8 @@ class _EvaluationQuestions:
     def grade(self, answers: Mapping[str, Likelihood | str]) -> TaskResults:
         return self.questions.grade(answers)
 
-    def zeroed_share(self, shares: Mapping[str, float]) -> float:
-        return self.questions.zeroed_share(shares)
+    def ablated_share(self, shares: Mapping[str, float]) -> float:
+        return self.questions.ablated_share(shares)
 
 
 class ArmQuestions(Protocol):
@@ -197,7 +197,7 @@ class ArmQuestions(Protocol):
     def grade(self, answers: Mapping[str, Likelihood | str]) -> TaskResults:
         """Return the rows of one arm."""
 
-    def zeroed_share(self, shares: Mapping[str, float]) -> float:
+    def ablated_share(self, shares: Mapping[str, float]) -> float:
         """Return the share of heads that one arm ablated, 0 to 1."""
 
 
@@ -323,7 +323,7 @@ def _finish_arm(store: Store, questions: ArmQuestions, facts: ModelFacts, done: 
         raise NotFiniteError(f"{wrong} of {len(done.responses)} log-likelihoods are NaN, so the arm has no result")
     graded = questions.grade(done.responses)
     removed = len(done.arm.removed)
-    share = removed / (facts.grid.total_heads + removed) if removed else questions.zeroed_share(done.zeroed)
+    share = removed / (facts.grid.total_heads + removed) if removed else questions.ablated_share(done.ablated_shares)
     store.finish_arm(done.arm_id, graded.answers, results=graded.results, zeroed_share=share)
     families: dict[str, list[float]] = defaultdict(list)
     answers = graded.answers.select(["task", "recall", "correct"]).to_pydict()

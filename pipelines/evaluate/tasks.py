@@ -446,7 +446,7 @@ class Questions:
         """Return the distinct inputs of the benchmark, in task order."""
         return list(dict.fromkeys(map(_input, self._lm.requests.values())))
 
-    def zeroed_share(self, shares: Mapping[str, float]) -> float:
+    def ablated_share(self, shares: Mapping[str, float]) -> float:
         """Return the mean ablated share, 0 to 1, of the benchmark's requests, or of all requests without one."""
         counted = self._lm.requests or self.requests
         return sum(shares[key] for key in counted) / len(counted)

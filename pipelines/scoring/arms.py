@@ -138,20 +138,21 @@ def check_tokenizer(identity: ModelIdentity, baseline: ModelIdentity) -> None:
 def criterion_masks(
     store: Store,
     run_id: str,
-    score: str,
+    criterion: str,
     shares: Sequence[float],
-    order: MaskOrder = "mean",
+    mask_order: MaskOrder = "mean",
     replacement: ArmReplacement = ZERO_REPLACEMENT,
 ) -> list[Arm]:
-    """Return a mask for each share, by the order that a run gives; ``score`` is a name in `RANKED_CRITERIA`, and only
-    a score has the order ``inactive``.
+    """Return a mask for each share, by the order that a run gives; ``criterion`` is a name in `RANKED_CRITERIA`, and
+    only a score has the order ``inactive``.
     """
-    ranked = head_order(store, run_id, score) if order == "mean" else _by_inactivity(store, run_id, score)
-    selection = f"{run_kind(score)} {run_id[:4]}{'' if order == 'mean' else ' by inactivity'}{replacement.suffix}"
+    ranked = head_order(store, run_id, criterion) if mask_order == "mean" else _by_inactivity(store, run_id, criterion)
+    how = "" if mask_order == "mean" else " by inactivity"
+    selection = f"{run_kind(criterion)} {run_id[:4]}{how}{replacement.suffix}"
     masks = [HeadMask(select_heads(ranked, share=share), replacement.outputs) for share in shares]
-    names = [f"mask {score} {100 * share:g}% of {selection}" for share in shares]
+    names = [f"mask {criterion} {100 * share:g}% of {selection}" for share in shares]
     return [
-        Arm(name, ArmKind.MASK, mask, score, share, run_id, selection, details=replacement.details)
+        Arm(name, ArmKind.MASK, mask, criterion, share, run_id, selection, details=replacement.details)
         for name, share, mask in zip(names, shares, masks, strict=True)
     ]
 
@@ -165,17 +166,17 @@ def _by_inactivity(store: Store, run_id: str, score: str) -> Sequence[OrderedHea
 
 
 def score_rules(
-    store: Store, run_id: str, score: str, quantiles: Sequence[float], replacement: ArmReplacement = ZERO_REPLACEMENT
+    store: Store, run_id: str, score: str, shares: Sequence[float], replacement: ArmReplacement = ZERO_REPLACEMENT
 ) -> list[Arm]:
     """Return the rules whose thresholds are quantiles of a scan's pooled scores; they measure the scan's widths."""
     selection = f"scan {run_id[:4]}{replacement.suffix}"
-    limits = thresholds(store, run_id, score, quantiles)
+    limits = thresholds(store, run_id, score, shares)
     widths = _measured_widths(store, run_id)
     rules = [HeadRule(score, limit, replacement.outputs, widths) for limit in limits]
-    names = [f"rule {score} {100 * quantile:g}% of {selection}" for quantile in quantiles]
+    names = [f"rule {score} {100 * share:g}% of {selection}" for share in shares]
     return [
-        Arm(name, ArmKind.RULE, rule, score, quantile, run_id, selection, details=replacement.details)
-        for name, quantile, rule in zip(names, quantiles, rules, strict=True)
+        Arm(name, ArmKind.RULE, rule, score, share, run_id, selection, details=replacement.details)
+        for name, share, rule in zip(names, shares, rules, strict=True)
     ]
 
 

@@ -51,7 +51,7 @@ class ReadResult(NamedTuple):
     """Likelihoods of a read's requests, and its ablated share, 0 to 1."""
 
     likelihoods: list[Likelihood]
-    zeroed_share: float
+    ablated_share: float
 
 
 def distinct_reads(requests: Sequence[Request], *, same_context: bool = False) -> list[ReadInput]:
@@ -71,7 +71,7 @@ def by_request(reads: Sequence[ReadInput], results: Mapping[int, ReadResult]) ->
     shares: dict[int, float] = {}
     for index, read in enumerate(reads):
         for (request, _), likelihood in zip(read.requests, results[index].likelihoods, strict=True):
-            values[request], shares[request] = likelihood, results[index].zeroed_share
+            values[request], shares[request] = likelihood, results[index].ablated_share
     order = range(len(values))
     return Responses(tuple(values[i] for i in order), tuple(shares[i] for i in order))
 

@@ -87,6 +87,7 @@ def collect_replacement(config: ReplacementConfig, model: ModelContext, longest:
     }
     name = f"{config.kind} outputs of heads on {config.corpus.name}"
     outputs = model.pool.one(collect_outputs, _OutputsItem(name, ids, lengths, seed))
+    # The key is part of the names of arms in stores.
     return ArmReplacement(outputs, fingerprint({"value": config.kind, **source})[:6], tuple(source.items()))
 
 

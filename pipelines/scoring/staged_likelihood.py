@@ -38,11 +38,11 @@ _PASS_COST = 64
 @dataclass(frozen=True)
 class RangeResult:
     """Result of one range of layers for a batch of reads: likelihoods (None before the last range), the number of heads
-    ``zeroed`` in each read (B,), and the number of heads of the range.
+    ``ablated`` in each read (B,), and the number of heads of the range.
     """
 
     likelihoods: tuple[list[Likelihood], ...] | None
-    zeroed: tuple[int, ...]
+    ablated: tuple[int, ...]
     heads: int
 
 
@@ -58,7 +58,7 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, RangeResult, list[Respons
         reads = [every[row] for row in batch.rows]
         ids, lengths = pad([read.ids for read in reads], batch.width)
         here = None if item.intervention is None else ablation_here(lm, item.intervention)
-        zeroed = (0,) * len(reads)
+        ablated = (0,) * len(reads)
         with torch.no_grad(), ExitStack() as context:
             keys = [input_key(read.ids) for read in reads]
             record = context.enter_context(
@@ -72,8 +72,8 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, RangeResult, list[Respons
                 run_forward(lm.model, {"input_ids": ids.to(lm.device)})
             # `ablated` is None if no layer of the range has heads.
             if record is not None and (ablated_BLH := record.ablated) is not None:
-                zeroed = tuple(ablated_BLH.sum((1, 2)).tolist())
-        return RangeResult(likelihoods, zeroed, sum(1 for _ in lm.grid.heads()))
+                ablated = tuple(ablated_BLH.sum((1, 2)).tolist())
+        return RangeResult(likelihoods, ablated, sum(1 for _ in lm.grid.heads()))
 
     def size(self, batch: Batch) -> int:
         return batch.tokens
@@ -83,8 +83,8 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, RangeResult, list[Respons
 
     def join_halves(self, halves: Sequence[RangeResult]) -> RangeResult:
         scored = [half.likelihoods for half in halves if half.likelihoods is not None]
-        zeroed = tuple(chain.from_iterable(half.zeroed for half in halves))
-        return RangeResult(tuple(chain.from_iterable(scored)) if scored else None, zeroed, halves[0].heads)
+        ablated = tuple(chain.from_iterable(half.ablated for half in halves))
+        return RangeResult(tuple(chain.from_iterable(scored)) if scored else None, ablated, halves[0].heads)
 
     def join(self, item: LikelihoodItem, partials: Sequence[Sequence[RangeResult]]) -> list[Responses[Likelihood]]:
         reads: list[ReadInput] = distinct_reads(item.requests)
@@ -93,10 +93,10 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, RangeResult, list[Respons
             likelihoods = ranges[-1].likelihoods
             assert likelihoods is not None
             heads = sum(partial.heads for partial in ranges)
-            for row, scored, *zeroed in zip(
-                batch.rows, likelihoods, *(partial.zeroed for partial in ranges), strict=True
+            for row, scored, *ablated in zip(
+                batch.rows, likelihoods, *(partial.ablated for partial in ranges), strict=True
             ):
-                results[row] = ReadResult(scored, sum(zeroed) / heads)
+                results[row] = ReadResult(scored, sum(ablated) / heads)
         return [by_request(reads, results)]
 
 

@@ -244,8 +244,6 @@ def main() -> None:
         lm = make_model(shape, options.device, dtype)
         if options.tasks:
             names = tuple(options.tasks.split(","))
-            from headscan.pipelines.evaluate.tasks import TaskConfig
-
             tasks = TaskConfig(names, options.include_path, options.num_fewshot, options.limit)
             requests = task_requests(tasks, lm.require_tokenizer())
         else:
