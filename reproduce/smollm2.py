@@ -345,9 +345,9 @@ def _accuracies(store: Store, heads: Sequence[Mapping[str, Any]]) -> str:
     return (
         f"### By accuracy\n\nChange of accuracy in points, with 95 % intervals, on {asked['questions']:,} of the"
         f" study's questions, of which the whole model answers {asked['accuracy']:.1f} % right (25 % by guessing); best"
-        f" first by the mean. Criteria shown to lose more than one point: {', '.join(lost)}; shown not to:"
-        f" {', '.join(kept) or 'none'}. Kendall's tau between the orders of criteria by accuracy and by loss:"
-        f" {', '.join(taus)}. `headscan referee --tasks continuation {' '.join(_ASKED)}"
+        f" first by the mean. Criteria shown to lose more than one point, each by its own interval: {', '.join(lost)};"
+        f" shown not to: {', '.join(kept) or 'none'}. Kendall's tau between the orders of criteria by accuracy and by"
+        f" loss: {', '.join(taus)}. `headscan referee --tasks continuation {' '.join(_ASKED)}"
         f" --limit {asked['questions']}`.\n\n{_table(table)}"
     )
 

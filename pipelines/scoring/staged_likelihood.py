@@ -70,7 +70,7 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, RangeResult, list[Respons
                 likelihoods = tuple(likelihoods_at(lm, reads, ids, places, use_cache=False))
             else:
                 run_forward(lm.model, {"input_ids": ids.to(lm.device)})
-            # `ablated` is None if no layer of the range has heads.
+            # `record.ablated` is None if no layer of the range has heads.
             if record is not None and (ablated_BLH := record.ablated) is not None:
                 ablated = tuple(ablated_BLH.sum((1, 2)).tolist())
         return RangeResult(likelihoods, ablated, sum(1 for _ in lm.grid.heads()))
