@@ -167,7 +167,8 @@ def evaluate(
             ``ChosenArms(criterion="output_norm_ln", rule=True, controls=19)`` by a scan in the store. Without any, only
             the baseline answers, and the verdict has no arms.
     """
-    from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen, judge_evaluation, run_evaluation
+    from headscan.pipelines.evaluate.evaluate_chosen import evaluate_chosen, judge_evaluation
+    from headscan.pipelines.evaluate.run_evaluation import run_evaluation
     from headscan.pipelines.scoring.arms import BASELINE
 
     config.check_max_loss()

@@ -285,7 +285,7 @@ class Ablation(Intervention):
     def may_share_prefix(self) -> bool:
         return self.fixed and self.replacement.position_free
 
-    def check_values(self, grid: HeadGrid) -> None:
+    def check_replacement(self, grid: HeadGrid) -> None:
         """Raise if the values do not fit the heads that may be ablated."""
         fixed = self.fixed_heads
         layers = {site.layer for site in grid.sites} if fixed is None else {head.layer for head in fixed}
@@ -325,7 +325,7 @@ class LayerwiseAblation(Ablation):
 @contextmanager
 def intervene(
     lm: LoadedModel,
-    what: Intervention,
+    intervention: Intervention,
     *,
     lengths: Tensor | Sequence[int] | None = None,
     keys: Tensor | Sequence[int] | None = None,
@@ -334,7 +334,7 @@ def intervene(
 
     Args:
         lm: A model from `headscan.load`.
-        what: A `HeadMask`, `SiteMask`, `HeadRule`, `RandomHeads` or `KvWindows`.
+        intervention: A `HeadMask`, `SiteMask`, `HeadRule`, `RandomHeads` or `KvWindows`.
         lengths: Real tokens (B,) of each sequence of the next batch, read by rules only. None takes them from the
             padding mask of the pass, or from `collect` if that runs it; without either all tokens are real.
         keys: Integers (B,) of 0 or more that seed random heads and samples of each sequence; None uses the row numbers.
@@ -347,5 +347,5 @@ def intervene(
         UnsupportedModelError: The model is compiled or in train mode.
     """
     record = InterventionRecord(lm, lengths, keys)
-    with what.hooks(lm, record):
+    with intervention.hooks(lm, record):
         yield record

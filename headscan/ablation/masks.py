@@ -100,7 +100,7 @@ class _MaskHook:
     def __init__(self, lm: LoadedModel, mask: HeadMask, record: InterventionRecord) -> None:
         self.record = record
         layers = {layer for layer, _ in lm.grid.check(mask.heads)}
-        mask.check_values(lm.grid)
+        mask.check_replacement(lm.grid)
         self._fill = Filler(mask.replacement, record)
         self.ablated = {site.layer: mask.heads_at(site) for site in lm.grid.sites if site.layer in layers}
         self._on_device: dict[int, Tensor] = {}  # the same, on the device of each layer
@@ -187,17 +187,17 @@ class RandomHeads(Ablation):
 class _RandomHook:
     """Draws the heads of all layers of a sequence when its first layer runs."""
 
-    def __init__(self, lm: LoadedModel, what: RandomHeads, record: InterventionRecord) -> None:
-        what.check_values(lm.grid)
-        self.shape, self.what, self.record = lm.grid.shape, what, record
-        self._fill = Filler(what.replacement, record)
+    def __init__(self, lm: LoadedModel, heads: RandomHeads, record: InterventionRecord) -> None:
+        heads.check_replacement(lm.grid)
+        self.shape, self.heads, self.record = lm.grid.shape, heads, record
+        self._fill = Filler(heads.replacement, record)
         self._keys: list[int] = []
         self._drawn_BLH = torch.empty(0, *self.shape)
 
     def __call__(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
         keys = self.record.keys_of(len(heads_BNHD))
         if keys != self._keys:
-            self._drawn_BLH = torch.stack([self.what.draw(key, self.shape) for key in keys])
+            self._drawn_BLH = torch.stack([self.heads.draw(key, self.shape) for key in keys])
             self._keys = keys
         ablated_BH = self._drawn_BLH[:, site.layer, : site.num_attention_heads]
         self.record.note(site, ablated_BH)

@@ -226,7 +226,7 @@ class _RuleHook:
     """Scores a layer's heads from both hooks, and ablates them in the second."""
 
     def __init__(self, lm: LoadedModel, rule: HeadRule, record: InterventionRecord) -> None:
-        rule.check_values(lm.grid)
+        rule.check_replacement(lm.grid)
         self.rule, self.record = rule, record
         self._fill = Filler(rule.replacement, record)
         self.padding = PaddingWatch(lm)

@@ -156,7 +156,7 @@ class SharedRowHooks:
                 raise InterventionError(
                     f"{ablation.label} needs whole inputs, not shared rows. Run each input in a row of its own"
                 )
-            ablation.check_values(lm.grid)
+            ablation.check_replacement(lm.grid)
         replacements = {ablation.replacement for ablation in ablated}
         if len(replacements) > 1:
             raise InterventionError(

@@ -17,8 +17,8 @@ from headscan.pipelines.cli.task_options import (
     Metric,
     OptionalTaskOptions,
     demo_task,
-    labelled_config,
-    replacement_config,
+    labelled_evaluation,
+    replacement_of,
 )
 from headscan.pipelines.cli.verb_base import CORPORA, CorpusOptions, RunVerb, quiet_libraries
 from headscan.pipelines.settings.corpus_settings import ExamplesSpec
@@ -106,7 +106,7 @@ class Ablate(RunVerb):
         spec = self.full_precision()
         with tempfile.TemporaryDirectory() as scratch:
             evaluation = self.tasks.config(spec, **self._demo_task(Path(scratch)))
-            replacement = replacement_config(self.heads.kind, self.texts, self)
+            replacement = replacement_of(self.heads.kind, self.texts, self)
             config = AblateConfig(evaluation, texts, self.heads.modes, replacement)
             result = job_functions.ablate(config, self.store.path, **self.job_options())
         return effects_result(result.run_id, self.store.path, result.effects)
@@ -125,7 +125,7 @@ class Ablate(RunVerb):
         from headscan.pipelines import job_functions
         from headscan.pipelines.ablate.run_labelled_ablate import LabelledAblateConfig
 
-        judging = labelled_config(self, data, self.metric, self.texts.loss.values.get("max_tokens"))
+        judging = labelled_evaluation(self, data, self.metric, self.texts.loss.values.get("max_tokens"))
         config = LabelledAblateConfig(judging, self.heads.modes)
         result = job_functions.labelled_ablate(config, self.store.path, **self.job_options())
         return effects_result(result.run_id, self.store.path, result.effects)

@@ -38,7 +38,7 @@ class SequenceOptions:
     max_tokens: Annotated[
         int | None, Option(f"maximum sequence length (default: the model's context, at most {LONGEST_TEXT})", least=1)
     ] = None
-    plan: Annotated[Given[TokenConfig], Group()]
+    config: Annotated[Given[TokenConfig], Group()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class CorpusVerb(RunVerb):
 
         corpus = self.corpus.required(self, limit_documents=self.corpus.limit_documents)
         spec, identity = self.identified()
-        tokens = self.tokens.plan.build(longest_text(identity, self.tokens.max_tokens))
+        tokens = self.tokens.config.build(longest_text(identity, self.tokens.max_tokens))
         config = settings.build(model=spec, corpus=corpus, tokens=tokens)
         result = job(config, self.store.path, **self.job_options(identity))
         for line in () if result.report is None else result.report.lines():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from headscan.options import Group, Needs, Option
 from headscan.pipelines.cli.option_parser import Given
 from headscan.pipelines.cli.results import Result, arm_row
-from headscan.pipelines.cli.task_options import DemoSize, TaskVerb, evaluation_of, replacement_config
+from headscan.pipelines.cli.task_options import DemoSize, TaskVerb, evaluation_of, replacement_of
 from headscan.pipelines.cli.verb_base import CORPORA, quiet_libraries
 from headscan.pipelines.settings.corpus_settings import CorpusSpec
 from headscan.pipelines.settings.evaluation_settings import (
@@ -121,7 +121,7 @@ class Evaluate(TaskVerb):
         from headscan.analysis.plans import load_plan
 
         plans = tuple(load_plan(path) for path in self.arms.plans)
-        replacement = replacement_config(self.arms.kind, self.texts, self)
+        replacement = replacement_of(self.arms.kind, self.texts, self)
         chosen = self.arms.chosen(plans=plans, replacement=replacement)
         if chosen.mask or chosen.criterion:
             self.store.check_exists()

@@ -39,7 +39,7 @@ class Importance(CorpusVerb):
     )
 
     corpus: Annotated[LimitedCorpusOptions, Group("corpus", needs=(NO_DATA,))]
-    tokens: Annotated[SequenceOptions, Group("sequences", needs=(replace(NO_DATA, of=("plan",)),))]
+    tokens: Annotated[SequenceOptions, Group("sequences", needs=(replace(NO_DATA, of=("config",)),))]
     data: Annotated[ExamplesSpec | None, Group("labelled examples")]
     settings: Annotated[Given[ImportanceConfig], Group("loss", needs=(replace(NO_DATA, of=("recall_prompts",)),))]
 

@@ -201,7 +201,7 @@ class Prune(WholeModelVerb):
     )
 
     tasks: Annotated[OptionalTaskOptions, Group("tasks", needs=(_JUDGED,))]
-    recall: Annotated[RecallOptions, Group("tasks", needs=(replace(_JUDGED, of=("plan",)),))]
+    recall: Annotated[RecallOptions, Group("tasks", needs=(replace(_JUDGED, of=("questions",)),))]
     json: Json = False
     size: Annotated[_Size, Group("size")]
     choice: Annotated[_Choice, Group("choice and repair")]
@@ -291,7 +291,7 @@ class Prune(WholeModelVerb):
                 budgets=size.budgets(),
                 methods=choice.method,
                 heads=named,
-                texts=self.text_config(_DEMO),
+                texts=self.prune_texts(_DEMO),
                 recall_prompts=RecallPrompts(prompts=0) if alone else RecallPrompts(weight=choice.recall_weight),
                 unit=self.unit,
                 kv_counts=choice.kv_counts,

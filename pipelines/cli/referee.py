@@ -19,7 +19,7 @@ from headscan.pipelines.cli.task_options import (
     OptionalTaskOptions,
     RecallOptions,
     WholeModelVerb,
-    labelled_config,
+    labelled_evaluation,
 )
 from headscan.pipelines.cli.verb_base import quiet_libraries
 from headscan.pipelines.settings.corpus_settings import ExamplesSpec
@@ -98,7 +98,7 @@ class Referee(WholeModelVerb):
 
         ranking = None if self.rank_data is None else ExamplesSpec(self.rank_data)
         max_tokens = self.calibration.texts.values.get("max_tokens")
-        judging = labelled_config(self, data, self.metric, max_tokens)
+        judging = labelled_evaluation(self, data, self.metric, max_tokens)
         config = LabelledRefereeConfig(judging, self.criteria.compared.build(), ranking)
         result = job_functions.labelled_referee(config, self.store.path, **self.job_options())
         return site_result(self.store.open(), result.run_id, result.points)
@@ -114,7 +114,7 @@ class Referee(WholeModelVerb):
             config = RefereeConfig(
                 evaluation=self.evaluation(self.full_precision(), Path(scratch), _DEMO),
                 compared=self.criteria.compared.build(),
-                texts=self.text_config(_DEMO),
+                texts=self.prune_texts(_DEMO),
                 repair=RepairChoice(self.criteria.repair),
             )
             verdict = job_functions.referee(config, self.store.path, **options)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from headscan.options import Group
 from headscan.pipelines.cli.option_parser import Given
 from headscan.pipelines.cli.results import Result, arm_row
-from headscan.pipelines.cli.task_options import DemoSize, TaskVerb, evaluation_of, replacement_config
+from headscan.pipelines.cli.task_options import DemoSize, TaskVerb, evaluation_of, replacement_of
 from headscan.pipelines.cli.verb_base import quiet_libraries
 from headscan.pipelines.settings.evaluation_settings import ReplacementOption, SweepConfig
 
@@ -50,7 +50,7 @@ class Sweep(TaskVerb):
 
         quiet_libraries()
         spec = self.spec()
-        replacement = replacement_config(self.arms.kind, self.texts, self)
+        replacement = replacement_of(self.arms.kind, self.texts, self)
         with tempfile.TemporaryDirectory() as scratch:
             evaluation = evaluation_of(self, self.tasks, self.recall, spec, Path(scratch), _DEMO)
             config = self.arms.sweep.build(evaluation=evaluation, replacement=replacement)

@@ -82,14 +82,14 @@ class RecallOptions:
     """Recall questions."""
 
     asked: Annotated[bool, Option(f"also ask recall questions: {RECALL_NAMES} (default: yes)", flag="--recall")] = True
-    plan: Annotated[Given[RecallQuestions], Group(needs=(Needs(key="asked"),))]
+    questions: Annotated[Given[RecallQuestions], Group(needs=(Needs(key="asked"),))]
 
     def config(self, **defaults: Any) -> RecallQuestions | None:
         """Return the questions (None without any), with ``defaults`` for settings that the command line leaves out."""
         if not self.asked:
             return None
-        plan = self.plan.build()
-        return replace(plan, **{name: value for name, value in defaults.items() if getattr(plan, name) is None})
+        asked = self.questions.build()
+        return replace(asked, **{name: value for name, value in defaults.items() if getattr(asked, name) is None})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ class WholeModelVerb(RunVerb):
         if self.calibration.name is None and not self.is_demo:
             raise UsageError("--corpus is required: name a text to calibrate on")
 
-    def text_config(self, demo: DemoSize) -> PruneTexts:
+    def prune_texts(self, demo: DemoSize) -> PruneTexts:
         calibration = self.calibration
         if calibration.name is not None:
             return calibration.texts.build(corpus=calibration.spec())
@@ -181,11 +181,11 @@ class ReplaceTexts(CorpusOptions):
     ] = None
 
 
-def replacement_config(value: ReplacementKind, texts: CorpusOptions, verb: ModelVerb) -> ReplacementConfig:
+def replacement_of(kind: ReplacementKind, texts: CorpusOptions, verb: ModelVerb) -> ReplacementConfig:
     """Return what replaces the output of ablated heads."""
-    if value == "zero":
-        return ReplacementConfig(value)
-    return ReplacementConfig(value, texts.required(verb) if verb.is_demo else texts.spec())
+    if kind == "zero":
+        return ReplacementConfig(kind)
+    return ReplacementConfig(kind, texts.required(verb) if verb.is_demo else texts.spec())
 
 
 #: Option of verbs on labelled examples.
@@ -198,7 +198,7 @@ Metric = Annotated[
 ]
 
 
-def labelled_config(
+def labelled_evaluation(
     verb: RunVerb, data: ExamplesSpec, metric: LabelledMetric | None, max_tokens: int | None
 ) -> LabelledEvaluateConfig:
     """Return the settings of the examples and the model that a command line names."""

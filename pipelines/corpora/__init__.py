@@ -1,9 +1,9 @@
 """Corpora: from a name to token sequences in deterministic shards.
 
     corpus = open_corpus(CorpusSpec("books/"))                       # hub name, path or built-in
-    plan = TokenConfig(max_tokens=512, mode="chunk")
+    config = TokenConfig(max_tokens=512, mode="chunk")
     report = CorpusReport()
-    for shard in shards(sequences(corpus, tokenizer, plan, report), shard_size=64):
+    for shard in shards(sequences(corpus, tokenizer, config, report), shard_size=64):
         ...                                                          # shard.sequences, shard.content_hash
     print("\\n".join(report.lines()))
 

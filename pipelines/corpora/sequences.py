@@ -157,25 +157,25 @@ class _Piece(NamedTuple):
 
 
 def sequences(
-    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, plan: TokenConfig, report: CorpusReport | None = None
+    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: TokenConfig, report: CorpusReport | None = None
 ) -> Iterator[TokenSequence]:
-    """Tokenise a corpus and fill ``report``. The same corpus, tokenizer and plan give the same sequences, and a limit
-    does not change the sequences before it.
+    """Tokenise a corpus and fill ``report``. The same corpus, tokenizer and settings give the same sequences; a limit
+    does not change those before it.
     """
-    special = special_tokens(tokenizer, plan)
-    if plan.max_tokens <= special.total:
+    special = special_tokens(tokenizer, config)
+    if config.max_tokens <= special.total:
         raise CorpusError(
-            f"`max_tokens={plan.max_tokens}` leaves no room for text: the tokenizer adds {special.total} special"
+            f"`max_tokens={config.max_tokens}` leaves no room for text: the tokenizer adds {special.total} special"
             " tokens. Raise `max_tokens`"
         )
-    return _sequences(corpus, tokenizer, plan, special, CorpusReport() if report is None else report)
+    return _sequences(corpus, tokenizer, config, special, CorpusReport() if report is None else report)
 
 
-def special_tokens(tokenizer: PreTrainedTokenizerBase, plan: TokenConfig) -> Special:
+def special_tokens(tokenizer: PreTrainedTokenizerBase, config: TokenConfig) -> Special:
     """Return the special tokens around a text under a BOS policy."""
-    if plan.bos == "never":
+    if config.bos == "never":
         return Special((), ())
-    if plan.bos == "always":
+    if config.bos == "always":
         if tokenizer.bos_token_id is None:
             raise CorpusError("`bos=always`: the tokenizer has no BOS token. Use `bos=auto` or `bos=never`")
         return Special((tokenizer.bos_token_id,), ())
@@ -192,14 +192,14 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, plan: TokenConfig) -> Spe
 
 
 def _sequences(
-    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, plan: TokenConfig, special: Special, report: CorpusReport
+    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: TokenConfig, special: Special, report: CorpusReport
 ) -> Iterator[TokenSequence]:
     report.add_skipped(corpus.skipped)
-    room = plan.max_tokens - special.total
+    room = config.max_tokens - special.total
     tokenised = _with_text(tokenise(corpus.documents(), tokenizer), report)
-    if plan.mode == "truncate":
+    if config.mode == "truncate":
         pieces = _truncate(tokenised, room)
-    elif plan.mode == "chunk":
+    elif config.mode == "chunk":
         pieces = _chunk(tokenised, room)
     else:
         pieces = _pack(tokenised, room, tokenizer.eos_token_id)
@@ -209,7 +209,7 @@ def _sequences(
         report.truncated += bool(piece.lost)
         report.dropped_tokens += piece.lost
         report.partly_tokenised += piece.unread
-        if size < plan.min_tokens or not len(piece.body) or (plan.mode == "pack" and size < plan.max_tokens):
+        if size < config.min_tokens or not len(piece.body) or (config.mode == "pack" and size < config.max_tokens):
             report.too_short += 1
             report.dropped_tokens += len(piece.body)
             report.add_example("too_short", f"{piece.document.source} ({size} tokens)")
@@ -227,11 +227,11 @@ def _sequences(
             start=piece.start,
         )
         index += 1
-        if index == plan.limit_sequences:
+        if index == config.limit_sequences:
             report.stopped_at_limit = True
             return
     if index == 0:
-        raise _nothing(corpus, plan, report)
+        raise _nothing(corpus, config, report)
 
 
 def _with_text(
@@ -298,12 +298,12 @@ def hash_ids(ids: Ids) -> str:
     return hashlib.sha256(ids.astype("<i4").tobytes()).hexdigest()
 
 
-def _nothing(corpus: Corpus, plan: TokenConfig, report: CorpusReport) -> CorpusError:
+def _nothing(corpus: Corpus, config: TokenConfig, report: CorpusReport) -> CorpusError:
     reasons = "; ".join(report.problems()) or "no documents"
     fix = "give a corpus with text"
     if report.too_short:
-        least = plan.max_tokens if plan.mode == "pack" else plan.min_tokens
-        fix = f"a {plan.mode} sequence needs {least} tokens. Lower `{'max' if plan.mode == 'pack' else 'min'}_tokens`"
+        least, key = (config.max_tokens, "max") if config.mode == "pack" else (config.min_tokens, "min")
+        fix = f"a {config.mode} sequence needs {least} tokens. Lower `{key}_tokens`"
     return CorpusError(f"corpus {corpus.spec.name!r} gave no sequence: {reasons}; {fix}")
 
 
@@ -352,11 +352,11 @@ def read_spread(
     mode: TokenMode = "chunk",
 ) -> list[TokenSequence]:
     """Return ``count`` texts (or all) of ``shortest`` to ``tokens`` tokens, in order, from many documents."""
-    plan = TokenConfig(tokens, mode=mode, min_tokens=shortest, limit_sequences=count * _SPREAD)
+    config = TokenConfig(tokens, mode=mode, min_tokens=shortest, limit_sequences=count * _SPREAD)
     each = max(1, count // _DOCUMENTS)
     chosen: list[TokenSequence] = []
     others: list[TokenSequence] = []
-    for _, members in groupby(sequences(open_corpus(corpus), tokenizer, plan), key=lambda text: text.document):
+    for _, members in groupby(sequences(open_corpus(corpus), tokenizer, config), key=lambda text: text.document):
         of_document = list(members)
         kept = spread(of_document, each)
         chosen += kept

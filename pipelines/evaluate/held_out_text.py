@@ -93,8 +93,8 @@ class HeldOutText:
         identity = identity or identify(model)
         tokens, shortest = _lengths(identity, max_tokens)
         corpus = GivenTexts(texts)
-        plan = TokenConfig(tokens, mode="chunk", min_tokens=shortest)
-        return cls(corpus.spec.name, chunks(identity.tokenizer, list(sequences(corpus, identity.tokenizer, plan))))
+        config = TokenConfig(tokens, mode="chunk", min_tokens=shortest)
+        return cls(corpus.spec.name, chunks(identity.tokenizer, list(sequences(corpus, identity.tokenizer, config))))
 
     @property
     def tokens(self) -> int:

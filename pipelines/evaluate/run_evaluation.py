@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from math import isnan
 from typing import Any, Protocol
 
@@ -16,11 +16,8 @@ import numpy as np
 import torch
 
 from headscan.ablation.intervention import Intervention
-from headscan.analysis.heads.head_roles import find_mask
 from headscan.analysis.store.records import ArmState, RunKind, RunRecord
 from headscan.analysis.store.store import Store
-from headscan.analysis.verdicts.answer_sheets import can_be_judged
-from headscan.analysis.verdicts.judge import Verdict, judge
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from headscan.errors import NotFiniteError
 from headscan.model_spec import ModelSpec
@@ -33,28 +30,16 @@ from headscan.pipelines.evaluate.checks import (
     check_resampled,
 )
 from headscan.pipelines.evaluate.tasks import Questions, TaskResults
-from headscan.pipelines.kv.plan_arms import check_plan, plan_arms, window_notes
-from headscan.pipelines.runs.head_orders import find_run
-from headscan.pipelines.runs.model_identity import ModelFacts, ModelIdentity, fingerprint, identify
+from headscan.pipelines.kv.plan_arms import window_notes
+from headscan.pipelines.runs.model_identity import ModelFacts, ModelIdentity, fingerprint
 from headscan.pipelines.runs.progress import at_work
 from headscan.pipelines.runs.run_context import Run
-from headscan.pipelines.scoring.arms import (
-    BASELINE,
-    Arm,
-    check_arms,
-    criterion_masks,
-    distinct_arms,
-    mask_arm,
-    model_arm,
-    random_controls,
-    score_rules,
-)
+from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms, distinct_arms
 from headscan.pipelines.scoring.bundles import bundle_size, possible_starts
 from headscan.pipelines.scoring.likelihood import grouped_tokens
 from headscan.pipelines.scoring.reading import HALF, choose_reading, computed_as_rules, reads_whole
-from headscan.pipelines.scoring.replacements import ArmReplacement, collect_replacement
 from headscan.pipelines.scoring.token_requests import Likelihood
-from headscan.pipelines.settings.evaluation_settings import ChosenArms, EvaluateConfig
+from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
 
 
 @dataclass(frozen=True)
@@ -73,55 +58,6 @@ class Purpose:
 
 
 EVALUATE = Purpose()
-
-
-def evaluate_chosen(config: EvaluateConfig, run: Run, chosen: ChosenArms) -> str:
-    """Evaluate the baseline and the chosen arms; return the run's id."""
-    # What can be refused without a pass of the model comes before the replacement, whose collection takes passes.
-    listed = _listed_heads(run, chosen)
-    ordering = None if chosen.criterion is None else find_run(run.store, run.identity, chosen.criterion, chosen.run_id)
-    models, plans = _model_arms(config, run, chosen), _plan_arms(run, chosen)
-    questions = Questions(config.tasks, config.recall, run.identity, config.text)
-    replacement = collect_replacement(chosen.replacement, run, questions.longest_input())
-    arms = [BASELINE, *(mask_arm(heads, replacement) for heads in listed)]
-    arms += _scored_arms(run, chosen, ordering, replacement)
-    if chosen.controls:
-        arms += random_controls(run.facts.grid, arms, chosen.controls, replacement)
-    return run_evaluation(config, run, [*arms, *plans, *models], questions=questions)
-
-
-def _listed_heads(run: Run, chosen: ChosenArms) -> list[tuple[tuple[int, int], ...]]:
-    """Return the heads of each mask that is given by its heads, or by its name in the store."""
-    stored = find_mask(run.store, chosen.mask, run.identity.columns()).heads if chosen.mask else ()
-    return [heads for heads in (chosen.heads, stored) if heads]
-
-
-def _scored_arms(run: Run, chosen: ChosenArms, ordering: str | None, replacement: ArmReplacement) -> list[Arm]:
-    """Return the mask, and the rule, whose heads a score of the run ``ordering`` chooses; none without a score."""
-    if chosen.criterion is None or ordering is None:
-        return []
-    arms = criterion_masks(run.store, ordering, chosen.criterion, [chosen.share], chosen.mask_order, replacement)
-    if chosen.rule:
-        arms += score_rules(run.store, ordering, chosen.criterion, [chosen.share], replacement)
-    return arms
-
-
-def _model_arms(config: EvaluateConfig, run: Run, chosen: ChosenArms) -> list[Arm]:
-    others = [replace(config.model, source=source, revision=None) for source in dict.fromkeys(chosen.models)]
-    return [model_arm(other, identify(other), run.identity) for other in others]
-
-
-def _plan_arms(run: Run, chosen: ChosenArms) -> list[Arm]:
-    for plan in chosen.plans:
-        check_plan(plan, run)
-    return [arm for plan in chosen.plans for arm in plan_arms(plan, chosen.plan_modes, chosen.controls)]
-
-
-def judge_evaluation(run: Run, run_id: str, max_loss: float) -> Verdict:
-    """Judge every finished arm of an evaluation; a verdict on the baseline alone has no arms."""
-    if not can_be_judged(run.store, run_id):
-        return Verdict(run_id, run.identity.name, ())
-    return judge(run.store, run_id, max_loss=max_loss)
 
 
 def run_evaluation(
@@ -154,6 +90,22 @@ def run_evaluation(
     return run_id
 
 
+class ArmQuestions(Protocol):
+    """Questions that all arms of a run answer; methods take answers and ablated shares by the request's hash."""
+
+    def items(self) -> Sequence[WorkItem]:
+        """Return the requests of all questions."""
+
+    def answering(self, run: Run, open_arms: int) -> AnsweringSettings:
+        """Return how the model of ``run`` answers its ``open_arms`` unfinished arms."""
+
+    def grade(self, answers: Mapping[str, Likelihood | str]) -> TaskResults:
+        """Return the rows of one arm."""
+
+    def ablated_share(self, shares: Mapping[str, float]) -> float:
+        """Return the share of heads that one arm ablated, 0 to 1."""
+
+
 @dataclass(frozen=True)
 class _EvaluationQuestions:
     """The questions of an evaluation, and the interventions of all its arms, which read prompts in the same way."""
@@ -183,22 +135,6 @@ class _EvaluationQuestions:
 
     def ablated_share(self, shares: Mapping[str, float]) -> float:
         return self.questions.ablated_share(shares)
-
-
-class ArmQuestions(Protocol):
-    """Questions that all arms of a run answer; methods take answers and ablated shares by the request's hash."""
-
-    def items(self) -> Sequence[WorkItem]:
-        """Return the requests of all questions."""
-
-    def answering(self, run: Run, open_arms: int) -> AnsweringSettings:
-        """Return how the model of ``run`` answers its ``open_arms`` unfinished arms."""
-
-    def grade(self, answers: Mapping[str, Likelihood | str]) -> TaskResults:
-        """Return the rows of one arm."""
-
-    def ablated_share(self, shares: Mapping[str, float]) -> float:
-        """Return the share of heads that one arm ablated, 0 to 1."""
 
 
 def run_arms(
@@ -305,7 +241,7 @@ def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:
             heads,
             site=site,
             run_id=arm.ranking_run,
-            score=arm.score,
+            score=arm.criterion,
             share=arm.share,
             config={"heads": [list(head) for head in heads]},
         )

@@ -77,7 +77,7 @@ class ShardMeasurement:
     """A measurement of every shard of a corpus.
 
     Attributes:
-        item_of: Returns the item of ``task`` for a shard, which the item has as ``shard``.
+        shard_item: Returns the item of ``task`` for a shard, which the item has as ``shard``.
         forward_passes: Cost of a sequence, in forward passes.
         deciding: Settings on which the numbers depend, in addition to those of `CorpusRunConfig`.
         recorded: The same settings as the store records them.
@@ -85,7 +85,7 @@ class ShardMeasurement:
 
     kind: RunKind
     task: Task[Any, ShardTable]
-    item_of: Callable[[Shard, RopeLengths], Any]
+    shard_item: Callable[[Shard, RopeLengths], Any]
     forward_passes: float
     deciding: Mapping[str, Any]
     recorded: Mapping[str, Any]
@@ -157,7 +157,7 @@ def run_corpus(
         run,
         record,
         chain(first, rest or ()),
-        lambda shard: measurement.item_of(shard, identity.rope_lengths),
+        lambda shard: measurement.shard_item(shard, identity.rope_lengths),
         report,
         total=None
         if rest is not None
@@ -171,7 +171,7 @@ def write_shards(
     run: Run,
     record: RunRecord,
     drawn: Iterable[Shard],
-    item_of: Callable[[Shard], Any],
+    shard_item: Callable[[Shard], Any],
     report: CorpusReport,
     *,
     total: int | None,
@@ -190,7 +190,7 @@ def write_shards(
         with Progress(record.kind, total, "sequences") as progress, ShardWriter(store, state.run_id) as writer:
             # In this process progress moves with each pass, elsewhere with each shard.
             counted = task.counted(progress.update) if pool.local and isinstance(task, StagedTask) else None
-            items = map(item_of, ledger.missing(drawn, progress))
+            items = map(shard_item, ledger.missing(drawn, progress))
             for finished in pool.map(counted or task, items):
                 shard = finished.item.shard
                 heads, nonfinite_rows = finished.value

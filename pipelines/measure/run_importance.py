@@ -104,18 +104,18 @@ def measure_losses(
     return ShardTable(pa.concat_tables(tables), 0)
 
 
-def recall_texts(identity: ModelIdentity, plan: TokenConfig, count: int) -> list[corpora.TokenSequence]:
-    """Return the recall prompts with their answers as texts: ``count`` of each family, as long as the plan's longest
-    text. The texts are tokenised again, as a corpus is, and the loss of all tokens counts. No evaluation asks the
+def recall_texts(identity: ModelIdentity, config: TokenConfig, count: int) -> list[corpora.TokenSequence]:
+    """Return the recall prompts with their answers as texts: ``count`` of each family, as long as the longest text of
+    ``config``. They are tokenised again, as a corpus is, and the loss of all tokens counts. No evaluation asks the
     same questions.
     """
-    tokenizer, special = identity.tokenizer, special_tokens(identity.tokenizer, plan)
+    tokenizer, special = identity.tokenizer, special_tokens(identity.tokenizer, config)
     texts: list[corpora.TokenSequence] = []
-    for prompts in recall_prompts(identity, plan.max_tokens, count, seed=0):
+    for prompts in recall_prompts(identity, config.max_tokens, count, seed=0):
         for request in prompts.requests:
             text = str(tokenizer.decode(list(request.ids), skip_special_tokens=True))
             whole = tokenizer.encode(text, add_special_tokens=False, verbose=False)
-            body = np.asarray(whole[: plan.max_tokens - special.total], dtype=np.int32)
+            body = np.asarray(whole[: config.max_tokens - special.total], dtype=np.int32)
             ids, number, name = special.around(body), len(texts), prompts.name
             is_cut = len(body) < len(whole)
             texts.append(corpora.TokenSequence(number, number, name, ids, is_cut, hash_ids(ids)[:16], name))
@@ -136,13 +136,11 @@ def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
             )
         return recall_texts(run.identity, config.tokens, config.recall_prompts) if config.recall_prompts else []
 
+    def shard_item(shard: corpora.Shard, rope: RopeLengths) -> ImportanceItem:
+        return ImportanceItem(shard, config.reduction, config.batch_tokens, rope)
+
     measurement = ShardMeasurement(
-        "importance",
-        measure_importance,
-        lambda shard, rope: ImportanceItem(shard, config.reduction, config.batch_tokens, rope),
-        forward_passes=_PASSES,
-        deciding=settings,
-        recorded=settings,
+        "importance", measure_importance, shard_item, forward_passes=_PASSES, deciding=settings, recorded=settings
     )
     return run_corpus(config, run, measurement, prompts=prompts)
 
@@ -185,7 +183,13 @@ def run_labelled_importance(config: LabelledImportanceConfig, run: Run, *, texts
     size = shard_size_of(run, "importance", run_hash, config.shard_size, longest, _PASSES)
     groups = [tuple(texts.texts[start : start + size]) for start in range(0, len(texts.texts), size)]
     shards = [_shard(index, group, config.data.name, report) for index, group in enumerate(groups)]
-    answers = texts.answers
+
+    def shard_item(shard: corpora.Shard) -> LabelledImportanceItem:
+        of_shard, rope = groups[shard.index], identity.rope_lengths
+        return LabelledImportanceItem(
+            shard, config.reduction, config.batch_tokens, rope, texts=of_shard, answers=texts.answers
+        )
+
     record = run.record(
         "importance",
         run_hash,
@@ -195,22 +199,7 @@ def run_labelled_importance(config: LabelledImportanceConfig, run: Run, *, texts
         corpus_hash=data_hash,
         total_shards=len(shards),
     )
-    return write_shards(
-        run,
-        record,
-        shards,
-        lambda shard: LabelledImportanceItem(
-            shard,
-            config.reduction,
-            config.batch_tokens,
-            identity.rope_lengths,
-            texts=groups[shard.index],
-            answers=answers,
-        ),
-        report,
-        total=len(texts.texts),
-        task=measure_labelled,
-    )
+    return write_shards(run, record, shards, shard_item, report, total=len(texts.texts), task=measure_labelled)
 
 
 def _shard(index: int, texts: Sequence[LabelledText], source: str, report: CorpusReport) -> corpora.Shard:

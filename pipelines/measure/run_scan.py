@@ -35,12 +35,14 @@ def run_scan(config: ScanConfig, run: Run) -> CorpusRunResult:
     """Measure the statistics of all heads on a corpus, and report how many rows have values that are not finite."""
     settings = {"statistics": config.measured, "keep_nonfinite": config.keep_nonfinite}
     widths = asdict(config.widths)
+
+    def shard_item(shard: corpora.Shard, rope: RopeLengths) -> ShardItem:
+        return ShardItem(shard, config.measured, config.widths, config.batch_tokens, config.keep_nonfinite, rope)
+
     measurement = ShardMeasurement(
         "scan",
         measure_shard,
-        lambda shard, rope: ShardItem(
-            shard, config.measured, config.widths, config.batch_tokens, config.keep_nonfinite, rope
-        ),
+        shard_item,
         forward_passes=_PASSES,
         deciding={**settings, "widths": widths},
         recorded={**settings, **widths, "panel": None if config.statistics else config.panel},

@@ -83,7 +83,7 @@ def pruned_arm(built: BuiltModel, baseline: ModelSpec, identity: ModelIdentity) 
         arm,
         name=_name(built, fingerprint(own.fingerprint())[:6]),
         kind=built.kind,
-        score=built.method,
+        criterion=built.method,
         share=built.share,
         selection=built.selection,
         seed=built.seed,

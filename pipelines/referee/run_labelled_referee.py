@@ -61,7 +61,7 @@ class ValuesItem:
     texts: tuple[LabelledText, ...]
     answers: Answers
     names: tuple[str, ...]
-    ablated: SiteMask
+    intervention: SiteMask
     batch_tokens: int
     rope: RopeLengths = UNVARYING
 
@@ -105,7 +105,7 @@ def total_values(lm: LoadedModel, item: ValuesItem) -> Totals:
         return sums
 
     total: Totals = {}
-    with intervene(lm, item.ablated):
+    with intervene(lm, item.intervention):
         for batch in whole_batches(lengths, item.batch_tokens, item.rope.group):
             for _, sums in run_halving(list(batch.rows), measure, lengths, lm.limits["importance"]):
                 _add(total, sums)
@@ -287,7 +287,7 @@ def _arms(
                 now = values
                 if config.compared.iterative and removed and curve.seed is None:
                     run.say(f"measuring {curve.criterion} without {len(removed)} heads of {curve.site}")
-                    now = site_values(run.pool, replace(item, names=(curve.criterion,), ablated=_mask(removed)))
+                    now = site_values(run.pool, replace(item, names=(curve.criterion,), intervention=_mask(removed)))
                 removed = curve.first(head_count(share, len(curve.heads)), removed, now)
             arms[share].append(curve.arm(share, removed))
     return [arm for of_share in arms.values() for arm in of_share]

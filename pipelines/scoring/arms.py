@@ -41,7 +41,7 @@ class Arm:
     name: str
     kind: ArmKind
     intervention: Intervention | None = None
-    score: str | None = None
+    criterion: str | None = None
     share: float | None = None
     ranking_run: str | None = None
     selection: str | None = None
@@ -80,7 +80,7 @@ class Arm:
             name=self.name,
             kind=self.kind,
             mask_id=mask_id,
-            score=self.score,
+            score=self.criterion,
             threshold=self.intervention.score_threshold if isinstance(self.intervention, LayerwiseAblation) else None,
             share=self.share,
             seed=self.seed,

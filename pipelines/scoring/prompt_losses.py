@@ -94,8 +94,8 @@ def text_prompts(corpus: CorpusSpec, identity: ModelIdentity, tokens: int, count
             f"`max_tokens={tokens}` (at least {longer_than + 1}, one more than sink and recent). Raise `max_tokens`, "
             "or lower `recent`"
         )
-    plan = TokenConfig(tokens, mode="chunk", min_tokens=longer_than + 1, limit_sequences=count * _SPREAD)
-    rows = [each.ids.tolist() for each in sequences(open_corpus(corpus), identity.tokenizer, plan)]
+    config = TokenConfig(tokens, mode="chunk", min_tokens=longer_than + 1, limit_sequences=count * _SPREAD)
+    rows = [each.ids.tolist() for each in sequences(open_corpus(corpus), identity.tokenizer, config)]
     if len(rows) < 2:
         raise SequenceError(
             f"texts of {corpus.name} longer than {longer_than} tokens of sink and recent: {len(rows)} (at least 2). "

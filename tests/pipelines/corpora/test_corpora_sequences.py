@@ -243,10 +243,10 @@ def test_same_folder_elsewhere_gives_the_same_shards(corpus_of, adds_bos, tmp_pa
     corpus = corpus_of("abcdefghij", "klmnop", "qrstuvwxyz")
     copy = tmp_path / "elsewhere"
     shutil.copytree(corpus.spec.name, copy)
-    plan = TokenConfig(4, mode="chunk")
+    config = TokenConfig(4, mode="chunk")
 
     def cut(name: str, size: int = 3):
-        return list(shards(sequences(open_corpus(CorpusSpec(name)), adds_bos, plan), shard_size=size))
+        return list(shards(sequences(open_corpus(CorpusSpec(name)), adds_bos, config), shard_size=size))
 
     first, second = cut(corpus.spec.name), cut(str(copy))
     assert [s.content_hash for s in first] == [s.content_hash for s in second]

@@ -19,8 +19,9 @@ from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec
+from headscan.pipelines.evaluate.evaluate_chosen import evaluate_chosen
 from headscan.pipelines.evaluate.harness import HeadscanLM
-from headscan.pipelines.evaluate.run_evaluation import evaluate_chosen, run_evaluation
+from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.evaluate.tasks import Tasks
 from headscan.pipelines.kv.plan_arms import plan_arms
 from headscan.pipelines.runs.model_identity import identify
@@ -104,7 +105,7 @@ def test_the_command_line_evaluates_plans_in_both_modes(
     assert len(rows_and_reasons) == 8 and len(reasons) == 4
     for mode in PLAN_MODES:
         shown = [line for line in rows_and_reasons if f", {mode} " in line]
-        assert len(shown) == 2 and all("50.0%" in line and line.endswith("too few questions") for line in shown)
+        assert len(shown) == 2 and all("50.0%" in line and line.endswith("not shown") for line in shown)
         assert sum(f", {mode}: the model itself is at or near chance" in line for line in reasons) == 2
     assert not any("removable" in line or "heads ablated" in line for line in said)
 
@@ -126,7 +127,7 @@ def test_a_plan_of_another_model_is_refused_before_outputs_are_collected(
     def collects(*_: object) -> None:
         pytest.fail("collected outputs")
 
-    monkeypatch.setattr("headscan.pipelines.evaluate.run_evaluation.collect_replacement", collects)
+    monkeypatch.setattr("headscan.pipelines.evaluate.evaluate_chosen.collect_replacement", collects)
     other = plan_for(replace(model, config_hash="other"), 1)
     means = ReplacementConfig("mean", CorpusSpec(str(corpus_folder)))
     chosen = ChosenArms(heads=((0, 1),), plans=(other,), replacement=means)

@@ -1,0 +1,75 @@
+"""The arms that an evaluation is asked for: masks, rules, plans, other models and random controls."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from headscan.analysis.heads.head_roles import find_mask
+from headscan.analysis.verdicts.answer_sheets import can_be_judged
+from headscan.analysis.verdicts.judge import Verdict, judge
+from headscan.pipelines.evaluate.run_evaluation import run_evaluation
+from headscan.pipelines.evaluate.tasks import Questions
+from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
+from headscan.pipelines.runs.head_orders import find_run
+from headscan.pipelines.runs.model_identity import identify
+from headscan.pipelines.runs.run_context import Run
+from headscan.pipelines.scoring.arms import (
+    BASELINE,
+    Arm,
+    criterion_masks,
+    mask_arm,
+    model_arm,
+    random_controls,
+    score_rules,
+)
+from headscan.pipelines.scoring.replacements import ArmReplacement, collect_replacement
+from headscan.pipelines.settings.evaluation_settings import ChosenArms, EvaluateConfig
+
+
+def evaluate_chosen(config: EvaluateConfig, run: Run, chosen: ChosenArms) -> str:
+    """Evaluate the baseline and the chosen arms; return the run's id."""
+    # What can be refused without a pass of the model comes before the replacement, whose collection takes passes.
+    listed = _listed_heads(run, chosen)
+    ordering = None if chosen.criterion is None else find_run(run.store, run.identity, chosen.criterion, chosen.run_id)
+    models, plans = _model_arms(config, run, chosen), _plan_arms(run, chosen)
+    questions = Questions(config.tasks, config.recall, run.identity, config.text)
+    replacement = collect_replacement(chosen.replacement, run, questions.longest_input())
+    arms = [BASELINE, *(mask_arm(heads, replacement) for heads in listed)]
+    arms += _scored_arms(run, chosen, ordering, replacement)
+    if chosen.controls:
+        arms += random_controls(run.facts.grid, arms, chosen.controls, replacement)
+    return run_evaluation(config, run, [*arms, *plans, *models], questions=questions)
+
+
+def _listed_heads(run: Run, chosen: ChosenArms) -> list[tuple[tuple[int, int], ...]]:
+    """Return the heads of each mask that is given by its heads, or by its name in the store."""
+    stored = find_mask(run.store, chosen.mask, run.identity.columns()).heads if chosen.mask else ()
+    return [heads for heads in (chosen.heads, stored) if heads]
+
+
+def _scored_arms(run: Run, chosen: ChosenArms, ordering: str | None, replacement: ArmReplacement) -> list[Arm]:
+    """Return the mask, and the rule, whose heads a score of the run ``ordering`` chooses; none without a score."""
+    if chosen.criterion is None or ordering is None:
+        return []
+    arms = criterion_masks(run.store, ordering, chosen.criterion, [chosen.share], chosen.mask_order, replacement)
+    if chosen.rule:
+        arms += score_rules(run.store, ordering, chosen.criterion, [chosen.share], replacement)
+    return arms
+
+
+def _model_arms(config: EvaluateConfig, run: Run, chosen: ChosenArms) -> list[Arm]:
+    others = [replace(config.model, source=source, revision=None) for source in dict.fromkeys(chosen.models)]
+    return [model_arm(other, identify(other), run.identity) for other in others]
+
+
+def _plan_arms(run: Run, chosen: ChosenArms) -> list[Arm]:
+    for plan in chosen.plans:
+        check_plan(plan, run)
+    return [arm for plan in chosen.plans for arm in plan_arms(plan, chosen.plan_modes, chosen.controls)]
+
+
+def judge_evaluation(run: Run, run_id: str, max_loss: float) -> Verdict:
+    """Judge every finished arm of an evaluation; a verdict on the baseline alone has no arms."""
+    if not can_be_judged(run.store, run_id):
+        return Verdict(run_id, run.identity.name, ())
+    return judge(run.store, run_id, max_loss=max_loss)
