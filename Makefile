@@ -88,6 +88,7 @@ lint: $(VENV)/.ready
 
 types: $(VENV)/.ready
 	$(BIN)/mypy
+	MYPYPATH=. $(BIN)/mypy --explicit-package-bases --follow-imports=silent reproduce
 
 clean:
 	rm -rf $(VENV) $(ENGINES) headscan-demo build site *.egg-info .pytest_cache .mypy_cache .ruff_cache

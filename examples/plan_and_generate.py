@@ -36,11 +36,12 @@ print("\n".join(plan.summary()))
 
 # 2. Generate with the full cache and with the plan's.
 lm = headscan.load("demo", device="cpu", dtype="float32")
-ids = torch.tensor([lm.tokenizer(inspect.getsource(json)[:1200])["input_ids"]])
+tokenizer = lm.require_tokenizer()
+ids = torch.tensor([tokenizer(inspect.getsource(json)[:1200])["input_ids"]])
 plan = load_plan(folder / "head_plan.json")
 for name, cache in (("full cache", None), ("plan", headscan.PlanCache(plan, lm.model.config))):
     with torch.no_grad():
         written = lm.model.generate(
             ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=24, do_sample=False
         )
-    print(f"--- {name}\n{lm.tokenizer.decode(written[0, ids.shape[1] :])}")
+    print(f"--- {name}\n{tokenizer.decode(written[0, ids.shape[1] :])}")

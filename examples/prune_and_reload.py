@@ -39,8 +39,9 @@ sizes = [sum(weight.numel() for weight in lm.model.parameters()) for lm in (befo
 print(f"{sizes[0]:,} parameters became {sizes[1]:,}")
 
 model = AutoModelForCausalLM.from_pretrained(built.folder)
-ids = torch.tensor([before.tokenizer("def area(width, height):\n    return")["input_ids"]])
+tokenizer = before.require_tokenizer()
+ids = torch.tensor([tokenizer("def area(width, height):\n    return")["input_ids"]])
 for name, each in (("original", before.model), ("smaller", model)):
     with torch.no_grad():
         written = each.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-    print(f"--- {name}\n{before.tokenizer.decode(written[0])}")
+    print(f"--- {name}\n{tokenizer.decode(written[0])}")

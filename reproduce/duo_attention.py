@@ -33,10 +33,10 @@ def steps(options: argparse.Namespace) -> list[Step]:
     words = ("plan", options.model, "--method", "measured", *share, "--out", str(options.out / "measured.json"))
     if options.stand_in:
         small = ("--corpus", "python-stdlib", "--max-tokens", "256", "--sequences", "4", "--recall-prompts", "8")
-        small = (*small, "--sink", "4", "--recent", "60", "--no-confirm")
-        again = ("plan", options.model, "--method", "measured", *share, *small, "--seed", "1")
+        narrow = (*small, "--sink", "4", "--recent", "60", "--no-confirm")
+        again = ("plan", options.model, "--method", "measured", *share, *narrow, "--seed", "1")
         return [
-            Step((*words, *small), 12 * 256 * PASSES),
+            Step((*words, *narrow), 12 * 256 * PASSES),
             Step((*again, "--out", str(options.out / "again.json")), 12 * 256 * PASSES),
         ]
     widths = ("--corpus", options.corpus, "--sink", "128", "--recent", "256")

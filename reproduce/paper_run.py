@@ -108,9 +108,8 @@ def run(options: argparse.Namespace, steps: Sequence[Step], compare: Callable[[]
 def plan_text(options: argparse.Namespace, steps: Sequence[Step]) -> list[str]:
     """Return what the script downloads, where the model runs, the hours of each step, and the commands."""
     longest = 2048
-    nodes = (this_machine(),)
-    if options.gpus is not None:
-        nodes = imagined(1, options.gpus, options.gpu_memory, 2**40, 64)
+    cluster = options.gpus is not None
+    nodes = imagined(1, options.gpus, options.gpu_memory, 2**40, 64) if cluster else (this_machine(),)
     try:
         spec = ModelSpec(options.model)
         sizes = model_sizes(spec, longest)

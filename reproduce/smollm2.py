@@ -113,22 +113,21 @@ def steps(options: argparse.Namespace) -> list[Step]:
         planned = "--recent 28 --sequences 4 --recall-prompts 8 --judged-texts 4 --judged-prompts 8"
         return [*(Step(words, 200_000) for words in commands), plans(256, 12, planned)]
     hours, tokens = f"{options.hours:g}", int(3600 * options.hours * _SPEED)
-    alone = ("--shares", "0.02,0.05,0.1", "--window-shares", "none", "--prune-shares", "none")
-    asked = ("--questions", "400", "--recall-questions", "340")
-    studies = [study("study"), study("heads", *alone, *asked)]
+    heads_alone = ("--shares", "0.02,0.05,0.1", "--window-shares", "none", "--prune-shares", "none")
+    studies = [study("study"), study("heads", *heads_alone, "--questions", "400", "--recall-questions", "340")]
     if options.questions is not None:
-        asked = ("--questions", f"{options.questions}", "--recall-questions", f"{options.recall_questions}")
-        studies = [study("study", *asked)]
+        counts = ("--questions", f"{options.questions}", "--recall-questions", f"{options.recall_questions}")
+        studies = [study("study", *counts)]
     recall = _PRUNED_RECALL if options.questions is None else options.recall_questions
-    criteria = ("--criteria", ",".join(CRITERIA))
+    ranked = ("--criteria", ",".join(CRITERIA))
     graded = questions(options.criteria_questions) if options.criteria_questions else ()
     answered = Step(
-        (*by_accuracy, *criteria, *_ASKED, *graded),
+        (*by_accuracy, *ranked, *_ASKED, *graded),
         options.criteria_questions * _QUESTION_TOKENS * 3 * (len(CRITERIA) + 3),
     )
     return [
         *(Step(words, tokens) for words in studies),
-        Step((*referee, *criteria, *_COMPARED), 24 * 256 * 5 * (len(CRITERIA) + 3)),
+        Step((*referee, *ranked, *_COMPARED), 24 * 256 * 5 * (len(CRITERIA) + 3)),
         *([answered] if options.criteria_questions else []),
         *(plans(tokens, _PLAN_WINDOWS, rest) for tokens, rest in _PLANNED.items()),
         *([] if pruned else [Step((*prune, *_PRUNED, "--recall-questions", f"{recall}", *graded), _PRUNING_TOKENS)]),
@@ -562,15 +561,19 @@ def _copying_figure(
     return _figure(figures / "copying.svg", draw, "Copying left, by the criterion that chooses the heads", size=(6, 4))
 
 
+def _ordered(heads: Sequence[Mapping[str, Any]], score: str, sign: int) -> list[Mapping[str, Any]]:
+    return sorted(heads, key=lambda head: sign * (head[score] or 0))
+
+
 def _tail(heads: Sequence[Mapping[str, Any]]) -> str:
     """Return where the strongest heads of each behaviour stand among the inactive ones."""
     ranks: dict[str, dict[tuple[int, int], int]] = {}
     for score, sign in (("output_norm_ln", 1), ("first_token_weight", -1), ("importance", 1), ("importance_recall", 1)):
-        order = sorted(heads, key=lambda head, score=score, sign=sign: sign * (head[score] or 0))
+        order = _ordered(heads, score, sign)
         ranks[score] = {(head["layer"], head["head"]): number for number, head in enumerate(order, 1)}
     rows = [("behaviour", "head", "score", *(f"place by `{score}`" for score in ranks))]
     for behaviour in BEHAVIOURS:
-        strongest = sorted(heads, key=lambda head, name=behaviour: -head[name])[:_STRONGEST]
+        strongest = _ordered(heads, behaviour, -1)[:_STRONGEST]
         for number, head in enumerate(strongest):
             place = (head["layer"], head["head"])
             rows.append(

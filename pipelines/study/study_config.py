@@ -165,9 +165,13 @@ class StudyConfig:
         return sum(getattr(self, name) != () for name in SHARE_SETTINGS)
 
 
+#: Names of settings, by those that earlier versions wrote.
+_RENAMED = {"tokens": "max_tokens"}
+
+
 def study_from(settings: Mapping[str, Any]) -> StudyConfig:
-    """Return settings from plain values, such as those of a file."""
-    return build_settings(StudyConfig, settings, StudyError)
+    """Return settings from plain values, such as those of a file; settings by names of earlier versions, too."""
+    return build_settings(StudyConfig, {_RENAMED.get(name, name): settings[name] for name in settings}, StudyError)
 
 
 def read_study(path: str | Path) -> StudyConfig:

@@ -194,6 +194,8 @@ def test_settings_come_back_from_their_file(tmp_path: Path) -> None:
     (tmp_path / "short.yaml").write_text("model: demo\ncorpus: texts/\nshares: [0.2, 0.1]\nhours: 1\n")
     short = read_study(tmp_path / "short.yaml")
     assert (short.corpus.name, short.shares, short.hours) == ("texts/", (0.1, 0.2), 1.0)
+    (tmp_path / "earlier.yaml").write_text("model: demo\ncorpus: texts/\ntokens: 300\n")
+    assert read_study(tmp_path / "earlier.yaml").max_tokens == 300
 
 
 def test_repeated_values_count_once(tmp_path: Path) -> None:
