@@ -73,7 +73,7 @@ with headscan.intervene(lm, rule):  # removed on any exit
 
 # 4. The verdict: a paired difference with its interval, and the rule of `decide` in analysis/verdicts/decision.py.
 paired = compare(whole, ablated, Sampling(len(questions)))
-verdict = ArmVerdict(name="rule by output_norm_ln", kind=ArmKind.RULE, zeroed_share=0.1, accuracy=paired)
+verdict = ArmVerdict(name="rule by output_norm_ln", kind=ArmKind.RULE, ablated_share=0.1, accuracy=paired)
 print(f"{len(questions)} questions: {paired.baseline:.1f} % right with all heads, {paired.arm:.1f} % with the rule")
 print(f"difference {paired.interval.words(unit=' points')}; {paired.gained} gained, {paired.lost} lost")
 print(f"{verdict.label}: {verdict.why}")

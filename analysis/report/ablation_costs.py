@@ -209,7 +209,7 @@ def _drawn(verdict: Verdict) -> list[str]:
     if not verdict.arms:
         return []
     parts = [pages.figure(arms_figure(verdict), "arms")]
-    shares = {round(arm.zeroed_share, 3) for arm in verdict.arms if not arm.is_random and arm.zeroed_share}
+    shares = {round(arm.ablated_share, 3) for arm in verdict.arms if not arm.is_random and arm.ablated_share}
     if len(shares) > 2:
         parts.append(pages.figure(share_figure(verdict), "arms-by-share"))
     return parts
@@ -221,7 +221,7 @@ def _arm_table(verdict: Verdict) -> list[str]:
     cells: dict[str, Callable[[ArmVerdict], str]] = {
         "arm": lambda arm: arm.name,
         "kind": lambda arm: arm.kind.label,
-        "ablated": lambda arm: percent(arm.zeroed_share),
+        "ablated": lambda arm: percent(arm.ablated_share),
         "questions": lambda arm: f"{arm.paired.questions:,}",
         "accuracy": lambda arm: f"{arm.paired.arm:.2f}",
         "difference": lambda arm: f"{arm.paired.difference:+.2f}",
@@ -319,7 +319,7 @@ def criteria_section(store: Store, verdict: Verdict) -> str | None:
 
 
 def _arm_point(arm: ArmVerdict, method: str, selection: str) -> ArmPoint:
-    return ArmPoint(arm, method, arm.zeroed_share or arm.share or 0.0, (), selection)
+    return ArmPoint(arm, method, arm.ablated_share or arm.share or 0.0, (), selection)
 
 
 def _losses(points: Sequence[CriterionPoint], controls: Sequence[ArmVerdict]) -> str:

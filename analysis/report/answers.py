@@ -400,9 +400,9 @@ def pruning_answer(verdict: Verdict | None, inactive: InactiveHeads, commands: C
         return Answer(REMOVED_QUESTION, inactive.headline, why, "missing", INACTIVE, command)
     judged = [arm for arm in pruned if arm.accuracy is not None]
     if not judged:
-        first = min(pruned, key=lambda arm: arm.zeroed_share or 0.0)
+        first = min(pruned, key=lambda arm: arm.ablated_share or 0.0)
         measures = "; ".join(measure.words() for measure in first.metrics) or "no measure"
-        detail = f"No task has right answers. Fewest removed: {first.name} ({_share(first.zeroed_share)}): {measures}."
+        detail = f"No task has right answers. Fewest removed: {first.name} ({_share(first.ablated_share)}): {measures}."
         return Answer(REMOVED_QUESTION, "No verdict", detail, "open", REMOVAL, command)
     return _answer(REMOVED_QUESTION, judged, "removed", _how((), len(judged)), REMOVAL, command)
 
@@ -411,16 +411,16 @@ def _best(arms: Sequence[ArmVerdict]) -> ArmVerdict:
     """Return the passing arm with the largest share; if none passes, the one with the best lower end."""
     passing = [arm for arm in arms if arm.is_safe]
     if passing:
-        return max(passing, key=lambda arm: (arm.zeroed_share or 0.0, arm.paired.low))
+        return max(passing, key=lambda arm: (arm.ablated_share or 0.0, arm.paired.low))
     return max(arms, key=lambda arm: arm.paired.low)
 
 
 def _answer(question: str, arms: Sequence[ArmVerdict], done: str, how: str, link: str, command: str) -> Answer:
     """Return the largest share that passes; if none does, the arm with the best lower end."""
     best = _best(arms)
-    cost = _cost(best, f"{_share(best.zeroed_share)} of heads {done} change")
+    cost = _cost(best, f"{_share(best.ablated_share)} of heads {done} change")
     if best.is_safe:
-        return _shown_safe(question, f"{_share(best.zeroed_share)} of heads", f"{cost}{how}", best, link)
+        return _shown_safe(question, f"{_share(best.ablated_share)} of heads", f"{cost}{how}", best, link)
     headline, lead = _not_shown(best, "set of heads")
     return Answer(question, headline, f"{lead} {cost}{how if headline == 'None shown' else ''}", "open", link, command)
 

@@ -35,7 +35,9 @@ def arms_figure(verdict: Verdict) -> go.Figure:
             )
         )
     _reference_lines(figure.add_vline, "x", arms)
-    labels = [shortened(arm.name) + ("" if arm.zeroed_share is None else f"  ({arm.zeroed_share:.1%})") for arm in arms]
+    labels = [
+        shortened(arm.name) + ("" if arm.ablated_share is None else f"  ({arm.ablated_share:.1%})") for arm in arms
+    ]
     figure.update_yaxes(
         tickvals=[rows[arm.name] for arm in arms],
         ticktext=labels,
@@ -56,10 +58,10 @@ def share_figure(verdict: Verdict) -> go.Figure:
             KIND_COLOURS[kind],
             joined=False,
             marks=tuple(
-                Mark(arm.zeroed_share or 0.0, arm.paired.interval, _arm_text(arm), "circle") for arm in members
+                Mark(arm.ablated_share or 0.0, arm.paired.interval, _arm_text(arm), "circle") for arm in members
             ),
         )
-        for kind, members in _by_kind([arm for arm in verdict.arms if arm.zeroed_share is not None])
+        for kind, members in _by_kind([arm for arm in verdict.arms if arm.ablated_share is not None])
     ]
     figure = share_chart([ChartPanel("heads ablated, %", "difference to the baseline, percentage points", lines)])
     _reference_lines(figure.add_hline, "y", verdict.arms)
@@ -83,7 +85,7 @@ def _points(kind: ArmKind, arms: Sequence[ArmVerdict]) -> dict[str, Any]:
 
 def _arm_text(arm: ArmVerdict) -> str:
     p = arm.paired
-    share = "" if arm.zeroed_share is None else f"<br>{arm.zeroed_share:.1%} of heads ablated"
+    share = "" if arm.ablated_share is None else f"<br>{arm.ablated_share:.1%} of heads ablated"
     return (
         f"{escape(arm.name)}{share}<br>{p.arm:.2f} % (baseline {p.baseline:.2f} %)"
         f"<br>{p.interval.words(unit=' points')}"

@@ -135,7 +135,7 @@ def pruning_section(store: Store, evaluation: Mapping[str, Any], verdict: Verdic
         ArmPoint(
             arm,
             details[arm.name].get("method", "unknown"),
-            arm.zeroed_share or 0.0,
+            arm.ablated_share or 0.0,
             removed.get(arm.name, ()),
             details[arm.name]["selection"],
         )

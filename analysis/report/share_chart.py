@@ -293,7 +293,7 @@ def _sweep_marks(curve: Curve) -> tuple[Mark, ...]:
     """Return the points of a curve. The interval is of the difference, so the baseline adds no error of its own."""
     return tuple(
         Mark(
-            point.zeroed_share,
+            point.ablated_share,
             Interval(100 * (point.baseline + point.low), 100 * point.accuracy, 100 * (point.baseline + point.high)),
             point_text(curve, point),
             "x" if point.recall_lost else "circle",
@@ -309,7 +309,7 @@ def point_text(curve: Curve, point: SweepPoint) -> str:
     difference = Interval(point.low, point.difference, point.high).scaled(100)
     text = (
         f"{escape(curve.name)}, {curve.kind.label} of {point.share:.3g}"
-        f"<br>{point.zeroed_share:.1%} of heads ablated<br>{point.accuracy:.2%} correct,"
+        f"<br>{point.ablated_share:.1%} of heads ablated<br>{point.accuracy:.2%} correct,"
         f" {difference.words(unit=' points')}"
     )
     if point.arms > 1:

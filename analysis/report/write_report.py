@@ -106,7 +106,7 @@ def write_report(
     verdict = (
         None
         if evaluation is None
-        else judge(store, evaluation["run_id"], max_loss=max_loss, losses=losses, comparisons=comparisons)
+        else judge(store, evaluation["run_id"], max_loss=max_loss, loss_increases=losses, comparisons=comparisons)
     )
     data = read_head_data(
         store, run, evaluation_id=None if evaluation is None else evaluation["run_id"], plan=plan, compared=compared

@@ -9,12 +9,12 @@ from __future__ import annotations
 from headscan.analysis.store.scan_tables import View, literal
 from headscan.analysis.store.tables import ALL_TASKS, ARM_VERDICTS, ARMS, CONFIRMATION, PART, SELECTION, SPLIT_VERDICTS
 from headscan.analysis.store.verdict_limits import (
-    BENCHMARK_PARTS,
+    BENCHMARK_SPLITS,
     LEAST_BASELINE,
     LEAST_QUESTIONS,
     MARGIN,
     QUESTIONS_PER_TEXT,
-    RECALL_PARTS,
+    RECALL_SPLITS,
 )
 
 #: A curve reaches a nominal share if its measured share is at least this part of it: masks are rounded to whole heads,
@@ -112,7 +112,7 @@ _QUESTION_SPLIT = f"""
         FROM documents
     )
     SELECT run_id, task, question, recall,
-        CASE WHEN number % CASE WHEN recall THEN {RECALL_PARTS} ELSE {BENCHMARK_PARTS} END = 0
+        CASE WHEN number % CASE WHEN recall THEN {RECALL_SPLITS} ELSE {BENCHMARK_SPLITS} END = 0
             THEN {literal(SELECTION)} ELSE {literal(CONFIRMATION)} END AS part
     FROM asked JOIN numbered USING (run_id, recall, document)
 """

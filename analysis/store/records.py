@@ -212,7 +212,7 @@ class Mask:
     site: str
     heads: tuple[tuple[int, int], ...]
     run_id: str | None
-    score: str | None
+    criterion: str | None
     share: float | None
 
 
@@ -236,7 +236,7 @@ class ArmRecord:
     name: str
     kind: ArmKind
     mask_id: str | None = None
-    score: str | None = None
+    criterion: str | None = None
     selection: str | None = None
     threshold: float | None = None
     share: float | None = None

@@ -68,7 +68,7 @@ _HEAD_TABLES = {"importance": ("head_importance", ("gate_gradient", "token_gradi
 #: Times are numbers of microseconds since then.
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _ANSWER_KEYS = ("task", "question", "correct")
-_ARM_COLUMNS = ("run_id", "name", "kind", "mask_id", "score", "selection", "threshold", "share", "seed")
+_ARM_COLUMNS = ("run_id", "name", "kind", "mask_id", "selection", "threshold", "share", "seed")
 
 
 def to_json(value: Any) -> str:
@@ -280,7 +280,7 @@ class Store:
         *,
         site: str = "self",
         run_id: str | None = None,
-        score: str | None = None,
+        criterion: str | None = None,
         share: float | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> str:
@@ -289,14 +289,14 @@ class Store:
         if not pairs:
             raise StoreError(f"mask {name} has 0 heads (limit 1). Give at least one head")
         settings = dict(config or {})
-        mask_id = short_hash(name, site, pairs, run_id, score, share, settings)
+        mask_id = short_hash(name, site, pairs, run_id, criterion, share, settings)
         with self._writing(create=True) as connection:
             known = connection.execute("SELECT mask_id FROM masks WHERE name = ?", [name]).fetchone()
             if known is not None:
                 if known[0] != mask_id:
                     raise StoreError(f"mask {name} exists with other heads or another origin. Choose another name")
                 return mask_id
-            row = {"mask_id": mask_id, "run_id": run_id, "name": name, "score": score, "share": share}
+            row = {"mask_id": mask_id, "run_id": run_id, "name": name, "score": criterion, "share": share}
             _insert_record(connection, "masks", {**row, "config": to_json(settings), "created_at": datetime.now(UTC)})
             rows_of_heads = [[mask_id, site, *pair] for pair in pairs]
             connection.executemany("INSERT INTO mask_heads VALUES (?, ?, ?, ?)", rows_of_heads)
@@ -322,7 +322,7 @@ class Store:
         """
         with self._writing() as connection:
             _require_run(connection, arm.run_id)
-            row = {column: getattr(arm, column) for column in _ARM_COLUMNS}
+            row = {column: getattr(arm, column) for column in _ARM_COLUMNS} | {"score": arm.criterion}
             arm_id = short_hash(row, dict(arm.config))
             known = connection.execute(
                 "SELECT arm_id, status, config FROM arms WHERE run_id = ? AND name = ?", [arm.run_id, arm.name]
@@ -362,13 +362,13 @@ class Store:
         return self.query("SELECT * FROM responses WHERE arm_id IN (SELECT unnest(?))", [list(arm_ids)])
 
     def finish_arm(
-        self, arm_id: str, answers: pa.Table, *, results: pa.Table | None = None, zeroed_share: float | None = None
+        self, arm_id: str, answers: pa.Table, *, results: pa.Table | None = None, ablated_share: float | None = None
     ) -> None:
         """Replace an arm's answers and close it, in one transaction; its responses are deleted. ``answers`` has one row
         per task and question: ``task, question, correct`` (NULL without a right answer), and any of ``recall``
         (default: false), ``doc_hash, target, response, log_likelihoods, metrics`` (JSON text). ``results`` has one row
         per task or group, metric and filter: ``task, is_group, metric, filter, value, standard_error, questions``.
-        ``zeroed_share`` is the measured share of ablated heads, 0 to 1.
+        ``ablated_share`` is the measured share of ablated heads, 0 to 1.
         """
         with self._writing() as connection:
             _require_arm(connection, arm_id)
@@ -383,7 +383,7 @@ class Store:
                 _insert(connection, "arm_results", results, arm_id=arm_id)
             connection.execute(
                 "UPDATE arms SET status = 'finished', finished_at = now(), zeroed_share = ? WHERE arm_id = ?",
-                [zeroed_share, arm_id],
+                [ablated_share, arm_id],
             )
 
     def add_verdicts(self, verdicts: pa.Table) -> None:

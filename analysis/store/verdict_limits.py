@@ -53,7 +53,7 @@ LEAST_TEXTS = ceil(log(TAIL) / log(0.5))
 
 #: A sweep selects on one of this many documents, or recall texts, and judges on the others. Few recall texts suffice to
 #: detect lost recall, but a verdict needs nearly all to show that recall is kept.
-BENCHMARK_PARTS, RECALL_PARTS = 2, 4
+BENCHMARK_SPLITS, RECALL_SPLITS = 2, 4
 
 #: Recall questions per text (haystack or passage): questions 4k to 4k + 3 of a task share one.
 QUESTIONS_PER_TEXT = 4

@@ -19,9 +19,14 @@ from headscan.analysis.verdicts.paired import PairedDifference, Sampling, compar
 from headscan.catalog import recall_family
 
 
-def _setting(sql_type: str) -> Any:
+def _column(name: str, **default: Any) -> Any:
+    """Return a field that is read from a column of another name."""
+    return field(**default, metadata={"sql": name})
+
+
+def _setting(name: str, sql_type: str) -> Any:
     """Return a field that is read from the arm's settings, as a value of a type of SQL."""
-    return field(default=None, metadata={"sql_type": sql_type})
+    return _column(f"(config ->> '$.{name}')::{sql_type}", default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +35,7 @@ class FinishedArm:
 
     Attributes:
         arm_id: Its id in the store; empty without a store.
-        zeroed_share: Measured share of ablated or removed heads, 0 to 1.
+        ablated_share: Measured share of ablated or removed heads, 0 to 1.
         share: Nominal share, 0 to 1.
         selection: How the heads were selected, or the mode of a plan.
         replacement: What replaces the output of ablated heads; None for other arms.
@@ -44,18 +49,18 @@ class FinishedArm:
     arm_id: str = ""
     name: str
     kind: ArmKind
-    zeroed_share: float | None
+    ablated_share: float | None = _column("zeroed_share")
     share: float | None = None
-    score: str | None = None
+    criterion: str | None = _column("score", default=None)
     selection: str | None = None
     replacement: str | None = None
     seed: int | None = None
-    kv_shares: str | None = _setting("VARCHAR")
-    granularity: str | None = _setting("VARCHAR")
-    weights_left: float | None = _setting("DOUBLE")
-    cache_left: float | None = _setting("DOUBLE")
-    layers_dropped: int | None = _setting("INTEGER")
-    swept: bool | None = _setting("BOOLEAN")
+    kv_shares: str | None = _setting("kv_shares", "VARCHAR")
+    granularity: str | None = _setting("granularity", "VARCHAR")
+    weights_left: float | None = _setting("weights_left", "DOUBLE")
+    cache_left: float | None = _setting("cache_left", "DOUBLE")
+    layers_dropped: int | None = _setting("layers_dropped", "INTEGER")
+    swept: bool | None = _setting("swept", "BOOLEAN")
 
     @property
     def size(self) -> float | None:
@@ -64,7 +69,7 @@ class FinishedArm:
         """
         if self.kind.shrinks_cache:
             return self.share
-        return None if self.kind is ArmKind.MODEL else self.zeroed_share
+        return None if self.kind is ArmKind.MODEL else self.ablated_share
 
 
 class FinishedArms(NamedTuple):
@@ -85,10 +90,7 @@ def can_be_judged(store: Store, run_id: str) -> bool:
 
 def finished_arms(store: Store, run_id: str) -> FinishedArms:
     """Return the finished arms of a run; raise VerdictError unless exactly one of them is a baseline."""
-    columns = [
-        f"(config ->> '$.{each.name}')::{each.metadata['sql_type']} AS {each.name}" if each.metadata else each.name
-        for each in fields(FinishedArm)
-    ]
+    columns = [f"{each.metadata.get('sql', each.name)} AS {each.name}" for each in fields(FinishedArm)]
     rows = store.query(
         f"SELECT {', '.join(columns)}, status FROM arms WHERE run_id = ?"
         f" ORDER BY kind IN ({CONTROL_KINDS_SQL}), started_at, name",

@@ -263,7 +263,9 @@ class SweepConfirmation:
         # Later evaluations into the run change neither the choice nor its rank. Runs of earlier versions do not mark
         # the arms that a sweep tried and drew, so all of their arms count.
         self._arms = tuple(arm for arm in finished.others if arm.swept) or finished.others
-        self._scored = [arm for arm in self._arms if arm.kind in KINDS and arm.score is not None and arm.zeroed_share]
+        self._scored = [
+            arm for arm in self._arms if arm.kind in KINDS and arm.criterion is not None and arm.ablated_share
+        ]
         self._recorded = _recorded(store, run_id)
 
     def judge_on_the_same(self, verdict: Verdict) -> tuple[SweepChoice, ...]:
@@ -424,7 +426,7 @@ class SweepConfirmation:
 
     def _scores(self, kind: ArmKind) -> int:
         """Return the number of curves of scores of a kind."""
-        return len({(arm.score, arm.selection) for arm in self._scored if arm.kind is kind})
+        return len({(arm.criterion, arm.selection) for arm in self._scored if arm.kind is kind})
 
     def _random_curves(self, kind: ArmKind) -> list[list[FinishedArm]]:
         """Return a kind's random curves: the controls of one seed, one at each nominal share of the kind's arms."""
@@ -433,7 +435,7 @@ class SweepConfirmation:
         replacements = {arm.replacement for arm in of_kind}
         curves: dict[tuple[Any, ...], dict[float, FinishedArm]] = defaultdict(dict)
         for arm in self._arms:
-            if arm.kind is not kind.control or arm.seed is None or arm.share is None or not arm.zeroed_share:
+            if arm.kind is not kind.control or arm.seed is None or arm.share is None or not arm.ablated_share:
                 continue
             if arm.replacement in replacements and round(arm.share, 9) in shares:
                 curves[arm.replacement, arm.seed][round(arm.share, 9)] = arm
@@ -473,8 +475,8 @@ class SweepConfirmation:
 def _candidate(arm: FinishedArm, judged: Mapping[str, ArmVerdict], passes: Mapping[str, bool]) -> Candidate:
     return Candidate(
         arm.name,
-        curve=(arm.score, arm.selection),
-        share=arm.zeroed_share or 0.0,
+        curve=(arm.criterion, arm.selection),
+        share=arm.ablated_share or 0.0,
         passes=passes[arm.name],
         loses_recall=_loses_recall(judged[arm.name]),
         low=judged[arm.name].paired.low,

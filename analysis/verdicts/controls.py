@@ -116,7 +116,7 @@ class Controls:
     """Random arms of the same size as an arm.
 
     Attributes:
-        zeroed_share: Mean of their measured shares of ablated heads, 0 to 1; None if unknown.
+        ablated_share: Mean of their measured shares of ablated heads, 0 to 1; None if unknown.
         mean, lowest, highest: Differences to the baseline in percentage points.
         tried: Number of arms of its kind in the run that scores chose, because a reader of all of them sees the best of
             so many; 1 if no score chose the arm.
@@ -124,7 +124,7 @@ class Controls:
     """
 
     arms: tuple[str, ...]
-    zeroed_share: float | None
+    ablated_share: float | None
     mean: float
     lowest: float
     highest: float
@@ -144,14 +144,14 @@ class Controls:
         """True if the arm is better than chance at `LEVEL`."""
         return _reaches_level(self.p_value)
 
-    def sentence(self, kind: ArmKind, zeroed_share: float | None) -> str:
-        """Return the sentence on an arm that ablates or removes ``zeroed_share`` of the heads."""
+    def sentence(self, kind: ArmKind, ablated_share: float | None) -> str:
+        """Return the sentence on an arm that ablates or removes ``ablated_share`` of the heads."""
         size = f"with {kind.equal_size}"
-        if not (kind.shrinks_cache or same_size(zeroed_share, self.zeroed_share)):
+        if not (kind.shrinks_cache or same_size(ablated_share, self.ablated_share)):
             # A rule ablates another share than its quantile, so only the nominal share of the two is equal.
             size = "of its nominal share"
-            if self.zeroed_share is not None:
-                size += f" (they {'remove' if kind.is_pruned else 'ablate'} {self.zeroed_share:.1%})"
+            if self.ablated_share is not None:
+                size += f" (they {'remove' if kind.is_pruned else 'ablate'} {self.ablated_share:.1%})"
         count = len(self.arms)
         spread = f"{self.lowest:+.2f} to {self.highest:+.2f} points" if count > 1 else f"{self.mean:+.2f} points"
         controls = f"{count} random choice{'s' * (count > 1)} {size}"
@@ -186,13 +186,13 @@ class PrunedControls:
 
     Attributes:
         layers_dropped: Number of layers without attention; None for random heads.
-        zeroed_share: Share of the heads that they remove, 0 to 1; None if unknown.
+        ablated_share: Share of the heads that they remove, 0 to 1; None if unknown.
         points: Differences to the baseline on the benchmark; empty if not measured.
         increases: The same of the loss of text.
     """
 
     layers_dropped: int | None
-    zeroed_share: float | None
+    ablated_share: float | None
     points: tuple[PairedDifference, ...]
     increases: tuple[Increase, ...]
 
@@ -212,8 +212,8 @@ class PrunedControls:
             what = "Random heads"
         else:
             what = f"Dropping {self.layers_dropped} whole attention layer{'s' * (self.layers_dropped > 1)}"
-            if self.zeroed_share is not None:
-                what += f" ({self.zeroed_share:.1%} of heads)"
+            if self.ablated_share is not None:
+                what += f" ({self.ablated_share:.1%} of heads)"
         return f"{what} with the same repair: {', '.join(parts)}"
 
 
@@ -236,7 +236,7 @@ def pruned_controls(
             controls.append(
                 PrunedControls(
                     members[0].layers_dropped if kind is ArmKind.LAYERS_DROPPED else None,
-                    members[0].zeroed_share,
+                    members[0].ablated_share,
                     tuple(points[member.arm_id] for member in members if member.arm_id in points),
                     tuple(loss for loss in losses if loss is not None),
                 )
@@ -271,7 +271,7 @@ def controls_of(arm: FinishedArm, others: Sequence[FinishedArm]) -> list[Finishe
     if arm.kind.is_pruned:  # a control has the same unit and repair
         return [other for other in randoms if _alike(arm, other)]
     named = [r for r in randoms if r.share is not None and arm.share is not None and math.isclose(r.share, arm.share)]
-    return named or [r for r in randoms if same_size(arm.zeroed_share, r.zeroed_share)]
+    return named or [r for r in randoms if same_size(arm.ablated_share, r.ablated_share)]
 
 
 def judge_controls(others: Sequence[FinishedArm], differences: Mapping[str, float]) -> dict[str, Controls]:
@@ -288,19 +288,19 @@ def judge_controls(others: Sequence[FinishedArm], differences: Mapping[str, floa
 
 def _number_tried(arm: FinishedArm, others: Sequence[FinishedArm]) -> int:
     """Return the number of arms like this one that scores chose; 1 for other arms."""
-    if arm.score is None:
+    if arm.criterion is None:
         return 1
-    return sum(other.kind is arm.kind and other.score is not None for other in others)
+    return sum(other.kind is arm.kind and other.criterion is not None for other in others)
 
 
 def _against(
     arm: FinishedArm, controls: Sequence[FinishedArm], differences: Mapping[str, float], tried: int
 ) -> Controls:
     of_controls = [differences[control.arm_id] for control in controls]
-    shares = [control.zeroed_share for control in controls if control.zeroed_share is not None]
+    shares = [control.ablated_share for control in controls if control.ablated_share is not None]
     return Controls(
         arms=tuple(control.name for control in controls),
-        zeroed_share=sum(shares) / len(shares) if shares else None,
+        ablated_share=sum(shares) / len(shares) if shares else None,
         mean=sum(of_controls) / len(of_controls),
         lowest=min(of_controls),
         highest=max(of_controls),

@@ -20,7 +20,7 @@ class SweepPoint(NamedTuple):
 
     share: float
     arms: int
-    zeroed_share: float
+    ablated_share: float
     accuracy: float
     baseline: float
     difference: float
@@ -32,6 +32,10 @@ class SweepPoint(NamedTuple):
     texts: int
     recall_lost: bool
     passes: bool | None
+
+
+#: The column ``zeroed_share`` is the point's ``ablated_share``.
+_POINT_COLUMNS = [f"zeroed_{name[8:]} AS {name}" if name == "ablated_share" else name for name in SweepPoint._fields]
 
 
 @dataclass(frozen=True)
@@ -66,19 +70,19 @@ class Curve:
     @property
     def reach(self) -> float:
         """Largest measured share of ablated heads, 0 to 1."""
-        return self.points[-1].zeroed_share
+        return self.points[-1].ablated_share
 
     @property
     def recall_lost_at(self) -> float | None:
         """Smallest ablated share with lost recall; None if recall is kept."""
-        return min((point.zeroed_share for point in self.points if point.recall_lost), default=None)
+        return min((point.ablated_share for point in self.points if point.recall_lost), default=None)
 
     @property
     def stopped_by_recall(self) -> bool:
         """True if lost recall ends the strict share."""
         if self.recall_lost_at is None or self.removable_share_strict is None:
             return False
-        kept = [point.zeroed_share for point in self.points if point.zeroed_share < self.recall_lost_at]
+        kept = [point.ablated_share for point in self.points if point.ablated_share < self.recall_lost_at]
         return self.removable_share_strict >= max(kept, default=0.0)
 
 
@@ -93,7 +97,7 @@ def read_curves(store: Store, run_id: str, unrecorded: Sequence[Mapping[str, Any
     points: dict[tuple[str, str | None, str | None], list[SweepPoint]] = defaultdict(list)
     with store.reading():
         for row in store.query(
-            f"{views} SELECT kind, score, selection, {', '.join(SweepPoint._fields)} FROM all_sweep_points"
+            f"{views} SELECT kind, score, selection, {', '.join(_POINT_COLUMNS)} FROM all_sweep_points"
             " WHERE run_id = ? ORDER BY zeroed_share, share",
             [run_id],
             tables=tables,

@@ -29,7 +29,7 @@ class Outcome(StrEnum):
     NOT_SHOWN = "not shown"
 
 
-class Measure(StrEnum):
+class Aspect(StrEnum):
     """What a verdict counts. ``SINGLE_TASKS`` are lost where the accuracy on all questions is not."""
 
     TEXT = "text"
@@ -39,14 +39,14 @@ class Measure(StrEnum):
 
 
 class Gap(NamedTuple):
-    """A measure without enough evidence.
+    """An aspect without enough evidence.
 
     Attributes:
         needed: Number of questions, or of texts whose loss is measured, that would be enough; None if no number is
             known to be.
     """
 
-    measure: Measure
+    aspect: Aspect
     needed: int | None
 
 
@@ -60,7 +60,7 @@ class Decision(NamedTuple):
     """A verdict: what an arm is shown to lose, or the gaps of an arm that shows no loss."""
 
     outcome: Outcome
-    losses: tuple[Measure, ...] = ()
+    lost: tuple[Aspect, ...] = ()
     gaps: tuple[Gap, ...] = ()
 
 
@@ -133,7 +133,7 @@ class ArmResults(FinishedArm):
         """
         gaps = self.decision.gaps
         if self.outcome is Outcome.NOT_SHOWN and all(gap.needed is not None for gap in gaps):
-            return TOO_FEW_TEXTS if any(gap.measure is Measure.TEXT for gap in gaps) else TOO_FEW_QUESTIONS
+            return TOO_FEW_TEXTS if any(gap.aspect is Aspect.TEXT for gap in gaps) else TOO_FEW_QUESTIONS
         unknown = self.unjudged_recall if self.is_safe else ""
         return f"{self.outcome}, {unknown} unknown" if unknown else str(self.outcome)
 
@@ -220,30 +220,30 @@ class ArmResults(FinishedArm):
 
 
 def decide(arm: ArmResults) -> Decision:
-    """Return the verdict on an arm. It loses if any measure shows a loss, and is safe if all show that none exceeds its
+    """Return the verdict on an arm. It loses if any aspect shows a loss, and is safe if all show that none exceeds its
     limit: accuracy, the loss of text that was read, and the recall that the baseline has.
     """
     paired = arm.paired
     shown = {
-        Measure.TEXT: bool(arm.text_losses),
-        Measure.ACCURACY: paired.shows_loss,
-        Measure.SINGLE_TASKS: bool(arm.tasks_lost) and not paired.shows_loss,
-        Measure.RECALL: bool(arm.recall_lost),
+        Aspect.TEXT: bool(arm.text_losses),
+        Aspect.ACCURACY: paired.shows_loss,
+        Aspect.SINGLE_TASKS: bool(arm.tasks_lost) and not paired.shows_loss,
+        Aspect.RECALL: bool(arm.recall_lost),
     }
-    if losses := tuple(measure for measure, is_lost in shown.items() if is_lost):
-        return Decision(Outcome.LOSES, losses=losses)
+    if lost := tuple(aspect for aspect, is_lost in shown.items() if is_lost):
+        return Decision(Outcome.LOSES, lost=lost)
     gaps = []
     if arm.open_texts:
-        gaps.append(Gap(Measure.TEXT, _all_needed(arm.open_texts.values(), max)))
+        gaps.append(Gap(Aspect.TEXT, _all_needed(arm.open_texts.values(), max)))
     if not paired.above_chance:
-        gaps.append(Gap(Measure.ACCURACY, None))
+        gaps.append(Gap(Aspect.ACCURACY, None))
     elif not arm.keeps_accuracy:
-        gaps.append(Gap(Measure.ACCURACY, arm.questions_needed or None))
+        gaps.append(Gap(Aspect.ACCURACY, arm.questions_needed or None))
     if arm.open_recall:
-        gaps.append(Gap(Measure.RECALL, _all_needed([each.questions_needed for each in arm.open_recall], sum)))
+        gaps.append(Gap(Aspect.RECALL, _all_needed([each.questions_needed for each in arm.open_recall], sum)))
     return Decision(Outcome.NOT_SHOWN if gaps else Outcome.SAFE, gaps=tuple(gaps))
 
 
 def _all_needed(numbers: Collection[int], total: Callable[[Collection[int]], int]) -> int | None:
-    """Return the ``total`` of the numbers that measures need; None if no number is known for one of them."""
+    """Return the ``total`` of the numbers that aspects need; None if no number is known for one of them."""
     return total(numbers) if all(numbers) else None

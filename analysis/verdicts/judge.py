@@ -10,7 +10,7 @@ from typing import Any
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import LOSS
-from headscan.analysis.store.verdict_limits import BENCHMARK_PARTS, MAX_LOSS, RECALL_PARTS
+from headscan.analysis.store.verdict_limits import BENCHMARK_SPLITS, MAX_LOSS, RECALL_SPLITS
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, FinishedArm, Scope, finished_arms
 from headscan.analysis.verdicts.controls import Controls, PrunedControls, judge_controls, pruned_controls
 from headscan.analysis.verdicts.metrics import Increase, TaskMetric, read_metrics
@@ -73,7 +73,7 @@ def judge(
     run_id: str,
     *,
     max_loss: float = MAX_LOSS,
-    losses: Mapping[str, Increase] | None = None,
+    loss_increases: Mapping[str, Increase] | None = None,
     comparisons: int = 1,
 ) -> Verdict:
     """Judge every finished arm of an evaluate run. Comparisons that the store lacks are computed, not written.
@@ -81,10 +81,11 @@ def judge(
     Args:
         max_loss: Maximum increase of the loss of held-out text of a safe arm, in nats per token. An arm loses if the
             interval lies above the limit, and is not shown to be safe if the interval reaches above it.
-        losses: Increases of the loss by arm name that another run measured, widened for ``comparisons``.
+        loss_increases: Increases of the loss of text, by arm name, that another run measured, widened for
+            ``comparisons``.
         comparisons: Number of arms or kinds of savings for which the intervals of accuracy and recall are widened.
     """
-    losses = losses or {}
+    loss_increases = loss_increases or {}
     with store.reading():
         run = store.resolve_run(run_id, "evaluate")
         run_id = run["run_id"]
@@ -104,7 +105,7 @@ def judge(
         arm_verdict(
             arm,
             for_comparisons(compared.get(arm.arm_id, {}), comparisons),
-            metrics=(*metrics.get(arm.arm_id, ()), *_measured(losses.get(arm.name))),
+            metrics=(*metrics.get(arm.arm_id, ()), *_measured(loss_increases.get(arm.name))),
             controls=controls.get(arm.arm_id),
             pruned=pruned_controls(arm, arms.others, points, metrics),
             comparisons=comparisons,
@@ -149,13 +150,13 @@ def arm_verdict(
     recall_comparisons = comparisons if recall_comparisons is None else recall_comparisons
     return ArmVerdict(
         **vars(arm),
-        recall=_families(scopes, 1 - 1 / RECALL_PARTS if confirmation else 1.0, recall_comparisons),
+        recall=_families(scopes, 1 - 1 / RECALL_SPLITS if confirmation else 1.0, recall_comparisons),
         metrics=metrics,
         pruned_controls=pruned,
         accuracy=scopes.get(BENCHMARK),
         tasks=task_verdicts(scopes),
         controls=controls,
-        judging_share=1 - 1 / BENCHMARK_PARTS if confirmation else 1.0,
+        judging_share=1 - 1 / BENCHMARK_SPLITS if confirmation else 1.0,
         comparisons=comparisons,
         max_loss=max_loss,
     )

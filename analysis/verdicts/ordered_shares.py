@@ -20,7 +20,7 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import LOSS
 from headscan.analysis.verdicts.answer_sheets import finished_arms
 from headscan.analysis.verdicts.controls import loss_increase
-from headscan.analysis.verdicts.decision import Measure, Outcome
+from headscan.analysis.verdicts.decision import Aspect, Outcome
 from headscan.analysis.verdicts.judge import judge
 from headscan.analysis.verdicts.metrics import Increase, exceeds, read_metrics
 from headscan.analysis.verdicts.paired import PairedDifference
@@ -89,7 +89,7 @@ def judge_shares(
     """
     judged: Mapping[str, ArmVerdict] = {}
     if finished_arms(store, run_id).others:
-        judged = judge(store, run_id, losses=losses, max_loss=max_loss, comparisons=comparisons).by_name
+        judged = judge(store, run_id, loss_increases=losses, max_loss=max_loss, comparisons=comparisons).by_name
     verdicts: list[ShareVerdict] = []
     for name, share in shares:
         loss = losses.get(name)
@@ -126,5 +126,5 @@ def share_verdict(judged: ArmVerdict, share: float) -> ShareVerdict:
         cache_left=judged.cache_left,
         weights_left=judged.weights_left,
         recall_unknown=judged.recall_unknown,
-        texts_needed=next((gap.needed or 0 for gap in judged.decision.gaps if gap.measure is Measure.TEXT), None),
+        texts_needed=next((gap.needed or 0 for gap in judged.decision.gaps if gap.aspect is Aspect.TEXT), None),
     )

@@ -9,7 +9,7 @@ from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.tables import BITS_PER_BYTE, LOSS
 from headscan.analysis.store.verdict_limits import LEAST_RETAINED, MARGIN
 from headscan.analysis.verdicts.controls import loss_increase
-from headscan.analysis.verdicts.decision import ArmResults, Measure
+from headscan.analysis.verdicts.decision import ArmResults, Aspect
 from headscan.analysis.verdicts.metrics import RATES, Increase, metric_words
 from headscan.analysis.verdicts.paired import about
 from headscan.analysis.verdicts.verdict_rows import TaskVerdict, least_visible_loss
@@ -29,9 +29,9 @@ class ArmVerdict(ArmResults):
     @property
     def why(self) -> str:
         """Losses, or missing evidence, in a few words; empty if the arm is safe and its recall is known."""
-        if losses := self.decision.losses:
-            return " and ".join(_loss(self, measure) for measure in losses)
-        gaps = [_gap(self, gap.measure) for gap in self.decision.gaps]
+        if lost := self.decision.lost:
+            return " and ".join(_loss(self, aspect) for aspect in lost)
+        gaps = [_gap(self, gap.aspect) for gap in self.decision.gaps]
         return "; ".join(filter(None, [*gaps, _questions_missing(self), self.recall_unknown]))
 
     @property
@@ -57,46 +57,46 @@ class ArmVerdict(ArmResults):
         return f"{self.name}{_size(self)}: {'. '.join(filter(None, _parts(self)))}."
 
 
-def _loss(arm: ArmResults, measure: Measure) -> str:
+def _loss(arm: ArmResults, aspect: Aspect) -> str:
     """Return a loss with its numbers."""
-    match measure:
-        case Measure.TEXT:
+    match aspect:
+        case Aspect.TEXT:
             increases = (each.increase for each in arm.text_losses)
             return " and ".join(loss_words(each, arm.max_loss) for each in increases if each is not None)
-        case Measure.ACCURACY:
+        case Aspect.ACCURACY:
             return f"accuracy ({arm.paired.difference:+.1f} points)"
-        case Measure.SINGLE_TASKS:
+        case Aspect.SINGLE_TASKS:
             return f"accuracy in {arm.tasks_lost[0].task}"
-        case Measure.RECALL:
+        case Aspect.RECALL:
             return " and ".join(each.loss_words() for each in arm.recall if each.failed)
 
 
-def _loss_clause(arm: ArmResults, measure: Measure) -> str:
+def _loss_clause(arm: ArmResults, aspect: Aspect) -> str:
     """Return a loss in words that follow "it"."""
-    match measure:
-        case Measure.TEXT:
+    match aspect:
+        case Aspect.TEXT:
             rises = " and ".join(each.increase.words() for each in arm.text_losses if each.increase is not None)
             return f"raises the loss of text by {rises}"
-        case Measure.ACCURACY:
+        case Aspect.ACCURACY:
             return "loses more than one point of accuracy"
-        case Measure.SINGLE_TASKS:
+        case Aspect.SINGLE_TASKS:
             return f"loses more than one point in {_names(arm.tasks_lost)}"
-        case Measure.RECALL:
+        case Aspect.RECALL:
             return f"loses recall ({arm.recall_lost})"
 
 
-def _gap(arm: ArmResults, measure: Measure) -> str:
+def _gap(arm: ArmResults, aspect: Aspect) -> str:
     """Return evidence that more questions may not give, in a few words, or the texts that would give it; at chance, the
     words on accuracy say enough.
     """
-    if measure is Measure.TEXT:
+    if aspect is Aspect.TEXT:
         return "; ".join(
             f"needs about {about(needed)} texts: {_text_gap(arm, each.increase, needed)}"
             if needed
             else _text_gap(arm, each.increase, needed)
             for each, needed in arm.open_texts.items()
         )
-    if measure is Measure.ACCURACY:
+    if aspect is Aspect.ACCURACY:
         if not arm.paired.above_chance:
             return "the model itself is at or near chance on these questions"
         return "" if arm.questions_needed else "may lose more than one point"
@@ -111,21 +111,21 @@ def _questions_missing(arm: ArmResults) -> str:
     if not arm.paired.above_chance:
         return ""
     needed = []
-    if arm.questions_needed and any(gap.measure is Measure.ACCURACY for gap in arm.decision.gaps):
+    if arm.questions_needed and any(gap.aspect is Aspect.ACCURACY for gap in arm.decision.gaps):
         needed.append(f"{about(arm.questions_needed)} questions")
     families = [each for each in arm.open_recall if each.questions_needed]
     needed += [f"{each.questions_needed:,} {each.family} questions" for each in families]
     return f"needs about {' and '.join(needed)}" if needed else ""
 
 
-def _gap_clause(arm: ArmResults, measure: Measure) -> str:
+def _gap_clause(arm: ArmResults, aspect: Aspect) -> str:
     """Return missing evidence in words that follow "not shown to be removable"."""
-    if measure is Measure.TEXT:
+    if aspect is Aspect.TEXT:
         return " and ".join(
             _text_gap(arm, each.increase, needed) + (f"; about {about(needed)} texts are needed" if needed else "")
             for each, needed in arm.open_texts.items()
         )
-    if measure is Measure.ACCURACY:
+    if aspect is Aspect.ACCURACY:
         return _accuracy_gap(arm)
     needed_words = "".join(
         f"; about {each.questions_needed:,} {each.family} questions are needed"
@@ -189,8 +189,8 @@ def _parts(arm: ArmResults) -> list[str]:
     metrics = [f"Measured {each}" for each in metric_words(arm.metrics)]
     controls = [each.words() for each in arm.pruned_controls]
     if arm.accuracy is None:
-        shown = [Measure.TEXT] * bool(arm.text_losses) + [Measure.RECALL] * bool(arm.recall_lost)
-        lost = f"It {' and '.join(_loss_clause(arm, measure) for measure in shown)}" if shown else ""
+        shown = [Aspect.TEXT] * bool(arm.text_losses) + [Aspect.RECALL] * bool(arm.recall_lost)
+        lost = f"It {' and '.join(_loss_clause(arm, aspect) for aspect in shown)}" if shown else ""
         return ["no task has right answers to count", *metrics, lost, _recall_words(arm), *controls]
     p = arm.accuracy
     return [
@@ -224,16 +224,16 @@ def _control_words(arm: ArmResults) -> str:
         return ""
     if arm.controls is None:
         return f"No random control with {arm.kind.equal_size}"
-    return arm.controls.sentence(arm.kind, arm.zeroed_share)
+    return arm.controls.sentence(arm.kind, arm.ablated_share)
 
 
 def _conclusion(arm: ArmResults) -> str:
     word = CLAIMS.get(arm.replacement or "", arm.kind.passing_word)
     decision = arm.decision
-    if decision.losses:
-        return f"not {word}: it {' and '.join(_loss_clause(arm, measure) for measure in decision.losses)}"
+    if decision.lost:
+        return f"not {word}: it {' and '.join(_loss_clause(arm, aspect) for aspect in decision.lost)}"
     if decision.gaps:
-        return f"not shown to be {word}: {' and '.join(_gap_clause(arm, gap.measure) for gap in decision.gaps)}"
+        return f"not shown to be {word}: {' and '.join(_gap_clause(arm, gap.aspect) for gap in decision.gaps)}"
     inactive = ": the heads are inactive" if arm.replacement == "zero" else ""
     unknown = f"; {arm.unjudged_recall} is unknown" if arm.unjudged_recall else ""
     return f"{word} within one point{inactive}{unknown}"

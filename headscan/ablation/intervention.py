@@ -30,20 +30,21 @@ from headscan.models.loaded_model import LoadedModel
 
 
 class InterventionRecord:
-    """Heads that an intervention ablated, and the lengths and keys of the next batch.
+    """Heads that an intervention ablated, and the lengths and input keys of the next batch.
 
     Attributes:
         lengths: Real tokens (B,) of the next forward pass. A rule reads them; set them again when the batch changes.
             None takes them from the padding mask of the pass; without a mask all tokens are real.
-        keys: Integers (B,) of 0 or more that seed random heads and samples of each sequence of the next forward pass; a
-            sequence keeps its key in every batch. Set them again when the batch changes. None uses the row numbers.
+        input_keys: Integers (B,) of 0 or more that seed random heads and samples of each sequence of the next forward
+            pass; a sequence keeps its key in every batch. Set them again when the batch changes. None uses the row
+            numbers.
     """
 
     def __init__(
-        self, lm: LoadedModel, lengths: Tensor | Sequence[int] | None, keys: Tensor | Sequence[int] | None = None
+        self, lm: LoadedModel, lengths: Tensor | Sequence[int] | None, input_keys: Tensor | Sequence[int] | None = None
     ) -> None:
         self.lengths = None if lengths is None else torch.as_tensor(lengths)
-        self.keys = keys
+        self.input_keys = input_keys
         self._shape = lm.grid.shape
         self._ablated: dict[int, Tensor] = {}
         self._rows = 0
@@ -76,14 +77,15 @@ class InterventionRecord:
         return float(self.ablated_shares.mean())
 
     def keys_of(self, sequences: int) -> list[int]:
-        """Return the keys of a batch; raise if `keys` do not fit it."""
-        if self.keys is None:
+        """Return the keys of a batch; raise if `input_keys` do not fit it."""
+        if self.input_keys is None:
             return list(range(sequences))
-        keys = self.keys.tolist() if isinstance(self.keys, Tensor) else [int(key) for key in self.keys]
+        given = self.input_keys
+        keys = given.tolist() if isinstance(given, Tensor) else [int(key) for key in given]
         if len(keys) != sequences or min(keys) < 0:
             raise InterventionError(
-                f"keys {keys[:8]} do not fit a batch of {sequences} sequences. Set `keys` (or record.keys) to one "
-                "integer of 0 or more per sequence"
+                f"keys {keys[:8]} do not fit a batch of {sequences} sequences. Set `input_keys` (or "
+                "record.input_keys) to one integer of 0 or more per sequence"
             )
         return keys
 
@@ -191,7 +193,7 @@ class HeadMeans(StoredOutputs):
     kind = "mean"
 
 
-class Filler:
+class OutputReplacer:
     """Replaces outputs of ablated heads in forward passes; the record has the keys of the sequences."""
 
     def __init__(self, replacement: Replacement, record: InterventionRecord) -> None:
@@ -328,7 +330,7 @@ def intervene(
     intervention: Intervention,
     *,
     lengths: Tensor | Sequence[int] | None = None,
-    keys: Tensor | Sequence[int] | None = None,
+    input_keys: Tensor | Sequence[int] | None = None,
 ) -> Iterator[InterventionRecord]:
     """Ablate heads, or limit their keys, while the context is open; contexts nest, also inside and around `collect`.
 
@@ -337,7 +339,8 @@ def intervene(
         intervention: A `HeadMask`, `SiteMask`, `HeadRule`, `RandomHeads` or `KvWindows`.
         lengths: Real tokens (B,) of each sequence of the next batch, read by rules only. None takes them from the
             padding mask of the pass, or from `collect` if that runs it; without either all tokens are real.
-        keys: Integers (B,) of 0 or more that seed random heads and samples of each sequence; None uses the row numbers.
+        input_keys: Integers (B,) of 0 or more that seed random heads and samples of each sequence; None uses the row
+            numbers.
 
     Raises:
         HeadIndexError: The mask contains a head that the model lacks.
@@ -346,6 +349,6 @@ def intervene(
         SequenceError: In a pass with a rule: sequences of the batch need different rotary frequencies.
         UnsupportedModelError: The model is compiled or in train mode.
     """
-    record = InterventionRecord(lm, lengths, keys)
+    record = InterventionRecord(lm, lengths, input_keys)
     with intervention.hooks(lm, record):
         yield record

@@ -17,9 +17,9 @@ from torch import Tensor
 from headscan.ablation.intervention import (
     ZERO,
     Ablation,
-    Filler,
     InterventionRecord,
     LayerwiseAblation,
+    OutputReplacer,
     Replacement,
     intervene,
 )
@@ -101,7 +101,7 @@ class _MaskHook:
         self.record = record
         layers = {layer for layer, _ in lm.grid.check(mask.heads)}
         mask.check_replacement(lm.grid)
-        self._fill = Filler(mask.replacement, record)
+        self._fill = OutputReplacer(mask.replacement, record)
         self.ablated = {site.layer: mask.heads_at(site) for site in lm.grid.sites if site.layer in layers}
         self._on_device: dict[int, Tensor] = {}  # the same, on the device of each layer
 
@@ -190,7 +190,7 @@ class _RandomHook:
     def __init__(self, lm: LoadedModel, heads: RandomHeads, record: InterventionRecord) -> None:
         heads.check_replacement(lm.grid)
         self.shape, self.heads, self.record = lm.grid.shape, heads, record
-        self._fill = Filler(heads.replacement, record)
+        self._fill = OutputReplacer(heads.replacement, record)
         self._keys: list[int] = []
         self._drawn_BLH = torch.empty(0, *self.shape)
 

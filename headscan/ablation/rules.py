@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headscan.ablation.intervention import ZERO, Filler, InterventionRecord, LayerwiseAblation, Replacement
+from headscan.ablation.intervention import ZERO, InterventionRecord, LayerwiseAblation, OutputReplacer, Replacement
 from headscan.attention.calls import AttentionCall
 from headscan.attention.hooks import attention_hook, output_hook
 from headscan.catalog import MassWidths, statistics_for
@@ -56,13 +56,13 @@ class RuleStatistics:
         """Names of the statistics that the attention hook measures."""
         return self.wanted - OUTPUT_STATISTICS.keys()
 
-    def attended(self, call: AttentionCall, lengths: Tensor, past: int = 0) -> Tensor:
+    def on_attention(self, call: AttentionCall, lengths: Tensor, past: int = 0) -> Tensor:
         """Measure an attention call and return its output; ``past`` counts the cached tokens before it."""
         request = AttentionRequest(self.of_attention, lengths, lengths, self._widths, past=past)
         out, self._from_attention = call.measure(request)
         return out
 
-    def visited(self, site: AttentionSite, heads_BNHD: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+    def on_outputs(self, site: AttentionSite, heads_BNHD: Tensor, lengths: Tensor) -> dict[str, Tensor]:
         """Add the statistics of the heads' outputs and return all of the layer, float32 (B, H) each."""
         factor = None if self._factors is None else self._factors.of(site).to(heads_BNHD.device)
         from_outputs = output_statistics(heads_BNHD, TokenMeans(lengths), self.wanted, factor)
@@ -216,9 +216,10 @@ class HeadRule(LayerwiseAblation):
 
     @contextmanager
     def hooks(self, lm: LoadedModel, record: InterventionRecord) -> Iterator[None]:
+        # Evaluations read prompts of one prefix in one row, where `layers/shared_rows.py` applies the rule instead.
         hook = _RuleHook(lm, self, record)
         # Rules that need no weights use the attention hook too: it tells whole inputs from the steps of a KV cache.
-        with hook.padding.watching(), attention_hook(lm, hook.attended), output_hook(lm, hook.visited):
+        with hook.padding.watching(), attention_hook(lm, hook.on_attention), output_hook(lm, hook.on_outputs):
             yield
 
 
@@ -228,7 +229,7 @@ class _RuleHook:
     def __init__(self, lm: LoadedModel, rule: HeadRule, record: InterventionRecord) -> None:
         rule.check_replacement(lm.grid)
         self.rule, self.record = rule, record
-        self._fill = Filler(rule.replacement, record)
+        self._fill = OutputReplacer(rule.replacement, record)
         self.padding = PaddingWatch(lm)
         self._lm = lm
         self._statistics = RuleStatistics(lm, rule.score, rule.widths)
@@ -236,17 +237,17 @@ class _RuleHook:
         self._given: Tensor | None = None
         self._lengths: dict[tuple[int, int, torch.device], Tensor] = {}
 
-    def attended(self, site: AttentionSite, call: AttentionCall) -> Tensor:
+    def on_attention(self, site: AttentionSite, call: AttentionCall) -> Tensor:
         number, layer = self._pass
         if self.padding.passes != number or site.layer <= layer or self.record.lengths is not self._given:
             # Another pass, perhaps of another batch.
             self._given, self._lengths = self.record.lengths, {}
         self._pass = (self.padding.passes, site.layer)
-        return self._statistics.attended(call, self._lengths_of(call.sequences, call.geometry.queries, call.device))
+        return self._statistics.on_attention(call, self._lengths_of(call.sequences, call.geometry.queries, call.device))
 
-    def visited(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
+    def on_outputs(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
         lengths = self._lengths_of(heads_BNHD.shape[0], heads_BNHD.shape[1], heads_BNHD.device)
-        ablated_BH = self.rule.ablates(score(self._statistics.visited(site, heads_BNHD, lengths), self.rule.score))
+        ablated_BH = self.rule.ablates(score(self._statistics.on_outputs(site, heads_BNHD, lengths), self.rule.score))
         self.record.note(site, ablated_BH)
         return self._fill(site, heads_BNHD, ablated_BH)
 

@@ -232,7 +232,7 @@ def batch_objective(lm: LoadedModel, name: Objective, ids: Tensor, lengths: Sequ
     """Return the objective of a batch, a mean over each sequence's tokens; keys seed an encoder's masked tokens."""
     if name == "divergence":
         return DivergenceLoss.of(lm, ids, lengths)
-    return default_loss(lm, ids, lengths, keys=keys)
+    return default_loss(lm, ids, lengths, input_keys=keys)
 
 
 def _log_probabilities(lm: LoadedModel, ids: Tensor, lengths: Sequence[int]) -> Tensor:

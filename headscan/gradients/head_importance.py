@@ -84,7 +84,7 @@ def default_loss(
     input_ids: TokenIds,
     lengths: Tensor | Sequence[int] | None = None,
     *,
-    keys: Sequence[int] | None = None,
+    input_keys: Sequence[int] | None = None,
     summed: bool = False,
 ) -> Loss:
     """Return the loss of a model on plain text: a decoder predicts the next token, an encoder 15% of the tokens behind
@@ -106,7 +106,7 @@ def default_loss(
             f"{lm.source} has no mask token. Save its tokenizer, or pass `loss=MaskedTokenLoss`"
         )
     special = tuple(lm.require_tokenizer().all_special_ids)
-    return MaskedTokenLoss.of(ids, counts, int(mask_id), never=special, keys=keys, summed=summed)
+    return MaskedTokenLoss.of(ids, counts, int(mask_id), never=special, input_keys=input_keys, summed=summed)
 
 
 def head_gradients(lm: LoadedModel, loss: Loss) -> dict[str, HeadGradients]:

@@ -186,7 +186,7 @@ class MaskedTokenLoss(PaddedTextLoss):
         *,
         never: Sequence[int] = (),
         share: float = 0.15,
-        keys: Sequence[int] | None = None,
+        input_keys: Sequence[int] | None = None,
         seed: int = 0,
         summed: bool = False,
     ) -> MaskedTokenLoss:
@@ -195,14 +195,15 @@ class MaskedTokenLoss(PaddedTextLoss):
 
         Args:
             never: Ids of tokens that are not masked, such as separators.
-            keys: An integer of 0 or more for each sequence; None uses the row numbers.
+            input_keys: An integer of 0 or more for each sequence; None uses the row numbers.
         """
         if not 0 < share <= 1:
             raise SequenceError(f"share of masked tokens: {share} (limit above 0, at most 1). Change `share`")
         rows: list[int] = []
         columns: list[int] = []
         on_cpu = ids.cpu().numpy()
-        for row, (length, key) in enumerate(zip(lengths, range(len(ids)) if keys is None else keys, strict=True)):
+        keys = range(len(ids)) if input_keys is None else input_keys
+        for row, (length, key) in enumerate(zip(lengths, keys, strict=True)):
             free = np.flatnonzero(~np.isin(on_cpu[row, :length], list(never)))
             if not len(free):
                 raise SequenceError(f"sequence {row} has no token to mask: {length} tokens (at least 1). Leave it out")

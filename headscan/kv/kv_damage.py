@@ -116,7 +116,7 @@ def gate_gradients(
 def gated_attention(lm: LoadedModel, gates: Mapping[int, Tensor], window: Window) -> Iterator[None]:
     """Let KV heads of layers with gates (B, K) output ``gate * full + (1 - gate) * window``, differentiable."""
 
-    def attended(site: AttentionSite, call: AttentionCall) -> Tensor:
+    def on_attention(site: AttentionSite, call: AttentionCall) -> Tensor:
         if not isinstance(call, ScoredCall):
             if site.layer in gates:
                 raise UnsupportedModelError(
@@ -132,7 +132,7 @@ def gated_attention(lm: LoadedModel, gates: Mapping[int, Tensor], window: Window
         gate_BH11 = gates[site.layer][:, list(site.kv_head_of), None, None].to(full.device)
         return (near + gate_BH11 * (full - near)).to(full.dtype)
 
-    with attention_hook(lm, attended):
+    with attention_hook(lm, on_attention):
         yield
 
 

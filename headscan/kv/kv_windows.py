@@ -60,11 +60,11 @@ class KvWindows(Intervention):
         self.kept.check(lm.grid)
         groups = {site.layer: self.kept.groups(site.layer, site.num_key_value_heads) for site in lm.grid.sites}
 
-        def attended(site: AttentionSite, call: AttentionCall) -> Tensor:
+        def on_attention(site: AttentionSite, call: AttentionCall) -> Tensor:
             record.note(site, _dropped(site, groups[site.layer]).expand(call.sequences, -1))
             return windowed(call, _of_call(groups[site.layer], site, call.num_key_value_heads))
 
-        with attention_hook(lm, attended):
+        with attention_hook(lm, on_attention):
             yield
 
 

@@ -114,13 +114,13 @@ def _watched_blocks(lm: LoadedModel, path: str, modules: nn.ModuleList) -> Found
             watch(module, left)
         for site in lm.grid.sites:
 
-            def attended(
+            def on_attention(
                 module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, site: AttentionSite = site
             ) -> None:
                 with suppress(UnsupportedModelError):
                     attention[site.layer] = _block(site.path, module, args, kwargs, out)
 
-            watch(lm.module(site.path), attended)
+            watch(lm.module(site.path), on_attention)
         run_forward(lm.model, {"input_ids": short_text(lm, 4)})
     # A list may end with other blocks, such as those that predict a further token.
     if order != list(range(len(order))) or len(order) <= lm.grid.sites[-1].layer:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headscan.ablation.intervention import Filler, InterventionRecord, LayerwiseAblation, intervene
+from headscan.ablation.intervention import InterventionRecord, LayerwiseAblation, OutputReplacer, intervene
 from headscan.ablation.masks import HeadMask
 from headscan.ablation.rules import HeadRule, RuleStatistics
 from headscan.attention.calls import AttentionCall, ScoredCall
@@ -164,7 +164,7 @@ class SharedRowHooks:
                 "(limit 1). Use one value"
             )
         (replacement,) = replacements
-        self._fill = Filler(replacement, InterventionRecord(lm, None))
+        self._fill = OutputReplacer(replacement, InterventionRecord(lm, None))
         statistics = _statistics_of(lm, kinds) if statistics is None else statistics
         self._score = statistics.score
         self._prefix, self._endings, self._alone = (statistics.fresh() for _ in range(3))
@@ -177,20 +177,20 @@ class SharedRowHooks:
         counts = torch.zeros(len(self._row.endings), dtype=torch.long)
         return sum((count.cpu() for count in self._ablated.values()), counts)
 
-    def attended(self, site: AttentionSite, call: AttentionCall) -> Tensor:
+    def on_attention(self, site: AttentionSite, call: AttentionCall) -> Tensor:
         if not isinstance(call, ScoredCall) or call.bias is not None:
             raise UnsupportedModelError("attention with a position bias cannot run in shared rows. Run whole sequences")
         here, outs = self._layout(call.device), []
         if (shared := here.shared) is not None:
-            outs.append(self._prefix.attended(_as_sequences(call, shared.prefixes), shared.past))
+            outs.append(self._prefix.on_attention(_as_sequences(call, shared.prefixes), shared.past))
             after = _as_sequences(call, shared.endings, shared.prefixes[shared.group])
-            outs.append(self._endings.attended(after, shared.lengths, shared.prefixes.shape[1]))
+            outs.append(self._endings.on_attention(after, shared.lengths, shared.prefixes.shape[1]))
         if (alone := here.alone) is not None:
-            outs.append(self._alone.attended(_as_sequences(call, alone.places), alone.lengths))
+            outs.append(self._alone.on_attention(_as_sequences(call, alone.places), alone.lengths))
         flat_MHD = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outs])
         return flat_MHD[here.order].transpose(0, 1)[None]
 
-    def visited(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
+    def on_outputs(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
         here = self._layout(heads_BNHD.device)
         ablated_RH = known_RH = self._chosen(site, heads_BNHD, here)
         if here.shared is not None:
@@ -221,12 +221,12 @@ class SharedRowHooks:
     def _scores(self, name: str, site: AttentionSite, heads_BNHD: Tensor, here: _Layout) -> Tensor:
         scores: list[Tensor] = []
         if (shared := here.shared) is not None:
-            before = self._prefix.visited(site, heads_BNHD[0, shared.prefixes], shared.past)
-            after = self._endings.visited(site, heads_BNHD[0, shared.endings], shared.lengths)
+            before = self._prefix.on_outputs(site, heads_BNHD[0, shared.prefixes], shared.past)
+            after = self._endings.on_outputs(site, heads_BNHD[0, shared.endings], shared.lengths)
             of_own = {statistic: values[shared.group] for statistic, values in before.items()}
             scores.append(score(_joined(of_own, shared.prefixes.shape[1], after, shared.lengths), name))
         if (alone := here.alone) is not None:
-            scores.append(score(self._alone.visited(site, heads_BNHD[0, alone.places], alone.lengths), name))
+            scores.append(score(self._alone.on_outputs(site, heads_BNHD[0, alone.places], alone.lengths), name))
         return torch.cat(scores)[here.sequence]
 
     def _layout(self, device: torch.device) -> _Layout:
@@ -428,8 +428,8 @@ def read_shared_row(
                 hooks.enter_context(resuming_at(blocks, branch.layer, branch.hidden))
             for block in blocks.all[branch.layer :]:
                 hooks.enter_context(block.watched(keep))
-            hooks.enter_context(attention_hook(lm, visitor.attended))
-            hooks.enter_context(output_hook(lm, visitor.visited))
+            hooks.enter_context(attention_hook(lm, visitor.on_attention))
+            hooks.enter_context(output_hook(lm, visitor.on_outputs))
             try:
                 value = forward(branch.row, branch.sequences)
             except RowSplit as split:

@@ -165,9 +165,9 @@ def collect(
     collector = _Collector(lm, batch, wanted, widths or MassWidths(), path, keep_nonfinite)
     with torch.no_grad(), ExitStack() as hooks:
         if wanted - OUTPUT_STATISTICS.keys():
-            hooks.enter_context(attention_hook(lm, collector.attended))
+            hooks.enter_context(attention_hook(lm, collector.on_attention))
         if wanted & OUTPUT_STATISTICS.keys():
-            hooks.enter_context(output_hook(lm, collector.visited))
+            hooks.enter_context(output_hook(lm, collector.on_outputs))
         run_forward(lm.model, batch.inputs, batch.for_hooks)
     elsewhere = dict.fromkeys((*STATISTICS, *PROFILES), "Name it in the argument statistics of collect")
     elsewhere |= dict.fromkeys(SCORES.keys() - elsewhere, "Call headscan.score, which derives scores from statistics")
@@ -289,12 +289,12 @@ class _Collector:
         self.factors = ProjectionFactors(lm) if needs_projection(wanted) else None
         self.measured: dict[tuple[str, int], Tensor] = {}
 
-    def attended(self, site: AttentionSite, call: AttentionCall) -> Tensor:
+    def on_attention(self, site: AttentionSite, call: AttentionCall) -> Tensor:
         out, numbers = call.measure(self._request(call.device))
         self._keep(site, numbers)
         return out
 
-    def visited(self, site: AttentionSite, heads_BNHD: Tensor) -> None:
+    def on_outputs(self, site: AttentionSite, heads_BNHD: Tensor) -> None:
         device = heads_BNHD.device
         factor = None if self.factors is None else self.factors.of(site).to(device)
         self._keep(site, output_statistics(heads_BNHD, self._request(device).over_queries, self.wanted, factor))

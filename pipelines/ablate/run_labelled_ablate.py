@@ -31,7 +31,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pad, run_halving, whole_batches
 from headscan.options import BATCH_TOKENS, Count, Limits, check_limits
 from headscan.pipelines.ablate.run_ablate import AblateResult, ablated_sets
-from headscan.pipelines.evaluate.answering import AnsweringSettings, WorkItem
+from headscan.pipelines.evaluate.answering import AnsweringSettings, RequestChunk
 from headscan.pipelines.evaluate.run_evaluation import run_arms
 from headscan.pipelines.evaluate.tasks import ANSWERS, RESULTS, TaskResults
 from headscan.pipelines.measure.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss
@@ -251,9 +251,11 @@ class LabelledQuestions:
             corpus_hash=data_hash,
         )
 
-    def items(self) -> list[WorkItem]:
+    def items(self) -> list[RequestChunk]:
         cuts = [slice(start, start + _GROUP) for start in range(0, len(self.judging), _GROUP)]
-        return [WorkItem(index, tuple(self._hashes[cut]), tuple(self.judging[cut])) for index, cut in enumerate(cuts)]
+        return [
+            RequestChunk(index, tuple(self._hashes[cut]), tuple(self.judging[cut])) for index, cut in enumerate(cuts)
+        ]
 
     def answering(self, run: Run, open_arms: int) -> AnsweringSettings:
         identity = run.identity
@@ -270,8 +272,8 @@ class LabelledQuestions:
         )
         return AnsweringSettings(self.config.batch_tokens, reading)
 
-    def grade(self, answers: Mapping[str, Likelihood | str]) -> TaskResults:
-        given = [answers[each] for each in self._hashes]
+    def grade(self, responses: Mapping[str, Likelihood | str]) -> TaskResults:
+        given = [responses[each] for each in self._hashes]
         numbers = self._numbers(given)
         graded = self.metric == ACCURACY
         rows = [

@@ -58,7 +58,7 @@ def arm_row(arm: ArmVerdict) -> dict[str, Any]:
         "kind": arm.kind,
         "control": arm.is_control,
         "share": arm.share,
-        "zeroed_share": arm.zeroed_share,
+        "zeroed_share": arm.ablated_share,
         "selection": arm.selection,
         "replacement": arm.replacement,
         "removable": arm.is_safe if judged else None,

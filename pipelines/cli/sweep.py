@@ -88,7 +88,7 @@ def curves_text(curves: Sequence[Curve]) -> str:
         rows.append(
             {"score": curve.name, "kind": curve.kind}
             | {
-                f"{100 * share:g}%": f"{100 * points[share].accuracy:.1f} ({100 * points[share].zeroed_share:.1f})"
+                f"{100 * share:g}%": f"{100 * points[share].accuracy:.1f} ({100 * points[share].ablated_share:.1f})"
                 if share in points
                 else ""
                 for share in shares

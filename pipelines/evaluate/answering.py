@@ -35,7 +35,7 @@ _ITEMS = 64
 
 
 @dataclass(frozen=True)
-class WorkItem:
+class RequestChunk:
     """Requests of one kind and their hashes."""
 
     index: int
@@ -48,15 +48,15 @@ class WorkItem:
         return isinstance(self.requests[0], Request)
 
 
-def work_items(requests: Mapping[str, Request | GenerationRequest], batch_tokens: int) -> list[WorkItem]:
+def work_items(requests: Mapping[str, Request | GenerationRequest], batch_tokens: int) -> list[RequestChunk]:
     """Return the items of all requests, given by hash. The same requests give the same items."""
-    items: list[WorkItem] = []
+    items: list[RequestChunk] = []
     scored, costs = _by_prefix({h: request for h, request in requests.items() if isinstance(request, Request)})
     for part in _cut(list(scored), costs, batch_tokens):
-        items.append(WorkItem(len(items), tuple(part), tuple(scored[h] for h in part)))
+        items.append(RequestChunk(len(items), tuple(part), tuple(scored[h] for h in part)))
     written, costs = _by_length({h: r for h, r in requests.items() if isinstance(r, GenerationRequest)})
     for part in _cut(list(written), costs, batch_tokens):
-        items.append(WorkItem(len(items), tuple(part), tuple(written[h] for h in part)))
+        items.append(RequestChunk(len(items), tuple(part), tuple(written[h] for h in part)))
     return items
 
 
@@ -117,7 +117,7 @@ class ArmResponses:
     ablated_shares: dict[str, float] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)
 
-    def take(self, item: WorkItem, result: Responses[Likelihood | str]) -> None:
+    def take(self, item: RequestChunk, result: Responses[Likelihood | str]) -> None:
         self.responses.update(zip(item.hashes, result.values, strict=True))
         self.ablated_shares.update(zip(item.hashes, result.ablated_shares, strict=True))
         self.missing.discard(item.index)
@@ -131,7 +131,7 @@ def answer_arms(
     store: Store,
     pool: Pool,
     arms: Sequence[tuple[Arm, str]],
-    items: Sequence[WorkItem],
+    items: Sequence[RequestChunk],
     settings: AnsweringSettings,
     *,
     title: str,
@@ -175,9 +175,11 @@ class _Schedule:
     bundle, because a stop loses an unfinished one.
     """
 
-    def __init__(self, by_arm: Sequence[ArmResponses], items: Sequence[WorkItem], settings: AnsweringSettings) -> None:
+    def __init__(
+        self, by_arm: Sequence[ArmResponses], items: Sequence[RequestChunk], settings: AnsweringSettings
+    ) -> None:
         self._by_arm, self._items, self._settings = by_arm, items, settings
-        self._drawn: dict[str, tuple[list[ArmResponses], WorkItem]] = {}
+        self._drawn: dict[str, tuple[list[ArmResponses], RequestChunk]] = {}
         self._seconds = self._tokens = 0.0
 
     def pool_items(self) -> Iterator[ScoringItem[Any]]:
@@ -193,7 +195,7 @@ class _Schedule:
                     self._drawn[work.name] = some, item
                     yield work
 
-    def finished(self, done: Finished[ScoringItem[Any], Any]) -> tuple[list[ArmResponses], WorkItem]:
+    def finished(self, done: Finished[ScoringItem[Any], Any]) -> tuple[list[ArmResponses], RequestChunk]:
         """Return the arms and the requests of a finished item of the pool."""
         some, item = self._drawn.pop(done.item.name)
         if len(some) > 1:
@@ -201,14 +203,14 @@ class _Schedule:
             self._tokens += len(some) * _tokens(item.requests)
         return some, item
 
-    def _most_arms(self, item: WorkItem) -> int:
+    def _most_arms(self, item: RequestChunk) -> int:
         """Return how many arms are answered in `_BUNDLE_SECONDS`; `LEAST_SIZE` before the first bundle is measured."""
         if not item.scored:
             return 1
         seconds = self._seconds / max(1.0, self._tokens) * _tokens(item.requests)
         return max(LEAST_SIZE, int(_BUNDLE_SECONDS / seconds)) if seconds else LEAST_SIZE
 
-    def _pool_item(self, arms: Sequence[Arm], item: WorkItem) -> ScoringItem[Any]:
+    def _pool_item(self, arms: Sequence[Arm], item: RequestChunk) -> ScoringItem[Any]:
         settings, of_item = self._settings, f"requests {item.index}"
         if len(arms) == 1:
             name = f"{arms[0].name}, {of_item}"
@@ -227,7 +229,7 @@ class _ResponseWriter:
         self._waiting: dict[str, tuple[ArmResponses, list[str]]] = {}
         self._written = time.monotonic()
 
-    def add(self, of_arm: ArmResponses, item: WorkItem) -> None:
+    def add(self, of_arm: ArmResponses, item: RequestChunk) -> None:
         self._waiting.setdefault(of_arm.arm_id, (of_arm, []))[1].extend(item.hashes)
 
     def drop(self, of_arm: ArmResponses) -> None:
@@ -253,7 +255,7 @@ def _response_table(done: ArmResponses, hashes: Sequence[str]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=_RESPONSES)
 
 
-def _stored(store: Store, arms: Sequence[tuple[Arm, str]], items: Sequence[WorkItem]) -> list[ArmResponses]:
+def _stored(store: Store, arms: Sequence[tuple[Arm, str]], items: Sequence[RequestChunk]) -> list[ArmResponses]:
     by_arm = {arm_id: ArmResponses(arm, arm_id) for arm, arm_id in arms}
     for row in store.responses(list(by_arm)).to_pylist():
         of_arm = by_arm[row["arm_id"]]

@@ -21,7 +21,7 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from headscan.errors import NotFiniteError
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.evaluate.answering import AnsweringSettings, ArmResponses, WorkItem, answer_arms, work_items
+from headscan.pipelines.evaluate.answering import AnsweringSettings, ArmResponses, RequestChunk, answer_arms, work_items
 from headscan.pipelines.evaluate.checks import (
     check_continues,
     check_generates,
@@ -91,16 +91,16 @@ def run_evaluation(
 
 
 class ArmQuestions(Protocol):
-    """Questions that all arms of a run answer; methods take answers and ablated shares by the request's hash."""
+    """Questions that all arms of a run answer; methods take responses and ablated shares by the request's hash."""
 
-    def items(self) -> Sequence[WorkItem]:
+    def items(self) -> Sequence[RequestChunk]:
         """Return the requests of all questions."""
 
     def answering(self, run: Run, open_arms: int) -> AnsweringSettings:
         """Return how the model of ``run`` answers its ``open_arms`` unfinished arms."""
 
-    def grade(self, answers: Mapping[str, Likelihood | str]) -> TaskResults:
-        """Return the rows of one arm."""
+    def grade(self, responses: Mapping[str, Likelihood | str]) -> TaskResults:
+        """Return the answers of one arm, and its results."""
 
     def ablated_share(self, shares: Mapping[str, float]) -> float:
         """Return the share of heads that one arm ablated, 0 to 1."""
@@ -114,7 +114,7 @@ class _EvaluationQuestions:
     questions: Questions
     interventions: Sequence[Intervention | None]
 
-    def items(self) -> list[WorkItem]:
+    def items(self) -> list[RequestChunk]:
         return work_items(self.questions.requests, self.config.batch_tokens)
 
     def answering(self, run: Run, open_arms: int) -> AnsweringSettings:
@@ -130,8 +130,8 @@ class _EvaluationQuestions:
         size = bundle_size(facts.caches if reading.share_prefixes else {}, cached)
         return AnsweringSettings(self.config.batch_tokens, reading, starts, size)
 
-    def grade(self, answers: Mapping[str, Likelihood | str]) -> TaskResults:
-        return self.questions.grade(answers)
+    def grade(self, responses: Mapping[str, Likelihood | str]) -> TaskResults:
+        return self.questions.grade(responses)
 
     def ablated_share(self, shares: Mapping[str, float]) -> float:
         return self.questions.ablated_share(shares)
@@ -241,7 +241,7 @@ def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:
             heads,
             site=site,
             run_id=arm.ranking_run,
-            score=arm.criterion,
+            criterion=arm.criterion,
             share=arm.share,
             config={"heads": [list(head) for head in heads]},
         )
@@ -260,7 +260,7 @@ def _finish_arm(store: Store, questions: ArmQuestions, facts: ModelFacts, done: 
     graded = questions.grade(done.responses)
     removed = len(done.arm.removed)
     share = removed / (facts.grid.total_heads + removed) if removed else questions.ablated_share(done.ablated_shares)
-    store.finish_arm(done.arm_id, graded.answers, results=graded.results, zeroed_share=share)
+    store.finish_arm(done.arm_id, graded.answers, results=graded.results, ablated_share=share)
     families: dict[str, list[float]] = defaultdict(list)
     answers = graded.answers.select(["task", "recall", "correct"]).to_pydict()
     for task, recall, correct in zip(*answers.values(), strict=True):

@@ -20,7 +20,7 @@ import numpy as np
 from headscan.ablation.rules import HeadRule
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.verdict_limits import QUESTIONS_PER_TEXT, RECALL_PARTS, identical_questions
+from headscan.analysis.store.verdict_limits import QUESTIONS_PER_TEXT, RECALL_SPLITS, identical_questions
 from headscan.analysis.text_tables import html_text
 from headscan.analysis.verdicts.confirmation import SweepChoice, choices_text, judge_sweep, record_confirmation
 from headscan.analysis.verdicts.judge import Verdict, judge
@@ -215,7 +215,7 @@ def run_sweep(config: SweepConfig, run: Run) -> SweepResult:
         name: find_run(run.store, run.identity, name, None) for name in config.mask_criteria if name not in SCORES
     }
     kinds = bool(config.scores) + bool(config.mask_criteria) if config.confirm else 1
-    judging_share = 1 - 1 / RECALL_PARTS if config.confirm else 1.0
+    judging_share = 1 - 1 / RECALL_SPLITS if config.confirm else 1.0
     evaluation = size_recall(config.evaluation, run, judging_share=judging_share, comparisons=kinds)
     questions.ask_recall(evaluation.recall)
     scan_run = record_prompts(evaluation, run, questions)

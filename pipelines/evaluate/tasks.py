@@ -281,7 +281,7 @@ class Tasks:
             name: sum(1 for _ in task.eval_docs) for name, task in self._loaded["tasks"].items() if _is_graded(task)
         }
 
-    def results(self, lm: HeadscanLM, answers: Mapping[str, Likelihood | str]) -> TaskResults:
+    def results(self, lm: HeadscanLM, responses: Mapping[str, Likelihood | str]) -> TaskResults:
         if not self._config.names:
             return TaskResults(answer_table({}, {}), _result_table({"results": {}}))
         from lm_eval.evaluator import evaluate as run_tasks
@@ -290,7 +290,7 @@ class Tasks:
             for instance in task.instances:
                 instance.resps.clear()
                 instance.filtered_resps.clear()
-        lm.answers = answers
+        lm.answers = responses
         names = ", ".join(self._config.names)
         with quiet_harness(), _named_failure(f"the answers to {names} cannot be graded"):
             output: Any = run_tasks(
@@ -451,16 +451,16 @@ class Questions:
         counted = self._lm.requests or self.requests
         return sum(shares[key] for key in counted) / len(counted)
 
-    def grade(self, answers: Mapping[str, Likelihood | str]) -> TaskResults:
+    def grade(self, responses: Mapping[str, Likelihood | str]) -> TaskResults:
         """Grade one arm's answers, given by request hash; benchmark rows come before recall rows and text rows."""
-        graded = self._tasks.results(self._lm, answers)
+        graded = self._tasks.results(self._lm, responses)
         recalled = [
-            grade(question, [_likelihood(answers[request_hash(request)]) for request in question.requests])
+            grade(question, [_likelihood(responses[request_hash(request)]) for request in question.requests])
             for question in self._recall
         ]
-        read = [] if self._text is None else self._text.answers(answers)
+        read = [] if self._text is None else self._text.answers(responses)
         rows = pa.Table.from_pylist([*recalled, *read], schema=ANSWERS)
-        results = [] if self._text is None else self._text.results(answers)
+        results = [] if self._text is None else self._text.results(responses)
         measured = pa.Table.from_pylist(results, schema=graded.results.schema)
         return TaskResults(pa.concat_tables([graded.answers, rows]), pa.concat_tables([graded.results, measured]))
 

@@ -103,7 +103,7 @@ def run_gates(config: GatesConfig, run: Run) -> GatesResult:
             heads,
             site=config.site,
             run_id=state.run_id,
-            score="gate",
+            criterion="gate",
             share=config.fit.share,
             config={"method": "gates", "penalty": down.penalty},
         )

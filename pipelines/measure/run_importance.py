@@ -65,7 +65,7 @@ def measure_importance(lm: LoadedModel, item: ImportanceItem) -> ShardTable:
     def loss_of(rows: list[int]) -> Loss:
         ids, real = pad([texts[row].ids for row in rows])
         keys = [texts[row].index for row in rows]
-        return default_loss(lm, ids, real, keys=keys, summed=item.reduction == "sum")
+        return default_loss(lm, ids, real, input_keys=keys, summed=item.reduction == "sum")
 
     lengths = [len(text) for text in texts]
     return measure_losses(lm, loss_of, lengths, [text.index for text in texts], item.batch_tokens, item.rope)

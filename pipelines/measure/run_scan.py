@@ -115,9 +115,9 @@ class _MeasureShard(StagedTask[ShardItem, Batch, list[HeadNumbers], ShardTable])
     def passes(self, item: ShardItem) -> list[Batch]:
         return whole_batches(list(map(len, item.shard.sequences)), item.batch_tokens, item.rope.group)
 
-    def run(self, lm: LoadedModel, item: ShardItem, part: Batch) -> list[HeadNumbers]:
-        texts = [item.shard.sequences[row] for row in part.rows]
-        ids, lengths = pad([text.ids for text in texts], part.width)
+    def run(self, lm: LoadedModel, item: ShardItem, batch: Batch) -> list[HeadNumbers]:
+        texts = [item.shard.sequences[row] for row in batch.rows]
+        ids, lengths = pad([text.ids for text in texts], batch.width)
         of_sites = []
         for kind in lm.grid.kinds:
             lm_at = lm.at(kind)
@@ -129,18 +129,18 @@ class _MeasureShard(StagedTask[ShardItem, Batch, list[HeadNumbers], ShardTable])
             of_sites.append(HeadNumbers.of(lm_at.grid, values, torch.stack(list(wrong.values())).any(0)))
         return of_sites
 
-    def size(self, part: Batch) -> int:
-        return part.tokens
+    def size(self, batch: Batch) -> int:
+        return batch.tokens
 
-    def halves(self, part: Batch) -> tuple[Batch, ...]:
-        return part.halves()
+    def halves(self, batch: Batch) -> tuple[Batch, ...]:
+        return batch.halves()
 
     def join_halves(self, halves: Sequence[list[HeadNumbers]]) -> list[HeadNumbers]:
         return [HeadNumbers.of_batches(of_site) for of_site in zip(*halves, strict=True)]
 
     def join(self, item: ShardItem, partials: Sequence[Sequence[list[HeadNumbers]]]) -> ShardTable:
         batches = [[HeadNumbers.of_ranges(of_site) for of_site in zip(*ranges, strict=True)] for ranges in partials]
-        order = np.argsort([row for part in self.passes(item) for row in part.rows])
+        order = np.argsort([row for batch in self.passes(item) for row in batch.rows])
         indices = [text.index for text in item.shard.sequences]
         tables, nonfinite_rows = [], 0
         for of_site in zip(*batches, strict=True):

@@ -178,7 +178,7 @@ class StoredChoices:
     def write(self, criterion: str, choices: Choices) -> None:
         with self.store.one_transaction():
             for count, heads in choices.items():
-                self.store.add_mask(self._name(criterion, count), heads, score=criterion)
+                self.store.add_mask(self._name(criterion, count), heads, criterion=criterion)
 
     def _name(self, criterion: str, count: int) -> str:
         return f"{criterion}, {count} heads, texts {self.texts_hash}"

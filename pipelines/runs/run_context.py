@@ -34,7 +34,7 @@ from headscan.pipelines.runs.progress import at_work
 from headscan.sizing.model_sizes import model_sizes
 
 #: Opens the pool of a model.
-OpenModel = Callable[[ModelSpec], Pool]
+PoolFactory = Callable[[ModelSpec], Pool]
 
 
 class HasBatchSize(Protocol):
@@ -111,18 +111,18 @@ class ModelOpener:
 class ModelContext:
     """A model that jobs measure; a context manager that closes its pool. Identity, facts and pool are made when they
     are first needed, so that a job with nothing to measure loads no model; ``identity`` None reads the weight files
-    then. ``open_model`` opens the pool of this model, and of others that a job needs.
+    then. ``make_pool`` opens the pool of this model, and of others that a job needs.
     """
 
     def __init__(
         self,
         model: ModelSpec,
-        open_model: OpenModel,
+        make_pool: PoolFactory,
         *,
         identity: ModelIdentity | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.model, self.open_model, self.say = model, open_model, say
+        self.model, self.make_pool, self.say = model, make_pool, say
         self._pool: Pool | None = None
         if identity is not None:
             self.identity = identity
@@ -141,7 +141,7 @@ class ModelContext:
     def pool(self) -> Pool:
         """Replicas of the model; a pool that was closed is opened again."""
         if self._pool is None:
-            self._pool = self.open_model(self.model)
+            self._pool = self.make_pool(self.model)
         return self._pool
 
     def record(
@@ -203,21 +203,19 @@ class Run(ModelContext):
         self,
         model: ModelSpec,
         store: Store,
-        open_model: OpenModel,
+        make_pool: PoolFactory,
         *,
         identity: ModelIdentity | None = None,
         resume_anyway: bool = False,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        super().__init__(model, open_model, identity=identity, say=say)
+        super().__init__(model, make_pool, identity=identity, say=say)
         self.store, self.resume_anyway = store, resume_anyway
 
     def on(self, model: ModelSpec, identity: ModelIdentity) -> Run:
         """Return a run of another model. The pool of this one is closed, so that two are never loaded together."""
         self.close()
-        return Run(
-            model, self.store, self.open_model, identity=identity, resume_anyway=self.resume_anyway, say=self.say
-        )
+        return Run(model, self.store, self.make_pool, identity=identity, resume_anyway=self.resume_anyway, say=self.say)
 
     def known(self, kind: RunKind, fingerprint: str) -> dict[str, Any] | None:
         runs = self.store.runs(kind) if self.store.path.exists() else []

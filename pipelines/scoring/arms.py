@@ -80,7 +80,7 @@ class Arm:
             name=self.name,
             kind=self.kind,
             mask_id=mask_id,
-            score=self.criterion,
+            criterion=self.criterion,
             threshold=self.intervention.score_threshold if isinstance(self.intervention, LayerwiseAblation) else None,
             share=self.share,
             seed=self.seed,

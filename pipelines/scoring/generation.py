@@ -75,7 +75,7 @@ def _rope_group(lm: LoadedModel, request: GenerationRequest) -> Hashable:
 def _seen(lm: LoadedModel, item: GenerationItem, request: GenerationRequest) -> HeadMask | None:
     assert isinstance(item.intervention, Ablation)
     ids = torch.tensor([request.ids], device=lm.device)
-    with headscan.intervene(lm, item.intervention, keys=[input_key(request.ids)]) as record:
+    with headscan.intervene(lm, item.intervention, input_keys=[input_key(request.ids)]) as record:
         run_forward(lm.model, {"input_ids": ids})
     ablated_BLH = record.ablated
     assert ablated_BLH is not None

@@ -307,7 +307,7 @@ def score_reads(
     ids, lengths = pad([read.ids[after.start :] for read in reads])
     if record is not None:
         record.lengths = lengths
-        record.keys = [input_key(read.ids) for read in reads]
+        record.input_keys = [input_key(read.ids) for read in reads]
     places = [(row, place - after.start) for row, read in enumerate(reads) for place in read.places]
     cache: dict[str, Any] = {"use_cache": False}
     if after.prefix is not None:

@@ -62,7 +62,7 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, RangeResult, list[Respons
         with torch.no_grad(), ExitStack() as context:
             keys = [input_key(read.ids) for read in reads]
             record = context.enter_context(
-                intervening(lm, here, rule_kernels=item.rule_kernels, lengths=lengths, keys=keys)
+                intervening(lm, here, rule_kernels=item.rule_kernels, lengths=lengths, input_keys=keys)
             )
             likelihoods = None
             if gives_logits(lm):

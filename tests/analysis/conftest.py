@@ -147,7 +147,7 @@ def evaluate(tmp_path: Path, empty_store: Path) -> Callable[..., tuple[Store, st
             for name, (kind, correct, zeroed_share, fields) in arms.items():
                 state = store.begin_arm(ArmRecord(run_id, name, kind, **fields))  # type: ignore[arg-type]
                 answers = answer_table(tasks[: len(correct)], correct)
-                store.finish_arm(state.arm_id, answers, zeroed_share=zeroed_share)
+                store.finish_arm(state.arm_id, answers, ablated_share=zeroed_share)
             store.finish_run(run_id)
         return store, run_id
 

@@ -137,7 +137,7 @@ def write_evaluation(store: Store, seeds: int = 3, questions: int = 800, prefix:
             correct[rng.choice(np.flatnonzero(baseline), loss, replace=False)] = False
             state = store.begin_arm(ArmRecord(run_id, name, kind))  # type: ignore[arg-type]
             table = {"task": ["sums"] * questions, "question": np.arange(questions), "correct": correct.astype(float)}
-            store.finish_arm(state.arm_id, pa.table(table), zeroed_share=zeroed)
+            store.finish_arm(state.arm_id, pa.table(table), ablated_share=zeroed)
         store.finish_run(run_id)
     return run_id
 

@@ -60,7 +60,7 @@ def write_sweep(
             for share in shares:
                 for score in scores:
                     name = f"{kind} {score} {share:.0%}"
-                    records.append(ArmRecord(run_id, name, kind, score=score, share=share, measured=SWEPT))  # type: ignore[arg-type]
+                    records.append(ArmRecord(run_id, name, kind, criterion=score, share=share, measured=SWEPT))  # type: ignore[arg-type]
                 for seed in range(seeds):
                     name = f"random {kind} {share:.0%} seed {seed}"
                     drawn = ArmRecord(run_id, name, f"random_{kind}", share=share, seed=seed, measured=SWEPT)  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def write_sweep(
             for part, factor in ((in_benchmark, 1.0), (~in_benchmark, 4.0)):
                 right = np.flatnonzero(baseline & part)
                 wrong = round(
-                    factor * (lost(record.kind, record.score, share) + 0.01 * (record.seed or 0)) * part.sum()
+                    factor * (lost(record.kind, record.criterion, share) + 0.01 * (record.seed or 0)) * part.sum()
                 )
                 correct[rng.choice(right, min(wrong, len(right)), replace=False)] = False
             answers = {
@@ -81,6 +81,6 @@ def write_sweep(
                 "correct": correct.astype(float),
             }
             arm_id = store.begin_arm(record).arm_id
-            store.finish_arm(arm_id, pa.table(answers), zeroed_share=realised(record.score, share))
+            store.finish_arm(arm_id, pa.table(answers), ablated_share=realised(record.criterion, share))
         store.finish_run(run_id)
     return run_id

@@ -26,7 +26,7 @@ from headscan.cluster.placements import WholePlacement
 from headscan.cluster.pool import InProcessPool, Pool
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
-from headscan.pipelines.runs.run_context import OpenModel, Run
+from headscan.pipelines.runs.run_context import PoolFactory, Run
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from headscan.pruning import save_model
@@ -46,7 +46,7 @@ TEXTS = [
 THREADS = WholePlacement(1, "cpu", 1)
 
 
-def run_on(pool: Any, store: Store, others: OpenModel | None = None, **options: Any) -> Run:
+def run_on(pool: Any, store: Store, others: PoolFactory | None = None, **options: Any) -> Run:
     """Return a run of a pool's model, with that pool.
 
     Args:

@@ -68,13 +68,13 @@ def evaluation(tmp_path: Path, empty_store: Path) -> tuple[Store, dict[str, Any]
                 [{"task": "text", "is_group": False, "metric": "loss", "filter": "none", "value": 2 + increase,
                   "standard_error": None, "questions": PASSAGES}]
             )  # fmt: skip
-            store.finish_arm(state.arm_id, answers, results=results, zeroed_share=len(removed) / 12)
+            store.finish_arm(state.arm_id, answers, results=results, ablated_share=len(removed) / 12)
         store.finish_run(run_id)
     return store, store.resolve_run(run_id, "evaluate"), judge(store, run_id)
 
 
 def points(verdict: Verdict) -> list[ArmPoint]:
-    return [ArmPoint(arm, EVIL, arm.zeroed_share or 0.0, ARMS[arm.name][3]) for arm in verdict.arms]
+    return [ArmPoint(arm, EVIL, arm.ablated_share or 0.0, ARMS[arm.name][3]) for arm in verdict.arms]
 
 
 def test_the_section_has_curves_map_losses_and_sizes(evaluation: tuple[Store, dict[str, Any], Verdict]) -> None:

@@ -72,12 +72,12 @@ def test_curves_are_read_best_first(curves: list[Curve], rules: list[Curve]) -> 
     assert removable == sorted(removable, reverse=True)
     for curve in rules:
         assert curve.removable_share_strict is not None
-        passing = [point.zeroed_share for point in curve.points if point.passes]
+        passing = [point.ablated_share for point in curve.points if point.passes]
         assert curve.removable_share_strict == max(passing) < curve.removable_share
     assert rules[0].removable_share_strict >= realised(NAMES[0], 0.05)
     for curve in rules:
         assert [point.share for point in curve.points] == [0, *SHARES]
-        assert [point.zeroed_share for point in curve.points] == pytest.approx(
+        assert [point.ablated_share for point in curve.points] == pytest.approx(
             [0, *(realised(curve.score, share) for share in SHARES)]
         )
         assert [point.arms for point in curve.points] == [0] + [SEEDS if curve.is_random else 1] * len(SHARES)
@@ -105,7 +105,7 @@ def test_the_best_scores_have_colours_and_bands(rules: list[Curve]) -> None:
     assert len(bands) == 5 and all(band.mode == "lines" for band in bands)
     first = rules[0].points
     size = len(first)
-    assert list(bands[0].x[:size]) == pytest.approx([100 * point.zeroed_share for point in first])
+    assert list(bands[0].x[:size]) == pytest.approx([100 * point.ablated_share for point in first])
     assert list(bands[0].y[:size]) == pytest.approx([100 * (point.baseline + point.high) for point in first])
     assert list(bands[0].y[size:]) == pytest.approx([100 * (p.baseline + p.low) for p in reversed(first)])
     lines = [trace for trace in figure.data if trace.mode == "lines+markers"]
@@ -151,13 +151,13 @@ def test_a_missing_strict_share_has_a_reason(rules: list[Curve]) -> None:
     unknown = replace(kept, removable_share_strict=None)
     assert strict_text(unknown) == "too few questions or correct answers" and not unknown.stopped_by_recall
     points = (*kept.points[:2], *(point._replace(recall_lost=True) for point in kept.points[2:]))
-    stopped = replace(kept, points=points, removable_share_strict=points[1].zeroed_share)
-    assert stopped.recall_lost_at == points[2].zeroed_share
-    assert strict_text(stopped) == f"{points[1].zeroed_share:.1%}, then recall is lost"
+    stopped = replace(kept, points=points, removable_share_strict=points[1].ablated_share)
+    assert stopped.recall_lost_at == points[2].ablated_share
+    assert strict_text(stopped) == f"{points[1].ablated_share:.1%}, then recall is lost"
     # What the benchmark stops before is not blamed on recall.
     assert strict_text(replace(stopped, removable_share_strict=0.01)) == "1.0%"
     bars = removable_figure([unknown, stopped]).data[1]
-    assert list(bars.x) == [0.0, pytest.approx(100 * points[1].zeroed_share)]
+    assert list(bars.x) == [0.0, pytest.approx(100 * points[1].ablated_share)]
     assert list(bars.text) == ["too few questions or correct answers", strict_text(stopped)]
     lines = [trace for trace in curves_figure([stopped]).data if trace.mode == "lines+markers"]
     assert list(lines[0].marker.symbol) == ["circle", "circle", "x", "x"]
@@ -168,7 +168,7 @@ def test_a_missing_strict_share_has_a_reason(rules: list[Curve]) -> None:
 def test_names_include_the_selection_if_there_are_several(evaluate: Callable[..., tuple[Store, str]]) -> None:
     tasks, right = np.array(["a"] * 8), np.ones(8)
     arms = {"baseline": ("baseline", right, 0.0, {})}
-    fields = {"score": "entropy", "share": 0.1}
+    fields = {"criterion": "entropy", "share": 0.1}
     for kind, selection in (("rule", "scan a"), ("mask", "scan a"), ("mask", "scan a by inactivity")):
         arms[f"{kind} {selection}"] = (kind, right, 0.1, {**fields, "selection": selection})
     store, run_id = evaluate(tasks, arms)

@@ -62,10 +62,10 @@ def result_table(value: float) -> pa.Table:
 def test_answers_are_replaced_and_a_finished_arm_is_known(arm: tuple[Store, ArmRecord, str]) -> None:
     store, record, arm_id = arm
     assert store.begin_arm(record) == ArmState(arm_id, False)
-    store.finish_arm(arm_id, answer_table(TASKS, np.array([0, 0, 0])), results=result_table(0.0), zeroed_share=0.08)
+    store.finish_arm(arm_id, answer_table(TASKS, np.array([0, 0, 0])), results=result_table(0.0), ablated_share=0.08)
     assert store.begin_arm(record) == ArmState(arm_id, True)
     store.finish_arm(
-        arm_id, answer_table(TASKS[:2], np.array([1, np.nan])), results=result_table(0.5), zeroed_share=0.07
+        arm_id, answer_table(TASKS[:2], np.array([1, np.nan])), results=result_table(0.5), ablated_share=0.07
     )
     rows = store.query("SELECT question, correct, log_likelihoods FROM answers ORDER BY question").to_pylist()
     assert [(r["question"], r["correct"], r["log_likelihoods"]) for r in rows] == [
@@ -101,7 +101,7 @@ def test_an_arm_keeps_the_fields_of_its_begin(arm: tuple[Store, ArmRecord, str])
             store.begin_arm(dataclasses.replace(record, **change))  # type: ignore[arg-type]
     other = store.begin_arm(dataclasses.replace(record, name="random-1", seed=1)).arm_id
     assert other != arm_id
-    store.finish_arm(arm_id, answer_table(TASKS, np.ones(3)), zeroed_share=0.5)
+    store.finish_arm(arm_id, answer_table(TASKS, np.ones(3)), ablated_share=0.5)
     assert store.begin_arm(record) == ArmState(arm_id, True)
 
 

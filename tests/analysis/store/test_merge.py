@@ -46,7 +46,7 @@ def write_arms(store: Store, names: Sequence[str], *, open_arms: Sequence[str] =
         run_id = store.begin_run(EVALUATION).run_id
         for name in names:
             arm = store.begin_arm(ArmRecord(run_id, name, name))  # type: ignore[arg-type]
-            store.finish_arm(arm.arm_id, answers_of(name), zeroed_share=0.1)
+            store.finish_arm(arm.arm_id, answers_of(name), ablated_share=0.1)
         for name in open_arms:
             arm_id = store.begin_arm(ArmRecord(run_id, name, name)).arm_id  # type: ignore[arg-type]
             requests = [f"{store.path.stem}{i}" for i in range(3)] + ["both"]
@@ -72,7 +72,7 @@ def content(store: Store, table: str) -> list[dict[str, object]]:
 def test_a_merged_store_equals_its_only_source(scan: Scan, new: dict[str, Store]) -> None:
     """A scan, its mask, a probe and a judged sweep: every table comes along."""
     store = scan.store
-    store.add_mask("few", [(0, 1), (2, 3)], run_id=scan.run_id, score="entropy", share=0.1)
+    store.add_mask("few", [(0, 1), (2, 3)], run_id=scan.run_id, criterion="entropy", share=0.1)
     write_sweep(store, scores=("entropy", "output_norm_ln"), shares=(0.1, 0.3), questions=200)
     run_id = write_arms(store, ARMS)
     store.replace_split_verdicts(run_id, _split_rows(store, run_id))
@@ -263,7 +263,7 @@ def _ablate(store: Store, *modes: str, open_heads: Sequence[int] = (), effects: 
             state = store.begin_arm(arm)
             right = (np.arange(len(TASKS)) % (number + 2) > 0).astype(float)
             if not state.finished and arm.config.get("head") not in open_heads:
-                store.finish_arm(state.arm_id, answer_table(TASKS, right), zeroed_share=0.1)
+                store.finish_arm(state.arm_id, answer_table(TASKS, right), ablated_share=0.1)
         if not open_heads:
             store.finish_run(run_id)
     if effects and not open_heads:

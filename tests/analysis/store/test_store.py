@@ -216,11 +216,11 @@ def test_a_recording_is_a_scan_where_it_is_named_or_alone(scan: Scan, tmp_path: 
 
 
 def test_masks_are_kept_once(scan: Scan) -> None:
-    mask_id = scan.store.add_mask("ten", [(1, 2), (0, 3), (1, 2)], run_id=scan.run_id, score="entropy", share=0.1)
-    assert scan.store.add_mask("ten", [(0, 3), (1, 2)], run_id=scan.run_id, score="entropy", share=0.1) == mask_id
+    mask_id = scan.store.add_mask("ten", [(1, 2), (0, 3), (1, 2)], run_id=scan.run_id, criterion="entropy", share=0.1)
+    assert scan.store.add_mask("ten", [(0, 3), (1, 2)], run_id=scan.run_id, criterion="entropy", share=0.1) == mask_id
     for name in ("ten", mask_id):
         mask = scan.store.mask(name)
-        assert (mask.heads, mask.site, mask.score, mask.share) == (((0, 3), (1, 2)), "self", "entropy", 0.1)
+        assert (mask.heads, mask.site, mask.criterion, mask.share) == (((0, 3), (1, 2)), "self", "entropy", 0.1)
     with pytest.raises(StoreError, match="Choose another name"):
         scan.store.add_mask("ten", [(0, 0)])
     with pytest.raises(StoreError, match="has 0 heads"):

@@ -203,7 +203,7 @@ def test_arms_are_summed_up_and_compared_in_pairs(evaluate: Callable[..., tuple[
     tasks = np.array(["a"] * 4 + ["b"] * 6)
     baseline = np.array([1, 1, 1, 0, 1, 1, 1, 0, 0, 0])
     arm = np.array([1, 0, 0, 1, 1, 1, 1, 1, 0, 0])
-    fields = {"score": "entropy", "share": 0.1, "seed": 3}
+    fields = {"criterion": "entropy", "share": 0.1, "seed": 3}
     store, run_id = evaluate(tasks, {"baseline": ("baseline", baseline, 0.0, {}), "ten": ("mask", arm, 0.12, fields)})
     summary = store.query("FROM arm_summary WHERE run_id = ? ORDER BY arm, task", [run_id]).to_pylist()
     assert [(r["arm"], r["task"], r["questions"]) for r in summary] == [
@@ -270,7 +270,7 @@ def test_summaries_show_finished_runs_and_all_of_them_by_another_name(
 
     kind = {
         "base": ("baseline", np.ones(8), 0.0, {}),
-        "some": ("mask", np.ones(8), 0.1, {"score": "entropy", "share": 0.1}),
+        "some": ("mask", np.ones(8), 0.1, {"criterion": "entropy", "share": 0.1}),
     }
     store, run_id = evaluate(np.array(["t"] * 8), kind)
     record_verdicts(store, run_id)

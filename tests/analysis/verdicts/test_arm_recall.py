@@ -102,7 +102,7 @@ def test_words_name_the_share_that_is_left_and_a_loss_says_so() -> None:
     points = _verdict("copying", high=-1.3)
     assert points.words() == "copying 98 % [91 %, 105 %] (+0.0 points [-10.0, -1.3])"
     assert points.loss_words() == "copying (98 % [91 %, 105 %] left, +0.0 points [-10.0, -1.3])"
-    arm = ArmVerdict(name="a", kind=ArmKind.MASK, zeroed_share=0.1, accuracy=_verdict("needle").paired, recall=(lost,))
+    arm = ArmVerdict(name="a", kind=ArmKind.MASK, ablated_share=0.1, accuracy=_verdict("needle").paired, recall=(lost,))
     assert arm.why == "needle (98 % [25 %, 56 %] left)"
 
 

@@ -255,7 +255,7 @@ def _write(path: Path, harmed: str) -> tuple[Store, str]:
     right = np.arange(2000) % 4 > 0
 
     def finish(record: ArmRecord, correct: np.ndarray) -> None:
-        store.finish_arm(store.begin_arm(record).arm_id, _table(correct), zeroed_share=record.share or 0.0)
+        store.finish_arm(store.begin_arm(record).arm_id, _table(correct), ablated_share=record.share or 0.0)
 
     finish(ArmRecord(run_id, "baseline", "baseline"), right)
     parts = np.array(store.query("SELECT part FROM all_question_split ORDER BY question")["part"].to_pylist())
@@ -268,7 +268,7 @@ def _write(path: Path, harmed: str) -> tuple[Store, str]:
                     answers = right.copy()
                     for part in (lost if score == "value_norm" else [harmed]) if share > 0.05 else []:
                         answers[lost[part]] = False
-                    known: dict[str, Any] = {"seed": seed} if kind == "random_rule" else {"score": score}
+                    known: dict[str, Any] = {"seed": seed} if kind == "random_rule" else {"criterion": score}
                     finish(ArmRecord(run_id, f"{kind} {score} {share:g}", kind, share=share, **known), answers)  # type: ignore[arg-type]
     return store, run_id
 
@@ -383,9 +383,9 @@ def test_another_judgement_gives_the_same_and_new_arms_are_taken_up(harmed: Call
     assert store.query("FROM split_verdicts ORDER BY ALL").equals(rows)
     # A better rule comes: it takes the place of the selected one, whose judgement goes.
     answers = _table(np.arange(2000) % 4 > 0)
-    record = ArmRecord(run_id, "rule entropy 0.3", "rule", score="entropy", share=0.3)
+    record = ArmRecord(run_id, "rule entropy 0.3", "rule", criterion="entropy", share=0.3)
     arm_id = store.begin_arm(record).arm_id
-    store.finish_arm(arm_id, answers, zeroed_share=0.3)
+    store.finish_arm(arm_id, answers, ablated_share=0.3)
     after = _choices(store, run_id)
     assert after["rule"].verdict.name == record.name and after["rule"].verdict.is_safe
     # The rule that was selected before was judged, too, and counts.
@@ -398,7 +398,7 @@ def test_another_judgement_gives_the_same_and_new_arms_are_taken_up(harmed: Call
         "rule entropy 0.3",
     ]
     # Other answers of an arm, and what was found of the old ones is gone.
-    store.finish_arm(arm_id, _table(np.zeros(2000)), zeroed_share=0.3)
+    store.finish_arm(arm_id, _table(np.zeros(2000)), ablated_share=0.3)
     assert store.query("FROM split_verdicts WHERE arm_id = ?", [arm_id]).num_rows == 0
     assert _choices(store, run_id)["rule"].verdict.name == "rule entropy 0.2"
 
@@ -444,11 +444,11 @@ def test_later_arms_in_the_run_of_a_sweep_change_neither_its_choice_nor_the_rank
     baseline = store.query("SELECT arm_id FROM arms WHERE kind = 'baseline'")["arm_id"].to_pylist()
     same = store.query("SELECT task, question, recall, correct FROM answers WHERE list_contains(?, arm_id)", [baseline])
     with store.one_transaction():
-        mask = ArmRecord(run_id, "mask by hand", "mask", score=tuple(SCORES)[1], share=0.2)
+        mask = ArmRecord(run_id, "mask by hand", "mask", criterion=tuple(SCORES)[1], share=0.2)
         drawn = [ArmRecord(run_id, f"random 20% {seed}", "random_mask", share=0.2, seed=seed) for seed in range(3)]
         drawn += [ArmRecord(run_id, f"random 10% {seed}", "random_mask", share=0.1, seed=seed) for seed in (19, 20)]
         for record in (mask, *drawn):
-            store.finish_arm(store.begin_arm(record).arm_id, same, zeroed_share=record.share)
+            store.finish_arm(store.begin_arm(record).arm_id, same, ablated_share=record.share)
     for _ in range(2):
         assert _choices(store, run_id)["mask"] == before[True]
         record_confirmation(store, run_id)
@@ -471,8 +471,8 @@ def test_later_sweeps_on_the_same_questions_widen_all_judgements(tmp_path: Path)
         wrong = right & (parts["part"].to_numpy() == "confirmation")
         wrong &= np.cumsum(wrong) <= 5  # few enough for one arm, too many for four
         with store.one_transaction():
-            arm_id = store.begin_arm(ArmRecord(run_id, "mask", "mask", score="entropy", share=0.1)).arm_id
-            store.finish_arm(arm_id, _table(right & ~wrong), zeroed_share=0.1)
+            arm_id = store.begin_arm(ArmRecord(run_id, "mask", "mask", criterion="entropy", share=0.1)).arm_id
+            store.finish_arm(arm_id, _table(right & ~wrong), ablated_share=0.1)
         record_confirmation(store, run_id)
         return run_id
 
@@ -517,10 +517,10 @@ def test_sweeps_on_other_tasks_share_the_recall_questions(tmp_path: Path) -> Non
             run_id = store.begin_run(run).run_id
             arms = (
                 ArmRecord(run_id, "baseline", "baseline"),
-                ArmRecord(run_id, "m", "mask", score="entropy", share=0.1),
+                ArmRecord(run_id, "m", "mask", criterion="entropy", share=0.1),
             )
             for record in arms:
-                store.finish_arm(store.begin_arm(record).arm_id, answers, zeroed_share=record.share)
+                store.finish_arm(store.begin_arm(record).arm_id, answers, ablated_share=record.share)
         record_confirmation(store, run_id)
         return run_id
 
@@ -566,9 +566,9 @@ def test_a_run_without_selected_arms_or_accuracy_has_no_choice(tmp_path: Path) -
     for record in (
         ArmRecord(run_id, "baseline", "baseline"),
         ArmRecord(run_id, "by hand", "mask"),
-        ArmRecord(run_id, "ten", "mask", score="entropy", share=0.1),
+        ArmRecord(run_id, "ten", "mask", criterion="entropy", share=0.1),
     ):
-        store.finish_arm(store.begin_arm(record).arm_id, table, zeroed_share=0.1)
+        store.finish_arm(store.begin_arm(record).arm_id, table, ablated_share=0.1)
     for confirm in (True, False):
         assert judge_sweep(store, judge(store, run_id), confirm=confirm) == ()
 

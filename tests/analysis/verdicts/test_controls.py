@@ -13,7 +13,7 @@ from headscan.analysis.verdicts.controls import LEVEL, SelectedRank, Standing, j
 
 
 def finished(name: str, kind: ArmKind, share: float, score: str | None = None, seed: int | None = None) -> FinishedArm:
-    return FinishedArm(arm_id=name, name=name, kind=kind, zeroed_share=share, share=share, score=score, seed=seed)
+    return FinishedArm(arm_id=name, name=name, kind=kind, ablated_share=share, share=share, criterion=score, seed=seed)
 
 
 def test_a_random_arm_seldom_beats_the_others() -> None:
@@ -127,6 +127,6 @@ def test_one_of_many_arms_is_no_proof_by_itself() -> None:
     for found in (judge_controls([*others, *controls], differences)[arm.arm_id] for arm in others):
         assert found.tried == 6 and not found.beats_chance
         says = "p = 0.05 if the arm was chosen in advance, and no proof for the best of 6 arms"
-        assert says in found.sentence(ArmKind.MASK, found.zeroed_share)
+        assert says in found.sentence(ArmKind.MASK, found.ablated_share)
     alone = judge_controls([others[0], *controls], differences)["m1"]
     assert alone.beats_chance and "p = 0.05, a better choice" in alone.sentence(ArmKind.MASK, 0.05)

@@ -22,7 +22,11 @@ SETS = {
 def points() -> list[CriterionPoint]:
     return [
         CriterionPoint(
-            name, "", share, ArmVerdict(name=f"{name} {share}", kind=ArmKind.MASK, zeroed_share=share), frozenset(heads)
+            name,
+            "",
+            share,
+            ArmVerdict(name=f"{name} {share}", kind=ArmKind.MASK, ablated_share=share),
+            frozenset(heads),
         )
         for name, of_share in SETS.items()
         for share, heads in of_share.items()

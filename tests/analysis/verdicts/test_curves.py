@@ -28,7 +28,7 @@ def sweep(evaluate: Callable[..., tuple[Store, str]]) -> tuple[Store, str]:
     """Rules of two scores, three seeds of random rules, and arms that are no points of a curve."""
 
     def rule(score: str, share: float) -> dict[str, object]:
-        return {"score": score, "share": share}
+        return {"criterion": score, "share": share}
 
     arms = {
         "baseline": ("baseline", BASELINE, 0.0, {}),
@@ -123,7 +123,7 @@ def test_the_strict_share_is_the_largest_tested_one_up_to_which_all_pass(
     arms = {"baseline": ("baseline", baseline, 0.0, {})}
     for share, questions in lost.items():
         answers = np.where(np.arange(2000) < questions, 0, baseline)
-        arms[f"{share}"] = ("rule", answers, share, {"score": "entropy", "share": share})
+        arms[f"{share}"] = ("rule", answers, share, {"criterion": "entropy", "share": share})
     store, run_id = evaluate(np.array(["a"] * 2000), arms)
     record_verdicts(store, run_id)
     points = store.query("SELECT low, passes FROM sweep_points WHERE arms > 0 ORDER BY share").to_pylist()
@@ -135,7 +135,7 @@ def test_the_strict_share_is_the_largest_tested_one_up_to_which_all_pass(
 
 def test_only_seeds_are_averaged(evaluate: Callable[..., tuple[Store, str]]) -> None:
     """Masks in two orders, or of two scans, are two curves; arms without a seed are points of their own."""
-    ten = {"score": "entropy", "share": 0.1}
+    ten = {"criterion": "entropy", "share": 0.1}
     arms = {
         "baseline": ("baseline", BASELINE, 0.0, {}),
         "mean": ("mask", _losing(0), 0.1, {**ten, "selection": "scan a"}),
@@ -182,7 +182,7 @@ def _strict(
 
     arms = {"baseline": ("baseline", answers(baseline_recall), 0.0, {})}
     for share, found in zip((0.05, 0.1, 0.2), recall, strict=True):
-        arms[f"{share}"] = ("rule", answers(found), share + 0.01, {"score": "entropy", "share": share})
+        arms[f"{share}"] = ("rule", answers(found), share + 0.01, {"criterion": "entropy", "share": share})
     store, run_id = evaluate(tasks, arms)
     record_verdicts(store, run_id)
     (curve,) = store.query("FROM score_curves").to_pylist()
@@ -222,7 +222,7 @@ def test_a_score_that_silences_little_takes_no_area_from_others(evaluate: Callab
     arms = {"baseline": ("baseline", BASELINE, 0.0, {})}
     for score, factor in reaches.items():
         for share in (0.1, 0.2):
-            arms[f"{score} {share}"] = ("rule", _losing(4), factor * share, {"score": score, "share": share})
+            arms[f"{score} {share}"] = ("rule", _losing(4), factor * share, {"criterion": score, "share": share})
     store, run_id = evaluate(TASKS, arms)
     record_verdicts(store, run_id)
     rows = store.query("SELECT score, area, area_upto FROM score_curves").to_pylist()

@@ -150,7 +150,7 @@ def write(
             place = text.column_names.index("task")
             named = [text.set_column(place, "task", pa.array([task] * len(text))) for task in texts]
             table = pa.concat_tables([answers.cast(text.schema), *named], promote_options="permissive")
-            store.finish_arm(state.arm_id, table, results=rows, zeroed_share=fields.pop("zeroed", 0.0))
+            store.finish_arm(state.arm_id, table, results=rows, ablated_share=fields.pop("zeroed", 0.0))
         store.finish_run(run_id)
     return run_id
 
@@ -269,7 +269,7 @@ def test_texts_share_the_level_of_their_losses(tmp_path: Path) -> None:
 def test_bits_per_byte_that_are_infinite_lose() -> None:
     bits = Increase("bits per byte", 20, inf, inf, inf)
     arm = ArmVerdict(
-        name="a", kind=ArmKind.MASK, zeroed_share=0.1, metrics=(TaskMetric("wiki", "bits_per_byte", 1.0, inf, bits),)
+        name="a", kind=ArmKind.MASK, ablated_share=0.1, metrics=(TaskMetric("wiki", "bits_per_byte", 1.0, inf, bits),)
     )
     assert "It raises the loss of text by +inf bits per byte" in arm.sentence()
 

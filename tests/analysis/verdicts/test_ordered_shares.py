@@ -33,7 +33,7 @@ def walk(rng: np.random.Generator, gained: np.ndarray, lost: np.ndarray, questio
     for share, win, lose in zip(SHARES, gained, lost, strict=True):
         arm = np.where(right, unlucky >= lose / 0.75, lucky < win / 0.25)
         paired = compare(right.astype(float), arm.astype(float), resamples=200)
-        of_arm = FinishedArm(name=f"arm {share}", kind=ArmKind.MASK, zeroed_share=share, share=share)
+        of_arm = FinishedArm(name=f"arm {share}", kind=ArmKind.MASK, ablated_share=share, share=share)
         outcome = arm_verdict(of_arm, for_comparisons({BENCHMARK: paired}, comparisons), comparisons=comparisons)
         found.append(share_verdict(outcome, share))
         if found[-1].outcome is not Outcome.SAFE:
@@ -167,7 +167,7 @@ def test_the_texts_that_are_said_to_be_enough_are() -> None:
 
 
 def outcome(paired: PairedDifference, loss: Increase | None = None) -> ShareVerdict:
-    arm = FinishedArm(name="arm", kind=ArmKind.MASK, zeroed_share=0.1, share=0.1)
+    arm = FinishedArm(name="arm", kind=ArmKind.MASK, ablated_share=0.1, share=0.1)
     metrics = () if loss is None else (TaskMetric("text", "loss", None, None, loss),)
     return share_verdict(arm_verdict(arm, {BENCHMARK: paired}, metrics=metrics, max_loss=0.05), 0.1)
 

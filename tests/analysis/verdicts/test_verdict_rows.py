@@ -307,7 +307,7 @@ def _parts(several: Store, questions: list[dict[str, object]], correct: float = 
     run_id = several.begin_run(RunRecord("evaluate", f"run {len(several.runs())}", "tiny", 3, 8)).run_id
     arm_id = several.begin_arm(ArmRecord(run_id, "baseline", "baseline")).arm_id
     rows = pa.Table.from_pylist([question | {"correct": correct} for question in questions])
-    several.finish_arm(arm_id, rows, zeroed_share=0.0)
+    several.finish_arm(arm_id, rows, ablated_share=0.0)
     found = several.query("SELECT task, question, part FROM all_question_split WHERE run_id = ?", [run_id])
     assert found.num_rows == len(questions)
     return {(row["task"], row["question"]): row["part"] for row in found.to_pylist()}

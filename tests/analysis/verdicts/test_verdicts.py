@@ -56,7 +56,7 @@ def test_a_verdict_follows_the_interval_and_the_controls(evaluate: Evaluate) -> 
     assert arms["unclear"].paired.difference == pytest.approx(-0.8) and arms["unclear"].paired.low <= -1
     controls = arms["harmless"].controls
     assert controls is not None and controls.arms == ("random-0", "random-1")
-    assert controls.zeroed_share == pytest.approx(0.101)
+    assert controls.ablated_share == pytest.approx(0.101)
     assert (controls.mean, controls.lowest, controls.highest) == pytest.approx((-8.0, -10.0, -6.0))
     assert controls.beaten == 2 and not controls.beats_chance
     costly = arms["costly"].controls
@@ -235,7 +235,7 @@ def _with_choices(path: Path, *tasks: tuple[str, int, int]) -> tuple[Store, str]
     answers = pa.concat_tables([_four_choices(*task) for task in tasks])
     for name, kind in (("baseline", "baseline"), ("ten", "mask")):
         arm_id = store.begin_arm(ArmRecord(run_id, name, kind, share=0.1)).arm_id  # type: ignore[arg-type]
-        store.finish_arm(arm_id, answers, zeroed_share=0.1)
+        store.finish_arm(arm_id, answers, ablated_share=0.1)
     record_verdicts(store, run_id)
     return store, run_id
 
@@ -361,7 +361,7 @@ def test_perplexity_alone_has_no_accuracy(tmp_path: Path) -> None:
     nothing_right = answer_table(np.array(["wikitext"] * 2), np.full(2, np.nan))
     for name, kind, value in (("baseline", "baseline", 20.4), ("ten", "mask", 23.125)):
         arm_id = store.begin_arm(ArmRecord(run_id, name, kind)).arm_id  # type: ignore[arg-type]
-        store.finish_arm(arm_id, nothing_right, results=_perplexities(value), zeroed_share=0.1)
+        store.finish_arm(arm_id, nothing_right, results=_perplexities(value), ablated_share=0.1)
     verdict = judge(store, run_id)
     assert verdict.arms == () and [arm.accuracy for arm in verdict.finished] == [None]
     assert verdict.sentences() == [
@@ -420,7 +420,7 @@ def test_rows_of_json_have_the_outcome_and_its_reason(evaluate: Evaluate) -> Non
         "harmless": ("safe", "safe, recall unknown", True),
     }
     assert rows["harmful"]["why"] == "accuracy (-4.0 points)" and rows["close"]["why"].startswith("may lose more")
-    unjudged = arm_row(ArmVerdict(name="a", kind=ArmKind.MASK, zeroed_share=0.1))
+    unjudged = arm_row(ArmVerdict(name="a", kind=ArmKind.MASK, ablated_share=0.1))
     assert {unjudged[name] for name in ("removable", "outcome", "label", "why", "accuracy")} == {None}
 
 
@@ -429,7 +429,7 @@ def test_the_reason_of_an_open_verdict_is_the_true_one() -> None:
     drop = np.tile([0.004, 0.006], 150)
     paired = compare(np.full(300, 0.8), 0.8 - drop)
     assert -1 < paired.low < paired.high < 0
-    arm = ArmVerdict(name="a", kind=ArmKind.MASK, zeroed_share=0.1, accuracy=paired)
+    arm = ArmVerdict(name="a", kind=ArmKind.MASK, ablated_share=0.1, accuracy=paired)
     assert arm.outcome is Outcome.NOT_SHOWN and arm.why.startswith("needs about 3")
     assert replace(arm, accuracy=replace(paired, low=-1.5)).why.startswith("may lose more than one point")
     assert replace(arm, accuracy=replace(paired, chance=78.0)).why.startswith("the model itself is at or near chance")
@@ -443,7 +443,7 @@ def test_too_few_questions_are_named_only_if_more_could_settle_everything() -> N
     texts = np.arange(72) // 4
     asked = replace(compare(needles, needles, texts=texts), retained=retained(needles, needles, texts, 25.0))
     recall = RecallVerdict("needle", asked)
-    arm = ArmVerdict(name="a", kind=ArmKind.MASK, zeroed_share=0.1, accuracy=accuracy, recall=(recall,))
+    arm = ArmVerdict(name="a", kind=ArmKind.MASK, ablated_share=0.1, accuracy=accuracy, recall=(recall,))
     assert arm.why.startswith("may lose more than one point; needs about 332 needle questions")
     assert [gap.needed for gap in arm.decision.gaps] == [None, 332]
     assert (arm.outcome, arm.too_few_questions, arm.label) == (Outcome.NOT_SHOWN, False, "not shown")

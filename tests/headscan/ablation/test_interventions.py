@@ -155,7 +155,7 @@ def test_random_heads_are_zero_gates_at_the_output_projection(family: str, site:
     lm = on(device, make_loaded(family)).at(site)
     ids = ids_of(3, 20).to(device)
     plain = logits_of(lm, ids)
-    with headscan.intervene(lm, headscan.RandomHeads(0.4, seed=3), keys=[7, 2**60, 0]) as record:
+    with headscan.intervene(lm, headscan.RandomHeads(0.4, seed=3), input_keys=[7, 2**60, 0]) as record:
         logits = logits_of(lm, ids)
     assert record.ablated is not None
     for layer in range(lm.grid.num_layers):
@@ -172,7 +172,7 @@ def test_random_heads_follow_from_seed_and_key_alone() -> None:
 
     def zeroed(what: headscan.RandomHeads, rows: list[int], keys: list[int] | Tensor | None) -> Tensor:
         with headscan.intervene(lm, what) as record:
-            record.keys = keys
+            record.input_keys = keys
             lm.model(input_ids=ids[rows])
         assert record.ablated is not None
         return record.ablated
@@ -202,7 +202,7 @@ def test_the_requested_number_of_random_heads_is_zeroed() -> None:
 def test_random_heads_stay_the_same_over_the_steps_of_a_kv_cache() -> None:
     lm = make_loaded("llama")
     ids = ids_of(2, 9)
-    with headscan.intervene(lm, headscan.RandomHeads(0.4, seed=1), keys=[5, 6]):
+    with headscan.intervene(lm, headscan.RandomHeads(0.4, seed=1), input_keys=[5, 6]):
         whole = lm.model(input_ids=ids).logits
         cache = lm.model(input_ids=ids[:, :4], use_cache=True).past_key_values
         rest = lm.model(input_ids=ids[:, 4:], past_key_values=cache).logits
@@ -309,7 +309,7 @@ def test_mistakes_are_named() -> None:
         headscan.RandomHeads(0.5, seed=-1)
     for keys in ([1], [1, -1]):
         random = headscan.RandomHeads(0.5, seed=0)
-        with pytest.raises(InterventionError, match="do not fit"), headscan.intervene(lm, random, keys=keys):
+        with pytest.raises(InterventionError, match="do not fit"), headscan.intervene(lm, random, input_keys=keys):
             lm.model(input_ids=ids_of(2, 20))
     rule = headscan.HeadRule("entropy", threshold=1.0)
     with pytest.raises(InterventionError, match="do not fit"), headscan.intervene(lm, rule, lengths=[5, 30]):

@@ -89,9 +89,9 @@ def test_a_resampled_mask_outputs_another_text_at_the_same_positions() -> None:
     assert len(set(chosen)) > 1
     own = [outputs_of(lm, text) for text in texts]
     expected = replaced_logits(lm, ids, lambda row, layer, head: own[chosen[row]][layer][:20, head])
-    with headscan.intervene(lm, headscan.HeadMask(HEADS, samples), keys=keys):
+    with headscan.intervene(lm, headscan.HeadMask(HEADS, samples), input_keys=keys):
         torch.testing.assert_close(logits_of(lm, ids), expected, rtol=1e-4, atol=1e-5)
-    with headscan.intervene(lm, headscan.HeadMask(HEADS, samples), keys=keys[1:2]):
+    with headscan.intervene(lm, headscan.HeadMask(HEADS, samples), input_keys=keys[1:2]):
         torch.testing.assert_close(logits_of(lm, ids[1:2]), expected[1:2], rtol=1e-4, atol=1e-5)
 
 

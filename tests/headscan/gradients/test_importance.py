@@ -218,8 +218,8 @@ def test_summed_losses_scale_with_the_scored_tokens() -> None:
 
 
 def test_masked_places_depend_on_the_key_alone() -> None:
-    batch = MaskedTokenLoss.of(some_ids(), LENGTHS, MASK, keys=[7, 8, 9])
-    alone = MaskedTokenLoss.of(some_ids()[1:2, :33], [33], MASK, keys=[8])
+    batch = MaskedTokenLoss.of(some_ids(), LENGTHS, MASK, input_keys=[7, 8, 9])
+    alone = MaskedTokenLoss.of(some_ids()[1:2, :33], [33], MASK, input_keys=[8])
     assert alone.columns == tuple(c for r, c in zip(batch.rows, batch.columns, strict=True) if r == 1)
     assert len(alone.columns) == 5 and not torch.isin(alone.targets, torch.tensor([MASK])).any()
     ids = torch.tensor([[7, 8, 9, 10]])

@@ -43,14 +43,14 @@ def sequence_losses(
     at = torch.arange(ids.shape[1])
     seen = (at > at[:, None] - recent) | (at < sink)
 
-    def attended(site, call):
+    def on_attention(site, call):
         full = explicit_attention(call, torch.ones_like(seen))
         if site.layer not in gates:
             return full
         gate = gates[site.layer][:, list(site.kv_head_of), None, None]
         return gate * full + (1 - gate) * explicit_attention(call, seen)
 
-    with attention_hook(lm, attended):
+    with attention_hook(lm, on_attention):
         logits = lm.model(input_ids=ids, use_cache=False).logits
     losses = [F.cross_entropy(logits[row, : length - 1], ids[row, 1:length]) for row, length in enumerate(lengths)]
     return torch.stack(losses)

@@ -173,7 +173,7 @@ def explicit_full_prefill(lm: LoadedModel, plan: Any, ids: torch.Tensor, prompt:
     """Return the logits of the tokens after a prompt whose own queries saw all keys: one pass, masked by hand."""
     kept = KeptKeys.of_plan(plan)
 
-    def attended(site: Any, call: Any) -> torch.Tensor:
+    def on_attention(site: Any, call: Any) -> torch.Tensor:
         groups = kept.groups(site.layer, site.num_key_value_heads)
         out = windowed(call, groups)
         whole = call.output()
@@ -184,7 +184,7 @@ def explicit_full_prefill(lm: LoadedModel, plan: Any, ids: torch.Tensor, prompt:
                     out[:, heads, :prompt] = whole[:, heads, :prompt]
         return out
 
-    with torch.no_grad(), attention_hook(lm, attended):
+    with torch.no_grad(), attention_hook(lm, on_attention):
         return lm.model(input_ids=ids, use_cache=False).logits
 
 

@@ -203,7 +203,7 @@ def test_no_layer_looks_for_the_endings_in_a_mask(groups: tuple[tuple[int, ...],
     heads = torch.empty(1, 6, len(row), 8, device="meta")
     call = ScoredCall(heads, heads, heads, 0.35, causal=True, softcap=30.0)
     visitor = SharedRowHooks(lm, [headscan.HeadMask([])] * len(ENDINGS), row)
-    assert visitor.attended(lm.grid.sites[0], call).shape == heads.shape
+    assert visitor.on_attention(lm.grid.sites[0], call).shape == heads.shape
 
 
 def test_sequences_alone_are_judged_without_waiting_for_the_device() -> None:
@@ -214,10 +214,10 @@ def test_sequences_alone_are_judged_without_waiting_for_the_device() -> None:
         heads = torch.empty(1, len(row), 6, 8, device="meta")
         visitor = SharedRowHooks(lm, [rule] * len(ENDINGS), row)
         if row is alone:
-            assert visitor.visited(lm.grid.sites[0], heads).shape == heads.shape
+            assert visitor.on_outputs(lm.grid.sites[0], heads).shape == heads.shape
         else:  # They may part, which is decided on the CPU.
             with pytest.raises(NotImplementedError, match="meta"):
-                visitor.visited(lm.grid.sites[0], heads)
+                visitor.on_outputs(lm.grid.sites[0], heads)
 
 
 class Passes:

@@ -132,21 +132,21 @@ def test_a_rule_s_statistics_are_float32_under_autocast(score: str) -> None:
     calls: dict[int, AttentionCall] = {}
     seen: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
 
-    def attended(site: AttentionSite, call: AttentionCall) -> Tensor:
+    def on_attention(site: AttentionSite, call: AttentionCall) -> Tensor:
         calls[site.layer] = call
-        return statistics.attended(call, lengths)
+        return statistics.on_attention(call, lengths)
 
-    def visited(site: AttentionSite, heads_BNHD: Tensor) -> None:
-        seen[site.layer] = (heads_BNHD, statistics.visited(site, heads_BNHD, lengths))
+    def on_outputs(site: AttentionSite, heads_BNHD: Tensor) -> None:
+        seen[site.layer] = (heads_BNHD, statistics.on_outputs(site, heads_BNHD, lengths))
 
-    with attention_hook(lm, attended), output_hook(lm, visited), torch.autocast("cpu", dtype=HALF):
+    with attention_hook(lm, on_attention), output_hook(lm, on_outputs), torch.autocast("cpu", dtype=HALF):
         lm.model(input_ids=ids)
     value = calls[0].value_BKSD
     assert torch.equal(value.to(HALF).to(value.dtype), value)  # the model rounded its own product
     for site in lm.grid.sites:
         heads_BNHD, found = seen[site.layer]
-        again.attended(calls[site.layer], lengths)
-        for name, values in again.visited(site, heads_BNHD, lengths).items():
+        again.on_attention(calls[site.layer], lengths)
+        for name, values in again.on_outputs(site, heads_BNHD, lengths).items():
             assert torch.equal(found[name], values)
 
 

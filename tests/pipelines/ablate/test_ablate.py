@@ -62,7 +62,7 @@ def on_task(spec: ModelSpec, task_folder: Path) -> AblateConfig:
 def ablated(
     lm: headscan.LoadedModel, heads: Iterable[tuple[int, int]], value: Replacement, request: Request
 ) -> AbstractContextManager[object]:
-    return headscan.intervene(lm, headscan.HeadMask(heads, value), keys=[input_key(request.ids[:-1])])
+    return headscan.intervene(lm, headscan.HeadMask(heads, value), input_keys=[input_key(request.ids[:-1])])
 
 
 def oracle(

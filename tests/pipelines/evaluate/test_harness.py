@@ -104,7 +104,7 @@ def test_arms_ablate_heads_in_every_request(spec: ModelSpec, ablated: Interventi
         ids = tokenizer(context + continuation)["input_ids"]
         start = len(tokenizer(context)["input_ids"])
         # The last token is predicted, not read: a rule must not look at it.
-        with torch.no_grad(), headscan.intervene(lm, ablated, keys=[input_key(ids[:-1])]) as record:
+        with torch.no_grad(), headscan.intervene(lm, ablated, input_keys=[input_key(ids[:-1])]) as record:
             logits = lm.model(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
         assert share == pytest.approx(record.ablated_share)
         assert 0 < share < 1
@@ -145,7 +145,7 @@ def test_an_evaluation_stores_answers_and_resumes(
         assert mine["log_likelihoods"] == pytest.approx([value for value, _ in sample["filtered_resps"]], abs=1e-4)
     verdict = judge(store, run_id)
     assert verdict.arms[0].paired.questions == 12
-    assert verdict.arms[0].zeroed_share == pytest.approx(2 / 18)
+    assert verdict.arms[0].ablated_share == pytest.approx(2 / 18)
 
     # Again: both arms are there; one more arm joins the same run.
     again: list[str] = []

@@ -60,7 +60,7 @@ def test_rows_and_mask_equal_the_librarys_gates(config: GatesConfig, store: Stor
     mask = store.mask(result.mask)
     assert mask.heads == expected.down.mask(share=0.4).heads
     assert {(row["layer"], row["head"]) for row in found if row["closed"]} == set(mask.heads)
-    assert (mask.run_id, mask.score, mask.share) == (result.run_id, "gate", 0.4)
+    assert (mask.run_id, mask.criterion, mask.share) == (result.run_id, "gate", 0.4)
     ranked = rank_gates(store, result.run_id)
     assert [head.p_open for head in ranked] == sorted(row["p_open"] for row in found)
     assert run(config, store) == replace(result, already_done=True)

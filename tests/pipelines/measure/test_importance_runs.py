@@ -268,7 +268,7 @@ def test_encoders_and_encoder_decoders_have_rows_for_every_site(
     lm = headscan.load(folder).at(sites[0])
     texts = list(sequences(open_corpus(config.corpus), identify(config.model).tokenizer, config.tokens))
     ids = torch.as_tensor(np.asarray(texts[2].ids, np.int64))[None]
-    alone = headscan.importance(lm, ids, loss=default_loss(lm, ids, keys=[2]))
+    alone = headscan.importance(lm, ids, loss=default_loss(lm, ids, input_keys=[2]))
     rows_of = store.query(
         "select gate_gradient from head_importance where sequence = 2 and site = ? order by layer, head", [sites[0]]
     )

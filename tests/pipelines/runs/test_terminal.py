@@ -34,7 +34,7 @@ def evil(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = RunRecord("evaluate", EVIL, EVIL, 1, 1, corpus=EVIL, code_version=EVIL, packages={EVIL: EVIL})
     run_id = store.begin_run(run).run_id
     arm = store.begin_arm(ArmRecord(run_id, EVIL, "baseline")).arm_id
-    store.finish_arm(arm, answer_table([EVIL], [1.0]), zeroed_share=0.0)
+    store.finish_arm(arm, answer_table([EVIL], [1.0]), ablated_share=0.0)
     return store.path
 
 
