@@ -295,8 +295,9 @@ def test_generate_returns_both_texts(spec: ModelSpec, cpu: jobs.PlacementRequest
     assert found.planned.cache_bytes < found.full.cache_bytes
     with pytest.raises(HeadscanError, match=r"^`resume_anyway` has no effect on `generate`: leave it out$"):
         jobs.generate(config, resume_anyway=True)
-    with pytest.raises(HeadscanError, match=r"^`lock_timeout` has no effect on `generate`: leave it out$"):
-        jobs.generate(config, lock_timeout=5.0)
+    for seconds in (5.0, 0.0):
+        with pytest.raises(HeadscanError, match=r"^`lock_timeout` has no effect on `generate`: leave it out$"):
+            jobs.generate(config, lock_timeout=seconds)
     with pytest.raises(HeadscanError, match=r"^`plan='p\.json'` is no HeadPlan\. Read it with load_plan$"):
         replace(config, plan="p.json")
 
@@ -305,5 +306,6 @@ def test_a_plan_without_a_store_cannot_resume(spec: ModelSpec) -> None:
     config = jobs.PlanConfig(spec, CorpusSpec("texts/"))
     with pytest.raises(HeadscanError, match=r"^`resume_anyway` has no effect without `store`: leave it out$"):
         jobs.plan(config, None, WindowShare(0.5), resume_anyway=True)
-    with pytest.raises(HeadscanError, match=r"^`lock_timeout` has no effect without `store`: leave it out$"):
-        jobs.plan(config, None, WindowShare(0.5), lock_timeout=5.0)
+    for seconds in (5.0, 0.0):
+        with pytest.raises(HeadscanError, match=r"^`lock_timeout` has no effect without `store`: leave it out$"):
+            jobs.plan(config, None, WindowShare(0.5), lock_timeout=seconds)
