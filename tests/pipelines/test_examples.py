@@ -14,7 +14,7 @@ from tests.sources import ROOT
 EXAMPLES = {
     "scan_and_query.py": ("The least active heads:", "of its attention on the first token"),
     "prune_and_reload.py": ("48 heads became 38", "--- smaller"),
-    "one_verdict.py": ("30 questions: ", "too few questions: needs about"),
+    "one_verdict.py": ("30 questions of 15 modules: the rule ablates ", "too few questions: needs about"),
     "plan_and_generate.py": ("12 of 24 KV heads keep 4 first and 60 last tokens", "--- plan"),
 }
 
