@@ -8,12 +8,6 @@ stored, forward passes are shared, and recall and random controls are judged, to
 
 from __future__ import annotations
 
-import argparse
-import inspect
-import tempfile
-import textwrap
-from pathlib import Path
-
 import numpy as np
 import torch
 
@@ -21,25 +15,23 @@ import headscan
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.verdicts.paired import Sampling, compare
 from headscan.analysis.verdicts.verdict_words import ArmVerdict
+from headscan.pipelines.corpora.stdlib_files import held_out_files
 from headscan.pipelines.evaluate.continuation_task import make_questions
 
 lm = headscan.load("demo", device="cpu", dtype="float32")
 
 # 1. A score of every head on texts (texts, layers, heads), and the value below which the lowest 10 % lie.
-modules = (argparse, tempfile, textwrap)
-texts = [inspect.getsource(module)[:1000] for module in modules]
+files = held_out_files()  # Python modules that the demo model has not read
+texts = [path.read_text(encoding="utf-8")[:1000] for path in files[:3]]
 scores = headscan.score(headscan.collect(lm, texts), "output_norm_ln")
 threshold = float(scores.quantile(0.1))
 
 # 2. The arm: on each input, the heads below the threshold are ablated.
 rule = headscan.HeadRule("output_norm_ln", threshold)
 
-# 3. The questions: which of four passages continues a text?
-questions = make_questions([Path(inspect.getfile(module)) for module in modules], 30)
-
-
-assert lm.tokenizer is not None
-tokenizer = lm.tokenizer
+# 3. The questions, on other modules: which of four passages continues a text?
+questions = [question for path in files[3:18] for question in make_questions([path], 2)]
+tokenizer = lm.require_tokenizer()
 start = tokenizer("")["input_ids"]  # the token that begins every text
 
 
@@ -51,8 +43,8 @@ def log_likelihood(context: list[int], passage: list[int]) -> float:
     """Return the log-probability of the passage's tokens after the context."""
     ids = torch.tensor([context + passage])
     with torch.no_grad():
-        log_p = lm.model(ids).logits[0].log_softmax(-1)
-    return float(log_p[len(context) - 1 : -1].gather(1, ids[0, len(context) :, None]).sum())
+        log_p = lm.model(ids[:, :-1]).logits[0].log_softmax(-1)  # the last token is predicted, not read
+    return float(log_p[len(context) - 1 :].gather(1, ids[0, len(context) :, None]).sum())
 
 
 def right_answers() -> np.ndarray:
@@ -68,12 +60,20 @@ def right_answers() -> np.ndarray:
 
 
 whole = right_answers()
-with headscan.intervene(lm, rule):  # removed on any exit
+shares: list[float] = []  # of the heads that the rule ablates, by pass
+with (
+    headscan.intervene(lm, rule) as record,  # removed on any exit
+    lm.model.register_forward_hook(lambda *_: shares.append(record.ablated_share)),
+):
     ablated = right_answers()
 
 # 4. The verdict: a paired difference with its interval, and the rule of `decide` in analysis/verdicts/decision.py.
-paired = compare(whole, ablated, Sampling(len(questions)))
-verdict = ArmVerdict(name="rule by output_norm_ln", kind=ArmKind.RULE, ablated_share=0.1, accuracy=paired)
-print(f"{len(questions)} questions: {paired.baseline:.1f} % right with all heads, {paired.arm:.1f} % with the rule")
+# Questions of one module are correlated, so whole modules are drawn for the interval.
+sampling = Sampling(len(questions), texts=np.array([question["module"] for question in questions]))
+paired = compare(whole, ablated, sampling)
+share = float(np.mean(shares))
+verdict = ArmVerdict(name="rule by output_norm_ln", kind=ArmKind.RULE, ablated_share=share, accuracy=paired)
+print(f"{paired.questions} questions of {paired.texts} modules: the rule ablates {share:.1%} of the heads")
+print(f"{paired.baseline:.1f} % right with all heads, {paired.arm:.1f} % with the rule")
 print(f"difference {paired.interval.words(unit=' points')}; {paired.gained} gained, {paired.lost} lost")
 print(f"{verdict.label}: {verdict.why}")

@@ -220,9 +220,8 @@ def plan(
     """
     from headscan.pipelines.kv.run_plan import run_plan
 
-    for name in ("resume_anyway", "lock_timeout"):
-        if store is None and options.get(name):
-            raise PlanError(f"`{name}` has no effect without `store`: leave it out")
+    if store is None:
+        _refuse_store_options(options, "without `store`")
     chosen, identity = _identified(config.model, options)
     tokens = config.longest(identity)
     if store is not None:
@@ -243,9 +242,7 @@ def generate(config: GenerateConfig, **options: Unpack[JobOptions]) -> Generatio
     """
     from headscan.pipelines.kv.run_generate import run_generate
 
-    for name in ("resume_anyway", "lock_timeout"):
-        if options.get(name):
-            raise PlanError(f"`{name}` has no effect on `generate`: leave it out")
+    _refuse_store_options(options, "on `generate`")
     chosen, identity = _identified(config.model, options)
     opener = chosen.opener(config.model, config.longest(identity), evaluates=True)
     with ModelContext(config.model, opener, identity=identity, say=chosen.say) as context:
@@ -325,6 +322,13 @@ class _Options:
             timeouts=self.timeouts,
             say=self.say,
         )
+
+
+def _refuse_store_options(options: JobOptions, where: str) -> None:
+    """Raise PlanError if a job without a store gets options of one. ``resume_anyway=False`` is what such a job does."""
+    for name, given in (("resume_anyway", options.get("resume_anyway")), ("lock_timeout", "lock_timeout" in options)):
+        if given:
+            raise PlanError(f"`{name}` has no effect {where}: leave it out")
 
 
 def _checked(options: JobOptions, *, here: bool = False) -> _Options:

@@ -141,7 +141,8 @@ def has_ended(mark: str) -> bool:
     except ProcessLookupError:
         return True
     except PermissionError:
-        pass  # it runs and belongs to another user
+        # The process belongs to another user. Where `/proc` hides such processes, its start time is unknown.
+        return _start(int(pid)) not in (start, _UNKNOWN)
     return start != _start(int(pid))
 
 

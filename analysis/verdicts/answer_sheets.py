@@ -81,7 +81,7 @@ class FinishedArms(NamedTuple):
 
 
 def can_be_judged(store: Store, run_id: str) -> bool:
-    """Return True if the baseline and another arm of a run are finished."""
+    """Return True if one baseline and another arm of a run are finished; False for a run that is not far enough yet."""
     try:
         return bool(finished_arms(store, run_id).others)
     except VerdictError:

@@ -82,8 +82,13 @@ def judge(
         max_loss: Maximum increase of the loss of held-out text of a safe arm, in nats per token. An arm loses if the
             interval lies above the limit, and is not shown to be safe if the interval reaches above it.
         loss_increases: Increases of the loss of text, by arm name, that another run measured, widened for
-            ``comparisons``.
+            ``comparisons``. The judged run has no loss of its own then: an arm is judged by one text, whose interval
+            is not widened for two.
         comparisons: Number of arms or kinds of savings for which the intervals of accuracy and recall are widened.
+
+    Raises:
+        VerdictError: The run has no finished baseline or no other finished arm, or a loss of its own next to
+            ``loss_increases``.
     """
     loss_increases = loss_increases or {}
     with store.reading():
@@ -97,6 +102,10 @@ def judge(
             )
         metrics = read_metrics(store, run_id, arms.baseline)
         stored = StoredRows.read(store, run_id, arms)
+    if loss_increases and any(each.metric == LOSS for of_arm in metrics.values() for each in of_arm):
+        raise VerdictError(
+            f"run {run_id} has a loss of text of its own (limit 1 loss per arm). Leave out `loss_increases`"
+        )
     rows = stored.with_missing()
     compared = rows.by_arm()
     controls = judge_controls(arms.others, benchmark_differences(compared))

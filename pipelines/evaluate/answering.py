@@ -18,7 +18,7 @@ from headscan.cluster.pool import Finished, Pool, Task
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.scoring.bundles import LEAST_SIZE, Start, bundle
-from headscan.pipelines.scoring.likelihood import common_tokens
+from headscan.pipelines.scoring.prefix_tree import common_tokens
 from headscan.pipelines.scoring.reading import Reading
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
 from headscan.pipelines.scoring.token_requests import (

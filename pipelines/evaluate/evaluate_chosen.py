@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headscan.analysis.heads.head_roles import find_mask
-from headscan.analysis.verdicts.answer_sheets import can_be_judged
+from headscan.analysis.verdicts.answer_sheets import finished_arms
 from headscan.analysis.verdicts.judge import Verdict, judge
 from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.evaluate.tasks import Questions
@@ -69,7 +69,11 @@ def _plan_arms(run: Run, chosen: ChosenArms) -> list[Arm]:
 
 
 def judge_evaluation(run: Run, run_id: str, max_loss: float) -> Verdict:
-    """Judge every finished arm of an evaluation; a verdict on the baseline alone has no arms."""
-    if not can_be_judged(run.store, run_id):
+    """Judge every finished arm of an evaluation; a verdict on the baseline alone has no arms.
+
+    Raises:
+        VerdictError: The baseline is not finished, or there are several.
+    """
+    if not finished_arms(run.store, run_id).others:
         return Verdict(run_id, run.identity.name, ())
     return judge(run.store, run_id, max_loss=max_loss)

@@ -26,7 +26,7 @@ from headscan.pipelines.corpora import CorpusError
 from headscan.pipelines.evaluate.harness import HeadscanLM, quiet_harness
 from headscan.pipelines.evaluate.held_out_text import HeldOutText
 from headscan.pipelines.runs.model_identity import ModelIdentity
-from headscan.pipelines.scoring.likelihood import common_tokens
+from headscan.pipelines.scoring.prefix_tree import common_tokens
 from headscan.pipelines.scoring.recall_tasks import RecallQuestion, grade, recall_questions
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request, request_hash
 from headscan.pipelines.settings.evaluation_settings import HarnessError, RecallError, RecallQuestions, TaskConfig

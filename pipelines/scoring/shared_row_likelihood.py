@@ -21,18 +21,17 @@ from headscan.layers.shared_rows import SharedRow, can_share_rows, read_shared_r
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pass_cost, pass_tokens, run_halving
 from headscan.pipelines.scoring.likelihood import (
-    PrefixNode,
     ReadInput,
     ReadResult,
     by_request,
     distinct_reads,
     intervening,
     likelihoods_at,
-    prefix_tree,
     score_in_batches,
     score_reads,
     shareable_tokens,
 )
+from headscan.pipelines.scoring.prefix_tree import PrefixNode, prefix_tree
 from headscan.pipelines.scoring.token_requests import ArmItem, Likelihood, Request, Responses
 
 #: A row may have at least so many times the tokens of its prefix: reading a prefix again costs more than a longer pass.

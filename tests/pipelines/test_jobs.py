@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import get_type_hints
 
 import duckdb
+import numpy as np
 import pytest
 
 import headscan
-from headscan.analysis.errors import StoreMissingError
+from headscan.analysis.errors import StoreMissingError, VerdictError
 from headscan.analysis.plans import WindowShare
+from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
+from headscan.analysis.store.verdict_limits import MAX_LOSS
 from headscan.architectures import HEADS, LAYERS
 from headscan.errors import HeadscanError
 from headscan.gates.gate_settings import GateFitConfig
@@ -22,11 +25,14 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines import job_functions, jobs
 from headscan.pipelines.cli.main import main
 from headscan.pipelines.corpora import CorpusSpec, TokenConfig
+from headscan.pipelines.evaluate.evaluate_chosen import judge_evaluation
 from headscan.pipelines.pruning.pruning_units import ShareBudget
 from headscan.pipelines.runs.head_orders import head_order
 from headscan.pipelines.runs.model_identity import identify
+from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.evaluation_settings import CriteriaComparison, TaskConfig
 from headscan.pipelines.settings.saving_settings import PruneTexts
+from tests.analysis.conftest import answer_table
 from tests.pipelines.conftest import quiet
 from tests.pipelines.kv.kv_plans import model_of, plan_for
 from tests.sources import public_names
@@ -102,6 +108,21 @@ def test_the_baseline_alone_has_a_verdict_without_arms(
     (run,) = Store(store).runs()
     assert (verdict.run_id, verdict.model, verdict.finished) == (run["run_id"], run["model"], ())
     assert run["status"] == "finished"
+
+
+def test_an_evaluation_without_one_finished_baseline_is_an_error(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s.duckdb")
+    run = Run(jobs.ModelSpec("demo"), store, lambda _: pytest.fail("nothing is measured"))
+    run_id = store.begin_run(RunRecord("evaluate", "e", "demo", 1, 1)).run_id
+    arm_ids = [store.begin_arm(ArmRecord(run_id, name, "baseline")).arm_id for name in ("baseline", "again")]
+    with pytest.raises(VerdictError, match=f"^run {run_id} has 0 finished baselines"):
+        judge_evaluation(run, run_id, MAX_LOSS)
+    answers = answer_table(np.array(["a", "a"]), np.array([1, 0]))
+    store.finish_arm(arm_ids[0], answers)
+    assert judge_evaluation(run, run_id, MAX_LOSS).arms == ()
+    store.finish_arm(arm_ids[1], answers)
+    with pytest.raises(VerdictError, match=f"^run {run_id} has 2 finished baselines"):
+        judge_evaluation(run, run_id, MAX_LOSS)
 
 
 def test_the_verb_and_the_job_judge_the_arms_that_a_run_has(
@@ -295,8 +316,9 @@ def test_generate_returns_both_texts(spec: ModelSpec, cpu: jobs.PlacementRequest
     assert found.planned.cache_bytes < found.full.cache_bytes
     with pytest.raises(HeadscanError, match=r"^`resume_anyway` has no effect on `generate`: leave it out$"):
         jobs.generate(config, resume_anyway=True)
-    with pytest.raises(HeadscanError, match=r"^`lock_timeout` has no effect on `generate`: leave it out$"):
-        jobs.generate(config, lock_timeout=5.0)
+    for seconds in (5.0, 0.0):
+        with pytest.raises(HeadscanError, match=r"^`lock_timeout` has no effect on `generate`: leave it out$"):
+            jobs.generate(config, lock_timeout=seconds)
     with pytest.raises(HeadscanError, match=r"^`plan='p\.json'` is no HeadPlan\. Read it with load_plan$"):
         replace(config, plan="p.json")
 
@@ -305,5 +327,6 @@ def test_a_plan_without_a_store_cannot_resume(spec: ModelSpec) -> None:
     config = jobs.PlanConfig(spec, CorpusSpec("texts/"))
     with pytest.raises(HeadscanError, match=r"^`resume_anyway` has no effect without `store`: leave it out$"):
         jobs.plan(config, None, WindowShare(0.5), resume_anyway=True)
-    with pytest.raises(HeadscanError, match=r"^`lock_timeout` has no effect without `store`: leave it out$"):
-        jobs.plan(config, None, WindowShare(0.5), lock_timeout=5.0)
+    for seconds in (5.0, 0.0):
+        with pytest.raises(HeadscanError, match=r"^`lock_timeout` has no effect without `store`: leave it out$"):
+            jobs.plan(config, None, WindowShare(0.5), lock_timeout=seconds)

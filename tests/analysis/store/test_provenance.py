@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 
 from headscan.analysis.errors import ResumeError
 from headscan.analysis.report.write_report import write_report
+from headscan.analysis.store import provenance
 from headscan.analysis.store.provenance import (
     has_ended,
     host_of,
@@ -178,6 +180,21 @@ def test_processes_of_other_hosts_are_unknown(change: dict[str, str], visible: b
     mark = changed(this_process(), **change)
     assert (is_visible(mark), has_ended(mark)) == (visible, ended)
     assert host_of(mark) == change.get("host", host_of(this_process()))
+
+
+def test_a_process_of_another_user_has_ended_only_if_its_number_is_seen_to_be_reused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mark = changed(this_process(), start="7")
+
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refuse)
+    monkeypatch.setattr(provenance, "_start", lambda pid: "7")
+    assert not has_ended(mark) and has_ended(changed(mark, start="1"))
+    monkeypatch.setattr(provenance, "_start", lambda pid: "-")  # /proc mounted with hidepid
+    assert not has_ended(mark)
 
 
 @pytest.mark.parametrize("mark", ["", "host", "a b c d", f"{host_of(this_process())} - - x 1"])

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.records import ArmKind, ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.decision import Outcome
@@ -150,7 +151,9 @@ def write(
             place = text.column_names.index("task")
             named = [text.set_column(place, "task", pa.array([task] * len(text))) for task in texts]
             table = pa.concat_tables([answers.cast(text.schema), *named], promote_options="permissive")
-            store.finish_arm(state.arm_id, table, results=rows, ablated_share=fields.pop("zeroed", 0.0))
+            store.finish_arm(
+                state.arm_id, table, results=rows if texts else None, ablated_share=fields.pop("zeroed", 0.0)
+            )
         store.finish_run(run_id)
     return run_id
 
@@ -208,12 +211,12 @@ def test_an_infinite_loss_exceeds_every_limit(tmp_path: Path) -> None:
         "calm": pruned("pruned", 0, 0.05),
         "infinite": pruned("pruned", 0, inf),
     }
-    store = Store(tmp_path / "s.duckdb")
-    run_id = write(store, arms, benchmark=True)
-    losses = read_losses(store, run_id)
+    read, asked = Store(tmp_path / "read.duckdb"), Store(tmp_path / "asked.duckdb")
+    losses = read_losses(read, write(read, arms, benchmark=False))
     assert losses["infinite"].interval == (inf, inf, inf) and losses["infinite"].words() == "+inf nats per token"
     shares = [("infinite", 0.4)]
-    (judged,) = judge_shares(store, run_id, shares, losses, max_loss=1e6, comparisons=1)
+    run_id = write(asked, arms, benchmark=True, texts=())
+    (judged,) = judge_shares(asked, run_id, shares, losses, max_loss=1e6, comparisons=1)
     assert judged.outcome is Outcome.LOSES and judged.why.startswith("+inf nats per token (limit")
     assert not exceeds(losses["calm"], 0.1)
 
@@ -264,6 +267,20 @@ def test_texts_share_the_level_of_their_losses(tmp_path: Path) -> None:
         assert loss is not None
         widths.append(loss.high - loss.low)
     assert widths[1] > 1.1 * widths[0]
+
+
+def test_losses_of_another_run_are_refused_next_to_those_of_the_run(tmp_path: Path) -> None:
+    arms = {"baseline": ("baseline", 0, 0.0, {}), "arm": pruned("pruned", 0, 0.02)}
+    losses = {"arm": Increase("nats per token", 20, 0.01, 0.0, 0.02)}
+    with_text = Store(tmp_path / "text.duckdb")
+    run_id = write(with_text, arms, benchmark=True)
+    with pytest.raises(
+        VerdictError, match=rf"^run {run_id} has a loss of text of its own .*\. Leave out `loss_increases`$"
+    ):
+        judge(with_text, run_id, loss_increases=losses)
+    without = Store(tmp_path / "none.duckdb")
+    (arm,) = judge(without, write(without, arms, benchmark=True, texts=()), loss_increases=losses).arms
+    assert arm.value("loss") == losses["arm"].interval
 
 
 def test_bits_per_byte_that_are_infinite_lose() -> None:

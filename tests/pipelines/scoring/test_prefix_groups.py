@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from headscan.pipelines.scoring.likelihood import PrefixNode, join_similar, prefix_tree
+from headscan.pipelines.scoring.prefix_tree import PrefixNode, join_similar, prefix_tree
 from tests.pipelines.scoring.test_prefix_tree import Tokens, random_sequences
 
 

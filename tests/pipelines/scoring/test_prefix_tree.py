@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from headscan.pipelines.evaluate.answering import work_items
-from headscan.pipelines.scoring.likelihood import PrefixNode, common_tokens, prefix_tree
+from headscan.pipelines.scoring.prefix_tree import PrefixNode, common_tokens, prefix_tree
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Request, request_hash
 
 Tokens = tuple[int, ...]

@@ -16,7 +16,8 @@ from headscan.ablation.intervention import Intervention
 from headscan.catalog import SCORES, STATISTICS, Score, statistics_for
 from headscan.errors import InterventionError
 from headscan.layers.shared_rows import SharedRow, SharedRowHooks
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, prefix_tree
+from headscan.pipelines.scoring.likelihood import LikelihoodItem
+from headscan.pipelines.scoring.prefix_tree import prefix_tree
 from headscan.pipelines.scoring.shared_row_likelihood import RowPacker, SharedRowItem, can_read_shared_rows
 from headscan.pipelines.scoring.token_requests import Likelihood, Responses, score_item
 from headscan.statistics.registry import masks_read
