@@ -4,6 +4,6 @@
 for one arm, `bundles` for several masks, `shared_row_likelihood` for rules, `staged_likelihood` by layer ranges,
 `eviction` from a cache that evicts, `generation` for generated text.
 
-`prefix_tree` finds the common prefixes that are read once, `token_requests` are the requests, `recall_tasks` make recall
-questions, and `prompt_losses` measures losses under windows.
+`prefix_tree` finds the common prefixes that are read once, `token_requests` are the requests, `recall_tasks` make
+recall questions, and `prompt_losses` measures losses under windows.
 """
