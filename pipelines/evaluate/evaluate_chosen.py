@@ -30,12 +30,14 @@ def evaluate_chosen(config: EvaluateConfig, run: Run, chosen: ChosenArms) -> str
     """Evaluate the baseline and the chosen arms; return the run's id."""
     # What can be refused without a pass of the model comes before the replacement, whose collection takes passes.
     listed = _listed_heads(run, chosen)
-    ordering = None if chosen.criterion is None else find_run(run.store, run.identity, chosen.criterion, chosen.run_id)
+    ranking_run = (
+        None if chosen.criterion is None else find_run(run.store, run.identity, chosen.criterion, chosen.run_id)
+    )
     models, plans = _model_arms(config, run, chosen), _plan_arms(run, chosen)
     questions = Questions(config.tasks, config.recall, run.identity, config.text)
     replacement = collect_replacement(chosen.replacement, run, questions.longest_input())
     arms = [BASELINE, *(mask_arm(heads, replacement) for heads in listed)]
-    arms += _scored_arms(run, chosen, ordering, replacement)
+    arms += _scored_arms(run, chosen, ranking_run, replacement)
     if chosen.controls:
         arms += random_controls(run.facts.grid, arms, chosen.controls, replacement)
     return run_evaluation(config, run, [*arms, *plans, *models], questions=questions)
@@ -47,13 +49,13 @@ def _listed_heads(run: Run, chosen: ChosenArms) -> list[tuple[tuple[int, int], .
     return [heads for heads in (chosen.heads, stored) if heads]
 
 
-def _scored_arms(run: Run, chosen: ChosenArms, ordering: str | None, replacement: ArmReplacement) -> list[Arm]:
-    """Return the mask, and the rule, whose heads a score of the run ``ordering`` chooses; none without a score."""
-    if chosen.criterion is None or ordering is None:
+def _scored_arms(run: Run, chosen: ChosenArms, ranking_run: str | None, replacement: ArmReplacement) -> list[Arm]:
+    """Return the mask, and the rule, whose heads a criterion of the run ``ranking_run`` chooses; none without one."""
+    if chosen.criterion is None or ranking_run is None:
         return []
-    arms = criterion_masks(run.store, ordering, chosen.criterion, [chosen.share], chosen.mask_order, replacement)
+    arms = criterion_masks(run.store, ranking_run, chosen.criterion, [chosen.share], chosen.mask_order, replacement)
     if chosen.rule:
-        arms += score_rules(run.store, ordering, chosen.criterion, [chosen.share], replacement)
+        arms += score_rules(run.store, ranking_run, chosen.criterion, [chosen.share], replacement)
     return arms
 
 

@@ -121,8 +121,8 @@ class _EvaluationQuestions:
         pool, facts = run.pool, run.facts
         check_predicts(run)
         check_generates(pool, self.questions.requests)
-        share = False if pool.staged else self.config.share_prefixes
-        reading = choose_reading(pool.one, facts.dtype, run.identity.rope_lengths, self.interventions, share, run.say)
+        shares = False if pool.staged else self.config.share_prefixes
+        reading = choose_reading(pool.one, facts.dtype, run.identity.rope_lengths, self.interventions, shares, run.say)
         # Arms that use the kernels of rules always start from token ids, never from a cached layer.
         bundled = open_arms > 1 and not (pool.staged or reading.rule_kernels)
         starts = pool.one(possible_starts, self.interventions) if bundled else frozenset()

@@ -24,7 +24,6 @@ from headscan.analysis.store.records import RunKind, RunRecord, ShardRecord, Sha
 from headscan.analysis.store.store import Store
 from headscan.cluster.pool import IncompleteError, StagedTask, Task
 from headscan.errors import HeadscanError
-from headscan.models.model_facts import RopeLengths
 from headscan.pipelines.corpora import CorpusReport, Shard, TokenSequence, open_corpus, sequences, shards
 from headscan.pipelines.runs.model_identity import fingerprint
 from headscan.pipelines.runs.progress import Progress, at_work
@@ -85,7 +84,7 @@ class ShardMeasurement:
 
     kind: RunKind
     task: Task[Any, ShardTable]
-    shard_item: Callable[[Shard, RopeLengths], Any]
+    shard_item: Callable[[Shard], Any]
     forward_passes: float
     deciding: Mapping[str, Any]
     recorded: Mapping[str, Any]
@@ -157,7 +156,7 @@ def run_corpus(
         run,
         record,
         chain(first, rest or ()),
-        lambda shard: measurement.shard_item(shard, identity.rope_lengths),
+        measurement.shard_item,
         report,
         total=None
         if rest is not None

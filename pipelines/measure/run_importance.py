@@ -136,8 +136,8 @@ def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
             )
         return recall_texts(run.identity, config.tokens, config.recall_prompts) if config.recall_prompts else []
 
-    def shard_item(shard: corpora.Shard, rope: RopeLengths) -> ImportanceItem:
-        return ImportanceItem(shard, config.reduction, config.batch_tokens, rope)
+    def shard_item(shard: corpora.Shard) -> ImportanceItem:
+        return ImportanceItem(shard, config.reduction, config.batch_tokens, run.identity.rope_lengths)
 
     measurement = ShardMeasurement(
         "importance", measure_importance, shard_item, forward_passes=_PASSES, deciding=settings, recorded=settings

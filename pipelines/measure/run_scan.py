@@ -36,7 +36,8 @@ def run_scan(config: ScanConfig, run: Run) -> CorpusRunResult:
     settings = {"statistics": config.measured, "keep_nonfinite": config.keep_nonfinite}
     widths = asdict(config.widths)
 
-    def shard_item(shard: corpora.Shard, rope: RopeLengths) -> ShardItem:
+    def shard_item(shard: corpora.Shard) -> ShardItem:
+        rope = run.identity.rope_lengths
         return ShardItem(shard, config.measured, config.widths, config.batch_tokens, config.keep_nonfinite, rope)
 
     measurement = ShardMeasurement(

@@ -63,8 +63,8 @@ class Reading:
         batch_tokens: int,
     ) -> BundleItem:
         """Return the item of scored requests under several masks, whose passes can start at ``starts``."""
-        share = self.share_prefixes and all(mask is None or mask.may_share_prefix for mask in masks)
-        return BundleItem(name, requests, masks, tuple(start_of(mask, starts) for mask in masks), batch_tokens, share)
+        shares = self.share_prefixes and all(mask is None or mask.may_share_prefix for mask in masks)
+        return BundleItem(name, requests, masks, tuple(start_of(mask, starts) for mask in masks), batch_tokens, shares)
 
     def item(
         self, name: str, requests: tuple[Any, ...], intervention: Intervention | None, batch_tokens: int
@@ -106,24 +106,24 @@ def choose_reading(
     dtype: str,
     rope: RopeLengths,
     interventions: Sequence[Intervention | None],
-    share: bool | None,
+    shares: bool | None,
     say: Callable[[str], None],
 ) -> Reading:
     """Return the fastest way of reading under which all arms are comparable; ``dtype`` and ``rope`` are the model's.
-    ``share`` False shares no prefixes, and None only if all arms use the same kernels; ``say`` receives the reason if
+    ``shares`` False shares no prefixes, and None only if all arms use the same kernels; ``say`` receives the reason if
     they are not shared.
     """
     rule_kernels = computed_as_rules(dtype, interventions)
     whole = Reading(False, rule_kernels=rule_kernels, rope=rope)
-    if share is False:
+    if shares is False:
         return whole
-    if share is None and reads_whole(dtype, interventions):
+    if shares is None and reads_whole(dtype, interventions):
         say(f"prompts are read whole: in {dtype} all arms need the same kernels, and resampled heads need whole inputs")
         return whole
     rules = any(intervention is not None and intervention.needs_whole_input for intervention in interventions)
     if (rules or rule_kernels) and ask(can_read_shared_rows, None):
         return Reading(True, shared_rows=True, rule_kernels=rule_kernels, rope=rope)
-    if rule_kernels and share is None:
+    if rule_kernels and shares is None:
         say(f"prompts are read whole: in {dtype} all arms need the same kernels, and this model cannot share rows")
         return whole
     if not ask(can_share_prefixes, None):
