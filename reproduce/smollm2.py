@@ -152,6 +152,8 @@ def write_page(options: argparse.Namespace) -> list[str]:
         parts.append(_accuracies(Store(accuracy), heads))
     if models := _judged_models(options.out / "pruned.duckdb"):
         parts.append(_pruning(models))
+        if graded := _judged_models(options.out / "pruned-accuracy.duckdb"):
+            parts.append(_pruned_accuracy(graded, models))
     if plans := {int(file.stem.partition("-")[2]): file for file in options.out.glob("plans-*.json")}:
         parts.append(_plans({tokens: json.loads(plans[tokens].read_text("utf-8")) for tokens in sorted(plans)}))
     parts += [_choice(store, figures), _tail(heads), _commands(options, files)]
@@ -363,6 +365,7 @@ class _PrunedModel:
     """
 
     arm: Mapping[str, Any]
+    heads: frozenset[tuple[int, int]]
     outcome: ArmVerdict
     loss: Increase
     minus_damage: Increase | None
@@ -374,7 +377,8 @@ def _judged_models(file: Path) -> list[_PrunedModel]:
         return []
     store = Store(file)
     arms = store.query(
-        "SELECT run_id, arm_id, name, score, share, zeroed_share, arms.config FROM arms JOIN runs USING (run_id)"
+        "SELECT run_id, arm_id, mask_id, name, score, share, arms.config, provenance ->> '$[#-1].device' AS device"
+        " FROM arms JOIN runs USING (run_id)"
         " WHERE arms.kind IN ('pruned', 'random_pruned', 'layers_dropped') AND runs.finished_at IS NOT NULL"
         " ORDER BY share, list_position(?, score)",
         [list(_CHOSEN)],
@@ -389,6 +393,7 @@ def _judged_models(file: Path) -> list[_PrunedModel]:
         models.append(
             _PrunedModel(
                 arm,
+                frozenset(store.mask(arm["mask_id"]).heads),
                 verdicts[arm["run_id"]].by_name[arm["name"]],
                 _increase_by_text(store, arm["arm_id"], original[arm["run_id"]]),
                 _increase_by_text(store, arm["arm_id"], other) if other != arm["arm_id"] else None,
@@ -413,14 +418,52 @@ def _increase_by_text(store: Store, arm: str, other: str) -> Increase:
 
 
 def _pruning(models: Sequence[_PrunedModel]) -> str:
+    asked = max(each.paired.questions for each in models[0].outcome.recall)
+    return (
+        "## What pruning removes\n\nModels without heads, their other projections repaired, on"
+        f" {models[0].loss.documents} texts that neither chose nor repaired and {asked} recall questions of each kind:"
+        " what is left of the original's recall. Intervals of the loss are over texts, which are parts of few"
+        " documents. All models have the same repair, and random heads are one draw. *Minus damage* is the paired"
+        " difference to the loss without as many heads of least damage. Losses of zeroed heads without repair stand"
+        f" in the table of criteria. `{_prune_command(models)}`.\n\n{_pruned_table(models)}"
+    )
+
+
+def _pruned_accuracy(graded: Sequence[_PrunedModel], others: Sequence[_PrunedModel]) -> str:
+    """Return the accuracy of models of another run of the same command; ``others`` are the models above."""
+    removed = {(each.arm["score"], each.arm["share"]): each.heads for each in others}
+    pairs = [(each.heads, removed.get((each.arm["score"], each.arm["share"]), frozenset())) for each in graded]
+    differing = [(len(ours & theirs), len(ours)) for ours, theirs in pairs if ours != theirs]
+    same = (
+        "They remove the same heads as the models above"
+        if not differing
+        else f"{len(graded) - len(differing)} of the {len(graded)} models remove the same heads as those above, and the"
+        f" others share {', '.join(f'{both} of {count}' for both, count in differing)} with them: rounding decides"
+        " between heads of about equal damage"
+    )
+    accuracy = graded[0].outcome.paired
+    return (
+        f"### By accuracy\n\nThe same command with {accuracy.questions:,} of the study's questions, of which the whole"
+        f" model answers {accuracy.baseline:.1f} % right (25 % by guessing), on {graded[0].arm['device']}. {same}."
+        f" `{_prune_command(graded)}`.\n\n{_pruned_table(graded)}"
+    )
+
+
+def _prune_command(models: Sequence[_PrunedModel]) -> str:
+    asked, accuracy = max(each.paired.questions for each in models[0].outcome.recall), models[0].outcome.accuracy
+    graded = "" if accuracy is None else f" --tasks continuation --limit {accuracy.questions}"
+    return f"headscan prune {' '.join(_PRUNED)} --recall-questions {asked}{graded}"
+
+
+def _pruned_table(models: Sequence[_PrunedModel]) -> str:
     has_accuracy = any(model.outcome.accuracy is not None for model in models)
     rows = [
         (
             "heads removed",
             "chosen by",
+            *(["accuracy, points"] if has_accuracy else []),
             "loss, nats per token",
             "minus damage",
-            *(["accuracy, points"] if has_accuracy else []),
             *_recall_headings(),
             "weights",
             "KV cache",
@@ -429,30 +472,20 @@ def _pruning(models: Sequence[_PrunedModel]) -> str:
     for number, model in enumerate(models):
         details = json.loads(model.arm["config"])
         kept = {each.family: each.paired.retained for each in model.outcome.recall}
-        removed = round(model.arm["zeroed_share"] * details["before"]["query_heads"])
-        share = f"{100 * model.arm['share']:g} %: {removed}"
+        share = f"{100 * model.arm['share']:g} %: {len(model.heads)}"
         rows.append(
             (
                 share if number == 0 or models[number - 1].arm["share"] != model.arm["share"] else "",
                 _CHOSEN[model.arm["score"]],
+                *([_points(model.outcome.value(ACCURACY))] if has_accuracy else []),
                 _increased(model.loss),
                 _increased(model.minus_damage) if model.minus_damage else "",
-                *([_points(model.outcome.value(ACCURACY))] if has_accuracy else []),
                 *(_left(kept.get(family)) for family in RECALL_FAMILIES),
                 f"{100 * details['weights_left']:.1f} %",
                 f"{100 * details['cache_left']:.1f} %",
             )
         )
-    asked = max(each.paired.questions for each in models[0].outcome.recall)
-    return (
-        "## What pruning removes\n\nModels without heads, their other projections repaired, on"
-        f" {models[0].loss.documents} texts that neither chose nor repaired and {asked} recall questions of each kind:"
-        " what is left of the original's recall. Intervals of the loss are over texts, which are parts of few"
-        " documents. All models have the same repair, and random heads are one draw. *Minus damage* is the paired"
-        " difference to the loss without as many heads of least damage. Losses of zeroed heads without repair stand"
-        f" in the table of criteria. `headscan prune {' '.join(_PRUNED)} --recall-questions {asked}`."
-        f"\n\n{_table(rows)}"
-    )
+    return _table(rows)
 
 
 def _points(accuracy: Interval | None) -> str:
