@@ -61,12 +61,12 @@ if TYPE_CHECKING:
     from headscan.measure.behaviour_probes import Needle as Needle
     from headscan.measure.behaviour_probes import probe as probe
     from headscan.measure.collect import collect as collect
-    from headscan.measure.collect import score as score
     from headscan.measure.probe_settings import BehaviourProbe as BehaviourProbe
     from headscan.models.loaded_model import LoadedModel as LoadedModel
     from headscan.models.loaded_model import Sharding as Sharding
     from headscan.pruning.save_model import save_pruned as save_pruned
     from headscan.pruning.slice_heads import slice_heads as slice_heads
+    from headscan.statistics.scores import score as score
 
 __version__ = "1.0.0rc1"
 
@@ -108,7 +108,7 @@ _HOMES = {
     "open_store": "analysis.notebook_tables",
     "probe": "measure.behaviour_probes",
     "save_pruned": "pruning.save_model",
-    "score": "measure.collect",
+    "score": "statistics.scores",
     "slice_heads": "pruning.slice_heads",
 }
 

@@ -55,7 +55,7 @@ class AttentionSite:
     """One softmax attention of one layer.
 
     Attributes:
-        site: ``self``; in encoder-decoders also ``encoder`` and ``cross``.
+        kind: ``self``; in encoder-decoders also ``encoder`` and ``cross``.
         layer: Index of the layer.
         path: Name of the attention module in the model.
         output_projection: Name of the module whose input is the concatenated output of all heads.
@@ -71,7 +71,7 @@ class AttentionSite:
             equal size.
     """
 
-    site: str
+    kind: str
     layer: int
     path: str
     output_projection: str
@@ -131,7 +131,7 @@ class HeadGrid:
     @property
     def kind(self) -> str:
         """Kind of site: ``self``, ``encoder`` or ``cross``."""
-        return self.sites[0].site if self.sites else "self"
+        return self.sites[0].kind if self.sites else "self"
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -228,8 +228,8 @@ class HeadGrid:
         ]
 
     def as_dicts(self) -> list[dict[str, Any]]:
-        """Return the sites as plain data, for a store or a file."""
-        return [asdict(site) for site in self.sites]
+        """Return the sites as plain data, for a store or a file, where ``site`` is the kind of a site."""
+        return [{"site": values.pop("kind"), **values} for values in map(asdict, self.sites)]
 
     def _layers(self) -> str:
         layers = [site.layer for site in self.sites]

@@ -23,7 +23,7 @@ from headscan.cluster.placement_base import PlacementRequest
 from headscan.errors import HeadscanError
 from headscan.model_spec import ModelSpec
 from headscan.options import BATCH_TOKENS
-from headscan.pipelines.evaluate.answering import work_items
+from headscan.pipelines.evaluate.answering import request_chunks
 from headscan.pipelines.evaluate.checks import check_continues, check_predicts
 from headscan.pipelines.evaluate.harness import HeadscanLM
 from headscan.pipelines.kv.plan_arms import check_plan, plan_arms
@@ -128,7 +128,7 @@ class HeadscanModel(HeadscanLM):
         new = {mark: request for mark, request in self.requests.items() if mark not in known}
         check_continues(self._context, [self._arm], new)
         answers = dict(known)
-        items = {f"{self._arm.name}, requests {item.index}": item for item in work_items(new, self._batch_tokens)}
+        items = {f"{self._arm.name}, requests {item.index}": item for item in request_chunks(new, self._batch_tokens)}
         work = (
             self._reading.item(name, item.requests, self._arm.intervention, self._batch_tokens)
             for name, item in items.items()

@@ -135,7 +135,7 @@ def losses_of_plans(run: Run, config: PlanConfig, options: argparse.Namespace) -
             corpus_hash=prompts.content_hash,
         )
         total = len(sets) * len(prompts.requests)
-        with run.measured_numbers(record) as known, Progress(f"plans on {prompts.name}", total, "prompts") as progress:
+        with run.resumable_numbers(record) as known, Progress(f"plans on {prompts.name}", total, "prompts") as progress:
             pool = PromptPool(run.pool, config.batch_tokens, known=known, progress=progress)
             nats = pool.losses(prompts.requests, sets).nats
         lost = iter(nats[1:] - nats[:1])

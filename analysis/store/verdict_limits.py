@@ -41,7 +41,7 @@ def identical_questions(comparisons: int = 1) -> int:
 
 
 #: Minimum number of texts (questions, if each has its own) with which identical answers of one arm pass.
-LEAST_QUESTIONS = identical_questions()
+LEAST_SAFE_TEXTS = identical_questions()
 
 #: Minimum accuracy of the baseline above chance, in percentage points; below it there is little more than the margin
 #: to lose.

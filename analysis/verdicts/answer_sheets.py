@@ -15,7 +15,7 @@ from headscan.analysis.store.records import CONTROL_KINDS_SQL, ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ALL_TASKS
 from headscan.analysis.store.verdict_limits import QUESTIONS_PER_TEXT
-from headscan.analysis.verdicts.paired import PairedDifference, Sampling, compare, retained
+from headscan.analysis.verdicts.paired import PairedDifference, Sampling, compare, retained_share
 from headscan.catalog import recall_family
 
 
@@ -163,7 +163,7 @@ class AnswerSheets:
             return paired if asked.chance is None else replace(paired, chance=asked.chance)
         if not scope.is_recall_family:
             return paired
-        return replace(paired, retained=retained(theirs, ours, asked.texts, recall_family(scope.task).chance))
+        return replace(paired, retained=retained_share(theirs, ours, asked.texts, recall_family(scope.task).chance))
 
     def difference(self, scope: Scope, baseline: np.ndarray, arm: np.ndarray) -> float:
         """Return the mean paired difference in percentage points; `compare` also computes its interval."""

@@ -202,7 +202,7 @@ class ArmResults(FinishedArm):
     @property
     def keeps_accuracy(self) -> bool:
         """True if the lower end is above -1 point, on enough questions, and no task is lost."""
-        return self.paired.low > -MARGIN and self.paired.can_show_loss and not self.tasks_lost
+        return self.paired.low > -MARGIN and self.paired.can_show_safety and not self.tasks_lost
 
     @property
     def tasks_lost(self) -> tuple[TaskVerdict, ...]:

@@ -17,7 +17,7 @@ from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.verdict_limits import (
     FEW_DIFFER,
     LEAST_BASELINE,
-    LEAST_QUESTIONS,
+    LEAST_SAFE_TEXTS,
     LEAST_TEXTS,
     MARGIN,
     POWER,
@@ -61,7 +61,7 @@ class Interval(NamedTuple):
         return f"{value}{unit} [{low}, {high}]" if self.known else f"{value}{unit}"
 
 
-def retained(baseline: np.ndarray, arm: np.ndarray, texts: np.ndarray, chance: float) -> Interval:
+def retained_share(baseline: np.ndarray, arm: np.ndarray, texts: np.ndarray, chance: float) -> Interval:
     """Return the share of the baseline's ability above chance that an arm retains, in percent: ``clip(100 * (arm -
     chance) / (baseline - chance), -100, 200)`` of the means over texts. If the baseline is not above chance, the
     number and the upper end are 200, and the lower end is -100.
@@ -157,9 +157,9 @@ class PairedDifference:
         return self.baseline - chance >= LEAST_BASELINE and not (chance and by_chance)
 
     @property
-    def can_show_loss(self) -> bool:
+    def can_show_safety(self) -> bool:
         """True if the texts, and the baseline's right answers, are enough to show a loss."""
-        return self.texts >= LEAST_QUESTIONS and self.above_chance
+        return self.texts >= LEAST_SAFE_TEXTS and self.above_chance
 
     @property
     def shows_loss(self) -> bool:
@@ -326,13 +326,13 @@ def resampled_interval(strata: list[_Stratum], resamples: int) -> tuple[float, f
     whole = max(1, floor(freedom + 1e-9))  # one stratum has exactly its own, in spite of rounding
     quantile = t_quantile(TAIL, whole)
     half = quantile * sqrt(variances.sum()) / count
-    low, high = percentiles(tuple(_kinds(stratum) for stratum in strata), resamples)
+    low, high = percentiles(tuple(_text_counts(stratum) for stratum in strata), resamples)
     wider = quantile / _Z
     below, above = max(half, wider * (observed - low)), max(half, wider * (high - observed))
     return float(max(-1.0, observed - below)), float(min(1.0, observed + above)), whole
 
 
-class _Kinds(NamedTuple):
+class _TextCounts(NamedTuple):
     """The distinct texts of a stratum, each a sum of differences and a number of questions, and how many there are of
     each. Equal texts are interchangeable, so one multinomial draw over these replaces drawing texts one by one.
     """
@@ -342,7 +342,7 @@ class _Kinds(NamedTuple):
     questions: int
 
 
-def _kinds(stratum: _Stratum) -> _Kinds:
+def _text_counts(stratum: _Stratum) -> _TextCounts:
     texts = stratum.texts
     if (texts[:, 1] == 1).all():
         # np.unique is far faster on one column.
@@ -351,11 +351,11 @@ def _kinds(stratum: _Stratum) -> _Kinds:
     else:
         rows, counts = np.unique(texts, axis=0, return_counts=True)
         kinds = tuple(map(tuple, rows.tolist()))
-    return _Kinds(kinds, tuple(counts.tolist()), stratum.questions)
+    return _TextCounts(kinds, tuple(counts.tolist()), stratum.questions)
 
 
 @lru_cache(maxsize=1 << 14)
-def percentiles(strata: tuple[_Kinds, ...], resamples: int) -> tuple[float, float]:
+def percentiles(strata: tuple[_TextCounts, ...], resamples: int) -> tuple[float, float]:
     """Return the 2.5 % and 97.5 % quantiles of a mean over bootstrap samples.
 
     Each stratum draws n - 1 of its n texts: drawing n would make the variance too small by the factor (n - 1) / n (Rao

@@ -26,11 +26,11 @@ from headscan.attention.hooks import attention_hook, output_hook
 from headscan.catalog import MassWidths, statistics_for
 from headscan.errors import InterventionError
 from headscan.grid import AttentionSite
-from headscan.measure.collect import find_score, score
 from headscan.models.forward_inputs import TokenMeans, real_tokens
 from headscan.models.loaded_model import LoadedModel
 from headscan.statistics.norm_statistics import ProjectionFactors
 from headscan.statistics.registry import JOINABLE, OUTPUT_STATISTICS, masks_read, needs_projection, output_statistics
+from headscan.statistics.scores import find_score, score
 from headscan.statistics.weight_statistics import AttentionRequest
 
 

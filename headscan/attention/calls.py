@@ -35,7 +35,7 @@ from headscan.statistics.registry import (
 from headscan.statistics.weight_statistics import (
     AttentionPath,
     AttentionRequest,
-    Findings,
+    CallNumbers,
     Geometry,
     QuerySum,
     WeightBlock,
@@ -105,9 +105,9 @@ class WeightTally:
                 self._sums[name] = of_queries.zeros(block, self.geometry)
             of_queries.add(self._sums[name], block)
 
-    def findings(self) -> Findings:
+    def findings(self) -> CallNumbers:
         per_query = {name: torch.cat(blocks, -1) for name, blocks in self._numbers.items()}
-        return Findings(per_query, self._sums, self.request, self.geometry)
+        return CallNumbers(per_query, self._sums, self.request, self.geometry)
 
 
 class AttentionCall(ABC):
@@ -253,7 +253,7 @@ class ScoredCall(AttentionCall):
                 numbers_with_output=any(number.with_output for number in numbers),
             )
             per_query = fused_numbers(numbers, fused)
-            findings = Findings(per_query, {}, request, self.geometry)
+            findings = CallNumbers(per_query, {}, request, self.geometry)
         own_values = self.value_BKSD[:, :, request.past :]
         return out.to(self.query_BHND.dtype), _statistics(findings, own_values, self.num_attention_heads)
 
@@ -344,7 +344,7 @@ class ScoredCall(AttentionCall):
         return kernels_for(self.query_BHND, width, self.num_attention_heads // self.num_key_value_heads)
 
 
-def _statistics(findings: Findings, value_BKSD: Tensor, heads: int) -> dict[str, Tensor]:
+def _statistics(findings: CallNumbers, value_BKSD: Tensor, heads: int) -> dict[str, Tensor]:
     """Return the requested statistics of weights and values, of the real tokens."""
     request = findings.request
     return weight_statistics(findings) | value_statistics(value_BKSD, request.over_keys, request.statistics, heads)

@@ -203,13 +203,13 @@ class _Probe:
         if by_interface and isinstance(call, ScoredCall):
             self.named_windows &= window_is_named(call)
         kind = "cross" if call.geometry.cross else "encoder" if call.geometry.queries == _ENCODER_TOKENS else "self"
-        layer = _layer(path, module, sum(site.site == kind for site in self.sites))
+        layer = _layer(path, module, sum(site.kind == kind for site in self.sites))
         heads = getattr(module, "headscan_heads", None)
         # Where groups differ in size, the call shows each key once per query head, and the module holds the index.
         index = None if heads is None or heads.groups_are_equal else heads.kv_index
         self.sites.append(
             AttentionSite(
-                site=kind,
+                kind=kind,
                 layer=layer,
                 path=path,
                 output_projection=self.names[projection],
@@ -241,7 +241,7 @@ def _grid(probe: _Probe, model: PreTrainedModel) -> HeadGrid:
     """Return the sites in order, decoder self-attention first."""
     grids: list[HeadGrid] = []
     for kind in ("self", "encoder", "cross"):
-        sites = sorted((site for site in probe.sites if site.site == kind), key=lambda site: site.layer)
+        sites = sorted((site for site in probe.sites if site.kind == kind), key=lambda site: site.layer)
         if not sites:
             continue
         for below, above in pairwise(sites):

@@ -274,7 +274,7 @@ class _Dispatch:
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         site = self.sites[module]
         refuse_training(module)
-        call = call.placed(causal=site.causal, cross=site.site == "cross")
+        call = call.placed(causal=site.causal, cross=site.kind == "cross")
         with without_autocast(call.device):
             outs = [out for observer in self.observers if (out := observer(site, call)) is not None]
             return outs[-1] if outs else call.output()

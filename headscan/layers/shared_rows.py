@@ -36,10 +36,10 @@ from headscan.errors import InterventionError, UnsupportedModelError
 from headscan.grid import AttentionSite
 from headscan.layers.blocks import Blocks, cannot_resume, find_blocks, resuming_at
 from headscan.layers.prefix_cache import nearly_equal, shares_prefixes
-from headscan.measure.collect import score
 from headscan.models.forward_inputs import run_forward
 from headscan.models.loaded_model import LoadedModel
 from headscan.statistics.registry import JOINS
+from headscan.statistics.scores import score
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class SharedRowHooks:
         self._row = row
         kinds = {ablation: number for number, ablation in enumerate(dict.fromkeys(ablated))}
         self._ablations = list(kinds)
-        self._kind_R = torch.tensor([kinds[ablation] for ablation in ablated])
+        self._ablation_R = torch.tensor([kinds[ablation] for ablation in ablated])
         for ablation in kinds:
             if not ablation.may_share_rows:
                 raise InterventionError(
@@ -210,12 +210,12 @@ class SharedRowHooks:
     def _chosen(self, site: AttentionSite, heads_BNHD: Tensor, here: _Layout) -> Tensor:
         """Return the ablated heads of each sequence, bool (R, H): on the CPU if no score decides."""
         if self._score is None:
-            return torch.stack([ablation.heads_at(site, None) for ablation in self._ablations])[self._kind_R]
+            return torch.stack([ablation.heads_at(site, None) for ablation in self._ablations])[self._ablation_R]
         scores_RH = self._scores(self._score, site, heads_BNHD, here)
         ablated_RH = torch.zeros_like(scores_RH, dtype=torch.bool)
         for number, ablation in enumerate(self._ablations):
             by_this = ablation.heads_at(site, scores_RH).to(scores_RH.device, non_blocking=True)
-            ablated_RH = torch.where((here.kind == number)[:, None], by_this, ablated_RH)
+            ablated_RH = torch.where((here.ablation == number)[:, None], by_this, ablated_RH)
         return ablated_RH
 
     def _scores(self, name: str, site: AttentionSite, heads_BNHD: Tensor, here: _Layout) -> Tensor:
@@ -231,7 +231,7 @@ class SharedRowHooks:
 
     def _layout(self, device: torch.device) -> _Layout:
         if device not in self._layouts:
-            self._layouts[device] = _Layout.of(self._row, self._kind_R, device)
+            self._layouts[device] = _Layout.of(self._row, self._ablation_R, device)
         return self._layouts[device]
 
 
@@ -281,7 +281,7 @@ class _Layout(NamedTuple):
             order, padding included.
         owner: A sequence that each token (N,) belongs to.
         sequence: Place of each sequence (R,) among those that share a prefix, followed by those alone.
-        kind: Number of each sequence's ablation (R,).
+        ablation: Number of each sequence's ablation (R,).
     """
 
     shared: _Shared | None
@@ -289,10 +289,10 @@ class _Layout(NamedTuple):
     order: Tensor
     owner: Tensor
     sequence: Tensor
-    kind: Tensor
+    ablation: Tensor
 
     @classmethod
-    def of(cls, row: SharedRow, kind_R: Tensor, device: torch.device) -> _Layout:
+    def of(cls, row: SharedRow, ablation_R: Tensor, device: torch.device) -> _Layout:
         past = len(row.prefix)
         owner, order = torch.empty(len(row), dtype=torch.long), torch.empty(len(row), dtype=torch.long)
         groups = [(at, group) for at, group in zip(row.prefix_starts, row.groups, strict=True) if len(group) > 1]
@@ -321,7 +321,7 @@ class _Layout(NamedTuple):
             alone = _Alone(places.to(device), lengths.to(device))
         of_part = [*(index for _, group in groups for index in group), *(index for _, index in apart)]
         sequence = torch.tensor(of_part).argsort()
-        return cls(shared, alone, *(part.to(device) for part in (order, owner, sequence, kind_R)))
+        return cls(shared, alone, *(part.to(device) for part in (order, owner, sequence, ablation_R)))
 
 
 def _places(starts: Sequence[int], lengths_R: Tensor) -> tuple[Tensor, Tensor]:

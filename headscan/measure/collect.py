@@ -1,7 +1,7 @@
-"""Every statistic of every head, from one pass over a batch, and the scores computed from them.
+"""Every statistic of every head, from one pass over a batch.
 
 Shapes: B sequences, N tokens (padded on the right), L layers, H query heads of the widest layer, D width of a head's
-output. Leading axes of scores are free; the last axis is the heads of one layer.
+output.
 """
 
 from __future__ import annotations
@@ -17,15 +17,8 @@ from torch import Tensor
 
 from headscan.attention.calls import AttentionCall
 from headscan.attention.hooks import attention_hook, output_hook
-from headscan.catalog import PROFILES, SCORES, STATISTICS, MassWidths, Score, check_statistics
-from headscan.errors import (
-    NamedValues,
-    NotFiniteError,
-    SequenceError,
-    UnknownNameError,
-    UnsupportedModelError,
-    unknown_name,
-)
+from headscan.catalog import PROFILES, SCORES, STATISTICS, MassWidths, check_statistics
+from headscan.errors import NamedValues, NotFiniteError, SequenceError, UnsupportedModelError
 from headscan.grid import AttentionSite, HeadGrid
 from headscan.models.forward_inputs import batch_kwargs, on_cpu, real_tokens, run_forward
 from headscan.models.loaded_model import LoadedModel
@@ -33,31 +26,6 @@ from headscan.models.token_batches import PADDING, pad
 from headscan.statistics.norm_statistics import ProjectionFactors
 from headscan.statistics.registry import OUTPUT_STATISTICS, key_masks, needs_projection, output_statistics, undefined
 from headscan.statistics.weight_statistics import AttentionPath, AttentionRequest
-
-
-def find_score(name: str) -> Score:
-    if name not in SCORES:
-        raise unknown_name("score", name, SCORES)
-    return SCORES[name]
-
-
-def score(statistics: Mapping[str, Tensor], name: str) -> Tensor:
-    """Return one score of every head, per sequence: (B, L, H). Layer means skip NaN, which marks heads that a layer
-    lacks.
-
-    Raises:
-        UnknownNameError: The catalogue lacks the score, or ``statistics`` lack what it is derived from.
-    """
-    declared = find_score(name)
-    for needed in (declared.statistic, declared.normaliser):
-        if needed is not None and needed not in statistics:
-            raise UnknownNameError(f"score {name!r} needs the statistic {needed!r}. Pass it to collect")
-    numerator = statistics[declared.statistic]
-    if declared.normaliser is None:
-        return numerator
-    denominator = statistics[declared.normaliser]
-    return numerator / (denominator.nanmean(-1, keepdim=True) if declared.over == "layer" else denominator)
-
 
 #: Token ids (B, N), or B texts or lists of ids of any lengths.
 TokenIds = Tensor | np.ndarray | Sequence[str] | Sequence[Sequence[int]]
@@ -96,7 +64,9 @@ def _only_special(lm: LoadedModel, text: str, tokens: int) -> bool:
     return not lm.require_tokenizer()(text, add_special_tokens=False)["input_ids"]
 
 
-def nonfinite(grid: HeadGrid, values: Mapping[str, Tensor], lengths: Tensor, key_lengths: Tensor) -> dict[str, Tensor]:
+def find_nonfinite(
+    grid: HeadGrid, values: Mapping[str, Tensor], lengths: Tensor, key_lengths: Tensor
+) -> dict[str, Tensor]:
     """Return where statistics (B, L, H) and profiles (B, L, H, bins) are unexpectedly not finite: bool (B, L, H)."""
     exists = torch.zeros(grid.shape, dtype=torch.bool)
     for site in grid.sites:
@@ -322,7 +292,7 @@ class _Collector:
                     )
             stacked[name] = torch.stack(layers, 1)
         finite = all(math.isfinite(float(values.sum())) for values in stacked.values())
-        wrong = {} if self.keep_nonfinite or finite else nonfinite(self.lm.grid, stacked, *self.lengths)
+        wrong = {} if self.keep_nonfinite or finite else find_nonfinite(self.lm.grid, stacked, *self.lengths)
         if first := first_nonfinite(wrong):
             name, layer, row = first
             raise NotFiniteError(

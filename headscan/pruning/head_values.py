@@ -17,10 +17,11 @@ from headscan.errors import PruningError
 from headscan.gradients.head_importance import default_loss, entropies, head_gradients
 from headscan.gradients.losses import Loss
 from headscan.grid import Head
-from headscan.measure.collect import collect, score
+from headscan.measure.collect import collect
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import Calibration
 from headscan.pruning.edited_model import Divergence, Edits, LayerEdits, edited
+from headscan.statistics.scores import score
 
 #: Calibration tokens of effects: each head runs the layers from its own on.
 _EFFECT_TOKENS = 8192

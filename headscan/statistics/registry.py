@@ -27,7 +27,7 @@ from headscan.statistics.weight_statistics import (
     ENTROPIES,
     PROFILES_AND_RECEIVED,
     SHARE_STATISTICS,
-    Findings,
+    CallNumbers,
     Joins,
     QueryMean,
     QueryNumber,
@@ -92,7 +92,7 @@ def fused_numbers(numbers: Iterable[QueryNumber], fused: FusedPass) -> dict[str,
     return per_query
 
 
-def weight_statistics(findings: Findings) -> dict[str, Tensor]:
+def weight_statistics(findings: CallNumbers) -> dict[str, Tensor]:
     """Return the requested weight statistics (B, H) and profiles (B, H, bins) of the real tokens, float32."""
     names = findings.request.statistics - POSITIONAL if findings.geometry.cross else findings.request.statistics
     chosen = [statistic for name, statistic in WEIGHT_STATISTICS.items() if name in names]

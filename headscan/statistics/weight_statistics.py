@@ -155,7 +155,7 @@ class WeightBlock:
 
 
 @dataclass(frozen=True)
-class Findings:
+class CallNumbers:
     """The numbers of one attention call: (B, H, N) by name of a `QueryNumber`, and sums by name of a `QuerySum`."""
 
     per_query: dict[str, Tensor]
@@ -244,7 +244,7 @@ class QueryMean(WeightStatistic):
     skip_first: ClassVar[bool] = False
 
     @abstractmethod
-    def of_queries(self, findings: Findings) -> Tensor:
+    def of_queries(self, findings: CallNumbers) -> Tensor:
         """Return what is averaged: (B, H, N)."""
 
     def skips_first(self, geometry: Geometry) -> bool:
@@ -255,7 +255,7 @@ class WholeCallStatistic(WeightStatistic):
     """A statistic that is computed from the findings as a whole."""
 
     @abstractmethod
-    def reduce(self, findings: Findings) -> Tensor:
+    def reduce(self, findings: CallNumbers) -> Tensor:
         """Return the statistic of the real tokens."""
 
 
@@ -266,7 +266,7 @@ class MeanOverQueries(QueryMean, QueryNumber):
     def query_numbers(self) -> tuple[QueryNumber, ...]:
         return (self,)
 
-    def of_queries(self, findings: Findings) -> Tensor:
+    def of_queries(self, findings: CallNumbers) -> Tensor:
         return findings.per_query[self.name]
 
 
@@ -355,7 +355,7 @@ class DistantMass(QueryMean):
 
     query_numbers = (WeightSum(), SinkMass(), RecentMass())
 
-    def of_queries(self, findings: Findings) -> Tensor:
+    def of_queries(self, findings: CallNumbers) -> Tensor:
         near = findings.per_query["sink_mass"] + findings.per_query["recent_mass"]
         return (findings.per_query["weight_sum"] - near).clamp_min(0.0)
 
@@ -365,7 +365,7 @@ class LearnedSinkMass(QueryMean):
 
     query_numbers = (WeightSum(),)
 
-    def of_queries(self, findings: Findings) -> Tensor:
+    def of_queries(self, findings: CallNumbers) -> Tensor:
         return (1.0 - findings.per_query["weight_sum"]).clamp_min(0.0)
 
 
@@ -420,7 +420,7 @@ class RelativeEntropy(QueryMean):
     def skips_first(self, geometry: Geometry) -> bool:
         return geometry.causal
 
-    def of_queries(self, findings: Findings) -> Tensor:
+    def of_queries(self, findings: CallNumbers) -> Tensor:
         entropy_BHN = findings.per_query["entropy"]
         if findings.geometry.causal:
             seen = torch.arange(1, findings.geometry.queries + 1, device=entropy_BHN.device, dtype=entropy_BHN.dtype)
@@ -464,7 +464,7 @@ class ReceivedMax(WholeCallStatistic):
     name = "received_max"
     query_sums = (Received(),)
 
-    def reduce(self, findings: Findings) -> Tensor:
+    def reduce(self, findings: CallNumbers) -> Tensor:
         return findings.received_BHS.amax(-1)
 
 
@@ -473,7 +473,7 @@ class ReceivedConcentration(WholeCallStatistic):
     undefined_for_one = True
     query_sums = (Received(),)
 
-    def reduce(self, findings: Findings) -> Tensor:
+    def reduce(self, findings: CallNumbers) -> Tensor:
         share = findings.received_BHS / findings.received_BHS.sum(-1, keepdim=True)
         entropy = -torch.special.xlogy(share, share).sum(-1)
         concentration = 1.0 - entropy / findings.request.key_lengths.log()[:, None]
@@ -485,7 +485,7 @@ class ReceivedByPosition(WholeCallStatistic):
     name = "received_by_position"
     query_sums = (Received(),)
 
-    def reduce(self, findings: Findings) -> Tensor:
+    def reduce(self, findings: CallNumbers) -> Tensor:
         return doubling_sums(findings.received_BHS.double())
 
 
@@ -494,7 +494,7 @@ class MassByDistance(WholeCallStatistic):
     positional = True
     query_sums = (WeightByOffset(),)
 
-    def reduce(self, findings: Findings) -> Tensor:
+    def reduce(self, findings: CallNumbers) -> Tensor:
         by_offset = findings.sums["weight_by_offset"]
         keys = by_offset.shape[-1] // 2 + 1
         earlier_and_own, later = by_offset[..., :keys].flip(-1), by_offset[..., keys:]
@@ -519,7 +519,7 @@ class ArgmaxOffsets(WholeCallStatistic):
 
     query_numbers = (ArgmaxOffset(),)
 
-    def reduce(self, findings: Findings) -> Tensor:
+    def reduce(self, findings: CallNumbers) -> Tensor:
         offsets_BHN, lengths = findings.per_query["argmax_offset"], findings.request.lengths
         real = real_tokens(lengths, offsets_BHN.shape[-1])[:, None].expand_as(offsets_BHN)
         bins = offsets_BHN.nan_to_num().clamp(-MAX_OFFSET - 1, MAX_OFFSET + 1).long() + MAX_OFFSET + 1

@@ -34,7 +34,7 @@ def ablated_sets(grid: HeadGrid, mode: str) -> Iterator[tuple[str, list[Head], d
         every = [Head(site.layer, head) for head in range(site.num_attention_heads)]
         for head in every if mode == EACH or len(every) > 1 else ():
             ablated = [head] if mode == EACH else [other for other in every if other != head]
-            place = {"site": site.site, "layer": site.layer, "head": head.head, "kv_head": site.kv_head_of[head.head]}
+            place = {"site": site.kind, "layer": site.layer, "head": head.head, "kv_head": site.kv_head_of[head.head]}
             yield f"{'' if mode == EACH else 'all but '}{site.layer}:{head.head}", ablated, {"mode": mode, **place}
 
 

@@ -40,7 +40,7 @@ from headscan.pipelines.runs.progress import at_work
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.scoring.likelihood import intervening
-from headscan.pipelines.scoring.reading import Reading
+from headscan.pipelines.scoring.reading import PromptReading
 from headscan.pipelines.scoring.token_requests import ArmItem, Likelihood, Responses
 from headscan.pipelines.settings.corpus_settings import ExampleError, ExamplesSpec, LabelledMetric
 from headscan.pipelines.settings.evaluation_settings import AblationMode
@@ -81,7 +81,7 @@ METRICS = {Answers.CLASS: (ACCURACY, LOSS), Answers.TEXT: (BLEU, LOSS, ACCURACY)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelledReading(Reading):
+class LabelledReading(PromptReading):
     """How labelled examples are read and answered. ``classes`` are empty for target texts; ``new_tokens`` is the length
     of the longest generated text.
     """
@@ -168,7 +168,7 @@ def _check_finite(values: torch.Tensor) -> None:
         )
 
 
-#: Examples of one item of a pool.
+#: Examples of one chunk.
 _GROUP = 512
 #: Generated tokens beyond twice the longest target.
 _SPARE_TOKENS = 8
@@ -251,7 +251,7 @@ class LabelledQuestions:
             corpus_hash=data_hash,
         )
 
-    def items(self) -> list[RequestChunk]:
+    def chunks(self) -> list[RequestChunk]:
         cuts = [slice(start, start + _GROUP) for start in range(0, len(self.judging), _GROUP)]
         return [
             RequestChunk(index, tuple(self._hashes[cut]), tuple(self.judging[cut])) for index, cut in enumerate(cuts)

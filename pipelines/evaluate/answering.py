@@ -19,7 +19,7 @@ from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.scoring.bundles import LEAST_SIZE, Start, bundle
 from headscan.pipelines.scoring.prefix_tree import common_tokens
-from headscan.pipelines.scoring.reading import Reading
+from headscan.pipelines.scoring.reading import PromptReading
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
 from headscan.pipelines.scoring.token_requests import (
     GenerationRequest,
@@ -30,8 +30,8 @@ from headscan.pipelines.scoring.token_requests import (
     score_item,
 )
 
-#: Approximate number of items per arm; fewer if items would be smaller than a batch.
-_ITEMS = 64
+#: Approximate number of chunks per arm; fewer if chunks would be smaller than a batch.
+_CHUNKS = 64
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,16 @@ class RequestChunk:
         return isinstance(self.requests[0], Request)
 
 
-def work_items(requests: Mapping[str, Request | GenerationRequest], batch_tokens: int) -> list[RequestChunk]:
-    """Return the items of all requests, given by hash. The same requests give the same items."""
-    items: list[RequestChunk] = []
+def request_chunks(requests: Mapping[str, Request | GenerationRequest], batch_tokens: int) -> list[RequestChunk]:
+    """Return the chunks of all requests, given by hash. The same requests give the same chunks."""
+    chunks: list[RequestChunk] = []
     scored, costs = _by_prefix({h: request for h, request in requests.items() if isinstance(request, Request)})
     for part in _cut(list(scored), costs, batch_tokens):
-        items.append(RequestChunk(len(items), tuple(part), tuple(scored[h] for h in part)))
+        chunks.append(RequestChunk(len(chunks), tuple(part), tuple(scored[h] for h in part)))
     written, costs = _by_length({h: r for h, r in requests.items() if isinstance(r, GenerationRequest)})
     for part in _cut(list(written), costs, batch_tokens):
-        items.append(RequestChunk(len(items), tuple(part), tuple(written[h] for h in part)))
-    return items
+        chunks.append(RequestChunk(len(chunks), tuple(part), tuple(written[h] for h in part)))
+    return chunks
 
 
 def _by_prefix(requests: Mapping[str, Request]) -> tuple[dict[str, Request], list[int]]:
@@ -77,7 +77,7 @@ def _by_length(requests: Mapping[str, GenerationRequest]) -> tuple[dict[str, Gen
 
 
 def _cut(hashes: Sequence[str], costs: Sequence[int], batch_tokens: int) -> list[Sequence[str]]:
-    size = max(batch_tokens, sum(costs) // _ITEMS)
+    size = max(batch_tokens, sum(costs) // _CHUNKS)
     starts, tokens = [0], 0
     for index, cost in enumerate(costs):
         if tokens and tokens + cost > size:
@@ -89,7 +89,7 @@ def _cut(hashes: Sequence[str], costs: Sequence[int], batch_tokens: int) -> list
 
 #: Longest work of a bundle; progress is printed, and answers are stored, when one ends.
 _BUNDLE_SECONDS = 20.0
-#: A stop loses at most the answers of so many seconds; opening the store for every item would cost more.
+#: A stop loses at most the answers of so many seconds; opening the store for every chunk would cost more.
 _SECONDS_BETWEEN_WRITES = 5.0
 
 _RESPONSES = TABLES["responses"].schema(without=("arm_id",))
@@ -102,14 +102,14 @@ class AnsweringSettings:
     """
 
     batch_tokens: int
-    reading: Reading
+    reading: PromptReading
     starts: frozenset[Start] = frozenset()
     bundle_size: int = LEAST_SIZE
 
 
 @dataclass
 class ArmResponses:
-    """Responses and ablated shares (0 to 1) of an arm by the request's hash, and the indices of unanswered items."""
+    """Responses and ablated shares (0 to 1) of an arm by the request's hash, and the indices of unanswered chunks."""
 
     arm: Arm
     arm_id: str
@@ -117,10 +117,10 @@ class ArmResponses:
     ablated_shares: dict[str, float] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)
 
-    def take(self, item: RequestChunk, result: Responses[Likelihood | str]) -> None:
-        self.responses.update(zip(item.hashes, result.values, strict=True))
-        self.ablated_shares.update(zip(item.hashes, result.ablated_shares, strict=True))
-        self.missing.discard(item.index)
+    def take(self, chunk: RequestChunk, result: Responses[Likelihood | str]) -> None:
+        self.responses.update(zip(chunk.hashes, result.values, strict=True))
+        self.ablated_shares.update(zip(chunk.hashes, result.ablated_shares, strict=True))
+        self.missing.discard(chunk.index)
 
     def forget(self) -> None:
         """Free the responses: a sweep has hundreds of arms."""
@@ -131,19 +131,19 @@ def answer_arms(
     store: Store,
     pool: Pool,
     arms: Sequence[tuple[Arm, str]],
-    items: Sequence[RequestChunk],
+    chunks: Sequence[RequestChunk],
     settings: AnsweringSettings,
     *,
     title: str,
 ) -> Iterator[ArmResponses]:
-    """Answer all items with all arms, given with their ids in the store; yield each finished arm.
+    """Answer all chunks with all arms, given with their ids in the store; yield each finished arm.
 
-    Stored answers are not computed again. An item is answered completely or not at all, so that a resumed run has the
+    Stored answers are not computed again. A chunk is answered completely or not at all, so that a resumed run has the
     same batches, and the same digits, as an undisturbed one.
     """
-    by_arm = _stored(store, arms, items)
-    total = sum(len(item.hashes) for item in items)
-    left = sum(len(items[index].hashes) for of_arm in by_arm for index in of_arm.missing)
+    by_arm = _stored(store, arms, chunks)
+    total = sum(len(chunk.hashes) for chunk in chunks)
+    left = sum(len(chunks[index].hashes) for of_arm in by_arm for index in of_arm.missing)
     writer = _ResponseWriter(store)
     with Progress(title, total * len(arms), "requests") as progress:
         progress.skip(total * len(arms) - left)
@@ -152,15 +152,15 @@ def answer_arms(
                 yield of_arm
                 of_arm.forget()
         try:
-            schedule = _Schedule(by_arm, items, settings)
+            schedule = _Schedule(by_arm, chunks, settings)
             task: Task[Any, Any] = score_in_ranges if pool.staged else score_item
             for done in pool.map(task, schedule.pool_items()):
-                some, item = schedule.finished(done)
-                progress.update(len(item.hashes) * len(some))  # at once, or the rate would be that of one arm
+                some, chunk = schedule.finished(done)
+                progress.update(len(chunk.hashes) * len(some))  # at once, or the rate would be that of one arm
                 for of_arm, result in zip(some, done.value, strict=True):
-                    of_arm.take(item, result)
+                    of_arm.take(chunk, result)
                     if of_arm.missing:
-                        writer.add(of_arm, item)
+                        writer.add(of_arm, chunk)
                     else:
                         writer.drop(of_arm)  # a finished arm is stored as a whole
                         yield of_arm
@@ -176,9 +176,9 @@ class _Schedule:
     """
 
     def __init__(
-        self, by_arm: Sequence[ArmResponses], items: Sequence[RequestChunk], settings: AnsweringSettings
+        self, by_arm: Sequence[ArmResponses], chunks: Sequence[RequestChunk], settings: AnsweringSettings
     ) -> None:
-        self._by_arm, self._items, self._settings = by_arm, items, settings
+        self._by_arm, self._chunks, self._settings = by_arm, chunks, settings
         self._drawn: dict[str, tuple[list[ArmResponses], RequestChunk]] = {}
         self._seconds = self._tokens = 0.0
 
@@ -186,37 +186,37 @@ class _Schedule:
         settings = self._settings
         ablated = [of_arm.arm.intervention for of_arm in self._by_arm]
         for group in bundle(ablated, settings.starts, settings.bundle_size):
-            for item in self._items:
-                lacking = [self._by_arm[index] for index in group if item.index in self._by_arm[index].missing]
+            for chunk in self._chunks:
+                lacking = [self._by_arm[index] for index in group if chunk.index in self._by_arm[index].missing]
                 while lacking:
-                    most = self._most_arms(item)
+                    most = self._most_arms(chunk)
                     some, lacking = lacking[:most], lacking[most:]
-                    work = self._pool_item([of_arm.arm for of_arm in some], item)
-                    self._drawn[work.name] = some, item
-                    yield work
+                    item = self._pool_item([of_arm.arm for of_arm in some], chunk)
+                    self._drawn[item.name] = some, chunk
+                    yield item
 
     def finished(self, done: Finished[ScoringItem[Any], Any]) -> tuple[list[ArmResponses], RequestChunk]:
         """Return the arms and the requests of a finished item of the pool."""
-        some, item = self._drawn.pop(done.item.name)
+        some, chunk = self._drawn.pop(done.item.name)
         if len(some) > 1:
             self._seconds += done.seconds
-            self._tokens += len(some) * _tokens(item.requests)
-        return some, item
+            self._tokens += len(some) * _tokens(chunk.requests)
+        return some, chunk
 
-    def _most_arms(self, item: RequestChunk) -> int:
+    def _most_arms(self, chunk: RequestChunk) -> int:
         """Return how many arms are answered in `_BUNDLE_SECONDS`; `LEAST_SIZE` before the first bundle is measured."""
-        if not item.scored:
+        if not chunk.scored:
             return 1
-        seconds = self._seconds / max(1.0, self._tokens) * _tokens(item.requests)
+        seconds = self._seconds / max(1.0, self._tokens) * _tokens(chunk.requests)
         return max(LEAST_SIZE, int(_BUNDLE_SECONDS / seconds)) if seconds else LEAST_SIZE
 
-    def _pool_item(self, arms: Sequence[Arm], item: RequestChunk) -> ScoringItem[Any]:
-        settings, of_item = self._settings, f"requests {item.index}"
+    def _pool_item(self, arms: Sequence[Arm], chunk: RequestChunk) -> ScoringItem[Any]:
+        settings, of_chunk = self._settings, f"requests {chunk.index}"
         if len(arms) == 1:
-            name = f"{arms[0].name}, {of_item}"
-            return settings.reading.item(name, item.requests, arms[0].intervention, settings.batch_tokens)
-        masks, name = tuple(arm.intervention for arm in arms), f"{arms[0].name} and {len(arms) - 1} more, {of_item}"
-        return settings.reading.bundle(name, item.requests, masks, settings.starts, settings.batch_tokens)
+            name = f"{arms[0].name}, {of_chunk}"
+            return settings.reading.item(name, chunk.requests, arms[0].intervention, settings.batch_tokens)
+        masks, name = tuple(arm.intervention for arm in arms), f"{arms[0].name} and {len(arms) - 1} more, {of_chunk}"
+        return settings.reading.bundle(name, chunk.requests, masks, settings.starts, settings.batch_tokens)
 
 
 def _tokens(requests: Sequence[Request]) -> int:
@@ -229,8 +229,8 @@ class _ResponseWriter:
         self._waiting: dict[str, tuple[ArmResponses, list[str]]] = {}
         self._written = time.monotonic()
 
-    def add(self, of_arm: ArmResponses, item: RequestChunk) -> None:
-        self._waiting.setdefault(of_arm.arm_id, (of_arm, []))[1].extend(item.hashes)
+    def add(self, of_arm: ArmResponses, chunk: RequestChunk) -> None:
+        self._waiting.setdefault(of_arm.arm_id, (of_arm, []))[1].extend(chunk.hashes)
 
     def drop(self, of_arm: ArmResponses) -> None:
         self._waiting.pop(of_arm.arm_id, None)
@@ -255,14 +255,14 @@ def _response_table(done: ArmResponses, hashes: Sequence[str]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=_RESPONSES)
 
 
-def _stored(store: Store, arms: Sequence[tuple[Arm, str]], items: Sequence[RequestChunk]) -> list[ArmResponses]:
+def _stored(store: Store, arms: Sequence[tuple[Arm, str]], chunks: Sequence[RequestChunk]) -> list[ArmResponses]:
     by_arm = {arm_id: ArmResponses(arm, arm_id) for arm, arm_id in arms}
     for row in store.responses(list(by_arm)).to_pylist():
         of_arm = by_arm[row["arm_id"]]
         of_arm.responses[row["request"]] = _response_of(row)
         of_arm.ablated_shares[row["request"]] = row["zeroed_share"]
     for of_arm in by_arm.values():
-        of_arm.missing = {item.index for item in items if not of_arm.responses.keys() >= set(item.hashes)}
+        of_arm.missing = {chunk.index for chunk in chunks if not of_arm.responses.keys() >= set(chunk.hashes)}
     return list(by_arm.values())
 
 

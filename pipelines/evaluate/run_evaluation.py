@@ -21,7 +21,13 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
 from headscan.errors import NotFiniteError
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.evaluate.answering import AnsweringSettings, ArmResponses, RequestChunk, answer_arms, work_items
+from headscan.pipelines.evaluate.answering import (
+    AnsweringSettings,
+    ArmResponses,
+    RequestChunk,
+    answer_arms,
+    request_chunks,
+)
 from headscan.pipelines.evaluate.checks import (
     check_continues,
     check_generates,
@@ -93,7 +99,7 @@ def run_evaluation(
 class ArmQuestions(Protocol):
     """Questions that all arms of a run answer; methods take responses and ablated shares by the request's hash."""
 
-    def items(self) -> Sequence[RequestChunk]:
+    def chunks(self) -> Sequence[RequestChunk]:
         """Return the requests of all questions."""
 
     def answering(self, run: Run, open_arms: int) -> AnsweringSettings:
@@ -114,8 +120,8 @@ class _EvaluationQuestions:
     questions: Questions
     interventions: Sequence[Intervention | None]
 
-    def items(self) -> list[RequestChunk]:
-        return work_items(self.questions.requests, self.config.batch_tokens)
+    def chunks(self) -> list[RequestChunk]:
+        return request_chunks(self.questions.requests, self.config.batch_tokens)
 
     def answering(self, run: Run, open_arms: int) -> AnsweringSettings:
         pool, facts = run.pool, run.facts
@@ -162,14 +168,14 @@ def run_arms(
         elif judges_arms:
             run.say(f"{arm.name}: finished before")
     failed: list[str] = []
-    items = questions.items()
+    chunks = questions.chunks()
     for spec in sorted(unfinished, key=lambda spec: spec is not None):  # the model of the baseline is open
         open_arms = unfinished[spec]
         with ExitStack() as opened:
             own = run if spec is None else opened.enter_context(run.on(spec, (models or {})[spec]))
             title = f"{len(open_arms)} arm{'s' * (len(open_arms) > 1)}"
             settings = questions.answering(own, len(open_arms))
-            for done in answer_arms(store, own.pool, open_arms, items, settings, title=title):
+            for done in answer_arms(store, own.pool, open_arms, chunks, settings, title=title):
                 try:
                     line = _finish_arm(store, questions, own.facts, done)
                     if judges_arms:

@@ -29,7 +29,7 @@ from headscan.errors import SequenceError
 from headscan.kv.kept_keys import KeptKeys, Window
 from headscan.kv.kv_damage import KvHead, candidates_of, kv_damages_by_sequence
 from headscan.long_work import KnownNumbers, WorkKey, hash_of
-from headscan.measure.collect import collect, score
+from headscan.measure.collect import collect
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pad, pass_tokens
 from headscan.pipelines.runs.code_version import code_version
@@ -49,6 +49,7 @@ from headscan.pipelines.scoring.prompt_losses import (
 )
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.saving_settings import PlanConfig
+from headscan.statistics.scores import score
 
 #: KV heads that get a window together, by the first of them.
 Units = Mapping[KvHead, tuple[KvHead, ...]]

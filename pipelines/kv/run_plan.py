@@ -247,7 +247,7 @@ def measured_plans(
     record = model.record(
         "plan", fingerprint(facts), config=stored, corpus=config.corpus.name, corpus_hash=prompts[0].content_hash
     )
-    with model.measured_numbers(record) as known:
+    with model.resumable_numbers(record) as known:
         return _plans(Measurement.of(config, model, prompts, known), budgets)
 
 

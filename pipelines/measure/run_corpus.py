@@ -72,7 +72,7 @@ class CorpusRunResult:
 
 
 @dataclass(frozen=True)
-class ShardMeasurement:
+class CorpusMeasurement:
     """A measurement of every shard of a corpus.
 
     Attributes:
@@ -93,7 +93,7 @@ class ShardMeasurement:
 def run_corpus(
     config: CorpusRunConfig,
     run: Run,
-    measurement: ShardMeasurement,
+    measurement: CorpusMeasurement,
     *,
     prompts: Callable[[], Sequence[TokenSequence]] = tuple,
     part: Part | None = None,

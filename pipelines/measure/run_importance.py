@@ -25,8 +25,8 @@ from headscan.pipelines.corpora import CorpusReport
 from headscan.pipelines.corpora.sequences import hash_ids, special_tokens
 from headscan.pipelines.measure.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss
 from headscan.pipelines.measure.run_corpus import (
+    CorpusMeasurement,
     CorpusRunResult,
-    ShardMeasurement,
     ShardTable,
     run_corpus,
     run_fingerprint,
@@ -139,7 +139,7 @@ def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
     def shard_item(shard: corpora.Shard) -> ImportanceItem:
         return ImportanceItem(shard, config.reduction, config.batch_tokens, run.identity.rope_lengths)
 
-    measurement = ShardMeasurement(
+    measurement = CorpusMeasurement(
         "importance", measure_importance, shard_item, forward_passes=_PASSES, deciding=settings, recorded=settings
     )
     return run_corpus(config, run, measurement, prompts=prompts)

@@ -18,12 +18,12 @@ from headscan.catalog import MassWidths
 from headscan.cluster.pool import StagedTask
 from headscan.errors import NotFiniteError
 from headscan.grid import HeadGrid
-from headscan.measure.collect import collect, first_nonfinite, nonfinite
+from headscan.measure.collect import collect, find_nonfinite, first_nonfinite
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.models.token_batches import Batch, pad, whole_batches
 from headscan.pipelines import corpora
-from headscan.pipelines.measure.run_corpus import CorpusRunResult, ShardMeasurement, ShardTable, run_corpus
+from headscan.pipelines.measure.run_corpus import CorpusMeasurement, CorpusRunResult, ShardTable, run_corpus
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.measure_settings import ScanConfig
 
@@ -40,7 +40,7 @@ def run_scan(config: ScanConfig, run: Run) -> CorpusRunResult:
         rope = run.identity.rope_lengths
         return ShardItem(shard, config.measured, config.widths, config.batch_tokens, config.keep_nonfinite, rope)
 
-    measurement = ShardMeasurement(
+    measurement = CorpusMeasurement(
         "scan",
         measure_shard,
         shard_item,
@@ -110,7 +110,7 @@ class HeadNumbers:
         )
 
 
-class _MeasureShard(StagedTask[ShardItem, Batch, list[HeadNumbers], ShardTable]):
+class _ScanShard(StagedTask[ShardItem, Batch, list[HeadNumbers], ShardTable]):
     """Pool task: measure every head on every sequence of a shard."""
 
     def passes(self, item: ShardItem) -> list[Batch]:
@@ -124,7 +124,7 @@ class _MeasureShard(StagedTask[ShardItem, Batch, list[HeadNumbers], ShardTable])
             lm_at = lm.at(kind)
             # `_refuse` checks the values instead, because its message names the document.
             values = collect(lm_at, ids, lengths, statistics=item.statistics, widths=item.widths, keep_nonfinite=True)
-            wrong = nonfinite(lm_at.grid, values, lengths, lengths)
+            wrong = find_nonfinite(lm_at.grid, values, lengths, lengths)
             if not item.keep_nonfinite:
                 _refuse(kind, wrong, texts)
             of_sites.append(HeadNumbers.of(lm_at.grid, values, torch.stack(list(wrong.values())).any(0)))
@@ -151,7 +151,7 @@ class _MeasureShard(StagedTask[ShardItem, Batch, list[HeadNumbers], ShardTable])
         return ShardTable(pa.concat_tables(tables), nonfinite_rows)
 
 
-measure_shard = _MeasureShard("measure_shard")
+measure_shard = _ScanShard("measure_shard")
 
 
 def _refuse(kind: str, wrong: Mapping[str, Tensor], texts: Sequence[corpora.TokenSequence]) -> None:

@@ -116,7 +116,7 @@ def kept_damages(
         corpus=texts.corpus,
         corpus_hash=texts.content_hash,
     )
-    return run.measured_numbers(record)
+    return run.resumable_numbers(record)
 
 
 @dataclass(frozen=True)

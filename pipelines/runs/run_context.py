@@ -175,7 +175,7 @@ class ModelContext:
             **software_of(self.identity.code_files_hash),
         )
 
-    def measured_numbers(self, record: RunRecord) -> AbstractContextManager[KnownNumbers]:
+    def resumable_numbers(self, record: RunRecord) -> AbstractContextManager[KnownNumbers]:
         """Yield the numbers that a job measures, by unit of work: here in memory alone, which a message reports. A
         `Run` keeps them in its store.
         """
@@ -254,7 +254,7 @@ class Run(ModelContext):
         return state
 
     @contextmanager
-    def measured_numbers(self, record: RunRecord) -> Iterator[KnownNumbers]:
+    def resumable_numbers(self, record: RunRecord) -> Iterator[KnownNumbers]:
         """Yield the numbers of a plan or prune run: those that the store has, and new ones, which are stored within
         seconds. A run that measures nothing leaves no trace. A finished run of other software is measured again, unless
         ``resume_anyway`` is set.

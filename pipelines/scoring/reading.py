@@ -1,6 +1,6 @@
 """How all arms of a run read prompts, so that their answers stay comparable, and which item answers them.
 
-The methods of `Reading` make an item of the requests, and its ``run`` answers them:
+The methods of `PromptReading` make an item of the requests, and its ``run`` answers them:
 
 ==================================================  ================  =======================
 requests, and their arm                             item              module
@@ -40,7 +40,7 @@ Ask = Callable[[Callable[[LoadedModel, Any], bool], None], bool]
 
 
 @dataclass(frozen=True)
-class Reading:
+class PromptReading:
     """How prompts are read.
 
     Attributes:
@@ -108,13 +108,13 @@ def choose_reading(
     interventions: Sequence[Intervention | None],
     shares: bool | None,
     say: Callable[[str], None],
-) -> Reading:
+) -> PromptReading:
     """Return the fastest way of reading under which all arms are comparable; ``dtype`` and ``rope`` are the model's.
     ``shares`` False shares no prefixes, and None only if all arms use the same kernels; ``say`` receives the reason if
     they are not shared.
     """
     rule_kernels = computed_as_rules(dtype, interventions)
-    whole = Reading(False, rule_kernels=rule_kernels, rope=rope)
+    whole = PromptReading(False, rule_kernels=rule_kernels, rope=rope)
     if shares is False:
         return whole
     if shares is None and reads_whole(dtype, interventions):
@@ -122,14 +122,14 @@ def choose_reading(
         return whole
     rules = any(intervention is not None and intervention.needs_whole_input for intervention in interventions)
     if (rules or rule_kernels) and ask(can_read_shared_rows, None):
-        return Reading(True, shared_rows=True, rule_kernels=rule_kernels, rope=rope)
+        return PromptReading(True, shared_rows=True, rule_kernels=rule_kernels, rope=rope)
     if rule_kernels and shares is None:
         say(f"prompts are read whole: in {dtype} all arms need the same kernels, and this model cannot share rows")
         return whole
     if not ask(can_share_prefixes, None):
         say("prompts are read whole: continuing from a cached prefix changes the hidden states of this model")
         return whole
-    return Reading(True, rope=rope)
+    return PromptReading(True, rope=rope)
 
 
 def can_share_prefixes(lm: LoadedModel, item: object) -> bool:

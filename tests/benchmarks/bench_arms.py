@@ -31,7 +31,7 @@ from headscan.ablation.rules import HeadRule
 from headscan.attention.discovery import discover
 from headscan.checkpoints.sources import load_tokenizer
 from headscan.pipelines.demo import MODEL_FOLDER
-from headscan.pipelines.scoring.reading import Reading, choose_reading
+from headscan.pipelines.scoring.reading import PromptReading, choose_reading
 from headscan.pipelines.scoring.token_requests import Request
 from headscan.pipelines.settings.evaluation_settings import TaskConfig
 from tests.benchmarks.measuring import device_of, parser_of
@@ -188,9 +188,9 @@ def compared(
         for share in (None, False)
     )
 
-    shares: dict[Reading, tuple[float, ...]] = {}
+    shares: dict[PromptReading, tuple[float, ...]] = {}
 
-    def ours(reading: Reading, ablated: HeadMask | HeadRule, asked: Sequence[Request]) -> list[float]:
+    def ours(reading: PromptReading, ablated: HeadMask | HeadRule, asked: Sequence[Request]) -> list[float]:
         item = reading.item("all", tuple(asked), ablated, budget)
         result = item.run(lm)[0]
         shares[reading] = result.ablated_shares

@@ -21,7 +21,7 @@ from headscan.ablation.intervention import Intervention
 from headscan.ablation.masks import HeadMask
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora.stdlib_files import held_out_files
-from headscan.pipelines.evaluate.answering import work_items
+from headscan.pipelines.evaluate.answering import request_chunks
 from headscan.pipelines.evaluate.continuation_task import DEMO_TASK, write_task
 from headscan.pipelines.scoring.bundles import BundleItem, bundle, bundle_size, possible_starts, start_of
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
@@ -72,7 +72,7 @@ def main() -> None:
     of_table = of_one = difference = 0.0
     for part in (
         item.scored
-        for item in work_items({str(number): request for number, request in enumerate(requests)}, _BATCH_TOKENS)
+        for item in request_chunks({str(number): request for number, request in enumerate(requests)}, _BATCH_TOKENS)
     ):
         began = time.perf_counter()
         found = table(lm, arms, part)

@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import binom, binomtest
 
 from headscan.analysis.store.records import ArmKind
-from headscan.analysis.verdicts.paired import Interval, PairedDifference, retained, wilson_low
+from headscan.analysis.verdicts.paired import Interval, PairedDifference, retained_share, wilson_low
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict, least_questions, recall_needed, solves
 from headscan.analysis.verdicts.verdict_words import ArmVerdict
 from headscan.catalog import recall_family
@@ -112,7 +112,7 @@ def test_identical_answers_to_the_least_number_of_questions_keep_recall(family: 
     least = least_questions(baseline, recall_family(family).chance)
     for questions, kept in ((int(0.9 * least) // 4 * 4, False), (int(1.1 * least) // 4 * 4 + 4, True)):
         answers = np.full(questions, baseline / 100)
-        found = retained(answers, answers, np.arange(questions) // 4, recall_family(family).chance)
+        found = retained_share(answers, answers, np.arange(questions) // 4, recall_family(family).chance)
         assert (found.low >= 90) is kept
 
 
@@ -136,7 +136,7 @@ def _rates(questions: int, baseline: float, lost: float, *, runs: int = 150, who
     for _ in range(runs):
         pair = _answers(rng, questions, baseline, lost, whole_texts=whole_texts)
         paired = compare(*pair, texts=texts, resamples=300)
-        verdict = RecallVerdict("needle", replace(paired, retained=retained(*pair, texts, 25.0)))
+        verdict = RecallVerdict("needle", replace(paired, retained=retained_share(*pair, texts, 25.0)))
         said += verdict.kept, verdict.failed
     return said / runs
 
@@ -151,7 +151,7 @@ def test_an_arm_without_effect_has_a_right_interval_for_any_number_of_texts(text
         ease = rng.beta(2, 2, (texts, 1))
         pair = [rng.binomial(16, np.clip(ease + rng.normal(0, 0.1, (texts, 4)), 0, 1)).ravel() / 16 for _ in range(2)]
         paired = compare(*pair, texts=numbers, resamples=300)
-        verdict = RecallVerdict("copying", replace(paired, retained=retained(*pair, numbers, 0.0)))
+        verdict = RecallVerdict("copying", replace(paired, retained=retained_share(*pair, numbers, 0.0)))
         held += paired.low <= 0 <= paired.high
         lost += verdict.failed
     assert held / runs >= 0.92
@@ -176,7 +176,7 @@ def test_identical_answers_are_never_judged_worse_than_changed_ones(questions: i
     for _ in range(20):
         baseline = (rng.random(questions) < 0.65).astype(float)
         changed = np.where(rng.random(questions) < 0.1, 1.0, baseline)
-        same, other = retained(baseline, baseline, texts, 25.0), retained(baseline, changed, texts, 25.0)
+        same, other = retained_share(baseline, baseline, texts, 25.0), retained_share(baseline, changed, texts, 25.0)
         assert same.low >= other.low and other.value >= 100
 
 
@@ -190,7 +190,7 @@ def test_the_questions_of_a_sweep_show_that_recall_is_kept(family: str, baseline
         answers = rng.random(needed) < baseline
         redrawn = rng.random(needed) < 0.04 / (2 * baseline * (1 - baseline))
         arm = np.where(redrawn, rng.random(needed) < baseline, answers)
-        kept += retained(answers.astype(float), arm.astype(float), texts, chance).low >= 90
+        kept += retained_share(answers.astype(float), arm.astype(float), texts, chance).low >= 90
     assert kept / 60 >= least
 
 
@@ -219,19 +219,21 @@ def test_copying_that_falls_by_half_is_not_kept() -> None:
     baseline = rng.binomial(16, 0.11, 180) / 16
     arm = baseline * (rng.random(180) < 0.55)
     paired = compare(baseline, arm, texts=np.arange(180) // 4)
-    verdict = RecallVerdict("copying", replace(paired, retained=retained(baseline, arm, np.arange(180) // 4, 0.0)))
+    verdict = RecallVerdict(
+        "copying", replace(paired, retained=retained_share(baseline, arm, np.arange(180) // 4, 0.0))
+    )
     assert verdict.informative and not verdict.kept
     assert verdict.paired.retained is not None and verdict.paired.retained.value < 65
 
 
 def test_texts_that_are_kept_or_lost_whole_have_clopper_and_pearsons_interval() -> None:
     baseline, arm = np.ones(100), np.repeat([1.0, 0.0], [93, 7])
-    found = retained(baseline, arm, np.arange(100), 0.0)
+    found = retained_share(baseline, arm, np.arange(100), 0.0)
     exact = binomtest(93, 100).proportion_ci(0.95, method="exact")
     assert found.value == pytest.approx(93)
     assert found.low == pytest.approx(100 * exact.low, abs=0.5)
 
 
 def test_a_model_without_ability_has_a_share_without_meaning_but_within_bounds() -> None:
-    found = retained(np.zeros(8), np.ones(8), np.arange(8), 25.0)
+    found = retained_share(np.zeros(8), np.ones(8), np.arange(8), 25.0)
     assert found == Interval(-100.0, 200.0, 200.0)

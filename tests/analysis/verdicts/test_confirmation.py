@@ -14,7 +14,7 @@ from scipy import stats
 
 from headscan.analysis.store.records import ArmKind, ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.verdict_limits import LEAST_QUESTIONS, LEAST_RETAINED, MARGIN, TAIL, identical_questions
+from headscan.analysis.store.verdict_limits import LEAST_RETAINED, LEAST_SAFE_TEXTS, MARGIN, TAIL, identical_questions
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, Scope
 from headscan.analysis.verdicts.confirmation import (
     Candidate,
@@ -27,7 +27,7 @@ from headscan.analysis.verdicts.confirmation import (
 )
 from headscan.analysis.verdicts.controls import SelectedRank
 from headscan.analysis.verdicts.judge import judge
-from headscan.analysis.verdicts.paired import Interval, PairedDifference, about, retained
+from headscan.analysis.verdicts.paired import Interval, PairedDifference, about, retained_share
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict, for_comparisons, record_verdicts
 from headscan.catalog import SCORES
 from tests.analysis.conftest import compare
@@ -201,7 +201,7 @@ def test_recall_of_identical_answers_is_widened_enough(comparisons: int) -> None
     """A tenth of all texts is lost; the texts that are asked show nothing of it, and recall is called kept."""
     for texts in range(20, 120):
         answers = np.ones(texts)
-        kept = retained(answers, answers, np.arange(texts), 0.0)
+        kept = retained_share(answers, answers, np.arange(texts), 0.0)
         paired = replace(_paired(texts, 0, 0, -1.0), retained=kept)
         wide = for_comparisons({Scope("copying", True): paired}, comparisons)[Scope("copying", True)].retained
         assert wide is not None
@@ -216,7 +216,7 @@ def test_a_loss_of_recall_in_points_is_widened() -> None:
     """Of 1,000 texts an arm loses 55 and gains 25. One comparison shows a loss of more than a point, five do not."""
     scope, texts = Scope("copying", True), np.arange(1000)
     baseline, arm = np.where(texts < 25, 0.0, 1.0), np.where(texts >= 945, 0.0, 1.0)
-    paired = replace(compare(baseline, arm, texts=texts), retained=retained(baseline, arm, texts, 0.0))
+    paired = replace(compare(baseline, arm, texts=texts), retained=retained_share(baseline, arm, texts, 0.0))
     one, five = (RecallVerdict("copying", for_comparisons({scope: paired}, count)[scope]) for count in (1, 5))
     assert paired.retained is not None and paired.retained.high > LEAST_RETAINED
     assert one.paired == paired and one.failed and not five.failed
@@ -545,7 +545,7 @@ def test_sweeps_on_other_tasks_share_the_recall_questions(tmp_path: Path) -> Non
 
 def test_a_half_with_too_few_questions_is_reported(tmp_path: Path) -> None:
     store = Store(tmp_path / "s.duckdb", lock_timeout=5.0)
-    questions = 2 * LEAST_QUESTIONS - 10
+    questions = 2 * LEAST_SAFE_TEXTS - 10
     run_id = write_sweep(store, scores=tuple(SCORES)[:1], shares=(0.05, 0.1), kinds=("mask",), questions=questions)
     choice = _choices(store, run_id)["mask"]
     assert not choice.passed and not choice.verdict.is_safe
@@ -553,7 +553,7 @@ def test_a_half_with_too_few_questions_is_reported(tmp_path: Path) -> None:
     # Twice the number of an arm chosen in advance, because half of the questions judge.
     changed = (choice.verdict.paired.gained + choice.verdict.paired.lost) / choice.verdict.paired.questions
     needed = choice.verdict.questions_needed
-    assert needed == pytest.approx(2 * (78_489 * changed + LEAST_QUESTIONS), abs=2)
+    assert needed == pytest.approx(2 * (78_489 * changed + LEAST_SAFE_TEXTS), abs=2)
     assert f"not enough questions ({questions // 2}): an arm that loses nothing and changes" in choice.sentence()
     assert f"of the answers needs about {about(needed)} in a sweep, where half of them judge" in choice.sentence()
 

@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import binom, binomtest, norm, t
 
 from headscan.analysis.errors import VerdictError
-from headscan.analysis.store.verdict_limits import FEW_DIFFER, LEAST_QUESTIONS
+from headscan.analysis.store.verdict_limits import FEW_DIFFER, LEAST_SAFE_TEXTS
 from headscan.analysis.verdicts import paired
 from headscan.analysis.verdicts.paired import (
     Interval,
@@ -323,7 +323,7 @@ def test_a_text_in_two_forms_counts_once() -> None:
     found, alone = _in_two_forms(np.zeros(191)), compare(np.ones(191), np.ones(191))
     assert (found.questions, found.texts, alone.texts) == (382, 191, 191)
     assert found.low == alone.low == pytest.approx(-1.97, abs=0.01)
-    assert replace(found, baseline=90.0).above_chance and not replace(found, baseline=90.0).can_show_loss
+    assert replace(found, baseline=90.0).above_chance and not replace(found, baseline=90.0).can_show_safety
     for lost, gained in ((4, 0), (9, 3), (30, 10)):
         delta = np.repeat([-1, 1, 0], [lost, gained, 1000 - lost - gained])
         together, once = _in_two_forms(delta), compare(delta < 0, delta > 0)
@@ -354,7 +354,7 @@ def test_texts_of_one_question_have_the_score_interval_of_questions() -> None:
 @pytest.mark.parametrize("single", [0, 381])
 def test_texts_in_two_forms_seldom_pass_by_chance(single: int) -> None:
     """The fewest texts that can pass. Both forms change together, and one question in a hundred is lost net."""
-    texts = LEAST_QUESTIONS
+    texts = LEAST_SAFE_TEXTS
     loss = 0.01 * (2 * texts + single) / (2 * texts)
     passed = 0.0
     for lost in range(texts):

@@ -15,7 +15,7 @@ from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.records import ArmRecord, RunRecord
 from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.answer_sheets import BENCHMARK, Scope
-from headscan.analysis.verdicts.paired import PairedDifference, retained
+from headscan.analysis.verdicts.paired import PairedDifference, retained_share
 from headscan.analysis.verdicts.verdict_rows import (
     compared_by_arm,
     least_visible_loss,
@@ -75,7 +75,7 @@ def test_every_scope_is_compared_within_its_tasks(run: tuple[Store, str]) -> Non
         assert (share is not None) is (scope == Scope("copying", True))
         if share is not None:
             own_text = 1000 * np.unique(tasks, return_inverse=True)[1] + texts
-            assert share == pytest.approx(retained(*answers, own_text, 0.0))
+            assert share == pytest.approx(retained_share(*answers, own_text, 0.0))
 
 
 def _choices(task: str, count: int, choices: int) -> pa.Table:

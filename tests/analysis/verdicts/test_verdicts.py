@@ -14,7 +14,7 @@ from headscan.analysis.store.store import Store
 from headscan.analysis.verdicts.decision import Outcome
 from headscan.analysis.verdicts.judge import judge
 from headscan.analysis.verdicts.ordered_shares import share_verdict
-from headscan.analysis.verdicts.paired import Interval, retained
+from headscan.analysis.verdicts.paired import Interval, retained_share
 from headscan.analysis.verdicts.verdict_rows import RecallVerdict, record_verdicts
 from headscan.analysis.verdicts.verdict_table import verdict_text
 from headscan.analysis.verdicts.verdict_words import ArmVerdict
@@ -86,7 +86,7 @@ def test_a_task_that_is_lost_fails_an_arm_whose_pooled_accuracy_passes(evaluate:
     arm[np.flatnonzero(baseline[:1319])[:106]] = 0
     store, run_id = evaluate(tasks, {"baseline": ("baseline", baseline, 0.0, {}), "ten": ("mask", arm, 0.1, {})})
     (ten,) = judge(store, run_id).arms
-    assert ten.paired.low > -1 and ten.paired.can_show_loss
+    assert ten.paired.low > -1 and ten.paired.can_show_safety
     assert not ten.keeps_accuracy and not ten.is_safe
     (lost,) = ten.tasks_lost
     assert lost.task == "gsm8k" and lost.paired.difference == pytest.approx(-8.04, abs=0.01)
@@ -441,7 +441,7 @@ def test_too_few_questions_are_named_only_if_more_could_settle_everything() -> N
     accuracy = replace(compare(right, right), difference=-0.95, low=-1.8, high=-0.1, gained=20, lost=39)
     needles = np.tile(np.repeat([1.0, 0.0], [9, 1]), 8)[:72]
     texts = np.arange(72) // 4
-    asked = replace(compare(needles, needles, texts=texts), retained=retained(needles, needles, texts, 25.0))
+    asked = replace(compare(needles, needles, texts=texts), retained=retained_share(needles, needles, texts, 25.0))
     recall = RecallVerdict("needle", asked)
     arm = ArmVerdict(name="a", kind=ArmKind.MASK, ablated_share=0.1, accuracy=accuracy, recall=(recall,))
     assert arm.why.startswith("may lose more than one point; needs about 332 needle questions")

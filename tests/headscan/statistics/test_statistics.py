@@ -20,7 +20,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.statistics.registry import EXPLICIT, QUERY_NUMBERS, weight_statistics
 from headscan.statistics.weight_statistics import (
     AttentionRequest,
-    Findings,
+    CallNumbers,
     Geometry,
     Received,
     WeightBlock,
@@ -289,7 +289,7 @@ def test_received_weight_is_summed_in_a_wider_dtype() -> None:
     received[..., 16] = 2.0**24  # one more is too little for float32
     one = torch.ones(1, dtype=torch.long)
     request = AttentionRequest(frozenset({"received_by_position"}), one, one, WIDTHS)
-    found = weight_statistics(Findings({}, {"received": received}, request, Geometry(32, 32, True, False)))[
+    found = weight_statistics(CallNumbers({}, {"received": received}, request, Geometry(32, 32, True, False)))[
         "received_by_position"
     ]
     assert found.dtype == torch.float32

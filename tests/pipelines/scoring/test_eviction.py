@@ -22,7 +22,7 @@ from headscan.pipelines.scoring import eviction
 from headscan.pipelines.scoring.eviction import EvictionItem
 from headscan.pipelines.scoring.generation import GenerationItem
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
-from headscan.pipelines.scoring.reading import Reading
+from headscan.pipelines.scoring.reading import PromptReading
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request, Responses
 from headscan.pipelines.settings.evaluation_settings import PLAN_MODES, PlanMode
 from tests.headscan.kv.cache_plans import NARROW, random_plan
@@ -99,7 +99,7 @@ def test_a_request_keeps_its_own_context_next_to_another_of_the_same_tokens(lm: 
 
 def test_forward_answers_are_those_of_window_masks(lm: LoadedModel, plan: HeadPlan) -> None:
     expected = [forward_oracle(lm, plan, request) for request in REQUESTS]
-    for reading in (Reading(False), Reading(True), Reading(False, rule_kernels=True)):
+    for reading in (PromptReading(False), PromptReading(True), PromptReading(False, rule_kernels=True)):
         (found,) = reading.item("all", REQUESTS, ablation(plan, "forward"), 200).run(lm)
         assert_close(found.values, expected)
     dropped, heads = 3, 18
@@ -109,7 +109,7 @@ def test_forward_answers_are_those_of_window_masks(lm: LoadedModel, plan: HeadPl
 @pytest.mark.parametrize("mode", PLAN_MODES)
 def test_full_heads_give_the_baseline(lm: LoadedModel, model: PlannedModel, mode: PlanMode) -> None:
     expected = LikelihoodItem("all", REQUESTS, None, 1000, False).run(lm)[0].values
-    for reading in (Reading(False), Reading(True)):
+    for reading in (PromptReading(False), PromptReading(True)):
         (found,) = reading.item("all", REQUESTS, ablation(plan_for(model, 0), mode), 1000).run(lm)
         assert_close(found.values, expected)
 

@@ -20,7 +20,7 @@ from headscan.analysis.store.store import Store
 from headscan.cluster.pool import InProcessPool
 from headscan.grid import Head
 from headscan.model_spec import ModelSpec
-from headscan.pipelines.evaluate.answering import work_items
+from headscan.pipelines.evaluate.answering import request_chunks
 from headscan.pipelines.evaluate.harness import HeadscanLM
 from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.evaluate.tasks import Tasks
@@ -218,7 +218,7 @@ def test_a_task_with_samples_is_graded_by_the_first_of_each(
     run_evaluation(config, run_on(InProcessPool(spec, THREADS), store), arms)
     adapter = HeadscanLM(identify(spec))
     Tasks(config.tasks).collect(adapter)
-    (item,) = work_items(adapter.requests, config.batch_tokens)
+    (item,) = request_chunks(adapter.requests, config.batch_tokens)
     assert sorted(request.draw for request in item.requests) == [0, 0, 0, 1, 1, 1]
     for arm in arms:
         texts = dict(

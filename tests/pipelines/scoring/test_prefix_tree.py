@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from headscan.pipelines.evaluate.answering import work_items
+from headscan.pipelines.evaluate.answering import request_chunks
 from headscan.pipelines.scoring.prefix_tree import PrefixNode, common_tokens, prefix_tree
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Request, request_hash
 
@@ -111,7 +111,7 @@ def random_requests(seed: int) -> dict[str, Request | GenerationRequest]:
 @pytest.mark.parametrize("batch_tokens", [1, 30, 10_000])
 def test_items_hold_every_request_once_with_its_hash(batch_tokens: int) -> None:
     requests = random_requests(0)
-    items = work_items(requests, batch_tokens)
+    items = request_chunks(requests, batch_tokens)
     assert [item.index for item in items] == list(range(len(items)))
     assert Counter(found for item in items for found in item.hashes) == Counter(list(requests))
     for item in items:
@@ -121,18 +121,18 @@ def test_items_hold_every_request_once_with_its_hash(batch_tokens: int) -> None:
 
 def test_items_do_not_depend_on_the_order_of_requests() -> None:
     requests = random_requests(1)
-    items = work_items(requests, 40)
+    items = request_chunks(requests, 40)
     assert len(items) > 5
     for seed in range(5):
         shuffled = Random(seed).sample(list(requests), len(requests))
-        assert work_items({found: requests[found] for found in shuffled}, 40) == items
+        assert request_chunks({found: requests[found] for found in shuffled}, 40) == items
 
 
 def test_requests_with_a_common_prefix_are_in_one_item() -> None:
     beginnings = [(n,) * 20 for n in range(8)]
     requests = {request_hash(r): r for b in beginnings for n in range(4) for r in [Request((*b, n, n), 1)]}
     shuffled = Random(0).sample(list(requests), len(requests))
-    items = work_items({found: requests[found] for found in shuffled}, 28)
+    items = request_chunks({found: requests[found] for found in shuffled}, 28)
     # 22 tokens for the first of a kind, one or two for each of the others.
     assert [len({request.ids[:20] for request in item.requests}) for item in items] == [1] * 8
 

@@ -12,7 +12,7 @@ import headscan
 from headscan.ablation.intervention import Intervention
 from headscan.models.model_facts import RopeLengths
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
-from headscan.pipelines.scoring.reading import Ask, Reading, choose_reading
+from headscan.pipelines.scoring.reading import Ask, PromptReading, choose_reading
 from headscan.pipelines.scoring.shared_row_likelihood import SharedRowItem
 from headscan.pipelines.scoring.token_requests import Request
 from tests.small_models import make_loaded
@@ -23,8 +23,11 @@ ROPE = RopeLengths(switches=(4,))
 MASKS: list[Intervention | None] = [None, MASK]
 RULES: list[Intervention | None] = [None, MASK, RULE]
 CONTROLS: list[Intervention | None] = [None, MASK, RANDOM]
-WHOLE, WHOLE_AS_RULES, CACHED = Reading(False), Reading(False, rule_kernels=True), Reading(True)
-RULES_IN_ROWS, ALL_IN_ROWS = Reading(True, shared_rows=True), Reading(True, shared_rows=True, rule_kernels=True)
+WHOLE, WHOLE_AS_RULES, CACHED = PromptReading(False), PromptReading(False, rule_kernels=True), PromptReading(True)
+RULES_IN_ROWS, ALL_IN_ROWS = (
+    PromptReading(True, shared_rows=True),
+    PromptReading(True, shared_rows=True, rule_kernels=True),
+)
 
 
 def asked_of(family: str, dtype: str) -> Ask:
@@ -58,7 +61,7 @@ def asked_of(family: str, dtype: str) -> Ask:
     ],
 )
 def test_prefixes_are_shared_where_arms_stay_comparable(
-    family: str, dtype: str, ablated: Sequence[Intervention | None], share: bool | None, expected: Reading
+    family: str, dtype: str, ablated: Sequence[Intervention | None], share: bool | None, expected: PromptReading
 ) -> None:
     said: list[str] = []
     found = choose_reading(asked_of(family, dtype), dtype, ROPE, ablated, share, said.append)
@@ -67,7 +70,7 @@ def test_prefixes_are_shared_where_arms_stay_comparable(
 
 
 @pytest.mark.parametrize("reading", [WHOLE, WHOLE_AS_RULES, CACHED, RULES_IN_ROWS, ALL_IN_ROWS])
-def test_an_item_is_read_as_was_chosen(reading: Reading) -> None:
+def test_an_item_is_read_as_was_chosen(reading: PromptReading) -> None:
     for ablated in (None, MASK, RULE, RANDOM):
         item = reading.item("all", (Request((1, 2), 1),), ablated, 8)
         in_rows = reading == ALL_IN_ROWS or (reading == RULES_IN_ROWS and ablated == RULE)

@@ -1,0 +1,34 @@
+"""Scores of heads, computed from statistics as `headscan.catalog` declares them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from headscan.catalog import SCORES, Score
+from headscan.errors import UnknownNameError, unknown_name
+
+
+def find_score(name: str) -> Score:
+    if name not in SCORES:
+        raise unknown_name("score", name, SCORES)
+    return SCORES[name]
+
+
+def score(statistics: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return one score of every head, per sequence: (B, L, H), or with any other axes before that of the heads of a
+    layer. Layer means skip NaN, which marks heads that a layer lacks.
+
+    Raises:
+        UnknownNameError: The catalogue lacks the score, or ``statistics`` lack what it is derived from.
+    """
+    declared = find_score(name)
+    for needed in (declared.statistic, declared.normaliser):
+        if needed is not None and needed not in statistics:
+            raise UnknownNameError(f"score {name!r} needs the statistic {needed!r}. Pass it to collect")
+    numerator = statistics[declared.statistic]
+    if declared.normaliser is None:
+        return numerator
+    denominator = statistics[declared.normaliser]
+    return numerator / (denominator.nanmean(-1, keepdim=True) if declared.over == "layer" else denominator)
