@@ -158,7 +158,9 @@ class PairedDifference:
 
     @property
     def can_show_safety(self) -> bool:
-        """True if the texts, and the baseline's right answers, are enough to show a loss."""
+        """True if so many texts, with as many right answers of the baseline, could show that nothing is lost: with
+        `LEAST_SAFE_TEXTS` texts, answers that do not differ do.
+        """
         return self.texts >= LEAST_SAFE_TEXTS and self.above_chance
 
     @property
