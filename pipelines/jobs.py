@@ -77,6 +77,8 @@ from headscan.pipelines.referee.run_referee import RefereeConfig as RefereeConfi
 from headscan.pipelines.scoring.arms import BASELINE as BASELINE
 from headscan.pipelines.scoring.arms import Arm as Arm
 from headscan.pipelines.scoring.arms import mask_arm as mask_arm
+from headscan.pipelines.scoring.arms import random_controls as random_controls
+from headscan.pipelines.scoring.arms import rule_arm as rule_arm
 from headscan.pipelines.settings.corpus_settings import CorpusSpec as CorpusSpec
 from headscan.pipelines.settings.corpus_settings import ExamplesSpec as ExamplesSpec
 from headscan.pipelines.settings.corpus_settings import TokenConfig as TokenConfig
