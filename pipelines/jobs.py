@@ -42,6 +42,7 @@ from headscan.pipelines.evaluate.run_sweep import SweepResult as SweepResult
 from headscan.pipelines.export.formats import ExportConfig as ExportConfig
 from headscan.pipelines.export.formats import Exported as Exported
 from headscan.pipelines.job_functions import JobOptions as JobOptions
+from headscan.pipelines.job_functions import LocalJobOptions as LocalJobOptions
 from headscan.pipelines.job_functions import ablate as ablate
 from headscan.pipelines.job_functions import evaluate as evaluate
 from headscan.pipelines.job_functions import export as export
