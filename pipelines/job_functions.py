@@ -58,16 +58,13 @@ _E = TypeVar("_E", "AblateConfig", "SweepConfig", "RefereeConfig", "PruneConfig"
 _L = TypeVar("_L", "LabelledEvaluateConfig", "LabelledImportanceConfig")
 
 
-class JobOptions(TypedDict, total=False):
-    """Options of every job but `export`.
+class LocalJobOptions(TypedDict, total=False):
+    """Options of `referee`, `prune` and `study`, which run in this process because they remove heads.
 
     Attributes:
         devices: Placement and devices; None, the default, chooses them. ``devices.batch_tokens``, if given, replaces
             the ``batch_tokens`` of the settings. If it is not given, ``devices.memory`` lowers those of the settings to
             what fits, and a line reports that.
-        ray_address: Address of a running Ray cluster, such as ``first:6379``; None, the default, uses this machine, and
-            a local Ray for several replicas. The process stays connected, so that all its jobs use one cluster. Jobs
-            that remove heads (`referee`, `prune`, `study`) run here, and refuse an address.
         timeouts: Timeouts of workers on Ray; None uses their defaults.
         resume_anyway: Resume although software, device or the model's code changed; the store records both versions.
         lock_timeout: Seconds to wait while another process has the store open.
@@ -76,12 +73,22 @@ class JobOptions(TypedDict, total=False):
     """
 
     devices: PlacementRequest | None
-    ray_address: str | None
     timeouts: Timeouts | None
     resume_anyway: bool
     lock_timeout: float
     identity: ModelIdentity | None
     say: Callable[[str], None]
+
+
+class JobOptions(LocalJobOptions, total=False):
+    """Options of all other jobs but `export`, which takes none: those of `LocalJobOptions`, and a Ray cluster.
+
+    Attributes:
+        ray_address: Address of a running Ray cluster, such as ``first:6379``; None, the default, uses this machine, and
+            a local Ray for several replicas. The process stays connected, so that all its jobs use one cluster.
+    """
+
+    ray_address: str | None
 
 
 def scan(config: ScanConfig, store: str | Path, **options: Unpack[JobOptions]) -> CorpusRunResult:
@@ -194,7 +201,7 @@ def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions])
         return run_sweep(sized, run)
 
 
-def referee(config: RefereeConfig, store: str | Path, **options: Unpack[JobOptions]) -> Verdict:
+def referee(config: RefereeConfig, store: str | Path, **options: Unpack[LocalJobOptions]) -> Verdict:
     """Ablate or remove heads by every criterion of ``config.compared``, and judge all choices."""
     from headscan.analysis.verdicts.judge import judge
     from headscan.pipelines.referee.run_referee import run_referee
@@ -249,7 +256,7 @@ def generate(config: GenerateConfig, **options: Unpack[JobOptions]) -> Generatio
         return run_generate(config, context)
 
 
-def prune(config: PruneConfig, store: str | Path, **options: Unpack[JobOptions]) -> PruneResult:
+def prune(config: PruneConfig, store: str | Path, **options: Unpack[LocalJobOptions]) -> PruneResult:
     """Build pruned models, save them, and judge them against the original.
 
     Raises:
@@ -262,7 +269,7 @@ def prune(config: PruneConfig, store: str | Path, **options: Unpack[JobOptions])
         return run_prune(sized, run)
 
 
-def study(config: StudyConfig, **options: Unpack[JobOptions]) -> StudyAnswer:
+def study(config: StudyConfig, **options: Unpack[LocalJobOptions]) -> StudyAnswer:
     """Find the largest safe shares of heads and of KV cache, and write plan, models and report into ``config.out``.
 
     Raises:
@@ -331,7 +338,7 @@ def _refuse_store_options(options: JobOptions, where: str) -> None:
             raise PlanError(f"`{name}` has no effect {where}: leave it out")
 
 
-def _checked(options: JobOptions, *, here: bool = False) -> _Options:
+def _checked(options: LocalJobOptions, *, here: bool = False) -> _Options:
     """Check the options of a job, before it reads a file; a job that runs ``here`` needs one replica, in this process.
 
     Raises:
@@ -350,7 +357,7 @@ def _checked(options: JobOptions, *, here: bool = False) -> _Options:
     return replace(chosen, devices=(chosen.devices or PlacementRequest()).in_this_process())
 
 
-def _identified(model: ModelSpec, options: JobOptions, *, here: bool = False) -> tuple[_Options, ModelIdentity]:
+def _identified(model: ModelSpec, options: LocalJobOptions, *, here: bool = False) -> tuple[_Options, ModelIdentity]:
     """Check the options of a job, and return them with the identity of its model, which is read if they lack it."""
     chosen = _checked(options, here=here)
     identity = chosen.identity or identify(model)
@@ -376,7 +383,9 @@ def _opened(
 
 
 @contextmanager
-def _evaluating(config: _E, store: str | Path, options: JobOptions, *, here: bool = False) -> Iterator[tuple[_E, Run]]:
+def _evaluating(
+    config: _E, store: str | Path, options: LocalJobOptions, *, here: bool = False
+) -> Iterator[tuple[_E, Run]]:
     """Yield settings with an evaluation as `_opened` yields them, and the run."""
     evaluation = config.evaluation
     chosen, identity = _identified(evaluation.model, options, here=here)

@@ -42,6 +42,7 @@ from headscan.pipelines.evaluate.run_sweep import SweepResult as SweepResult
 from headscan.pipelines.export.formats import ExportConfig as ExportConfig
 from headscan.pipelines.export.formats import Exported as Exported
 from headscan.pipelines.job_functions import JobOptions as JobOptions
+from headscan.pipelines.job_functions import LocalJobOptions as LocalJobOptions
 from headscan.pipelines.job_functions import ablate as ablate
 from headscan.pipelines.job_functions import evaluate as evaluate
 from headscan.pipelines.job_functions import export as export
@@ -77,6 +78,8 @@ from headscan.pipelines.referee.run_referee import RefereeConfig as RefereeConfi
 from headscan.pipelines.scoring.arms import BASELINE as BASELINE
 from headscan.pipelines.scoring.arms import Arm as Arm
 from headscan.pipelines.scoring.arms import mask_arm as mask_arm
+from headscan.pipelines.scoring.arms import random_controls as random_controls
+from headscan.pipelines.scoring.arms import rule_arm as rule_arm
 from headscan.pipelines.settings.corpus_settings import CorpusSpec as CorpusSpec
 from headscan.pipelines.settings.corpus_settings import ExamplesSpec as ExamplesSpec
 from headscan.pipelines.settings.corpus_settings import TokenConfig as TokenConfig

@@ -81,10 +81,12 @@ def judge(
     Args:
         max_loss: Maximum increase of the loss of held-out text of a safe arm, in nats per token. An arm loses if the
             interval lies above the limit, and is not shown to be safe if the interval reaches above it.
-        loss_increases: Increases of the loss of text, by arm name, that another run measured, widened for
-            ``comparisons``. The judged run has no loss of its own then: an arm is judged by one text, whose interval
-            is not widened for two.
-        comparisons: Number of arms or kinds of savings for which the intervals of accuracy and recall are widened.
+        loss_increases: Increase of the loss of text of each arm, by its name, if another run measured them; None reads
+            the judged run's own. For example, a study measures losses in one run, and questions in this one. The
+            increases must be widened for ``comparisons`` already.
+        comparisons: Number of arms, or of kinds of savings, that are judged together. The intervals of accuracy and
+            recall are widened so that all hold at once with 95 % probability. For example, a study of heads and KV
+            cache passes 2.
 
     Raises:
         VerdictError: The run has no finished baseline or no other finished arm, or a loss of its own next to

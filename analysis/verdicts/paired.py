@@ -174,12 +174,14 @@ class PairedDifference:
         return few_differ(self.texts_differ)
 
     def questions_needed(self, comparisons: int = 1) -> int:
-        """Return a number of questions for an arm that loses nothing and changes as many answers as this one: with so
-        many it is shown to be removable in four of five cases. If few answers differ, their share gives the variance;
-        otherwise the width of the interval does, which also counts partial credit and correlated questions. This
-        interval must be that for ``comparisons``, see `simultaneous_interval`. The number of questions per text stays
-        the same.
+        """Return the number of questions that would show an arm without loss to be removable, in four of five cases.
+
+        The arm is assumed to change as many answers as this one, in both directions alike: the more it changes, the
+        more questions are needed. For example, with one question per text and one comparison, an arm that changes 10 %
+        of the answers needs about 7,850. With ``comparisons`` above 1, this difference must have the interval of
+        `simultaneous_interval`.
         """
+        # The interval also counts partial credit and correlated questions, but its width is uncertain if few differ.
         variance = (self.gained + self.lost) / self.questions
         if not self.few_differ:
             error = (self.high - self.low) / 2 / t_quantile(TAIL / comparisons, self.degrees_of_freedom)

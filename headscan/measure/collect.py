@@ -40,8 +40,8 @@ def token_ids(
     """Return token ids (B, N), padded on the right, and lengths (B,); texts get the model's own special tokens."""
     if isinstance(given, str):
         raise SequenceError(f"input_ids is one text: {given[:20]!r}. Pass a list of texts")
-    if isinstance(given, np.ndarray):
-        given = torch.from_numpy(given) if given.dtype.kind in "iu" else given
+    if isinstance(given, np.ndarray) and given.dtype.kind in "iu":
+        given = torch.from_numpy(given.astype(np.int64, copy=False))
     if isinstance(given, Tensor):
         return given, lengths
     if not isinstance(given, Sequence) or not given or not all(isinstance(row, str | Sequence) for row in given):
@@ -200,8 +200,12 @@ def _mask(ids: Tensor, lengths: Tensor) -> Tensor:
 def check_ids(lm: LoadedModel, input_ids: TokenIds, lengths: Tensor | Sequence[int] | None) -> tuple[Tensor, Tensor]:
     """Return token ids (B, N), as wide as the longest sequence, and lengths (B,) on the model's input device."""
     input_ids, lengths = token_ids(lm, input_ids, lengths)
-    if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
-        raise SequenceError("input_ids is not an integer tensor. Pass torch.tensor(ids) of shape (sequences, tokens)")
+    if input_ids.dtype == torch.bool or input_ids.is_floating_point() or input_ids.is_complex():
+        raise SequenceError(
+            f"input_ids is not an integer tensor: it has the dtype {input_ids.dtype}. Pass torch.tensor(ids) of shape "
+            "(sequences, tokens)"
+        )
+    input_ids = input_ids.long()  # embeddings accept int32 and int64 only
     if input_ids.ndim != 2 or 0 in input_ids.shape:
         raise SequenceError(f"input_ids has shape {tuple(input_ids.shape)}. Pass (sequences, tokens), both at least 1")
     B, N = input_ids.shape

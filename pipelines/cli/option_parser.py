@@ -172,8 +172,11 @@ class BoundOption:
             parts = [part for part in parts if part]
             if not parts:
                 raise ValueProblemError(f"{text!r} names nothing: give at least one name")
-        values = tuple(map(self._read_one, parts))
-        return values if option.names is None else tuple(dict.fromkeys(values))
+        return self._read_several(parts)
+
+    def _read_several(self, texts: Sequence[str]) -> tuple[Any, ...]:
+        values = tuple(map(self._read_one, texts))
+        return values if self.option.names is None else tuple(dict.fromkeys(values))
 
     def _read_one(self, text: str) -> Any:
         option = self.option
@@ -201,15 +204,19 @@ class BoundOption:
             if not isinstance(value, bool):
                 raise ValueProblemError(f"{value!r} is neither true nor false")
             return value is not self.option.negated
-        values = value if isinstance(value, list) else [value]
-        if len(values) > 1 and not self.many:
+        is_list = isinstance(value, list)
+        texts = list(map(str, value)) if is_list else [str(value)]
+        if len(texts) != 1 and not self.many:
             raise ValueProblemError(f"{value!r} is a list; give one value")
-        if self.option.repeated:
-            return tuple(self.read(str(one)) for one in values)
-        text = ",".join(map(str, values))
-        if self.choices is not None and not set(text.split(",") if self.many else [text]) <= set(self.choices):
-            raise ValueProblemError(f"{text!r} is none of {', '.join(self.choices)}")
-        return self.read(text)
+        if is_list and not (texts and all(texts)):
+            raise ValueProblemError(f"{value!r} is empty or has an empty member: give at least one value")
+        named = texts if is_list or not self.many else texts[0].split(",")
+        if self.choices is not None and not set(named) <= set(self.choices):
+            raise ValueProblemError(f"{','.join(texts)!r} is none of {', '.join(self.choices)}")
+        is_set = len(texts) == 1 and texts[0] in (self.option.sets or ())
+        if self.option.repeated or (is_list and self.many and not is_set):
+            return self._read_several(texts)  # a member, such as the name of a file, may contain commas
+        return self.read(texts[0])
 
     def add_to(self, container: argparse._ActionsContainer, *, required: bool) -> None:
         """Add the option to a parser; one that is not ``required`` has a value in a file of options, or a default."""

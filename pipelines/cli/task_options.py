@@ -25,7 +25,7 @@ from headscan.pipelines.settings.saving_settings import PruneTexts
 if TYPE_CHECKING:
     from headscan.catalog import ReplacementKind
     from headscan.pipelines.ablate.run_labelled_ablate import LabelledEvaluateConfig
-    from headscan.pipelines.job_functions import JobOptions
+    from headscan.pipelines.job_functions import LocalJobOptions
 
 _NAMED = Needs(key="names", of=("include_path",))
 #: Options that change the questions of tasks alone, not those of recall. The demo has a task of its own.
@@ -135,7 +135,7 @@ class WholeModelVerb(RunVerb):
     def evaluation(self, spec: ModelSpec, scratch: Path, demo: DemoSize) -> EvaluateConfig:
         return evaluation_of(self, self.tasks, self.recall, spec, scratch, demo)
 
-    def whole_model_options(self) -> JobOptions:
+    def whole_model_options(self) -> LocalJobOptions:
         """Return the options of a job that runs in this process."""
         return replace(self, devices=self.devices.in_this_process()).job_options()
 

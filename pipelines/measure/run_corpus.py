@@ -289,11 +289,13 @@ def _has_part(store: Store, run: Mapping[str, Any], part: Part) -> bool:
 
 
 def run_fingerprint(run: Run, kind: RunKind, deciding: Mapping[str, Any], shard_size: int | None) -> str:
-    """Return the fingerprint of a run by the settings on which its numbers depend and the given size of its shards.
-    The size of a run that chose it itself, given, resumes this run; another size begins a run of its own.
+    """Return the fingerprint by which the store finds a run again, from the settings that decide its numbers.
 
-    With a largest size of 64, the hashed size is 64 if none is given, ``"64 given"`` for 64, and 8 for 8.
+    The size of a shard is part of it, because batches do not cross shards. A call that gives no size (None) lets the
+    run choose one. Giving the size that this run chose resumes it; giving any other size begins another run. For
+    example, if a scan chose shards of 20 sequences, the same scan with a ``shard_size`` of 20 resumes it.
     """
+    # Fingerprints of runs that chose their size hold the largest one, so the same size, if given, needs another mark.
 
     def with_size(size: object) -> str:
         return fingerprint({**deciding, "shard_size": size})

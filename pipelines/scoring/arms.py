@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from headscan.ablation.intervention import Ablation, Intervention, LayerwiseAblation
+from headscan.ablation.intervention import ZERO, Ablation, Intervention, LayerwiseAblation
 from headscan.ablation.masks import HeadMask, RandomHeads
 from headscan.ablation.rules import HeadRule
 from headscan.analysis.heads.head_ranking import OrderedHead, random_heads, rank_heads, select_heads, thresholds
@@ -103,6 +103,27 @@ def mask_arm(heads: Sequence[tuple[int, int]], replacement: ArmReplacement = ZER
     if len(text) > 40:
         text = f"of {len(mask.heads)} heads {hashlib.sha256(text.encode()).hexdigest()[:6]}"
     return Arm(f"mask {text}{replacement.suffix}", ArmKind.MASK, mask, details=replacement.details)
+
+
+def rule_arm(rule: HeadRule, share: float | None = None) -> Arm:
+    """Return an arm that ablates, for each input, the heads that a rule chooses.
+
+    Args:
+        share: Share of the heads that the rule is expected to ablate, above 0, up to 1; `random_controls` draws as
+            many. None if the arm gets no controls.
+    """
+    if share is not None and not 0 < share <= 1:
+        raise InterventionError(f"`share={share}` (limit above 0, at most 1). Change `share`")
+    threshold, replacement = float(rule.threshold), ArmReplacement.of(rule.replacement)
+    widths = () if rule.widths == MassWidths() else (("sink", rule.widths.sink), ("recent", rule.widths.recent))
+    return Arm(
+        f"rule {rule.score} {threshold}{replacement.suffix}",
+        ArmKind.RULE,
+        replace(rule, threshold=threshold),
+        rule.score,
+        share,
+        details=(*replacement.details, *widths),
+    )
 
 
 def model_arm(spec: ModelSpec, identity: ModelIdentity, baseline: ModelIdentity) -> Arm:
@@ -215,11 +236,30 @@ def random_rules(share: float, controls: int, replacement: ArmReplacement = ZERO
 
 
 def random_controls(
-    grid: HeadGrid, arms: Sequence[Arm], controls: int, replacement: ArmReplacement = ZERO_REPLACEMENT
+    grid: HeadGrid, arms: Sequence[Arm], controls: int, replacement: ArmReplacement | None = None
 ) -> list[Arm]:
-    """Return ``controls`` random arms of each size in ``arms``: masks for masks, rules for rules."""
+    """Return random arms of each size in ``arms``: masks for masks, rules for rules.
+
+    Args:
+        grid: The heads of the model, such as ``headscan.load("demo").grid``.
+        arms: Arms to control; a rule needs a share.
+        controls: Number of random arms of each size. At least 19 can show that a choice of heads is better than chance.
+        replacement: What replaces the outputs of the drawn heads; None uses the replacement of ``arms``.
+
+    Raises:
+        InterventionError: A rule has no share, or arms replace the outputs of their heads in different ways.
+    """
     if controls < 0:
         raise InterventionError(f"random controls per arm: {controls} (limit 0). Set `controls` to 0 or more")
+    if replacement is None:
+        outputs = {arm.intervention.replacement for arm in arms if isinstance(arm.intervention, Ablation)} or {ZERO}
+        if len(outputs) > 1:
+            raise InterventionError(
+                f"the arms replace the outputs of their heads in {len(outputs)} ways (limit 1). Draw controls for each"
+            )
+        replacement = ArmReplacement.of(outputs.pop())
+    if unsized := [arm.name for arm in arms if arm.kind is ArmKind.RULE and arm.share is None]:
+        raise InterventionError(f"{unsized[0]} has no share, so no random rule has its size. Pass `share` to rule_arm")
     total = grid.total_heads
     masks = {len(heads): arm.share for arm in arms if (heads := arm.fixed_heads) is not None}
     drawn_arms = []

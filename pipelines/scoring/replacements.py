@@ -30,6 +30,13 @@ class ArmReplacement:
     texts_hash: str = ""
     source: tuple[tuple[str, object], ...] = field(default=())
 
+    @classmethod
+    def of(cls, outputs: Replacement) -> ArmReplacement:
+        """Return the replacement by outputs whose texts are unknown: their own hash identifies them."""
+        if not isinstance(outputs, StoredOutputs):
+            return ZERO_REPLACEMENT
+        return cls(outputs, outputs.digest[:6], (("outputs_hash", outputs.digest),))
+
     @property
     def suffix(self) -> str:
         """The end of an arm's name; empty for zero."""

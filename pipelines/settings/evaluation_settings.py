@@ -66,17 +66,20 @@ class RecallError(HeadscanError):
 class RecallQuestions:
     """Settings of the recall questions.
 
-    By default a model with 4,096 or more positions gets 80 questions of each family for each of five lengths: 1.3
-    million tokens per arm, or 0.33 million if common prefixes are read once. `docs/verdicts_simulated.md` shows how
-    many questions are enough; with fewer than 192 needles or 144 copying questions no arm can be shown to keep recall.
-    A sweep judges on three quarters of the questions, so it asks the whole model first, and then as many questions as
-    its recall needs (`run_sweep.size_recall`).
+    There are two families, needles and copying. By default each has 400 questions, spread over all lengths: a model
+    with 4,096 or more positions gets 80 for each of five lengths. An arm then reads 1.3 million tokens, or 0.33 million
+    if common prefixes are read once.
+
+    With fewer than 192 needles or 144 copying questions no arm can be shown to keep recall
+    (`docs/verdicts_simulated.md`). A sweep judges on three quarters of the questions, so by default it asks more
+    if the whole model recalls little, which it measures first (`run_sweep.size_recall`).
 
     Attributes:
         lengths: Tokens that the model reads in a question; None uses those of `lengths_within`.
-        questions: Number for each length and family, a multiple of 4; None makes ``in_all`` over all lengths.
-        in_all: Numbers over all lengths by family, multiples of 4; a family that it lacks has `IN_ALL`. None makes
-            `IN_ALL` of each. It goes without ``questions``.
+        questions: Number for each length and family, a multiple of 4; None follows ``in_all``.
+        in_all: Number for each family over all lengths, a multiple of 4, if ``questions`` is None. For example,
+            ``{"needle": 800}`` asks 800 needles and 400 copying questions, because a family that is not named has
+            `IN_ALL`. None uses `IN_ALL` for both.
     """
 
     lengths: Annotated[

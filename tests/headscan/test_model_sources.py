@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import headscan
 from headscan.errors import HeadIndexError, ModelLoadError, SequenceError, UnknownNameError
+from headscan.measure.collect import check_ids
 from tests.small_models import make_loaded, make_model
 from tests.sources import re_exports
 
@@ -96,6 +97,22 @@ def test_texts_arrays_and_lists_are_the_same_tokens(demo: headscan.LoadedModel) 
         assert torch.equal(found["importance"], expected)
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint16, np.int32, np.dtype(">u2")])
+def test_ids_of_every_integer_type_are_read(demo: headscan.LoadedModel, dtype: np.typing.DTypeLike) -> None:
+    ids = np.array([[5, 6, 7]])
+    expected = headscan.collect(demo, ids)["output_norm"]
+    given = ids.astype(dtype)
+    assert torch.equal(headscan.collect(demo, given)["output_norm"], expected)
+    if given.dtype.isnative:
+        assert torch.equal(headscan.collect(demo, torch.from_numpy(given))["output_norm"], expected)
+
+
+def test_ids_of_int64_are_not_copied(demo: headscan.LoadedModel) -> None:
+    ids = np.array([[5, 6, 7]])
+    for given in (ids, torch.from_numpy(ids)):
+        assert check_ids(demo, given, None)[0].data_ptr() == ids.ctypes.data
+
+
 @pytest.mark.parametrize(
     ("given", "lengths", "message"),
     [
@@ -104,6 +121,8 @@ def test_texts_arrays_and_lists_are_the_same_tokens(demo: headscan.LoadedModel) 
         ([[1, 2], []], None, "sequence 1 has no token"),
         (["some text", ""], None, "sequence 1 has no token of its own: ''. Leave it out"),
         (np.ones((2, 3)), None, "no integer array"),
+        (np.ones((2, 3), dtype=bool), None, "no integer array"),
+        (torch.ones(2, 3, dtype=torch.bool), None, r"not an integer tensor: it has the dtype torch\.bool\. Pass"),
         ([1, 2], None, "no integer array"),
     ],
 )

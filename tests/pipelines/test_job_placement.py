@@ -140,7 +140,7 @@ def test_jobs_that_remove_heads_need_one_whole_replica(evaluation: jobs.Evaluate
         with pytest.raises(HeadscanError, match=message):
             jobs.prune(config, tmp_path / "s.duckdb", devices=devices, say=quiet)
     with pytest.raises(HeadscanError, match=r"^`ray_address=auto`: this job runs in one process\. Leave out .*$"):
-        jobs.prune(config, tmp_path / "s.duckdb", ray_address="auto", say=quiet)
+        jobs.prune(config, tmp_path / "s.duckdb", ray_address="auto", say=quiet)  # type: ignore[call-arg]
 
 
 @pytest.fixture

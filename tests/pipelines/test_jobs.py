@@ -155,6 +155,37 @@ def test_arms_of_one_name_are_equal(
     assert judged.name == mask.name
 
 
+def test_a_rule_by_hand_has_random_controls(
+    evaluation: jobs.EvaluateConfig, cpu: jobs.PlacementRequest, tmp_path: Path
+) -> None:
+    lm = headscan.load(evaluation.model.source, device="cpu")
+    rule = jobs.rule_arm(headscan.HeadRule("output_norm_ln", 0.7), share=0.2)
+    arms = [rule, *jobs.random_controls(lm.grid, [rule], 3)]
+    judged = jobs.evaluate(evaluation, tmp_path / "s.duckdb", arms, devices=cpu, say=quiet).by_name
+    controls = judged["rule output_norm_ln 0.7"].controls
+    assert controls is not None and controls.arms == tuple(f"random rule 20% seed {seed}" for seed in range(3))
+    assert (judged[rule.name].criterion, judged[rule.name].share) == ("output_norm_ln", 0.2)
+    without = jobs.rule_arm(headscan.HeadRule("output_norm_ln", np.float32(0.5)))
+    (alone,) = jobs.evaluate(evaluation, tmp_path / "t.duckdb", [without], devices=cpu, say=quiet).arms
+    assert alone.controls is None and alone.name == "rule output_norm_ln 0.5"
+    with pytest.raises(HeadscanError, match=r"^rule output_norm_ln 0\.5 has no share, .* Pass `share` to rule_arm$"):
+        jobs.random_controls(lm.grid, [rule, without], 3)
+    with pytest.raises(HeadscanError, match=r"^`share=2` \(limit above 0, at most 1\)\. Change `share`$"):
+        jobs.rule_arm(headscan.HeadRule("output_norm_ln", 0.7), share=2)
+
+
+def test_controls_replace_outputs_as_their_arms_do(spec: ModelSpec) -> None:
+    lm = headscan.load(spec.source, device="cpu")
+    means = headscan.head_means(lm, [[1, 2, 3]])
+    rule = jobs.rule_arm(headscan.HeadRule("entropy", 0.5, means, jobs.MassWidths(sink=2)), share=0.2)
+    (control,) = jobs.random_controls(lm.grid, [rule], 1)
+    assert control.intervention == headscan.RandomHeads(0.2, 0, means)
+    assert control.name == f"random rule 20% seed 0 by mean {means.digest[:6]}"
+    assert rule.settings.keys() == {"scan_run", "replacement_texts", "sink", "recent"}
+    with pytest.raises(HeadscanError, match=r"outputs of their heads in 2 ways \(limit 1\)\. Draw controls for each$"):
+        jobs.random_controls(lm.grid, [rule, jobs.mask_arm([(0, 1)])], 1)
+
+
 def test_text_alone_judges_heads_that_are_replaced_by_their_mean(
     spec: ModelSpec, corpus_folder: Path, cpu: jobs.PlacementRequest, tmp_path: Path
 ) -> None:
@@ -291,7 +322,8 @@ def test_prune_takes_the_order_of_a_criterion_from_the_store(
 
 
 def test_the_results_of_all_jobs_are_exported() -> None:
-    functions = [getattr(jobs, name) for name in public_names(jobs) if name.islower() and name != "mask_arm"]
+    arms = {"mask_arm", "rule_arm", "random_controls"}
+    functions = [getattr(jobs, name) for name in public_names(jobs) - arms if name.islower()]
     names = vars(job_functions) | vars(jobs) | {"BudgetRequest": None}
     assert {get_type_hints(each, names)["return"].__name__ for each in functions} <= public_names(jobs)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headscan.pipelines.cli import main
-from headscan.pipelines.cli.option_parser import options_of
+from headscan.pipelines.cli.option_parser import UsageError, options_of
 from headscan.pipelines.measure.run_corpus import _PART_SHARD
 
 VERBS = list(main.VERBS)
@@ -87,6 +87,8 @@ def test_options_stand_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("shar: 1", "unknown option 'shar'; did you mean share, shares?"),
         ("share: 2", "share: 2 (limit below 1). Lower it"),
         ("share: [0.1, 0.2]", "share: [0.1, 0.2] is a list; give one value"),
+        ("shares: []", "shares: [] is empty or has an empty member: give at least one value"),
+        ("shares: ['0.1,0.2']", "shares: '0.1,0.2' is not a number"),
         ("unit: heads", "unit: 'heads' is none of head, group, layer"),
         ("recall: 3", "recall: 3 is neither true nor false"),
         ("- 3", "holds no settings. Write lines such as `model: demo`"),
@@ -94,6 +96,23 @@ def test_options_stand_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
         file.write_text(text)
         assert main.main(["prune", "demo", "--config-file", str(file), "--out", "x"]) == 2
         assert problem in capsys.readouterr().err
+
+
+def test_the_members_of_a_list_in_a_file_may_contain_commas(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text('plan: ["a,b.json", c.json]\n')
+    words = ["evaluate", "demo", "--config-file", str(file)]
+    assert main.read_command(words).arms.plans == ("a,b.json", "c.json")
+    file.write_text("plan: a.json,c.json\n")
+    assert main.read_command(words).arms.plans == ("a.json", "c.json")
+    file.write_text('plan: ["", c.json]\n')
+    with pytest.raises(UsageError, match="has an empty member"):
+        main.read_command(words)
+    file.write_text("criteria: [all, damage]\n")  # a word for several criteria stands alone
+    with pytest.raises(UsageError, match="unknown criterion 'all'"):
+        main.read_command(["referee", *words[1:]])
+    file.write_text("criteria: [all]\n")
+    assert len(main.read_command(["referee", *words[1:]]).criteria.compared.values["criteria"]) > 3
 
 
 @pytest.mark.parametrize("values", [["1:2,0:3"], ["1:2", "0:3"], ["1:2, 0:3"]])
