@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from headscan.ablation.intervention import ZERO, Ablation, Intervention, LayerwiseAblation
+from headscan.ablation.intervention import ZERO, Ablation, Intervention, LayerwiseAblation, Replacement
 from headscan.ablation.masks import HeadMask, RandomHeads
 from headscan.ablation.rules import HeadRule
 from headscan.analysis.heads.head_ranking import OrderedHead, random_heads, rank_heads, select_heads, thresholds
@@ -94,8 +94,12 @@ class Arm:
 BASELINE = Arm("baseline", ArmKind.BASELINE)
 
 
-def mask_arm(heads: Sequence[tuple[int, int]], replacement: ArmReplacement = ZERO_REPLACEMENT) -> Arm:
-    """Return an arm that ablates the given heads, replaced by ``replacement``."""
+def mask_arm(heads: Sequence[tuple[int, int]], replacement: Replacement | ArmReplacement = ZERO_REPLACEMENT) -> Arm:
+    """Return an arm that ablates the given heads, replaced by zero, or by what `headscan.head_means` and
+    `headscan.head_samples` return.
+    """
+    if isinstance(replacement, Replacement):
+        replacement = ArmReplacement.of(replacement)
     if not heads:
         raise InterventionError("empty mask: 0 heads (limit 1). Give at least one head")
     mask = HeadMask(heads, replacement.outputs)

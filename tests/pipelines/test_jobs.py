@@ -182,6 +182,9 @@ def test_controls_replace_outputs_as_their_arms_do(spec: ModelSpec) -> None:
     assert control.intervention == headscan.RandomHeads(0.2, 0, means)
     assert control.name == f"random rule 20% seed 0 by mean {means.digest[:6]}"
     assert rule.settings.keys() == {"scan_run", "replacement_texts", "sink", "recent"}
+    mask = jobs.mask_arm([(0, 1)], means)
+    assert mask.intervention == headscan.HeadMask([(0, 1)], means)
+    assert mask.name == f"mask 0:1 by mean {means.digest[:6]}"
     with pytest.raises(HeadscanError, match=r"outputs of their heads in 2 ways \(limit 1\)\. Draw controls for each$"):
         jobs.random_controls(lm.grid, [rule, jobs.mask_arm([(0, 1)])], 1)
 
