@@ -102,7 +102,7 @@ def judge(
                 f"run {run_id} has 0 finished arms in addition to the baseline (limit 1). Ablate heads with"
                 " `headscan evaluate`"
             )
-        metrics = read_metrics(store, run_id, arms.baseline)
+        metrics = read_metrics(store, run_id, arms.baseline, comparisons=comparisons)
         stored = StoredRows.read(store, run_id, arms)
     if loss_increases and any(each.metric == LOSS for of_arm in metrics.values() for each in of_arm):
         raise VerdictError(

@@ -377,11 +377,11 @@ def percentiles(strata: tuple[_TextCounts, ...], resamples: int) -> tuple[float,
 
 
 def _rare_low(delta: np.ndarray, sampling: Sampling) -> float:
-    """Return the lower end of the score interval of the mean of ``delta`` (questions,), -1, 0 or 1, by texts.
+    """Return the lower end of the score interval of the mean of ``delta`` (questions,), -1 to 1, by texts.
 
     The unit is the largest text, gained or lost as a whole: what few texts show is not more certain if each is asked
-    in two forms. A smaller text, or a part of one, counts as that fraction of a unit. Fractions make the interval wider
-    than necessary, because their variance is smaller than that of whole units with the same mean.
+    in two forms. A smaller text, a part of one, or partial credit counts as that fraction of a unit. Fractions make the
+    interval wider than necessary, because their variance is smaller than that of whole units with the same mean.
     """
     changes = np.bincount(sampling.text, delta) / sampling.sizes.max()
     gained, lost = float(changes[changes > 0].sum()), float(-changes[changes < 0].sum())
@@ -443,10 +443,12 @@ def compare(
     of_text = np.bincount(sampling.text, delta).round(12)
     low, high, freedom = resampled_interval(sampling.strata(delta), resamples)
     texts_differ = int(np.count_nonzero(np.bincount(sampling.text, delta != 0)))
-    if few_differ(texts_differ) and ((delta == 0) | (np.abs(delta) == 1)).all():
+    # Partial credit that differs on most texts is no rare event: differences have many values, however few they are.
+    partial = not ((delta == 0) | (np.abs(delta) == 1)).all()
+    if few_differ(texts_differ) and not (partial and 2 * texts_differ > len(sampling.sizes)):
         low = min(low, _rare_low(delta, sampling))
         # The bootstrap's upper end is wide enough for correlated questions: losses that few texts hide only lower it.
-        high = max(high, score_interval(gained, lost, len(delta))[1])
+        high = max(high, score_interval(float(delta[delta > 0].sum()), float(-delta[delta < 0].sum()), len(delta))[1])
     return PairedDifference(
         questions=len(delta),
         texts=len(sampling.sizes),

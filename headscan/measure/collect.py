@@ -200,7 +200,7 @@ def _mask(ids: Tensor, lengths: Tensor) -> Tensor:
 def check_ids(lm: LoadedModel, input_ids: TokenIds, lengths: Tensor | Sequence[int] | None) -> tuple[Tensor, Tensor]:
     """Return token ids (B, N), as wide as the longest sequence, and lengths (B,) on the model's input device."""
     input_ids, lengths = token_ids(lm, input_ids, lengths)
-    if input_ids.dtype == torch.bool or input_ids.is_floating_point() or input_ids.is_complex():
+    if not _holds_integers(input_ids):
         raise SequenceError(
             f"input_ids is not an integer tensor: it has the dtype {input_ids.dtype}. Pass torch.tensor(ids) of shape "
             "(sequences, tokens)"
@@ -210,8 +210,11 @@ def check_ids(lm: LoadedModel, input_ids: TokenIds, lengths: Tensor | Sequence[i
         raise SequenceError(f"input_ids has shape {tuple(input_ids.shape)}. Pass (sequences, tokens), both at least 1")
     B, N = input_ids.shape
     lengths = torch.full((B,), N) if lengths is None else torch.as_tensor(lengths)
-    if lengths.shape != (B,) or lengths.is_floating_point():
-        raise SequenceError(f"lengths has shape {tuple(lengths.shape)}. Pass {B} integers, one per sequence")
+    if lengths.shape != (B,) or not _holds_integers(lengths):
+        raise SequenceError(
+            f"lengths has shape {tuple(lengths.shape)} and dtype {lengths.dtype}. Pass {B} integers, one per sequence"
+        )
+    lengths = lengths.long()
     if int(lengths.min()) < 1 or int(lengths.max()) > N:
         raise SequenceError(
             f"lengths are out of range: {int(lengths.min())} to {int(lengths.max())} (limit 1 to {N}). Correct them"
@@ -233,6 +236,10 @@ def check_ids(lm: LoadedModel, input_ids: TokenIds, lengths: Tensor | Sequence[i
         input_ids = input_ids.where(real, PADDING)  # the model has no embedding for ids such as -100
     lm.rope_lengths.check(longest, lengths.tolist())
     return input_ids.to(lm.device), lengths.to(lm.device)
+
+
+def _holds_integers(x: Tensor) -> bool:
+    return not (x.dtype == torch.bool or x.is_floating_point() or x.is_complex())
 
 
 class _Collector:

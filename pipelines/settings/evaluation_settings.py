@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -70,7 +71,7 @@ class RecallQuestions:
     with 4,096 or more positions gets 80 for each of five lengths. An arm then reads 1.3 million tokens, or 0.33 million
     if common prefixes are read once.
 
-    With fewer than 192 needles or 144 copying questions no arm can be shown to keep recall
+    No arm can be shown to keep recall with fewer than 192 needles or 144 copying questions
     (`docs/verdicts_simulated.md`). A sweep judges on three quarters of the questions, so by default it asks more
     if the whole model recalls little, which it measures first (`run_sweep.size_recall`).
 
@@ -119,9 +120,11 @@ class RecallQuestions:
         for family, number in (self.in_all or {}).items():
             if family not in RECALL_FAMILIES:
                 raise unknown_name("family of recall questions", family, RECALL_FAMILIES)
-            if number < QUESTIONS_PER_TEXT or number % QUESTIONS_PER_TEXT:
+            if not isinstance(number, Integral) or number < QUESTIONS_PER_TEXT or number % QUESTIONS_PER_TEXT:
                 limit = f"limit {QUESTIONS_PER_TEXT}, a multiple of {QUESTIONS_PER_TEXT}"
-                raise RecallError(f"`in_all` has {number} questions of the family {family} ({limit}). Change `in_all`")
+                raise RecallError(
+                    f"`in_all` has {number!r} questions of the family {family} ({limit}). Change `in_all`"
+                )
 
     def lengths_within(self, max_tokens: int | None) -> tuple[int, ...]:
         """Return the lengths of the questions for a model. Their default is the powers of two from 256 to 4,096 up to

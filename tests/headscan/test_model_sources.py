@@ -107,6 +107,14 @@ def test_ids_of_every_integer_type_are_read(demo: headscan.LoadedModel, dtype: n
         assert torch.equal(headscan.collect(demo, torch.from_numpy(given))["output_norm"], expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_lengths_that_are_no_integers_are_refused(demo: headscan.LoadedModel, dtype: torch.dtype) -> None:
+    with pytest.raises(headscan.HeadscanError, match=rf"^lengths has shape \(1,\) and dtype {dtype}\. Pass 1 integers"):
+        headscan.collect(demo, torch.tensor([[5, 6, 7]]), torch.ones(1, dtype=dtype))
+    short = headscan.collect(demo, torch.tensor([[5, 6, 7]]), np.array([2], dtype=np.uint16))
+    assert torch.equal(short["entropy"], headscan.collect(demo, torch.tensor([[5, 6]]))["entropy"])
+
+
 def test_ids_of_int64_are_not_copied(demo: headscan.LoadedModel) -> None:
     ids = np.array([[5, 6, 7]])
     for given in (ids, torch.from_numpy(ids)):

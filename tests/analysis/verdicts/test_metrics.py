@@ -260,13 +260,13 @@ def test_a_loss_that_cannot_be_compared_is_not_safe(tmp_path: Path) -> None:
 def test_texts_share_the_level_of_their_losses(tmp_path: Path) -> None:
     arms = {"baseline": ("baseline", 0, 0.0, {}), "arm": pruned("pruned", 0, 0.02)}
     widths = []
-    for texts in (("text",), ("text", "code")):
-        store = Store(tmp_path / f"{len(texts)}.duckdb")
-        (arm,) = judge(store, write(store, arms, benchmark=True, texts=texts)).arms
+    for texts, comparisons in ((("text",), 1), (("text", "code"), 1), (("text",), 2)):
+        store = Store(tmp_path / f"{len(widths)}.duckdb")
+        (arm,) = judge(store, write(store, arms, benchmark=True, texts=texts), comparisons=comparisons).arms
         loss = arm.value("loss")
         assert loss is not None
         widths.append(loss.high - loss.low)
-    assert widths[1] > 1.1 * widths[0]
+    assert widths[1] == pytest.approx(widths[2]) and widths[1] > 1.1 * widths[0]
 
 
 def test_losses_of_another_run_are_refused_next_to_those_of_the_run(tmp_path: Path) -> None:

@@ -351,6 +351,30 @@ def test_texts_of_one_question_have_the_score_interval_of_questions() -> None:
         assert (found.low, found.high, found.texts) == (100 * low, 100 * high, count)
 
 
+def test_partial_credit_lost_on_few_questions_makes_no_interval_narrower() -> None:
+    right = np.ones(400)
+    found = [compare(right, np.where(np.arange(400) == 0, value, right)) for value in (1.0, 0.9, 0.5, 0.03, 0.0)]
+    assert [each.low for each in found] == sorted((each.low for each in found), reverse=True)
+    assert found[0].low == pytest.approx(-0.95, abs=0.01) and found[-1].low == pytest.approx(-1.40, abs=0.01)
+    # Three lost answers of one task count as rare events, whether or not another task has partial credit.
+    lost, tasks = np.where(np.arange(400) < 3, 0.0, right), np.repeat([0, 1], [350, 50])
+    mixed = np.where(np.arange(400) == 399, 0.97, lost)
+    assert compare(right, mixed, tasks).low < compare(right, lost, tasks).low < -2
+    # Partial credit that differs on most texts is no rare event.
+    most = compare(np.ones(40), 1 - 0.1 * np.linspace(0.5, 1.5, 40))
+    assert most.few_differ and most.high == pytest.approx(-10 + 100 * t.ppf(0.975, 39) * 0.0296 / 40**0.5, abs=0.05)
+
+
+@pytest.mark.parametrize(("count", "credit"), [(381, 0.97), (381, 0.5), (1000, 0.5), (2000, 0.9)])
+def test_partial_credit_seldom_passes_by_chance(count: int, credit: float) -> None:
+    """One point is lost on average, as partial credit on few questions: the fewest that can pass, and more."""
+    rng, sampling, passed, runs = np.random.default_rng(count), Sampling(count), 0, 300
+    for _ in range(runs):
+        arm = np.where(rng.random(count) < 0.01 / credit, 1 - credit, 1.0)
+        passed += paired.compare(np.ones(count), arm, sampling, resamples=400).low > -1
+    assert passed <= 0.033 * runs
+
+
 @pytest.mark.parametrize("single", [0, 381])
 def test_texts_in_two_forms_seldom_pass_by_chance(single: int) -> None:
     """The fewest texts that can pass. Both forms change together, and one question in a hundred is lost net."""

@@ -384,6 +384,8 @@ def test_a_third_family_costs_an_entry_and_a_generator(monkeypatch: pytest.Monke
         ({"questions": 10}, r"`questions=10` \(limit a multiple of 4\)"),
         ({"questions": 0}, r"`questions=0` \(limit 4, a multiple of 4\)"),
         ({"in_all": {"needle": 0}}, r"`in_all` has 0 questions of the family needle \(limit 4, a multiple of 4\)"),
+        ({"in_all": {"needle": "400"}}, "`in_all` has '400' questions of the family needle"),
+        ({"in_all": {"needle": 400.0}}, r"`in_all` has 400\.0 questions of the family needle"),
         ({"in_all": {"copying": 10}}, r"`in_all` has 10 questions of the family copying"),
         ({"in_all": {"needle": 4}, "questions": 8}, "`in_all` has no effect with `questions`"),
         ({"in_all": (4, 8)}, r"`in_all=\(4, 8\)` names no families. Pass numbers by name, of needle, copying"),
