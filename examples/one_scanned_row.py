@@ -23,15 +23,16 @@ from headscan.grid import AttentionSite
 
 lm = headscan.load("demo", device="cpu", dtype="float32")
 
-# 1. One sequence: the beginning of a module that the model has not read.
+# 1. One sequence: the beginning of a module that the model has not read (in a scan: pipelines/corpora/sequences.py).
 ids = lm.require_tokenizer()(inspect.getsource(textwrap)[:1000])["input_ids"]
 
-# 2. Statistics of every head (sequences, layers, heads), from one pass of the model, and a score computed from them.
+# 2. Statistics of every head (sequences, layers, heads), from one pass of the model, and a score computed from them (in
+# a scan: `_ScanShard.run` in pipelines/measure/run_scan.py; scores are views of the store).
 measured = ("first_token_weight", "entropy", "output_norm")
 stats = headscan.collect(lm, [ids], statistics=measured)
 score = headscan.score(stats, "output_norm_ln")
 
-# 3. Rows: one per sequence, layer and head.
+# 3. Rows: one per sequence, layer and head (in a scan: `head_table`, and `Store.add_shards`).
 rows = pa.Table.from_pylist(lm.grid.rows({**stats, "output_norm_ln": score}))
 database = duckdb.connect()
 database.register("head_statistics", rows)

@@ -20,7 +20,8 @@ from headscan.pipelines.evaluate.continuation_task import make_questions
 
 lm = headscan.load("demo", device="cpu", dtype="float32")
 
-# 1. A score of every head on texts (texts, layers, heads), and the value below which the lowest 10 % lie.
+# 1. A score of every head on texts (texts, layers, heads), and the value below which the lowest 10 % lie (in the
+# pipeline: `rules_by_score` in pipelines/scoring/arms.py, from a scan in the store).
 files = held_out_files()  # Python modules that the demo model has not read
 texts = [path.read_text(encoding="utf-8")[:1000] for path in files[:3]]
 scores = headscan.score(headscan.collect(lm, texts), "output_norm_ln")
@@ -29,7 +30,8 @@ threshold = float(scores.quantile(0.1))
 # 2. The arm: on each input, the heads below the threshold are ablated.
 rule = headscan.HeadRule("output_norm_ln", threshold)
 
-# 3. The questions, on other modules: which of four passages continues a text?
+# 3. The questions, on other modules: which of four passages continues a text? (In the pipeline: tasks of lm-eval, whose
+# requests `SharedRowItem` in pipelines/scoring/shared_row_likelihood.py answers.)
 questions = [question for path in files[3:18] for question in make_questions([path], 2)]
 tokenizer = lm.require_tokenizer()
 start = tokenizer("")["input_ids"]  # the token that begins every text

@@ -19,7 +19,7 @@ from headscan.analysis.text_tables import say
 from headscan.cluster.placement_base import PlacementError, PlacementRequest, Timeouts, ray_address
 from headscan.options import BATCH_TOKENS, LOCK_TIMEOUT, LONGEST_WAIT, Limits, check_limits
 from headscan.pipelines.runs.model_identity import ModelIdentity, identify
-from headscan.pipelines.runs.run_context import ModelContext, ModelOpener, Run, S
+from headscan.pipelines.runs.run_context import ModelContext, ModelOpener, Run, SizedSettings
 from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, ChosenArms
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def scan(config: ScanConfig, store: str | Path, **options: Unpack[JobOptions]) -
     """
     from headscan.pipelines.measure.run_scan import run_scan
 
-    with _opened(_checked(options), config.model, config.tokens.max_tokens, config, store) as (sized, run):
+    with _open_run(_checked(options), config.model, config.tokens.max_tokens, config, store) as (sized, run):
         return run_scan(sized, run)
 
 
@@ -108,7 +108,7 @@ def importance(config: ImportanceConfig, store: str | Path, **options: Unpack[Jo
     """Measure the importance of every head on a corpus, and on recall prompts if ``config`` asks for some."""
     from headscan.pipelines.measure.run_importance import run_importance
 
-    with _opened(_checked(options), config.model, config.tokens.max_tokens, config, store) as (sized, run):
+    with _open_run(_checked(options), config.model, config.tokens.max_tokens, config, store) as (sized, run):
         return run_importance(sized, run)
 
 
@@ -116,7 +116,7 @@ def probe(config: ProbeConfig, store: str | Path, **options: Unpack[JobOptions])
     """Score every head on each behaviour, and store the scores."""
     from headscan.pipelines.measure.run_probe import run_probe
 
-    with _opened(_checked(options), config.model, max(config.probe.lengths), config, store) as (sized, run):
+    with _open_run(_checked(options), config.model, max(config.probe.lengths), config, store) as (sized, run):
         return run_probe(sized, run)
 
 
@@ -124,7 +124,7 @@ def gates(config: GatesConfig, store: str | Path, **options: Unpack[JobOptions])
     """Fit gates on the heads of a frozen model, and store them and the mask of the closed heads."""
     from headscan.pipelines.measure.run_gates import run_gates
 
-    with _opened(_checked(options), config.model, config.max_tokens, config.fit, store) as (sized, run):
+    with _open_run(_checked(options), config.model, config.max_tokens, config.fit, store) as (sized, run):
         return run_gates(replace(config, fit=sized), run)
 
 
@@ -132,7 +132,7 @@ def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions
     """Measure the effect of every head, ablated alone, on tasks or on the loss of texts."""
     from headscan.pipelines.ablate.run_ablate import run_ablate
 
-    with _evaluating(config, store, options) as (sized, run):
+    with _open_evaluation(config, store, options) as (sized, run):
         return run_ablate(sized, run)
 
 
@@ -142,7 +142,7 @@ def labelled_importance(
     """Measure the importance of every head of a classifier or an encoder-decoder on labelled examples."""
     from headscan.pipelines.measure.run_importance import run_labelled_importance
 
-    with _on_examples(config, store, options) as (sized, texts, run):
+    with _open_labelled(config, store, options) as (sized, texts, run):
         return run_labelled_importance(sized, run, texts=texts)
 
 
@@ -150,7 +150,7 @@ def labelled_ablate(config: LabelledAblateConfig, store: str | Path, **options: 
     """Measure the effect of every head, ablated alone, on labelled examples."""
     from headscan.pipelines.ablate.run_labelled_ablate import run_labelled_ablate
 
-    with _on_examples(config.judging, store, options) as (sized, texts, run):
+    with _open_labelled(config.judging, store, options) as (sized, texts, run):
         return run_labelled_ablate(replace(config, judging=sized), run, texts=texts)
 
 
@@ -160,7 +160,7 @@ def labelled_referee(
     """Ablate heads of every site by every criterion, and measure the metric of labelled examples."""
     from headscan.pipelines.referee.run_labelled_referee import run_labelled_referee
 
-    with _on_examples(config.judging, store, options) as (sized, texts, run):
+    with _open_labelled(config.judging, store, options) as (sized, texts, run):
         return run_labelled_referee(replace(config, judging=sized), run, texts=texts)
 
 
@@ -181,7 +181,7 @@ def evaluate(
     config.check_max_loss()
     chosen, identity = _identified(config.model, options)
     tokens = config.placed_tokens(identity)
-    with _opened(chosen, config.model, tokens, config, store, evaluates=True) as (sized, run):
+    with _open_run(chosen, config.model, tokens, config, store, evaluates=True) as (sized, run):
         if isinstance(arms, ChosenArms):
             run_id = evaluate_chosen(sized, run, arms)
         else:
@@ -197,7 +197,7 @@ def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions])
     """
     from headscan.pipelines.evaluate.run_sweep import run_sweep
 
-    with _evaluating(config, store, options) as (sized, run):
+    with _open_evaluation(config, store, options) as (sized, run):
         return run_sweep(sized, run)
 
 
@@ -206,7 +206,7 @@ def referee(config: RefereeConfig, store: str | Path, **options: Unpack[LocalJob
     from headscan.analysis.verdicts.judge import judge
     from headscan.pipelines.referee.run_referee import run_referee
 
-    with _evaluating(config, store, options, here=True) as (sized, run):
+    with _open_evaluation(config, store, options, here=True) as (sized, run):
         return judge(run.store, run_referee(sized, run), max_loss=sized.evaluation.max_loss)
 
 
@@ -232,7 +232,7 @@ def plan(
     chosen, identity = _identified(config.model, options)
     tokens = config.longest(identity)
     if store is not None:
-        with _opened(chosen, config.model, tokens, config, store, evaluates=True) as (sized, run):
+        with _open_run(chosen, config.model, tokens, config, store, evaluates=True) as (sized, run):
             return run_plan(sized, run, budget)
     opener = chosen.opener(config.model, tokens, config.batch_tokens, evaluates=True)
     with ModelContext(config.model, opener, identity=identity, say=chosen.say) as context:
@@ -265,7 +265,7 @@ def prune(config: PruneConfig, store: str | Path, **options: Unpack[LocalJobOpti
     """
     from headscan.pipelines.pruning.run_prune import run_prune
 
-    with _evaluating(config, store, options, here=True) as (sized, run):
+    with _open_evaluation(config, store, options, here=True) as (sized, run):
         return run_prune(sized, run)
 
 
@@ -280,7 +280,7 @@ def study(config: StudyConfig, **options: Unpack[LocalJobOptions]) -> StudyAnswe
     store = Path(config.out) / "study.duckdb"
     chosen = _checked(options, here=True)
     tokens = max(TASK_TOKENS, config.max_tokens or 0)
-    with _opened(chosen, config.model, tokens, config, store, evaluates=True) as (sized, run):
+    with _open_run(chosen, config.model, tokens, config, store, evaluates=True) as (sized, run):
         return run_study(sized, run)
 
 
@@ -365,9 +365,15 @@ def _identified(model: ModelSpec, options: LocalJobOptions, *, here: bool = Fals
 
 
 @contextmanager
-def _opened(
-    options: _Options, model: ModelSpec, tokens: int, settings: S, store: str | Path, *, evaluates: bool = False
-) -> Iterator[tuple[S, Run]]:
+def _open_run(
+    options: _Options,
+    model: ModelSpec,
+    tokens: int,
+    settings: SizedSettings,
+    store: str | Path,
+    *,
+    evaluates: bool = False,
+) -> Iterator[tuple[SizedSettings, Run]]:
     """Yield settings with the batch size of the placement, and the run of a job whose longest text has ``tokens``."""
     opener = options.opener(model, tokens, settings.batch_tokens, evaluates=evaluates)
     run = Run(
@@ -383,23 +389,23 @@ def _opened(
 
 
 @contextmanager
-def _evaluating(
+def _open_evaluation(
     config: _E, store: str | Path, options: LocalJobOptions, *, here: bool = False
 ) -> Iterator[tuple[_E, Run]]:
-    """Yield settings with an evaluation as `_opened` yields them, and the run."""
+    """Yield settings with an evaluation as `_open_run` yields them, and the run."""
     evaluation = config.evaluation
     chosen, identity = _identified(evaluation.model, options, here=here)
     tokens = config.placed_tokens(identity)
-    with _opened(chosen, evaluation.model, tokens, evaluation, store, evaluates=True) as (sized, run):
+    with _open_run(chosen, evaluation.model, tokens, evaluation, store, evaluates=True) as (sized, run):
         yield replace(config, evaluation=sized), run
 
 
 @contextmanager
-def _on_examples(config: _L, store: str | Path, options: JobOptions) -> Iterator[tuple[_L, LabelledTexts, Run]]:
-    """Read labelled examples, and yield what `_opened` yields and, between, the examples."""
+def _open_labelled(config: _L, store: str | Path, options: JobOptions) -> Iterator[tuple[_L, LabelledTexts, Run]]:
+    """Read labelled examples, and yield what `_open_run` yields and, between, the examples."""
     from headscan.pipelines.measure.labelled_texts import read_labelled
 
     chosen, identity = _identified(config.model, options)
     texts = read_labelled(config.data, config.model, identity, config.max_tokens)
-    with _opened(chosen, config.model, texts.longest, config, store) as (sized, run):
+    with _open_run(chosen, config.model, texts.longest, config, store) as (sized, run):
         yield sized, texts, run

@@ -32,7 +32,7 @@ from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.runs.run_context import ModelContext, ModelOpener
 from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms, mask_arm
 from headscan.pipelines.scoring.reading import choose_reading
-from headscan.pipelines.scoring.token_requests import score_item
+from headscan.pipelines.scoring.token_requests import answer_item
 from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, HarnessError, PlanMode
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class HeadscanModel(HeadscanLM):
             for name, item in items.items()
         )
         with Progress(self._arm.name, len(new), "requests") as progress:
-            for finished in self._context.pool.map(score_item, work):
+            for finished in self._context.pool.map(answer_item, work):
                 hashes = items[finished.item.name].hashes
                 answers |= zip(hashes, finished.value[0].values, strict=True)
                 progress.update(len(hashes))

@@ -34,7 +34,7 @@ State = Literal["known", "open", "missing"]
 
 
 @dataclass(frozen=True)
-class Answer:
+class ReportAnswer:
     """One question with its answer. ``link`` is the identity of the section with the evidence; None without one.
     ``command`` gives a missing or better answer; None if none is needed.
     """
@@ -148,7 +148,7 @@ def cache_answer(
     plan: HeadPlan | None,
     hint: CacheHint,
     commands: Commands,
-) -> Answer:
+) -> ReportAnswer:
     """Return the largest saving of a plan that passes, or the state of the evidence instead. ``left`` is the share of
     the cache that is left at ``tokens`` tokens, by arm; ``hint`` is what the scan says without a plan.
     """
@@ -164,14 +164,14 @@ def cache_answer(
         return _shown_safe(CACHE_QUESTION, f"{1 - left[best.name]:.1%}{at}", f"{cost}{how}", best, CACHE)
     headline, lead = _not_shown(best, "plan")
     detail = f"{lead} {cost}{how if headline == 'None shown' else ''}"
-    return Answer(CACHE_QUESTION, headline, detail, "open", CACHE, commands.evaluate_plan)
+    return ReportAnswer(CACHE_QUESTION, headline, detail, "open", CACHE, commands.evaluate_plan)
 
 
-def _shown_safe(question: str, headline: str, detail: str, best: ArmVerdict, link: str) -> Answer:
+def _shown_safe(question: str, headline: str, detail: str, best: ArmVerdict, link: str) -> ReportAnswer:
     """Return the answer from an arm that passes; without a verdict on recall it is open."""
     if best.unjudged_recall:
-        return Answer(question, f"{headline}, {best.unjudged_recall} unknown", detail, "open", link)
-    return Answer(question, headline, detail, "known", link)
+        return ReportAnswer(question, f"{headline}, {best.unjudged_recall} unknown", detail, "open", link)
+    return ReportAnswer(question, headline, detail, "known", link)
 
 
 def _not_shown(best: ArmVerdict, what: str) -> tuple[str, str]:
@@ -189,7 +189,7 @@ def _not_shown(best: ArmVerdict, what: str) -> tuple[str, str]:
     return "None shown", f"No tested {what} is shown to cost at most one point and to keep {kept}. Closest:"
 
 
-def _unjudged(plan: HeadPlan | None, hint: CacheHint, commands: Commands) -> Answer:
+def _unjudged(plan: HeadPlan | None, hint: CacheHint, commands: Commands) -> ReportAnswer:
     if plan is None:
         return hint.answer(commands)
     longest = max(plan.budget.lengths, key=lambda length: length.tokens)
@@ -197,7 +197,7 @@ def _unjudged(plan: HeadPlan | None, hint: CacheHint, commands: Commands) -> Ans
         f"The plan (method {plan.method}) saves {longest.saved_share:.1%} at {longest.tokens:,} tokens, but the shown"
         " evaluation does not test what that costs."
     )
-    return Answer(CACHE_QUESTION, "Not tested", detail, "missing", HEAD_PLAN, commands.evaluate_plan)
+    return ReportAnswer(CACHE_QUESTION, "Not tested", detail, "missing", HEAD_PLAN, commands.evaluate_plan)
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class CacheHint:
         several = len(store.runs("scan")) > 1
         return cls(sink, recent, longest, len(places), far, ("--run", scan["run_id"]) if several else ())
 
-    def answer(self, commands: Commands) -> Answer:
+    def answer(self, commands: Commands) -> ReportAnswer:
         """Return the answer with the command that measures more."""
         if self.far is None:
             # Texts are longer than this window, as they must be.
@@ -265,7 +265,7 @@ class CacheHint:
             headline = "Perhaps half of the heads" if self.far <= _LITTLE else "Not tested"
         commands = replace(commands, plan=_PLAN_FILE)
         lines = f"{command}\n{commands.evaluate_plan}"
-        return Answer(
+        return ReportAnswer(
             CACHE_QUESTION, headline, f"{detail} The second one tests it on questions.", "missing", None, lines
         )
 
@@ -285,13 +285,13 @@ def _cost(arm: ArmVerdict, what: str) -> str:
 _INACTIVE_QUESTION = "How many heads are inactive?"
 
 
-def inactive_answer(spreads: Mapping[str, Spread], inactive: InactiveHeads, commands: Commands) -> Answer:
+def inactive_answer(spreads: Mapping[str, Spread], inactive: InactiveHeads, commands: Commands) -> ReportAnswer:
     """Return the answer by the score of the ``inactive`` heads, with the range of the others."""
     counts, name = dict(inactive_counts(spreads)), inactive.score
     if name is None:
         command = commands.on_model("scan", *commands.own_texts)
         why = "This scan has no score with an inactive end."
-        return Answer(_INACTIVE_QUESTION, "Not measured", why, "missing", None, command)
+        return ReportAnswer(_INACTIVE_QUESTION, "Not measured", why, "missing", None, command)
     count = counts[name]
     detail = (
         f"By {name}: {count.words(inactive.total)} are among the {INACTIVE_QUANTILE:.0%} most inactive"
@@ -304,7 +304,7 @@ def inactive_answer(spreads: Mapping[str, Spread], inactive: InactiveHeads, comm
         detail += f" The {len(others)} other scores give {min(others):,} to {max(others):,} heads."
     detail += " Inactive is not removable: only an ablation shows that."
     state: State = "known" if count.heads else "open"
-    return Answer(_INACTIVE_QUESTION, f"{count.heads:,} of {inactive.total:,}", detail, state, INACTIVE)
+    return ReportAnswer(_INACTIVE_QUESTION, f"{count.heads:,} of {inactive.total:,}", detail, state, INACTIVE)
 
 
 ABLATED_QUESTION = "How many heads can be ablated?"
@@ -357,7 +357,7 @@ _MOST_NAMED = 6
 
 def ablation_answer(
     verdict: Verdict | None, choices: Sequence[SweepChoice], inactive: InactiveHeads, commands: Commands
-) -> Answer:
+) -> ReportAnswer:
     """Return the answer from masks and rules; ``verdict`` is None without an evaluation. The ``choices`` of a
     sweep were judged on questions that did not select them, unless it was not confirmed; empty without a sweep. Without
     an arm, the ``inactive`` heads are a suggestion.
@@ -369,7 +369,7 @@ def ablation_answer(
         by = ("--score", inactive.score) if inactive.score else ()
         prove = commands.on_model("evaluate", *commands.tasks, *by, "--share", inactive.share, "--controls", "19")
         detail = f"Not tested. {inactive.words()} The command ablates as many heads and tests what that costs."
-        return Answer(ABLATED_QUESTION, inactive.headline, detail, "missing", INACTIVE, prove)
+        return ReportAnswer(ABLATED_QUESTION, inactive.headline, detail, "missing", INACTIVE, prove)
     best = _best(arms)
     how = _how([choice for choice in choices if choice.verdict is best], len(tried))
     return _answer(ABLATED_QUESTION, arms, "ablated", how, ABLATION, command)
@@ -385,7 +385,7 @@ def _how(choices: Sequence[SweepChoice], tried: int) -> str:
     return f" The same questions selected it among {best.candidates} arms, so the interval is too optimistic."
 
 
-def pruning_answer(verdict: Verdict | None, inactive: InactiveHeads, commands: Commands) -> Answer:
+def pruning_answer(verdict: Verdict | None, inactive: InactiveHeads, commands: Commands) -> ReportAnswer:
     """Return the answer from pruned models; without one, the number of ``inactive`` heads is a suggestion."""
     options = ("--share", inactive.share, *commands.own_texts, *commands.tasks, "--out", "smaller")
     command = commands.on_model("prune", *options)
@@ -397,13 +397,13 @@ def pruning_answer(verdict: Verdict | None, inactive: InactiveHeads, commands: C
             f"Not tested. The number of inactive heads is a first size to try. The command removes {which}, which it"
             " chooses itself, repairs what remains, and tests the smaller model."
         )
-        return Answer(REMOVED_QUESTION, inactive.headline, why, "missing", INACTIVE, command)
+        return ReportAnswer(REMOVED_QUESTION, inactive.headline, why, "missing", INACTIVE, command)
     judged = [arm for arm in pruned if arm.accuracy is not None]
     if not judged:
         first = min(pruned, key=lambda arm: arm.ablated_share or 0.0)
         measures = "; ".join(measure.words() for measure in first.metrics) or "no measure"
         detail = f"No task has right answers. Fewest removed: {first.name} ({_share(first.ablated_share)}): {measures}."
-        return Answer(REMOVED_QUESTION, "No verdict", detail, "open", REMOVAL, command)
+        return ReportAnswer(REMOVED_QUESTION, "No verdict", detail, "open", REMOVAL, command)
     return _answer(REMOVED_QUESTION, judged, "removed", _how((), len(judged)), REMOVAL, command)
 
 
@@ -415,14 +415,16 @@ def _best(arms: Sequence[ArmVerdict]) -> ArmVerdict:
     return max(arms, key=lambda arm: arm.paired.low)
 
 
-def _answer(question: str, arms: Sequence[ArmVerdict], done: str, how: str, link: str, command: str) -> Answer:
+def _answer(question: str, arms: Sequence[ArmVerdict], done: str, how: str, link: str, command: str) -> ReportAnswer:
     """Return the largest share that passes; if none does, the arm with the best lower end."""
     best = _best(arms)
     cost = _cost(best, f"{_share(best.ablated_share)} of heads {done} change")
     if best.is_safe:
         return _shown_safe(question, f"{_share(best.ablated_share)} of heads", f"{cost}{how}", best, link)
     headline, lead = _not_shown(best, "set of heads")
-    return Answer(question, headline, f"{lead} {cost}{how if headline == 'None shown' else ''}", "open", link, command)
+    return ReportAnswer(
+        question, headline, f"{lead} {cost}{how if headline == 'None shown' else ''}", "open", link, command
+    )
 
 
 def _share(share: float | None) -> str:
@@ -437,8 +439,8 @@ def answers_of(
     choices: Sequence[SweepChoice],
     plan: HeadPlan | None,
     plan_file: str | Path | None,
-    given: Sequence[Answer] = (),
-) -> list[Answer]:
+    given: Sequence[ReportAnswer] = (),
+) -> list[ReportAnswer]:
     """Return the answers in the order of the page, missing ones included; those that are ``given`` replace others."""
     commands = Commands.of(scan, store.path, plan_file)
     site = data.sites[0]
@@ -454,7 +456,7 @@ def answers_of(
     return [*(known.get(answer.question, answer) for answer in answers), *_missing_tables(data, commands)]
 
 
-def _missing_tables(data: HeadData, commands: Commands) -> list[Answer]:
+def _missing_tables(data: HeadData, commands: Commands) -> list[ReportAnswer]:
     """Return one answer on the tables of heads that the store lacks; empty without any."""
     missing = [table for table in HEAD_TABLES if table.known and table.group not in data.runs]
     if not missing:
@@ -466,4 +468,4 @@ def _missing_tables(data: HeadData, commands: Commands) -> list[Answer]:
         for table in missing
     )
     detail = f"The store has no {names} of this model's heads, so the map lacks them."
-    return [Answer("What do the heads do?", "Not measured", detail, "missing", None, verbs)]
+    return [ReportAnswer("What do the heads do?", "Not measured", detail, "missing", None, verbs)]

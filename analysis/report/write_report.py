@@ -12,7 +12,7 @@ from markupsafe import Markup
 from headscan.analysis.errors import AnalysisError
 from headscan.analysis.plans import HeadPlan, check_model
 from headscan.analysis.report.ablation_costs import arms_section, criteria_section, site_section
-from headscan.analysis.report.answers import Answer, answers_of
+from headscan.analysis.report.answers import ReportAnswer, answers_of
 from headscan.analysis.report.head_data import HeadData, page_data, read_head_data
 from headscan.analysis.report.page_parts import (
     contents,
@@ -61,7 +61,7 @@ class _Shown:
     choices: Sequence[SweepChoice]
     plan: HeadPlan | None
     plan_file: str | Path | None
-    answers: Sequence[Answer] = ()
+    answers: Sequence[ReportAnswer] = ()
 
 
 def write_report(
@@ -78,7 +78,7 @@ def write_report(
     max_loss: float = MAX_LOSS,
     losses: Mapping[str, Increase] | None = None,
     comparisons: int = 1,
-    answers: Sequence[Answer] = (),
+    answers: Sequence[ReportAnswer] = (),
 ) -> Path:
     """Write a report atomically, without changing the store; the page loads nothing from the network.
 

@@ -26,7 +26,7 @@ POWER = 0.8
 FEW_DIFFER = 50
 
 
-def few_factor(comparisons: int) -> float:
+def rare_event_factor(comparisons: int) -> float:
     """Return the factor ``log(TAIL / comparisons) / log(TAIL)``, which widens an interval of rare events. The chance to
     see no such event falls exponentially with their number; this ratio of logarithms exceeds that of normal quantiles.
     """
@@ -37,7 +37,7 @@ def identical_questions(comparisons: int = 1) -> int:
     """Return the minimum number of questions with which identical answers pass. With none gained and none lost, the
     lower end of the score test is -z^2 / (questions + z^2); widened for the comparisons, it must be above the margin.
     """
-    return floor(_Z**2 * (100 * few_factor(comparisons) / MARGIN - 1)) + 1
+    return floor(_Z**2 * (100 * rare_event_factor(comparisons) / MARGIN - 1)) + 1
 
 
 #: Minimum number of texts (questions, if each has its own) with which identical answers of one arm pass.

@@ -32,7 +32,7 @@ from headscan.analysis.store.verdict_limits import (
     POWER,
     QUESTIONS_PER_TEXT,
     TAIL,
-    few_factor,
+    rare_event_factor,
 )
 from headscan.analysis.verdicts.answer_sheets import (
     BENCHMARK,
@@ -220,7 +220,7 @@ def for_comparisons(
 def _corrected(paired: PairedDifference, comparisons: int) -> PairedDifference:
     if comparisons == 1:
         return paired
-    rare = few_factor(comparisons)
+    rare = rare_event_factor(comparisons)
     wide, further = paired.simultaneous_interval(comparisons), paired.interval.stretched(rare)
     if paired.few_differ:
         wide = Interval(min(wide.low, further.low), wide.value, max(wide.high, further.high))

@@ -87,9 +87,9 @@ class WeightTally:
         self._numbers: dict[str, list[Tensor]] = {number.name: [] for number in needed_numbers(request.statistics)}
         defined = request.statistics - POSITIONAL if geometry.cross else request.statistics
         self._to_sum: dict[str, QuerySum] = {
-            of_queries.name: of_queries
+            query_sum.name: query_sum
             for name in defined & WEIGHT_STATISTICS.keys()
-            for of_queries in WEIGHT_STATISTICS[name].query_sums
+            for query_sum in WEIGHT_STATISTICS[name].query_sums
         }
         self._sums: dict[str, Tensor] = {}
         self._unpadded = request.unpadded_queries if self._to_sum else 0
@@ -100,12 +100,12 @@ class WeightTally:
         block = WeightBlock(weights_BHRC, first_query, first_key, self.request, self._normalised, unpadded)
         for name, blocks in self._numbers.items():
             blocks.append(QUERY_NUMBERS[name].of_block(block))
-        for name, of_queries in self._to_sum.items():
+        for name, query_sum in self._to_sum.items():
             if name not in self._sums:
-                self._sums[name] = of_queries.zeros(block, self.geometry)
-            of_queries.add(self._sums[name], block)
+                self._sums[name] = query_sum.zeros(block, self.geometry)
+            query_sum.add(self._sums[name], block)
 
-    def findings(self) -> CallNumbers:
+    def numbers(self) -> CallNumbers:
         per_query = {name: torch.cat(blocks, -1) for name, blocks in self._numbers.items()}
         return CallNumbers(per_query, self._sums, self.request, self.geometry)
 
@@ -237,7 +237,7 @@ class ScoredCall(AttentionCall):
         if kernels is None or explicit or request.path == "blockwise":
             tally = WeightTally(request, self.geometry, normalised=self.sinks_BHN is None)
             out = attend_blockwise(self._wide(), tally.add, request.past)
-            findings = tally.findings()
+            call_numbers = tally.numbers()
         else:
             query, key, value = (x.to(kernels.dtype or wide) for x in (self.query_BHND, self.key_BKSD, self.value_BKSD))
             numbers = needed_numbers(request.statistics)
@@ -253,9 +253,9 @@ class ScoredCall(AttentionCall):
                 numbers_with_output=any(number.with_output for number in numbers),
             )
             per_query = fused_numbers(numbers, fused)
-            findings = CallNumbers(per_query, {}, request, self.geometry)
+            call_numbers = CallNumbers(per_query, {}, request, self.geometry)
         own_values = self.value_BKSD[:, :, request.past :]
-        return out.to(self.query_BHND.dtype), _statistics(findings, own_values, self.num_attention_heads)
+        return out.to(self.query_BHND.dtype), _statistics(call_numbers, own_values, self.num_attention_heads)
 
     def weights(self, position_BR: Tensor) -> Tensor:
         _check_whole(self.geometry)
@@ -344,10 +344,10 @@ class ScoredCall(AttentionCall):
         return kernels_for(self.query_BHND, width, self.num_attention_heads // self.num_key_value_heads)
 
 
-def _statistics(findings: CallNumbers, value_BKSD: Tensor, heads: int) -> dict[str, Tensor]:
+def _statistics(numbers: CallNumbers, value_BKSD: Tensor, heads: int) -> dict[str, Tensor]:
     """Return the requested statistics of weights and values, of the real tokens."""
-    request = findings.request
-    return weight_statistics(findings) | value_statistics(value_BKSD, request.over_keys, request.statistics, heads)
+    request = numbers.request
+    return weight_statistics(numbers) | value_statistics(value_BKSD, request.over_keys, request.statistics, heads)
 
 
 def _check_whole(geometry: Geometry, past: int = 0) -> None:
@@ -389,7 +389,7 @@ class WeightsCall(AttentionCall):
         size = block_rows(B, H, S, self.device)
         for start in range(0, N, size):
             tally.add(widened(self.weights_BHNS[:, :, start : start + size]), start, 0)
-        return self.out_BHND, _statistics(tally.findings(), self.value_BKSD, self.num_attention_heads)
+        return self.out_BHND, _statistics(tally.numbers(), self.value_BKSD, self.num_attention_heads)
 
     def weights(self, position_BR: Tensor) -> Tensor:
         _, H, _, S = self.weights_BHNS.shape

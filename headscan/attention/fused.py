@@ -446,8 +446,8 @@ class FusedPass:
 
     def _within(self, like_BHNF: Tensor, width: int | None) -> Tensor:
         """Return which of the first keys are among a query's last ``width`` keys, bool (N, F); None means all keys."""
-        N, F = like_BHNF.shape[2:]
-        distance = torch.arange(N, device=like_BHNF.device)[:, None] - torch.arange(F, device=like_BHNF.device)
+        queries, keys = (torch.arange(count, device=like_BHNF.device) for count in like_BHNF.shape[2:])
+        distance = queries[:, None] - keys
         return distance >= 0 if width is None else (distance >= 0) & (distance < width)
 
 

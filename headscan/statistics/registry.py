@@ -92,15 +92,15 @@ def fused_numbers(numbers: Iterable[QueryNumber], fused: FusedPass) -> dict[str,
     return per_query
 
 
-def weight_statistics(findings: CallNumbers) -> dict[str, Tensor]:
+def weight_statistics(numbers: CallNumbers) -> dict[str, Tensor]:
     """Return the requested weight statistics (B, H) and profiles (B, H, bins) of the real tokens, float32."""
-    names = findings.request.statistics - POSITIONAL if findings.geometry.cross else findings.request.statistics
+    names = numbers.request.statistics - POSITIONAL if numbers.geometry.cross else numbers.request.statistics
     chosen = [statistic for name, statistic in WEIGHT_STATISTICS.items() if name in names]
-    found = {each.name: each.reduce(findings).float() for each in chosen if isinstance(each, WholeCallStatistic)}
+    found = {each.name: each.reduce(numbers).float() for each in chosen if isinstance(each, WholeCallStatistic)}
     if means := [each for each in chosen if isinstance(each, QueryMean)]:
-        values = [each.of_queries(findings) for each in means]
-        skip_first = [each.skips_first(findings.geometry) for each in means]
-        together = findings.request.over_queries.means(values, skip_first)
+        values = [each.of_queries(numbers) for each in means]
+        skip_first = [each.skips_first(numbers.geometry) for each in means]
+        together = numbers.request.over_queries.means(values, skip_first)
         found |= {each.name: mean_BH for each, mean_BH in zip(means, together, strict=True)}
     return found
 

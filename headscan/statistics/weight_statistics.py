@@ -244,7 +244,7 @@ class QueryMean(WeightStatistic):
     skip_first: ClassVar[bool] = False
 
     @abstractmethod
-    def of_queries(self, findings: CallNumbers) -> Tensor:
+    def of_queries(self, numbers: CallNumbers) -> Tensor:
         """Return what is averaged: (B, H, N)."""
 
     def skips_first(self, geometry: Geometry) -> bool:
@@ -252,10 +252,10 @@ class QueryMean(WeightStatistic):
 
 
 class WholeCallStatistic(WeightStatistic):
-    """A statistic that is computed from the findings as a whole."""
+    """A statistic that is computed from the numbers as a whole."""
 
     @abstractmethod
-    def reduce(self, findings: CallNumbers) -> Tensor:
+    def reduce(self, numbers: CallNumbers) -> Tensor:
         """Return the statistic of the real tokens."""
 
 
@@ -266,8 +266,8 @@ class MeanOverQueries(QueryMean, QueryNumber):
     def query_numbers(self) -> tuple[QueryNumber, ...]:
         return (self,)
 
-    def of_queries(self, findings: CallNumbers) -> Tensor:
-        return findings.per_query[self.name]
+    def of_queries(self, numbers: CallNumbers) -> Tensor:
+        return numbers.per_query[self.name]
 
 
 class FirstTokenWeight(MeanOverQueries):
@@ -355,9 +355,9 @@ class DistantMass(QueryMean):
 
     query_numbers = (WeightSum(), SinkMass(), RecentMass())
 
-    def of_queries(self, findings: CallNumbers) -> Tensor:
-        near = findings.per_query["sink_mass"] + findings.per_query["recent_mass"]
-        return (findings.per_query["weight_sum"] - near).clamp_min(0.0)
+    def of_queries(self, numbers: CallNumbers) -> Tensor:
+        near = numbers.per_query["sink_mass"] + numbers.per_query["recent_mass"]
+        return (numbers.per_query["weight_sum"] - near).clamp_min(0.0)
 
 
 class LearnedSinkMass(QueryMean):
@@ -365,8 +365,8 @@ class LearnedSinkMass(QueryMean):
 
     query_numbers = (WeightSum(),)
 
-    def of_queries(self, findings: CallNumbers) -> Tensor:
-        return (1.0 - findings.per_query["weight_sum"]).clamp_min(0.0)
+    def of_queries(self, numbers: CallNumbers) -> Tensor:
+        return (1.0 - numbers.per_query["weight_sum"]).clamp_min(0.0)
 
 
 class Confidence(MeanOverQueries):
@@ -420,12 +420,12 @@ class RelativeEntropy(QueryMean):
     def skips_first(self, geometry: Geometry) -> bool:
         return geometry.causal
 
-    def of_queries(self, findings: CallNumbers) -> Tensor:
-        entropy_BHN = findings.per_query["entropy"]
-        if findings.geometry.causal:
-            seen = torch.arange(1, findings.geometry.queries + 1, device=entropy_BHN.device, dtype=entropy_BHN.dtype)
+    def of_queries(self, numbers: CallNumbers) -> Tensor:
+        entropy_BHN = numbers.per_query["entropy"]
+        if numbers.geometry.causal:
+            seen = torch.arange(1, numbers.geometry.queries + 1, device=entropy_BHN.device, dtype=entropy_BHN.dtype)
             return entropy_BHN / seen.log()
-        return entropy_BHN / findings.request.key_lengths.to(entropy_BHN.dtype).log()[:, None, None]
+        return entropy_BHN / numbers.request.key_lengths.to(entropy_BHN.dtype).log()[:, None, None]
 
 
 ENTROPIES: tuple[WeightStatistic, ...] = (Entropy(), RelativeEntropy())
@@ -464,8 +464,8 @@ class ReceivedMax(WholeCallStatistic):
     name = "received_max"
     query_sums = (Received(),)
 
-    def reduce(self, findings: CallNumbers) -> Tensor:
-        return findings.received_BHS.amax(-1)
+    def reduce(self, numbers: CallNumbers) -> Tensor:
+        return numbers.received_BHS.amax(-1)
 
 
 class ReceivedConcentration(WholeCallStatistic):
@@ -473,11 +473,11 @@ class ReceivedConcentration(WholeCallStatistic):
     undefined_for_one = True
     query_sums = (Received(),)
 
-    def reduce(self, findings: CallNumbers) -> Tensor:
-        share = findings.received_BHS / findings.received_BHS.sum(-1, keepdim=True)
+    def reduce(self, numbers: CallNumbers) -> Tensor:
+        share = numbers.received_BHS / numbers.received_BHS.sum(-1, keepdim=True)
         entropy = -torch.special.xlogy(share, share).sum(-1)
-        concentration = 1.0 - entropy / findings.request.key_lengths.log()[:, None]
-        concentration[findings.request.key_lengths < 2] = float("nan")  # 0 / 0: a single key receives everything
+        concentration = 1.0 - entropy / numbers.request.key_lengths.log()[:, None]
+        concentration[numbers.request.key_lengths < 2] = float("nan")  # 0 / 0: a single key receives everything
         return concentration
 
 
@@ -485,8 +485,8 @@ class ReceivedByPosition(WholeCallStatistic):
     name = "received_by_position"
     query_sums = (Received(),)
 
-    def reduce(self, findings: CallNumbers) -> Tensor:
-        return doubling_sums(findings.received_BHS.double())
+    def reduce(self, numbers: CallNumbers) -> Tensor:
+        return doubling_sums(numbers.received_BHS.double())
 
 
 class MassByDistance(WholeCallStatistic):
@@ -494,11 +494,11 @@ class MassByDistance(WholeCallStatistic):
     positional = True
     query_sums = (WeightByOffset(),)
 
-    def reduce(self, findings: CallNumbers) -> Tensor:
-        by_offset = findings.sums["weight_by_offset"]
+    def reduce(self, numbers: CallNumbers) -> Tensor:
+        by_offset = numbers.sums["weight_by_offset"]
         keys = by_offset.shape[-1] // 2 + 1
         earlier_and_own, later = by_offset[..., :keys].flip(-1), by_offset[..., keys:]
-        return doubling_sums(earlier_and_own + F.pad(later, (1, 0))) / findings.request.lengths[:, None, None]
+        return doubling_sums(earlier_and_own + F.pad(later, (1, 0))) / numbers.request.lengths[:, None, None]
 
 
 class ArgmaxOffset(QueryNumber):
@@ -519,8 +519,8 @@ class ArgmaxOffsets(WholeCallStatistic):
 
     query_numbers = (ArgmaxOffset(),)
 
-    def reduce(self, findings: CallNumbers) -> Tensor:
-        offsets_BHN, lengths = findings.per_query["argmax_offset"], findings.request.lengths
+    def reduce(self, numbers: CallNumbers) -> Tensor:
+        offsets_BHN, lengths = numbers.per_query["argmax_offset"], numbers.request.lengths
         real = real_tokens(lengths, offsets_BHN.shape[-1])[:, None].expand_as(offsets_BHN)
         bins = offsets_BHN.nan_to_num().clamp(-MAX_OFFSET - 1, MAX_OFFSET + 1).long() + MAX_OFFSET + 1
         counts = torch.zeros(*bins.shape[:2], 2 * MAX_OFFSET + 3, device=bins.device)

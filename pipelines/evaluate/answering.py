@@ -27,7 +27,7 @@ from headscan.pipelines.scoring.token_requests import (
     Request,
     Responses,
     ScoringItem,
-    score_item,
+    answer_item,
 )
 
 #: Approximate number of chunks per arm; fewer if chunks would be smaller than a batch.
@@ -153,7 +153,7 @@ def answer_arms(
                 of_arm.forget()
         try:
             schedule = _Schedule(by_arm, chunks, settings)
-            task: Task[Any, Any] = score_in_ranges if pool.staged else score_item
+            task: Task[Any, Any] = score_in_ranges if pool.staged else answer_item
             for done in pool.map(task, schedule.pool_items()):
                 some, chunk = schedule.finished(done)
                 progress.update(len(chunk.hashes) * len(some))  # at once, or the rate would be that of one arm

@@ -20,7 +20,7 @@ from headscan.pipelines.scoring.arms import (
     mask_arm,
     model_arm,
     random_controls,
-    score_rules,
+    rules_by_score,
 )
 from headscan.pipelines.scoring.replacements import ArmReplacement, collect_replacement
 from headscan.pipelines.settings.evaluation_settings import ChosenArms, EvaluateConfig
@@ -55,7 +55,7 @@ def _scored_arms(run: Run, chosen: ChosenArms, ranking_run: str | None, replacem
         return []
     arms = criterion_masks(run.store, ranking_run, chosen.criterion, [chosen.share], chosen.mask_order, replacement)
     if chosen.rule:
-        arms += score_rules(run.store, ranking_run, chosen.criterion, [chosen.share], replacement)
+        arms += rules_by_score(run.store, ranking_run, chosen.criterion, [chosen.share], replacement)
     return arms
 
 

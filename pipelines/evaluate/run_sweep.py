@@ -33,12 +33,12 @@ from headscan.pipelines.evaluate.checks import check_generates, check_predicts
 from headscan.pipelines.evaluate.run_evaluation import EVALUATE, Purpose, run_evaluation
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.measure.run_corpus import write_shards
-from headscan.pipelines.measure.run_scan import ShardItem, measure_shard
+from headscan.pipelines.measure.run_scan import ScanItem, measure_shard
 from headscan.pipelines.runs.head_orders import find_run
 from headscan.pipelines.runs.model_identity import ModelFacts, fingerprint
 from headscan.pipelines.runs.progress import at_work
 from headscan.pipelines.runs.run_context import Run
-from headscan.pipelines.scoring.arms import BASELINE, Arm, criterion_masks, random_masks, random_rules, score_rules
+from headscan.pipelines.scoring.arms import BASELINE, Arm, criterion_masks, random_masks, random_rules, rules_by_score
 from headscan.pipelines.scoring.replacements import ZERO_REPLACEMENT, ArmReplacement, collect_replacement
 from headscan.pipelines.settings.evaluation_settings import IN_ALL, EvaluateConfig, SweepConfig, TaskConfig
 
@@ -159,7 +159,7 @@ def record_prompts(config: EvaluateConfig, run: Run, questions: Questions) -> st
         run,
         record,
         shards(_sequences(prompts, names, report), shard_size=_SHARD),
-        lambda shard: ShardItem(shard, statistics, widths, config.batch_tokens, False, run.identity.rope_lengths),
+        lambda shard: ScanItem(shard, statistics, widths, config.batch_tokens, False, run.identity.rope_lengths),
         report,
         total=len(prompts),
         task=measure_shard,
@@ -261,7 +261,7 @@ def sweep_arms(
     together, so that all curves grow together. ``others`` are the runs of masks that are no scores of the scan. The
     arms are marked, because later evaluations may add others to the run.
     """
-    rules = [score_rules(store, scan_run, score, config.distinct_shares, replacement) for score in config.scores]
+    rules = [rules_by_score(store, scan_run, score, config.distinct_shares, replacement) for score in config.scores]
     masks = [
         criterion_masks(store, others.get(name, scan_run), name, config.distinct_shares, config.mask_order, replacement)
         for name in config.mask_criteria

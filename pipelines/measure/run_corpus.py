@@ -78,16 +78,16 @@ class CorpusMeasurement:
     Attributes:
         shard_item: Returns the item of ``task`` for a shard, which the item has as ``shard``.
         forward_passes: Cost of a sequence, in forward passes.
-        deciding: Settings on which the numbers depend, in addition to those of `CorpusRunConfig`.
-        recorded: The same settings as the store records them.
+        identity_settings: Settings on which the numbers depend, in addition to those of `CorpusRunConfig`.
+        stored_settings: The same settings as the store records them.
     """
 
     kind: RunKind
     task: Task[Any, ShardTable]
     shard_item: Callable[[Shard], Any]
     forward_passes: float
-    deciding: Mapping[str, Any]
-    recorded: Mapping[str, Any]
+    identity_settings: Mapping[str, Any]
+    stored_settings: Mapping[str, Any]
 
 
 def run_corpus(
@@ -111,7 +111,7 @@ def run_corpus(
         "dtype": config.model.dtype,
         "corpus": corpus_fingerprint,
         "tokens": asdict(config.tokens),
-        **measurement.deciding,
+        **measurement.identity_settings,
         "batch_tokens": config.batch_tokens,
     }
     run_hash = run_fingerprint(run, kind, deciding, config.shard_size)
@@ -142,7 +142,7 @@ def run_corpus(
             "corpus": asdict(config.corpus),
             "tokens": asdict(config.tokens),
             "attention_across_documents": config.tokens.attention_across_documents,
-            **measurement.recorded,
+            **measurement.stored_settings,
             "shard_size": shard_size,
             "batch_tokens": config.batch_tokens,
             **({} if part is None else {"parts": [str(part)]}),

@@ -140,7 +140,12 @@ def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
         return ImportanceItem(shard, config.reduction, config.batch_tokens, run.identity.rope_lengths)
 
     measurement = CorpusMeasurement(
-        "importance", measure_importance, shard_item, forward_passes=_PASSES, deciding=settings, recorded=settings
+        "importance",
+        measure_importance,
+        shard_item,
+        forward_passes=_PASSES,
+        identity_settings=settings,
+        stored_settings=settings,
     )
     return run_corpus(config, run, measurement, prompts=prompts)
 

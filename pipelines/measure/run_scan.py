@@ -36,17 +36,17 @@ def run_scan(config: ScanConfig, run: Run) -> CorpusRunResult:
     settings = {"statistics": config.measured, "keep_nonfinite": config.keep_nonfinite}
     widths = asdict(config.widths)
 
-    def shard_item(shard: corpora.Shard) -> ShardItem:
+    def shard_item(shard: corpora.Shard) -> ScanItem:
         rope = run.identity.rope_lengths
-        return ShardItem(shard, config.measured, config.widths, config.batch_tokens, config.keep_nonfinite, rope)
+        return ScanItem(shard, config.measured, config.widths, config.batch_tokens, config.keep_nonfinite, rope)
 
     measurement = CorpusMeasurement(
         "scan",
         measure_shard,
         shard_item,
         forward_passes=_PASSES,
-        deciding={**settings, "widths": widths},
-        recorded={**settings, **widths, "panel": None if config.statistics else config.panel},
+        identity_settings={**settings, "widths": widths},
+        stored_settings={**settings, **widths, "panel": None if config.statistics else config.panel},
     )
     result = run_corpus(config, run, measurement, part=config.part)
     if count := int(run.store.resolve_run(result.run_id, "scan")["nonfinite_rows"]):
@@ -55,7 +55,7 @@ def run_scan(config: ScanConfig, run: Run) -> CorpusRunResult:
 
 
 @dataclass(frozen=True)
-class ShardItem:
+class ScanItem:
     """One shard for one replica; with ``keep_nonfinite``, NaN and infinite values are no error."""
 
     shard: corpora.Shard
@@ -110,13 +110,13 @@ class HeadNumbers:
         )
 
 
-class _ScanShard(StagedTask[ShardItem, Batch, list[HeadNumbers], ShardTable]):
+class _ScanShard(StagedTask[ScanItem, Batch, list[HeadNumbers], ShardTable]):
     """Pool task: measure every head on every sequence of a shard."""
 
-    def passes(self, item: ShardItem) -> list[Batch]:
+    def passes(self, item: ScanItem) -> list[Batch]:
         return whole_batches(list(map(len, item.shard.sequences)), item.batch_tokens, item.rope.group)
 
-    def run(self, lm: LoadedModel, item: ShardItem, batch: Batch) -> list[HeadNumbers]:
+    def run(self, lm: LoadedModel, item: ScanItem, batch: Batch) -> list[HeadNumbers]:
         texts = [item.shard.sequences[row] for row in batch.rows]
         ids, lengths = pad([text.ids for text in texts], batch.width)
         of_sites = []
@@ -139,7 +139,7 @@ class _ScanShard(StagedTask[ShardItem, Batch, list[HeadNumbers], ShardTable]):
     def join_halves(self, halves: Sequence[list[HeadNumbers]]) -> list[HeadNumbers]:
         return [HeadNumbers.of_batches(of_site) for of_site in zip(*halves, strict=True)]
 
-    def join(self, item: ShardItem, partials: Sequence[Sequence[list[HeadNumbers]]]) -> ShardTable:
+    def join(self, item: ScanItem, partials: Sequence[Sequence[list[HeadNumbers]]]) -> ShardTable:
         batches = [[HeadNumbers.of_ranges(of_site) for of_site in zip(*ranges, strict=True)] for ranges in partials]
         order = np.argsort([row for batch in self.passes(item) for row in batch.rows])
         indices = [text.index for text in item.shard.sequences]

@@ -44,7 +44,7 @@ class HasBatchSize(Protocol):
     def batch_tokens(self) -> int: ...
 
 
-S = TypeVar("S", bound=HasBatchSize)
+SizedSettings = TypeVar("SizedSettings", bound=HasBatchSize)
 
 
 @dataclass
@@ -86,7 +86,7 @@ class ModelOpener:
         placed = self._placed if model == self.model else self._place(model)
         return open_pool(model, placed.placement, on_cluster=bool(self.ray_address), timeouts=self.timeouts)
 
-    def sized(self, config: S) -> S:
+    def sized(self, config: SizedSettings) -> SizedSettings:
         """Return settings with the batch size of the placement."""
         settings: Any = config
         return replace(settings, batch_tokens=self.batch_tokens)

@@ -190,7 +190,7 @@ def _by_inactivity(store: Store, run_id: str, score: str) -> Sequence[OrderedHea
     return sorted(rank_heads(store, run_id, score), key=lambda head: -(head.inactive_share or 0.0))
 
 
-def score_rules(
+def rules_by_score(
     store: Store, run_id: str, score: str, shares: Sequence[float], replacement: ArmReplacement = ZERO_REPLACEMENT
 ) -> list[Arm]:
     """Return the rules whose thresholds are quantiles of a scan's pooled scores; they measure the scan's widths."""

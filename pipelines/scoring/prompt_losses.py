@@ -36,7 +36,7 @@ from headscan.pipelines.scoring.bundles import (
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.recall_tasks import recall_questions
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
-from headscan.pipelines.scoring.token_requests import Likelihood, Request, Responses, score_item
+from headscan.pipelines.scoring.token_requests import Likelihood, Request, Responses, answer_item
 from headscan.pipelines.settings.evaluation_settings import RecallQuestions
 
 T = TypeVar("T")
@@ -191,7 +191,7 @@ class PromptPool:
 
         nats, greedy = np.empty((len(sets), len(requests))), np.empty((len(sets), len(requests)))
         scored = np.array([request.scored for request in requests])
-        task: Task[Any, Any] = score_in_ranges if staged else score_item
+        task: Task[Any, Any] = score_in_ranges if staged else answer_item
         for item, losses in self._measured(task, work, unit, numbers, count):
             group, part = items[item.name]
             at = np.ix_(group, part)

@@ -63,7 +63,7 @@ class ArmItem(ScoringItem[Q]):
     batch_tokens: int
 
 
-def score_item(lm: LoadedModel, item: ScoringItem[Any]) -> Sequence[Responses[Any]]:
+def answer_item(lm: LoadedModel, item: ScoringItem[Any]) -> Sequence[Responses[Any]]:
     """Pool task: answer the requests of an item for each of its arms."""
     return item.run(lm)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headscan.analysis.report.ablation_costs import ABLATION
-from headscan.analysis.report.answers import ABLATED_QUESTION, CACHE_QUESTION, REMOVED_QUESTION, Answer
+from headscan.analysis.report.answers import ABLATED_QUESTION, CACHE_QUESTION, REMOVED_QUESTION, ReportAnswer
 from headscan.analysis.report.saving_costs import CACHE, REMOVAL
 from headscan.analysis.store.output_files import write_text
 from headscan.analysis.store.verdict_limits import limits_words
@@ -89,7 +89,7 @@ class Saving:
         why = f"loses {failed.why}" if failed.outcome is Outcome.LOSES else f"{failed.label}: {failed.why}"
         return f"{100 * failed.share:.3g}% {why}"
 
-    def card(self) -> Answer:
+    def card(self) -> ReportAnswer:
         """Return the answer as the report shows it."""
         question, link = self.kind.question, self.kind.section
         shown = self.safe or next(iter(self.judged), None)
@@ -97,12 +97,12 @@ class Saving:
         if self.safe is not None:
             detail = f"{self.answer()}.{numbers} Next: {self.next()}."
             headline = f"{self.safe.share:.1%} is {self.safe.label}"
-            return Answer(question, headline, detail, "open" if self.safe.recall_unknown else "known", link)
+            return ReportAnswer(question, headline, detail, "open" if self.safe.recall_unknown else "known", link)
         headline = "None shown to be safe"
         if shown is not None and shown.label in (TOO_FEW_QUESTIONS, TOO_FEW_TEXTS):
             headline = shown.label.capitalize()
         following = self.next()
-        return Answer(question, headline, f"{following[0].upper()}{following[1:]}.{numbers}", "open", link)
+        return ReportAnswer(question, headline, f"{following[0].upper()}{following[1:]}.{numbers}", "open", link)
 
     def _size(self, share: ShareVerdict) -> str:
         by = f" by {self.criterion}" if self.criterion else ""

@@ -34,7 +34,7 @@ from headscan.cluster.ray_pool import PipelinePool, RayPool
 from headscan.cluster.ray_session import RaySession
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import Shard, TokenSequence
-from headscan.pipelines.measure.run_scan import ShardItem, measure_shard
+from headscan.pipelines.measure.run_scan import ScanItem, measure_shard
 from tests.benchmarks.imagined_scans import ImaginedPool, Killer, pid_of, scan_imagined
 from tests.benchmarks.imagined_workers import ShardShape
 from tests.benchmarks.random_checkpoint import Shape, make_checkpoint
@@ -45,7 +45,7 @@ _SEQUENCES, _TOKENS, _BATCH = 8, 256, 512
 _IMAGINED = ShardShape(layers=32, heads=32, sequences=8, tokens=512)
 
 
-def made_items(count: int) -> list[ShardItem]:
+def made_items(count: int) -> list[ScanItem]:
     """Shards of random tokens, four passes each."""
     generator = np.random.default_rng(0)
     statistics = tuple(sorted(panel_names("fast")))
@@ -55,11 +55,11 @@ def made_items(count: int) -> list[ShardItem]:
             TokenSequence(i, i, "made", generator.integers(0, _SHAPE.vocabulary, _TOKENS, dtype=np.int32), False, "")
             for i in range(number * _SEQUENCES, (number + 1) * _SEQUENCES)
         )
-        items.append(ShardItem(Shard(number, texts, ""), statistics, MassWidths(), _BATCH, keep_nonfinite=False))
+        items.append(ScanItem(Shard(number, texts, ""), statistics, MassWidths(), _BATCH, keep_nonfinite=False))
     return items
 
 
-def seconds(pools: Mapping[str, Pool], items: list[ShardItem], rounds: int) -> dict[str, list[float]]:
+def seconds(pools: Mapping[str, Pool], items: list[ScanItem], rounds: int) -> dict[str, list[float]]:
     """How long each pool takes for all items, round by round."""
     took: dict[str, list[float]] = {name: [] for name in pools}
     for turn in range(rounds + 1):

@@ -33,7 +33,7 @@ from headscan.cluster.placements import StreamedPlacement, WholePlacement
 from headscan.cluster.pool import open_pool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines import corpora
-from headscan.pipelines.measure.run_scan import ShardItem, measure_shard
+from headscan.pipelines.measure.run_scan import ScanItem, measure_shard
 from tests.benchmarks.random_checkpoint import Shape, make_checkpoint, shape_of, shape_options
 
 #: The bars.
@@ -56,7 +56,7 @@ def measure(folder: Path, placement: StreamedPlacement | WholePlacement, options
     ]
     statistics = tuple(sorted(panel_names("fast")))
     shards = [
-        ShardItem(
+        ScanItem(
             corpora.Shard(i, tuple(texts[i : i + _SHARD]), ""), statistics, MassWidths(), options.batch_tokens, False
         )
         for i in range(0, len(texts), _SHARD)

@@ -17,10 +17,10 @@ from headscan.cluster.pool import InProcessPool, StagingError, WorkError, open_p
 from headscan.cluster.ray_pool import PipelinePool, RayPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines import jobs
-from headscan.pipelines.measure.run_scan import ShardItem, measure_shard
+from headscan.pipelines.measure.run_scan import ScanItem, measure_shard
 from headscan.pipelines.runs.model_identity import model_facts
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
-from headscan.pipelines.scoring.token_requests import score_item
+from headscan.pipelines.scoring.token_requests import answer_item
 from tests.cluster import tasks
 from tests.cluster.conftest import ray_nodes
 from tests.cluster.tasks import Job
@@ -70,7 +70,7 @@ def test_a_pipeline_gives_what_one_process_gives(family: str, stages: int, saved
         for index, rows in expected.items():
             assert_same_rows(found[index], rows)
         for name, ablated in ARMS.items():
-            theirs, ours = answers(score_item, local, ablated), answers(score_in_ranges, pool, ablated)
+            theirs, ours = answers(answer_item, local, ablated), answers(score_in_ranges, pool, ablated)
             for one, other in zip(ours.values, theirs.values, strict=True):
                 assert one.log_likelihood == pytest.approx(other.log_likelihood, abs=1e-6, rel=1e-6), name
                 assert one.greedy_tokens == other.greedy_tokens, name
@@ -116,7 +116,7 @@ def test_whole_replicas_on_two_nodes_give_what_one_process_gives(
 def test_a_stage_that_is_killed_again_and_again(saved: Callable[[str], ModelSpec], two_nodes: Any) -> None:
     """The first and the last stage fail during the work; every shard arrives once."""
     spec = saved("llama")
-    items: list[ShardItem] = [shard(index, (30, 8)) for index in range(30)]
+    items: list[ScanItem] = [shard(index, (30, 8)) for index in range(30)]
     with InProcessPool(spec, ONE) as local:
         expected = measured(local, items)
     found = {}

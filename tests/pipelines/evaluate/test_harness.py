@@ -31,7 +31,7 @@ from headscan.pipelines.scoring.arms import (
     criterion_masks,
     mask_arm,
     random_controls,
-    score_rules,
+    rules_by_score,
 )
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.token_requests import Likelihood, Request, Responses, input_key
@@ -164,7 +164,7 @@ def test_arms_are_chosen_from_a_scan_of_this_model(
     identity = identify(spec)
     assert find_run(store, identity, "output_norm_ln", None) == scanned.run_id
     arms = criterion_masks(store, scanned.run_id, "output_norm_ln", [0.2])
-    arms += score_rules(store, scanned.run_id, "output_norm_ln", [0.2])
+    arms += rules_by_score(store, scanned.run_id, "output_norm_ln", [0.2])
     arms += random_controls(headscan.load(spec.source).grid, arms, 3)
     assert [arm.kind for arm in arms] == ["mask", "rule", *3 * ["random_mask"], *3 * ["random_rule"]]
     assert {arm.share for arm in arms} == {0.2}
@@ -183,7 +183,7 @@ def test_arms_are_chosen_from_a_scan_of_this_model(
         )
     assert isinstance(arms[1].intervention, headscan.HeadRule) and arms[1].intervention.widths == headscan.MassWidths()
     narrow = dataclasses.replace(config, widths=headscan.MassWidths(2, 9))
-    [rule] = score_rules(store, run_scan(narrow, run_on(pool, store)).run_id, "output_norm_ln", [0.2])
+    [rule] = rules_by_score(store, run_scan(narrow, run_on(pool, store)).run_id, "output_norm_ln", [0.2])
     assert isinstance(rule.intervention, headscan.HeadRule) and rule.intervention.widths == narrow.widths
     store.finish_run(scanned.run_id, status="failed")
     with pytest.raises(InterventionError, match=f"run {scanned.run_id} is failed. Run its command again"):

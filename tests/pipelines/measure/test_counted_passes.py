@@ -9,19 +9,19 @@ from headscan.catalog import MassWidths
 from headscan.loading import load_spec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora import CorpusReport, CorpusSpec, TokenConfig, open_corpus, sequences, shards
-from headscan.pipelines.measure.run_scan import ShardItem, measure_shard
+from headscan.pipelines.measure.run_scan import ScanItem, measure_shard
 from headscan.pipelines.runs.model_identity import identify
 
 
 @pytest.fixture
-def item(spec, corpus_folder) -> ShardItem:
+def item(spec, corpus_folder) -> ScanItem:
     corpus = open_corpus(CorpusSpec(str(corpus_folder)))
     tokenizer = identify(spec).tokenizer
     found = sequences(corpus, tokenizer, TokenConfig(60, mode="chunk", min_tokens=5), CorpusReport())
-    return ShardItem(next(iter(shards(found, shard_size=64))), ("entropy", "output_norm"), MassWidths(), 150, False)
+    return ScanItem(next(iter(shards(found, shard_size=64))), ("entropy", "output_norm"), MassWidths(), 150, False)
 
 
-def test_progress_moves_with_each_pass(spec, item: ShardItem) -> None:
+def test_progress_moves_with_each_pass(spec, item: ScanItem) -> None:
     lm = load_spec(spec, "cpu")
     counts: list[int] = []
     assert measure_shard.counted(counts.append)(lm, item).heads.equals(measure_shard(lm, item).heads)
@@ -29,12 +29,12 @@ def test_progress_moves_with_each_pass(spec, item: ShardItem) -> None:
     assert sum(counts) == len(item.shard.sequences)
 
 
-def test_halves_of_a_pass_count_once(spec, item: ShardItem, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_halves_of_a_pass_count_once(spec, item: ScanItem, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = load_spec(spec, "cpu")
     counts: list[int] = []
     plain = type(measure_shard).run
 
-    def short_of_memory(self, lm: LoadedModel, item: ShardItem, part):
+    def short_of_memory(self, lm: LoadedModel, item: ScanItem, part):
         if len(part) > 1:
             raise torch.OutOfMemoryError("no room")
         return plain(self, lm, item, part)

@@ -25,7 +25,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.corpora import CorpusSpec, Shard, TokenConfig, TokenSequence
 from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.measure.run_probe import ProbeItem, probe_heads
-from headscan.pipelines.measure.run_scan import ShardItem, measure_shard, run_scan
+from headscan.pipelines.measure.run_scan import ScanItem, measure_shard, run_scan
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring import likelihood
 from headscan.pipelines.scoring.arms import BASELINE, Arm
@@ -61,12 +61,12 @@ def tokens(count: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(Random(f"{count} {seed}").choices(range(5, 300), k=count))
 
 
-def shard_item(lm: LoadedModel, batch_tokens: int = 1000) -> ShardItem:
+def shard_item(lm: LoadedModel, batch_tokens: int = 1000) -> ScanItem:
     texts = tuple(
         TokenSequence(i, i, "text", np.array(tokens(n, i), dtype=np.int32), False, "") for i, n in enumerate(LENGTHS)
     )
     names = panel_names("full")
-    return ShardItem(Shard(0, texts, ""), names, MassWidths(), batch_tokens, False, lm.rope_lengths)
+    return ScanItem(Shard(0, texts, ""), names, MassWidths(), batch_tokens, False, lm.rope_lengths)
 
 
 def test_a_shard_has_the_numbers_of_each_sequence_alone(lm: LoadedModel) -> None:

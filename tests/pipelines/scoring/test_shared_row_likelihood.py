@@ -19,7 +19,7 @@ from headscan.layers.shared_rows import SharedRow, SharedRowHooks
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.prefix_tree import prefix_tree
 from headscan.pipelines.scoring.shared_row_likelihood import RowPacker, SharedRowItem, can_read_shared_rows
-from headscan.pipelines.scoring.token_requests import Likelihood, Responses, score_item
+from headscan.pipelines.scoring.token_requests import Likelihood, Responses, answer_item
 from headscan.statistics.registry import masks_read
 from tests.pipelines.scoring.test_bundles import BATCH_TOKENS, REQUESTS, close
 from tests.pipelines.scoring.test_prefix_tree import random_sequences
@@ -124,7 +124,7 @@ def test_a_row_for_which_memory_is_short_is_cut_in_half() -> None:
 def test_an_arm_of_the_pool_is_answered_in_shared_rows() -> None:
     lm = make_loaded("llama")
     item = SharedRowItem("rule", REQUESTS, RULES[0], BATCH_TOKENS)
-    [found] = score_item(lm, item)
+    [found] = answer_item(lm, item)
     assert isinstance(found, Responses)
     assert found.values == item.run(lm)[0].values
 

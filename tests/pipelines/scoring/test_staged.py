@@ -23,11 +23,11 @@ from headscan.cluster.streamed_pool import StreamedPool
 from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora import Shard, TokenSequence
 from headscan.pipelines.measure.run_corpus import ShardTable
-from headscan.pipelines.measure.run_scan import ShardItem, measure_shard
+from headscan.pipelines.measure.run_scan import ScanItem, measure_shard
 from headscan.pipelines.runs.model_identity import model_facts
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
-from headscan.pipelines.scoring.token_requests import Likelihood, Request, Responses, score_item
+from headscan.pipelines.scoring.token_requests import Likelihood, Request, Responses, answer_item
 from tests.pipelines.conftest import THREADS
 from tests.small_models import make_model
 
@@ -56,19 +56,19 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelSpec
     return spec
 
 
-def shard(index: int, lengths: tuple[int, ...], seed: int = 0) -> ShardItem:
+def shard(index: int, lengths: tuple[int, ...], seed: int = 0) -> ScanItem:
     rng = np.random.default_rng([seed, index])
     texts = tuple(
         TokenSequence(10 * index + row, row, "text", rng.integers(5, VOCABULARY, size, dtype=np.int32), False, "")
         for row, size in enumerate(lengths)
     )
-    return ShardItem(Shard(index, texts, ""), tuple(sorted(panel_names("full"))), MassWidths(), 64, False)
+    return ScanItem(Shard(index, texts, ""), tuple(sorted(panel_names("full"))), MassWidths(), 64, False)
 
 
 SHARDS = [shard(0, (30, 5, 17, 40, 8)), shard(1, (12,)), shard(2, (20, 21, 22))]
 
 
-def measured(pool: Pool, items: list[ShardItem] = SHARDS) -> dict[int, ShardTable]:
+def measured(pool: Pool, items: list[ScanItem] = SHARDS) -> dict[int, ShardTable]:
     return {done.item.shard.index: done.value for done in pool.map(measure_shard, items)}
 
 
@@ -118,7 +118,7 @@ def answers(task: Any, pool: Pool, ablated: Intervention | None) -> Responses[Li
 def test_likelihoods_of_all_kinds_of_arms_are_the_same(family: str, saved: Callable[[str], ModelSpec]) -> None:
     with InProcessPool(saved(family), THREADS) as local, StreamedPool(saved(family), FAMILIES[family]) as streamed:
         for name, ablated in ARMS.items():
-            expected = answers(score_item, local, ablated)
+            expected = answers(answer_item, local, ablated)
             for found in (answers(score_in_ranges, streamed, ablated), answers(score_in_ranges, local, ablated)):
                 assert len(found.values) == len(requests_of())
                 for ours, theirs in zip(found.values, expected.values, strict=True):
@@ -198,4 +198,4 @@ def test_tasks_travel_and_generation_is_refused(saved: Callable[[str], ModelSpec
             StagingError, match=r"score item needs all layers of the model at once.*=whole` or `placement=sharded`"
         ),
     ):
-        pool.one(score_item, None)
+        pool.one(answer_item, None)
