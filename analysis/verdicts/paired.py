@@ -72,6 +72,9 @@ def retained_share(baseline: np.ndarray, arm: np.ndarray, texts: np.ndarray, cha
     Clopper and Pearson's interval. The lower end is at most that of identical answers: gained answers do not show that
     others are kept.
 
+    For example, if of 400 needles in 100 texts the baseline finds 90 % and the arm 85 %, with 25 % by guessing, the arm
+    retains ``100 * (85 - 25) / (90 - 25) = 92.3`` %. With all 20 losses in five texts the interval is 83 to 100 %.
+
     ``baseline`` and ``arm`` are (questions,) of 0 to 1, ``texts`` (questions,) is the text of each question, and
     ``chance`` is in percent.
     """
@@ -430,6 +433,11 @@ def compare(
 ) -> PairedDifference:
     """Return the paired difference of two arms, (questions,) of 0 to 1 in the same order. Many arms share one
     ``sampling``.
+
+    Of 400 questions, a baseline answers 300 right, and an arm loses 8 of these and gains 2 others. The difference is
+    ``100 * (2 - 8) / 400 = -1.5`` points. Its standard error is ``100 * sqrt((10 / 400 - 0.015**2) / 399) = 0.79``
+    points, so Student's t gives -3.05 to 0.05; as only 10 answers differ, the score interval counts where it is wider,
+    -3.46 to 0.06.
     """
     baseline = np.asarray(baseline_correct, dtype=np.float64)
     arm = np.asarray(arm_correct, dtype=np.float64)

@@ -205,8 +205,10 @@ def for_comparisons(
     scopes: Mapping[Scope, PairedDifference], comparisons: int, recall: int | None = None
 ) -> dict[Scope, PairedDifference]:
     """Return comparisons whose intervals of the benchmark and of recall, in points and as the share that is left, are
-    widened for so many arms. Intervals of tasks count the tasks alone. ``recall`` is the number of arms in recall; None
-    stands for ``comparisons``.
+    widened for so many arms: each interval then misses in 5 % divided by their number, so all together in at most 5 %.
+    The difference of -1.5 points in the example of `compare` has the interval -3.46 to 0.06 for one arm, and -4.05 to
+    0.53 for three. Intervals of tasks count the tasks alone. ``recall`` is the number of arms in recall; None stands
+    for ``comparisons``.
     """
     corrected = dict(scopes)
     for scope, paired in scopes.items():

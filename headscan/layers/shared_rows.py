@@ -1,5 +1,10 @@
 """Shared rows: a row holds a prefix once, then each ending that continues it, and heads are ablated in all of them.
 
+Three endings a, b and c, of which c has other ablated heads from layer 7 on::
+
+    layers 0 to 6    | prefix | a | b | c |             a attends to the prefix and itself, and so do b and c
+    layers 7 on      | prefix | a | b | prefix | c |    one row still: c has a copy of the prefix of its own
+
 Only attention mixes tokens, so a row of a prefix and several endings runs through everything else unchanged; the
 attention hook lets each ending attend to the prefix and itself. Masks are known before the pass. A rule needs
 statistics of whole sequences: those of the prefix are joined with those of each ending, as each statistic declares

@@ -9,6 +9,7 @@ from scipy.stats import binom, binomtest, norm, t
 from headscan.analysis.errors import VerdictError
 from headscan.analysis.store.verdict_limits import FEW_DIFFER, LEAST_SAFE_TEXTS
 from headscan.analysis.verdicts import paired
+from headscan.analysis.verdicts.answer_sheets import BENCHMARK
 from headscan.analysis.verdicts.paired import (
     Interval,
     PairedDifference,
@@ -17,8 +18,10 @@ from headscan.analysis.verdicts.paired import (
     enough_questions,
     percentiles,
     resampled_interval,
+    retained_share,
     score_interval,
 )
+from headscan.analysis.verdicts.verdict_rows import for_comparisons
 from tests.analysis.conftest import compare
 
 
@@ -349,6 +352,25 @@ def test_texts_of_one_question_have_the_score_interval_of_questions() -> None:
             low, high = min(low, score[0]), max(high, score[1])
         found = compare(delta < 0, delta > 0, strata, texts, resamples=200)
         assert (found.low, found.high, found.texts) == (100 * low, 100 * high, count)
+
+
+def test_the_examples_of_docstrings_hold() -> None:
+    delta = np.repeat([-1, 1, 0], [8, 2, 390])
+    right = np.repeat([1, 0, 1, 0], [8, 2, 292, 98])
+    found = compare(right, right + delta)
+    low, high, _ = resampled_interval(Sampling(400).strata(delta.astype(float)), 2000)
+    three = for_comparisons({BENCHMARK: found}, 3)[BENCHMARK]
+    of_compare, of_three = (" ".join((each.__doc__ or "").split()) for each in (paired.compare, for_comparisons))
+    assert f"Student's t gives {100 * low:.2f} to {100 * high:.2f};" in of_compare
+    assert f"wider, {found.low:.2f} to {found.high:.2f}." in of_compare
+    assert (
+        f"{found.low:.2f} to {found.high:.2f} for one arm, and {three.low:.2f} to {three.high:.2f} for three"
+        in of_three
+    )
+    needles = np.repeat([1.0, 0.0], [360, 40])
+    kept = retained_share(needles, np.where(np.arange(400) < 20, 0.0, needles), np.arange(400) // 4, 25.0)
+    example = " ".join((retained_share.__doc__ or "").split())
+    assert f"= {kept.value:.1f}`` %." in example and f"is {kept.low:.0f} to {kept.high:.0f} %." in example
 
 
 def test_partial_credit_lost_on_few_questions_makes_no_interval_narrower() -> None:
