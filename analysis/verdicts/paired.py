@@ -451,12 +451,14 @@ def compare(
     of_text = np.bincount(sampling.text, delta).round(12)
     low, high, freedom = resampled_interval(sampling.strata(delta), resamples)
     texts_differ = int(np.count_nonzero(np.bincount(sampling.text, delta != 0)))
+    whole = bool(((delta == 0) | (np.abs(delta) == 1)).all())
     # Partial credit that differs on most texts is no rare event: differences have many values, however few they are.
-    partial = not ((delta == 0) | (np.abs(delta) == 1)).all()
-    if few_differ(texts_differ) and not (partial and 2 * texts_differ > len(sampling.sizes)):
+    if few_differ(texts_differ) and (whole or 2 * texts_differ <= len(sampling.sizes)):
         low = min(low, _rare_low(delta, sampling))
-        # The bootstrap's upper end is wide enough for correlated questions: losses that few texts hide only lower it.
-        high = max(high, score_interval(float(delta[delta > 0].sum()), float(-delta[delta < 0].sum()), len(delta))[1])
+    # The bootstrap's upper end is wide enough for correlated questions and for partial credit: losses that few texts
+    # hide only lower it.
+    if few_differ(texts_differ) and whole:
+        high = max(high, score_interval(gained, lost, len(delta))[1])
     return PairedDifference(
         questions=len(delta),
         texts=len(sampling.sizes),

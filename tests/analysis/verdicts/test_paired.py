@@ -388,13 +388,26 @@ def test_partial_credit_lost_on_few_questions_makes_no_interval_narrower() -> No
 
 
 @pytest.mark.parametrize(("count", "credit"), [(381, 0.97), (381, 0.5), (1000, 0.5), (2000, 0.9)])
-def test_partial_credit_seldom_passes_by_chance(count: int, credit: float) -> None:
+def test_partial_credit_seldom_passes_or_loses_by_chance(count: int, credit: float) -> None:
     """One point is lost on average, as partial credit on few questions: the fewest that can pass, and more."""
-    rng, sampling, passed, runs = np.random.default_rng(count), Sampling(count), 0, 300
+    rng, sampling, passed, lost, runs = np.random.default_rng(count), Sampling(count), 0, 0, 300
     for _ in range(runs):
         arm = np.where(rng.random(count) < 0.01 / credit, 1 - credit, 1.0)
-        passed += paired.compare(np.ones(count), arm, sampling, resamples=400).low > -1
-    assert passed <= 0.033 * runs
+        found = paired.compare(np.ones(count), arm, sampling, resamples=400)
+        passed, lost = passed + (found.low > -1), lost + found.shows_loss
+    assert max(passed, lost) <= 0.033 * runs
+
+
+@pytest.mark.parametrize(("texts", "credit"), [(6, 0.3), (24, 0.3), (100, 0.2), (100, 0.5)])
+def test_partial_credit_of_whole_texts_seldom_loses_by_chance(texts: int, credit: float) -> None:
+    """As copying questions do: four to a text, each right in a share of its tokens; one point is lost on average."""
+    rng, runs, lost = np.random.default_rng(texts), 300, 0
+    sampling = Sampling(4 * texts, texts=np.arange(4 * texts) // 4)
+    for _ in range(runs):
+        hit = np.repeat(rng.random(texts) < 0.01 / credit, 4)
+        arm = 1 - np.where(hit, 2 * credit * rng.random(4 * texts), 0.0).clip(0, 1)
+        lost += paired.compare(np.ones(4 * texts), arm, sampling, resamples=400).shows_loss
+    assert lost <= 0.033 * runs
 
 
 @pytest.mark.parametrize("single", [0, 381])
