@@ -93,7 +93,13 @@ def test_the_batch_size_of_the_devices_reaches_every_job(
         ),
         "study": (jobs.StudyConfig(spec, texts, str(tmp_path / "study")),),
     }
-    assert calls.keys() == {name for name in public_names(jobs) if name.islower()} - {"mask_arm", "export", "generate"}
+    assert calls.keys() == {name for name in public_names(jobs) if name.islower()} - {
+        "mask_arm",
+        "rule_arm",
+        "random_controls",
+        "export",
+        "generate",
+    }
     received = list[Any]()
 
     def begun(*arguments: Any, **_: Any) -> None:

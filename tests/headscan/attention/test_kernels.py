@@ -75,7 +75,7 @@ def both_ways(
     tally = WeightTally(request, Geometry(tokens, tokens, True, False))
     call = ScoredCall(query.double(), key.double(), value.double(), scale, True, window=window, sinks_BHN=sinks)
     expected_out = attend_blockwise(call, tally.add)
-    return {**found, "output": out}, {**tally.findings().per_query, "output": expected_out}
+    return {**found, "output": out}, {**tally.numbers().per_query, "output": expected_out}
 
 
 @pytest.mark.parametrize("window", [None, 7, 130, 500])

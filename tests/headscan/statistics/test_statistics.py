@@ -307,7 +307,7 @@ def test_explicit_weights_are_taken_without_a_look_at_a_number() -> None:
     for first_query, first_key in ((0, 0), (3, 1)):
         weights = torch.empty(2, 3, 3, 3 + first_query - first_key, device="meta")
         tally.add(weights, first_query, first_key)
-    found = tally.findings()
+    found = tally.numbers()
     assert found.per_query["confidence"].shape == (2, 3, 6)
     assert found.sums["weight_by_offset"].shape == (2, 3, 11)
 

@@ -27,7 +27,7 @@ from tests.stores import copy_store
 SMALL = replace(MEASURED, sequences=2)
 
 #: Tasks whose items are kept.
-MEASURING = ("measure_damages", "measure_needs", "score_item")
+MEASURING = ("measure_damages", "measure_needs", "answer_item")
 
 
 class Stopped(Exception):
@@ -101,7 +101,7 @@ def test_a_finished_plan_is_not_measured_again_and_other_budgets_share_its_damag
     other, measured = made(store, count=1)
     alone, _ = made(None, count=1)
     assert other.to_json() == alone.to_json()
-    assert {name for name, _ in measured} == {"score_item"}
+    assert {name for name, _ in measured} == {"answer_item"}
     (run,) = Store(store).runs("plan")
     assert run["status"] == "finished"
 

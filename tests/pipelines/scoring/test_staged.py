@@ -195,7 +195,7 @@ def test_tasks_travel_and_generation_is_refused(saved: Callable[[str], ModelSpec
     with (
         StreamedPool(saved("llama"), PLACEMENT) as pool,
         pytest.raises(
-            StagingError, match=r"score item needs all layers of the model at once.*=whole` or `placement=sharded`"
+            StagingError, match=r"answer item needs all layers of the model at once.*=whole` or `placement=sharded`"
         ),
     ):
         pool.one(answer_item, None)

@@ -105,7 +105,7 @@ def test_a_study_ends_with_answers_and_files(found: tuple[StudyConfig, StudyAnsw
     # Its sentences follow the rule of the answers, which counts the loss of another run, for three kinds of savings.
     store = Store(out / "study.duckdb")
     (asked,) = store.query(_ASKED).to_pylist()
-    options: dict[str, Any] = {"losses": answer.losses, "comparisons": config.kind_count}
+    options: dict[str, Any] = {"loss_increases": answer.losses, "comparisons": config.kind_count}
     outcomes = judge(store, asked["run_id"], max_loss=config.max_loss, **options).by_name
     judged = [each for saving in answer.savings for each in saving.judged if each.accuracy is not None]
     assert judged
