@@ -12,6 +12,7 @@ from headscan.analysis.text_tables import plain, printable, say, show
 from headscan.options import Option
 
 if TYPE_CHECKING:
+    from headscan.analysis.verdicts.curves import Curve
     from headscan.analysis.verdicts.verdict_rows import RecallVerdict
     from headscan.analysis.verdicts.verdict_words import ArmVerdict
 
@@ -73,6 +74,13 @@ def arm_row(arm: ArmVerdict) -> dict[str, Any]:
         "cache_left": arm.cache_left,
         "verdict": arm.sentence(),
     }
+
+
+def curve_row(curve: Curve) -> dict[str, Any]:
+    """Return a curve with its points, which have the names of the columns of ``sweep_points``."""
+    columns = {"ablated_share": "zeroed_share"}
+    points = [{columns.get(name, name): value for name, value in each._asdict().items()} for each in curve.points]
+    return {**asdict(curve), "points": points}
 
 
 def _recall(family: RecallVerdict) -> dict[str, Any]:

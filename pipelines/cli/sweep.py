@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from headscan.options import Group
 from headscan.pipelines.cli.option_parser import Given
-from headscan.pipelines.cli.results import Result, arm_row
+from headscan.pipelines.cli.results import Result, arm_row, curve_row
 from headscan.pipelines.cli.task_options import DemoSize, TaskVerb, evaluation_of, replacement_of
 from headscan.pipelines.cli.verb_base import quiet_libraries
 from headscan.pipelines.settings.evaluation_settings import ReplacementOption, SweepConfig
@@ -74,7 +74,7 @@ class Sweep(TaskVerb):
             "unfinished": verdict.unfinished,
             "choices": [{**asdict(choice), "verdict": arm_row(choice.verdict)} for choice in choices],
         }
-        return Result(curves, text, facts)
+        return Result([curve_row(curve) for curve in curves], text, facts)
 
 
 def curves_text(curves: Sequence[Curve]) -> str:

@@ -120,8 +120,9 @@ def rule_arm(rule: HeadRule, share: float | None = None) -> Arm:
         raise InterventionError(f"`share={share}` (limit above 0, at most 1). Change `share`")
     threshold, replacement = float(rule.threshold), ArmReplacement.of(rule.replacement)
     widths = () if rule.widths == MassWidths() else (("sink", rule.widths.sink), ("recent", rule.widths.recent))
+    name = f"rule {rule.score} {threshold}" + ("" if share is None else f" {100 * share:g}%")
     return Arm(
-        f"rule {rule.score} {threshold}{replacement.suffix}",
+        name + "".join(f", {width} {keys}" for width, keys in widths) + replacement.suffix,
         ArmKind.RULE,
         replace(rule, threshold=threshold),
         rule.score,

@@ -162,7 +162,7 @@ def test_a_rule_by_hand_has_random_controls(
     rule = jobs.rule_arm(headscan.HeadRule("output_norm_ln", 0.7), share=0.2)
     arms = [rule, *jobs.random_controls(lm.grid, [rule], 3)]
     judged = jobs.evaluate(evaluation, tmp_path / "s.duckdb", arms, devices=cpu, say=quiet).by_name
-    controls = judged["rule output_norm_ln 0.7"].controls
+    controls = judged["rule output_norm_ln 0.7 20%"].controls
     assert controls is not None and controls.arms == tuple(f"random rule 20% seed {seed}" for seed in range(3))
     assert (judged[rule.name].criterion, judged[rule.name].share) == ("output_norm_ln", 0.2)
     without = jobs.rule_arm(headscan.HeadRule("output_norm_ln", np.float32(0.5)))
@@ -182,6 +182,7 @@ def test_controls_replace_outputs_as_their_arms_do(spec: ModelSpec) -> None:
     assert control.intervention == headscan.RandomHeads(0.2, 0, means)
     assert control.name == f"random rule 20% seed 0 by mean {means.digest[:6]}"
     assert rule.settings.keys() == {"scan_run", "replacement_texts", "sink", "recent"}
+    assert rule.name == f"rule entropy 0.5 20%, sink 2, recent {jobs.MassWidths().recent} by mean {means.digest[:6]}"
     mask = jobs.mask_arm([(0, 1)], means)
     assert mask.intervention == headscan.HeadMask([(0, 1)], means)
     assert mask.name == f"mask 0:1 by mean {means.digest[:6]}"

@@ -9,7 +9,9 @@ import pytest
 
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.verdict_limits import LEAST_SAFE_TEXTS
+from headscan.analysis.verdicts.curves import read_curves
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
+from headscan.pipelines.cli.results import curve_row
 
 QUESTIONS = 400
 TASKS = np.array(["a"] * QUESTIONS + ["needle@64"])
@@ -69,6 +71,16 @@ def test_points_of_a_sweep(sweep: tuple[Store, str]) -> None:
     assert [tuple(row.values())[:2] for row in rows] == [row[:2] for row in expected]
     for row, numbers in zip(rows, expected, strict=True):
         assert list(row.values())[2:] == pytest.approx(list(numbers)[2:])
+
+
+def test_a_curve_as_json_has_the_columns_of_the_view(sweep: tuple[Store, str]) -> None:
+    store, run_id = sweep
+    columns = set(store.query("SELECT * FROM sweep_points LIMIT 1").column_names)
+    for curve in read_curves(store, run_id):
+        row = curve_row(curve)
+        assert row["score"] == curve.score and len(row["points"]) == len(curve.points)
+        for shown, point in zip(row["points"], curve.points, strict=True):
+            assert shown.keys() <= columns and shown["zeroed_share"] == point.ablated_share
 
 
 def test_intervals_of_a_sweep_are_those_of_the_arms(sweep: tuple[Store, str]) -> None:
