@@ -36,7 +36,7 @@ class ShareVerdict:
         loss: Increase of the held-out loss, in nats per token; None if it was not measured.
         label: The verdict as a table shows it; see `ArmVerdict.label`.
         why: Losses, or missing evidence; empty if the share is safe and its recall is known.
-        accuracy: CriteriaComparison on the benchmark; None if the loss ended the test.
+        accuracy: Comparison on the benchmark; None if the loss ended the test.
         recall_unknown: What of recall was not judged, and why; empty if all of it was, or if the loss ended the test.
         texts_needed: Number of texts that would show the loss of an open share to be within its limit; 0 if no number
             is known to, None if these texts are enough, or if the loss was not measured.
