@@ -442,9 +442,12 @@ def _pruned_accuracy(graded: Sequence[_PrunedModel], others: Sequence[_PrunedMod
         " between heads of about equal damage"
     )
     accuracy = graded[0].outcome.paired
+    halves = [(each.outcome.paired.high - each.outcome.paired.low) / 2 for each in graded]
+    device = graded[0].arm["device"].upper()
     return (
         f"### By accuracy\n\nThe same command with {accuracy.questions:,} of the study's questions, of which the whole"
-        f" model answers {accuracy.baseline:.1f} % right (25 % by guessing), on {graded[0].arm['device']}. {same}."
+        f" model answers {accuracy.baseline:.1f} % right (25 % by guessing), on {device}. The intervals reach about"
+        f" {min(halves):.0f} to {max(halves):.0f} points to each side, so smaller differences do not show. {same}."
         f" `{_prune_command(graded)}`.\n\n{_pruned_table(graded)}"
     )
 
