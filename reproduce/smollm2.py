@@ -425,7 +425,9 @@ def _pruning(models: Sequence[_PrunedModel]) -> str:
         " what is left of the original's recall. Intervals of the loss are over texts, which are parts of few"
         " documents. All models have the same repair, and random heads are one draw. *Minus damage* is the paired"
         " difference to the loss without as many heads of least damage. Losses of zeroed heads without repair stand"
-        f" in the table of criteria. `{_prune_command(models)}`.\n\n{_pruned_table(models)}"
+        f" in the table of criteria. *Prefill* is the time to read a prompt, a share of"
+        " the original's, as weights and cache are; controls are not timed."
+        f" `{_prune_command(models)}`.\n\n{_pruned_table(models, timed=True)}"
     )
 
 
@@ -458,7 +460,7 @@ def _prune_command(models: Sequence[_PrunedModel]) -> str:
     return f"headscan prune {' '.join(_PRUNED)} --recall-questions {asked}{graded}"
 
 
-def _pruned_table(models: Sequence[_PrunedModel]) -> str:
+def _pruned_table(models: Sequence[_PrunedModel], *, timed: bool = False) -> str:
     has_accuracy = any(model.outcome.accuracy is not None for model in models)
     rows = [
         (
@@ -470,6 +472,7 @@ def _pruned_table(models: Sequence[_PrunedModel]) -> str:
             *_recall_headings(),
             "weights",
             "KV cache",
+            *(["prefill"] if timed else []),
         )
     ]
     for number, model in enumerate(models):
@@ -486,9 +489,16 @@ def _pruned_table(models: Sequence[_PrunedModel]) -> str:
                 *(_left(kept.get(family)) for family in RECALL_FAMILIES),
                 f"{100 * details['weights_left']:.1f} %",
                 f"{100 * details['cache_left']:.1f} %",
+                *([_prefill(details)] if timed else []),
             )
         )
     return _table(rows)
+
+
+def _prefill(details: Mapping[str, Any]) -> str:
+    """Return the time of a prefill as a share of the original's; empty for controls, which are not timed."""
+    before, after = (details[which].get("prefill_seconds") for which in ("before", "after"))
+    return f"{100 * after / before:.0f} %" if before and after else ""
 
 
 def _points(accuracy: Interval | None) -> str:
