@@ -33,8 +33,13 @@ class ArmReplacement:
     @classmethod
     def of(cls, outputs: Replacement) -> ArmReplacement:
         """Return the replacement by outputs whose texts are unknown: their own hash identifies them."""
-        if not isinstance(outputs, StoredOutputs):
+        if outputs == ZERO:
             return ZERO_REPLACEMENT
+        if not isinstance(outputs, StoredOutputs):
+            raise InterventionError(
+                f"arms replace outputs by zero, HeadMeans or HeadSamples, not by {type(outputs).__name__}. Use one of"
+                " these"
+            )
         return cls(outputs, outputs.digest[:6], (("outputs_hash", outputs.digest),))
 
     @property

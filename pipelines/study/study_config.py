@@ -171,6 +171,11 @@ _RENAMED = {"tokens": "max_tokens"}
 
 def study_from(settings: Mapping[str, Any]) -> StudyConfig:
     """Return settings from plain values, such as those of a file; settings by names of earlier versions, too."""
+    for earlier in settings.keys() & _RENAMED.keys():
+        if _RENAMED[earlier] in settings:
+            raise StudyError(
+                f"`{earlier}` is an earlier name of `{_RENAMED[earlier]}` (limit one of them). Leave it out"
+            )
     return build_settings(StudyConfig, {_RENAMED.get(name, name): settings[name] for name in settings}, StudyError)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import headscan
+from headscan.ablation.intervention import ZERO
 from headscan.analysis.errors import StoreMissingError, VerdictError
 from headscan.analysis.plans import WindowShare
 from headscan.analysis.store.records import ArmRecord, RunRecord
@@ -183,6 +184,9 @@ def test_controls_replace_outputs_as_their_arms_do(spec: ModelSpec) -> None:
     assert control.name == f"random rule 20% seed 0 by mean {means.digest[:6]}"
     assert rule.settings.keys() == {"scan_run", "replacement_texts", "sink", "recent"}
     assert rule.name == f"rule entropy 0.5 20%, sink 2, recent {jobs.MassWidths().recent} by mean {means.digest[:6]}"
+    other = type("Halved", (type(ZERO),), {})()
+    with pytest.raises(HeadscanError, match=r"^arms replace outputs by zero, .*, not by Halved\. Use one of these$"):
+        jobs.mask_arm([(0, 1)], other)
     mask = jobs.mask_arm([(0, 1)], means)
     assert mask.intervention == headscan.HeadMask([(0, 1)], means)
     assert mask.name == f"mask 0:1 by mean {means.digest[:6]}"
