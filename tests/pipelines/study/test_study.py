@@ -196,7 +196,7 @@ def test_settings_come_back_from_their_file(tmp_path: Path) -> None:
     assert (short.corpus.name, short.shares, short.hours) == ("texts/", (0.1, 0.2), 1.0)
     (tmp_path / "earlier.yaml").write_text("model: demo\ncorpus: texts/\ntokens: 300\n")
     assert read_study(tmp_path / "earlier.yaml").max_tokens == 300
-    with pytest.raises(StudyError, match="^`tokens` is an earlier name of `max_tokens`"):
+    with pytest.raises(StudyError, match=r"^`tokens` is an earlier name of `max_tokens`"):
         study_from({"model": "demo", "corpus": "texts/", "tokens": 300, "max_tokens": 200})
 
 
