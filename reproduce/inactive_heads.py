@@ -109,7 +109,7 @@ def compare(options: argparse.Namespace) -> list[str]:
     store = Store(options.out / "inactive_heads.duckdb")
     run_id = store.resolve_run(kind="evaluate")["run_id"]
     found = store.query(
-        "SELECT coalesce(score, 'random') AS score, removable_share FROM all_score_curves"
+        "SELECT coalesce(criterion, 'random') AS score, removable_share FROM all_score_curves"
         " WHERE run_id = ? AND kind IN ('rule', 'random_rule') ORDER BY removable_share DESC, score",
         [run_id],
     ).to_pylist()

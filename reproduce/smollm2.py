@@ -377,16 +377,16 @@ def _judged_models(file: Path) -> list[_PrunedModel]:
         return []
     store = Store(file)
     arms = store.query(
-        "SELECT run_id, arm_id, mask_id, name, score, share, arms.config, provenance ->> '$[#-1].device' AS device"
+        "SELECT run_id, arm_id, mask_id, name, criterion, share, arms.config, provenance ->> '$[#-1].device' AS device"
         " FROM arms JOIN runs USING (run_id)"
         " WHERE arms.kind IN ('pruned', 'random_pruned', 'layers_dropped') AND runs.finished_at IS NOT NULL"
-        " ORDER BY share, list_position(?, score)",
+        " ORDER BY share, list_position(?, criterion)",
         [list(_CHOSEN)],
     ).to_pylist()
     verdicts = {run_id: judge(store, run_id) for run_id in {arm["run_id"] for arm in arms}}
     originals = store.query("SELECT run_id, arm_id FROM arms WHERE kind = 'baseline'").to_pylist()
     original = {row["run_id"]: row["arm_id"] for row in originals}
-    by_damage = {arm["share"]: arm["arm_id"] for arm in arms if arm["score"] == DAMAGE}
+    by_damage = {arm["share"]: arm["arm_id"] for arm in arms if arm["criterion"] == DAMAGE}
     models = []
     for arm in arms:
         other = by_damage.get(arm["share"], arm["arm_id"])
@@ -433,8 +433,8 @@ def _pruning(models: Sequence[_PrunedModel]) -> str:
 
 def _pruned_accuracy(graded: Sequence[_PrunedModel], others: Sequence[_PrunedModel]) -> str:
     """Return the accuracy of models of another run of the same command; ``others`` are the models above."""
-    removed = {(each.arm["score"], each.arm["share"]): each.heads for each in others}
-    pairs = [(each.heads, removed.get((each.arm["score"], each.arm["share"]), frozenset())) for each in graded]
+    removed = {(each.arm["criterion"], each.arm["share"]): each.heads for each in others}
+    pairs = [(each.heads, removed.get((each.arm["criterion"], each.arm["share"]), frozenset())) for each in graded]
     differing = [(len(ours & theirs), len(ours)) for ours, theirs in pairs if ours != theirs]
     same = (
         "They remove the same heads as the models above"
@@ -482,7 +482,7 @@ def _pruned_table(models: Sequence[_PrunedModel], *, timed: bool = False) -> str
         rows.append(
             (
                 share if number == 0 or models[number - 1].arm["share"] != model.arm["share"] else "",
-                _CHOSEN[model.arm["score"]],
+                _CHOSEN[model.arm["criterion"]],
                 *([_points(model.outcome.value(ACCURACY))] if has_accuracy else []),
                 _increased(model.loss),
                 _increased(model.minus_damage) if model.minus_damage else "",
@@ -557,12 +557,14 @@ def _loss(row: CriterionLoss) -> str:
 def _choice(store: Store, figures: Path) -> str:
     """Return what each criterion of the study keeps of loss and recall, on the texts that chose between them."""
     run_id = store.query(
-        "SELECT run_id FROM arms WHERE selection = 'study' GROUP BY run_id ORDER BY count(DISTINCT score) DESC, run_id"
+        "SELECT run_id FROM arms WHERE selection = 'study' GROUP BY run_id"
+        " ORDER BY count(DISTINCT criterion) DESC, run_id"
     )[0][0].as_py()
     verdict, losses = judge(store, run_id), read_losses(store, run_id)
     kept = {arm.name: {each.family: each for each in arm.recall} for arm in verdict.by_name.values()}
     arms = store.query(
-        "SELECT name, score, share FROM arms WHERE run_id = ? AND score IS NOT NULL ORDER BY score, share", [run_id]
+        "SELECT name, criterion, share FROM arms WHERE run_id = ? AND criterion IS NOT NULL ORDER BY criterion, share",
+        [run_id],
     ).to_pylist()
     rows = [("criterion", "heads zeroed", "loss, nats per token", *_recall_headings())]
     for number, arm in enumerate(arms):
@@ -570,7 +572,7 @@ def _choice(store: Store, figures: Path) -> str:
         loss = losses[arm["name"]]
         rows.append(
             (
-                f"`{arm['score']}`" if not number or arms[number - 1]["score"] != arm["score"] else "",
+                f"`{arm['criterion']}`" if not number or arms[number - 1]["criterion"] != arm["criterion"] else "",
                 f"{100 * arm['share']:g} %",
                 f"{loss.difference:+.3f} {_range({'low': loss.low, 'high': loss.high}, '+.3f')}",
                 *(f"{paired[kind].arm:.0f}" if kind in paired else "" for kind in RECALL_FAMILIES),
@@ -595,8 +597,8 @@ def _copying_figure(
     """Draw the copying that is left against the share of heads zeroed, by criterion."""
 
     def draw(plt: Any) -> None:
-        for score in dict.fromkeys(arm["score"] for arm in arms):
-            of_score = [arm for arm in arms if arm["score"] == score]
+        for score in dict.fromkeys(arm["criterion"] for arm in arms):
+            of_score = [arm for arm in arms if arm["criterion"] == score]
             first = kept[of_score[0]["name"]]["copying"].paired
             left = [first.baseline, *(kept[arm["name"]]["copying"].paired.arm for arm in of_score)]
             plt.plot([0, *(100 * arm["share"] for arm in of_score)], left, marker="o", label=score)

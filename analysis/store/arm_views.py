@@ -22,7 +22,7 @@ from headscan.analysis.store.verdict_limits import (
 _REACHED = 0.95
 
 _ARM_SUMMARY = """
-    SELECT a.run_id, a.arm_id, a.name AS arm, a.kind, a.replacement, a.zeroed_share, q.scope AS task, q.recall,
+    SELECT a.run_id, a.arm_id, a.name AS arm, a.kind, a.replacement, a.ablated_share, q.scope AS task, q.recall,
         count(*) AS questions, avg(q.correct) AS accuracy, stddev_samp(q.correct) / sqrt(count(*)) AS standard_error
     FROM arms a
     JOIN (SELECT *, unnest(task_scopes(task, recall)) AS scope FROM answers WHERE correct IS NOT NULL) q USING (arm_id)
@@ -30,8 +30,8 @@ _ARM_SUMMARY = """
 """
 
 _ARM_COMPARISON = """
-    SELECT a.run_id, a.arm_id, a.name AS arm, a.kind, a.score, a.selection, a.share, a.seed, a.replacement,
-        a.zeroed_share, v.* EXCLUDE (arm_id)
+    SELECT a.run_id, a.arm_id, a.name AS arm, a.kind, a.criterion, a.selection, a.share, a.seed, a.replacement,
+        a.ablated_share, v.* EXCLUDE (arm_id)
     FROM arms a JOIN arm_verdicts v USING (arm_id)
 """
 
@@ -44,45 +44,45 @@ _SWEEP_POINTS = f"""
         FROM arm_verdicts GROUP BY arm_id
     ),
     chosen AS (
-        SELECT * REPLACE (CASE WHEN kind IN ('mask', 'rule') THEN score END AS score)
+        SELECT * REPLACE (CASE WHEN kind IN ('mask', 'rule') THEN criterion END AS criterion)
         FROM (
             SELECT * REPLACE (CASE WHEN kind IN ('mask', 'rule') THEN selection END AS selection)
             FROM all_arm_comparison
         ) JOIN failures USING (arm_id)
-        WHERE task = {literal(ALL_TASKS)} AND share IS NOT NULL AND zeroed_share IS NOT NULL
+        WHERE task = {literal(ALL_TASKS)} AND share IS NOT NULL AND ablated_share IS NOT NULL
     ),
     measured AS (
-        SELECT run_id, kind, score, selection, share,
-            count(*) AS arms, avg(zeroed_share) AS zeroed_share, avg(accuracy) AS accuracy, avg(baseline) AS baseline,
+        SELECT run_id, kind, criterion, selection, share,
+            count(*) AS arms, avg(ablated_share) AS ablated_share, avg(accuracy) AS accuracy, avg(baseline) AS baseline,
             avg(difference) AS difference, avg(low) AS low, avg(high) AS high,
             min(difference) AS lowest, max(difference) AS highest, max(questions) AS questions,
             min(coalesce(texts, questions)) AS texts, coalesce(bool_or(recall_lost), false) AS recall_lost,
             CASE WHEN min(coalesce(texts, questions)) >= {LEAST_SAFE_TEXTS} AND avg(baseline) >= {LEAST_BASELINE / 100}
                 AND bool_and(informative IS NOT false)
                 THEN avg(low) > {-MARGIN / 100} AND bool_and(everything_kept) END AS passes
-        FROM chosen GROUP BY run_id, kind, score, selection, share, CASE WHEN seed IS NULL THEN arm_id END
+        FROM chosen GROUP BY run_id, kind, criterion, selection, share, CASE WHEN seed IS NULL THEN arm_id END
     )
     FROM measured
     UNION ALL BY NAME
-    SELECT run_id, kind, score, selection, 0.0 AS share, 0 AS arms, 0.0 AS zeroed_share, avg(baseline) AS accuracy,
+    SELECT run_id, kind, criterion, selection, 0.0 AS share, 0 AS arms, 0.0 AS ablated_share, avg(baseline) AS accuracy,
         avg(baseline) AS baseline, 0.0 AS difference, 0.0 AS low, 0.0 AS high, 0.0 AS lowest, 0.0 AS highest,
         max(questions) AS questions, max(texts) AS texts, false AS recall_lost, true AS passes
-    FROM measured GROUP BY run_id, kind, score, selection
+    FROM measured GROUP BY run_id, kind, criterion, selection
 """
 
 _SCORE_CURVES = f"""
     WITH curves AS (
-        SELECT run_id, kind, score, selection, count(*) FILTER (arms > 0) AS points, avg(baseline) AS baseline,
-            list(zeroed_share) AS shares, list(accuracy) AS accuracies, max(zeroed_share) AS reach,
-            bool_and(passes IS NOT NULL) AS can_tell, min(zeroed_share) FILTER (NOT passes) AS first_failed
-        FROM all_sweep_points GROUP BY run_id, kind, score, selection
+        SELECT run_id, kind, criterion, selection, count(*) FILTER (arms > 0) AS points, avg(baseline) AS baseline,
+            list(ablated_share) AS shares, list(accuracy) AS accuracies, max(ablated_share) AS reach,
+            bool_and(passes IS NOT NULL) AS can_tell, min(ablated_share) FILTER (NOT passes) AS first_failed
+        FROM all_sweep_points GROUP BY run_id, kind, criterion, selection
     ),
     reached AS (
         SELECT run_id, share FROM (SELECT DISTINCT run_id, share FROM all_sweep_points WHERE arms > 0) JOIN curves
         USING (run_id) GROUP BY run_id, share HAVING 2 * count_if(reach >= {_REACHED} * share) >= count(*)
     ),
     spans AS (SELECT run_id, max(share) AS area_upto FROM reached GROUP BY run_id)
-    SELECT run_id, kind, score, selection, points,
+    SELECT run_id, kind, criterion, selection, points,
         last_crossing(shares, accuracies, baseline - {MARGIN / 100}) AS removable_share,
         CASE WHEN can_tell THEN coalesce(
             list_max(list_filter(shares, lambda share: first_failed IS NULL OR share < first_failed)), 0.0
@@ -91,7 +91,7 @@ _SCORE_CURVES = f"""
             THEN curve_area(shares, accuracies, least(reach, area_upto)) END AS area,
         area_upto
     FROM curves LEFT JOIN spans USING (run_id)
-    ORDER BY removable_share DESC, run_id, kind, score, selection
+    ORDER BY removable_share DESC, run_id, kind, criterion, selection
 """
 
 # Whole documents are split (texts in recall tasks), because a document in two tasks, such as the letter and the cloze
@@ -118,7 +118,7 @@ _QUESTION_SPLIT = f"""
 """
 
 _SWEEP_CONFIRMED = f"""
-    SELECT a.run_id, a.arm_id, a.name AS arm, a.kind, a.score, a.selection, a.share, a.zeroed_share,
+    SELECT a.run_id, a.arm_id, a.name AS arm, a.kind, a.criterion, a.selection, a.share, a.ablated_share,
         s.questions AS selection_questions, s.difference AS selection_difference, s.passes AS selection_passed,
         c.questions, c.baseline, c.accuracy, c.difference, c.low, c.high, c.gained, c.lost, c.p_value,
         c.comparisons, c.wide_low, c.passes AS removable
@@ -134,7 +134,7 @@ _WIDENED = ("comparisons", "wide_low")
 _CURVE = {
     "run_id": _ARM["run_id"],
     "kind": "mask, rule, random_mask or random_rule",
-    "score": "score that selected the heads; NULL for random arms",
+    "criterion": "criterion, such as a score, that selected the heads; NULL for random arms",
     "selection": _ARM["selection"],
 }
 
@@ -144,7 +144,7 @@ ARM_VIEWS: dict[str, View] = {
         _ARM_SUMMARY,
         "one row per arm and task, family of recall tasks, or whole benchmark: accuracy",
         {
-            **{name: _ARM[name] for name in ("run_id", "arm_id", "arm", "kind", "replacement", "zeroed_share")},
+            **{name: _ARM[name] for name in ("run_id", "arm_id", "arm", "kind", "replacement", "ablated_share")},
             "task": _VERDICT["task"],
             "recall": _VERDICT["recall"],
             "questions": "number of questions with a right answer",
@@ -156,8 +156,8 @@ ARM_VIEWS: dict[str, View] = {
         _ARM_COMPARISON,
         "rows of arm_verdicts with name, kind and shares of the arms",
         {
-            **{name: _ARM[name] for name in ("run_id", "arm_id", "arm", "kind", "score", "selection")},
-            **{name: _ARM[name] for name in ("share", "seed", "replacement", "zeroed_share")},
+            **{name: _ARM[name] for name in ("run_id", "arm_id", "arm", "kind", "criterion", "selection")},
+            **{name: _ARM[name] for name in ("share", "seed", "replacement", "ablated_share")},
             **{name: comment for name, comment in _VERDICT.items() if name != "arm_id"},
         },
     ),
@@ -169,7 +169,7 @@ ARM_VIEWS: dict[str, View] = {
             **_CURVE,
             "share": "nominal share of ablated heads, 0 to 1; 0 for the baseline",
             "arms": "number of averaged arms (seeds); 0 for the baseline",
-            "zeroed_share": "measured share of ablated heads, 0 to 1: mean over the arms",
+            "ablated_share": "measured share of ablated heads, 0 to 1: mean over the arms",
             "accuracy": "mean accuracy of the arms, 0 to 1",
             "baseline": _VERDICT["baseline"],
             "difference": "accuracy minus baseline, -1 to 1: mean over the arms",
@@ -219,8 +219,8 @@ ARM_VIEWS: dict[str, View] = {
         "the best rule and the best mask of a sweep, selected on one part of the questions and judged on"
         " the other (see question_split); empty if the sweep did not confirm",
         {
-            **{name: _ARM[name] for name in ("run_id", "arm_id", "arm", "kind", "score", "selection")},
-            **{name: _ARM[name] for name in ("share", "zeroed_share")},
+            **{name: _ARM[name] for name in ("run_id", "arm_id", "arm", "kind", "criterion", "selection")},
+            **{name: _ARM[name] for name in ("share", "ablated_share")},
             "selection_questions": "number of benchmark questions that selected the arm",
             "selection_difference": "accuracy minus baseline on the selecting questions, -1 to 1; biased upwards,"
             " because the best of many arms was selected",

@@ -48,7 +48,7 @@ from headscan.analysis.errors import (
 from headscan.analysis.store.records import ABLATING_KINDS_SQL
 from headscan.analysis.store.scan_tables import Table, literal, table_statement
 from headscan.analysis.store.summaries import incomplete_summaries_sql
-from headscan.analysis.store.tables import FORMAT, SCHEMA_VERSION, TABLES
+from headscan.analysis.store.tables import FORMAT, RENAMED, SCHEMA_VERSION, TABLES
 from headscan.analysis.store.views import ALL_RUNS, VIEWS, view_statements
 from headscan.errors import first_line
 
@@ -327,7 +327,7 @@ def definitions(connection: duckdb.DuckDBPyConnection) -> Definitions:
 
 #: The `digest` of `declared`, which takes 0.3 s to compute, by version of DuckDB. A store with this digest can be
 #: trusted. With other versions of DuckDB, the definitions themselves are compared.
-DIGESTS: Mapping[str, str] = {"2.0.0": "9091db5debc342744fc28b39690cc0a4f366e74ce1c5607a12daf7c0182e6a66"}
+DIGESTS: Mapping[str, str] = {"2.0.0": "fbfb6df3ea6fa2f71cf534f5d374daabf2a8fb029988a8a364f94f8fe76fe54f"}
 
 
 def schema_statements() -> list[str]:
@@ -475,8 +475,8 @@ def upgrade(
 def migrate(
     connection: duckdb.DuckDBPyConnection, path: Path, version: int, steps: Mapping[int, Sequence[str]] = STEPS
 ) -> None:
-    """Create missing tables and columns, and all views, functions and comments; delete summaries without a score that
-    is new.
+    """Create missing tables and columns, rename columns, and create all views, functions and comments; delete summaries
+    without a score that is new.
     """
     present = definitions(connection)
     statements = _drop_statements(present, functions(connection))
@@ -506,8 +506,16 @@ def _drop_statements(present: Definitions, functions_found: Iterable[tuple[str, 
 def _table_changes(table: Table, present: Definitions) -> list[str]:
     if CatalogEntry("table", table.name) not in present:
         return [table_statement(table)]
-    missing = [c for c in table.columns if c.nullable and CatalogEntry("column", c.name, table.name) not in present]
-    return [f"ALTER TABLE {table.name} ADD COLUMN {c.name} {c.type}" for c in missing]
+    changes = []
+    for column in table.columns:
+        old = RENAMED.get(table.name, {}).get(column.name, "")
+        if CatalogEntry("column", column.name, table.name) in present:
+            continue
+        if CatalogEntry("column", old, table.name) in present:
+            changes.append(f"ALTER TABLE {table.name} RENAME {old} TO {column.name}")
+        elif column.nullable:
+            changes.append(f"ALTER TABLE {table.name} ADD COLUMN {column.name} {column.type}")
+    return changes
 
 
 def _back_up(connection: duckdb.DuckDBPyConnection, content: BinaryIO, path: Path, version: int) -> Path:

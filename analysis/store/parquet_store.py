@@ -20,7 +20,7 @@ from headscan.analysis.store.connection import READING, confine
 from headscan.analysis.store.output_files import DATA_SET_FORMAT, PARTITIONS, SCHEMA_FILE, file_system, is_partitioned
 from headscan.analysis.store.scan_tables import Table
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.tables import SCHEMA_VERSION, TABLES
+from headscan.analysis.store.tables import RENAMED, SCHEMA_VERSION, TABLES
 from headscan.analysis.store.views import view_statements
 from headscan.errors import first_line
 
@@ -62,10 +62,15 @@ class ParquetStore(Store):
         for table in TABLES.values():
             files = _files(system, root, table, declared)
             connection.register(f"files_of_{table.name}", files)
-            numbers = ", ".join(
-                f"{c.name if c.name in files.schema.names else 'NULL'}::{c.type} AS {c.name}" for c in table.columns
+            old_names = RENAMED.get(table.name, {})
+            numbers = []
+            for column in table.columns:
+                names = (column.name, old_names.get(column.name))
+                source = next((name for name in names if name in files.schema.names), "NULL")
+                numbers.append(f"{source}::{column.type} AS {column.name}")
+            connection.execute(
+                f"CREATE TEMP VIEW {table.name} AS SELECT {', '.join(numbers)} FROM files_of_{table.name}"
             )
-            connection.execute(f"CREATE TEMP VIEW {table.name} AS SELECT {numbers} FROM files_of_{table.name}")
         for statement in view_statements():
             connection.execute(_temporary(statement))
         confine(connection)

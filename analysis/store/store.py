@@ -68,7 +68,7 @@ _HEAD_TABLES = {"importance": ("head_importance", ("gate_gradient", "token_gradi
 #: Times are numbers of microseconds since then.
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _ANSWER_KEYS = ("task", "question", "correct")
-_ARM_COLUMNS = ("run_id", "name", "kind", "mask_id", "selection", "threshold", "share", "seed")
+_ARM_COLUMNS = ("run_id", "name", "kind", "mask_id", "criterion", "selection", "threshold", "share", "seed")
 
 
 def to_json(value: Any) -> str:
@@ -296,7 +296,7 @@ class Store:
                 if known[0] != mask_id:
                     raise StoreError(f"mask {name} exists with other heads or another origin. Choose another name")
                 return mask_id
-            row = {"mask_id": mask_id, "run_id": run_id, "name": name, "score": criterion, "share": share}
+            row = {"mask_id": mask_id, "run_id": run_id, "name": name, "criterion": criterion, "share": share}
             _insert_record(connection, "masks", {**row, "config": to_json(settings), "created_at": datetime.now(UTC)})
             rows_of_heads = [[mask_id, site, *pair] for pair in pairs]
             connection.executemany("INSERT INTO mask_heads VALUES (?, ?, ?, ?)", rows_of_heads)
@@ -306,7 +306,7 @@ class Store:
         """Return the mask with this name or ``mask_id``."""
         with self.connect(read_only=True) as connection:
             row = connection.execute(
-                "SELECT mask_id, name, run_id, score, share FROM masks WHERE name = ? OR mask_id = ?", [name, name]
+                "SELECT mask_id, name, run_id, criterion, share FROM masks WHERE name = ? OR mask_id = ?", [name, name]
             ).fetchone()
             if row is None:
                 names = [n for (n,) in connection.execute("SELECT name FROM masks ORDER BY name").fetchall()]
@@ -322,8 +322,9 @@ class Store:
         """
         with self._writing() as connection:
             _require_run(connection, arm.run_id)
-            row = {column: getattr(arm, column) for column in _ARM_COLUMNS} | {"score": arm.criterion}
-            arm_id = short_hash(row, dict(arm.config))
+            row = {column: getattr(arm, column) for column in _ARM_COLUMNS}
+            # The id of an arm is computed with the names of schema 14, so that arms of older stores keep theirs.
+            arm_id = short_hash({"score" if key == "criterion" else key: row[key] for key in row}, dict(arm.config))
             known = connection.execute(
                 "SELECT arm_id, status, config FROM arms WHERE run_id = ? AND name = ?", [arm.run_id, arm.name]
             ).fetchone()
@@ -350,7 +351,7 @@ class Store:
     def add_responses(self, arm_id: str, responses: pa.Table) -> None:
         """Store responses of an unfinished arm; requests that are stored already are skipped. ``responses`` has one row
         per request: ``request`` (its hash), ``log_likelihood, greedy_tokens, text`` (NULL where they do not apply) and
-        ``zeroed_share``.
+        ``ablated_share``.
         """
         with self._writing() as connection:
             if _require_arm(connection, arm_id) == "finished":
@@ -382,7 +383,7 @@ class Store:
             if results is not None:
                 _insert(connection, "arm_results", results, arm_id=arm_id)
             connection.execute(
-                "UPDATE arms SET status = 'finished', finished_at = now(), zeroed_share = ? WHERE arm_id = ?",
+                "UPDATE arms SET status = 'finished', finished_at = now(), ablated_share = ? WHERE arm_id = ?",
                 [ablated_share, arm_id],
             )
 

@@ -6,6 +6,7 @@ declarations.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from headscan.analysis.store.records import ArmKind
@@ -41,7 +42,7 @@ MASKS = Table(
         mask_id VARCHAR 12 hexadecimal digits, computed from the mask
         run_id VARCHAR? id of the run that ranked the heads
         name VARCHAR name of the mask, unique in the store
-        score VARCHAR? score that ranked the heads
+        criterion VARCHAR? criterion, such as a score, that ranked the heads
         share DOUBLE? requested share of all heads, 0 to 1
         config JSON settings of the selection
         created_at TIMESTAMPTZ time when the mask was stored
@@ -65,17 +66,17 @@ ARMS = Table(
         name VARCHAR name of the arm, unique in its run
         kind VARCHAR {", ".join(kind.value for kind in ArmKind)}
         mask_id VARCHAR? id of the mask with the ablated heads
-        score VARCHAR? score that selected the heads of a mask or rule
-        selection VARCHAR? how the heads were selected, in addition to the score: the scan, and the order of a
+        criterion VARCHAR? criterion, such as a score, that selected the heads
+        selection VARCHAR? how the heads were selected, in addition to the criterion: the scan, and the order of a
             mask; NULL for random arms and for masks made by hand
-        threshold DOUBLE? threshold of a rule, in the score's unit
+        threshold DOUBLE? threshold of a rule, in the unit of its score
         share DOUBLE? nominal share of ablated heads, 0 to 1: the quantile of a rule, the size of a mask; for a
             plan, the share of KV heads that do not keep all keys
         seed INTEGER? seed of a random arm
         replacement VARCHAR? what replaces the output of ablated heads: zero (tests whether they are inactive),
             mean (constant) or resample (independent of the input); NULL if the arm ablates none
         config JSON all other settings
-        zeroed_share DOUBLE? measured share of ablated or removed heads, 0 to 1
+        ablated_share DOUBLE? measured share of ablated or removed heads, 0 to 1
         started_at TIMESTAMPTZ time when the arm last began
         finished_at TIMESTAMPTZ? time when the arm finished
         status VARCHAR running or finished
@@ -93,7 +94,7 @@ RESPONSES = Table(
         greedy_tokens INTEGER? number of tokens of the continuation that greedy decoding would choose; NULL for
             a generated text
         text VARCHAR? generated text; NULL for a continuation
-        zeroed_share DOUBLE share of heads ablated in this request, 0 to 1
+        ablated_share DOUBLE share of heads ablated in this request, 0 to 1
     """),
     (("arm_id", "request"),),
 )
@@ -268,8 +269,15 @@ MEASURED_UNITS = Table(
 #: `connection` upgrades older stores, after a backup if a step changes rows, so new columns of old tables must be
 #: nullable. Views and functions need no version: a store in which they differ gets them again. A new statistic or
 #: profile needs none either, because views show it, and its column comes with them. A view or column that goes needs
-#: one, and a step that drops it.
-SCHEMA_VERSION = 14
+#: one, and a step that drops it; a column with a new name stands in `RENAMED`.
+SCHEMA_VERSION = 15
+
+#: Columns that had another name before schema 15: table, name and old name.
+RENAMED: Mapping[str, Mapping[str, str]] = {
+    "masks": {"criterion": "score"},
+    "arms": {"criterion": "score", "ablated_share": "zeroed_share"},
+    "responses": {"ablated_share": "zeroed_share"},
+}
 
 #: Value of the key ``format`` in ``meta``, which distinguishes a store from other DuckDB files.
 FORMAT = "headscan store"

@@ -49,9 +49,9 @@ class FinishedArm:
     arm_id: str = ""
     name: str
     kind: ArmKind
-    ablated_share: float | None = _column("zeroed_share")
+    ablated_share: float | None = None
     share: float | None = None
-    criterion: str | None = _column("score", default=None)
+    criterion: str | None = None
     selection: str | None = None
     replacement: str | None = None
     seed: int | None = None

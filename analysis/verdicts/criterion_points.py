@@ -60,8 +60,8 @@ class CriterionPoint:
 def criterion_points(store: Store, verdict: Verdict) -> list[CriterionPoint]:
     """Return the points of all arms whose heads a criterion chose, by criterion and share."""
     rows = store.query(
-        "SELECT name, score, selection, share, config FROM arms"
-        " WHERE run_id = ? AND kind IN ('mask', 'pruned') AND score IS NOT NULL AND share IS NOT NULL",
+        "SELECT name, criterion, selection, share, config FROM arms"
+        " WHERE run_id = ? AND kind IN ('mask', 'pruned') AND criterion IS NOT NULL AND share IS NOT NULL",
         [verdict.run_id],
     ).to_pylist()
     heads: dict[str, set[tuple[int, int]]] = defaultdict(set)
@@ -77,7 +77,7 @@ def criterion_points(store: Store, verdict: Verdict) -> list[CriterionPoint]:
         if of_referee and row["name"] in outcomes:
             arm = outcomes[row["name"]]
             removed = frozenset(heads[row["name"]])
-            points.append(CriterionPoint(row["score"], row["selection"] or "", row["share"], arm, removed))
+            points.append(CriterionPoint(row["criterion"], row["selection"] or "", row["share"], arm, removed))
     return sorted(points, key=lambda point: (point.curve, point.share))
 
 

@@ -34,16 +34,12 @@ class SweepPoint(NamedTuple):
     passes: bool | None
 
 
-#: The column ``zeroed_share`` is the point's ``ablated_share``.
-_POINT_COLUMNS = [f"zeroed_{name[8:]} AS {name}" if name == "ablated_share" else name for name in SweepPoint._fields]
-
-
 @dataclass(frozen=True)
 class Curve:
     """A curve; see the comments of the view ``score_curves``.
 
     Attributes:
-        score: None for random heads and masks given by hand.
+        criterion: None for random heads and masks given by hand.
         selection: Further criterion that chose the heads; None without one, or if unknown.
         points: By growing measured share of ablated heads; the baseline is the first.
         removable_share: Share of heads, 0 to 1, at which the accuracy last falls one point below the baseline.
@@ -54,7 +50,7 @@ class Curve:
     """
 
     kind: ArmKind
-    score: str | None
+    criterion: str | None
     selection: str | None
     name: str
     points: tuple[SweepPoint, ...]
@@ -97,16 +93,16 @@ def read_curves(store: Store, run_id: str, unrecorded: Sequence[Mapping[str, Any
     points: dict[tuple[str, str | None, str | None], list[SweepPoint]] = defaultdict(list)
     with store.reading():
         for row in store.query(
-            f"{views} SELECT kind, score, selection, {', '.join(_POINT_COLUMNS)} FROM all_sweep_points"
-            " WHERE run_id = ? ORDER BY zeroed_share, share",
+            f"{views} SELECT kind, criterion, selection, {', '.join(SweepPoint._fields)} FROM all_sweep_points"
+            " WHERE run_id = ? ORDER BY ablated_share, share",
             [run_id],
             tables=tables,
         ).to_pylist():
-            points[row.pop("kind"), row.pop("score"), row.pop("selection")].append(SweepPoint(**row))
+            points[row.pop("kind"), row.pop("criterion"), row.pop("selection")].append(SweepPoint(**row))
         curves = store.query(
-            f"{views} SELECT kind, score, selection, removable_share, removable_share_strict, area, area_upto"
+            f"{views} SELECT kind, criterion, selection, removable_share, removable_share_strict, area, area_upto"
             " FROM all_score_curves WHERE run_id = ?"
-            f" ORDER BY kind IN ({RANDOM_KINDS_SQL}), removable_share DESC, area DESC, kind, score, selection",
+            f" ORDER BY kind IN ({RANDOM_KINDS_SQL}), removable_share DESC, area DESC, kind, criterion, selection",
             [run_id],
             tables=tables,
         ).to_pylist()
@@ -119,16 +115,16 @@ def read_curves(store: Store, run_id: str, unrecorded: Sequence[Mapping[str, Any
         Curve(
             **row | {"kind": ArmKind(row["kind"])},
             name=_name(
-                ArmKind(row["kind"]), row["score"], row["selection"] if len(selections[row["kind"]]) > 1 else None
+                ArmKind(row["kind"]), row["criterion"], row["selection"] if len(selections[row["kind"]]) > 1 else None
             ),
-            points=tuple(points[row["kind"], row["score"], row["selection"]]),
+            points=tuple(points[row["kind"], row["criterion"], row["selection"]]),
         )
         for row in curves
     ]
 
 
-def _name(kind: ArmKind, score: str | None, selection: str | None) -> str:
-    chosen_by = score or ("random" if kind.is_random else kind)
+def _name(kind: ArmKind, criterion: str | None, selection: str | None) -> str:
+    chosen_by = criterion or ("random" if kind.is_random else kind)
     return chosen_by if selection is None else f"{chosen_by}, {selection}"
 
 

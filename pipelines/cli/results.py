@@ -59,7 +59,7 @@ def arm_row(arm: ArmVerdict) -> dict[str, Any]:
         "kind": arm.kind,
         "control": arm.is_control,
         "share": arm.share,
-        "zeroed_share": arm.ablated_share,
+        "ablated_share": arm.ablated_share,
         "selection": arm.selection,
         "replacement": arm.replacement,
         "removable": arm.is_safe if judged else None,
@@ -78,9 +78,7 @@ def arm_row(arm: ArmVerdict) -> dict[str, Any]:
 
 def curve_row(curve: Curve) -> dict[str, Any]:
     """Return a curve with its points, which have the names of the columns of ``sweep_points``."""
-    columns = {"ablated_share": "zeroed_share"}
-    points = [{columns.get(name, name): value for name, value in each._asdict().items()} for each in curve.points]
-    return {**asdict(curve), "points": points}
+    return {**asdict(curve), "points": [point._asdict() for point in curve.points]}
 
 
 def _recall(family: RecallVerdict) -> dict[str, Any]:

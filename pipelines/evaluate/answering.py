@@ -251,7 +251,7 @@ def _response_table(done: ArmResponses, hashes: Sequence[str]) -> pa.Table:
     for request in hashes:
         response = done.responses[request]
         columns = {"text": response} if isinstance(response, str) else response._asdict()
-        rows.append({"request": request, "zeroed_share": done.ablated_shares[request], **columns})
+        rows.append({"request": request, "ablated_share": done.ablated_shares[request], **columns})
     return pa.Table.from_pylist(rows, schema=_RESPONSES)
 
 
@@ -260,7 +260,7 @@ def _stored(store: Store, arms: Sequence[tuple[Arm, str]], chunks: Sequence[Requ
     for row in store.responses(list(by_arm)).to_pylist():
         of_arm = by_arm[row["arm_id"]]
         of_arm.responses[row["request"]] = _response_of(row)
-        of_arm.ablated_shares[row["request"]] = row["zeroed_share"]
+        of_arm.ablated_shares[row["request"]] = row["ablated_share"]
     for of_arm in by_arm.values():
         of_arm.missing = {chunk.index for chunk in chunks if not of_arm.responses.keys() >= set(chunk.hashes)}
     return list(by_arm.values())

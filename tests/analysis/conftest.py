@@ -126,7 +126,7 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def evaluate(tmp_path: Path, empty_store: Path) -> Callable[..., tuple[Store, str]]:
-    """Write an evaluate run: ``evaluate(tasks, {name: (kind, correct, zeroed_share, further fields of the arm)})``.
+    """Write an evaluate run: ``evaluate(tasks, {name: (kind, correct, ablated_share, further fields of the arm)})``.
 
     ``groups`` are the groups of tasks that were asked for; a run with others is another run.
     """
@@ -144,10 +144,10 @@ def evaluate(tmp_path: Path, empty_store: Path) -> Callable[..., tuple[Store, st
         with store.one_transaction():
             record = RunRecord("evaluate", f"e{config}", "tiny", LAYERS, HEADS, config=config)
             run_id = store.begin_run(record).run_id
-            for name, (kind, correct, zeroed_share, fields) in arms.items():
+            for name, (kind, correct, ablated_share, fields) in arms.items():
                 state = store.begin_arm(ArmRecord(run_id, name, kind, **fields))  # type: ignore[arg-type]
                 answers = answer_table(tasks[: len(correct)], correct)
-                store.finish_arm(state.arm_id, answers, ablated_share=zeroed_share)
+                store.finish_arm(state.arm_id, answers, ablated_share=ablated_share)
             store.finish_run(run_id)
         return store, run_id
 

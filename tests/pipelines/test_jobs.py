@@ -261,7 +261,7 @@ def test_ablate_sweep_and_referee_judge_their_arms(
     for choice in confirmed.choices:
         assert choice.confirmed and choice.selected_on + choice.verdict.paired.questions == 6
     masked = Store(store).query(
-        "SELECT layer, head FROM arms JOIN mask_heads USING (mask_id) WHERE score = 'effect' ORDER BY layer, head"
+        "SELECT layer, head FROM arms JOIN mask_heads USING (mask_id) WHERE criterion = 'effect' ORDER BY layer, head"
     )
     least = sorted(effects, key=lambda effect: (effect.harm, effect.layer, effect.head))[:4]
     assert masked.to_pylist() == [

@@ -62,7 +62,7 @@ def rules(curves: list[Curve]) -> list[Curve]:
 
 
 def test_curves_are_read_best_first(curves: list[Curve], rules: list[Curve]) -> None:
-    assert {(curve.kind, curve.score) for curve in curves} == {
+    assert {(curve.kind, curve.criterion) for curve in curves} == {
         *((kind, score) for kind in ("rule", "mask") for score in NAMES),
         ("random_rule", None),
         ("random_mask", None),
@@ -78,7 +78,7 @@ def test_curves_are_read_best_first(curves: list[Curve], rules: list[Curve]) -> 
     for curve in rules:
         assert [point.share for point in curve.points] == [0, *SHARES]
         assert [point.ablated_share for point in curve.points] == pytest.approx(
-            [0, *(realised(curve.score, share) for share in SHARES)]
+            [0, *(realised(curve.criterion, share) for share in SHARES)]
         )
         assert [point.arms for point in curve.points] == [0] + [SEEDS if curve.is_random else 1] * len(SHARES)
         assert curve.points[0].accuracy == pytest.approx(BASELINE, abs=0.03)

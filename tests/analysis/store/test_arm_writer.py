@@ -40,7 +40,7 @@ def response_table(*requests: str) -> pa.Table:
             "log_likelihood": [-float(len(request)) for request in requests],
             "greedy_tokens": [None] * count,
             "text": [None] * count,
-            "zeroed_share": [0.1] * count,
+            "ablated_share": [0.1] * count,
         }
     )
 
@@ -74,7 +74,7 @@ def test_answers_are_replaced_and_a_finished_arm_is_known(arm: tuple[Store, ArmR
     ]
     results = store.query("SELECT task, is_group, value FROM arm_results ORDER BY task").to_pylist()
     assert [tuple(row.values()) for row in results] == [("a", False, 0.5), ("both", True, None)]
-    columns = "kind, share, seed, zeroed_share, status"
+    columns = "kind, share, seed, ablated_share, status"
     assert [tuple(row.values()) for row in store.query(f"SELECT {columns} FROM arms").to_pylist()] == [
         ("random_rule", 0.1, 0, 0.07, "finished")
     ]

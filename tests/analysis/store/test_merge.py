@@ -50,7 +50,7 @@ def write_arms(store: Store, names: Sequence[str], *, open_arms: Sequence[str] =
         for name in open_arms:
             arm_id = store.begin_arm(ArmRecord(run_id, name, name)).arm_id  # type: ignore[arg-type]
             requests = [f"{store.path.stem}{i}" for i in range(3)] + ["both"]
-            likelihoods = {"log_likelihood": [-1.0] * 4, "greedy_tokens": [1] * 4, "zeroed_share": [0.1] * 4}
+            likelihoods = {"log_likelihood": [-1.0] * 4, "greedy_tokens": [1] * 4, "ablated_share": [0.1] * 4}
             store.add_responses(
                 arm_id, pa.table({"request": requests, **likelihoods, "text": pa.nulls(4, pa.string())})
             )

@@ -213,7 +213,7 @@ def test_arms_are_summed_up_and_compared_in_pairs(evaluate: Callable[..., tuple[
     assert summary[3]["standard_error"] == pytest.approx(np.sqrt(0.6 * 0.4 / 9))
     record_verdicts(store, run_id)
     compared = store.query("FROM arm_comparison WHERE run_id = ? ORDER BY task", [run_id]).to_pylist()
-    columns = ("arm", "score", "share", "seed", "zeroed_share", "task", "questions", "gained", "lost")
+    columns = ("arm", "criterion", "share", "seed", "ablated_share", "task", "questions", "gained", "lost")
     assert [tuple(r[c] for c in columns) for r in compared] == [
         ("ten", "entropy", 0.1, 3, 0.12, "(all)", 10, 2, 2),
         ("ten", "entropy", 0.1, 3, 0.12, "a", 4, 1, 2),

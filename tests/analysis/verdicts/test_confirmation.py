@@ -581,7 +581,7 @@ def test_points_pass_where_verdicts_do(tmp_path: Path) -> None:
     record_verdicts(store, run_id)
     points = store.query(
         "SELECT name, passes FROM all_sweep_points p JOIN arms a ON p.run_id = a.run_id AND p.kind = a.kind"
-        " AND p.share = a.share AND p.score IS NOT DISTINCT FROM a.score"
+        " AND p.share = a.share AND p.criterion IS NOT DISTINCT FROM a.criterion"
     ).to_pylist()
     assert {row["name"]: row["passes"] for row in points} == removable
     assert {True, False} == set(removable.values())

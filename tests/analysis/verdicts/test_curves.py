@@ -52,8 +52,8 @@ def sweep(evaluate: Callable[..., tuple[Store, str]]) -> tuple[Store, str]:
 def test_points_of_a_sweep(sweep: tuple[Store, str]) -> None:
     store, run_id = sweep
     rows = store.query(
-        "SELECT kind, score, share, arms, zeroed_share, accuracy, baseline, difference, lowest, highest, questions"
-        " FROM sweep_points WHERE run_id = ? ORDER BY kind, score, share",
+        "SELECT kind, criterion, share, arms, ablated_share, accuracy, baseline, difference, lowest, highest, questions"
+        " FROM sweep_points WHERE run_id = ? ORDER BY kind, criterion, share",
         [run_id],
     ).to_pylist()
     expected = [
@@ -78,18 +78,20 @@ def test_a_curve_as_json_has_the_columns_of_the_view(sweep: tuple[Store, str]) -
     columns = set(store.query("SELECT * FROM sweep_points LIMIT 1").column_names)
     for curve in read_curves(store, run_id):
         row = curve_row(curve)
-        assert row["score"] == curve.score and len(row["points"]) == len(curve.points)
+        assert row["criterion"] == curve.criterion and len(row["points"]) == len(curve.points)
         for shown, point in zip(row["points"], curve.points, strict=True):
-            assert shown.keys() <= columns and shown["zeroed_share"] == point.ablated_share
+            assert shown.keys() <= columns and shown["ablated_share"] == point.ablated_share
 
 
 def test_intervals_of_a_sweep_are_those_of_the_arms(sweep: tuple[Store, str]) -> None:
     store, _ = sweep
-    arms = store.query("SELECT kind, score, low, high FROM arm_comparison WHERE task = '(all)' AND share = 0.1")
-    points = store.query("SELECT kind, score, low, high FROM sweep_points WHERE share = 0.1").to_pylist()
+    arms = store.query("SELECT kind, criterion, low, high FROM arm_comparison WHERE task = '(all)' AND share = 0.1")
+    points = store.query("SELECT kind, criterion, low, high FROM sweep_points WHERE share = 0.1").to_pylist()
     assert len(points) == 4
     for point in points:
-        of_arms = [arm for arm in arms.to_pylist() if (arm["kind"], arm["score"]) == (point["kind"], point["score"])]
+        of_arms = [
+            arm for arm in arms.to_pylist() if (arm["kind"], arm["criterion"]) == (point["kind"], point["criterion"])
+        ]
         for end in ("low", "high"):
             assert point[end] == pytest.approx(np.mean([arm[end] for arm in of_arms]))
 
@@ -97,7 +99,7 @@ def test_intervals_of_a_sweep_are_those_of_the_arms(sweep: tuple[Store, str]) ->
 def test_curves_have_removable_shares(sweep: tuple[Store, str]) -> None:
     store, run_id = sweep
     rows = store.query("FROM score_curves WHERE run_id = ?", [run_id]).to_pylist()
-    assert [(row["kind"], row["score"], row["points"]) for row in rows] == [
+    assert [(row["kind"], row["criterion"], row["points"]) for row in rows] == [
         ("mask", "entropy", 1),
         ("rule", "entropy", 3),
         ("rule", "value_norm", 1),
@@ -198,7 +200,7 @@ def _strict(
     store, run_id = evaluate(tasks, arms)
     record_verdicts(store, run_id)
     (curve,) = store.query("FROM score_curves").to_pylist()
-    lost = store.query("SELECT recall_lost FROM sweep_points ORDER BY zeroed_share")["recall_lost"].to_pylist()
+    lost = store.query("SELECT recall_lost FROM sweep_points ORDER BY ablated_share")["recall_lost"].to_pylist()
     return curve["removable_share_strict"], curve["removable_share"], lost
 
 
@@ -237,6 +239,6 @@ def test_a_score_that_silences_little_takes_no_area_from_others(evaluate: Callab
             arms[f"{score} {share}"] = ("rule", _losing(4), factor * share, {"criterion": score, "share": share})
     store, run_id = evaluate(TASKS, arms)
     record_verdicts(store, run_id)
-    rows = store.query("SELECT score, area, area_upto FROM score_curves").to_pylist()
+    rows = store.query("SELECT criterion, area, area_upto FROM score_curves").to_pylist()
     assert {row["area_upto"] for row in rows} == {0.2}
-    assert {row["score"] for row in rows if row["area"] is not None} == {"entropy", "output_norm"}
+    assert {row["criterion"] for row in rows if row["area"] is not None} == {"entropy", "output_norm"}

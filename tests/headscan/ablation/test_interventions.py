@@ -357,7 +357,7 @@ def test_a_rule_refuses_the_steps_of_a_kv_cache(family: str) -> None:
         lm.model.generate(ids_of(1, 6), max_new_tokens=3, do_sample=False)
 
 
-def test_the_zeroed_share_counts_heads_that_exist() -> None:
+def test_the_ablated_share_counts_heads_that_exist() -> None:
     lm = make_loaded("llama")
     first, *rest = lm.grid.sites
     record = InterventionRecord(

@@ -64,7 +64,7 @@ def test_an_evaluation_tests_whether_heads_are_constant(
         (kind, value): count for kind, count in sizes.items() for value in ("zero", "mean", "resample")
     }
     assert store.query("select count(distinct run_id) as n from arms").to_pylist() == [{"n": 1}]
-    shares = store.query("select name, replacement from arms where kind = 'rule' and zeroed_share = 0").to_pylist()
+    shares = store.query("select name, replacement from arms where kind = 'rule' and ablated_share = 0").to_pylist()
     assert shares == [], "every rule ablates heads"
 
 

@@ -51,7 +51,7 @@ def test_status_shows_the_progress_of_arms(
     store = scan[0]
     run = store.begin_run(RunRecord(kind, "some", "tiny", LAYERS, HEADS, config={"requests": 20})).run_id
     arms = [store.begin_arm(ArmRecord(run, name, "baseline")).arm_id for name in ("baseline", "other", "third")]
-    answer = {"log_likelihood": -1.0, "greedy_tokens": 1, "text": None, "zeroed_share": 0.0}
+    answer = {"log_likelihood": -1.0, "greedy_tokens": 1, "text": None, "ablated_share": 0.0}
     import pyarrow as pa
 
     store.finish_arm(arms[0], pa.table({"task": ["t"], "question": [0], "correct": [1.0]}))

@@ -68,7 +68,7 @@ def test_arms_get_the_answers_of_one_process(
         assert run_evaluation(asked, run_on(pool, apart), ARMS) == apart.runs("evaluate")[0]["run_id"]
     ours, whole = answers(apart), answers(store)
     assert ours.num_rows == 6 * len(ARMS)
-    assert len(set(whole["zeroed_share"].to_pylist())) > 3
+    assert len(set(whole["ablated_share"].to_pylist())) > 3
     for name in whole.column_names:
         values = ours[name].to_pylist()
         if pa.types.is_floating(whole[name].type):

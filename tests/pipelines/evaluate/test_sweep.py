@@ -74,7 +74,7 @@ def arms_of(store: Store) -> list[dict[str, Any]]:
 def test_arms_are_every_score_and_control_at_every_share(swept: Swept) -> None:
     store, result, said = swept
     arms = arms_of(store)
-    assert Counter((arm["kind"], arm["share"], arm["score"]) for arm in arms) == {
+    assert Counter((arm["kind"], arm["share"], arm["criterion"]) for arm in arms) == {
         ("baseline", None, None): 1,
         **{("rule", share, score): 1 for share in (0.2, 0.4) for score in RULES},
         **{("mask", share, "output_norm_ln"): 1 for share in (0.2, 0.4)},
@@ -108,8 +108,8 @@ def test_thresholds_are_quantiles_of_the_scores_of_all_distinct_prompts(
     measured = [headscan.collect(lm, torch.tensor([ids]), statistics=statistics_for(RULES)) for ids in prompts]
     for arm in arms_of(swept.store):
         if arm["kind"] == "rule":
-            pool = torch.cat([headscan.score(one, arm["score"]) for one in measured]).double().flatten().numpy()
-            share = 1 - arm["share"] if SCORES[arm["score"]].inactive == "high" else arm["share"]
+            pool = torch.cat([headscan.score(one, arm["criterion"]) for one in measured]).double().flatten().numpy()
+            share = 1 - arm["share"] if SCORES[arm["criterion"]].inactive == "high" else arm["share"]
             assert arm["threshold"] == pytest.approx(np.quantile(pool, share), rel=1e-4)
 
 
@@ -121,11 +121,14 @@ def test_rules_ablate_the_same_heads_when_every_prompt_runs_alone(
         if arm["kind"] == "rule":
             shares = []
             for request in requests:
-                with torch.no_grad(), headscan.intervene(lm, headscan.HeadRule(arm["score"], arm["threshold"])) as done:
+                with (
+                    torch.no_grad(),
+                    headscan.intervene(lm, headscan.HeadRule(arm["criterion"], arm["threshold"])) as done,
+                ):
                     lm.model(torch.tensor([request.ids[:-1]]))
                 shares.append(done.ablated_share)
-            assert arm["zeroed_share"] == pytest.approx(np.mean(shares), abs=1e-9)
-            assert arm["zeroed_share"] == pytest.approx(arm["share"], abs=0.15)
+            assert arm["ablated_share"] == pytest.approx(np.mean(shares), abs=1e-9)
+            assert arm["ablated_share"] == pytest.approx(arm["share"], abs=0.15)
 
 
 def test_a_score_that_rules_cannot_measure_is_refused_before_prompts_are_recorded(
@@ -146,7 +149,7 @@ def test_masks_are_the_first_heads_of_the_recordings_ranking(swept: Swept) -> No
         if arm["kind"] == "mask":
             heads = store.mask(arm["mask_id"]).heads
             assert set(heads) == set(ranked[: len(heads)])
-            assert arm["zeroed_share"] == pytest.approx(len(heads) / 18)
+            assert arm["ablated_share"] == pytest.approx(len(heads) / 18)
 
 
 def test_a_recording_is_a_scan_to_choose_heads_from_if_it_is_named(
@@ -197,12 +200,12 @@ def test_the_command_of_a_finished_sweep_runs_nothing_and_prints_every_curve(
     lines = [line for line in table.splitlines() if "mask" in line or "rule" in line]
     rows = {tuple(line.split()[:2]): line.split()[2:6] for line in lines}
     baseline, *accuracies = store.query(
-        "select a.kind, a.score, avg(correct) as accuracy from arms a join answers using (arm_id)"
+        "select a.kind, a.criterion, avg(correct) as accuracy from arms a join answers using (arm_id)"
         " where a.share is null or a.share = 0.2 group by all order by a.kind"
     ).to_pylist()
     assert len(rows) == len(accuracies) == 5
     for row in accuracies:
-        cells = rows[row["score"] or "random", row["kind"]]
+        cells = rows[row["criterion"] or "random", row["kind"]]
         assert cells[0] == f"{100 * baseline['accuracy']:.1f}"
         assert cells[2] == f"{100 * row['accuracy']:.1f}"
     questions = store.query("select count(*) as n from question_split").to_pylist()[0]["n"]

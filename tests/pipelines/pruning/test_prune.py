@@ -68,10 +68,10 @@ def test_heads_named_by_hand_go_without_repair(
     with headscan.intervene(lm, HeadMask([(0, 1), (2, 3), (2, 0)])):
         assert torch.allclose(logits(lm), logits(smaller), atol=1e-5)
     store = Store(tmp_path / "s.duckdb")
-    arms = store.query("select name, kind, zeroed_share, config, mask_id from arms order by started_at").to_pylist()
+    arms = store.query("select name, kind, ablated_share, config, mask_id from arms order by started_at").to_pylist()
     assert [arm["kind"] for arm in arms] == ["baseline", "pruned", "random_pruned", "layers_dropped"]
     total = lm.grid.total_heads
-    assert [round(arm["zeroed_share"] * total) for arm in arms[:3]] == [0, 3, 3]
+    assert [round(arm["ablated_share"] * total) for arm in arms[:3]] == [0, 3, 3]
     assert store.query("select layer, head from mask_heads where mask_id = ?", [arms[1]["mask_id"]]).num_rows == 3
     found = json.loads(arms[1]["config"])
     cache = smaller.model(IDS, use_cache=True).past_key_values

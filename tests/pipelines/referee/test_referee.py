@@ -26,9 +26,10 @@ def command(model_folder: Path, corpus_folder: Path, task_folder: Path, tmp_path
 def masks(store: Store) -> dict[tuple[str, float], set[tuple[int, int]]]:
     found: dict[tuple[str, float], set[tuple[int, int]]] = {}
     for row in store.query(
-        "select score, share, layer, head from arms join mask_heads using (mask_id) where kind in ('mask', 'pruned')"
+        "select criterion, share, layer, head from arms join mask_heads using (mask_id)"
+        " where kind in ('mask', 'pruned')"
     ).to_pylist():
-        found.setdefault((row["score"], row["share"]), set()).add((row["layer"], row["head"]))
+        found.setdefault((row["criterion"], row["share"]), set()).add((row["layer"], row["head"]))
     return found
 
 
@@ -65,8 +66,10 @@ def test_repaired_models_are_compared_like_masks(
     words = [*command, "--criteria", "layer-drop,output_norm_ln", "--shares", "0.05,0.2", "--repair", repair]
     assert main(words) == 0
     out = capsys.readouterr().out
-    rows = Store(tmp_path / "s.duckdb").query("select score, share from arms order by score, share").to_pylist()
-    by_score = {row["score"]: [each["share"] for each in rows if each["score"] == row["score"]] for row in rows}
+    rows = Store(tmp_path / "s.duckdb").query("select criterion, share from arms order by criterion, share").to_pylist()
+    by_score = {
+        row["criterion"]: [each["share"] for each in rows if each["criterion"] == row["criterion"]] for row in rows
+    }
     assert by_score["output_norm_ln"] == by_score["random"] == [1 / 18, 4 / 18]
     assert by_score["layer-drop"] == [6 / 18]
     assert "random pruned, mean" in out

@@ -156,7 +156,7 @@ def test_heads_that_recall_needs_are_important(found: tuple[StudyConfig, StudyAn
     ]
     expected = sorted(shares[0], key=lambda place: max(share[place] for share in shares))
     masked = store.query(
-        "SELECT layer, head FROM arms JOIN mask_heads USING (mask_id) WHERE arms.score = 'importance_recall'"
+        "SELECT layer, head FROM arms JOIN mask_heads USING (mask_id) WHERE arms.criterion = 'importance_recall'"
         " AND arms.share = 0.5"
     ).to_pylist()
     assert {(row["layer"], row["head"]) for row in masked} == set(expected[:24])
