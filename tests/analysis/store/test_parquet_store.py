@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 import headscan
@@ -17,7 +18,7 @@ from headscan.analysis.errors import NotAStoreError, QueryError, StoreError, Sto
 from headscan.analysis.store.output_files import OutputError
 from headscan.analysis.store.parquet_store import ParquetStore, store_at
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.tables import TABLES
+from headscan.analysis.store.tables import RENAMED, TABLES
 from headscan.analysis.store.views import VIEWS
 from headscan.analysis.verdicts.judge import judge
 from headscan.analysis.verdicts.verdict_rows import record_verdicts
@@ -260,3 +261,20 @@ def test_columns_and_tables_of_later_schemas_are_empty(scan: Scan, tmp_path: Pat
     path.write_text(json.dumps(schema))
     assert ParquetStore(tmp_path).query("FROM head_gates").num_rows == 0
     assert ParquetStore(tmp_path).query("FROM head_summary").num_rows == LAYERS * HEADS
+
+
+def test_columns_with_an_older_name_are_read(filled: tuple[Store, str], tmp_path: Path) -> None:
+    """A data set that was exported before a column got its name."""
+    store, _ = filled
+    store.export_parquet(tmp_path)
+    for table, names in RENAMED.items():
+        path = tmp_path / f"{table}.parquet"
+        rows = pq.read_table(path)
+        old = [names.get(name, name) for name in rows.column_names]
+        assert old != rows.column_names
+        pq.write_table(rows.rename_columns(old), path)
+    arms = "SELECT name, criterion, ablated_share FROM arms ORDER BY ALL"
+    assert ParquetStore(tmp_path).query(arms) == store.query(arms)
+    assert any(store.query(arms)["ablated_share"].to_pylist())
+    for name in ("masks", "responses", "arm_comparison"):
+        assert ParquetStore(tmp_path).query(f"FROM {name} ORDER BY ALL") == store.query(f"FROM {name} ORDER BY ALL")
