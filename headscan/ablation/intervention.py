@@ -61,6 +61,11 @@ class InterventionRecord:
         return ablated_BLH
 
     @property
+    def zeroed(self) -> Tensor | None:
+        """The same heads as `ablated`, by the name that scripts for zero ablation use: bool (B, L, H)."""
+        return self.ablated
+
+    @property
     def ablated_shares(self) -> Tensor:
         """Share of heads ablated in each sequence of the last forward pass, 0 to 1: (B,).
 

@@ -366,3 +366,22 @@ def test_the_ablated_share_counts_heads_that_exist() -> None:
     record.note(first, torch.ones(2, 6, dtype=torch.bool))
     record.note(rest[0], torch.zeros(2, 6, dtype=torch.bool))
     assert record.ablated_share == 0.5
+
+
+def test_the_names_of_the_published_interface() -> None:
+    """A script that uses each name once, with ids and lengths by hand."""
+    lm = make_loaded("llama")
+    ids, lengths = ids_of(2, 9), torch.tensor([9, 5])
+    stats = headscan.collect(lm, ids, lengths)
+    assert stats["entropy"].shape == headscan.score(stats, "output_norm_ln").shape == (2, *lm.grid.shape)
+    assert headscan.probe(lm)["induction_score"].shape == lm.grid.shape
+    with headscan.intervene(lm, headscan.HeadMask([(1, 5), (2, 0)])) as record:
+        logits_of(lm, ids)
+    assert record.zeroed is not None and record.zeroed.nonzero().tolist() == [
+        [row, *at] for row in (0, 1) for at in ((1, 5), (2, 0))
+    ]
+    with headscan.intervene(lm, headscan.HeadRule("output_norm_ln", threshold=0.9), lengths=lengths) as record:
+        assert record.zeroed is None
+        logits_of(lm, ids)
+    first_layer = headscan.score(stats, "output_norm_ln")[:, 0] < 0.9  # ablated heads change the layers above
+    assert record.zeroed[:, 0].equal(first_layer) and first_layer.any()
