@@ -44,7 +44,7 @@ class RequestChunk:
 
     @property
     def scored(self) -> bool:
-        """True if several masks can be answered in one pass."""
+        """True if one item can answer it for several masks."""
         return isinstance(self.requests[0], Request)
 
 

@@ -6,7 +6,7 @@ The methods of `PromptReading` make an item of the requests, and its ``run`` ans
 requests, and their arm                             item              module
 ==================================================  ================  =======================
 prompts that the model continues                    `GenerationItem`  `generation`
-scored requests, several masks in one pass          `BundleItem`      `bundles`
+scored requests, several masks that share passes    `BundleItem`      `bundles`
 scored requests, a plan that evicts                 `EvictionItem`    `eviction`
 scored requests, a rule (half precision: any arm)   `SharedRowItem`   `shared_row_likelihood`
 scored requests, any other arm                      `LikelihoodItem`  `likelihood`
