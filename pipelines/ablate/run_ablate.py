@@ -65,7 +65,7 @@ def run_ablate(config: AblateConfig, run: Run) -> AblateResult:
     arms = [BASELINE]
     for mode in config.modes:
         arms += head_arms(run.facts.grid, mode, replacement)
-    asked = f"{questions.benchmark_size} questions" if text is None else f"{len(text.chunks)} texts"
+    asked = f"{questions.tasks.questions} questions" if text is None else f"{len(text.chunks)} texts"
     run.say(f"{len(arms)} arms: the baseline and {len(arms) - 1} sets of heads, on {asked}")
     purpose = Purpose("ablate", {"replace": config.replacement.kind, **dict(replacement.details)}, judges_arms=False)
     run_id = run_evaluation(evaluation, run, arms, questions=questions, purpose=purpose)

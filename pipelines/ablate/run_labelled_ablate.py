@@ -329,7 +329,7 @@ def _level(metric: str, numbers: np.ndarray) -> float:
 def answer_labelled(questions: LabelledQuestions, run: Run, run_id: str, arms: Sequence[SiteArm]) -> None:
     """Answer the examples with every arm of a run that has begun, and finish the run."""
     refuse_staged(run.pool, "an answer to a labelled example")
-    run_arms(run, run_id, arms, questions, judges_arms=False)
+    run_arms(run, run_id, arms, questions, questions.chunks(), questions.answering, judges_arms=False)
 
 
 def run_labelled_ablate(config: LabelledAblateConfig, run: Run, *, texts: LabelledTexts) -> AblateResult:

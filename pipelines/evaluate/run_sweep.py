@@ -200,7 +200,7 @@ class SweepResult:
 def run_sweep(config: SweepConfig, run: Run) -> SweepResult:
     """Evaluate the arms of a sweep; judge all on all questions, and the best as ``confirm`` of the settings states."""
     questions = Questions(config.evaluation.tasks, config.evaluation.recall, run.identity, config.evaluation.text)
-    half, least = questions.benchmark_size // 2, identical_questions(bool(config.scores) + bool(config.mask_criteria))
+    half, least = questions.tasks.questions // 2, identical_questions(bool(config.scores) + bool(config.mask_criteria))
     if config.confirm and 0 < half < least:
         run.say(
             f"each half of the questions has about {half} (limit {least}), too few to confirm any arm as"

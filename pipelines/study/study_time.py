@@ -152,7 +152,7 @@ def question_costs(config: StudyConfig, run: Run, texts: StudyTexts) -> Question
             write_task(Path(folder), texts.judged_files, _SAMPLE, name=CONTINUATION)
             tasks = TaskConfig((CONTINUATION,), include_path=folder)
         sample = Questions(replace(tasks, limit=min(_SAMPLE, tasks.limit or _SAMPLE)), None, run.identity)
-        of_task = {name: min(count, tasks.limit or count) for name, count in sample.available.items()}
+        of_task = {name: min(count, tasks.limit or count) for name, count in sample.tasks.available.items()}
         sampled = sum(min(_SAMPLE, count) for count in of_task.values())
         tokens = sample.tokens_to_read() / max(1, sampled)
     available = sum(of_task.values()) if config.tasks else made
