@@ -25,7 +25,6 @@ from headscan.pipelines.corpora import CorpusReport
 from headscan.pipelines.corpora.sequences import hash_ids, special_tokens
 from headscan.pipelines.measure.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss
 from headscan.pipelines.measure.run_corpus import (
-    CorpusMeasurement,
     CorpusRunResult,
     ShardTable,
     run_corpus,
@@ -139,15 +138,17 @@ def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
     def shard_item(shard: corpora.Shard) -> ImportanceItem:
         return ImportanceItem(shard, config.reduction, config.batch_tokens, run.identity.rope_lengths)
 
-    measurement = CorpusMeasurement(
+    return run_corpus(
+        config,
+        run,
         "importance",
         measure_importance,
         shard_item,
         forward_passes=_PASSES,
         identity_settings=settings,
         stored_settings=settings,
+        prompts=prompts,
     )
-    return run_corpus(config, run, measurement, prompts=prompts)
 
 
 @dataclass(frozen=True, kw_only=True)
