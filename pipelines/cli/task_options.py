@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from headscan.catalog import RECALL_NAMES
+from headscan.catalog import RECALL_NAMES, ReplacementKind
 from headscan.checkpoints.source_folder import DEMO_MODEL
 from headscan.model_spec import ModelSpec
 from headscan.options import Group, Needs, Option
@@ -23,7 +23,6 @@ from headscan.pipelines.settings.evaluation_settings import (
 from headscan.pipelines.settings.saving_settings import PruneTexts
 
 if TYPE_CHECKING:
-    from headscan.catalog import ReplacementKind
     from headscan.pipelines.ablate.run_labelled_ablate import LabelledEvaluateConfig
     from headscan.pipelines.job_functions import LocalJobOptions
 

@@ -7,9 +7,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from headscan.checkpoints.headers import weights_hash
 from headscan.checkpoints.sources import code_files_hash, config_hash
@@ -20,9 +21,6 @@ from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths, max_tokens
 from headscan.sizing.model_sizes import NO_CACHE, LayerCache, find_caches
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
