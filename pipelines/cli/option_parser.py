@@ -282,10 +282,6 @@ class _Joined(argparse.Action):
             setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), values))
 
 
-#: Of options that are in no group.
-_NO_GROUP = Group()
-
-
 def options_of(cls: Any) -> tuple[BoundOption, ...]:
     """Return the options of a settings class, with those of the settings classes in it."""
     return _cached_options(cls)  # type checkers refuse a class as the argument of a cached function, unless it is Any
@@ -293,7 +289,7 @@ def options_of(cls: Any) -> tuple[BoundOption, ...]:
 
 @cache
 def _cached_options(cls: Any) -> tuple[BoundOption, ...]:
-    return tuple(_options_below(cls, MISSING, (), _NO_GROUP))
+    return tuple(_options_below(cls, MISSING, (), Group()))
 
 
 def _options_below(cls: type, default: Any, path: tuple[str, ...], group: Group) -> list[BoundOption]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,21 +14,18 @@ from typing import TYPE_CHECKING, NamedTuple
 from headscan.pipelines.corpora.data_sets import open_hub, read_hub
 from headscan.pipelines.corpora.documents import Document, Entry, LocalFile, is_compressed, suffix_of, text_entry
 from headscan.pipelines.corpora.files import FORMATS, TEXT_SUFFIXES, hash_file, list_folder, read_file
-from headscan.pipelines.corpora.stdlib_files import held_out_files, seen_modules, standard_library_files
+from headscan.pipelines.corpora.stdlib_files import LIBRARY, held_out_files, seen_modules, standard_library_files
 from headscan.pipelines.settings.corpus_settings import BUILT_IN_CORPORA, CorpusError, CorpusSpec
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
-_LIBRARY = Path(sysconfig.get_path("stdlib"))
-
 
 class BuiltIn(NamedTuple):
-    """A corpus that needs no files of the user: its description, and its files below a folder."""
+    """A corpus that needs no files of the user: its description, and its files in the standard library."""
 
     description: str
     files: Callable[[], Iterable[Path]]
-    folder: Path = _LIBRARY
 
 
 _LIBRARY_NAME, _MODULES_NAME, _HELD_OUT_NAME = BUILT_IN_CORPORA
@@ -139,7 +135,7 @@ def open_corpus(spec: CorpusSpec) -> Corpus:
     """
     check_corpus(spec.name)
     if (built_in := BUILT_IN.get(spec.name)) is not None:
-        names = ((path.relative_to(built_in.folder).as_posix(), path) for path in built_in.files())
+        names = ((path.relative_to(LIBRARY).as_posix(), path) for path in built_in.files())
         return _local(spec, built_in.description, tuple(LocalFile(name, path) for name, path in names))
     path = Path(spec.name).expanduser()
     if path.is_file():

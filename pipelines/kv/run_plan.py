@@ -115,7 +115,7 @@ class WindowSearch:
             better = [heads for heads in exchanged if self._clearly_better(heads, chosen)]
             if not better:
                 break
-            chosen = min(better, key=self._rank)
+            chosen = min(better, key=lambda heads: (self.excess(heads), self.value(heads)))
         if self.reference is None or self._beats_reference(chosen):
             return chosen
         sets = [heads for heads in self._known if self._same_bytes(heads, chosen) and self._beats_reference(heads)]
@@ -149,9 +149,6 @@ class WindowSearch:
     def _beats_reference(self, heads: Heads) -> bool:
         assert self.reference is not None
         return not self.excess(heads) and self._clearly_better(heads, self.reference)
-
-    def _rank(self, heads: Heads) -> tuple[float, float]:
-        return self.excess(heads), self.value(heads)
 
     def _losses(self, sets: Sequence[Heads], base: Heads) -> None:
         """Measure those sets that are not known."""
@@ -329,8 +326,8 @@ def _keeps(limit: LossLimit, measurement: Measurement, kept: KeptKeys) -> bool:
 
 def _increases(measurement: Measurement, prompts: Sequence[Prompts], kept: KeptKeys) -> dict[str, float]:
     """Return the loss increase of windows by task, in nats per scored token."""
-    losses = measurement.losses(prompts, [ALL_KEYS, kept])
-    return {task: float(values[1] - values[0]) for task, values in losses.items()}
+    nats = measurement.nats(prompts, [ALL_KEYS, kept])
+    return {task: np.diff(of_sets.mean(1)).item() for task, of_sets in nats.items()}
 
 
 def _searched(

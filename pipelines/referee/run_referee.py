@@ -268,9 +268,8 @@ def _texts_hash(config: RefereeConfig, run: Run, texts: CalibrationTexts) -> str
         "dtype": config.evaluation.model.dtype,
         "texts": texts.content_hash,
         "iterative": config.compared.iterative,
-        "shares": sorted(
-            config.compared.shares
-        ),  # stages of the damage, the share of gates, and iterations depend on them
+        # Stages of the damage, the share of gates, and iterations depend on the shares.
+        "shares": sorted(config.compared.shares),
     }
     return fingerprint(settings)[:6]
 

@@ -227,7 +227,7 @@ class _Study:
             measuring = PlanConfig(
                 config.model,
                 self.texts.measure,
-                recents=(self._recent,),
+                recents=(config.recent or max(8, self.tokens // 8 - 4),),
                 max_tokens=self.tokens,
                 sequences=self._sequences,
                 recall_prompts=config.recall_prompts,
@@ -340,10 +340,6 @@ class _Study:
     @property
     def _measured_tokens(self) -> TokenConfig:
         return TokenConfig(self.tokens, mode="chunk", min_tokens=SHORTEST, limit_sequences=self._sequences)
-
-    @property
-    def _recent(self) -> int:
-        return self.config.recent or max(8, self.tokens // 8 - 4)
 
     @property
     def _recall_tokens(self) -> int:

@@ -25,7 +25,7 @@ from headscan.pipelines.corpora import CorpusError
 from headscan.pipelines.evaluate.continuation_task import CONTINUATION, make_questions, write_task
 from headscan.pipelines.evaluate.run_sweep import whole_model_recall
 from headscan.pipelines.evaluate.tasks import Questions, Tasks
-from headscan.pipelines.pruning.model_costs import columns_to_solve
+from headscan.pipelines.pruning.model_costs import columns_to_solve, wait_for
 from headscan.pipelines.pruning.prune_config import RepairChoice
 from headscan.pipelines.runs.head_orders import run_kind
 from headscan.pipelines.runs.progress import time_text
@@ -92,19 +92,13 @@ def time_pass(lm: LoadedModel, item: TimedPass) -> float:
     ids = torch.randint(0, lm.model.config.get_text_config().vocab_size, (item.sequences, item.tokens))
     ids, seconds = ids.to(lm.device), 0.0
     for _ in range(2):
-        _wait_for(lm.device)
+        wait_for(lm.device)
         started = time.perf_counter()
         with torch.no_grad():
             lm.model(input_ids=ids)
-        _wait_for(lm.device)
+        wait_for(lm.device)
         seconds = time.perf_counter() - started
     return item.sequences * item.tokens / seconds
-
-
-def _wait_for(device: torch.device) -> None:
-    """Wait for a GPU, which computes after the call returns."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True)
