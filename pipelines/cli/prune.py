@@ -17,7 +17,13 @@ from headscan.model_spec import ModelSpec
 from headscan.options import Group, Needs, Option
 from headscan.pipelines.cli.option_parser import UsageError
 from headscan.pipelines.cli.results import Json, Result, arm_row
-from headscan.pipelines.cli.task_options import DemoSize, OptionalTaskOptions, RecallOptions, WholeModelVerb
+from headscan.pipelines.cli.task_options import (
+    DemoSize,
+    OptionalTaskOptions,
+    RecallOptions,
+    WholeModelVerb,
+    evaluation_of,
+)
 from headscan.pipelines.cli.verb_base import quiet_libraries
 from headscan.pipelines.settings.evaluation_settings import LOSS_LIMITS
 from headscan.pipelines.settings.saving_settings import PRUNE_METHODS, REPAIRS, KvCounts, RecallPrompts
@@ -281,7 +287,7 @@ class Prune(WholeModelVerb):
         alone = not self.recall.asked or choice.recall_weight == 0
         with tempfile.TemporaryDirectory() as scratch:
             yield PruneConfig(
-                evaluation=replace(self.evaluation(spec, Path(scratch), _DEMO), max_loss=self.safe_loss),
+                evaluation=replace(evaluation_of(self, spec, Path(scratch), _DEMO), max_loss=self.safe_loss),
                 out=self.out,
                 budgets=size.budgets(),
                 methods=choice.method,

@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-import torch
-
 from headscan.catalog import LAYER_DROP, RANDOM
 from headscan.errors import PruningError
 from headscan.grid import Head, find_units
@@ -52,14 +50,9 @@ _LOSS_TOKENS = 16384
 
 @dataclass(frozen=True)
 class BuildJob:
-    """Models to build, and how; the methods of ``config`` choose the heads of those that name none.
-
-    Attributes:
-        texts: Texts that choose heads and repair.
-        prompts: Recall prompts that choose heads and repair, next to the texts.
-        held_out: Text on which the loss of models that are no controls is measured; None measures no loss.
-        held_out_prompts: Recall prompts on which their loss is measured, next to ``held_out``.
-        known: Damages that were measured before; new ones are added.
+    """Models to build, and how; the methods of ``config`` choose the heads of those that name none. ``texts`` and
+    recall ``prompts`` choose heads and repair. The loss of models that are no controls is measured on ``held_out``,
+    unless it is None, and on ``held_out_prompts``. New damages are added to those that are ``known``.
     """
 
     config: PruneConfig
@@ -77,19 +70,15 @@ def build_models(lm: LoadedModel, job: BuildJob) -> list[BuiltModel]:
     """Pool task: build every wanted model and its controls, one after the other; those that are finished stay."""
     # Refuses models whose heads cannot be removed before anything is measured.
     slice_heads(lm, all_units(lm.grid, "head")[0])
-    texts, calibration = _calibrations(lm, job)
+    batch_tokens = pass_tokens(lm.device.type, job.config.evaluation.batch_tokens)
+    texts = calibration = job.texts.as_calibration(batch_tokens)
+    if job.prompts:
+        prompts = [each.as_calibration(batch_tokens) for each in job.prompts]
+        calibration = texts.with_prompts(prompts, job.config.recall_prompts.weight)
     # The moments of the choice are as large as a repair needs, so all choices are made before the first repair.
     chosen = list(_Chooser(lm, job, texts, calibration).choose())
     builder = _Builder(lm, job, texts, calibration)
     return [builder.build(model) for model in chosen]
-
-
-def _calibrations(lm: LoadedModel, job: BuildJob) -> tuple[Calibration, Calibration]:
-    """Return the texts of a job, and the same with its recall prompts among them."""
-    batch_tokens = pass_tokens(lm.device.type, job.config.evaluation.batch_tokens)
-    texts = Calibration(torch.from_numpy(job.texts.ids), torch.from_numpy(job.texts.lengths), batch_tokens)
-    prompts = [each.as_calibration(batch_tokens) for each in job.prompts]
-    return texts, texts.with_prompts(prompts, job.config.recall_prompts.weight) if prompts else texts
 
 
 def kept_damages(

@@ -25,14 +25,9 @@ from headscan.sizing.model_sizes import NO_CACHE, LayerCache, find_caches
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """Names and hashes of a model, known before any weight is loaded.
-
-    Attributes:
-        name: Folder name or hub name.
-        revision: Commit on the hub; None for a folder.
-        max_tokens: Number of positions; None if the model has no limit.
-        rope_lengths: Sequence lengths at which its rotary frequencies change.
-        code_files_hash: Hash of the Python files that come with it; None if it runs transformers' own code.
+    """Names and hashes of a model, known before any weight is loaded. The name is that of its folder or on the hub, and
+    a folder has no revision. ``rope_lengths`` are the lengths of sequences at which its rotary frequencies change;
+    ``code_files_hash`` is of the Python files that come with it, None if it runs transformers' own code.
     """
 
     name: str
@@ -96,13 +91,9 @@ def identify(spec: ModelSpec, *, need_tokenizer: bool = True) -> ModelIdentity:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts that only a loaded model shows. A replica sends them to the driver.
-
-    Attributes:
-        device: Device of its token ids.
-        hardware: Type and name of the devices that hold its weights, such as ``cuda (NVIDIA H200)``.
-        caches: KV cache of each layer, see `headscan.sizing.model_sizes`; None if it cannot be determined.
-        max_tokens: Largest number of tokens with positions; None without a limit.
+    """Facts that only a loaded model shows; a replica sends them to the driver. ``device`` is that of its token ids,
+    ``hardware`` the type and name of the devices that hold its weights, such as ``cuda (NVIDIA H200)``. ``caches`` None
+    cannot be determined, and ``max_tokens`` None is no limit of positions.
     """
 
     dtype: str
@@ -162,11 +153,8 @@ def fingerprint(facts: Mapping[str, Any]) -> str:
 def _hardware(lm: LoadedModel) -> str:
     # Weights that are offloaded or not loaded yet are on the meta device, which is not where they run.
     devices = {lm.device, *(weight.device for weight in lm.model.parameters() if not weight.is_meta)}
-    return ", ".join(sorted({_device_name(device) for device in devices}))
-
-
-def _device_name(device: torch.device) -> str:
-    return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
+    names = {f"cuda ({torch.cuda.get_device_name(each)})" if each.type == "cuda" else each.type for each in devices}
+    return ", ".join(sorted(names))
 
 
 def _no_tokenizer(source: str) -> ModelLoadError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -124,11 +124,6 @@ class QuestionCosts:
     recalls: str
     repair_texts: int = 0
 
-    @property
-    def tokens_enough(self) -> float:
-        """Tokens of all questions that an arm needs."""
-        return self.enough * self.tokens + self.enough_recall * self.recall_tokens
-
 
 def question_costs(config: StudyConfig, run: Run, texts: StudyTexts) -> QuestionCosts:
     """Count the tokens of some questions, and ask the whole model recall questions that judge nothing."""
@@ -200,18 +195,15 @@ def limit_per_task(tasks: TaskConfig, questions: int) -> int:
 
 
 def decided(config: StudyConfig, speed: float, costs: QuestionCosts, say: Callable[[str], None]) -> StudyConfig:
-    """Return the settings with what the time decides, and print what each step will take.
-
-    Args:
-        speed: Tokens per second of a forward pass.
-    """
+    """Return the settings with what the time decides at ``speed`` tokens per second, and print the time of each."""
     if not costs.recall_tokens:
         config = replace(config, recall_questions=0)
     asked, length = config, config.max_tokens
     assert length is not None
     seconds, per_text = 3600 * config.hours, length / speed
     for texts_read, tried in _EFFORTS:
-        config = _with_shares(asked, tried)
+        shares: dict[str, Any] = {name: each for name, each in tried.items() if getattr(asked, name) is None}
+        config = replace(asked, **shares)
         sequences, judged_texts = (
             config.sequences or texts_read,
             config.judged_texts or max(texts_read, FEWEST_JUDGED_TEXTS),
@@ -257,10 +249,11 @@ def decided(config: StudyConfig, speed: float, costs: QuestionCosts, say: Callab
     if costs.enough_recall:
         needs += f" and {costs.enough_recall:,} of each recall task (the whole model: {costs.recalls})"
     judging = min(questions, costs.available)
+    tokens_enough = costs.enough * costs.tokens + costs.enough_recall * costs.recall_tokens
     say(
         f"{sequences} texts measure; {judged_texts} texts, {judging:,} questions and {recall} of each recall task"
         f" judge. To show that a harmless share, which changes {_CHANGED:.0%} of the answers, is safe takes about"
-        f" {needs}, with which the study takes {time_text(before + arms * costs.tokens_enough / speed)}"
+        f" {needs}, with which the study takes {time_text(before + arms * tokens_enough / speed)}"
     )
     if costs.recalls and not costs.enough_recall:
         say(f"the whole model hardly solves the recall tasks ({costs.recalls}): what is safe may still cost recall")
@@ -279,20 +272,11 @@ def _number(shares: tuple[float, ...] | None) -> int:
     return len(shares or ())
 
 
-def _with_shares(config: StudyConfig, tried: Mapping[str, tuple[float, ...]]) -> StudyConfig:
-    """Return the settings with shares where they are open."""
-    shares_given: dict[str, Any] = {name: shares for name, shares in tried.items() if getattr(config, name) is None}
-    return replace(config, **shares_given)
-
-
 def _step_seconds(
     config: StudyConfig, sequences: int, repairing: int, judged_texts: int, speed: float
 ) -> dict[str, float]:
     """Return the approximate seconds of each step before the questions, without searches, from the number of its passes
-    over texts and prompts.
-
-    Args:
-        speed: Tokens per second of a forward pass.
+    over texts and prompts at ``speed`` tokens per second.
     """
     assert config.max_tokens is not None
     per_text = config.max_tokens / speed
