@@ -82,9 +82,7 @@ METRICS = {Answers.CLASS: (ACCURACY, LOSS), Answers.TEXT: (BLEU, LOSS, ACCURACY)
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledReading(PromptReading):
-    """How labelled examples are read and answered. ``classes`` are empty for target texts; ``new_tokens`` is the length
-    of the longest generated text.
-    """
+    """How labelled examples are read, and answered in up to ``new_tokens``; ``classes`` are empty for target texts."""
 
     answers: Answers
     classes: tuple[str, ...]

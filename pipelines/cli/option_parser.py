@@ -121,15 +121,10 @@ def operations(text: str) -> float:
 
 @dataclass(frozen=True)
 class BoundOption:
-    """An option of a settings class.
-
-    Attributes:
-        path: Names of the fields that lead to it.
-        kind: Type of one value: int, float, str or bool; ``many`` are a tuple.
-        choices: Permitted values; None permits all.
-        default: Value without the option; MISSING if it is required.
-        only: Methods or formats of the verb that use it; empty: all of them.
-        needs: Other options that decide whether it has an effect, each with the path of the class that declares that.
+    """An option of a settings class, at the ``path`` of fields that lead to it. ``many`` values of type ``kind`` are a
+    tuple, ``choices`` None permits all values, and the ``default`` of a required option is MISSING. ``only`` names the
+    methods or formats of the verb that use it (empty: all), and ``needs`` the options that decide whether it has an
+    effect, each with the path of the class that declares that.
     """
 
     path: tuple[str, ...]
@@ -378,11 +373,7 @@ def verb_parser(verb: str, cls: type, preset: Collection[str] = ()) -> Parser:
 
 
 def read_settings(verb: str, cls: type[S], words: Sequence[str]) -> S:
-    """Return the settings of a command line and of the file that it names with --config-file.
-
-    Raises:
-        UsageError: The words or the file are wrong; errors of settings classes name the options.
-    """
+    """Return the settings of a command line and of the file that it names with --config-file, or raise UsageError."""
     preset = _preset(verb, cls, words)
     given = vars(verb_parser(verb, cls, preset).parse_args(words))
     groups = {bound.key: bound.option.one_of for bound in options_of(cls)}

@@ -134,9 +134,7 @@ _FORM: dict[str, Any] = {
 
 
 def cloze_tasks(tasks: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the cloze form of every MMLU task that asks for letters, by name: that of ``mmlu_anatomy`` is
-    ``mmlu_anatomy_continuation``, as in lm-eval.
-    """
+    """Return the cloze form of every MMLU task that asks for letters by name, such as ``mmlu_anatomy_continuation``."""
     from lm_eval.api.task import ConfigurableTask
 
     variants = {}

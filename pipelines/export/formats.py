@@ -149,12 +149,8 @@ def _parquet(config: ExportConfig, store: Store | None) -> Exported:
 
 
 class _Form(NamedTuple):
-    """A format that holds pruned heads in another shape.
-
-    Attributes:
-        name: Name in tables.
-        size: Function in `headscan.pipelines.export` from a `ServableModel` to its `ServedForm`.
-        extra: Extra of headscan, named like its package, that the function needs.
+    """A format that holds pruned heads in another shape. ``size`` is the function in `headscan.pipelines.export` from a
+    `ServableModel` to its `ServedForm`, and ``extra`` the extra of headscan, named like its package, that it needs.
     """
 
     name: str
@@ -163,12 +159,8 @@ class _Form(NamedTuple):
 
 
 class _Format(NamedTuple):
-    """An export format.
-
-    Attributes:
-        help: Phrase of the help.
-        options: Options of `ExportConfig` that it uses.
-        store: It is written from the store.
+    """An export format: the phrase of its help, the ``options`` of `ExportConfig` that it uses, and True if it is
+    written from the store.
     """
 
     write: Callable[[ExportConfig, Store | None], Exported]

@@ -87,18 +87,14 @@ def write_gguf(
     type: GgufType = "f16",
     tokenizer: str | os.PathLike[str] | None = None,
 ) -> WrittenGguf:
-    """Write a model into a GGUF file, which replaces an older one when it is complete.
+    """Write a Llama-type model, from `slice_heads` or not, into a GGUF file, which replaces an older one when complete.
 
     Args:
-        lm: A Llama-type model, from `slice_heads` or not.
         type: Type of the matrices. Vectors are float32. In a q8_0 file, matrices whose rows are no multiple of 32 are
             float16.
         tokenizer: GGUF file whose tokenizer is copied. None copies that of the file that the model was read from, or of
             the installed `smollm2` if the model came from there, and makes the keys from the model's tokenizer
             otherwise.
-
-    Raises:
-        ExportError: The model or its tokenizer has no place in the format, or the file cannot be written.
     """
     served = ServableModel(lm, "GGUF files of headscan")
     keys = _tokenizer_keys(served, tokenizer)

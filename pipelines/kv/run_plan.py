@@ -122,8 +122,8 @@ class WindowSearch:
         return min(sets, key=self.value, default=self.reference)
 
     def flips(self, chosen: Heads, heads: Sequence[KvHead]) -> list[tuple[float, ...]]:
-        """Return the damage of each head on text, and on recall prompts, with all others as in ``chosen``; on the
-        prompts of ``screen``.
+        """Return the damage of each head by kind of prompt, with all others as in ``chosen``, on the prompts of
+        ``screen``.
         """
         before, *after = map(means, self._tried([chosen, *(chosen ^ {head} for head in heads)], chosen))
         return [
@@ -167,8 +167,8 @@ class WindowSearch:
             known |= dict(zip(new, measure([self.kept(heads) for heads in new], self.kept(base)), strict=True))
 
     def _exchanges(self, chosen: Heads, doubtful: Sequence[KvHead]) -> list[Heads]:
-        """Return sets in which heads have changed sides: the best on a few prompts of those that promise most by the
-        flips of single heads.
+        """Return sets with exchanged heads: of those that promise most by flips of single heads, the best on few
+        prompts.
         """
         flipped = self._tried([chosen, *(chosen ^ {head} for head in doubtful)], chosen)[1:]
         value = dict(zip(doubtful, map(self._share, flipped), strict=True))

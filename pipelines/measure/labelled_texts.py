@@ -110,12 +110,8 @@ class Answers(Enum):
 
 @dataclass(frozen=True)
 class LabelledText:
-    """One example in tokens.
-
-    Attributes:
-        index: Position in the file, from 0.
-        target_ids: Token ids of the target text; of a classifier, the number of the class alone.
-        document: Hash of the text: equal texts are one document.
+    """One example in tokens, at position ``index`` of its file. ``target_ids`` are those of the target text, or the
+    number of the class alone; ``document`` is a hash of the text, because equal texts are one document.
     """
 
     index: int
@@ -230,9 +226,7 @@ def _class_of(data: ExamplesSpec, example: RawExample, classes: Sequence[str]) -
 
 
 def labelled_loss(lm: LoadedModel, answers: Answers, texts: Sequence[LabelledText], *, summed: bool = False) -> Loss:
-    """Return the loss of each example of a batch. That of a target text is the mean over its tokens, or the sum if
-    ``summed``.
-    """
+    """Return the loss of each example of a batch; that of a target text is the mean over its tokens, or ``summed``."""
     ids, lengths = pad([text.ids for text in texts])
     ids = ids.to(lm.device)
     targets = [text.target_ids for text in texts]

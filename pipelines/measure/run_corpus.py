@@ -211,16 +211,8 @@ def write_shards(
 
 @dataclass
 class _Ledger:
-    """The shards of a corpus, counted while they are drawn.
-
-    Attributes:
-        stored: Content hash of each shard that the store has, by index.
-        part: The part to measure; None for all shards.
-        content: Hash over the content hashes of all shards.
-        measured: Shards measured now.
-        skipped: Shards stored before.
-        others_stored: Shards of other parts that are stored.
-        others_missing: Shards of other parts that are not.
+    """The shards of a corpus, counted while they are drawn. ``stored`` has the content hash of each shard in the store
+    by index, and ``content`` hashes those of all shards; ``others`` are in other parts than ``part``.
     """
 
     run_id: str

@@ -65,9 +65,7 @@ FROM_TOKENS = Start(0, False)
 @dataclass(frozen=True)
 class BundleItem(ScoringItem[Request]):
     """Requests for one replica under several masks (None is the whole model), and where the pass of each mask starts.
-
-    Attributes:
-        base: The ablation from whose pass the others go on, here called the baseline; None is the whole model.
+    All go on from the pass of ``base``, here called the baseline; None is the whole model.
     """
 
     masks: tuple[Intervention | None, ...]

@@ -51,13 +51,8 @@ def questions_per_length(recall: RecallQuestions, lengths: int) -> dict[str, int
 
 @dataclass(frozen=True)
 class RecallQuestion:
-    """A question as the requests whose likelihoods answer it.
-
-    Attributes:
-        task: Family and length in tokens, such as ``needle@512``.
-        question: Its number in the task, from 0.
-        requests: One per choice; a single one for a continuation.
-        answer: Index of the right choice; None for a continuation, graded by its greedy tokens.
+    """A question of a task such as ``needle@512``, as the requests whose likelihoods answer it: one for each choice, of
+    which ``answer`` is right, or a single one for a continuation (None), which its greedy tokens grade.
     """
 
     task: str
@@ -298,16 +293,9 @@ class _NeedleWords:
 def needle_questions(
     task: str, tokenizer: PreTrainedTokenizerBase, beginning: tuple[int, ...], length: int, questions: int, seed: int
 ) -> Iterator[RecallQuestion]:
-    """Yield the questions of one length. Four share a haystack and ask for one needle each.
-
-    The choices of a question have the same number of scored tokens and the order of the haystack, so the answer's index
-    is also its quarter of the haystack.
-
-    Args:
-        task: Family and length, such as ``needle@512``.
-        beginning: Tokens before the haystack (BOS).
-        length: Tokens that the model reads, including the beginning.
-        questions: A multiple of 4.
+    """Yield the questions of one length; four, of a multiple of 4, share a haystack and ask for one needle each. The
+    choices have the same number of scored tokens and the order of the haystack, so the answer's index is also its
+    quarter of the haystack. The model reads ``length`` tokens, including those of the ``beginning`` (BOS).
     """
     words = _NeedleWords(tokenizer)
     words.check_room(length, beginning)

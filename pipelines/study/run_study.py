@@ -66,10 +66,8 @@ from headscan.pipelines.study.study_time import (
 
 
 def run_study(config: StudyConfig, run: Run) -> StudyAnswer:
-    """Find the largest safe shares, and write the answers, the files and the report into a folder.
-
-    Args:
-        run: The store in the study's folder, and the model, held whole in this process.
+    """Find the largest safe shares, and write the answers, the files and the report into a folder, which has the store
+    of ``run``. Its model is held whole in this process.
     """
     return _Study.begin(config, run).answer()
 

@@ -197,11 +197,8 @@ def write_study(path: Path, config: StudyConfig) -> None:
 
 def resumed(path: Path, config: StudyConfig) -> StudyConfig | None:
     """Return the settings that an earlier call with the same settings wrote, with its decisions; None without an
-    earlier call. The hours are those of each call, and so are the places of model, texts and folder, whose contents the
-    study compares.
-
-    Raises:
-        StudyError: The folder holds a study with other settings.
+    earlier call, StudyError for other settings. The hours are those of each call, and so are the places of model, texts
+    and folder, whose contents the study compares.
     """
     if not path.exists():
         return None
