@@ -121,10 +121,15 @@ def operations(text: str) -> float:
 
 @dataclass(frozen=True)
 class BoundOption:
-    """An option of a settings class, at the ``path`` of fields that lead to it. ``many`` values of type ``kind`` are a
-    tuple, ``choices`` None permits all values, and the ``default`` of a required option is MISSING. ``only`` names the
-    methods or formats of the verb that use it (empty: all), and ``needs`` the options that decide whether it has an
-    effect, each with the path of the class that declares that.
+    """An option of a settings class.
+
+    Attributes:
+        path: Names of the fields that lead to it.
+        kind: Type of one value: int, float, str or bool; ``many`` are a tuple.
+        choices: Permitted values; None permits all.
+        default: Value without the option; MISSING if it is required.
+        only: Methods or formats of the verb that use it; empty: all of them.
+        needs: Other options that decide whether it has an effect, each with the path of the class that declares that.
     """
 
     path: tuple[str, ...]

@@ -24,9 +24,16 @@ SCAN_CALLS = 2
 
 @dataclass(frozen=True)
 class ScanHours:
-    """Hours of forward passes over a corpus, with the numbers that they follow from: ``parameters`` in matrix products,
-    operations of one ``attention`` call of all layers for a token, ``calls`` of each layer, ``flops`` per second of one
-    device, and the devices of a replica that compute ``at_once``.
+    """Hours of forward passes over a corpus, with the numbers that they follow from.
+
+    Attributes:
+        sequence: Length of the sequences in tokens.
+        parameters: Parameters in matrix products of a token.
+        attention: Operations of one attention call of all layers for a token.
+        calls: Attention calls of each layer.
+        flops_per_token: Operations of a token.
+        flops: Operations per second of one device.
+        at_once: Devices of a replica that compute at the same time.
     """
 
     tokens: int

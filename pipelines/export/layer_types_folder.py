@@ -30,12 +30,7 @@ class WrittenLayerTypes:
 
 
 def write_layer_types(
-    lm: LoadedModel,
-    plan: HeadPlan,
-    folder: str | os.PathLike[str],
-    *,
-    architecture: Architecture = "llama",
-    max_shard_size: int | str = "5GB",
+    lm: LoadedModel, plan: HeadPlan, folder: str | os.PathLike[str], *, architecture: Architecture = "llama"
 ) -> WrittenLayerTypes:
     """Write a Llama-type model with the windows of a plan into a folder, which appears when it is complete. All layers
     have equal heads, and whole layers have windows of one width, without sinks. Architecture ``llama`` is for vLLM,
@@ -60,7 +55,7 @@ def write_layer_types(
         "layer_types": list(windows.layer_types),
         "sliding_window": windows.sliding_window,
     }
-    nbytes = write_folder(lm, folder, weights, config, max_shard_size=max_shard_size)
+    nbytes = write_folder(lm, folder, weights, config)
     return WrittenLayerTypes(Path(folder), nbytes, windows)
 
 

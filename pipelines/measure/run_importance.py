@@ -67,16 +67,11 @@ def measure_importance(lm: LoadedModel, item: ImportanceItem) -> ShardTable:
         return default_loss(lm, ids, real, input_keys=keys, summed=item.reduction == "sum")
 
     lengths = [len(text) for text in texts]
-    return measure_losses(lm, loss_of, lengths, [text.index for text in texts], item.batch_tokens, item.rope)
+    return _measure_losses(lm, item, loss_of, lengths, [text.index for text in texts])
 
 
-def measure_losses(
-    lm: LoadedModel,
-    loss_of: Callable[[list[int]], Loss],
-    lengths: list[int],
-    indices: list[int],
-    batch_tokens: int,
-    rope: RopeLengths,
+def _measure_losses(
+    lm: LoadedModel, item: ImportanceItem, loss_of: Callable[[list[int]], Loss], lengths: list[int], indices: list[int]
 ) -> ShardTable:
     """Return the derivatives of the losses of sequences by a gate on every head, at every site. ``loss_of`` makes the
     loss of a batch from row numbers; ``indices`` are those of the sequences in their corpus or file.
@@ -93,7 +88,7 @@ def measure_losses(
 
     order: list[int] = []
     parts: list[list[HeadNumbers]] = []
-    for batch in whole_batches(lengths, batch_tokens, rope.group):
+    for batch in whole_batches(lengths, item.batch_tokens, item.rope.group):
         for rows, numbers in run_halving(list(batch.rows), measure, lengths, lm.limits["importance"]):
             order += rows
             parts.append(numbers)
@@ -165,7 +160,7 @@ def measure_labelled(lm: LoadedModel, item: LabelledImportanceItem) -> ShardTabl
         return labelled_loss(lm, item.answers, [texts[row] for row in rows], summed=item.reduction == "sum")
 
     lengths = [text.longest for text in texts]
-    return measure_losses(lm, loss_of, lengths, [text.index for text in texts], item.batch_tokens, item.rope)
+    return _measure_losses(lm, item, loss_of, lengths, [text.index for text in texts])
 
 
 def run_labelled_importance(config: LabelledImportanceConfig, run: Run, *, texts: LabelledTexts) -> CorpusRunResult:

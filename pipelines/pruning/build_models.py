@@ -50,9 +50,14 @@ _LOSS_TOKENS = 16384
 
 @dataclass(frozen=True)
 class BuildJob:
-    """Models to build, and how; the methods of ``config`` choose the heads of those that name none. ``texts`` and
-    recall ``prompts`` choose heads and repair. The loss of models that are no controls is measured on ``held_out``,
-    unless it is None, and on ``held_out_prompts``. New damages are added to those that are ``known``.
+    """Models to build, and how; the methods of ``config`` choose the heads of those that name none.
+
+    Attributes:
+        texts: Texts that choose heads and repair.
+        prompts: Recall prompts that choose heads and repair, next to the texts.
+        held_out: Text on which the loss of models that are no controls is measured; None measures no loss.
+        held_out_prompts: Recall prompts on which their loss is measured, next to ``held_out``.
+        known: Damages that were measured before; new ones are added.
     """
 
     config: PruneConfig

@@ -25,8 +25,13 @@ from headscan.pipelines.pruning.model_costs import ModelCost
 
 @dataclass(frozen=True)
 class FormSize:
-    """A form of a model; fields are None where the model has no place in it. ``kv_bytes`` is the KV cache of a token in
-    16 bits, the width of engines; ``bytes`` are the weights in the model's dtype, in GGUF as type f16.
+    """A form of a model; None where the model has no place in it.
+
+    Attributes:
+        form: ``headscan``, or the name of an export format's form, such as ``DeciLM``.
+        architecture: The one that the form names.
+        kv_bytes: Bytes of the KV cache of a token in 16 bits, the width of engines.
+        bytes: Bytes of the weights, in the model's dtype; in GGUF as type f16.
     """
 
     form: str

@@ -27,9 +27,15 @@ _FEW = 16
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Sizes and median times of one model; None marks unknown and unmeasured ones. The bytes of the KV cache are those
-    of a token: by arithmetic, and ``measured`` on a real cache of 16 tokens. Times are those of the prompt and of a
-    generated token.
+    """Sizes and times of one model; None marks unknown and unmeasured ones.
+
+    Attributes:
+        query_heads, kv_heads: Heads of all layers.
+        attention_layers: Layers with attention.
+        cache_bytes: Bytes of the KV cache by token, by arithmetic.
+        measured_cache_bytes: The same of a real cache of 16 tokens.
+        prefill_seconds: Median time to read the prompt.
+        token_seconds: Median time of a generated token.
     """
 
     parameters: int

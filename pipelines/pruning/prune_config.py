@@ -92,8 +92,13 @@ class Timing:
 
 @dataclass(frozen=True)
 class WantedModel:
-    """A pruned model to build, of the size ``budget``, or without ``heads`` if that is None. Its controls have folders:
-    one for each seed of random units, and one for whole attention layers, if they are built.
+    """A pruned model to build.
+
+    Attributes:
+        budget: Size; None removes ``heads``.
+        heads: Heads to remove; empty if the method chooses them.
+        random_folders: Folders of its controls without random units.
+        layers_folder: Folder of its control without whole attention layers; None builds none.
     """
 
     folder: Path

@@ -25,9 +25,14 @@ from headscan.sizing.model_sizes import NO_CACHE, LayerCache, find_caches
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """Names and hashes of a model, known before any weight is loaded. The name is that of its folder or on the hub, and
-    a folder has no revision. ``rope_lengths`` are the lengths of sequences at which its rotary frequencies change;
-    ``code_files_hash`` is of the Python files that come with it, None if it runs transformers' own code.
+    """Names and hashes of a model, known before any weight is loaded.
+
+    Attributes:
+        name: Folder name or hub name.
+        revision: Commit on the hub; None for a folder.
+        max_tokens: Number of positions; None if the model has no limit.
+        rope_lengths: Sequence lengths at which its rotary frequencies change.
+        code_files_hash: Hash of the Python files that come with it; None if it runs transformers' own code.
     """
 
     name: str
@@ -91,9 +96,13 @@ def identify(spec: ModelSpec, *, need_tokenizer: bool = True) -> ModelIdentity:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts that only a loaded model shows; a replica sends them to the driver. ``device`` is that of its token ids,
-    ``hardware`` the type and name of the devices that hold its weights, such as ``cuda (NVIDIA H200)``. ``caches`` None
-    cannot be determined, and ``max_tokens`` None is no limit of positions.
+    """Facts that only a loaded model shows. A replica sends them to the driver.
+
+    Attributes:
+        device: Device of its token ids.
+        hardware: Type and name of the devices that hold its weights, such as ``cuda (NVIDIA H200)``.
+        caches: KV cache of each layer, see `headscan.sizing.model_sizes`; None if it cannot be determined.
+        max_tokens: Largest number of tokens with positions; None without a limit.
     """
 
     dtype: str

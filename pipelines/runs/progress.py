@@ -16,8 +16,13 @@ from headscan.analysis.text_tables import printable
 
 
 class Progress:
-    """Progress with rate and time left; a context manager. A log gets a line ``every`` so many seconds, also while
-    nothing is finished; ``brief`` work that ends before the first of them leaves none.
+    """Progress with rate and time left; a context manager.
+
+    Args:
+        total: None if it is unknown.
+        every: Seconds between lines in a log; they come also while nothing is finished.
+        brief: Work that ends before the first of these lines leaves none.
+        stream: None uses standard error.
     """
 
     def __init__(

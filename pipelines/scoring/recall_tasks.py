@@ -51,8 +51,13 @@ def questions_per_length(recall: RecallQuestions, lengths: int) -> dict[str, int
 
 @dataclass(frozen=True)
 class RecallQuestion:
-    """A question of a task such as ``needle@512``, as the requests whose likelihoods answer it: one for each choice, of
-    which ``answer`` is right, or a single one for a continuation (None), which its greedy tokens grade.
+    """A question as the requests whose likelihoods answer it.
+
+    Attributes:
+        task: Family and length in tokens, such as ``needle@512``.
+        question: Its number in the task, from 0.
+        requests: One per choice; a single one for a continuation.
+        answer: Index of the right choice; None for a continuation, graded by its greedy tokens.
     """
 
     task: str

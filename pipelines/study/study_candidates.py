@@ -25,8 +25,11 @@ from headscan.pipelines.study.study_answer import ABLATED, CACHED, REMOVED, Savi
 
 @dataclass(frozen=True)
 class Candidates:
-    """The arms of one kind of saving, from small to large, and what is known of them before they are judged. ``write``
-    returns the file of the arm of a number; the largest safe one is asked for.
+    """The arms of one kind of saving, from small to large.
+
+    Attributes:
+        saving: What is known of them before they are judged.
+        write: Returns the file of one of them by its number; the largest safe one is asked for.
     """
 
     arms: list[Arm]

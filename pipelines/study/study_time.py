@@ -195,7 +195,9 @@ def limit_per_task(tasks: TaskConfig, questions: int) -> int:
 
 
 def decided(config: StudyConfig, speed: float, costs: QuestionCosts, say: Callable[[str], None]) -> StudyConfig:
-    """Return the settings with what the time decides at ``speed`` tokens per second, and print the time of each."""
+    """Return the settings with what the time decides at ``speed`` tokens per second, and print how long each step
+    takes.
+    """
     if not costs.recall_tokens:
         config = replace(config, recall_questions=0)
     asked, length = config, config.max_tokens
