@@ -226,8 +226,11 @@ def _record_entry(source: str, record: Any, column: str) -> Entry:
 
 
 class Format(NamedTuple):
-    """A format of files that hold many records with a text column. ``read`` yields the entries of a file; it gets the
-    name of the column, or None to choose it. ``compressed`` files are read, too.
+    """A format of files that hold many records with a text column.
+
+    Attributes:
+        read: Yields the entries of a file, with the name of the column; None chooses it.
+        compressed: Compressed files are read, too.
     """
 
     read: Callable[[LocalFile, str | None], Iterator[Entry]]

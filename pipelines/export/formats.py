@@ -149,8 +149,12 @@ def _parquet(config: ExportConfig, store: Store | None) -> Exported:
 
 
 class _Form(NamedTuple):
-    """A format that holds pruned heads in another shape. ``size`` is the function in `headscan.pipelines.export` from a
-    `ServableModel` to its `ServedForm`, and ``extra`` the extra of headscan, named like its package, that it needs.
+    """A format that holds pruned heads in another shape.
+
+    Attributes:
+        name: Name in tables.
+        size: Function in `headscan.pipelines.export` from a `ServableModel` to its `ServedForm`.
+        extra: Extra of headscan, named like its package, that the function needs.
     """
 
     name: str
