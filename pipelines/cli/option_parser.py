@@ -460,11 +460,8 @@ def changed(settings: Any) -> dict[str, str]:
     """Return the flags of options that are given, by their fields' names with dots. Options outside a `Given`
     count if they differ from their defaults.
     """
-    flags = {}
-    for bound in options_of(type(settings)):
-        if bound.default is not MISSING and _looked_up(settings, bound)[1]:
-            flags[bound.key] = bound.flag
-    return flags
+    optional = (bound for bound in options_of(type(settings)) if bound.default is not MISSING)
+    return {bound.key: bound.flag for bound in optional if _looked_up(settings, bound)[1]}
 
 
 def check_used(settings: Any, chosen: str, name: str) -> None:

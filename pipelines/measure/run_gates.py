@@ -117,23 +117,22 @@ def gate_table(run_id: str, grid: HeadGrid, down: Gates, up: Gates | None, close
     """Return the rows of ``head_gates``; ``closed`` heads are in the mask."""
     masked = set(down.closed(closed))
     classes = None if up is None else TwoSidedGates(down, up).classes()
-    rows = []
-    for head in grid.heads():
-        rows.append(
-            {
-                "run_id": run_id,
-                "site": grid.kind,
-                "layer": head.layer,
-                "head": head.head,
-                "kv_head": grid.site_of(head.layer).kv_head_of[head.head],
-                "gate": float(down.values[head]),
-                "p_open": float(down.open_probabilities[head]),
-                "closed": head in masked,
-                "gate_up": None if up is None else float(up.values[head]),
-                "p_open_up": None if up is None else float(up.open_probabilities[head]),
-                "class": None if classes is None else classes[head],
-            }
-        )
+    rows = [
+        {
+            "run_id": run_id,
+            "site": grid.kind,
+            "layer": head.layer,
+            "head": head.head,
+            "kv_head": grid.site_of(head.layer).kv_head_of[head.head],
+            "gate": float(down.values[head]),
+            "p_open": float(down.open_probabilities[head]),
+            "closed": head in masked,
+            "gate_up": None if up is None else float(up.values[head]),
+            "p_open_up": None if up is None else float(up.open_probabilities[head]),
+            "class": None if classes is None else classes[head],
+        }
+        for head in grid.heads()
+    ]
     return pa.Table.from_pylist(rows)
 
 

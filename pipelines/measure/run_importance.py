@@ -123,12 +123,14 @@ def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
         settings["recall_prompts"] = config.recall_prompts
 
     def prompts() -> list[corpora.TokenSequence]:
-        if config.recall_prompts and not run.facts.grid.predicts_next_token:
+        if not config.recall_prompts:
+            return []
+        if not run.facts.grid.predicts_next_token:
             raise UnsupportedModelError(
                 f"{run.identity.name} does not predict the next token, but recall prompts need a decoder. Set"
                 " `recall_prompts` to 0"
             )
-        return recall_texts(run.identity, config.tokens, config.recall_prompts) if config.recall_prompts else []
+        return recall_texts(run.identity, config.tokens, config.recall_prompts)
 
     def shard_item(shard: corpora.Shard) -> ImportanceItem:
         return ImportanceItem(shard, config.reduction, config.batch_tokens, run.identity.rope_lengths)
