@@ -339,12 +339,7 @@ def _refuse_store_options(options: JobOptions, where: str) -> None:
 
 
 def _checked(options: LocalJobOptions, *, here: bool = False) -> _Options:
-    """Check the options of a job, before it reads a file; a job that runs ``here`` needs one replica, in this process.
-
-    Raises:
-        TypeError: An option is unknown.
-        PlacementError: An option is no value, or not one of this job.
-    """
+    """Check a job's options before it reads a file; a job that runs ``here`` needs one replica, in this process."""
     if unknown := options.keys() - JobOptions.__annotations__.keys():
         raise TypeError(f"unknown option {min(unknown)!r}. Choose from {', '.join(JobOptions.__annotations__)}")
     chosen = _Options(**options)

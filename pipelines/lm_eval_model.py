@@ -12,8 +12,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
+from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 
 from headscan.ablation.rules import HeadRule
@@ -34,10 +35,6 @@ from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms, mask_arm
 from headscan.pipelines.scoring.reading import choose_reading
 from headscan.pipelines.scoring.token_requests import answer_item
 from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, HarnessError, PlanMode
-
-if TYPE_CHECKING:
-    from lm_eval.api.instance import Instance
-
 
 R = TypeVar("R")
 

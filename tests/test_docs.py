@@ -232,7 +232,7 @@ def test_docstrings_explain_fields_and_arguments_that_exist() -> None:
             continue
         checked += len(listed)
         wrong += [f"{path}: {node.name}: {name}" for name in listed if name not in known]
-    assert checked > 900 and wrong == []
+    assert checked > 700 and wrong == []
 
 
 def test_names_that_pages_place_in_a_file_are_there() -> None:

@@ -23,7 +23,7 @@ from headscan.pipelines.runs.progress import at_work
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import BASELINE, Arm
 from headscan.pipelines.scoring.replacements import ZERO_REPLACEMENT, ArmReplacement, collect_replacement
-from headscan.pipelines.settings.evaluation_settings import AblateConfig, LossTexts
+from headscan.pipelines.settings.evaluation_settings import AblateConfig
 
 
 def ablated_sets(grid: HeadGrid, mode: str) -> Iterator[tuple[str, list[Head], dict[str, object]]]:
@@ -58,22 +58,20 @@ class AblateResult(NamedTuple):
 def run_ablate(config: AblateConfig, run: Run) -> AblateResult:
     """Measure the effect of every head, record the table in the store, and return it."""
     check_predicts(run)
-    text = None if config.texts is None else _held_out(config.texts, run)
+    text = None
+    if (texts := config.texts) is not None:
+        text = HeldOutText.of_corpus(
+            texts.corpus, run.model, sequences=texts.sequences, max_tokens=texts.max_tokens, identity=run.identity
+        )
     evaluation = replace(config.evaluation, recall=None, text=text)
     questions = Questions(evaluation.tasks, None, run.identity, text)
     replacement = collect_replacement(config.replacement, run, questions.longest_input())
     arms = [BASELINE]
     for mode in config.modes:
         arms += head_arms(run.facts.grid, mode, replacement)
-    asked = f"{questions.benchmark_size} questions" if text is None else f"{len(text.chunks)} texts"
+    asked = f"{questions.tasks.questions} questions" if text is None else f"{len(text.chunks)} texts"
     run.say(f"{len(arms)} arms: the baseline and {len(arms) - 1} sets of heads, on {asked}")
     purpose = Purpose("ablate", {"replace": config.replacement.kind, **dict(replacement.details)}, judges_arms=False)
     run_id = run_evaluation(evaluation, run, arms, questions=questions, purpose=purpose)
     with at_work("effects and their intervals"):
         return AblateResult(run_id, tuple(record_effects(run.store, run_id)))
-
-
-def _held_out(texts: LossTexts, run: Run) -> HeldOutText:
-    return HeldOutText.of_corpus(
-        texts.corpus, run.model, sequences=texts.sequences, max_tokens=texts.max_tokens, identity=run.identity
-    )

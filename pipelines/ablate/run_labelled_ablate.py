@@ -82,9 +82,7 @@ METRICS = {Answers.CLASS: (ACCURACY, LOSS), Answers.TEXT: (BLEU, LOSS, ACCURACY)
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledReading(PromptReading):
-    """How labelled examples are read and answered. ``classes`` are empty for target texts; ``new_tokens`` is the length
-    of the longest generated text.
-    """
+    """How labelled examples are read, and answered in up to ``new_tokens``; ``classes`` are empty for target texts."""
 
     answers: Answers
     classes: tuple[str, ...]
@@ -329,7 +327,7 @@ def _level(metric: str, numbers: np.ndarray) -> float:
 def answer_labelled(questions: LabelledQuestions, run: Run, run_id: str, arms: Sequence[SiteArm]) -> None:
     """Answer the examples with every arm of a run that has begun, and finish the run."""
     refuse_staged(run.pool, "an answer to a labelled example")
-    run_arms(run, run_id, arms, questions, judges_arms=False)
+    run_arms(run, run_id, arms, questions, questions.chunks(), questions.answering, judges_arms=False)
 
 
 def run_labelled_ablate(config: LabelledAblateConfig, run: Run, *, texts: LabelledTexts) -> AblateResult:

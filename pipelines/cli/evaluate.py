@@ -137,7 +137,7 @@ class Evaluate(TaskVerb):
             check_bounds(spec.config(), chosen.heads)
         options = self.job_options(identity)
         with tempfile.TemporaryDirectory() as scratch:
-            config = evaluation_of(self, self.tasks, self.recall, spec, Path(scratch), _DEMO)
+            config = evaluation_of(self, spec, Path(scratch), _DEMO)
             config = self.held_out.judging(config, identity)
             verdict = job_functions.evaluate(config, self.store.path, chosen, **options)
         facts = {"run_id": verdict.run_id, "store": self.store.path, "unfinished": verdict.unfinished}

@@ -40,9 +40,7 @@ def read_command(words: Sequence[str]) -> Any:
 
 
 def build_parser(*, lists_verbs: bool = False) -> argparse.ArgumentParser:
-    """Return the parser of all verbs, built without importing torch. With ``lists_verbs`` argparse lists them, as shell
-    completion needs it; the help page has its own list by group.
-    """
+    """Return the parser of all verbs, without importing torch. With ``lists_verbs`` argparse lists them, too."""
     parser = Parser(
         prog="headscan",
         usage="headscan VERB [options]",

@@ -282,10 +282,6 @@ class _Joined(argparse.Action):
             setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), values))
 
 
-#: Of options that are in no group.
-_NO_GROUP = Group()
-
-
 def options_of(cls: Any) -> tuple[BoundOption, ...]:
     """Return the options of a settings class, with those of the settings classes in it."""
     return _cached_options(cls)  # type checkers refuse a class as the argument of a cached function, unless it is Any
@@ -293,7 +289,7 @@ def options_of(cls: Any) -> tuple[BoundOption, ...]:
 
 @cache
 def _cached_options(cls: Any) -> tuple[BoundOption, ...]:
-    return tuple(_options_below(cls, MISSING, (), _NO_GROUP))
+    return tuple(_options_below(cls, MISSING, (), Group()))
 
 
 def _options_below(cls: type, default: Any, path: tuple[str, ...], group: Group) -> list[BoundOption]:
@@ -382,11 +378,7 @@ def verb_parser(verb: str, cls: type, preset: Collection[str] = ()) -> Parser:
 
 
 def read_settings(verb: str, cls: type[S], words: Sequence[str]) -> S:
-    """Return the settings of a command line and of the file that it names with --config-file.
-
-    Raises:
-        UsageError: The words or the file are wrong; errors of settings classes name the options.
-    """
+    """Return the settings of a command line and of the file that it names with --config-file, or raise UsageError."""
     preset = _preset(verb, cls, words)
     given = vars(verb_parser(verb, cls, preset).parse_args(words))
     groups = {bound.key: bound.option.one_of for bound in options_of(cls)}
@@ -468,11 +460,8 @@ def changed(settings: Any) -> dict[str, str]:
     """Return the flags of options that are given, by their fields' names with dots. Options outside a `Given`
     count if they differ from their defaults.
     """
-    flags = {}
-    for bound in options_of(type(settings)):
-        if bound.default is not MISSING and _looked_up(settings, bound)[1]:
-            flags[bound.key] = bound.flag
-    return flags
+    optional = (bound for bound in options_of(type(settings)) if bound.default is not MISSING)
+    return {bound.key: bound.flag for bound in optional if _looked_up(settings, bound)[1]}
 
 
 def check_used(settings: Any, chosen: str, name: str) -> None:

@@ -13,21 +13,26 @@ from headscan.analysis.store.verdict_limits import MAX_LOSS
 from headscan.catalog import CRITERIA, RANDOM, RANKED_CRITERIA, RECALL_NAMES, SET_METHODS
 from headscan.cluster.placement_base import parse_bytes
 from headscan.grid import Unit, parse_head
+from headscan.model_spec import ModelSpec
 from headscan.options import Group, Needs, Option
 from headscan.pipelines.cli.option_parser import UsageError
 from headscan.pipelines.cli.results import Json, Result, arm_row
-from headscan.pipelines.cli.task_options import DemoSize, OptionalTaskOptions, RecallOptions, WholeModelVerb
+from headscan.pipelines.cli.task_options import (
+    DemoSize,
+    OptionalTaskOptions,
+    RecallOptions,
+    WholeModelVerb,
+    evaluation_of,
+)
 from headscan.pipelines.cli.verb_base import quiet_libraries
 from headscan.pipelines.settings.evaluation_settings import LOSS_LIMITS
 from headscan.pipelines.settings.saving_settings import PRUNE_METHODS, REPAIRS, KvCounts, RecallPrompts
 
 if TYPE_CHECKING:
-    from headscan.model_spec import ModelSpec
     from headscan.pipelines.pruning.prune_config import PruneConfig
     from headscan.pipelines.pruning.pruning_units import PruneBudget
     from headscan.pipelines.pruning.run_prune import PruneResult
     from headscan.pipelines.runs.model_identity import ModelIdentity
-    from headscan.pruning.head_selection import SelectionConfig
 
 #: Heads that are named leave nothing to choose.
 _CHOSEN = tuple(Needs(key=f"size.{name}", absent=True) for name in ("heads", "mask", "import_heads"))
@@ -175,11 +180,6 @@ class _Choice:
         ),
     ] = 0
 
-    def selection(self) -> SelectionConfig:
-        from headscan.pruning.head_selection import SelectionConfig
-
-        return SelectionConfig(tries=self.tries)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Prune(WholeModelVerb):
@@ -272,6 +272,7 @@ class Prune(WholeModelVerb):
         from headscan.models.model_facts import check_bounds
         from headscan.pipelines.pruning.prune_config import PruneConfig, RepairChoice
         from headscan.pipelines.runs.head_orders import imported_heads
+        from headscan.pruning.head_selection import SelectionConfig
 
         size, choice = self.size, self.choice
         named: dict[str, tuple[tuple[int, int], ...]] = {}
@@ -286,7 +287,7 @@ class Prune(WholeModelVerb):
         alone = not self.recall.asked or choice.recall_weight == 0
         with tempfile.TemporaryDirectory() as scratch:
             yield PruneConfig(
-                evaluation=replace(self.evaluation(spec, Path(scratch), _DEMO), max_loss=self.safe_loss),
+                evaluation=replace(evaluation_of(self, spec, Path(scratch), _DEMO), max_loss=self.safe_loss),
                 out=self.out,
                 budgets=size.budgets(),
                 methods=choice.method,
@@ -295,7 +296,7 @@ class Prune(WholeModelVerb):
                 recall_prompts=RecallPrompts(prompts=0) if alone else RecallPrompts(weight=choice.recall_weight),
                 unit=self.unit,
                 kv_counts=choice.kv_counts,
-                selection=choice.selection(),
+                selection=SelectionConfig(tries=choice.tries),
                 repair=RepairChoice(choice.repair, choice.distill_steps),
                 controls=PruneConfig.controls if self.controls is None else self.controls,
                 remote_code=self.remote_code,

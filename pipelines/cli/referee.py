@@ -19,6 +19,7 @@ from headscan.pipelines.cli.task_options import (
     OptionalTaskOptions,
     RecallOptions,
     WholeModelVerb,
+    evaluation_of,
     labelled_evaluation,
 )
 from headscan.pipelines.cli.verb_base import quiet_libraries
@@ -112,7 +113,7 @@ class Referee(WholeModelVerb):
         quiet_libraries()
         with tempfile.TemporaryDirectory() as scratch:
             config = RefereeConfig(
-                evaluation=self.evaluation(self.full_precision(), Path(scratch), _DEMO),
+                evaluation=evaluation_of(self, self.full_precision(), Path(scratch), _DEMO),
                 compared=self.criteria.compared.build(),
                 texts=self.prune_texts(_DEMO),
                 repair=RepairChoice(self.criteria.repair),

@@ -13,7 +13,6 @@ from headscan.options import Option
 
 if TYPE_CHECKING:
     from headscan.analysis.verdicts.curves import Curve
-    from headscan.analysis.verdicts.verdict_rows import RecallVerdict
     from headscan.analysis.verdicts.verdict_words import ArmVerdict
 
 #: Option of every verb that prints rows.
@@ -67,7 +66,10 @@ def arm_row(arm: ArmVerdict) -> dict[str, Any]:
         "label": arm.label if judged else None,
         "why": arm.why if judged else None,
         "accuracy": None if accuracy is None else {k: v for k, v in asdict(accuracy).items() if k != "retained"},
-        "recall": [_recall(each) for each in arm.recall],
+        "recall": [
+            {**asdict(each), "failed": each.failed, "kept": each.kept, "informative": each.informative}
+            for each in arm.recall
+        ],
         "recall_unknown": arm.recall_unknown or None,
         "measures": [asdict(measure) for measure in arm.metrics],
         "weights_left": arm.weights_left,
@@ -79,7 +81,3 @@ def arm_row(arm: ArmVerdict) -> dict[str, Any]:
 def curve_row(curve: Curve) -> dict[str, Any]:
     """Return a curve with its points, which have the names of the columns of ``sweep_points``."""
     return {**asdict(curve), "points": [point._asdict() for point in curve.points]}
-
-
-def _recall(family: RecallVerdict) -> dict[str, Any]:
-    return {**asdict(family), "failed": family.failed, "kept": family.kept, "informative": family.informative}

@@ -52,7 +52,7 @@ class Sweep(TaskVerb):
         spec = self.spec()
         replacement = replacement_of(self.arms.kind, self.texts, self)
         with tempfile.TemporaryDirectory() as scratch:
-            evaluation = evaluation_of(self, self.tasks, self.recall, spec, Path(scratch), _DEMO)
+            evaluation = evaluation_of(self, spec, Path(scratch), _DEMO)
             config = self.arms.sweep.build(evaluation=evaluation, replacement=replacement)
             result = job_functions.sweep(config, self.store.path, **self.job_options())
         verdict, choices = result.verdict, result.choices

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from headscan.catalog import RECALL_NAMES
+from headscan.catalog import RECALL_NAMES, ReplacementKind
 from headscan.checkpoints.source_folder import DEMO_MODEL
 from headscan.model_spec import ModelSpec
 from headscan.options import Group, Needs, Option
@@ -23,7 +23,6 @@ from headscan.pipelines.settings.evaluation_settings import (
 from headscan.pipelines.settings.saving_settings import PruneTexts
 
 if TYPE_CHECKING:
-    from headscan.catalog import ReplacementKind
     from headscan.pipelines.ablate.run_labelled_ablate import LabelledEvaluateConfig
     from headscan.pipelines.job_functions import LocalJobOptions
 
@@ -53,11 +52,6 @@ class TaskOptions:
     ] = ()
     prompts: Annotated[Given[TaskConfig], Group(needs=(_NAMED,))]
     evaluation: Annotated[Given[EvaluateConfig], Group()]
-
-    def check_required(self, verb: ModelVerb) -> None:
-        """Raise UsageError if there are no tasks, except on the bundled model."""
-        if not self.names and not verb.is_demo:
-            raise UsageError("--tasks is required: name lm-eval tasks, groups or tags, such as arc_easy")
 
     def config(self, spec: ModelSpec, *, recall: RecallQuestions | None = None, **prompts: Any) -> EvaluateConfig:
         """Return the settings of an evaluation, without the batch size, which the placement decides; ``prompts``
@@ -132,22 +126,17 @@ class WholeModelVerb(RunVerb):
         )
         return replace(config, sequences=config.sequences or demo.sequences)
 
-    def evaluation(self, spec: ModelSpec, scratch: Path, demo: DemoSize) -> EvaluateConfig:
-        return evaluation_of(self, self.tasks, self.recall, spec, scratch, demo)
-
     def whole_model_options(self) -> LocalJobOptions:
         """Return the options of a job that runs in this process."""
         return replace(self, devices=self.devices.in_this_process()).job_options()
 
 
-def evaluation_of(
-    verb: ModelVerb, tasks: TaskOptions, recall: RecallOptions, spec: ModelSpec, scratch: Path, demo: DemoSize
-) -> EvaluateConfig:
+def evaluation_of(verb: WholeModelVerb | TaskVerb, spec: ModelSpec, scratch: Path, demo: DemoSize) -> EvaluateConfig:
     """Return the settings of an evaluation; the demo has its own recall questions, and its task in ``scratch``."""
-    if tasks.names or not verb.is_demo:
-        return tasks.config(spec, recall=recall.config())
-    asked = recall.config(lengths=(_DEMO_RECALL,), questions=demo.recall)
-    return tasks.config(spec, recall=asked, **demo_task(scratch, demo.questions))
+    if verb.tasks.names or not verb.is_demo:
+        return verb.tasks.config(spec, recall=verb.recall.config())
+    asked = verb.recall.config(lengths=(_DEMO_RECALL,), questions=demo.recall)
+    return verb.tasks.config(spec, recall=asked, **demo_task(scratch, demo.questions))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +150,8 @@ class TaskVerb(RunVerb):
     texts: Annotated[ReplaceTexts, Group("texts", needs=(Needs(key="arms.kind", values=("mean", "resample")),))]
 
     def __post_init__(self) -> None:
-        self.tasks.check_required(self)
+        if not self.tasks.names and not self.is_demo:
+            raise UsageError("--tasks is required: name lm-eval tasks, groups or tags, such as arc_easy")
 
 
 def demo_task(scratch: Path, questions: int = 400) -> dict[str, Any]:

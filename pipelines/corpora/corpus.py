@@ -5,31 +5,28 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from headscan.pipelines.corpora.data_sets import open_hub, read_hub
 from headscan.pipelines.corpora.documents import Document, Entry, LocalFile, is_compressed, suffix_of, text_entry
 from headscan.pipelines.corpora.files import FORMATS, TEXT_SUFFIXES, hash_file, list_folder, read_file
-from headscan.pipelines.corpora.stdlib_files import held_out_files, seen_modules, standard_library_files
+from headscan.pipelines.corpora.stdlib_files import LIBRARY, held_out_files, seen_modules, standard_library_files
 from headscan.pipelines.settings.corpus_settings import BUILT_IN_CORPORA, CorpusError, CorpusSpec
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
-_LIBRARY = Path(sysconfig.get_path("stdlib"))
-
 
 class BuiltIn(NamedTuple):
-    """A corpus that needs no files of the user: its description, and its files below a folder."""
+    """A corpus that needs no files of the user: its description, and its files in the standard library."""
 
     description: str
     files: Callable[[], Iterable[Path]]
-    folder: Path = _LIBRARY
 
 
 _LIBRARY_NAME, _MODULES_NAME, _HELD_OUT_NAME = BUILT_IN_CORPORA
@@ -52,7 +49,7 @@ class Corpus(ABC):
     #: Description for messages.
     description: str
     #: Names of files that are not read, by kind (a suffix, "no suffix", "hidden file", ...).
-    skipped: Mapping[str, tuple[str, ...]]
+    skipped: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
     @abstractmethod
     def entries(self) -> Iterator[Entry]:
@@ -106,7 +103,6 @@ class HubCorpus(Corpus):
     spec: CorpusSpec
     description: str
     data: IterableDataset
-    skipped: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def entries(self) -> Iterator[Entry]:
         return read_hub(self.spec, self.data)
@@ -118,8 +114,6 @@ class HubCorpus(Corpus):
 
 class GivenTexts(Corpus):
     """Texts of the caller, one document each."""
-
-    skipped: Mapping[str, tuple[str, ...]] = {}
 
     def __init__(self, texts: Sequence[str]) -> None:
         if isinstance(texts, str):
@@ -139,7 +133,7 @@ def open_corpus(spec: CorpusSpec) -> Corpus:
     """
     check_corpus(spec.name)
     if (built_in := BUILT_IN.get(spec.name)) is not None:
-        names = ((path.relative_to(built_in.folder).as_posix(), path) for path in built_in.files())
+        names = ((path.relative_to(LIBRARY).as_posix(), path) for path in built_in.files())
         return _local(spec, built_in.description, tuple(LocalFile(name, path) for name, path in names))
     path = Path(spec.name).expanduser()
     if path.is_file():
@@ -173,14 +167,14 @@ def check_corpus(name: str) -> None:
 def _open_folder(spec: CorpusSpec, path: Path) -> Corpus:
     if any((path / marker).is_file() for marker in ("dataset_dict.json", "state.json")):
         raise CorpusError(f"folder {spec.name!r} was written by save_to_disk. Write it with to_parquet instead")
-    listed = list_folder(path)
-    if not listed.files:
-        kinds = ", ".join(f"{len(names)} {kind}" for kind, names in listed.skipped.items()) or "no files"
+    files, skipped = list_folder(path)
+    if not files:
+        kinds = ", ".join(f"{len(names)} {kind}" for kind, names in skipped.items()) or "no files"
         raise CorpusError(
             f"folder {spec.name!r} has no file of a known type (text, source, JSON, parquet, CSV): {kinds}"
         )
-    count = "1 file" if len(listed.files) == 1 else f"{len(listed.files):,} files"
-    return _local(spec, f"folder {spec.name} ({count})", listed.files, listed.skipped)
+    count = "1 file" if len(files) == 1 else f"{len(files):,} files"
+    return _local(spec, f"folder {spec.name} ({count})", files, skipped)
 
 
 def _local(

@@ -44,15 +44,10 @@ _PEEK = 100
 _JSON_BYTES = 1 << 30
 
 
-class FolderFiles(NamedTuple):
-    """Read files of a folder, and the other names by kind."""
-
-    files: tuple[LocalFile, ...]
-    skipped: dict[str, tuple[str, ...]]
-
-
-def list_folder(root: Path) -> FolderFiles:
-    """List all files of known types under ``root``. Hidden and linked folders are skipped."""
+def list_folder(root: Path) -> tuple[tuple[LocalFile, ...], dict[str, tuple[str, ...]]]:
+    """Return all files of known types under ``root``, and the names of others by kind; hidden and linked folders are
+    skipped.
+    """
 
     def refuse(error: OSError) -> None:
         raise CorpusError(
@@ -79,7 +74,7 @@ def list_folder(root: Path) -> FolderFiles:
                 files.append(LocalFile(_relative(path, root), path))
             else:
                 skipped.setdefault(kind, []).append(_relative(path, root))
-    return FolderFiles(tuple(sorted(files)), {kind: tuple(sorted(names)) for kind, names in sorted(skipped.items())})
+    return tuple(sorted(files)), {kind: tuple(sorted(names)) for kind, names in sorted(skipped.items())}
 
 
 def _skipped_kind(path: Path) -> str | None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import sysconfig
 from pathlib import Path
 
+LIBRARY = Path(sysconfig.get_path("stdlib"))
+
 #: Standard-library modules that are not in the training data. All exist since Python 3.11.
 HELD_OUT_MODULES = """
     argparse calendar cmd configparser csv difflib dis fractions ftplib gettext heapq imaplib mailbox optparse
@@ -20,13 +22,11 @@ NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "
 
 
 def standard_library_files() -> list[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
-    return sorted(path for path in root.rglob("*.py") if not NOT_LIBRARY & set(path.relative_to(root).parts))
+    return sorted(path for path in LIBRARY.rglob("*.py") if not NOT_LIBRARY & set(path.relative_to(LIBRARY).parts))
 
 
 def held_out_files() -> list[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
-    candidates = (root / f"{name}.py" for name in HELD_OUT_MODULES)
+    candidates = (LIBRARY / f"{name}.py" for name in HELD_OUT_MODULES)
     return [path for path in candidates if path.is_file()]
 
 
@@ -34,5 +34,5 @@ def seen_modules() -> list[Path]:
     """Return the single-file modules of the standard library that are not held out, sorted by name: they resemble the
     held-out modules, while packages such as ``encodings`` are mostly tables.
     """
-    root, held_out = Path(sysconfig.get_path("stdlib")), set(held_out_files())
-    return [path for path in standard_library_files() if path.parent == root and path not in held_out]
+    held_out = set(held_out_files())
+    return [path for path in standard_library_files() if path.parent == LIBRARY and path not in held_out]

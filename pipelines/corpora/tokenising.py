@@ -184,8 +184,9 @@ def token_pieces(text: _Characters, tokenizer: PreTrainedTokenizerBase, source: 
                 )
             window = ahead.pop()
             continue
-        yield window.ids[taken : join.before]
-        window, taken = ahead.pop(0), join.after
+        before, after = join
+        yield window.ids[taken:before]
+        window, taken = ahead.pop(0), after
         text.drop_before(window.start)
     yield window.ids[taken:]
 
@@ -204,15 +205,10 @@ def _windows(text: _Characters, start: int, size: int, count: int, tokenizer: Pr
     ]
 
 
-class _Join(NamedTuple):
-    """A join of two windows: the first one's tokens before index ``before``, the second one's from ``after`` on."""
-
-    before: int
-    after: int
-
-
-def _join(window: _Window, following: _Window, within_words: bool) -> _Join | None:
-    """Join two overlapping windows as near to the middle of their overlap as possible; None if they never agree."""
+def _join(window: _Window, following: _Window, within_words: bool) -> tuple[int, int] | None:
+    """Return where two overlapping windows join, as near to the middle of their overlap as possible: the index behind
+    the last token of the first one, and the index of the first token of the second one; None if they never agree.
+    """
     overlap = window.stop - following.start
     left, right = (each.tokens(following.start, window.stop) for each in (window, following))
     left_starts, right_starts = left.starts(), right.starts()
@@ -228,7 +224,7 @@ def _join(window: _Window, following: _Window, within_words: bool) -> _Join | No
     at_words = [(a, b) for a, b in common if left.facts[a, -1] and right.facts[b, -1]]
     for a, b in (*at_words, *(common if within_words else ())):
         if _agree(left.facts, right.facts, a, b):
-            return _Join(left.first + a, right.first + b)
+            return left.first + a, right.first + b
     return None
 
 

@@ -50,30 +50,26 @@ class RequestChunk:
 
 def request_chunks(requests: Mapping[str, Request | GenerationRequest], batch_tokens: int) -> list[RequestChunk]:
     """Return the chunks of all requests, given by hash. The same requests give the same chunks."""
-    chunks: list[RequestChunk] = []
-    scored, costs = _by_prefix({h: request for h, request in requests.items() if isinstance(request, Request)})
-    for part in _cut(list(scored), costs, batch_tokens):
-        chunks.append(RequestChunk(len(chunks), tuple(part), tuple(scored[h] for h in part)))
-    written, costs = _by_length({h: r for h, r in requests.items() if isinstance(r, GenerationRequest)})
-    for part in _cut(list(written), costs, batch_tokens):
-        chunks.append(RequestChunk(len(chunks), tuple(part), tuple(written[h] for h in part)))
-    return chunks
+    scored = _by_prefix({h: request for h, request in requests.items() if isinstance(request, Request)})
+    written = _by_length({h: request for h, request in requests.items() if isinstance(request, GenerationRequest)})
+    parts = [part for order, costs in (scored, written) for part in _cut(order, costs, batch_tokens)]
+    return [RequestChunk(i, tuple(part), tuple(requests[h] for h in part)) for i, part in enumerate(parts)]
 
 
-def _by_prefix(requests: Mapping[str, Request]) -> tuple[dict[str, Request], list[int]]:
-    """Return requests sorted by prefix, and each one's new tokens."""
+def _by_prefix(requests: Mapping[str, Request]) -> tuple[list[str], list[int]]:
+    """Return the hashes of requests sorted by prefix, and each one's new tokens."""
     order = sorted(requests, key=lambda h: (requests[h].ids, requests[h].scored))
     ids = [requests[h].ids for h in order]
     lengths = [len(tokens) for tokens in ids]
     costs = [lengths[i] - common_tokens(ids, lengths, i - 1, i) if i else lengths[i] for i in range(len(ids))]
-    return {h: requests[h] for h in order}, costs
+    return order, costs
 
 
-def _by_length(requests: Mapping[str, GenerationRequest]) -> tuple[dict[str, GenerationRequest], list[int]]:
-    """Return prompts by generation options, the longest first, and their tokens, generated ones included."""
+def _by_length(requests: Mapping[str, GenerationRequest]) -> tuple[list[str], list[int]]:
+    """Return the hashes of prompts by generation options, the longest first, and their tokens with generated ones."""
     options = {h: repr((each.until, each.max_new_tokens, each.options)) for h, each in requests.items()}
     order = sorted(requests, key=lambda h: (options[h], -len(requests[h].ids), h))
-    return {h: requests[h] for h in order}, [len(requests[h].ids) + requests[h].max_new_tokens for h in order]
+    return order, [len(requests[h].ids) + requests[h].max_new_tokens for h in order]
 
 
 def _cut(hashes: Sequence[str], costs: Sequence[int], batch_tokens: int) -> list[Sequence[str]]:

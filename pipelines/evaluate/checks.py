@@ -33,9 +33,7 @@ def check_generates(pool: Pool, requests: Mapping[str, Request | GenerationReque
 def check_continues(
     model: ModelContext, arms: Sequence[Arm], requests: Mapping[str, Request | GenerationRequest]
 ) -> None:
-    """Raise StagingError if an arm evicts keys, which needs the KV cache of all layers, and the pool is staged, and
-    UnsupportedModelError if continuations of evicting arms cannot be scored.
-    """
+    """Raise if an arm evicts keys and the pool is staged, or the model cannot score continuations of evicted caches."""
     evicting = [arm.name for arm in arms if arm.intervention is not None and arm.intervention.evicts]
     if not evicting:
         return

@@ -29,11 +29,16 @@ from headscan.pipelines.settings.evaluation_settings import ChosenArms, Evaluate
 def evaluate_chosen(config: EvaluateConfig, run: Run, chosen: ChosenArms) -> str:
     """Evaluate the baseline and the chosen arms; return the run's id."""
     # What can be refused without a pass of the model comes before the replacement, whose collection takes passes.
-    listed = _listed_heads(run, chosen)
+    stored = find_mask(run.store, chosen.mask, run.identity.columns()).heads if chosen.mask else ()
+    listed = [heads for heads in (chosen.heads, stored) if heads]
     ranking_run = (
         None if chosen.criterion is None else find_run(run.store, run.identity, chosen.criterion, chosen.run_id)
     )
-    models, plans = _model_arms(config, run, chosen), _plan_arms(run, chosen)
+    others = [replace(config.model, source=source, revision=None) for source in dict.fromkeys(chosen.models)]
+    models = [model_arm(other, identify(other), run.identity) for other in others]
+    for plan in chosen.plans:
+        check_plan(plan, run)
+    plans = [arm for plan in chosen.plans for arm in plan_arms(plan, chosen.plan_modes, chosen.controls)]
     questions = Questions(config.tasks, config.recall, run.identity, config.text)
     replacement = collect_replacement(chosen.replacement, run, questions.longest_input())
     arms = [BASELINE, *(mask_arm(heads, replacement) for heads in listed)]
@@ -41,12 +46,6 @@ def evaluate_chosen(config: EvaluateConfig, run: Run, chosen: ChosenArms) -> str
     if chosen.controls:
         arms += random_controls(run.facts.grid, arms, chosen.controls, replacement)
     return run_evaluation(config, run, [*arms, *plans, *models], questions=questions)
-
-
-def _listed_heads(run: Run, chosen: ChosenArms) -> list[tuple[tuple[int, int], ...]]:
-    """Return the heads of each mask that is given by its heads, or by its name in the store."""
-    stored = find_mask(run.store, chosen.mask, run.identity.columns()).heads if chosen.mask else ()
-    return [heads for heads in (chosen.heads, stored) if heads]
 
 
 def _scored_arms(run: Run, chosen: ChosenArms, ranking_run: str | None, replacement: ArmReplacement) -> list[Arm]:
@@ -59,23 +58,8 @@ def _scored_arms(run: Run, chosen: ChosenArms, ranking_run: str | None, replacem
     return arms
 
 
-def _model_arms(config: EvaluateConfig, run: Run, chosen: ChosenArms) -> list[Arm]:
-    others = [replace(config.model, source=source, revision=None) for source in dict.fromkeys(chosen.models)]
-    return [model_arm(other, identify(other), run.identity) for other in others]
-
-
-def _plan_arms(run: Run, chosen: ChosenArms) -> list[Arm]:
-    for plan in chosen.plans:
-        check_plan(plan, run)
-    return [arm for plan in chosen.plans for arm in plan_arms(plan, chosen.plan_modes, chosen.controls)]
-
-
 def judge_evaluation(run: Run, run_id: str, max_loss: float) -> Verdict:
-    """Judge every finished arm of an evaluation; a verdict on the baseline alone has no arms.
-
-    Raises:
-        VerdictError: The baseline is not finished, or there are several.
-    """
+    """Judge every finished arm of an evaluation; a verdict on the baseline alone has no arms."""
     if not finished_arms(run.store, run_id).others:
         return Verdict(run_id, run.identity.name, ())
     return judge(run.store, run_id, max_loss=max_loss)

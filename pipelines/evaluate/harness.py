@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2.exceptions import TemplateError
+from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -17,9 +18,6 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request, request_hash
 from headscan.pipelines.settings.evaluation_settings import HarnessError
-
-if TYPE_CHECKING:
-    from lm_eval.api.instance import Instance
 
 #: lm-eval's own default for tasks without a limit.
 _MAX_NEW_TOKENS = 256

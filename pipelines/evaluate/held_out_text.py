@@ -118,7 +118,7 @@ class HeldOutText:
         """
         rows = []
         for number, chunk in enumerate(self.chunks):
-            likelihood, tokens = _likelihood(chunk, answers), len(chunk.ids) - 1
+            likelihood, tokens = likelihood_of(chunk.request, answers), len(chunk.ids) - 1
             pairs = {
                 LOSS: (likelihood.log_likelihood, tokens),
                 BITS_PER_BYTE: (likelihood.log_likelihood, chunk.size),
@@ -138,7 +138,7 @@ class HeldOutText:
 
     def results(self, answers: Mapping[str, Likelihood | str]) -> list[dict[str, Any]]:
         """Return the result rows of an arm: loss, bits per byte and next-token accuracy."""
-        likelihoods = [_likelihood(chunk, answers) for chunk in self.chunks]
+        likelihoods = [likelihood_of(chunk.request, answers) for chunk in self.chunks]
         nats = -sum(likelihood.log_likelihood for likelihood in likelihoods)
         values = {
             LOSS: nats / self.tokens,
@@ -164,8 +164,8 @@ def _lengths(identity: ModelIdentity, max_tokens: int | None) -> tuple[int, int]
     return tokens, min(SHORTEST, max(2, tokens))  # of one token nothing is predicted
 
 
-def _likelihood(chunk: TextChunk, answers: Mapping[str, Likelihood | str]) -> Likelihood:
-    answer = answers[request_hash(chunk.request)]
+def likelihood_of(request: Request, answers: Mapping[str, Likelihood | str]) -> Likelihood:
+    answer = answers[request_hash(request)]
     assert isinstance(answer, Likelihood)
     return answer
 

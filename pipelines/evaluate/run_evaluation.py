@@ -6,9 +6,10 @@ The same command again resumes: finished arms and stored answers of unfinished a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from math import isnan
 from typing import Any, Protocol
 
@@ -50,12 +51,8 @@ from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
 
 @dataclass(frozen=True)
 class Purpose:
-    """What an evaluation of arms is for.
-
-    Attributes:
-        kind: Kind of the run in the store.
-        settings: Further JSON settings that identify the run.
-        judges_arms: Report each finished arm, and store its verdict.
+    """What an evaluation is for: ``settings`` are further JSON settings that identify its run in the store, and
+    ``judges_arms`` reports each finished arm and stores its verdict.
     """
 
     kind: RunKind = "evaluate"
@@ -87,23 +84,18 @@ def run_evaluation(
     check_resampled(arms, questions.requests)
     check_generates(run.pool, questions.requests)
     check_continues(run, arms, questions.requests)
-    rounding = _rounding(run.facts, [arm.intervention for arm in arms], in_ranges=run.pool.staged)
+    interventions = [arm.intervention for arm in arms]
+    rounding = _rounding(run.facts, interventions, in_ranges=run.pool.staged)
     record = _record(config, rounding, run, questions, purpose)
-    asked = _EvaluationQuestions(config, questions, [arm.intervention for arm in arms])
+    chunks = request_chunks(questions.requests, config.batch_tokens)
+    answering = partial(_answering, config, questions, interventions)
     with run.recording(record, arms=[arm.name for arm in arms]) as state:
-        run_id = state.run_id
-        run_arms(run, run_id, arms, asked, models=models, judges_arms=purpose.judges_arms)
-    return run_id
+        run_arms(run, state.run_id, arms, questions, chunks, answering, models=models, judges_arms=purpose.judges_arms)
+    return state.run_id
 
 
 class ArmQuestions(Protocol):
     """Questions that all arms of a run answer; methods take responses and ablated shares by the request's hash."""
-
-    def chunks(self) -> Sequence[RequestChunk]:
-        """Return the requests of all questions."""
-
-    def answering(self, run: Run, open_arms: int) -> AnsweringSettings:
-        """Return how the model of ``run`` answers its ``open_arms`` unfinished arms."""
 
     def grade(self, responses: Mapping[str, Likelihood | str]) -> TaskResults:
         """Return the answers of one arm, and its results."""
@@ -112,35 +104,21 @@ class ArmQuestions(Protocol):
         """Return the share of heads that one arm ablated, 0 to 1."""
 
 
-@dataclass(frozen=True)
-class _EvaluationQuestions:
-    """The questions of an evaluation, and the interventions of all its arms, which read prompts in the same way."""
-
-    config: EvaluateConfig
-    questions: Questions
-    interventions: Sequence[Intervention | None]
-
-    def chunks(self) -> list[RequestChunk]:
-        return request_chunks(self.questions.requests, self.config.batch_tokens)
-
-    def answering(self, run: Run, open_arms: int) -> AnsweringSettings:
-        pool, facts = run.pool, run.facts
-        check_predicts(run)
-        check_generates(pool, self.questions.requests)
-        shares = False if pool.staged else self.config.share_prefixes
-        reading = choose_reading(pool.one, facts.dtype, run.identity.rope_lengths, self.interventions, shares, run.say)
-        # Arms that use the kernels of rules always start from token ids, never from a cached layer.
-        bundled = open_arms > 1 and not (pool.staged or reading.rule_kernels)
-        starts = pool.one(possible_starts, self.interventions) if bundled else frozenset()
-        cached = max(self.questions.longest_input(), grouped_tokens(facts.device.split(":")[0]))
-        size = bundle_size(facts.caches if reading.share_prefixes else {}, cached)
-        return AnsweringSettings(self.config.batch_tokens, reading, starts, size)
-
-    def grade(self, responses: Mapping[str, Likelihood | str]) -> TaskResults:
-        return self.questions.grade(responses)
-
-    def ablated_share(self, shares: Mapping[str, float]) -> float:
-        return self.questions.ablated_share(shares)
+def _answering(
+    config: EvaluateConfig, questions: Questions, interventions: Sequence[Intervention | None], run: Run, open_arms: int
+) -> AnsweringSettings:
+    """Return how the model of ``run`` answers its unfinished arms; all ``interventions`` of the evaluation count."""
+    pool, facts = run.pool, run.facts
+    check_predicts(run)
+    check_generates(pool, questions.requests)
+    shares = False if pool.staged else config.share_prefixes
+    reading = choose_reading(pool.one, facts.dtype, run.identity.rope_lengths, interventions, shares, run.say)
+    # Arms that use the kernels of rules always start from token ids, never from a cached layer.
+    bundled = open_arms > 1 and not (pool.staged or reading.rule_kernels)
+    starts = pool.one(possible_starts, interventions) if bundled else frozenset()
+    cached = max(questions.longest_input(), grouped_tokens(facts.device.split(":")[0]))
+    size = bundle_size(facts.caches if reading.share_prefixes else {}, cached)
+    return AnsweringSettings(config.batch_tokens, reading, starts, size)
 
 
 def run_arms(
@@ -148,13 +126,16 @@ def run_arms(
     run_id: str,
     arms: Sequence[Arm],
     questions: ArmQuestions,
+    chunks: Sequence[RequestChunk],
+    answering: Callable[[Run, int], AnsweringSettings],
     *,
     judges_arms: bool,
     models: Mapping[ModelSpec, ModelIdentity] | None = None,
 ) -> None:
-    """Answer all questions with every arm of a run that has begun, and finish the run.
+    """Answer all questions, whose requests are ``chunks``, with every arm of a run that has begun, and finish the run.
 
     Args:
+        answering: Returns how the model of a run answers so many unfinished arms.
         judges_arms: Gives each arm a line and a verdict.
         models: The models of arms that have their own.
     """
@@ -168,13 +149,12 @@ def run_arms(
         elif judges_arms:
             run.say(f"{arm.name}: finished before")
     failed: list[str] = []
-    chunks = questions.chunks()
     for spec in sorted(unfinished, key=lambda spec: spec is not None):  # the model of the baseline is open
         open_arms = unfinished[spec]
         with ExitStack() as opened:
             own = run if spec is None else opened.enter_context(run.on(spec, (models or {})[spec]))
             title = f"{len(open_arms)} arm{'s' * (len(open_arms) > 1)}"
-            settings = questions.answering(own, len(open_arms))
+            settings = answering(own, len(open_arms))
             for done in answer_arms(store, own.pool, open_arms, chunks, settings, title=title):
                 try:
                     line = _finish_arm(store, questions, own.facts, done)
@@ -231,7 +211,7 @@ def _record(config: EvaluateConfig, rounding: str, run: Run, questions: Question
         purpose.kind,
         fingerprint(deciding),
         config=settings
-        | {"dtype": config.model.dtype, "groups": questions.groups, "requests": len(questions.requests)},
+        | {"dtype": config.model.dtype, "groups": questions.tasks.groups, "requests": len(questions.requests)},
         bos_policy=config.tasks.bos,
         corpus=",".join(config.tasks.names) or (None if config.text is None else config.text.corpus),
         corpus_hash=fingerprint(questions.fingerprint()),
@@ -255,11 +235,7 @@ def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:
 
 
 def _finish_arm(store: Store, questions: ArmQuestions, facts: ModelFacts, done: ArmResponses) -> str:
-    """Grade and store an arm; return a line about it.
-
-    Raises:
-        NotFiniteError: A log-likelihood is NaN.
-    """
+    """Grade and store an arm, and return a line about it; raise NotFiniteError if a log-likelihood is NaN."""
     wrong = sum(isinstance(answer, Likelihood) and isnan(answer.log_likelihood) for answer in done.responses.values())
     if wrong:
         raise NotFiniteError(f"{wrong} of {len(done.responses)} log-likelihoods are NaN, so the arm has no result")

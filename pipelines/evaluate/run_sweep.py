@@ -122,14 +122,13 @@ def record_prompts(config: EvaluateConfig, run: Run, questions: Questions) -> st
     widths = MassWidths()
     prompts = questions.prompts()
     names = ", ".join(config.tasks.names)
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(hash_ids(np.asarray(prompt, dtype=np.int32)).encode())
+    hashes = "".join(hash_ids(np.asarray(prompt, dtype=np.int32)) for prompt in prompts)
+    prompts_hash = hashlib.sha256(hashes.encode()).hexdigest()
     run_hash = fingerprint(
         {
             "model": run.identity.fingerprint(),
             "dtype": config.model.dtype,
-            "prompts": digest.hexdigest(),
+            "prompts": prompts_hash,
             "statistics": statistics,
             "widths": asdict(widths),
             "batch_tokens": config.batch_tokens,
@@ -146,7 +145,7 @@ def record_prompts(config: EvaluateConfig, run: Run, questions: Questions) -> st
         run_hash,
         bos_policy=config.tasks.bos,
         corpus=f"prompts of {names}",
-        corpus_hash=digest.hexdigest(),
+        corpus_hash=prompts_hash,
         config={
             "tasks": config.tasks.names,
             "statistics": statistics,
@@ -200,7 +199,7 @@ class SweepResult:
 def run_sweep(config: SweepConfig, run: Run) -> SweepResult:
     """Evaluate the arms of a sweep; judge all on all questions, and the best as ``confirm`` of the settings states."""
     questions = Questions(config.evaluation.tasks, config.evaluation.recall, run.identity, config.evaluation.text)
-    half, least = questions.benchmark_size // 2, identical_questions(bool(config.scores) + bool(config.mask_criteria))
+    half, least = questions.tasks.questions // 2, identical_questions(bool(config.scores) + bool(config.mask_criteria))
     if config.confirm and 0 < half < least:
         run.say(
             f"each half of the questions has about {half} (limit {least}), too few to confirm any arm as"

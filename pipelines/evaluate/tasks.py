@@ -24,7 +24,7 @@ from headscan.analysis.verdicts.answer_sheets import CLOZE_SUFFIX
 from headscan.errors import HeadscanError, first_line
 from headscan.pipelines.corpora import CorpusError
 from headscan.pipelines.evaluate.harness import HeadscanLM, quiet_harness
-from headscan.pipelines.evaluate.held_out_text import HeldOutText
+from headscan.pipelines.evaluate.held_out_text import HeldOutText, likelihood_of
 from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.scoring.prefix_tree import common_tokens
 from headscan.pipelines.scoring.recall_tasks import RecallQuestion, grade, recall_questions
@@ -134,9 +134,7 @@ _FORM: dict[str, Any] = {
 
 
 def cloze_tasks(tasks: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the cloze form of every MMLU task that asks for letters, by name: that of ``mmlu_anatomy`` is
-    ``mmlu_anatomy_continuation``, as in lm-eval.
-    """
+    """Return the cloze form of every MMLU task that asks for letters by name, such as ``mmlu_anatomy_continuation``."""
     from lm_eval.api.task import ConfigurableTask
 
     variants = {}
@@ -374,9 +372,9 @@ class Questions:
     ) -> None:
         if not tasks.names and text is None and not recall_only:
             raise HarnessError("no tasks. Name at least one in `tasks`")
-        self._tasks = Tasks(tasks)
+        self.tasks = Tasks(tasks)
         self._lm = HeadscanLM(identity, bos=tasks.bos)
-        self._tasks.collect(self._lm)
+        self.tasks.collect(self._lm)
         self._identity = identity
         self._bos = tasks.bos
         self._text = text
@@ -404,16 +402,7 @@ class Questions:
         requests = hashlib.sha256("".join(self.requests).encode()).hexdigest()
         recall = hashlib.sha256(repr([(q.task, q.question, q.answer) for q in self._recall]).encode()).hexdigest()
         text = {} if self._text is None else {"text": self._text.fingerprint()}
-        return {"tasks": self._tasks.fingerprint(), "requests": requests, "recall": recall} | text
-
-    @property
-    def groups(self) -> dict[str, list[str]]:
-        return self._tasks.groups
-
-    @property
-    def available(self) -> dict[str, int]:
-        """See `Tasks.available`."""
-        return self._tasks.available
+        return {"tasks": self.tasks.fingerprint(), "requests": requests, "recall": recall} | text
 
     def tokens_to_read(self) -> int:
         """Return the tokens that pass through the model, if every prefix is read once."""
@@ -425,7 +414,7 @@ class Questions:
     def notes(self) -> list[str]:
         # The choices of a question are often one input.
         cut = len({_input(self.requests[key]) for key in self._lm.truncated})
-        notes = self._tasks.notes + self._notes
+        notes = self.tasks.notes + self._notes
         return notes + ([f"{cut} prompts are longer than the context; their beginning is cut off"] if cut else [])
 
     def longest_input(self, *, generated: bool = False) -> int:
@@ -436,11 +425,6 @@ class Questions:
             for request in self.requests.values()
         ]
         return max(lengths, default=0)
-
-    @property
-    def benchmark_size(self) -> int:
-        """Number of benchmark questions with right answers, without recall."""
-        return self._tasks.questions
 
     def prompts(self) -> list[tuple[int, ...]]:
         """Return the distinct inputs of the benchmark, in task order."""
@@ -453,9 +437,9 @@ class Questions:
 
     def grade(self, responses: Mapping[str, Likelihood | str]) -> TaskResults:
         """Grade one arm's answers, given by request hash; benchmark rows come before recall rows and text rows."""
-        graded = self._tasks.results(self._lm, responses)
+        graded = self.tasks.results(self._lm, responses)
         recalled = [
-            grade(question, [_likelihood(responses[request_hash(request)]) for request in question.requests])
+            grade(question, [likelihood_of(request, responses) for request in question.requests])
             for question in self._recall
         ]
         read = [] if self._text is None else self._text.answers(responses)
@@ -468,8 +452,3 @@ class Questions:
 def _input(request: Request | GenerationRequest) -> tuple[int, ...]:
     """Return the input of a request: the last token of a continuation is predicted, not read."""
     return request.ids[:-1] if isinstance(request, Request) else request.ids
-
-
-def _likelihood(answer: Likelihood | str) -> Likelihood:
-    assert isinstance(answer, Likelihood)
-    return answer

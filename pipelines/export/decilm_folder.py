@@ -53,12 +53,8 @@ _CODE_FILE = "configuration_decilm.py"
 
 @dataclass(frozen=True)
 class WrittenDecilm:
-    """A written folder: its query heads, the same in all layers, and what the original, the model and the folder hold.
-
-    Attributes:
-        bytes: Bytes of the weights.
-        has_ffn_mult: The width of the MLP has the form that SGLang reads.
-        windows: Windows of layers; None without a plan.
+    """A written folder: its query heads, the same in all layers, the bytes of its weights, True if the width of the MLP
+    has the form that SGLang reads, what the original, the model and the folder hold, and the windows of a plan.
     """
 
     folder: Path
@@ -72,18 +68,8 @@ class WrittenDecilm:
 def write_decilm(
     lm: LoadedModel, folder: str | os.PathLike[str], *, plan: HeadPlan | None = None, max_shard_size: int | str = "5GB"
 ) -> WrittenDecilm:
-    """Write a model into a folder, which appears when it is complete.
-
-    Args:
-        lm: A Llama-type model, from `slice_heads` or not.
-        folder: A folder that does not exist, or is empty.
-        plan: A plan of this model whose windows the layers have in vLLM; see `sliding_layers`. None gives none.
-        max_shard_size: Largest size of a weight file.
-
-    Raises:
-        ExportError: The model has no place in the format, or the folder cannot be written.
-        PlanError: The plan is for another model, or has other windows than whole layers of one width without sinks.
-        PruningError: The folder is not empty.
+    """Write a Llama-type model, from `slice_heads` or not, into a folder, which appears when it is complete. In vLLM
+    its layers have the windows of ``plan``; see `sliding_layers`.
     """
     served = ServableModel(lm, "DeciLM folders")
     windows = None if plan is None else windows_of(lm, plan)

@@ -163,12 +163,8 @@ class _Form(NamedTuple):
 
 
 class _Format(NamedTuple):
-    """An export format.
-
-    Attributes:
-        help: Phrase of the help.
-        options: Options of `ExportConfig` that it uses.
-        store: It is written from the store.
+    """An export format: the phrase of its help, the ``options`` of `ExportConfig` that it uses, and True if it is
+    written from the store.
     """
 
     write: Callable[[ExportConfig, Store | None], Exported]

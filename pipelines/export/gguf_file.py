@@ -54,17 +54,11 @@ class WrittenGguf:
 
 
 @dataclass(frozen=True)
-class _Entry:
-    """A tensor of the file, computed when it is needed."""
+class GgufTensor:
+    """A tensor with its shape and its type in the file; ``make`` computes it when it is needed."""
 
     name: str
     make: Callable[[], Tensor]
-
-
-@dataclass(frozen=True)
-class GgufTensor(_Entry):
-    """A tensor with its shape and its type in the file."""
-
     shape: tuple[int, ...]
     type: GGMLQuantizationType
 
@@ -93,18 +87,14 @@ def write_gguf(
     type: GgufType = "f16",
     tokenizer: str | os.PathLike[str] | None = None,
 ) -> WrittenGguf:
-    """Write a model into a GGUF file, which replaces an older one when it is complete.
+    """Write a Llama-type model, from `slice_heads` or not, into a GGUF file, which replaces an older one when complete.
 
     Args:
-        lm: A Llama-type model, from `slice_heads` or not.
         type: Type of the matrices. Vectors are float32. In a q8_0 file, matrices whose rows are no multiple of 32 are
             float16.
         tokenizer: GGUF file whose tokenizer is copied. None copies that of the file that the model was read from, or of
             the installed `smollm2` if the model came from there, and makes the keys from the model's tokenizer
             otherwise.
-
-    Raises:
-        ExportError: The model or its tokenizer has no place in the format, or the file cannot be written.
     """
     served = ServableModel(lm, "GGUF files of headscan")
     keys = _tokenizer_keys(served, tokenizer)
@@ -138,9 +128,9 @@ def _tensors(served: ServableModel, type: GgufType) -> tuple[str, tuple[HeadSlot
     places = served.own_slots()
     architecture = "llama" if len(set(places)) == 1 else "deci"
     tensors = []
-    for entry in _entries(served, places):
-        shape = tuple(entry.make().shape)
-        tensors.append(GgufTensor(entry.name, entry.make, shape, _type_of(shape, _TYPES[type][0])))
+    for name, make in _entries(served, places):
+        shape = tuple(make().shape)
+        tensors.append(GgufTensor(name, make, shape, _type_of(shape, _TYPES[type][0])))
     return architecture, places, tensors
 
 
@@ -169,27 +159,28 @@ def _add_settings(
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 
-def _entries(served: ServableModel, places: tuple[HeadSlots, ...]) -> Iterator[_Entry]:
+def _entries(served: ServableModel, places: tuple[HeadSlots, ...]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Yield the name of each tensor, and a function that computes it."""
     model = served.model.model
-    yield _Entry("token_embd.weight", lambda: model.embed_tokens.weight)
-    yield _Entry("output_norm.weight", lambda: model.norm.weight)
+    yield "token_embd.weight", lambda: model.embed_tokens.weight
+    yield "output_norm.weight", lambda: model.norm.weight
     if not served.is_tied:
-        yield _Entry("output.weight", lambda: served.model.lm_head.weight)
+        yield "output.weight", lambda: served.model.lm_head.weight
     if (factors := _rope_factors(served)) is not None:
-        yield _Entry("rope_freqs.weight", lambda: factors)
+        yield "rope_freqs.weight", lambda: factors
     for number, layer in enumerate(served.layers):
         block = f"blk.{number}"
         if places[number].kv_heads:
-            yield _Entry(f"{block}.attn_norm.weight", partial(getattr, layer.input_layernorm, "weight"))
-        yield _Entry(f"{block}.ffn_norm.weight", partial(getattr, layer.post_attention_layernorm, "weight"))
+            yield f"{block}.attn_norm.weight", partial(getattr, layer.input_layernorm, "weight")
+        yield f"{block}.ffn_norm.weight", partial(getattr, layer.post_attention_layernorm, "weight")
         for name, value in served.attention(number, places[number]).items():
             projection, _, leaf = name.partition(".")
             heads = {"q_proj": places[number].heads, "k_proj": places[number].kv_heads}.get(projection)
             make = partial(_paired, value, heads) if heads else partial(_same, value)
-            yield _Entry(f"{block}.{_ATTENTION[projection]}.{leaf}", make)
+            yield f"{block}.{_ATTENTION[projection]}.{leaf}", make
         for name, value in served.mlp(number, places).items():
             projection, _, leaf = name.partition(".")
-            yield _Entry(f"{block}.{_MLP[projection]}.{leaf}", partial(_same, value))
+            yield f"{block}.{_MLP[projection]}.{leaf}", partial(_same, value)
 
 
 def _same(value: Tensor) -> Tensor:

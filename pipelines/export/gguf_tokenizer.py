@@ -50,11 +50,8 @@ def copied_keys(path: Path) -> list[Key]:
 
 
 def made_keys(tokenizer: Any, vocabulary: int, source: str) -> list[Key]:
-    """Return the keys of a tokenizer of transformers, for a model with ``vocabulary`` rows of embeddings.
-
-    Raises:
-        ExportError: There is no tokenizer, it is no byte-level BPE, or llama.cpp's name of its pre-tokenizer is
-            unknown.
+    """Return the keys of a tokenizer of transformers, a byte-level BPE with a pre-tokenizer that llama.cpp names, for a
+    model with ``vocabulary`` rows of embeddings.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

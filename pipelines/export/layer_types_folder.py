@@ -30,26 +30,11 @@ class WrittenLayerTypes:
 
 
 def write_layer_types(
-    lm: LoadedModel,
-    plan: HeadPlan,
-    folder: str | os.PathLike[str],
-    *,
-    architecture: Architecture = "llama",
-    max_shard_size: int | str = "5GB",
+    lm: LoadedModel, plan: HeadPlan, folder: str | os.PathLike[str], *, architecture: Architecture = "llama"
 ) -> WrittenLayerTypes:
-    """Write a model with the windows of a plan into a folder, which appears when it is complete.
-
-    Args:
-        lm: A Llama-type model whose layers have equal heads.
-        plan: A plan of this model in which whole layers have windows of one width, without sinks.
-        folder: A folder that does not exist, or is empty.
-        architecture: ``llama`` for vLLM, ``ministral`` for transformers.
-        max_shard_size: Largest size of a weight file.
-
-    Raises:
-        ExportError: The model has no place in the architecture, or the folder cannot be written.
-        PlanError: The plan is for another model, or has other windows.
-        PruningError: The folder is not empty.
+    """Write a Llama-type model with the windows of a plan into a folder, which appears when it is complete. All layers
+    have equal heads, and whole layers have windows of one width, without sinks. Architecture ``llama`` is for vLLM,
+    ``ministral`` for transformers.
     """
     served = ServableModel(lm, "folders with layer types")
     windows = windows_of(lm, plan)
@@ -70,7 +55,7 @@ def write_layer_types(
         "layer_types": list(windows.layer_types),
         "sliding_window": windows.sliding_window,
     }
-    nbytes = write_folder(lm, folder, weights, config, max_shard_size=max_shard_size)
+    nbytes = write_folder(lm, folder, weights, config)
     return WrittenLayerTypes(Path(folder), nbytes, windows)
 
 

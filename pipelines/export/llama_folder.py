@@ -17,21 +17,10 @@ from headscan.pipelines.export.servable_model import HeadSlots, ServableModel
 from headscan.pruning.save_model import complete_folder, open_weights
 
 #: Fields of the original's configuration that are the same in a folder.
-_SAME = (
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "hidden_act",
-    "hidden_size",
-    "initializer_range",
-    "intermediate_size",
-    "max_position_embeddings",
-    "num_hidden_layers",
-    "rms_norm_eps",
-    "rope_parameters",
-    "tie_word_embeddings",
-    "vocab_size",
-)
+_SAME = """
+    bos_token_id eos_token_id pad_token_id hidden_act hidden_size initializer_range intermediate_size
+    max_position_embeddings num_hidden_layers rms_norm_eps rope_parameters tie_word_embeddings vocab_size
+""".split()
 
 
 def write_folder(
@@ -43,9 +32,7 @@ def write_folder(
     code: Mapping[str, str] | None = None,
     max_shard_size: int | str = "5GB",
 ) -> int:
-    """Write weights, ``config.json``, files of code by name, and the tokenizer of a model; return the bytes of the
-    weights.
-    """
+    """Write weights, ``config.json``, code by file name, and the tokenizer of a model; return the bytes of weights."""
     with complete_folder(folder, ExportError) as made:
         save_torch_state_dict(dict(weights), made, max_shard_size=max_shard_size, metadata={"format": "pt"})
         (made / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -55,11 +55,8 @@ def obstacle(config: Any, source: str, engines: str = "serving engines") -> str 
 
 
 def serving_commands(folder: str, *, serves_itself: bool) -> list[str]:
-    """Return the commands that bring a model without an `obstacle` into engines.
-
-    Args:
-        serves_itself: The folder has the code of pruned models, and each of its layers has groups of the same size:
-            vLLM reads it as it is, with as many KV heads as it has.
+    """Return the commands that bring a model without an `obstacle` into engines. A folder that ``serves_itself`` has
+    the code of pruned models and layers with groups of one size: vLLM reads it as it is, with its own KV heads.
     """
     name = folder.rstrip("/")
     model, gguf, served = (quote(f"{name}{ending}") for ending in ("", ".gguf", "-served"))
@@ -105,11 +102,7 @@ class ServedForm(NamedTuple):
 
 
 class ServableModel:
-    """A loaded model with its heads by layer.
-
-    Raises:
-        ExportError: The family or a setting has no place in ``engines``, which messages name.
-    """
+    """A loaded model with its heads by layer; raises ExportError if the model has no place in ``engines``."""
 
     def __init__(self, lm: LoadedModel, engines: str) -> None:
         self.lm, self.engines = lm, engines

@@ -268,7 +268,7 @@ class Measurement:
         return self.context.pool.staged or self.config.granularity == "layer"
 
     def damages(self, window: Window) -> dict[str, np.ndarray]:
-        """Return the mean damage (C,) of a window on text and on recall prompts."""
+        """Return the mean damage (C,) of a window on text, and over the recall tasks if there are any."""
         passes = 1 + len(self.units) if self._one_by_one else 1
         total = passes * sum(len(prompts.requests) for prompts in self.ranking)
         with Progress(f"damage of {window.recent} recent tokens", total, "prompts") as progress:
@@ -279,7 +279,8 @@ class Measurement:
                 else pool.damages(prompts.requests, window, self.heads, self.config.gates)
                 for prompts in self.ranking
             ]
-        return text_and_recall([damages.mean(0, dtype=np.float64) for damages in of_texts])
+        text, *recall = (damages.mean(0, dtype=np.float64) for damages in of_texts)
+        return {"text": text, "recall": np.mean(recall, 0)} if recall else {"text": text}
 
     def _pool(self, progress: Progress) -> DamagePool:
         facts, identity = self.context.facts, self.context.identity
@@ -302,10 +303,6 @@ class Measurement:
         of_head = dict(zip(heads, needs.tolist(), strict=True))
         of_unit = {unit: [of_head[head] for head in members] for unit, members in self.units.items()}
         return sorted(self.units, key=lambda unit: (max(of_unit[unit]), sum(of_unit[unit]), unit))
-
-    def losses(self, prompts: Sequence[Prompts], sets: Sequence[KeptKeys]) -> dict[str, np.ndarray]:
-        """Return the mean loss under each set of windows by task."""
-        return {task: nats.mean(1) for task, nats in self.nats(prompts, sets).items()}
 
     def nats(
         self, prompts: Sequence[Prompts], sets: Sequence[KeptKeys], base: KeptKeys = ALL_KEYS
@@ -366,9 +363,3 @@ class Measurement:
             code_version=code_version(),
             seed=self.config.seed,
         )
-
-
-def text_and_recall(arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the values on text, the first in ``arrays``, and the mean over the recall tasks, if any."""
-    text, *recall = arrays
-    return {"text": text, "recall": np.mean(recall, 0)} if recall else {"text": text}

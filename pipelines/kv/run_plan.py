@@ -115,15 +115,15 @@ class WindowSearch:
             better = [heads for heads in exchanged if self._clearly_better(heads, chosen)]
             if not better:
                 break
-            chosen = min(better, key=self._rank)
+            chosen = min(better, key=lambda heads: (self.excess(heads), self.value(heads)))
         if self.reference is None or self._beats_reference(chosen):
             return chosen
         sets = [heads for heads in self._known if self._same_bytes(heads, chosen) and self._beats_reference(heads)]
         return min(sets, key=self.value, default=self.reference)
 
     def flips(self, chosen: Heads, heads: Sequence[KvHead]) -> list[tuple[float, ...]]:
-        """Return the damage of each head on text, and on recall prompts, with all others as in ``chosen``; on the
-        prompts of ``screen``.
+        """Return the damage of each head by kind of prompt, with all others as in ``chosen``, on the prompts of
+        ``screen``.
         """
         before, *after = map(means, self._tried([chosen, *(chosen ^ {head} for head in heads)], chosen))
         return [
@@ -150,9 +150,6 @@ class WindowSearch:
         assert self.reference is not None
         return not self.excess(heads) and self._clearly_better(heads, self.reference)
 
-    def _rank(self, heads: Heads) -> tuple[float, float]:
-        return self.excess(heads), self.value(heads)
-
     def _losses(self, sets: Sequence[Heads], base: Heads) -> None:
         """Measure those sets that are not known."""
         self._measure_new(self.measure, self._known, sets, base)
@@ -170,8 +167,8 @@ class WindowSearch:
             known |= dict(zip(new, measure([self.kept(heads) for heads in new], self.kept(base)), strict=True))
 
     def _exchanges(self, chosen: Heads, doubtful: Sequence[KvHead]) -> list[Heads]:
-        """Return sets in which heads have changed sides: the best on a few prompts of those that promise most by the
-        flips of single heads.
+        """Return sets with exchanged heads: of those that promise most by flips of single heads, the best on few
+        prompts.
         """
         flipped = self._tried([chosen, *(chosen ^ {head} for head in doubtful)], chosen)[1:]
         value = dict(zip(doubtful, map(self._share, flipped), strict=True))
@@ -329,8 +326,8 @@ def _keeps(limit: LossLimit, measurement: Measurement, kept: KeptKeys) -> bool:
 
 def _increases(measurement: Measurement, prompts: Sequence[Prompts], kept: KeptKeys) -> dict[str, float]:
     """Return the loss increase of windows by task, in nats per scored token."""
-    losses = measurement.losses(prompts, [ALL_KEYS, kept])
-    return {task: float(values[1] - values[0]) for task, values in losses.items()}
+    nats = measurement.nats(prompts, [ALL_KEYS, kept])
+    return {task: np.diff(of_sets.mean(1)).item() for task, of_sets in nats.items()}
 
 
 def _searched(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -183,7 +184,7 @@ def read_labelled(
     limit = longest_text(identity, max_tokens)
     config = model.config()
     classes = tuple(name for _, name in sorted((config.id2label or {}).items())) if answers is Answers.CLASS else ()
-    encode = _encoder(identity, limit)
+    encode = partial(_encode, identity.tokenizer, limit)
     texts, cut = [], 0
     for index, example in enumerate(raw):
         ids, long = encode(text=example.text)
@@ -201,17 +202,12 @@ def read_labelled(
     return LabelledTexts(data, answers, tuple(texts), classes, cut)
 
 
-def _encoder(identity: ModelIdentity, limit: int) -> Callable[..., tuple[tuple[int, ...], bool]]:
-    tokenizer: Any = identity.tokenizer
-
-    def encode(**text: str) -> tuple[tuple[int, ...], bool]:
-        """Return ids with special tokens, and True if the text was cut."""
-        ids = tokenizer(**text)["input_ids"]
-        if len(ids) <= limit:
-            return tuple(ids), False
-        return tuple(tokenizer(**text, truncation=True, max_length=limit)["input_ids"]), True
-
-    return encode
+def _encode(tokenizer: Any, limit: int, **text: str) -> tuple[tuple[int, ...], bool]:
+    """Return ids with special tokens, and True if the text was cut."""
+    ids = tokenizer(**text)["input_ids"]
+    if len(ids) <= limit:
+        return tuple(ids), False
+    return tuple(tokenizer(**text, truncation=True, max_length=limit)["input_ids"]), True
 
 
 def _class_of(data: ExamplesSpec, example: RawExample, classes: Sequence[str]) -> int:
@@ -230,9 +226,7 @@ def _class_of(data: ExamplesSpec, example: RawExample, classes: Sequence[str]) -
 
 
 def labelled_loss(lm: LoadedModel, answers: Answers, texts: Sequence[LabelledText], *, summed: bool = False) -> Loss:
-    """Return the loss of each example of a batch. That of a target text is the mean over its tokens, or the sum if
-    ``summed``.
-    """
+    """Return the loss of each example of a batch; that of a target text is the mean over its tokens, or ``summed``."""
     ids, lengths = pad([text.ids for text in texts])
     ids = ids.to(lm.device)
     targets = [text.target_ids for text in texts]

@@ -71,37 +71,28 @@ class CorpusRunResult:
     part: Part | None = None
 
 
-@dataclass(frozen=True)
-class CorpusMeasurement:
-    """A measurement of every shard of a corpus.
+def run_corpus(
+    config: CorpusRunConfig,
+    run: Run,
+    kind: RunKind,
+    task: Task[Any, ShardTable],
+    shard_item: Callable[[Shard], Any],
+    *,
+    forward_passes: float,
+    identity_settings: Mapping[str, Any],
+    stored_settings: Mapping[str, Any],
+    prompts: Callable[[], Sequence[TokenSequence]] = tuple,
+    part: Part | None = None,
+) -> CorpusRunResult:
+    """Measure every shard of a corpus, or of a part of it, into a store.
 
-    Attributes:
+    Args:
         shard_item: Returns the item of ``task`` for a shard, which the item has as ``shard``.
         forward_passes: Cost of a sequence, in forward passes.
         identity_settings: Settings on which the numbers depend, in addition to those of `CorpusRunConfig`.
         stored_settings: The same settings as the store records them.
+        prompts: Makes sequences that are measured after the corpus, numbered from 0.
     """
-
-    kind: RunKind
-    task: Task[Any, ShardTable]
-    shard_item: Callable[[Shard], Any]
-    forward_passes: float
-    identity_settings: Mapping[str, Any]
-    stored_settings: Mapping[str, Any]
-
-
-def run_corpus(
-    config: CorpusRunConfig,
-    run: Run,
-    measurement: CorpusMeasurement,
-    *,
-    prompts: Callable[[], Sequence[TokenSequence]] = tuple,
-    part: Part | None = None,
-) -> CorpusRunResult:
-    """Measure every shard of a corpus, or of a part of it, into a store. ``prompts`` makes sequences that are measured
-    after the corpus, numbered from 0.
-    """
-    kind = measurement.kind
     identity = run.identity
     check_length(identity, config.tokens.max_tokens)
     corpus = open_corpus(config.corpus)
@@ -111,7 +102,7 @@ def run_corpus(
         "dtype": config.model.dtype,
         "corpus": corpus_fingerprint,
         "tokens": asdict(config.tokens),
-        **measurement.identity_settings,
+        **identity_settings,
         "batch_tokens": config.batch_tokens,
     }
     run_hash = run_fingerprint(run, kind, deciding, config.shard_size)
@@ -123,7 +114,7 @@ def run_corpus(
         return CorpusRunResult(known["run_id"], already_done=True, part=part)
     # Parts of one scan may run on different devices, and all need the same shards.
     given = config.shard_size if part is None else config.shard_size or _PART_SHARD
-    shard_size = shard_size_of(run, kind, run_hash, given, config.tokens.max_tokens, measurement.forward_passes)
+    shard_size = shard_size_of(run, kind, run_hash, given, config.tokens.max_tokens, forward_passes)
 
     report = CorpusReport()
     texts = shards(sequences(corpus, identity.tokenizer, config.tokens, report), shard_size=shard_size)
@@ -142,7 +133,7 @@ def run_corpus(
             "corpus": asdict(config.corpus),
             "tokens": asdict(config.tokens),
             "attention_across_documents": config.tokens.attention_across_documents,
-            **measurement.stored_settings,
+            **stored_settings,
             "shard_size": shard_size,
             "batch_tokens": config.batch_tokens,
             **({} if part is None else {"parts": [str(part)]}),
@@ -156,12 +147,12 @@ def run_corpus(
         run,
         record,
         chain(first, rest or ()),
-        measurement.shard_item,
+        shard_item,
         report,
         total=None
         if rest is not None
         else sum(len(shard.sequences) for shard in first if part is None or shard.index in part),
-        task=measurement.task,
+        task=task,
         part=part,
     )
 
@@ -220,16 +211,8 @@ def write_shards(
 
 @dataclass
 class _Ledger:
-    """The shards of a corpus, counted while they are drawn.
-
-    Attributes:
-        stored: Content hash of each shard that the store has, by index.
-        part: The part to measure; None for all shards.
-        content: Hash over the content hashes of all shards.
-        measured: Shards measured now.
-        skipped: Shards stored before.
-        others_stored: Shards of other parts that are stored.
-        others_missing: Shards of other parts that are not.
+    """The shards of a corpus, counted while they are drawn. ``stored`` has the content hash of each shard in the store
+    by index, and ``content`` hashes those of all shards; ``others`` are in other parts than ``part``.
     """
 
     run_id: str

@@ -89,7 +89,8 @@ def run_gates(config: GatesConfig, run: Run) -> GatesResult:
     )
     with run.recording(record) as state:
         run.say(f"run {state.run_id}")
-        down, up = _fit(config, run, grid, ids, lengths, _folder(run.store.path, state.run_id), run_hash)
+        folder = run.store.path.with_name(f"{run.store.path.name}.gates") / state.run_id
+        down, up = _fit(config, run, grid, ids, lengths, folder, run_hash)
         run.store.replace_rows("head_gates", state.run_id, gate_table(state.run_id, grid, down, up, closed))
         name = _mask_name(config, state.run_id)
         heads = down.closed(closed)
@@ -108,7 +109,7 @@ def run_gates(config: GatesConfig, run: Run) -> GatesResult:
             config={"method": "gates", "penalty": down.penalty},
         )
         run.store.finish_run(state.run_id)
-    shutil.rmtree(_folder(run.store.path, state.run_id), ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     return GatesResult(state.run_id, name, False)
 
 
@@ -116,23 +117,22 @@ def gate_table(run_id: str, grid: HeadGrid, down: Gates, up: Gates | None, close
     """Return the rows of ``head_gates``; ``closed`` heads are in the mask."""
     masked = set(down.closed(closed))
     classes = None if up is None else TwoSidedGates(down, up).classes()
-    rows = []
-    for head in grid.heads():
-        rows.append(
-            {
-                "run_id": run_id,
-                "site": grid.kind,
-                "layer": head.layer,
-                "head": head.head,
-                "kv_head": grid.site_of(head.layer).kv_head_of[head.head],
-                "gate": float(down.values[head]),
-                "p_open": float(down.open_probabilities[head]),
-                "closed": head in masked,
-                "gate_up": None if up is None else float(up.values[head]),
-                "p_open_up": None if up is None else float(up.open_probabilities[head]),
-                "class": None if classes is None else classes[head],
-            }
-        )
+    rows = [
+        {
+            "run_id": run_id,
+            "site": grid.kind,
+            "layer": head.layer,
+            "head": head.head,
+            "kv_head": grid.site_of(head.layer).kv_head_of[head.head],
+            "gate": float(down.values[head]),
+            "p_open": float(down.open_probabilities[head]),
+            "closed": head in masked,
+            "gate_up": None if up is None else float(up.values[head]),
+            "p_open_up": None if up is None else float(up.open_probabilities[head]),
+            "class": None if classes is None else classes[head],
+        }
+        for head in grid.heads()
+    ]
     return pa.Table.from_pylist(rows)
 
 
@@ -182,7 +182,3 @@ def _closed_count(config: GatesConfig, grid: HeadGrid) -> int:
 
 def _mask_name(config: GatesConfig, run_id: str) -> str:
     return f"gates-{config.fit.share:g}-{run_id[:6]}"
-
-
-def _folder(store: Path, run_id: str) -> Path:
-    return store.with_name(f"{store.name}.gates") / run_id

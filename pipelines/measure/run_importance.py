@@ -25,7 +25,6 @@ from headscan.pipelines.corpora import CorpusReport
 from headscan.pipelines.corpora.sequences import hash_ids, special_tokens
 from headscan.pipelines.measure.labelled_texts import Answers, LabelledText, LabelledTexts, labelled_loss
 from headscan.pipelines.measure.run_corpus import (
-    CorpusMeasurement,
     CorpusRunResult,
     ShardTable,
     run_corpus,
@@ -68,16 +67,11 @@ def measure_importance(lm: LoadedModel, item: ImportanceItem) -> ShardTable:
         return default_loss(lm, ids, real, input_keys=keys, summed=item.reduction == "sum")
 
     lengths = [len(text) for text in texts]
-    return measure_losses(lm, loss_of, lengths, [text.index for text in texts], item.batch_tokens, item.rope)
+    return _measure_losses(lm, item, loss_of, lengths, [text.index for text in texts])
 
 
-def measure_losses(
-    lm: LoadedModel,
-    loss_of: Callable[[list[int]], Loss],
-    lengths: list[int],
-    indices: list[int],
-    batch_tokens: int,
-    rope: RopeLengths,
+def _measure_losses(
+    lm: LoadedModel, item: ImportanceItem, loss_of: Callable[[list[int]], Loss], lengths: list[int], indices: list[int]
 ) -> ShardTable:
     """Return the derivatives of the losses of sequences by a gate on every head, at every site. ``loss_of`` makes the
     loss of a batch from row numbers; ``indices`` are those of the sequences in their corpus or file.
@@ -94,7 +88,7 @@ def measure_losses(
 
     order: list[int] = []
     parts: list[list[HeadNumbers]] = []
-    for batch in whole_batches(lengths, batch_tokens, rope.group):
+    for batch in whole_batches(lengths, item.batch_tokens, item.rope.group):
         for rows, numbers in run_halving(list(batch.rows), measure, lengths, lm.limits["importance"]):
             order += rows
             parts.append(numbers)
@@ -129,25 +123,29 @@ def run_importance(config: ImportanceConfig, run: Run) -> CorpusRunResult:
         settings["recall_prompts"] = config.recall_prompts
 
     def prompts() -> list[corpora.TokenSequence]:
-        if config.recall_prompts and not run.facts.grid.predicts_next_token:
+        if not config.recall_prompts:
+            return []
+        if not run.facts.grid.predicts_next_token:
             raise UnsupportedModelError(
                 f"{run.identity.name} does not predict the next token, but recall prompts need a decoder. Set"
                 " `recall_prompts` to 0"
             )
-        return recall_texts(run.identity, config.tokens, config.recall_prompts) if config.recall_prompts else []
+        return recall_texts(run.identity, config.tokens, config.recall_prompts)
 
     def shard_item(shard: corpora.Shard) -> ImportanceItem:
         return ImportanceItem(shard, config.reduction, config.batch_tokens, run.identity.rope_lengths)
 
-    measurement = CorpusMeasurement(
+    return run_corpus(
+        config,
+        run,
         "importance",
         measure_importance,
         shard_item,
         forward_passes=_PASSES,
         identity_settings=settings,
         stored_settings=settings,
+        prompts=prompts,
     )
-    return run_corpus(config, run, measurement, prompts=prompts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +162,7 @@ def measure_labelled(lm: LoadedModel, item: LabelledImportanceItem) -> ShardTabl
         return labelled_loss(lm, item.answers, [texts[row] for row in rows], summed=item.reduction == "sum")
 
     lengths = [text.longest for text in texts]
-    return measure_losses(lm, loss_of, lengths, [text.index for text in texts], item.batch_tokens, item.rope)
+    return _measure_losses(lm, item, loss_of, lengths, [text.index for text in texts])
 
 
 def run_labelled_importance(config: LabelledImportanceConfig, run: Run, *, texts: LabelledTexts) -> CorpusRunResult:

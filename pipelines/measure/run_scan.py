@@ -23,7 +23,7 @@ from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.models.token_batches import Batch, pad, whole_batches
 from headscan.pipelines import corpora
-from headscan.pipelines.measure.run_corpus import CorpusMeasurement, CorpusRunResult, ShardTable, run_corpus
+from headscan.pipelines.measure.run_corpus import CorpusRunResult, ShardTable, run_corpus
 from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.settings.measure_settings import ScanConfig
 
@@ -40,15 +40,17 @@ def run_scan(config: ScanConfig, run: Run) -> CorpusRunResult:
         rope = run.identity.rope_lengths
         return ScanItem(shard, config.measured, config.widths, config.batch_tokens, config.keep_nonfinite, rope)
 
-    measurement = CorpusMeasurement(
+    result = run_corpus(
+        config,
+        run,
         "scan",
         measure_shard,
         shard_item,
         forward_passes=_PASSES,
         identity_settings={**settings, "widths": widths},
         stored_settings={**settings, **widths, "panel": None if config.statistics else config.panel},
+        part=config.part,
     )
-    result = run_corpus(config, run, measurement, part=config.part)
     if count := int(run.store.resolve_run(result.run_id, "scan")["nonfinite_rows"]):
         run.say(f"{count} rows of head_statistics hold values that came out as NaN or infinite: NULL there")
     return result

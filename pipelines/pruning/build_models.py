@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-import torch
-
 from headscan.catalog import LAYER_DROP, RANDOM
 from headscan.errors import PruningError
 from headscan.grid import Head, find_units
@@ -77,19 +75,15 @@ def build_models(lm: LoadedModel, job: BuildJob) -> list[BuiltModel]:
     """Pool task: build every wanted model and its controls, one after the other; those that are finished stay."""
     # Refuses models whose heads cannot be removed before anything is measured.
     slice_heads(lm, all_units(lm.grid, "head")[0])
-    texts, calibration = _calibrations(lm, job)
+    batch_tokens = pass_tokens(lm.device.type, job.config.evaluation.batch_tokens)
+    texts = calibration = job.texts.as_calibration(batch_tokens)
+    if job.prompts:
+        prompts = [each.as_calibration(batch_tokens) for each in job.prompts]
+        calibration = texts.with_prompts(prompts, job.config.recall_prompts.weight)
     # The moments of the choice are as large as a repair needs, so all choices are made before the first repair.
     chosen = list(_Chooser(lm, job, texts, calibration).choose())
     builder = _Builder(lm, job, texts, calibration)
     return [builder.build(model) for model in chosen]
-
-
-def _calibrations(lm: LoadedModel, job: BuildJob) -> tuple[Calibration, Calibration]:
-    """Return the texts of a job, and the same with its recall prompts among them."""
-    batch_tokens = pass_tokens(lm.device.type, job.config.evaluation.batch_tokens)
-    texts = Calibration(torch.from_numpy(job.texts.ids), torch.from_numpy(job.texts.lengths), batch_tokens)
-    prompts = [each.as_calibration(batch_tokens) for each in job.prompts]
-    return texts, texts.with_prompts(prompts, job.config.recall_prompts.weight) if prompts else texts
 
 
 def kept_damages(

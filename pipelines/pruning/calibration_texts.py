@@ -44,6 +44,9 @@ class CalibrationTexts(NamedTuple):
         """First 16 hexadecimal digits of a hash of the ids."""
         return hashlib.sha256(self.ids.astype("<i8").tobytes() + self.lengths.tobytes()).hexdigest()[:16]
 
+    def as_calibration(self, batch_tokens: int) -> Calibration:
+        return Calibration(torch.from_numpy(self.ids), torch.from_numpy(self.lengths), batch_tokens)
+
 
 def read_texts(
     config: PruneTexts, identity: ModelIdentity, columns: int, say: Callable[[str], None] = lambda line: None
@@ -97,9 +100,7 @@ class CalibrationPrompts(NamedTuple):
 def read_recall(
     config: RecallPrompts, model: ModelContext, batch_tokens: int
 ) -> tuple[tuple[CalibrationPrompts, ...], tuple[Prompts, ...]]:
-    """Return the recall prompts that choose and repair, and those that judge. Tasks that the original cannot do are
-    left out, which is reported.
-    """
+    """Return the recall prompts that choose and repair, and those that judge, of the tasks that the original can do."""
     if not config.prompts:
         return (), ()
     identity = model.identity

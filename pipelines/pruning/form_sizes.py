@@ -60,11 +60,7 @@ class FormSize:
 
 
 def form_sizes(folder: str | os.PathLike[str], cost: ModelCost) -> tuple[FormSize, ...]:
-    """Return the forms of a saved model, whose own sizes are known; those of other formats by name.
-
-    Raises:
-        ModelLoadError: The folder has no model.
-    """
+    """Return the forms of a saved model, whose own sizes are known; those of other formats by name."""
     spec = ModelSpec(os.fspath(folder))
     config: Any = spec.config()
     dtype = getattr(config, "dtype", None) or torch.float32

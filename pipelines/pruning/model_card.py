@@ -101,13 +101,8 @@ def model_card(
     is_servable: bool = False,
     verdict: Sequence[str] = (),
 ) -> str:
-    """Return the text of ``README.md``.
-
-    Args:
-        revision: Its commit on the hub; None for a folder.
-        calibration: What chose the heads and repaired the projections.
-        is_servable: Serving engines have a place for this kind of model.
-        verdict: Sentences of the evaluation; empty if it was not judged.
+    """Return the text of ``README.md``. ``revision`` None is that of a folder, ``calibration`` is what chose the heads
+    and repaired the projections, and ``verdict`` are the sentences of an evaluation, if there was one.
     """
     before, after = built.costs.before, built.costs.after
     head = [

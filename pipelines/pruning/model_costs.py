@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -48,9 +48,6 @@ class ModelCost:
     prefill_seconds: float | None = None
     token_seconds: float | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class CostComparison:
@@ -86,18 +83,14 @@ def compare_costs(
 ) -> CostComparison:
     """Return the costs of a model and of the same model without some heads; ``timing`` None measures no times."""
     caches = find_layer_caches(before)
-    times: list[dict[str, float]] = [{}, {}]
+    times: list[dict[str, Any]] = [{}, {}]
     if timing is not None and not any(weight.is_meta for weight in before.model.parameters()):  # not offloaded
         times = _times([before, after], timing)
     costs = []
     for lm, gone, seconds in zip((before, after), ((), removed), times, strict=True):
         promised = None if caches is None else promised_cache(caches, before.grid, gone)
         measured = None if timing is None else _measured_cache(lm)
-        costs.append(
-            ModelCost(
-                **model_cost(lm).as_dict() | {"cache_bytes": promised, "measured_cache_bytes": measured} | seconds
-            )
-        )
+        costs.append(replace(model_cost(lm), cache_bytes=promised, measured_cache_bytes=measured, **seconds))
     return CostComparison(*costs)
 
 
@@ -191,16 +184,17 @@ def _times(models: Sequence[LoadedModel], timing: Timing) -> list[dict[str, floa
 def _timed_step(lm: LoadedModel, ids: Tensor, cache: Any) -> tuple[Any, float]:
     """Read tokens; return the KV cache and the time in seconds."""
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(lm.model.forward).parameters else {}
-    _wait(lm)
+    wait_for(lm.device)
     started = time.perf_counter()
     out: Any = lm.model(input_ids=ids, past_key_values=cache, use_cache=True, **last)
-    _wait(lm)
+    wait_for(lm.device)
     return out.past_key_values, time.perf_counter() - started
 
 
-def _wait(lm: LoadedModel) -> None:
-    if lm.device.type == "cuda":
-        torch.cuda.synchronize(lm.device)
+def wait_for(device: torch.device) -> None:
+    """Wait for a GPU, which computes after the call returns."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _ratio(before: float | None, after: float | None) -> float | None:

@@ -5,7 +5,7 @@ units or without whole attention layers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from headscan.analysis.store.records import ArmKind
@@ -90,7 +90,7 @@ def pruned_arm(built: BuiltModel, baseline: ModelSpec, identity: ModelIdentity) 
         # The name of the folder is no setting: that of a control is random.
         details=(*model_settings(own), *details.items()),
         removed=built.removed,
-        measured=(("folder", str(built.folder)), ("before", costs.before.as_dict()), ("after", costs.after.as_dict())),
+        measured=(("folder", str(built.folder)), ("before", asdict(costs.before)), ("after", asdict(costs.after))),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from headscan.catalog import head_count
 from headscan.errors import PruningError
@@ -72,6 +72,11 @@ def skipped_by(grid: HeadGrid, removed: Sequence[tuple[int, int]]) -> tuple[int,
 class PruneBudget(ABC):
     """The size of a pruned model, from which follows how many units go."""
 
+    #: True if the number of units does not depend on the method that chooses them.
+    same_for_all_methods: ClassVar[bool] = False
+    #: True if the budget is a size of the KV cache, which single query heads do not free.
+    is_of_cache: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         check_limits(self, PruningError)
 
@@ -84,16 +89,6 @@ class PruneBudget(ABC):
     def nominal_share(self) -> float | None:
         """Share of the units before rounding, 0 to 1; None if the budget is no share."""
         return None
-
-    @property
-    def same_for_all_methods(self) -> bool:
-        """True if the number of units does not depend on the method that chooses them."""
-        return False
-
-    @property
-    def is_of_cache(self) -> bool:
-        """True if the budget is a size of the KV cache, which single query heads do not free."""
-        return False
 
     @abstractmethod
     def count(self, units: int, search: BudgetSearch) -> int:
@@ -122,6 +117,7 @@ class ShareBudget(PruneBudget):
     """A share of the units, above 0 and below 1, rounded to whole units."""
 
     share: Annotated[float, Limits(above=0, below=1)]
+    same_for_all_methods = True
 
     @property
     def label(self) -> str:
@@ -130,10 +126,6 @@ class ShareBudget(PruneBudget):
     @property
     def nominal_share(self) -> float:
         return self.share
-
-    @property
-    def same_for_all_methods(self) -> bool:
-        return True
 
     def count(self, units: int, search: BudgetSearch) -> int:
         count = head_count(self.share, units)
@@ -148,14 +140,11 @@ class BytesBudget(PruneBudget):
 
     kv_bytes: Count
     at: Count
+    is_of_cache = True
 
     @property
     def label(self) -> str:
         return f"{self.kv_bytes:,} bytes at {self.at:,} tokens"
-
-    @property
-    def is_of_cache(self) -> bool:
-        return True
 
     def count(self, units: int, search: BudgetSearch) -> int:
         sizes = sorted(search.unit_bytes(self.at), reverse=True)

@@ -194,18 +194,15 @@ def delivered_model(folder: Path) -> BuiltModel | None:
 
 
 def _model(folder: Path, record: dict[str, Any]) -> BuiltModel:
-    costs = CostComparison(**{key: ModelCost(**cost) for key, cost in record.pop("costs").items()})
-    removed = tuple(Head(*head) for head in record.pop("removed"))
-    losses = {task: LossChange(**change) for task, change in record.pop("losses").items()}
     del record["weights"]
-    known = {
+    read = {
         "folder": folder,
-        "removed": removed,
+        "removed": tuple(Head(*head) for head in record["removed"]),
         "skipped": tuple(record["skipped"]),
-        "costs": costs,
-        "losses": losses,
+        "costs": CostComparison(**{key: ModelCost(**cost) for key, cost in record["costs"].items()}),
+        "losses": {task: LossChange(**change) for task, change in record["losses"].items()},
     }
-    return BuiltModel(**record | known)
+    return BuiltModel(**record | read)
 
 
 def _work(out: Path) -> Path:

@@ -55,19 +55,11 @@ class CriterionLoss:
     high: float | None
 
 
-@dataclass(frozen=True)
-class _ComparedMeasure:
-    """A number of an arm, with its 95 % interval."""
-
-    name: str
-    unit: str
-
-
 def criterion_losses(points: Sequence[CriterionPoint], controls: Sequence[ArmVerdict]) -> list[CriterionLoss]:
     """Return the losses by measure, criterion and share, then the means of each kind of random heads (``controls``)."""
     rows = []
-    for measure in _measures(points, controls):
-        rows += _of_criteria(points, measure) + _of_random(points, controls, measure)
+    for measure, unit in _measures(points, controls).items():
+        rows += _of_criteria(points, measure, unit) + _of_random(points, controls, measure, unit)
     return rows
 
 
@@ -121,21 +113,21 @@ def _tau_table(agreements: Sequence[Agreement]) -> str:
     return text_table(rows)
 
 
-def _measures(points: Sequence[CriterionPoint], controls: Sequence[ArmVerdict]) -> list[_ComparedMeasure]:
+def _measures(points: Sequence[CriterionPoint], controls: Sequence[ArmVerdict]) -> dict[str, str]:
+    """Return the unit of each measure that an arm has."""
     arms = [*(point.arm for point in points), *controls]
     families = dict.fromkeys(recall.family for arm in arms for recall in arm.judged_recall)
     unit = next((increase.unit for arm in arms if (increase := loss_increase(arm.metrics)) is not None), "")
-    known = [_ComparedMeasure(LOSS, unit), _ComparedMeasure(ACCURACY, "points")]
-    known += [_ComparedMeasure(family, "percent left") for family in families]
-    return [measure for measure in known if any(arm.value(measure.name) is not None for arm in arms)]
+    known = {LOSS: unit, ACCURACY: "points", **dict.fromkeys(families, "percent left")}
+    return {name: unit for name, unit in known.items() if any(arm.value(name) is not None for arm in arms)}
 
 
-def _of_criteria(points: Sequence[CriterionPoint], measure: _ComparedMeasure) -> list[CriterionLoss]:
+def _of_criteria(points: Sequence[CriterionPoint], measure: str, unit: str) -> list[CriterionLoss]:
     curves = by_curve(points)
     return [
         CriterionLoss(
-            measure.name,
-            measure.unit,
+            measure,
+            unit,
             "self",
             _name(curve, curves),
             curve[1],
@@ -146,12 +138,12 @@ def _of_criteria(points: Sequence[CriterionPoint], measure: _ComparedMeasure) ->
         )
         for curve, members in curves.items()
         for point in members
-        if (change := point.arm.value(measure.name)) is not None
+        if (change := point.arm.value(measure)) is not None
     ]
 
 
 def _of_random(
-    points: Sequence[CriterionPoint], controls: Sequence[ArmVerdict], measure: _ComparedMeasure
+    points: Sequence[CriterionPoint], controls: Sequence[ArmVerdict], measure: str, unit: str
 ) -> list[CriterionLoss]:
     rows = []
     for kind in sorted({arm.kind for arm in controls}):
@@ -159,10 +151,10 @@ def _of_random(
             arms = [
                 arm for arm in controls if arm.kind is kind and arm.share is not None and math.isclose(arm.share, share)
             ]
-            changes = [change.value for arm in arms if (change := arm.value(measure.name)) is not None]
+            changes = [change.value for arm in arms if (change := arm.value(measure)) is not None]
             if changes:
                 mean, name = sum(changes) / len(changes), f"{kind.label}, mean"
-                rows.append(CriterionLoss(measure.name, measure.unit, "self", name, "", share, mean, None, None))
+                rows.append(CriterionLoss(measure, unit, "self", name, "", share, mean, None, None))
     return rows
 
 

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
-
 from headscan.ablation.masks import HeadMask
 from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
@@ -93,15 +91,11 @@ def layer_count(grid: HeadGrid, heads: int) -> int:
 
 def choose_heads(lm: LoadedModel, job: ChoiceJob) -> Mapping[str, Choices]:
     """Pool task: return the heads that each criterion removes, by their number."""
-    return FAMILY_CHOICES[CRITERIA[job.criteria[0]].family](lm, _calibration(job.texts, job), job)
-
-
-def _calibration(texts: CalibrationTexts, job: ChoiceJob) -> Calibration:
-    return Calibration(torch.from_numpy(texts.ids), torch.from_numpy(texts.lengths), job.batch_tokens)
+    return FAMILY_CHOICES[CRITERIA[job.criteria[0]].family](lm, job.texts.as_calibration(job.batch_tokens), job)
 
 
 def _by_value(lm: LoadedModel, calibration: Calibration, job: ChoiceJob) -> Mapping[str, Choices]:
-    prompts = None if job.prompts is None else _calibration(job.prompts, job)
+    prompts = None if job.prompts is None else job.prompts.as_calibration(job.batch_tokens)
     if not job.iterative:
         job.say(f"measuring {', '.join(job.criteria)}")
         with at_work(f"measuring {', '.join(job.criteria)}"):
@@ -268,9 +262,8 @@ def _texts_hash(config: RefereeConfig, run: Run, texts: CalibrationTexts) -> str
         "dtype": config.evaluation.model.dtype,
         "texts": texts.content_hash,
         "iterative": config.compared.iterative,
-        "shares": sorted(
-            config.compared.shares
-        ),  # stages of the damage, the share of gates, and iterations depend on them
+        # Stages of the damage, the share of gates, and iterations depend on the shares.
+        "shares": sorted(config.compared.shares),
     }
     return fingerprint(settings)[:6]
 

@@ -7,9 +7,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from headscan.checkpoints.headers import weights_hash
 from headscan.checkpoints.sources import code_files_hash, config_hash
@@ -20,9 +21,6 @@ from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.model_facts import UNVARYING, RopeLengths, max_tokens
 from headscan.sizing.model_sizes import NO_CACHE, LayerCache, find_caches
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -164,11 +162,8 @@ def fingerprint(facts: Mapping[str, Any]) -> str:
 def _hardware(lm: LoadedModel) -> str:
     # Weights that are offloaded or not loaded yet are on the meta device, which is not where they run.
     devices = {lm.device, *(weight.device for weight in lm.model.parameters() if not weight.is_meta)}
-    return ", ".join(sorted({_device_name(device) for device in devices}))
-
-
-def _device_name(device: torch.device) -> str:
-    return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
+    names = {f"cuda ({torch.cuda.get_device_name(each)})" if each.type == "cuda" else each.type for each in devices}
+    return ", ".join(sorted(names))
 
 
 def _no_tokenizer(source: str) -> ModelLoadError:

@@ -53,14 +53,12 @@ class ModelOpener:
     reported when the opener is made, because it gives the settings of the job their batch size (`sized`).
 
     Attributes:
-        tokens: Tokens of the longest sequence.
         batch_tokens: Most tokens of one forward pass in the settings of the job. With ``memory`` in the request, they
             are lowered to what fits, which a line reports. The memory that is free now does not change them, because
             they are part of a run's identity, and the same command resumes the run. The ``batch_tokens`` of the
             request, if given, replace them, and are refused if ``memory`` does not hold them.
         evaluates: The job evaluates tasks, which needs memory for logits and a KV cache.
         ray_address: Address of a running Ray cluster, which runs single replicas, too. None uses this machine.
-        say: Called with lines about every placement.
     """
 
     model: ModelSpec

@@ -276,11 +276,7 @@ def random_controls(
 
 
 def distinct_arms(arms: Sequence[Arm]) -> list[Arm]:
-    """Return arms without repetitions, such as the random controls of two plans with the same windows.
-
-    Raises:
-        InterventionError: Arms of one name differ.
-    """
+    """Return arms without repetitions, such as the random controls of two plans; arms of one name must be equal."""
     by_name: dict[str, Arm] = {}
     for arm in arms:
         first = by_name.setdefault(arm.name, arm)

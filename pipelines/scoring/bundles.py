@@ -65,9 +65,7 @@ FROM_TOKENS = Start(0, False)
 @dataclass(frozen=True)
 class BundleItem(ScoringItem[Request]):
     """Requests for one replica under several masks (None is the whole model), and where the pass of each mask starts.
-
-    Attributes:
-        base: The ablation from whose pass the others go on, here called the baseline; None is the whole model.
+    All go on from the pass of ``base``, here called the baseline; None is the whole model.
     """
 
     masks: tuple[Intervention | None, ...]
@@ -91,12 +89,8 @@ def possible_starts(lm: LoadedModel, interventions: Sequence[Intervention | None
     """Pool task: return where passes with these ablations can start; empty for models without separable blocks."""
     try:
         blocks = find_blocks(lm)
-        firsts = {
-            intervention.first_layer
-            for intervention in interventions
-            if intervention is not None and not intervention.replaces_attention
-        } - {None}
-        behind = {layer for layer in firsts if layer is not None}
+        outputs_only = (each for each in interventions if each is not None and not each.replaces_attention)
+        behind = {each.first_layer for each in outputs_only if each.first_layer is not None}
         wrong = cannot_resume(blocks), cannot_resume(blocks, behind, behind_attention=True)
     except UnsupportedModelError:
         return frozenset()

@@ -28,8 +28,8 @@ from headscan.pipelines.scoring.token_requests import ArmItem, GenerationRequest
 
 @dataclass(frozen=True)
 class GenerationItem(ArmItem[GenerationRequest]):
-    """Prompts for one replica. With ``one_by_one`` every prompt is a batch of its own, as are prompts whose ablated
-    heads depend on the prompt.
+    """Prompts for one replica, ``one_by_one`` or in batches; prompts that decide which heads are ablated are alone,
+    too.
     """
 
     one_by_one: bool = False

@@ -54,9 +54,7 @@ class ReadResult(NamedTuple):
 
 
 def distinct_reads(requests: Sequence[Request], *, same_context: bool = False) -> list[ReadInput]:
-    """Return the distinct inputs of the requests. With ``same_context``, requests of one read also score equally many
-    tokens, so their contexts are equal.
-    """
+    """Return the distinct inputs of the requests; with ``same_context``, those of a read score equally many tokens."""
     reads: dict[tuple[tuple[int, ...], int], ReadInput] = {}
     for index, (ids, scored) in enumerate(requests):
         key = (ids[:-1], scored if same_context else 0)
@@ -178,9 +176,7 @@ _PLACES = 512
 
 @dataclass(frozen=True)
 class LikelihoodItem(ArmItem[Request]):
-    """Requests for one replica. ``rule_kernels`` computes attention with the kernels of rules, which excludes
-    ``share_prefixes``.
-    """
+    """Requests for one replica; ``rule_kernels``, the attention kernels of rules, exclude ``share_prefixes``."""
 
     share_prefixes: bool
     rule_kernels: bool = False

@@ -70,10 +70,8 @@ class Prompts:
     @property
     def content_hash(self) -> str:
         """First 16 hexadecimal digits of a hash of the token ids."""
-        digest = hashlib.sha256()
-        for request in self.requests:
-            digest.update(np.asarray(request.ids, dtype="<i4").tobytes())
-        return digest.hexdigest()[:16]
+        ids = b"".join(np.asarray(request.ids, dtype="<i4").tobytes() for request in self.requests)
+        return hashlib.sha256(ids).hexdigest()[:16]
 
     def first_of(self, parts: int) -> Prompts:
         """Return the first of ``parts`` equal parts, of at least two prompts."""

@@ -25,7 +25,9 @@ from dataclasses import dataclass
 from itertools import accumulate, islice
 from math import ceil, isnan
 from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
+
+from transformers import PreTrainedTokenizerBase
 
 from headscan.analysis.store.verdict_limits import QUESTIONS_PER_TEXT
 from headscan.catalog import RECALL_FAMILIES
@@ -35,9 +37,6 @@ from headscan.pipelines.corpora.sequences import special_tokens
 from headscan.pipelines.scoring.token_requests import Likelihood, Request
 from headscan.pipelines.settings.corpus_settings import BosPolicy, TokenConfig
 from headscan.pipelines.settings.evaluation_settings import RecallError, RecallQuestions
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def questions_per_length(recall: RecallQuestions, lengths: int) -> dict[str, int]:
@@ -299,16 +298,9 @@ class _NeedleWords:
 def needle_questions(
     task: str, tokenizer: PreTrainedTokenizerBase, beginning: tuple[int, ...], length: int, questions: int, seed: int
 ) -> Iterator[RecallQuestion]:
-    """Yield the questions of one length. Four share a haystack and ask for one needle each.
-
-    The choices of a question have the same number of scored tokens and the order of the haystack, so the answer's index
-    is also its quarter of the haystack.
-
-    Args:
-        task: Family and length, such as ``needle@512``.
-        beginning: Tokens before the haystack (BOS).
-        length: Tokens that the model reads, including the beginning.
-        questions: A multiple of 4.
+    """Yield the questions of one length; four, of a multiple of 4, share a haystack and ask for one needle each. The
+    choices have the same number of scored tokens and the order of the haystack, so the answer's index is also its
+    quarter of the haystack. The model reads ``length`` tokens, including those of the ``beginning`` (BOS).
     """
     words = _NeedleWords(tokenizer)
     words.check_room(length, beginning)
@@ -455,11 +447,11 @@ def _is_text(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
 
 #: Makes the questions of a task, from its name, the tokenizer, the tokens before a text, the length, the number of
 #: questions and a seed; see `needle_questions`.
-Generator = Callable[[str, "PreTrainedTokenizerBase", Ids, int, int, int], Iterator[RecallQuestion]]
+Generator = Callable[[str, PreTrainedTokenizerBase, Ids, int, int, int], Iterator[RecallQuestion]]
 #: The generators of the families in `RECALL_FAMILIES`.
 GENERATORS: dict[str, Generator] = {"needle": needle_questions, "copying": copying_questions}
 #: Makes the series of a family from the same, without a name; the number is that of prompts.
-SeriesGenerator = Callable[["PreTrainedTokenizerBase", Ids, int, int, int], Iterator[RecallSeries]]
+SeriesGenerator = Callable[[PreTrainedTokenizerBase, Ids, int, int, int], Iterator[RecallSeries]]
 SERIES: dict[str, SeriesGenerator] = {"needle": needle_series, "copying": copying_series}
 
 

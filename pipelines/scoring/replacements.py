@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class ArmReplacement:
 
     outputs: Replacement = ZERO
     texts_hash: str = ""
-    source: tuple[tuple[str, object], ...] = field(default=())
+    source: tuple[tuple[str, object], ...] = ()
 
     @classmethod
     def of(cls, outputs: Replacement) -> ArmReplacement:

@@ -6,13 +6,12 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from headscan.ablation.intervention import Intervention
-    from headscan.models.loaded_model import LoadedModel
+from headscan.ablation.intervention import Intervention
+from headscan.models.loaded_model import LoadedModel
 
 
 class Request(NamedTuple):

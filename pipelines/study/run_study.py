@@ -66,10 +66,8 @@ from headscan.pipelines.study.study_time import (
 
 
 def run_study(config: StudyConfig, run: Run) -> StudyAnswer:
-    """Find the largest safe shares, and write the answers, the files and the report into a folder.
-
-    Args:
-        run: The store in the study's folder, and the model, held whole in this process.
+    """Find the largest safe shares, and write the answers, the files and the report into a folder, which has the store
+    of ``run``. Its model is held whole in this process.
     """
     return _Study.begin(config, run).answer()
 
@@ -227,7 +225,7 @@ class _Study:
             measuring = PlanConfig(
                 config.model,
                 self.texts.measure,
-                recents=(self._recent,),
+                recents=(config.recent or max(8, self.tokens // 8 - 4),),
                 max_tokens=self.tokens,
                 sequences=self._sequences,
                 recall_prompts=config.recall_prompts,
@@ -340,10 +338,6 @@ class _Study:
     @property
     def _measured_tokens(self) -> TokenConfig:
         return TokenConfig(self.tokens, mode="chunk", min_tokens=SHORTEST, limit_sequences=self._sequences)
-
-    @property
-    def _recent(self) -> int:
-        return self.config.recent or max(8, self.tokens // 8 - 4)
 
     @property
     def _recall_tokens(self) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from headscan.analysis.store.verdict_limits import LEAST_LOSS_TEXTS, MAX_LOSS
+from headscan.analysis.text_tables import plain
 from headscan.catalog import CRITERIA, DEFAULT_SINK, IMPORTANCES, RECALL_NAMES, SCORES
 from headscan.checkpoints.source_folder import portable_source
 from headscan.errors import HeadscanError
@@ -190,18 +191,15 @@ def write_study(path: Path, config: StudyConfig) -> None:
 
     from headscan.analysis.store.output_files import write_text
 
-    settings = _plain(asdict(config))
+    settings = plain(config)
     settings["model"]["source"] = portable_source(config.model.source)
     write_text(path, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
 
 def resumed(path: Path, config: StudyConfig) -> StudyConfig | None:
     """Return the settings that an earlier call with the same settings wrote, with its decisions; None without an
-    earlier call. The hours are those of each call, and so are the places of model, texts and folder, whose contents the
-    study compares.
-
-    Raises:
-        StudyError: The folder holds a study with other settings.
+    earlier call, StudyError for other settings. The hours are those of each call, and so are the places of model, texts
+    and folder, whose contents the study compares.
     """
     if not path.exists():
         return None
@@ -222,11 +220,3 @@ def resumed(path: Path, config: StudyConfig) -> StudyConfig | None:
         names = [each.name for each in fields(config) if getattr(asked, each.name) != getattr(known, each.name)]
         raise StudyError(f"{path} records another study ({', '.join(names)} differ). Choose another folder as `out`")
     return known
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return str(value) if isinstance(value, Path) else value

@@ -57,12 +57,7 @@ def split_texts(corpus: CorpusSpec, folder: Path, judge: CorpusSpec | None = Non
 
     Of many documents, whole ones go to each part. Of a few, long ones are cut into all parts, each part into blocks,
     and each short one goes to the part that has least of its share.
-
-    Args:
-        judge: Texts that judge; None takes a part of the corpus.
-
-    Raises:
-        StudyError: The corpus is too short, has a document that judges, too, or has changed since it was written.
+    ``judge`` None takes the texts that judge from the corpus.
     """
     documents = list(_documents(corpus))
     judging = [] if judge is None else list(_documents(judge))

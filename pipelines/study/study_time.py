@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -25,7 +25,7 @@ from headscan.pipelines.corpora import CorpusError
 from headscan.pipelines.evaluate.continuation_task import CONTINUATION, make_questions, write_task
 from headscan.pipelines.evaluate.run_sweep import whole_model_recall
 from headscan.pipelines.evaluate.tasks import Questions, Tasks
-from headscan.pipelines.pruning.model_costs import columns_to_solve
+from headscan.pipelines.pruning.model_costs import columns_to_solve, wait_for
 from headscan.pipelines.pruning.prune_config import RepairChoice
 from headscan.pipelines.runs.head_orders import run_kind
 from headscan.pipelines.runs.progress import time_text
@@ -92,19 +92,13 @@ def time_pass(lm: LoadedModel, item: TimedPass) -> float:
     ids = torch.randint(0, lm.model.config.get_text_config().vocab_size, (item.sequences, item.tokens))
     ids, seconds = ids.to(lm.device), 0.0
     for _ in range(2):
-        _wait_for(lm.device)
+        wait_for(lm.device)
         started = time.perf_counter()
         with torch.no_grad():
             lm.model(input_ids=ids)
-        _wait_for(lm.device)
+        wait_for(lm.device)
         seconds = time.perf_counter() - started
     return item.sequences * item.tokens / seconds
-
-
-def _wait_for(device: torch.device) -> None:
-    """Wait for a GPU, which computes after the call returns."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True)
@@ -130,11 +124,6 @@ class QuestionCosts:
     recalls: str
     repair_texts: int = 0
 
-    @property
-    def tokens_enough(self) -> float:
-        """Tokens of all questions that an arm needs."""
-        return self.enough * self.tokens + self.enough_recall * self.recall_tokens
-
 
 def question_costs(config: StudyConfig, run: Run, texts: StudyTexts) -> QuestionCosts:
     """Count the tokens of some questions, and ask the whole model recall questions that judge nothing."""
@@ -152,7 +141,7 @@ def question_costs(config: StudyConfig, run: Run, texts: StudyTexts) -> Question
             write_task(Path(folder), texts.judged_files, _SAMPLE, name=CONTINUATION)
             tasks = TaskConfig((CONTINUATION,), include_path=folder)
         sample = Questions(replace(tasks, limit=min(_SAMPLE, tasks.limit or _SAMPLE)), None, run.identity)
-        of_task = {name: min(count, tasks.limit or count) for name, count in sample.available.items()}
+        of_task = {name: min(count, tasks.limit or count) for name, count in sample.tasks.available.items()}
         sampled = sum(min(_SAMPLE, count) for count in of_task.values())
         tokens = sample.tokens_to_read() / max(1, sampled)
     available = sum(of_task.values()) if config.tasks else made
@@ -206,10 +195,8 @@ def limit_per_task(tasks: TaskConfig, questions: int) -> int:
 
 
 def decided(config: StudyConfig, speed: float, costs: QuestionCosts, say: Callable[[str], None]) -> StudyConfig:
-    """Return the settings with what the time decides, and print what each step will take.
-
-    Args:
-        speed: Tokens per second of a forward pass.
+    """Return the settings with what the time decides at ``speed`` tokens per second, and print how long each step
+    takes.
     """
     if not costs.recall_tokens:
         config = replace(config, recall_questions=0)
@@ -217,7 +204,8 @@ def decided(config: StudyConfig, speed: float, costs: QuestionCosts, say: Callab
     assert length is not None
     seconds, per_text = 3600 * config.hours, length / speed
     for texts_read, tried in _EFFORTS:
-        config = _with_shares(asked, tried)
+        shares: dict[str, Any] = {name: each for name, each in tried.items() if getattr(asked, name) is None}
+        config = replace(asked, **shares)
         sequences, judged_texts = (
             config.sequences or texts_read,
             config.judged_texts or max(texts_read, FEWEST_JUDGED_TEXTS),
@@ -263,10 +251,11 @@ def decided(config: StudyConfig, speed: float, costs: QuestionCosts, say: Callab
     if costs.enough_recall:
         needs += f" and {costs.enough_recall:,} of each recall task (the whole model: {costs.recalls})"
     judging = min(questions, costs.available)
+    tokens_enough = costs.enough * costs.tokens + costs.enough_recall * costs.recall_tokens
     say(
         f"{sequences} texts measure; {judged_texts} texts, {judging:,} questions and {recall} of each recall task"
         f" judge. To show that a harmless share, which changes {_CHANGED:.0%} of the answers, is safe takes about"
-        f" {needs}, with which the study takes {time_text(before + arms * costs.tokens_enough / speed)}"
+        f" {needs}, with which the study takes {time_text(before + arms * tokens_enough / speed)}"
     )
     if costs.recalls and not costs.enough_recall:
         say(f"the whole model hardly solves the recall tasks ({costs.recalls}): what is safe may still cost recall")
@@ -285,20 +274,11 @@ def _number(shares: tuple[float, ...] | None) -> int:
     return len(shares or ())
 
 
-def _with_shares(config: StudyConfig, tried: Mapping[str, tuple[float, ...]]) -> StudyConfig:
-    """Return the settings with shares where they are open."""
-    shares_given: dict[str, Any] = {name: shares for name, shares in tried.items() if getattr(config, name) is None}
-    return replace(config, **shares_given)
-
-
 def _step_seconds(
     config: StudyConfig, sequences: int, repairing: int, judged_texts: int, speed: float
 ) -> dict[str, float]:
     """Return the approximate seconds of each step before the questions, without searches, from the number of its passes
-    over texts and prompts.
-
-    Args:
-        speed: Tokens per second of a forward pass.
+    over texts and prompts at ``speed`` tokens per second.
     """
     assert config.max_tokens is not None
     per_text = config.max_tokens / speed

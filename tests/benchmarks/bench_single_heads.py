@@ -71,7 +71,7 @@ def main() -> None:
     table(lm, arms[:2], tuple(requests[:8]))  # the first passes of a process take longer
     of_table = of_one = difference = 0.0
     for part in (
-        item.scored
+        item.requests
         for item in request_chunks({str(number): request for number, request in enumerate(requests)}, _BATCH_TOKENS)
     ):
         began = time.perf_counter()
