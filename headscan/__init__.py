@@ -131,14 +131,6 @@ def __getattr__(name: str) -> Any:
 _MAPPINGS = "transformers.models.auto.configuration_auto"
 
 
-def register_with_transformers() -> None:
-    """Let `AutoConfig` and `AutoModelForCausalLM` load pruned models, at once or when they are imported."""
-    if _MAPPINGS in sys.modules:
-        _register(sys.modules[_MAPPINGS])
-    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport())
-
-
 def _register(mappings: ModuleType) -> None:
     # The import is here, because it loads torch.
     from headscan.pruning.format.pruned_model import MODEL_TYPE, PrunedConfig
@@ -173,4 +165,8 @@ class _RegisteringLoader(Loader):
         _register(module)
 
 
-register_with_transformers()
+# Let `AutoConfig` and `AutoModelForCausalLM` load pruned models, at once or when they are imported.
+if _MAPPINGS in sys.modules:
+    _register(sys.modules[_MAPPINGS])
+elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+    sys.meta_path.insert(0, _AfterImport())

@@ -13,7 +13,7 @@ Statistics of positions are undefined (NaN) in cross attention.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from math import floor
 from typing import Annotated, Final, Literal
 
@@ -58,24 +58,19 @@ class Score:
     """A number derived from statistics of one sequence, with a direction.
 
     Attributes:
+        inactive: The end of the score at which a head contributes little.
         normaliser: The statistic in the denominator; None divides by nothing.
         over: ``layer``: the denominator is the mean of ``normaliser`` over all query heads of the layer, this head
             included; ``head``: the head's own ``normaliser``. None without a normaliser.
-        inactive: The end of the score at which a head contributes little.
-
-    Raises:
-        UnknownNameError: No such statistic.
-        ValueError: One of ``normaliser`` and ``over`` without the other.
     """
 
     name: str
-    _: KW_ONLY
     paper_name: str
     statistic: str
-    normaliser: str | None = None
-    over: Literal["layer", "head"] | None = None
     inactive: Literal["high", "low"]
     source: str
+    normaliser: str | None = None
+    over: Literal["layer", "head"] | None = None
 
     def __post_init__(self) -> None:
         for name in (self.statistic, self.normaliser):
@@ -111,6 +106,7 @@ class Behaviour:
 
 
 _PAPER = "arXiv 2504.03889"
+_APPENDIX = f"{_PAPER}, appendix"
 
 STATISTICS: dict[str, Statistic] = {
     s.name: s
@@ -121,7 +117,7 @@ STATISTICS: dict[str, Statistic] = {
         Statistic("value_norm", "mean_k norm(V[k])", "l2 norm", "attention", _PAPER),
         Statistic("last_output_norm", "norm(O[N-1])", "l2 norm", "output", _PAPER),
         Statistic("output_norm", "mean_q norm(O[q])", "l2 norm", "output", _PAPER),
-        Statistic("projected_output_norm", "mean_q norm(O[q] W), no bias", "l2 norm", "output", f"{_PAPER}, appendix"),
+        Statistic("projected_output_norm", "mean_q norm(O[q] W), no bias", "l2 norm", "output", _APPENDIX),
         Statistic(
             "sink_mass", "mean_q of the weight on the first `sink` keys", "share", "attention", "arXiv 2309.17453"
         ),
@@ -197,90 +193,30 @@ PROFILES: dict[str, Profile] = {
 SCORES: dict[str, Score] = {
     s.name: s
     for s in (
-        Score("first_token_weight", paper_name="AWFT", statistic="first_token_weight", inactive="high", source=_PAPER),
+        Score("first_token_weight", "AWFT", "first_token_weight", "high", _PAPER),
         Score(
-            "first_token_weight_ln",
-            paper_name="AWFT (LN)",
-            statistic="first_token_weight",
-            normaliser="first_token_weight",
-            over="layer",
-            inactive="high",
-            source=_PAPER,
+            "first_token_weight_ln", "AWFT (LN)", "first_token_weight", "high", _PAPER, "first_token_weight", "layer"
         ),
-        Score("entropy", paper_name="AEQD", statistic="entropy", inactive="low", source=_PAPER),
-        Score(
-            "entropy_ln",
-            paper_name="AEQD (LN)",
-            statistic="entropy",
-            normaliser="entropy",
-            over="layer",
-            inactive="low",
-            source=_PAPER,
-        ),
-        Score("first_value_norm", paper_name="FTVVN", statistic="first_value_norm", inactive="low", source=_PAPER),
-        Score(
-            "first_value_norm_ln",
-            paper_name="FTVVN (LN)",
-            statistic="first_value_norm",
-            normaliser="first_value_norm",
-            over="layer",
-            inactive="low",
-            source=_PAPER,
-        ),
-        Score("value_norm", paper_name="AVVN", statistic="value_norm", inactive="low", source=_PAPER),
-        Score(
-            "value_norm_ln",
-            paper_name="AVVN (LN)",
-            statistic="value_norm",
-            normaliser="value_norm",
-            over="layer",
-            inactive="low",
-            source=_PAPER,
-        ),
-        Score("last_output_norm", paper_name="LTHON", statistic="last_output_norm", inactive="low", source=_PAPER),
-        Score(
-            "last_output_norm_ln",
-            paper_name="LTHON (LN)",
-            statistic="last_output_norm",
-            normaliser="output_norm",
-            over="layer",
-            inactive="low",
-            source=_PAPER,
-        ),
-        Score(
-            "last_output_norm_hn",
-            paper_name="LTHON (HN)",
-            statistic="last_output_norm",
-            normaliser="output_norm",
-            over="head",
-            inactive="low",
-            source=_PAPER,
-        ),
-        Score("output_norm", paper_name="AHON", statistic="output_norm", inactive="low", source=_PAPER),
-        Score(
-            "output_norm_ln",
-            paper_name="AHON (LN)",
-            statistic="output_norm",
-            normaliser="output_norm",
-            over="layer",
-            inactive="low",
-            source=_PAPER,
-        ),
-        Score(
-            "projected_output_norm",
-            paper_name="A1",
-            statistic="projected_output_norm",
-            inactive="low",
-            source=f"{_PAPER}, appendix",
-        ),
+        Score("entropy", "AEQD", "entropy", "low", _PAPER),
+        Score("entropy_ln", "AEQD (LN)", "entropy", "low", _PAPER, "entropy", "layer"),
+        Score("first_value_norm", "FTVVN", "first_value_norm", "low", _PAPER),
+        Score("first_value_norm_ln", "FTVVN (LN)", "first_value_norm", "low", _PAPER, "first_value_norm", "layer"),
+        Score("value_norm", "AVVN", "value_norm", "low", _PAPER),
+        Score("value_norm_ln", "AVVN (LN)", "value_norm", "low", _PAPER, "value_norm", "layer"),
+        Score("last_output_norm", "LTHON", "last_output_norm", "low", _PAPER),
+        Score("last_output_norm_ln", "LTHON (LN)", "last_output_norm", "low", _PAPER, "output_norm", "layer"),
+        Score("last_output_norm_hn", "LTHON (HN)", "last_output_norm", "low", _PAPER, "output_norm", "head"),
+        Score("output_norm", "AHON", "output_norm", "low", _PAPER),
+        Score("output_norm_ln", "AHON (LN)", "output_norm", "low", _PAPER, "output_norm", "layer"),
+        Score("projected_output_norm", "A1", "projected_output_norm", "low", _APPENDIX),
         Score(
             "projected_output_norm_ln",
-            paper_name="A2",
-            statistic="projected_output_norm",
-            normaliser="projected_output_norm",
-            over="layer",
-            inactive="low",
-            source=f"{_PAPER}, appendix",
+            "A2",
+            "projected_output_norm",
+            "low",
+            _APPENDIX,
+            "projected_output_norm",
+            "layer",
         ),
     )
 }
@@ -468,7 +404,6 @@ class Criterion:
     """A criterion that chooses the heads to ablate or to remove.
 
     Attributes:
-        removed_first: The heads that go first.
         run: Kind of the run in a store that orders heads by the criterion; None if there is none.
         by_value: Every head has a number of its own, so what is left can be measured again once some heads are gone.
         on_recall: Recall prompts are measured in addition to texts.

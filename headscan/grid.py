@@ -241,11 +241,7 @@ class HeadGrid:
 
 
 def find_units(grid: HeadGrid, unit: Unit) -> dict[int, list[tuple[Head, ...]]]:
-    """Return the heads of each unit, by layer.
-
-    Raises:
-        PruningError: The unit is unknown.
-    """
+    """Return the heads of each unit, by layer."""
     units: dict[int, list[tuple[Head, ...]]] = {}
     for site in grid.sites:
         heads = [Head(site.layer, head) for head in range(site.num_attention_heads)]

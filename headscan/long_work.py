@@ -62,12 +62,8 @@ def unseen_steps(title: str, total: int, unit: str) -> Iterator[Callable[[], obj
 
 @dataclass(frozen=True)
 class LongWork:
-    """The numbers and the output that all measurements of a long job share.
-
-    Attributes:
-        known: Numbers that were measured before; it gets the new ones.
-        steps: Shows the steps.
-        say: Called with lines about what is measured.
+    """What all measurements of a long job share: ``known`` numbers, to which they add new ones, and functions that show
+    steps and say lines about the measurements.
     """
 
     known: KnownNumbers = field(default_factory=KnownNumbers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from headscan.attention.hooks import output_hook
 from headscan.errors import InterventionError, SequenceError
 from headscan.grid import AttentionSite
 from headscan.measure.collect import TokenIds, check_ids
-from headscan.models.forward_inputs import batch_kwargs, real_tokens, run_forward
+from headscan.models.forward_inputs import batch_kwargs, real_tokens, run_forward, widened
 from headscan.models.loaded_model import LoadedModel
 from headscan.options import BATCH_TOKENS, Seed, check_limits
 
@@ -97,16 +98,16 @@ def head_means(
     sums: dict[int, Tensor] = {}
     ids, real = check_ids(lm, input_ids, lengths)
 
-    def add(site: AttentionSite, heads_BNHD: Tensor, lengths_B: Tensor) -> None:
+    def add(lengths_B: Tensor, site: AttentionSite, heads_BNHD: Tensor) -> None:
         here = real_tokens(lengths_B.to(heads_BNHD.device), heads_BNHD.shape[1])
-        wide = torch.promote_types(heads_BNHD.dtype, torch.float32)
         # `where` instead of a product, since numbers at padding may be NaN.
-        total_HD = torch.where(here[..., None, None], heads_BNHD.to(wide), 0.0).sum((0, 1)).cpu().double()
+        total_HD = torch.where(here[..., None, None], widened(heads_BNHD), 0.0).sum((0, 1)).cpu().double()
         sums[site.layer] = sums[site.layer] + total_HD if site.layer in sums else total_HD
 
     _visit(lm, ids, real, batch_tokens, add)
     tokens = int(real.sum())
-    return HeadMeans({layer: (total / tokens).to(_wide(lm)) for layer, total in sums.items()}, lm.grid.kind)
+    wide = torch.promote_types(lm.model.dtype, torch.float32)
+    return HeadMeans({layer: (total / tokens).to(wide) for layer, total in sums.items()}, lm.grid.kind)
 
 
 def head_samples(
@@ -141,7 +142,7 @@ def head_samples(
     shortest = int(real.min())
     samples: dict[int, list[Tensor]] = {layer: [] for layer in sorted(wanted)}
 
-    def keep(site: AttentionSite, heads_BNHD: Tensor, _: Tensor) -> None:
+    def keep(_: Tensor, site: AttentionSite, heads_BNHD: Tensor) -> None:
         if site.layer in wanted:
             samples[site.layer].append(heads_BNHD[:, :shortest].cpu())
 
@@ -154,20 +155,12 @@ def _visit(
     ids: Tensor,
     real: Tensor,
     batch_tokens: int,
-    visit: Callable[[AttentionSite, Tensor, Tensor], None],
+    visit: Callable[[Tensor, AttentionSite, Tensor], None],
 ) -> None:
-    """Show the heads' outputs of all passes, and the lengths of their sequences."""
+    """Show the lengths of the sequences of all passes, the sites and the heads' outputs."""
     causal = all(site.causal for site in lm.grid.sites) and not lm.is_encoder_decoder
     rows = max(1, batch_tokens // ids.shape[1])
     for part, lengths_B in zip(ids.split(rows), real.split(rows), strict=True):
-
-        def show(site: AttentionSite, heads_BNHD: Tensor, lengths_B: Tensor = lengths_B) -> None:
-            visit(site, heads_BNHD, lengths_B)
-
         decoder_ids = part if lm.is_encoder_decoder else None
-        with torch.no_grad(), output_hook(lm, show):
+        with torch.no_grad(), output_hook(lm, partial(visit, lengths_B)):
             run_forward(lm.model, batch_kwargs(part, lengths_B, causal=causal, decoder_input_ids=decoder_ids))
-
-
-def _wide(lm: LoadedModel) -> torch.dtype:
-    return torch.promote_types(lm.model.dtype, torch.float32)

@@ -51,14 +51,10 @@ class RuleStatistics:
         statistics._from_attention = {}
         return statistics
 
-    @property
-    def of_attention(self) -> frozenset[str]:
-        """Names of the statistics that the attention hook measures."""
-        return self.wanted - OUTPUT_STATISTICS.keys()
-
     def on_attention(self, call: AttentionCall, lengths: Tensor, past: int = 0) -> Tensor:
         """Measure an attention call and return its output; ``past`` counts the cached tokens before it."""
-        request = AttentionRequest(self.of_attention, lengths, lengths, self._widths, past=past)
+        names = self.wanted - OUTPUT_STATISTICS.keys()
+        request = AttentionRequest(names, lengths, lengths, self._widths, past=past)
         out, self._from_attention = call.measure(request)
         return out
 
@@ -191,14 +187,6 @@ class HeadRule(LayerwiseAblation):
     @property
     def may_share_rows(self) -> bool:
         return super().may_share_rows and statistics_for([self.score]) <= JOINABLE
-
-    @property
-    def score_name(self) -> str:
-        return self.score
-
-    @property
-    def score_widths(self) -> MassWidths:
-        return self.widths
 
     @property
     def score_threshold(self) -> float:

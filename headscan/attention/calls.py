@@ -11,16 +11,17 @@ G = H / K, D and Dv widths of a key and of a value.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
-from headscan.attention.fused import FusedKernels, attend_fused, kernels_for, widened
+from headscan.attention.fused import FusedKernels, attend_fused, kernels_for
 from headscan.catalog import MassWidths
 from headscan.errors import InterventionError, UnsupportedModelError
+from headscan.models.forward_inputs import widened
 from headscan.statistics.registry import (
     CONTINUABLE,
     EXPLICIT,
@@ -66,12 +67,17 @@ def _rows(mask: Tensor, position_BR: Tensor, keys: slice) -> Tensor:
 
 def attend_blockwise(call: ScoredCall, take: Callable[[Tensor, int, int], None], past: int = 0) -> Tensor:
     """Return the output (B, H, N, Dv); ``take`` gets weights, first query and first key of each block."""
+    B, H, N, S = call.shape_BHNS
     K, Dv = call.num_key_value_heads, call.value_dim
+    size = block_rows(B, H, S, call.device)
     outs: list[Tensor] = []
-    for rows, keys, weights in call.blocks(past):
-        B, H, R, C = weights.shape
-        value = call.value_BKSD[:, :, keys]
-        outs.append((weights.reshape(B, K, (H // K) * R, C) @ value).reshape(B, H, R, Dv))
+    for start in range(0, N, size):
+        rows = slice(start, min(start + size, N))
+        first = 0 if call.window is None else max(0, past + start - call.window + 1)
+        keys = slice(first, past + rows.stop if call.causal else S)
+        weights = call.block(rows, keys, past)
+        R, C = weights.shape[2:]
+        outs.append((weights.reshape(B, K, (H // K) * R, C) @ call.value_BKSD[:, :, keys]).reshape(B, H, R, Dv))
         take(weights, past + rows.start, keys.start)
         del weights  # frees the block before the next one is computed
     return torch.cat(outs, 2)
@@ -111,12 +117,8 @@ class WeightTally:
 
 
 class AttentionCall(ABC):
-    """One call of a layer's attention.
-
-    Attributes:
-        causal: No query sees a later key.
-        cross: The keys belong to another sequence.
-        sliding_window: The window that the model passes, whether or not the mask encodes it too; None means none.
+    """One call of a layer's attention; ``causal`` and ``cross`` as in `Geometry`. ``sliding_window`` is the window that
+    the model passes, whether or not the mask encodes it too; None means none.
     """
 
     value_BKSD: Tensor
@@ -265,19 +267,8 @@ class ScoredCall(AttentionCall):
         wide._hide_by_position(scores, at, key_at)
         return wide._normalise(scores, at)
 
-    def blocks(self, past: int = 0) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield blocks of queries, the keys that they may see, and weights (B, H, R, C); ``past`` keys come before the
-        first query's own.
-        """
-        B, H, N, S = self.shape_BHNS
-        size = block_rows(B, H, S, self.device)
-        for start in range(0, N, size):
-            rows = slice(start, min(start + size, N))
-            first = 0 if self.window is None else max(0, past + start - self.window + 1)
-            keys = slice(first, past + rows.stop if self.causal else S)
-            yield rows, keys, self._block(rows, keys, past)
-
-    def _block(self, rows: slice, keys: slice, past: int) -> Tensor:
+    def block(self, rows: slice, keys: slice, past: int) -> Tensor:
+        """Return weights (B, H, R, C) of queries, after ``past`` keys, and the keys that they may see."""
         position = torch.arange(rows.start, rows.stop, device=self.device)[None]
         scores, key_at = self._scores(self.query_BHND[:, :, rows], position, keys)
         R, C = scores.shape[-2:]

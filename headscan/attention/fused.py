@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
 from headscan.catalog import MassWidths
+from headscan.models.forward_inputs import widened
 from headscan.models.token_batches import is_out_of_memory
 
 _log = logging.getLogger("headscan")
@@ -202,12 +203,8 @@ class CudaKernels:
     """FlashAttention 2 from torch (half precision, GQA, windows), as ``aten::_flash_attention_forward`` has it.
 
     For whole sequences, cuDNN's kernel takes its place where torch would choose it for the model itself: on Hopper it
-    takes about half the time. It builds a plan for every new shape, as it does for the plain model.
-
-    Args:
-        forward: FlashAttention's operator.
-        cudnn: cuDNN's operator; None uses FlashAttention alone.
-        prefers_cudnn: Whether torch would choose cuDNN for query, key and value.
+    takes about half the time. It builds a plan for every new shape, as it does for the plain model. A ``cudnn`` of None
+    uses FlashAttention alone.
     """
 
     def __init__(
@@ -374,7 +371,6 @@ class FusedPass:
     Attributes:
         centred_BKND: The keys minus the first key.
         lse_BHN: Log-sum-exp of the scores on `key_BKND`.
-        window: Number of keys that a query sees; None means all up to its own.
         past: Number of keys before the first query's own.
         own_entropy_BHN: Entropy of the weights on the keys; None if the output came without it.
         log_share_BHN: Logarithm of the weight that a learned sink leaves the keys; None without a learned sink.
@@ -495,7 +491,8 @@ def attend_fused(
         grouped_out, lse, own_entropy = together
     else:
         grouped_out, lse = _call(kernels, query_BHND, key, value_BKND, scale, window)
-    out = _ungrouped(grouped_out)
+    # (B, H, N, D), stored as (B, N, H, D): models transpose the output next, which then copies nothing.
+    out = grouped_out.permute(0, 3, 1, 2, 4).flatten(2, 3).transpose(1, 2)
     log_share = None
     if sinks_BHN is not None:
         true_lse = lse + _scores_on_one(query_BHND, first_key, scale) if exact else lse
@@ -519,16 +516,6 @@ def _call(
     else:
         out, lse = kernels.band(query, key, value, scale, window)
     return out[..., :Dv], lse
-
-
-def _ungrouped(out_BKGND: Tensor) -> Tensor:
-    """Return (B, H, N, D), stored as (B, N, H, D). Models transpose the output next, which then copies nothing."""
-    return out_BKGND.permute(0, 3, 1, 2, 4).flatten(2, 3).transpose(1, 2)
-
-
-def widened(x: Tensor) -> Tensor:
-    """Return values as float32 or wider."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _scores_on_one(query_BHND: Tensor, key_BK1D: Tensor, scale: float) -> Tensor:

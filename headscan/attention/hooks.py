@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
@@ -352,18 +353,15 @@ def output_hook(lm: LoadedModel, visit: OutputVisitor) -> Iterator[None]:
     refuse_compiled(lm)
     refuse_training(lm.model)
 
-    def hook_for(site: AttentionSite) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...] | None]:
-        def hook(projection: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            refuse_training(projection)
-            heads = args[0].unflatten(-1, (site.num_attention_heads, site.value_dim))
-            with without_autocast(heads.device):
-                changed = visit(site, heads)
-            return None if changed is None else (changed.flatten(-2), *args[1:])
-
-        return hook
+    def hook(site: AttentionSite, projection: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        refuse_training(projection)
+        heads = args[0].unflatten(-1, (site.num_attention_heads, site.value_dim))
+        with without_autocast(heads.device):
+            changed = visit(site, heads)
+        return None if changed is None else (changed.flatten(-2), *args[1:])
 
     with ExitStack() as cleanup:
         for site in lm.grid.sites:
             projection = lm.module(site.output_projection)
-            cleanup.callback(projection.register_forward_pre_hook(hook_for(site)).remove)
+            cleanup.callback(projection.register_forward_pre_hook(partial(hook, site)).remove)
         yield

@@ -18,11 +18,7 @@ _MODEL_TYPE = "nemotron-nas"
 
 
 def recorded_config(folder: Path) -> dict[str, Any] | None:
-    """Return the configuration of the model in a DeciLM folder of headscan; None for other models.
-
-    Raises:
-        ModelLoadError: headscan wrote the folder without the configuration, or with windows.
-    """
+    """Return the configuration of the model in a DeciLM folder of headscan; None for other models."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -44,11 +40,7 @@ def recorded_config(folder: Path) -> dict[str, Any] | None:
 
 
 def write_pruned_folder(folder: Path, target: Path) -> None:
-    """Write the model of a DeciLM folder with its tokenizer.
-
-    Raises:
-        ModelLoadError: A weight is missing, or a head that fills a place is not zero.
-    """
+    """Write the model of a DeciLM folder with its tokenizer; raise if a head that fills a place is not zero."""
     import shutil
 
     import torch

@@ -13,8 +13,8 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -145,16 +145,14 @@ def _quantisation(path: Path) -> str:
 def _convert(path: Path, folder: Path, record: dict[str, str]) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
     try:
-        found: Any = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True
-        )
+        with no_progress_bar():
+            found: Any = AutoModelForCausalLM.from_pretrained(
+                path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True
+            )
+            tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         read, report = found
-        tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         # transformers refuses to save a model that it read from GGUF, so the weights go into a new one.
         config = type(read.config).from_dict({**read.config.to_dict(), "quantization_config": None})
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -163,15 +161,26 @@ def _convert(path: Path, folder: Path, record: dict[str, str]) -> None:
         raise ModelLoadError(
             f"transformers cannot read {path}: {first_line(problem)}. Give the model as safetensors instead"
         ) from problem
-    finally:
-        if shown:
-            logging.enable_progress_bar()
     if missing := sorted(report["missing_keys"]):
         raise ModelLoadError(f"{path} lacks {len(missing)} weights: {missing[0]}, ... Copy or download it again")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), _RECORD: record}, indent=2) + "\n")
+
+
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """Disable transformers' progress bar for weights."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 #: Name of the bundled model, and its folder.

@@ -44,7 +44,7 @@ from headscan.gradients.head_importance import default_loss, must_recompute
 from headscan.gradients.losses import Loss
 from headscan.grid import AttentionSite, Head, HeadGrid
 from headscan.layers.blocks import find_blocks
-from headscan.models.forward_inputs import without_autocast
+from headscan.models.forward_inputs import widened, without_autocast
 from headscan.models.loaded_model import LoadedModel, logits_at
 from headscan.pruning.calibration import Calibration
 
@@ -239,7 +239,7 @@ def _log_probabilities(lm: LoadedModel, ids: Tensor, lengths: Sequence[int]) -> 
     """Return predictions (M, V) after the real tokens, sequence by sequence, float32 or wider."""
     places = [(row, column) for row, length in enumerate(lengths) for column in range(length)]
     logits_MV = logits_at(lm, ids, [row for row, _ in places], [column for _, column in places], use_cache=False)
-    return logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32)).log_softmax(-1)
+    return widened(logits_MV).log_softmax(-1)
 
 
 _FORMAT = "headscan gates"
@@ -250,7 +250,6 @@ class FitState:
     """Everything that the next step depends on, in addition to the model, the texts and the settings.
 
     Attributes:
-        step: Number of finished steps.
         log_a: Locations of the gates of all heads of the site, layer by layer.
         mean, square: Moments of Adam, of the same shape.
         penalty: Integral part of the penalty per open gate, in nats.

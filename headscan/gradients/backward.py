@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from headscan.attention.hooks import output_hook
 from headscan.gradients.losses import Loss
 from headscan.grid import AttentionSite
 from headscan.layers.blocks import Blocks, find_blocks
-from headscan.models.forward_inputs import run_forward, wide_norm, without_autocast
+from headscan.models.forward_inputs import run_forward, wide_norm, widened, without_autocast
 from headscan.models.loaded_model import Block, LoadedModel
 
 #: Called with a site, a tensor of its layer, and the derivative of the loss by it: float32 or wider, unscaled.
@@ -49,29 +50,29 @@ def watched_layers(
         values = tensor.detach()  # keeping the tensor itself would keep its graph alive
 
         def receive(gradient: Tensor) -> None:
-            wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+            wide = widened(gradient)
             visit(site, values, wide / scale if scale != 1 else wide)
 
         tensor.register_hook(receive)
 
     grids = [lm.at(kind) for kind in lm.grid.kinds]
     sites = [site for each in grids for site in each.grid.sites]
+
+    def left(visit: Visit, site: AttentionSite, _: nn.Module, __: Any, out: Tensor) -> None:
+        watch(site, out, visit)
+
+    def entered(visit: Visit, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
+        watch(site, heads_BNHD, visit)
+        return heads_BNHD
+
     with ExitStack() as hooks:
         if on_outputs is not None:
             for site in sites:
-
-                def left(_: nn.Module, __: Any, out: Tensor, site: AttentionSite = site) -> None:
-                    watch(site, out, on_outputs)
-
-                hooks.callback(lm.module(site.output_projection).register_forward_hook(left).remove)
+                hook = partial(left, on_outputs, site)
+                hooks.callback(lm.module(site.output_projection).register_forward_hook(hook).remove)
         if on_heads is not None:
-
-            def entered(site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
-                watch(site, heads_BNHD, on_heads)
-                return heads_BNHD
-
             for each in grids:
-                hooks.enter_context(output_hook(each, entered))
+                hooks.enter_context(output_hook(each, partial(entered, on_heads)))
         yield
 
 
@@ -155,7 +156,6 @@ def backward(
     A visitor's tensors are released after its call, which may run in a thread of autograd.
 
     Args:
-        on_heads, on_outputs: As in `watched_layers`.
         gates: By layer, a leaf tensor that requires a gradient and that an open hook uses in this layer.
         recompute: Run the blocks of a decoder again one at a time; False keeps the graph of all blocks, which takes a
             third less time and the memory of all of them.

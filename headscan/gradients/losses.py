@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache
 
 from headscan.errors import SequenceError, UnsupportedModelError
 from headscan.layers.blocks import Blocks
-from headscan.models.forward_inputs import batch_kwargs, before_last, real_tokens, without_autocast
+from headscan.models.forward_inputs import batch_kwargs, before_last, real_tokens, widened, without_autocast
 from headscan.models.loaded_model import LoadedModel, logits_at
 
 #: Logits in memory at one time.
@@ -139,8 +139,7 @@ class NextTokenLoss(Loss):
         rows, columns = list(self.rows[part]), list(self.columns[part])
         logits_MV = logits_at(lm, self.ids, rows, columns, use_cache=False)
         targets = self.ids[rows, [column + 1 for column in columns]].to(logits_MV.device)
-        wide = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
-        loss_M = F.cross_entropy(wide, targets, reduction="none").cpu()
+        loss_M = F.cross_entropy(widened(logits_MV), targets, reduction="none").cpu()
         if not self.summed:
             counts = torch.tensor(self.counts, dtype=torch.float64)
             loss_M = loss_M * (scale / counts)[rows].to(loss_M.dtype)
@@ -149,7 +148,7 @@ class NextTokenLoss(Loss):
 
 def reduced(logits_MV: Tensor, targets_M: Tensor, rows: Sequence[int], sequences: int, *, summed: bool) -> Tensor:
     """Return the mean or summed cross-entropy of each sequence's tokens, one or more, (B,), float32 or wider."""
-    wide = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
+    wide = widened(logits_MV)
     loss_M = F.cross_entropy(wide, targets_M.to(wide.device), reduction="none")
     at = torch.tensor(rows, device=wide.device)
     total_B = loss_M.new_zeros(sequences).index_add(0, at, loss_M)
@@ -190,12 +189,9 @@ class MaskedTokenLoss(PaddedTextLoss):
         seed: int = 0,
         summed: bool = False,
     ) -> MaskedTokenLoss:
-        """Mask a share of each sequence's tokens, above 0 and at most 1, at least one token. The places depend on the
-        seed, the key and the tokens of the sequence, not on the batch.
-
-        Args:
-            never: Ids of tokens that are not masked, such as separators.
-            input_keys: An integer of 0 or more for each sequence; None uses the row numbers.
+        """Mask a share of each sequence's tokens, above 0 and at most 1, at least one token, but none with an id in
+        ``never``, such as separators. The places depend on the seed, the key (None: the row) and the tokens of the
+        sequence, not on the batch.
         """
         if not 0 < share <= 1:
             raise SequenceError(f"share of masked tokens: {share} (limit above 0, at most 1). Change `share`")

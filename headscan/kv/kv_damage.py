@@ -12,9 +12,9 @@ a key and of a value, E width of a hidden state.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -92,12 +92,8 @@ def gate_gradients(
     scored: Sequence[int] | None,
 ) -> Tensor:
     """Return the derivatives of each sequence's mean loss by the gates of KV heads, all gates at one value: float32 (B,
-    heads), in nats per scored token, on the CPU.
-
-    Args:
-        ids: Token ids (B, N) on the model's input device, padded on the right.
-        gate: Value of all gates: 1 is the full cache, 0 the window.
-        scored: Number of scored tokens of each sequence, its last ones; None scores all but the first.
+    heads), in nats per scored token, on the CPU. A gate of 1 is the full cache, 0 the window. The ids (B, N) are padded
+    on the right; of each sequence the last ``scored`` tokens count, None: all but the first.
     """
     find_blocks(lm)  # it runs another batch, which would not fit the gates
     loss = NextTokenLoss.of(ids, lengths, scored)
@@ -237,78 +233,50 @@ def kv_damages_by_sequence(
     if unknown:
         raise PlanMismatchError(f"damage of (layer, KV head) {unknown[0]}: it cannot keep a window. Leave it out")
     columns = [candidates.index(place) for place in places]
-    sequences = _Sequences.check(lm, ids, lengths, scored)
+    checked, real = check_ids(lm, ids, lengths)
+    tokens = real.tolist()
+    if scored is not None and len(scored) != len(tokens):
+        raise SequenceError(f"scored has {len(scored)} entries (limit {len(tokens)} sequences). Give one for each")
 
-    def measure(part: _Sequences) -> Tensor:
-        damages = [
-            -gate_gradients(lm, part.ids, part.lengths, window, candidates, gate=gate, scored=part.scored)
-            for gate in gates
-        ]
+    def measure(rows: list[int]) -> Tensor:
+        own = [tokens[row] for row in rows]
+        counts = None if scored is None else [int(scored[row]) for row in rows]
+        part = checked[rows, : max(own)]
+        damages = [-gate_gradients(lm, part, own, window, candidates, gate=gate, scored=counts) for gate in gates]
         return torch.stack(damages).mean(0)[:, columns]
 
-    measured = sequences.measured(lm, window, batch_tokens, measure)
+    long = _longer_than(window, tokens)
+    measured: dict[int, Tensor] = {}
+    batch_tokens = pass_tokens(lm.device.type, batch_tokens)
+    for batch in whole_batches([tokens[row] for row in long], batch_tokens, lm.rope_lengths.group):
+        rows = [long[index] for index in batch.rows]
+        for part, values in run_halving(rows, measure, tokens, lm.limits["kv_damage"]):
+            measured.update(zip(part, values, strict=True))
     finite = torch.stack(list(measured.values())).isfinite()
     if not finite.all():
         wrong = int((~finite).sum())
         raise NotFiniteError(f"NaN or infinite damages: {wrong} of {finite.numel()} (limit 0). Use another `dtype`")
-    return sequences.table(lm.grid, places, measured)
+    widest = max(site.num_key_value_heads for site in lm.grid.sites)
+    table = torch.full((len(tokens), lm.grid.num_layers, widest), float("nan"))
+    layers, kv_heads = [layer for layer, _ in places], [kv_head for _, kv_head in places]
+    for row, values in measured.items():
+        table[row, layers, kv_heads] = values
+    return table
 
 
-@dataclass(frozen=True)
-class _Sequences:
-    """Checked sequences on the model's input device."""
-
-    ids: Tensor
-    lengths: tuple[int, ...]
-    scored: tuple[int, ...] | None
-
-    @classmethod
-    def check(
-        cls, lm: LoadedModel, ids: TokenIds, lengths: Tensor | Sequence[int] | None, scored: Sequence[int] | None
-    ) -> _Sequences:
-        checked, lengths = check_ids(lm, ids, lengths)
-        if scored is not None and len(scored) != len(checked):
-            raise SequenceError(f"scored has {len(scored)} entries (limit {len(checked)} sequences). Give one for each")
-        return cls(checked, tuple(lengths.tolist()), None if scored is None else tuple(map(int, scored)))
-
-    def rows(self, rows: Sequence[int]) -> _Sequences:
-        lengths = tuple(self.lengths[row] for row in rows)
-        scored = None if self.scored is None else tuple(self.scored[row] for row in rows)
-        return _Sequences(self.ids[list(rows), : max(lengths)], lengths, scored)
-
-    def measured(
-        self, lm: LoadedModel, window: Window, batch_tokens: int, measure: Callable[[_Sequences], Tensor]
-    ) -> dict[int, Tensor]:
-        """Return the numbers (heads,) of each sequence that is longer than the window, by row."""
-        long = [row for row, length in enumerate(self.lengths) if length > window.width]
-        if not long:
-            raise SequenceError(
-                f"the longest sequence has {max(self.lengths)} tokens (at least {window.width + 1}, one more than the "
-                "window). Give longer sequences, or lower `recent`"
-            )
-        if len(long) < len(self.lengths):
-            _log.warning(
-                "%d of %d sequences are not longer than the window of %d tokens and are left out",
-                len(self.lengths) - len(long),
-                len(self.lengths),
-                window.width,
-            )
-        batch_tokens = pass_tokens(lm.device.type, batch_tokens)
-        long_lengths = [self.lengths[row] for row in long]
-        damages: dict[int, Tensor] = {}
-        for batch in whole_batches(long_lengths, batch_tokens, lm.rope_lengths.group):
-            rows = [long[index] for index in batch.rows]
-            for part, values in run_halving(
-                rows, lambda part: measure(self.rows(part)), self.lengths, lm.limits["kv_damage"]
-            ):
-                damages.update(zip(part, values, strict=True))
-        return damages
-
-    def table(self, grid: HeadGrid, heads: Sequence[KvHead], damages: dict[int, Tensor]) -> Tensor:
-        """Return numbers by sequence, layer and KV head: float32 (B, L, K), NaN where there are none."""
-        widest = max(site.num_key_value_heads for site in grid.sites)
-        table = torch.full((len(self.lengths), grid.num_layers, widest), float("nan"))
-        layers, kv_heads = [layer for layer, _ in heads], [kv_head for _, kv_head in heads]
-        for row, values in damages.items():
-            table[row, layers, kv_heads] = values
-        return table
+def _longer_than(window: Window, lengths: Sequence[int]) -> list[int]:
+    """Return the sequences that are longer than a window, by row; raise if none is, and warn if some are not."""
+    long = [row for row, length in enumerate(lengths) if length > window.width]
+    if not long:
+        raise SequenceError(
+            f"the longest sequence has {max(lengths)} tokens (at least {window.width + 1}, one more than the window). "
+            "Give longer sequences, or lower `recent`"
+        )
+    if left_out := len(lengths) - len(long):
+        _log.warning(
+            "%d of %d sequences are not longer than the window of %d tokens and are left out",
+            left_out,
+            len(lengths),
+            window.width,
+        )
+    return long

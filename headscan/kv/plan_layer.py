@@ -139,7 +139,7 @@ class PlanStep:
             terms = replace(terms, bias=bias if terms.bias is None else terms.bias + bias)
         query_BKGND, terms = layer.in_groups(query_BKGND), self._in_groups(terms)
         outs = [self._attend(heads, held, query_BKGND, scale, seen_BNS, terms) for heads, held in layer.parts]
-        out = layer.in_order(outs[0] if len(outs) == 1 else torch.cat(outs, 1))
+        out = layer.joined(outs)
         return out[:, :, :, 0] if packed else out.flatten(1, 2)
 
     def _attend_once(self, query: Tensor, scale: float) -> Tensor:
@@ -153,8 +153,7 @@ class PlanStep:
                 outs.append(part.new_zeros(*part.shape[:3], self._value_dim))
             else:
                 outs.append(one_query_attention(part, held.keys, held.values, scale))
-        out = layer.in_order(outs[0] if len(outs) == 1 else torch.cat(outs, 1))
-        return out.reshape(*query.shape[:3], self._value_dim)
+        return layer.joined(outs).reshape(*query.shape[:3], self._value_dim)
 
     def _read_mask(self, mask: Tensor | None, rows: int) -> tuple[Tensor | None, Tensor | None]:
         """Return which keys are seen (B or 1, N, S) and the mask's bias, and place the rows of the windows."""
@@ -217,7 +216,8 @@ class PlanStep:
 
             terms = replace(terms, bias=of_heads(terms.bias), sinks_BHN=of_heads(terms.sinks_BHN))
         if isinstance(held, FullKeys):
-            return self._attend_full(query_BKGND, held, scale, seen_BNS, terms)
+            causal = seen_BNS is None
+            return grouped_attention(query_BKGND, held.keys, held.values, scale, seen_BNS, causal=causal, terms=terms)
         first = self.tokens == self.queries
         if first and self._layer.prefill == "full" and held.pending:
             out = held.attend_all(query_BKGND, scale, seen_BNS, terms)
@@ -226,12 +226,6 @@ class PlanStep:
         if not self._layer.record_past:
             held.commit()
         return out
-
-    def _attend_full(
-        self, query_BKGND: Tensor, held: FullKeys, scale: float, seen_BNS: Tensor | None, terms: ScoreTerms
-    ) -> Tensor:
-        causal = seen_BNS is None
-        return grouped_attention(query_BKGND, held.keys, held.values, scale, seen_BNS, causal=causal, terms=terms)
 
 
 #: What queries of the first pass see: their window, as in later passes, or all keys, which leave the cache after it.
@@ -336,8 +330,9 @@ class PlanLayer(CacheLayerMixin):
         """Return a tensor with KV heads in dimension 1 in the order of the groups."""
         return x if self._indices is None or x.shape[1] == 1 else x.index_select(1, self._indices[0])
 
-    def in_order(self, x: Tensor) -> Tensor:
-        """Return a tensor with KV heads in dimension 1 in the order of the model."""
+    def joined(self, of_groups: list[Tensor]) -> Tensor:
+        """Return tensors of the groups as one, with KV heads in dimension 1 in the order of the model."""
+        x = of_groups[0] if len(of_groups) == 1 else torch.cat(of_groups, 1)
         return x if self._indices is None else x.index_select(1, self._indices[1])
 
     def get_seq_length(self) -> int:

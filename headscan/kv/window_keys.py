@@ -186,25 +186,35 @@ def _positions(sinks: int, first: int, last: int, starts_B: Tensor | None, devic
 GROWTH = 256
 
 
-class FullKeys:
-    """Buffers of keys and values of S tokens, allocated ahead: for ``max_tokens``, or in steps if it is None."""
+_Pair = tuple[Tensor, Tensor]
 
-    def __init__(self, max_tokens: int | None = None) -> None:
+
+class _Buffers:
+    """Buffers of the keys and values of several KV heads, which ``tokens`` tokens fill from the first place on."""
+
+    def __init__(self) -> None:
         self.tokens = 0
-        self._max_tokens = max_tokens
-        self._buffers: tuple[Tensor, Tensor] | None = None
+        self._buffers: _Pair | None = None
 
     @property
     def keys(self) -> Tensor:
-        """Keys (B, K, S, D)."""
-        assert self._buffers is not None
-        return self._buffers[0].narrow(2, 0, self.tokens)
+        """Keys (B, K, S, D) in the places in use."""
+        return self._used(0)
 
     @property
     def values(self) -> Tensor:
-        """Values (B, K, S, Dv)."""
+        """Values (B, K, S, Dv) in the places in use."""
+        return self._used(1)
+
+    def _used(self, which: int) -> Tensor:
         assert self._buffers is not None
-        return self._buffers[1].narrow(2, 0, self.tokens)
+        buffer = self._buffers[which]
+        return buffer.narrow(2, 0, self.tokens) if self.tokens < buffer.shape[2] else buffer
+
+    @property
+    def slots(self) -> int:
+        """Places that have memory."""
+        return 0 if self._buffers is None else self._buffers[0].shape[2]
 
     @property
     def nbytes(self) -> int:
@@ -215,16 +225,32 @@ class FullKeys:
     def allocated_bytes(self) -> int:
         return 0 if self._buffers is None else sum(buffer.nbytes for buffer in self._buffers)
 
+    def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace each tensor by the result of ``change``, which selects or repeats rows."""
+        if self._buffers is not None:
+            self._buffers = _both(change, self._buffers)
+
+
+class FullKeys(_Buffers):
+    """Keys and values of all S tokens, with memory allocated ahead: for ``max_tokens``, or in steps if it is None."""
+
+    def __init__(self, max_tokens: int | None) -> None:
+        super().__init__()
+        self._max_tokens = max_tokens
+
     def add(self, key_BKND: Tensor, value_BKND: Tensor, heads: Tensor | None = None) -> None:
         """Add new tokens; ``heads`` (K,) selects KV heads of the tensors, and None takes all."""
         end = self.tokens + key_BKND.shape[2]
-        room = 0 if self._buffers is None else self._buffers[0].shape[2]
-        if room < end:
+        if self.slots < end:
             size = -(-end // GROWTH) * GROWTH
             if self._max_tokens is not None and end <= self._max_tokens:
                 size = self._max_tokens
             kv_heads = key_BKND.shape[1] if heads is None else len(heads)
-            self._buffers = (self._grown(0, key_BKND, kv_heads, size), self._grown(1, value_BKND, kv_heads, size))
+            larger = _both(lambda x: x.new_empty(len(x), kv_heads, size, x.shape[3]), (key_BKND, value_BKND))
+            if self._buffers is not None:
+                for new, old in zip(larger, self._buffers, strict=True):
+                    new[:, :, : self.tokens] = old[:, :, : self.tokens]
+            self._buffers = larger
         assert self._buffers is not None
         for buffer, new in zip(self._buffers, (key_BKND, value_BKND), strict=True):
             _write(buffer.narrow(2, self.tokens, end - self.tokens), new, heads)
@@ -233,23 +259,8 @@ class FullKeys:
     def crop(self, tokens: int) -> None:
         self.tokens -= tokens
 
-    def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace each buffer by the result of ``change``, which selects or repeats rows."""
-        if self._buffers is not None:
-            key, value = self._buffers
-            self._buffers = (change(key), change(value))
 
-    def _grown(self, which: int, like: Tensor, kv_heads: int, size: int) -> Tensor:
-        buffer = like.new_empty(len(like), kv_heads, size, like.shape[3])
-        if self._buffers is not None:
-            buffer[:, :, : self.tokens] = self._buffers[which][:, :, : self.tokens]
-        return buffer
-
-
-_Pair = tuple[Tensor, Tensor]
-
-
-class WindowKeys:
+class WindowKeys(_Buffers):
     """The window of several KV heads of one layer; ``tokens`` counts those that are stored or have left the window.
 
     New tokens are *pending* until `commit` stores them, since the queries of one pass see different windows. A single
@@ -257,11 +268,10 @@ class WindowKeys:
     """
 
     def __init__(self, window: Window) -> None:
+        super().__init__()
         self.window = window
-        self.tokens = 0
         self._starts_B: Tensor | None = None
         self._last_start = 0
-        self._buffers: _Pair | None = None
         self._pending: _Pair | None = None
 
     @property
@@ -272,37 +282,21 @@ class WindowKeys:
     @property
     def nbytes(self) -> int:
         """Bytes of the slots in use and of pending tokens."""
-        stored = 0 if self._buffers is None else sum(b[:, :, : self.tokens].nbytes for b in self._buffers)
-        return stored + (0 if self._pending is None else sum(x.nbytes for x in self._pending))
-
-    @property
-    def slots(self) -> int:
-        """Slots that have memory (W)."""
-        return 0 if self._buffers is None else self._buffers[0].shape[2]
+        return super().nbytes + self._pending_bytes
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of all slots and of pending tokens."""
-        return sum(x.nbytes for pair in (self._buffers, self._pending) if pair for x in pair)
+        return super().allocated_bytes + self._pending_bytes
+
+    @property
+    def _pending_bytes(self) -> int:
+        return 0 if self._pending is None else sum(x.nbytes for x in self._pending)
 
     @property
     def aligned(self) -> bool:
         """True if no token is pending, and all rows start at position 0, so that a single query sees all `keys`."""
         return self._pending is None and self._starts_B is None
-
-    @property
-    def keys(self) -> Tensor:
-        """Keys (B, K, W, D) in the slots in use."""
-        assert self._buffers is not None
-        key = self._buffers[0]
-        return key.narrow(2, 0, self.tokens) if self.tokens < key.shape[2] else key
-
-    @property
-    def values(self) -> Tensor:
-        """Values (B, K, W, Dv) in the slots in use."""
-        assert self._buffers is not None
-        value = self._buffers[1]
-        return value.narrow(2, 0, self.tokens) if self.tokens < value.shape[2] else value
 
     def set_starts(self, starts_B: Tensor | None, last_start: int) -> None:
         """Set the position of each row's first real token; ``last_start`` is the largest, None means 0 in all."""
@@ -411,9 +405,7 @@ class WindowKeys:
             self.set_starts(None, 0)
 
     def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace each tensor by the result of ``change``, which selects or repeats rows."""
-        if self._buffers is not None:
-            self._buffers = _both(change, self._buffers)
+        super().change_rows(change)
         if self._pending is not None:
             self._pending = _both(change, self._pending)
         if self._starts_B is not None:

@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,29 +99,21 @@ def _watched_blocks(lm: LoadedModel, path: str, modules: nn.ModuleList) -> Found
     ran: list[Block] = []
     order: list[int] = []
     attention: dict[int, Block] = {}
+
+    def on_block(index: int, *call: Any) -> None:
+        order.append(index)
+        ran.append(_block(f"{path}.{index}", *call))
+
+    def on_attention(site: AttentionSite, *call: Any) -> None:
+        with suppress(UnsupportedModelError):
+            attention[site.layer] = _block(site.path, *call)
+
     with torch.no_grad(), ExitStack() as hooks:
-
-        def watch(module: nn.Module, left: Callable[..., None]) -> None:
-            hooks.callback(module.register_forward_hook(left, with_kwargs=True).remove)
-
         for index, module in enumerate(modules):
-
-            def left(
-                module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, index: int = index
-            ) -> None:
-                order.append(index)
-                ran.append(_block(f"{path}.{index}", module, args, kwargs, out))
-
-            watch(module, left)
+            hooks.callback(module.register_forward_hook(partial(on_block, index), with_kwargs=True).remove)
         for site in lm.grid.sites:
-
-            def on_attention(
-                module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, site: AttentionSite = site
-            ) -> None:
-                with suppress(UnsupportedModelError):
-                    attention[site.layer] = _block(site.path, module, args, kwargs, out)
-
-            watch(lm.module(site.path), on_attention)
+            hook = partial(on_attention, site)
+            hooks.callback(lm.module(site.path).register_forward_hook(hook, with_kwargs=True).remove)
         run_forward(lm.model, {"input_ids": short_text(lm, 4)})
     # A list may end with other blocks, such as those that predict a further token.
     if order != list(range(len(order))) or len(order) <= lm.grid.sites[-1].layer:

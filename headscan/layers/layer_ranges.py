@@ -72,10 +72,6 @@ class Inspection:
     def num_layers(self) -> int:
         return len(self.blocks)
 
-    def blocks_of(self, model: PreTrainedModel) -> tuple[Block, ...]:
-        """Return the blocks of a model of this architecture."""
-        return tuple(Block(model.get_submodule(form.path), form.argument, form.extras) for form in self.blocks)
-
     def weights(self, lazy_model: LazyModel, first: int, last: int) -> tuple[str, ...]:
         """Return the names of the weights of the layers ``first`` to ``last - 1`` and the model's ends with them."""
         paths = tuple(f"{form.path}." for form in self.blocks[first:last])
@@ -279,7 +275,9 @@ class Layers:
         self, lazy_model: LazyModel, inspection: Inspection, tokenizer: PreTrainedTokenizerBase | None
     ) -> None:
         self.lazy_model, self.inspection, self.tokenizer = lazy_model, inspection, tokenizer
-        self._blocks = inspection.blocks_of(lazy_model.model)
+        self._blocks = tuple(
+            Block(lazy_model.model.get_submodule(form.path), form.argument, form.extras) for form in inspection.blocks
+        )
         outside = [name for name in lazy_model.names if inspection.outside.intersection(lazy_model.aliases(name))]
         lazy_model.put(outside, lazy_model.read(outside))
         self._outside = frozenset(outside)
@@ -348,10 +346,8 @@ class Layers:
 
 
 def open_layers(spec: ModelSpec, device: str = "auto") -> Layers:
-    """Open a model to load its layers range by range; this takes the memory of its two ends and one layer.
-
-    Args:
-        device: Device of the layers: ``cpu``, ``cuda``, ``cuda:1``, ...; ``auto`` prefers a GPU.
+    """Open a model to load its layers range by range; this takes the memory of its two ends and one layer. The device
+    ``auto`` prefers a GPU.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

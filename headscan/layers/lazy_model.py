@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from io import FileIO
 from itertools import groupby
 from pathlib import Path
@@ -29,9 +28,10 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 from transformers.modeling_utils import LoadStateDictConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from headscan.checkpoints.headers import FileHeader, read_header
+from headscan.checkpoints.source_folder import no_progress_bar
 from headscan.checkpoints.sources import commit_of, source_options
 from headscan.errors import ModelLoadError
 from headscan.loading import check_device, read_model
@@ -154,7 +154,7 @@ class LazyModel:
             raise ModelLoadError(
                 f"{self.source} is quantised and cannot be read layer by layer. Choose placement whole or sharded"
             )
-        with _no_progress_bar():
+        with no_progress_bar():
             self.model = read_model(spec, config, {"": "meta"})
         self.commit = commit_of(self.source, spec.revision)
         self._make_tables()
@@ -200,7 +200,7 @@ class LazyModel:
         # builds a whole model each time and fills missing weights with random numbers.
         conversions: Any = self._conversions
         config = LoadStateDictConfig(device_map={"": str(self.device)}, weight_mapping=conversions)
-        with _no_progress_bar():
+        with no_progress_bar():  # it would appear for each range of layers
             loading, _ = convert_and_load_state_dict_in_model(self.model, state, config)
         for name in names:
             self.assign(name, self.tensor(name))  # under its other names
@@ -279,15 +279,3 @@ def _aliases(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)
     return {aliases[0]: tuple(aliases) for aliases in names.values()}
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Disable transformers' progress bar, which would appear for each range of layers."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

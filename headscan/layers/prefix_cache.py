@@ -69,26 +69,18 @@ def shares_prefixes(lm: LoadedModel) -> bool:
     ids[2, :prefix] = ids[0, :prefix]
     ids = ids.to(input_device(lm.model))
     # Outside the handler: a model that cannot read whole sequences must raise.
-    whole = _hidden(run_forward(lm.model, {"input_ids": ids}))[:, prefix:]
+    whole: Tensor = run_forward(lm.model, {"input_ids": ids})[0][:, prefix:]
     try:
         first = read_prefix(lm, ids[:1, :half].tolist())
         shared = read_prefix(lm, ids[:2, half:prefix].tolist(), first)
         for _ in range(2):  # the second pass shows whether the first one changed the prefix
-            out = run_forward(
-                lm.model,
-                {"input_ids": ids[:, prefix:], "past_key_values": shared.continued([0, 1, 0]), "use_cache": True},
-            )
-            if not nearly_equal(_hidden(out), whole):
+            cached = {"past_key_values": shared.continued([0, 1, 0]), "use_cache": True}
+            if not nearly_equal(run_forward(lm.model, {"input_ids": ids[:, prefix:], **cached})[0], whole):
                 return False
     except MODEL_ERRORS as problem:
         raise_if_out_of_memory(problem)
         return False
     return True
-
-
-def _hidden(output: Any) -> Tensor:
-    hidden: Tensor = output[0]
-    return hidden
 
 
 def nearly_equal(ours: Tensor, whole: Tensor) -> bool:

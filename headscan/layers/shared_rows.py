@@ -49,10 +49,8 @@ from headscan.statistics.scores import score
 
 @dataclass(frozen=True)
 class SharedRow:
-    """A row: for each group the token ids of a common prefix, followed by those of each ending; one or more each.
-
-    Attributes:
-        groups: Indices of the endings that share a copy of the prefix; each is in one group. Empty: one for all.
+    """A row: for each group the token ids of a common prefix, followed by those of each ending; one or more each. Each
+    of the ``groups`` has the indices of the endings that share a copy of the prefix; empty: one group for all.
     """
 
     prefix: tuple[int, ...]
@@ -242,7 +240,7 @@ class SharedRowHooks:
 
 def _statistics_of(lm: LoadedModel, ablated: Iterable[LayerwiseAblation]) -> RuleStatistics:
     """Return the statistics of the rules' score, none without rules; raise if there are several scores."""
-    scores = {(each.score_name, each.score_widths) for each in ablated if each.score_name is not None}
+    scores = {(each.score, each.widths) for each in ablated if isinstance(each, HeadRule)}
     if len(scores) > 1:
         names = sorted(f"{name}{'' if widths == MassWidths() else f' with {widths}'}" for name, widths in scores)
         raise InterventionError(f"scores of the rules in a shared row: {', '.join(names)} (limit 1). Use one score")

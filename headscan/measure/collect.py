@@ -52,16 +52,12 @@ def token_ids(
         raise SequenceError("lengths are given next to texts or lists, which have their own. Leave out lengths")
     rows = [lm.require_tokenizer()(row)["input_ids"] if isinstance(row, str) else list(row) for row in given]
     for place, (text, row) in enumerate(zip(given, rows, strict=True)):
-        if not row or (isinstance(text, str) and _only_special(lm, text, len(row))):
+        own = row
+        if isinstance(text, str) and len(row) <= _MOST_ADDED:
+            own = lm.require_tokenizer()(text, add_special_tokens=False)["input_ids"]
+        if not own:
             raise SequenceError(f"sequence {place} has no token of its own: {text!r}. Leave it out")
     return pad(rows)
-
-
-def _only_special(lm: LoadedModel, text: str, tokens: int) -> bool:
-    """Return True if a text has only the tokens that the tokenizer adds to every text."""
-    if tokens > _MOST_ADDED:
-        return False
-    return not lm.require_tokenizer()(text, add_special_tokens=False)["input_ids"]
 
 
 def find_nonfinite(

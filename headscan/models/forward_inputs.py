@@ -84,12 +84,12 @@ class TokenMeans:
         self.lengths = lengths
         self._masks: dict[tuple[int, tuple[bool, ...]], tuple[Tensor, Tensor]] = {}
 
-    def mean(self, values_BHN: Tensor, *, skip_first: bool = False) -> Tensor:
-        """Return the mean over real tokens (B, H), in float32; without the first, one token gives NaN."""
-        return self.means([values_BHN], [skip_first])[0]
+    def mean(self, values_BHN: Tensor) -> Tensor:
+        """Return the mean over real tokens (B, H), in float32."""
+        return self.means([values_BHN], [False])[0]
 
     def means(self, values: Sequence[Tensor], skip_first: Sequence[bool]) -> Tensor:
-        """Return the means of several numbers, (B, H, N) each: (numbers, B, H)."""
+        """Return the means of several numbers, (B, H, N) each: (numbers, B, H); NaN for one token without its first."""
         together = values[0][None] if len(values) == 1 else torch.stack([each.float() for each in values])
         real, counts = self._real(together.shape[-1], tuple(skip_first))
         # `where` instead of a product, since numbers at padding may be NaN.
@@ -108,6 +108,11 @@ class TokenMeans:
             counts = torch.stack([self.lengths - int(skip) for skip in skip_first])[..., None]
             self._masks[tokens, skip_first] = masks, counts
         return self._masks[tokens, skip_first]
+
+
+def widened(values: Tensor) -> Tensor:
+    """Return values as float32 or wider."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def wide_norm(values: Tensor) -> Tensor:

@@ -328,7 +328,17 @@ def logits_at(lm: LoadedModel, ids: Tensor, rows: list[int], columns: list[int],
     for whole columns, or for all positions.
     """
     head: Any = lm.model.get_output_embeddings()
-    gather = _Gather(rows, columns, tuple(ids.shape))
+    places = rows, columns
+    gathered = False
+
+    def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Replace the head's input (B, N, E) by its chosen hidden states (1, M, E)."""
+        nonlocal gathered
+        if gathered or not args or args[0].ndim != 3 or args[0].shape[:2] != ids.shape:
+            return None  # a head with another call signature computes all logits
+        gathered = True
+        return (args[0][places][None], *args[1:])
+
     is_module = isinstance(head, nn.Module)
     # With logits_to_keep, layers that reuse keys of others see kept tokens only, but rules need whole sequences.
     borrows = getattr(lm.model.config.get_text_config(), "num_kv_shared_layers", 0)
@@ -343,18 +353,4 @@ def logits_at(lm: LoadedModel, ids: Tensor, rows: list[int], columns: list[int],
             f"{lm.source} predicts no tokens: it was saved without an output head. Measure its heads with a scan, or"
             " load a model with a head"
         )
-    return logits[0] if gather.done else logits[rows, columns]
-
-
-class _Gather:
-    """A pre-hook that replaces an output head's input (B, N, E) by its chosen hidden states (1, M, E)."""
-
-    def __init__(self, rows: list[int], columns: list[int], shape: tuple[int, ...]) -> None:
-        self._rows, self._columns, self._shape = rows, columns, shape
-        self.done = False
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if not args or args[0].ndim != 3 or tuple(args[0].shape[:2]) != self._shape or self.done:
-            return None  # a head with another call signature computes all logits
-        self.done = True
-        return (args[0][self._rows, self._columns][None], *args[1:])
+    return logits[0] if gathered else logits[rows, columns]

@@ -14,21 +14,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers.pytorch_utils import Conv1D
 
 from headscan.gradients.backward import backward
 from headscan.gradients.losses import NextTokenLoss
 from headscan.grid import AttentionSite, Head
 from headscan.long_work import KnownNumbers, Steps, unseen_steps
 from headscan.models.loaded_model import LoadedModel
-from headscan.pruning.calibration import Calibration
-from headscan.pruning.edited_model import NO_EDITS, Edits, LayerEdits, edited, read_weight
+from headscan.pruning.calibration import Calibration, CalibrationBatch
+from headscan.pruning.edited_model import NO_EDITS, Edits, LayerEdits, edited, read_weight, turned
 from headscan.pruning.repair import Repaired
 from headscan.pruning.value_repair import ridge
 
@@ -47,7 +45,9 @@ def layer_moments(
     lm: LoadedModel, calibration: Calibration, edits: Edits = NO_EDITS, steps: Steps = unseen_steps
 ) -> dict[int, LayerMoments]:
     """Return the moments of every layer with heads, by the summed loss of all tokens (empirical Fisher information)."""
-    sums = {site.layer: _Sums() for site in lm.grid.sites}
+    grams: dict[int, Tensor] = {}
+    fishers: dict[int, Tensor] = {}
+    total = 0.0
     batches = list(calibration.batches(lm.device))
     with (
         torch.inference_mode(False),
@@ -55,58 +55,36 @@ def layer_moments(
         steps("moments of all layers", len(batches), "batches") as done,
     ):
         for batch in batches:
-            real_BN = batch.real_BN
-            inputs_weights, gradients_weights = (
-                batch.weights_BN[real_BN],
-                batch.weights.repeat_interleave(batch.lengths),
-            )
-
-            def on_heads(
-                site: AttentionSite,
-                heads_BNHD: Tensor,
-                _: Tensor,
-                real_BN: Tensor = real_BN,
-                weights_M: Tensor = inputs_weights,
-            ) -> None:
-                sums[site.layer].add_inputs(heads_BNHD.flatten(2)[real_BN.to(heads_BNHD.device)], weights_M)
-
-            def on_outputs(
-                site: AttentionSite,
-                out: Tensor,
-                gradient: Tensor,
-                real_BN: Tensor = real_BN,
-                weights_M: Tensor = gradients_weights,
-            ) -> None:
-                # Some models call their projections with flat tokens.
-                flat = gradient.reshape(real_BN.numel(), -1)
-                sums[site.layer].add_gradients(flat[real_BN.flatten().to(flat.device)], weights_M)
-
-            loss = NextTokenLoss.at(batch.ids, batch.lengths.tolist(), batch.scoring_BN, summed=True)
-            backward(lm, loss, on_heads=on_heads, on_outputs=on_outputs)
+            total += _add_moments(lm, batch, grams, fishers)
             done()
-    return {layer: each.means() for layer, each in sums.items()}
+    return {layer: LayerMoments(grams[layer] / total, fishers[layer] / total) for layer in grams}
 
 
-class _Sums:
-    """Weighted sums over tokens."""
+def _add_moments(
+    lm: LoadedModel, batch: CalibrationBatch, grams: dict[int, Tensor], fishers: dict[int, Tensor]
+) -> float:
+    """Add the weighted moments of a batch to the sums of every layer; return the sum of the weights of the inputs."""
+    real_BN = batch.real_BN
+    weights_M, of_gradients_M = batch.weights_BN[real_BN], batch.weights.repeat_interleave(batch.lengths)
 
-    def __init__(self) -> None:
-        self._total = 0.0
-        self._gram: Any = 0.0
-        self._fisher: Any = 0.0
+    def on_heads(site: AttentionSite, heads_BNHD: Tensor, _: Tensor) -> None:
+        _add(grams, site.layer, heads_BNHD.flatten(2)[real_BN.to(heads_BNHD.device)], weights_M)
 
-    def add_inputs(self, inputs_MF: Tensor, weights_M: Tensor) -> None:
-        inputs = inputs_MF.float()
-        weights = weights_M.to(inputs)
-        self._total += float(weights.sum())
-        self._gram = self._gram + (inputs.T * weights) @ inputs
+    def on_outputs(site: AttentionSite, out: Tensor, gradient: Tensor) -> None:
+        # Some models call their projections with flat tokens.
+        flat = gradient.reshape(real_BN.numel(), -1)
+        _add(fishers, site.layer, flat[real_BN.flatten().to(flat.device)], of_gradients_M)
 
-    def add_gradients(self, gradients_ME: Tensor, weights_M: Tensor) -> None:
-        gradients = gradients_ME.float()
-        self._fisher = self._fisher + (gradients.T * weights_M.to(gradients)) @ gradients
+    loss = NextTokenLoss.at(batch.ids, batch.lengths.tolist(), batch.scoring_BN, summed=True)
+    backward(lm, loss, on_heads=on_heads, on_outputs=on_outputs)
+    return float(weights_M.sum())
 
-    def means(self) -> LayerMoments:
-        return LayerMoments(self._gram / self._total, self._fisher / self._total)
+
+def _add(sums: dict[int, Tensor], layer: int, values_MF: Tensor, weights_M: Tensor) -> None:
+    """Add the weighted second moments (F, F) of tokens to the sum of a layer."""
+    values = values_MF.float()
+    moments = (values.T * weights_M.to(values)) @ values
+    sums[layer] = sums[layer] + moments if layer in sums else moments
 
 
 @dataclass(frozen=True)
@@ -213,7 +191,6 @@ class DamageCurve:
     """One layer, with the repaired model ``before`` around it; without removed heads, the original.
 
     Args:
-        moments: Its moments in the repaired model.
         more: Largest number of further units.
         known: Has the best subsets, if they were found before.
         allowed: Numbers of units that the layer may lose; None allows any.
@@ -236,11 +213,9 @@ class DamageCurve:
         allowed: Collection[int] | None = None,
     ) -> None:
         self._site, self._units, self._before = site, units, before.edits
-        module = lm.module(site.output_projection)
+        self._module = module = lm.module(site.output_projection)
         self._name = f"{site.output_projection}.weight"
-        self._by_columns = isinstance(module, Conv1D)
-        old = read_weight(module)
-        old = (old.T if self._by_columns else old).to(moments.gram.device)
+        old = turned(module, read_weight(module)).to(moments.gram.device)
         sums = before.sums.get(site.layer)
         self._weight = old if sums is None else sums.solve(old)
         self._gram = moments.gram if sums is None else sums.gram
@@ -323,5 +298,5 @@ class DamageCurve:
         """Return all edits with a subset removed, and the output projection repaired from the moments."""
         gone = torch.tensor([c for unit in subset.units for c in self._columns[unit]], device=self._weight.device)
         weight = repaired_weight(self._gram, self._weight, gone.long())
-        edit = weight.T.contiguous() if self._by_columns else weight
+        edit = turned(self._module, weight).contiguous()
         return Edits((*self._elsewhere, *self._heads(subset)), {**self._before.weights, self._name: edit})

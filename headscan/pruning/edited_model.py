@@ -57,13 +57,10 @@ def edited(lm: LoadedModel, edits: Edits) -> Iterator[None]:
 
 def _correction(module: nn.Module, weight: Tensor) -> Any:
     """Return a hook that adds the product with the difference of the weights."""
-    change = weight - read_weight(module).to(weight)
-    by_columns = isinstance(module, Conv1D)
+    change_EF = turned(module, weight - read_weight(module).to(weight))
 
     def correct(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
-        inputs = args[0]
-        here = change.to(inputs.device, inputs.dtype)
-        return out + (inputs @ here if by_columns else inputs @ here.T)
+        return out + args[0] @ change_EF.to(args[0].device, args[0].dtype).T
 
     return correct
 
@@ -90,6 +87,11 @@ def read_weight(module: nn.Module) -> Tensor:
         )
     with align_module_device(module), torch.no_grad():
         return module.weight.detach().clone()
+
+
+def turned(module: nn.Module, weight: Tensor) -> Tensor:
+    """Return a weight of a projection as (E, F), or one of (E, F) as the module has it: a Conv1D has the transpose."""
+    return weight.T if isinstance(module, Conv1D) else weight
 
 
 @dataclass
@@ -171,7 +173,7 @@ class Writer:
     path: str
     additive: bool
     old: Tensor
-    bias: Tensor | float
+    bias: Tensor
 
 
 class Writers(NamedTuple):
@@ -205,11 +207,8 @@ def find_writers(blocks: Blocks, layer: int, site: AttentionSite | None) -> Writ
 
 def _writer(blocks: Blocks, path: str, additive: bool) -> Writer:
     module = blocks.lm.module(path)
-    weight = read_weight(module)
-    with align_module_device(module):
-        bias: Any = getattr(module, "bias", None)
-        bias = 0.0 if bias is None else bias.detach().clone().float()
-    return Writer(path, additive, weight.T if isinstance(module, Conv1D) else weight, bias)
+    old_EF = turned(module, read_weight(module))
+    return Writer(path, additive, old_EF, read_bias(module, old_EF[:, 0].float()))
 
 
 def _order_of_projections(blocks: Blocks, layer: int, batch: CalibrationBatch, hidden: Tensor) -> list[tuple[str, int]]:
@@ -269,12 +268,9 @@ def _equal(change: Tensor, expected: Tensor, stream: Tensor) -> bool:
 
 
 class LayerEdits(NamedTuple):
-    """A model with edits from one layer on.
-
-    Attributes:
-        removed: Its removed heads of that layer.
-        edits: Returns its complete edits. In the layer they may remove heads and change the output projection. New
-            weights exist while they are measured only, because those of all layers may not fit into memory.
+    """A model with edits from one layer on: the removed heads of that layer, and a function that returns all edits. In
+    the layer they may remove heads and change the output projection. New weights exist while they are measured only,
+    because those of all layers may not fit into memory.
     """
 
     removed: tuple[Head, ...]
@@ -292,9 +288,7 @@ ROWS = 256
 class Divergence:
     """The divergence of edited models from the original, whose predictions (M, V) stay in memory, on the same texts.
     The Kullback-Leibler divergence has far less noise than a difference of losses, so a few thousand tokens are enough.
-
-    Args:
-        work: Its known numbers, which must be of this model, are not measured again by `of_layers`.
+    Numbers that ``work`` knows, which must be of this model, are not measured again by `of_layers`.
     """
 
     def __init__(self, lm: LoadedModel, calibration: Calibration, work: LongWork | None = None) -> None:
@@ -333,10 +327,8 @@ class Divergence:
         self, candidates: Mapping[int, Sequence[LayerEdits]], below: Edits = NO_EDITS
     ) -> dict[int, list[float]]:
         """Return the mean divergences in nats per token of models that are edited from a layer on. The layers below,
-        with their own edits, run once for all, and so does the attention of the layer.
-
-        Args:
-            candidates: By layer, the models to measure, which must follow from ``below`` and their heads.
+        with their own edits, run once for all, and so does the attention of the layer. The candidates, by layer, must
+        follow from ``below`` and their heads.
         """
         known = self._work.known
         totals = {layer: [-self._entropy] * len(of_layer) for layer, of_layer in candidates.items()}

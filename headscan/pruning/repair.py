@@ -21,7 +21,6 @@ from typing import Annotated, Any, Literal, get_args
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.pytorch_utils import Conv1D
 
 from headscan.ablation.masks import HeadMask
 from headscan.attention.hooks import refuse_training
@@ -45,6 +44,7 @@ from headscan.pruning.edited_model import (
     read_bias,
     read_weight,
     through_layer,
+    turned,
     watched_modules,
 )
 from headscan.pruning.value_repair import AttentionGoal, LeastSquares, ValueRepair
@@ -138,9 +138,8 @@ def repaired_model(
     sums: dict[int, LeastSquares] = {}
     for layer in range(lowest, len(blocks.all)):
         removed_here = [head for head in heads if head.layer == layer]
-        work = _LayerRepair(blocks, layer, sites.get(layer), removed_here, config, len(fitting))
-        work.run(batches, original, pruned)
-        original, pruned = work.original_out, work.pruned_out
+        work = _LayerRepair(blocks, layer, sites.get(layer), removed_here, config, batches, len(fitting), pruned)
+        original, pruned = work.run(original)
         weights |= work.weights
         if all_layers and work.sums is not None:
             sums[layer] = work.sums
@@ -182,7 +181,9 @@ _Sums = tuple[LeastSquares, LeastSquares]
 
 
 class _LayerRepair:
-    """The repair of one layer: ``fits`` batches fit the weights, those after them choose the strength."""
+    """The repair of one layer: ``fits`` of the batches fit the weights, those after them choose the strength.
+    ``pruned`` are the hidden states that enter the layer in the repaired model.
+    """
 
     def __init__(
         self,
@@ -191,52 +192,40 @@ class _LayerRepair:
         site: AttentionSite | None,
         removed: list[Head],
         config: RepairConfig,
+        batches: list[CalibrationBatch],
         fits: int,
+        pruned: list[Tensor],
     ) -> None:
         self.blocks, self.layer, self.site, self.removed, self.config = blocks, layer, site, tuple(removed), config
-        self.fits = fits
-        self.writers = find_writers(blocks, layer, site)
+        self.batches, self.fits, self.pruned = batches, fits, pruned
         self.weights: dict[str, Tensor] = {}
         self.sums: LeastSquares | None = None
-        self.original_out: list[Tensor] = []
-        self.pruned_out: list[Tensor] = []
 
-    def run(self, batches: list[CalibrationBatch], original: list[Tensor], pruned: list[Tensor]) -> None:
-        """Solve the layer's weights, and pass both models' hidden states through it."""
-        attention, mlp = self.writers.attention, self.writers.mlp
+    def run(self, original: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Solve the layer's weights; return the hidden states of the original and of the repaired model after it."""
+        attention, mlp = find_writers(self.blocks, self.layer, self.site)
         if "down" not in self.config.targets:
             mlp = None
         wanted = [each.path for each in (attention, mlp) if each is not None]
         residual: list[Tensor] = []  # targets of the attention's output, in the repaired model
         down: list[Tensor | None] = []  # outputs of the MLP's projection, if a norm or a factor follows it
-        for batch, hidden, own in zip(batches, original, pruned, strict=True):
+        original_out: list[Tensor] = []
+        for batch, hidden, own in zip(self.batches, original, self.pruned, strict=True):
             with watched_modules(self.blocks, wanted) as seen:
-                self.original_out.append(through_layer(self.blocks, self.layer, batch, hidden))
+                original_out.append(through_layer(self.blocks, self.layer, batch, hidden))
             if attention is not None:
                 output = batch.by_token(seen.outputs[attention.path]).float()
                 drift = (hidden.float() - own.float()).to(output.device)
                 residual.append(output + drift if attention.additive else output)
             down.append(None if mlp is None or mlp.additive else batch.by_token(seen.outputs[mlp.path]))
         if attention is not None and self.site is not None:
-            self._repair_attention(attention, self.site, batches, pruned, residual)
+            self._repair_attention(attention, self.site, residual)
         del residual
-        with edited(self.blocks.lm, self._edits()):
-            if mlp is None:
-                self.pruned_out = self._outputs(batches, pruned)
-            else:
-                self._repair_mlp(mlp, batches, pruned, down)
+        with edited(self.blocks.lm, Edits(self.removed, self.weights)):
+            pruned_out = self._outputs() if mlp is None else self._repair_mlp(mlp, original_out, down)
+        return original_out, pruned_out
 
-    def _edits(self) -> Edits:
-        return Edits(self.removed, self.weights)
-
-    def _repair_attention(
-        self,
-        writer: Writer,
-        site: AttentionSite,
-        batches: list[CalibrationBatch],
-        pruned: list[Tensor],
-        targets: list[Tensor],
-    ) -> None:
+    def _repair_attention(self, writer: Writer, site: AttentionSite, targets: list[Tensor]) -> None:
         kept = ~HeadMask(self.removed).heads_at(site)
         columns = kept.repeat_interleave(site.value_dim)
         values = ValueRepair.of(self.blocks.lm, site, kept) if "v" in self.config.targets and kept.any() else None
@@ -246,7 +235,8 @@ class _LayerRepair:
                 sums: _Sums = LeastSquares(), LeastSquares()
                 # Removed heads do not change the input of the projection, so their outputs are summed, too.
                 with edited(self.blocks.lm, Edits((), self.weights)):
-                    for index, (batch, own, target) in enumerate(zip(batches, pruned, targets, strict=True)):
+                    of_batch = zip(self.batches, self.pruned, targets, strict=True)
+                    for index, (batch, own, target) in enumerate(of_batch):
                         inputs = projection_inputs(self.blocks, self.layer, batch, own, writer.path)
                         self._add(sums, index, batch, inputs, target - writer.bias)
                 self.sums = sums[0]
@@ -254,60 +244,55 @@ class _LayerRepair:
                 if kept.any():
                     self._set(writer, sums[0].solve_for(sums[1], writer.old, columns))
             if values is not None and turn < rounds:
-                self._repair_values(values, batches, pruned, targets)
+                self._repair_values(values, targets)
 
-    def _repair_values(
-        self, values: ValueRepair, batches: list[CalibrationBatch], pruned: list[Tensor], targets: list[Tensor]
-    ) -> None:
-        goals = [AttentionGoal(*each) for each in zip(batches, pruned, targets, strict=True)]
+    def _repair_values(self, values: ValueRepair, targets: list[Tensor]) -> None:
+        goals = [AttentionGoal(*each) for each in zip(self.batches, self.pruned, targets, strict=True)]
         read, fitting = 0, goals[: self.fits]
         for used, goal in enumerate(fitting, 1):
             read += goal.batch.ids.numel()
             if read >= self.config.value_tokens:
                 fitting = fitting[:used]
                 break
-        with edited(self.blocks.lm, self._edits()):
+        with edited(self.blocks.lm, Edits(self.removed, self.weights)):
             self.weights |= values.solve(
                 self.blocks, self.layer, fitting, goals[self.fits :], self.weights, steps=self.config.value_steps
             )
 
-    def _repair_mlp(
-        self, writer: Writer, batches: list[CalibrationBatch], pruned: list[Tensor], outputs: Sequence[Tensor | None]
-    ) -> None:
-        """Solve the projection of the MLP, in the context of the edits of the attention. ``outputs`` are those of the
-        projection in the original by batch; None if it adds to the residual stream.
+    def _repair_mlp(self, writer: Writer, goals: list[Tensor], outputs: Sequence[Tensor | None]) -> list[Tensor]:
+        """Solve the projection of the MLP, in the context of the edits of the attention, so that the layer returns the
+        goals; return what it then returns. ``outputs`` are those of the projection in the original by batch; None if it
+        adds to the residual stream.
         """
         sums: _Sums = LeastSquares(), LeastSquares()
         kept: list[Tensor] = []
+        outs: list[Tensor] = []
         with watched_modules(self.blocks, [writer.path]) as seen:
             for index, (batch, own, goal, original) in enumerate(
-                zip(batches, pruned, self.original_out, outputs, strict=True)
+                zip(self.batches, self.pruned, goals, outputs, strict=True)
             ):
                 out = through_layer(self.blocks, self.layer, batch, own)
                 own_output = batch.by_token(seen.outputs[writer.path])
                 target = own_output.float() + (goal.float() - out.float()) if original is None else original.float()
                 inputs = batch.by_token(seen.inputs[writer.path])
                 self._add(sums, index, batch, inputs, target - writer.bias)
-                self.pruned_out.append(out)
+                outs.append(out)
                 if writer.additive:
                     kept.append(inputs)
         weight = sums[0].solve_for(sums[1], writer.old)
         self._set(writer, weight)
         if weight is None:
-            return
+            return outs
         if writer.additive:
             # The output follows from the inputs of the projection, without a further pass.
             change = weight - writer.old.to(weight)
             moved = (inputs @ change.to(inputs).T for inputs in kept)
-            self.pruned_out = [
-                out + each.view_as(out).to(out.device) for out, each in zip(self.pruned_out, moved, strict=True)
-            ]
-        else:
-            with edited(self.blocks.lm, Edits((), {f"{writer.path}.weight": self.weights[f"{writer.path}.weight"]})):
-                self.pruned_out = self._outputs(batches, pruned)
+            return [out + each.view_as(out).to(out.device) for out, each in zip(outs, moved, strict=True)]
+        with edited(self.blocks.lm, Edits((), {f"{writer.path}.weight": self.weights[f"{writer.path}.weight"]})):
+            return self._outputs()
 
-    def _outputs(self, batches: list[CalibrationBatch], hidden: list[Tensor]) -> list[Tensor]:
-        return [through_layer(self.blocks, self.layer, *each) for each in zip(batches, hidden, strict=True)]
+    def _outputs(self) -> list[Tensor]:
+        return [through_layer(self.blocks, self.layer, *each) for each in zip(self.batches, self.pruned, strict=True)]
 
     def _add(self, sums: _Sums, index: int, batch: CalibrationBatch, inputs: Tensor, targets: Tensor) -> None:
         """Add the real tokens of a batch to the sums that fit, or to those that choose."""
@@ -319,8 +304,8 @@ class _LayerRepair:
         if weight_EF is None:
             self.weights.pop(f"{writer.path}.weight", None)
             return
-        transposed = isinstance(self.blocks.lm.module(writer.path), Conv1D)
-        self.weights[f"{writer.path}.weight"] = weight_EF.T.contiguous() if transposed else weight_EF
+        module = self.blocks.lm.module(writer.path)
+        self.weights[f"{writer.path}.weight"] = turned(module, weight_EF).contiguous()
 
 
 @torch.no_grad()
@@ -346,8 +331,7 @@ def mean_outputs(lm: LoadedModel, calibration: Calibration, removed: Iterable[tu
     means = {}
     for site in sites:
         module = lm.module(site.output_projection)
-        weight = read_weight(module)
-        weight = (weight.T if isinstance(module, Conv1D) else weight).float()
+        weight = turned(module, read_weight(module)).float()
         mean = sums[site.output_projection].to(weight.device) / total
         gone = HeadMask(heads).heads_at(site).repeat_interleave(site.value_dim).to(weight.device)
         change = weight[:, gone] @ mean[gone]

@@ -22,7 +22,7 @@ from headscan.ablation.intervention import intervene
 from headscan.ablation.masks import HeadMask
 from headscan.attention.discovery import discover
 from headscan.errors import PruningError, UnsupportedModelError
-from headscan.grid import AttentionSite, Head
+from headscan.grid import Head
 from headscan.layers.blocks import short_text
 from headscan.models.forward_inputs import run_forward
 from headscan.models.loaded_model import LoadedModel
@@ -58,8 +58,7 @@ def replace_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         old = getattr(owner, leaf)
         value = new.detach().to(old.dtype, copy=True)
         if old.is_meta:
-            hook = _offload_of(owner)
-            hook.weights_map = _Changed(hook.weights_map, leaf, value=value.cpu())
+            _change_offloaded(owner, leaf, value=value.cpu())
         else:
             current[id(old)] = nn.Parameter(value.to(old.device), old.requires_grad)
     for module in model.modules():
@@ -73,12 +72,13 @@ def shrink_layer(model: nn.Module, name: str, layer: int, heads: LayerHeads) -> 
     attention = model.get_submodule(name.format(layer))
     before = dict(attention.named_parameters()).keys()
     for parameter, rows in shrink_attention(model, name, layer, heads).items():
-        _slice_offloaded(model, parameter, rows)
+        owner, leaf = _owner(model, parameter)
+        if getattr(owner, leaf).is_meta:
+            _change_offloaded(owner, leaf, rows=rows)
     for parameter, value in attention.named_parameters():
         if parameter not in before and value.is_meta:
             owner, leaf = _owner(attention, parameter)
-            hook = _offload_of(owner)
-            hook.weights_map = _Changed(hook.weights_map, leaf, value=torch.zeros(value.shape, dtype=value.dtype))
+            _change_offloaded(owner, leaf, value=torch.zeros(value.shape, dtype=value.dtype))
     left: Any = model.get_submodule(name.format(layer))
     if left is not attention and left.bias is not None and left.bias.is_meta:
         # A layer without heads keeps its bias in memory.
@@ -86,20 +86,16 @@ def shrink_layer(model: nn.Module, name: str, layer: int, heads: LayerHeads) -> 
         left.bias = nn.Parameter(bias, left.bias.requires_grad)
 
 
-def _slice_offloaded(model: nn.Module, name: str, rows: Rows) -> None:
-    """Slice an offloaded parameter whenever it is read; do nothing if it is not offloaded."""
-    owner, leaf = _owner(model, name)
-    if getattr(owner, leaf).is_meta:
-        hook = _offload_of(owner)
-        hook.weights_map = _Changed(hook.weights_map, leaf, rows=rows)
+def _change_offloaded(owner: nn.Module, leaf: str, *, value: Tensor | None = None, rows: Rows | None = None) -> None:
+    """Replace an offloaded parameter, or slice it whenever it is read."""
+    hook = _offload_of(owner)
+    hook.weights_map = _Changed(hook.weights_map, leaf, value, rows)
 
 
 class _Changed(Mapping[str, Tensor]):
     """Offloaded weights of a module, of which one is replaced, or sliced when it is read."""
 
-    def __init__(
-        self, whole: Mapping[str, Tensor], name: str, *, value: Tensor | None = None, rows: Rows | None = None
-    ) -> None:
+    def __init__(self, whole: Mapping[str, Tensor], name: str, value: Tensor | None, rows: Rows | None) -> None:
         self._whole, self._name, self._value, self._rows = whole, name, value, rows
 
     def __getitem__(self, name: str) -> Tensor:
@@ -240,7 +236,8 @@ def _remaining(lm: LoadedModel, gone: tuple[Head, ...]) -> dict[int, LayerHeads]
     remaining = {}
     for layer, positions in by_layer.items():
         site = lm.grid.site_of(layer)
-        before = _heads_now(lm, site)
+        now: LayerHeads | None = getattr(lm.module(site.path), "headscan_heads", None)
+        before = now or LayerHeads.all(site.num_attention_heads, site.num_key_value_heads)
         left = replace(before, kept=tuple(head for at, head in enumerate(before.kept) if at not in positions))
         if not site.by_interface and not left.groups_are_equal:
             raise UnsupportedModelError(
@@ -250,11 +247,6 @@ def _remaining(lm: LoadedModel, gone: tuple[Head, ...]) -> dict[int, LayerHeads]
             )
         remaining[layer] = left
     return remaining
-
-
-def _heads_now(lm: LoadedModel, site: AttentionSite) -> LayerHeads:
-    heads: LayerHeads | None = getattr(lm.module(site.path), "headscan_heads", None)
-    return heads or LayerHeads.all(site.num_attention_heads, site.num_key_value_heads)
 
 
 def _attention_name(lm: LoadedModel) -> str:

@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from headscan.grid import AttentionSite
 from headscan.layers.blocks import Blocks
 from headscan.models.loaded_model import LoadedModel
 from headscan.pruning.calibration import CalibrationBatch
-from headscan.pruning.edited_model import Reached, into_layer, read_weight
+from headscan.pruning.edited_model import Reached, into_layer, read_weight, turned
 
 #: Ridge of a regression, as a share of the mean diagonal of its Gram matrix.
 RIDGE = 0.01
@@ -159,22 +158,17 @@ class ValueRepair:
         steps: int,
     ) -> dict[str, Tensor]:
         """Return the value projection that brings the attention's outputs closest to targets; nothing if none does.
-        Call it in the context of the layer's other edits, the starting point.
-
-        Args:
-            fitting: Batches that find the direction of the change.
-            judging: Batches that choose its length, from none to all of it.
-            steps: Steps of conjugate gradients.
+        Call it in the context of the layer's other edits, the starting point. The batches ``fitting`` find the
+        direction of the change in some steps of conjugate gradients, and ``judging`` its length, from none to all.
         """
         name = f"{self.path}.weight"
         start = weights[name] if name in weights else read_weight(blocks.lm.module(self.path)).float()
         projection = self.site.output_projection
+        module = blocks.lm.module(projection)
         output = weights.get(f"{projection}.weight")
-        output = read_weight(blocks.lm.module(projection)) if output is None else output
-        if isinstance(blocks.lm.module(projection), Conv1D):
-            output = output.T
-        change = _Problem(self, blocks, layer, fitting, output).change(start.shape, steps)
-        share = _Problem(self, blocks, layer, judging, output).best_share(change)
+        output_EF = turned(module, read_weight(module) if output is None else output)
+        change = _Problem(self, blocks, layer, fitting, output_EF).change(start.shape, steps)
+        share = _Problem(self, blocks, layer, judging, output_EF).best_share(change)
         return {name: start + share * change.to(start)} if share > 0 else {}
 
 

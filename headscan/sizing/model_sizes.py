@@ -447,12 +447,8 @@ class ModelSizes:
 
 
 def model_sizes(spec: ModelSpec, tokens: int = _TOKENS) -> ModelSizes:
-    """Return the sizes of a model without loading a weight.
-
-    Args:
-        spec: Its source is a folder with a configuration, with or without weights, a ``config.json`` alone, or a name
-            on the hub.
-        tokens: Length of the sequences, at most the model's context.
+    """Return the sizes of a model without loading a weight, for sequences of some length, at most the model's context.
+    The source is a folder with a configuration, with or without weights, a ``config.json``, or a name on the hub.
     """
     asked = check_dtype(spec.dtype)
     config = spec.config()

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from headscan.errors import UnsupportedModelError
 from headscan.grid import AttentionSite
-from headscan.models.forward_inputs import TokenMeans, at_last_token, on_cpu
+from headscan.models.forward_inputs import TokenMeans, at_last_token, on_cpu, widened
 from headscan.models.loaded_model import LoadedModel
 from headscan.statistics.weight_statistics import Joins
 
@@ -39,7 +39,7 @@ class ValueVectors:
 
     @cached_property
     def norm_BKS(self) -> Tensor:
-        return self.value_BKSD.to(torch.promote_types(self.value_BKSD.dtype, torch.float32)).norm(dim=-1)
+        return widened(self.value_BKSD).norm(dim=-1)
 
 
 class ValueStatistic(ABC):
@@ -230,10 +230,8 @@ def _check_module(projection: nn.Module, site: AttentionSite, probe_HD: Tensor, 
 
 
 def _checksum(projection: nn.Module, factors: dict[object, Tensor]) -> Tensor | None:
-    """Return a number that changes with the weight; None for offloaded weights, NaN for unsupported ones.
-
-    Args:
-        factors: Keeps what layers of one width share.
+    """Return a number that changes with the weight; None for offloaded weights, NaN for unsupported ones. ``factors``
+    keeps what layers of one width share.
     """
     weight: Any = getattr(projection, "weight", None)
     if type(weight) not in (Tensor, nn.Parameter) or weight.dtype not in _PLAIN:

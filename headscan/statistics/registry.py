@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from headscan.models.forward_inputs import TokenMeans
+from headscan.models.forward_inputs import TokenMeans, widened
+from headscan.models.loaded_model import LoadedModel
 from headscan.statistics.norm_statistics import (
     OUTPUT_NORMS,
     VALUE_NORMS,
@@ -24,9 +25,7 @@ from headscan.statistics.norm_statistics import (
     ValueVectors,
 )
 from headscan.statistics.weight_statistics import (
-    ENTROPIES,
-    PROFILES_AND_RECEIVED,
-    SHARE_STATISTICS,
+    WEIGHTS,
     CallNumbers,
     Joins,
     QueryMean,
@@ -37,13 +36,10 @@ from headscan.statistics.weight_statistics import (
 
 if TYPE_CHECKING:
     from headscan.attention.fused import FusedPass
-    from headscan.models.loaded_model import LoadedModel
 
 
 #: Measured from attention weights, at the attention hook.
-WEIGHT_STATISTICS: dict[str, WeightStatistic] = {
-    s.name: s for s in (*SHARE_STATISTICS, *ENTROPIES, *PROFILES_AND_RECEIVED)
-}
+WEIGHT_STATISTICS: dict[str, WeightStatistic] = {s.name: s for s in WEIGHTS}
 #: Measured from value vectors, at the attention hook.
 VALUE_STATISTICS: dict[str, ValueStatistic] = {s.name: s for s in VALUE_NORMS}
 #: Measured from the heads' outputs, at the output hook.
@@ -120,8 +116,7 @@ def output_statistics(
     heads_BNHD: Tensor, over_tokens: TokenMeans, names: Set[str], factor_HDD: Tensor | None
 ) -> dict[str, Tensor]:
     """Return the named statistics of the heads' outputs, float32 (B, H); see `HeadOutputs`."""
-    wide = heads_BNHD.to(torch.promote_types(heads_BNHD.dtype, torch.float32))
-    outputs = HeadOutputs(wide, over_tokens, factor_HDD)
+    outputs = HeadOutputs(widened(heads_BNHD), over_tokens, factor_HDD)
     return {name: statistic.reduce(outputs) for name, statistic in OUTPUT_STATISTICS.items() if name in names}
 
 

@@ -50,10 +50,8 @@ class AttentionRequest:
     """The statistics to measure in one attention call.
 
     Attributes:
-        statistics: Names of statistics and profiles that the attention hook measures.
         lengths: Real queries of each sequence (B,).
         key_lengths: Real keys (B,); equal to ``lengths`` except in cross attention.
-        widths: Widths of sink and recent mass.
         key_masks: The masks of `registry.KEY_MASKS` that the statistics read, bool (B, S) by name.
         past: Number of keys before the first query's own, from a KV cache. With a past only the statistics in
             `registry.CONTINUABLE` can be measured, over the queries of the call.
@@ -378,18 +376,6 @@ class Confidence(MeanOverQueries):
         return (block.weights_BHRC * ~block.key_mask("sinks")).amax(-1)
 
 
-SHARE_STATISTICS: tuple[WeightStatistic, ...] = (
-    FirstTokenWeight(),
-    SelfWeight(),
-    PreviousTokenWeight(),
-    SinkMass(),
-    RecentMass(),
-    DistantMass(),
-    LearnedSinkMass(),
-    Confidence(),
-)
-
-
 class Entropy(MeanOverQueries):
     name = "entropy"
     joins = "mean"
@@ -426,9 +412,6 @@ class RelativeEntropy(QueryMean):
             seen = torch.arange(1, numbers.geometry.queries + 1, device=entropy_BHN.device, dtype=entropy_BHN.dtype)
             return entropy_BHN / seen.log()
         return entropy_BHN / numbers.request.key_lengths.to(entropy_BHN.dtype).log()[:, None, None]
-
-
-ENTROPIES: tuple[WeightStatistic, ...] = (Entropy(), RelativeEntropy())
 
 
 class Received(QuerySum):
@@ -564,7 +547,17 @@ def _diagonals(weights_BHRC: Tensor, rows: int, columns: int, first: int) -> Ten
     return weights_BHRC.as_strided(size, (*batch, down + right, right), weights_BHRC.storage_offset() + first)
 
 
-PROFILES_AND_RECEIVED: tuple[WeightStatistic, ...] = (
+WEIGHTS: tuple[WeightStatistic, ...] = (
+    FirstTokenWeight(),
+    SelfWeight(),
+    PreviousTokenWeight(),
+    SinkMass(),
+    RecentMass(),
+    DistantMass(),
+    LearnedSinkMass(),
+    Confidence(),
+    Entropy(),
+    RelativeEntropy(),
     ReceivedMax(),
     ReceivedConcentration(),
     ArgmaxOffsets(),

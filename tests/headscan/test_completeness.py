@@ -20,9 +20,7 @@ from headscan.statistics.registry import (
     masks_read,
 )
 from headscan.statistics.weight_statistics import (
-    ENTROPIES,
-    PROFILES_AND_RECEIVED,
-    SHARE_STATISTICS,
+    WEIGHTS,
     MeanOverQueries,
     QueryMean,
     QueryNumber,
@@ -32,7 +30,7 @@ from headscan.statistics.weight_statistics import (
 from tests.headscan.reference import reference
 from tests.small_models import make_model
 
-FAMILIES_OF_STATISTICS = (SHARE_STATISTICS, ENTROPIES, PROFILES_AND_RECEIVED, VALUE_NORMS, OUTPUT_NORMS)
+FAMILIES_OF_STATISTICS = (WEIGHTS, VALUE_NORMS, OUTPUT_NORMS)
 
 
 def test_every_declaration_has_an_implementation_and_every_implementation_a_declaration() -> None:

@@ -113,16 +113,11 @@ def kept_rows(attention: nn.Module, choice: KeptPositions) -> dict[str, Rows]:
     return rows_of
 
 
-def is_transposed(module: nn.Module) -> bool:
-    """Return True for a projection whose weight is (in, out)."""
-    return type(module).__name__ == "Conv1D"
-
-
 def _rows(attention: nn.Module, name: str, parameter: Tensor, choice: KeptPositions) -> Rows | None:
     """Return what remains of a parameter; None if it is the same for all heads."""
     part, _, leaf = name.partition(".")
-    owner = getattr(attention, part)
-    transposed = isinstance(owner, nn.Module) and is_transposed(owner) and parameter.ndim == 2
+    # The weight of a Conv1D is (in, out).
+    transposed = type(getattr(attention, part)).__name__ == "Conv1D" and parameter.ndim == 2
     if part in OUTPUTS:
         if leaf == "bias":
             return None
@@ -136,7 +131,8 @@ def _rows(attention: nn.Module, name: str, parameter: Tensor, choice: KeptPositi
         return dim, _of_heads(choice.kept_kv, choice.kv_heads, size, name)
     if "norm" in part:
         return _norm_rows(name, parameter, choice, getattr(attention, "head_dim", None))
-    layout = _fused_layout(attention, part)
+    names = {cls.__name__ for cls in type(attention).__mro__}
+    layout = next((layout for name, known, layout in _FUSED if name in names and known == part), None)
     if layout is None:
         raise CannotSliceError(f"{type(attention).__name__} has a part of unknown layout: {name}. Load another model")
     return dim, layout(choice, size)
@@ -161,12 +157,6 @@ def _norm_rows(name: str, parameter: Tensor, choice: KeptPositions, head_dim: in
     if name.startswith("k") and len(choice.kept_kv) == choice.kv_heads:
         return None
     raise CannotSliceError(f"{name} normalises over all heads together. Remove all heads of the layer, or none")
-
-
-def _fused_layout(attention: nn.Module, part: str) -> Callable[[KeptPositions, int], Tensor] | None:
-    """Return the layout of a projection for queries, keys and values; None if it is unknown."""
-    names = {cls.__name__ for cls in type(attention).__mro__}
-    return next((layout for name, known, layout in _FUSED if name in names and known == part), None)
 
 
 def _concatenated(choice: KeptPositions, size: int) -> Tensor:
@@ -199,6 +189,7 @@ def _in_four_parts(choice: KeptPositions, size: int) -> Tensor:
     return _of_heads(slots, 3 * choice.heads, 3 * choice.heads * D, "queries, keys and values")
 
 
+#: Layouts of projections for queries, keys and values together, by the class of the attention.
 _FUSED: tuple[tuple[str, str, Callable[[KeptPositions, int], Tensor]], ...] = (
     ("Phi3Attention", "qkv_proj", _concatenated),
     ("GPT2Attention", "c_attn", _concatenated),

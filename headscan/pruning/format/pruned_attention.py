@@ -45,7 +45,9 @@ def shrink_attention(model: nn.Module, name: str, layer: int, after: LayerHeads)
     if before == after:
         return {}
     if after.has_added_bias and not before.has_added_bias:
-        _add_bias(getattr(attention, output_name(attention)))
+        projection = getattr(attention, output_name(attention))
+        zeros = projection.weight.new_zeros(projection.weight.shape[0])
+        projection.bias = nn.Parameter(zeros, requires_grad=projection.weight.requires_grad)
     if not after.kept:
         parent, _, leaf = path.rpartition(".")
         setattr(model.get_submodule(parent), leaf, NoAttention(attention, layer, after))
@@ -62,15 +64,10 @@ def shrink_attention(model: nn.Module, name: str, layer: int, after: LayerHeads)
     config = config.whole if isinstance(config, LayerConfig) else config
     if config is not None:
         attention.config = LayerConfig(config, after)
-    if before == LayerHeads.all(before.heads, before.kv_heads) and _reads_biases(attention):
+    reads_biases = {"alibi", "position_bias"} & set(inspect.signature(type(attention).forward).parameters)
+    if before == LayerHeads.all(before.heads, before.kv_heads) and reads_biases:
         attention.register_forward_pre_hook(_keep_biases, with_kwargs=True)
     return {f"{path}.{parameter}": rows for parameter, rows in remains.items()}
-
-
-def _add_bias(projection: Any) -> None:
-    """Give a projection a bias of zeros."""
-    weight = projection.weight
-    projection.bias = nn.Parameter(weight.new_zeros(weight.shape[0]), requires_grad=weight.requires_grad)
 
 
 def _shrink(owner: Any, leaf: str, dim: int, index: Tensor) -> None:
@@ -97,10 +94,6 @@ def _set_counts(attention: Any, before: LayerHeads, after: LayerHeads) -> None:
         attention.kv_dim = K * D
     if hasattr(attention, "num_key_value_groups"):
         attention.num_key_value_groups = H // K if after.groups_are_equal else 1
-
-
-def _reads_biases(attention: nn.Module) -> bool:
-    return bool({"alibi", "position_bias"} & set(inspect.signature(type(attention).forward).parameters))
 
 
 def _keep_biases(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
