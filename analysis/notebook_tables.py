@@ -108,7 +108,8 @@ class StoreTables:
         )
 
     def head_map(self, column: str = "output_norm_ln", run: str | None = None, *, site: str = "self") -> go.Figure:
-        """Return a map of layers and heads that notebooks display.
+        """Return a map of layers and heads that notebooks display. The scale goes from 0, or from the lowest negative
+        value, to the highest value.
 
         Args:
             column: A number of `heads`.
@@ -117,7 +118,38 @@ class StoreTables:
         Raises:
             QueryError: There is no such column.
         """
-        return _head_map(self._store, self._store.resolve_run(run, "scan")["run_id"], column, site)
+        import numpy as np  # slow to import with plotly, and tables do without them
+
+        from headscan.analysis.report.chart_style import colorbar, grid_figure, layer_heatmap, round_ticks
+
+        run_id = self._store.resolve_run(run, "scan")["run_id"]
+        rows = self._store.query(
+            f'SELECT layer, head, "{column.replace(chr(34), chr(34) * 2)}" AS value FROM all_head_summary'
+            " WHERE run_id = ? AND site = ? ORDER BY layer, head",
+            [run_id, site],
+        ).to_pylist()
+        if not rows:
+            raise AnalysisError(f"run {run_id} has 0 heads of {site} attention (limit 1). Choose another `site`")
+        layers = sorted({row["layer"] for row in rows})
+        columns = 1 + max(row["head"] for row in rows)
+        values = np.full((len(layers), columns), np.nan)
+        hover = np.full(values.shape, "", dtype=object)
+        for row in rows:
+            place = layers.index(row["layer"]), row["head"]
+            values[place] = np.nan if row["value"] is None else row["value"]
+            hover[place] = f"layer {row['layer']}, head {row['head']}<br>{column} {values[place]:.4g}"
+        lowest, highest = min(0.0, float(np.nanmin(values))), float(np.nanmax(values))
+        ticks = round_ticks(highest)
+        cells = layer_heatmap(
+            values,
+            hover,
+            layers,
+            zmin=lowest,
+            zmax=max(highest, lowest),
+            colorscale="Cividis",
+            colorbar=colorbar(ticks),
+        )
+        return grid_figure(cells, len(layers), columns, column, "head")
 
     def arm_chart(self, run: str | None = None) -> go.Figure:
         """Return the difference of each arm of an evaluation to its baseline, with 95 % intervals, as a figure."""
@@ -148,40 +180,3 @@ def open_store(path: str | Path) -> StoreTables:
     if not isinstance(store, ParquetStore) and not store.path.exists():
         raise StoreMissingError(f"there is no store at {path}. Run `headscan scan` first, or name another path")
     return StoreTables(store)
-
-
-def _head_map(store: Store, run_id: str, column: str, site: str) -> go.Figure:
-    """Draw a column of ``head_summary`` as a map of layers and heads. The scale goes from 0, or from the lowest
-    negative value, to the highest value.
-    """
-    import numpy as np  # slow to import with plotly, and tables do without them
-
-    from headscan.analysis.report.chart_style import colorbar, grid_figure, layer_heatmap, round_ticks
-
-    rows = store.query(
-        f'SELECT layer, head, "{column.replace(chr(34), chr(34) * 2)}" AS value FROM all_head_summary'
-        " WHERE run_id = ? AND site = ? ORDER BY layer, head",
-        [run_id, site],
-    ).to_pylist()
-    if not rows:
-        raise AnalysisError(f"run {run_id} has 0 heads of {site} attention (limit 1). Choose another `site`")
-    layers = sorted({row["layer"] for row in rows})
-    columns = 1 + max(row["head"] for row in rows)
-    values = np.full((len(layers), columns), np.nan)
-    hover = np.full(values.shape, "", dtype=object)
-    for row in rows:
-        place = layers.index(row["layer"]), row["head"]
-        values[place] = np.nan if row["value"] is None else row["value"]
-        hover[place] = f"layer {row['layer']}, head {row['head']}<br>{column} {values[place]:.4g}"
-    lowest, highest = min(0.0, float(np.nanmin(values))), float(np.nanmax(values))
-    ticks = round_ticks(highest)
-    cells = layer_heatmap(
-        values,
-        hover,
-        layers,
-        zmin=lowest,
-        zmax=max(highest, lowest),
-        colorscale="Cividis",
-        colorbar=colorbar(ticks, False),
-    )
-    return grid_figure(cells, len(layers), columns, column, "head")

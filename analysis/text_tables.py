@@ -40,11 +40,8 @@ def say(line: str) -> None:
 def text_table(
     rows: Sequence[Mapping[str, Any]], names: Sequence[str] | None = None, *, keep: Sequence[str] | None = None
 ) -> str:
-    """Return rows as a terminal-safe table with right-aligned numbers.
-
-    Args:
-        names: Columns; None uses those of the first row.
-        keep: Columns to keep longest if the terminal is too narrow for all; None prints all columns.
+    """Return rows as a terminal-safe table with right-aligned numbers. ``names`` are its columns, by default those of
+    the first row; ``keep`` are those to keep longest if the terminal is too narrow, and None prints all columns.
     """
     names = list(names if names is not None else rows[0] if rows else [])
     cells = {name: [_text(row[name]) for row in rows] for name in names}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from headscan.models.loaded_model import Sharding
     from headscan.sizing.model_sizes import ModelSizes
 
+#: Bytes by unit, in lower case.
 _UNITS = {
-    "B": 1,
-    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
-    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)},
+    "b": 1,
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
 }
-_BY_LOWER = {unit.lower(): size for unit, size in _UNITS.items()}
 
 #: Larger than any machine: a larger number is a typing error, and would overflow 64 bits in later sums.
 _LARGEST = 1 << 60
@@ -40,7 +40,7 @@ def parse_bytes(text: str) -> int:
         raise ByteSizeError(
             f"{text.strip()!r} has no unit: write {match[1]}GiB for gibibytes, or {match[1]}B for bytes"
         )
-    unit = _BY_LOWER.get(match[2].lower()) if match else None
+    unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
         raise ByteSizeError(f"{text!r} is not a size in memory: write a number and a unit, such as 80GiB or 500MB")
     size = float(match[1]) * unit
@@ -92,12 +92,8 @@ def ray_address(text: str) -> str:
 
 
 class PlacementKind(NamedTuple):
-    """A placement before its code is imported.
-
-    Attributes:
-        summary: Phrase of the help.
-        placement, pool: Its subclasses of `Placement` and of `Pool`, in `headscan.cluster`.
-        options: Fields of `PlacementRequest` that only this placement uses.
+    """A placement before its code is imported: a phrase of the help, its subclasses of `Placement` and of `Pool` in
+    `headscan.cluster`, and the fields of `PlacementRequest` that only it uses.
     """
 
     summary: str
@@ -188,7 +184,10 @@ class PlacementRequest:
         Raises:
             PlacementError: Another placement has a given option.
         """
-        given = {name: self._given(kind.options) for name, kind in PLACEMENTS.items()}
+        given = {
+            name: [option for option in kind.options if getattr(self, option) is not None]
+            for name, kind in PLACEMENTS.items()
+        }
         with_options = [name for name, options in given.items() if options]
         named = (self.placement,) if self.placement != "auto" else tuple(with_options[:1])
         chosen = named or tuple(PLACEMENTS)
@@ -202,10 +201,6 @@ class PlacementRequest:
         if (self.replicas or 1) > 1:
             raise PlacementError(f"`replicas={self.replicas}` (limit 1 for this job). Set `replicas` to 1")
         return replace(self, replicas=1)
-
-    def _given(self, names: Iterable[str]) -> list[str]:
-        """Return the names of the fields that have a value."""
-        return [name for name in names if getattr(self, name) is not None]
 
 
 @dataclass(frozen=True)
@@ -367,11 +362,8 @@ class DeviceBytes:
 
 @dataclass(frozen=True)
 class ChosenPlacement:
-    """A placement with the memory use of each device of one replica.
-
-    Attributes:
-        batch_tokens: Most tokens of a batch that fit, padding included, and no more than requested.
-        why: One line for each rejected placement, with the reason.
+    """A placement with the memory use of each device of one replica, the most tokens of a batch that fit, padding
+    included, and no more than requested; and ``why``, a line for each rejected placement with the reason.
     """
 
     placement: Placement
@@ -447,14 +439,9 @@ class Demand:
 
     def most_tokens(self, free: int, layers: LayerRange) -> int:
         """Return the tokens of the largest batch that fits in ``free`` bytes, at least one sequence."""
-        low, high = self.sizes.tokens, max(self.sizes.tokens, self.batch_tokens)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.without_weights(middle, layers) <= free:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        larger = range(self.sizes.tokens + 1, self.batch_tokens + 1)
+        fitting = bisect_right(larger, free, key=lambda tokens: self.without_weights(tokens, layers))
+        return self.sizes.tokens + fitting
 
 
 class Placement(ABC):
@@ -545,24 +532,13 @@ def fewest_ranges(weights: Sequence[int], limit: int) -> int | None:
     return ranges
 
 
-def smallest_largest(weights: Sequence[int], parts: int) -> int:
-    """Return the smallest possible size of the largest of ``parts`` ranges."""
-    low, high = max(weights), sum(weights)
-    while low < high:
-        middle = (low + high) // 2
-        ranges = fewest_ranges(weights, middle)
-        if ranges is not None and ranges <= parts:
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
 def balanced_ranges(weights: Sequence[int], parts: int) -> tuple[LayerRange, ...]:
     """Split weights into ``parts`` ranges, at most one per layer, with the smallest possible maximum and, among those,
     the smallest sum of squared sizes.
     """
-    limit, sums = smallest_largest(weights, parts), [0, *accumulate(weights)]
+    limits = range(max(weights), sum(weights) + 1)
+    limit = limits[bisect_left(limits, True, key=lambda limit: (fewest_ranges(weights, limit) or 0) <= parts)]
+    sums = [0, *accumulate(weights)]
     # Keyed by the end layer: the smallest sum of squared range sizes so far, and the ends of its ranges.
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, (0,))}
     for _ in range(parts):

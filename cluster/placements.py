@@ -349,13 +349,9 @@ def place(
     evaluates: bool = False,
     max_threads: int | None = None,
 ) -> ChosenPlacement:
-    """Choose a placement.
-
-    Args:
-        sizes: The model's bytes for the longest sequence.
-        batch_tokens: Most tokens of a batch, if the request does not state its size.
-        evaluates: Tasks are evaluated, which needs memory for logits and a KV cache.
-        max_threads: Limit of the CPU threads of a worker. None uses its share of the cores.
+    """Choose a placement for a model with these bytes for its longest sequence. ``batch_tokens`` counts if the request
+    does not state the size of a batch; with ``evaluates`` tasks are evaluated, which needs memory for logits and a KV
+    cache; and ``max_threads`` limits the CPU threads of a worker, None to its share of the cores.
     """
     kinds: list[type[Placement]] = [
         resolve_name(f"headscan.cluster.{PLACEMENTS[name].placement}") for name in request.kinds()

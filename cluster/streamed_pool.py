@@ -84,7 +84,17 @@ class HiddenStates:
             hidden = self._in_memory.pop(key)
             self._used -= hidden.nbytes
             return hidden
-        return self._read(key)
+        place = self._on_disk[key]
+        assert self._file is not None
+        hidden = empty_mmap(place.shape, place.dtype)
+        self._file.seek(place.offset)
+        left = bytes_of(hidden)
+        while left:
+            count = self._file.readinto(left)  # type: ignore[attr-defined]
+            if not count:
+                raise StagingError(f"hidden states in {tempfile.gettempdir()} are incomplete. Check the disk")
+            left = left[count:]
+        return hidden
 
     def close(self) -> None:
         """Forget everything and delete the file."""
@@ -117,19 +127,6 @@ class HiddenStates:
             ) from problem
         self._on_disk[key] = place
         self._end = max(self._end, place.offset + hidden.nbytes)
-
-    def _read(self, key: int) -> Tensor:
-        place = self._on_disk[key]
-        assert self._file is not None
-        hidden = empty_mmap(place.shape, place.dtype)
-        self._file.seek(place.offset)
-        left = bytes_of(hidden)
-        while left:
-            count = self._file.readinto(left)  # type: ignore[attr-defined]
-            if not count:
-                raise StagingError(f"hidden states in {tempfile.gettempdir()} are incomplete. Check the disk")
-            left = left[count:]
-        return hidden
 
 
 _WORKER = "streamed"
@@ -240,7 +237,7 @@ class StreamedPool(Pool):
     def _hidden_limit(self, layers: Layers) -> int:
         """Return the bytes of RAM for hidden states: half of what the weights leave; passes use the other half."""
         if self._placement.device != "cpu":
-            return _available_memory() // 2
+            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
         sizes = [layers.size(*layer_range) for layer_range in self._placement.ranges]
         largest = max((a + b for a, b in pairwise(sizes)), default=sizes[0])
         return max(0, self._weights_limit(layers) - largest) // 2
@@ -254,7 +251,3 @@ def _prepared(task: StagedTask[Any, Any, Any, Any], items: Iterable[Any]) -> Ite
         keys = range(end, end + len(batches))
         end = keys.stop
         yield _StreamedItem(item, batches, keys, [[] for _ in batches])
-
-
-def _available_memory() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

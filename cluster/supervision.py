@@ -163,6 +163,9 @@ class SupervisedPool(Pool):
         self._reported = count  # the number of replicas that was last logged
         self._checked = self._started_last = self._warned_last = time.monotonic()
         self._replicas: list[Replica] = []
+        # Of the current map: jobs to run again, and items that are given up, with the reasons.
+        self._again: deque[Job] = deque()
+        self._given_up: list[tuple[Any, str]] = []
         try:
             for _ in range(count):
                 self._replicas.append(self.new_replica())
@@ -180,20 +183,19 @@ class SupervisedPool(Pool):
 
     def map(self, task: Task[T, R], items: Iterable[T]) -> Iterator[Finished[T, R]]:
         source = iter(items)
-        again: deque[Job] = deque()
-        given_up: list[tuple[Any, str]] = []
+        self._again, self._given_up = deque(), []
         drained = False
         self._started_last = time.monotonic()  # nothing was checked since the last map
         try:
             while True:
-                while replica := self._free(alone=bool(again)):
-                    job = again.popleft() if again else next((Job(item) for item in source), None)
+                while replica := self._free(alone=bool(self._again)):
+                    job = self._again.popleft() if self._again else next((Job(item) for item in source), None)
                     if job is None:
                         drained = True
                         break
                     replica.submit(task, job)
                 pending = {reference: replica for replica in self._replicas for reference in replica.references()}
-                if drained and not again and not pending:
+                if drained and not self._again and not pending:
                     break
                 starting = [reference for replica in self._replicas for reference in replica.awaited()]
                 done, _ = self._ray.wait([*pending, *starting], timeout=min(1.0, self._timeouts.heartbeat / 4))
@@ -203,17 +205,17 @@ class SupervisedPool(Pool):
                     try:
                         finished = replica.take(reference)
                     except self._failures() as failure:
-                        self._replace(replica, failure, again, given_up)
+                        self._replace(replica, failure)
                         continue
                     if finished is not None:
                         yield finished
-                self._check_replicas(again, given_up)
+                self._check_replicas()
         finally:
             # After an error, or if the caller stopped early, the remaining results are not read.
             for replica in self._replicas:
                 replica.drop()
-        if given_up:
-            raise IncompleteError([item for item, _ in given_up], given_up[0][1])
+        if self._given_up:
+            raise IncompleteError([item for item, _ in self._given_up], self._given_up[0][1])
 
     def close(self) -> None:
         for replica in self._replicas:
@@ -230,14 +232,14 @@ class SupervisedPool(Pool):
         errors = self._ray.exceptions
         return (errors.RayActorError, errors.OutOfMemoryError, errors.ObjectLostError, HeartbeatTimeoutError)
 
-    def _check_replicas(self, again: deque[Job], given_up: list[tuple[Any, str]]) -> None:
+    def _check_replicas(self) -> None:
         """Read all heartbeats, replace failed replicas, and log missing ones."""
         errors = self._ray.exceptions
         for replica in list(self._replicas):
             try:
                 replica.listen(self._timeouts.heartbeat)
             except self._failures() as failure:
-                self._replace(replica, failure, again, given_up)
+                self._replace(replica, failure)
             except (errors.ActorUnschedulableError, errors.RuntimeEnvSetupError) as problem:
                 raise PlacementError(
                     f"Ray cannot place a replica: {first_line(problem)}. Check the nodes with `ray status`"
@@ -251,13 +253,11 @@ class SupervisedPool(Pool):
         if started < len(self._replicas) and now - self._checked > _CHECK_EVERY:
             self._checked = now
             if self._session.lost():
-                self._restart(again, given_up)
+                self._restart()
             else:
                 self._report_room(started, now)
 
-    def _replace(
-        self, replica: Replica, failure: Exception, again: deque[Job], given_up: list[tuple[Any, str]]
-    ) -> None:
+    def _replace(self, replica: Replica, failure: Exception) -> None:
         _log.warning("worker %s failed and is replaced: %s", ", ".join(replica.workers), first_line(failure))
         failed_starts = 0 if replica.started else replica.failed_starts + 1
         jobs = list(replica.jobs)
@@ -274,9 +274,9 @@ class SupervisedPool(Pool):
                 raise PlacementError(problem)
             self._reported = len(self._replicas)
             _log.warning("%s; the run continues with %d", problem, self._reported)
-        _run_again(jobs, first_line(failure), again, given_up)
+        self._run_again(jobs, first_line(failure))
 
-    def _restart(self, again: deque[Job], given_up: list[tuple[Any, str]]) -> None:
+    def _restart(self) -> None:
         """Restart the local Ray and its replicas, and retry their jobs."""
         self._restarts += 1
         if self._restarts == MAX_ATTEMPTS:
@@ -286,11 +286,24 @@ class SupervisedPool(Pool):
             )
         _log.warning("the local Ray failed; restarting it")
         for replica in self._replicas:
-            _run_again(list(replica.jobs), "the local Ray failed", again, given_up)
+            self._run_again(replica.jobs, "the local Ray failed")
             replica.drop()
         self._session.restart()
         self._replicas = [self.new_replica() for _ in self._replicas]
         self._started_last = time.monotonic()
+
+    def _run_again(self, jobs: Sequence[Job], failure: str) -> None:
+        """Queue the jobs of a failed replica again, and give up jobs with too many failures. The job that caused the
+        failure is unknown, because a finished result may be lost with its worker.
+        """
+        for job in jobs:
+            job.failures += 1
+            reason = f"{MAX_ATTEMPTS} workers failed on it; the last: {failure}"
+            if job.failures < MAX_ATTEMPTS:
+                self._again.append(job)
+            else:
+                self._given_up.append((job.item, reason))
+                _log.warning("%s: %s", name_of(job.item), reason)
 
     def _report_room(self, started: int, now: float) -> None:
         """Log if the nodes have room for fewer replicas than before."""
@@ -316,20 +329,6 @@ class SupervisedPool(Pool):
         if now - max(self._started_last, self._warned_last) >= _WARN_EVERY:
             self._warned_last = now
             _log.warning("waiting for a replica since %.0f s (limit %g s; %s)", seconds, limit, resources)
-
-
-def _run_again(jobs: Sequence[Job], failure: str, again: deque[Job], given_up: list[tuple[Any, str]]) -> None:
-    """Queue the jobs of a failed replica again, and give up jobs with too many failures. The job that caused the
-    failure is unknown, because a finished result may be lost with its worker.
-    """
-    for job in jobs:
-        job.failures += 1
-        reason = f"{MAX_ATTEMPTS} workers failed on it; the last: {failure}"
-        if job.failures < MAX_ATTEMPTS:
-            again.append(job)
-        else:
-            given_up.append((job.item, reason))
-            _log.warning("%s: %s", name_of(job.item), reason)
 
 
 def replicas_that_fit(nodes: Sequence[dict[str, float]], needs: Sequence[dict[str, float]], most: int) -> int:

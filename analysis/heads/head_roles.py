@@ -38,13 +38,8 @@ class RoleVerdicts:
 
 @dataclass(frozen=True)
 class HeadRoles:
-    """The roles of one model's heads at one site.
-
-    Attributes:
-        model: Row in ``runs`` of its newest run.
-        runs: Rows that measured a role.
-        found: In the order of `ROLES`.
-        missing: Roles that no run measured.
+    """The roles of one model's heads at one site, in the order of `ROLES`, and those that no run measured; ``model`` is
+    the row in ``runs`` of its newest run, and ``runs`` are the rows that measured a role.
     """
 
     site: str

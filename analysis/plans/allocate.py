@@ -180,13 +180,10 @@ def _check_width(scores: KeepScores, sink: int, recent: int) -> None:
 
 
 def random_plan(plan: HeadPlan, seed: int) -> HeadPlan:
-    """Return a plan that deals a plan's actions out to its candidates at random.
+    """Return a plan that deals a plan's actions out to its candidates at random, the same for the same seed.
 
     Actions and widths change places only among heads of the same bytes per token, or in a plan by layer among such
     layers, so the cache has the same size at every length. Protected heads keep their full cache, as in ``plan``.
-
-    Args:
-        seed: The same seed and plan give the same plan.
     """
     by_unit: dict[KVHead, list[PlannedHead]] = defaultdict(list)
     for head in plan.heads:

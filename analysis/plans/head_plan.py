@@ -249,21 +249,18 @@ def check_model(
     revision: str | None = None,
     grid: Sequence[Mapping[str, Any]] | None = None,
 ) -> None:
-    """Raise PlanError if a plan was made for another model.
-
-    Args:
-        config_hash: Hash of the model's configuration; None skips it, as for all arguments.
-        weights_hash: Hash of the weights.
-        revision: Commit on the hub.
-        grid: One mapping per attention site, as in ``runs.grid``; only self-attention is compared.
+    """Raise PlanError if a plan was made for another model. ``grid`` has one mapping per attention site, as in
+    ``runs.grid``; only self-attention is compared. None skips any of the arguments.
     """
     compared = False
     shape = [tuple(getattr(layer, name) for name in _SHAPE) for layer in plan.model.layers]
+    own_sites = [site for site in grid or () if site["site"] == "self"]
+    shape_of_grid = sorted(tuple(site.get(name) for name in _SHAPE) for site in own_sites)
     for what, ours, theirs in (
         ("configuration hash", plan.model.config_hash, config_hash),
         ("weights hash", plan.model.weights_hash, weights_hash),
         ("revision", plan.model.revision, revision),
-        ("head grid", shape, None if grid is None else _shape_of_grid(grid)),
+        ("head grid", shape, None if grid is None else shape_of_grid),
     ):
         if ours is None or theirs is None:
             continue
@@ -281,10 +278,6 @@ def check_model(
 
 
 _SHAPE = ("layer", "num_attention_heads", "num_key_value_heads", "head_dim", "value_dim", "sliding_window")
-
-
-def _shape_of_grid(grid: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
-    return sorted(tuple(site.get(name) for name in _SHAPE) for site in grid if site["site"] == "self")
 
 
 #: Largest file, in bytes: about 100 times the plan of 128 layers with 128 KV heads each.

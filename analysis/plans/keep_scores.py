@@ -38,7 +38,6 @@ class KeepScores:
     """Keep-scores of a model's KV heads by one method.
 
     Attributes:
-        method: The method that made them.
         score: Definition of the keep-score in words.
         scores: Keep-score of each candidate, 0 to 1, higher = keep. Heads without an entry are protected: they always
             keep their full cache.
@@ -165,12 +164,8 @@ RANDOM_SCORE = "a random number from 0 to 1"
 def random_scores(
     model: PlannedModel, seed: int, *, run_id: str | None = None, granularity: Granularity = "kv_head"
 ) -> KeepScores:
-    """Score all KV heads with an unbounded cache of their own at random.
-
-    Args:
-        seed: The same seed and model give the same scores.
-        run_id: Run from which the model's shape was read; None if it came from elsewhere.
-        granularity: ``layer`` draws one number for each layer.
+    """Score all KV heads with an unbounded cache of their own at random, the same for the same seed. ``run_id`` is the
+    run from which the model's shape was read; the granularity ``layer`` draws one number for each layer.
     """
     places = full_heads(model)
     require_candidates(model, places)
@@ -193,10 +188,7 @@ def random_scores(
 
 def imported_scores(model: PlannedModel, pattern: HeadPattern, *, run_id: str | None = None) -> KeepScores:
     """Score KV heads by an imported pattern: ``clip(number, 0, 1)``, in the order ``(number, layer, KV head)``. Numbers
-    of heads that cannot get a window are ignored.
-
-    Args:
-        run_id: Run from which the model's shape was read; None if it came from elsewhere.
+    of heads that cannot get a window are ignored. ``run_id`` is the run from which the model's shape was read.
     """
     values = pattern.for_model(model)
     places = full_heads(model)
@@ -283,7 +275,9 @@ def damage_scores(
         places = sorted(tables["text"])
     kinds = [name for name in ("text", "recall") if name in tables]
     measured = [tables[name] for name in kinds]
-    scores = _scaled(_summed_shares(measured, clip=True))
+    scores = _summed_shares(measured, clip=True)
+    if most := max(scores.values()):
+        scores = {place: score / most for place, score in scores.items()}
     raw = _summed_shares(measured, clip=False)
     order = sorted(places, key=lambda place: (scores[place], raw[place], place))
     for name in ("confirmed_text", "confirmed_recall"):
@@ -386,11 +380,6 @@ def _summed_shares(
         for place in tables[0]
         if all(place in table for table in tables)
     }
-
-
-def _scaled(scores: dict[KVHead, float]) -> dict[KVHead, float]:
-    most = max(scores.values())
-    return {place: score / most for place, score in scores.items()} if most else scores
 
 
 def _exchanged(

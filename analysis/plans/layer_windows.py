@@ -24,12 +24,7 @@ class SlidingLayers:
 
 
 def sliding_layers(plan: HeadPlan) -> SlidingLayers:
-    """Return the fields of ``config.json`` for a plan.
-
-    Raises:
-        PlanError: A layer mixes windows and full caches or drops KV heads, windows keep first tokens or differ in
-            width, the model bounds a layer itself, or no layer has a window.
-    """
+    """Return the fields of ``config.json`` for a plan; raise PlanError if they cannot state it."""
     windows = _windows(plan, "layer types")
     if bounded := [layer.layer for layer in plan.model.layers if layer.type == "sliding"]:
         raise PlanError(
@@ -64,12 +59,7 @@ class CacheWindows:
 
 
 def cache_windows(plan: HeadPlan) -> CacheWindows:
-    """Return the arguments of TensorRT-LLM's ``KvCacheConfig`` for a plan.
-
-    Raises:
-        PlanError: A layer mixes windows and full caches or drops KV heads, windows keep different numbers of first
-            tokens, a layer has no attention, or the model has no known number of positions.
-    """
+    """Return the arguments of TensorRT-LLM's ``KvCacheConfig`` for a plan; raise PlanError if they cannot state it."""
     model, windows = plan.model, _windows(plan, "KvCacheConfig")
     if len(model.layers) != model.num_layers:
         layer = min(set(range(model.num_layers)) - {each.layer for each in model.layers})

@@ -26,8 +26,6 @@ class HeadPattern:
     """Numbers of a pattern file, with its settings.
 
     Attributes:
-        format: Tool that reads and writes the file.
-        path: The file, and ``sha256`` its hash.
         values: (layers, heads) as in the file, turned around if ``inverted``: high = keeps its full cache.
         heads: What a column stands for.
         sink_size: First tokens of a window head; None if not stated, as for ``recent_size``.
@@ -132,11 +130,9 @@ _KEY = re.compile(r"(?P<layer>\d+)-(?P<head>\d+)")
 
 
 def write_pattern(plan: HeadPlan, folder: str | Path, format: PatternFormat = "duoattention") -> list[Path]:
-    """Write a plan as a table of zeros (window) and ones (full), each file atomically. Heads that cannot get a window
-    (sliding layers, MLA, layers that share a cache) are written as 1.
-
-    Returns:
-        The paths of the table and of ``config.json``.
+    """Write a plan as a table of zeros (window) and ones (full), each file atomically; return the paths of the table
+    and of ``config.json``. Heads that cannot get a window (sliding layers, MLA, layers that share a cache) are written
+    as 1.
     """
     if format not in TABLE_FILES:
         raise PlanError(f"{format} cannot be written. Choose one of {', '.join(TABLE_FILES)}")

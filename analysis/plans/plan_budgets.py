@@ -27,21 +27,15 @@ BUDGET_LENGTHS = (4096, 32768, 131072)
 
 
 def budget_lengths(max_tokens: int | None) -> tuple[int, ...]:
-    """Return the lengths at which the plan of a model reports bytes.
-
-    Args:
-        max_tokens: The model's positions, which take the place of lengths beyond them; None for no limit.
-    """
+    """Return the lengths at which a plan reports bytes, at most the model's ``max_tokens``; None for no limit."""
     if max_tokens is None:
         return BUDGET_LENGTHS
     return tuple(sorted({min(length, max_tokens) for length in BUDGET_LENGTHS}))
 
 
 class WindowSteps:
-    """Numbers of windows that a plan can have, and the bytes of the cache with each.
-
-    Attributes:
-        counts: The numbers, ascending from 0: all up to that of the candidates, or those of whole layers.
+    """Numbers of windows that a plan can have, ascending from 0 (``counts``): all up to that of the candidates, or
+    those of whole layers; and the bytes of the cache with each.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,8 +29,9 @@ from headscan.analysis.plans.plan_records import (
 from headscan.analysis.store.store import Store
 
 
-def measure_calibration(store: Store, run: Mapping[str, Any], bounded: int, sink: int, recent: int) -> ScanCalibration:
-    """Return corpus and lengths of a scan; sequences of at most ``bounded`` tokens have no distant keys."""
+def measure_calibration(store: Store, run: Mapping[str, Any], sink: int, recent: int) -> ScanCalibration:
+    """Return corpus and lengths of a scan; sequences of at most ``sink + recent`` tokens have no distant keys."""
+    bounded = sink + recent
     row = store.query(
         "SELECT count(*) AS sequences, coalesce(sum(tokens), 0)::BIGINT AS tokens, max(tokens) AS longest,"
         " count(*) FILTER (tokens > $2) AS evidence, coalesce(sum(greatest(tokens - $2, 0)), 0)::BIGINT AS queries"
@@ -96,14 +97,6 @@ def _numbers(values: np.ndarray | None, heads: int) -> list[Any]:
     return [None if math.isnan(value) else value for value in values.tolist()]
 
 
-def by_kv_head(query_heads: Iterable[QueryHead]) -> dict[tuple[int, int], list[QueryHead]]:
-    """Group query heads by (layer, KV head)."""
-    groups = defaultdict(list)
-    for head in query_heads:
-        groups[head.layer, head.kv_head].append(head)
-    return dict(groups)
-
-
 def reduce_group(group: Sequence[QueryHead]) -> Evidence:
     """Return the evidence of a KV head from the query heads that read it."""
 
@@ -121,13 +114,13 @@ _GROUP_VALUES = tuple(name for name in Evidence.__dataclass_fields__ if name in 
 
 def readers_of(model: PlannedModel, query_heads: Sequence[QueryHead]) -> dict[tuple[int, int], list[QueryHead]]:
     """Return the query heads that read each KV head, including those of layers that share its cache."""
-    own = by_kv_head(query_heads)
-    readers = {place: list(group) for place, group in own.items()}
-    for layer in model.layers:
-        if layer.kv_shared_from is not None:
-            for k in range(layer.num_key_value_heads):
-                readers.setdefault((layer.kv_shared_from, k), []).extend(own.get((layer.layer, k), []))
-    return readers
+    shared_from = {layer.layer: layer.kv_shared_from for layer in model.layers if layer.kv_shared_from is not None}
+    readers: dict[tuple[int, int], list[QueryHead]] = defaultdict(list)
+    for head in query_heads:
+        readers[head.layer, head.kv_head].append(head)
+        if head.layer in shared_from:
+            readers[shared_from[head.layer], head.kv_head].append(head)
+    return dict(readers)
 
 
 def group_maxima(
@@ -176,15 +169,12 @@ def distant_mass_scores(store: Store, run_id: str | None) -> KeepScores:
     Candidates are KV heads with an unbounded cache of their own and no unmeasured query head. Heads of sliding layers,
     of MLA and of layers that read an earlier layer's cache are no candidates; query heads of the latter count for the
     earlier layer.
-
-    Args:
-        run_id: First characters of a scan's id; None uses the newest finished scan.
     """
     with store.reading():
         run = store.resolve_run(run_id, "scan")
         sink, recent = _scan_widths(run)
         model, recorded = planned_model(run)
-        calibration = measure_calibration(store, run, sink + recent, sink, recent)
+        calibration = measure_calibration(store, run, sink, recent)
     query_heads = measure_query_heads(store, run["run_id"])
     readers = readers_of(model, query_heads)
     needs = group_maxima(model, readers, "need")
@@ -241,9 +231,6 @@ def retrieval_scores(store: Store, run_id: str | None) -> KeepScores:
     The keep-score of a KV head is the largest ``retrieval_score`` (arXiv 2404.15574) of its query heads, those of
     layers that share its cache included. Many heads have a score of 0; ``induction_score`` breaks ties, then layer and
     KV head do. If the probe has no ``retrieval_score``, ``induction_score`` takes its place.
-
-    Args:
-        run_id: First characters of a probe's id; None uses the newest finished probe.
     """
     run = store.resolve_run(run_id, "probe")
     model, recorded = planned_model(run)

@@ -49,7 +49,8 @@ def sweep_parts(curves: Sequence[Curve], choices: Sequence[SweepChoice] = ()) ->
     parts = _selected(choices) if choices else []
     parts.append(pages.paragraph(_explanation(curves), "note"))
     for kind, title in _TITLES.items():
-        members = _strictest_first([curve for curve in curves if curve.kind in (kind, kind.control)])
+        members = [curve for curve in curves if curve.kind in (kind, kind.control)]
+        members.sort(key=lambda curve: (curve.is_random, -(curve.removable_share_strict or 0.0)))
         if any(not curve.is_random for curve in members):
             parts += [pages.heading(title), pages.paragraph(_best(members))]
             parts.append(pages.figure(curves_figure(members), f"curves-{kind}"))
@@ -90,11 +91,6 @@ def _explanation(curves: Sequence[Curve]) -> str:
         " share. Shares are measured shares of ablated heads, which differ from the quantile of a rule. Random arms are"
         " means over their seeds."
     )
-
-
-def _strictest_first(curves: Sequence[Curve]) -> list[Curve]:
-    """Return curves by falling strict share, random ones last; the order is kept among equals."""
-    return sorted(curves, key=lambda curve: (curve.is_random, -(curve.removable_share_strict or 0.0)))
 
 
 def _best(curves: Sequence[Curve]) -> str:
@@ -282,18 +278,13 @@ def _site_parts(run: Mapping[str, Any], points: Sequence[SitePoint]) -> str:
 
 
 def _site_table(points: Sequence[SitePoint]) -> str:
-    shares = sorted({point.share for point in points})
+    shares, metric = sorted({point.share for point in points}), METRICS[points[0].metric]
     rows = []
     for (criterion, seed), members in by_curve(points).items():
-        at = {point.share: point for point in members}
-        cells = [_change(at[share]) if share in at else "–" for share in shares]
+        change = {point.share: point.effect.interval.scaled(metric.scale) for point in members}
+        cells = [change[share].words(metric.digits) if share in change else "–" for share in shares]
         rows.append([f"{criterion}, {seed}" if criterion == RANDOM else criterion, *cells])
     return pages.table(["criterion", *(f"{100 * share:g}%" for share in shares)], rows)
-
-
-def _change(point: SitePoint) -> str:
-    metric = METRICS[point.metric]
-    return point.effect.interval.scaled(metric.scale).words(metric.digits)
 
 
 CRITERIA = "criteria"

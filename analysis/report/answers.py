@@ -106,10 +106,6 @@ class Commands:
         """Return a command that names the store only."""
         return shlex.join(["headscan", verb, *options, "--store", str(self.store)])
 
-    def on_model_alone(self, verb: str, *options: str) -> str:
-        """Return a command that names the model and reads no store."""
-        return shlex.join(["headscan", verb, *self.model, *options])
-
 
 def _model_words(name: str, spec: Any) -> tuple[str, ...]:
     """Return the words that name a model, from its name and its stored settings; a run may lack them."""
@@ -155,23 +151,25 @@ def cache_answer(
     arms = [] if verdict is None else [arm for arm in verdict.arms if arm.name in left and not arm.is_random]
     if not arms:
         return _unjudged(plan, hint, commands)
-    at = f" at {tokens:,} tokens" if tokens else ""
     passing = [arm for arm in arms if arm.is_safe]
     best = min(passing, key=lambda arm: left[arm.name]) if passing else max(arms, key=lambda arm: arm.paired.low)
-    cost = _cost(best, f"{1 - left[best.name]:.1%} of the cache less{at} changes")
+    saved, at = f"{1 - left[best.name]:.1%}", f" at {tokens:,} tokens" if tokens else ""
+    cost = _cost(best, f"{saved} of the cache less{at} changes")
     how = _how((), len(arms))
-    if passing:
-        return _shown_safe(CACHE_QUESTION, f"{1 - left[best.name]:.1%}{at}", f"{cost}{how}", best, CACHE)
-    headline, lead = _not_shown(best, "plan")
-    detail = f"{lead} {cost}{how if headline == 'None shown' else ''}"
-    return ReportAnswer(CACHE_QUESTION, headline, detail, "open", CACHE, commands.evaluate_plan)
+    return _answer(CACHE_QUESTION, best, "plan", f"{saved}{at}", cost, how, CACHE, commands.evaluate_plan)
 
 
-def _shown_safe(question: str, headline: str, detail: str, best: ArmVerdict, link: str) -> ReportAnswer:
-    """Return the answer from an arm that passes; without a verdict on recall it is open."""
+def _answer(
+    question: str, best: ArmVerdict, what: str, saving: str, cost: str, how: str, link: str, command: str
+) -> ReportAnswer:
+    """Return the answer from the best arm: its ``saving`` if it passes, else why no ``what`` does."""
+    if not best.is_safe:
+        headline, lead = _not_shown(best, what)
+        detail = f"{lead} {cost}{how if headline == 'None shown' else ''}"
+        return ReportAnswer(question, headline, detail, "open", link, command)
     if best.unjudged_recall:
-        return ReportAnswer(question, f"{headline}, {best.unjudged_recall} unknown", detail, "open", link)
-    return ReportAnswer(question, headline, detail, "known", link)
+        return ReportAnswer(question, f"{saving}, {best.unjudged_recall} unknown", f"{cost}{how}", "open", link)
+    return ReportAnswer(question, saving, f"{cost}{how}", "known", link)
 
 
 def _not_shown(best: ArmVerdict, what: str) -> tuple[str, str]:
@@ -244,7 +242,8 @@ class CacheHint:
             # Texts are longer than this window, as they must be.
             recent = 2 ** int(math.log2(max(self.longest // 4, 1)))
             window: tuple[str, ...] = () if recent >= DEFAULT_RECENT else ("--recent", str(recent))
-            command = commands.on_model_alone("plan", "--method", "measured", *commands.own_texts, *window)
+            options = ("--method", "measured", *commands.own_texts, *window)
+            command = shlex.join(["headscan", "plan", *commands.model, *options])  # it reads no store
             detail = (
                 f"The texts of the scan have at most {self.longest:,} tokens, so they show nothing beyond a window of"
                 f" {self.sink} first and {self.recent} last tokens. The first command measures windows on the model."
@@ -372,7 +371,7 @@ def ablation_answer(
         return ReportAnswer(ABLATED_QUESTION, inactive.headline, detail, "missing", INACTIVE, prove)
     best = _best(arms)
     how = _how([choice for choice in choices if choice.verdict is best], len(tried))
-    return _answer(ABLATED_QUESTION, arms, "ablated", how, ABLATION, command)
+    return _of_heads(ABLATED_QUESTION, best, "ablated", how, ABLATION, command)
 
 
 def _how(choices: Sequence[SweepChoice], tried: int) -> str:
@@ -404,7 +403,7 @@ def pruning_answer(verdict: Verdict | None, inactive: InactiveHeads, commands: C
         measures = "; ".join(measure.words() for measure in first.metrics) or "no measure"
         detail = f"No task has right answers. Fewest removed: {first.name} ({_share(first.ablated_share)}): {measures}."
         return ReportAnswer(REMOVED_QUESTION, "No verdict", detail, "open", REMOVAL, command)
-    return _answer(REMOVED_QUESTION, judged, "removed", _how((), len(judged)), REMOVAL, command)
+    return _of_heads(REMOVED_QUESTION, _best(judged), "removed", _how((), len(judged)), REMOVAL, command)
 
 
 def _best(arms: Sequence[ArmVerdict]) -> ArmVerdict:
@@ -415,16 +414,9 @@ def _best(arms: Sequence[ArmVerdict]) -> ArmVerdict:
     return max(arms, key=lambda arm: arm.paired.low)
 
 
-def _answer(question: str, arms: Sequence[ArmVerdict], done: str, how: str, link: str, command: str) -> ReportAnswer:
-    """Return the largest share that passes; if none does, the arm with the best lower end."""
-    best = _best(arms)
-    cost = _cost(best, f"{_share(best.ablated_share)} of heads {done} change")
-    if best.is_safe:
-        return _shown_safe(question, f"{_share(best.ablated_share)} of heads", f"{cost}{how}", best, link)
-    headline, lead = _not_shown(best, "set of heads")
-    return ReportAnswer(
-        question, headline, f"{lead} {cost}{how if headline == 'None shown' else ''}", "open", link, command
-    )
+def _of_heads(question: str, best: ArmVerdict, done: str, how: str, link: str, command: str) -> ReportAnswer:
+    share = f"{_share(best.ablated_share)} of heads"
+    return _answer(question, best, "set of heads", share, _cost(best, f"{share} {done} change"), how, link, command)
 
 
 def _share(share: float | None) -> str:
@@ -458,13 +450,13 @@ def answers_of(
 
 def _missing_tables(data: HeadData, commands: Commands) -> list[ReportAnswer]:
     """Return one answer on the tables of heads that the store lacks; empty without any."""
-    missing = [table for table in HEAD_TABLES if table.known and table.group not in data.runs]
+    missing = [table for table in HEAD_TABLES if table.group not in data.runs]
     if not missing:
         return []
     *others, last = [table.group.lower() for table in missing]
     names = f"{', '.join(others)} or {last}" if others else last
     verbs = "\n".join(
-        commands.on_model(table.verb, *table.options, *(commands.own_texts if table.reads_texts else ()))
+        commands.on_model(table.kind, *table.options, *(commands.own_texts if table.reads_texts else ()))
         for table in missing
     )
     detail = f"The store has no {names} of this model's heads, so the map lacks them."

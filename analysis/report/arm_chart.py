@@ -31,7 +31,11 @@ def arms_figure(verdict: Verdict) -> go.Figure:
                 x=[arm.paired.difference for arm in members],
                 y=[rows[arm.name] for arm in members],
                 error_x=whiskers([arm.paired.interval for arm in members]),
-                **_points(kind, members),
+                mode="markers",
+                name=escape(kind.label),
+                marker={"color": KIND_COLOURS[kind], "size": 9},
+                hovertext=[_arm_text(arm) for arm in members],
+                hoverinfo="text",
             )
         )
     _reference_lines(figure.add_vline, "x", arms)
@@ -71,16 +75,6 @@ def share_figure(verdict: Verdict) -> go.Figure:
 def _by_kind(arms: Sequence[ArmVerdict]) -> list[tuple[ArmKind, list[ArmVerdict]]]:
     kinds = list(dict.fromkeys(arm.kind for arm in arms))
     return [(kind, [arm for arm in arms if arm.kind == kind]) for kind in kinds]
-
-
-def _points(kind: ArmKind, arms: Sequence[ArmVerdict]) -> dict[str, Any]:
-    return {
-        "mode": "markers",
-        "name": escape(kind.label),
-        "marker": {"color": KIND_COLOURS[kind], "size": 9},
-        "hovertext": [_arm_text(arm) for arm in arms],
-        "hoverinfo": "text",
-    }
 
 
 def _arm_text(arm: ArmVerdict) -> str:

@@ -85,16 +85,13 @@ def round_ticks(highest: float) -> list[float]:
     return [i * step for i in range(math.ceil(highest / step - 1e-9) + 1)]
 
 
-def colorbar(ticks: Sequence[float], above: bool) -> dict[str, Any]:
-    """Return the colour scale of a heatmap; ``above`` marks values above the last tick."""
-    text = [f"{tick:.4g}" for tick in ticks]
-    if above:
-        text[-1] = f"≥ {text[-1]}"
+def colorbar(ticks: Sequence[float]) -> dict[str, Any]:
+    """Return the colour scale of a heatmap."""
     return {
         "thickness": 14,
         "outlinewidth": 0,
         "tickvals": list(ticks),
-        "ticktext": text,
+        "ticktext": [f"{tick:.4g}" for tick in ticks],
         "x": 1.02,
         "len": 1.0,
         "ypad": 0,

@@ -5,27 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import combinations
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
-from headscan.analysis.plans import HeadDamage, HeadPlan, PlannedHead
+from headscan.analysis.plans import HeadClass, HeadPlan, PlannedHead
 from headscan.analysis.report.head_measures import HeadMeasure, SiteMeasures, read_head_tables, scanned_measure
 from headscan.analysis.report.page_parts import compressed
 from headscan.analysis.store.head_spread import QUANTILES, SiteSummary, Spread
 from headscan.analysis.store.site_rows import SiteHeads
 from headscan.analysis.store.store import Store
 from headscan.catalog import SCORES
-
-_CLASSES = ("retrieval", "streaming", "removable", "protected")
-
-#: By kind of text, the number in the plan's evidence.
-DAMAGES: dict[str, Callable[[HeadDamage], float | None]] = {
-    "text": lambda damage: damage.text,
-    "recall": lambda damage: damage.recall,
-}
 
 
 def plan_measures(plan: HeadPlan, heads: SiteHeads) -> list[HeadMeasure]:
@@ -37,30 +28,27 @@ def plan_measures(plan: HeadPlan, heads: SiteHeads) -> list[HeadMeasure]:
     entries = [by_place.get(place) for place in places]
 
     def numbers(read: Callable[[PlannedHead], float | None]) -> np.ndarray:
-        column = [None if entry is None else read(entry) for entry in entries]
-        return np.array([np.nan if value is None else value for value in column], dtype=float)
+        return np.array([None if entry is None else read(entry) for entry in entries], dtype=float)
 
+    classes = get_args(HeadClass)
     measures = [
         HeadMeasure(
             "plan",
             "Plan",
-            numbers(lambda entry: _CLASSES.index(entry.head_class)),
+            numbers(lambda entry: classes.index(entry.head_class)),
             f"what the KV head keeps; method {plan.method}: streaming heads keep {plan.window_text()}",
             scale="classes",
-            classes=_CLASSES,
+            classes=classes,
         ),
         HeadMeasure("keep_score", "Plan", numbers(lambda entry: entry.score), plan.score, scale="share"),
     ]
-    for kind, read in DAMAGES.items():
-        values = numbers(partial(_damage, read))
+    damages = [None if entry is None else entry.evidence.damage for entry in entries]
+    for kind in ("text", "recall"):
+        values = np.array([None if damage is None else getattr(damage, kind) for damage in damages], dtype=float)
         if not np.isnan(values).all():
             text = f"loss that a window on this KV head alone adds on {kind}"
             measures.append(HeadMeasure(f"damage_{kind}", "Damage", values, text, "nats per token"))
     return measures
-
-
-def _damage(read: Callable[[HeadDamage], float | None], entry: PlannedHead) -> float | None:
-    return None if entry.evidence.damage is None else read(entry.evidence.damage)
 
 
 #: Most sets of heads in the page: a sweep has an arm for each score and share.
@@ -152,7 +140,18 @@ def page_data(data: HeadData, first: Sequence[str]) -> str:
     """Return the data of the page's script as base64 of compressed JSON; base64 has no markup, so no text from a store
     can leave its element. ``first`` are measures in the order of preference for the first map.
     """
-    sites = [_site_payload(site) for site in data.sites]
+    sites = [
+        {
+            "name": site.heads.site,
+            "layer": site.heads.layer.tolist(),
+            "head": site.heads.head.tolist(),
+            "kv": site.heads.kv_head.tolist(),
+            "sequences": site.heads.sequences,
+            "measures": [measure.payload() for measure in site.numbers.measures],
+            "sets": site.numbers.sets,
+        }
+        for site in data.sites
+    ]
     names = [measure.name for measure in data.sites[0].numbers.measures]
     start = next((name for name in first if name in names), names[0] if names else None)
     payload = {
@@ -162,16 +161,3 @@ def page_data(data: HeadData, first: Sequence[str]) -> str:
         "sites": sites,
     }
     return compressed(json.dumps(payload, allow_nan=False, separators=(",", ":")).encode())
-
-
-def _site_payload(site: SiteNumbers) -> dict[str, Any]:
-    measures: Sequence[HeadMeasure] = site.numbers.measures
-    return {
-        "name": site.heads.site,
-        "layer": site.heads.layer.tolist(),
-        "head": site.heads.head.tolist(),
-        "kv": site.heads.kv_head.tolist(),
-        "sequences": site.heads.sequences,
-        "measures": [measure.payload() for measure in measures],
-        "sets": site.numbers.sets,
-    }

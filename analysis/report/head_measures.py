@@ -14,7 +14,6 @@ from headscan.analysis.store.provenance import same_model
 from headscan.analysis.store.records import RunKind
 from headscan.analysis.store.site_rows import SiteHeads, column_values
 from headscan.analysis.store.store import Store
-from headscan.analysis.store.tables import TABLES
 from headscan.catalog import BEHAVIOURS, IMPORTANCES, SCORES, STATISTICS
 
 #: ``share``: from 0 to 1. ``ratio``: diverging around 1. ``signed``: diverging around 0. ``plain``: from the smallest
@@ -157,29 +156,23 @@ class SiteMeasures:
 
 @dataclass(frozen=True)
 class HeadTable:
-    """A table with numbers of heads; a store without it has no such numbers.
+    """A table with numbers of heads.
 
     Attributes:
         group: Heading in the selector of the map.
+        kind: Runs that have such numbers, and the verb that makes them.
         query: SQL with the columns ``site, layer, head, name, value, std``, where ``?`` is the run.
         define: Returns the definition of a name.
-        verb, options: Command that makes such runs.
-        reads_texts: True if the command needs a corpus.
+        options: Options of the verb.
+        reads_texts: True if the verb needs a corpus.
     """
 
     group: str
     kind: RunKind
-    table: str
     query: str
     define: Callable[[str], Definition]
-    verb: str
     options: tuple[str, ...] = ()
     reads_texts: bool = True
-
-    @property
-    def known(self) -> bool:
-        """True if stores of this version have the table."""
-        return self.table in TABLES
 
 
 _IMPORTANCE_NAMES = (*IMPORTANCES, "mean_gate_gradient")
@@ -188,41 +181,33 @@ HEAD_TABLES: tuple[HeadTable, ...] = (
     HeadTable(
         "Behaviours",
         "probe",
-        "head_behaviours",
         "SELECT site, layer, head, behaviour AS name, value, NULL::DOUBLE AS std FROM head_behaviours WHERE run_id = ?",
         behaviour_definition,
-        "probe",
         reads_texts=False,
     ),
     HeadTable(
         "Importance",
         "importance",
-        "head_importance",
         "SELECT site, layer, head, name, value, CASE name WHEN 'importance' THEN importance_std"
         " WHEN 'sequence_importance' THEN sequence_importance_std END AS std FROM"
         f" (UNPIVOT (FROM all_importance_summary WHERE run_id = ?) ON {', '.join(_IMPORTANCE_NAMES)}"
         " INTO NAME name VALUE value)",
         importance_definition,
-        "importance",
     ),
     HeadTable(
         "Effects",
         "ablate",
-        "head_effects",
         "SELECT site, layer, head, 'harm_' || replacement || '_' || metric AS name, harm AS value,"
         " standard_error AS std FROM all_effect_summary WHERE run_id = ? AND mode = 'each'",
         effect_definition,
-        "ablate",
         ("--each",),
     ),
     HeadTable(
         "Gates",
         "gates",
-        "head_gates",
         "SELECT site, layer, head, name, value, NULL::DOUBLE AS std FROM"
         " (UNPIVOT (FROM head_gates WHERE run_id = ?) ON gate, p_open, gate_up, p_open_up INTO NAME name VALUE value)",
         gate_definition,
-        "gates",
         ("--share", "0.4"),
     ),
 )
@@ -243,7 +228,7 @@ def read_head_tables(
     with store.reading():
         for table in HEAD_TABLES:
             # A run may have no rows in the table: a comparison of criteria on labelled examples has no effects.
-            for run in finished_runs(store, table.kind, scan) if table.known else ():
+            for run in finished_runs(store, table.kind, scan):
                 if measures := list(_measures(store, run, heads, table)):
                     runs[table.group] = run
                     tables += measures

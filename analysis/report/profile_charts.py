@@ -50,7 +50,7 @@ def overlap_figure(rows: Sequence[Mapping[str, Any]]) -> go.Figure:
             zmin=0,
             zmax=100,
             colorscale="Blues",
-            colorbar=colorbar([0, 25, 50, 75, 100], above=False),
+            colorbar=colorbar([0, 25, 50, 75, 100]),
             texttemplate="%{z:.0f}",
             textfont={"size": 11},
             hovertext=hover,
@@ -153,7 +153,7 @@ def _distance_heatmap(store: Store, run_id: str, site: str) -> _Chart | None:
         zmin=0,
         zmax=ticks[-1],
         colorscale="Viridis",
-        colorbar=colorbar(ticks, above=False),
+        colorbar=colorbar(ticks),
         **gaps(len(layers), used),
     )
     every = slice(None, None, 1 if used <= 12 else 2)

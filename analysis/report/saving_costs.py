@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from headscan.analysis.store.records import ArmKind
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.tables import ACCURACY, BITS_PER_BYTE, LOSS
 from headscan.analysis.verdicts.controls import loss_increase
+from headscan.analysis.verdicts.criterion_points import heads_of_arms
 from headscan.analysis.verdicts.judge import Verdict
 from headscan.analysis.verdicts.verdict_words import ArmVerdict
 
@@ -35,26 +36,21 @@ _CACHE_NOTE = (
 
 def cache_section(store: Store, verdict: Verdict) -> str | None:
     """Return the section on the plans of an evaluation; None if it has none."""
-    details = _plan_details(store, verdict.run_id)
-    arms = _arms(verdict, details)
-    if not arms:
+    tokens, left = cache_left(store, verdict)
+    if tokens is None:
         return None
-    tokens = _common_tokens(arms, details)
-    points = [
-        ArmPoint(arm, details[arm.name].method, details[arm.name].kv_shares[tokens])
-        for arm in verdict.arms
-        if arm.name in details
-    ]
+    details = _plan_details(store, verdict.run_id)
+    points = [ArmPoint(arm, details[arm.name].method, left[arm.name]) for arm in verdict.arms if arm.name in left]
     return pages.section(
         "What a smaller KV cache costs",
         [
             pages.paragraph(_CACHE_NOTE, "note"),
             *([pages.figure(cache_figure(points, tokens), "cache")] if points else []),
             pages.columns(
-                [arm for arm in arms if not arm.is_random],
+                [arm for arm in verdict.by_name.values() if arm.name in left and not arm.is_random],
                 {
                     "plan": lambda arm: arm.name,
-                    f"KV cache left at {tokens:,} tokens": lambda arm: f"{details[arm.name].kv_shares[tokens]:.1%}",
+                    f"KV cache left at {tokens:,} tokens": lambda arm: f"{left[arm.name]:.1%}",
                     "accuracy, points": _accuracy,
                     "recall left": lambda arm: "; ".join(each.words() for each in arm.judged_recall) or "–",
                     "measures": lambda arm: "; ".join(measure.words() for measure in arm.metrics) or "–",
@@ -68,21 +64,13 @@ def cache_section(store: Store, verdict: Verdict) -> str | None:
 def cache_left(store: Store, verdict: Verdict) -> tuple[int | None, dict[str, float]]:
     """Return a length in tokens (None without plans), and by arm the share of the KV cache that is left at it."""
     details = _plan_details(store, verdict.run_id)
-    arms = _arms(verdict, details)
-    if not arms:
+    shares = {name: details[name].kv_shares for name in verdict.by_name if name in details}
+    if not shares:
         return None, {}
-    tokens = _common_tokens(arms, details)
-    return tokens, {arm.name: details[arm.name].kv_shares[tokens] for arm in arms}
-
-
-def _arms(verdict: Verdict, details: Mapping[str, _PlanDetails]) -> list[ArmVerdict]:
-    return [arm for arm in verdict.by_name.values() if arm.name in details]
-
-
-def _common_tokens(arms: Iterable[ArmVerdict], details: Mapping[str, _PlanDetails]) -> int:
-    """Return the length nearest to `_TOKENS` that all plans have."""
-    lengths = set.intersection(*(set(details[arm.name].kv_shares) for arm in arms))
-    return min(lengths, key=lambda length: (abs(length - _TOKENS), length))
+    # The nearest length that all plans have.
+    lengths = set.intersection(*map(set, shares.values()))
+    tokens = min(lengths, key=lambda length: (abs(length - _TOKENS), length))
+    return tokens, {name: of_plan[tokens] for name, of_plan in shares.items()}
 
 
 class _PlanDetails(NamedTuple):
@@ -130,7 +118,7 @@ def pruning_section(store: Store, evaluation: Mapping[str, Any], verdict: Verdic
     arms = [arm for arm in verdict.by_name.values() if arm.name in details]
     if not arms:
         return None
-    removed = _removed(store, verdict.run_id)
+    removed = heads_of_arms(store, verdict.run_id)
     points = [
         ArmPoint(
             arm,
@@ -151,38 +139,24 @@ def pruning_section(store: Store, evaluation: Mapping[str, Any], verdict: Verdic
     for number, ((method, selection), members) in enumerate(list(groups.items())[:_MOST_MAPS]):
         title = f"Heads removed by {method}" + (f", {selection}" if differ else "")
         parts.append(pages.figure(removed_map(members, heads_of, title), f"removed-{number}"))
-    parts += [pages.heading("Losses"), _losses(points), pages.heading("Sizes and times"), *_sizes(chosen, details)]
+    parts += [pages.heading("Losses"), _losses(arms), pages.heading("Sizes and times"), *_sizes(chosen, details)]
     return pages.section("What removing heads costs", parts, REMOVAL)
 
 
-def _removed(store: Store, run_id: str) -> dict[str, tuple[tuple[int, int], ...]]:
-    rows = store.query(
-        "SELECT name, layer, head FROM arms JOIN mask_heads USING (mask_id) WHERE run_id = ? ORDER BY ALL", [run_id]
-    ).to_pylist()
-    removed: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for row in rows:
-        removed[row["name"]].append((row["layer"], row["head"]))
-    return {name: tuple(heads) for name, heads in removed.items()}
-
-
-def _losses(points: list[ArmPoint]) -> str:
-    families = list(dict.fromkeys(each.family for point in points for each in point.arm.judged_recall))
-    increases = [loss_increase(point.arm.metrics) for point in points]
+def _losses(arms: Sequence[ArmVerdict]) -> str:
+    families = list(dict.fromkeys(each.family for arm in arms for each in arm.judged_recall))
+    increases = [loss_increase(arm.metrics) for arm in arms]
     units = sorted({increase.unit for increase in increases if increase is not None})
     loss = f"loss increase, {' or '.join(units)}" if units else "loss increase"
-    cells: dict[str, Callable[[ArmPoint], str]] = {
-        "model": lambda point: point.arm.name,
-        "heads removed": lambda point: percent(point.share),
-        loss: lambda point: _increase(point.arm, (LOSS, BITS_PER_BYTE)),
-        "next token, points": lambda point: _increase(point.arm, ("next_token_accuracy",)),
-        "accuracy, points": lambda point: _accuracy(point.arm),
+    cells: dict[str, Callable[[ArmVerdict], str]] = {
+        "model": lambda arm: arm.name,
+        "heads removed": lambda arm: percent(arm.ablated_share or 0.0),
+        loss: lambda arm: _increase(arm, (LOSS, BITS_PER_BYTE)),
+        "next token, points": lambda arm: _increase(arm, ("next_token_accuracy",)),
+        "accuracy, points": _accuracy,
     }
-    cells |= {f"{family} left": partial(_recall, family) for family in families}
-    return pages.columns(points, cells)
-
-
-def _recall(family: str, point: ArmPoint) -> str:
-    return recall_share(family, point.arm)
+    cells |= {f"{family} left": partial(recall_share, family) for family in families}
+    return pages.columns(arms, cells)
 
 
 def _increase(arm: ArmVerdict, metrics: tuple[str, ...]) -> str:

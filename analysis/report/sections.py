@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
 
 import numpy as np
 
 from headscan.analysis.plans import HeadClass, HeadPlan, PlanMethod
-from headscan.analysis.plans.plan_records import PlannedLayer
 from headscan.analysis.report import page_parts as pages
 from headscan.analysis.report.head_data import HeadData, SiteNumbers
 from headscan.analysis.report.head_measures import HeadMeasure
 from headscan.analysis.report.page_parts import byte_count, number, percent
 from headscan.analysis.report.profile_charts import overlap_figure, profiles_figure
-from headscan.analysis.store.head_spread import Persistence, Spread, inactive_counts
+from headscan.analysis.store.head_spread import inactive_counts
 from headscan.analysis.store.scan_tables import INACTIVE_QUANTILE, MOSTLY
 from headscan.analysis.store.store import Store
 from headscan.analysis.store.views import POSITIONAL_SHARE
@@ -176,15 +174,11 @@ def _counts(site: SiteNumbers) -> str:
             "inactive end": lambda of: SCORES[of[0]].inactive,
             "threshold": lambda of: number(site.spreads[of[0]].thresholds[INACTIVE_QUANTILE]),
             "heads inactive in most sequences": lambda of: f"{of[1].heads:,}",
-            "95 % interval": lambda of: _interval(of[1]),
+            "95 % interval": lambda of: "–" if of[1].low is None else f"{of[1].low:,} to {of[1].high:,}",
             "share of heads": lambda of: percent(of[1].heads / heads),
         },
         texts=2,
     )
-
-
-def _interval(persistence: Persistence) -> str:
-    return "–" if persistence.low is None else f"{persistence.low:,} to {persistence.high:,}"
 
 
 def _lowest(site: SiteNumbers) -> list[str]:
@@ -198,24 +192,21 @@ def _lowest(site: SiteNumbers) -> list[str]:
     return [
         pages.heading(f"Heads with the lowest {RANKED_BY}"),
         pages.paragraph("Their outputs are small compared with other heads of the layer.", "note"),
-        pages.columns(
-            order,
-            {
-                "layer": lambda i: str(heads.layer[i]),
-                "head": lambda i: str(heads.head[i]),
-                "KV head": lambda i: str(heads.kv_head[i]),
-                RANKED_BY: lambda i: _number(ranked.mean[i]),
-                "std": lambda i: _number(ranked.std[i]),
-                "inactive in": lambda i: percent(float(inactive[i])),
-                **{name: partial(_mean, site.spreads[name]) for name in compared},
-            },
+        pages.table(
+            ["layer", "head", "KV head", RANKED_BY, "std", "inactive in", *compared],
+            [
+                [
+                    *(str(number) for number in (heads.layer[i], heads.head[i], heads.kv_head[i])),
+                    _number(ranked.mean[i]),
+                    _number(ranked.std[i]),
+                    percent(float(inactive[i])),
+                    *(_number(site.spreads[name].mean[i]) for name in compared),
+                ]
+                for i in order
+            ],
             texts=0,
         ),
     ]
-
-
-def _mean(spread: Spread, i: int) -> str:
-    return _number(spread.mean[i])
 
 
 def _number(value: float) -> str:
@@ -297,8 +288,6 @@ _EVIDENCE: dict[PlanMethod, str] = {
     "random": "it shows random numbers",
 }
 
-_CLASSES: tuple[HeadClass, ...] = ("retrieval", "streaming", "removable", "protected")
-
 
 def plan_section(plan: HeadPlan) -> str:
     """Return the section on a plan: windows, saved bytes and validation."""
@@ -323,13 +312,17 @@ def plan_section(plan: HeadPlan) -> str:
         pages.paragraph("The map of heads shows the plan, the keep-scores, and the damage of a window.", "note"),
     ]
     counts = Counter((head.layer, head.head_class) for head in plan.heads)
-    cells: dict[str, Callable[[PlannedLayer], str]] = {
-        "layer": lambda layer: str(layer.layer),
-        "KV cache": _layer_cache,
-        "KV heads": lambda layer: str(layer.num_key_value_heads),
-    }
-    cells |= {name: partial(_class_count, counts, name) for name in _CLASSES}
-    layers = pages.columns(plan.model.layers, cells, texts=2)
+    classes = get_args(HeadClass)
+    rows = [
+        [
+            str(layer.layer),
+            layer.type if layer.cache_tokens is None else f"{layer.type}, {layer.cache_tokens:,} tokens",
+            str(layer.num_key_value_heads),
+            *(str(counts[layer.layer, name]) for name in classes),
+        ]
+        for layer in plan.model.layers
+    ]
+    layers = pages.table(["layer", "KV cache", "KV heads", *classes], rows, texts=2)
     parts.append(layers if len(plan.model.layers) <= 12 else pages.folded("Counts per layer", layers))
     parts.append(pages.paragraph(f"Keep-score: {plan.score}.", "note"))
     if plan.notes:
@@ -351,11 +344,3 @@ def plan_section(plan: HeadPlan) -> str:
             ),
         ]
     return pages.section("Head plan", parts, HEAD_PLAN)
-
-
-def _layer_cache(layer: PlannedLayer) -> str:
-    return layer.type if layer.cache_tokens is None else f"{layer.type}, {layer.cache_tokens:,} tokens"
-
-
-def _class_count(counts: Mapping[tuple[int, HeadClass], int], name: HeadClass, layer: PlannedLayer) -> str:
-    return str(counts[layer.layer, name])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from typing import Literal, NamedTuple
@@ -145,7 +145,7 @@ class ArmPoint:
     arm: ArmVerdict
     method: str
     share: float
-    removed: tuple[tuple[int, int], ...] = ()
+    removed: Collection[tuple[int, int]] = ()
     selection: str = ""
 
 

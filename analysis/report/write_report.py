@@ -116,7 +116,10 @@ def write_report(
     shown = _Shown(store, run, data, evaluation, verdict, _choices(store, verdict, confirm), plan, plan_file, answers)
     title = f"Attention heads of {run['model']}"
     with store.reading():
-        evidence = [_map(shown), *_evidence(shown)]
+        first_site = data.sites[0]
+        agreement = Markup("\n".join(agreement_parts(first_site)))
+        sequences = f"{first_site.heads.sequences:,}"
+        evidence = [rendered("head_map.html.j2", sequences=sequences, agreement=agreement), *_evidence(shown)]
         parts = [_opening(shown, title, contents(evidence)), *evidence]
     first = (*scores, RANKED_BY)
     return write_text(path, html_page(title, parts, page_data(data, first)))
@@ -183,13 +186,6 @@ def _shown_runs(shown: _Shown) -> Iterator[str]:
         yield f"Compared with scan {shown.data.compared['run_id']} (choose with --compare)."
 
 
-def _map(shown: _Shown) -> str:
-    site = shown.data.sites[0]
-    agreement = agreement_parts(site)
-    sequences = f"{site.heads.sequences:,}"
-    return rendered("head_map.html.j2", sequences=sequences, agreement=Markup("\n".join(agreement)))
-
-
 def _evidence(shown: _Shown) -> list[str]:
     """Return the sections after the map, provenance last."""
     store, run, data = shown.store, shown.scan, shown.data
@@ -206,21 +202,13 @@ def _evidence(shown: _Shown) -> list[str]:
             pruning_section(store, shown.evaluation, shown.verdict),
             cache_section(store, shown.verdict),
         ]
+    runs = {"Scan": run, "Evaluation": shown.evaluation, "Compared scan": data.compared, **data.runs}
     evidence += [
         site_section(store, run),
         None if shown.plan is None else plan_section(shown.plan),
         comparison_section(run, data),
         definitions_section(list(data.sites[0].spreads)),
         measured_section(run, stored_sequences(store, run["run_id"])),
-        provenance_section(_named_runs(shown)),
+        provenance_section((name, each) for name, each in runs.items() if each is not None),
     ]
     return [part for part in evidence if part is not None]
-
-
-def _named_runs(shown: _Shown) -> list[tuple[str, Mapping[str, Any]]]:
-    named: list[tuple[str, Mapping[str, Any]]] = [("Scan", shown.scan)]
-    if shown.evaluation is not None:
-        named.append(("Evaluation", shown.evaluation))
-    if shown.data.compared is not None:
-        named.append(("Compared scan", shown.data.compared))
-    return [*named, *shown.data.runs.items()]

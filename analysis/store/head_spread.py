@@ -186,13 +186,14 @@ class _PoolQuantiles:
         """Return each quantile of the ``count`` values, as DOUBLE and in the precision of the values, once all values
         are collected.
         """
-        pairs = [self._pair(i, level * (count - 1), count) for i, level in enumerate(self._levels)]
-        while None in pairs:  # a bracket missed its values
-            self._apart *= 8
+        while True:
+            pairs = [self._pair(i, level * (count - 1), count) for i, level in enumerate(self._levels)]
+            found = [pair for pair in pairs if pair is not None]
+            if len(found) == len(pairs):
+                return found
+            self._apart *= 8  # a bracket missed its values
             self._bracket()
             self._values.for_blocks(lambda _, values: self.collect(values))
-            pairs = [self._pair(i, level * (count - 1), count) for i, level in enumerate(self._levels)]
-        return [pair for pair in pairs if pair is not None]
 
     def _pair(self, index: int, place: float, count: int) -> tuple[float, float] | None:
         rank, after = int(place), min(int(place) + 1, count - 1)
@@ -208,11 +209,8 @@ class _PoolQuantiles:
 
 
 class Resampling(NamedTuple):
-    """Resamples of the sequences.
-
-    Attributes:
-        weights: How often each sequence is in each resample, float32 (S, resamples).
-        most: Largest number of times that 0 to S sequences are in a resample together (S + 1,).
+    """Resamples of the sequences: how often each is in each resample, float32 (S, resamples), and the largest number of
+    times that 0 to S sequences are in a resample together (S + 1,).
     """
 
     weights: np.ndarray
@@ -236,10 +234,8 @@ def summarised(
     far: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> tuple[Spread, np.ndarray] | None:
     """Return the summary of a measure and the bits of the (head, sequence) beyond its threshold; None without values.
-
-    Args:
-        long: Which sequences ``long_mean`` averages; None averages none.
-        far: Tokens of the sequences, and those that have distant keys, for ``far_mean``; None leaves it out.
+    ``long`` are the sequences that ``long_mean`` averages; ``far`` are the tokens of the sequences, and those that have
+    distant keys, for ``far_mean``. None leaves out either mean.
     """
     score = SCORES.get(name)
     spread = Spread.empty(values.heads, scored=score is not None, far=far is not None)
@@ -318,7 +314,11 @@ def _count_bins(spread: Spread, pools: np.ndarray, rows: slice, values: np.ndarr
     if (counts < sequences).any():
         places[np.isnan(places)] = bins
     of_values = places.astype(np.intp)
-    below, after, part = _quantile_ranks(counts)
+    # Ranks next to each quantile (3, h), and the part of the way from one to the other.
+    last = np.maximum(counts - 1, 0)
+    place = np.array(QUANTILES)[:, None] * last
+    below = np.floor(place).astype(int)
+    after, part = np.minimum(below + 1, last), place - below
     near = np.zeros((2 * len(QUANTILES), heads), dtype=values.dtype)
     for row in range(heads):
         found = np.bincount(of_values[row], minlength=bins + 1)
@@ -333,16 +333,6 @@ def _count_bins(spread: Spread, pools: np.ndarray, rows: slice, values: np.ndarr
     spread.quantiles[:, rows] = np.where(counts > 0, between(first, second, part), np.nan)
 
 
-def _quantile_ranks(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the ranks next to the `QUANTILES` of rows of ``counts`` numbers (r,), and the part of the way between the
-    two; (3, r) each.
-    """
-    last = np.maximum(counts - 1, 0)
-    place = np.array(QUANTILES)[:, None] * last
-    below = np.floor(place).astype(int)
-    return below, np.minimum(below + 1, last), place - below
-
-
 def _ordered(values: np.ndarray, bins: np.ndarray, counts: np.ndarray, ranks: np.ndarray) -> np.ndarray:
     """Return the values of ``ranks`` (n,) among the values (S,) of ``bins`` (S,), in which ``counts`` values are; only
     the values of the bins that hold them are sorted.
@@ -355,11 +345,8 @@ def _ordered(values: np.ndarray, bins: np.ndarray, counts: np.ndarray, ranks: np
 
 
 def _count_inactive(spread: Spread, bits: np.ndarray, measured: np.ndarray | None, resamples: Resampling) -> None:
-    """Fill in the share of the sequences beyond the threshold and the number of mostly inactive heads.
-
-    Args:
-        bits: Bits of the (head, sequence) beyond the threshold, uint8 (H, S / 8).
-        measured: Bits of those with a value; None if all have one.
+    """Fill in the share of the sequences beyond the threshold and the number of mostly inactive heads, from the bits of
+    the (head, sequence) beyond the threshold, uint8 (H, S / 8), and of those with a value, None if all have one.
     """
     weights, most = resamples
     sequences = len(weights)

@@ -16,8 +16,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import duckdb
 import pyarrow as pa
@@ -37,12 +37,8 @@ _GROUP_ARMS = 8
 
 @dataclass(frozen=True)
 class MergedRun:
-    """A run of the merged store, and what the sources added to it.
-
-    Attributes:
-        added_shards, added_arms: Number of shards and arms that the store did not have before.
-        shards: Number of its shards in the merged store.
-        total_shards: Number of shards of the whole corpus; None if no source has read it to its end.
+    """A run of the merged store, with the numbers of shards and arms that the store did not have before. The number of
+    shards of the whole corpus, ``total_shards``, is None if no source has read it to its end.
     """
 
     run_id: str
@@ -74,13 +70,9 @@ _DECIDING = ("dtype", "num_layers", "num_heads", "grid")
 def merge_stores(
     sources: Sequence[Store], into: Store, *, say: Callable[[str], None] = lambda line: None
 ) -> list[MergedRun]:
-    """Add all runs of the sources to the store ``into``, which is created if it is missing.
-
-    A run of which every shard is stored then is finished. ``say`` is called with lines for the user.
-
-    Raises:
-        MergeError: Both stores have the same shard, arm, mask or result with other rows. What was merged before stays.
-        StoreError: A store cannot be read or written.
+    """Add all runs of the sources to the store ``into``, which is created if it is missing. A run of which every shard
+    is stored then is finished. ``say`` is called with lines for the user. If both stores have the same shard, arm, mask
+    or result with other rows, raise MergeError; what was merged before stays.
     """
     paths = [store.path.resolve() for store in (*sources, into)]
     for path in paths:
@@ -98,14 +90,11 @@ def merge_stores(
             _add_masks(source, masks, into)
         for run in runs:
             joined = _RunMerge(source, into, run, say).join()
-            before = merged.get(joined.run_id)
-            merged[joined.run_id] = joined if before is None else _summed(before, joined)
+            if before := merged.get(joined.run_id):
+                shards, arms = before.added_shards + joined.added_shards, before.added_arms + joined.added_arms
+                joined = replace(joined, added_shards=shards, added_arms=arms)
+            merged[joined.run_id] = joined
     return list(merged.values())
-
-
-def _summed(before: MergedRun, after: MergedRun) -> MergedRun:
-    added = {name: getattr(before, name) + getattr(after, name) for name in ("added_shards", "added_arms")}
-    return MergedRun(**vars(after) | added)
 
 
 _MASKS = "SELECT name, mask_id FROM masks"
@@ -154,11 +143,7 @@ def _insert(connection: duckdb.DuckDBPyConnection, table: str, rows: pa.Table, c
         connection.unregister("merged_rows")
 
 
-class _ArmsOfRun(NamedTuple):
-    """The arms of a run in both stores: ``theirs`` in order, ``ours`` by id."""
-
-    theirs: Sequence[Mapping[str, Any]]
-    ours: Mapping[str, Mapping[str, Any]]
+_ARMS = "SELECT arm_id, name, status FROM arms WHERE run_id = ? ORDER BY started_at, arm_id"
 
 
 class _RunMerge:
@@ -179,13 +164,15 @@ class _RunMerge:
             if self._ours is not None:
                 self._compare_runs(self._ours)
             common, new_shards = self._read_ledgers()
-            arms = self._read_arms()
+            arms, our_arms = (store.query(_ARMS, [self._run_id]).to_pylist() for store in (self._source, self._into))
             for row in self._contradicting("measured_units", ["unit", "what"], of_run):
                 raise self._contradiction(f"unit {row['unit']} ({row['what']}) has other numbers")
             units = _rows(self._source, "measured_units", of_run)
             missing = {table.name: of_run for table in self._missing(_OF_RUN, of_run)}
-            if not self._by_shard and not (arms.ours or arms.theirs):
-                self._compare_tables([table for table in _OF_RUN if table.name not in missing], of_run)
+            if not self._by_shard and not (our_arms or arms):  # other results follow from shards or arms
+                for table in _OF_RUN:
+                    if table.name not in missing and self._differ(table, of_run):
+                        raise self._contradiction(f"other rows of {table.name}")
             if modes := sorted(self._modes(self._source) - self._modes(self._into)):
                 missing["head_effects"] = ("run_id = ? AND mode IN (SELECT unnest(?))", [self._run_id, modes])
             schema = _rows(self._source, "runs", ("false", [])).schema
@@ -196,7 +183,7 @@ class _RunMerge:
         self._compare_shards(common)
         for group in _groups(new_shards):
             _copy(self._source, self._into, {table.name: self._of_shards(table, group) for table in _OF_SHARD})
-        added_arms = self._add_arms(arms)
+        added_arms = self._add_arms(arms, {arm["arm_id"]: arm for arm in our_arms})
         tables = dict[str, pa.Table]()
         if missing:
             with self._source.reading():
@@ -265,16 +252,12 @@ class _RunMerge:
                 if rows.get((shard,)) != ours[name].get((shard,)):
                     raise self._contradiction(f"shard {shard} has other rows of {name}")
 
-    def _read_arms(self) -> _ArmsOfRun:
-        arms = "SELECT arm_id, name, status FROM arms WHERE run_id = ? ORDER BY started_at, arm_id"
-        ours = {row["arm_id"]: row for row in self._into.query(arms, [self._run_id]).to_pylist()}
-        return _ArmsOfRun(self._source.query(arms, [self._run_id]).to_pylist(), ours)
-
-    def _add_arms(self, arms: _ArmsOfRun) -> int:
+    def _add_arms(self, arms: Sequence[Mapping[str, Any]], our_arms: Mapping[str, Mapping[str, Any]]) -> int:
+        """Add the arms of the source that the store, with ``our_arms`` by id, lacks; return their number."""
         new, both, open_arms, added = list[str](), list[str](), list[str](), 0
-        names = {row["name"]: arm_id for arm_id, row in arms.ours.items()}
-        for arm in arms.theirs:
-            arm_id, ours = arm["arm_id"], arms.ours.get(arm["arm_id"])
+        names = {row["name"]: arm_id for arm_id, row in our_arms.items()}
+        for arm in arms:
+            arm_id, ours = arm["arm_id"], our_arms.get(arm["arm_id"])
             if names.get(arm["name"], arm_id) != arm_id:
                 raise self._contradiction(f"arm {arm['name']} has other settings")
             states = (ours and ours["status"], arm["status"])
@@ -290,14 +273,14 @@ class _RunMerge:
             where: _Where = ("arm_id = ?", [arm_id])
             with self._reading():  # for one arm, because writers wait
                 if self._differ(TABLES["answers"], where):
-                    raise self._contradiction(f"arm {arms.ours[arm_id]['name']} has other answers")
+                    raise self._contradiction(f"arm {our_arms[arm_id]['name']} has other answers")
                 missing.append((self._missing(_OF_ARM, where), where))
         if open_arms:
             where = "arm_id IN (SELECT unnest(?))", [open_arms]
             with self._reading():
                 for row in self._contradicting("responses", ["arm_id", "request"], where):
-                    raise self._contradiction(f"arm {arms.ours[row['arm_id']]['name']} has other responses")
-        of_arm = ("arms", *_names(_OF_ARM))
+                    raise self._contradiction(f"arm {our_arms[row['arm_id']]['name']} has other responses")
+        of_arm = ("arms", *(table.name for table in _OF_ARM))
         for first in range(0, len(new), _GROUP_ARMS):
             where = "arm_id IN (SELECT unnest(?))", [new[first : first + _GROUP_ARMS]]
             emptied = [(f"DELETE FROM {name} WHERE {where[0]}", where[1]) for name in of_arm]
@@ -319,7 +302,7 @@ class _RunMerge:
 
     def _missing(self, tables: Sequence[Table], where: _Where) -> list[Table]:
         """Return the tables of which the source has rows and the store has none."""
-        return [t for t in tables if not _count(self._into, t, where) and _count(self._source, t, where)]
+        return [t for t in tables if _has_rows(self._source, t, where) and not _has_rows(self._into, t, where)]
 
     def _modes(self, store: Store) -> set[str]:
         """Return the modes of an ablate run that have their effects; a mode has those of all its heads or of none."""
@@ -333,12 +316,6 @@ class _RunMerge:
 
     def _differ(self, table: Table, where: _Where) -> bool:
         return _hashes(self._source, table, where) != _hashes(self._into, table, where)
-
-    def _compare_tables(self, tables: Sequence[Table], where: _Where) -> None:
-        """Raise MergeError if results of the whole run differ; those that follow from shards or arms may."""
-        for table in tables:
-            if self._differ(table, where):
-                raise self._contradiction(f"other rows of {table.name}")
 
     def _finish(self, connection: duckdb.DuckDBPyConnection) -> dict[str, Any]:
         """Join both rows of ``runs`` into one, and set its status; return what `MergedRun` shows of it."""
@@ -396,14 +373,8 @@ class _RunMerge:
         return to_json(sorted([*ours, *new], key=lambda entry: str(entry.get("since", ""))))
 
 
-def _names(tables: Sequence[Table]) -> list[str]:
-    return [table.name for table in tables]
-
-
-def _count(store: Store, table: Table, where: _Where) -> int:
-    return int(
-        store.query(f"SELECT count(*) AS count FROM {table.name} WHERE {where[0]}", where[1])["count"][0].as_py()
-    )
+def _has_rows(store: Store, table: Table, where: _Where) -> bool:
+    return store.query(f"SELECT 1 FROM {table.name} WHERE {where[0]} LIMIT 1", where[1]).num_rows > 0
 
 
 def _hashes(

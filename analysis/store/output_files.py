@@ -70,11 +70,7 @@ def write_text(path: str | Path, text: str) -> Path:
 
 
 def file_system(path: str | Path) -> tuple[AbstractFileSystem, str]:
-    """Return the file system of a path or URL, and the path in it.
-
-    Raises:
-        StoreError: fsspec has no driver for the URL.
-    """
+    """Return the file system of a path or URL, and the path in it; raise StoreError without a driver of fsspec."""
     from fsspec.core import url_to_fs
     from fsspec.implementations.local import LocalFileSystem
 
@@ -99,9 +95,6 @@ def write_data_set(connection: duckdb.DuckDBPyConnection, folder: str | Path) ->
     """Write all tables and ``head_summary`` as a Parquet data set; an older one in the folder is replaced. Return the
     paths of its files, or folders, and of its schema. pyarrow writes the batches that DuckDB returns, so the connection
     needs no file access.
-
-    Raises:
-        StoreError: The folder cannot be written.
     """
     import pyarrow.parquet as pq
 

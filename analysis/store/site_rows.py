@@ -36,10 +36,8 @@ def column_values(column: pa.ChunkedArray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class SiteHeads:
-    """The query heads of one site of a run, (H,) in order of layer and head, and the number of stored sequences.
-
-    Attributes:
-        counts: Number of sequences of each head.
+    """The query heads of one site of a run, (H,) in order of layer and head, and the numbers of stored sequences of the
+    site and, ``counts``, of each head.
     """
 
     run_id: str

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 import duckdb
 import pyarrow as pa
@@ -42,6 +42,7 @@ from headscan.analysis.store.records import (
 from headscan.analysis.store.summaries import (
     SiteSummary,
     SummaryRows,
+    count_shards,
     is_summarised,
     pool_quantiles,
     site_summaries,
@@ -235,7 +236,7 @@ class Store:
             with self._writing() as connection:
                 _add_summary(connection, run_id, summary)
 
-    def _new_summary(self, run_id: str) -> _Summary | None:
+    def _new_summary(self, run_id: str) -> SummaryRows | None:
         """Return the summary of a run that has head rows but no summary. Other processes can read meanwhile."""
         # A block of one transaction may not read, and no scan ends in one.
         if self._transaction is not None or run_id in self._never_summarised:
@@ -244,7 +245,7 @@ class Store:
             known = connection.execute("SELECT kind FROM runs WHERE run_id = ?", [run_id]).fetchall()
             if not known or known[0][0] not in _SUMMARISED_KINDS or is_summarised(connection, run_id):
                 return None
-            return _Summary(_count_shards(connection, run_id), summarise_run(connection, run_id))
+            return summarise_run(connection, run_id)
 
     def summaries(self, run_id: str, names: Sequence[str] = SUMMARISED) -> list[SiteSummary]:
         """Return the spread of the measured scores and statistics among ``names`` by site, self-attention first: as
@@ -500,24 +501,12 @@ class Store:
             return write_data_set(connection, folder)
 
 
-class _Summary(NamedTuple):
-    """The summary of a run's first ``shards`` shards."""
-
-    shards: int
-    rows: SummaryRows
-
-
-def _count_shards(connection: duckdb.DuckDBPyConnection, run_id: str) -> int:
-    rows = connection.execute("SELECT count(*) FROM shards WHERE run_id = ?", [run_id]).fetchall()
-    return int(rows[0][0])
-
-
-def _add_summary(connection: duckdb.DuckDBPyConnection, run_id: str, summary: _Summary) -> None:
+def _add_summary(connection: duckdb.DuckDBPyConnection, run_id: str, summary: SummaryRows) -> None:
     """Replace the summary of a run, unless another process has added shards since it was computed."""
-    if _count_shards(connection, run_id) != summary.shards:
+    if count_shards(connection, run_id) != summary.shards:
         return
     _forget_summary(connection, run_id)
-    for table, parts in zip(("head_summaries", "measure_pools"), summary.rows, strict=True):
+    for table, parts in (("head_summaries", summary.heads), ("measure_pools", summary.pools)):
         if parts:
             _insert(connection, table, pa.concat_tables(parts, promote_options="permissive"), check=False)
 

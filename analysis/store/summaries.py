@@ -50,17 +50,26 @@ def _sites(run_id: str, rows: pa.Table) -> list[SiteHeads]:
 
 
 class SummaryRows(NamedTuple):
-    """A summary as rows of ``head_summaries`` and of ``measure_pools``; columns that a table lacks are NULL."""
+    """The summary of a run's first ``shards`` shards as rows of ``head_summaries`` and of ``measure_pools``; columns
+    that a table lacks are NULL.
+    """
 
+    shards: int
     heads: list[pa.Table]
     pools: list[pa.Table]
+
+
+def count_shards(connection: duckdb.DuckDBPyConnection, run_id: str) -> int:
+    """Return the number of shards of a run."""
+    rows = connection.execute("SELECT count(*) FROM shards WHERE run_id = ?", [run_id]).fetchall()
+    return int(rows[0][0])
 
 
 def summarise_run(connection: duckdb.DuckDBPyConnection, run_id: str) -> SummaryRows:
     """Return the summary of a run; without rows if no head was measured."""
     bounded = bounded_keys(connection, run_id)
     counted = _counted_heads(connection, run_id)
-    summarised = SummaryRows([], [])
+    summarised = SummaryRows(count_shards(connection, run_id), [], [])
     for heads in _sites(run_id, counted):
         summary = summarise_site(connection, heads, bounded)
         summarised.heads.extend(_head_rows(heads, name, spread) for name, spread in summary.spreads.items())

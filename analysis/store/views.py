@@ -13,7 +13,7 @@ means.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -154,13 +154,6 @@ def _scanned(statistic: str) -> str:
     """
 
 
-def _probed(behaviour: str) -> str:
-    return (
-        f"SELECT {_HEAD}, value, NULL::SMALLINT AS key_offset FROM head_behaviours"
-        f" WHERE behaviour = {literal(behaviour)}"
-    )
-
-
 def _harm(replacement: str) -> str:
     return (
         f"SELECT {_HEAD}, CASE metric WHEN {literal(ACCURACY)} THEN -low WHEN 'bleu' THEN -low / 100"
@@ -173,7 +166,9 @@ def _harm(replacement: str) -> str:
 def _behaviour(role: str, behaviour: str) -> Role:
     declared = BEHAVIOURS[behaviour]
     limit, source = (_MOSTLY, OWN) if declared.threshold is None else (declared.threshold, declared.source)
-    return Role(role, behaviour, _probed(behaviour), "probe", ">", limit, declared.source, source)
+    of_heads = f"SELECT {_HEAD}, value, NULL::SMALLINT AS key_offset FROM head_behaviours"
+    numbers = f"{of_heads} WHERE behaviour = {literal(behaviour)}"
+    return Role(role, behaviour, numbers, "probe", ">", limit, declared.source, source)
 
 
 ROLES: dict[str, Role] = {
@@ -532,11 +527,10 @@ VIEW_COMMENTS: dict[str, str] = {
 }
 
 
-def _column_comments() -> Iterator[tuple[str, Mapping[str, str]]]:
-    yield "head_scores", _SCORE_COLUMNS
-    for prefix in ("", ALL_RUNS):
-        for name, view in _SUMMARIES.items():
-            yield f"{prefix}{name}", view.columns
+_COLUMN_COMMENTS: dict[str, Mapping[str, str]] = {
+    "head_scores": _SCORE_COLUMNS,
+    **{prefix + name: view.columns for prefix in ("", ALL_RUNS) for name, view in _SUMMARIES.items()},
+}
 
 
 def view_statements() -> list[str]:
@@ -547,7 +541,7 @@ def view_statements() -> list[str]:
         *(f"COMMENT ON VIEW {name} IS {literal(text)}" for name, text in VIEW_COMMENTS.items()),
         *(
             f"COMMENT ON COLUMN {view}.{column} IS {literal(text)}"
-            for view, columns in _column_comments()
+            for view, columns in _COLUMN_COMMENTS.items()
             for column, text in columns.items()
         ),
         *macro_statements(TABLE_MACROS),

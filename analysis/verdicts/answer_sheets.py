@@ -183,12 +183,8 @@ class AnswerSheets:
 
 @dataclass(frozen=True)
 class _Asked:
-    """The questions of a scope, which all arms answer.
-
-    Attributes:
-        questions: Their indices in the sheets.
-        texts: (questions,) number of each question's text, distinct between tasks.
-        chance: Accuracy of guessing in percent; None if it is unknown.
+    """The questions of a scope, by their indices in the sheets, with the number of each question's text (questions,),
+    distinct between tasks, and the accuracy of guessing in percent; None if it is unknown.
     """
 
     questions: np.ndarray

@@ -240,12 +240,8 @@ class _ConfirmedChoices(NamedTuple):
 
 
 class _Selected(NamedTuple):
-    """What the selecting questions choose.
-
-    Attributes:
-        judged: Verdicts of the arms on these questions, by name.
-        best: Arm, candidate and number of candidates of each kind's selected arm.
-        randoms: The best arms of random curves, by kind.
+    """What the selecting questions choose: arm, candidate and number of candidates of each kind's selected arm, and the
+    best arms of random curves, by kind; ``judged`` are the verdicts of the arms on these questions, by name.
     """
 
     judged: Mapping[str, ArmVerdict]
@@ -314,7 +310,18 @@ class SweepConfirmation:
         """Return the best arm of each kind and of each random curve; ``judged`` and ``passes`` are by arm name."""
 
         def best_of(arms: Sequence[FinishedArm]) -> list[tuple[FinishedArm, Candidate, int]]:
-            candidates = [_candidate(arm, judged, passes) for arm in arms if arm.name in judged]
+            candidates = [
+                Candidate(
+                    arm.name,
+                    curve=(arm.criterion, arm.selection),
+                    share=arm.ablated_share or 0.0,
+                    passes=passes[arm.name],
+                    loses_recall=_loses_recall(judged[arm.name]),
+                    low=judged[arm.name].paired.low,
+                )
+                for arm in arms
+                if arm.name in judged
+            ]
             best = best_candidate(candidates)
             return [(arm, best, len(candidates)) for arm in arms if best is not None and arm.name == best.name]
 
@@ -470,17 +477,6 @@ class SweepConfirmation:
             )
             answers = read_answers(self._store, self._baseline, arms)
         return answers.only(np.array([of_question == part for of_question in parts["part"].to_pylist()], dtype=bool))
-
-
-def _candidate(arm: FinishedArm, judged: Mapping[str, ArmVerdict], passes: Mapping[str, bool]) -> Candidate:
-    return Candidate(
-        arm.name,
-        curve=(arm.criterion, arm.selection),
-        share=arm.ablated_share or 0.0,
-        passes=passes[arm.name],
-        loses_recall=_loses_recall(judged[arm.name]),
-        low=judged[arm.name].paired.low,
-    )
 
 
 def _loses_recall(verdict: ArmVerdict) -> bool:

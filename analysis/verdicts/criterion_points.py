@@ -57,6 +57,16 @@ class CriterionPoint:
         return self.criterion, self.selection
 
 
+def heads_of_arms(store: Store, run_id: str) -> dict[str, set[tuple[int, int]]]:
+    """Return the fixed heads ``(layer, head)`` that the arms of a run ablate or remove, by name."""
+    heads: dict[str, set[tuple[int, int]]] = defaultdict(set)
+    for row in store.query(
+        "SELECT name, layer, head FROM arms JOIN mask_heads USING (mask_id) WHERE run_id = ?", [run_id]
+    ).to_pylist():
+        heads[row["name"]].add((row["layer"], row["head"]))
+    return dict(heads)
+
+
 def criterion_points(store: Store, verdict: Verdict) -> list[CriterionPoint]:
     """Return the points of all arms whose heads a criterion chose, by criterion and share."""
     rows = store.query(
@@ -64,11 +74,7 @@ def criterion_points(store: Store, verdict: Verdict) -> list[CriterionPoint]:
         " WHERE run_id = ? AND kind IN ('mask', 'pruned') AND criterion IS NOT NULL AND share IS NOT NULL",
         [verdict.run_id],
     ).to_pylist()
-    heads: dict[str, set[tuple[int, int]]] = defaultdict(set)
-    for row in store.query(
-        "SELECT name, layer, head FROM arms JOIN mask_heads USING (mask_id) WHERE run_id = ?", [verdict.run_id]
-    ).to_pylist():
-        heads[row["name"]].add((row["layer"], row["head"]))
+    heads = heads_of_arms(store, verdict.run_id)
     outcomes = verdict.by_name
     points = []
     for row in rows:
@@ -76,7 +82,7 @@ def criterion_points(store: Store, verdict: Verdict) -> list[CriterionPoint]:
         of_referee = "criterion" in config or "repair" in config
         if of_referee and row["name"] in outcomes:
             arm = outcomes[row["name"]]
-            removed = frozenset(heads[row["name"]])
+            removed = frozenset(heads.get(row["name"], ()))
             points.append(CriterionPoint(row["criterion"], row["selection"] or "", row["share"], arm, removed))
     return sorted(points, key=lambda point: (point.curve, point.share))
 
@@ -133,11 +139,9 @@ def read_site_points(store: Store, run_id: str) -> list[SitePoint]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement of two curves, each of a criterion and a selection.
-
-    Attributes:
-        tau: Kendall's tau-b of the shares at which heads go, -1 to 1; NaN if a curve removes all or no heads at once.
-        overlap: ``|A & B| / min(|A|, |B|)`` of the removed heads, 0 to 1, by common share.
+    """Agreement of two curves, each of a criterion and a selection: Kendall's tau-b of the shares at which heads go, -1
+    to 1, NaN if a curve removes all or no heads at once; and ``|A & B| / min(|A|, |B|)`` of the removed heads, 0 to 1,
+    by common share.
     """
 
     site: str

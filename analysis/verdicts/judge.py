@@ -158,10 +158,15 @@ def arm_verdict(
             the same.
         max_loss: Limit of the loss of text, in nats per token.
     """
+    recall_share = 1 - 1 / RECALL_SPLITS if confirmation else 1.0
     recall_comparisons = comparisons if recall_comparisons is None else recall_comparisons
     return ArmVerdict(
         **vars(arm),
-        recall=_families(scopes, 1 - 1 / RECALL_SPLITS if confirmation else 1.0, recall_comparisons),
+        recall=tuple(
+            RecallVerdict(scope.task, paired, recall_share, recall_comparisons)
+            for scope, paired in scopes.items()
+            if scope.is_recall_family
+        ),
         metrics=metrics,
         pruned_controls=pruned,
         accuracy=scopes.get(BENCHMARK),
@@ -170,14 +175,4 @@ def arm_verdict(
         judging_share=1 - 1 / BENCHMARK_SPLITS if confirmation else 1.0,
         comparisons=comparisons,
         max_loss=max_loss,
-    )
-
-
-def _families(
-    scopes: Mapping[Scope, PairedDifference], judging_share: float, comparisons: int
-) -> tuple[RecallVerdict, ...]:
-    return tuple(
-        RecallVerdict(scope.task, paired, judging_share, comparisons)
-        for scope, paired in scopes.items()
-        if scope.is_recall_family
     )

@@ -373,7 +373,7 @@ def _increases(
             RATES[metric], base["sum"], of_metric["sum"], base["size"], base["document"], comparisons=comparisons
         )
         for arm_id, of_metric in of_arm.items()
-        if _is_rate(of_metric) and _same(base, of_metric, ("document", "size"))
+        if _is_rate(of_metric) and all(np.array_equal(base[name], of_metric[name]) for name in ("document", "size"))
     }
 
 
@@ -381,10 +381,6 @@ def _is_rate(values: Mapping[str, np.ndarray]) -> bool:
     """Return True if every row has a sum, and a size above 0."""
     sums, sizes = values["sum"].astype(np.float64), values["size"].astype(np.float64)
     return bool(len(sums) and not np.isnan(sums).any() and np.isfinite(sizes).all() and (sizes > 0).all())
-
-
-def _same(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], names: Sequence[str]) -> bool:
-    return all(np.array_equal(one[name], other[name]) for name in names)
 
 
 def _number(value: float | None) -> str:

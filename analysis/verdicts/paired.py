@@ -256,14 +256,6 @@ class _Stratum(NamedTuple):
         return float((residuals**2).sum()) * count / (count - 1)
 
 
-class _Members(NamedTuple):
-    """The questions of a stratum by index, the text of each, and the number of questions of each text."""
-
-    questions: np.ndarray
-    text: np.ndarray
-    sizes: np.ndarray
-
-
 class Sampling:
     """How questions fall into strata and texts, which is the same for every arm.
 
@@ -294,11 +286,12 @@ class Sampling:
         alone = sizes == 1
         pool = int(sizes.argmax()) if alone.sum() == 1 else -1
         groups = np.where(alone[groups], pool, groups)
-        self._members = []
+        # Of each stratum: its questions by index, the text of each, and the number of questions of each text.
+        self._members: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         for group in np.unique(groups):
             members = np.flatnonzero(groups == group)
             inside = np.unique(text[members], return_inverse=True)[1]
-            self._members.append(_Members(members, inside, np.bincount(inside)))
+            self._members.append((members, inside, np.bincount(inside)))
 
     def strata(self, delta: np.ndarray) -> list[_Stratum]:
         """Return the strata of differences (questions,)."""

@@ -327,7 +327,10 @@ def verdict_rows(sheets: AnswerSheets, baseline: FinishedArm, arm: FinishedArm) 
         if not scope.recall:
             row["informative"] = paired.above_chance
         if scope == BENCHMARK:
-            row |= _worst_columns(next(iter(tasks.values())))
+            worst = next(iter(tasks.values()))
+            low, difference, high = worst.wide
+            row |= {"failed": worst.failed, "worst_task": worst.task, "worst_difference": difference / 100}
+            row |= {"worst_low": low / 100, "worst_high": high / 100}
         elif scope.is_benchmark_task:
             row["failed"] = tasks[scope.task].failed
         elif scope.is_recall_family:
@@ -347,16 +350,6 @@ def _row(sheets: AnswerSheets, scope: Scope, baseline: FinishedArm, arm: Finishe
         **{name: getattr(paired, name) for name in (*_PLAIN, *_LATER)},
         "chance": None if paired.chance is None else paired.chance / 100,
         **{column: getattr(retained, attribute) / 100 for column, attribute in _RETAINED.items() if retained},
-    }
-
-
-def _worst_columns(worst: TaskVerdict) -> dict[str, Any]:
-    return {
-        "failed": worst.failed,
-        "worst_task": worst.task,
-        "worst_difference": worst.wide.value / 100,
-        "worst_low": worst.wide.low / 100,
-        "worst_high": worst.wide.high / 100,
     }
 
 
