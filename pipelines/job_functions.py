@@ -19,7 +19,7 @@ from headscan.analysis.text_tables import say
 from headscan.cluster.placement_base import PlacementError, PlacementRequest, Timeouts, ray_address
 from headscan.options import BATCH_TOKENS, LOCK_TIMEOUT, LONGEST_WAIT, Limits, check_limits
 from headscan.pipelines.runs.model_identity import ModelIdentity, identify
-from headscan.pipelines.runs.run_context import ModelContext, ModelOpener, Run, SizedSettings
+from headscan.pipelines.runs.run_context import BatchedSettings, ModelContext, ModelOpener, Run
 from headscan.pipelines.settings.evaluation_settings import TASK_TOKENS, ChosenArms
 
 if TYPE_CHECKING:
@@ -100,40 +100,40 @@ def scan(config: ScanConfig, store: str | Path, **options: Unpack[JobOptions]) -
     """
     from headscan.pipelines.measure.run_scan import run_scan
 
-    with _open_run(_checked(options), config.model, config.tokens.max_tokens, config, store) as (sized, run):
-        return run_scan(sized, run)
+    with _open_run(_checked(options), config.model, config.tokens.max_tokens, config, store) as (batched, run):
+        return run_scan(batched, run)
 
 
 def importance(config: ImportanceConfig, store: str | Path, **options: Unpack[JobOptions]) -> CorpusRunResult:
     """Measure the importance of every head on a corpus, and on recall prompts if ``config`` asks for some."""
     from headscan.pipelines.measure.run_importance import run_importance
 
-    with _open_run(_checked(options), config.model, config.tokens.max_tokens, config, store) as (sized, run):
-        return run_importance(sized, run)
+    with _open_run(_checked(options), config.model, config.tokens.max_tokens, config, store) as (batched, run):
+        return run_importance(batched, run)
 
 
 def probe(config: ProbeConfig, store: str | Path, **options: Unpack[JobOptions]) -> ProbeResult:
     """Score every head on each behaviour, and store the scores."""
     from headscan.pipelines.measure.run_probe import run_probe
 
-    with _open_run(_checked(options), config.model, max(config.probe.lengths), config, store) as (sized, run):
-        return run_probe(sized, run)
+    with _open_run(_checked(options), config.model, max(config.probe.lengths), config, store) as (batched, run):
+        return run_probe(batched, run)
 
 
 def gates(config: GatesConfig, store: str | Path, **options: Unpack[JobOptions]) -> GatesResult:
     """Fit gates on the heads of a frozen model, and store them and the mask of the closed heads."""
     from headscan.pipelines.measure.run_gates import run_gates
 
-    with _open_run(_checked(options), config.model, config.max_tokens, config.fit, store) as (sized, run):
-        return run_gates(replace(config, fit=sized), run)
+    with _open_run(_checked(options), config.model, config.max_tokens, config.fit, store) as (batched, run):
+        return run_gates(replace(config, fit=batched), run)
 
 
 def ablate(config: AblateConfig, store: str | Path, **options: Unpack[JobOptions]) -> AblateResult:
     """Measure the effect of every head, ablated alone, on tasks or on the loss of texts."""
     from headscan.pipelines.ablate.run_ablate import run_ablate
 
-    with _open_evaluation(config, store, options) as (sized, run):
-        return run_ablate(sized, run)
+    with _open_evaluation(config, store, options) as (batched, run):
+        return run_ablate(batched, run)
 
 
 def labelled_importance(
@@ -142,16 +142,16 @@ def labelled_importance(
     """Measure the importance of every head of a classifier or an encoder-decoder on labelled examples."""
     from headscan.pipelines.measure.run_importance import run_labelled_importance
 
-    with _open_labelled(config, store, options) as (sized, texts, run):
-        return run_labelled_importance(sized, run, texts=texts)
+    with _open_labelled(config, store, options) as (batched, texts, run):
+        return run_labelled_importance(batched, run, texts=texts)
 
 
 def labelled_ablate(config: LabelledAblateConfig, store: str | Path, **options: Unpack[JobOptions]) -> AblateResult:
     """Measure the effect of every head, ablated alone, on labelled examples."""
     from headscan.pipelines.ablate.run_labelled_ablate import run_labelled_ablate
 
-    with _open_labelled(config.judging, store, options) as (sized, texts, run):
-        return run_labelled_ablate(replace(config, judging=sized), run, texts=texts)
+    with _open_labelled(config.judging, store, options) as (batched, texts, run):
+        return run_labelled_ablate(replace(config, judging=batched), run, texts=texts)
 
 
 def labelled_referee(
@@ -160,8 +160,8 @@ def labelled_referee(
     """Ablate heads of every site by every criterion, and measure the metric of labelled examples."""
     from headscan.pipelines.referee.run_labelled_referee import run_labelled_referee
 
-    with _open_labelled(config.judging, store, options) as (sized, texts, run):
-        return run_labelled_referee(replace(config, judging=sized), run, texts=texts)
+    with _open_labelled(config.judging, store, options) as (batched, texts, run):
+        return run_labelled_referee(replace(config, judging=batched), run, texts=texts)
 
 
 def evaluate(
@@ -181,12 +181,12 @@ def evaluate(
     config.check_max_loss()
     chosen, identity = _identified(config.model, options)
     tokens = config.placed_tokens(identity)
-    with _open_run(chosen, config.model, tokens, config, store, evaluates=True) as (sized, run):
+    with _open_run(chosen, config.model, tokens, config, store, evaluates=True) as (batched, run):
         if isinstance(arms, ChosenArms):
-            run_id = evaluate_chosen(sized, run, arms)
+            run_id = evaluate_chosen(batched, run, arms)
         else:
-            run_id = run_evaluation(sized, run, [BASELINE, *(arm for arm in arms if arm is not BASELINE)])
-        return judge_evaluation(run, run_id, sized.max_loss)
+            run_id = run_evaluation(batched, run, [BASELINE, *(arm for arm in arms if arm is not BASELINE)])
+        return judge_evaluation(run, run_id, batched.max_loss)
 
 
 def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions]) -> SweepResult:
@@ -197,8 +197,8 @@ def sweep(config: SweepConfig, store: str | Path, **options: Unpack[JobOptions])
     """
     from headscan.pipelines.evaluate.run_sweep import run_sweep
 
-    with _open_evaluation(config, store, options) as (sized, run):
-        return run_sweep(sized, run)
+    with _open_evaluation(config, store, options) as (batched, run):
+        return run_sweep(batched, run)
 
 
 def referee(config: RefereeConfig, store: str | Path, **options: Unpack[LocalJobOptions]) -> Verdict:
@@ -206,8 +206,8 @@ def referee(config: RefereeConfig, store: str | Path, **options: Unpack[LocalJob
     from headscan.analysis.verdicts.judge import judge
     from headscan.pipelines.referee.run_referee import run_referee
 
-    with _open_evaluation(config, store, options, here=True) as (sized, run):
-        return judge(run.store, run_referee(sized, run), max_loss=sized.evaluation.max_loss)
+    with _open_evaluation(config, store, options, here=True) as (batched, run):
+        return judge(run.store, run_referee(batched, run), max_loss=batched.evaluation.max_loss)
 
 
 def plan(
@@ -232,11 +232,11 @@ def plan(
     chosen, identity = _identified(config.model, options)
     tokens = config.longest(identity)
     if store is not None:
-        with _open_run(chosen, config.model, tokens, config, store, evaluates=True) as (sized, run):
-            return run_plan(sized, run, budget)
+        with _open_run(chosen, config.model, tokens, config, store, evaluates=True) as (batched, run):
+            return run_plan(batched, run, budget)
     opener = chosen.opener(config.model, tokens, config.batch_tokens, evaluates=True)
     with ModelContext(config.model, opener, identity=identity, say=chosen.say) as context:
-        return run_plan(opener.sized(config), context, budget)
+        return run_plan(opener.with_batch_tokens(config), context, budget)
 
 
 def generate(config: GenerateConfig, **options: Unpack[JobOptions]) -> GenerationComparison:
@@ -265,8 +265,8 @@ def prune(config: PruneConfig, store: str | Path, **options: Unpack[LocalJobOpti
     """
     from headscan.pipelines.pruning.run_prune import run_prune
 
-    with _open_evaluation(config, store, options, here=True) as (sized, run):
-        return run_prune(sized, run)
+    with _open_evaluation(config, store, options, here=True) as (batched, run):
+        return run_prune(batched, run)
 
 
 def study(config: StudyConfig, **options: Unpack[LocalJobOptions]) -> StudyAnswer:
@@ -280,8 +280,8 @@ def study(config: StudyConfig, **options: Unpack[LocalJobOptions]) -> StudyAnswe
     store = Path(config.out) / "study.duckdb"
     chosen = _checked(options, here=True)
     tokens = max(TASK_TOKENS, config.max_tokens or 0)
-    with _open_run(chosen, config.model, tokens, config, store, evaluates=True) as (sized, run):
-        return run_study(sized, run)
+    with _open_run(chosen, config.model, tokens, config, store, evaluates=True) as (batched, run):
+        return run_study(batched, run)
 
 
 def export(config: ExportConfig, store: str | Path | None = None) -> Exported:
@@ -364,11 +364,11 @@ def _open_run(
     options: _Options,
     model: ModelSpec,
     tokens: int,
-    settings: SizedSettings,
+    settings: BatchedSettings,
     store: str | Path,
     *,
     evaluates: bool = False,
-) -> Iterator[tuple[SizedSettings, Run]]:
+) -> Iterator[tuple[BatchedSettings, Run]]:
     """Yield settings with the batch size of the placement, and the run of a job whose longest text has ``tokens``."""
     opener = options.opener(model, tokens, settings.batch_tokens, evaluates=evaluates)
     run = Run(
@@ -380,7 +380,7 @@ def _open_run(
         say=options.say,
     )
     with run:
-        yield opener.sized(settings), run
+        yield opener.with_batch_tokens(settings), run
 
 
 @contextmanager
@@ -391,8 +391,8 @@ def _open_evaluation(
     evaluation = config.evaluation
     chosen, identity = _identified(evaluation.model, options, here=here)
     tokens = config.placed_tokens(identity)
-    with _open_run(chosen, evaluation.model, tokens, evaluation, store, evaluates=True) as (sized, run):
-        yield replace(config, evaluation=sized), run
+    with _open_run(chosen, evaluation.model, tokens, evaluation, store, evaluates=True) as (batched, run):
+        yield replace(config, evaluation=batched), run
 
 
 @contextmanager
@@ -402,5 +402,5 @@ def _open_labelled(config: _L, store: str | Path, options: JobOptions) -> Iterat
 
     chosen, identity = _identified(config.model, options)
     texts = read_labelled(config.data, config.model, identity, config.max_tokens)
-    with _open_run(chosen, config.model, texts.longest, config, store) as (sized, run):
-        yield sized, texts, run
+    with _open_run(chosen, config.model, texts.longest, config, store) as (batched, run):
+        yield batched, texts, run

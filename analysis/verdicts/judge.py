@@ -15,7 +15,7 @@ from headscan.analysis.verdicts.answer_sheets import BENCHMARK, FinishedArm, Sco
 from headscan.analysis.verdicts.controls import Controls, PrunedControls, judge_controls, pruned_controls
 from headscan.analysis.verdicts.metrics import Increase, TaskMetric, read_metrics
 from headscan.analysis.verdicts.paired import PairedDifference
-from headscan.analysis.verdicts.verdict_rows import RecallVerdict, StoredRows, for_comparisons, task_verdicts
+from headscan.analysis.verdicts.verdict_rows import RecallVerdict, VerdictInputs, for_comparisons, task_verdicts
 from headscan.analysis.verdicts.verdict_table import verdict_html, verdict_text
 from headscan.analysis.verdicts.verdict_words import ArmVerdict
 
@@ -103,12 +103,12 @@ def judge(
                 " `headscan evaluate`"
             )
         metrics = read_metrics(store, run_id, arms.baseline, comparisons=comparisons)
-        stored = StoredRows.read(store, run_id, arms)
+        stored = VerdictInputs.read(store, run_id, arms)
     if loss_increases and any(each.metric == LOSS for of_arm in metrics.values() for each in of_arm):
         raise VerdictError(
             f"run {run_id} has a loss of text of its own (limit 1 loss per arm). Leave out `loss_increases`"
         )
-    rows = stored.with_missing()
+    rows = stored.with_computed()
     compared = rows.by_arm()
     controls = judge_controls(arms.others, benchmark_differences(compared))
     points = {arm_id: scopes[BENCHMARK] for arm_id, scopes in compared.items() if BENCHMARK in scopes}

@@ -258,7 +258,7 @@ class VerdictRows(NamedTuple):
         return compared_by_arm([*self.stored, *self.computed])
 
 
-class StoredRows(NamedTuple):
+class VerdictInputs(NamedTuple):
     """The stored rows of ``arm_verdicts`` of one run, and the answers of the arms that have none; ``sheets`` is None if
     all have rows.
     """
@@ -269,7 +269,7 @@ class StoredRows(NamedTuple):
     sheets: AnswerSheets | None
 
     @classmethod
-    def read(cls, store: Store, run_id: str, arms: FinishedArms) -> StoredRows:
+    def read(cls, store: Store, run_id: str, arms: FinishedArms) -> VerdictInputs:
         rows = store.query(
             "SELECT v.* FROM arm_verdicts v JOIN arms USING (arm_id) WHERE run_id = ? ORDER BY arm_id, task, recall",
             [run_id],
@@ -280,7 +280,7 @@ class StoredRows(NamedTuple):
         sheets = read_answers(store, arms.baseline, missing) if missing else None
         return cls(stored, arms.baseline, missing, sheets)
 
-    def with_missing(self) -> VerdictRows:
+    def with_computed(self) -> VerdictRows:
         """Compute the missing rows. This takes long with many arms, so call it when the store is closed again."""
         if self.sheets is None:
             return VerdictRows(self.rows, [])
@@ -292,8 +292,8 @@ class StoredRows(NamedTuple):
 def read_verdict_rows(store: Store, run_id: str) -> VerdictRows:
     """Read a run's verdict rows; compute missing ones without writing them."""
     with store.reading():
-        stored = StoredRows.read(store, run_id, finished_arms(store, run_id))
-    return stored.with_missing()
+        stored = VerdictInputs.read(store, run_id, finished_arms(store, run_id))
+    return stored.with_computed()
 
 
 def complete_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -48,9 +48,9 @@ class HeadSamples(StoredOutputs):
     def _settings(self) -> tuple[object, ...]:
         return (self.site, self.seed)
 
-    def outputs(self, stored: Tensor, heads_BNHD: Tensor, keys: Sequence[int]) -> Tensor:
+    def outputs(self, stored: Tensor, outputs_BNHD: Tensor, keys: Sequence[int]) -> Tensor:
         texts, most = stored.shape[:2]
-        tokens = heads_BNHD.shape[1]
+        tokens = outputs_BNHD.shape[1]
         if tokens > most:
             raise InterventionError(
                 f"sequences are longer than the samples: {tokens} tokens (limit {most}). Collect samples of longer "
@@ -98,10 +98,10 @@ def head_means(
     sums: dict[int, Tensor] = {}
     ids, real = check_ids(lm, input_ids, lengths)
 
-    def add(lengths_B: Tensor, site: AttentionSite, heads_BNHD: Tensor) -> None:
-        here = real_tokens(lengths_B.to(heads_BNHD.device), heads_BNHD.shape[1])
+    def add(lengths_B: Tensor, site: AttentionSite, outputs_BNHD: Tensor) -> None:
+        here = real_tokens(lengths_B.to(outputs_BNHD.device), outputs_BNHD.shape[1])
         # `where` instead of a product, since numbers at padding may be NaN.
-        total_HD = torch.where(here[..., None, None], widened(heads_BNHD), 0.0).sum((0, 1)).cpu().double()
+        total_HD = torch.where(here[..., None, None], widened(outputs_BNHD), 0.0).sum((0, 1)).cpu().double()
         sums[site.layer] = sums[site.layer] + total_HD if site.layer in sums else total_HD
 
     _visit(lm, ids, real, batch_tokens, add)
@@ -142,9 +142,9 @@ def head_samples(
     shortest = int(real.min())
     samples: dict[int, list[Tensor]] = {layer: [] for layer in sorted(wanted)}
 
-    def keep(_: Tensor, site: AttentionSite, heads_BNHD: Tensor) -> None:
+    def keep(_: Tensor, site: AttentionSite, outputs_BNHD: Tensor) -> None:
         if site.layer in wanted:
-            samples[site.layer].append(heads_BNHD[:, :shortest].cpu())
+            samples[site.layer].append(outputs_BNHD[:, :shortest].cpu())
 
     _visit(lm, ids, real, batch_tokens, keep)
     return HeadSamples({layer: torch.cat(parts) for layer, parts in samples.items()}, lm.grid.kind, seed)

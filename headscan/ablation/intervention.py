@@ -123,7 +123,7 @@ class Replacement(ABC):
         """Return the outputs of a layer, on the CPU; None replaces by zero."""
         return None
 
-    def outputs(self, stored: Tensor, heads_BNHD: Tensor, keys: Sequence[int]) -> Tensor:
+    def outputs(self, stored: Tensor, outputs_BNHD: Tensor, keys: Sequence[int]) -> Tensor:
         """Return outputs that broadcast to (B, N, H, D), from those `stored` and, unless `position_free`, by keys."""
         return stored
 
@@ -205,22 +205,22 @@ class OutputReplacer:
         self._replacement, self._record = replacement, record
         self._here: dict[tuple[int, torch.device, torch.dtype], Tensor | None] = {}
 
-    def __call__(self, site: AttentionSite, heads_BNHD: Tensor, ablated: Tensor) -> Tensor:
+    def __call__(self, site: AttentionSite, outputs_BNHD: Tensor, ablated: Tensor) -> Tensor:
         """Return the outputs (B, N, H, D) with those of ``ablated`` heads, bool (H,) or (B, H), replaced."""
-        ablated = ablated.to(heads_BNHD.device)
+        ablated = ablated.to(outputs_BNHD.device)
         where = ablated[:, None] if ablated.ndim == 1 else ablated[:, None, :, None]
-        stored = self._stored(site, heads_BNHD)
+        stored = self._stored(site, outputs_BNHD)
         if stored is None:
-            return heads_BNHD.masked_fill(where, 0.0)
-        keys = () if self._replacement.position_free else self._record.keys_of(len(heads_BNHD))
-        return torch.where(where, self._replacement.outputs(stored, heads_BNHD, keys), heads_BNHD)
+            return outputs_BNHD.masked_fill(where, 0.0)
+        keys = () if self._replacement.position_free else self._record.keys_of(len(outputs_BNHD))
+        return torch.where(where, self._replacement.outputs(stored, outputs_BNHD, keys), outputs_BNHD)
 
-    def _stored(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor | None:
+    def _stored(self, site: AttentionSite, outputs_BNHD: Tensor) -> Tensor | None:
         """Return the stored outputs of a layer; copied once to each device."""
-        key = (site.layer, heads_BNHD.device, heads_BNHD.dtype)
+        key = (site.layer, outputs_BNHD.device, outputs_BNHD.dtype)
         if key not in self._here:
             stored = self._replacement.stored(site.layer)
-            self._here[key] = None if stored is None else stored.to(heads_BNHD.device, heads_BNHD.dtype)
+            self._here[key] = None if stored is None else stored.to(outputs_BNHD.device, outputs_BNHD.dtype)
         return self._here[key]
 
 

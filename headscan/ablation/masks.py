@@ -105,16 +105,16 @@ class _MaskHook:
         self.ablated = {site.layer: mask.heads_at(site) for site in lm.grid.sites if site.layer in layers}
         self._on_device: dict[int, Tensor] = {}  # the same, on the device of each layer
 
-    def __call__(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor | None:
+    def __call__(self, site: AttentionSite, outputs_BNHD: Tensor) -> Tensor | None:
         ablated = self.ablated.get(site.layer)
         if ablated is None:
-            self.record.note(site, torch.zeros(len(heads_BNHD), site.num_attention_heads, dtype=torch.bool))
+            self.record.note(site, torch.zeros(len(outputs_BNHD), site.num_attention_heads, dtype=torch.bool))
             return None
-        self.record.note(site, ablated.expand(len(heads_BNHD), -1))
+        self.record.note(site, ablated.expand(len(outputs_BNHD), -1))
         here = self._on_device.get(site.layer)
         if here is None:
-            here = self._on_device[site.layer] = ablated.to(heads_BNHD.device)
-        return self._fill(site, heads_BNHD, here)
+            here = self._on_device[site.layer] = ablated.to(outputs_BNHD.device)
+        return self._fill(site, outputs_BNHD, here)
 
 
 @dataclass(frozen=True)
@@ -194,11 +194,11 @@ class _RandomHook:
         self._keys: list[int] = []
         self._drawn_BLH = torch.empty(0, *self.shape)
 
-    def __call__(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
-        keys = self.record.keys_of(len(heads_BNHD))
+    def __call__(self, site: AttentionSite, outputs_BNHD: Tensor) -> Tensor:
+        keys = self.record.keys_of(len(outputs_BNHD))
         if keys != self._keys:
             self._drawn_BLH = torch.stack([self.heads.draw(key, self.shape) for key in keys])
             self._keys = keys
         ablated_BH = self._drawn_BLH[:, site.layer, : site.num_attention_heads]
         self.record.note(site, ablated_BH)
-        return self._fill(site, heads_BNHD, ablated_BH)
+        return self._fill(site, outputs_BNHD, ablated_BH)

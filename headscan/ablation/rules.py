@@ -58,10 +58,10 @@ class RuleStatistics:
         out, self._from_attention = call.measure(request)
         return out
 
-    def on_outputs(self, site: AttentionSite, heads_BNHD: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+    def on_outputs(self, site: AttentionSite, outputs_BNHD: Tensor, lengths: Tensor) -> dict[str, Tensor]:
         """Add the statistics of the heads' outputs and return all of the layer, float32 (B, H) each."""
-        factor = None if self._factors is None else self._factors.of(site).to(heads_BNHD.device)
-        from_outputs = output_statistics(heads_BNHD, TokenMeans(lengths), self.wanted, factor)
+        factor = None if self._factors is None else self._factors.of(site).to(outputs_BNHD.device)
+        from_outputs = output_statistics(outputs_BNHD, TokenMeans(lengths), self.wanted, factor)
         return {**self._from_attention, **from_outputs}
 
 
@@ -233,11 +233,11 @@ class _RuleHook:
         self._pass = (self.padding.passes, site.layer)
         return self._statistics.on_attention(call, self._lengths_of(call.sequences, call.geometry.queries, call.device))
 
-    def on_outputs(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
-        lengths = self._lengths_of(heads_BNHD.shape[0], heads_BNHD.shape[1], heads_BNHD.device)
-        ablated_BH = self.rule.ablates(score(self._statistics.on_outputs(site, heads_BNHD, lengths), self.rule.score))
+    def on_outputs(self, site: AttentionSite, outputs_BNHD: Tensor) -> Tensor:
+        lengths = self._lengths_of(outputs_BNHD.shape[0], outputs_BNHD.shape[1], outputs_BNHD.device)
+        ablated_BH = self.rule.ablates(score(self._statistics.on_outputs(site, outputs_BNHD, lengths), self.rule.score))
         self.record.note(site, ablated_BH)
-        return self._fill(site, heads_BNHD, ablated_BH)
+        return self._fill(site, outputs_BNHD, ablated_BH)
 
     def _lengths_of(self, sequences: int, tokens: int, device: torch.device) -> Tensor:
         """Return the lengths on a device; computed and copied once a pass, since the pass waits for the copy."""

@@ -191,12 +191,12 @@ def fit_mark(lm: LoadedModel, calibration: Calibration, config: GateFitConfig) -
 def gates_applied(lm: LoadedModel, gates: Mapping[int, Tensor]) -> Iterator[None]:
     """Multiply heads' outputs by gates (B, H) by layer, float32 or wider; differentiable in the gates."""
 
-    def multiply(site: AttentionSite, heads_BNHD: Tensor) -> Tensor | None:
+    def multiply(site: AttentionSite, outputs_BNHD: Tensor) -> Tensor | None:
         if site.layer not in gates:
             return None
-        gate_B1H1 = gates[site.layer][:, None, :, None].to(heads_BNHD.device)
-        wide = torch.promote_types(heads_BNHD.dtype, gate_B1H1.dtype)
-        return (heads_BNHD.to(wide) * gate_B1H1).to(heads_BNHD.dtype)
+        gate_B1H1 = gates[site.layer][:, None, :, None].to(outputs_BNHD.device)
+        wide = torch.promote_types(outputs_BNHD.dtype, gate_B1H1.dtype)
+        return (outputs_BNHD.to(wide) * gate_B1H1).to(outputs_BNHD.dtype)
 
     with output_hook(lm, multiply):
         yield

@@ -61,9 +61,9 @@ def watched_layers(
     def left(visit: Visit, site: AttentionSite, _: nn.Module, __: Any, out: Tensor) -> None:
         watch(site, out, visit)
 
-    def entered(visit: Visit, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
-        watch(site, heads_BNHD, visit)
-        return heads_BNHD
+    def entered(visit: Visit, site: AttentionSite, outputs_BNHD: Tensor) -> Tensor:
+        watch(site, outputs_BNHD, visit)
+        return outputs_BNHD
 
     with ExitStack() as hooks:
         if on_outputs is not None:

@@ -113,8 +113,8 @@ def head_gradients(lm: LoadedModel, loss: Loss) -> dict[str, HeadGradients]:
     """Return the derivatives of each sequence's loss by the heads, by kind of site. Sums are float32 or wider."""
     gradients: dict[AttentionSite, tuple[Tensor, Tensor]] = {}
 
-    def add(site: AttentionSite, heads_BNHD: Tensor, gradient_BNHD: Tensor) -> None:
-        by_token_BNH = torch.linalg.vecdot(heads_BNHD.to(gradient_BNHD.dtype), gradient_BNHD)
+    def add(site: AttentionSite, outputs_BNHD: Tensor, gradient_BNHD: Tensor) -> None:
+        by_token_BNH = torch.linalg.vecdot(outputs_BNHD.to(gradient_BNHD.dtype), gradient_BNHD)
         gradients[site] = by_token_BNH.sum(1), by_token_BNH.abs().sum(1)
 
     backward(lm, loss, on_heads=add, recompute=must_recompute(lm, loss))

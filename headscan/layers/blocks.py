@@ -61,14 +61,14 @@ class Blocks:
         """Keep the outputs (B, N, H, D) of these layers' heads in each forward pass, as later hooks see them."""
         kept: dict[int, Tensor] = {}
 
-        def keep(site: AttentionSite, heads_BNHD: Tensor) -> None:
+        def keep(site: AttentionSite, outputs_BNHD: Tensor) -> None:
             if site.layer in layers:
-                kept[site.layer] = heads_BNHD.detach()
+                kept[site.layer] = outputs_BNHD.detach()
 
         with output_hook(self.lm, keep):
             yield kept
 
-    def with_heads(self, layer: int, heads_BNHD: Tensor) -> AbstractContextManager[None]:
+    def with_heads(self, layer: int, outputs_BNHD: Tensor) -> AbstractContextManager[None]:
         """Let the heads of a layer have these outputs: of its attention only the output projection runs, without a
         cache.
         """
@@ -77,7 +77,7 @@ class Blocks:
                 f"the attention of layer {layer} does not take and return hidden states. Run the whole layer"
             )
         projection = self.lm.module(self.lm.grid.site_of(layer).output_projection)
-        heads = heads_BNHD.flatten(-2)
+        heads = outputs_BNHD.flatten(-2)
         return self.attention[layer].replaced(lambda _: projection(heads))
 
 

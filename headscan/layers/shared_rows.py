@@ -167,7 +167,7 @@ class SharedRowHooks:
                 "(limit 1). Use one value"
             )
         (replacement,) = replacements
-        self._fill = OutputReplacer(replacement, InterventionRecord(lm, None))
+        self._replacer = OutputReplacer(replacement, InterventionRecord(lm, None))
         statistics = _statistics_of(lm, kinds) if statistics is None else statistics
         self._score = statistics.score
         self._prefix, self._endings, self._alone = (statistics.fresh() for _ in range(3))
@@ -193,43 +193,43 @@ class SharedRowHooks:
         flat_MHD = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outs])
         return flat_MHD[here.order].transpose(0, 1)[None]
 
-    def on_outputs(self, site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
-        here = self._layout(heads_BNHD.device)
-        ablated_RH = known_RH = self._chosen(site, heads_BNHD, here)
+    def on_outputs(self, site: AttentionSite, outputs_BNHD: Tensor) -> Tensor:
+        here = self._layout(outputs_BNHD.device)
+        ablated_RH = known_RH = self._ablated_heads(site, outputs_BNHD, here)
         if here.shared is not None:
             known_RH = ablated_RH.cpu()  # The one time in a layer that a GPU is waited for.
             for group in self._row.groups:
                 if len(group) > 1 and bool((known_RH[list(group)] != known_RH[group[0]]).any()):
                     raise RowSplit(site.layer, known_RH)
         if known_RH.is_cpu and not bool(known_RH.any()):
-            return heads_BNHD
-        ablated_RH = ablated_RH.to(heads_BNHD.device, non_blocking=True)
+            return outputs_BNHD
+        ablated_RH = ablated_RH.to(outputs_BNHD.device, non_blocking=True)
         ablated_R = ablated_RH.sum(1)
         before = self._ablated.get(ablated_R.device)
         self._ablated[ablated_R.device] = ablated_R if before is None else before + ablated_R
         # Each token as a sequence of its own.
-        return self._fill(site, heads_BNHD.transpose(0, 1), ablated_RH[here.owner]).transpose(0, 1)
+        return self._replacer(site, outputs_BNHD.transpose(0, 1), ablated_RH[here.owner]).transpose(0, 1)
 
-    def _chosen(self, site: AttentionSite, heads_BNHD: Tensor, here: _Layout) -> Tensor:
+    def _ablated_heads(self, site: AttentionSite, outputs_BNHD: Tensor, here: _Layout) -> Tensor:
         """Return the ablated heads of each sequence, bool (R, H): on the CPU if no score decides."""
         if self._score is None:
             return torch.stack([ablation.heads_at(site, None) for ablation in self._ablations])[self._ablation_R]
-        scores_RH = self._scores(self._score, site, heads_BNHD, here)
+        scores_RH = self._scores(self._score, site, outputs_BNHD, here)
         ablated_RH = torch.zeros_like(scores_RH, dtype=torch.bool)
         for number, ablation in enumerate(self._ablations):
             by_this = ablation.heads_at(site, scores_RH).to(scores_RH.device, non_blocking=True)
             ablated_RH = torch.where((here.ablation == number)[:, None], by_this, ablated_RH)
         return ablated_RH
 
-    def _scores(self, name: str, site: AttentionSite, heads_BNHD: Tensor, here: _Layout) -> Tensor:
+    def _scores(self, name: str, site: AttentionSite, outputs_BNHD: Tensor, here: _Layout) -> Tensor:
         scores: list[Tensor] = []
         if (shared := here.shared) is not None:
-            before = self._prefix.on_outputs(site, heads_BNHD[0, shared.prefixes], shared.past)
-            after = self._endings.on_outputs(site, heads_BNHD[0, shared.endings], shared.lengths)
+            before = self._prefix.on_outputs(site, outputs_BNHD[0, shared.prefixes], shared.past)
+            after = self._endings.on_outputs(site, outputs_BNHD[0, shared.endings], shared.lengths)
             of_own = {statistic: values[shared.group] for statistic, values in before.items()}
             scores.append(score(_joined(of_own, shared.prefixes.shape[1], after, shared.lengths), name))
         if (alone := here.alone) is not None:
-            scores.append(score(self._alone.on_outputs(site, heads_BNHD[0, alone.places], alone.lengths), name))
+            scores.append(score(self._alone.on_outputs(site, outputs_BNHD[0, alone.places], alone.lengths), name))
         return torch.cat(scores)[here.sequence]
 
     def _layout(self, device: torch.device) -> _Layout:
@@ -375,7 +375,7 @@ def _joined(before: Mapping[str, Tensor], past: int, after: Mapping[str, Tensor]
 _TRIED_PREFIX, _TRIED_ENDING = 9, 5
 
 
-class SharedRowReading(NamedTuple):
+class SharedRowResult(NamedTuple):
     """The result of ``forward`` for some sequences of a shared row, the row in which they were read, and the share of
     heads ablated in each.
     """
@@ -394,7 +394,7 @@ def read_shared_row(
     *,
     most_tokens: float = math.inf,
     pass_cost: int = 0,
-) -> Iterator[SharedRowReading]:
+) -> Iterator[SharedRowResult]:
     """Read the sequences of a shared row with heads ablated; results contain every sequence once.
 
     Args:
@@ -441,7 +441,7 @@ def read_shared_row(
                 branches += branch.split(split.layer, groups, inputs["last"], visitor.ablated_R, most_tokens)
                 continue
         shares = ((branch.ablated_R + visitor.ablated_R).double() / lm.grid.total_heads).tolist()
-        yield SharedRowReading(branch.sequences, branch.row, shares, value)
+        yield SharedRowResult(branch.sequences, branch.row, shares, value)
 
 
 @torch.no_grad()

@@ -271,10 +271,10 @@ class _Collector:
         self._keep(site, numbers)
         return out
 
-    def on_outputs(self, site: AttentionSite, heads_BNHD: Tensor) -> None:
-        device = heads_BNHD.device
+    def on_outputs(self, site: AttentionSite, outputs_BNHD: Tensor) -> None:
+        device = outputs_BNHD.device
         factor = None if self.factors is None else self.factors.of(site).to(device)
-        self._keep(site, output_statistics(heads_BNHD, self._request(device).over_queries, self.wanted, factor))
+        self._keep(site, output_statistics(outputs_BNHD, self._request(device).over_queries, self.wanted, factor))
 
     def stacked(self) -> dict[str, Tensor]:
         """Return all statistics as (B, L, H) or (B, L, H, bins)."""

@@ -67,8 +67,8 @@ def _add_moments(
     real_BN = batch.real_BN
     weights_M, of_gradients_M = batch.weights_BN[real_BN], batch.weights.repeat_interleave(batch.lengths)
 
-    def on_heads(site: AttentionSite, heads_BNHD: Tensor, _: Tensor) -> None:
-        _add(grams, site.layer, heads_BNHD.flatten(2)[real_BN.to(heads_BNHD.device)], weights_M)
+    def on_heads(site: AttentionSite, outputs_BNHD: Tensor, _: Tensor) -> None:
+        _add(grams, site.layer, outputs_BNHD.flatten(2)[real_BN.to(outputs_BNHD.device)], weights_M)
 
     def on_outputs(site: AttentionSite, out: Tensor, gradient: Tensor) -> None:
         # Some models call their projections with flat tokens.

@@ -75,13 +75,13 @@ class HeadOutputs:
     `projection_factor`, with norm(O W) = norm(O L); None if no statistic needs it.
     """
 
-    heads_BNHD: Tensor
+    outputs_BNHD: Tensor
     over_tokens: TokenMeans
     factor_HDD: Tensor | None
 
     @cached_property
     def norm_BHN(self) -> Tensor:
-        return self.heads_BNHD.norm(dim=-1).transpose(1, 2)
+        return self.outputs_BNHD.norm(dim=-1).transpose(1, 2)
 
 
 class OutputStatistic(ABC):
@@ -119,8 +119,8 @@ class ProjectedOutputNorm(OutputStatistic):
 
     def reduce(self, outputs: HeadOutputs) -> Tensor:
         assert outputs.factor_HDD is not None, "projected_output_norm needs the projection's factor"
-        factor = outputs.factor_HDD.to(outputs.heads_BNHD)
-        norm_BHN = torch.einsum("bnhd,hde->bhne", outputs.heads_BNHD, factor).norm(dim=-1)
+        factor = outputs.factor_HDD.to(outputs.outputs_BNHD)
+        norm_BHN = torch.einsum("bnhd,hde->bhne", outputs.outputs_BNHD, factor).norm(dim=-1)
         return outputs.over_tokens.mean(norm_BHN)
 
 
@@ -128,8 +128,8 @@ class OutputMeanNorm(OutputStatistic):
     name = "output_mean_norm"
 
     def reduce(self, outputs: HeadOutputs) -> Tensor:
-        real = outputs.over_tokens.real(outputs.heads_BNHD.shape[1])[..., None, None]
-        total_BHD = torch.where(real, outputs.heads_BNHD, 0.0).sum(1)
+        real = outputs.over_tokens.real(outputs.outputs_BNHD.shape[1])[..., None, None]
+        total_BHD = torch.where(real, outputs.outputs_BNHD, 0.0).sum(1)
         mean_BHD = total_BHD / outputs.over_tokens.lengths[:, None, None]
         return mean_BHD.norm(dim=-1)
 

@@ -113,10 +113,10 @@ def value_statistics(value_BKSD: Tensor, over_keys: TokenMeans, names: Set[str],
 
 
 def output_statistics(
-    heads_BNHD: Tensor, over_tokens: TokenMeans, names: Set[str], factor_HDD: Tensor | None
+    outputs_BNHD: Tensor, over_tokens: TokenMeans, names: Set[str], factor_HDD: Tensor | None
 ) -> dict[str, Tensor]:
     """Return the named statistics of the heads' outputs, float32 (B, H); see `HeadOutputs`."""
-    outputs = HeadOutputs(widened(heads_BNHD), over_tokens, factor_HDD)
+    outputs = HeadOutputs(widened(outputs_BNHD), over_tokens, factor_HDD)
     return {name: statistic.reduce(outputs) for name, statistic in OUTPUT_STATISTICS.items() if name in names}
 
 

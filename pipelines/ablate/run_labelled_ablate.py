@@ -41,7 +41,7 @@ from headscan.pipelines.runs.run_context import Run
 from headscan.pipelines.scoring.arms import Arm
 from headscan.pipelines.scoring.likelihood import intervening
 from headscan.pipelines.scoring.reading import PromptReading
-from headscan.pipelines.scoring.token_requests import ArmItem, Likelihood, Responses
+from headscan.pipelines.scoring.token_requests import ArmItem, LogLikelihood, Responses
 from headscan.pipelines.settings.corpus_settings import ExampleError, ExamplesSpec, LabelledMetric
 from headscan.pipelines.settings.evaluation_settings import AblationMode
 
@@ -53,7 +53,7 @@ class SiteArm(Arm):
     intervention: SiteMask | None = None
 
     @property
-    def masked(self) -> tuple[str, tuple[Head, ...]]:
+    def site_and_heads(self) -> tuple[str, tuple[Head, ...]]:
         """The site and the heads of its mask; heads of several sites are in the settings alone."""
         sites = () if self.intervention is None else self.intervention.sites
         return sites[0] if len(sites) == 1 else ("", ())
@@ -102,11 +102,11 @@ class LabelledArmItem(ArmItem[LabelledText]):
     reading: LabelledReading
 
     @torch.no_grad()
-    def run(self, lm: LoadedModel) -> list[Responses[Likelihood | str]]:
+    def run(self, lm: LoadedModel) -> list[Responses[LogLikelihood | str]]:
         """Answer examples: with log-likelihoods of targets for a loss, otherwise with classes or generated texts."""
         lengths, reading = [text.longest for text in self.requests], self.reading
         ask = _losses if reading.metric == LOSS else _classes if reading.answers is Answers.CLASS else _generate
-        answer_of: dict[int, Likelihood | str] = {}
+        answer_of: dict[int, LogLikelihood | str] = {}
         with intervening(lm, self.intervention, rule_kernels=False):
             for batch in whole_batches(lengths, self.batch_tokens, reading.rope.group):
                 halves = run_halving(
@@ -122,11 +122,11 @@ class LabelledArmItem(ArmItem[LabelledText]):
         return [Responses(tuple(answer_of[row] for row in range(len(self.requests))), (share,) * len(self.requests))]
 
 
-def _losses(lm: LoadedModel, reading: LabelledReading, texts: list[LabelledText]) -> list[Likelihood]:
+def _losses(lm: LoadedModel, reading: LabelledReading, texts: list[LabelledText]) -> list[LogLikelihood]:
     losses_B = labelled_loss(lm, reading.answers, texts, summed=True).losses(lm).double().cpu()
     _check_finite(losses_B)
     # A loss does not show which tokens greedy decoding would choose; the store has NULL.
-    return [Likelihood(-loss, None) for loss in losses_B.tolist()]  # type: ignore[arg-type]
+    return [LogLikelihood(-loss, None) for loss in losses_B.tolist()]  # type: ignore[arg-type]
 
 
 def _classes(lm: LoadedModel, reading: LabelledReading, texts: list[LabelledText]) -> list[str]:
@@ -270,7 +270,7 @@ class LabelledQuestions:
         )
         return AnsweringSettings(self.config.batch_tokens, reading)
 
-    def grade(self, responses: Mapping[str, Likelihood | str]) -> TaskResults:
+    def grade(self, responses: Mapping[str, LogLikelihood | str]) -> TaskResults:
         given = [responses[each] for each in self._hashes]
         numbers = self._numbers(given)
         graded = self.metric == ACCURACY

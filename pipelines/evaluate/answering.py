@@ -17,13 +17,13 @@ from headscan.analysis.store.tables import TABLES
 from headscan.cluster.pool import Finished, Pool, Task
 from headscan.pipelines.runs.progress import Progress
 from headscan.pipelines.scoring.arms import Arm
-from headscan.pipelines.scoring.bundles import LEAST_SIZE, Start, bundle
+from headscan.pipelines.scoring.bundles import BUNDLE_SIZE, Start, bundle
 from headscan.pipelines.scoring.prefix_tree import common_tokens
 from headscan.pipelines.scoring.reading import PromptReading
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
 from headscan.pipelines.scoring.token_requests import (
     GenerationRequest,
-    Likelihood,
+    LogLikelihood,
     Request,
     Responses,
     ScoringItem,
@@ -43,7 +43,7 @@ class RequestChunk:
     requests: tuple[Any, ...]
 
     @property
-    def scored(self) -> bool:
+    def can_bundle(self) -> bool:
         """True if one item can answer it for several masks."""
         return isinstance(self.requests[0], Request)
 
@@ -58,7 +58,7 @@ def request_chunks(requests: Mapping[str, Request | GenerationRequest], batch_to
 
 def _by_prefix(requests: Mapping[str, Request]) -> tuple[list[str], list[int]]:
     """Return the hashes of requests sorted by prefix, and each one's new tokens."""
-    order = sorted(requests, key=lambda h: (requests[h].ids, requests[h].scored))
+    order = sorted(requests, key=lambda h: (requests[h].ids, requests[h].scored_tokens))
     ids = [requests[h].ids for h in order]
     lengths = [len(tokens) for tokens in ids]
     costs = [lengths[i] - common_tokens(ids, lengths, i - 1, i) if i else lengths[i] for i in range(len(ids))]
@@ -100,7 +100,7 @@ class AnsweringSettings:
     batch_tokens: int
     reading: PromptReading
     starts: frozenset[Start] = frozenset()
-    bundle_size: int = LEAST_SIZE
+    bundle_size: int = BUNDLE_SIZE
 
 
 @dataclass
@@ -109,11 +109,11 @@ class ArmResponses:
 
     arm: Arm
     arm_id: str
-    responses: dict[str, Likelihood | str] = field(default_factory=dict)
+    responses: dict[str, LogLikelihood | str] = field(default_factory=dict)
     ablated_shares: dict[str, float] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)
 
-    def take(self, chunk: RequestChunk, result: Responses[Likelihood | str]) -> None:
+    def take(self, chunk: RequestChunk, result: Responses[LogLikelihood | str]) -> None:
         self.responses.update(zip(chunk.hashes, result.values, strict=True))
         self.ablated_shares.update(zip(chunk.hashes, result.ablated_shares, strict=True))
         self.missing.discard(chunk.index)
@@ -175,7 +175,7 @@ class _Schedule:
         self, by_arm: Sequence[ArmResponses], chunks: Sequence[RequestChunk], settings: AnsweringSettings
     ) -> None:
         self._by_arm, self._chunks, self._settings = by_arm, chunks, settings
-        self._drawn: dict[str, tuple[list[ArmResponses], RequestChunk]] = {}
+        self._in_flight: dict[str, tuple[list[ArmResponses], RequestChunk]] = {}
         self._seconds = self._tokens = 0.0
 
     def pool_items(self) -> Iterator[ScoringItem[Any]]:
@@ -188,23 +188,23 @@ class _Schedule:
                     most = self._most_arms(chunk)
                     some, lacking = lacking[:most], lacking[most:]
                     item = self._pool_item([of_arm.arm for of_arm in some], chunk)
-                    self._drawn[item.name] = some, chunk
+                    self._in_flight[item.name] = some, chunk
                     yield item
 
     def finished(self, done: Finished[ScoringItem[Any], Any]) -> tuple[list[ArmResponses], RequestChunk]:
         """Return the arms and the requests of a finished item of the pool."""
-        some, chunk = self._drawn.pop(done.item.name)
+        some, chunk = self._in_flight.pop(done.item.name)
         if len(some) > 1:
             self._seconds += done.seconds
             self._tokens += len(some) * _tokens(chunk.requests)
         return some, chunk
 
     def _most_arms(self, chunk: RequestChunk) -> int:
-        """Return how many arms are answered in `_BUNDLE_SECONDS`; `LEAST_SIZE` before the first bundle is measured."""
-        if not chunk.scored:
+        """Return how many arms are answered in `_BUNDLE_SECONDS`; `BUNDLE_SIZE` before the first bundle is measured."""
+        if not chunk.can_bundle:
             return 1
         seconds = self._seconds / max(1.0, self._tokens) * _tokens(chunk.requests)
-        return max(LEAST_SIZE, int(_BUNDLE_SECONDS / seconds)) if seconds else LEAST_SIZE
+        return max(BUNDLE_SIZE, int(_BUNDLE_SECONDS / seconds)) if seconds else BUNDLE_SIZE
 
     def _pool_item(self, arms: Sequence[Arm], chunk: RequestChunk) -> ScoringItem[Any]:
         settings, of_chunk = self._settings, f"requests {chunk.index}"
@@ -262,7 +262,7 @@ def _stored(store: Store, arms: Sequence[tuple[Arm, str]], chunks: Sequence[Requ
     return list(by_arm.values())
 
 
-def _response_of(row: Mapping[str, object]) -> Likelihood | str:
+def _response_of(row: Mapping[str, object]) -> LogLikelihood | str:
     if row["text"] is not None:
         return str(row["text"])
-    return Likelihood(row["log_likelihood"], row["greedy_tokens"])  # type: ignore[arg-type]
+    return LogLikelihood(row["log_likelihood"], row["greedy_tokens"])  # type: ignore[arg-type]

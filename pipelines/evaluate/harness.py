@@ -16,7 +16,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from headscan.pipelines.runs.model_identity import ModelIdentity
-from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request, request_hash
+from headscan.pipelines.scoring.token_requests import GenerationRequest, LogLikelihood, Request, request_hash
 from headscan.pipelines.settings.evaluation_settings import HarnessError
 
 #: lm-eval's own default for tasks without a limit.
@@ -36,7 +36,7 @@ class HeadscanLM(TemplateLM):
         self.max_length = identity.max_tokens or 4096
         self.requests: dict[str, Request | GenerationRequest] = {}
         self.truncated: set[str] = set()
-        self.answers: Mapping[str, Likelihood | str] | None = None
+        self.answers: Mapping[str, LogLikelihood | str] | None = None
         # One object for each token id: millions of equal integers would take gigabytes.
         self._ids: dict[int, int] = {}
         # Keyed by lm-eval's arguments: a text is tokenised once, not once per arm.
@@ -133,8 +133,8 @@ class HeadscanLM(TemplateLM):
         if self.answers is None:
             return 0.0, False
         answer, request = self.answers[key], self.requests[key]
-        assert isinstance(answer, Likelihood) and isinstance(request, Request)
-        return answer.log_likelihood, answer.greedy_tokens == request.scored
+        assert isinstance(answer, LogLikelihood) and isinstance(request, Request)
+        return answer.log_likelihood, answer.greedy_tokens == request.scored_tokens
 
     def _collect(self, context: list[int], continuation: list[int]) -> str:
         if not continuation or len(continuation) > self.max_length:

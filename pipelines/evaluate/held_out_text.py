@@ -14,7 +14,7 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.corpora.corpus import GivenTexts
 from headscan.pipelines.corpora.sequences import TokenSequence, read_spread, sequences
 from headscan.pipelines.runs.model_identity import ModelIdentity, identify
-from headscan.pipelines.scoring.token_requests import Likelihood, Request, request_hash
+from headscan.pipelines.scoring.token_requests import LogLikelihood, Request, request_hash
 from headscan.pipelines.settings.corpus_settings import SHORTEST, CorpusSpec, TokenConfig, longest_text
 
 #: Name of the task in the store.
@@ -112,7 +112,7 @@ class HeldOutText:
         documents = [(chunk.document, chunk.size) for chunk in self.chunks]
         return hashlib.sha256(repr(documents).encode()).hexdigest()
 
-    def answers(self, answers: Mapping[str, Likelihood | str]) -> list[dict[str, Any]]:
+    def answers(self, answers: Mapping[str, LogLikelihood | str]) -> list[dict[str, Any]]:
         """Return the answer rows of an arm, one per chunk, whose metrics are pairs of a sum and its number of tokens or
         bytes, as in lm-eval's perplexities.
         """
@@ -136,7 +136,7 @@ class HeldOutText:
             )
         return rows
 
-    def results(self, answers: Mapping[str, Likelihood | str]) -> list[dict[str, Any]]:
+    def results(self, answers: Mapping[str, LogLikelihood | str]) -> list[dict[str, Any]]:
         """Return the result rows of an arm: loss, bits per byte and next-token accuracy."""
         likelihoods = [likelihood_of(chunk.request, answers) for chunk in self.chunks]
         nats = -sum(likelihood.log_likelihood for likelihood in likelihoods)
@@ -164,9 +164,9 @@ def _lengths(identity: ModelIdentity, max_tokens: int | None) -> tuple[int, int]
     return tokens, min(SHORTEST, max(2, tokens))  # of one token nothing is predicted
 
 
-def likelihood_of(request: Request, answers: Mapping[str, Likelihood | str]) -> Likelihood:
+def likelihood_of(request: Request, answers: Mapping[str, LogLikelihood | str]) -> LogLikelihood:
     answer = answers[request_hash(request)]
-    assert isinstance(answer, Likelihood)
+    assert isinstance(answer, LogLikelihood)
     return answer
 
 

@@ -45,7 +45,7 @@ from headscan.pipelines.scoring.arms import BASELINE, Arm, check_arms, distinct_
 from headscan.pipelines.scoring.bundles import bundle_size, possible_starts
 from headscan.pipelines.scoring.likelihood import grouped_tokens
 from headscan.pipelines.scoring.reading import HALF, choose_reading, computed_as_rules, reads_whole
-from headscan.pipelines.scoring.token_requests import Likelihood
+from headscan.pipelines.scoring.token_requests import LogLikelihood
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig
 
 
@@ -97,7 +97,7 @@ def run_evaluation(
 class ArmQuestions(Protocol):
     """Questions that all arms of a run answer; methods take responses and ablated shares by the request's hash."""
 
-    def grade(self, responses: Mapping[str, Likelihood | str]) -> TaskResults:
+    def grade(self, responses: Mapping[str, LogLikelihood | str]) -> TaskResults:
         """Return the answers of one arm, and its results."""
 
     def ablated_share(self, shares: Mapping[str, float]) -> float:
@@ -220,7 +220,7 @@ def _record(config: EvaluateConfig, rounding: str, run: Run, questions: Question
 
 def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:
     mask_id = None
-    site, heads = arm.masked
+    site, heads = arm.site_and_heads
     if heads:
         mask_id = store.add_mask(
             f"{run_id}: {arm.name}",
@@ -236,7 +236,9 @@ def _begin_arm(store: Store, run_id: str, arm: Arm) -> ArmState:
 
 def _finish_arm(store: Store, questions: ArmQuestions, facts: ModelFacts, done: ArmResponses) -> str:
     """Grade and store an arm, and return a line about it; raise NotFiniteError if a log-likelihood is NaN."""
-    wrong = sum(isinstance(answer, Likelihood) and isnan(answer.log_likelihood) for answer in done.responses.values())
+    wrong = sum(
+        isinstance(answer, LogLikelihood) and isnan(answer.log_likelihood) for answer in done.responses.values()
+    )
     if wrong:
         raise NotFiniteError(f"{wrong} of {len(done.responses)} log-likelihoods are NaN, so the arm has no result")
     graded = questions.grade(done.responses)

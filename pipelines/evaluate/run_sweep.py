@@ -134,7 +134,7 @@ def record_prompts(config: EvaluateConfig, run: Run, questions: Questions) -> st
             "batch_tokens": config.batch_tokens,
         }
     )
-    if (done := run.finished("recording", run_hash)) is not None:
+    if (done := run.finished_run("recording", run_hash)) is not None:
         with at_work("summary of all heads"):
             run.store.summarise(done)
         run.say(f"run {done}: the prompts of {names} were recorded before")

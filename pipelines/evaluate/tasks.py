@@ -28,7 +28,7 @@ from headscan.pipelines.evaluate.held_out_text import HeldOutText, likelihood_of
 from headscan.pipelines.runs.model_identity import ModelIdentity
 from headscan.pipelines.scoring.prefix_tree import common_tokens
 from headscan.pipelines.scoring.recall_tasks import RecallQuestion, grade, recall_questions
-from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request, request_hash
+from headscan.pipelines.scoring.token_requests import GenerationRequest, LogLikelihood, Request, request_hash
 from headscan.pipelines.settings.evaluation_settings import HarnessError, RecallError, RecallQuestions, TaskConfig
 
 #: Metrics from 0 to 1 that grade an answer; the first one that a task reports is used.
@@ -279,7 +279,7 @@ class Tasks:
             name: sum(1 for _ in task.eval_docs) for name, task in self._loaded["tasks"].items() if _is_graded(task)
         }
 
-    def results(self, lm: HeadscanLM, responses: Mapping[str, Likelihood | str]) -> TaskResults:
+    def results(self, lm: HeadscanLM, responses: Mapping[str, LogLikelihood | str]) -> TaskResults:
         if not self._config.names:
             return TaskResults(answer_table({}, {}), _result_table({"results": {}}))
         from lm_eval.evaluator import evaluate as run_tasks
@@ -435,7 +435,7 @@ class Questions:
         counted = self._lm.requests or self.requests
         return sum(shares[key] for key in counted) / len(counted)
 
-    def grade(self, responses: Mapping[str, Likelihood | str]) -> TaskResults:
+    def grade(self, responses: Mapping[str, LogLikelihood | str]) -> TaskResults:
         """Grade one arm's answers, given by request hash; benchmark rows come before recall rows and text rows."""
         graded = self.tasks.results(self._lm, responses)
         recalled = [

@@ -146,7 +146,7 @@ def measure_damages(lm: LoadedModel, item: DamageItem) -> np.ndarray:
         item.window.sink,
         item.window.recent,
         gates=item.gates,
-        scored=[request.scored for request in item.requests],
+        scored=[request.scored_tokens for request in item.requests],
         heads=item.heads,
         batch_tokens=item.batch_tokens,
     )

@@ -106,11 +106,11 @@ def run_corpus(
         "batch_tokens": config.batch_tokens,
     }
     run_hash = run_fingerprint(run, kind, deciding, config.shard_size)
-    if (done := run.finished(kind, run_hash)) is not None:
+    if (done := run.finished_run(kind, run_hash)) is not None:
         with at_work("summary of all heads"):
             run.store.summarise(done)
         return CorpusRunResult(done, already_done=True)
-    if part is not None and (known := run.known(kind, run_hash)) is not None and _has_part(run.store, known, part):
+    if part is not None and (known := run.stored_run(kind, run_hash)) is not None and _has_part(run.store, known, part):
         return CorpusRunResult(known["run_id"], already_done=True, part=part)
     # Parts of one scan may run on different devices, and all need the same shards.
     given = config.shard_size if part is None else config.shard_size or _PART_SHARD
@@ -175,7 +175,7 @@ def write_shards(
     store, pool = run.store, run.pool
     state = run.begin(record)
     run.say(f"run {state.run_id}: {len(state.shards)} shards stored before" if state.shards else f"run {state.run_id}")
-    ledger = _Ledger(state.run_id, record.corpus, state.shards, part)
+    ledger = _ShardTally(state.run_id, record.corpus, state.shards, part)
     try:
         with Progress(record.kind, total, "sequences") as progress, ShardWriter(store, state.run_id) as writer:
             # In this process progress moves with each pass, elsewhere with each shard.
@@ -210,7 +210,7 @@ def write_shards(
 
 
 @dataclass
-class _Ledger:
+class _ShardTally:
     """The shards of a corpus, counted while they are drawn. ``stored`` has the content hash of each shard in the store
     by index, and ``content`` hashes those of all shards; ``others`` are in other parts than ``part``.
     """
@@ -287,16 +287,16 @@ def run_fingerprint(run: Run, kind: RunKind, deciding: Mapping[str, Any], shard_
     if shard_size is None:
         return chosen
     given = with_size(f"{shard_size} given" if shard_size == _LARGEST_SHARD else shard_size)
-    known = run.known(kind, chosen)
+    known = run.stored_run(kind, chosen)
     same = known is not None and known["config"]["shard_size"] == shard_size
-    return chosen if same and run.known(kind, given) is None else given
+    return chosen if same and run.stored_run(kind, given) is None else given
 
 
 def shard_size_of(run: Run, kind: RunKind, run_hash: str, given: int | None, tokens: int, forward_passes: float) -> int:
     """Return the number of sequences of a shard: that of the run if it began before, else the given one, else about 20
     seconds of work on texts of ``tokens`` tokens that cost ``forward_passes`` forward passes each.
     """
-    known = run.known(kind, run_hash)
+    known = run.stored_run(kind, run_hash)
     if known is not None:
         return int(known["config"]["shard_size"])
     if given is not None:

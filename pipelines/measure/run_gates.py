@@ -73,7 +73,7 @@ def run_gates(config: GatesConfig, run: Run) -> GatesResult:
     facts = {"site": config.site, "two_sided": config.two_sided, "fit": asdict(config.fit)}
     texts = fingerprint({"ids": ids.tolist(), "lengths": lengths.tolist()})
     run_hash = fingerprint({"model": identity.fingerprint(), "dtype": config.model.dtype, "texts": texts, **facts})
-    if (done := run.finished("gates", run_hash)) is not None:
+    if (done := run.finished_run("gates", run_hash)) is not None:
         return GatesResult(done, _mask_name(config, done), True)
 
     refuse_staged(run.pool, "the derivative of a gate")

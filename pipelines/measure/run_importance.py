@@ -179,7 +179,7 @@ def run_labelled_importance(config: LabelledImportanceConfig, run: Run, *, texts
     data_hash = texts.fingerprint()
     deciding = {"model": identity.fingerprint(), "dtype": config.model.dtype, "examples": data_hash, **settings}
     run_hash = run_fingerprint(run, "importance", deciding, config.shard_size)
-    if (done := run.finished("importance", run_hash)) is not None:
+    if (done := run.finished_run("importance", run_hash)) is not None:
         return CorpusRunResult(done, already_done=True)
     report = CorpusReport()
     longest = max((text.longest for text in texts.texts), default=1)

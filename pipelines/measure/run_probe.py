@@ -96,7 +96,7 @@ def run_probe(config: ProbeConfig, run: Run) -> ProbeResult:
         corpus = open_corpus(config.corpus)
         facts |= {"corpus": corpus.fingerprint()}
     run_hash = fingerprint({"model": identity.fingerprint(), "dtype": config.model.dtype, **facts})
-    if (done := run.finished("probe", run_hash)) is not None:
+    if (done := run.finished_run("probe", run_hash)) is not None:
         return ProbeResult(done, True)
 
     items = []

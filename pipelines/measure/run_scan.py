@@ -112,7 +112,7 @@ class HeadNumbers:
         )
 
 
-class _ScanShard(StagedTask[ScanItem, Batch, list[HeadNumbers], ShardTable]):
+class _MeasureShard(StagedTask[ScanItem, Batch, list[HeadNumbers], ShardTable]):
     """Pool task: measure every head on every sequence of a shard."""
 
     def passes(self, item: ScanItem) -> list[Batch]:
@@ -153,7 +153,7 @@ class _ScanShard(StagedTask[ScanItem, Batch, list[HeadNumbers], ShardTable]):
         return ShardTable(pa.concat_tables(tables), nonfinite_rows)
 
 
-measure_shard = _ScanShard("measure_shard")
+measure_shard = _MeasureShard("measure_shard")
 
 
 def _refuse(kind: str, wrong: Mapping[str, Tensor], texts: Sequence[corpora.TokenSequence]) -> None:

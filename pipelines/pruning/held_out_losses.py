@@ -36,7 +36,7 @@ class LossChange:
 def as_calibration(requests: Sequence[Request], batch_tokens: int) -> Calibration:
     """Return requests as sequences whose scored tokens count."""
     ids, lengths = pad([request.ids for request in requests])
-    scored = torch.tensor([request.scored for request in requests])
+    scored = torch.tensor([request.scored_tokens for request in requests])
     return Calibration(ids, lengths, batch_tokens, before_last(lengths, scored, ids.shape[1]))
 
 

@@ -44,13 +44,13 @@ class HasBatchSize(Protocol):
     def batch_tokens(self) -> int: ...
 
 
-SizedSettings = TypeVar("SizedSettings", bound=HasBatchSize)
+BatchedSettings = TypeVar("BatchedSettings", bound=HasBatchSize)
 
 
 @dataclass
 class ModelOpener:
     """Opens the pool of a model, and pools of other models of the same job. The placement of the first is chosen and
-    reported when the opener is made, because it gives the settings of the job their batch size (`sized`).
+    reported when the opener is made, because it gives the settings of the job their batch size (`with_batch_tokens`).
 
     Attributes:
         batch_tokens: Most tokens of one forward pass in the settings of the job. With ``memory`` in the request, they
@@ -84,7 +84,7 @@ class ModelOpener:
         placed = self._placed if model == self.model else self._place(model)
         return open_pool(model, placed.placement, on_cluster=bool(self.ray_address), timeouts=self.timeouts)
 
-    def sized(self, config: SizedSettings) -> SizedSettings:
+    def with_batch_tokens(self, config: BatchedSettings) -> BatchedSettings:
         """Return settings with the batch size of the placement."""
         settings: Any = config
         return replace(settings, batch_tokens=self.batch_tokens)
@@ -215,15 +215,15 @@ class Run(ModelContext):
         self.close()
         return Run(model, self.store, self.make_pool, identity=identity, resume_anyway=self.resume_anyway, say=self.say)
 
-    def known(self, kind: RunKind, fingerprint: str) -> dict[str, Any] | None:
+    def stored_run(self, kind: RunKind, fingerprint: str) -> dict[str, Any] | None:
         runs = self.store.runs(kind) if self.store.path.exists() else []
         return next((run for run in runs if run["fingerprint"] == fingerprint), None)
 
-    def finished(self, kind: RunKind, fingerprint: str) -> str | None:
+    def finished_run(self, kind: RunKind, fingerprint: str) -> str | None:
         """Return the finished run with this fingerprint, or None; a run with other software is reported. The device is
         not compared, because the model is not loaded yet.
         """
-        run = self.known(kind, fingerprint)
+        run = self.stored_run(kind, fingerprint)
         if run is None:
             return None
         changes = provenance_changes(provenance_history(run)[-1], software_of(self.identity.code_files_hash))
@@ -257,7 +257,7 @@ class Run(ModelContext):
         seconds. A run that measures nothing leaves no trace. A finished run of other software is measured again, unless
         ``resume_anyway`` is set.
         """
-        known = self.known(record.kind, record.fingerprint)
+        known = self.stored_run(record.kind, record.fingerprint)
         if known is not None and known["status"] == "finished" and not self.resume_anyway:
             changes = provenance_changes(provenance_history(known)[-1], record.provenance)
             if changes:

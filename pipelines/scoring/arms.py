@@ -64,7 +64,7 @@ class Arm:
         return None if self.intervention is None else self.intervention.fixed_heads
 
     @property
-    def masked(self) -> tuple[str, tuple[Head, ...]]:
+    def site_and_heads(self) -> tuple[str, tuple[Head, ...]]:
         """The site and the heads of the arm's mask in the store; an arm without heads has no mask."""
         return "self", self.fixed_heads or self.removed
 

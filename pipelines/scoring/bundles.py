@@ -26,22 +26,22 @@ from headscan.layers.prefix_cache import Prefix, read_prefix
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.scoring.likelihood import (
     Continued,
-    ReadInput,
-    ReadResult,
+    DistinctInput,
+    InputResult,
     by_request,
-    distinct_reads,
+    distinct_inputs,
     score_in_batches,
-    score_reads,
+    score_inputs,
 )
-from headscan.pipelines.scoring.token_requests import Likelihood, Request, Responses, ScoringItem
+from headscan.pipelines.scoring.token_requests import LogLikelihood, Request, Responses, ScoringItem
 from headscan.sizing.model_sizes import LayerCache
 
 T = TypeVar("T")
 
 #: Most arms of one bundle, however long their prefixes are.
-LEAST_SIZE = 8
+BUNDLE_SIZE = 8
 #: Most arms of one bundle, however short their prefixes are.
-_MOST_SIZE = 64
+_LARGEST_BUNDLE = 64
 #: Memory for the prefixes of a bundle, which has one for each arm.
 _PREFIX_BYTES = 1 << 30
 
@@ -68,20 +68,22 @@ class BundleItem(ScoringItem[Request]):
     All go on from the pass of ``base``, here called the baseline; None is the whole model.
     """
 
-    masks: tuple[Intervention | None, ...]
+    interventions: tuple[Intervention | None, ...]
     starts: tuple[Start, ...]
     batch_tokens: int
     share_prefixes: bool
     base: Intervention | None = None
 
-    def run(self, lm: LoadedModel) -> list[Responses[Likelihood]]:
+    def run(self, lm: LoadedModel) -> list[Responses[LogLikelihood]]:
         """Answer requests under each of the masks."""
         bundled = _Bundle(lm, self)
-        reads = distinct_reads(self.requests)
+        reads = distinct_inputs(self.requests)
         with torch.no_grad():
             scored = score_in_batches(lm, reads, self.batch_tokens, self.share_prefixes, bundled.read_on, bundled.score)
             results = dict(scored)
-        of_arms = ({index: of_read[arm] for index, of_read in results.items()} for arm in range(len(self.masks)))
+        of_arms = (
+            {index: of_read[arm] for index, of_read in results.items()} for arm in range(len(self.interventions))
+        )
         return [by_request(reads, of_arm) for of_arm in of_arms]
 
 
@@ -117,19 +119,19 @@ def bundle_size(caches: Mapping[str, Sequence[LayerCache]] | None, longest: int)
     unknown; ``longest`` is the most tokens of prefixes that are kept at a time.
     """
     if caches is None:
-        return LEAST_SIZE
+        return BUNDLE_SIZE
     of_prefix = sum(layer.bytes(longest) for layers in caches.values() for layer in layers)
-    return max(LEAST_SIZE, min(_MOST_SIZE, _PREFIX_BYTES // max(1, of_prefix)))
+    return max(BUNDLE_SIZE, min(_LARGEST_BUNDLE, _PREFIX_BYTES // max(1, of_prefix)))
 
 
-def bundle(arms: Sequence[Intervention | None], possible: frozenset[Start], size: int = LEAST_SIZE) -> list[list[int]]:
+def bundle(arms: Sequence[Intervention | None], possible: frozenset[Start], size: int = BUNDLE_SIZE) -> list[list[int]]:
     """Group arms (indices) that are answered together, at most ``size``; arms that save no layers stay alone."""
     return bundle_starts(
         [None if intervention is None else start_of(intervention, possible) for intervention in arms], size
     )
 
 
-def bundle_starts(starts: Sequence[Start | None], size: int = LEAST_SIZE) -> list[list[int]]:
+def bundle_starts(starts: Sequence[Start | None], size: int = BUNDLE_SIZE) -> list[list[int]]:
     """Group passes (indices) by where they start; None is the baseline, from which the others go on."""
     groups: list[list[int]] = []
     filling: list[int] | None = None
@@ -170,7 +172,7 @@ class _Bundle:
     def __init__(self, lm: LoadedModel, item: BundleItem) -> None:
         self._lm, self._item = lm, item
         self._blocks = find_blocks(lm)
-        self._arms = list(zip(item.masks, item.starts, strict=True))
+        self._arms = list(zip(item.interventions, item.starts, strict=True))
         self._starts = {start for mask, start in self._arms if mask != item.base}
 
     def read_on(self, tokens: Sequence[Sequence[int]], parent: _Prefixes | None) -> _Prefixes:
@@ -192,7 +194,7 @@ class _Bundle:
             arms.append(own.above(start.layer + start.behind_attention, baseline))
         return _Prefixes(baseline, tuple(arms))
 
-    def score(self, reads: list[ReadInput], after: Continued[_Prefixes]) -> list[list[ReadResult]]:
+    def score(self, reads: list[DistinctInput], after: Continued[_Prefixes]) -> list[list[InputResult]]:
         prefixes = after.prefix
 
         def continued(prefix: Prefix | None) -> Continued[Prefix]:
@@ -200,8 +202,8 @@ class _Bundle:
 
         with self._keeping() as kept:
             whole = continued(None if prefixes is None else prefixes.baseline)
-            baseline, _ = self._baseline(lambda record: score_reads(self._lm, reads, whole, record))
-        of_arms: list[list[ReadResult]] = []
+            baseline, _ = self._baseline(lambda record: score_inputs(self._lm, reads, whole, record))
+        of_arms: list[list[InputResult]] = []
         for arm, (mask, start) in enumerate(self._arms):
             if mask == self._item.base:
                 assert baseline is not None
@@ -209,7 +211,7 @@ class _Bundle:
                 continue
             own = continued(None if prefixes is None else prefixes.arms[arm])
             with self._ablated(mask, start, kept) as record:
-                of_arms.append(score_reads(self._lm, reads, own, record))
+                of_arms.append(score_inputs(self._lm, reads, own, record))
         return [list(of_read) for of_read in zip(*of_arms, strict=True)]
 
     @contextmanager
@@ -229,7 +231,7 @@ class _Bundle:
             base, record = self._item.base, None
             if base is not None:
                 record = contexts.enter_context(headscan.intervene(self._lm, base))
-            if base in self._item.masks:
+            if base in self._item.interventions:
                 return run(record), None
             last = max(self._starts).layer
             caches: list[Cache | None] = []

@@ -18,8 +18,14 @@ from headscan.ablation.intervention import Intervention
 from headscan.models.forward_inputs import run_forward
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import batches, pad, pass_tokens, run_halving
-from headscan.pipelines.scoring.likelihood import ReadInput, ReadResult, by_request, distinct_reads, likelihoods_at
-from headscan.pipelines.scoring.token_requests import ArmItem, Likelihood, Request, Responses
+from headscan.pipelines.scoring.likelihood import (
+    DistinctInput,
+    InputResult,
+    by_request,
+    distinct_inputs,
+    likelihoods_at,
+)
+from headscan.pipelines.scoring.token_requests import ArmItem, LogLikelihood, Request, Responses
 
 
 @dataclass(frozen=True)
@@ -28,18 +34,18 @@ class EvictionItem(ArmItem[Request]):
 
     intervention: Intervention
 
-    def run(self, lm: LoadedModel) -> list[Responses[Likelihood]]:
+    def run(self, lm: LoadedModel) -> list[Responses[LogLikelihood]]:
         """Answer requests from caches that evict keys after the context."""
         # Keys are evicted at the end of each request's own context.
-        reads = distinct_reads(self.requests, same_context=True)
+        reads = distinct_inputs(self.requests, same_context=True)
         lengths = [len(read.ids) for read in reads]
         # Contexts of one batch have the same length, so that none is padded and all evict at the same token.
         groups: dict[tuple[int, Hashable], list[int]] = defaultdict(list)
         for row, read in enumerate(reads):
             groups[read.first_place, lm.rope_lengths.group(len(read.ids))].append(row)
-        results: dict[int, ReadResult] = {}
+        results: dict[int, InputResult] = {}
 
-        def score(rows: list[int]) -> list[ReadResult]:
+        def score(rows: list[int]) -> list[InputResult]:
             return _score(lm, self.intervention, [reads[row] for row in rows])
 
         with torch.no_grad(), headscan.intervene(lm, self.intervention):
@@ -51,7 +57,7 @@ class EvictionItem(ArmItem[Request]):
         return [by_request(reads, results)]
 
 
-def _score(lm: LoadedModel, intervention: Intervention, reads: list[ReadInput]) -> list[ReadResult]:
+def _score(lm: LoadedModel, intervention: Intervention, reads: list[DistinctInput]) -> list[InputResult]:
     """Return the results of reads whose contexts have the same length."""
     start = reads[0].first_place
     if start:
@@ -69,4 +75,4 @@ def _score(lm: LoadedModel, intervention: Intervention, reads: list[ReadInput]) 
     ids, _ = pad([read.ids[start:] for read in reads])
     places = [(row, place - start) for row, read in enumerate(reads) for place in read.places]
     likelihoods = likelihoods_at(lm, reads, ids, places, past_key_values=cache, use_cache=True)
-    return [ReadResult(of_read, 0.0) for of_read in likelihoods]
+    return [InputResult(of_read, 0.0) for of_read in likelihoods]

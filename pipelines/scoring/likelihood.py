@@ -26,10 +26,10 @@ from headscan.models.loaded_model import LoadedModel, logits_at
 from headscan.models.model_facts import UNVARYING, RopeLengths
 from headscan.models.token_batches import batches, pad, pass_cost, pass_tokens, run_halving
 from headscan.pipelines.scoring.prefix_tree import PrefixNode, join_similar, prefix_tree
-from headscan.pipelines.scoring.token_requests import ArmItem, Likelihood, Request, Responses, input_key
+from headscan.pipelines.scoring.token_requests import ArmItem, LogLikelihood, Request, Responses, input_key
 
 
-class ReadInput(NamedTuple):
+class DistinctInput(NamedTuple):
     """An input of the model, and the requests it answers by index and scored tokens. The last token of a continuation
     is predicted, never read, so the choices of a question are often one read.
     """
@@ -46,25 +46,25 @@ class ReadInput(NamedTuple):
         return range(self.first_place, len(self.ids))
 
 
-class ReadResult(NamedTuple):
+class InputResult(NamedTuple):
     """Likelihoods of a read's requests, and its ablated share, 0 to 1."""
 
-    likelihoods: list[Likelihood]
+    likelihoods: list[LogLikelihood]
     ablated_share: float
 
 
-def distinct_reads(requests: Sequence[Request], *, same_context: bool = False) -> list[ReadInput]:
+def distinct_inputs(requests: Sequence[Request], *, same_context: bool = False) -> list[DistinctInput]:
     """Return the distinct inputs of the requests; with ``same_context``, those of a read score equally many tokens."""
-    reads: dict[tuple[tuple[int, ...], int], ReadInput] = {}
+    reads: dict[tuple[tuple[int, ...], int], DistinctInput] = {}
     for index, (ids, scored) in enumerate(requests):
         key = (ids[:-1], scored if same_context else 0)
-        reads.setdefault(key, ReadInput(ids[:-1], [])).requests.append((index, ids[-scored:]))
+        reads.setdefault(key, DistinctInput(ids[:-1], [])).requests.append((index, ids[-scored:]))
     return list(reads.values())
 
 
-def by_request(reads: Sequence[ReadInput], results: Mapping[int, ReadResult]) -> Responses[Likelihood]:
+def by_request(reads: Sequence[DistinctInput], results: Mapping[int, InputResult]) -> Responses[LogLikelihood]:
     """Return the likelihoods of the reads, given by index, in the order of the requests."""
-    values: dict[int, Likelihood] = {}
+    values: dict[int, LogLikelihood] = {}
     shares: dict[int, float] = {}
     for index, read in enumerate(reads):
         for (request, _), likelihood in zip(read.requests, results[index].likelihoods, strict=True):
@@ -98,7 +98,7 @@ def grouped_tokens(device: str) -> int:
     return _GROUPED_COSTS * pass_cost(device)
 
 
-def shareable_tokens(lm: LoadedModel, reads: Sequence[ReadInput]) -> list[int]:
+def shareable_tokens(lm: LoadedModel, reads: Sequence[DistinctInput]) -> list[int]:
     """Return how many tokens of each read may be shared: those before its first scored logit, or none if its rotary
     frequencies are not those of short inputs.
     """
@@ -108,11 +108,11 @@ def shareable_tokens(lm: LoadedModel, reads: Sequence[ReadInput]) -> list[int]:
 
 def score_in_batches(
     lm: LoadedModel,
-    reads: Sequence[ReadInput],
+    reads: Sequence[DistinctInput],
     batch_tokens: int,
     share_prefixes: bool,
     read_on: Callable[[Sequence[Sequence[int]], P | None], P],
-    score: Callable[[list[ReadInput], Continued[P]], list[A]],
+    score: Callable[[list[DistinctInput], Continued[P]], list[A]],
 ) -> Iterator[tuple[int, A]]:
     """Run all reads in batches, common prefixes first; yield each read's index and its result of ``score``.
 
@@ -145,12 +145,12 @@ def score_in_batches(
 
 def _score_after(
     lm: LoadedModel,
-    reads: Sequence[ReadInput],
+    reads: Sequence[DistinctInput],
     node: PrefixNode,
     chosen: Sequence[int],
     prefix: P | None,
     batch_tokens: int,
-    score: Callable[[list[ReadInput], Continued[P]], list[A]],
+    score: Callable[[list[DistinctInput], Continued[P]], list[A]],
 ) -> Iterator[tuple[int, A]]:
     place = {index: row for row, index in enumerate(chosen)}
     rows = [(read, place[index]) for read, index in node.rows if index in place]
@@ -182,12 +182,12 @@ class LikelihoodItem(ArmItem[Request]):
     rule_kernels: bool = False
     rope: RopeLengths = UNVARYING
 
-    def run(self, lm: LoadedModel) -> list[Responses[Likelihood]]:
+    def run(self, lm: LoadedModel) -> list[Responses[LogLikelihood]]:
         """Answer requests with the item's heads ablated."""
-        reads = distinct_reads(self.requests)
+        reads = distinct_inputs(self.requests)
         share = self.share_prefixes and (self.intervention is None or self.intervention.may_share_prefix)
         with torch.no_grad(), intervening(lm, self.intervention, rule_kernels=self.rule_kernels) as record:
-            score = partial(score_reads, lm, record=record)
+            score = partial(score_inputs, lm, record=record)
             results = dict(score_in_batches(lm, reads, self.batch_tokens, share, partial(read_prefix, lm), score))
         return [by_request(reads, results)]
 
@@ -205,9 +205,9 @@ def intervening(
         yield None if intervention is None else context.enter_context(headscan.intervene(lm, intervention, **about))
 
 
-def score_reads(
-    lm: LoadedModel, reads: Sequence[ReadInput], after: Continued[Prefix], record: InterventionRecord | None
-) -> list[ReadResult]:
+def score_inputs(
+    lm: LoadedModel, reads: Sequence[DistinctInput], after: Continued[Prefix], record: InterventionRecord | None
+) -> list[InputResult]:
     ids, lengths = pad([read.ids[after.start :] for read in reads])
     if record is not None:
         record.lengths = lengths
@@ -218,19 +218,20 @@ def score_reads(
         cache = {"use_cache": True, "past_key_values": after.prefix.continued(after.rows)}
     likelihoods = likelihoods_at(lm, reads, ids, places, **cache)
     shares = [0.0] * len(reads) if record is None else record.ablated_shares.tolist()
-    return [ReadResult(of_read, share) for of_read, share in zip(likelihoods, shares, strict=True)]
+    return [InputResult(of_read, share) for of_read, share in zip(likelihoods, shares, strict=True)]
 
 
 def likelihoods_at(
-    lm: LoadedModel, reads: Sequence[ReadInput], ids: Tensor, places: Sequence[tuple[int, int]], **kwargs: Any
-) -> list[list[Likelihood]]:
-    """Return likelihoods by read from one pass over ids (B, N); ``places`` are `ReadInput.places` as (row, column)."""
+    lm: LoadedModel, reads: Sequence[DistinctInput], ids: Tensor, places: Sequence[tuple[int, int]], **kwargs: Any
+) -> list[list[LogLikelihood]]:
+    """Return log-likelihoods by input, from one pass over ids (B, N). ``places`` are those of the inputs, as (row, column).
+    """
     rows, columns = ([place[axis] for place in places] for axis in (0, 1))
     likelihoods = iter(_likelihoods(logits_at(lm, ids, rows, columns, **kwargs), reads))
     return [[next(likelihoods) for _ in read.requests] for read in reads]
 
 
-def _likelihoods(logits_MV: Tensor, reads: Sequence[ReadInput]) -> list[Likelihood]:
+def _likelihoods(logits_MV: Tensor, reads: Sequence[DistinctInput]) -> list[LogLikelihood]:
     places: list[int] = []
     targets: list[int] = []
     owners: list[int] = []
@@ -255,7 +256,7 @@ def _likelihoods(logits_MV: Tensor, reads: Sequence[ReadInput]) -> list[Likeliho
         0, owner := torch.tensor(owners), values.cpu().double()
     )
     counts = torch.zeros(requests, dtype=torch.long).index_add_(0, owner, greedy.cpu().long())
-    return [Likelihood(*row) for row in zip(sums.tolist(), counts.tolist(), strict=True)]
+    return [LogLikelihood(*row) for row in zip(sums.tolist(), counts.tolist(), strict=True)]
 
 
 def _greedy(logits_MV: Tensor, rows: Tensor, ids: Tensor) -> Tensor:

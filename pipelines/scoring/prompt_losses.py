@@ -36,7 +36,7 @@ from headscan.pipelines.scoring.bundles import (
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.recall_tasks import recall_questions
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
-from headscan.pipelines.scoring.token_requests import Likelihood, Request, Responses, answer_item
+from headscan.pipelines.scoring.token_requests import LogLikelihood, Request, Responses, answer_item
 from headscan.pipelines.settings.evaluation_settings import RecallQuestions
 
 T = TypeVar("T")
@@ -176,7 +176,7 @@ class PromptPool:
             windows = [[[layer, head, *astuple(kept)] for layer, head, kept in sets[index].windows] for index in group]
             return "losses under window masks", windows, hash_of(item.requests)
 
-        def numbers(results: Sequence[Responses[Likelihood]]) -> list[list[list[float]]]:
+        def numbers(results: Sequence[Responses[LogLikelihood]]) -> list[list[list[float]]]:
             """Return log-likelihoods and numbers of greedy tokens (2, sets, requests)."""
             return [
                 [[each.log_likelihood for each in result.values] for result in results],
@@ -188,7 +188,7 @@ class PromptPool:
             return len(group) * len(part)
 
         nats, greedy = np.empty((len(sets), len(requests))), np.empty((len(sets), len(requests)))
-        scored = np.array([request.scored for request in requests])
+        scored = np.array([request.scored_tokens for request in requests])
         task: Task[Any, Any] = score_in_ranges if staged else answer_item
         for item, losses in self._measured(task, work, unit, numbers, count):
             group, part = items[item.name]

@@ -106,7 +106,7 @@ def choose_reading(
     dtype: str,
     rope: RopeLengths,
     interventions: Sequence[Intervention | None],
-    shares: bool | None,
+    share_prefixes: bool | None,
     say: Callable[[str], None],
 ) -> PromptReading:
     """Return the fastest way of reading under which all arms are comparable; ``dtype`` and ``rope`` are the model's.
@@ -115,15 +115,15 @@ def choose_reading(
     """
     rule_kernels = computed_as_rules(dtype, interventions)
     whole = PromptReading(False, rule_kernels=rule_kernels, rope=rope)
-    if shares is False:
+    if share_prefixes is False:
         return whole
-    if shares is None and reads_whole(dtype, interventions):
+    if share_prefixes is None and reads_whole(dtype, interventions):
         say(f"prompts are read whole: in {dtype} all arms need the same kernels, and resampled heads need whole inputs")
         return whole
     rules = any(intervention is not None and intervention.needs_whole_input for intervention in interventions)
     if (rules or rule_kernels) and ask(can_read_shared_rows, None):
         return PromptReading(True, shared_rows=True, rule_kernels=rule_kernels, rope=rope)
-    if rule_kernels and shares is None:
+    if rule_kernels and share_prefixes is None:
         say(f"prompts are read whole: in {dtype} all arms need the same kernels, and this model cannot share rows")
         return whole
     if not ask(can_share_prefixes, None):

@@ -34,7 +34,7 @@ from headscan.catalog import RECALL_FAMILIES
 from headscan.errors import NotFiniteError
 from headscan.options import SEEDS
 from headscan.pipelines.corpora.sequences import special_tokens
-from headscan.pipelines.scoring.token_requests import Likelihood, Request
+from headscan.pipelines.scoring.token_requests import LogLikelihood, Request
 from headscan.pipelines.settings.corpus_settings import BosPolicy, TokenConfig
 from headscan.pipelines.settings.evaluation_settings import RecallError, RecallQuestions
 
@@ -67,7 +67,7 @@ class RecallQuestion:
     target: str
 
 
-def grade(question: RecallQuestion, likelihoods: Sequence[Likelihood]) -> dict[str, Any]:
+def grade(question: RecallQuestion, likelihoods: Sequence[LogLikelihood]) -> dict[str, Any]:
     """Return a question's row of the table ``answers``. ``correct`` is (answer in M) / |M| for the set M of the
     likeliest choices, so that guessing stays at chance, or for a continuation the share of its tokens that are greedy.
     """
@@ -79,7 +79,7 @@ def grade(question: RecallQuestion, likelihoods: Sequence[Likelihood]) -> dict[s
         )
     if question.answer is None:
         (request,), (likelihood,) = question.requests, likelihoods
-        correct = likelihood.greedy_tokens / request.scored
+        correct = likelihood.greedy_tokens / request.scored_tokens
         response = str(likelihood.greedy_tokens)
     else:
         likeliest = [choice for choice, value in enumerate(values) if value == max(values)]

@@ -21,18 +21,18 @@ from headscan.layers.shared_rows import SharedRow, can_share_rows, read_shared_r
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import pass_cost, pass_tokens, run_halving
 from headscan.pipelines.scoring.likelihood import (
-    ReadInput,
-    ReadResult,
+    DistinctInput,
+    InputResult,
     by_request,
-    distinct_reads,
+    distinct_inputs,
     intervening,
     likelihoods_at,
     score_in_batches,
-    score_reads,
+    score_inputs,
     shareable_tokens,
 )
 from headscan.pipelines.scoring.prefix_tree import PrefixNode, prefix_tree
-from headscan.pipelines.scoring.token_requests import ArmItem, Likelihood, Request, Responses
+from headscan.pipelines.scoring.token_requests import ArmItem, LogLikelihood, Request, Responses
 
 #: A row may have at least so many times the tokens of its prefix: reading a prefix again costs more than a longer pass.
 _PREFIXES = 3
@@ -102,17 +102,17 @@ class SharedRowItem(ArmItem[Request]):
     `LayerwiseAblation`) are read whole.
     """
 
-    def run(self, lm: LoadedModel) -> list[Responses[Likelihood]]:
+    def run(self, lm: LoadedModel) -> list[Responses[LogLikelihood]]:
         """Answer requests with the item's heads ablated, with the kernels of rules for every arm."""
-        reads = distinct_reads(self.requests)
-        results: dict[int, ReadResult] = {}
+        reads = distinct_inputs(self.requests)
+        results: dict[int, InputResult] = {}
         ablated = HeadMask([]) if self.intervention is None else self.intervention
         if isinstance(ablated, LayerwiseAblation) and ablated.may_share_rows:
             results = _in_rows(lm, ablated, reads, self.batch_tokens)
         alone = [index for index in range(len(reads)) if index not in results]
         whole = [reads[index] for index in alone]
         with torch.no_grad(), intervening(lm, self.intervention, rule_kernels=True) as record:
-            score, read_on = partial(score_reads, lm, record=record), partial(read_prefix, lm)
+            score, read_on = partial(score_inputs, lm, record=record), partial(read_prefix, lm)
             for place, of_read in score_in_batches(lm, whole, self.batch_tokens, False, read_on, score):
                 results[alone[place]] = of_read
         return [by_request(reads, results)]
@@ -124,18 +124,18 @@ def can_read_shared_rows(lm: LoadedModel, item: object) -> bool:
 
 
 def _in_rows(
-    lm: LoadedModel, ablated: LayerwiseAblation, reads: Sequence[ReadInput], batch_tokens: int
-) -> dict[int, ReadResult]:
+    lm: LoadedModel, ablated: LayerwiseAblation, reads: Sequence[DistinctInput], batch_tokens: int
+) -> dict[int, InputResult]:
     lengths = [len(read.ids) for read in reads]
     tree = prefix_tree([read.ids for read in reads], shareable_tokens(lm, reads), pass_cost(lm.device.type))
     blocks, limit = find_blocks(lm), lm.limits["shared rows"]
     best_tokens = pass_tokens(lm.device.type, batch_tokens)
-    results: dict[int, ReadResult] = {}
+    results: dict[int, InputResult] = {}
     with torch.no_grad():
         for row in RowPacker(lengths, best_tokens, batch_tokens).rows(tree):
             if row.prefix:
 
-                def score(members: list[int], prefix: int = row.prefix) -> list[ReadResult]:
+                def score(members: list[int], prefix: int = row.prefix) -> list[InputResult]:
                     most = _row_tokens(prefix, best_tokens, batch_tokens)
                     return _read_row(blocks, ablated, [reads[member] for member in members], prefix, most)
 
@@ -145,13 +145,13 @@ def _in_rows(
 
 
 def _read_row(
-    blocks: Blocks, ablated: LayerwiseAblation, reads: Sequence[ReadInput], prefix: int, most_tokens: int
-) -> list[ReadResult]:
+    blocks: Blocks, ablated: LayerwiseAblation, reads: Sequence[DistinctInput], prefix: int, most_tokens: int
+) -> list[InputResult]:
     lm = blocks.lm
     row = SharedRow(reads[0].ids[:prefix], tuple(read.ids[prefix:] for read in reads))
-    results: dict[int, ReadResult] = {}
+    results: dict[int, InputResult] = {}
 
-    def forward(part: SharedRow, members: Sequence[int]) -> list[list[Likelihood]]:
+    def forward(part: SharedRow, members: Sequence[int]) -> list[list[LogLikelihood]]:
         inputs = part.inputs(lm.device)
         here = [reads[member] for member in members]
         places = [
@@ -163,5 +163,5 @@ def _read_row(
     parts = read_shared_row(blocks, ablated, row, forward, most_tokens=most_tokens, pass_cost=cost)
     for part in parts:
         for member, likelihoods, share in zip(part.sequences, part.value, part.ablated_shares, strict=True):
-            results[member] = ReadResult(likelihoods, share)
+            results[member] = InputResult(likelihoods, share)
     return [results[member] for member in range(len(reads))]

@@ -21,15 +21,15 @@ from headscan.models.forward_inputs import run_forward
 from headscan.models.loaded_model import LoadedModel
 from headscan.models.token_batches import Batch, pad, whole_batches
 from headscan.pipelines.scoring.likelihood import (
+    DistinctInput,
+    InputResult,
     LikelihoodItem,
-    ReadInput,
-    ReadResult,
     by_request,
-    distinct_reads,
+    distinct_inputs,
     intervening,
     likelihoods_at,
 )
-from headscan.pipelines.scoring.token_requests import Likelihood, Responses, input_key
+from headscan.pipelines.scoring.token_requests import LogLikelihood, Responses, input_key
 
 #: Cost of one more forward pass, in tokens: a batch ends before its padding costs more.
 _PASS_COST = 64
@@ -41,20 +41,20 @@ class RangeResult:
     ``ablated`` in each read (B,), and the number of heads of the range.
     """
 
-    likelihoods: tuple[list[Likelihood], ...] | None
+    likelihoods: tuple[list[LogLikelihood], ...] | None
     ablated: tuple[int, ...]
     heads: int
 
 
-class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, RangeResult, list[Responses[Likelihood]]]):
+class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, RangeResult, list[Responses[LogLikelihood]]]):
     """Pool task: answer requests like `LikelihoodItem.run`, range by range of layers."""
 
     def passes(self, item: LikelihoodItem) -> list[Batch]:
-        lengths = [len(read.ids) for read in distinct_reads(item.requests)]
+        lengths = [len(read.ids) for read in distinct_inputs(item.requests)]
         return whole_batches(lengths, item.batch_tokens, item.rope.group, pass_cost=_PASS_COST)
 
     def run(self, lm: LoadedModel, item: LikelihoodItem, batch: Batch) -> RangeResult:
-        every = distinct_reads(item.requests)
+        every = distinct_inputs(item.requests)
         reads = [every[row] for row in batch.rows]
         ids, lengths = pad([read.ids for read in reads], batch.width)
         here = None if item.intervention is None else ablation_here(lm, item.intervention)
@@ -86,9 +86,9 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, RangeResult, list[Respons
         ablated = tuple(chain.from_iterable(half.ablated for half in halves))
         return RangeResult(tuple(chain.from_iterable(scored)) if scored else None, ablated, halves[0].heads)
 
-    def join(self, item: LikelihoodItem, partials: Sequence[Sequence[RangeResult]]) -> list[Responses[Likelihood]]:
-        reads: list[ReadInput] = distinct_reads(item.requests)
-        results: dict[int, ReadResult] = {}
+    def join(self, item: LikelihoodItem, partials: Sequence[Sequence[RangeResult]]) -> list[Responses[LogLikelihood]]:
+        reads: list[DistinctInput] = distinct_inputs(item.requests)
+        results: dict[int, InputResult] = {}
         for batch, ranges in zip(self.passes(item), partials, strict=True):
             likelihoods = ranges[-1].likelihoods
             assert likelihoods is not None
@@ -96,7 +96,7 @@ class _ScoreInRanges(StagedTask[LikelihoodItem, Batch, RangeResult, list[Respons
             for row, scored, *ablated in zip(
                 batch.rows, likelihoods, *(partial.ablated for partial in ranges), strict=True
             ):
-                results[row] = ReadResult(scored, sum(ablated) / heads)
+                results[row] = InputResult(scored, sum(ablated) / heads)
         return [by_request(reads, results)]
 
 

@@ -18,10 +18,10 @@ class Request(NamedTuple):
     """Tokens of a context and its continuation. The last ``scored`` tokens are the continuation."""
 
     ids: tuple[int, ...]
-    scored: int
+    scored_tokens: int
 
 
-class Likelihood(NamedTuple):
+class LogLikelihood(NamedTuple):
     """Log-likelihood of a continuation, in nats, and how many of its tokens greedy decoding would choose."""
 
     log_likelihood: float

@@ -116,7 +116,9 @@ class Theirs:
             self._hflm = HFLM(pretrained=lm.model, tokenizer=lm.tokenizer, batch_size=batch, max_length=_CONTEXT)
 
     def answer(self, requests: Sequence[Request], ablated: HeadMask | HeadRule) -> list[float]:
-        pairs: list[Any] = [(("", ""), list(r.ids[: -r.scored]), list(r.ids[-r.scored :])) for r in requests]
+        pairs: list[Any] = [
+            (("", ""), list(r.ids[: -r.scored_tokens]), list(r.ids[-r.scored_tokens :])) for r in requests
+        ]
         with self._hooks(ablated):
             return [value for value, _ in self._hflm._loglikelihood_tokens(pairs, disable_tqdm=True)]
 

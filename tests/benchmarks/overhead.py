@@ -82,8 +82,8 @@ def eager_statistics(lm: headscan.LoadedModel, ids: Tensor) -> dict[tuple[str, i
     """Return the fast panel without this package, from eager attention."""
     outputs: dict[int, Tensor] = {}
 
-    def keep(site: AttentionSite, heads_BNHD: Tensor) -> None:
-        outputs[site.layer] = heads_BNHD
+    def keep(site: AttentionSite, outputs_BNHD: Tensor) -> None:
+        outputs[site.layer] = outputs_BNHD
 
     cache = DynamicCache()
     before = lm.model.config._attn_implementation

@@ -27,7 +27,7 @@ from headscan.cluster.pool import InProcessPool, Pool
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.runs.run_context import PoolFactory, Run
-from headscan.pipelines.scoring.token_requests import Likelihood, Request
+from headscan.pipelines.scoring.token_requests import LogLikelihood, Request
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from headscan.pruning import save_model
 from headscan.sizing import model_sizes
@@ -182,13 +182,15 @@ def zeroed_by_hand(lm: headscan.LoadedModel, heads: Sequence[tuple[int, int]], f
 
 
 @torch.no_grad()
-def naive_likelihood(lm: headscan.LoadedModel, request: Request) -> Likelihood:
+def naive_likelihood(lm: headscan.LoadedModel, request: Request) -> LogLikelihood:
     """A request's answer from a forward pass of its own."""
     ids = torch.tensor([request.ids])
-    log_probabilities = lm.model(ids[:, :-1], use_cache=False).logits[0, -request.scored :].float().log_softmax(-1)
-    targets = ids[0, -request.scored :]
+    log_probabilities = (
+        lm.model(ids[:, :-1], use_cache=False).logits[0, -request.scored_tokens :].float().log_softmax(-1)
+    )
+    targets = ids[0, -request.scored_tokens :]
     greedy = int((log_probabilities.argmax(-1) == targets).sum())
-    return Likelihood(log_probabilities.double().gather(1, targets[:, None]).sum().item(), greedy)
+    return LogLikelihood(log_probabilities.double().gather(1, targets[:, None]).sum().item(), greedy)
 
 
 def write_task(folder: Path, name: str, rows: Sequence[dict[str, Any]], config: dict[str, Any]) -> None:

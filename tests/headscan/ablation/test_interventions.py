@@ -269,11 +269,11 @@ class Negated(Intervention):
         return "negated"
 
     def hooks(self, lm: LoadedModel, record: InterventionRecord) -> AbstractContextManager[object]:
-        def visit(site: AttentionSite, heads_BNHD: Tensor) -> Tensor:
-            changed_BH = torch.zeros(len(heads_BNHD), site.num_attention_heads, dtype=torch.bool)
+        def visit(site: AttentionSite, outputs_BNHD: Tensor) -> Tensor:
+            changed_BH = torch.zeros(len(outputs_BNHD), site.num_attention_heads, dtype=torch.bool)
             changed_BH[:, 1] = True
             record.note(site, changed_BH)
-            return torch.where(changed_BH[:, None, :, None], -heads_BNHD, heads_BNHD)
+            return torch.where(changed_BH[:, None, :, None], -outputs_BNHD, outputs_BNHD)
 
         return output_hook(lm, visit)
 

@@ -136,17 +136,17 @@ def test_a_rule_s_statistics_are_float32_under_autocast(score: str) -> None:
         calls[site.layer] = call
         return statistics.on_attention(call, lengths)
 
-    def on_outputs(site: AttentionSite, heads_BNHD: Tensor) -> None:
-        seen[site.layer] = (heads_BNHD, statistics.on_outputs(site, heads_BNHD, lengths))
+    def on_outputs(site: AttentionSite, outputs_BNHD: Tensor) -> None:
+        seen[site.layer] = (outputs_BNHD, statistics.on_outputs(site, outputs_BNHD, lengths))
 
     with attention_hook(lm, on_attention), output_hook(lm, on_outputs), torch.autocast("cpu", dtype=HALF):
         lm.model(input_ids=ids)
     value = calls[0].value_BKSD
     assert torch.equal(value.to(HALF).to(value.dtype), value)  # the model rounded its own product
     for site in lm.grid.sites:
-        heads_BNHD, found = seen[site.layer]
+        outputs_BNHD, found = seen[site.layer]
         again.on_attention(calls[site.layer], lengths)
-        for name, values in again.on_outputs(site, heads_BNHD, lengths).items():
+        for name, values in again.on_outputs(site, outputs_BNHD, lengths).items():
             assert torch.equal(found[name], values)
 
 

@@ -43,10 +43,10 @@ def badly_conditioned(condition: float, *, conv: bool = False) -> tuple[nn.Modul
     return module, torch.einsum("nhk,hdk->nhd", normal(TOKENS, H, 4), left[:, :, -4:]).float()[None]
 
 
-def truth(module: nn.Module, heads_BNHD: Tensor) -> Tensor:
+def truth(module: nn.Module, outputs_BNHD: Tensor) -> Tensor:
     weight = module.weight.detach().double()
     rows_HDM = (weight if isinstance(module, Conv1D) else weight.T).unflatten(0, (H, D))
-    return torch.einsum("bnhd,hdm->bnhm", heads_BNHD.double(), rows_HDM).norm(dim=-1).mean(1)
+    return torch.einsum("bnhd,hdm->bnhm", outputs_BNHD.double(), rows_HDM).norm(dim=-1).mean(1)
 
 
 @pytest.mark.parametrize("conv", [False, True])

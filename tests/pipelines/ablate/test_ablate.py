@@ -32,7 +32,7 @@ from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.evaluate.tasks import Questions
 from headscan.pipelines.runs.model_identity import identify
 from headscan.pipelines.scoring.arms import BASELINE, mask_arm
-from headscan.pipelines.scoring.token_requests import Likelihood, Request, input_key
+from headscan.pipelines.scoring.token_requests import LogLikelihood, Request, input_key
 from headscan.pipelines.settings.evaluation_settings import (
     AblateConfig,
     EvaluateConfig,
@@ -67,16 +67,16 @@ def ablated(
 
 def oracle(
     lm: headscan.LoadedModel, heads: Iterable[tuple[int, int]], requests: Mapping[str, Any], value: Replacement = ZERO
-) -> dict[str, Likelihood | str]:
+) -> dict[str, LogLikelihood | str]:
     """One full forward pass for each request, with heads ablated."""
-    found: dict[str, Likelihood | str] = {}
+    found: dict[str, LogLikelihood | str] = {}
     for name, request in requests.items():
         with ablated(lm, heads, value, request):
             found[name] = naive_likelihood(lm, request)
     return found
 
 
-def loss(questions: Questions, answers: Mapping[str, Likelihood | str]) -> float:
+def loss(questions: Questions, answers: Mapping[str, LogLikelihood | str]) -> float:
     return next(row["value"] for row in questions.grade(answers).results.to_pylist() if row["metric"] == "loss")
 
 

@@ -26,7 +26,7 @@ from headscan.model_spec import ModelSpec
 from headscan.pipelines.evaluate.run_evaluation import run_evaluation
 from headscan.pipelines.scoring import shared_row_likelihood
 from headscan.pipelines.scoring.arms import BASELINE, Arm, mask_arm
-from headscan.pipelines.scoring.bundles import LEAST_SIZE, BundleItem
+from headscan.pipelines.scoring.bundles import BUNDLE_SIZE, BundleItem
 from headscan.pipelines.scoring.token_requests import ScoringItem
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, TaskConfig
 from tests.pipelines.conftest import THREADS, make_tokenizer, run_on
@@ -54,7 +54,7 @@ class Interrupted(Exception):
 
 
 def arms_of(item: ScoringItem[Any]) -> int:
-    return len(item.masks) if isinstance(item, BundleItem) else 1
+    return len(item.interventions) if isinstance(item, BundleItem) else 1
 
 
 class CountingPool(InProcessPool):
@@ -265,8 +265,8 @@ def test_slow_arms_are_answered_in_small_bundles(spec: ModelSpec, task_folder: P
         run_evaluation(config, run_on(pool, store), arms)
         sizes.append(pool.arms)
         stores.append(store)
-    assert sizes[0][0] == LEAST_SIZE and max(sizes[0]) == len(arms)
-    assert max(sizes[1]) == LEAST_SIZE
+    assert sizes[0][0] == BUNDLE_SIZE and max(sizes[0]) == len(arms)
+    assert max(sizes[1]) == BUNDLE_SIZE
     for fast, slow in zip(*map(answers, stores), strict=True):
         assert fast.equals(slow)
 

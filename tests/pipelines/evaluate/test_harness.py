@@ -34,7 +34,7 @@ from headscan.pipelines.scoring.arms import (
     rules_by_score,
 )
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
-from headscan.pipelines.scoring.token_requests import Likelihood, Request, Responses, input_key
+from headscan.pipelines.scoring.token_requests import LogLikelihood, Request, Responses, input_key
 from headscan.pipelines.settings.evaluation_settings import EvaluateConfig, HarnessError, TaskConfig
 from headscan.pipelines.settings.measure_settings import ScanConfig
 from tests.pipelines.conftest import TEXTS, run_on
@@ -68,7 +68,7 @@ def collected(spec: ModelSpec, pairs: list[tuple[str, str]]) -> tuple[HeadscanLM
 
 def answered(
     lm: headscan.LoadedModel, found: tuple[Request, ...], ablated: Intervention | None, batch_tokens: int, share: bool
-) -> Responses[Likelihood]:
+) -> Responses[LogLikelihood]:
     return LikelihoodItem("all", found, ablated, batch_tokens, share).run(lm)[0]
 
 

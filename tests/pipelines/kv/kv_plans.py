@@ -18,7 +18,7 @@ from headscan.kv.kv_windows import KvWindows
 from headscan.model_spec import ModelSpec
 from headscan.models.loaded_model import LoadedModel
 from headscan.pipelines.runs.model_identity import identify, model_facts
-from headscan.pipelines.scoring.token_requests import Likelihood, Request
+from headscan.pipelines.scoring.token_requests import LogLikelihood, Request
 
 #: Narrow windows, so that short texts lose keys.
 SINK, RECENT = 1, 3
@@ -56,11 +56,11 @@ def plan_for(
 
 
 @torch.no_grad()
-def forward_oracle(lm: LoadedModel, plan: HeadPlan, request: Request) -> Likelihood:
+def forward_oracle(lm: LoadedModel, plan: HeadPlan, request: Request) -> LogLikelihood:
     """Answer a request in one pass in which all tokens see their windows."""
     ids = torch.tensor([request.ids[:-1]])
     with headscan.intervene(lm, KvWindows(KeptKeys.of_plan(plan))):
-        logits = lm.model(ids, use_cache=False).logits[0, -request.scored :]
+        logits = lm.model(ids, use_cache=False).logits[0, -request.scored_tokens :]
     return _likelihood(logits, request)
 
 
@@ -71,9 +71,9 @@ def only_drops(plan: HeadPlan) -> KvWindows:
 
 
 @torch.no_grad()
-def decode_oracle(lm: LoadedModel, plan: HeadPlan, request: Request) -> Likelihood:
+def decode_oracle(lm: LoadedModel, plan: HeadPlan, request: Request) -> LogLikelihood:
     """Answer a request token by token from a cache that keeps all keys, with masks per head after the context."""
-    start = len(request.ids) - request.scored - 1
+    start = len(request.ids) - request.scored_tokens - 1
     cache = DynamicCache(config=lm.model.config)
     if start:
         with headscan.intervene(lm, only_drops(plan)):
@@ -85,7 +85,7 @@ def decode_oracle(lm: LoadedModel, plan: HeadPlan, request: Request) -> Likeliho
     return _likelihood(torch.stack(logits), request)
 
 
-def _likelihood(logits: Tensor, request: Request) -> Likelihood:
-    targets = torch.tensor(request.ids[-request.scored :])
+def _likelihood(logits: Tensor, request: Request) -> LogLikelihood:
+    targets = torch.tensor(request.ids[-request.scored_tokens :])
     values = logits.double().log_softmax(-1).gather(1, targets[:, None])
-    return Likelihood(float(values.sum()), int((logits.argmax(-1) == targets).sum()))
+    return LogLikelihood(float(values.sum()), int((logits.argmax(-1) == targets).sum()))

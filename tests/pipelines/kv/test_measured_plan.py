@@ -156,7 +156,7 @@ def test_held_out_prompts_decide_nothing(context: ModelContext, pretend: Callabl
 
 def test_each_recall_task_keeps_the_loss_limit(context: ModelContext, pretend: Callable[[AddedLoss], None]) -> None:
     copied = 16
-    pretend(lambda request: 0.25 if request.scored == copied else -0.25)
+    pretend(lambda request: 0.25 if request.scored_tokens == copied else -0.25)
     plan = run_plan(SMALL, context, LossLimit(1.0))
     assert plan.validation is not None
     assert plan.validation["loss_increase"] == {"text": -1.0, "needle": -1.0, "copying": 1.0}

@@ -77,4 +77,4 @@ def test_settings_take_the_batch_size_of_the_placement() -> None:
     with pytest.raises(PlacementError, match=rf"`batch_tokens={BATCH_TOKENS}` in 64.0 MiB \(limit \d+\)"):
         opener(replace(limited, batch_tokens=BATCH_TOKENS), 300)
     evaluation = EvaluateConfig(demo, TaskConfig(("any",)))
-    assert opener(limited).sized(evaluation) == replace(evaluation, batch_tokens=held)
+    assert opener(limited).with_batch_tokens(evaluation) == replace(evaluation, batch_tokens=held)

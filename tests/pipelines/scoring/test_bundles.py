@@ -24,8 +24,8 @@ from headscan.pipelines.scoring.bundles import (
     possible_starts,
     start_of,
 )
-from headscan.pipelines.scoring.likelihood import LikelihoodItem, distinct_reads
-from headscan.pipelines.scoring.token_requests import Likelihood, Request, Responses
+from headscan.pipelines.scoring.likelihood import LikelihoodItem, distinct_inputs
+from headscan.pipelines.scoring.token_requests import LogLikelihood, Request, Responses
 from headscan.sizing.model_sizes import LayerCache
 from tests.pipelines.conftest import naive_likelihood, zeroed_by_hand
 from tests.small_models import make_loaded
@@ -71,11 +71,11 @@ FEW = REQUESTS[::4]
 
 def scored(
     lm: headscan.LoadedModel, ablated: Intervention | None, share: bool, requests: tuple[Request, ...] = REQUESTS
-) -> Responses[Likelihood]:
+) -> Responses[LogLikelihood]:
     return LikelihoodItem("all", requests, ablated, BATCH_TOKENS, share).run(lm)[0]
 
 
-def close(ours: Sequence[Likelihood], expected: Sequence[Likelihood]) -> bool:
+def close(ours: Sequence[LogLikelihood], expected: Sequence[LogLikelihood]) -> bool:
     assert [answer.greedy_tokens for answer in ours] == [answer.greedy_tokens for answer in expected]
     values = [answer.log_likelihood for answer in ours]
     return values == pytest.approx([answer.log_likelihood for answer in expected], abs=1e-4)
@@ -145,7 +145,7 @@ def test_ablations_of_whole_inputs_share_no_prefix(ablated: Intervention) -> Non
     lm = make_loaded("llama")
     ours = scored(lm, ablated, share=True)
     assert ours == scored(lm, ablated, share=False)
-    reads = {read.ids: read.requests for read in distinct_reads(REQUESTS)}
+    reads = {read.ids: read.requests for read in distinct_inputs(REQUESTS)}
     assert len(reads) < len(REQUESTS)
     for requests in reads.values():  # one input is ablated in one way
         assert len({ours.ablated_shares[index] for index, _ in requests}) == 1

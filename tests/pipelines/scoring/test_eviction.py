@@ -23,7 +23,7 @@ from headscan.pipelines.scoring.eviction import EvictionItem
 from headscan.pipelines.scoring.generation import GenerationItem
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.reading import PromptReading
-from headscan.pipelines.scoring.token_requests import GenerationRequest, Likelihood, Request, Responses
+from headscan.pipelines.scoring.token_requests import GenerationRequest, LogLikelihood, Request, Responses
 from headscan.pipelines.settings.evaluation_settings import PLAN_MODES, PlanMode
 from tests.headscan.kv.cache_plans import NARROW, random_plan
 from tests.pipelines.kv.kv_plans import SINK, decode_oracle, forward_oracle, only_drops, plan_for
@@ -47,11 +47,11 @@ def ablation(plan: HeadPlan, mode: PlanMode) -> Intervention:
 
 def evicted(
     lm: LoadedModel, plan: HeadPlan, requests: Sequence[Request], batch_tokens: int = 1000
-) -> Responses[Likelihood]:
+) -> Responses[LogLikelihood]:
     return EvictionItem("all", tuple(requests), ablation(plan, "decode"), batch_tokens).run(lm)[0]
 
 
-def assert_close(found: Sequence[Likelihood], expected: Sequence[Likelihood], tolerance: float = 1e-4) -> None:
+def assert_close(found: Sequence[LogLikelihood], expected: Sequence[LogLikelihood], tolerance: float = 1e-4) -> None:
     assert [each.greedy_tokens for each in found] == [each.greedy_tokens for each in expected]
     ours, theirs = ([each.log_likelihood for each in answers] for answers in (found, expected))
     assert ours == pytest.approx(theirs, abs=tolerance)
@@ -85,7 +85,7 @@ def test_the_two_modes_differ_only_if_there_is_a_context(lm: LoadedModel, plan: 
         forward, decode = forward_oracle(lm, plan, request), evicted(lm, plan, [request]).values[0]
         alike = abs(forward.log_likelihood - decode.log_likelihood) <= 1e-4
         # The last token of the context predicts the first scored one, so it belongs to the continuation.
-        assert alike == (len(request.ids) - request.scored - 1 <= SINK)
+        assert alike == (len(request.ids) - request.scored_tokens - 1 <= SINK)
 
 
 def test_a_request_keeps_its_own_context_next_to_another_of_the_same_tokens(lm: LoadedModel, plan: HeadPlan) -> None:

@@ -39,7 +39,7 @@ from headscan.pipelines.scoring.recall_tasks import (
     recall_series,
     sentences,
 )
-from headscan.pipelines.scoring.token_requests import Likelihood, Request
+from headscan.pipelines.scoring.token_requests import LogLikelihood, Request
 from headscan.pipelines.settings.evaluation_settings import RecallError, RecallQuestions
 from headscan.pipelines.study.study_answer import ABLATED, Saving, StudyAnswer
 from tests.pipelines.conftest import make_tokenizer
@@ -169,7 +169,7 @@ def test_four_questions_share_a_haystack_that_holds_each_answer_once(tokenizer: 
         sequences = [request.ids for question in group for request in question.requests]
         shared = common_prefix(sequences)
         assert shared > 0.75 * len(sequences[0])
-        sizes = {request.scored for question in group for request in question.requests}
+        sizes = {request.scored_tokens for question in group for request in question.requests}
         assert len(sizes) == 1
         (size,) = sizes
         choices = [request.ids[-size:] for request in group[0].requests]
@@ -197,7 +197,7 @@ def test_copied_tokens_follow_the_same_cue_in_the_passage(tokenizer: PreTrainedT
         (passage,) = passages
         assert not special & set(passage)
         for question in group:
-            assert (question.answer, question.requests[0].scored, len(question.requests)) == (None, 16, 1)
+            assert (question.answer, question.requests[0].scored_tokens, len(question.requests)) == (None, 16, 1)
             (start,) = find(question.requests[0].ids[-24:], passage)
             starts.append(start / len(passage))
     assert len(set(starts)) > len(starts) / 2
@@ -289,7 +289,7 @@ def test_bos_is_where_it_is_in_a_benchmark() -> None:
 
 
 def accuracy(questions: Sequence[RecallQuestion], likelihood: Callable[[Request], float]) -> float:
-    rows = [grade(q, [Likelihood(likelihood(request), 0) for request in q.requests]) for q in questions]
+    rows = [grade(q, [LogLikelihood(likelihood(request), 0) for request in q.requests]) for q in questions]
     return mean(row["correct"] for row in rows)
 
 
@@ -297,15 +297,15 @@ def test_who_looks_the_key_up_is_always_right_and_who_does_not_once_in_four(toke
     questions = family(recall_questions(tokenizer, SMALL, 512, bos="auto"), "needle")
 
     def looks_up(request: Request) -> float:
-        tail = request.ids[-request.scored - 4 :]  # four tokens tell keys apart
+        tail = request.ids[-request.scored_tokens - 4 :]  # four tokens tell keys apart
         return float(len(find(tail, request.ids)))
 
     def prefers_some_values(request: Request) -> float:
-        return -float(hash(request.ids[-request.scored :]) % 1009)
+        return -float(hash(request.ids[-request.scored_tokens :]) % 1009)
 
     def prefers_the_last(request: Request) -> float:
         # In the first two thirds: what is asked at the end may hold the same tokens as a value.
-        value, haystack = request.ids[-request.scored :], request.ids[: 2 * len(request.ids) // 3]
+        value, haystack = request.ids[-request.scored_tokens :], request.ids[: 2 * len(request.ids) // 3]
         return float((find(value, haystack) or [-1])[-1])
 
     assert accuracy(questions, looks_up) == 1
@@ -318,17 +318,17 @@ def test_rows_of_a_choice_and_of_a_continuation() -> None:
     choice = RecallQuestion("needle@3", 7, (request,) * 4, 2, "2")
     common = {"task": "needle@3", "question": 7, "target": "2", "recall": True}
     values = [-3.0, -2.0, -1.0, -4.0]
-    right = grade(choice, [Likelihood(value, 0) for value in values])
+    right = grade(choice, [LogLikelihood(value, 0) for value in values])
     assert right == common | {"correct": 1.0, "response": "2", "log_likelihoods": values}
-    wrong = grade(choice, [Likelihood(-value, 0) for value in values])
+    wrong = grade(choice, [LogLikelihood(-value, 0) for value in values])
     assert (wrong["correct"], wrong["response"]) == (0.0, "3")
-    shared = grade(choice, [Likelihood(value, 0) for value in (-3.0, -1.0, -1.0, -4.0)])
+    shared = grade(choice, [LogLikelihood(value, 0) for value in (-3.0, -1.0, -1.0, -4.0)])
     assert (shared["correct"], shared["response"]) == (0.5, "1")
     continued = RecallQuestion("copying@3", 0, (request,), None, "2")
-    row = grade(continued, [Likelihood(-5.0, 1)])
+    row = grade(continued, [LogLikelihood(-5.0, 1)])
     assert (row["correct"], row["target"], row["response"], row["log_likelihoods"]) == (0.5, "2", "1", [-5.0])
     with pytest.raises(NotFiniteError, match=r"question 0 of copying@3 are NaN.*another `dtype`"):
-        grade(continued, [Likelihood(float("nan"), 1)])
+        grade(continued, [LogLikelihood(float("nan"), 1)])
 
 
 # A third family

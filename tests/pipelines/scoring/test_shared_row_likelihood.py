@@ -19,7 +19,7 @@ from headscan.layers.shared_rows import SharedRow, SharedRowHooks
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.prefix_tree import prefix_tree
 from headscan.pipelines.scoring.shared_row_likelihood import RowPacker, SharedRowItem, can_read_shared_rows
-from headscan.pipelines.scoring.token_requests import Likelihood, Responses, answer_item
+from headscan.pipelines.scoring.token_requests import LogLikelihood, Responses, answer_item
 from headscan.statistics.registry import masks_read
 from tests.pipelines.scoring.test_bundles import BATCH_TOKENS, REQUESTS, close
 from tests.pipelines.scoring.test_prefix_tree import random_sequences
@@ -54,11 +54,13 @@ class Tokens:
         return read
 
 
-def whole(lm: headscan.LoadedModel, ablated: Intervention | None, rule_kernels: bool = False) -> Responses[Likelihood]:
+def whole(
+    lm: headscan.LoadedModel, ablated: Intervention | None, rule_kernels: bool = False
+) -> Responses[LogLikelihood]:
     return LikelihoodItem("all", REQUESTS, ablated, BATCH_TOKENS, False, rule_kernels).run(lm)[0]
 
 
-def read_in_rows(lm: headscan.LoadedModel, ablated: Intervention | None) -> Responses[Likelihood]:
+def read_in_rows(lm: headscan.LoadedModel, ablated: Intervention | None) -> Responses[LogLikelihood]:
     return SharedRowItem("all", REQUESTS, ablated, BATCH_TOKENS).run(lm)[0]
 
 

@@ -27,7 +27,7 @@ from headscan.pipelines.measure.run_scan import ScanItem, measure_shard
 from headscan.pipelines.runs.model_identity import model_facts
 from headscan.pipelines.scoring.likelihood import LikelihoodItem
 from headscan.pipelines.scoring.staged_likelihood import score_in_ranges
-from headscan.pipelines.scoring.token_requests import Likelihood, Request, Responses, answer_item
+from headscan.pipelines.scoring.token_requests import LogLikelihood, Request, Responses, answer_item
 from tests.pipelines.conftest import THREADS
 from tests.small_models import make_model
 
@@ -106,7 +106,7 @@ def requests_of(count: int = 7) -> tuple[Request, ...]:
     return (*found, found[0]._replace(ids=(*found[0].ids[:-1], 6)))  # the same read, another answer
 
 
-def answers(task: Any, pool: Pool, ablated: Intervention | None) -> Responses[Likelihood]:
+def answers(task: Any, pool: Pool, ablated: Intervention | None) -> Responses[LogLikelihood]:
     [result] = pool.one(task, LikelihoodItem("all", requests_of(), ablated, 80, False))
     return result
 
