@@ -17,36 +17,36 @@ WorkKey = tuple[Any, ...]
 
 
 class KnownNumbers:
-    """Numbers by unit of work, in memory. A subclass may keep them where a later process finds them."""
+    """Numbers by key of the work, in memory. A subclass may keep them where a later process finds them."""
 
     def __init__(self) -> None:
         self._known: dict[str, list[float]] = {}
 
     @property
-    def units(self) -> int:
-        """Number of known units."""
+    def count(self) -> int:
+        """Number of keys with numbers."""
         return len(self._known)
 
-    def get(self, unit: WorkKey) -> NDArray[np.float64] | None:
-        """Return the numbers of a unit, one-dimensional; None if it was not measured."""
-        numbers = self._known.get(hash_of(unit))
+    def get(self, key: WorkKey) -> NDArray[np.float64] | None:
+        """Return the numbers of a key, one-dimensional; None if they were not measured."""
+        numbers = self._known.get(hash_of(key))
         return None if numbers is None else np.asarray(numbers, dtype=np.float64)
 
-    def add(self, unit: WorkKey, numbers: ArrayLike) -> None:
-        """Keep the numbers of a unit, in C order; float64 holds them exactly."""
-        self._known[hash_of(unit)] = np.asarray(numbers, dtype=np.float64).ravel().tolist()
+    def add(self, key: WorkKey, numbers: ArrayLike) -> None:
+        """Keep the numbers of a key, in C order; float64 holds them exactly."""
+        self._known[hash_of(key)] = np.asarray(numbers, dtype=np.float64).ravel().tolist()
 
-    def measured(self, unit: WorkKey, measure: Callable[[], ArrayLike]) -> NDArray[np.float64]:
-        """Return the numbers of a unit, one-dimensional. Those that are missing are measured and kept."""
-        if (numbers := self.get(unit)) is None:
+    def measured(self, key: WorkKey, measure: Callable[[], ArrayLike]) -> NDArray[np.float64]:
+        """Return the numbers of a key, one-dimensional. Those that are missing are measured and kept."""
+        if (numbers := self.get(key)) is None:
             numbers = np.asarray(measure(), dtype=np.float64).ravel()
-            self.add(unit, numbers)
+            self.add(key, numbers)
         return numbers
 
 
-def hash_of(unit: WorkKey) -> str:
-    """Return 32 hexadecimal digits that stand for a unit."""
-    return hashlib.sha256(json.dumps(unit).encode()).hexdigest()[:32]
+def hash_of(key: WorkKey) -> str:
+    """Return 32 hexadecimal digits that stand for a key."""
+    return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
 
 #: Shows steps of work: called with a title, the number of steps and their unit, and returns a context with the function

@@ -277,7 +277,7 @@ class LayerEdits(NamedTuple):
     edits: Callable[[], Edits]
 
 
-def _unit(batch: str, layer: int, candidate: LayerEdits, below: Edits) -> WorkKey:
+def _key(batch: str, layer: int, candidate: LayerEdits, below: Edits) -> WorkKey:
     return "cross-entropy of a batch without heads", batch, layer, candidate.removed, below.removed
 
 
@@ -336,12 +336,12 @@ class Divergence:
         count = sum(len(of_layer) for of_batch in missing for of_layer in of_batch.values())
         with self._work.steps("damage of removed heads", count, "measurements") as done:
             for number, (batch, of_batch) in enumerate(zip(self._hashes, missing, strict=True)):
-                for unit, value in self._measured(number, of_batch, below):
-                    known.add(unit, value)
+                for key, value in self._measured(number, of_batch, below):
+                    known.add(key, value)
                     done()
                 for layer, of_layer in candidates.items():
                     for index, each in enumerate(of_layer):
-                        numbers = known.get(_unit(batch, layer, each, below))
+                        numbers = known.get(_key(batch, layer, each, below))
                         assert numbers is not None
                         totals[layer][index] += float(numbers[0])
         return {layer: [total / self._total for total in of_layer] for layer, of_layer in totals.items()}
@@ -351,7 +351,7 @@ class Divergence:
     ) -> dict[int, list[LayerEdits]]:
         """Return the candidates by layer that were not measured on a batch."""
         missing = {
-            layer: [each for each in of_layer if self._work.known.get(_unit(batch, layer, each, below)) is None]
+            layer: [each for each in of_layer if self._work.known.get(_key(batch, layer, each, below)) is None]
             for layer, of_layer in candidates.items()
         }
         return {layer: of_layer for layer, of_layer in missing.items() if of_layer}
@@ -376,7 +376,7 @@ class Divergence:
                 for each in of_layer:
                     with edited(self._lm, each.edits()):
                         value = self._cross_entropy(batch, expected)
-                    yield _unit(self._hashes[number], layer, each, below), value
+                    yield _key(self._hashes[number], layer, each, below), value
 
     def _cross_entropy(self, batch: CalibrationBatch, expected: Tensor) -> float:
         """Return the summed cross-entropy of the model's predictions to those of the original."""

@@ -94,11 +94,11 @@ class DamagePool(PromptPool):
             for name, part in items.items()
         ]
 
-        def unit(item: DamageItem) -> WorkKey:
+        def key_of(item: DamageItem) -> WorkKey:
             return "damage of a window on KV heads", astuple(window), gates, list(heads), hash_of(item.requests)
 
         damage_PC = np.empty((len(requests), len(heads)), dtype=np.float32)
-        for item, damages in self._measured(measure_damages, work, unit, np.asarray):
+        for item, damages in self._measured(measure_damages, work, key_of, np.asarray):
             damage_PC[items[item.name]] = damages.reshape(-1, len(heads))
         return damage_PC
 
@@ -112,10 +112,10 @@ class DamagePool(PromptPool):
             for at, part in enumerate(parts)
         ]
 
-        def unit(item: NeedItem) -> WorkKey:
+        def key_of(item: NeedItem) -> WorkKey:
             return "distant mass and output norm of texts", astuple(window), hash_of(item.requests)
 
-        sums = {item.name: needs for item, needs in self._measured(measure_needs, work, unit, np.stack)}
+        sums = {item.name: needs for item, needs in self._measured(measure_needs, work, key_of, np.stack)}
         readers = self.pool.one(_readers, None)
         # In the order of the texts, so that the sums do not depend on which item finished first.
         distant, norm = np.sum([sums[item.name] for item in work], axis=0).reshape(2, -1)

@@ -264,8 +264,8 @@ class _Chooser:
             weights = self._config.repair.weights(self._lm, self._calibration, removed)
             return Divergence(self._lm, self._texts.first(_LOSS_TOKENS), self._work).of(Edits(heads, weights))
 
-        unit = ("divergence of a model within a loss limit", self._config.repair.words, heads)
-        return float(self._work.known.measured(unit, measure)[0])
+        key = ("divergence of a model within a loss limit", self._config.repair.words, heads)
+        return float(self._work.known.measured(key, measure)[0])
 
 
 class _Builder:

@@ -273,7 +273,7 @@ class Run(ModelContext):
         numbers = StoredNumbers(self.store, begin)
         if known is not None:
             numbers.resume()
-            self.say(f"run {known['run_id']}: the store has {numbers.units} units of this work")
+            self.say(f"run {known['run_id']}: the store has {numbers.count} units of this work")
         try:
             try:
                 yield numbers
@@ -314,7 +314,7 @@ _UNITS = TABLES["measured_units"].schema(without=("run_id",))
 
 
 class StoredNumbers(KnownNumbers):
-    """Numbers by unit of work in the table ``measured_units``; the caller calls `write` at the end.
+    """Numbers by key of the work in the table ``measured_units``; the caller calls `write` at the end.
 
     ``begin`` begins or resumes the run and returns its id; the first write calls it.
     """
@@ -331,9 +331,9 @@ class StoredNumbers(KnownNumbers):
         self.run_id = self._begin()
         self._known |= self._store.measured_units(self.run_id)
 
-    def add(self, unit: WorkKey, numbers: ArrayLike) -> None:
-        super().add(unit, numbers)
-        self._waiting.append(unit)
+    def add(self, key: WorkKey, numbers: ArrayLike) -> None:
+        super().add(key, numbers)
+        self._waiting.append(key)
         if time.monotonic() - self._written >= WRITE_SECONDS:
             self.write()
 
@@ -343,8 +343,8 @@ class StoredNumbers(KnownNumbers):
             if self.run_id is None:
                 self.run_id = self._begin()
             rows = [
-                {"unit": (name := hash_of(unit)), "what": str(unit[0]), "numbers": self._known[name]}
-                for unit in self._waiting
+                {"unit": (name := hash_of(key)), "what": str(key[0]), "numbers": self._known[name]}
+                for key in self._waiting
             ]
             self._store.add_measured_units(self.run_id, pa.Table.from_pylist(rows, schema=_UNITS))
         self._waiting.clear()

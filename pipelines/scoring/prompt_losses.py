@@ -171,7 +171,7 @@ class PromptPool:
                         LikelihoodItem(name, chosen, alone, self.batch_tokens, share_prefixes=False, rope=self.rope)
                     )
 
-        def unit(item: LikelihoodItem | BundleItem) -> WorkKey:
+        def key_of(item: LikelihoodItem | BundleItem) -> WorkKey:
             group, _ = items[item.name]
             windows = [[[layer, head, *astuple(kept)] for layer, head, kept in sets[index].windows] for index in group]
             return "losses under window masks", windows, hash_of(item.requests)
@@ -190,7 +190,7 @@ class PromptPool:
         nats, greedy = np.empty((len(sets), len(requests))), np.empty((len(sets), len(requests)))
         scored = np.array([request.scored_tokens for request in requests])
         task: Task[Any, Any] = score_in_ranges if staged else answer_item
-        for item, losses in self._measured(task, work, unit, numbers, count):
+        for item, losses in self._measured(task, work, key_of, numbers, count):
             group, part = items[item.name]
             at = np.ix_(group, part)
             log_likelihoods, greedy_tokens = losses.reshape(2, len(group), len(part))
@@ -216,7 +216,7 @@ class PromptPool:
         self,
         task: Task[T, Any],
         items: Sequence[T],
-        unit: Callable[[T], WorkKey],
+        key_of: Callable[[T], WorkKey],
         numbers: Callable[[Any], ArrayLike],
         count: Callable[[Any], int] = lambda item: len(item.requests),
     ) -> Iterator[tuple[T, np.ndarray]]:
@@ -225,13 +225,13 @@ class PromptPool:
         """
         new = []
         for item in items:
-            if (known := self.known.get(unit(item))) is None:
+            if (known := self.known.get(key_of(item))) is None:
                 new.append(item)
             else:
                 yield item, known
                 self._count(count(item), is_new=False)
         for done in self.pool.map(task, new) if new else ():
-            self.known.add(unit(done.item), measured := np.asarray(numbers(done.value), dtype=np.float64).ravel())
+            self.known.add(key_of(done.item), measured := np.asarray(numbers(done.value), dtype=np.float64).ravel())
             yield done.item, measured
             self._count(count(done.item), is_new=True)
 
