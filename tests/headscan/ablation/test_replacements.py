@@ -69,9 +69,11 @@ def test_a_mean_mask_outputs_the_mean_of_all_real_tokens(family: str, site: str)
     expected = {layer: torch.cat([each[layer] for each in tokens]).mean(0) for layer in tokens[0]}
     assert list(means.by_layer) == sorted(expected)
     lists = [text[:length].tolist() for text, length in zip(texts, LENGTHS, strict=True)]
-    assert headscan.head_means(lm, lists, batch_tokens=40) == means
+    of_lists = headscan.head_means(lm, lists, batch_tokens=40)
     for layer, mean in expected.items():
         torch.testing.assert_close(means.by_layer[layer], mean, rtol=1e-4, atol=1e-5)
+        # Padding differs, and with it the number of tokens that each expert reads together, and rounding.
+        torch.testing.assert_close(of_lists.by_layer[layer], mean, rtol=1e-4, atol=1e-5)
     ids = ids_of(2, 20, seed=4)
     with headscan.intervene(lm, headscan.HeadMask(HEADS, means)) as record:
         found = logits_of(lm, ids)
