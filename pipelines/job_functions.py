@@ -179,9 +179,9 @@ def evaluate(
     from headscan.pipelines.scoring.arms import BASELINE
 
     config.check_max_loss()
-    chosen, identity = _identified(config.model, options)
+    checked, identity = _identified(config.model, options)
     tokens = config.placed_tokens(identity)
-    with _open_run(chosen, config.model, tokens, config, store, evaluates=True) as (batched, run):
+    with _open_run(checked, config.model, tokens, config, store, evaluates=True) as (batched, run):
         if isinstance(arms, ChosenArms):
             run_id = evaluate_chosen(batched, run, arms)
         else:
@@ -206,7 +206,7 @@ def referee(config: RefereeConfig, store: str | Path, **options: Unpack[LocalJob
     from headscan.analysis.verdicts.judge import judge
     from headscan.pipelines.referee.run_referee import run_referee
 
-    with _open_evaluation(config, store, options, here=True) as (batched, run):
+    with _open_evaluation(config, store, options, in_this_process=True) as (batched, run):
         return judge(run.store, run_referee(batched, run), max_loss=batched.evaluation.max_loss)
 
 
@@ -229,13 +229,13 @@ def plan(
 
     if store is None:
         _refuse_store_options(options, "without `store`")
-    chosen, identity = _identified(config.model, options)
+    checked, identity = _identified(config.model, options)
     tokens = config.longest(identity)
     if store is not None:
-        with _open_run(chosen, config.model, tokens, config, store, evaluates=True) as (batched, run):
+        with _open_run(checked, config.model, tokens, config, store, evaluates=True) as (batched, run):
             return run_plan(batched, run, budget)
-    opener = chosen.opener(config.model, tokens, config.batch_tokens, evaluates=True)
-    with ModelContext(config.model, opener, identity=identity, say=chosen.say) as context:
+    opener = checked.opener(config.model, tokens, config.batch_tokens, evaluates=True)
+    with ModelContext(config.model, opener, identity=identity, say=checked.say) as context:
         return run_plan(opener.with_batch_tokens(config), context, budget)
 
 
@@ -250,9 +250,9 @@ def generate(config: GenerateConfig, **options: Unpack[JobOptions]) -> Generatio
     from headscan.pipelines.kv.run_generate import run_generate
 
     _refuse_store_options(options, "on `generate`")
-    chosen, identity = _identified(config.model, options)
-    opener = chosen.opener(config.model, config.longest(identity), evaluates=True)
-    with ModelContext(config.model, opener, identity=identity, say=chosen.say) as context:
+    checked, identity = _identified(config.model, options)
+    opener = checked.opener(config.model, config.longest(identity), evaluates=True)
+    with ModelContext(config.model, opener, identity=identity, say=checked.say) as context:
         return run_generate(config, context)
 
 
@@ -265,7 +265,7 @@ def prune(config: PruneConfig, store: str | Path, **options: Unpack[LocalJobOpti
     """
     from headscan.pipelines.pruning.run_prune import run_prune
 
-    with _open_evaluation(config, store, options, here=True) as (batched, run):
+    with _open_evaluation(config, store, options, in_this_process=True) as (batched, run):
         return run_prune(batched, run)
 
 
@@ -278,9 +278,9 @@ def study(config: StudyConfig, **options: Unpack[LocalJobOptions]) -> StudyAnswe
     from headscan.pipelines.study.run_study import run_study
 
     store = Path(config.out) / "study.duckdb"
-    chosen = _checked(options, here=True)
+    checked = _checked(options, in_this_process=True)
     tokens = max(TASK_TOKENS, config.max_tokens or 0)
-    with _open_run(chosen, config.model, tokens, config, store, evaluates=True) as (batched, run):
+    with _open_run(checked, config.model, tokens, config, store, evaluates=True) as (batched, run):
         return run_study(batched, run)
 
 
@@ -300,7 +300,7 @@ def export(config: ExportConfig, store: str | Path | None = None) -> Exported:
 
 
 @dataclass(frozen=True)
-class _Options:
+class _CheckedOptions:
     """`JobOptions` with their defaults, checked."""
 
     devices: PlacementRequest | None = None
@@ -338,30 +338,32 @@ def _refuse_store_options(options: JobOptions, where: str) -> None:
             raise PlanError(f"`{name}` has no effect {where}: leave it out")
 
 
-def _checked(options: LocalJobOptions, *, here: bool = False) -> _Options:
-    """Check a job's options before it reads a file; a job that runs ``here`` needs one replica, in this process."""
+def _checked(options: LocalJobOptions, *, in_this_process: bool = False) -> _CheckedOptions:
+    """Check a job's options before it reads a file; a job that runs ``in_this_process`` needs one replica."""
     if unknown := options.keys() - JobOptions.__annotations__.keys():
         raise TypeError(f"unknown option {min(unknown)!r}. Choose from {', '.join(JobOptions.__annotations__)}")
-    chosen = _Options(**options)
-    if not here:
-        return chosen
-    if chosen.ray_address is not None:
+    checked = _CheckedOptions(**options)
+    if not in_this_process:
+        return checked
+    if checked.ray_address is not None:
         raise PlacementError(
-            f"`ray_address={chosen.ray_address}`: this job runs in one process. Leave out `ray_address`"
+            f"`ray_address={checked.ray_address}`: this job runs in one process. Leave out `ray_address`"
         )
-    return replace(chosen, devices=(chosen.devices or PlacementRequest()).in_this_process())
+    return replace(checked, devices=(checked.devices or PlacementRequest()).in_this_process())
 
 
-def _identified(model: ModelSpec, options: LocalJobOptions, *, here: bool = False) -> tuple[_Options, ModelIdentity]:
+def _identified(
+    model: ModelSpec, options: LocalJobOptions, *, in_this_process: bool = False
+) -> tuple[_CheckedOptions, ModelIdentity]:
     """Check the options of a job, and return them with the identity of its model, which is read if they lack it."""
-    chosen = _checked(options, here=here)
-    identity = chosen.identity or identify(model)
-    return replace(chosen, identity=identity), identity
+    checked = _checked(options, in_this_process=in_this_process)
+    identity = checked.identity or identify(model)
+    return replace(checked, identity=identity), identity
 
 
 @contextmanager
 def _open_run(
-    options: _Options,
+    options: _CheckedOptions,
     model: ModelSpec,
     tokens: int,
     settings: BatchedSettings,
@@ -385,13 +387,13 @@ def _open_run(
 
 @contextmanager
 def _open_evaluation(
-    config: _E, store: str | Path, options: LocalJobOptions, *, here: bool = False
+    config: _E, store: str | Path, options: LocalJobOptions, *, in_this_process: bool = False
 ) -> Iterator[tuple[_E, Run]]:
     """Yield settings with an evaluation as `_open_run` yields them, and the run."""
     evaluation = config.evaluation
-    chosen, identity = _identified(evaluation.model, options, here=here)
+    checked, identity = _identified(evaluation.model, options, in_this_process=in_this_process)
     tokens = config.placed_tokens(identity)
-    with _open_run(chosen, evaluation.model, tokens, evaluation, store, evaluates=True) as (batched, run):
+    with _open_run(checked, evaluation.model, tokens, evaluation, store, evaluates=True) as (batched, run):
         yield replace(config, evaluation=batched), run
 
 
@@ -400,7 +402,7 @@ def _open_labelled(config: _L, store: str | Path, options: JobOptions) -> Iterat
     """Read labelled examples, and yield what `_open_run` yields and, between, the examples."""
     from headscan.pipelines.measure.labelled_texts import read_labelled
 
-    chosen, identity = _identified(config.model, options)
+    checked, identity = _identified(config.model, options)
     texts = read_labelled(config.data, config.model, identity, config.max_tokens)
-    with _open_run(chosen, config.model, texts.longest, config, store) as (batched, run):
+    with _open_run(checked, config.model, texts.longest, config, store) as (batched, run):
         yield batched, texts, run
