@@ -222,7 +222,7 @@ def test_a_plan_by_layer_is_searched_and_limited_in_whole_layers(context: ModelC
         windowed = {layer for layer, _ in each.window_heads}
         assert each.window_heads == [(layer, kv_head) for layer in sorted(windowed) for kv_head in range(4)]
     measurement = Measurement.of(config, context)
-    full, windows = measurement.losses(measurement.ranking, [ALL_KEYS, KeptKeys.of_plan(limited)])["text"]
+    full, windows = measurement.nats(measurement.ranking, [ALL_KEYS, KeptKeys.of_plan(limited)])["text"].mean(1)
     assert windows - full <= 0.01 and 0 < len(limited.window_heads) < 24
 
 
